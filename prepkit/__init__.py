@@ -1,0 +1,125 @@
+"""Plan, look, apply, verify: PyTorch models prepared for training without surprises.
+
+>>> import prepkit as pk
+>>> cfg = pk.Config(engine=pk.FSDP2(), precision=pk.BF16())
+
+``pk.build_plan(cfg, model)`` gives a ``Plan`` or every reason against one; ``pk.apply(plan)`` does what it says.
+Importing prepkit loads the vocabulary alone: calls arrive when they are first asked for, and torch with ``apply``.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from prepkit.config import BF16 as BF16
+from prepkit.config import DDP as DDP
+from prepkit.config import FP8 as FP8
+from prepkit.config import FP16 as FP16
+from prepkit.config import FSDP1 as FSDP1
+from prepkit.config import FSDP2 as FSDP2
+from prepkit.config import MSAMP as MSAMP
+from prepkit.config import SGD as SGD
+from prepkit.config import XLA as XLA
+from prepkit.config import AdamW as AdamW
+from prepkit.config import AsStored as AsStored
+from prepkit.config import CheckpointBlocks as CheckpointBlocks
+from prepkit.config import ClipNorm as ClipNorm
+from prepkit.config import ClipValue as ClipValue
+from prepkit.config import CompileBlocks as CompileBlocks
+from prepkit.config import CompileModel as CompileModel
+from prepkit.config import CompressHook as CompressHook
+from prepkit.config import Config as Config
+from prepkit.config import DeepSpeed as DeepSpeed
+from prepkit.config import DelayedScaling as DelayedScaling
+from prepkit.config import InitWeights as InitWeights
+from prepkit.config import Intent as Intent
+from prepkit.config import KeepLoaders as KeepLoaders
+from prepkit.config import KeepOnDevice as KeepOnDevice
+from prepkit.config import KeepWeights as KeepWeights
+from prepkit.config import LoadWeights as LoadWeights
+from prepkit.config import Mesh as Mesh
+from prepkit.config import MXFP8BlockScaling as MXFP8BlockScaling
+from prepkit.config import NoCheckpointing as NoCheckpointing
+from prepkit.config import NoClip as NoClip
+from prepkit.config import NoCompile as NoCompile
+from prepkit.config import NoHook as NoHook
+from prepkit.config import OffloadToCPU as OffloadToCPU
+from prepkit.config import PowerSGDHook as PowerSGDHook
+from prepkit.config import Schedule as Schedule
+from prepkit.config import ShardLoaders as ShardLoaders
+from prepkit.config import Single as Single
+from prepkit.config import TensorFromModel as TensorFromModel
+from prepkit.config import TensorParallel as TensorParallel
+from prepkit.config import TensorRow as TensorRow
+from prepkit.config import TensorRows as TensorRows
+from prepkit.config import TorchAO as TorchAO
+from prepkit.config import TransformerEngine as TransformerEngine
+from prepkit.config import WrapBlocks as WrapBlocks
+from prepkit.config import WrapClasses as WrapClasses
+from prepkit.config import WrapPaths as WrapPaths
+from prepkit.config import WrapRoot as WrapRoot
+from prepkit.config import WrapSize as WrapSize
+from prepkit.facts import Env as Env
+from prepkit.facts import Facts as Facts
+from prepkit.findings import Finding as Finding
+from prepkit.findings import PlanRejected as PlanRejected
+from prepkit.findings import Severity as Severity
+
+if TYPE_CHECKING:
+    from prepkit.attestation import Attestation as Attestation
+    from prepkit.changes import patch as patch
+    from prepkit.face import activations as activations
+    from prepkit.face import apply as apply
+    from prepkit.face import build_plan as build_plan
+    from prepkit.face import check as check
+    from prepkit.face import diff as diff
+    from prepkit.face import fits as fits
+    from prepkit.face import load as load
+    from prepkit.face import rehearse as rehearse
+    from prepkit.importers.native import read_config as read_config
+    from prepkit.live.agree import Disagreement as Disagreement
+    from prepkit.live.apply import ApplyHalted as ApplyHalted
+    from prepkit.live.apply import NotAsPlanned as NotAsPlanned
+    from prepkit.live.company import RankFailed as RankFailed
+    from prepkit.live.company import together as together
+    from prepkit.plan import Plan as Plan
+    from prepkit.rules import RULES as RULES
+    from prepkit.rules.rule import Hit as Hit
+    from prepkit.rules.rule import Rule as Rule
+
+_LATER = {
+    "activations": "prepkit.face",
+    "apply": "prepkit.face",
+    "ApplyHalted": "prepkit.live.apply",
+    "Attestation": "prepkit.attestation",
+    "build_plan": "prepkit.face",
+    "check": "prepkit.face",
+    "diff": "prepkit.face",
+    "Disagreement": "prepkit.live.agree",
+    "Hit": "prepkit.rules.rule",
+    "fits": "prepkit.face",
+    "load": "prepkit.face",
+    "NotAsPlanned": "prepkit.live.apply",
+    "patch": "prepkit.changes",
+    "Plan": "prepkit.plan",
+    "RankFailed": "prepkit.live.company",
+    "read_config": "prepkit.importers.native",
+    "rehearse": "prepkit.face",
+    "Rule": "prepkit.rules.rule",
+    "RULES": "prepkit.rules",
+    "together": "prepkit.live.company",
+}
+"""Name to the module that has it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from prepkit.version import VERSION
+
+        return VERSION
+    if name not in _LATER:
+        raise AttributeError(f"module 'prepkit' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted((*(name for name in globals() if not name.startswith("_")), *_LATER, "__version__"))

@@ -1,0 +1,247 @@
+"""The command line. Exit codes: 0 fine, 1 findings or differences, 2 used wrongly.
+
+Heavy modules are imported inside the commands: torch only by those that look at a model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from attrs import asdict, evolve
+
+from prepkit import cli_bytes, cli_model, cli_refusal, cli_terminal
+from prepkit.cli_options import FILE, SIZE, Cluster, as_json, cluster_options, model_option
+from prepkit.cli_terminal import say, say_json
+from prepkit.findings import PlanRejected
+from prepkit.version import VERSION
+
+if TYPE_CHECKING:
+    from prepkit.attestation import Attestation
+    from prepkit.cli_verdict import Verdict
+    from prepkit.plan import Plan
+    from prepkit.rules.rule import Rule
+
+T = TypeVar("T")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, prog_name="prepkit")
+def main() -> None:
+    """Plan, look, apply, verify: PyTorch models prepared for training without surprises.
+
+    Exit codes: 0 fine, 1 findings or differences, 2 used wrongly.
+    """
+    cli_terminal.forgive()
+
+
+# --- plan and check ------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("config", type=FILE)
+@model_option(required=True)
+@cluster_options
+@click.option("-o", "--output", help=f"Plan file to write; {SIZE} in it stands for the world size.")
+@as_json
+def plan(config: str, model: str, cluster: Cluster, output: str | None, as_json: bool) -> None:
+    """Plan a model's preparation, for the environment that is here or a declared one, and show or save the plan.
+
+    Nothing is written if any of the world sizes is refused.
+    """
+    from prepkit import codec
+    from prepkit.cli_verdict import findings_data, verdicts_text
+
+    if output and len(set(cluster.sizes)) > 1 and SIZE not in output:
+        raise click.UsageError(f"several world sizes need several files: write {SIZE} into -o, as in plan-{SIZE}.json")
+    verdicts = _verdicts(config, model, cluster, as_json)
+    made = tuple((one.world_size, one.plan) for one in verdicts if one.plan is not None)
+    legal = len(made) == len(verdicts)
+    files = {size: output.replace(SIZE, str(size)) for size, _ in made} if output and legal else {}
+    for size, value in made:
+        if size in files:
+            cli_refusal.save(value, files[size])
+    if as_json:
+        texts = {size: None if files else json.loads(codec.plan_to_text(value)) for size, value in made}
+        shown = [{"world_size": size, "file": files.get(size), "plan": data} for size, data in texts.items()]
+        say_json({"plans": shown, "findings": findings_data(verdicts)})
+    elif legal and not files:
+        say("\n\n".join(str(value) for _, value in made))
+    else:
+        said = (verdicts_text(verdicts), "" if legal else f"no plan was {'written' if output else 'made'}")
+        say("\n".join((*filter(None, said), *(f"wrote {file}" for file in files.values()))), err=True)
+    sys.exit(0 if legal else 1)
+
+
+@main.command()
+@click.argument("file", type=FILE)
+@model_option()
+@cluster_options
+@as_json
+def check(file: str, model: str | None, cluster: Cluster, as_json: bool) -> None:
+    """Check a config against a model, or the config and facts in a plan file against today's rules.
+
+    Warnings are shown; only errors that are not overridden give exit code 1.
+    """
+    from prepkit.cli_verdict import findings_data, verdicts_text
+
+    verdicts = _verdicts(file, model, cluster, as_json) if model else (_verdict_on_file(file, cluster, as_json),)
+    legal = tuple(str(one.world_size) for one in verdicts if one.plan is not None)
+    if as_json:
+        say_json({"findings": findings_data(verdicts)})
+    elif found := verdicts_text(verdicts):
+        say(found, err=True)
+    if legal and not as_json:
+        say(f"a plan exists for world size {', '.join(legal)}")
+    sys.exit(0 if len(legal) == len(verdicts) else 1)
+
+
+def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool) -> tuple[Verdict, ...]:
+    """One per world size. Ends the command if config or model cannot be had, after saying what is wrong with both."""
+    from prepkit.cli_verdict import judge
+    from prepkit.importers import IMPORTERS
+
+    if _is_plan(config):
+        raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
+    envs = cluster.envs()
+    asked = cli_refusal.attempt(lambda: IMPORTERS["prepkit"](config))
+    path = None if isinstance(asked, PlanRejected) else getattr(asked.weights, "path", None)
+    seen = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], path))
+    if isinstance(asked, PlanRejected) or isinstance(seen, PlanRejected):
+        cli_refusal.refuse((asked, seen), as_json)
+    return tuple(judge(asked, evolve(seen, env=env or seen.env)) for env in envs)
+
+
+def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
+    from prepkit import codec
+    from prepkit.cli_verdict import judge
+
+    if cluster.envs() != (None,):
+        raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
+    loaded = cli_refusal.attempt(lambda: codec.load_plan(file))
+    if isinstance(loaded, PlanRejected):
+        foreign = any(one.rule == "codec.foreign" for one in loaded.findings)
+        if foreign or Path(file).suffix.lower() != ".json":
+            raise click.UsageError(f"{file} is not a plan file; a config is checked against a model: add --model")
+        cli_refusal.refuse((loaded,), as_json)
+    return judge(loaded.config, loaded.facts)
+
+
+def _is_plan(file: str) -> bool:
+    from prepkit import codec
+
+    try:
+        data = json.loads(Path(file).read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and data.get("kind") == codec.KIND
+
+
+# --- show, diff, rules, rehearse -----------------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("file", type=FILE)
+@as_json
+def show(file: str, as_json: bool) -> None:
+    """Show a saved plan or attestation."""
+    from prepkit import cli_files
+
+    loaded = _files((file,), as_json)[0]
+    say(cli_files.text(loaded).rstrip("\n") if as_json else str(loaded))
+
+
+@main.command()
+@click.argument("old", type=FILE)
+@click.argument("new", type=FILE)
+@as_json
+def diff(old: str, new: str, as_json: bool) -> None:
+    """Show what turns one saved plan, or attestation, into another; exit code 1 if they differ."""
+    from prepkit import cli_files, codec
+
+    before, after = _files((old, new), as_json)
+    changes = cli_files.changes(before, after)
+    if as_json:
+        say_json({"changes": [{"kind": type(one).__name__} | codec.to_data(one) for one in changes]})
+    else:
+        say(cli_files.told(before, changes))
+    sys.exit(1 if changes else 0)
+
+
+@main.command()
+@click.argument("rule_id", metavar="[ID]", required=False)
+@as_json
+def rules(rule_id: str | None, as_json: bool) -> None:
+    """List the rules, or say all about one."""
+    from prepkit import render
+    from prepkit.rules import RULES
+    from prepkit.rules.memory import PLAN_RULES
+
+    known = {rule.id: rule for rule in (*RULES, *PLAN_RULES)}
+    if rule_id is not None and rule_id not in known:
+        from difflib import get_close_matches
+
+        near = get_close_matches(rule_id, known, n=1)
+        raise click.UsageError(f"no rule {rule_id!r}; {f'did you mean {near[0]!r}?' if near else 'see: prepkit rules'}")
+    chosen = (known[rule_id],) if rule_id else tuple(known.values())
+    if as_json:
+        say_json({"rules": [_rule_data(rule) for rule in chosen]})
+    elif rule_id:
+        say(render.rule_text(known[rule_id], _example(known[rule_id])))
+    else:
+        say(render.rules_text(chosen))
+
+
+@main.command()
+@click.argument("file", type=FILE)
+@model_option(required=True)
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose part to rehearse.")
+@as_json
+def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
+    """Run a saved plan on a copy of the model without weights, on this machine, and compare what stands there."""
+    from prepkit.live.rehearse import RehearsalFailed
+    from prepkit.live.rehearse import rehearse as run
+
+    loaded = cli_refusal.load((file,), as_json)[0]
+    if rank >= loaded.world_size:
+        raise click.UsageError(f"the plan is for ranks 0 to {loaded.world_size - 1}; there is no rank {rank}")
+    try:
+        outcome = cli_refusal.attempt(lambda: run(loaded, cli_model.build(model), rank=rank))
+    except RehearsalFailed as failed:
+        raise click.UsageError(f"the rehearsal could not be held: {failed}") from None
+    if isinstance(outcome, PlanRejected):
+        cli_refusal.refuse((outcome,), as_json)
+    if as_json:
+        say_json(asdict(outcome) | {"fine": outcome.fine})
+    else:
+        say(str(outcome))
+    sys.exit(0 if outcome.fine else 1)
+
+
+main.add_command(cli_bytes.report)
+main.add_command(cli_bytes.sweep)
+
+
+# --- pieces --------------------------------------------------------------------------------------------------------
+
+
+def _files(files: tuple[str, ...], as_json: bool) -> tuple[Plan | Attestation, ...]:
+    """The plans and attestations in the files; ends the command likewise."""
+    from prepkit import cli_files
+
+    return cli_refusal.readable(cli_files.load(files), as_json)
+
+
+def _rule_data(rule: Rule) -> dict[str, Any]:
+    texts = {"id": rule.id, "severity": rule.severity.value, "summary": rule.summary, "fix": rule.fix}
+    return texts | {"overridable": rule.overridable, "repairs": rule.repair is not None, "source": rule.source}
+
+
+def _example(rule: Rule) -> str:
+    """Where to get a config that breaks the rule; drawing one here would need hypothesis."""
+    if rule.id.startswith("memory."):
+        return "pk.fits(plan, memory='1MiB') breaks it, and says what would fit"
+    return f"prepkit.testing.PROVOKE[{rule.id!r}] breaks it (pip install prepkit[testing])"

@@ -1,0 +1,57 @@
+"""Commands about bytes: the page of a plan, and the table over many layouts."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from prepkit import cli_model, cli_options, cli_refusal
+from prepkit.cli_options import FILE, Cluster, activations_option, as_json, cluster_options, memory_option, model_option
+from prepkit.cli_terminal import say, say_json
+from prepkit.findings import PlanRejected
+
+
+@click.command()
+@click.argument("files", type=FILE, nargs=-1, required=True)
+@click.option("-o", "--output", required=True, help="HTML file to write.")
+@memory_option
+@activations_option
+def report(files: tuple[str, ...], output: str, memory: int | None, activations: int | None) -> None:
+    """Write one page about a saved plan, or about two side by side. It needs no network and no script."""
+    from prepkit.report import report as page
+
+    if len(files) > 2:
+        raise click.UsageError("a report shows one plan, or two side by side")
+    cli_refusal.write(
+        page(tuple(zip(files, cli_refusal.load(files, as_json=False), strict=True)), memory, activations), output
+    )
+    say(f"wrote {output}", err=True)
+
+
+@click.command()
+@click.argument("config", type=FILE)
+@model_option(required=True)
+@cluster_options
+@click.option("--engine", "engines", type=click.Choice(cli_options.ENGINES), multiple=True, help="May be repeated.")
+@click.option("--limit", type=click.IntRange(min=1), default=40, show_default=True, help="Rows to show.")
+@as_json
+def sweep(config: str, model: str, cluster: Cluster, engines: tuple[str, ...], limit: int, as_json: bool) -> None:
+    """Compare world sizes, meshes and engines for one model: what fits, what a rank holds, what it sends."""
+    from prepkit import sweep as table
+    from prepkit.importers import IMPORTERS
+
+    env = cluster.envs()[0]
+    asked, seen = (
+        cli_refusal.attempt(lambda: IMPORTERS["prepkit"](config)),
+        cli_refusal.attempt(lambda: cli_model.facts(model, env)),
+    )
+    if isinstance(asked, PlanRejected) or isinstance(seen, PlanRejected):
+        cli_refusal.refuse((asked, seen), as_json)
+    sizes = tuple(dict.fromkeys(cluster.sizes)) or (seen.env.world_size,)
+    found = table.sweep(asked, seen, sizes, engines or cli_options.ENGINES)
+    if as_json:
+        say_json(table.sweep_data(*found))
+    else:
+        say(table.sweep_text(*found, limit))
+    sys.exit(0 if any(row.verdict != "does not fit" for row in found[0]) else 1)

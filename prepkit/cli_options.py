@@ -1,0 +1,79 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+from attrs import frozen
+
+from prepkit.facts import Env, parse_bytes
+
+FILE = click.Path(exists=True, dir_okay=False)
+"""A file that is there; click ends the command with exit code 2 where it is not."""
+
+ENGINES = ("single", "ddp", "fsdp1", "fsdp2", "fsdp2+offload", "fsdp2+tensor", "tensor")
+"""Names that ``prepkit sweep`` knows; ``sweep.ENGINES`` has what they stand for."""
+
+SIZE = "{world_size}"
+"""What stands for the world size in the name of a file to write."""
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+model_option = functools.partial(
+    click.option, "--model", metavar="PKG.MOD:FACTORY", help="A function without arguments that returns the model."
+)
+
+
+@frozen(kw_only=True)
+class Cluster:
+    """The environment options of a command line."""
+
+    sizes: tuple[int, ...]
+    device: str | None
+    per_node: int | None
+    memory: int | None
+    torch: str | None
+
+    def envs(self) -> tuple[Env | None, ...]:
+        """One declared environment per world size; ``(None,)``, the environment that is here, when nothing is said."""
+        said = {"device": self.device, "per_node": self.per_node, "memory": self.memory, "torch": self.torch}
+        given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+        if not given and not self.sizes:
+            return (None,)
+        return tuple(Env.declare(world_size=size, **given) for size in dict.fromkeys(self.sizes or (1,)))
+
+
+def _bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+memory_option = click.option("--memory", callback=_bytes, metavar="SIZE", help="Memory of one device, such as 80GiB.")
+
+
+activations_option = click.option(
+    "--activations", callback=_bytes, metavar="SIZE", help="What one micro-batch takes, as pk.activations estimates it."
+)
+
+
+def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options that declare a cluster, and passes them on as ``cluster``."""
+
+    @functools.wraps(command)
+    def run(world_size: tuple[int, ...], **rest: Any) -> None:
+        said = {name: rest.pop(name) for name in ("device", "per_node", "memory", "torch")}
+        command(cluster=Cluster(sizes=world_size, **said), **rest)
+
+    for option in (
+        click.option("--torch", metavar="VERSION", help="torch version there, such as 2.9."),
+        memory_option,
+        click.option("--per-node", type=click.IntRange(min=1), help="Processes on one node."),
+        click.option("--device", metavar="TYPE", help="Device type, such as cuda or cpu."),
+        click.option("--world-size", type=click.IntRange(min=1), multiple=True, help="Processes; may be repeated."),
+    ):
+        run = option(run)
+    return run

@@ -1,0 +1,70 @@
+"""Plans that commands read and write, and how a refusal ends them; what cannot be written is wrong use."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import click
+
+from prepkit import cli_model
+from prepkit.cli_terminal import say, say_json
+from prepkit.findings import PlanRejected
+from prepkit.plan import Plan
+
+T = TypeVar("T")
+
+
+def save(value: Plan, file: str) -> None:
+    """Writes a plan file. Ends the command where the place cannot be written."""
+    _writing(lambda: value.save(file), file)
+
+
+def write(text: str, file: str) -> None:
+    """Writes a text, likewise."""
+    _writing(lambda: Path(file).write_text(text, encoding="utf-8"), file)
+
+
+def _writing(what: Callable[[], object], file: str) -> None:
+    try:
+        what()
+    except OSError as error:
+        raise click.UsageError(f"{file} cannot be written: {error.strerror}") from None
+
+
+def attempt(what: Callable[[], T]) -> T | PlanRejected:
+    """What it gives, or why it is refused."""
+    try:
+        return what()
+    except PlanRejected as refused:
+        return refused
+
+
+def load(files: tuple[str, ...], as_json: bool) -> tuple[Plan, ...]:
+    """The plans in the files. Ends the command if any is refused, after saying all that is wrong with all of them."""
+    from prepkit import codec
+
+    return readable(tuple(attempt(functools.partial(codec.load_plan, file)) for file in files), as_json)
+
+
+def readable(loaded: tuple[T | PlanRejected, ...], as_json: bool) -> tuple[T, ...]:
+    """What was loaded. Ends the command if anything is refused, after saying all that is wrong with all of it."""
+    good = tuple(one for one in loaded if not isinstance(one, PlanRejected))
+    if len(good) < len(loaded):
+        refuse(loaded, as_json)
+    return good
+
+
+def refuse(outcomes: tuple[object, ...], as_json: bool) -> NoReturn:
+    """Says every finding of the refused ones, and ends the command."""
+    from prepkit import codec, render
+
+    findings = tuple(one for refused in outcomes if isinstance(refused, PlanRejected) for one in refused.findings)
+    if as_json:
+        say_json({"findings": codec.to_data(findings)})
+    else:
+        say(render.findings_text(findings), err=True)
+    sys.exit(2 if any(one.rule == cli_model.WRONG for one in findings) else 1)

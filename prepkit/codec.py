@@ -1,0 +1,204 @@
+"""Every value to and from strict JSON data; its canonical form, its digest, and the plan file.
+
+The data form of a value is an object with a key per field, in the order of the fields. Members of a union also have
+the key ``kind``, with the name of the class. Fields outside equality (``Plan.target``) are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, overload
+
+from prepkit import codec_converter
+from prepkit.codec_json import Json, canonical, digest_text, inside, parse, readable, refusal, shown
+from prepkit.findings import Finding, PlanRejected
+from prepkit.plan import Plan
+from prepkit.version import VERSION
+
+FORMAT = 1
+"""Number of the plan file's format. A field or kind that goes away, or changes its meaning, needs the next number."""
+
+KIND = "prepkit.plan"
+"""What the file says it is."""
+
+LARGEST = 2**28
+"""Bytes of the largest file that is read; the plan of a model of a million parameters has half of that."""
+
+T = TypeVar("T")
+
+
+# --- values --------------------------------------------------------------------------------------------------------
+
+
+def to_data(value: object) -> Any:
+    """The data form of a value of config, facts, steps, layout, findings or plan."""
+    return codec_converter.write(value)
+
+
+@overload
+def from_data(data: object, cls: type[T], where: str = "$") -> T: ...
+@overload
+def from_data(data: object, cls: UnionType, where: str = "$") -> Any: ...
+def from_data(data: object, cls: Any, where: str = "$") -> Any:
+    """The value that the data stands for; exact: no type is turned into another, but a whole number is also a number.
+
+    Missing keys take the field's default. For a member of a union whose fields all have defaults its bare name will do:
+    ``{"engine": "FSDP2"}``. Raises ``PlanRejected`` with a finding for every place that does not fit.
+    """
+    return codec_converter.read(data, cls, where)
+
+
+def dumps(value: object) -> str:
+    """The canonical JSON text of a value. Raises ``PlanRejected`` if it holds a number that JSON does not have."""
+    return canonical(to_data(value))
+
+
+def digest(value: object) -> str:
+    """``sha256:<hex>`` of the canonical text: it changes when and only when the value does."""
+    return digest_text(dumps(value))
+
+
+def plan_digest(plan: Plan) -> str:
+    """The digest that the plan file carries and that ranks compare."""
+    return digest(plan)
+
+
+# --- plan file -----------------------------------------------------------------------------------------------------
+
+
+def plan_to_text(plan: Plan) -> str:
+    """The text of the plan file."""
+    data = to_data(plan)
+    long = {key: data.pop(key) for key in ("facts", "layout")}  # a line per parameter: what is read first stands first
+    return readable({"kind": KIND, "format": FORMAT, **_seals(data | long), "plan": data | long}) + "\n"
+
+
+def plan_from_text(text: str, where: str = "$") -> Plan:
+    """The plan in the text of a plan file. ``where`` begins every path, such as ``plan.json:$``.
+
+    Raises ``PlanRejected`` for damaged JSON, another kind of file, another format, keys or types that a plan does not
+    have, and contents that were changed after prepkit wrote them. Nothing that the text names is imported or called.
+    """
+    data = _checked_header(parse(text, where), where)
+    plan = from_data(data["plan"], Plan, inside(where, "plan"))
+    edited = tuple(_broken_seals(data, where))
+    if edited:
+        raise PlanRejected(edited)
+    return plan
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes the plan file whole or not at all. Raises ``OSError`` where the folder cannot be written."""
+    write_text(plan_to_text(plan), path)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan in a file. Raises ``PlanRejected`` as ``plan_from_text`` does, and for a file that cannot be read."""
+    return plan_from_text(read_text(path), f"{path}:$")
+
+
+def write_text(text: str, path: str | os.PathLike[str]) -> None:
+    """Writes a file whole or not at all. Raises ``OSError`` where the folder cannot be written."""
+    target = Path(os.path.realpath(path))  # a link keeps pointing to the file
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        with draft.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(target)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a file of at most ``LARGEST`` bytes. Raises ``PlanRejected`` for one that cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            held = file.read(LARGEST + 1)  # also a device without end, such as /dev/zero, costs no more than this
+    except (OSError, ValueError) as error:
+        what = f"the file cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise PlanRejected((refusal("unreadable", str(path), what, "give the path of a plan file"),)) from None
+    if len(held) > LARGEST:
+        what = f"the file has more than {LARGEST:,} bytes"
+        raise PlanRejected((refusal("too-large", str(path), what, "give the path of a plan file"),))
+    try:
+        return held.decode("utf-8")
+    except UnicodeDecodeError as error:
+        what = f"byte {error.start} is not UTF-8 text"
+        raise PlanRejected((refusal("damaged", f"{path}:$", what, "restore the file, or plan again"),)) from None
+
+
+def _checked_header(data: Json, where: str) -> dict[str, Any]:
+    """Kind and format come first: what another format means by its keys is not known."""
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        what = f"not a plan file: {shown(data)} does not have the kind {KIND!r}"
+        raise PlanRejected((refusal("foreign", where, what, "give a file that plan.save() wrote"),))
+    number = data.get("format")
+    if type(number) is not int or number != FORMAT:
+        newer = type(number) is int and number > FORMAT
+        what = f"format {shown(number)}{_writer(data)}, but prepkit {VERSION} reads format {FORMAT}"
+        fix = f"{'upgrade prepkit' if newer else 'use the prepkit that wrote it'}, or plan again with this one"
+        raise PlanRejected((refusal("other-format", inside(where, "format"), what, fix),))
+    keys = {"kind", "format", "digest", "digests", "plan"}
+    unknown = [
+        refusal("unknown-key", inside(where, key), f"a plan file has no key {shown(key)}", "remove it")
+        for key in sorted(data.keys() - keys)
+    ]
+    missing = [
+        refusal("missing-key", inside(where, key), f"a plan file needs the key {key!r}", "restore it, or plan again")
+        for key in sorted(keys - data.keys())
+    ]
+    if unknown or missing:
+        raise PlanRejected((*unknown, *missing))
+    return data
+
+
+def _writer(data: dict[str, Any]) -> str:
+    """Which prepkit wrote the file, where it says so."""
+    match data.get("plan"):
+        case {"provenance": {"prepkit": str(version)}}:
+            return f", written by prepkit {shown(version)}"
+        case _:
+            return ""
+
+
+# --- seals ---------------------------------------------------------------------------------------------------------
+
+
+def _seals(plan: dict[str, Any]) -> dict[str, Any]:
+    """The digest of a plan's data, and those of its parts, step by step, so that a change can be located."""
+    parts = {key: digest_text(canonical(value)) for key, value in plan.items() if key != "steps"}
+    steps = [digest_text(canonical(step)) for step in plan["steps"]]
+    return {"digest": digest_text(canonical(plan)), "digests": {**parts, "steps": steps}}
+
+
+def _broken_seals(data: dict[str, Any], where: str) -> Iterator[Finding]:
+    """What differs from the digests in the same file: this finds edits and damage, not forgery."""
+    seals = _seals(data["plan"])
+    written = data["digests"] if isinstance(data["digests"], dict) else {}
+    found = False
+    for place, was, now in _parts(written, seals["digests"]):
+        found = True
+        what = f"changed after prepkit wrote it: its digest is {shown(now)}, the file says {shown(was)}"
+        yield refusal("edited", f"{where}.plan.{place}", what, "change the config and plan again")
+    if not found and (data["digest"], data["digests"]) != (seals["digest"], seals["digests"]):
+        what = f"the digests are not those of the plan, whose digest is {seals['digest']}"
+        yield refusal("edited", f"{where}.digest", what, "restore the file, or plan again")
+
+
+def _parts(written: dict[str, Any], seals: dict[str, Any]) -> Iterator[tuple[str, object, object]]:
+    """Place, digest in the file and true digest of each part where the two differ."""
+    for key, now in seals.items():
+        was = written.get(key)
+        if isinstance(now, list) and isinstance(was, list) and len(now) == len(was):
+            pairs = enumerate(zip(was, now, strict=True))
+            yield from ((f"{key}[{index}]", old, new) for index, (old, new) in pairs if old != new)
+        elif was != now:
+            yield key, was, now

@@ -1,0 +1,132 @@
+"""A user's DeepSpeed config as text and as data: reading it, looking into it, and its leaves as settings of a step.
+
+Nothing here changes what it is given: the text is frozen, and every parse makes data of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from prepkit.config import DeepSpeed
+from prepkit.steps import Setting
+
+Data = dict[str, Any]
+Path = tuple[str, ...]
+
+AUTO = "auto"
+"""A value that somebody else is to fill in."""
+DEFAULT_STAGE = 2
+"""ZeRO stage where neither the engine nor its JSON names one (K-DS4)."""
+
+
+class NotJsonError(ValueError):
+    """The text is no JSON object; the message says where and why."""
+
+
+def parse(text: str) -> Data:
+    """The data in the text. Raises ``NotJsonError`` for what is no object, repeats a key, or holds ``NaN``."""
+    try:
+        data = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise NotJsonError(f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise NotJsonError(str(error) or "nested too deeply") from None
+    if not isinstance(data, dict):
+        raise NotJsonError(f"the top level is a {type(data).__name__}, not an object of settings")
+    return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> Data:
+    found: Data = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} appears twice in one object")
+        found[key] = value
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number that JSON has")
+
+
+def said(engine: DeepSpeed) -> Data:
+    """The data of the engine's JSON; none where it cannot be read, which is a finding of its own."""
+    try:
+        return parse(engine.config)
+    except NotJsonError:
+        return {}
+
+
+def look(data: Data, path: str, default: Any = None) -> Any:
+    """The value at a dotted path; the default where any part of the path is missing (HC-3, HC-4).
+
+    >>> look({"bf16": {"enabled": True}}, "bf16.enabled"), look({"bf16": 1}, "bf16.enabled", 0)
+    (True, 0)
+    """
+    for key in path.split("."):
+        if not isinstance(data, dict) or key not in data:
+            return default
+        data = data[key]
+    return data
+
+
+def put(data: Data, path: str, value: Any) -> None:
+    """Sets the value at a dotted path, making sections on the way, in place of what is no section."""
+    *above, last = path.split(".")
+    for key in above:
+        if not isinstance(data.get(key), dict):
+            data[key] = {}
+        data = data[key]
+    data[last] = value
+
+
+def drop(data: Data, path: str) -> None:
+    """Removes what stands at a dotted path, if anything does (HC-5)."""
+    *above, last = path.split(".")
+    found = look(data, ".".join(above)) if above else data
+    if isinstance(found, dict):
+        found.pop(last, None)
+
+
+def leaves(data: Data, above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Everything that is no section, with its path, in the order of the data; an empty section is a leaf too."""
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def settings(data: Data) -> tuple[Setting, ...]:
+    """The data as plain values of a step, sorted by path."""
+    return tuple(Setting(path=path, value=json.dumps(value, sort_keys=True)) for path, value in sorted(leaves(data)))
+
+
+def data_of(found: tuple[Setting, ...]) -> Data:
+    """The data again: what ``settings`` was given."""
+    data: Data = {}
+    for one in found:
+        section = data
+        for key in one.path[:-1]:
+            section = section.setdefault(key, {})
+        section[one.path[-1]] = json.loads(one.value)
+    return data
+
+
+def stage(engine: DeepSpeed) -> int:
+    """The ZeRO stage that the engine or its JSON asks for."""
+    if engine.stage is not None:
+        return engine.stage
+    found = look(said(engine), "zero_optimization")
+    if isinstance(found, bool):
+        return int(found)  # the oldest form: true is stage 1 (deepspeed/runtime/zero/config.py)
+    named = look(said(engine), "zero_optimization.stage", 0 if isinstance(found, dict) else DEFAULT_STAGE)
+    return named if isinstance(named, int) else DEFAULT_STAGE
+
+
+def tensor_parallel(engine: DeepSpeed) -> int:
+    """Ranks that one model is split over by DeepSpeed's automatic tensor parallelism; 1 for none (DS-3)."""
+    size = look(said(engine), "tensor_parallel.autotp_size")
+    return size if isinstance(size, int) and size > 1 else 1

@@ -1,0 +1,385 @@
+"""Strategies for everything that the types allow, within small bounds; ``testing`` is the public face."""
+
+from __future__ import annotations
+
+from attrs import evolve
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from prepkit import config as c
+from prepkit.checkpoint import CheckpointFacts
+from prepkit.config import (
+    BF16,
+    DDP,
+    FP16,
+    FSDP1,
+    FSDP2,
+    XLA,
+    AsStored,
+    Config,
+    Intent,
+    Mesh,
+    OffloadToCPU,
+    Single,
+    TensorParallel,
+)
+from prepkit.draw_deepspeed import deepspeeds
+from prepkit.draw_fp8 import LIBRARIES, fp8_backends, fp8s
+from prepkit.facts import (
+    Env,
+    Facts,
+    GroupFact,
+    LoaderFacts,
+    ModelFacts,
+    OptimizerFacts,
+    ParamFact,
+    SchedulerFacts,
+)
+from prepkit.provoke import marked, tiny_model, tiny_optimizer, with_batchnorm
+from prepkit.provoke_weights import PATH, tiny_checkpoint
+from prepkit.rules import RULES
+from prepkit.rules.compile import MODES
+
+DTYPES = ("float32", "bfloat16", "float16")
+_WORLDS = (1, 2, 3, 4, 6, 8, 16, 24, 64, 512)
+_IDS = tuple(rule.id for rule in RULES)
+_FLAGS = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+
+
+def _wraps() -> SearchStrategy[c.Wrap]:
+    names = st.lists(st.sampled_from(("Block", "Linear", "ModuleList", "Tiny", "blok", "")), max_size=3).map(tuple)
+    paths = st.lists(st.sampled_from(("layers.*", "layers.0", "layers", "*.?.mlp", "head", "no.*", "")), max_size=3)
+    return st.one_of(
+        st.just(c.WrapBlocks()),
+        st.just(c.WrapRoot()),
+        st.builds(c.WrapClasses, names),
+        st.builds(c.WrapPaths, paths.map(tuple)),
+        st.builds(c.WrapSize, st.integers(-1, 200)),
+    )
+
+
+def ddps(*, odd: bool = True, accelerated: bool = True, synced: bool = True) -> SearchStrategy[DDP]:
+    """DDP with all its options; ``odd`` adds sizes out of range, ``accelerated`` what only accelerators do.
+
+    ``synced`` adds synchronised batch norms, where they can be.
+    """
+    size = st.sampled_from((25.0, 1.0, 0.5, *((0.0, -1.0) if odd else ())))
+    hooks = comm_hooks(odd=odd, bfloat16=accelerated)
+    flags = {name: st.booleans() for name in _FLAGS}
+    syncs = st.sampled_from((False, True) if accelerated and synced else (False,))
+    return st.builds(DDP, bucket_cap_mb=size, hook=hooks, sync_batchnorm=syncs, **flags)
+
+
+def comm_hooks(*, odd: bool = True, bfloat16: bool = True) -> SearchStrategy[c.CommHook]:
+    """Every hook; ``bfloat16`` allows what only NCCL and XCCL reduce, ``odd`` adds numbers out of range."""
+    low = ("float16", *(("bfloat16",) if bfloat16 else ()))
+    number = st.floats(-0.5 if odd else 0.125, 4.0)
+    powersgd = st.builds(
+        c.PowerSGDHook,
+        rank=st.integers(0 if odd else 1, 4),
+        start_iter=st.integers(0 if odd else 2, 100),
+        min_compression_rate=number,
+        use_error_feedback=st.booleans(),
+        warm_start=st.booleans(),
+        orthogonalization_epsilon=number,
+        random_seed=st.integers(0, 3),
+        batch_tensors_with_same_shape=st.booleans(),
+        wrapper=st.sampled_from(("none", *low)),
+    )
+    compress = st.builds(c.CompressHook, dtype=st.sampled_from(low[::-1]))
+    return st.just(c.NoHook()) | compress | powersgd | powersgd | (compress if bfloat16 else powersgd)
+
+
+def fsdp2s(wraps: SearchStrategy[c.Wrap], reshard: SearchStrategy[bool | int]) -> SearchStrategy[FSDP2]:
+    """FSDP2 with these selections and ways to reshard, on the device or offloaded."""
+    offload = st.just(c.KeepOnDevice()) | st.builds(OffloadToCPU, pin_memory=st.booleans())
+    return st.builds(FSDP2, wrap=wraps, reshard_after_forward=reshard, offload=offload)
+
+
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_PATTERNS = ("embed", "head", "layers.*", "norm", "no.*", "")
+
+
+def fsdp1s(
+    wraps: SearchStrategy[c.Wrap],
+    shardings: tuple[str, ...] = _STRATEGIES,
+    ignored: SearchStrategy[tuple[str, ...]] | None = None,
+    **fixed: SearchStrategy[bool],
+) -> SearchStrategy[FSDP1]:
+    """FSDP1 with these selections and strategies; without ``ignored`` any patterns, also such as match nothing."""
+    usual = {name: st.booleans() for name in ("use_orig_params", "offload", "sync_module_states")} | fixed
+    patterns = st.lists(st.sampled_from(_PATTERNS), max_size=2).map(tuple)
+    return st.builds(
+        FSDP1,
+        wrap=wraps,
+        sharding=st.sampled_from(shardings),
+        ignored=patterns if ignored is None else ignored,
+        backward_prefetch=st.sampled_from(("BACKWARD_PRE", "BACKWARD_POST", None)),
+        forward_prefetch=st.booleans(),
+        limit_all_gathers=st.booleans(),
+        buffer_dtype=st.sampled_from((None, *DTYPES)),
+        **usual,
+    )
+
+
+def precisions(*, odd: bool = True) -> SearchStrategy[c.Precision]:
+    """AsStored, BF16 and FP16; ``odd`` adds float16 beside bfloat16, and loss scales out of range."""
+    return st.just(AsStored()) | bf16s(odd=odd) | fp16s(odd=odd)
+
+
+def bf16s(*, odd: bool = True) -> SearchStrategy[BF16]:
+    """BF16 with all its options; ``odd`` adds float16 beside bfloat16."""
+    dtype = st.sampled_from(DTYPES if odd else DTYPES[:2])
+    return st.builds(BF16, reduce_dtype=dtype, output_dtype=dtype, master_weights=st.booleans())
+
+
+def fp16s(*, odd: bool = True) -> SearchStrategy[FP16]:
+    """FP16 with all its options; ``odd`` adds loss scales out of range."""
+    dtype = st.sampled_from(DTYPES)
+    return st.builds(
+        FP16,
+        reduce_dtype=dtype,
+        output_dtype=dtype,
+        master_weights=st.booleans(),
+        init_scale=st.floats(-1.0 if odd else 1.0, 2.0**16),
+        growth_factor=st.floats(0.5 if odd else 1.125, 4.0),
+        backoff_factor=st.floats(0.125, 1.5 if odd else 0.875),
+        growth_interval=st.integers(-1 if odd else 1, 4000),
+    )
+
+
+def compiles(blocks: SearchStrategy[c.Wrap] | None, *, odd: bool = True) -> SearchStrategy[c.Compile]:
+    """Every way to compile; ``odd`` adds modes and backends that are not there. No blocks: whole or not."""
+    how = {
+        "backend": st.sampled_from(("inductor", "eager", *([""] if odd else []))),
+        "mode": st.sampled_from((*MODES, *(["fastest"] if odd else []))),
+        "fullgraph": st.booleans(),
+        "dynamic": st.sampled_from((None, True, False)),
+    }
+    whole = st.just(c.NoCompile()) | st.builds(c.CompileModel, **how)
+    return whole if blocks is None else whole | st.builds(c.CompileBlocks, blocks=blocks, **how)
+
+
+def checkpointings(blocks: SearchStrategy[c.Wrap]) -> SearchStrategy[c.ActivationCheckpointing]:
+    """Every way to checkpoint."""
+    wrapped = st.builds(c.CheckpointBlocks, blocks=blocks, preserve_rng_state=st.booleans())
+    return st.just(c.NoCheckpointing()) | wrapped
+
+
+def optimizer_specs(*, odd: bool = True) -> SearchStrategy[c.OptimizerSpec]:
+    """AdamW and SGD; ``odd`` adds numbers below 0 and nesterov without momentum."""
+    number = st.floats(-0.5 if odd else 0.0, 0.75)
+    adamw = st.builds(c.AdamW, lr=number, betas=st.tuples(number, number), eps=number, weight_decay=number)
+    momentum = st.floats(0.0 if odd else 0.125, 0.75)
+    sgd = st.builds(c.SGD, lr=number, momentum=momentum, weight_decay=number, nesterov=st.booleans())
+    return adamw | sgd
+
+
+def clips(*, odd: bool = True) -> SearchStrategy[c.Clip]:
+    """Every way to clip; ``odd`` adds limits and norms that are not above 0."""
+    number = st.floats(-1.0 if odd else 0.125, 8.0)
+    return st.just(c.NoClip()) | st.builds(c.ClipNorm, number, number) | st.builds(c.ClipValue, number)
+
+
+def loader_choices() -> SearchStrategy[c.Loaders]:
+    """Both ways to treat loaders."""
+    sharded = st.builds(c.ShardLoaders, seed=st.integers(0, 3), drop_last=st.booleans())
+    return st.just(c.KeepLoaders()) | sharded
+
+
+def tensor_rows(patterns: tuple[str, ...], styles: tuple[str, ...]) -> SearchStrategy[c.TensorRows]:
+    """Plans by hand of one or two rows, each with another pattern, that take and give anything."""
+    how = st.none() | st.sampled_from(("whole", "features", "heads", "sequence"))
+    row = st.builds(c.TensorRow, st.sampled_from(patterns), st.sampled_from(styles), how, how)
+    rows = st.lists(row, min_size=1, max_size=2, unique_by=lambda one: one.pattern)
+    return st.builds(c.TensorRows, rows.map(tuple))
+
+
+def _tensor_plans() -> SearchStrategy[c.TensorPlan]:
+    patterns = ("layers.*.attn", "layers.?.mlp", "*", "embed", "hed", "layers")
+    rows = tensor_rows(patterns, ("colwise", "rowwise", "sequence", "replicate"))
+    return st.just(c.TensorFromModel()) | st.just(c.TensorRows(())) | rows
+
+
+def configs() -> SearchStrategy[Config]:
+    """Configs of every engine, with every field varied, also to values that rules refuse."""
+    size = st.sampled_from((-1, 0, 1, 2, 3, 4, 8))
+    return st.builds(
+        Config,
+        engine=st.one_of(
+            st.just(Single()),
+            ddps(),
+            fsdp2s(_wraps(), st.booleans() | st.integers(-1, 8)),
+            fsdp1s(_wraps()),
+            st.just(TensorParallel()),
+            st.builds(XLA, forked=st.booleans()),
+            deepspeeds(),
+        ),
+        mesh=st.none() | st.builds(Mesh, replicate=size, shard=size, tensor=st.just(1) | size),
+        tensor=_tensor_plans(),
+        precision=precisions() | fp8s(fp8_backends()),
+        compile=compiles(_wraps()),
+        checkpointing=checkpointings(_wraps()),
+        weights=weights(),
+        intent=st.sampled_from(Intent),
+        device=st.sampled_from((None, "cpu", "cuda", "cuda:0", "mps")),
+        keep_device_map=st.booleans(),
+        backend=st.sampled_from((None, "gloo", "nccl", "cpu:gloo,cuda:nccl", "own")),
+        timeout_s=st.sampled_from((600.0, 1.0, 0.0)),
+        optimizer=st.none() | optimizer_specs(),
+        accumulation=st.integers(0, 4),
+        clip=clips(),
+        scheduler_ticks=st.integers(-1, 4),
+        loaders=loader_choices(),
+        overrides=st.lists(st.sampled_from((*_IDS, "no.such-rule")), max_size=2, unique=True).map(tuple),
+    )
+
+
+def weights() -> SearchStrategy[c.Weights]:
+    """Every source of values, also a checkpoint that nobody saw."""
+    loaded = st.builds(
+        c.LoadWeights, st.sampled_from((PATH, "elsewhere")), rename=st.sampled_from(((), (("(", ""),), (("^", ""),)))
+    )
+    return st.just(c.KeepWeights()) | st.builds(c.InitWeights, st.integers(-1, 3)) | loaded
+
+
+@st.composite
+def model_facts(draw: st.DrawFn, *, flawed: bool = True) -> ModelFacts:
+    """Models of up to four repeated blocks: tied or not, partly frozen, of one dtype or several.
+
+    ``flawed`` adds what no config, or not every engine, can take: marks, device maps, packed and lazy parameters.
+    """
+    model = tiny_model(
+        blocks=draw(st.integers(0, 4)),
+        width=draw(st.integers(1, 6) | st.just(16)),
+        vocab=draw(st.integers(1, 9) | st.just(16)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        tied=draw(st.booleans()),
+        extra=tuple(draw(st.lists(_extras(flawed=flawed), max_size=2, unique_by=lambda param: param.name))),
+    )
+    frozen = draw(st.sets(st.sampled_from([param.name for param in model.params])))
+    params = (evolve(p, requires_grad=p.requires_grad and p.name not in frozen) for p in model.params)
+    declared = draw(st.sampled_from(((), ("Block",), ("Block", "Linear"), ("Gone",))))
+    own = draw(st.sampled_from(((), _OWN[:2], _OWN[1:2], *((_OWN,) if flawed else ()))))
+    model = evolve(model, params=tuple(params), declared_blocks=declared, tensor_plan=own)
+    if flawed and draw(st.booleans()):
+        paths = st.sampled_from([module.path for module in model.modules])
+        model = marked(
+            model,
+            draw(st.sampled_from(("ddp", "fsdp1", "fsdp2", "autocast", "compiled", "checkpointed", "reentrant"))),
+            draw(paths),
+        )
+    if flawed and draw(st.booleans()):
+        second = draw(st.sampled_from(("cuda:1", "cuda:0", "cpu", "disk")))
+        model = evolve(model, device_map=(("embed", "cuda:0"), ("head", second)))
+        model = evolve(model, quantised=draw(st.sampled_from(("", "4bit"))))
+    if draw(st.booleans()):
+        model = with_batchnorm(model)
+    cache = draw(st.sampled_from((None, True, False)))
+    return evolve(model, architecture=evolve(model.architecture, use_cache=cache))
+
+
+_OWN = (("layers.*.mlp", "colwise"), ("norm", "replicated_with_grad_allreduce"), ("layers", "moe_tp_experts"))
+"""A model's plan: one row in a style that torch serves, one that is legal with any number of ranks, one in none."""
+
+
+def _extras(*, flawed: bool) -> SearchStrategy[ParamFact]:
+    odd = [
+        ParamFact(name="norm.scale", shape=(), dtype="float32"),
+        ParamFact(name="embed.table", shape=(4,), dtype="int64", requires_grad=False),
+        ParamFact(name="layers.packed", shape=(4,), dtype="uint8", requires_grad=False, cls="Params4bit"),
+        ParamFact(name="head.lazy", shape=(), dtype="float32", cls="UninitializedParameter"),
+        ParamFact(name="head.sharded", shape=(4,), dtype="float32", cls="DTensor"),
+    ]
+    biases = [(at, size, dtype) for at in ("norm", "head") for size in (0, 3) for dtype in DTYPES]
+    usual = [ParamFact(name=f"{at}.bias", shape=(size,), dtype=dtype) for at, size, dtype in biases]
+    return st.sampled_from([*usual, *(odd if flawed else odd[:2])])
+
+
+def _samples(*, flawed: bool) -> SearchStrategy[LoaderFacts]:
+    return st.builds(
+        LoaderFacts,
+        batch_size=st.integers(1, 4),
+        length=st.integers(0 if flawed else 1, 4096),
+        sampler=st.sampled_from(("sequential", "random", "distributed", "custom")),
+        iterable=st.booleans(),
+        custom_batches=st.booleans(),
+        drop_last=st.booleans(),
+    )
+
+
+@st.composite
+def facts(draw: st.DrawFn, *, flawed: bool = True) -> Facts:
+    """Facts about a drawn model, its optimizer, scheduler and loaders, in environments of 1 to 512 processes.
+
+    Not ``flawed``: some config is legal for them.
+    """
+    model = draw(model_facts(flawed=flawed))
+    optimizer = None
+    if any(param.requires_grad for param in model.params) and draw(st.booleans()):
+        optimizer = draw(_optimizers(model, flawed=flawed))
+    scheduler = None
+    if (optimizer or flawed) and draw(st.booleans()):
+        drives = not flawed or draw(st.booleans())
+        factory = flawed and draw(st.sampled_from((False, False, True)))
+        name = draw(st.sampled_from(("StepLR", "WarmupLR")))
+        scheduler = SchedulerFacts(name=name, drives_optimizer=drives, factory=factory)
+    return Facts(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loaders=tuple(draw(st.lists(_samples(flawed=flawed), max_size=2))),
+        checkpoint=draw(st.none() | _checkpoints(model, flawed=flawed)),
+        env=draw(_envs(flawed=flawed)),
+    )
+
+
+def _checkpoints(model: ModelFacts, *, flawed: bool) -> SearchStrategy[CheckpointFacts]:
+    """Checkpoints of this model in one file or two; ``flawed`` adds ones that lack a tensor."""
+    drops = st.sampled_from(((), (model.params[0].name,))) if flawed else st.just(())
+    paths = st.sampled_from((PATH, "elsewhere"))
+    return st.builds(tiny_checkpoint, st.just(model), drop=drops, files=st.integers(1, 2), path=paths)
+
+
+@st.composite
+def _optimizers(draw: st.DrawFn, model: ModelFacts, *, flawed: bool) -> OptimizerFacts:
+    whole = tiny_optimizer(model)
+    (group,) = whole.groups
+    cut = draw(st.integers(0, len(group.slots)))
+    groups = tuple(evolve(group, slots=slots) for slots in (group.slots[:cut], group.slots[cut:]) if slots)
+    if flawed and draw(st.booleans()):
+        groups += (GroupFact(slots=(draw(st.sampled_from((None, model.params[0].name))),)),)
+    stateful = tuple(name for name in group.slots if name) if draw(st.booleans()) else ()
+    seldom = st.sampled_from((False,) * 7 + (True,))
+    module = "bitsandbytes.optim.adamw" if draw(seldom) else "torch.optim.adamw"
+    return evolve(whole, groups=groups, stateful=stateful, module=module, keeps_own_list=draw(seldom))
+
+
+@st.composite
+def _envs(draw: st.DrawFn, *, flawed: bool) -> Env:
+    world = draw(st.sampled_from(_WORLDS))
+    tasks = draw(st.sampled_from((1, world, *([world + 1] if flawed else []))))
+    extra = draw(st.sets(st.sampled_from(("ACCELERATE_USE_FSDP", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"))))
+    return Env(
+        world_size=world,
+        device=draw(st.sampled_from(("cpu", "cuda", *(["mps"] if flawed else [])))),
+        capability=draw(st.sampled_from((None, (7, 0), (9, 0), (10, 0)))),
+        bf16=draw(st.sampled_from((None, True, False))),
+        torch=draw(st.sampled_from(("", "2.6.0", "2.13.0+cpu", *(["2.5.1"] if flawed else [])))),
+        libraries=tuple(sorted(draw(st.sets(st.sampled_from(LIBRARIES))) if flawed else LIBRARIES)),
+        variables=tuple(sorted({("SLURM_NTASKS", str(tasks)), *((name, "1") for name in extra)})),
+    )
+
+
+def fitting_wraps(model: ModelFacts) -> tuple[c.Wrap, ...]:
+    """Selections that name what the model has; the root is always among them."""
+    total = sum(param.numel for param in model.params)
+    sizes = tuple(c.WrapSize(size) for size in (1, 1 + total // 8, 1 + total))
+    named: tuple[c.Wrap, ...] = (c.WrapClasses(("Linear",)), c.WrapPaths(("head",)), c.WrapPaths(("nor?", "embed")))
+    if any(module.path == "layers.0" for module in model.modules):
+        named += (
+            c.WrapClasses(("Block",)),
+            c.WrapClasses(("Block", "Linear")),
+            c.WrapPaths(("layers.*", "layers.0.mlp")),
+        )
+    return (c.WrapRoot(), c.WrapBlocks(), *named, *sizes)

@@ -1,0 +1,49 @@
+"""What a check says, as a value."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from attrs import frozen
+
+
+class Severity(StrEnum):
+    """How much a finding weighs: an error refuses the plan, a warning is written into it."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+@frozen(kw_only=True)
+class Finding:
+    """One thing that is wrong: which rule says so, where, what, and what to type instead."""
+
+    rule: str
+    """Id of the rule, for example ``wrap.class-not-found``."""
+    severity: Severity
+    where: str
+    """Path of the object: ``config.engine.wrap``, ``model.layers.0.weight``, ``plan.json:$.steps[3].kind``."""
+    what: str
+    """What is wrong with the object, with the values that show it."""
+    fix: str
+    """What to type instead, in the imperative."""
+
+    def __str__(self) -> str:
+        return f"{self.severity.value} {self.rule} at {self.where}: {self.what}\n  fix: {self.fix}"
+
+
+def errors(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """The findings that refuse a plan, in their order."""
+    return tuple(finding for finding in findings if finding.severity is Severity.ERROR)
+
+
+class PlanRejected(Exception):
+    """A plan was refused: at planning, at loading its file, or at applying it. ``findings`` holds every reason.
+
+    Nothing live has been touched when it is raised.
+    """
+
+    def __init__(self, findings: tuple[Finding, ...]) -> None:
+        self.findings = findings
+        count = len(findings)
+        super().__init__("\n".join((f"{count} finding{'s' if count != 1 else ''}:", *map(str, findings))))

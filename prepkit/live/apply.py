@@ -1,0 +1,174 @@
+"""Applying a plan: observe again, compare, ready, act, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from attrs import evolve
+from returns.io import IOFailure, IOResult, IOSuccess
+from returns.unsafe import unsafe_perform_io
+
+from prepkit.attestation import Attestation
+from prepkit.codec import digest
+from prepkit.drift import Drift, drift, refusals
+from prepkit.facts import Env, LocalFacts
+from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.interpreter import Done, Halted, interpret
+from prepkit.live import buffers, company, names
+from prepkit.live.company import Company
+from prepkit.live.dossier import dossier
+from prepkit.live.handlers import HANDLERS
+from prepkit.live.observe import observe, observe_env
+from prepkit.live.prepared import Prepared
+from prepkit.live.standing import look
+from prepkit.live.target import Target
+from prepkit.live.unwrap import PREPARED
+from prepkit.live.verify import verify
+from prepkit.plan import Plan
+from prepkit.steps import AllocateTensors
+
+ENDED = "the process group was ended, so that no rank waits in it for another that has failed; start it again"
+"""What became of a process group that the plan did not start, after a failure inside a collective."""
+
+
+class ApplyHalted(Exception):
+    """A step could not be done. ``halted`` says which steps stand, which were undone, and which cannot be."""
+
+    def __init__(self, halted: Halted) -> None:
+        self.halted = halted
+        super().__init__(str(halted))
+
+
+class NotAsPlanned(Exception):
+    """Every step was done, and what stands there is not what the plan says: a defect of prepkit or of torch.
+
+    ``attestation.failed`` holds each difference. What has a way back was taken back.
+    """
+
+    def __init__(self, attestation: Attestation) -> None:
+        self.attestation = attestation
+        super().__init__(f"{attestation}\nbuild model and optimizer again before the next apply")
+
+
+def apply(
+    plan: Plan, *, model: Any, optimizer: Any = None, scheduler: Any = None, loaders: tuple[Any, ...] = ()
+) -> Prepared:
+    """Does what the plan says to these objects, and verifies the outcome, on all ranks or on none.
+
+    Raises ``PlanRejected`` before anything is touched when they are not the plan's, ``ApplyHalted`` when a step fails
+    (its ``__cause__`` is what the step raised) or another rank has failed (``RankFailed``), and ``NotAsPlanned`` when
+    the outcome differs from the plan. What one rank raises here ends the others' apply within seconds.
+    """
+    with _company(plan) as others:
+        now = observe(model, optimizer=optimizer, scheduler=scheduler, loaders=loaders)
+        found = drift(plan.facts, now.facts)
+        if refused := (*refusals(found), *(() if _fills(plan) else _weightless(now.local))):
+            raise PlanRejected(refused)
+        target = Target(model=model, optimizer=optimizer, scheduler=scheduler, loaders=list(loaders))
+        return unsafe_perform_io(_run(plan, target, found, now.facts.env, others).lash(_raise).unwrap())
+
+
+def run(plan: Plan, target: Target, found: tuple[Drift, ...] = ()) -> IOResult[Prepared, Halted | Attestation]:
+    """The plan's steps and their verification, without a comparison of facts; for people who compose.
+
+    Fails with ``Halted`` when a step could not be done, and with ``Attestation`` when a check does not hold afterwards.
+    """
+    with _company(plan) as others:
+        return _run(plan, target, found, observe_env(), others)
+
+
+def _company(plan: Plan) -> AbstractContextManager[Company | None]:
+    return nullcontext() if plan.world_size == 1 else company.together(plan.config.timeout_s)
+
+
+def _run(
+    plan: Plan, target: Target, found: tuple[Drift, ...], env: Env, others: Company | None
+) -> IOResult[Prepared, Halted | Attestation]:
+    made, mine = plan.provenance, digest(plan)
+    target.digests = (("prepkit", made.prepkit), ("plan", mine), ("model", digest(plan.facts.model)))
+    target.explain = partial(dossier, plan)
+    running = dist.is_available() and dist.is_initialized()
+    if others is not None:
+        target.together, target.store = others.meet, others.place
+    before = buffers.fingerprints(look(target).buffers)
+    seen: list[Attestation] = []
+
+    def finish() -> None:
+        target.together()
+        checked = verify(plan, target, before=before)
+        seen.append(evolve(checked, plan=mine, made=made, overridden=_ids(plan), env=env, drift=found))
+        if others is not None:
+            others.inside = False  # the last collective is over
+        if seen[-1].failed:
+            raise NotAsPlanned(seen[-1])
+        target.together()
+        if others is not None:
+            others.over = "well"
+
+    outcome = _interpreted(plan, target, finish, others)
+    if isinstance(outcome, Halted):
+        return IOFailure(seen[-1] if isinstance(outcome.error, NotAsPlanned) else outcome)
+    vars(names.unwrap_root(target.model)[-1])[PREPARED] = _carried(plan)
+    return IOSuccess(
+        Prepared(
+            model=target.model,
+            optimizer=target.optimizer,
+            scheduler=target.scheduler,
+            loaders=tuple(target.loaders),
+            scaler=target.scaler,
+            plan=plan,
+            attestation=seen[-1],
+            drift=found,
+            started=not running and dist.is_available() and dist.is_initialized(),
+        )
+    )
+
+
+def _fills(plan: Plan) -> bool:
+    """Whether a step gives storage and others values to what has none; that they do is checked afterwards."""
+    return any(isinstance(planned.step, AllocateTensors) for planned in plan.steps)
+
+
+def _interpreted(plan: Plan, target: Target, finish: Callable[[], None], others: Company | None) -> Done | Halted:
+    steps = tuple(planned.step for planned in plan.steps)
+    if others is None:
+        return interpret(steps, HANDLERS, target, finish=finish)
+    outcome = interpret(steps, HANDLERS, target, others.hear, finish=finish, on_failure=others.tell)
+    if isinstance(outcome, Halted):
+        if outcome.problems:
+            others.tell(ApplyHalted(outcome))
+        if others.ended and others.place is None:
+            outcome = evolve(outcome, remains=(*outcome.remains, ENDED))
+    return outcome
+
+
+def _ids(plan: Plan) -> tuple[str, ...]:
+    return tuple(finding.rule for finding in plan.overridden)
+
+
+def _carried(plan: Plan) -> str:
+    """What the model carries from now on, for whoever wants to prepare it again."""
+    cfg = plan.config
+    config = plan.provenance.config.rpartition(":")[2][:12]
+    return f"{type(cfg.engine).__name__}, {type(cfg.precision).__name__}, config {config}"
+
+
+def _weightless(local: LocalFacts) -> Iterator[Finding]:
+    """A model without weights can be planned and rehearsed, but there is nothing in it to train."""
+    for device, count in local.param_devices:
+        if device == "meta":
+            what = f"{count} parameters are on the meta device: they have shapes and no values"
+            fix = (
+                "plan with weights=LoadWeights(path) or InitWeights(), or build the model without torch.device('meta')"
+            )
+            yield Finding(rule="plan.no-weights", severity=Severity.ERROR, where="model", what=what, fix=fix)
+
+
+def _raise(failure: Halted | Attestation) -> Any:
+    if isinstance(failure, Halted):
+        raise ApplyHalted(failure) from failure.error
+    raise NotAsPlanned(failure)

@@ -1,0 +1,66 @@
+"""How each step kind is done. A handler reads its step and the target, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prepkit import steps
+from prepkit.interpreter import Handler
+from prepkit.live.handlers import (
+    batchnorm,
+    ddp,
+    deepspeed,
+    fp8,
+    fsdp1,
+    fsdp2,
+    initialise,
+    loaders,
+    optimizer,
+    process_group,
+    regroup,
+    scaling,
+    tensor_parallel,
+    torch_core,
+    transformer_engine,
+    weights,
+    xla,
+)
+from prepkit.live.target import Target
+
+HANDLERS: dict[type, Handler[Any, Target, Any]] = {
+    steps.StartProcessGroup: process_group.START,
+    steps.Agree: process_group.AGREE,
+    steps.BuildMesh: process_group.MESH,
+    steps.ReleaseOptimizer: optimizer.RELEASE,
+    steps.UpcastParameters: torch_core.UPCAST,
+    steps.MoveModel: torch_core.MOVE,
+    steps.AutocastForward: torch_core.AUTOCAST,
+    steps.ParallelizeModules: tensor_parallel.PARALLELIZE,
+    steps.CheckpointModules: torch_core.CHECKPOINT,
+    steps.CompileModules: torch_core.COMPILE,
+    steps.ShardUnits: fsdp2.SHARD,
+    steps.ConvertSyncBatchNorm: batchnorm.CONVERT,
+    steps.WrapFSDP1: fsdp1.WRAP,
+    steps.RegroupOptimizer: regroup.REGROUP,
+    steps.WrapDDP: ddp.WRAP,
+    steps.RebindOptimizer: optimizer.REBIND,
+    steps.CreateOptimizer: optimizer.CREATE,
+    steps.CreateGradScaler: scaling.SCALER,
+    steps.ShardLoader: loaders.LOADER,
+    steps.ConvertFP8Linears: fp8.CONVERT,
+    steps.ConvertTransformerEngine: transformer_engine.CONVERT,
+    steps.AutocastFP8Forward: transformer_engine.AUTOCAST,
+    steps.InitializeMSAMP: fp8.MSAMP,
+    steps.PrecomputeFloat8Scales: fp8.SCALES,
+    steps.MoveToXLA: xla.MOVE,
+    steps.ReduceXLAGradients: xla.REDUCE,
+    steps.CastForward: deepspeed.CAST,
+    steps.MarkLeafModules: deepspeed.LEAVES,
+    steps.ConvertOptimizer: deepspeed.CONVERT,
+    steps.InitialiseDeepSpeed: deepspeed.INITIALISE,
+    steps.CheckFiles: weights.CHECK,
+    steps.AllocateTensors: weights.ALLOCATE,
+    steps.InitialiseTensors: initialise.INITIALISE,
+    steps.ReadTensors: weights.READ,
+}
+"""Step kind to its handler."""

@@ -1,0 +1,255 @@
+"""DeepSpeed: what is done to the model and the optimizer before it gets them, and its one call.
+
+DeepSpeed is an extra. Importing it takes about half a second, and reads the accelerator; so that happens in here only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from prepkit.interpreter import Handler
+from prepkit.live import launcher, names
+from prepkit.live.deepspeed import Ranks, forget_groups
+from prepkit.live.forward import MARK, CastedForward
+from prepkit.live.handlers import lookup
+from prepkit.live.target import Target
+from prepkit.steps import CastForward, ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules, Setting
+
+LEAF = "_z3_leaf"
+"""Attribute of a module that ZeRO-3 gathers whole (deepspeed/utils/z3_leaf_module.py)."""
+TORCH_ONLY = frozenset(
+    ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+)
+"""Options of torch's optimizers that mean nothing to DeepSpeed's kernels, and are off where a plan converts."""
+
+# --- cast ----------------------------------------------------------------------------------------------------------
+
+
+def cast_ready(step: CastForward, target: Target) -> tuple[str, ...]:
+    """A second layer would cast twice (G-20)."""
+    del step
+    if hasattr(target.model, MARK):
+        return ("the model's forward is cast by prepkit already; apply to a model that was not prepared",)
+    return ()
+
+
+def cast_do(step: CastForward, target: Target) -> Any:
+    """Puts a ``CastedForward`` into the instance; returns what stood there, None for the class's own."""
+    own = vars(target.model).get("forward")
+    casted = CastedForward(target.model.forward, getattr(torch, step.dtype), getattr(torch, step.output_dtype))
+    try:
+        vars(target.model).update({"forward": casted, MARK: True})
+        return own
+    except BaseException:
+        cast_undo(step, target, own)
+        raise
+
+
+def cast_undo(step: CastForward, target: Target, memo: Any) -> None:
+    """Leaves the instance with exactly the forward that it had, or with none."""
+    del step
+    vars(target.model).pop(MARK, None)
+    vars(target.model).pop("forward", None)
+    if memo is not None:
+        vars(target.model)["forward"] = memo
+
+
+CAST: Handler[CastForward, Target, Any] = Handler(ready=cast_ready, do=cast_do, undo=cast_undo)
+
+# --- leaf modules --------------------------------------------------------------------------------------------------
+
+
+def leaves_ready(step: MarkLeafModules, target: Target) -> tuple[str, ...]:
+    """Every path must be a module."""
+    return lookup.absent("module", step.paths, names.named_modules(target.model))
+
+
+def leaves_do(step: MarkLeafModules, target: Target) -> dict[str, Any]:
+    """Marks each module as DeepSpeed's ``set_z3_leaf_module`` does; returns the marks that were there."""
+    there = names.named_modules(target.model)
+    before = {path: vars(there[path]).get(LEAF) for path in step.paths}
+    try:
+        for path in step.paths:
+            setattr(there[path], LEAF, True)
+        return before
+    except BaseException:
+        leaves_undo(step, target, before)
+        raise
+
+
+def leaves_undo(step: MarkLeafModules, target: Target, memo: dict[str, Any]) -> None:
+    """Puts back the marks that were there."""
+    del step
+    there = names.named_modules(target.model)
+    for path, mark in memo.items():
+        vars(there[path]).pop(LEAF, None)
+        if mark is not None:
+            setattr(there[path], LEAF, mark)
+
+
+LEAVES: Handler[MarkLeafModules, Target, dict[str, Any]] = Handler(ready=leaves_ready, do=leaves_do, undo=leaves_undo)
+
+# --- CPU optimizer -------------------------------------------------------------------------------------------------
+
+
+def convert_ready(step: ConvertOptimizer, target: Target) -> tuple[str, ...]:
+    """The optimizer must have no state yet. It may not be there yet either: an earlier step can create it."""
+    del step
+    if target.optimizer is not None and target.optimizer.state:
+        given = type(target.optimizer).__name__
+        return (f"the optimizer ({given}) has state, which DeepSpeed's CPU form would not take; pass a fresh one",)
+    return missing()
+
+
+def convert_do(step: ConvertOptimizer, target: Target) -> Optimizer:
+    """DeepSpeed's optimizer over the same groups, to which the scheduler is bound; returns the one that was there."""
+    given = target.optimizer
+    if given is None:
+        raise RuntimeError(f"there is no optimizer to convert to {step.algorithm}; pass one to apply()")
+    groups = [{key: value for key, value in g.items() if key not in TORCH_ONLY} for g in given.param_groups]
+    options = {"adamw_mode": step.decoupled} if step.algorithm == "DeepSpeedCPUAdam" else {}
+    # The first group's numbers are the defaults too: the kernel is created with them.
+    known = {key: groups[0][key] for key in ("lr", "betas", "eps", "weight_decay") if key in groups[0]}
+    made = _cpu_class(step.algorithm)(groups, **known, **options)
+    try:
+        target.optimizer = made
+        _bind(target.scheduler, given, made)
+        return given
+    except BaseException:
+        convert_undo(step, target, given)
+        raise
+
+
+def _cpu_class(algorithm: str) -> Any:
+    match algorithm:
+        case "DeepSpeedCPUAdagrad":
+            from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad as Found
+        case "DeepSpeedCPULion":
+            from deepspeed.ops.lion import DeepSpeedCPULion as Found
+        case _:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam as Found
+    return Found
+
+
+def _bind(scheduler: Any, old: Optimizer, new: Optimizer) -> None:
+    """The scheduler, and those inside a compound one, go on to the new optimizer: it sets rates in ``param_groups``."""
+    if getattr(scheduler, "optimizer", None) is old:
+        scheduler.optimizer = new
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _bind(inner, old, new)
+
+
+def convert_undo(step: ConvertOptimizer, target: Target, memo: Optimizer) -> None:
+    """Puts the optimizer back, and the scheduler to it."""
+    del step
+    if target.optimizer is not None:
+        _bind(target.scheduler, target.optimizer, memo)
+    target.optimizer = memo
+
+
+CONVERT: Handler[ConvertOptimizer, Target, Optimizer] = Handler(ready=convert_ready, do=convert_do, undo=convert_undo)
+
+# --- initialise ----------------------------------------------------------------------------------------------------
+
+
+def missing() -> tuple[str, ...]:
+    """One text where DeepSpeed is not installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return ("DeepSpeed is not installed; type pip install 'prepkit[deepspeed]'",)
+    return ()
+
+
+def initialise_ready(step: InitialiseDeepSpeed, target: Target) -> tuple[str, ...]:
+    """Everything that can be known before a call that has no way back."""
+    if found := missing():
+        return found
+    there, held = names.named_slots(target.model), names.named_parameters(target.model)
+    if isinstance(target.model, engine_class()):
+        found += ("the model is a DeepSpeed engine already; give the module inside it, built anew",)
+    elif wrapped := [path for path, m in there.items() if isinstance(m, FSDPModule) or names.is_root_wrapper(m)]:
+        found += (f"{lookup.listed(wrapped)}: wrapped already; give the model as it was before",)
+    if sharded := [name for name, param in held.items() if isinstance(param, DTensor)]:
+        found += (f"{lookup.listed(sharded)}: sharded already, DeepSpeed shards whole parameters; build it anew",)
+    if empty := [name for name, param in held.items() if param.is_meta]:
+        found += (f"{lookup.listed(empty)}: on meta, without data to hand over; load the weights first",)
+    found += lookup.absent("parameter", step.names, held) + lookup.with_gradient(held, held)
+    if step.optimizer == "section" and target.optimizer is not None:
+        found += ("DeepSpeed makes the optimizer from its config, but one was given; leave one of them out",)
+    return found + _device_problems(step.device) + launcher.device_problems(step.device)
+
+
+def engine_class() -> type:
+    """``DeepSpeedEngine``."""
+    from deepspeed import DeepSpeedEngine
+
+    found: type = DeepSpeedEngine
+    return found
+
+
+def _device_problems(device: str) -> tuple[str, ...]:
+    from deepspeed.accelerator import get_accelerator
+
+    works_on = get_accelerator().device_name()
+    if works_on == device:
+        return launcher.compiler_problems() if device == "cpu" and _compiles_collectives() else ()
+    fix = f"type export DS_ACCELERATOR={device}, which it reads when it is first imported"
+    return (f"DeepSpeed works on {works_on}, and the plan computes on {device}; {fix}",)
+
+
+def _compiles_collectives() -> bool:
+    """Whether DeepSpeed compiles its shared-memory collectives when it meets a process group (``comm/torch.py``)."""
+    from deepspeed import ops
+
+    return bool(ops.__compatible_ops__.get("deepspeed_shm_comm", False))
+
+
+def config_of(settings: tuple[Setting, ...]) -> dict[str, Any]:
+    """The nested config that DeepSpeed takes, new with every call: it writes into what it gets."""
+    config: dict[str, Any] = {}
+    for one in settings:
+        section = config
+        for key in one.path[:-1]:
+            section = section.setdefault(key, {})
+        section[one.path[-1]] = json.loads(one.value)
+    return config
+
+
+def initialise_do(step: InitialiseDeepSpeed, target: Target) -> None:
+    """Collective. Puts the engine in the place of the model, and ZeRO's optimizer in that of the optimizer.
+
+    Raises ``RuntimeError`` with what DeepSpeed said.
+    """
+    import deepspeed
+
+    forget_groups()
+    launcher.name_local_rank()
+    held = names.named_parameters(target.model)
+    count = step.data_parallel
+    split = Ranks(count, dist.group.WORLD) if count != dist.get_world_size() else None
+    target.together()
+    try:
+        engine, optimizer, _, scheduler = deepspeed.initialize(
+            model=target.model,
+            optimizer=target.optimizer,
+            model_parameters=[held[name] for name in step.names] or None,
+            lr_scheduler=target.scheduler if step.scheduler == "handed over" else None,
+            mpu=split,
+            config=config_of(step.settings),
+            dist_init_required=False,
+        )
+    except (AssertionError, ValueError, TypeError, KeyError) as error:
+        raise RuntimeError(f"deepspeed.initialize refused: {type(error).__name__}: {error}") from error
+    target.model, target.optimizer = engine, optimizer
+    if step.scheduler != "outside":
+        target.scheduler = scheduler
+
+
+INITIALISE: Handler[InitialiseDeepSpeed, Target, None] = Handler(ready=initialise_ready, do=initialise_do)

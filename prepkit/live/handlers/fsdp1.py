@@ -1,0 +1,124 @@
+"""torch ``FullyShardedDataParallel``, one call per unit."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.nn import Module, ModuleDict, ModuleList
+
+from prepkit.interpreter import Handler
+from prepkit.live import launcher, names
+from prepkit.live.handlers import lookup
+from prepkit.live.target import Target
+from prepkit.steps import FlatUnit, WrapFSDP1
+
+STRATEGIES = {
+    "FULL_SHARD": ShardingStrategy.FULL_SHARD,
+    "SHARD_GRAD_OP": ShardingStrategy.SHARD_GRAD_OP,
+    "NO_SHARD": ShardingStrategy.NO_SHARD,
+    "HYBRID_SHARD": ShardingStrategy.HYBRID_SHARD,
+    "HYBRID_SHARD_ZERO2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+"""Names of the step to torch's; the last one is public in torch's documentation and private in its enum (K-F2)."""
+
+
+def wrap_ready(step: WrapFSDP1, target: Target) -> tuple[str, ...]:
+    """Everything that FSDP1 refuses must be found here: it has no way back (torch ``_flat_param.py``)."""
+    there, held = names.named_slots(target.model), names.named_parameters(target.model)
+    paths = [unit.path for unit in step.units]
+    found = lookup.absent("module", (*paths, *step.ignored), there)
+    if hollow := [path for path in paths if path in there and _is_container(there[path])]:
+        found += (f"{lookup.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",)
+    wrapped = [p for p, module in there.items() if isinstance(module, FullyShardedDataParallel | FSDPModule)]
+    if wrapped:
+        found += (f"{lookup.listed(wrapped)}: sharded already; apply to a model that was not prepared",)
+    if scalars := [name for name, param in held.items() if param.ndim == 0]:
+        found += (f"{lookup.listed(scalars)}: a scalar cannot be flattened; make it a tensor of shape (1,)",)
+    if odd := [name for name, param in held.items() if not param.is_floating_point()]:
+        found += (f"{lookup.listed(odd)}: {held[odd[0]].dtype} cannot be flattened; register it as a buffer",)
+    if step.sync_module_states and step.device.type == "cpu":
+        found += ("torch broadcasts module states on an accelerator only; plan with sync_module_states=False",)
+    return found + lookup.with_gradient(held, held) + launcher.device_problems(step.device.type)
+
+
+def wrap_do(step: WrapFSDP1, target: Target) -> None:
+    """Wraps the units in their order. Of a checkpointed module the checkpoint wrapper goes inside the unit (F1-8).
+
+    Raises ``RuntimeError`` that says which units are wrapped and which one failed.
+    """
+    if target.mesh is None:
+        raise RuntimeError("there is no device mesh to cut over; BuildMesh has to come before WrapFSDP1")
+    device = launcher.bind(step.device)
+    there = names.named_slots(target.model)
+    ignored = [there[path] for path in step.ignored]
+    target.together()  # sync_module_states is a collective of each unit
+    for module in ignored:  # FSDP1 moves everything else (F1-6)
+        if any(tensor.device != device for tensor in chain(module.parameters(), module.buffers())):
+            module.to(device)
+    done: list[str] = []
+    for unit in step.units:
+        try:
+            wrapped = _wrap(step, unit, there[unit.path], target, device, ignored)
+        except Exception as error:
+            name = lookup.listed([unit.path])
+            stand = f"wrapped before it: {lookup.listed(done)}" if done else "it was the first"
+            raise RuntimeError(f"unit {name} could not be wrapped ({stand}): {error}") from error
+        _put(target, unit.path, there[unit.path], wrapped)
+        done.append(unit.path)
+
+
+def _wrap(
+    step: WrapFSDP1, unit: FlatUnit, module: Module, target: Target, device: torch.device, ignored: list[Module]
+) -> FullyShardedDataParallel:
+    if unit.full_precision:  # its inputs stay: kernels take float32 statistics with bfloat16 activations (pain 40)
+        whole = torch.float32
+        precision = MixedPrecision(whole, whole, whole, cast_forward_inputs=False)
+    else:
+        param, reduce, buffer = map(_dtype, (step.param_dtype, step.reduce_dtype, step.buffer_dtype))
+        precision = MixedPrecision(param, reduce, buffer)
+    return FullyShardedDataParallel(
+        module,
+        device_mesh=target.mesh,
+        sharding_strategy=STRATEGIES[step.sharding],
+        cpu_offload=CPUOffload(offload_params=step.offload),
+        backward_prefetch=None if step.backward_prefetch is None else BackwardPrefetch[step.backward_prefetch],
+        mixed_precision=precision,
+        ignored_states=ignored,
+        device_id=device,
+        sync_module_states=step.sync_module_states,
+        forward_prefetch=step.forward_prefetch,
+        limit_all_gathers=step.limit_all_gathers,
+        use_orig_params=step.use_orig_params,
+    )
+
+
+def _put(target: Target, path: str, old: Module, new: Module) -> None:
+    """Into every slot of every parent, or in the place of the model."""
+    if not path:
+        target.model = new
+        return
+    slots = [(parent, name) for parent in target.model.modules() for name, m in parent._modules.items() if m is old]
+    for parent, name in slots:
+        if parent is not new:
+            parent.register_module(name, new)
+
+
+def _is_container(module: Module) -> bool:
+    return isinstance(module, ModuleList | ModuleDict) and type(module).forward is Module.forward
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    found: torch.dtype | None = getattr(torch, name) if name else None
+    return found
+
+
+WRAP: Handler[WrapFSDP1, Target, None] = Handler(ready=wrap_ready, do=wrap_do)

@@ -1,0 +1,77 @@
+"""torch ``fully_shard``, one call per unit."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn import Module, ModuleDict, ModuleList
+
+from prepkit.interpreter import Handler
+from prepkit.live import names
+from prepkit.live.handlers import lookup
+from prepkit.live.handlers.chunks import lean_chunks
+from prepkit.live.target import Target
+from prepkit.steps import ShardUnits, Unit
+
+
+def shard_ready(step: ShardUnits, target: Target) -> tuple[str, ...]:
+    """Everything that ``fully_shard`` refuses must be found here: it has no way back (G-8, torch ``_fsdp_init.py``)."""
+    there, held = names.named_slots(target.model), names.named_parameters(target.model)
+    paths = [unit.path for unit in step.units]
+    found = lookup.absent("module", paths, there)
+    if hollow := [path for path in paths if path in there and _is_container(there[path])]:
+        found += (f"{lookup.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",)
+    if sharded := [path for path, module in there.items() if isinstance(module, FSDPModule)]:
+        found += (f"{lookup.listed(sharded)}: sharded already; apply to a model that was not prepared",)
+    if scalars := [name for name, param in held.items() if param.ndim == 0]:
+        found += (f"{lookup.listed(scalars)}: a scalar cannot be sharded; make it a tensor of shape (1,)",)
+    return found + lookup.with_gradient(held, held)
+
+
+def shard_do(step: ShardUnits, target: Target) -> None:
+    """Shards the units in their order. Of a checkpointed module the wrapper becomes the unit: recomputing calls it.
+
+    Raises ``RuntimeError`` that says which units are sharded and which one failed.
+    """
+    if target.mesh is None:
+        raise RuntimeError("there is no device mesh to shard over; BuildMesh has to come before ShardUnits")
+    there = names.named_slots(target.model)
+    done: list[str] = []
+    with lean_chunks():
+        for unit in step.units:
+            try:
+                _shard(step, unit, there[unit.path], target)
+            except Exception as error:
+                name = lookup.listed([unit.path])
+                stand = f"sharded before it: {lookup.listed(done)}" if done else "it was the first"
+                raise RuntimeError(f"unit {name} could not be sharded ({stand}): {error}") from error
+            done.append(unit.path)
+
+
+def _shard(step: ShardUnits, unit: Unit, module: Module, target: Target) -> None:
+    precision = MixedPrecisionPolicy(
+        param_dtype=_dtype(step.param_dtype),
+        reduce_dtype=_dtype(step.reduce_dtype),
+        output_dtype=_dtype(unit.output_dtype),
+    )
+    # torch can pin host memory only where it has an accelerator to pin it for.
+    pin = step.pin_memory and torch.accelerator.is_available()
+    fully_shard(
+        module,
+        mesh=target.mesh[step.axes] if step.axes and target.mesh is not None else target.mesh,
+        reshard_after_forward=unit.reshard_after_forward,
+        mp_policy=precision,
+        offload_policy=CPUOffloadPolicy(pin_memory=pin) if step.offload else OffloadPolicy(),
+    )
+
+
+def _is_container(module: Module) -> bool:
+    return isinstance(module, ModuleList | ModuleDict) and type(module).forward is Module.forward
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    found: torch.dtype | None = getattr(torch, name) if name else None
+    return found
+
+
+SHARD: Handler[ShardUnits, Target, None] = Handler(ready=shard_ready, do=shard_do)

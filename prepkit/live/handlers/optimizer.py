@@ -1,0 +1,223 @@
+"""The optimizer lets go of its parameters, takes what the model has become, or is created over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from prepkit.interpreter import Handler
+from prepkit.live import flat, names
+from prepkit.live.handlers import lookup
+from prepkit.live.handlers.state import State, lay_out, unmovable
+from prepkit.live.target import Target
+from prepkit.steps import CreateOptimizer, RebindOptimizer, ReleaseOptimizer
+
+Slots = tuple[tuple[str, ...], ...]
+
+# --- release -------------------------------------------------------------------------------------------------------
+
+
+def release_ready(step: ReleaseOptimizer, target: Target) -> tuple[str, ...]:
+    """Every slot must hold the parameter that the step names, and state must be of a kind that shards can take."""
+    found = shape_problems(step.slots, target)
+    if found or target.optimizer is None:
+        return found
+    held = names.named_parameters(target.model)
+    own = {id(param) for param in held.values()}
+    wrong = [
+        name or "a tensor that is not the model's"
+        for _, _, name, tensor in _slots(step.slots, target.optimizer)
+        if (held.get(name) is not tensor if name else id(tensor) in own)
+    ]
+    if wrong:
+        text = f"the optimizer no longer holds {lookup.listed(wrong)} where the plan says; build the plan again"
+        return (*lookup.absent("parameter", _named(step.slots), held), text)
+    return tuple(
+        text
+        for _, _, name, tensor in _slots(step.slots, target.optimizer)
+        if name
+        for text in unmovable(name, target.optimizer.state.get(tensor, {}), tensor.shape)
+    )
+
+
+def release_do(step: ReleaseOptimizer, target: Target) -> None:
+    """Puts an empty parameter into each named slot, a new one each: equal ones would be one key of the state (G-57)."""
+    optimizer = _optimizer(target)
+    try:
+        for group, place, name, tensor in _slots(step.slots, optimizer):
+            if name:
+                if tensor in optimizer.state:
+                    target.released[name] = optimizer.state[tensor]
+                    del optimizer.state[tensor]
+                optimizer.param_groups[group]["params"][place] = Parameter(torch.empty(0), requires_grad=False)
+    except BaseException:
+        release_undo(step, target, None)
+        raise
+
+
+def release_undo(step: ReleaseOptimizer, target: Target, memo: None) -> None:
+    """Puts the model's parameters back by name, each with its state."""
+    del memo
+    optimizer, held = _optimizer(target), names.named_parameters(target.model)
+    for group, place, name, _ in _slots(step.slots, optimizer):
+        if name:
+            optimizer.param_groups[group]["params"][place] = held[name]
+            if name in target.released:
+                optimizer.state[held[name]] = target.released.pop(name)
+
+
+# --- rebind --------------------------------------------------------------------------------------------------------
+
+
+@frozen
+class Bound:
+    """What one slot held before it was bound, and what it is bound to."""
+
+    group: int
+    place: int
+    name: str
+    tensor: torch.Tensor
+    param: Parameter
+    state: State | None = field(repr=False)
+    """The optimizer's own state; None where it had none, and where the state came from ``target.released``."""
+
+
+def rebind_ready(step: RebindOptimizer, target: Target) -> tuple[str, ...]:
+    """Slots and names must be there, and no state may be moved to a parameter without data, where it would be lost."""
+    found = shape_problems(step.slots, target)
+    if found or target.optimizer is None:
+        return found
+    held = names.named_parameters(target.model)
+    lost = [
+        name
+        for name in _named(step.slots)
+        if name in held and held[name].is_meta and _has_data(target.optimizer.state.get(held[name], {}))
+    ]
+    found = lookup.absent("parameter", _named(step.slots), held)
+    if lost:
+        found += (f"{lookup.listed(lost)}: on meta, but the optimizer has state for it; load the weights first",)
+    return found
+
+
+def rebind_do(step: RebindOptimizer, target: Target) -> tuple[Bound, ...]:
+    """Binds every slot to the parameter of its name and lays its state out as the parameter lies.
+
+    Released state is freed one parameter at a time, so the peak is one whole state and the shards of the others.
+    """
+    optimizer, held = _optimizer(target), names.named_parameters(target.model)
+    if missing := lookup.absent("parameter", _named(step.slots), held):
+        raise KeyError(missing[0])
+    before: list[Bound] = []
+    pieces = flat.pieces(target.model)
+    try:
+        for group, place, name, tensor in _slots(step.slots, optimizer):
+            if name:
+                before.append(Bound(group, place, name, tensor, held[name], optimizer.state.get(tensor)))
+                _bind(optimizer, target, before[-1], pieces.get(name))
+        return tuple(before)
+    except BaseException:
+        rebind_undo(step, target, tuple(before))
+        raise
+
+
+def _bind(optimizer: Optimizer, target: Target, slot: Bound, piece: flat.Piece | None) -> None:
+    """In an order in which the state is always in one of both places, so that the way back finds it."""
+    options = optimizer.param_groups[slot.group]
+    on_device = bool(options.get("capturable") or options.get("fused"))
+    state = target.released.get(slot.name, slot.state)
+    if state is not None:
+        optimizer.state[slot.param] = lay_out(state, slot.param, scalars_on_device=on_device, piece=piece)
+        target.released.pop(slot.name, None)
+        if slot.tensor is not slot.param:
+            optimizer.state.pop(slot.tensor, None)
+        if not optimizer.state[slot.param]:
+            del optimizer.state[slot.param]
+    options["params"][slot.place] = slot.param
+
+
+def rebind_undo(step: RebindOptimizer, target: Target, memo: tuple[Bound, ...]) -> None:
+    """Puts back what each slot held. Released state goes back to ``target.released`` as it lies now: in shards."""
+    del step
+    optimizer = _optimizer(target)
+    for slot in memo:
+        state = optimizer.state.pop(slot.param, None)
+        optimizer.param_groups[slot.group]["params"][slot.place] = slot.tensor
+        if slot.state is not None:
+            optimizer.state[slot.tensor] = slot.state
+        elif state is not None:
+            target.released[slot.name] = state
+
+
+# --- create --------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+"""What a plan can create; the names are those of the step."""
+
+
+def create_ready(step: CreateOptimizer, target: Target) -> tuple[str, ...]:
+    """No optimizer may be there, and every name must be a parameter."""
+    found = lookup.absent("parameter", step.names, names.named_parameters(target.model))
+    if target.optimizer is not None:
+        given = type(target.optimizer).__name__
+        found += (f"the plan creates {step.algorithm}, but an optimizer ({given}) was given; leave one of them out",)
+    return found
+
+
+def create_do(step: CreateOptimizer, target: Target) -> None:
+    """One group with the named parameters, in their order; what stands for several of them, once."""
+    held = flat.holders(target.model)
+    options: dict[str, Any] = {option.name: option.value for option in step.options}
+    make: Any = OPTIMIZERS[step.algorithm]
+    target.optimizer = make(list(dict.fromkeys(held[name] for name in step.names)), **options)
+
+
+def create_undo(step: CreateOptimizer, target: Target, memo: None) -> None:
+    """Forgets it."""
+    del step, memo
+    target.optimizer = None
+
+
+# --- shared --------------------------------------------------------------------------------------------------------
+
+
+def _slots(slots: Slots, optimizer: Optimizer) -> Iterator[tuple[int, int, str, torch.Tensor]]:
+    """Group, place, planned name and present tensor of every slot."""
+    for group, planned in enumerate(slots):
+        for place, name in enumerate(planned):
+            yield group, place, name, optimizer.param_groups[group]["params"][place]
+
+
+def _named(slots: Slots) -> tuple[str, ...]:
+    return tuple(name for group in slots for name in group if name)
+
+
+def _optimizer(target: Target) -> Optimizer:
+    if target.optimizer is None:
+        raise ValueError("the target has no optimizer; its check was not asked")
+    return target.optimizer
+
+
+def shape_problems(slots: Slots, target: Target) -> tuple[str, ...]:
+    """The optimizer must be there, with groups as long as the plan's."""
+    if target.optimizer is None:
+        return ("the plan was made with an optimizer; give it to apply(), or build the plan again without one",)
+    planned, found = [len(group) for group in slots], [len(g["params"]) for g in target.optimizer.param_groups]
+    if planned != found:
+        return (f"the optimizer has groups of {found} parameters, the plan of {planned}; build the plan again",)
+    return ()
+
+
+def _has_data(state: State) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.numel() > 1 and not value.is_meta for value in state.values())
+
+
+RELEASE: Handler[ReleaseOptimizer, Target, None] = Handler(ready=release_ready, do=release_do, undo=release_undo)
+REBIND: Handler[RebindOptimizer, Target, tuple[Bound, ...]] = Handler(
+    ready=rebind_ready, do=rebind_do, undo=rebind_undo
+)
+CREATE: Handler[CreateOptimizer, Target, None] = Handler(ready=create_ready, do=create_do, undo=create_undo)

@@ -1,0 +1,166 @@
+"""The process group, the agreement of its ranks, and the device mesh over them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, but not exported for checkers
+from torch.distributed.device_mesh import init_device_mesh
+
+from prepkit.interpreter import Handler
+from prepkit.live import groups, launcher
+from prepkit.live.target import Target
+from prepkit.steps import Agree, BuildMesh, LocalDevice, StartProcessGroup
+
+
+def start_ready(step: StartProcessGroup, target: Target) -> tuple[str, ...]:
+    """A running group must be the plan's; else the launcher must have said what torch needs to start one."""
+    del target
+    if dist.is_initialized():
+        return _running_problems(step)
+    device = _device(step.backend)
+    problems = () if device is None else launcher.device_problems(device.type)
+    return _launch_problems(step) + problems
+
+
+def _running_problems(step: StartProcessGroup) -> tuple[str, ...]:
+    found = []
+    if (world := dist.get_world_size()) != step.world_size:
+        found.append(
+            f"the running process group has {world} ranks, the plan is for {step.world_size}; "
+            f"start {step.world_size} processes, or build the plan again here"
+        )
+    running = _devices(dist.get_backend_config())
+    wanted = _devices(step.backend)
+    # A fake group stands for any other: it carries no data and serves to rehearse.
+    fits = (
+        "fake" in running.values()
+        or (set(wanted) == {""} and wanted[""] in running.values())
+        or wanted.items() <= running.items()
+    )
+    if not fits:
+        found.append(
+            f"the running process group has backend {dist.get_backend_config()}, the plan wants {step.backend}; "
+            f"call init_process_group({step.backend!r}), or plan with backend={dist.get_backend_config()!r}"
+        )
+    return tuple(found)
+
+
+def _launch_problems(step: StartProcessGroup) -> tuple[str, ...]:
+    found = launcher.launch()
+    run = f"torchrun --nproc-per-node={step.world_size} your_script.py"
+    if not found.launched:
+        if step.world_size == 1:
+            return ()
+        return (f"the plan is for {step.world_size} ranks, but this process was started alone; type {run}",)
+    if found.missing:
+        return (f"the launcher's {', '.join(found.missing)} are not set; start with {run}, or unset the others",)
+    if found.world_size != str(step.world_size):
+        wrong = f"WORLD_SIZE is {found.world_size}, the plan is for {step.world_size} ranks"
+        return (f"{wrong}; start {step.world_size} processes, or build the plan again here",)
+    return ()
+
+
+def start_do(step: StartProcessGroup, target: Target) -> bool:
+    """Starts the group unless one runs; True when it did. One process needs no launcher: its store is a dict."""
+    if dist.is_initialized():
+        target.together()
+        return False
+    if (device := _device(step.backend)) is not None:
+        launcher.bind(device)
+    target.together()  # before the group is formed: a rank that has failed will not come to form it
+    try:
+        _start(step, target.store)
+        return dist.is_initialized()  # no constant: Python would return one from outside the try
+    except BaseException:
+        start_undo(step, target, dist.is_initialized())
+        raise
+
+
+def _start(step: StartProcessGroup, store: Store | None) -> None:
+    timeout = timedelta(seconds=step.timeout_s)
+    if store is not None:
+        rank, world = launcher.place()
+        shared = PrefixStore("default_pg", store)
+        dist.init_process_group(step.backend, store=shared, rank=rank, world_size=world, timeout=timeout)
+    elif launcher.launch().launched:
+        dist.init_process_group(step.backend, timeout=timeout)
+    else:
+        dist.init_process_group(step.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def start_undo(step: StartProcessGroup, target: Target, started: bool) -> None:
+    """Ends the group that this step started, and no other."""
+    del step
+    if started and dist.is_initialized():
+        target.ended += groups.end()
+
+
+def _devices(backend: str) -> dict[str, str]:
+    """Device type to backend of ``cpu:gloo,cuda:nccl``; a bare name stands under ``""``."""
+    pairs = (part.rpartition(":") for part in backend.lower().split(","))
+    return {device: name for device, _, name in pairs}
+
+
+def _device(backend: str) -> LocalDevice | None:
+    """The accelerator that a backend talks for, which must be the current one before the group starts; None: a CPU."""
+    named = _devices(backend)
+    if "" not in named:
+        return next((LocalDevice(type=kind) for kind in named if kind != "cpu"), None)
+    if named[""] in ("gloo", "mpi", "ucc", "fake"):
+        return None
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return LocalDevice(type="cuda" if accelerator is None else accelerator.type)
+
+
+def agree_ready(step: Agree, target: Target) -> tuple[str, ...]:
+    """Always: what the other ranks hold is not known before all of them are there."""
+    del step, target
+    return ()
+
+
+def agree_do(step: Agree, target: Target) -> None:
+    """One collective over the target's digests; raises on every rank alike."""
+    del step
+    from prepkit.live.agree import agree
+
+    target.together()
+    agree(target.digests, target.explain)
+
+
+def agree_undo(step: Agree, target: Target, memo: None) -> None:
+    """Nothing was changed."""
+    del step, target, memo
+
+
+def mesh_ready(step: BuildMesh, target: Target) -> tuple[str, ...]:
+    """The axes must multiply to the world size, where that is known before the group starts."""
+    del target
+    ranks = prod(axis.size for axis in step.axes)
+    shape = " x ".join(f"{axis.name}={axis.size}" for axis in step.axes)
+    found: tuple[str, ...] = ()
+    if dist.is_initialized() and ranks != dist.get_world_size():
+        found = (f"mesh {shape} is for {ranks} ranks, the process group has {dist.get_world_size()}; plan again here",)
+    return found + launcher.device_problems(step.device)
+
+
+def mesh_do(step: BuildMesh, target: Target) -> None:
+    """Collective: one sub-group per row of every axis (torch ``init_device_mesh``)."""
+    launcher.bind(LocalDevice(type=step.device))
+    sizes, names = tuple(axis.size for axis in step.axes), tuple(axis.name for axis in step.axes)
+    target.together()
+    target.mesh = init_device_mesh(step.device, sizes, mesh_dim_names=names)
+
+
+def mesh_undo(step: BuildMesh, target: Target, memo: None) -> None:
+    """Forgets the mesh. Its sub-groups end with the default group; torch has no way to end them alone."""
+    del step, memo
+    target.mesh = None
+
+
+START: Handler[StartProcessGroup, Target, bool] = Handler(ready=start_ready, do=start_do, undo=start_undo)
+AGREE: Handler[Agree, Target, None] = Handler(ready=agree_ready, do=agree_do, undo=agree_undo)
+MESH: Handler[BuildMesh, Target, None] = Handler(ready=mesh_ready, do=mesh_do, undo=mesh_undo)

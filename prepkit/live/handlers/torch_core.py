@@ -1,0 +1,279 @@
+"""What torch does to a plain module, in place: move, upcast, autocast, checkpoint, compile."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+from prepkit.interpreter import Handler
+from prepkit.live import launcher, names
+from prepkit.live.forward import MARK, AutocastedForward
+from prepkit.live.handlers import lookup
+from prepkit.live.handlers.state import state_of
+from prepkit.live.target import Target
+from prepkit.steps import AutocastForward, CheckpointModules, CompileModules, MoveModel, UpcastParameters
+
+# --- move ----------------------------------------------------------------------------------------------------------
+
+
+def move_ready(step: MoveModel, target: Target) -> tuple[str, ...]:
+    """The device must be there, and every tensor must have data to move."""
+    empty = [name for name, tensor in _tensors(target.model).items() if tensor.is_meta]
+    found = launcher.device_problems(step.device.type)
+    if empty and step.device.type != "meta":
+        found += (f"{lookup.listed(empty)}: on meta, without data to move; load the weights first",)
+    return found
+
+
+def move_do(step: MoveModel, target: Target) -> dict[str, torch.device]:
+    """Moves in place: parameters stay the same objects, so an optimizer keeps them. Returns where things were."""
+    device = launcher.bind(step.device)
+    before = {name: tensor.device for name, tensor in _tensors(target.model).items() if tensor.device != device}
+    try:
+        if any(isinstance(param, DTensor) for param in target.model.parameters()):
+            _put_back(target.model, dict.fromkeys(before, device))  # to() makes DTensors anew, without their hooks
+        else:
+            target.model.to(device)
+        return before
+    except BaseException:
+        _put_back(target.model, before)
+        raise
+
+
+def move_undo(step: MoveModel, target: Target, memo: dict[str, torch.device]) -> None:
+    """Moves each tensor to where it was."""
+    del step
+    _put_back(target.model, memo)
+
+
+def _tensors(model: Module) -> dict[str, torch.Tensor]:
+    return dict(chain[tuple[str, torch.Tensor]](model.named_parameters(), model.named_buffers()))
+
+
+def _put_back(model: Module, devices: dict[str, torch.device]) -> None:
+    tensors = _tensors(model)
+    for name, device in devices.items():
+        tensor = tensors[name]
+        tensor.data = tensor.data.to(device)
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.to(device)
+
+
+MOVE: Handler[MoveModel, Target, dict[str, torch.device]] = Handler(ready=move_ready, do=move_do, undo=move_undo)
+
+# --- upcast --------------------------------------------------------------------------------------------------------
+
+
+@frozen
+class Narrow:
+    """What one parameter was before its upcast."""
+
+    name: str
+    dtype: torch.dtype
+    state: tuple[str, ...]
+    """Keys of the optimizer state that followed it."""
+
+
+def upcast_ready(step: UpcastParameters, target: Target) -> tuple[str, ...]:
+    """Every name must be a parameter that the dtype can hold exactly, or the way back would not be exact either."""
+    held, dtype = names.named_parameters(target.model), getattr(torch, step.dtype)
+    wide = [n for n in step.names if n in held and torch.promote_types(held[n].dtype, dtype) != dtype]
+    found = lookup.absent("parameter", step.names, held) + lookup.with_gradient(step.names, held)
+    if wide:
+        found += (f"{lookup.listed(wide)}: {held[wide[0]].dtype} does not fit into {step.dtype}; build the plan again",)
+    return found
+
+
+def upcast_do(step: UpcastParameters, target: Target) -> tuple[Narrow, ...]:
+    """Casts parameters, each the same object, and the optimizer state that had their dtype.
+
+    AdamW would fail on a bfloat16 moment of a float32 parameter (torch ``lerp_``).
+    """
+    dtype, held = getattr(torch, step.dtype), names.named_parameters(target.model)
+    before: list[Narrow] = []
+    try:
+        for name in step.names:
+            param, state = held[name], state_of(target, name, held[name])
+            keys = tuple(
+                key
+                for key, value in state.items()
+                if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype == param.dtype
+            )
+            before.append(Narrow(name, param.dtype, keys))
+            _cast(param, state, keys, dtype)
+        return tuple(before)
+    except BaseException:
+        upcast_undo(step, target, tuple(before))
+        raise
+
+
+def upcast_undo(step: UpcastParameters, target: Target, memo: tuple[Narrow, ...]) -> None:
+    """Casts back; exact, because every 16-bit value survives the way to a wider dtype."""
+    del step
+    held = names.named_parameters(target.model)
+    for narrow in memo:
+        param = held[narrow.name]
+        _cast(param, state_of(target, narrow.name, param), narrow.state, narrow.dtype)
+
+
+def _cast(param: torch.nn.Parameter, state: dict[str, Any], keys: tuple[str, ...], dtype: torch.dtype) -> None:
+    for key in keys:
+        state[key] = state[key].to(dtype)
+    param.data = param.data.to(dtype)
+
+
+UPCAST: Handler[UpcastParameters, Target, tuple[Narrow, ...]] = Handler(
+    ready=upcast_ready, do=upcast_do, undo=upcast_undo
+)
+
+# --- autocast ------------------------------------------------------------------------------------------------------
+
+
+def autocast_ready(step: AutocastForward, target: Target) -> tuple[str, ...]:
+    """A second layer would cast twice (G-20)."""
+    del step
+    if hasattr(target.model, MARK):
+        return ("the model's forward runs under prepkit's autocast already; apply to a model that was not prepared",)
+    return ()
+
+
+def autocast_do(step: AutocastForward, target: Target) -> Any:
+    """Puts an ``AutocastedForward`` into the instance; returns what stood there, None for the class's own."""
+    own = vars(target.model).get("forward")
+    patched = AutocastedForward(
+        target.model.forward, step.device, getattr(torch, step.dtype), getattr(torch, step.output_dtype)
+    )
+    try:
+        vars(target.model).update({"forward": patched, MARK: True})
+        return own
+    except BaseException:
+        autocast_undo(step, target, own)
+        raise
+
+
+def autocast_undo(step: AutocastForward, target: Target, memo: Any) -> None:
+    """Leaves the instance with exactly the forward that it had, or with none."""
+    del step
+    vars(target.model).pop(MARK, None)
+    vars(target.model).pop("forward", None)
+    if memo is not None:
+        vars(target.model)["forward"] = memo
+
+
+AUTOCAST: Handler[AutocastForward, Target, Any] = Handler(ready=autocast_ready, do=autocast_do, undo=autocast_undo)
+
+# --- checkpoint ----------------------------------------------------------------------------------------------------
+
+
+def checkpoint_ready(step: CheckpointModules, target: Target) -> tuple[str, ...]:
+    """Every path must be a module inside the root that is not wrapped yet."""
+    there = names.named_slots(target.model)
+    found = lookup.absent("module", step.paths, there)
+    if wrapped := [path for path in step.paths if isinstance(there.get(path), CheckpointWrapper)]:
+        found += (f"{lookup.listed(wrapped)}: checkpointed already; apply to a model that was not prepared",)
+    if "" in step.paths:
+        found += ("the root cannot be checkpointed, its wrapper would have no parent; name modules inside it",)
+    return found
+
+
+def checkpoint_do(step: CheckpointModules, target: Target) -> None:
+    """Puts a wrapper into every slot of every parent that holds the module."""
+    there = names.named_slots(target.model)
+    done: list[str] = []
+    try:
+        for path in step.paths:
+            inner = there[path]
+            wrapper = checkpoint_wrapper(inner, CheckpointImpl.NO_REENTRANT, preserve_rng_state=step.preserve_rng_state)
+            wrapper.training = inner.training
+            done.append(path)
+            _replace(target.model, inner, wrapper)
+    except BaseException:
+        _unwrap(target.model, tuple(done))
+        raise
+
+
+def checkpoint_undo(step: CheckpointModules, target: Target, memo: None) -> None:
+    """Puts every module back into its slots."""
+    del memo
+    _unwrap(target.model, step.paths)
+
+
+def _unwrap(model: Module, paths: tuple[str, ...]) -> None:
+    there = names.named_slots(model)
+    for path in reversed(paths):
+        if isinstance(wrapper := there[path], CheckpointWrapper):
+            _replace(model, wrapper, wrapper._checkpoint_wrapped_module)
+
+
+def _replace(model: Module, old: Module, new: Module) -> None:
+    slots = [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is old]
+    for parent, name in slots:
+        parent.register_module(name, new)
+
+
+CHECKPOINT: Handler[CheckpointModules, Target, None] = Handler(
+    ready=checkpoint_ready, do=checkpoint_do, undo=checkpoint_undo
+)
+
+# --- compile -------------------------------------------------------------------------------------------------------
+
+
+def compile_ready(step: CompileModules, target: Target) -> tuple[str, ...]:
+    """Every path must be a module that is not compiled yet (CM-1, G-46), and torch must know the backend (K-DY1)."""
+    there = names.named_slots(target.model)
+    found = lookup.absent("module", step.paths, there)
+    known = torch.compiler.list_backends(exclude_tags=None)
+    if step.backend not in known:
+        found += (f"torch.compile knows no backend {step.backend!r}; import what registers it, or plan with inductor",)
+    if compiled := [path for path in step.paths if path in there and _is_compiled(there[path])]:
+        found += (f"{lookup.listed(compiled)}: compiled already; give the model before torch.compile",)
+    return found
+
+
+def compile_do(step: CompileModules, target: Target) -> None:
+    """``Module.compile`` on each: the module keeps its class, names and hooks. Compiling itself waits for first use."""
+    there = names.named_slots(target.model)
+    mode = {} if step.mode == "default" else {"mode": step.mode}  # backends other than inductor take no mode
+    try:
+        for path in step.paths:
+            how = {"fullgraph": step.fullgraph, "dynamic": step.dynamic, **mode}
+            if _is_deepspeed(there[path]):
+                there[path].compile(backend=step.backend, compile_kwargs=how)  # its own method, with its own signature
+            else:
+                there[path].compile(backend=step.backend, **how)
+    except BaseException:
+        compile_undo(step, target, None)
+        raise
+
+
+def compile_undo(step: CompileModules, target: Target, memo: None) -> None:
+    """Drops the compiled calls; ``Module.compile`` keeps nothing else."""
+    del memo
+    there = names.named_slots(target.model)
+    for path in step.paths:
+        module = there[path]
+        if _is_deepspeed(module):
+            vars(module)["_is_compiled"] = False
+            module = module.get_submodule("module")
+        vars(module).pop("_compiled_call_impl", None)
+
+
+def _is_deepspeed(module: Module) -> bool:
+    return "DeepSpeedEngine" in names.known_bases(type(module))
+
+
+def _is_compiled(module: Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+COMPILE: Handler[CompileModules, Target, None] = Handler(ready=compile_ready, do=compile_do, undo=compile_undo)

@@ -1,0 +1,44 @@
+"""The live objects that a plan is applied to, as the handlers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not exported for checkers
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def _alone() -> None:
+    """There is nobody to wait for."""
+
+
+@define(kw_only=True)
+class Target:
+    """Mutable on purpose: handlers replace what they wrap. Everything else that a handler knows is in its step."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
+    loaders: list[Any] = field(factory=list)
+    mesh: DeviceMesh | None = None
+    """Set by ``BuildMesh``."""
+    digests: tuple[tuple[str, str], ...] = ()
+    """Names and digests that ``Agree`` compares across ranks."""
+    unfilled: set[str] = field(factory=set)
+    """Tensors that ``AllocateTensors`` gave storage and no later step has given values."""
+    scaler: torch.amp.GradScaler | None = None
+    """Set by ``CreateGradScaler``."""
+    released: dict[str, Any] = field(factory=dict)
+    """State taken out by ``ReleaseOptimizer`` for ``RebindOptimizer``: parameter name to state."""
+    together: Callable[[], None] = _alone
+    """A handler calls it between what it does by itself and what it does with all ranks: returns when all are there,
+    and raises ``RankFailed`` on each when one of them has failed before."""
+    store: Store | None = None
+    """Where the ranks meet before there is a process group; ``StartProcessGroup`` starts the group over it."""
+    ended: list[Any] = field(factory=list)
+    """Process groups that were ended again (``groups.end``)."""
+    explain: Callable[[], tuple[str, Callable[[str], tuple[str, ...]]]] | None = None
+    """For ``Agree``, asked only when ranks differ: this rank's plan as text, and how it differs from another's."""

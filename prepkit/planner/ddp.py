@@ -1,0 +1,97 @@
+"""Every rank holds the whole model; gradients are averaged."""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+from prepkit.config import DDP, CommHook, CompressHook, Config, NoHook, PowerSGDHook
+from prepkit.facts import Facts
+from prepkit.plan import because
+from prepkit.planner import fp8, pieces, weights
+from prepkit.planner.pieces import Piece
+from prepkit.steps import Communication, ConvertSyncBatchNorm, LocalDevice, PowerSGDOptions, WrapDDP
+from prepkit.units import batch_norms
+
+
+def plan_ddp(cfg: Config, facts: Facts) -> Piece:
+    """Steps of the ``DDP`` engine (behaviour DDP-1 … DDP-8, MC-1)."""
+    return (
+        pieces.start_group(cfg, facts)
+        + weights.check_files(cfg, facts)  # while nothing has been changed
+        + fp8.convert(cfg, facts)  # before anything is wrapped around the layers that it replaces
+        + weights.move(cfg, facts)
+        + pieces.upcast(cfg, facts)
+        + sync_batchnorm(cfg, facts)  # replaces modules: before anything is wrapped around them
+        + fp8.initialize(cfg, facts)
+        + pieces.autocast(cfg, facts)  # patches the user's model, not the wrapper
+        + pieces.checkpoint(cfg, facts)
+        + pieces.compile_blocks(cfg, facts)
+        + weights.fill(cfg, facts)  # in the dtypes that the cast has given; the wrapper compares what stands there
+        + wrap(cfg, facts)  # sees the parameters in the dtype and on the device in which they train
+        + fp8.autocast(cfg, facts)  # around the wrapper, whose forward is what the user calls
+        + pieces.compile_model(cfg)  # outermost: torch splits the graph at DDP's buckets
+        + pieces.move_state(cfg, facts)
+        + pieces.create_optimizer(cfg, facts)
+        + pieces.grad_scaler(cfg, facts)
+        + pieces.shard_loaders(cfg, facts)
+    )
+
+
+def wrap(cfg: Config, facts: Facts) -> Piece:
+    """The wrapper; none for inference, which reduces no gradients (EV-1)."""
+    if not isinstance(cfg.engine, DDP) or not pieces.trains(cfg):
+        return ()
+    engine = cfg.engine
+    step = WrapDDP(
+        device=None if pieces.is_spread(facts) else LocalDevice(type=pieces.device(cfg, facts)),
+        broadcast_buffers=engine.broadcast_buffers,
+        bucket_cap_mb=engine.bucket_cap_mb,
+        find_unused_parameters=engine.find_unused_parameters,
+        gradient_as_bucket_view=engine.gradient_as_bucket_view,
+        static_graph=engine.static_graph,
+        hook=communication(engine.hook),
+    )
+    ranks = facts.env.world_size
+    return because(step, f"averages gradients over {ranks} rank{'s' if ranks > 1 else ''}", "DDP-1", "DDP-5", "MC-1")
+
+
+def sync_batchnorm(cfg: Config, facts: Facts) -> Piece:
+    """Batch norms over all ranks, where that is asked for and there are any."""
+    paths = batch_norms(facts.model)
+    if not (isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm and paths and pieces.trains(cfg)):
+        return ()
+    return because(ConvertSyncBatchNorm(paths=paths), "statistics are taken over the batches of all ranks", "DDP-1")
+
+
+_COMPRESS: dict[str, Literal["fp16_compress_hook", "bf16_compress_hook"]] = {
+    "float16": "fp16_compress_hook",
+    "bfloat16": "bf16_compress_hook",
+}
+_WRAPPERS: dict[str, Literal["fp16_compress_wrapper", "bf16_compress_wrapper"] | None] = {
+    "none": None,
+    "float16": "fp16_compress_wrapper",
+    "bfloat16": "bf16_compress_wrapper",
+}
+
+
+def communication(hook: CommHook) -> Communication | None:
+    """Torch's names for what is asked for (H-30)."""
+    match hook:
+        case NoHook():
+            return None
+        case CompressHook(dtype=dtype):
+            return Communication(hook=_COMPRESS[dtype])
+        case PowerSGDHook():
+            options = PowerSGDOptions(
+                matrix_approximation_rank=hook.rank,
+                start_powerSGD_iter=hook.start_iter,
+                min_compression_rate=hook.min_compression_rate,
+                use_error_feedback=hook.use_error_feedback,
+                warm_start=hook.warm_start,
+                orthogonalization_epsilon=hook.orthogonalization_epsilon,
+                random_seed=hook.random_seed,
+                batch_tensors_with_same_shape=hook.batch_tensors_with_same_shape,
+            )
+            return Communication(hook="powerSGD_hook", wrapper=_WRAPPERS[hook.wrapper], options=options)
+        case _:
+            assert_never(hook)

@@ -1,0 +1,85 @@
+"""Parameters, gradients and optimizer state are sharded per parameter."""
+
+from __future__ import annotations
+
+from prepkit.config import BF16, FP8, FP16, FSDP2, AsStored, Config, OffloadToCPU
+from prepkit.facts import Facts
+from prepkit.plan import because
+from prepkit.planner import fp8, pieces, weights
+from prepkit.planner.pieces import Piece
+from prepkit.planner.tensor_parallel import parallelize
+from prepkit.steps import Axis, BuildMesh, ShardUnits, Unit
+from prepkit.units import axes, select, size_of
+
+
+def plan_fsdp2(cfg: Config, facts: Facts) -> Piece:
+    """Steps of the ``FSDP2`` engine (behaviour P2-1 … P2-15, M2-1 … M2-17)."""
+    return (
+        pieces.start_group(cfg, facts)
+        + weights.check_files(cfg, facts)  # while nothing has been changed
+        + mesh(cfg, facts)
+        + pieces.release_optimizer(facts)  # or the old parameters keep the whole model in memory
+        + pieces.upcast(cfg, facts)  # sharding freezes each parameter's dtype
+        + parallelize(cfg, facts)  # what is sharded, compiled and recomputed is a layer's part
+        + fp8.convert(cfg, facts)  # a float8 weight keeps its dtype, a sharded layer cannot be replaced any more
+        + fp8.autocast(cfg, facts)  # the root's forward; sharding adds hooks around it
+        + pieces.checkpoint(cfg, facts)  # inside the unit, so that recomputation re-gathers
+        + pieces.compile_blocks(cfg, facts)  # a block is compiled as it will run: checkpointed, unsharded
+        + pieces.compile_model(cfg)
+        + shard_units(cfg, facts)  # has no way back: after everything that can still fail
+        + weights.fill(cfg, facts)  # each rank's shards alone; before the optimizer's state takes their device
+        + pieces.rebind_optimizer(facts)
+        + pieces.create_optimizer(cfg, facts)
+        + pieces.grad_scaler(cfg, facts)
+        + fp8.precompute(cfg, facts)  # watches the optimizer that is there by now
+        + pieces.shard_loaders(cfg, facts)
+    )
+
+
+def _axes(cfg: Config, facts: Facts) -> tuple[Axis, ...]:
+    found = axes(cfg, facts.env)
+    assert found is not None, "the mesh rules refuse a mesh that does not multiply to the world size"
+    return found
+
+
+def mesh(cfg: Config, facts: Facts) -> Piece:
+    """The device mesh that the units are sharded over."""
+    reason = "parameters are sharded over all ranks"
+    found = _axes(cfg, facts)
+    copies, shards, parts = (size_of(name, found) for name in ("replicate", "shard", "tensor"))
+    if copies > 1:
+        reason = f"{copies} copies of the model, each sharded over {shards} ranks"
+    elif parts > 1:
+        reason = f"parameters are sharded over {shards} ranks"
+    if parts > 1:
+        reason += f", and their layers cut over {parts} neighbours"
+    return because(BuildMesh(device=pieces.device(cfg, facts), axes=found), reason, "M2-5", "PC-8")
+
+
+def shard_units(cfg: Config, facts: Facts) -> Piece:
+    """One unit per selected module, leaves first; the root takes what is left."""
+    engine = cfg.engine
+    assert isinstance(engine, FSDP2), "the planner table gives this planner FSDP2 configs only"
+    match cfg.precision:
+        case AsStored():
+            param = reduce = output = None
+        case BF16(reduce_dtype=reduce, output_dtype=output) | FP8(reduce_dtype=reduce, output_dtype=output):
+            param = "bfloat16"
+        case FP16(reduce_dtype=reduce, output_dtype=output):
+            param = "float16"
+    inner = tuple(
+        Unit(path=path, reshard_after_forward=engine.reshard_after_forward) for path in select(engine.wrap, facts.model)
+    )
+    # Only the root casts its output: a block's output feeds the next block, which computes in bfloat16 again.
+    root = Unit(path="", reshard_after_forward=False, output_dtype=output)
+    offload = engine.offload
+    step = ShardUnits(
+        units=(*inner, root),
+        param_dtype=param,
+        reduce_dtype=reduce,
+        offload=isinstance(offload, OffloadToCPU),
+        pin_memory=isinstance(offload, OffloadToCPU) and offload.pin_memory and pieces.device(cfg, facts) != "cpu",
+        axes=pieces.data_axes(cfg, facts) or (),
+    )
+    gathered = "each is gathered alone" if inner else "the whole model is gathered at once"
+    return because(step, f"leaves first, the root takes what is left; {gathered}", "M2-10", "M2-12", "H-17")

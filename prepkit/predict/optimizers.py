@@ -1,0 +1,180 @@
+"""Bytes of optimizer state for one parameter, from its shape on the rank.
+
+Read in torch 2.13 ``torch/optim``, bitsandbytes 0.50 ``optim/optimizer.py`` and torchao 0.18 ``optim/adam.py``, and
+measured against them. An optimizer that is in no table here is not predicted: no guess is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+from attrs import frozen
+
+from prepkit.facts import Scalar
+from prepkit.predict.owner import OptimizerOf
+from prepkit.predict.prediction import Label
+
+STEP = 4
+"""Bytes of torch's ``step`` tensor, one float32 per parameter; on the host unless fused or capturable."""
+
+Shape = tuple[int, ...]
+Options = dict[str, Scalar]
+
+
+@frozen
+class State:
+    """State of one parameter."""
+
+    bytes: int
+    """On the parameter's device."""
+    step: int = 0
+    """Bytes of its step counter, on the host unless ``steps_on_device``."""
+    label: Label = Label.EXACT
+
+    def __add__(self, other: State) -> State:
+        return State(self.bytes + other.bytes, self.step + other.step, _weaker(self.label, other.label))
+
+    def __mul__(self, times: int) -> State:
+        return State(self.bytes * times, self.step * times, self.label)
+
+
+def _weaker(a: Label, b: Label) -> Label:
+    return max(a, b, key=tuple(Label).index)
+
+
+Rule = Callable[[Shape, Shape, int, Options], State]
+"""Local shape, whole shape, bytes per element, options of the group -> state."""
+
+
+def _like(copies: int, *, step: int = STEP) -> Rule:
+    """So many tensors like the parameter."""
+
+    def rule(local: Shape, _: Shape, size: int, __: Options) -> State:
+        return State(copies * prod(local) * size, step)
+
+    return rule
+
+
+def _adam(local: Shape, _: Shape, size: int, options: Options) -> State:
+    return State((3 if options.get("amsgrad") else 2) * prod(local) * size, STEP)
+
+
+def _sgd(local: Shape, _: Shape, size: int, options: Options) -> State:
+    return State(prod(local) * size if options.get("momentum") else 0)
+
+
+def _rmsprop(local: Shape, _: Shape, size: int, options: Options) -> State:
+    return State((1 + bool(options.get("momentum")) + bool(options.get("centered"))) * prod(local) * size, STEP)
+
+
+def _adafactor(local: Shape, whole: Shape, size: int, _: Options) -> State:
+    """Row and column factors. Torch 2.13 makes them for a sharded parameter too, but cannot step it: an upper bound."""
+    if len(whole) < 2:
+        return State(prod(local) * size, STEP)
+    row, col = (*whole[:-1], 1), (*whole[:-2], 1, whole[-1])
+    label = Label.EXACT if local == whole else Label.BOUNDED
+    return State((prod(row) + prod(col)) * size, STEP, label)
+
+
+def _bitsandbytes(states: int, bits: int) -> Rule:
+    """``init_state``: float32, or 8 bits with one float32 per 256 elements; small parameters stay in float32.
+
+    Estimated, because the groups do not show ``min_8bit_size``: its default, 4096, is assumed.
+    """
+
+    def rule(local: Shape, _: Shape, __: int, ___: Options) -> State:
+        count = prod(local)
+        if bits == 32 or count < 4096:
+            return State(states * count * 4)
+        return State(states * (count + 4 * -(-count // 256)), label=Label.ESTIMATED)
+
+    return rule
+
+
+def _torchao(bits: int, block: int, table: int) -> Rule:
+    """``_new_buffer``: quantised where the local part has at least 4096 elements and divides into blocks."""
+
+    def rule(local: Shape, _: Shape, size: int, options: Options) -> State:
+        count = prod(local)
+        states = 3 if options.get("amsgrad") else 2
+        if count < 4096 or count % block:
+            return State(states * count * size, STEP)
+        return State(states * (count * bits // 8 + count // block * 4 + table), STEP)
+
+    return rule
+
+
+TORCH: dict[str, Rule] = {
+    "AdamW": _adam,
+    "Adam": _adam,
+    "NAdam": _like(2, step=2 * STEP),
+    "RAdam": _like(2),
+    "Adamax": _like(2),
+    "Adagrad": _like(1),
+    "Adafactor": _adafactor,
+    "RMSprop": _rmsprop,
+    "SGD": _sgd,
+}
+"""Classes of ``torch.optim``."""
+
+BITSANDBYTES: dict[str, Rule] = {
+    f"{paged}{name}{suffix}": _bitsandbytes(states, bits)
+    for name, states in (
+        ("AdamW", 2),
+        ("Adam", 2),
+        ("Lion", 1),
+        ("Adagrad", 1),
+        ("SGD", 1),
+        ("RMSprop", 1),
+        ("LAMB", 2),
+    )
+    for suffix, bits in (("", 32), ("8bit", 8), ("32bit", 32))
+    for paged in ("", "Paged")
+}
+"""Classes of ``bitsandbytes.optim``; paged ones may move to host memory, and are counted on the device."""
+
+TORCHAO: dict[str, Rule] = {
+    f"{name}{suffix}": rule
+    for name in ("Adam", "AdamW")
+    for suffix, rule in (("8bit", _torchao(8, 256, 1024)), ("4bit", _torchao(4, 128, 64)), ("Fp8", _torchao(8, 256, 0)))
+}
+"""Classes of ``torchao.optim``."""
+
+LION: dict[str, Rule] = {"Lion": _like(1, step=0)}
+"""The class of ``lion_pytorch``."""
+
+DEEPSPEED: dict[str, Rule] = {
+    "FusedAdam": _like(2, step=0),
+    "DeepSpeedCPUAdam": _like(2, step=0),
+    "FusedLion": _like(1, step=0),
+    "DeepSpeedCPULion": _like(1, step=0),
+    "DeepSpeedCPUAdagrad": _like(1, step=0),
+}
+"""Classes of ``deepspeed.ops``."""
+
+SECTIONS = {"adam": "FusedAdam", "adamw": "FusedAdam", "lion": "FusedLion", "adagrad": "DeepSpeedCPUAdagrad"}
+"""The ``type`` in DeepSpeed's own ``optimizer`` section to the class, or one that holds as much."""
+
+LIBRARIES: tuple[tuple[str, dict[str, Rule]], ...] = (
+    ("torch.optim", TORCH),
+    ("bitsandbytes", BITSANDBYTES),
+    ("torchao", TORCHAO),
+    ("lion_pytorch", LION),
+    ("deepspeed", DEEPSPEED),
+)
+"""How the class's module begins, and the classes that are known there."""
+
+
+def rule_of(optimizer: OptimizerOf) -> Rule | None:
+    """The formula of an optimizer; None: not predicted."""
+    for module, rules in LIBRARIES:
+        if f"{optimizer.module}.".startswith(f"{module}."):
+            return rules.get(optimizer.name)
+    return None
+
+
+def steps_on_device(optimizer: OptimizerOf) -> bool:
+    """Whether the step counters are beside the parameters, not on the host."""
+    options = [dict(group) for group in optimizer.groups]
+    return bool(options) and all(group.get("fused") or group.get("capturable") for group in options)

@@ -1,0 +1,101 @@
+"""A checkpoint that fits a model, as facts, and the ways in which one can fail to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+from attrs import evolve
+
+from prepkit.checkpoint import CheckpointFacts, StoredFile, StoredProblem, StoredTensor
+from prepkit.config import FSDP1, Config, InitWeights, LoadWeights
+from prepkit.facts import BufferFact, Facts, ModelFacts, ParamFact
+from prepkit.reads import ITEMSIZES
+
+PATH = "checkpoint"
+
+
+def tiny_checkpoint(
+    model: ModelFacts, *, drop: tuple[str, ...] = (), files: int = 1, path: str = PATH
+) -> CheckpointFacts:
+    """A checkpoint with every parameter and persistent buffer of the model but those in ``drop``."""
+    buffers = [buffer for buffer in model.buffers if buffer.persistent]
+    held: list[ParamFact | BufferFact] = [*model.params, *buffers]
+    tensors: list[StoredTensor] = []
+    ends = [100] * files
+    for index, one in enumerate(held):
+        if one.name not in drop:
+            file = index % files
+            length = prod(one.shape) * ITEMSIZES.get(one.dtype, 1)
+            tensors.append(
+                StoredTensor(key=one.name, dtype=one.dtype, shape=one.shape, file=file, start=ends[file], length=length)
+            )
+            ends[file] += length
+    return CheckpointFacts(
+        path=path,
+        folder=PATH,
+        files=tuple(
+            StoredFile(name=f"model-{index}.safetensors", size=end, header="sha256:0", data=100)
+            for index, end in enumerate(ends)
+        ),
+        tensors=tuple(sorted(tensors, key=lambda tensor: (tensor.file, tensor.start))),
+    )
+
+
+def _load(facts: Facts, checkpoint: CheckpointFacts | None) -> tuple[Config, Facts]:
+    return Config(weights=LoadWeights(PATH)), evolve(facts, checkpoint=checkpoint)
+
+
+def _changed(facts: Facts, name: str, **changes: Any) -> tuple[Config, Facts]:
+    """Another tensor under this name."""
+    whole = tiny_checkpoint(facts.model)
+    tensors = (evolve(one, **changes) if one.key == name else one for one in whole.tensors)
+    return _load(facts, evolve(whole, tensors=tuple(tensors)))
+
+
+def _more(facts: Facts, key: str) -> Facts:
+    """Facts of a checkpoint that holds a tensor a second time, under its key with a prefix."""
+    whole = tiny_checkpoint(facts.model)
+    again = tuple(evolve(one, key=key) for one in whole.tensors if key.endswith(f".{one.key}"))
+    return evolve(facts, checkpoint=evolve(whole, tensors=whole.tensors + again))
+
+
+def _damaged(facts: Facts) -> tuple[Config, Facts]:
+    problem = StoredProblem(file="model-0.safetensors", what="truncated: it has 90 bytes of 740")
+    return _load(facts, evolve(tiny_checkpoint(facts.model), problems=(problem,)))
+
+
+def _both(facts: Facts) -> tuple[Config, Facts]:
+    model = facts.model
+    whole = tiny_checkpoint(model)
+    tied = evolve(
+        model,
+        params=tuple(param for param in model.params if param.name != "head.weight"),
+        ties=(("embed.weight", "head.weight"),),
+    )
+    return _load(evolve(facts, model=tied, optimizer=None), whole)
+
+
+def _without_resets(facts: Facts) -> Facts:
+    classes = tuple(evolve(cls, resets=False) for cls in facts.model.classes)
+    return evolve(facts, model=evolve(facts.model, classes=classes))
+
+
+WEIGHTS: dict[str, Callable[[Facts], tuple[Config, Facts]]] = {
+    "weights.not-filled": lambda facts: (Config(engine=FSDP1(), weights=InitWeights()), facts),
+    "weights.not-seen": lambda facts: _load(facts, None),
+    "weights.unreadable": _damaged,
+    "weights.rename": lambda facts: (
+        Config(weights=LoadWeights(PATH, rename=(("^old[.]", ""),))),
+        _more(facts, "old.norm.weight"),
+    ),
+    "weights.missing-keys": lambda facts: _load(facts, tiny_checkpoint(facts.model, drop=("norm.weight",))),
+    "weights.unexpected-keys": lambda facts: (Config(weights=LoadWeights(PATH)), _more(facts, "old.norm.weight")),
+    "weights.shape": lambda facts: _changed(facts, "norm.weight", shape=(8,), length=32),
+    "weights.dtype": lambda facts: _changed(facts, "norm.weight", dtype="int8", length=4),
+    "weights.tied-twice": _both,
+    "weights.no-initialiser": lambda facts: (Config(weights=InitWeights()), _without_resets(facts)),
+    "weights.buffer-not-computed": lambda facts: (Config(weights=InitWeights()), facts),
+}
+"""Rule id to a pair on which it fires, made from healthy facts."""

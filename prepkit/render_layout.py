@@ -1,0 +1,153 @@
+"""What every rank will hold: parameters by unit class, repeated blocks once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from math import prod
+
+from attrs import frozen
+
+from prepkit.layout import ParamLayout, local_shape
+from prepkit.layout_flat import FlatPart
+from prepkit.plan import Plan
+from prepkit.render_names import collapse, count, in_bytes, itemsize
+
+ROWS = 16
+"""Rows shown of one unit class; the rest is summed up."""
+
+
+@frozen(kw_only=True)
+class UnitClass:
+    """Units that hold the same parameters, by name inside the unit, shape, dtype and placement."""
+
+    cls: str
+    """Class of their modules."""
+    paths: tuple[str, ...]
+    layouts: tuple[ParamLayout, ...]
+    """Of the first unit."""
+
+
+def layout_lines(plan: Plan) -> Iterator[str]:
+    """The section ``layout`` of a plan's page."""
+    last = plan.world_size - 1
+    total = sum(prod(layout.shape) for layout in plan.layout)
+    whole = in_bytes(sum(map(_whole, plan.layout)))
+    yield f"layout: {count(len(plan.layout), 'parameter')}, {count(total, 'element')}, {whole} in all"
+    if any(layout.placements for layout in plan.layout):
+        yield f"  each rank holds {_span(plan, plan.layout)} of them; shapes are whole -> rank 0 .. rank {last}"
+    elif any(_is_cut(layout) for layout in plan.layout):
+        yield f"  each rank holds {_span(plan, plan.layout)} of them with padding; places are in the flat parameter"
+    elif last:
+        yield "  each rank holds all of them"
+    for unit in unit_classes(plan):
+        yield from _unit_lines(plan, unit)
+
+
+def unit_classes(plan: Plan) -> tuple[UnitClass, ...]:
+    """The units of the plan, equal ones together, in the order of the parameters."""
+    units: dict[str, list[ParamLayout]] = {}
+    for layout in plan.layout:
+        units.setdefault(layout.unit, []).append(layout)
+    model = plan.facts.model
+    classes = {module.path: model.classes[module.cls].name for module in model.modules}
+    alike: dict[object, list[str]] = {}
+    for path, layouts in units.items():
+        form = tuple((_inside(one), one.shape, one.dtype, one.placements, one.requires_grad) for one in layouts)
+        alike.setdefault((classes.get(path, ""), form), []).append(path)
+    return tuple(
+        UnitClass(cls=classes.get(paths[0], ""), paths=tuple(paths), layouts=tuple(units[paths[0]]))
+        for paths in alike.values()
+    )
+
+
+def extremes(plan: Plan, layouts: Iterable[ParamLayout]) -> tuple[int, int]:
+    """Bytes of these parameters on the rank that holds fewest and on the one that holds most.
+
+    Chunks never grow from one rank to the next (``torch.chunk``), so these are the last rank and rank 0.
+    """
+    some = tuple(layouts)
+    if any(map(_is_cut, some)):
+        whole = sum(_whole(one) for one in some if one.flat is None)
+        size = whole + sum(part.shard * itemsize(dtype) for part, dtype in _flat_parameters(some))
+        return size, size
+    most, least = (sum(_held(plan, one, rank) for one in some) for rank in (0, plan.world_size - 1))
+    return least, most
+
+
+def _is_cut(layout: ParamLayout) -> bool:
+    return layout.flat is not None and layout.flat.shards > 1
+
+
+def _flat_parameters(layouts: Iterable[ParamLayout]) -> Iterator[tuple[FlatPart, str]]:
+    """One part and the dtype of every flat parameter that these lie in; its shards are equal on all ranks."""
+    found = {one.unit: (one.flat, one.dtype) for one in layouts if one.flat is not None}
+    yield from found.values()
+
+
+def _held(plan: Plan, layout: ParamLayout, rank: int) -> int:
+    return prod(local_shape(layout, plan.mesh, rank)) * itemsize(layout.dtype)
+
+
+def _whole(layout: ParamLayout) -> int:
+    return prod(layout.shape) * itemsize(layout.dtype)
+
+
+def _inside(layout: ParamLayout) -> str:
+    return layout.name.removeprefix(f"{layout.unit}." if layout.unit else "")
+
+
+def _span(plan: Plan, layouts: Iterable[ParamLayout]) -> str:
+    least, most = extremes(plan, layouts)
+    return in_bytes(most) if least == most else f"{in_bytes(least)} to {in_bytes(most)}"
+
+
+def _unit_lines(plan: Plan, unit: UnitClass) -> Iterator[str]:
+    where = ", ".join(one.text or "(root)" for one in islice(collapse(unit.paths), 4))
+    times = f"{len(unit.paths)} x " if len(unit.paths) > 1 else ""
+    each = " each" if times else ""
+    size = in_bytes(sum(map(_whole, unit.layouts)))
+    if any(one.placements or _is_cut(one) for one in unit.layouts):
+        size += f" -> {_span(plan, unit.layouts)}"
+    yield ""
+    yield f"  {times}{unit.cls} {where}: {count(len(unit.layouts), 'parameter')}{each}, {size}{each}"
+    rows = tuple(_rows(plan, unit))
+    yield from aligned(tuple(text for text, _ in rows[:ROWS]), indent=4)
+    if left := tuple(one for _, some in rows[ROWS:] for one in some):
+        held = "" if any(map(_is_cut, left)) else f", {_span(plan, left)} on a rank"
+        yield f"    and {len(left):,} more parameters{held}"
+
+
+def _rows(plan: Plan, unit: UnitClass) -> Iterator[tuple[tuple[str, ...], tuple[ParamLayout, ...]]]:
+    alike: dict[object, dict[str, ParamLayout]] = {}
+    for one in unit.layouts:
+        key = (one.shape, one.dtype, one.placements, one.requires_grad, one.flat)
+        alike.setdefault(key, {})[_inside(one)] = one
+    found = [(collapsed, some) for some in alike.values() for collapsed in collapse(some)]
+    order = {_inside(one): position for position, one in enumerate(unit.layouts)}
+    for collapsed, some in sorted(found, key=lambda pair: order[pair[0].names[0]]):
+        members = tuple(some[name] for name in collapsed.names)
+        yield (collapsed.text, _times(len(members)), *_cells(plan, members[0])), members
+
+
+def _times(number: int) -> str:
+    return f"x {number}" if number > 1 else ""
+
+
+def _cells(plan: Plan, layout: ParamLayout) -> tuple[str, str, str]:
+    frozen_ = "" if layout.requires_grad else "frozen"
+    shape = f"{list(layout.shape)}"
+    if layout.placements:
+        first, last = (list(local_shape(layout, plan.mesh, rank)) for rank in (0, plan.world_size - 1))
+        shape += f" -> {first}" if first == last else f" -> {first} .. {last}"
+    if layout.flat is not None:
+        shape += f" at {layout.flat.start:,} of {layout.flat.size:,}"
+    return layout.dtype, shape, frozen_
+
+
+def aligned(rows: Sequence[tuple[str, ...]], indent: int = 0) -> Iterator[str]:
+    """Rows as lines, each column as wide as its widest cell, columns that are empty throughout left out."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width]
+        yield (" " * indent + "  ".join(cells)).rstrip()

@@ -1,0 +1,149 @@
+"""The wrapped structure as a tree: units inside units, equal ones once, with what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import frozen
+
+from prepkit.plan import Plan
+from prepkit.predict import sized
+from prepkit.predict.job import job_of
+from prepkit.render_layout import aligned
+from prepkit.render_names import collapse, count, in_bytes
+from prepkit.steps import CheckpointModules, CompileModules, FlatUnit, ShardUnits, WrapFSDP1
+
+SHOWN = ShardUnits | WrapFSDP1 | CheckpointModules | CompileModules
+"""Steps that give a model structure."""
+
+
+@frozen(kw_only=True)
+class Node:
+    """Units that are equal in all that is shown, and the units inside the first of them."""
+
+    paths: tuple[str, ...]
+    cls: str
+    marks: tuple[str, ...]
+    whole: int
+    """Bytes of the parameters of one, as stored."""
+    kept: int
+    """Bytes of one on every rank, padding included."""
+    gathered: int
+    """Bytes of one while it is gathered; 0 where nothing is."""
+    inside: tuple[Node, ...]
+
+
+def tree_lines(plan: Plan) -> Iterator[str]:
+    """The section ``structure`` of a plan's page; nothing for a model that is one plain unit."""
+    root = tree(plan)
+    if not any(isinstance(planned.step, SHOWN) for planned in plan.steps):
+        return
+    yield "structure"
+    yield from aligned(tuple(_rows(root, 0)), indent=2)
+
+
+def _rows(node: Node, depth: int) -> Iterator[tuple[str, ...]]:
+    where = ", ".join(one.text or "(root)" for one in collapse(node.paths)[:4])
+    times = f"{len(node.paths)} x " if len(node.paths) > 1 else ""
+    cells = (in_bytes(node.whole), f"-> {in_bytes(node.kept)} a rank" if node.gathered else "")
+    gathered = f"{in_bytes(node.gathered)} gathered" if node.gathered else ""
+    yield ("  " * depth + f"{times}{node.cls} {where}", *cells, gathered, ", ".join(node.marks))
+    for inner in node.inside:
+        yield from _rows(inner, depth + 1)
+
+
+def tree(plan: Plan) -> Node:
+    """The root with everything that is sharded, checkpointed or compiled by itself inside it."""
+    made = job_of(plan)
+    marks = _marks(plan)
+    shards = any(isinstance(planned.step, ShardUnits | WrapFSDP1) for planned in plan.steps)
+    each = sized(made)
+    units = {
+        one.path: (
+            made.contents[one.content].bytes(), each[one.content].kept, each[one.content].gathered if shards else 0
+        )
+        for one in made.units
+    }  # fmt: skip
+    classes = {m.path: plan.facts.model.classes[m.cls].name for m in plan.facts.model.modules}
+    inside: dict[str, list[str]] = {}
+    for path in classes:  # the order of the modules
+        if path and (path in marks or path in units):
+            inside.setdefault(_holder(path, {*marks, *units}), []).append(path)
+    return _node("", units, classes, marks, inside)
+
+
+def _holder(path: str, known: set[str]) -> str:
+    while path := path.rpartition(".")[0]:
+        if path in known:
+            return path
+    return ""
+
+
+def _marks(plan: Plan) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for planned in plan.steps:
+        match planned.step:
+            case ShardUnits(units=units):
+                pairs = [(unit.path, _after(unit.reshard_after_forward, unit.path)) for unit in units]
+            case WrapFSDP1(units=flat, sharding=sharding):
+                pairs = [(unit.path, _flat(sharding, unit)) for unit in flat]
+            case CheckpointModules(paths=paths):
+                pairs = [(path, "checkpointed") for path in paths]
+            case CompileModules(paths=paths):
+                pairs = [(path, "compiled") for path in paths]
+            case _:
+                pairs = []
+        for path, mark in pairs:
+            found[path] = (*found.get(path, ()), mark)
+    return found
+
+
+def _flat(sharding: str, unit: FlatUnit) -> str:
+    frees = sharding in ("FULL_SHARD", "HYBRID_SHARD") and bool(unit.path)
+    said = _after(frees, unit.path) if sharding != "NO_SHARD" else "unit, whole on every rank"
+    return f"flat {said}{', in float32' if unit.full_precision else ''}"
+
+
+def _after(reshard: bool | int, path: str) -> str:
+    if isinstance(reshard, bool):
+        return "unit, freed after forward" if reshard else f"{'root unit' if not path else 'unit'}, kept until backward"
+    return f"unit, resharded to {count(reshard, 'rank')} after forward"
+
+
+def _node(
+    path: str,
+    sizes: dict[str, tuple[int, int, int]],
+    classes: dict[str, str],
+    marks: dict[str, tuple[str, ...]],
+    inside: dict[str, list[str]],
+) -> Node:
+    whole, kept, gathered = sizes.get(path, (0, 0, 0))
+    children = [_node(one, sizes, classes, marks, inside) for one in inside.get(path, ())]
+    return Node(
+        paths=(path,),
+        cls=classes.get(path, ""),
+        marks=marks.get(path, ()),
+        whole=whole,
+        kept=kept,
+        gathered=gathered,
+        inside=_merged(children),
+    )
+
+
+def _merged(nodes: list[Node]) -> tuple[Node, ...]:
+    """Equal neighbours as one; two are equal when they differ in their paths only."""
+    found: dict[object, list[Node]] = {}
+    for node in nodes:
+        found.setdefault(_form(node), []).append(node)
+    return tuple(
+        Node(
+            paths=tuple(path for one in some for path in one.paths),
+            cls=some[0].cls, marks=some[0].marks, whole=some[0].whole, kept=some[0].kept,
+            gathered=some[0].gathered, inside=some[0].inside,
+        )
+        for some in found.values()
+    )  # fmt: skip
+
+
+def _form(node: Node) -> object:
+    return (node.cls, node.marks, node.whole, node.kept, node.gathered, tuple(_form(one) for one in node.inside))

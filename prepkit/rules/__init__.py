@@ -1,0 +1,98 @@
+"""What has to hold between config and facts before there is a plan."""
+
+from __future__ import annotations
+
+from prepkit.config import Config
+from prepkit.facts import Facts
+from prepkit.findings import Finding, Severity
+from prepkit.rules import (
+    blocks,
+    checkpoint,
+    compile,  # noqa: A004  # the subject is called what the config calls it
+    ddp,
+    deepspeed,
+    deepspeed_objects,
+    environment,
+    fp8,
+    fp8_engine,
+    fsdp1,
+    fsdp1_mesh,
+    loaders,
+    mesh,
+    model,
+    optimizer,
+    overrides,
+    precision,
+    quantised,
+    reshard,
+    tensor,
+    ties,
+    units,
+    values,
+    weights,
+    wrap,
+    xla,
+)
+from prepkit.rules.memory import PLAN_RULES
+from prepkit.rules.rule import Rule
+
+_SUBJECTS: tuple[Rule, ...] = (
+    *environment.RULES,
+    *mesh.RULES,
+    *fsdp1_mesh.RULES,
+    *model.RULES,
+    *quantised.RULES,
+    *wrap.RULES,
+    *blocks.RULES,
+    *reshard.RULES,
+    *ties.RULES,
+    *tensor.RULES,
+    *units.RULES,
+    *optimizer.RULES,
+    *precision.RULES,
+    *fp8.RULES,
+    *fp8_engine.RULES,
+    *ddp.RULES,
+    *fsdp1.RULES,
+    *xla.RULES,
+    *deepspeed.RULES,
+    *deepspeed_objects.RULES,
+    *compile.RULES,
+    *checkpoint.RULES,
+    *loaders.RULES,
+    *weights.RULES,
+    *values.RULES,
+)
+
+RULES: tuple[Rule, ...] = (*_SUBJECTS, overrides.about_overrides(_SUBJECTS))
+"""Every rule in reporting order: what a run stands on, the model, who holds what, the optimizer, then single values."""
+
+
+def check(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
+    """Every finding in the order of the rules, those that the config overrides included; see ``split``.
+
+    Pure, and linear in the size of the model. Rules of your own go behind ours: ``check(cfg, facts, (*RULES, mine))``.
+    """
+    asked = tuple(
+        overrides.about_overrides((*rules, *PLAN_RULES)) if rule.id == overrides.ID else rule for rule in rules
+    )
+    return tuple(
+        Finding(rule=rule.id, severity=rule.severity, where=hit.where, what=hit.what, fix=hit.fix or rule.fix)
+        for rule in asked
+        for hit in rule.check(cfg, facts)
+    )
+
+
+def split(
+    cfg: Config, found: tuple[Finding, ...], rules: tuple[Rule, ...] = RULES
+) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """Findings that stand, and errors that ``cfg.overrides`` accepts. Together they are ``found``, each in its order.
+
+    Only errors of rules that can be overridden are accepted; a warning refuses nothing and always stands.
+    """
+    able = {rule.id for rule in (*rules, *PLAN_RULES) if rule.overridable}.intersection(cfg.overrides)
+    accepted = tuple(f.severity is Severity.ERROR and f.rule in able for f in found)
+    return (
+        tuple(f for f, yes in zip(found, accepted, strict=True) if not yes),
+        tuple(f for f, yes in zip(found, accepted, strict=True) if yes),
+    )

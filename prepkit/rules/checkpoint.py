@@ -1,0 +1,56 @@
+"""Activation checkpointing against what the model does in its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import evolve
+
+from prepkit.config import CheckpointBlocks, Config, Intent, NoCheckpointing
+from prepkit.facts import Facts
+from prepkit.findings import Severity
+from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.text import at, some
+
+
+def _cache(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.checkpointing, CheckpointBlocks) and facts.model.architecture.use_cache:
+        what = "model.config.use_cache is True: blocks that are recomputed would find their key-value cache filled."
+        yield Hit("config.checkpointing", what)
+
+
+def _frozen_input(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    model = facts.model
+    blocks = [module.path for module in model.modules if "reentrant" in module.marks]
+    if not blocks or model.grad_inputs or model.input_embedding is None or cfg.intent is Intent.INFERENCE:
+        return
+    inside = f"{model.input_embedding}." if model.input_embedding else ""
+    held = [param for param in model.params if param.name.startswith(inside)]
+    if held and not any(param.requires_grad for param in held):
+        what = f"The input embedding is frozen, and reentrant checkpointing of {some([at(path) for path in blocks])}"
+        yield Hit(at(model.input_embedding), f"{what} passes gradients on only where its input requires one.")
+
+
+def _keep_all(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, checkpointing=NoCheckpointing())
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="checkpoint.cache",
+        summary="A model whose blocks are recomputed fills no key-value cache.",
+        check=_cache,
+        fix="Write model.config.use_cache = False before build_plan.",
+        severity=Severity.WARNING,
+        source=("pain 21", "H-16"),
+        repair=_keep_all,
+    ),
+    Rule(
+        id="checkpoint.frozen-input",
+        summary="Reentrant checkpointing gets an input that requires a gradient.",
+        check=_frozen_input,
+        fix='Call model.enable_input_require_grads(), or gradient_checkpointing_enable({"use_reentrant": False}).',
+        source=("pain 28",),
+    ),
+)
+"""Reporting order: what the config asks for, then what the model does already."""

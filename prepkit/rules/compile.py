@@ -1,0 +1,100 @@
+"""Options of ``torch.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import evolve
+
+from prepkit.config import XLA, CompileBlocks, CompileModel, Config, NoCompile
+from prepkit.facts import Facts
+from prepkit.findings import Severity
+from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.text import did_you_mean
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Modes that every torch since 2.6 knows."""
+BACKENDS = ("inductor", "cudagraphs", "openxla", "tvm", "eager", "aot_eager", "aot_ts", "ts")
+"""Backends that torch itself brings, those for finding mistakes included; others register themselves when imported."""
+_SWITCHES = (("TORCH_COMPILE_DISABLE", "1"), ("TORCHDYNAMO_DISABLE", "1"))
+
+
+def _asked(cfg: Config) -> CompileModel | CompileBlocks | None:
+    return None if isinstance(cfg.compile, NoCompile) else cfg.compile
+
+
+def _mode(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if (asked := _asked(cfg)) and asked.mode not in MODES:
+        fix = f"Write one of {', '.join(MODES)}.{did_you_mean(asked.mode, MODES)}"
+        yield Hit("config.compile.mode", f"torch.compile has no mode `{asked.mode}`.", fix)
+
+
+def _backend(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if (asked := _asked(cfg)) and not asked.backend.strip():
+        yield Hit("config.compile.backend", f"{asked.backend!r} names no backend.")
+
+
+def _foreign_backend(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if (asked := _asked(cfg)) and asked.backend.strip() and asked.backend not in BACKENDS:
+        fix = f"Import what registers it before apply, or write one of {', '.join(BACKENDS)}."
+        what = f"torch itself brings no backend `{asked.backend}`."
+        yield Hit("config.compile.backend", what, fix + did_you_mean(asked.backend, BACKENDS))
+
+
+def _disabled(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    for name, value in _SWITCHES:
+        if _asked(cfg) and (name, value) in facts.env.variables:
+            what = f"{name}={value} is set: torch.compile would return what it gets, and nobody would notice."
+            yield Hit(f"env.variables.{name}", what, f"Write `unset {name}`, or compile=NoCompile().")
+
+
+def _default_mode(cfg: Config, _: Facts) -> Config:
+    asked = _asked(cfg)
+    return evolve(cfg, compile=evolve(asked, mode="default")) if asked else cfg
+
+
+def _usual_backend(cfg: Config, _: Facts) -> Config:
+    asked, usual = _asked(cfg), "openxla" if isinstance(cfg.engine, XLA) else "inductor"
+    return evolve(cfg, compile=evolve(asked, backend=usual)) if asked else cfg
+
+
+def _eager(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, compile=NoCompile())
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="compile.unknown-mode",
+        summary="torch.compile knows the mode.",
+        check=_mode,
+        fix='Write mode="default".',
+        source=("CM-3", "torch._inductor.list_mode_options"),
+        repair=_default_mode,
+    ),
+    Rule(
+        id="compile.no-backend",
+        summary="A backend of torch.compile has a name.",
+        check=_backend,
+        fix='Write backend="inductor", or compile=NoCompile().',
+        source=("CM-1", "CM-3"),
+        repair=_usual_backend,
+    ),
+    Rule(
+        id="compile.foreign-backend",
+        summary="The backend of torch.compile is one of torch's own.",
+        check=_foreign_backend,
+        fix="Import what registers it before apply.",
+        severity=Severity.WARNING,
+        source=("CM-3", "K-DY1"),
+        repair=_usual_backend,
+    ),
+    Rule(
+        id="compile.switched-off",
+        summary="No environment variable switches torch.compile off while it is asked for.",
+        check=_disabled,
+        fix="Unset the variable, or write compile=NoCompile().",
+        source=("pain 20", "pain 25"),
+        repair=_eager,
+    ),
+)
+"""Reporting order: fields, then the environment."""

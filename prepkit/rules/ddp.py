@@ -1,0 +1,184 @@
+"""Options of ``DistributedDataParallel``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+
+from attrs import evolve
+
+from prepkit.config import DDP, CompressHook, Config, Intent, NoHook, PowerSGDHook
+from prepkit.facts import Facts, ModelFacts
+from prepkit.findings import Severity
+from prepkit.rules.devices import computes_on
+from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.text import at, some
+from prepkit.units import batch_norms, parent
+
+
+def _bucket(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, DDP) and not (cfg.engine.bucket_cap_mb > 0 and isfinite(cfg.engine.bucket_cap_mb)):
+        yield Hit("config.engine.bucket_cap_mb", f"{cfg.engine.bucket_cap_mb} MiB is no size of a bucket.")
+
+
+def _unused(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, DDP) and cfg.engine.static_graph and cfg.engine.find_unused_parameters:
+        what = "static_graph=True finds unused parameters by itself; find_unused_parameters=True adds nothing."
+        yield Hit("config.engine.find_unused_parameters", what)
+
+
+def _reentrant(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    blocks = [module.path for module in facts.model.modules if "reentrant" in module.marks]
+    if isinstance(cfg.engine, DDP) and cfg.engine.find_unused_parameters and blocks:
+        what = f"Reentrant checkpointing of {some([at(path) for path in blocks])} runs a backward of its own"
+        yield Hit("config.engine.find_unused_parameters", f"{what}, which marks parameters ready a second time.")
+
+
+def _hook_dtype(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not isinstance(cfg.engine, DDP) or (device := computes_on(cfg, facts)) in ("cuda", "xpu"):
+        return
+    asked = {CompressHook: "dtype", PowerSGDHook: "wrapper"}.get(type(cfg.engine.hook), "")
+    if asked and getattr(cfg.engine.hook, asked) == "bfloat16":
+        yield Hit(f"config.engine.hook.{asked}", f"torch reduces bfloat16 over NCCL and XCCL only, not on {device}.")
+
+
+def _powersgd(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if not isinstance(cfg.engine, DDP) or not isinstance(hook := cfg.engine.hook, PowerSGDHook):
+        return
+    if hook.rank < 1:
+        yield Hit("config.engine.hook.rank", f"A matrix of rank {hook.rank} carries no gradient.")
+    least = 2 if hook.use_error_feedback or hook.warm_start else 0
+    if hook.start_iter < least:
+        why = f"at least {least} with error feedback or warm start" if least else "at least 0"
+        yield Hit("config.engine.hook.start_iter", f"start_iter={hook.start_iter} has to be {why}.")
+    for name in ("min_compression_rate", "orthogonalization_epsilon"):
+        value = getattr(hook, name)
+        if not isfinite(value) or value < 0 or (value == 0 and name == "min_compression_rate"):
+            yield Hit(f"config.engine.hook.{name}", f"{name}={value:g} is out of range.")
+
+
+def _sync_on_cpu(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    paths = batch_norms(facts.model)
+    on_cpu = computes_on(cfg, facts) == "cpu"
+    if isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm and paths and on_cpu and _trains(cfg):
+        yield Hit(
+            "config.engine.sync_batchnorm", f"SyncBatchNorm trains on accelerators only; here it is {some(paths)}."
+        )
+
+
+def _nothing_to_sync(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm and not batch_norms(facts.model):
+        yield Hit("config.engine.sync_batchnorm", "The model has no batch norm that is not synchronised yet.")
+
+
+OF_A_BATCH_NORM = frozenset({"weight", "bias", "running_mean", "running_var", "num_batches_tracked"})
+"""What torch takes over into a ``SyncBatchNorm``."""
+
+
+def lost_in_sync(model: ModelFacts) -> tuple[str, ...]:
+    """Parameters and buffers of batch norms that a ``SyncBatchNorm`` made from them would not have."""
+    norms = set(batch_norms(model))
+    held = (*(param.name for param in model.params), *(buffer.name for buffer in model.buffers))
+    return tuple(name for name in held if parent(name) in norms and name.rpartition(".")[2] not in OF_A_BATCH_NORM)
+
+
+def _loses(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm and (lost := lost_in_sync(facts.model)):
+        what = f"torch makes SyncBatchNorm anew, from weight, bias and statistics alone; {some(lost)} would be lost."
+        yield Hit("config.engine.sync_batchnorm", what)
+
+
+def _trains(cfg: Config) -> bool:
+    return cfg.intent is Intent.TRAINING
+
+
+def _plain_batchnorm(cfg: Config, _: Facts) -> Config:
+    assert isinstance(cfg.engine, DDP), "only DDP synchronises batch norms"
+    return evolve(cfg, engine=evolve(cfg.engine, sync_batchnorm=False))
+
+
+def _no_hook(cfg: Config, _: Facts) -> Config:
+    assert isinstance(cfg.engine, DDP), "only DDP has hooks"
+    return evolve(cfg, engine=evolve(cfg.engine, hook=NoHook()))
+
+
+def _default_bucket(cfg: Config, _: Facts) -> Config:
+    assert isinstance(cfg.engine, DDP), "only DDP has buckets"
+    return evolve(cfg, engine=evolve(cfg.engine, bucket_cap_mb=DDP().bucket_cap_mb))
+
+
+def _do_not_look(cfg: Config, _: Facts) -> Config:
+    assert isinstance(cfg.engine, DDP), "only DDP looks for unused parameters"
+    return evolve(cfg, engine=evolve(cfg.engine, find_unused_parameters=False))
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="ddp.bucket-size",
+        summary="A gradient bucket has a size above 0.",
+        check=_bucket,
+        fix="Write a number of MiB, such as bucket_cap_mb=25.0.",
+        source=("torch DistributedDataParallel", "pain 24"),
+        repair=_default_bucket,
+    ),
+    Rule(
+        id="ddp.unused-in-static-graph",
+        summary="Unused parameters are not searched for in a static graph.",
+        check=_unused,
+        fix="Leave find_unused_parameters at False.",
+        severity=Severity.WARNING,
+        source=("torch DistributedDataParallel._set_static_graph", "pain 26"),
+        repair=_do_not_look,
+    ),
+    Rule(
+        id="ddp.reentrant-unused",
+        summary="Unused parameters are not searched for where checkpointing is reentrant.",
+        check=_reentrant,
+        fix='Leave find_unused_parameters at False, or call gradient_checkpointing_enable({"use_reentrant": False}).',
+        source=("pain 26", "torch DistributedDataParallel"),
+        repair=_do_not_look,
+    ),
+    Rule(
+        id="ddp.hook-dtype",
+        summary="Gradients are compressed to bfloat16 where the backend reduces it.",
+        check=_hook_dtype,
+        fix='Write "float16", or leave the hook out.',
+        source=("H-30", "torch DistributedDataParallel._check_comm_hook"),
+        repair=_no_hook,
+    ),
+    Rule(
+        id="ddp.powersgd",
+        summary="The numbers of PowerSGD lie where torch takes them.",
+        check=_powersgd,
+        fix="Write a number in that range, or leave the field out.",
+        source=("H-30", "torch PowerSGDState"),
+        repair=_no_hook,
+    ),
+    Rule(
+        id="ddp.sync-batchnorm-on-cpu",
+        summary="Batch norms are synchronised on accelerators.",
+        check=_sync_on_cpu,
+        fix="Leave sync_batchnorm at False.",
+        source=("torch SyncBatchNorm.forward",),
+        repair=_plain_batchnorm,
+    ),
+    Rule(
+        id="ddp.sync-batchnorm-loses",
+        summary="A batch norm that is to be synchronised has no parameters or buffers of its own.",
+        check=_loses,
+        fix="Leave sync_batchnorm at False, or move them out of the batch norm.",
+        source=("torch SyncBatchNorm.convert_sync_batchnorm",),
+        overridable=False,
+        repair=_plain_batchnorm,
+    ),
+    Rule(
+        id="ddp.no-batchnorm",
+        summary="There is a batch norm where they are to be synchronised.",
+        check=_nothing_to_sync,
+        fix="Leave sync_batchnorm at False.",
+        severity=Severity.WARNING,
+        source=("torch SyncBatchNorm.convert_sync_batchnorm",),
+        repair=_plain_batchnorm,
+    ),
+)
+"""Reporting order: buckets, unused parameters, hooks, batch norms. torch takes any bucket size without a word."""

@@ -1,0 +1,171 @@
+"""The environment: devices, process-group backends, launchers and versions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from attrs import evolve
+
+from prepkit.config import FSDP1, FSDP2, XLA, Config, DeepSpeed, OffloadToCPU, Single
+from prepkit.facts import Facts
+from prepkit.findings import Severity
+from prepkit.rules.rule import Hit, Rule
+
+BACKENDS = frozenset({"cpu", "cuda", "xpu", "npu", "hpu", "mlu", "sdaa", "musa", "neuron"})
+"""Device types for which the planner knows a process-group backend (ST-3)."""
+_SERVES = {
+    "nccl": ("cuda",),
+    "xccl": ("xpu",),
+    "hccl": ("npu", "hpu"),
+    "cncl": ("mlu",),
+    "tccl": ("sdaa",),
+    "mccl": ("musa",),
+    "gloo": ("cpu", "cuda"),
+}
+"""Backend to the device types that it serves; a backend that is not here is taken at its word."""
+_OLDEST = (2, 6)
+_TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
+
+
+def _device(cfg: Config, facts: Facts) -> str:
+    """Device type that will be used: that of the environment, unless the CPU is asked for."""
+    return "cpu" if cfg.device == "cpu" else facts.env.device
+
+
+def _world(_: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.env.world_size < 1:
+        yield Hit("env.world_size", f"{facts.env.world_size} processes cannot prepare a model.")
+
+
+def _other_device(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if cfg.device in (None, "cpu", facts.env.device):
+        return
+    what = f"`{cfg.device}` is asked for, but the environment has {facts.env.device}."
+    kind = cfg.device.partition(":")[0]
+    if kind != cfg.device:
+        what = f"`{cfg.device}` names one device; every rank takes the one of its local rank."
+    fix = f'Write device="{kind}".' if kind in ("cpu", facts.env.device) else ""
+    yield Hit("config.device", what, fix)
+
+
+def _serves(backend: str, device: str) -> bool:
+    """Whether a process-group backend, such as ``nccl`` or ``cpu:gloo,cuda:nccl``, serves a device type."""
+    parts = dict(part.strip().partition(":")[::2] for part in backend.split(","))
+    if all(parts.values()):
+        return device in parts
+    return any(device in _SERVES.get(name, (device,)) for name in parts)
+
+
+def _backend(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    device = _device(cfg, facts)
+    if isinstance(cfg.engine, Single | XLA):
+        return
+    if cfg.backend and not _serves(cfg.backend, device):
+        yield Hit("config.backend", f"`{cfg.backend}` does not serve {device}.")
+    elif not cfg.backend and device not in BACKENDS:
+        fix = 'Write device="cpu", engine=Single(), or the name of a process-group backend in config.backend.'
+        yield Hit("env.device", f"No process-group backend is known for {device}.", fix)
+
+
+def _offload(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    device = _device(cfg, facts)
+    offloads = isinstance(cfg.engine, FSDP2) and isinstance(cfg.engine.offload, OffloadToCPU)
+    # A backend that does not even serve the device is the finding of the rule above.
+    if offloads and cfg.backend and _serves(cfg.backend, device) and not _serves(cfg.backend, "cpu"):
+        what = f"`{cfg.backend}` does not serve the CPU, where offloaded gradients are clipped and reduced."
+        yield Hit("config.backend", what, f'Leave backend out, or write backend="cpu:gloo,{device}:{cfg.backend}".')
+
+
+def _launcher(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    known = (("ACCELERATE_USE_FSDP", FSDP1 | FSDP2), ("ACCELERATE_USE_DEEPSPEED", DeepSpeed))
+    variables = dict(facts.env.variables)
+    for name, engine in known:
+        value = variables.get(name, "")
+        if value.lower() in _TRUE and not isinstance(cfg.engine, engine):
+            what = f"{name}={value} is set, but the engine is {type(cfg.engine).__name__}: other libraries read it "
+            yield Hit(
+                f"env.variables.{name}", what + "and load or shard the model in another way.", f"Write `unset {name}`."
+            )
+
+
+def _slurm(_: Config, facts: Facts) -> Iterator[Hit]:
+    value = dict(facts.env.variables).get("SLURM_NTASKS", "")
+    world = facts.env.world_size
+    # One task per node that starts a launcher is usual: then the tasks divide the world size.
+    if value.isdecimal() and world >= 1 and (int(value) == 0 or world % int(value)):
+        yield Hit("env.variables.SLURM_NTASKS", f"SLURM started {value} tasks, but the world size is {world}.")
+
+
+def _version(_: Config, facts: Facts) -> Iterator[Hit]:
+    found = re.match(r"(\d+)\.(\d+)", facts.env.torch)
+    if found and (int(found.group(1)), int(found.group(2))) < _OLDEST:
+        yield Hit("env.torch", f"torch {facts.env.torch} is older than 2.6.")
+
+
+def _own_device(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, device=None)
+
+
+def _own_backend(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, backend=None)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="environment.world-size",
+        summary="At least one process runs.",
+        check=_world,
+        fix="Declare a world size of at least 1.",
+        overridable=False,
+        source=("ST-13",),
+    ),
+    Rule(
+        id="environment.device",
+        summary="The device that is asked for is the one of the environment, or the CPU.",
+        check=_other_device,
+        fix="Leave config.device out, or declare an environment with that device.",
+        overridable=False,
+        source=("ST-10", "ST-12", "G-25"),
+        repair=_own_device,
+    ),
+    Rule(
+        id="environment.backend",
+        summary="A process-group backend serves the device.",
+        check=_backend,
+        fix="Leave config.backend out: the planner names the backend of the device.",
+        overridable=False,
+        source=("ST-3", "ST-4"),
+    ),
+    Rule(
+        id="environment.offload-backend",
+        summary="Under FSDP2 with OffloadToCPU the backend serves the CPU too.",
+        check=_offload,
+        fix="Leave config.backend out.",
+        source=("pain 33", "G-69", "ST-16"),
+        repair=_own_backend,
+    ),
+    Rule(
+        id="environment.slurm-tasks",
+        summary="The tasks of SLURM divide the world size.",
+        check=_slurm,
+        fix="Write `unset SLURM_NTASKS` if one process is meant, or start the tasks with a launcher.",
+        source=("pain 36", "G-2"),
+    ),
+    Rule(
+        id="environment.torch-version",
+        summary="torch is at least 2.6.",
+        check=_version,
+        fix="Write `pip install 'torch>=2.6'`.",
+        source=("pain 35", "ST-46"),
+    ),
+    Rule(
+        id="environment.launcher-flag",
+        summary="No launcher flag in the environment asks for another engine.",
+        check=_launcher,
+        fix="Unset the variable.",
+        severity=Severity.WARNING,
+        source=("pain 25", "ST-6", "ST-7"),
+    ),
+)
+"""Reporting order: what the run stands on, then what was left behind by others."""

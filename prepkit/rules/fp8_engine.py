@@ -1,0 +1,148 @@
+"""Float8 against the engine and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import evolve
+
+from prepkit.config import DDP, FSDP1, FSDP2, MSAMP, Config, Intent, NoClip, Single, TorchAO, TransformerEngine
+from prepkit.facts import Facts
+from prepkit.findings import Severity
+from prepkit.fp8 import has_engine_layers
+from prepkit.rules.fp8 import backend, bf16, changed
+from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.text import count
+
+ADAMS = (("Adam", "torch.optim"), ("AdamW", "torch.optim"), ("FusedAdam", "deepspeed.ops"))
+"""Classes, with the start of their modules, that ``msamp.initialize`` takes."""
+
+
+def _without(cfg: Config, _: Facts) -> Iterator[Hit]:
+    asked = backend(cfg)
+    if asked is not None and not isinstance(cfg.engine, Single | DDP | FSDP1 | FSDP2):
+        what = f"{type(asked).__name__} does not compute in float8 under {type(cfg.engine).__name__}."
+        yield Hit("config.precision.backend", what)
+
+
+def _gather(cfg: Config, _: Facts) -> Iterator[Hit]:
+    asked = backend(cfg)
+    if not isinstance(asked, TorchAO) or not asked.float8_all_gather:
+        return
+    if not isinstance(cfg.engine, FSDP2):
+        does = "gathers flat parameters" if isinstance(cfg.engine, FSDP1) else "gathers no weights"
+        what = f"{type(cfg.engine).__name__} {does}, so that float8_all_gather=True has no use."
+        yield Hit("config.precision.backend.float8_all_gather", what)
+    elif asked.recipe != "tensorwise":
+        what = f"Weights are gathered with one scale each, and {asked.recipe} wants one per row."
+        yield Hit("config.precision.backend.float8_all_gather", what)
+
+
+def _engine(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if isinstance(backend(cfg), MSAMP) and not isinstance(cfg.engine, Single | DDP):
+        engine = type(cfg.engine).__name__
+        yield Hit("config.precision.backend", f"MSAMP trains under Single and DDP, and the engine is {engine}.")
+
+
+def _adam(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not isinstance(backend(cfg), MSAMP):
+        return
+    found = facts.optimizer
+    if found is None:
+        what = "MS-AMP replaces model and optimizer together, and none is given."
+    elif not any(found.name == name and found.module.startswith(module) for name, module in ADAMS):
+        what = f"MS-AMP takes Adam, AdamW and FusedAdam, and `{found.name}` is given."
+    elif found.stateful:
+        state = count(len(found.stateful), "parameter")
+        what = f"MS-AMP starts its optimizer anew, and the state of {state} would be lost."
+    else:
+        return
+    yield Hit("optimizer", what)
+
+
+def _clip(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if isinstance(backend(cfg), MSAMP) and not isinstance(cfg.clip, NoClip):
+        yield Hit("config.clip", "MS-AMP's float8 gradients are no tensors that torch could clip.")
+
+
+def _follower(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    asked = backend(cfg)
+    alone = facts.optimizer is None and cfg.optimizer is None and cfg.intent is Intent.TRAINING
+    if isinstance(asked, TransformerEngine) and alone and not has_engine_layers(facts.model):
+        what = "TransformerEngine's layers have parameters of their own: an optimizer that is not given keeps the old."
+        yield Hit("optimizer", what)
+
+
+def _deprecated(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if isinstance(backend(cfg), MSAMP):
+        yield Hit("config.precision.backend", "MS-AMP is no longer developed, and accelerate has deprecated it.")
+
+
+def _unclipped(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, clip=NoClip())
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="fp8.engine",
+        summary="The engine computes in float8.",
+        check=_without,
+        fix="Write precision=BF16(), or engine=FSDP2().",
+        overridable=False,
+        source=("ST-21", "ST-35", "DS-18"),
+        repair=bf16,
+    ),
+    Rule(
+        id="fp8.all-gather",
+        summary="Weights are gathered in float8 under FSDP2 with the tensorwise recipe.",
+        check=_gather,
+        fix="Leave float8_all_gather out: it is on where it can be.",
+        overridable=False,
+        source=("X-4", "SS-27", "K-H6"),
+        repair=changed(float8_all_gather=None),
+    ),
+    Rule(
+        id="fp8.msamp-engine",
+        summary="MS-AMP trains under Single and DDP.",
+        check=_engine,
+        fix="Write backend=TorchAO(), or engine=DDP().",
+        overridable=False,
+        source=("ST-26", "DP-12", "ST-31"),
+        repair=bf16,
+    ),
+    Rule(
+        id="fp8.msamp-optimizer",
+        summary="MS-AMP is given an Adam that has not stepped yet.",
+        check=_adam,
+        fix="Pass a new torch.optim.AdamW over the model's parameters, and leave config.optimizer out.",
+        overridable=False,
+        source=("X-5",),
+        repair=bf16,
+    ),
+    Rule(
+        id="fp8.msamp-clip",
+        summary="MS-AMP's gradients are not clipped.",
+        check=_clip,
+        fix="Write clip=NoClip().",
+        source=("msamp.clip_grad_norm_", "pain 34"),
+        repair=_unclipped,
+    ),
+    Rule(
+        id="fp8.optimizer-missing",
+        summary="TransformerEngine trains with an optimizer that is given or asked for.",
+        check=_follower,
+        fix="Pass the optimizer, or write optimizer=AdamW(...) in the config.",
+        source=("X-3", "PR-15"),
+        repair=bf16,
+    ),
+    Rule(
+        id="fp8.msamp-deprecated",
+        summary="The float8 library is one that is still developed.",
+        check=_deprecated,
+        fix="Write backend=TorchAO().",
+        severity=Severity.WARNING,
+        source=("SS-29",),
+        repair=bf16,
+    ),
+)
+"""Reporting order: the engine, the optimizer; then warnings."""

@@ -1,0 +1,279 @@
+"""What FSDP1 asks of its arguments, and of the parameters and states that become one flat parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import evolve
+
+from prepkit.config import FSDP1, AsStored, Config, Intent, NoCompile
+from prepkit.facts import Facts
+from prepkit.findings import Severity
+from prepkit.rules.environment import BACKENDS
+from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.text import at, count, did_you_mean, some
+from prepkit.units import axes, matcher
+from prepkit.units_flat import flat_parts, ignored_params, members
+
+_SHAPED = frozenset({"Adafactor", "LAMB", "Lamb", "LARS", "Lars", "Muon", "SOAP", "Shampoo"})
+"""Optimizers that compute from the shape or the norm of each whole parameter."""
+
+
+def _unmatched(cfg: Config, facts: Facts) -> tuple[str, ...]:
+    if not isinstance(cfg.engine, FSDP1):
+        return ()
+    paths = tuple(module.path for module in facts.model.modules if module.path)
+    return tuple(pattern for pattern in cfg.engine.ignored if not any(map(matcher((pattern,)), paths)))
+
+
+def _ignored_not_found(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    for pattern in _unmatched(cfg, facts):
+        what = f"The pattern `{pattern}` matches no module; `*` stays inside one segment of a path."
+        hint = did_you_mean(pattern, (module.path for module in facts.model.modules if module.path))
+        yield Hit("config.engine.ignored", what, f"Leave it out, or write the path of a module.{hint}")
+
+
+def _ignored_trains(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not isinstance(cfg.engine, FSDP1) or cfg.intent is not Intent.TRAINING or facts.env.world_size < 2:
+        return
+    left_out = ignored_params(cfg.engine, facts.model)
+    if names := [p.name for p in facts.model.params if p.requires_grad and p.name in left_out]:
+        what = f"{count(len(names), 'trainable parameter')} in ignored modules ({some(names)}): nobody averages the"
+        yield Hit("config.engine.ignored", f"{what} gradients, so the {facts.env.world_size} ranks would drift apart.")
+
+
+def _on_cpu(cfg: Config, facts: Facts) -> bool:
+    """Whether the CPU computes, or a device that ranks cannot talk through."""
+    return "cpu" in (cfg.device, facts.env.device) or facts.env.device not in BACKENDS
+
+
+def _sync(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, FSDP1) and cfg.engine.sync_module_states and _on_cpu(cfg, facts):
+        what = "torch broadcasts the states of modules on an accelerator only, and this runs on the CPU."
+        yield Hit("config.engine.sync_module_states", what)
+
+
+def _offload(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, FSDP1) and cfg.engine.offload and _on_cpu(cfg, facts):
+        what = (
+            "The shards are in host memory already, and torch pins offloaded ones for an accelerator that is not here."
+        )
+        yield Hit("config.engine.offload", what)
+
+
+def _buffers(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, FSDP1) and cfg.engine.buffer_dtype and isinstance(cfg.precision, AsStored):
+        what = f"{cfg.engine.buffer_dtype} has no effect: under AsStored() nothing is cast."
+        yield Hit("config.engine.buffer_dtype", what)
+
+
+def _no_shard(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, FSDP1) and cfg.engine.sharding == "NO_SHARD" and facts.env.world_size > 1:
+        yield Hit("config.engine.sharding", "torch has deprecated NO_SHARD: DDP does the same, and overlaps better.")
+
+
+def _compiled(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, FSDP1) and not cfg.engine.use_orig_params and not isinstance(cfg.compile, NoCompile):
+        what = "torch.compile breaks the graph at every module whose parameters are gone."
+        yield Hit("config.engine.use_orig_params", what)
+
+
+def _mixed_training(cfg: Config, facts: Facts) -> tuple[tuple[str, list[str], list[str]], ...]:
+    """Units that hold trainable and frozen parameters, with the names of both."""
+    if not isinstance(cfg.engine, FSDP1):
+        return ()
+    found = []
+    for unit, held in members(cfg, facts.model).items():
+        trained, frozen = ([p.name for p in held if p.requires_grad is on] for on in (True, False))
+        if trained and frozen:
+            found.append((unit, trained, frozen))
+    return tuple(found)
+
+
+def _others(number: int) -> str:
+    return f" So do {count(number, 'other unit')}." if number > 1 else " So does 1 other unit." if number else ""
+
+
+def _mixed_requires_grad(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    mixed = _mixed_training(cfg, facts)
+    if mixed and isinstance(cfg.engine, FSDP1) and not cfg.engine.use_orig_params:
+        unit, trained, frozen = mixed[0]
+        what = (
+            f"The unit holds {len(trained)} trainable and {len(frozen)} frozen parameters ({some(frozen)}), and a flat"
+        )
+        yield Hit(at(unit), f"{what} parameter is either.{_others(len(mixed) - 1)}")
+
+
+def _frozen_gradients(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    mixed = _mixed_training(cfg, facts) if cfg.intent is Intent.TRAINING else ()
+    if not mixed or not isinstance(cfg.engine, FSDP1) or not cfg.engine.use_orig_params or axes(cfg, facts.env) is None:
+        return
+    parts, numel = flat_parts(cfg, facts), {p.name: p.numel for p in facts.model.params}
+    unit, _, frozen = mixed[0]
+    total = sum(numel[name] // parts[name].shards for _, _, names in mixed for name in names)
+    what = f"The unit trains some parameters and not {some(frozen)}.{_others(len(mixed) - 1)} A flat parameter has one"
+    yield Hit(at(unit), f"{what} gradient: about {total} elements of it per rank are for frozen ones.")
+
+
+def _two_groups(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not isinstance(cfg.engine, FSDP1) or cfg.engine.use_orig_params or facts.optimizer is None:
+        return
+    group_of = {name: i for i, group in enumerate(facts.optimizer.groups) for name in group.slots if name}
+    for unit, held in members(cfg, facts.model).items():
+        groups = {group_of.get(p.name) for p in held if p.requires_grad}
+        if len(groups) > 1:
+            odd = [p.name for p in held if p.requires_grad and group_of.get(p.name) != group_of.get(held[0].name)]
+            lie = "are in no group" if None in groups else f"lie in {len(groups)} groups"
+            what = f"Parameters of the unit {lie} of the optimizer ({some(odd)}): after use_orig_params=False they are"
+            yield Hit(at(unit), f"{what} one flat parameter, which can be in one.")
+            return
+
+
+def _partial_state(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not isinstance(cfg.engine, FSDP1) or cfg.engine.use_orig_params or facts.optimizer is None:
+        return
+    stateful = set(facts.optimizer.stateful)
+    for unit, held in members(cfg, facts.model).items():
+        without = [p.name for p in held if p.name not in stateful]
+        if 0 < len(without) < len(held):
+            what = f"Some parameters of the unit have optimizer state, {some(without)} not: they would share one."
+            yield Hit(at(unit), what)
+            return
+
+
+def _shaped(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    found = facts.optimizer
+    if not isinstance(cfg.engine, FSDP1) or found is None or found.name not in _SHAPED:
+        return
+    cut = facts.env.world_size > 1 and cfg.engine.sharding != "NO_SHARD"
+    if cut or not cfg.engine.use_orig_params:
+        what = (
+            f"`{found.name}` computes from each parameter's shape or norm, and would get one-dimensional parts of them."
+        )
+        yield Hit("optimizer", what)
+
+
+def _known_patterns(cfg: Config, facts: Facts) -> Config:
+    assert isinstance(cfg.engine, FSDP1), "only FSDP1 ignores modules"
+    bad = _unmatched(cfg, facts)
+    return evolve(cfg, engine=evolve(cfg.engine, ignored=tuple(p for p in cfg.engine.ignored if p not in bad)))
+
+
+def _original(cfg: Config, _: Facts) -> Config:
+    assert isinstance(cfg.engine, FSDP1), "only FSDP1 has original parameters"
+    return evolve(cfg, engine=evolve(cfg.engine, use_orig_params=True))
+
+
+def _no_sync(cfg: Config, _: Facts) -> Config:
+    assert isinstance(cfg.engine, FSDP1), "only FSDP1 broadcasts module states"
+    return evolve(cfg, engine=evolve(cfg.engine, sync_module_states=False))
+
+
+def _keep(cfg: Config, _: Facts) -> Config:
+    assert isinstance(cfg.engine, FSDP1), "only FSDP1 has this switch"
+    return evolve(cfg, engine=evolve(cfg.engine, offload=False))
+
+
+def _stored_buffers(cfg: Config, _: Facts) -> Config:
+    assert isinstance(cfg.engine, FSDP1), "only FSDP1 casts buffers"
+    return evolve(cfg, engine=evolve(cfg.engine, buffer_dtype=None))
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="fsdp1.mixed-requires-grad",
+        summary="Without use_orig_params the parameters of a unit are all trainable or all frozen.",
+        check=_mixed_requires_grad,
+        fix="Write use_orig_params=True, or give the frozen modules units of their own.",
+        source=("pain 9", "torch _validate_tensors_to_flatten"),
+        repair=_original,
+    ),
+    Rule(
+        id="fsdp1.unit-in-two-groups",
+        summary="Without use_orig_params the trainable parameters of a unit are in one group of the optimizer.",
+        check=_two_groups,
+        fix="Write use_orig_params=True, or put the unit's parameters into one group.",
+        source=("pain 1", "G-1", "F1-47"),
+        repair=_original,
+    ),
+    Rule(
+        id="fsdp1.partial-state",
+        summary="Without use_orig_params all parameters of a unit have optimizer state, or none has.",
+        check=_partial_state,
+        fix="Write use_orig_params=True, or prepare before the first optimizer step.",
+        source=("G-4", "F1-47"),
+        repair=_original,
+    ),
+    Rule(
+        id="fsdp1.compiled-flat",
+        summary="What is compiled keeps its parameters.",
+        check=_compiled,
+        fix="Write use_orig_params=True, or compile=NoCompile().",
+        source=("torch _annotate_modules_for_dynamo", "F1-47"),
+        repair=_original,
+    ),
+    Rule(
+        id="fsdp1.shaped-optimizer",
+        summary="The optimizer needs no more of a parameter than its elements.",
+        check=_shaped,
+        fix="Use AdamW or SGD, or write engine=FSDP2().",
+        source=("pain 13", "F1-47"),
+    ),
+    Rule(
+        id="fsdp1.ignored-not-found",
+        summary="Every pattern of ignored modules matches one.",
+        check=_ignored_not_found,
+        fix="Leave it out, or write the path of a module.",
+        source=("F1-6", "F1-49", "SS-7"),
+        repair=_known_patterns,
+    ),
+    Rule(
+        id="fsdp1.ignored-trains",
+        summary="Nothing that is ignored is trained.",
+        check=_ignored_trains,
+        fix="Call requires_grad_(False) on them, or leave them out of ignored.",
+        source=("F1-49", "pain 9"),
+    ),
+    Rule(
+        id="fsdp1.sync-on-cpu",
+        summary="Module states are broadcast on an accelerator.",
+        check=_sync,
+        fix="Write sync_module_states=False, and build the model alike on every rank.",
+        source=("F1-44", "K-F15", "torch _check_module_states_for_sync_module_states"),
+        repair=_no_sync,
+    ),
+    Rule(
+        id="fsdp1.offload-on-cpu",
+        summary="What is offloaded computes on an accelerator.",
+        check=_offload,
+        fix="Write offload=False.",
+        source=("F1-41", "torch FlatParamHandle.init_flat_param_attributes"),
+        repair=_keep,
+    ),
+    Rule(
+        id="fsdp1.buffer-dtype-ignored",
+        summary="A buffer_dtype is asked for where something is cast.",
+        check=_buffers,
+        fix="Leave buffer_dtype out, or write precision=BF16().",
+        severity=Severity.WARNING,
+        source=("F1-25", "F1-43", "pain 24"),
+        repair=_stored_buffers,
+    ),
+    Rule(
+        id="fsdp1.frozen-gradients",
+        summary="No gradient memory is spent on frozen parameters.",
+        check=_frozen_gradients,
+        fix="Give what is trained units of its own, for example with WrapClasses, if the memory matters.",
+        severity=Severity.WARNING,
+        source=("pain 9",),
+    ),
+    Rule(
+        id="fsdp1.no-shard",
+        summary="FSDP1 shards.",
+        check=_no_shard,
+        fix="Write engine=DDP().",
+        severity=Severity.WARNING,
+        source=("F1-40", "K-F2", "torch _init_core_state"),
+    ),
+)
+"""Reporting order: what would not train, what torch refuses, what is wasted."""

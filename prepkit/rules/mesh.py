@@ -1,0 +1,279 @@
+"""Sizes of the device mesh against the engine and the world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isqrt, log2
+
+from attrs import evolve
+
+from prepkit.config import DDP, FSDP1, FSDP2, XLA, Config, Mesh, Single, TensorParallel
+from prepkit.facts import Facts
+from prepkit.findings import Severity
+from prepkit.rules.fsdp1_mesh import mend_axes
+from prepkit.rules.reshard import mend_reshard
+from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.text import count
+from prepkit.units import axes, size_of
+
+
+def nearest(mesh: Mesh, world: int) -> tuple[Mesh, ...]:
+    """Meshes over exactly ``world`` ranks in which something is sharded, those nearest to the given sizes first.
+
+    The tensor size stays 1 where it is 1.
+    """
+
+    def distance(one: Mesh) -> float:
+        pairs = ((mesh.replicate, one.replicate), (mesh.shard, one.shard), (mesh.tensor, one.tensor))
+        return sum(abs(log2(got / asked)) for asked, got in pairs if asked > 0)
+
+    low = [size for size in range(1, isqrt(world) + 1) if world % size == 0]
+    sizes = sorted({*low, *(world // size for size in low)})
+    found = [
+        Mesh(replicate=copies, shard=world // cuts // copies, tensor=cuts)
+        for cuts in (sizes if mesh.tensor != 1 else [1])
+        for copies in sizes
+        if world // cuts % copies == 0 and (copies * cuts == 1 or copies * cuts < world)
+    ]
+    found.sort(key=lambda one: (distance(one), one.tensor, one.replicate))
+    return tuple(found)
+
+
+def _sizes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    return (("replicate", mesh.replicate), ("shard", mesh.shard), ("tensor", mesh.tensor))
+
+
+def _shown(mesh: Mesh) -> str:
+    tensor = f", tensor={mesh.tensor}" if mesh.tensor != 1 else ""
+    return f"Mesh(replicate={mesh.replicate}, shard={mesh.shard}{tensor})"
+
+
+def _default(cfg: Config, facts: Facts) -> Config:
+    return mend_axes(mend_reshard(evolve(cfg, mesh=None), facts), facts)
+
+
+def _nearest(cfg: Config, facts: Facts) -> Config:
+    if cfg.mesh is None or not isinstance(cfg.engine, FSDP2) or cfg.mesh.tensor != 1:
+        return _default(cfg, facts)  # another tensor size would be one that the layers may not allow
+    legal = nearest(cfg.mesh, facts.env.world_size)
+    return mend_reshard(evolve(cfg, mesh=legal[0] if legal else None), facts)
+
+
+def _proper(mesh: Mesh) -> bool:
+    """Whether the two rules about single sizes hold, so that it makes sense to multiply."""
+    return all(size >= 1 or size == -1 for _, size in _sizes(mesh)) and len(_rests(mesh)) < 2
+
+
+def _rests(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(name for name, size in _sizes(mesh) if size == -1)
+
+
+def _below_one(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if cfg.mesh is None:
+        return
+    for name, size in _sizes(cfg.mesh):
+        if size < 1 and size != -1:
+            yield Hit(f"config.mesh.{name}", f"{name}={size} is no number of ranks.")
+
+
+def _two_rests(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if cfg.mesh is not None and len(found := _rests(cfg.mesh)) > 1:
+        said = " and ".join(f"{name}=-1" for name in found)
+        yield Hit("config.mesh", f"{said} {'both' if len(found) == 2 else 'all'} ask for the rest of the ranks.")
+
+
+def _product(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    mesh, world = cfg.mesh, facts.env.world_size
+    if mesh is None or isinstance(cfg.engine, Single) or not _proper(mesh) or world < 1:
+        return
+    if axes(cfg, facts.env) is not None:
+        return
+    if _rests(mesh):
+        fixed = [f"{name}={size}" for name, size in _sizes(mesh) if size > 1]
+        what = f"{' x '.join(fixed)} {'does' if len(fixed) == 1 else 'do'} not divide the world size {world}."
+    else:
+        product = mesh.replicate * mesh.shard * mesh.tensor
+        said = " x ".join(f"{name} {size}" for name, size in _sizes(mesh) if name != "tensor" or size != 1)
+        what = f"{said} = {product}, but the world size is {world}."
+    match cfg.engine:
+        case DDP():
+            fix = "Leave mesh out: DDP replicates over all ranks."
+        case TensorParallel():
+            fix = "Leave mesh out: TensorParallel cuts layers over all ranks."
+        case _:
+            shown = " or ".join(map(_shown, nearest(mesh, world)[:3]))
+            fix = f"Write mesh={shown}, or start as many processes as the mesh has places."
+    yield Hit("config.mesh", what, fix)
+
+
+def _single_mesh(cfg: Config, _: Facts) -> Iterator[Hit]:
+    mesh = cfg.mesh
+    if isinstance(cfg.engine, Single) and mesh is not None and max(size for _, size in _sizes(mesh)) > 1:
+        asked = " x ".join(str(size) for name, size in _sizes(mesh) if name != "tensor" or size != 1)
+        yield Hit("config.mesh", f"Single() uses one rank, but the mesh asks for {asked}.")
+
+
+def _ddp_shards(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    mesh, world = cfg.mesh, facts.env.world_size
+    if not isinstance(cfg.engine, DDP) or mesh is None or not _proper(mesh):
+        return
+    shard, rest = mesh.shard, mesh.replicate * mesh.tensor
+    if shard == -1 and world % rest == 0:
+        shard = world // rest
+    if shard > 1:
+        said = f"shard={shard}" if mesh.shard != -1 else f"shard=-1 means {shard} of {world} ranks"
+        yield Hit("config.mesh.shard", f"{said}, but under DDP every rank holds the whole model.")
+
+
+def _whole_cuts(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, DDP | FSDP1 | XLA) and cfg.mesh is not None and cfg.mesh.tensor not in (0, 1):
+        does = "flattens" if isinstance(cfg.engine, FSDP1) else "averages"
+        name = type(cfg.engine).__name__
+        what = f"tensor={cfg.mesh.tensor}, but {name} {does} whole parameters and refuses the parts of a layer."
+        yield Hit("config.mesh.tensor", what)
+
+
+def _tensor_alone(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    mesh, world = cfg.mesh, facts.env.world_size
+    if not isinstance(cfg.engine, TensorParallel) or mesh is None or not _proper(mesh) or axes(cfg, facts.env) is None:
+        return
+    left = world // (axes(cfg, facts.env) or ())[0].size
+    if left > 1:
+        what = f"{left} groups of {world // left} ranks, but TensorParallel() is one group of all {world}."
+        yield Hit("config.mesh", what)
+
+
+def _nothing_sharded(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    found = axes(cfg, facts.env)
+    if not isinstance(cfg.engine, FSDP2) or not found or size_of("shard", found) > 1:
+        return
+    copies, cuts = size_of("replicate", found), size_of("tensor", found)
+    if copies > 1 and cuts == 1:
+        yield Hit("config.mesh.shard", f"{copies} copies of one shard each: every rank holds the whole model.")
+    elif copies > 1:
+        what = f"{copies} copies of one shard each: beside the tensor ranks nothing is sharded."
+        yield Hit("config.mesh.shard", what, f"Write mesh=Mesh(shard={copies}, tensor={cuts}).")
+
+
+def _nothing_left(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    found = axes(cfg, facts.env)
+    if isinstance(cfg.engine, FSDP2) and found and len(found) > 1 and size_of("tensor", found) == facts.env.world_size:
+        what = f"tensor={found[-1].size} takes every rank, and FSDP2 has nothing left to shard over."
+        yield Hit("config.mesh.tensor", what)
+
+
+def _shard_copies(cfg: Config, facts: Facts) -> Config:
+    """The copies share one model between them; the tensor size stays, so that the data is divided as before."""
+    found = axes(cfg, facts.env)
+    if not found or size_of("tensor", found) == 1:
+        return _default(cfg, facts)
+    mesh = Mesh(shard=size_of("replicate", found), tensor=size_of("tensor", found))
+    return mend_reshard(evolve(cfg, mesh=mesh), facts)
+
+
+def _many_singles(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, Single) and facts.env.world_size > 1:
+        world = facts.env.world_size
+        yield Hit("env.world_size", f"{world} processes run, and Single() would train a copy in each that never talk.")
+
+
+def _ddp_alone(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, DDP) and facts.env.world_size == 1:
+        yield Hit("config.engine", f"DDP() over {count(1, 'rank')} has nobody to average with and keeps its buckets.")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="mesh.size-below-one",
+        summary="Every size of the mesh is at least 1, or -1 for the rest.",
+        check=_below_one,
+        fix="Write a number of ranks, or -1 for the rest.",
+        overridable=False,
+        source=("PC-2", "pain 22"),
+        repair=_default,
+    ),
+    Rule(
+        id="mesh.two-rests",
+        summary="At most one size of the mesh is -1.",
+        check=_two_rests,
+        fix="Write a number for one of them, such as Mesh(replicate=1, shard=-1).",
+        overridable=False,
+        source=("PC-2",),
+        repair=_default,
+    ),
+    Rule(
+        id="mesh.not-world-size",
+        summary="The sizes of the mesh multiply to the world size.",
+        check=_product,
+        fix="Write sizes that multiply to the world size.",
+        overridable=False,
+        source=("PC-8", "G-64", "pain 22"),
+        repair=_nearest,
+    ),
+    Rule(
+        id="mesh.single-has-none",
+        summary="Single() comes without a mesh of more than one rank.",
+        check=_single_mesh,
+        fix="Leave mesh out, or write engine=DDP() or engine=FSDP2().",
+        source=("PC-10",),
+        repair=_default,
+    ),
+    Rule(
+        id="mesh.ddp-does-not-shard",
+        summary="Under DDP the shard size is 1.",
+        check=_ddp_shards,
+        fix="Leave mesh out, or write engine=FSDP2() to shard.",
+        overridable=False,
+        source=("PC-10", "pain 22"),
+        repair=_default,
+    ),
+    Rule(
+        id="mesh.tensor-needs-dtensors",
+        summary="Under DDP, FSDP1 and XLA no layer is cut over ranks.",
+        check=_whole_cuts,
+        fix="Write engine=TensorParallel(), or engine=FSDP2() with the same tensor size.",
+        overridable=False,
+        source=("DDP-2", "PC-5", "PC-10"),
+        repair=_default,
+    ),
+    Rule(
+        id="mesh.tensor-alone",
+        summary="Under TensorParallel all ranks share one axis.",
+        check=_tensor_alone,
+        fix="Leave mesh out, or write engine=FSDP2() for shards or copies beside the tensor ranks.",
+        overridable=False,
+        source=("PC-5", "PC-10", "pain 22"),
+        repair=_default,
+    ),
+    Rule(
+        id="mesh.nothing-sharded",
+        summary="Under FSDP2 something is sharded beside copies of the model and cuts of its layers.",
+        check=_nothing_sharded,
+        fix="Write engine=DDP() without a mesh for whole copies, or leave mesh out to shard over all ranks.",
+        source=("PC-9", "PC-5", "pain 22"),
+        repair=_shard_copies,
+    ),
+    Rule(
+        id="mesh.tensor-takes-all",
+        summary="Under FSDP2 the tensor ranks leave an axis to shard over.",
+        check=_nothing_left,
+        fix="Write engine=TensorParallel() without a mesh, or a smaller tensor size.",
+        source=("PC-9", "pain 22"),
+    ),
+    Rule(
+        id="mesh.single-many-ranks",
+        summary="Single() runs in one process.",
+        check=_many_singles,
+        fix="Write engine=DDP() or engine=FSDP2(), or start one process.",
+        source=("G-2", "ST-5", "pain 36"),
+    ),
+    Rule(
+        id="mesh.ddp-alone",
+        summary="DDP runs in more than one process.",
+        check=_ddp_alone,
+        fix="Write engine=Single(), or start more processes.",
+        severity=Severity.WARNING,
+        source=("G-3",),
+    ),
+)
+"""Reporting order: single sizes, their product, then what they mean for the engine."""

@@ -1,0 +1,226 @@
+"""Names, patterns and sizes that select modules, against the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prepkit.config import Config, Wrap, WrapClasses, WrapPaths, WrapSize
+from prepkit.facts import Facts, ModelFacts
+from prepkit.findings import Severity
+from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.selections import below_root, instead, known_blocks, mend, selections
+from prepkit.rules.text import did_you_mean, near, some
+from prepkit.units import matcher, repeated_blocks, select
+
+# --- what is wrong with one name or pattern ------------------------------------------------------------------------
+
+
+def _absent(model: ModelFacts) -> Callable[[str], bool]:
+    present = {model.classes[cls].name for cls in below_root(model)}
+    return lambda name: bool(name.strip()) and name not in present
+
+
+def _unmatched(model: ModelFacts) -> Callable[[str], bool]:
+    paths = tuple(module.path for module in model.modules if module.path)
+    exact = set(paths)
+
+    def check(pattern: str) -> bool:
+        return bool(pattern.strip()) and pattern not in exact and not any(map(matcher((pattern,)), paths))
+
+    return check
+
+
+def _container_class(model: ModelFacts) -> Callable[[str], bool]:
+    found = tuple(model.classes[cls] for cls in below_root(model))
+    able = {cls.name for cls in found if cls.has_forward}
+    return lambda name: name not in able and any(cls.name == name for cls in found)
+
+
+def _container_path(model: ModelFacts) -> Callable[[str], bool]:
+    has_forward = {module.path: model.classes[module.cls].has_forward for module in model.modules if module.path}
+
+    def check(pattern: str) -> bool:
+        if pattern in has_forward:
+            return not has_forward[pattern]
+        matched = matcher((pattern,))
+        hits = tuple(able for path, able in has_forward.items() if matched(path))
+        return bool(hits) and not any(hits)
+
+    return check
+
+
+# --- checks --------------------------------------------------------------------------------------------------------
+
+
+def _class_not_found(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    model = facts.model
+    for chosen in selections(cfg):
+        if not isinstance(chosen.wrap, WrapClasses):
+            continue
+        for name in filter(_absent(model), chosen.wrap.names):
+            classes = tuple(model.classes[cls] for cls in sorted(below_root(model)))
+            bases = tuple(cls.name for cls in classes if name in cls.mro)
+            what = f"No module below the root has the class `{name}`. {known_blocks(model)}"
+            if bases:
+                what += f" {some(bases)} inherits from it, but only the class itself matches."
+            alike = bases or near(name, (cls.name for cls in classes if cls.has_forward), 1)
+            yield Hit(
+                chosen.where, what, f'Write WrapClasses(("{alike[0]}",)).' if alike else f"Write {instead(model)}."
+            )
+
+
+def _pattern_not_found(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    for chosen in selections(cfg):
+        if not isinstance(chosen.wrap, WrapPaths):
+            continue
+        for pattern in filter(_unmatched(facts.model), chosen.wrap.patterns):
+            what = f"The pattern `{pattern}` matches no module; `*` stays inside one segment of a path."
+            lists = {b.paths[0].rpartition(".")[0] + ".*": None for b in repeated_blocks(facts.model)}
+            hint = did_you_mean(pattern, (*lists, *(module.path for module in facts.model.modules if module.path)))
+            shown = ", ".join(f'"{known}"' for known in lists)
+            yield Hit(
+                chosen.where, what, f"Write WrapPaths(({shown},)).{hint}" if lists else f"Write WrapRoot().{hint}"
+            )
+
+
+def _container(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    for chosen in selections(cfg):
+        match chosen.wrap:
+            case WrapClasses(names=names):
+                bad = tuple(filter(_container_class(facts.model), names))
+            case WrapPaths(patterns=patterns):
+                bad = tuple(filter(_container_path(facts.model), patterns))
+            case _:
+                bad = ()
+        for name in bad:
+            what = f"`{name}` names containers only, which have no forward of their own and cannot be wrapped."
+            yield Hit(chosen.where, what, f"Name what is inside: write {instead(facts.model)}.")
+
+
+def _size(cfg: Config, _: Facts) -> Iterator[Hit]:
+    for chosen in selections(cfg):
+        if isinstance(chosen.wrap, WrapSize) and chosen.wrap.min_params < 1:
+            yield Hit(chosen.where, f"min_params={chosen.wrap.min_params} would make every module a unit of its own.")
+
+
+def _names(wrap: Wrap) -> tuple[str, ...] | None:
+    match wrap:
+        case WrapClasses(names=names) | WrapPaths(patterns=names):
+            return names
+        case _:
+            return None
+
+
+def _empty(cfg: Config, _: Facts) -> Iterator[Hit]:
+    for chosen in selections(cfg):
+        names = _names(chosen.wrap)
+        if names is not None and not all(name.strip() for name in names or ("",)):
+            yield Hit(chosen.where, f"{chosen.wrap} names nothing.")
+
+
+def _twice(cfg: Config, _: Facts) -> Iterator[Hit]:
+    for chosen in selections(cfg):
+        times = Counter(_names(chosen.wrap) or ())
+        if again := tuple(name for name, number in times.items() if number > 1):
+            yield Hit(chosen.where, f"{some(again)} is named more than once.")
+
+
+# --- repairs: none changes which modules are selected, unless nothing is left ---------------------------------------
+
+
+def _without(
+    bad_class: Callable[[ModelFacts], Callable[[str], bool]] | None,
+    bad_path: Callable[[ModelFacts], Callable[[str], bool]] | None,
+) -> Callable[[Config, Facts], Config]:
+    """A repair that drops the names and patterns that a test finds."""
+
+    def change(wrap: Wrap, model: ModelFacts) -> Wrap | None:
+        match wrap:
+            case WrapClasses(names=names) if bad_class:
+                bad = bad_class(model)
+                kept = tuple(name for name in names if not bad(name))
+                return WrapClasses(kept) if kept else None
+            case WrapPaths(patterns=patterns) if bad_path:
+                bad = bad_path(model)
+                kept = tuple(pattern for pattern in patterns if not bad(pattern))
+                return WrapPaths(kept) if kept else None
+            case _:
+                return wrap
+
+    return mend(change)
+
+
+def _blank(_: ModelFacts) -> Callable[[str], bool]:
+    return lambda name: not name.strip()
+
+
+def _once(wrap: Wrap, _: ModelFacts) -> Wrap:
+    match wrap:
+        case WrapClasses(names=names):
+            return WrapClasses(tuple(dict.fromkeys(names)))
+        case WrapPaths(patterns=patterns):
+            return WrapPaths(tuple(dict.fromkeys(patterns)))
+        case _:
+            return wrap
+
+
+def _at_least_one(wrap: Wrap, model: ModelFacts) -> Wrap | None:
+    if not isinstance(wrap, WrapSize):
+        return wrap
+    mended = WrapSize(max(1, wrap.min_params))
+    return mended if select(mended, model) else None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="wrap.empty",
+        summary="A list of class names or patterns names something.",
+        check=_empty,
+        fix="Name classes or paths, or write WrapBlocks() for the model's own blocks.",
+        source=("H-11a", "pain 5"),
+        repair=_without(_blank, _blank),
+    ),
+    Rule(
+        id="wrap.class-not-found",
+        summary="Every class that is named occurs in the model.",
+        check=_class_not_found,
+        fix="Name a class that the model contains, or write WrapBlocks().",
+        source=("H-11a", "G-14", "G-60", "pain 5"),
+        repair=_without(_absent, None),
+    ),
+    Rule(
+        id="wrap.pattern-not-found",
+        summary="Every path pattern matches a module.",
+        check=_pattern_not_found,
+        fix="Write a pattern that matches a module, or WrapBlocks().",
+        source=("pain 5",),
+        repair=_without(None, _unmatched),
+    ),
+    Rule(
+        id="wrap.container",
+        summary="What is named has a forward of its own.",
+        check=_container,
+        fix="Name the modules inside the container.",
+        source=("G-8", "M2-10"),
+        repair=_without(_container_class, _container_path),
+    ),
+    Rule(
+        id="wrap.size-below-one",
+        summary="WrapSize asks for at least one parameter.",
+        check=_size,
+        fix="Write a size such as WrapSize(1_000_000), or WrapRoot() for no units of their own.",
+        source=("G-9", "H-11b"),
+        repair=mend(_at_least_one),
+    ),
+    Rule(
+        id="wrap.named-twice",
+        summary="No name or pattern is listed twice.",
+        check=_twice,
+        fix="Name it once.",
+        severity=Severity.WARNING,
+        source=("pain 24",),
+        repair=mend(_once),
+    ),
+)
+"""Reporting order: no name, wrong name, name of the wrong thing."""

@@ -1,0 +1,106 @@
+"""What the XLA engine leaves to torch_xla, and what it therefore cannot be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import evolve
+
+from prepkit.config import XLA, Config, KeepLoaders, NoClip, NoCompile
+from prepkit.facts import Facts
+from prepkit.rules.fp8 import knows_libraries
+from prepkit.rules.rule import Hit, Rule
+
+NOT_FOR_XLA = ("inductor", "cudagraphs", "tvm")
+"""Backends of torch.compile that make code for other devices."""
+
+
+def _missing(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, XLA) and knows_libraries(facts) and "torch_xla" not in dict(facts.env.libraries):
+        yield Hit("config.engine", "XLA needs `torch_xla`, which is not installed.")
+
+
+def _mesh(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, XLA) and cfg.mesh is not None:
+        yield Hit("config.mesh", "XLA() copies the model to every process, and builds no mesh.")
+
+
+def _loaders(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    many = facts.env.world_size > 1 and bool(facts.loaders)
+    if isinstance(cfg.engine, XLA) and many and not isinstance(cfg.loaders, KeepLoaders):
+        yield Hit("config.loaders", "Under XLA() the processes are torch_xla's, whose ranks torch does not know.")
+
+
+def _clip(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, XLA) and facts.env.world_size > 1 and not isinstance(cfg.clip, NoClip):
+        what = (
+            "Gradients are averaged when the optimizer steps, and would be clipped before that, each rank's by itself."
+        )
+        yield Hit("config.clip", what)
+
+
+def _compile(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, XLA) and not isinstance(cfg.compile, NoCompile) and cfg.compile.backend in NOT_FOR_XLA:
+        yield Hit("config.compile.backend", f"`{cfg.compile.backend}` makes no code for XLA devices.")
+
+
+def _openxla(cfg: Config, _: Facts) -> Config:
+    assert not isinstance(cfg.compile, NoCompile), "the rule has looked at its backend"
+    return evolve(cfg, compile=evolve(cfg.compile, backend="openxla", mode="default"))
+
+
+def _no_mesh(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, mesh=None)
+
+
+def _kept(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, loaders=KeepLoaders())
+
+
+def _unclipped(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, clip=NoClip())
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="xla.library-missing",
+        summary="torch_xla is installed where the engine is XLA.",
+        check=_missing,
+        fix="Write `pip install torch_xla`, or engine=Single() or engine=DDP().",
+        source=("ST-2",),
+    ),
+    Rule(
+        id="xla.mesh",
+        summary="XLA comes without a mesh.",
+        check=_mesh,
+        fix="Leave mesh out.",
+        source=("G-3", "ST-9"),
+        repair=_no_mesh,
+    ),
+    Rule(
+        id="xla.loaders",
+        summary="Under XLA in several processes the loaders are kept.",
+        check=_loaders,
+        fix="Write loaders=KeepLoaders(), split the data with a DistributedSampler over torch_xla's ordinals, and wrap "
+        "the loader in its MpDeviceLoader, which ends every step.",
+        source=("DL-2", "DL-18"),
+        repair=_kept,
+    ),
+    Rule(
+        id="xla.clip",
+        summary="Under XLA in several processes gradients are not clipped.",
+        check=_clip,
+        fix="Write clip=NoClip().",
+        source=("W-5",),
+        repair=_unclipped,
+    ),
+    Rule(
+        id="xla.compile",
+        summary="Under XLA code is compiled by a backend that knows its devices.",
+        check=_compile,
+        fix='Write backend="openxla", or compile=NoCompile().',
+        source=("CM-3", "K-DY1"),
+        repair=_openxla,
+    ),
+)
+"""Reporting order: what cannot run, then fields of the config."""

@@ -1,0 +1,207 @@
+"""Many layouts of one model: what fits, what it holds, what it sends. The model is gone through once per engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from attrs import asdict, evolve, frozen
+
+from prepkit import planner
+from prepkit.config import DDP, FSDP1, FSDP2, Config, Engine, KeepOnDevice, Mesh, OffloadToCPU, Single, TensorParallel
+from prepkit.facts import Env, Facts
+from prepkit.findings import errors
+from prepkit.predict import predict_job
+from prepkit.predict.job import Job, job_of
+from prepkit.predict.prediction import Prediction
+from prepkit.render_layout import aligned
+from prepkit.render_names import count, in_bytes
+from prepkit.rules import check, fsdp1_mesh, mesh, reshard, split
+from prepkit.rules.fsdp1_mesh import strategy
+from prepkit.units import axes
+
+ENGINES: dict[str, Engine] = {
+    "single": Single(),
+    "ddp": DDP(),
+    "fsdp1": FSDP1(),
+    "fsdp2": FSDP2(),
+    "fsdp2+offload": FSDP2(offload=OffloadToCPU()),
+    "fsdp2+tensor": FSDP2(),
+    "tensor": TensorParallel(),
+}
+"""Name on the command line to the engine; a config's own engine of that kind takes its place."""
+TENSOR = "fsdp2+tensor"
+"""The engine whose layers are cut as well."""
+NODE = 8
+"""Ranks of a node where it is not said."""
+
+
+@frozen(kw_only=True)
+class Row:
+    """One layout."""
+
+    engine: str
+    world_size: int
+    replicate: int
+    shard: int
+    tensor: int
+    """Ranks that single layers are cut over."""
+    verdict: str
+    """``fits``, ``may not fit``, ``does not fit``; empty where no memory of a device is known."""
+    floor: int
+    """Bytes that the fullest rank's device certainly holds at one moment."""
+    ceiling: int
+    """Bytes that it holds at most, activations aside."""
+    host: int
+    sent: int
+    """Bytes that a rank sends per step."""
+    copied: int
+    empty_ranks: int
+
+
+@frozen(kw_only=True)
+class Refused:
+    """An engine that has no plan for this model, and why."""
+
+    engine: str
+    world_size: int
+    why: str
+
+
+def sweep(
+    cfg: Config, facts: Facts, worlds: tuple[int, ...], engines: tuple[str, ...]
+) -> tuple[tuple[Row, ...], tuple[Refused, ...]]:
+    """Every mesh of every world size for every engine, sorted: what fits first, then by traffic, then by memory.
+
+    ``facts.env`` says everything about the cluster but its size. The rules are asked once per engine and world size,
+    those about the mesh for each mesh; predictions are those of ``predict``.
+    """
+    rows: list[Row] = []
+    refused: list[Refused] = []
+    for name in engines:
+        engine = _engine(cfg, name)
+        if isinstance(engine, FSDP1):
+            engine = strategy(engine, hybrid=False)  # legal at every size; the meshes come after
+        jobs: dict[int, Job] = {}
+        for world in worlds:
+            seen = evolve(facts, env=evolve(facts.env, world_size=world, memory=None))
+            bad: list[str] = []
+            for parts in _parts(name, seen.env):
+                asked = evolve(cfg, engine=engine, mesh=Mesh(tensor=parts) if parts > 1 else None)
+                standing, _ = split(asked, check(asked, seen))
+                if wrong := errors(standing):
+                    bad.append(wrong[0].what)
+                    continue
+                # What a job takes from the model is the same at every size, as long as layers are cut alike.
+                key = world if isinstance(engine, TensorParallel) else parts
+                jobs[key] = evolve(jobs.get(key) or job_of(planner.plan(asked, seen).unwrap()), world_size=world)
+                rows += _rows(name, asked, seen, facts.env.memory, jobs[key])
+            refused += [Refused(engine=name, world_size=world, why=why) for why in bad[:1]]
+    order = {"fits": 0, "": 0, "may not fit": 1, "does not fit": 2}
+    return tuple(sorted(rows, key=lambda row: (order[row.verdict], row.sent, row.ceiling))), tuple(refused)
+
+
+def _parts(name: str, env: Env) -> tuple[int, ...]:
+    """Over how many ranks layers may be cut beside shards: neighbours on one node, and not all there are."""
+    if name != TENSOR:
+        return (1,)
+    most = min(env.per_node or NODE, env.world_size - 1)
+    return tuple(size for size in range(2, most + 1) if env.world_size % size == 0) or (2,)
+
+
+def _engine(cfg: Config, name: str) -> Engine:
+    """The engine of that name, with the options of the config's own where it is of the same kind."""
+    engine = ENGINES[name]
+    if type(cfg.engine) is not type(engine):
+        return engine
+    if isinstance(cfg.engine, FSDP2) and isinstance(engine, FSDP2):
+        keeps = isinstance(cfg.engine.offload, KeepOnDevice)
+        return evolve(cfg.engine, offload=engine.offload if keeps or name in ("fsdp2", TENSOR) else cfg.engine.offload)
+    return cfg.engine
+
+
+def layouts(cfg: Config, world: int) -> Iterator[Config]:
+    """The config with every mesh that its engine can have over so many ranks, most shards first."""
+    engine = cfg.engine
+    cuts = isinstance(engine, FSDP2) or (isinstance(engine, FSDP1) and engine.sharding != "NO_SHARD")
+    if not cuts:
+        yield cfg
+        return
+    parts = cfg.mesh.tensor if cfg.mesh else 1
+    for shard in range(world // parts, 1, -1):
+        if world // parts % shard == 0:
+            own = strategy(engine, hybrid=shard < world) if isinstance(engine, FSDP1) else engine
+            yield evolve(cfg, engine=own, mesh=Mesh(replicate=world // parts // shard, shard=shard, tensor=parts))
+
+
+def _rows(name: str, cfg: Config, facts: Facts, memory: int | None, job: Job) -> Iterator[Row]:
+    for laid in layouts(cfg, facts.env.world_size):
+        found = axes(laid, facts.env)
+        if found is None or errors(check(laid, facts, (*mesh.RULES, *reshard.RULES, *fsdp1_mesh.RULES))):
+            continue
+        made = predict_job(type(cfg.engine), evolve(job, mesh=found))
+        yield _row(name, made, {axis.name: axis.size for axis in found}, memory)
+
+
+def _row(name: str, made: Prediction, sizes: dict[str, int], memory: int | None) -> Row:
+    floor, ceiling = max(one.floor() for one in made.classes), max(one.total() for one in made.classes)
+    verdict = ""
+    if memory is not None:
+        verdict = "does not fit" if floor > memory else "fits" if ceiling <= memory else "may not fit"
+    return Row(
+        engine=name,
+        world_size=made.world_size,
+        replicate=sizes.get("replicate", 1),
+        shard=sizes.get("shard", 1),
+        tensor=sizes.get("tensor", 1),
+        verdict=verdict,
+        floor=floor,
+        ceiling=ceiling,
+        host=max(one.total("host") for one in made.classes),
+        sent=made.sent,
+        copied=made.copied,
+        empty_ranks=made.empty_ranks,
+    )
+
+
+def sweep_text(rows: tuple[Row, ...], refused: tuple[Refused, ...], limit: int = 40) -> str:
+    """The table, its first ``limit`` rows, and what was refused."""
+    head = (
+        "engine",
+        "ranks",
+        "copies x shards x parts",
+        "verdict",
+        "for certain",
+        "at most",
+        "host",
+        "sent a step",
+        "copied",
+        "",
+    )
+    cells = tuple(
+        (
+            row.engine,
+            f"{row.world_size:,}",
+            f"{row.replicate:,} x {row.shard:,} x {row.tensor:,}",
+            row.verdict,
+            in_bytes(row.floor),
+            in_bytes(row.ceiling),
+            in_bytes(row.host) if row.host else "",
+            in_bytes(row.sent),
+            in_bytes(row.copied) if row.copied else "",
+            f"{count(row.empty_ranks, 'empty rank')}" if row.empty_ranks else "",
+        )
+        for row in rows[:limit]
+    )
+    lines = list(aligned((head, *cells))) if cells else ["no layout can be planned"]
+    if len(rows) > limit:
+        lines.append(f"and {len(rows) - limit:,} more; --limit shows them")
+    for name in dict.fromkeys(one.engine for one in refused):
+        some = [one for one in refused if one.engine == name]
+        lines.append(f"{name} over {', '.join(f'{one.world_size:,}' for one in some)} ranks: {some[0].why}")
+    return "\n".join((*lines, "bytes are of the fullest rank; activations are not counted"))
+
+
+def sweep_data(rows: tuple[Row, ...], refused: tuple[Refused, ...]) -> dict[str, Any]:
+    """The same for scripts, all of it."""
+    return {"rows": [asdict(row) for row in rows], "refused": [asdict(one) for one in refused]}

@@ -1,0 +1,3 @@
+"""Version of prepkit; ``pyproject.toml`` reads it from here."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,11 @@
+"""How hard the laws are tried: ``HYPOTHESIS_PROFILE`` is ``dev`` (25 examples), ``ci`` (100) or ``nightly`` (5000)."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+for name, examples in {"dev": 25, "ci": 100, "nightly": 5000}.items():
+    settings.register_profile(name, max_examples=examples, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))

@@ -1,0 +1,203 @@
+"""Laws of the rules, for drawn pairs and for the pair that provokes each rule."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+import attrs
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from prepkit import config, testing
+from prepkit.config import Config
+from prepkit.facts import Facts
+from prepkit.findings import Finding, Severity, errors
+from prepkit.rules import RULES, check, split
+from prepkit.rules.rule import Rule
+
+IDS = [rule.id for rule in RULES]
+PAIRS = st.tuples(testing.configs(), testing.facts())
+MENDABLE = [rule for rule in RULES if rule.repair]
+
+by_rule = pytest.mark.parametrize("rule", RULES, ids=IDS)
+
+
+def said_by(rule: Rule, found: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    return tuple(finding for finding in found if finding.rule == rule.id)
+
+
+@by_rule
+def test_every_rule_fires_on_its_provoking_pair(rule: Rule) -> None:
+    assert said_by(rule, check(*testing.PROVOKE[rule.id]()))
+
+
+@by_rule
+def test_a_provoking_pair_has_no_error_of_another_rule(rule: Rule) -> None:
+    found = errors(check(*testing.PROVOKE[rule.id]()))
+    assert {finding.rule for finding in found} <= {rule.id}
+
+
+@given(testing.legal())
+def test_no_rule_finds_an_error_in_a_legal_pair(pair: tuple[Config, Facts]) -> None:
+    assert errors(check(*pair)) == ()
+
+
+@given(testing.legal())
+def test_a_legal_pair_has_a_plan(pair: tuple[Config, Facts]) -> None:
+    from prepkit.planner import plan
+
+    made = plan(*pair).unwrap()
+    assert made.warnings == check(*pair)
+
+
+@given(PAIRS)
+def test_there_is_a_plan_if_and_only_if_no_error_stands(pair: tuple[Config, Facts]) -> None:
+    from prepkit.planner import plan
+
+    cfg, facts = pair
+    standing, accepted = split(cfg, check(cfg, facts))
+    made = plan(cfg, facts)
+    if errors(standing):
+        assert made.failure() == standing
+    else:
+        assert (made.unwrap().warnings, made.unwrap().overridden) == (standing, accepted)
+
+
+def _mended(rule: Rule, cfg: Config, facts: Facts) -> None:
+    before = check(cfg, facts)
+    if not said_by(rule, before):
+        return
+    assert rule.repair is not None
+    after = check(rule.repair(cfg, facts), facts)
+    assert said_by(rule, after) == ()
+    assert {finding.rule for finding in errors(after)} <= {finding.rule for finding in errors(before)}
+
+
+@pytest.mark.parametrize("rule", MENDABLE, ids=[rule.id for rule in MENDABLE])
+def test_a_repair_silences_its_rule_on_the_provoking_pair_and_adds_no_error(rule: Rule) -> None:
+    cfg, facts = testing.PROVOKE[rule.id]()
+    assert said_by(rule, check(cfg, facts))
+    _mended(rule, cfg, facts)
+
+
+@given(PAIRS)
+def test_every_repair_silences_its_rule_and_adds_no_error(pair: tuple[Config, Facts]) -> None:
+    for rule in MENDABLE:
+        _mended(rule, *pair)
+
+
+@by_rule
+def test_overriding_a_rule_that_allows_it_gives_a_plan_that_records_it(rule: Rule) -> None:
+    from prepkit.planner import plan
+
+    cfg, facts = testing.PROVOKE[rule.id]()
+    if rule.severity is Severity.WARNING:
+        assert not errors(check(cfg, facts))
+        return
+    accepted = plan(attrs.evolve(cfg, overrides=(rule.id,)), facts)
+    if rule.overridable:
+        assert {finding.rule for finding in accepted.unwrap().overridden} == {rule.id}
+    else:
+        assert rule.id in {finding.rule for finding in accepted.failure()}
+
+
+@given(PAIRS)
+def test_checking_is_a_function_whose_findings_stand_in_the_order_of_the_rules(pair: tuple[Config, Facts]) -> None:
+    found = check(*pair)
+    assert found == check(*pair)
+    places = [IDS.index(finding.rule) for finding in found]
+    assert places == sorted(places)
+
+
+@given(PAIRS)
+def test_every_finding_says_where_what_and_what_to_type(pair: tuple[Config, Facts]) -> None:
+    cfg, facts = pair
+    roots = ("config", "model", "optimizer", "scheduler", "loaders", "env")
+    for finding in check(cfg, facts):
+        assert finding.where.startswith(roots)
+        assert finding.what.strip().endswith(".")
+        assert finding.fix.strip().endswith((".", "?"))
+        assert finding.severity is next(rule.severity for rule in RULES if rule.id == finding.rule)
+
+
+@given(PAIRS)
+def test_a_finding_that_names_a_config_field_names_one_that_the_config_has(pair: tuple[Config, Facts]) -> None:
+    cfg, facts = pair
+    for finding in check(cfg, facts):
+        value: Any = cfg
+        head, *fields = finding.where.partition("[")[0].split(".")
+        for name in fields if head == "config" else ():
+            value = getattr(value, name)
+
+
+@given(PAIRS)
+def test_what_stands_and_what_is_overridden_are_all_that_was_found(pair: tuple[Config, Facts]) -> None:
+    cfg, facts = pair
+    found = check(cfg, facts)
+    standing, accepted = split(cfg, found)
+    assert sorted(map(str, standing + accepted)) == sorted(map(str, found))
+    assert all(f.severity is Severity.ERROR and f.rule in cfg.overrides for f in accepted)
+    assert not any(f.rule in cfg.overrides for f in errors(standing) if _overridable(f))
+
+
+def _overridable(finding: Finding) -> bool:
+    return next(rule.overridable for rule in RULES if rule.id == finding.rule)
+
+
+# --- every field of the config is varied ---------------------------------------------------------------------------
+
+
+def _classes(hint: Any) -> Iterator[type]:
+    """The attrs classes inside a type hint, and inside their fields."""
+    if isinstance(hint, UnionType) or get_args(hint):
+        for part in get_args(hint):
+            yield from _classes(part)
+    elif attrs.has(hint):
+        yield hint
+        for inner in get_type_hints(hint).values():
+            yield from _classes(inner)
+
+
+FIELDS = sorted({(cls, name) for cls in _classes(Config) for name in get_type_hints(cls)}, key=str)
+
+
+def _seen(value: Any) -> Iterator[tuple[tuple[type, str], Any]]:
+    """Every field of a config and of the values inside it."""
+    for field in attrs.fields(type(value)) if attrs.has(type(value)) else ():
+        inner = getattr(value, field.name)
+        yield (type(value), field.name), inner
+        for item in inner if isinstance(inner, tuple) else (inner,):
+            yield from _seen(item)
+
+
+@cache
+def _met(source: str) -> dict[tuple[type, str], set[str]]:
+    """What many drawn configs hold in each field."""
+    pairs = testing.legal() | testing.legal(float8=True)  # few facts suit all of float8
+    drawn, often = (testing.configs(), 1600) if source == "configs" else (pairs.map(lambda pair: pair[0]), 1000)
+    met: dict[tuple[type, str], set[str]] = defaultdict(set)
+
+    @settings(max_examples=often, phases=[Phase.generate], suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(drawn)
+    def look(cfg: Config) -> None:
+        for field, value in _seen(cfg):
+            met[field].add(repr(value))
+
+    look()
+    return met
+
+
+def test_the_field_coverage_test_knows_every_class_of_the_config() -> None:
+    here = {cls for cls in vars(config).values() if isinstance(cls, type) and attrs.has(cls)}
+    assert {cls for cls, _ in FIELDS} == {cls for cls in here if attrs.fields(cls)}
+
+
+@pytest.mark.parametrize("source", ["configs", "legal"])
+@pytest.mark.parametrize(("cls", "name"), FIELDS, ids=[f"{cls.__name__}.{name}" for cls, name in FIELDS])
+def test_every_field_of_every_config_class_is_varied(cls: type, name: str, source: str) -> None:
+    assert len(_met(source)[cls, name]) > 1

@@ -1,0 +1,197 @@
+"""Tables of ratios: ``make bench``, or ``python -m tests.benchmarks plan imports apply``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.benchmarks.weights import loading
+from tests.benchmarks.worlds import worlds
+
+ROUNDS = 7
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def plan() -> Table:
+    """``build_plan`` against a bare walk over the same model, on meta."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import prepkit as pk
+
+    def llama(layers: int) -> torch.nn.Module:
+        wide = {"hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256}
+        heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+        with torch.device("meta"):
+            return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **wide, **heads))
+
+    def experts(count: int) -> torch.nn.Module:
+        def block() -> torch.nn.Module:
+            return torch.nn.ModuleDict({"up": torch.nn.Linear(8, 8), "down": torch.nn.Linear(8, 8)})
+
+        with torch.device("meta"):
+            return torch.nn.ModuleList(torch.nn.ModuleList(block() for _ in range(64)) for _ in range(count // 192))
+
+    table = Table(title="build_plan against a bare walk over modules and parameters")
+    for column in ("model", "modules", "walk, ms", "build_plan, ms", "ratio", "plan file, kB"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    models = {
+        "Llama 70B": llama(80),
+        "25,000-module experts": experts(25_000),
+        "50,000-module experts": experts(50_000),
+    }
+    for name, model in models.items():
+        cfg = pk.Config(engine=pk.FSDP2())
+        env = pk.Env.declare(world_size=512, per_node=8)
+        made = pk.build_plan(cfg, model, env=env)
+        walks, plans = [], []
+        for _ in range(3):
+            walks.append(seconds(lambda m=model: (list(m.named_modules()), list(m.named_parameters()))))
+            plans.append(seconds(lambda m=model, c=cfg, e=env: pk.build_plan(c, m, env=e)))
+        walk, built = min(walks), min(plans)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "plan.json"
+            made.save(str(path))
+            size = path.stat().st_size / 1000
+        count = f"{sum(1 for _ in model.modules()):,}"
+        table.add_row(name, count, f"{walk * 1e3:.1f}", f"{built * 1e3:.0f}", f"{built / walk:.1f}", f"{size:.0f}")
+    return table
+
+
+def imports() -> Table:
+    """Fresh interpreters: ``import prepkit`` and ``prepkit show`` against ``import torch``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "plan.json")
+        _save_small_plan(path)
+        python = [sys.executable, "-c"]
+        commands = {
+            "import torch": [*python, "import torch"],
+            "import prepkit": [*python, "import prepkit"],
+            "prepkit show": [sys.executable, "-m", "prepkit", "show", path],
+            "python alone": [*python, "pass"],
+        }
+        times: dict[str, list[float]] = {name: [] for name in commands}
+        for _ in range(ROUNDS):
+            for name, command in commands.items():
+                run = lambda c=command: subprocess.run(c, check=True, stdout=subprocess.DEVNULL)  # noqa: E731  # timed
+                times[name].append(seconds(run))
+    table = Table(title=f"fresh interpreters, best of {ROUNDS}")
+    for column in ("command", "s", "against import torch"):
+        table.add_column(column, justify="left" if column == "command" else "right")
+    for name, taken in times.items():
+        table.add_row(name, f"{min(taken):.3f}", f"{min(taken) / min(times['import torch']):.3f}")
+    return table
+
+
+def _save_small_plan(path: str) -> None:
+    import torch
+
+    import prepkit as pk
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    pk.build_plan(pk.Config(engine=pk.FSDP2()), model, env=pk.Env.declare(world_size=8)).save(path)
+
+
+def apply(engines: tuple[str, ...] = ("fsdp2", "fsdp1", "ddp", "tensor")) -> Table:
+    """``apply`` and a step against hand-written torch: two gloo processes, 162 million float32 parameters."""
+    table = Table(title=f"two processes, 162M-parameter Llama, median of {ROUNDS} runs in turn (minimum)")
+    for column in ("engine", "figure", "by hand", "prepkit", "ratio"):
+        table.add_column(column, justify="right" if column in ("by hand", "prepkit", "ratio") else "left")
+    for engine in engines:
+        runs: dict[str, list[dict[str, float]]] = {"hand": [], "prepkit": []}
+        for _ in range(ROUNDS):
+            for way, results in runs.items():
+                results.append(_launch(engine, way))
+        for figure, unit in (("seconds", "apply, s"), ("peak", "peak above start, MiB"), ("step", "step, s")):
+            hand, ours = ([run[figure] for run in runs[way]] for way in ("hand", "prepkit"))
+            cells = (f"{statistics.median(values):.3f} ({min(values):.3f})" for values in (hand, ours))
+            ratio = statistics.median(b / a for a, b in zip(hand, ours, strict=True)) if min(hand) > 0 else float("nan")
+            table.add_row(engine, unit, *cells, f"{ratio:.3f}")
+        share = [run["verified"] for run in runs["prepkit"]]
+        table.add_row(engine, "of it verification, %", "", f"{statistics.median(share):.2f} ({min(share):.2f})", "")
+    return table
+
+
+def deepspeed() -> Table:
+    """The same against a hand-written ``deepspeed.initialize``."""
+    return apply(("zero1", "zero3"))
+
+
+def _launch(engine: str, way: str) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        script = ["-m", "tests.benchmarks.worker", engine, way, str(out)]
+        subprocess.run([sys.executable, *launcher, *script], check=True, timeout=300)
+        result: dict[str, float] = json.loads(out.read_text())
+        return result
+
+
+def autocast() -> Table:
+    """A step with the planned autocast forward against ``torch.autocast`` around the call, in turn in one process."""
+    import torch
+
+    import prepkit as pk
+    from tests.benchmarks.worker import llama
+
+    tokens = torch.randint(32000, (1, 64), generator=torch.Generator().manual_seed(0))
+    hand, ours = llama(), llama()
+    optimizer = torch.optim.SGD(hand.parameters(), lr=1e-3)
+    cfg = pk.Config(precision=pk.BF16(), optimizer=pk.SGD(lr=1e-3), device="cpu")
+    ready = pk.apply(pk.build_plan(cfg, ours))
+
+    def by_hand() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = hand(input_ids=tokens, labels=tokens).loss
+        loss.float().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def prepared() -> None:
+        ready.backward(ready.model(input_ids=tokens, labels=tokens).loss)
+        ready.step()
+
+    ways, times = {"hand": by_hand, "prepkit": prepared}, {"hand": list[float](), "prepkit": list[float]()}
+    for way in ways.values():
+        way()
+    for round_ in range(2 * ROUNDS):
+        for name in sorted(ways, reverse=round_ % 2 == 0):  # each goes first as often as the other
+            times[name].append(seconds(ways[name]))
+    table = Table(title=f"bf16 step of a 162M-parameter Llama, median of {2 * ROUNDS} in turn (minimum)")
+    for column in ("by hand, s", "prepkit, s", "ratio"):
+        table.add_column(column, justify="right")
+    cells = (f"{statistics.median(taken):.3f} ({min(taken):.3f})" for taken in times.values())
+    ratio = statistics.median(b / a for a, b in zip(times["hand"], times["prepkit"], strict=True))
+    table.add_row(*cells, f"{ratio:.3f}")
+    return table
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "plan": plan,
+    "imports": imports,
+    "apply": apply,
+    "deepspeed": deepspeed,
+    "autocast": autocast,
+    "worlds": worlds,
+    "loading": loading,
+}
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or TABLES:
+        Console().print(TABLES[chosen]())

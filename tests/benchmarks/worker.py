@@ -1,0 +1,222 @@
+"""One measured run on one rank: prepares a 162M-parameter Llama by hand or with prepkit, then steps it.
+
+Started by the tables in this folder, once per rank and per measurement, so that every run begins with clean memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.zero import lean
+
+STEPS = 4
+
+
+def llama() -> Any:
+    """A Llama with 162 million float32 parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 32000}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 12}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
+def memory(field: str) -> float:
+    """MiB of ``VmRSS`` (now) or ``VmHWM`` (peak since ``reset_peak``) of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise LookupError(field)
+
+
+def reset_peak() -> None:
+    """Sets the peak back to what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def layers() -> dict[str, ParallelStyle]:
+    """A plan for the Llama, as torch's tutorial has it."""
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    return {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        **{f"model.layers.*.{name}": ColwiseParallel() for name in columns},
+        **{f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")},
+    }
+
+
+ZERO = {"zero1": 1, "zero3": 3}
+"""Engine of the tables to ZeRO stage."""
+
+
+def zero_by_hand(stage: int, model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """What prepkit plans for the stage, as a user writes it."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    return engine, optimizer
+
+
+def by_hand(engine: str, model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """The calls that a careful user writes: shard or wrap, then make the optimizer."""
+    if engine in ZERO:
+        return zero_by_hand(ZERO[engine], model)
+    if engine == "ddp":
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    elif engine == "fsdp1":
+        kinds = {type(model.model.layers[0])}
+        model = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy(kinds),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+    elif engine == "tensor":
+        parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), layers())
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def measure(engine: str, way: str) -> dict[str, float]:
+    """Seconds and MiB above the start of preparing, median seconds of a step, and per cent of apply that verify."""
+    import prepkit as pk
+    import prepkit.live.apply  # paid once per process, like the imports of torch above
+
+    model = llama()
+    plan = None
+    if way == "prepkit":
+        engines = {"ddp": pk.DDP(), "fsdp1": pk.FSDP1(), "fsdp2": pk.FSDP2(), "tensor": pk.TensorParallel()}
+        zero = {name: pk.DeepSpeed(stage=stage, micro_batch=1) for name, stage in ZERO.items()}
+        cfg = pk.Config(engine=(engines | zero)[engine])
+        plan = pk.build_plan(cfg, model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))
+    init_device_mesh("cpu", (dist.get_world_size(),))  # what the first mesh of a process costs is nobody's
+    if engine in ZERO:
+        import deepspeed
+
+        lean()
+        deepspeed.init_distributed(dist_init_required=False)  # likewise
+    gc.collect()
+    dist.barrier()
+    reset_peak()
+    before, began = memory("VmRSS"), time.perf_counter()
+    verified = 0.0
+    if plan is not None:
+        with _timed_verification() as spent:
+            ready = pk.apply(plan)
+            seconds = time.perf_counter() - began
+        verified = 100 * sum(spent) / seconds
+        del plan
+        step = _prepared_step(ready)
+    else:
+        model, optimizer = by_hand(engine, model)
+        seconds = time.perf_counter() - began
+        step = _engine_step(model) if engine in ZERO else _hand_step(model, optimizer)
+    peak = memory("VmHWM") - before
+    return {"seconds": seconds, "peak": peak, "step": _time(step, alike=engine == "tensor"), "verified": verified}
+
+
+@contextmanager
+def _timed_verification() -> Iterator[list[float]]:
+    """What ``apply`` spends on verification meanwhile, in seconds, the waiting for other ranks included."""
+    from prepkit.live import apply
+
+    spent: list[float] = []
+    real = vars(apply)["verify"]
+
+    def verify(*args: Any, **given: Any) -> Any:
+        began = time.perf_counter()
+        found = real(*args, **given)
+        spent.append(time.perf_counter() - began)
+        return found
+
+    vars(apply)["verify"] = verify
+    try:
+        yield spent
+    finally:
+        vars(apply)["verify"] = real
+
+
+def _batch(*, alike: bool) -> torch.Tensor:
+    seed = 0 if alike else dist.get_rank()  # ranks that share a layer read the same
+    return torch.randint(32000, (1, 64), generator=torch.Generator().manual_seed(seed))
+
+
+def _prepared_step(ready: Any) -> Any:
+    def step(tokens: torch.Tensor) -> None:
+        ready.backward(ready.model(input_ids=tokens, labels=tokens).loss)
+        ready.step()
+
+    return step
+
+
+def _engine_step(engine: Any) -> Any:
+    def step(tokens: torch.Tensor) -> None:
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+
+    return step
+
+
+def _hand_step(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    def step(tokens: torch.Tensor) -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _time(step: Any, *, alike: bool) -> float:
+    tokens = _batch(alike=alike)
+    step(tokens)
+    times = []
+    for _ in range(STEPS):
+        dist.barrier()
+        began = time.perf_counter()
+        step(tokens)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("engine", choices=("fsdp2", "ddp", "fsdp1", "tensor", *ZERO))
+    parser.add_argument("way", choices=("hand", "prepkit"))
+    parser.add_argument("out")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    result = measure(args.engine, args.way)
+    if dist.get_rank() == 0:
+        Path(args.out).write_text(json.dumps(result))
+    dist.destroy_process_group()

@@ -1,0 +1,54 @@
+"""The end: the wrapper goes before its process group does, on every rank."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import prepkit as pk
+from prepkit.config import DDP, FSDP2, AdamW, Config, Engine, Single
+from prepkit.facts import Env
+from prepkit.live.prepared import Prepared
+from tests.gang import Gang
+from tests.live.planned import TOKENS, Tiny
+
+
+def trained(engine: Engine, world: int) -> Prepared:
+    plan = pk.build_plan(Config(engine=engine, optimizer=AdamW()), Tiny(), env=Env(world_size=world))
+    ready = pk.apply(plan)
+    ready.backward(ready.model(TOKENS).float().square().mean())
+    ready.step()
+    return ready
+
+
+def closes(rank: int, world: int, engine: Engine) -> tuple[bool, bool, bool, bool]:
+    """Whether the group ran, the wrapper has gone, the group has, and the given module is what is left."""
+    ready = trained(engine, world)
+    wrapper = weakref.ref(ready.model)
+    ran = dist.is_initialized()
+    ready.close()
+    ready.close()
+    gone = wrapper() is None or isinstance(engine, FSDP2)  # FSDP2 wraps nothing around the root
+    return ran, gone, not dist.is_initialized(), isinstance(ready.model, Tiny)
+
+
+@pytest.mark.parametrize("engine", [DDP(), FSDP2()], ids=["ddp", "fsdp2"])
+def test_closing_lets_go_of_the_wrapper_and_ends_the_group_that_apply_started(gang2: Gang, engine: Engine) -> None:
+    assert gang2.run_fresh(closes, engine) == [(True, True, True, True)] * 2
+
+
+@pytest.mark.parametrize("engine", [DDP(), FSDP2()], ids=["ddp", "fsdp2"])
+def test_a_group_that_was_there_before_goes_on(gang2: Gang, engine: Engine) -> None:
+    assert gang2.run(closes, engine) == [(True, True, False, True)] * 2
+
+
+def test_one_process_without_a_group_has_nothing_to_end() -> None:
+    ready = trained(Single(), 1)
+    ready.close()
+    assert torch.isfinite(ready.model(TOKENS)).all()
+    gc.collect()
+    assert not dist.is_initialized()

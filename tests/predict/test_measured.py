@@ -1,0 +1,176 @@
+"""What was predicted is what real torch objects hold and send: a difference of 0 bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from functools import cache
+from math import prod
+
+import pytest
+import torch
+
+from prepkit.config import BF16, DDP, FSDP1, FSDP2, AsStored, TensorParallel
+from prepkit.predict.ddp import DEFAULT_CAP, FIRST_BUCKET, bucket_sizes
+from prepkit.predict.job import OptimizerOf
+from prepkit.predict.optimizers import rule_of
+from tests.gang import ROOT, Gang
+from tests.predict.drawn import Case, case, cut
+from tests.predict.measure import Row, measure
+
+SEEDS = 12
+
+
+def wrong(rows: list[Row]) -> list[str]:
+    return [str(row) for row in rows if not row.holds]
+
+
+def on_each_rank(rank: int, world: int, cases: list[Case]) -> list[Row]:
+    return [row for one in cases for row in measure(one, rank, world)]
+
+
+def test_ddp_holds_and_sends_what_was_predicted_with_and_without_bucket_views(gang2: Gang) -> None:
+    cases = [case(seed, DDP) for seed in range(14)]
+    assert {one.cfg.engine.gradient_as_bucket_view for one in cases} == {True, False}  # type: ignore[union-attr]
+    for rows in gang2.run(on_each_rank, cases):
+        assert wrong(rows) == []
+        assert {row.what for row in rows} >= {"parameters", "gradients", "optimizer state", "buckets", "all-reduce"}
+
+
+def test_fsdp2_holds_and_sends_what_was_predicted_in_both_precisions(gang2: Gang) -> None:
+    cases = [case(seed, FSDP2, accumulation=1 + seed % 2) for seed in range(14)]
+    assert {type(one.cfg.precision) for one in cases} == {BF16, AsStored}
+    for rows in gang2.run(on_each_rank, cases):
+        assert wrong(rows) == []
+        seen = {row.what for row in rows}
+        assert seen >= {"parameters", "gradients", "optimizer state", "gathered units", "all-gather", "reduce-scatter"}
+        assert "whole gradients" in seen
+
+
+def test_fsdp1_holds_and_sends_what_was_predicted_under_every_strategy(gang2: Gang) -> None:
+    cases = [case(seed, FSDP1, accumulation=1 + seed % 2) for seed in range(14)]
+    assert {one.cfg.engine.sharding for one in cases} == {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"}  # type: ignore[union-attr]
+    assert {one.cfg.engine.use_orig_params for one in cases} == {True, False}  # type: ignore[union-attr]
+    for rows in gang2.run(on_each_rank, cases):
+        assert wrong(rows) == []
+        seen = {row.what for row in rows}
+        assert seen >= {"parameters", "gradients", "optimizer state", "gathered units", "all-gather", "reduce-scatter"}
+        assert seen >= {"whole gradients", "all-reduce"}
+
+
+def test_cut_layers_hold_and_send_what_was_predicted_alone_and_under_shards(gang2: Gang, gang4: Gang) -> None:
+    alone = [cut(case(seed, TensorParallel), 2) for seed in range(4)]
+    under = [cut(case(seed, FSDP2, accumulation=1 + seed % 2), 2) for seed in (0, 1)]
+    for rows in (*gang2.run(on_each_rank, alone), *gang4.run(on_each_rank, under, timeout=180)):
+        assert wrong(rows) == []
+        assert {row.what for row in rows} >= {"parameters", "gradients", "optimizer state"}
+
+
+@pytest.mark.slow
+def test_cut_layers_hold_and_send_what_was_predicted_at_other_worlds() -> None:
+    rows = list(staged("TensorParallel"))
+    assert wrong(rows) == []
+    assert {row.world for row in rows} == {2, 4, 6, 8, 512}
+    assert {row.rank for row in rows} >= {0, 1, 2, 3, 4, 5, 7, 256, 511}
+    assert {row.what for row in rows} >= {"all-gather", "reduce-scatter", "all-reduce", "whole gradients"}
+
+
+@pytest.mark.parametrize("cap", [25 << 20, 3 << 20, 1000])
+def test_buckets_close_where_torch_closes_them(cap: int) -> None:
+    sizes = [random.Random(seed).randint(1, 4 << 20) for seed in range(60)]
+    tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    limits = [FIRST_BUCKET, cap] if cap == DEFAULT_CAP else [cap]
+    torch_s, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits)
+    assert bucket_sizes(sizes, cap) == [sum(sizes[index] for index in bucket) for bucket in torch_s]
+
+
+@cache
+def staged(engine: str) -> tuple[Row, ...]:
+    """The rows of many cases under a fake process group, from one process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.predict.staged", engine, str(SEEDS)],
+        check=True, capture_output=True, text=True, timeout=280, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return tuple(Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["DDP", "FSDP1", "FSDP2"])
+def test_ranks_hold_and_send_what_was_predicted_on_first_middle_and_last_ranks_of_any_world(engine: str) -> None:
+    rows = list(staged(engine))
+    assert wrong(rows) == []
+    assert {row.world for row in rows} == {3, 7, 8, 64, 512, 4096}
+    assert {row.rank for row in rows} >= {0, 1, 2, 3, 6, 7, 256, 511, 2048, 4095}
+    assert any(row.what == "all-reduce" for row in rows), "no case has copies"
+    assert {row.what for row in rows} >= {"parameters", "gradients", "optimizer state"}
+    assert sum(row.exact for row in rows) > 0.9 * len(rows)
+
+
+# --- optimizers that need no wrapper -------------------------------------------------------------------------------
+
+SHAPES = ((64, 64), (100,), (333, 77), (4096,))
+
+
+def _stored(state: dict[str, object]) -> int:
+    tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+    return sum(v.untyped_storage().nbytes() for name, v in tensors.items() if not name.startswith("qmap"))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Lion", "Lion8bit", "Adam8bit", "PagedAdamW8bit"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bitsandbytes_state_is_as_predicted(name: str, shape: tuple[int, ...]) -> None:
+    optim = pytest.importorskip("bitsandbytes").optim
+    param = torch.nn.Parameter(torch.ones(shape))
+    optimizer = getattr(optim, name)([param])
+    param.grad = torch.ones(shape)
+    optimizer.step()
+    rule = rule_of(OptimizerOf(name=name, module=type(optimizer).__module__, groups=()))
+    assert rule is not None
+    assert rule(shape, shape, 4, {}).bytes == _stored(optimizer.state[param])
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit", "AdamW4bit", "AdamWFp8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_torchao_state_is_as_predicted(name: str, shape: tuple[int, ...]) -> None:
+    optim = pytest.importorskip("torchao.optim")
+    param = torch.nn.Parameter(torch.ones(shape))
+    optimizer = getattr(optim, name)([param])
+    buffers = [optimizer._new_buffer(param, signed=signed) for signed in (True, False)]  # stepping would compile
+    parts = [getattr(b, part) for b in buffers for part in ("codes", "scale", "qmap") if hasattr(b, part)] or buffers
+    rule = rule_of(OptimizerOf(name=name, module=type(optimizer).__module__, groups=()))
+    assert rule is not None
+    assert rule(shape, shape, 4, {}).bytes == sum(part.untyped_storage().nbytes() for part in parts)
+
+
+@pytest.mark.parametrize("shape", [(5,), (7, 3), (2, 3, 4)], ids=str)
+def test_adafactor_keeps_a_row_and_a_column(shape: tuple[int, ...]) -> None:
+    param = torch.nn.Parameter(torch.ones(shape))
+    optimizer = torch.optim.Adafactor([param])
+    param.grad = torch.ones(shape)
+    optimizer.step()
+    rule = rule_of(OptimizerOf(name="Adafactor", module="torch.optim._adafactor", groups=()))
+    assert rule is not None
+    state = rule(shape, shape, 4, {})
+    assert state.bytes + state.step == _stored(optimizer.state[param])
+    assert state.bytes < 4 * prod(shape) or len(shape) == 1
+
+
+# --- DeepSpeed --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_holds_and_sends_what_was_predicted(stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.predict.staged_zero", str(stage)],
+        check=True, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    rows = [Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert wrong(rows) == []
+    assert {row.what for row in rows} >= {"parameters", "master weights", "optimizer state", "all-gather"}
+    assert {row.what for row in rows} >= ({"all-reduce"} if stage < 3 else {"reduce-scatter", "persistent", "buckets"})

@@ -1,0 +1,138 @@
+"""Predicted beside measured, and beside what others say: ``python -m tests.predict_table`` prints Markdown.
+
+Measured are real torch and DeepSpeed objects after one optimizer step, under a fake process group; the models are
+drawn and small, so that every rank's storages can be counted. The second table has what the functions behind
+``accelerate estimate-memory`` and DeepSpeed's ``estimate_zero*_model_states_mem_needs`` give for the same cases and
+for the shapes of Llama.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from math import prod
+
+from prepkit.config import BF16, DDP, FSDP1, FSDP2, AdamW, Config, DeepSpeed
+from prepkit.predict import predict
+from prepkit.predict.prediction import Category, Prediction
+from prepkit.render_names import in_bytes
+from tests.gang import ROOT
+from tests.predict.cases import fsdp2, llama
+from tests.predict.measure import Row
+from tests.predict.staged_zero import model as drawn_model
+
+SEEDS = 12
+STAGES = ("1", "2", "3")
+
+
+def rows() -> Iterator[Row]:
+    for engine in ("DDP", "FSDP1", "FSDP2", "TensorParallel"):
+        yield from rows_of("staged", engine, str(SEEDS))
+    for stage in STAGES:
+        yield from rows_of("staged_zero", str(stage))
+
+
+@cache
+def rows_of(module: str, *words: str) -> tuple[Row, ...]:
+    """What a process of its own measured."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.predict.{module}", *words]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment)
+    return tuple(Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{"))
+
+
+def measured() -> Iterator[str]:
+    """One line per engine and category: how often compared, at which sizes, and the largest difference."""
+    yield "| engine | what | numbers compared | world sizes | bytes in all | largest difference |"
+    yield "|---|---|--:|---|--:|--:|"
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows():
+        if row.exact:
+            words = row.case.split()
+            engine = words[1] if words[0].isdigit() else " ".join(words[:3])
+            found.setdefault((engine, row.what), []).append(row)
+    for (engine, what), some in found.items():
+        unit = "" if what.endswith("calls") else " B"
+        worst = max(abs(row.predicted - row.measured) for row in some)
+        sizes = ", ".join(map(str, sorted({row.world for row in some})))
+        total = sum(row.measured for row in some)
+        yield f"| {engine} | {what} | {len(some)} | {sizes} | {total:,}{unit} | {worst}{unit} |"
+
+
+STATES: tuple[Category, ...] = ("parameters", "gradients", "master weights", "optimizer state", "buckets")
+"""What the other estimators mean to give."""
+
+
+def states(made: Prediction) -> int:
+    """Bytes of model states of the fullest rank."""
+    return sum(made.fullest.category(one) for one in STATES)
+
+
+def deepspeed_says(numels: list[int], stage: int, world: int) -> int:
+    """Bytes on the device as DeepSpeed's own function gives them, without offload."""
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as three
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as two
+
+    per_node = min(world, 8)
+    ranks = {"num_gpus_per_node": per_node, "num_nodes": world // per_node, "cpu_offload": False}
+    if stage == 2:
+        return int(two(sum(numels), **ranks)[1])
+    return int(three(sum(numels), max(numels), cpu_offload_params=False, **ranks)[1])
+
+
+def accelerate_says(numels: list[int], precision: str) -> int:
+    """Bytes for training with Adam as ``accelerate estimate-memory`` gives them, whatever the ranks."""
+    from accelerate.commands.estimate import estimate_training_usage
+
+    return int(max(estimate_training_usage(4 * sum(numels), precision).values()))
+
+
+def beside() -> Iterator[str]:
+    """Model states of a rank for measured cases, and for Llama: predicted, measured, and what others say."""
+    yield "| model | parameters | engine | ranks | measured | predicted | DeepSpeed says | accelerate says |"
+    yield "|---|--:|---|--:|--:|--:|--:|--:|"
+    yield from small()
+    for name in ("8B", "70B", "405B"):
+        numels = [prod(param.shape) for param in llama(name).params]
+        for world in (64, 512, 4096):
+            for engine in (DDP(), FSDP1(), FSDP2()):
+                made = predict(fsdp2(name, world, Config(engine=engine, precision=BF16(), optimizer=AdamW())))
+                words = (f"Llama {name}", sum(numels), made.engine, world)
+                yield line(words, "", states(made), "", accelerate_says(numels, "bfloat16"))
+            for stage in (2, 3):
+                engine = DeepSpeed(stage=stage, micro_batch=1)
+                made = predict(fsdp2(name, world, Config(engine=engine, precision=BF16(), optimizer=AdamW())))
+                words = (f"Llama {name}", sum(numels), f"ZeRO {stage}", world)
+                says = deepspeed_says(numels, stage, world)
+                yield line(words, "", states(made), says, accelerate_says(numels, "bfloat16"))
+
+
+def small() -> Iterator[str]:
+    """Sums of what was measured for one drawn model under ZeRO: parameters, masters, gradients, state, buckets."""
+    for stage in (2, 3):
+        first = [row for row in rows_of("staged_zero", str(stage)) if row.case.endswith("bf16 seed 0")]
+        first = [row for row in first if not row.what.startswith(("all-", "reduce-"))]
+        numels = [param.numel() for param in drawn_model(0).parameters()]
+        measured, predicted = sum(row.measured for row in first), sum(row.predicted for row in first)
+        words = ("drawn", sum(numels), f"ZeRO {stage}", first[0].world)
+        yield line(words, measured, predicted, deepspeed_says(numels, stage, 64), accelerate_says(numels, "bfloat16"))
+
+
+def line(words: tuple[str, int, str, int], *numbers: int | str) -> str:
+    """One row of Markdown; numbers that are not there stay empty."""
+    name, count, engine, world = words
+    cells = (in_bytes(one) if isinstance(one, int) else one for one in numbers)
+    return f"| {name} | {count:,} | {engine} | {world:,} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    print("\n".join(measured()), end="\n\n")
+    print("\n".join(beside()))
+
+
+if __name__ == "__main__":
+    main()

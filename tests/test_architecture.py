@@ -1,0 +1,87 @@
+"""What holds of the house as a whole: layers, tables, and names that saved plans rest on."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from prepkit.config import Engine
+from prepkit.live.handlers import HANDLERS
+from prepkit.live.verify import VERIFIERS
+from prepkit.planner import PLANNERS
+from prepkit.steps import Step
+
+ROOT = Path(__file__).resolve().parents[1]
+
+STEP_KINDS = """
+Agree AutocastFP8Forward AutocastForward BuildMesh CastForward CheckpointModules CompileModules ConvertFP8Linears
+ConvertOptimizer ConvertSyncBatchNorm ConvertTransformerEngine CreateGradScaler CreateOptimizer InitialiseDeepSpeed
+InitializeMSAMP MarkLeafModules MoveModel MoveToXLA ParallelizeModules PrecomputeFloat8Scales RebindOptimizer
+ReduceXLAGradients RegroupOptimizer ReleaseOptimizer ShardLoader ShardUnits StartProcessGroup UpcastParameters WrapDDP
+WrapFSDP1
+AllocateTensors CheckFiles InitialiseTensors ReadTensors
+"""
+"""The kinds that files of format 1 may hold. Removing or renaming one needs another format number."""
+
+VIOLATIONS = {
+    "Only live imports torch and its friends": ("prepkit/rules/mesh.py", "import torch"),
+    "Apply reads the plan and nothing else": ("prepkit/live/handlers/ddp.py", "from prepkit import config"),
+    "Layers: a file imports only from lines below its own": ("prepkit/facts.py", "from prepkit import codec"),
+    "Only the codec's converter imports cattrs": ("prepkit/changes.py", "import cattrs"),
+    "returns stays at the two edges": ("prepkit/rules/ties.py", "from returns.result import Result"),
+}
+
+
+def test_the_kinds_of_steps_are_those_that_saved_plans_know() -> None:
+    assert {kind.__name__ for kind in get_args(Step)} == set(STEP_KINDS.split())
+
+
+@pytest.mark.parametrize("table", [HANDLERS, VERIFIERS], ids=["handlers", "verifiers"])
+def test_every_kind_of_step_has_a_row(table: dict[type, object]) -> None:
+    assert set(table) == set(get_args(Step))
+
+
+def test_every_engine_has_a_planner() -> None:
+    assert set(PLANNERS) == set(get_args(Engine))
+
+
+def test_every_step_says_what_it_does_and_when_it_fails() -> None:
+    for kind in get_args(Step):
+        assert kind.__doc__
+        assert "Fails" in kind.__doc__ or kind.__name__ in {"ShardLoader", "CreateOptimizer"}, kind.__name__
+
+
+@pytest.mark.parametrize("contract", VIOLATIONS)
+def test_an_import_contract_breaks_when_it_is_violated(tmp_path: Path, contract: str) -> None:
+    file, line = VIOLATIONS[contract]
+    shutil.copytree(ROOT / "prepkit", tmp_path / "prepkit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    assert lint(tmp_path).returncode == 0
+    with (tmp_path / file).open("a") as source:
+        source.write(f"\n{line}\n")
+    broken = lint(tmp_path)
+    assert broken.returncode == 1
+    assert f"{contract} BROKEN" in " ".join(broken.stdout.split())
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    code = "from importlinter.cli import lint_imports; import sys; sys.exit(lint_imports(no_cache=True))"
+    return subprocess.run(
+        [sys.executable, "-c", code], check=False, cwd=folder, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_importing_prepkit_loads_nothing_heavy() -> None:
+    code = (
+        "import prepkit, sys; print(*(n for n in ('torch', 'cattrs', 'returns', 'rich', 'numpy') if n in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+    control = code.replace("import prepkit", "import prepkit.codec")
+    assert (
+        subprocess.run([sys.executable, "-c", control], capture_output=True, text=True, check=True).stdout == "cattrs\n"
+    )

@@ -1,0 +1,91 @@
+"""The examples as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import prepkit as pk
+from tests.zero import kernel_built
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+CONFIGS = sorted([*(EXAMPLES / "configs").iterdir(), *(EXAMPLES / "engines").iterdir()])
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{EXAMPLES}{os.pathsep}{EXAMPLES.parent}"}
+
+
+def saved_plan(folder: Path, engine: str, world: int) -> Path:
+    """A plan of the demo, made as a user makes it."""
+    path = folder / "plan.json"
+    config = str(EXAMPLES / "engines" / f"{engine}.toml")
+    script = [str(EXAMPLES / "plan.py"), config, "--processes", str(world), "--steps", "3", "-o", str(path)]
+    subprocess.run([sys.executable, *script], check=True, env=ENVIRONMENT, timeout=120)
+    return path
+
+
+def run_all(command: list[str], timeout: float) -> None:
+    """Runs a launcher and everything it starts; what is still there at the time-out shows its stacks and is killed."""
+    environment = {**ENVIRONMENT, "PYTHONFAULTHANDLER": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as launched:
+        try:
+            said, _ = launched.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(launched.pid, signal.SIGABRT)
+            said, _ = launched.communicate()
+            pytest.fail(f"still running after {timeout:.0f} s:\n{said}")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(launched.pid, signal.SIGKILL)
+    assert launched.returncode == 0, said
+
+
+ENGINES = [("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("tensor", 2), ("single", 1), ("zero3", 2)]
+
+
+@pytest.mark.parametrize(("engine", "world"), ENGINES)
+def test_one_script_trains_under_every_engine(tmp_path: Path, engine: str, world: int) -> None:
+    if engine == "zero3" and not kernel_built("deepspeed_shm_comm"):
+        pytest.skip("DeepSpeed is not installed, or has not compiled its CPU collectives; PREPKIT_BUILD_OPS=1 lets it")
+    path = saved_plan(tmp_path, engine, world)
+    out = tmp_path / "result.json"
+    launcher = [sys.executable]
+    if world > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    script = [str(EXAMPLES / "train.py"), str(path), "--steps", "3", "--out", str(out)]
+    run_all([*launcher, *script], timeout=200)
+    losses = json.loads(out.read_text())["losses"]
+    assert len(losses) == 3
+    assert losses == pytest.approx([5.4831, 5.3, 5.2], abs=0.3)
+    assert losses[2] < losses[0]
+
+
+def test_the_custom_rule_refuses() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / "custom_rule.py")], capture_output=True, text=True, check=True, env=ENVIRONMENT
+    )
+    assert "ours.head-stays-whole at head.weight" in ran.stdout
+    assert "Mesh(replicate=-1, shard=64)" in ran.stdout
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_every_example_config_can_be_read(config: Path) -> None:
+    assert isinstance(pk.read_config(str(config)), pk.Config)
+
+
+def test_the_question_whether_it_fits_is_answered_with_a_change(tmp_path: Path) -> None:
+    code = "import fits, llama; fits.ask(llama.eight(), '24GB')"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True,
+                          env=ENVIRONMENT, timeout=300)  # fmt: skip
+    said = done.stdout.splitlines()
+    assert said[0].startswith("may not fit: of 22.35 GiB the fullest rank needs ")
+    assert "of activations" in said[0]
+    assert said[1].startswith("changes that fit, least traffic")
+    assert any("mesh=" in line for line in said[2:])

@@ -1,0 +1,179 @@
+"""Many layouts at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from prepkit import cli_options, planner
+from prepkit.config import FSDP1, FSDP2, AdamW, Config, Mesh, OffloadToCPU, TensorRow, TensorRows, WrapRoot
+from prepkit.facts import parse_bytes
+from prepkit.planner.budget import bounds
+from prepkit.predict import predict
+from prepkit.rules.fsdp1_mesh import strategy
+from prepkit.sweep import ENGINES, sweep, sweep_text
+from tests.commands import MAKE, fresh, run, workplace
+from tests.predict.cases import facts
+from tests.test_cli_terminal import NO_TORCH
+
+CFG = Config(engine=FSDP2(), optimizer=AdamW())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from workplace(tmp_path, monkeypatch)
+
+
+def test_every_row_is_what_the_plan_of_that_layout_predicts() -> None:
+    seen = facts("8B", 1, memory="80GB")
+    found, refused = sweep(CFG, seen, (6, 8), tuple(ENGINES))
+    assert {(row.engine, row.world_size, row.replicate, row.shard) for row in found} == {
+        *(("ddp", world, world, 1) for world in (6, 8)),
+        *(
+            (name, world, world // size, size)
+            for name in ("fsdp1", "fsdp2", "fsdp2+offload")
+            for world, sizes in ((6, (2, 3, 6)), (8, (2, 4, 8)))
+            for size in sizes
+        ),
+    }
+    assert {one.engine for one in refused} == {"single", "fsdp2+tensor", "tensor"}  # the model says no cuts
+    for row in found:
+        mesh = Mesh(replicate=row.replicate, shard=row.shard) if "fsdp" in row.engine else None
+        engine = ENGINES[row.engine]
+        engine = strategy(engine, hybrid=row.replicate > 1) if isinstance(engine, FSDP1) else engine
+        cfg = evolve(CFG, engine=engine, mesh=mesh)
+        env = evolve(seen.env, world_size=row.world_size, memory=None)
+        made = predict(planner.plan(cfg, evolve(seen, env=env)).unwrap())
+        assert (row.floor, row.ceiling) == bounds(made)
+        assert (row.sent, row.copied, row.empty_ranks) == (made.sent, made.copied, made.empty_ranks)
+
+
+def test_layers_are_cut_over_the_neighbours_that_divide_them() -> None:
+    cuts = TensorRows(
+        (
+            *(TensorRow(f"model.layers.*.mlp.{name}_proj", "colwise") for name in ("gate", "up")),
+            TensorRow("model.layers.*.mlp.down_proj", "rowwise"),
+        )
+    )
+    cfg, seen = evolve(CFG, tensor=cuts), facts("8B", 1, per_node=4)
+    found, refused = sweep(cfg, seen, (8,), ("fsdp2+tensor", "tensor"))
+    laid = {(row.engine, row.replicate, row.shard, row.tensor) for row in found}
+    assert laid == {
+        ("fsdp2+tensor", 1, 4, 2), ("fsdp2+tensor", 2, 2, 2), ("fsdp2+tensor", 1, 2, 4), ("tensor", 1, 1, 8)
+    }  # fmt: skip
+    assert refused == ()
+    for row in found:
+        mesh = Mesh(replicate=row.replicate, shard=row.shard, tensor=row.tensor) if row.engine != "tensor" else None
+        env = evolve(seen.env, world_size=8)
+        laid_out = evolve(cfg, engine=ENGINES[row.engine], mesh=mesh)
+        made = predict(planner.plan(laid_out, evolve(seen, env=env)).unwrap())
+        assert (row.floor, row.ceiling, row.sent) == (*bounds(made), made.sent)
+        assert made.parts == row.tensor
+
+
+def test_what_fits_comes_first_and_then_what_sends_least() -> None:
+    found, _ = sweep(CFG, facts("70B", 1, memory="80GB"), (8, 64), ("ddp", "fsdp2"))
+    verdicts = [row.verdict for row in found]
+    assert verdicts == sorted(verdicts, key=("fits", "may not fit", "does not fit").index)
+    assert len(set(verdicts)) > 1
+    sent = [row.sent for row in found if row.verdict == "does not fit"]
+    assert sent == sorted(sent)
+    memory = parse_bytes("80GB")
+    for row in found:
+        assert (row.floor > memory, row.ceiling <= memory) == (row.verdict == "does not fit", row.verdict == "fits")
+
+
+def test_the_configs_own_engine_keeps_its_options() -> None:
+    seen = facts("8B", 1)
+    own = evolve(CFG, engine=FSDP2(wrap=WrapRoot()))
+    (mine,), _ = sweep(own, seen, (2,), ("fsdp2",))
+    (usual,), _ = sweep(CFG, seen, (2,), ("fsdp2",))
+    assert mine.ceiling > usual.ceiling
+    offloads = evolve(CFG, engine=FSDP2(offload=OffloadToCPU()))
+    (kept,), _ = sweep(offloads, seen, (2,), ("fsdp2",))
+    assert kept == usual
+
+
+def test_a_number_to_reshard_to_keeps_only_the_meshes_that_allow_it() -> None:
+    cfg = evolve(CFG, engine=FSDP2(reshard_after_forward=4))
+    found, _ = sweep(cfg, facts("8B", 1), (16,), ("fsdp2",))
+    assert {row.shard for row in found} == {8, 16}
+
+
+def test_thousands_of_rows_take_seconds() -> None:
+    worlds = tuple(range(8, 1200, 8))
+    began = time.process_time()
+    found, _ = sweep(CFG, facts("8B", 1), worlds, ("fsdp2", "fsdp2+offload"))
+    taken = time.process_time() - began
+    assert len(found) > 2500
+    assert taken < 20, f"{len(found)} rows took {taken:.1f} s"  # 4 s on an idle core
+
+
+def test_the_table_counts_what_it_leaves_out_and_says_what_was_refused() -> None:
+    found, refused = sweep(CFG, facts("8B", 1, memory="80GB"), (8, 64), ("single", "fsdp2"))
+    lines = sweep_text(found, refused, limit=3).splitlines()
+    assert lines[0].split()[:3] == ["engine", "ranks", "copies"]
+    assert f"and {len(found) - 3} more; --limit shows them" in lines
+    assert lines[-2].startswith("single over 8, 64 ranks: 8 processes run")
+    assert lines[-1].endswith("activations are not counted")
+
+
+def test_the_names_on_the_command_line_are_those_of_the_engines() -> None:
+    assert tuple(ENGINES) == cli_options.ENGINES
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+
+
+def test_sweep_prints_the_table_or_json(folder: Path) -> None:
+    words = (
+        "sweep",
+        "fsdp2.toml",
+        *MAKE,
+        "--world-size",
+        "4",
+        "--world-size",
+        "8",
+        "--memory",
+        "1GiB",
+        "--device",
+        "cpu",
+    )
+    shown = run(*words, "--engine", "fsdp2")
+    assert shown.exit_code == 0
+    assert "2 x 2" in shown.stdout
+    data = json.loads(run(*words, "--json").stdout)
+    assert {row["verdict"] for row in data["rows"]} == {"fits"}
+    assert [one["engine"] for one in data["refused"]][:2] == ["single", "single"]
+    assert run(*words[:-4], "--memory", "0.1KB", "--device", "cpu").exit_code == 1
+    assert run(*words, "--engine", "zero9").exit_code == 2
+
+
+def test_report_writes_one_page_for_one_plan_or_two(folder: Path) -> None:
+    done = run("report", "fsdp2.json", "-o", "page.html", "--memory", "80GiB")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "wrote page.html\n")
+    assert Path("page.html").read_text().startswith("<!doctype html>")
+    assert run("report", "fsdp2.json", "ddp.json", "-o", "two.html").exit_code == 0
+    assert "Differences" in Path("two.html").read_text()
+    assert run("report", "one.json", "ddp.json", "fsdp2.json", "-o", "x.html").exit_code == 2
+    assert run("report", "one.json", "-o", "no/such/x.html").exit_code == 2
+
+
+def test_a_plan_that_cannot_fit_is_refused_on_the_command_line_with_what_would(folder: Path) -> None:
+    Path("c.toml").write_text('engine = "DDP"\noptimizer = "AdamW"\n')
+    done = run("plan", "c.toml", *MAKE, "--world-size", "4", "--device", "cpu", "--memory", "4KB", "--torch", "2.13")
+    assert done.exit_code == 1
+    assert "error memory.exceeds-device at env.memory: The fullest rank, 0, holds for certain" in done.stderr
+    listed = run("rules").stdout
+    assert "memory.exceeds-device" in listed
+    assert "overrides = ['memory.exceeds-device']" in run("rules", "memory.exceeds-device").stdout
+
+
+def test_report_does_without_torch(folder: Path) -> None:
+    done = fresh("report", "fsdp2.json", "ddp.json", "-o", "two.html", prelude=NO_TORCH)
+    assert (done.returncode, done.stderr) == (0, "wrote two.html\n")
