@@ -73,7 +73,8 @@ def train(run: Run, path: Path, steps: int) -> dict:
     result = path.with_name(f"{path.stem}-result.json")
     launcher = [sys.executable]
     if run.processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.processes)]
+        local = ("--standalone", "--local-addr", "127.0.0.1")  # the host's name, torchrun's choice, need not resolve
+        launcher += ["-m", "torch.distributed.run", *local, "--nproc-per-node", str(run.processes)]
     script = [str(HERE / "train.py"), str(path), "--steps", str(steps), "--out", str(result)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}  # DeepSpeed would take a GPU that it finds
     subprocess.run([*launcher, *script], check=True, timeout=1800, env=environment)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import prepkit as pk
+from tests.launch import launch, torchrun
 from tests.zero import kernel_built
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -25,26 +24,8 @@ def saved_plan(folder: Path, engine: str, world: int) -> Path:
     path = folder / "plan.json"
     config = str(EXAMPLES / "engines" / f"{engine}.toml")
     script = [str(EXAMPLES / "plan.py"), config, "--processes", str(world), "--steps", "3", "-o", str(path)]
-    subprocess.run([sys.executable, *script], check=True, env=ENVIRONMENT, timeout=120)
+    subprocess.run([sys.executable, *script], check=True, env=ENVIRONMENT, timeout=100)
     return path
-
-
-def run_all(command: list[str], timeout: float) -> None:
-    """Runs a launcher and everything it starts; what is still there at the time-out shows its stacks and is killed."""
-    environment = {**ENVIRONMENT, "PYTHONFAULTHANDLER": "1"}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as launched:
-        try:
-            said, _ = launched.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(launched.pid, signal.SIGABRT)
-            said, _ = launched.communicate()
-            pytest.fail(f"still running after {timeout:.0f} s:\n{said}")
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(launched.pid, signal.SIGKILL)
-    assert launched.returncode == 0, said
 
 
 ENGINES = [("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("tensor", 2), ("single", 1), ("zero3", 2)]
@@ -56,11 +37,9 @@ def test_one_script_trains_under_every_engine(tmp_path: Path, engine: str, world
         pytest.skip("DeepSpeed is not installed, or has not compiled its CPU collectives; PREPKIT_BUILD_OPS=1 lets it")
     path = saved_plan(tmp_path, engine, world)
     out = tmp_path / "result.json"
-    launcher = [sys.executable]
-    if world > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    launcher = torchrun(world) if world > 1 else [sys.executable]
     script = [str(EXAMPLES / "train.py"), str(path), "--steps", "3", "--out", str(out)]
-    run_all([*launcher, *script], timeout=200)
+    launch([*launcher, *script], ENVIRONMENT, timeout=150)
     losses = json.loads(out.read_text())["losses"]
     assert len(losses) == 3
     assert losses == pytest.approx([5.4831, 5.3, 5.2], abs=0.3)

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from tests.benchmarks.weights import loading
 from tests.benchmarks.worlds import worlds
+from tests.launch import torchrun
 
 ROUNDS = 7
 
@@ -135,9 +136,8 @@ def deepspeed() -> Table:
 def _launch(engine: str, way: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         script = ["-m", "tests.benchmarks.worker", engine, way, str(out)]
-        subprocess.run([sys.executable, *launcher, *script], check=True, timeout=300)
+        subprocess.run([*torchrun(2), *script], check=True, timeout=300)
         result: dict[str, float] = json.loads(out.read_text())
         return result
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from rich.table import Table
 
+from tests.launch import torchrun
+
 ROUNDS = 5
 WAYS = {
     "planned": "prepkit, every rank reads its own bytes",
@@ -55,9 +57,8 @@ def _save(folder: str) -> None:
 
 def _launch(way: str, folder: str) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as results:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         script = ["-m", "tests.benchmarks.weights", way, folder, results]
-        subprocess.run([sys.executable, *launcher, *script], check=True, timeout=300)
+        subprocess.run([*torchrun(2), *script], check=True, timeout=300)
         ranks = [json.loads((Path(results) / f"{rank}.json").read_text()) for rank in (0, 1)]
         return {key: [rank[key] for rank in ranks] for key in ranks[0]}
 

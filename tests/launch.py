@@ -1,0 +1,58 @@
+"""Scripts under torchrun, as tests and benchmarks start them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+STACKS_S = 10.0
+"""Seconds that processes get to write their stacks."""
+
+
+def torchrun(processes: int) -> list[str]:
+    """The command that starts so many processes here.
+
+    The address is given because torchrun would take the host's name, which need not resolve: all ranks then wait.
+    """
+    local = ("--standalone", "--local-addr", "127.0.0.1")
+    return [sys.executable, "-m", "torch.distributed.run", *local, "--nproc-per-node", str(processes)]
+
+
+def launch(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> str:
+    """What a launcher and everything it starts wrote.
+
+    Raises ``AssertionError`` if it fails, or if it is still there after ``timeout`` seconds: then its processes show
+    their stacks and are killed, those too that the launcher has put into sessions of their own.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        environment = {**os.environ, **environment, "PYTHONFAULTHANDLER": "1"}
+        with psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT) as launched:
+            try:
+                code = launched.wait(timeout)
+            except psutil.TimeoutExpired:
+                code = None
+            finally:
+                _end(launched)
+        log.seek(0)
+        said = log.read()
+    assert code is not None, f"still running after {timeout:.0f} s:\n{said}"
+    assert code == 0, f"exit status {code}:\n{said}"
+    return said
+
+
+def _end(launched: psutil.Popen) -> None:
+    """Ends a launcher that is still there and all that it started, the workers first: they show their stacks."""
+    if not launched.is_running():
+        return
+    workers = launched.children(recursive=True)
+    for process in (*workers, launched):
+        process.send_signal(signal.SIGABRT)
+    _, left = psutil.wait_procs([*workers, launched], STACKS_S)
+    for process in left:
+        process.kill()
