@@ -19,7 +19,7 @@ from prepkit.config import (
     TorchAO,
     TransformerEngine,
 )
-from prepkit.config_fp8 import FP8Backend
+from prepkit.config.fp8 import FP8Backend
 from prepkit.cuts import degree
 from prepkit.facts import Facts
 from prepkit.findings import Severity

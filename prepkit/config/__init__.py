@@ -1,0 +1,99 @@
+"""What the user asked for: a frozen ``Config`` and the unions of choices inside it.
+
+Nothing here reads the environment or resolves a default from the machine: what is not said here is decided by
+the planner, from facts, and the plan gives the reason.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from attrs import frozen
+
+from prepkit.config.blocks import (
+    ActivationCheckpointing,
+    CheckpointBlocks,
+    Compile,
+    CompileBlocks,
+    CompileModel,
+    NoCheckpointing,
+    NoCompile,
+)
+from prepkit.config.ddp import DDP, CommHook, CompressHook, NoHook, PowerSGDHook
+from prepkit.config.deepspeed import DeepSpeed, Schedule
+from prepkit.config.dtypes import DType
+from prepkit.config.fp8 import MSAMP, DelayedScaling, FP8Backend, MXFP8BlockScaling, TorchAO, TransformerEngine
+from prepkit.config.fsdp import FSDP1, FSDP2, KeepOnDevice, Offload, OffloadToCPU, Sharding
+from prepkit.config.loaders import KeepLoaders, Loaders, ShardLoaders
+from prepkit.config.mesh import Mesh
+from prepkit.config.optimizer import SGD, AdamW, Clip, ClipNorm, ClipValue, NoClip, OptimizerSpec
+from prepkit.config.precision import BF16, FP8, FP16, AsStored, Mixed, Precision
+from prepkit.config.tensor import Activation, TensorFromModel, TensorParallel, TensorPlan, TensorRow, TensorRows
+from prepkit.config.weights import InitWeights, KeepWeights, LoadWeights, Weights
+from prepkit.config.wrapping import Wrap, WrapBlocks, WrapClasses, WrapPaths, WrapRoot, WrapSize
+
+
+class Intent(StrEnum):
+    """What the prepared model is for. Given, never guessed from the arguments (pain 19)."""
+
+    TRAINING = "training"
+    INFERENCE = "inference"
+
+
+@frozen(kw_only=True)
+class Single:
+    """One process, one device, no wrapper."""
+
+
+@frozen(kw_only=True)
+class XLA:
+    """Every process holds the whole model on its XLA device, such as a TPU core (behaviour XL-1, XL-2, PR-11)."""
+
+    forked: bool = False
+    """The processes were forked (``torch_xla.launch(start_method="fork")``); torch_xla has a wrapper for their move."""
+
+
+Engine = Single | DDP | FSDP2 | FSDP1 | TensorParallel | XLA | DeepSpeed
+
+
+@frozen(kw_only=True)
+class Config:
+    """Everything that is asked of one model's preparation."""
+
+    engine: Engine = Single()
+    """Who holds what, and who talks to whom."""
+    mesh: Mesh | None = None
+    """Layout of the ranks. None: DDP replicates over all of them, FSDP2 and FSDP1 shard, TensorParallel cuts layers."""
+    tensor: TensorPlan = TensorFromModel()
+    """Which layers are cut, and how. Read only where the mesh has a tensor axis."""
+    precision: Precision = AsStored()
+    """Dtype of computation, reduction and outputs."""
+    compile: Compile = NoCompile()
+    """torch.compile: not, whole, or per block."""
+    checkpointing: ActivationCheckpointing = NoCheckpointing()
+    """Activation checkpointing: not, or per block."""
+    weights: Weights = KeepWeights()
+    """Where the parameters' values come from: the model itself, its initialisers, or a checkpoint."""
+    intent: Intent = Intent.TRAINING
+    """Training needs an optimizer and trainable parameters; inference needs neither."""
+    device: str | None = None
+    """Device type to compute on, such as ``cuda``. None: the one in the facts."""
+    keep_device_map: bool = False
+    """Leave a model that a device map has spread over devices as it is, in each of several processes (behaviour DM-2).
+    It is not moved, and DDP gets no device ids. FSDP2 takes no such model."""
+    backend: str | None = None
+    """Process-group backend, such as ``cpu:gloo,cuda:nccl``. None: the planner's choice for device and offload."""
+    timeout_s: float = 600.0
+    """Time-out of every collective, in seconds."""
+    optimizer: OptimizerSpec | None = None
+    """An optimizer to create after wrapping. None: the one that is passed to ``build_plan``, if any."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step."""
+    clip: Clip = NoClip()
+    """Gradient clipping, done by prepkit just before the optimizer steps."""
+    scheduler_ticks: int = 1
+    """Scheduler steps per optimizer step. accelerate ticks once per rank (behaviour W-16, pain 15)."""
+    loaders: Loaders = ShardLoaders()
+    """What happens to the data loaders."""
+    overrides: tuple[str, ...] = ()
+    """Ids of rules whose errors are accepted. Each use is recorded in the plan."""

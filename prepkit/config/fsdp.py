@@ -1,0 +1,69 @@
+"""Shards: torch's ``fully_shard`` and ``FullyShardedDataParallel``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+from prepkit.config.dtypes import DType
+from prepkit.config.wrapping import Wrap, WrapBlocks
+
+
+@frozen(kw_only=True)
+class KeepOnDevice:
+    """Parameters, gradients and optimizer state stay on the compute device."""
+
+
+@frozen(kw_only=True)
+class OffloadToCPU:
+    """Sharded parameters, gradients and optimizer state live in host memory (torch ``CPUOffloadPolicy``)."""
+
+    pin_memory: bool = True
+    """Page-lock the host copies. False saves host memory and makes the copies slower."""
+
+
+Offload = KeepOnDevice | OffloadToCPU
+
+
+@frozen(kw_only=True)
+class FSDP2:
+    """Parameters, gradients and optimizer state are sharded per parameter (torch ``fully_shard``)."""
+
+    wrap: Wrap = WrapBlocks()
+    """Which modules become units of their own, besides the root."""
+    reshard_after_forward: bool | int = True
+    """Free the gathered parameters of a unit after its forward. An int reshards to that many ranks instead.
+    The root keeps its parameters, because backward begins with them."""
+    offload: Offload = KeepOnDevice()
+    """Where the shards live between uses."""
+
+
+Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+
+
+@frozen(kw_only=True)
+class FSDP1:
+    """The parameters of a unit are laid end to end and cut evenly (torch ``FullyShardedDataParallel``)."""
+
+    wrap: Wrap = WrapBlocks()
+    """Which modules become units of their own, besides the root. Under ``BF16`` every batch norm becomes one too."""
+    sharding: Sharding = "FULL_SHARD"
+    """torch's ``ShardingStrategy``. ``SHARD_GRAD_OP`` keeps a unit gathered between forward and backward, ``NO_SHARD``
+    always; ``HYBRID_*`` shard inside each copy of the model, and need a mesh of copies and shards."""
+    offload: bool = False
+    """Shards, their gradients and optimizer state live in host memory (torch ``CPUOffload``)."""
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST"] | None = "BACKWARD_PRE"
+    """Gather the next unit of backward before or after the gradients of the present one; None: when it is needed."""
+    forward_prefetch: bool = False
+    """Gather the next unit of forward before the present one has run; for models that always run in one order."""
+    limit_all_gathers: bool = True
+    """Let the CPU run at most two units ahead, which bounds what is gathered at once."""
+    use_orig_params: bool = True
+    """Keep the parameters, as views of the flat one. False leaves one flat parameter per unit to the optimizer."""
+    sync_module_states: bool = False
+    """Broadcast the parameters and buffers of rank 0 before sharding; on an accelerator only."""
+    ignored: tuple[str, ...] = ()
+    """Shell patterns over dotted paths, as in ``WrapPaths``: modules that stay whole, and that nobody averages."""
+    buffer_dtype: DType | None = None
+    """Dtype to which ``BF16`` casts floating buffers; None leaves them as they are stored."""

@@ -1,0 +1,34 @@
+"""Where the model's values come from."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class KeepWeights:
+    """The values that the model has. A model on the meta device has none, and ``apply`` refuses it."""
+
+
+@frozen
+class InitWeights:
+    """New values from the modules' own ``reset_parameters`` and ``_init_weights``, also for a model on meta.
+
+    The values depend on the seed and on each module's path: they are equal on all ranks and for every world size.
+    """
+
+    seed: int = 0
+    """Any whole number."""
+
+
+@frozen
+class LoadWeights:
+    """Values from safetensors files, also for a model on meta: every rank reads the bytes of its own shards."""
+
+    path: str
+    """A ``.safetensors`` file, a ``.safetensors.index.json``, or the folder that holds either (``save_pretrained``)."""
+    rename: tuple[tuple[str, str], ...] = ()
+    """Regular expressions and what to put in their place, applied in turn to every key: ``(("^policy[.]", ""),)``."""
+
+
+Weights = KeepWeights | InitWeights | LoadWeights

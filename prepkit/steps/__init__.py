@@ -1,0 +1,76 @@
+"""The closed union of step kinds: one thing to do each, as plain data.
+
+A step says everything that its handler needs. It never names a rank or a live object: what depends on the rank is
+symbolic (``LocalDevice``) and bound in the handler; modules and parameters are named by canonical path.
+"""
+
+from __future__ import annotations
+
+from prepkit.steps.ddp import Communication, ConvertSyncBatchNorm, PowerSGDOptions, WrapDDP
+from prepkit.steps.deepspeed import ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules, Setting
+from prepkit.steps.fp8 import (
+    AutocastFP8Forward,
+    ConvertFP8Linears,
+    ConvertTransformerEngine,
+    InitializeMSAMP,
+    PrecomputeFloat8Scales,
+)
+from prepkit.steps.fsdp1 import FlatUnit, RegroupOptimizer, WrapFSDP1
+from prepkit.steps.fsdp2 import ParallelizeModules, ShardUnits, TensorCut, Unit
+from prepkit.steps.loaders import ShardLoader
+from prepkit.steps.model import (
+    AutocastForward,
+    CastForward,
+    CheckpointModules,
+    CompileModules,
+    MoveModel,
+    UpcastParameters,
+)
+from prepkit.steps.optimizer import (
+    CreateGradScaler,
+    CreateOptimizer,
+    OptimizerOption,
+    RebindOptimizer,
+    ReleaseOptimizer,
+)
+from prepkit.steps.places import Axis, File, LocalDevice
+from prepkit.steps.start import Agree, BuildMesh, StartProcessGroup
+from prepkit.steps.weights import AllocateTensors, CheckFiles, InitialiseTensors, ReadTensors, Source
+from prepkit.steps.xla import MoveToXLA, ReduceXLAGradients
+
+Step = (
+    StartProcessGroup
+    | Agree
+    | BuildMesh
+    | ReleaseOptimizer
+    | UpcastParameters
+    | MoveModel
+    | AutocastForward
+    | ParallelizeModules
+    | CheckpointModules
+    | CompileModules
+    | ShardUnits
+    | ConvertSyncBatchNorm
+    | WrapFSDP1
+    | RegroupOptimizer
+    | WrapDDP
+    | RebindOptimizer
+    | CreateOptimizer
+    | CreateGradScaler
+    | ShardLoader
+    | ConvertFP8Linears
+    | ConvertTransformerEngine
+    | AutocastFP8Forward
+    | InitializeMSAMP
+    | PrecomputeFloat8Scales
+    | MoveToXLA
+    | ReduceXLAGradients
+    | CastForward
+    | MarkLeafModules
+    | ConvertOptimizer
+    | InitialiseDeepSpeed
+    | CheckFiles
+    | AllocateTensors
+    | InitialiseTensors
+    | ReadTensors
+)

@@ -1,0 +1,61 @@
+"""Units of shards, and layers cut over ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class Unit:
+    """One ``fully_shard`` call: the module, what it shards, and whether it frees what it gathered."""
+
+    path: str
+    """Module path; ``""`` is the root."""
+    reshard_after_forward: bool | int
+    output_dtype: str | None = None
+    """Dtype of the module's floating outputs; None leaves them."""
+
+
+@frozen(kw_only=True)
+class TensorCut:
+    """Modules that are cut alike."""
+
+    paths: tuple[str, ...]
+    style: Literal["colwise", "rowwise", "sequence", "replicate"]
+    takes: Literal["whole", "features", "heads", "sequence"]
+    """How the input arrives on the ranks of the axis."""
+    gives: Literal["whole", "features", "heads", "sequence"]
+    """How the output leaves."""
+
+
+@frozen(kw_only=True)
+class ParallelizeModules:
+    """Cuts modules over one axis of the mesh, with hooks that lay out their inputs and outputs; ties stay ties.
+
+    Has no way back: the model has to be built again if a later step fails.
+    Fails if a module is of another kind, cut already or holds a gradient, or if the ranks hold different weights.
+    """
+
+    cuts: tuple[TensorCut, ...]
+    axis: str
+
+
+@frozen(kw_only=True)
+class ShardUnits:
+    """Shards each unit over the mesh with ``fully_shard``, in this order; the root comes last.
+
+    Has no way back: the model has to be built again if a later step fails.
+    Fails if a unit is already sharded, a container without forward, or holds a scalar parameter.
+    """
+
+    units: tuple[Unit, ...]
+    param_dtype: str | None
+    """Dtype of the gathered parameters; None: as stored."""
+    reduce_dtype: str | None
+    """Dtype of the gradient reduction; None: that of the gathered parameters."""
+    offload: bool
+    pin_memory: bool
+    axes: tuple[str, ...] = ()
+    """Axes of the mesh to shard over; empty: all of them."""

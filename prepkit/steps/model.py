@@ -1,0 +1,65 @@
+"""What is done to the model as it stands: dtype, device, forward, blocks."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from prepkit.steps.places import LocalDevice
+
+
+@frozen(kw_only=True)
+class UpcastParameters:
+    """Casts the named parameters in place, keeping each object, and the optimizer state that has their dtype.
+
+    Fails if a name is not a parameter, or one holds a gradient.
+    """
+
+    names: tuple[str, ...]
+    dtype: str
+
+
+@frozen(kw_only=True)
+class MoveModel:
+    """Moves parameters and buffers to the device, in place. Fails if the device is missing or a tensor is on meta."""
+
+    device: LocalDevice
+
+
+@frozen(kw_only=True)
+class AutocastForward:
+    """Runs the root's forward under autocast, and casts its low-precision outputs. Fails if it already does."""
+
+    device: str
+    dtype: str
+    output_dtype: str
+
+
+@frozen(kw_only=True)
+class CheckpointModules:
+    """Puts a non-reentrant checkpoint wrapper in the place of each module. Fails if one is already checkpointed."""
+
+    paths: tuple[str, ...]
+    preserve_rng_state: bool
+
+
+@frozen(kw_only=True)
+class CompileModules:
+    """Compiles each module in place, so that names and hooks stay. Fails if one is already compiled."""
+
+    paths: tuple[str, ...]
+    """``("",)`` is the whole model."""
+    backend: str
+    mode: str
+    fullgraph: bool
+    dynamic: bool | None
+
+
+@frozen(kw_only=True)
+class CastForward:
+    """Casts the root's floating inputs to one dtype and its 16-bit floating outputs to another.
+
+    Fails if the forward is cast already.
+    """
+
+    dtype: str
+    output_dtype: str

@@ -1,0 +1,73 @@
+"""Values for a model that does not bring them along."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from prepkit.steps.places import Axis, File, LocalDevice
+
+
+@frozen(kw_only=True)
+class Source:
+    """Where the values of one parameter or buffer lie, and how it is split. Which bytes a rank reads: ``reads``."""
+
+    name: str
+    key: str
+    """Name in the file."""
+    file: int
+    """Index into the step's files."""
+    start: int
+    """First byte in the file."""
+    dtype: str
+    """Dtype in the file."""
+    shape: tuple[int, ...]
+    placements: tuple[str, ...] = ()
+    """One per mesh axis, as in ``ParamLayout``; empty: every rank holds the whole."""
+
+
+@frozen(kw_only=True)
+class CheckFiles:
+    """Compares size and header of every file with the plan's, then waits for the other ranks; changes nothing.
+
+    Fails on every rank if a file is missing, unreadable, truncated or another one on any rank.
+    """
+
+    files: tuple[File, ...]
+
+
+@frozen(kw_only=True)
+class AllocateTensors:
+    """Gives storage to all that is on meta, on the device, and moves the rest there; each object stays itself.
+
+    What had no values has none yet: a later step fills it. Fails if the device is missing.
+    """
+
+    device: LocalDevice
+
+
+@frozen(kw_only=True)
+class InitialiseTensors:
+    """Runs the ``reset_parameters`` and ``_init_weights`` of the modules, unit by unit, on whole tensors.
+
+    Each rank keeps its part. Takes parameters as they are named, buffers only where they were on meta.
+    What they write over is lost. Fails if a module has neither method, or leaves one of the named tensors unwritten.
+    """
+
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+    units: tuple[str, ...]
+    """Paths of the modules whose parameters are whole at one time; ``""``, the last, is what no other holds."""
+    seed: int
+
+
+@frozen(kw_only=True)
+class ReadTensors:
+    """Every rank reads its own bytes into its own shards, without a copy of the whole.
+
+    Casts where dtypes differ. What it writes over is lost. Fails on every rank if a file cannot be read on any.
+    """
+
+    files: tuple[File, ...]
+    sources: tuple[Source, ...]
+    axes: tuple[Axis, ...]
+    """Axes of the device mesh; empty without one."""
