@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import frexp
 
-from prepkit.config import BF16, FP8, FP16, Intent, Mixed, Precision
+from prepkit.config import BF16, FP8, FP16, MSAMP, Intent, Mixed, Precision
 from prepkit.deepspeed_flaws import Draft
 from prepkit.deepspeed_json import look
 
@@ -32,6 +32,8 @@ def precision(draft: Draft, stage: int) -> None:
         _sums(draft, asked, stage)
     if isinstance(asked, FP16):
         _scale(draft, asked)
+    if isinstance(asked, FP8) and isinstance(asked.backend, MSAMP):
+        _msamp(draft, asked.backend, stage)
 
 
 def _switch(draft: Draft, path: str, *, on: bool) -> None:
@@ -66,6 +68,20 @@ def _sums(draft: Draft, asked: Mixed, stage: int) -> None:
     draft.settle("communication_data_type", reduce, "config.precision.reduce_dtype")
     if asked.reduce_dtype == "float32" and stage > 0:
         draft.fill("data_types.grad_accum_dtype", reduce, "micro-batches add up as they are reduced")
+
+
+def _msamp(draft: Draft, asked: MSAMP, stage: int) -> None:
+    """MS-AMP's own section (msamp/deepspeed/runtime/config.py), which DeepSpeed itself does not know (DP-12, DP-31)."""
+    if stage == 3:
+        what = "MS-AMP shards optimizer state and gradients, and cannot shard parameters (ZeRO stage 3)."
+        draft.flaw("msamp", what, "Write DeepSpeed(stage=2), or backend=TorchAO().", "config.engine.stage")
+    device = draft.get("zero_optimization.offload_optimizer.device", "none")
+    if device != "none":
+        what = f"MS-AMP steps its optimizer where the parameters are, and optimizer state is offloaded to {device}."
+        fix = "Leave offload_optimizer out, or write backend=TorchAO()."
+        draft.flaw("msamp", what, fix, "config.engine.offload_optimizer")
+    draft.settle("msamp.enabled", ours=True, place="config.precision")
+    draft.settle("msamp.opt_level", asked.opt_level, "config.precision.backend.opt_level")
 
 
 def _scale(draft: Draft, asked: FP16) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
+from prepkit.config import FP8, MSAMP
 from prepkit.deepspeed_flaws import Draft
 from prepkit.deepspeed_json import AUTO, Data, drop, look, put
 from prepkit.deepspeed_keys import OPEN, REMOVED, SECTIONS
@@ -15,6 +16,8 @@ _OLD = {
     "zero_optimization.cpu_offload_param": "zero_optimization.offload_param.device",
 }
 """Switches of older versions to the device that they mean (deepspeed/runtime/zero/config.py)."""
+_MSAMP = {"enabled": "bool", "opt_level": "text", "use_te": "bool"}
+"""Keys of the section that MS-AMP adds (msamp/deepspeed/runtime/config.py)."""
 _OWN_AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 """Places where ``auto`` is a value of DeepSpeed's own."""
 
@@ -42,8 +45,13 @@ def _removed(draft: Draft) -> None:
 
 
 def _sections(draft: Draft) -> None:
+    asked = draft.cfg.precision
+    sections = dict(SECTIONS)
+    if isinstance(asked, FP8) and isinstance(asked.backend, MSAMP):
+        sections |= {"": SECTIONS[""] | {"msamp": "map"}, "msamp": _MSAMP}
+
     def visit(path: str, data: Data) -> None:
-        known = SECTIONS.get(path)
+        known = sections.get(path)
         if known is None or path in OPEN:
             return
         for key in tuple(data):
@@ -63,6 +71,8 @@ def _unknown(draft: Draft, here: str, key: str, known: dict[str, str]) -> None:
     elsewhere = [f"{path}.{key}" if path else key for path, keys in SECTIONS.items() if key in keys]
     meant = near or elsewhere[:2]
     fix = f"Write {' or '.join(f'`{one}`' for one in meant)}, or remove it." if meant else "Remove it."
+    if here == "msamp":
+        fix = "Remove it, and write precision=FP8(backend=MSAMP()), which adds it."
     draft.flaw("unknown-key", f"DeepSpeed knows no `{here}`, and would ignore or refuse it.", fix)
 
 

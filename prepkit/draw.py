@@ -24,7 +24,7 @@ from prepkit.config import (
     TensorParallel,
 )
 from prepkit.draw_deepspeed import deepspeeds
-from prepkit.draw_fp8 import LIBRARIES, fp8_backends, fp8s
+from prepkit.draw_fp8 import fp8_backends, fp8s
 from prepkit.facts import (
     Env,
     Facts,
@@ -35,7 +35,7 @@ from prepkit.facts import (
     ParamFact,
     SchedulerFacts,
 )
-from prepkit.provoke import marked, tiny_model, tiny_optimizer, with_batchnorm
+from prepkit.provoke import LIBRARIES, marked, tiny_model, tiny_optimizer, with_batchnorm
 from prepkit.provoke_weights import PATH, tiny_checkpoint
 from prepkit.rules import RULES
 from prepkit.rules.compile import MODES

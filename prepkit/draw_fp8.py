@@ -15,8 +15,6 @@ from prepkit.fp8 import convertible, linears
 from prepkit.provoke import tiny_optimizer
 from prepkit.rules.fp8 import ADA, BLACKWELL
 
-LIBRARIES = (("msamp", "0.4.0"), ("torch_xla", "2.9.0"), ("torchao", "0.18.0"), ("transformer_engine", "2.9.0"))
-
 
 def _skips() -> SearchStrategy[tuple[str, ...]]:
     return st.sampled_from(((), ("layers.0.attn",), ("head", "no.*")))

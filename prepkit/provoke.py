@@ -59,6 +59,12 @@ from prepkit.facts import (
 )
 from prepkit.provoke_weights import WEIGHTS
 
+LIBRARIES = (
+    *(("deepspeed", "0.19.8"), ("msamp", "0.4.0"), ("torch_xla", "2.9.0")),
+    *(("torchao", "0.18.0"), ("transformer_engine", "2.9.0")),
+)
+"""What is installed where float8 is to be tried, with versions."""
+
 Pair = tuple[Config, Facts]
 
 _CLASSES = tuple(
@@ -233,8 +239,7 @@ def _embeddings(*, declared: bool, tied: bool) -> ModelFacts:
 def _fp8(cfg: Config, device: str = "cuda", world: int = 1, optimizer: bool = True, **env: Any) -> Pair:
     """The config on a model of width 16, where everything is installed, on a Blackwell unless said otherwise."""
     facts = tiny_facts(tiny_model(width=16, vocab=16), world=world, device=device, optimizer=optimizer)
-    libraries = (("msamp", "0.4.0"), ("torch_xla", "2.9.0"), ("torchao", "0.18.0"), ("transformer_engine", "2.9.0"))
-    usual = {"libraries": libraries, "capability": (10, 0) if device == "cuda" else None}
+    usual = {"libraries": LIBRARIES, "capability": (10, 0) if device == "cuda" else None}
     return cfg, evolve(facts, env=evolve(facts.env, **{**usual, **env}))
 
 
@@ -468,6 +473,7 @@ PROVOKE: dict[str, Callable[[], Pair]] = {
     ),
     "deepspeed.tensor-parallel": lambda: _deepspeed('{"tensor_parallel": {"autotp_size": 4}}', world=6),
     "deepspeed.stage-0-16-bit": lambda: _deepspeed(stage=0, precision=BF16()),
+    "deepspeed.msamp": lambda: _fp8(evolve(_MSAMP, engine=DeepSpeed(stage=3, micro_batch=4)), world=2),
     "deepspeed.installed": lambda: _deepspeed(
         '{"tensor_parallel": {"autotp_size": 2}}', env_libraries=(("deepspeed", "0.15.4"),)
     ),

@@ -291,7 +291,8 @@ def _initialise_deepspeed(step: InitialiseDeepSpeed) -> str:
     clipping = said.get("gradient_clipping", "0.0")
     clipped = "" if clipping in ("0", "0.0") else f", clipped to {clipping}"
     stepped = "" if step.scheduler == "outside" else "; steps the scheduler too"
-    what = f"ZeRO stage {step.stage} on {step.device} with {makes[step.optimizer]}, batch {batch}{clipped}"
+    also = " by MS-AMP" if step.library == "msamp" else ""
+    what = f"ZeRO stage {step.stage}{also} on {step.device} with {makes[step.optimizer]}, batch {batch}{clipped}"
     return f"{what}; {count(len(step.settings), 'setting')}{stepped}"
 
 

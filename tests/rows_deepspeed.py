@@ -10,11 +10,10 @@ REAL = "test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_
 TWO_PLACES = "rule deepspeed.two-places"
 PRECISION = "test test_precision_has_one_owner_in_every_row_of_the_table"
 NO_PLUGIN = "deviation the engine is a frozen value of one config: no plugin is selected, and no state is published"
-FLOAT8 = "deviation nothing computes in float8 under DeepSpeed: MS-AMP and TransformerEngine are refused there"
 NO_ENVIRONMENT = "deviation no field has a default in an environment variable"
 
 INITIALISE: dict[str, Answers] = {
-    "DS-1": ("step InitialiseDeepSpeed", "rule fp8.engine", FLOAT8),
+    "DS-1": ("step InitialiseDeepSpeed", "test test_ms_amps_own_initialize_takes_the_place_of_deepspeeds"),
     "DS-2": ("deviation loaders are given as loaders=, so no argument has to be recognised as one",),
     "DS-3": (
         "rule deepspeed.tensor-parallel",
@@ -51,7 +50,7 @@ INITIALISE: dict[str, Answers] = {
         "deviation the switch is written for optimizers that need it only",
     ),
     "DS-17": ("deviation every plan has a model",),
-    "DS-18": ("rule fp8.engine", FLOAT8),
+    "DS-18": ("step AutocastFP8Forward", "test test_transformer_engines_layers_train_under_zero"),
     "DS-19": (
         "rule deepspeed.leaf-modules",
         "rule deepspeed.experts",
@@ -163,7 +162,7 @@ PLUGIN: dict[str, Answers] = {
     "DP-9": ("deviation steps_per_print is what the user writes, else DeepSpeed's default",),
     "DP-10": ("deviation zero.Init is the user's to enter; a model that was built under it is recognised",),
     "DP-11": ("rule deepspeed.zero-init",),
-    "DP-12": ("rule fp8.engine", FLOAT8),
+    "DP-12": ("rule deepspeed.msamp", "test test_ms_amp_gets_a_section_of_its_own_and_its_own_initialize"),
     "DP-13": (NO_PLUGIN,),
     "DP-20": ("rule deepspeed.auto", "rule deepspeed.unknown-key", TWO_PLACES),
     "DP-21": ("test test_a_setting_in_two_places_that_disagree_names_both", "test test_auto_is_found_in_lists_too"),

@@ -123,4 +123,5 @@ def test_a_rank_reads_as_many_bytes_as_its_part_has(case: tuple[Source, tuple[Ax
     )
     found = ranges(source, axes, rank)
     assert sum(part.length for part in found) == prod(local_shape(layout, axes, rank)) * item
-    assert len(found) <= 1, "a part of dim 0 is one range"
+    if not any("(1)" in word for word in source.placements):
+        assert len(found) <= 1, "a part of dim 0 is one range"

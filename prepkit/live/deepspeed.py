@@ -23,9 +23,10 @@ Compared = tuple[str, object, object]
 def initialised(step: InitialiseDeepSpeed, standing: Standing) -> Iterator[Compared]:
     """Compares the engine's own numbers, and the parameters that its optimizer steps, with the step."""
     engine: Any = standing.target.model
+    planned = "MSAMPDeepSpeedEngine" if step.library == "msamp" else "DeepSpeedEngine"
     found = type(engine).__name__
-    yield "wrapped", "DeepSpeedEngine", found
-    if found != "DeepSpeedEngine":
+    yield "wrapped", planned, found
+    if found != planned:
         return
     said = {".".join(one.path): json.loads(one.value) for one in step.settings}
     yield "ZeRO stage", step.stage, int(engine.zero_optimization_stage())

@@ -150,6 +150,8 @@ def _staged(step: Step) -> tuple[Step | None, str]:  # noqa: C901  # one case pe
             return step, ""
         case ConvertOptimizer(algorithm=algorithm):
             return None, f"{algorithm} would have to be compiled; the optimizer stands in for it"
+        case InitialiseDeepSpeed(library="msamp"):
+            return None, "MS-AMP runs on a GPU only"
         case InitialiseDeepSpeed():
             return deepspeed.staged(step)
         case _:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from prepkit.attestation import Check, each, same
 from prepkit.live.deepspeed import initialised as compared
 from prepkit.live.forward import MARK, CastedForward
+from prepkit.live.forward_fp8 import FP8Forward
 from prepkit.live.standing import Standing
 from prepkit.steps import CastForward, ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules
 
@@ -14,7 +15,7 @@ from prepkit.steps import CastForward, ConvertOptimizer, InitialiseDeepSpeed, Ma
 def cast(step: CastForward, standing: Standing) -> Iterator[Check]:
     """The root's forward casts, from and to these dtypes."""
     own = standing.modules[""][-1]
-    forward = own.forward
+    forward = own.forward.forward if isinstance(own.forward, FP8Forward) else own.forward  # which is outside it
     if isinstance(forward, CastedForward) and hasattr(own, MARK):
         found = tuple(str(dtype).removeprefix("torch.") for dtype in (forward.dtype, forward.output_dtype))
         yield same("CastForward", "cast forward", (step.dtype, step.output_dtype), found)

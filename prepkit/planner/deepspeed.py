@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from prepkit.config import Config, DeepSpeed, Mixed
+from prepkit.config import FP8, MSAMP, Config, DeepSpeed, Mixed
 from prepkit.deepspeed_config import Worked, work_out
 from prepkit.deepspeed_precision import low_dtype
 from prepkit.facts import Facts
+from prepkit.fp8 import kept_wide
 from prepkit.plan import because
-from prepkit.planner import pieces
+from prepkit.planner import fp8, pieces
 from prepkit.planner.pieces import Piece
 from prepkit.steps import CastForward, ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules
 
@@ -17,12 +18,15 @@ def plan_deepspeed(cfg: Config, facts: Facts) -> Piece:
     worked = work_out(cfg, facts)
     return (
         pieces.start_group(cfg, facts)
+        + fp8.convert(cfg, facts)  # before anything is wrapped around the layers that it replaces
         + cast(cfg)  # of the user's model, so that DeepSpeed's hooks see what they expect
+        + fp8.autocast(cfg, facts)  # around it, and inside the engine, which calls the module's own forward
         + pieces.checkpoint(cfg, facts)  # inside ZeRO's hooks, so that recomputation gathers again
         + leaves(cfg, facts, worked)  # read when ZeRO-3 puts its hooks in
         + (
             pieces.create_optimizer(cfg, facts) if worked.optimizer == "given" else ()
         )  # before ZeRO takes the parameters
+        + (pieces.rebind_optimizer(facts) if fp8.follows(cfg, facts) else ())  # likewise
         + convert(worked)
         + initialise(cfg, facts, worked)  # has no way back: after all that can be refused without it
         + pieces.compile_blocks(cfg, facts)  # compiled code has to see ZeRO's hooks (DS-30)
@@ -73,5 +77,13 @@ def initialise(cfg: Config, facts: Facts, worked: Worked) -> Piece:
         names=trained if worked.optimizer == "section" else (),
         scheduler=worked.scheduler,
         settings=worked.settings,
+        library="msamp" if _is_msamp(cfg) else "deepspeed",
+        kept=kept_wide(facts.model) if _is_msamp(cfg) else (),
     )
-    return because(step, "; ".join(worked.notes) or "every value is the user's own", "DS-13", "DS-23", "DS-25", "DS-29")
+    rows = ("DS-1", "DP-12") if _is_msamp(cfg) else ()
+    reason = "; ".join(worked.notes) or "every value is the user's own"
+    return because(step, reason, "DS-13", "DS-23", "DS-25", "DS-29", *rows)
+
+
+def _is_msamp(cfg: Config) -> bool:
+    return isinstance(cfg.precision, FP8) and isinstance(cfg.precision.backend, MSAMP)

@@ -82,12 +82,13 @@ def _deepspeed_layout(cfg: Config, facts: Facts, mesh: tuple[Axis, ...]) -> tupl
     kinds: dict[str, Placement] = {"shard": "partition", "replicate": "replicate", "tensor": "split"}
     found = tuple(kinds[axis.name] for axis in mesh)
     placements = found if {"partition", "split"} & set(found) else ()
+    scaled = _scaled(cfg, facts)
     return tuple(
         ParamLayout(
             name=param.name,
             shape=param.shape,
-            dtype=low if low and param.dtype in _CAST else param.dtype,
-            cls="Parameter",
+            dtype="float16" if param.name in scaled else low if low and param.dtype in _CAST else param.dtype,
+            cls="ScalingParameter" if param.name in scaled else "Parameter",
             placements=placements,
             unit="",
             requires_grad=param.requires_grad,
@@ -115,6 +116,8 @@ def _deepspeed_masters(cfg: Config) -> str:
     low = low_dtype(cfg.precision)
     if not trains(cfg):
         return "none: nothing is trained"
+    if isinstance(cfg.precision, FP8) and isinstance(cfg.precision.backend, MSAMP):
+        return "none: MS-AMP keeps scaled float16 weights"
     if low is None:
         return "the parameters themselves, as they are stored"
     if isinstance(cfg.precision, Mixed) and not cfg.precision.master_weights:

@@ -8,17 +8,23 @@ from prepkit.steps import (
     ConvertFP8Linears,
     ConvertSyncBatchNorm,
     ConvertTransformerEngine,
+    InitialiseDeepSpeed,
     InitializeMSAMP,
     ParallelizeModules,
     PrecomputeFloat8Scales,
+    Step,
 )
 
 
 def hidden(plan: Plan) -> tuple[str, ...]:
     """Why nothing can be said of the plan; empty where something can."""
-    if any(isinstance(planned.step, InitializeMSAMP) for planned in plan.steps):
+    if any(_by_msamp(planned.step) for planned in plan.steps):
         return ("everything: MS-AMP replaces weights and optimizer by its own",)
     return ()
+
+
+def _by_msamp(step: Step) -> bool:
+    return isinstance(step, InitializeMSAMP) or (isinstance(step, InitialiseDeepSpeed) and step.library == "msamp")
 
 
 def unknown(plan: Plan) -> tuple[str, ...]:

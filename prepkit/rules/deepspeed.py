@@ -217,6 +217,14 @@ RULES: tuple[Rule, ...] = (
         source=("DS-3", "G-61", "K-DS16"),
     ),
     Rule(
+        id="deepspeed.msamp",
+        summary="MS-AMP trains at ZeRO stages 0 to 2, with its optimizer where the parameters are.",
+        check=flaws("msamp"),
+        fix="Write backend=TorchAO().",
+        overridable=False,
+        source=("DP-12", "DP-31", "K-DS13", "K-DS14"),
+    ),
+    Rule(
         id="deepspeed.stage-0-16-bit",
         summary="Training in 16 bits begins at ZeRO stage 1.",
         check=flaws("stage-0-16-bit"),

@@ -6,7 +6,20 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import DDP, FSDP1, FSDP2, MSAMP, Config, Intent, NoClip, Single, TorchAO, TransformerEngine
+from prepkit.config import (
+    DDP,
+    FSDP1,
+    FSDP2,
+    MSAMP,
+    Config,
+    DeepSpeed,
+    Intent,
+    NoClip,
+    Single,
+    TorchAO,
+    TransformerEngine,
+)
+from prepkit.deepspeed_config import work_out
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.fp8 import has_engine_layers
@@ -20,7 +33,7 @@ ADAMS = (("Adam", "torch.optim"), ("AdamW", "torch.optim"), ("FusedAdam", "deeps
 
 def _without(cfg: Config, _: Facts) -> Iterator[Hit]:
     asked = backend(cfg)
-    if asked is not None and not isinstance(cfg.engine, Single | DDP | FSDP1 | FSDP2):
+    if asked is not None and not isinstance(cfg.engine, Single | DDP | FSDP1 | FSDP2 | DeepSpeed):
         what = f"{type(asked).__name__} does not compute in float8 under {type(cfg.engine).__name__}."
         yield Hit("config.precision.backend", what)
 
@@ -39,13 +52,14 @@ def _gather(cfg: Config, _: Facts) -> Iterator[Hit]:
 
 
 def _engine(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if isinstance(backend(cfg), MSAMP) and not isinstance(cfg.engine, Single | DDP):
+    if isinstance(backend(cfg), MSAMP) and not isinstance(cfg.engine, Single | DDP | DeepSpeed):
         engine = type(cfg.engine).__name__
-        yield Hit("config.precision.backend", f"MSAMP trains under Single and DDP, and the engine is {engine}.")
+        what = f"MSAMP trains under Single, DDP and DeepSpeed, and the engine is {engine}."
+        yield Hit("config.precision.backend", what)
 
 
 def _adam(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(backend(cfg), MSAMP):
+    if not isinstance(backend(cfg), MSAMP) or _makes_its_own(cfg, facts):
         return
     found = facts.optimizer
     if found is None:
@@ -60,14 +74,21 @@ def _adam(cfg: Config, facts: Facts) -> Iterator[Hit]:
     yield Hit("optimizer", what)
 
 
+def _makes_its_own(cfg: Config, facts: Facts) -> bool:
+    """Whether DeepSpeed will make the optimizer, over the parameters as they then are."""
+    return isinstance(cfg.engine, DeepSpeed) and work_out(cfg, facts).optimizer == "section"
+
+
 def _clip(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if isinstance(backend(cfg), MSAMP) and not isinstance(cfg.clip, NoClip):
+    own = isinstance(cfg.engine, DeepSpeed)  # whose float8 optimizer clips by itself
+    if isinstance(backend(cfg), MSAMP) and not isinstance(cfg.clip, NoClip) and not own:
         yield Hit("config.clip", "MS-AMP's float8 gradients are no tensors that torch could clip.")
 
 
 def _follower(cfg: Config, facts: Facts) -> Iterator[Hit]:
     asked = backend(cfg)
     alone = facts.optimizer is None and cfg.optimizer is None and cfg.intent is Intent.TRAINING
+    alone = alone and not _makes_its_own(cfg, facts)
     if isinstance(asked, TransformerEngine) and alone and not has_engine_layers(facts.model):
         what = "TransformerEngine's layers have parameters of their own: an optimizer that is not given keeps the old."
         yield Hit("optimizer", what)
@@ -89,7 +110,7 @@ RULES: tuple[Rule, ...] = (
         check=_without,
         fix="Write precision=BF16(), or engine=FSDP2().",
         overridable=False,
-        source=("ST-21", "ST-35", "DS-18"),
+        source=("ST-21", "ST-35"),
         repair=bf16,
     ),
     Rule(
@@ -103,11 +124,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp8.msamp-engine",
-        summary="MS-AMP trains under Single and DDP.",
+        summary="MS-AMP trains under Single, DDP and DeepSpeed.",
         check=_engine,
         fix="Write backend=TorchAO(), or engine=DDP().",
         overridable=False,
-        source=("ST-26", "DP-12", "ST-31"),
+        source=("ST-26", "ST-31"),
         repair=bf16,
     ),
     Rule(

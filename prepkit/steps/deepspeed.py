@@ -40,6 +40,8 @@ class Setting:
 class InitialiseDeepSpeed:
     """Hands model, optimizer and scheduler to ``deepspeed.initialize`` with this config, whole as it stands here.
 
+    MS-AMP's own ``initialize`` replaces the Linears and the optimizer as well, then does the same (behaviour DS-1).
+
     Has no way back: the model has to be built again if a later step fails.
     Fails if DeepSpeed is missing, works on another device, or refuses the config.
     """
@@ -60,3 +62,7 @@ class InitialiseDeepSpeed:
     """``handed over``: DeepSpeed steps the one that is given; ``outside``: it knows of none."""
     settings: tuple[Setting, ...]
     """The complete config, sorted by path."""
+    library: Literal["deepspeed", "msamp"] = "deepspeed"
+    """Whose ``initialize`` is called: ``deepspeed``'s, or that of ``msamp.deepspeed``."""
+    kept: tuple[str, ...] = ()
+    """Paths of Linears that MS-AMP is told to leave, as in ``InitializeMSAMP``."""

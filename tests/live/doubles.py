@@ -181,7 +181,10 @@ class LBAdamW(torch.optim.AdamW):
 
 
 def msamp(monkeypatch: pytest.MonkeyPatch, *, own_ddp: bool = True, fails: bool = False) -> Calls:
-    """Puts the double in place; the calls are ``("initialize", optimizer class, opt_level)``."""
+    """Puts the double in place; the calls are ``("initialize", optimizer class, opt_level)``.
+
+    Those under DeepSpeed are ``("deepspeed.initialize", optimizer class, section)``, around DeepSpeed's own for real.
+    """
     calls: Calls = []
 
     def replace(module: nn.Module) -> nn.Module:
@@ -207,7 +210,20 @@ def msamp(monkeypatch: pytest.MonkeyPatch, *, own_ddp: bool = True, fails: bool 
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(cast, scaled)
         return cast, LBAdamW(optimizer.param_groups)
 
+    def initialize_deepspeed(*, config: dict[str, Any], **given: Any) -> tuple[Any, Any, Any, Any]:
+        import deepspeed
+
+        calls.append(("deepspeed.initialize", type(given["optimizer"]).__name__, config.pop("msamp")))
+        made = deepspeed.initialize(config=config, **given)
+        engine, zero = made[0], made[1]
+        engine.__class__ = type("MSAMPDeepSpeedEngine", (deepspeed.DeepSpeedEngine,), {})
+        before = {id(param): name for name, param in engine.module.named_parameters()}
+        now = dict(replace(engine.module).named_parameters())
+        zero.bit16_groups = [[now[before[id(param)]] for param in group] for group in zero.bit16_groups]
+        return made
+
     install(monkeypatch, "msamp", initialize=initialize)
+    install(monkeypatch, "msamp.deepspeed", initialize=initialize_deepspeed)
     install(monkeypatch, "msamp.nn.linear", FP8Linear=FP8Linear)
     install(monkeypatch, "msamp.optim.adamw", LBAdamW=LBAdamW)
     if own_ddp:

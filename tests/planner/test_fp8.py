@@ -25,11 +25,11 @@ from prepkit.config import (
     TorchAO,
     TransformerEngine,
 )
-from prepkit.draw_fp8 import LIBRARIES
 from prepkit.facts import ClassFact, Env, Facts, ModelFacts
 from prepkit.fp8 import convertible, kept_wide, linears, norms
 from prepkit.plan import Plan
 from prepkit.planner import plan
+from prepkit.provoke import LIBRARIES
 from prepkit.rules import check
 from prepkit.steps import AutocastFP8Forward, ConvertFP8Linears, InitializeMSAMP
 from prepkit.testing import tiny_facts, tiny_model

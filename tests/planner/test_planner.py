@@ -33,12 +33,11 @@ from prepkit.config import (
     WrapPaths,
     WrapRoot,
 )
-from prepkit.draw_fp8 import LIBRARIES
 from prepkit.facts import Facts
 from prepkit.plan import Plan
 from prepkit.planner import PLANNERS, plan
 from prepkit.planner.pieces import COLLECTIVES
-from prepkit.provoke import tiny_optimizer
+from prepkit.provoke import LIBRARIES, tiny_optimizer
 from prepkit.steps import (
     AutocastForward,
     BuildMesh,

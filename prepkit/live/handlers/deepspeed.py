@@ -5,6 +5,7 @@ DeepSpeed is an extra. Importing it takes about half a second, and reads the acc
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 from typing import Any
@@ -20,6 +21,8 @@ from prepkit.live import launcher, names
 from prepkit.live.deepspeed import Ranks, forget_groups
 from prepkit.live.forward import MARK, CastedForward
 from prepkit.live.handlers import lookup
+from prepkit.live.handlers.fp8 import WIDE
+from prepkit.live.handlers.layers import library_problems
 from prepkit.live.target import Target
 from prepkit.steps import CastForward, ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules, Setting
 
@@ -169,7 +172,7 @@ def missing() -> tuple[str, ...]:
 
 def initialise_ready(step: InitialiseDeepSpeed, target: Target) -> tuple[str, ...]:
     """Everything that can be known before a call that has no way back."""
-    if found := missing():
+    if found := missing() + _msamp_problems(step):
         return found
     there, held = names.named_slots(target.model), names.named_parameters(target.model)
     if isinstance(target.model, engine_class()):
@@ -180,10 +183,15 @@ def initialise_ready(step: InitialiseDeepSpeed, target: Target) -> tuple[str, ..
         found += (f"{lookup.listed(sharded)}: sharded already, DeepSpeed shards whole parameters; build it anew",)
     if empty := [name for name, param in held.items() if param.is_meta]:
         found += (f"{lookup.listed(empty)}: on meta, without data to hand over; load the weights first",)
+    found += lookup.absent("module", step.kept, there)
     found += lookup.absent("parameter", step.names, held) + lookup.with_gradient(held, held)
     if step.optimizer == "section" and target.optimizer is not None:
         found += ("DeepSpeed makes the optimizer from its config, but one was given; leave one of them out",)
     return found + _device_problems(step.device) + launcher.device_problems(step.device)
+
+
+def _msamp_problems(step: InitialiseDeepSpeed) -> tuple[str, ...]:
+    return library_problems("msamp.deepspeed", "msamp") if step.library == "msamp" else ()
 
 
 def engine_class() -> type:
@@ -227,16 +235,17 @@ def initialise_do(step: InitialiseDeepSpeed, target: Target) -> None:
 
     Raises ``RuntimeError`` with what DeepSpeed said.
     """
-    import deepspeed
-
+    library = importlib.import_module("deepspeed" if step.library == "deepspeed" else "msamp.deepspeed")
     forget_groups()
     launcher.name_local_rank()
     held = names.named_parameters(target.model)
     count = step.data_parallel
     split = Ranks(count, dist.group.WORLD) if count != dist.get_world_size() else None
+    for path in step.kept:
+        vars(names.named_modules(target.model)[path])[WIDE] = True
     target.together()
     try:
-        engine, optimizer, _, scheduler = deepspeed.initialize(
+        engine, optimizer, _, scheduler = library.initialize(
             model=target.model,
             optimizer=target.optimizer,
             model_parameters=[held[name] for name in step.names] or None,
@@ -246,7 +255,7 @@ def initialise_do(step: InitialiseDeepSpeed, target: Target) -> None:
             dist_init_required=False,
         )
     except (AssertionError, ValueError, TypeError, KeyError) as error:
-        raise RuntimeError(f"deepspeed.initialize refused: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{library.__name__}.initialize refused: {type(error).__name__}: {error}") from error
     target.model, target.optimizer = engine, optimizer
     if step.scheduler != "outside":
         target.scheduler = scheduler

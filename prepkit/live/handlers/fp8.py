@@ -89,7 +89,7 @@ SCALES: Handler[PrecomputeFloat8Scales, Target, RemovableHandle] = Handler(
 
 # --- MS-AMP --------------------------------------------------------------------------------------------------------
 
-_WIDE = "use_fp32_linear"
+WIDE = "use_fp32_linear"
 """Attribute by which MS-AMP's ``LinearReplacer`` is told to leave a Linear."""
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute in which torch's DDP finds the names that it leaves out, and in which MS-AMP puts its own."""
@@ -137,7 +137,7 @@ def msamp_do(step: InitializeMSAMP, target: Target) -> Before:
     there = names.named_modules(target.model)
     try:
         for path in step.kept:
-            vars(there[path])[_WIDE] = True
+            vars(there[path])[WIDE] = True
         target.together()  # rank 0's scaled weights are sent to all
         target.model, target.optimizer = msamp.initialize(target.model, target.optimizer, opt_level=step.opt_level)
         if before.scheduled:
@@ -176,7 +176,7 @@ def msamp_undo(step: InitializeMSAMP, target: Target, memo: Before) -> None:
     memo.optimizer.defaults.update(memo.defaults)
     there = names.named_modules(memo.model)
     for path in step.kept:
-        vars(there[path]).pop(_WIDE, None)
+        vars(there[path]).pop(WIDE, None)
     vars(memo.model).pop(_IGNORED, None)
     if memo.ignored is not None:
         vars(memo.model)[_IGNORED] = memo.ignored
