@@ -24,7 +24,8 @@ types: $(READY)
 contracts: $(READY)
 	$(BIN)/lint-imports
 
-bench: $(READY)  ## Tables of ratios against hand-written torch
+bench: $(READY)  ## Tables of ratios against hand-written torch, accelerate and transformers
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m tests.benchmarks
 
 faults: $(READY)  ## Tables of planted faults and what catches them, and of what a failure anywhere leaves behind

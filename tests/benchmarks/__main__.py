@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tests.benchmarks.rivals import has_accelerate
 from tests.benchmarks.weights import loading
 from tests.benchmarks.worlds import worlds
 from tests.launch import torchrun
@@ -108,24 +109,37 @@ def _save_small_plan(path: str) -> None:
     pk.build_plan(pk.Config(engine=pk.FSDP2()), model, env=pk.Env.declare(world_size=8)).save(path)
 
 
+FIGURES = (
+    ("seconds", "apply, s"),
+    ("peak", "rank 0, MiB above start"),
+    ("other peak", "rank 1, MiB above start"),
+    ("step", "step, s"),
+)
+
+
 def apply(engines: tuple[str, ...] = ("fsdp2", "fsdp1", "ddp", "tensor")) -> Table:
     """``apply`` and a step against hand-written torch: two gloo processes, 162 million float32 parameters."""
     table = Table(title=f"two processes, 162M-parameter Llama, median of {ROUNDS} runs in turn (minimum)")
-    for column in ("engine", "figure", "by hand", "prepkit", "ratio"):
-        table.add_column(column, justify="right" if column in ("by hand", "prepkit", "ratio") else "left")
+    for column in ("engine", "figure", "by hand", "prepkit", "ratio", "accelerate"):
+        table.add_column(column, justify="left" if column in ("engine", "figure") else "right")
     for engine in engines:
-        runs: dict[str, list[dict[str, float]]] = {"hand": [], "prepkit": []}
+        ways = ("hand", "prepkit", *(("accelerate",) if engine == "fsdp2" and has_accelerate() else ()))
+        runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for _ in range(ROUNDS):
             for way, results in runs.items():
                 results.append(_launch(engine, way))
-        for figure, unit in (("seconds", "apply, s"), ("peak", "peak above start, MiB"), ("step", "step, s")):
-            hand, ours = ([run[figure] for run in runs[way]] for way in ("hand", "prepkit"))
-            cells = (f"{statistics.median(values):.3f} ({min(values):.3f})" for values in (hand, ours))
+        for figure, unit in FIGURES:
+            found = {way: [run[figure] for run in results] for way, results in runs.items()}
+            hand, ours = found["hand"], found["prepkit"]
             ratio = statistics.median(b / a for a, b in zip(hand, ours, strict=True)) if min(hand) > 0 else float("nan")
-            table.add_row(engine, unit, *cells, f"{ratio:.3f}")
-        share = [run["verified"] for run in runs["prepkit"]]
-        table.add_row(engine, "of it verification, %", "", f"{statistics.median(share):.2f} ({min(share):.2f})", "")
+            rival = _both(found["accelerate"]) if "accelerate" in found else ""
+            table.add_row(engine, unit, _both(hand), _both(ours), f"{ratio:.3f}", rival)
+        table.add_row(engine, "of it verification, %", "", _both([run["verified"] for run in runs["prepkit"]]))
     return table
+
+
+def _both(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f})"
 
 
 def deepspeed() -> Table:

@@ -6,6 +6,7 @@ One run on one rank is ``python -m tests.benchmarks.weights WAY FOLDER OUT`` und
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import statistics
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
+from tests.benchmarks.rivals import accelerator, has_accelerate, transformers_native, without_weights
 from tests.launch import torchrun
 
 ROUNDS = 5
@@ -24,6 +26,8 @@ WAYS = {
     "planned": "prepkit, every rank reads its own bytes",
     "everything": "by hand: every rank loads all, then shards",
     "broadcast": "torch: rank 0 loads all, then broadcasts",
+    "transformers": "transformers: from_pretrained with a distributed config",
+    "accelerate": "accelerate: rank 0 loads all, cpu_ram_efficient_loading",
 }
 
 
@@ -35,7 +39,8 @@ def loading() -> Table:
     table = Table(title=title)
     for column in ("way", "s", "against by hand", "rank 0, MiB above its shard", "rank 1"):
         table.add_column(column, justify="left" if column == "way" else "right")
-    runs: dict[str, list[dict[str, list[float]]]] = {way: [] for way in WAYS}
+    ways = [way for way in WAYS if way != "accelerate" or has_accelerate()]
+    runs: dict[str, list[dict[str, list[float]]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
         _save(folder)
         for _ in range(ROUNDS):
@@ -73,17 +78,24 @@ def measure(way: str, folder: str) -> dict[str, float]:
     import prepkit.live.apply  # paid once per process, like the imports of torch
     from tests.benchmarks.worker import memory, reset_peak
 
+    importlib.import_module("transformers.distributed")  # likewise
     with torch.device("meta"):
         model: Any = _bare()
     cfg = pk.Config(engine=pk.FSDP2(), weights=pk.LoadWeights(folder), intent=pk.Intent.INFERENCE)
     plan = pk.build_plan(cfg, model)
     init_device_mesh("cpu", (dist.get_world_size(),))
+    helper = accelerator(ram_efficient=True) if way == "accelerate" else None
     gc.collect()
     dist.barrier()
     reset_peak()
     before, began = memory("VmRSS"), time.perf_counter()
     if way == "planned":
         model = pk.apply(plan).model
+    elif way == "transformers":
+        model = transformers_native(folder, dist.get_world_size())
+    elif helper is not None:
+        whole = _on_rank_0(folder)
+        model, _ = helper.prepare(whole, torch.optim.SGD(whole.parameters()))  # which it wants, and which holds nothing
     else:
         _by_hand(model, folder, way)
     with torch.no_grad():
@@ -98,6 +110,18 @@ def _bare() -> Any:
     from tests.benchmarks.worker import llama
 
     return llama()
+
+
+def _on_rank_0(folder: str) -> Any:
+    """The whole model there, and parameters without data elsewhere."""
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    model = without_weights(_bare)
+    if dist.get_rank() == 0:
+        files = sorted(Path(folder).glob("*.safetensors"))
+        model.load_state_dict({k: v for file in files for k, v in load_file(str(file)).items()}, assign=True)
+    return model
 
 
 def _by_hand(model: Any, folder: str, way: str) -> None:

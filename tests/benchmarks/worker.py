@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.benchmarks.rivals import accelerator
 from tests.zero import lean
 
 STEPS = 4
@@ -114,7 +115,7 @@ def measure(engine: str, way: str) -> dict[str, float]:
     import prepkit.live.apply  # paid once per process, like the imports of torch above
 
     model = llama()
-    plan = None
+    plan, helper = None, accelerator(ram_efficient=False) if way == "accelerate" else None
     if way == "prepkit":
         engines = {"ddp": pk.DDP(), "fsdp1": pk.FSDP1(), "fsdp2": pk.FSDP2(), "tensor": pk.TensorParallel()}
         zero = {name: pk.DeepSpeed(stage=stage, micro_batch=1) for name, stage in ZERO.items()}
@@ -138,12 +139,23 @@ def measure(engine: str, way: str) -> dict[str, float]:
         verified = 100 * sum(spent) / seconds
         del plan
         step = _prepared_step(ready)
+    elif helper is not None:
+        model, optimizer = helper.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        seconds = time.perf_counter() - began
+        step = _hand_step(model, optimizer)
     else:
         model, optimizer = by_hand(engine, model)
         seconds = time.perf_counter() - began
         step = _engine_step(model) if engine in ZERO else _hand_step(model, optimizer)
-    peak = memory("VmHWM") - before
-    return {"seconds": seconds, "peak": peak, "step": _time(step, alike=engine == "tensor"), "verified": verified}
+    peaks = [0.0] * dist.get_world_size()
+    dist.all_gather_object(peaks, memory("VmHWM") - before)
+    return {
+        "seconds": seconds,
+        "peak": peaks[0],
+        "other peak": peaks[-1],
+        "step": _time(step, alike=engine == "tensor"),
+        "verified": verified,
+    }
 
 
 @contextmanager
@@ -212,7 +224,7 @@ def _time(step: Any, *, alike: bool) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("engine", choices=("fsdp2", "ddp", "fsdp1", "tensor", *ZERO))
-    parser.add_argument("way", choices=("hand", "prepkit"))
+    parser.add_argument("way", choices=("hand", "prepkit", "accelerate"))
     parser.add_argument("out")
     args = parser.parse_args()
     dist.init_process_group("gloo")
