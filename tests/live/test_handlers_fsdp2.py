@@ -85,7 +85,7 @@ def test_pinning_is_left_out_where_there_is_no_accelerator_to_pin_for() -> None:
     with gloo_alone():
         model = Tiny()
         do(sharding(*BLOCKS, offload=True), Target(model=model, mesh=shard_mesh(1)))
-        assert model.embed.weight.is_pinned() is torch.accelerator.is_available()
+        assert model.embed.weight.to_local().is_pinned() is torch.accelerator.is_available()
 
 
 class Scaled(nn.Module):
