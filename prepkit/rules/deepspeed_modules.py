@@ -1,0 +1,101 @@
+"""DeepSpeed against the modules of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import evolve
+
+from prepkit.config import Config, DeepSpeed
+from prepkit.deepspeed_json import look, said, stage
+from prepkit.facts import Facts, ModelFacts
+from prepkit.findings import Severity
+from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.text import at, count, did_you_mean, some
+
+KNOWN_LEAVES = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+"""Classes that DeepSpeed marks by itself (deepspeed/runtime/zero/leaf_module_config.py)."""
+
+
+def _leaves(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not isinstance(cfg.engine, DeepSpeed):
+        return
+    names = {cls.name for cls in facts.model.classes}
+    for name in cfg.engine.leaf_modules:
+        if name not in names:
+            fix = f"Write the name of a class in the model, without its module.{did_you_mean(name, names)}"
+            yield Hit("config.engine.leaf_modules", f"No module of the model is a `{name}`.", fix)
+
+
+def _known_leaves(cfg: Config, facts: Facts) -> Config:
+    if not isinstance(cfg.engine, DeepSpeed):
+        return cfg
+    names = {cls.name for cls in facts.model.classes}
+    kept = tuple(name for name in cfg.engine.leaf_modules if name in names)
+    return evolve(cfg, engine=evolve(cfg.engine, leaf_modules=kept))
+
+
+def experts(model: ModelFacts) -> tuple[str, ...]:
+    """Classes of the modules that hold a list called ``experts``."""
+    at_path = {module.path: model.classes[module.cls].name for module in model.modules}
+    holders = (path.rpartition(".")[0] for path in at_path if path.rpartition(".")[2] == "experts")
+    return tuple(dict.fromkeys(at_path[path] for path in holders if path in at_path))
+
+
+def _experts(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not isinstance(cfg.engine, DeepSpeed) or stage(cfg.engine) != 3 or cfg.engine.leaf_modules:
+        return
+    if look(said(cfg.engine), "zero_optimization.leaf_module") is not None:
+        return
+    unmarked = tuple(name for name in experts(facts.model) if name not in KNOWN_LEAVES)
+    if unmarked:
+        what = f"ZeRO-3 and data-dependent experts in {some(unmarked)}: ranks that skip an expert wait for ever."
+        named = ", ".join(f'"{name}"' for name in unmarked)
+        yield Hit("config.engine.leaf_modules", what, f"Write leaf_modules=({named},).")
+
+
+def _mark(cfg: Config, facts: Facts) -> Config:
+    if not isinstance(cfg.engine, DeepSpeed):
+        return cfg
+    return evolve(cfg, engine=evolve(cfg.engine, leaf_modules=experts(facts.model)))
+
+
+def _zero_init(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.engine, DeepSpeed) and stage(cfg.engine) == 3:
+        return
+    empty = tuple(param.name for param in facts.model.params if param.cls == "ZeroParameter")
+    if empty:
+        here = f"stage {stage(cfg.engine)}" if isinstance(cfg.engine, DeepSpeed) else type(cfg.engine).__name__
+        what = f"{count(len(empty), 'parameter')} built under zero.Init: empty until gathered, which {here} never does."
+        yield Hit(at(empty[0]), what)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="deepspeed.zero-init",
+        summary="A model built under zero.Init is prepared with ZeRO stage 3.",
+        check=_zero_init,
+        fix="Write engine=DeepSpeed(stage=3), or build the model without zero.Init.",
+        overridable=False,
+        source=("pain 37",),
+    ),
+    Rule(
+        id="deepspeed.leaf-modules",
+        summary="Every leaf class is a class of the model.",
+        check=_leaves,
+        fix="Write the name of a class in the model.",
+        overridable=False,
+        source=("DS-19", "K-DS12"),
+        repair=_known_leaves,
+    ),
+    Rule(
+        id="deepspeed.experts",
+        summary="ZeRO-3 gathers modules with data-dependent experts whole.",
+        check=_experts,
+        fix="Name the class in leaf_modules.",
+        severity=Severity.WARNING,
+        source=("DS-19", "pain 31"),
+        repair=_mark,
+    ),
+)
+"""Reporting order: errors, then the warning."""
