@@ -35,10 +35,10 @@ from prepkit.facts import (
     ParamFact,
     SchedulerFacts,
 )
-from prepkit.provoke import LIBRARIES, marked, tiny_model, tiny_optimizer, with_batchnorm
-from prepkit.provoke_weights import PATH, tiny_checkpoint
+from prepkit.provoke.weights import PATH, tiny_checkpoint
 from prepkit.rules import RULES
 from prepkit.rules.compile import MODES
+from prepkit.tiny import LIBRARIES, marked, tiny_model, tiny_optimizer, with_batchnorm
 
 DTYPES = ("float32", "bfloat16", "float16")
 _WORLDS = (1, 2, 3, 4, 6, 8, 16, 24, 64, 512)

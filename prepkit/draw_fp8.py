@@ -12,8 +12,8 @@ from prepkit import config as c
 from prepkit.config import BF16, DDP, FP8, FSDP2, XLA, Config, Intent, Single
 from prepkit.facts import Facts
 from prepkit.fp8 import convertible, linears
-from prepkit.provoke import tiny_optimizer
 from prepkit.rules.fp8 import ADA, BLACKWELL
+from prepkit.tiny import tiny_optimizer
 
 
 def _skips() -> SearchStrategy[tuple[str, ...]]:

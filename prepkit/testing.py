@@ -43,15 +43,14 @@ from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.filling import helpless
 from prepkit.findings import Severity
 from prepkit.plan import Plan
-from prepkit.provoke import PROVOKE as _USUAL
-from prepkit.provoke import marked, tiny_facts, tiny_loader, tiny_model, tiny_optimizer
-from prepkit.provoke_tensor import TENSOR
+from prepkit.provoke import PROVOKE as _PROVOKE
 from prepkit.rules import RULES
 from prepkit.rules.ddp import lost_in_sync
 from prepkit.rules.mesh import nearest
 from prepkit.rules.precision import SCALED
 from prepkit.rules.ties import apart
 from prepkit.rules.weights import RULES as WEIGHTS
+from prepkit.tiny import marked, tiny_facts, tiny_loader, tiny_model, tiny_optimizer
 from prepkit.units import axes, select, size_of
 
 __all__ = [
@@ -70,7 +69,7 @@ __all__ = [
 ]
 
 _ORDER = {rule.id: place for place, rule in enumerate(RULES)}
-PROVOKE = dict(sorted({**_USUAL, **TENSOR}.items(), key=lambda item: _ORDER.get(item[0], -1)))
+PROVOKE = dict(sorted(_PROVOKE.items(), key=lambda item: _ORDER.get(item[0], -1)))
 """Rule id to a pair on which the rule fires, in the order of the rules."""
 
 _OFTEN = st.sampled_from((True, True, True, False))

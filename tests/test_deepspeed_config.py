@@ -28,9 +28,9 @@ from prepkit.facts import ArchitectureFacts, Facts, LoaderFacts, OptimizerFacts
 from prepkit.findings import errors
 from prepkit.plan import Plan
 from prepkit.planner import plan
-from prepkit.provoke import tiny_experts, tiny_facts, tiny_loader, tiny_model, tiny_optimizer
 from prepkit.rules import check
 from prepkit.steps import ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules
+from prepkit.tiny import tiny_experts, tiny_facts, tiny_loader, tiny_model, tiny_optimizer
 
 HIDDEN = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 

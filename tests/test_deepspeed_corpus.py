@@ -30,8 +30,8 @@ from prepkit.facts import ArchitectureFacts, Facts
 from prepkit.findings import Finding, errors
 from prepkit.plan import Plan
 from prepkit.planner import plan
-from prepkit.provoke import tiny_facts, tiny_loader, tiny_model
 from prepkit.steps import InitialiseDeepSpeed
+from prepkit.tiny import tiny_facts, tiny_loader, tiny_model
 from tests.live.doing import gloo_alone
 from tests.zero import lean
 

@@ -12,9 +12,9 @@ from prepkit.config import AdamW, Config, DeepSpeed, Schedule
 from prepkit.facts import Facts, SchedulerFacts
 from prepkit.findings import errors
 from prepkit.planner import plan
-from prepkit.provoke import tiny_facts
 from prepkit.rules import check
 from prepkit.steps import CreateOptimizer, InitialiseDeepSpeed
+from prepkit.tiny import tiny_facts
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 SCHEDULER = {

@@ -40,10 +40,10 @@ from prepkit.config import (
 )
 from prepkit.facts import ArchitectureFacts, ClassFact, Env, Facts, ModelFacts, ModuleFact, ParamFact
 from prepkit.findings import Finding, Severity
-from prepkit.provoke import marked, tiny_facts, tiny_loader, tiny_model, with_batchnorm
 from prepkit.rules import RULES, check, split
 from prepkit.rules.rule import Hit, Rule
 from prepkit.testing import PROVOKE
+from prepkit.tiny import marked, tiny_facts, tiny_loader, tiny_model, with_batchnorm
 from prepkit.units import select
 
 GOLDEN = Path(__file__).parent / "golden" / "rules"

@@ -7,12 +7,7 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import (
-    Config,
-    DeepSpeed,
-    KeepLoaders,
-    NoCompile,
-)
+from prepkit.config import Config, DeepSpeed, KeepLoaders, NoCompile
 from prepkit.deepspeed_config import work_out
 from prepkit.deepspeed_json import tensor_parallel
 from prepkit.facts import Env, Facts

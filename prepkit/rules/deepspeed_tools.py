@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.config import (
-    Config,
-    DeepSpeed,
-    Mixed,
-)
+from prepkit.config import Config, DeepSpeed, Mixed
 from prepkit.deepspeed_config import work_out
 from prepkit.deepspeed_json import stage
 from prepkit.facts import Facts

@@ -8,17 +8,7 @@ from typing import Any, assert_never
 
 from attrs import evolve
 
-from prepkit.config import (
-    BF16,
-    FP8,
-    FSDP2,
-    MSAMP,
-    Config,
-    Intent,
-    MXFP8BlockScaling,
-    TorchAO,
-    TransformerEngine,
-)
+from prepkit.config import BF16, FP8, FSDP2, MSAMP, Config, Intent, MXFP8BlockScaling, TorchAO, TransformerEngine
 from prepkit.config.fp8 import FP8Backend
 from prepkit.cuts import degree
 from prepkit.facts import Facts

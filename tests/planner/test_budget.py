@@ -14,9 +14,9 @@ from prepkit.facts import Env, Facts
 from prepkit.findings import Finding, Severity
 from prepkit.planner.budget import Fit, bounds, typed
 from prepkit.predict import predict
-from prepkit.provoke import tiny_facts, tiny_model
 from prepkit.rules import RULES
 from prepkit.rules.memory import PLAN_RULES
+from prepkit.tiny import tiny_facts, tiny_model
 from tests.plans import assert_golden
 from tests.predict.cases import facts, fsdp2
 

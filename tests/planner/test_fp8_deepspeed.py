@@ -12,10 +12,10 @@ from prepkit.config import FP8, MSAMP, ClipNorm, Config, DeepSpeed, TorchAO, Tra
 from prepkit.facts import Facts
 from prepkit.plan import Plan
 from prepkit.planner import plan
-from prepkit.provoke import LIBRARIES
 from prepkit.rules import check
 from prepkit.steps import InitialiseDeepSpeed
 from prepkit.testing import tiny_facts, tiny_model
+from prepkit.tiny import LIBRARIES
 
 AMP, TE, AO = FP8(backend=MSAMP()), FP8(backend=TransformerEngine()), FP8(backend=TorchAO())
 SECTION = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

@@ -37,7 +37,6 @@ from prepkit.facts import Facts
 from prepkit.plan import Plan
 from prepkit.planner import PLANNERS, plan
 from prepkit.planner.pieces import COLLECTIVES
-from prepkit.provoke import LIBRARIES, tiny_optimizer
 from prepkit.steps import (
     AutocastForward,
     BuildMesh,
@@ -55,6 +54,7 @@ from prepkit.steps import (
     WrapFSDP1,
 )
 from prepkit.testing import tiny_facts, tiny_loader, tiny_model
+from prepkit.tiny import LIBRARIES, tiny_optimizer
 
 
 def planned(cfg: Config, facts: Facts) -> Plan:

@@ -33,8 +33,8 @@ from prepkit.predict.job import Job, OptimizerOf, job_of
 from prepkit.predict.optimizers import TORCH, rule_of
 from prepkit.predict.prediction import Label, Prediction, Term, Traffic
 from prepkit.predict.versions import CHECKED
-from prepkit.provoke import tiny_facts, tiny_model, tiny_optimizer
 from prepkit.rules.fsdp1_mesh import strategy
+from prepkit.tiny import tiny_facts, tiny_model, tiny_optimizer
 from tests.plans import make
 from tests.predict.cases import SIZES, fsdp2, llama
 

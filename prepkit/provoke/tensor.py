@@ -6,19 +6,9 @@ from collections.abc import Callable
 
 from attrs import evolve
 
-from prepkit.config import (
-    DDP,
-    FSDP2,
-    Config,
-    Mesh,
-    TensorFromModel,
-    TensorParallel,
-    TensorPlan,
-    TensorRow,
-    TensorRows,
-)
+from prepkit.config import DDP, FSDP2, Config, Mesh, TensorFromModel, TensorParallel, TensorPlan, TensorRow, TensorRows
 from prepkit.facts import ArchitectureFacts, ModelFacts, ParamFact
-from prepkit.provoke import Pair, tiny_facts, tiny_model, tiny_optimizer
+from prepkit.tiny import Pair, tiny_facts, tiny_model, tiny_optimizer
 
 
 def _rows(*rows: tuple[str, str]) -> TensorRows:
@@ -46,7 +36,7 @@ def _fused() -> Pair:
 _MLP = _rows(("layers.*.mlp", "colwise"))
 _CONV = ParamFact(name="norm.kernel", shape=(4, 4), dtype="float32")
 
-TENSOR: dict[str, Callable[[], Pair]] = {
+PAIRS: dict[str, Callable[[], Pair]] = {
     "mesh.tensor-needs-dtensors": lambda: (
         Config(engine=DDP(), mesh=Mesh(replicate=4, shard=1, tensor=2)),
         tiny_facts(world=8),

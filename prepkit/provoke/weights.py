@@ -82,7 +82,7 @@ def _without_resets(facts: Facts) -> Facts:
     return evolve(facts, model=evolve(facts.model, classes=classes))
 
 
-WEIGHTS: dict[str, Callable[[Facts], tuple[Config, Facts]]] = {
+PAIRS: dict[str, Callable[[Facts], tuple[Config, Facts]]] = {
     "weights.not-filled": lambda facts: (Config(engine=FSDP1(), weights=InitWeights()), facts),
     "weights.not-seen": lambda facts: _load(facts, None),
     "weights.unreadable": _damaged,
