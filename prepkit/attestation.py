@@ -49,7 +49,7 @@ class Attestation:
 
     def save(self, path: str) -> None:
         """Writes the attestation file (format in ``codec_attestation``)."""
-        from prepkit.codec_attestation import save_attestation  # as in ``Plan.save``
+        from prepkit.codec.attestation import save_attestation  # as in ``Plan.save``
 
         save_attestation(self, path)
 

@@ -18,8 +18,8 @@ from attrs import frozen
 
 from prepkit import codec
 from prepkit.attestation import Attestation
-from prepkit.codec_json import brief, canonical, inside, shown
-from prepkit.codec_shapes import TAG
+from prepkit.codec.shapes import TAG
+from prepkit.codec.text import brief, canonical, inside, shown
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.plan import Plan
 

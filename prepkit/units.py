@@ -30,7 +30,7 @@ from prepkit.config import (
     WrapRoot,
     WrapSize,
 )
-from prepkit.deepspeed_json import stage, tensor_parallel
+from prepkit.deepspeed.data import stage, tensor_parallel
 from prepkit.facts import Env, ModelFacts
 from prepkit.steps import Axis
 

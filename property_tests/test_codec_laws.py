@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepkit import codec, codec_shapes
-from prepkit.codec_json import inside
+from prepkit import codec
+from prepkit.codec import shapes as codec_shapes
+from prepkit.codec.text import inside
 from prepkit.findings import Finding, PlanRejected
 from prepkit.plan import Plan
 from property_tests.drawn import MODULES, classes, neighbours, values

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from prepkit.attestation import Attestation, Check
 from prepkit.codec import FORMAT, KIND, LARGEST, from_data, load_plan, plan_from_text, plan_to_text, to_data
-from prepkit.codec_attestation import attestation_from_text, attestation_to_text
-from prepkit.codec_json import canonical, digest_text
+from prepkit.codec.attestation import attestation_from_text, attestation_to_text
+from prepkit.codec.text import canonical, digest_text
 from prepkit.config import Config
 from prepkit.facts import Facts
 from prepkit.findings import PlanRejected

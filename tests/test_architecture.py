@@ -31,7 +31,10 @@ AllocateTensors CheckFiles InitialiseTensors ReadTensors
 VIOLATIONS = {
     "Only live imports torch and its friends": ("prepkit/rules/mesh.py", "import torch"),
     "Apply reads the plan and nothing else": ("prepkit/live/handlers/ddp.py", "from prepkit import config"),
-    "Layers: a file imports only from lines below its own": ("prepkit/facts.py", "from prepkit import codec"),
+    "Layers: a file imports only from lines below its own": ("prepkit/facts/env.py", "from prepkit import codec"),
+    "Layers inside the codec": ("prepkit/codec/text.py", "from prepkit.codec import shapes"),
+    "Layers inside the DeepSpeed config": ("prepkit/deepspeed/keys.py", "from prepkit.deepspeed import data"),
+    "Layers inside the command line": ("prepkit/cli/options.py", "from prepkit.cli import refusal"),
     "Only the codec's converter imports cattrs": ("prepkit/changes.py", "import cattrs"),
     "returns stays at the two edges": ("prepkit/rules/ties.py", "from returns.result import Result"),
 }

@@ -11,7 +11,7 @@ from attrs import evolve
 
 from prepkit.attestation import Attestation, Check
 from prepkit.changes import diff, patch, place
-from prepkit.codec_attestation import attestation_from_text, attestation_to_text, load_attestation
+from prepkit.codec.attestation import attestation_from_text, attestation_to_text, load_attestation
 from prepkit.drift import Drift
 from prepkit.facts import Env
 from prepkit.findings import PlanRejected

@@ -12,7 +12,8 @@ from typing import Any, get_args
 import attrs
 import pytest
 
-from prepkit import codec, codec_shapes
+from prepkit import codec
+from prepkit.codec import shapes as codec_shapes
 from prepkit.config import (
     FSDP2,
     SGD,

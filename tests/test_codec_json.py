@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from prepkit.codec_json import Json, brief, canonical, inside, parse, readable, shown
+from prepkit.codec.text import Json, brief, canonical, inside, parse, readable, shown
 from prepkit.findings import PlanRejected
 
 

@@ -22,8 +22,8 @@ from prepkit.config import (
     OptimizerSpec,
     Precision,
 )
-from prepkit.deepspeed_config import Worked, work_out
-from prepkit.deepspeed_json import NotJsonError, data_of, drop, look, parse, put, settings
+from prepkit.deepspeed.data import NotJsonError, data_of, drop, look, parse, put, settings
+from prepkit.deepspeed.working import Worked, work_out
 from prepkit.facts import ArchitectureFacts, Facts, LoaderFacts, OptimizerFacts
 from prepkit.findings import errors
 from prepkit.plan import Plan

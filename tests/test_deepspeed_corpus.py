@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from prepkit import deepspeed_json
 from prepkit.config import (
     BF16,
     FP16,
@@ -26,6 +25,7 @@ from prepkit.config import (
     Precision,
     Schedule,
 )
+from prepkit.deepspeed import data as deepspeed_json
 from prepkit.facts import ArchitectureFacts, Facts
 from prepkit.findings import Finding, errors
 from prepkit.plan import Plan

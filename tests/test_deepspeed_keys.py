@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prepkit import deepspeed_keys
+from prepkit.deepspeed import keys as deepspeed_keys
 from tests.deepspeed_table import FILE, sections, text
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prepkit import codec
-from prepkit.codec_json import readable
+from prepkit.codec.text import readable
 from prepkit.findings import PlanRejected
 from prepkit.version import VERSION
 from tests.samples import sample_plan

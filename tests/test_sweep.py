@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from prepkit import cli_options, planner
+from prepkit import planner
+from prepkit.cli import options as cli_options
 from prepkit.config import FSDP1, FSDP2, AdamW, Config, Mesh, OffloadToCPU, TensorRow, TensorRows, WrapRoot
 from prepkit.facts import parse_bytes
 from prepkit.planner.budget import bounds

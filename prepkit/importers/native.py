@@ -14,8 +14,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
-from prepkit import codec_json
 from prepkit.codec import from_data
+from prepkit.codec import text as codec_json
 from prepkit.config import Config
 from prepkit.findings import Finding, PlanRejected, Severity
 

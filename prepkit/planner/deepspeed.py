@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from prepkit.config import FP8, MSAMP, Config, DeepSpeed, Mixed
-from prepkit.deepspeed_config import Worked, work_out
-from prepkit.deepspeed_precision import low_dtype
+from prepkit.deepspeed.precision import low_dtype
+from prepkit.deepspeed.working import Worked, work_out
 from prepkit.facts import Facts
 from prepkit.fp8 import kept_wide
 from prepkit.plan import because

@@ -22,8 +22,8 @@ from prepkit.config import (
     TensorParallel,
 )
 from prepkit.cuts import Held, held, is_cut
-from prepkit.deepspeed_config import work_out
-from prepkit.deepspeed_precision import low_dtype
+from prepkit.deepspeed.precision import low_dtype
+from prepkit.deepspeed.working import work_out
 from prepkit.facts import Facts, ParamFact
 from prepkit.fp8 import convertible
 from prepkit.layout import ParamLayout, Placement

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from attrs import evolve
 
 from prepkit.config import AsStored, ClipNorm, Config, DeepSpeed, Mixed, NoClip
-from prepkit.deepspeed_config import work_out
-from prepkit.deepspeed_json import look, said
+from prepkit.deepspeed.data import look, said
+from prepkit.deepspeed.working import work_out
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Rule

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import Config, DeepSpeed, KeepLoaders, NoCompile
-from prepkit.deepspeed_config import work_out
-from prepkit.deepspeed_json import tensor_parallel
+from prepkit.deepspeed.data import tensor_parallel
+from prepkit.deepspeed.working import work_out
 from prepkit.facts import Env, Facts
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Rule

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import Config, DeepSpeed
-from prepkit.deepspeed_json import look, said, stage
+from prepkit.deepspeed.data import look, said, stage
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Rule

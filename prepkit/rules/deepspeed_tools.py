@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prepkit.config import Config, DeepSpeed, Mixed
-from prepkit.deepspeed_config import work_out
-from prepkit.deepspeed_json import stage
+from prepkit.deepspeed.data import stage
+from prepkit.deepspeed.working import work_out
 from prepkit.facts import Facts
 from prepkit.rules.deepspeed import flaws
 from prepkit.rules.rule import Hit, Rule

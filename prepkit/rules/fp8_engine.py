@@ -19,7 +19,7 @@ from prepkit.config import (
     TorchAO,
     TransformerEngine,
 )
-from prepkit.deepspeed_config import work_out
+from prepkit.deepspeed.working import work_out
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.fp8 import has_engine_layers

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import FSDP1, FSDP2, Config, DeepSpeed, Intent, TensorParallel
-from prepkit.deepspeed_json import look, said
+from prepkit.deepspeed.data import look, said
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Rule

@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from typing import Literal
 
 from prepkit.config import SGD, AdamW
-from prepkit.deepspeed_flaws import Draft
-from prepkit.deepspeed_json import put
+from prepkit.deepspeed.data import put
+from prepkit.deepspeed.flaws import Draft
 from prepkit.facts import OptimizerFacts
 
 Maker = Literal["given", "section", "none"]

@@ -7,7 +7,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from prepkit.config import Config, DeepSpeed
-from prepkit.deepspeed_json import AUTO, Data, look, put
+from prepkit.deepspeed.data import AUTO, Data, look, put
 from prepkit.facts import Facts
 
 WHERE = "config.engine.config"

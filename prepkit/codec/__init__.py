@@ -14,8 +14,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, overload
 
-from prepkit import codec_converter
-from prepkit.codec_json import Json, canonical, digest_text, inside, parse, readable, refusal, shown
+from prepkit.codec import converter as codec_converter
+from prepkit.codec.text import Json, canonical, digest_text, inside, parse, readable, refusal, shown
 from prepkit.findings import Finding, PlanRejected
 from prepkit.plan import Plan
 from prepkit.version import VERSION

@@ -6,9 +6,11 @@ import sys
 
 import click
 
-from prepkit import cli_model, cli_options, cli_refusal
-from prepkit.cli_options import FILE, Cluster, activations_option, as_json, cluster_options, memory_option, model_option
-from prepkit.cli_terminal import say, say_json
+from prepkit.cli import model as cli_model
+from prepkit.cli import options as cli_options
+from prepkit.cli import refusal as cli_refusal
+from prepkit.cli.options import FILE, Cluster, activations_option, as_json, cluster_options, memory_option, model_option
+from prepkit.cli.terminal import say, say_json
 from prepkit.findings import PlanRejected
 
 

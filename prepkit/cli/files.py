@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import click
 
-from prepkit import codec, codec_attestation
+from prepkit import codec
 from prepkit.attestation import Attestation
 from prepkit.changes import Change, diff
+from prepkit.codec import attestation as codec_attestation
 from prepkit.findings import PlanRejected
 from prepkit.plan import Plan
 from prepkit.render import diff_text

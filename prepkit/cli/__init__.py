@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from attrs import asdict, evolve
 
-from prepkit import cli_bytes, cli_model, cli_refusal, cli_terminal
-from prepkit.cli_options import FILE, SIZE, Cluster, as_json, cluster_options, model_option
-from prepkit.cli_terminal import say, say_json
+from prepkit.cli import bytes as cli_bytes
+from prepkit.cli import model as cli_model
+from prepkit.cli import refusal as cli_refusal
+from prepkit.cli import terminal as cli_terminal
+from prepkit.cli.options import FILE, SIZE, Cluster, as_json, cluster_options, model_option
+from prepkit.cli.terminal import say, say_json
 from prepkit.findings import PlanRejected
 from prepkit.version import VERSION
 
 if TYPE_CHECKING:
     from prepkit.attestation import Attestation
-    from prepkit.cli_verdict import Verdict
+    from prepkit.cli.verdict import Verdict
     from prepkit.plan import Plan
     from prepkit.rules.rule import Rule
 
@@ -53,7 +56,7 @@ def plan(config: str, model: str, cluster: Cluster, output: str | None, as_json:
     Nothing is written if any of the world sizes is refused.
     """
     from prepkit import codec
-    from prepkit.cli_verdict import findings_data, verdicts_text
+    from prepkit.cli.verdict import findings_data, verdicts_text
 
     if output and len(set(cluster.sizes)) > 1 and SIZE not in output:
         raise click.UsageError(f"several world sizes need several files: write {SIZE} into -o, as in plan-{SIZE}.json")
@@ -86,7 +89,7 @@ def check(file: str, model: str | None, cluster: Cluster, as_json: bool) -> None
 
     Warnings are shown; only errors that are not overridden give exit code 1.
     """
-    from prepkit.cli_verdict import findings_data, verdicts_text
+    from prepkit.cli.verdict import findings_data, verdicts_text
 
     verdicts = _verdicts(file, model, cluster, as_json) if model else (_verdict_on_file(file, cluster, as_json),)
     legal = tuple(str(one.world_size) for one in verdicts if one.plan is not None)
@@ -101,7 +104,7 @@ def check(file: str, model: str | None, cluster: Cluster, as_json: bool) -> None
 
 def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool) -> tuple[Verdict, ...]:
     """One per world size. Ends the command if config or model cannot be had, after saying what is wrong with both."""
-    from prepkit.cli_verdict import judge
+    from prepkit.cli.verdict import judge
     from prepkit.importers import IMPORTERS
 
     if _is_plan(config):
@@ -117,7 +120,7 @@ def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool) -> tuple
 
 def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
     from prepkit import codec
-    from prepkit.cli_verdict import judge
+    from prepkit.cli.verdict import judge
 
     if cluster.envs() != (None,):
         raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
@@ -148,7 +151,7 @@ def _is_plan(file: str) -> bool:
 @as_json
 def show(file: str, as_json: bool) -> None:
     """Show a saved plan or attestation."""
-    from prepkit import cli_files
+    from prepkit.cli import files as cli_files
 
     loaded = _files((file,), as_json)[0]
     say(cli_files.text(loaded).rstrip("\n") if as_json else str(loaded))
@@ -160,7 +163,8 @@ def show(file: str, as_json: bool) -> None:
 @as_json
 def diff(old: str, new: str, as_json: bool) -> None:
     """Show what turns one saved plan, or attestation, into another; exit code 1 if they differ."""
-    from prepkit import cli_files, codec
+    from prepkit import codec
+    from prepkit.cli import files as cli_files
 
     before, after = _files((old, new), as_json)
     changes = cli_files.changes(before, after)
@@ -230,7 +234,7 @@ main.add_command(cli_bytes.sweep)
 
 def _files(files: tuple[str, ...], as_json: bool) -> tuple[Plan | Attestation, ...]:
     """The plans and attestations in the files; ends the command likewise."""
-    from prepkit import cli_files
+    from prepkit.cli import files as cli_files
 
     return cli_refusal.readable(cli_files.load(files), as_json)
 

@@ -6,9 +6,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from prepkit.config import FP8, MSAMP
-from prepkit.deepspeed_flaws import Draft
-from prepkit.deepspeed_json import AUTO, Data, drop, look, put
-from prepkit.deepspeed_keys import OPEN, REMOVED, SECTIONS
+from prepkit.deepspeed.data import AUTO, Data, drop, look, put
+from prepkit.deepspeed.flaws import Draft
+from prepkit.deepspeed.keys import OPEN, REMOVED, SECTIONS
 
 _NAMES = {"bool": "true or false", "int": "a whole number", "float": "a number", "text": "text", "list": "a list"}
 _OLD = {

@@ -21,9 +21,9 @@ from cattrs import BaseValidationError, ClassValidationError, Converter, Iterabl
 from cattrs.errors import AttributeValidationNote, ForbiddenExtraKeysError, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
-from prepkit import codec_shapes
-from prepkit.codec_json import inside, refusal, shown
-from prepkit.codec_shapes import SCALARS, TAG
+from prepkit.codec import shapes as codec_shapes
+from prepkit.codec.shapes import SCALARS, TAG
+from prepkit.codec.text import inside, refusal, shown
 from prepkit.findings import Finding, PlanRejected
 
 Read = Callable[[Any, Any], Any]

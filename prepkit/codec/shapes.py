@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 
 from prepkit.attestation import Attestation
-from prepkit.codec_json import shown
+from prepkit.codec.text import shown
 from prepkit.facts import Observation
 from prepkit.plan import Plan
 

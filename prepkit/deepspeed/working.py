@@ -10,11 +10,10 @@ from functools import lru_cache
 
 from attrs import frozen
 
-from prepkit import deepspeed_optimizer as tools
 from prepkit.config import ClipNorm, ClipValue, Config, DeepSpeed, Intent, NoClip
-from prepkit.deepspeed_batch import batches
-from prepkit.deepspeed_flaws import WHERE, Draft, Flaw
-from prepkit.deepspeed_json import (
+from prepkit.deepspeed import optimizer as tools
+from prepkit.deepspeed.batch import batches
+from prepkit.deepspeed.data import (
     DEFAULT_STAGE,
     NotJsonError,
     drop,
@@ -24,8 +23,9 @@ from prepkit.deepspeed_json import (
     settings,
     tensor_parallel,
 )
-from prepkit.deepspeed_precision import precision
-from prepkit.deepspeed_schema import left_over, tidy
+from prepkit.deepspeed.flaws import WHERE, Draft, Flaw
+from prepkit.deepspeed.precision import precision
+from prepkit.deepspeed.schema import left_over, tidy
 from prepkit.facts import Facts, GroupFact, ModelFacts, OptimizerFacts
 from prepkit.steps import Setting
 

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import click
 
-from prepkit.codec_json import readable
+from prepkit.codec.text import readable
 
 COLOURS: tuple[str, ...] = (
     r"\A(?P<bold>\w+ plan for .*)",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from prepkit.deepspeed_flaws import WHERE, Draft
-from prepkit.deepspeed_json import drop, put
+from prepkit.deepspeed.data import drop, put
+from prepkit.deepspeed.flaws import WHERE, Draft
 
 MICRO, STEPS, WHOLE = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 

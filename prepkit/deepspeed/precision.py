@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import frexp
 
 from prepkit.config import BF16, FP8, FP16, MSAMP, Intent, Mixed, Precision
-from prepkit.deepspeed_flaws import Draft
-from prepkit.deepspeed_json import look
+from prepkit.deepspeed.data import look
+from prepkit.deepspeed.flaws import Draft
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """torch's names to DeepSpeed's (deepspeed/runtime/config.py ``DtypeEnum``)."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from prepkit.attestation import Attestation
 from prepkit.codec import from_data, read_text, to_data, write_text
-from prepkit.codec_json import canonical, digest_text, inside, parse, readable, refusal, shown
+from prepkit.codec.text import canonical, digest_text, inside, parse, readable, refusal, shown
 from prepkit.findings import PlanRejected
 from prepkit.version import VERSION
 

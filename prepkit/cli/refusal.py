@@ -10,8 +10,8 @@ from typing import NoReturn, TypeVar
 
 import click
 
-from prepkit import cli_model
-from prepkit.cli_terminal import say, say_json
+from prepkit.cli import model as cli_model
+from prepkit.cli.terminal import say, say_json
 from prepkit.findings import PlanRejected
 from prepkit.plan import Plan
 

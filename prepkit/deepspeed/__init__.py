@@ -1,0 +1,1 @@
+"""The DeepSpeed config as a value: read, checked, worked out whole. DeepSpeed itself is not imported."""
