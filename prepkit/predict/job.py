@@ -9,7 +9,7 @@ from collections import Counter
 from functools import cached_property
 from math import prod
 
-from attrs import define
+from attrs import define, evolve
 
 from prepkit.config import Intent
 from prepkit.plan import Plan
@@ -80,6 +80,11 @@ class Job:
     def counted(self) -> Counter[int]:
         """Content to the number of units that have it."""
         return Counter(unit.content for unit in self.units)
+
+    def over(self, world_size: int) -> Job:
+        """The same over so many ranks, where that changes no shape: its mesh is still the old one."""
+        zero = self.zero and evolve(self.zero, ranks=self.zero.ranks * world_size // self.world_size)
+        return evolve(self, world_size=world_size, zero=zero)
 
     def axis(self, name: str) -> int:
         """Size of a mesh axis; 1 where there is none of that name."""
