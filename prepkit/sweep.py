@@ -8,7 +8,22 @@ from typing import Any
 from attrs import asdict, evolve, frozen
 
 from prepkit import planner
-from prepkit.config import DDP, FSDP1, FSDP2, Config, Engine, KeepOnDevice, Mesh, OffloadToCPU, Single, TensorParallel
+from prepkit.config import (
+    DDP,
+    FSDP1,
+    FSDP2,
+    Config,
+    DeepSpeed,
+    Engine,
+    KeepOnDevice,
+    Mesh,
+    OffloadToCPU,
+    Single,
+    TensorParallel,
+)
+from prepkit.deepspeed.batch import MICRO, WHOLE
+from prepkit.deepspeed.data import said
+from prepkit.deepspeed.edit import offloaded, offloads, restaged
 from prepkit.facts import Env, Facts
 from prepkit.findings import errors
 from prepkit.predict import predict_job
@@ -18,6 +33,7 @@ from prepkit.render_layout import aligned
 from prepkit.render_names import count, in_bytes
 from prepkit.rules import check, fsdp1_mesh, mesh, reshard, split
 from prepkit.rules.fsdp1_mesh import strategy
+from prepkit.steps import Axis
 from prepkit.units import axes
 
 ENGINES: dict[str, Engine] = {
@@ -28,6 +44,13 @@ ENGINES: dict[str, Engine] = {
     "fsdp2+offload": FSDP2(offload=OffloadToCPU()),
     "fsdp2+tensor": FSDP2(),
     "tensor": TensorParallel(),
+    "zero1": DeepSpeed(stage=1),
+    "zero1+offload": DeepSpeed(stage=1, offload_optimizer="cpu"),
+    "zero2": DeepSpeed(stage=2),
+    "zero2+offload": DeepSpeed(stage=2, offload_optimizer="cpu"),
+    "zero3": DeepSpeed(stage=3),
+    "zero3+offload": DeepSpeed(stage=3, offload_optimizer="cpu"),
+    "zero3+offload-all": DeepSpeed(stage=3, offload_optimizer="cpu", offload_param="cpu"),
 }
 """Name on the command line to the engine; a config's own engine of that kind takes its place."""
 TENSOR = "fsdp2+tensor"
@@ -79,7 +102,7 @@ def sweep(
     rows: list[Row] = []
     refused: list[Refused] = []
     for name in engines:
-        engine = _engine(cfg, name)
+        engine = _engine(cfg, facts, name)
         if isinstance(engine, FSDP1):
             engine = strategy(engine, hybrid=False)  # legal at every size; the meshes come after
         jobs: dict[int, Job] = {}
@@ -94,8 +117,10 @@ def sweep(
                     continue
                 # What a job takes from the model is the same at every size, as long as layers are cut alike.
                 key = world if isinstance(engine, TensorParallel) else parts
-                jobs[key] = evolve(jobs.get(key) or job_of(planner.plan(asked, seen).unwrap()), world_size=world)
-                rows += _rows(name, asked, seen, facts.env.memory, jobs[key])
+                jobs[key] = (jobs.get(key) or job_of(planner.plan(asked, seen).unwrap())).over(world)
+                for found, made in _laid(asked, seen, jobs[key]):
+                    bad += made.not_predicted[:1] if not made.classes else ()
+                    rows += [_row(name, made, found, facts.env.memory)] if made.classes else []
             refused += [Refused(engine=name, world_size=world, why=why) for why in bad[:1]]
     order = {"fits": 0, "": 0, "may not fit": 1, "does not fit": 2}
     return tuple(sorted(rows, key=lambda row: (order[row.verdict], row.sent, row.ceiling))), tuple(refused)
@@ -109,15 +134,30 @@ def _parts(name: str, env: Env) -> tuple[int, ...]:
     return tuple(size for size in range(2, most + 1) if env.world_size % size == 0) or (2,)
 
 
-def _engine(cfg: Config, name: str) -> Engine:
+def _engine(cfg: Config, facts: Facts, name: str) -> Engine:
     """The engine of that name, with the options of the config's own where it is of the same kind."""
     engine = ENGINES[name]
+    if isinstance(engine, DeepSpeed):
+        return _zero(engine, cfg.engine if isinstance(cfg.engine, DeepSpeed) else DeepSpeed(), facts)
     if type(cfg.engine) is not type(engine):
         return engine
     if isinstance(cfg.engine, FSDP2) and isinstance(engine, FSDP2):
         keeps = isinstance(cfg.engine.offload, KeepOnDevice)
         return evolve(cfg.engine, offload=engine.offload if keeps or name in ("fsdp2", TENSOR) else cfg.engine.offload)
     return cfg.engine
+
+
+def _zero(named: DeepSpeed, own: DeepSpeed, facts: Facts) -> DeepSpeed:
+    """The options of ``own`` at the stage and with the offload that the name stands for.
+
+    Where nobody says how many samples a micro-batch has, it is one: no number in a row depends on it.
+    """
+    found = restaged(own, named.stage or 0)
+    for kind in ("optimizer", "param"):
+        if offloads(found, kind) != offloads(named, kind):
+            found = offloaded(found, kind, away=offloads(named, kind))
+    known = found.micro_batch or {MICRO, WHOLE} & set(said(found)) or any(one.batch_size for one in facts.loaders)
+    return found if known else evolve(found, micro_batch=1)
 
 
 def layouts(cfg: Config, world: int) -> Iterator[Config]:
@@ -134,16 +174,17 @@ def layouts(cfg: Config, world: int) -> Iterator[Config]:
             yield evolve(cfg, engine=own, mesh=Mesh(replicate=world // parts // shard, shard=shard, tensor=parts))
 
 
-def _rows(name: str, cfg: Config, facts: Facts, memory: int | None, job: Job) -> Iterator[Row]:
+def _laid(cfg: Config, facts: Facts, job: Job) -> Iterator[tuple[tuple[Axis, ...], Prediction]]:
+    """Every mesh that the rules allow, and what ranks hold and send there."""
     for laid in layouts(cfg, facts.env.world_size):
         found = axes(laid, facts.env)
         if found is None or errors(check(laid, facts, (*mesh.RULES, *reshard.RULES, *fsdp1_mesh.RULES))):
             continue
-        made = predict_job(type(cfg.engine), evolve(job, mesh=found))
-        yield _row(name, made, {axis.name: axis.size for axis in found}, memory)
+        yield found, predict_job(type(cfg.engine), evolve(job, mesh=found))
 
 
-def _row(name: str, made: Prediction, sizes: dict[str, int], memory: int | None) -> Row:
+def _row(name: str, made: Prediction, found: tuple[Axis, ...], memory: int | None) -> Row:
+    sizes = {axis.name: axis.size for axis in found}
     floor, ceiling = max(one.floor() for one in made.classes), max(one.total() for one in made.classes)
     verdict = ""
     if memory is not None:

@@ -11,7 +11,7 @@ from prepkit.layout import ParamLayout, local_shape
 from prepkit.plan import Plan
 from prepkit.planner import fits
 from prepkit.predict import predict
-from prepkit.predict.job import tensor_cuts
+from prepkit.predict.job_units import tensor_cuts
 from prepkit.predict.prediction import Label
 from prepkit.render_names import itemsize
 from prepkit.render_tree import Node, tree

@@ -12,7 +12,19 @@ from attrs import evolve
 
 from prepkit import planner
 from prepkit.cli import options as cli_options
-from prepkit.config import FSDP1, FSDP2, AdamW, Config, Mesh, OffloadToCPU, TensorRow, TensorRows, WrapRoot
+from prepkit.config import (
+    BF16,
+    FSDP1,
+    FSDP2,
+    AdamW,
+    Config,
+    DeepSpeed,
+    Mesh,
+    OffloadToCPU,
+    TensorRow,
+    TensorRows,
+    WrapRoot,
+)
 from prepkit.facts import parse_bytes
 from prepkit.planner.budget import bounds
 from prepkit.predict import predict
@@ -22,6 +34,7 @@ from tests.commands import MAKE, fresh, run, workplace
 from tests.predict.cases import facts
 from tests.test_cli_terminal import NO_TORCH
 
+ZERO = tuple(name for name in ENGINES if name.startswith("zero"))
 CFG = Config(engine=FSDP2(), optimizer=AdamW())
 
 
@@ -41,17 +54,45 @@ def test_every_row_is_what_the_plan_of_that_layout_predicts() -> None:
             for world, sizes in ((6, (2, 3, 6)), (8, (2, 4, 8)))
             for size in sizes
         ),
+        *((name, world, 1 if "3" in name else world, world if "3" in name else 1) for name in ZERO for world in (6, 8)),
     }
     assert {one.engine for one in refused} == {"single", "fsdp2+tensor", "tensor"}  # the model says no cuts
     for row in found:
         mesh = Mesh(replicate=row.replicate, shard=row.shard) if "fsdp" in row.engine else None
         engine = ENGINES[row.engine]
         engine = strategy(engine, hybrid=row.replicate > 1) if isinstance(engine, FSDP1) else engine
+        engine = evolve(engine, micro_batch=1) if isinstance(engine, DeepSpeed) else engine
         cfg = evolve(CFG, engine=engine, mesh=mesh)
         env = evolve(seen.env, world_size=row.world_size, memory=None)
         made = predict(planner.plan(cfg, evolve(seen, env=env)).unwrap())
         assert (row.floor, row.ceiling) == bounds(made)
         assert (row.sent, row.copied, row.empty_ranks) == (made.sent, made.copied, made.empty_ranks)
+
+
+def test_zero_rows_have_the_stage_and_the_offload_of_their_name_and_the_options_of_the_configs_own() -> None:
+    bucket: dict[str, object] = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
+    cfg = Config(engine=DeepSpeed(micro_batch=3, config=bucket), optimizer=AdamW(), precision=BF16())
+    seen = facts("8B", 1)
+    found, refused = sweep(cfg, seen, (64,), ZERO)
+    assert refused == ()
+    own = {row.engine: row for row in found}
+    usual = {row.engine: row for row in sweep(evolve(cfg, engine=FSDP2()), seen, (64,), ZERO)[0]}
+    assert list(own) == [name for name in own if name in ZERO]
+    assert set(own) == set(usual) == set(ZERO)
+    assert {name: usual[name].ceiling > own[name].ceiling for name in ZERO} == dict.fromkeys(ZERO, True)  # its bucket
+    assert usual["zero3"].ceiling < usual["zero2"].ceiling < usual["zero1"].ceiling
+    for name in ZERO:
+        if "offload" in name:
+            kept = name.partition("+")[0]
+            assert (usual[name].host > 10**9, usual[name].floor < usual[kept].floor) == (True, True)
+    assert usual["zero3+offload-all"].floor < usual["zero3+offload"].floor
+
+
+def test_what_no_formula_knows_is_refused_and_not_left_out() -> None:
+    cfg = Config(engine=DeepSpeed(config={"zero_optimization": {"zero_hpz_partition_size": 8}}), optimizer=AdamW())
+    found, refused = sweep(cfg, facts("8B", 1), (64,), ("zero3",))
+    assert found == ()
+    assert refused[0].why == "everything: no formulas here know zero_hpz_partition_size"
 
 
 def test_layers_are_cut_over_the_neighbours_that_divide_them() -> None:
@@ -109,9 +150,9 @@ def test_a_number_to_reshard_to_keeps_only_the_meshes_that_allow_it() -> None:
 def test_thousands_of_rows_take_seconds() -> None:
     worlds = tuple(range(8, 1200, 8))
     began = time.process_time()
-    found, _ = sweep(CFG, facts("8B", 1), worlds, ("fsdp2", "fsdp2+offload"))
+    found, _ = sweep(CFG, facts("8B", 1), worlds, ("fsdp2", "fsdp2+offload", *ZERO))
     taken = time.process_time() - began
-    assert len(found) > 2500
+    assert len(found) > 3500
     assert taken < 20, f"{len(found)} rows took {taken:.1f} s"  # 4 s on an idle core
 
 

@@ -39,7 +39,7 @@ def report(files: tuple[str, ...], output: str, memory: int | None, activations:
 @click.option("--limit", type=click.IntRange(min=1), default=40, show_default=True, help="Rows to show.")
 @as_json
 def sweep(config: str, model: str, cluster: Cluster, engines: tuple[str, ...], limit: int, as_json: bool) -> None:
-    """Compare world sizes, meshes and engines for one model: what fits, what a rank holds, what it sends."""
+    """Compare world sizes, meshes, engines and ZeRO stages for one model: what fits, what a rank holds and sends."""
     from prepkit import sweep as table
     from prepkit.importers import IMPORTERS
 

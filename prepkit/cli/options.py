@@ -14,7 +14,22 @@ from prepkit.facts import Env, parse_bytes
 FILE = click.Path(exists=True, dir_okay=False)
 """A file that is there; click ends the command with exit code 2 where it is not."""
 
-ENGINES = ("single", "ddp", "fsdp1", "fsdp2", "fsdp2+offload", "fsdp2+tensor", "tensor")
+ENGINES = (
+    "single",
+    "ddp",
+    "fsdp1",
+    "fsdp2",
+    "fsdp2+offload",
+    "fsdp2+tensor",
+    "tensor",
+    "zero1",
+    "zero1+offload",
+    "zero2",
+    "zero2+offload",
+    "zero3",
+    "zero3+offload",
+    "zero3+offload-all",
+)
 """Names that ``prepkit sweep`` knows; ``sweep.ENGINES`` has what they stand for."""
 
 SIZE = "{world_size}"

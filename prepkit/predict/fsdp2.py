@@ -13,7 +13,8 @@ from math import prod
 from attrs import define
 
 from prepkit.predict import notes, whole
-from prepkit.predict.job import Content, Held, Job
+from prepkit.predict.contents import Content, Held
+from prepkit.predict.job import Job
 from prepkit.predict.optimizers import State, rule_of
 from prepkit.predict.passing import passing, summed, working
 from prepkit.predict.prediction import Label, Moment, Prediction, RankClass, Term

@@ -6,15 +6,15 @@ Taken once, a job can be evolved (another mesh, another offload) without going t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from functools import cached_property
 from math import prod
 
-from attrs import define, frozen
+from attrs import define, evolve
 
 from prepkit.config import Intent
-from prepkit.layout import ParamLayout
 from prepkit.plan import Plan
+from prepkit.predict.contents import Content, UnitOf
+from prepkit.predict.job_units import Sharding, above, below, splits, tensor_cuts, units_of
 from prepkit.predict.owner import OptimizerOf
 from prepkit.predict.unknown import narrower, unknown
 from prepkit.predict.zero_job import Zero, optimizer_of, zero_of
@@ -24,69 +24,10 @@ from prepkit.steps import (
     Axis,
     CheckpointModules,
     CreateOptimizer,
-    ParallelizeModules,
     ShardUnits,
     WrapDDP,
     WrapFSDP1,
 )
-
-
-@frozen
-class Held:
-    """One kind of parameter of a unit."""
-
-    shape: tuple[int, ...]
-    """Global shape; of a layer that is cut, that of one part."""
-    size: int
-    """Bytes of one element as stored."""
-    floating: bool
-    trains: bool
-    group: int | None
-    """Index of the optimizer group that steps it; None: nobody does."""
-    widens: int = 1
-    """Times as many elements as it has that its gradient has before it is sharded: torch gives an embedding that is
-    cut by its rows a gradient of all rows."""
-    start: int | None = None
-    """Its first element in the flat parameter of its unit; None: it is in none."""
-
-    @property
-    def numel(self) -> int:
-        """Elements, before anything is sharded."""
-        return prod(self.shape)
-
-
-@frozen
-class Content:
-    """What a unit holds: equal parameters together, with their number."""
-
-    held: tuple[tuple[Held, int], ...]
-    full: bool = False
-    """Whether it is gathered and reduced in float32, whatever the others are."""
-
-    def numel(self) -> int:
-        """Elements of all."""
-        return sum(one.numel * times for one, times in self.held)
-
-    def bytes(self, *, trained: bool = False) -> int:
-        """Bytes of all as stored, or of the trained ones."""
-        return sum(one.numel * one.size * times for one, times in self.held if one.trains or not trained)
-
-    def trains(self) -> bool:
-        """Whether anything in it is trained."""
-        return any(one.trains for one, _ in self.held)
-
-
-@frozen
-class UnitOf:
-    """One unit that owns parameters."""
-
-    path: str
-    content: int
-    """Index into ``Job.contents``."""
-    reshard: bool | int
-    """What becomes of the gathered parameters after forward."""
-    stays: bool = False
-    """Whether it stays gathered from one micro-batch to the next, until gradients are averaged."""
 
 
 @define(kw_only=True, frozen=True, slots=False)
@@ -140,6 +81,11 @@ class Job:
         """Content to the number of units that have it."""
         return Counter(unit.content for unit in self.units)
 
+    def over(self, world_size: int) -> Job:
+        """The same over so many ranks, where that changes no shape: its mesh is still the old one."""
+        zero = self.zero and evolve(self.zero, ranks=self.zero.ranks * world_size // self.world_size)
+        return evolve(self, world_size=world_size, zero=zero)
+
     def axis(self, name: str) -> int:
         """Size of a mesh axis; 1 where there is none of that name."""
         return next((axis.size for axis in self.mesh if axis.name == name), 1)
@@ -155,7 +101,7 @@ def job_of(plan: Plan) -> Job:
     shard, wrap, cast = (steps.get(kind) for kind in (ShardUnits, WrapDDP, AutocastForward))
     flat = steps.get(WrapFSDP1)
     sharding = shard if isinstance(shard, ShardUnits) else flat if isinstance(flat, WrapFSDP1) else None
-    contents, units = _units(plan, sharding)
+    contents, units = units_of(plan, sharding)
     return Job(
         engine=type(plan.config.engine).__name__,
         world_size=plan.world_size,
@@ -181,11 +127,8 @@ def job_of(plan: Plan) -> Job:
         narrower=narrower(plan),
         original=not isinstance(sharding, WrapFSDP1) or sharding.use_orig_params,
         upcast_frozen=_upcast_frozen(plan),
-        splits_units=_splits(steps.get(CheckpointModules), units),
+        splits_units=splits(steps.get(CheckpointModules), units),
     )
-
-
-Sharding = ShardUnits | WrapFSDP1
 
 
 def _buffers(plan: Plan, step: Sharding | None) -> int:
@@ -195,8 +138,8 @@ def _buffers(plan: Plan, step: Sharding | None) -> int:
     total = 0
     for buffer in plan.facts.model.buffers:
         dtype = buffer.dtype
-        if own and "float" in dtype and not _below(buffer.name, ignored):
-            full = next((own[path] for path in _above(buffer.name) if path in own), False)
+        if own and "float" in dtype and not below(buffer.name, ignored):
+            full = next((own[path] for path in above(buffer.name) if path in own), False)
             dtype = "float32" if full else (isinstance(step, WrapFSDP1) and step.buffer_dtype) or dtype
         total += prod(buffer.shape) * itemsize(dtype)
     return total
@@ -215,71 +158,6 @@ def _size(dtype: str | None) -> int | None:
     return itemsize(dtype) if dtype else None
 
 
-def _units(plan: Plan, step: Sharding | None) -> tuple[tuple[Content, ...], tuple[UnitOf, ...]]:
-    groups = _groups(plan)
-    cuts = next((p.step.cuts for p in plan.steps if isinstance(p.step, ParallelizeModules)), ())
-    wide = {path for cut in cuts if cut.style == "rowwise" for path in cut.paths}
-    for tie in plan.facts.model.ties:  # a gradient that is cut comes first, and the other one is cut to be added
-        owners = {name.rpartition(".")[0] for name in tie}
-        wide -= owners if owners - wide else set()
-    found: dict[str, Counter[Held]] = {}
-    for layout in plan.layout:
-        found.setdefault(layout.unit, Counter())[_held(layout, groups, plan.mesh, wide)] += 1
-    indices: dict[Content, int] = {}
-    units: list[UnitOf] = []
-    for path, (after, stays, full) in _treated(step, found).items():
-        if path in found:  # a unit whose parameters are all in smaller units gathers nothing
-            content = Content(tuple(found[path].items()), full)
-            units.append(UnitOf(path, indices.setdefault(content, len(indices)), after, stays))
-    return tuple(indices), tuple(units)
-
-
-def _treated(step: Sharding | None, found: Iterable[str]) -> dict[str, tuple[bool | int, bool, bool]]:
-    """Path to what becomes of a unit after forward, whether it stays between micro-batches, and is in full precision.
-
-    FSDP1 keeps its root until backward, and under ``SHARD_GRAD_OP`` every unit until gradients are averaged
-    (torch ``_post_forward_reshard``, ``_should_free_in_backward``).
-    """
-    match step:
-        case ShardUnits(units=units):
-            return {one.path: (one.reshard_after_forward, False, False) for one in units}
-        case WrapFSDP1(units=flat, sharding=sharding):
-            frees = sharding in ("FULL_SHARD", "HYBRID_SHARD")
-            return {one.path: (frees and bool(one.path), not frees, one.full_precision) for one in flat}
-        case _:
-            return dict.fromkeys(found, (False, False, False))
-
-
-def tensor_cuts(layout: ParamLayout, mesh: tuple[Axis, ...]) -> Iterator[tuple[int, int]]:
-    """The dimension of a parameter that the tensor axis cuts, and over how many ranks; nothing for the others."""
-    dims = {"shard(0)": 0, "shard(1)": 1}
-    for placement, axis in zip(layout.placements, mesh, strict=False):
-        if axis.name == "tensor" and placement in dims:
-            yield dims[placement], axis.size
-
-
-def _held(layout: ParamLayout, groups: dict[str, int], mesh: tuple[Axis, ...], wide: set[str]) -> Held:
-    trains = layout.requires_grad
-    floating = "float" in layout.dtype
-    group = groups.get(layout.name) if trains else None
-    start = layout.flat.start if layout.flat else None
-    shape, widens = list(layout.shape), 1
-    for dim, parts in tensor_cuts(layout, mesh):
-        shape[dim] = -(-shape[dim] // parts)
-        if dim == 0 and layout.name.rpartition(".")[0] in wide:  # a linear layer is cut in dim 1
-            widens = parts
-    return Held(tuple(shape), itemsize(layout.dtype), floating, trains, group, widens, start)
-
-
-def _groups(plan: Plan) -> dict[str, int]:
-    """Parameter name to the optimizer group that steps it."""
-    created = next((p.step for p in plan.steps if isinstance(p.step, CreateOptimizer)), None)
-    if created is not None:
-        return dict.fromkeys(created.names, 0)
-    seen = plan.facts.optimizer
-    return {name: i for i, group in enumerate(seen.groups) for name in group.slots if name} if seen else {}
-
-
 def _optimizer(plan: Plan) -> OptimizerOf | None:
     for planned in plan.steps:
         if isinstance(planned.step, CreateOptimizer):
@@ -289,19 +167,3 @@ def _optimizer(plan: Plan) -> OptimizerOf | None:
     if seen is None:
         return None
     return OptimizerOf(name=seen.name, module=seen.module, groups=tuple(group.options for group in seen.groups))
-
-
-def _splits(step: object, units: tuple[UnitOf, ...]) -> bool:
-    paths = set(step.paths) if isinstance(step, CheckpointModules) else set()
-    return any(_below(unit.path, paths) for unit in units)
-
-
-def _below(path: str, paths: set[str]) -> bool:
-    return any(one in paths for one in _above(path))
-
-
-def _above(path: str) -> Iterator[str]:
-    """The paths of the modules around it, innermost first; the root, ``""``, comes last."""
-    while path:
-        path = path.rpartition(".")[0]
-        yield path

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from prepkit.predict import whole
-from prepkit.predict.job import Job, UnitOf
+from prepkit.predict.contents import UnitOf
+from prepkit.predict.job import Job
 from prepkit.predict.prediction import Label, Moment, Term
 
 

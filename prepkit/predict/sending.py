@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from prepkit.predict import whole
-from prepkit.predict.job import Job, UnitOf
+from prepkit.predict.contents import UnitOf
+from prepkit.predict.job import Job
 from prepkit.predict.passing import Sizes, summed
 from prepkit.predict.prediction import Label, Traffic
 

@@ -15,8 +15,8 @@ import torch
 
 from prepkit.config import BF16, DDP, FSDP1, FSDP2, AsStored, TensorParallel
 from prepkit.predict.ddp import DEFAULT_CAP, FIRST_BUCKET, bucket_sizes
-from prepkit.predict.job import OptimizerOf
 from prepkit.predict.optimizers import rule_of
+from prepkit.predict.owner import OptimizerOf
 from tests.gang import ROOT, Gang
 from tests.predict.drawn import Case, case, cut
 from tests.predict.measure import Row, measure

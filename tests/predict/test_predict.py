@@ -29,8 +29,9 @@ from prepkit.config import (
 from prepkit.layout import local_shape
 from prepkit.predict import PREDICTORS, predict, predict_job
 from prepkit.predict.fsdp2 import alike, rows
-from prepkit.predict.job import Job, OptimizerOf, job_of
+from prepkit.predict.job import Job, job_of
 from prepkit.predict.optimizers import TORCH, rule_of
+from prepkit.predict.owner import OptimizerOf
 from prepkit.predict.prediction import Label, Prediction, Term, Traffic
 from prepkit.predict.versions import CHECKED
 from prepkit.rules.fsdp1_mesh import strategy
