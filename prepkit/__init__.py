@@ -45,6 +45,7 @@ from prepkit.config import NoHook as NoHook
 from prepkit.config import OffloadToCPU as OffloadToCPU
 from prepkit.config import PowerSGDHook as PowerSGDHook
 from prepkit.config import Schedule as Schedule
+from prepkit.config import SendWeights as SendWeights
 from prepkit.config import ShardLoaders as ShardLoaders
 from prepkit.config import Single as Single
 from prepkit.config import TensorFromModel as TensorFromModel

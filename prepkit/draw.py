@@ -240,7 +240,8 @@ def weights() -> SearchStrategy[c.Weights]:
     loaded = st.builds(
         c.LoadWeights, st.sampled_from((PATH, "elsewhere")), rename=st.sampled_from(((), (("(", ""),), (("^", ""),)))
     )
-    return st.just(c.KeepWeights()) | st.builds(c.InitWeights, st.integers(-1, 3)) | loaded
+    kept = st.just(c.KeepWeights()) | st.just(c.SendWeights())
+    return kept | st.builds(c.InitWeights, st.integers(-1, 3)) | loaded
 
 
 @st.composite

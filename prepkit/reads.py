@@ -12,7 +12,7 @@ from math import prod
 from attrs import frozen
 
 from prepkit.layout import coordinate
-from prepkit.steps import Axis, Source
+from prepkit.steps import Axis, Sent, Source
 
 ITEMSIZES: dict[str, int] = {
     "float64": 8,
@@ -51,7 +51,7 @@ class Range:
     length: int
 
 
-def parts(source: Source, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
+def parts(source: Source | Sent, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
     """The slice of every dim that ``rank`` holds. Placements are those of ``ParamLayout``.
 
     What is strided is cut last, whatever its axis: ``fully_shard`` cuts what another axis has cut already.

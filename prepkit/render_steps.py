@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import assert_never
 
 from prepkit.reads import bytes_read
-from prepkit.render_names import count, in_bytes, listed
+from prepkit.render_names import count, in_bytes, itemsize, listed
 from prepkit.steps import (
     Agree,
     AllocateTensors,
@@ -38,6 +39,8 @@ from prepkit.steps import (
     ReduceXLAGradients,
     RegroupOptimizer,
     ReleaseOptimizer,
+    SendTensors,
+    SetTensorsAside,
     ShardLoader,
     ShardUnits,
     StartProcessGroup,
@@ -98,6 +101,10 @@ def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy coun
             return _initialise(step)
         case ReadTensors():
             return _read(step)
+        case SetTensorsAside():
+            return f"{count(len(step.params), 'parameter')} to meta, their values kept on the host where there are any"
+        case SendTensors():
+            return _send(step)
         case ConvertFP8Linears():
             return _convert_fp8(step)
         case ConvertTransformerEngine():
@@ -282,6 +289,11 @@ def _read(step: ReadTensors) -> str:
     """What rank 0 reads is the most that any rank does."""
     most = in_bytes(bytes_read(step.sources, step.axes, 0))
     return f"{count(len(step.sources), 'tensor')} from {_files(step.files)}; at most {most} on a rank"
+
+
+def _send(step: SendTensors) -> str:
+    total = in_bytes(sum(prod(one.shape) * itemsize(one.dtype) for one in step.tensors))
+    return f"{count(len(step.tensors), 'tensor')}, {total} in all, from rank 0 to every rank's own part"
 
 
 def _initialise_deepspeed(step: InitialiseDeepSpeed) -> str:

@@ -149,7 +149,7 @@ def _fits(seen: Facts, how: c.LoadWeights) -> bool:
 
 
 def _weights(seen: Facts, engine: c.Engine) -> SearchStrategy[c.Weights]:
-    """Initialisers where each parameter has one, and the checkpoint that was seen."""
+    """Initialisers where each parameter has one, the checkpoint that was seen, and what rank 0 has."""
     options: list[c.Weights] = [c.KeepWeights()]
     if not isinstance(engine, _FILLED) or seen.model.quantised or len(seen.model.device_map) > 1:
         return st.just(c.KeepWeights())
@@ -157,6 +157,8 @@ def _weights(seen: Facts, engine: c.Engine) -> SearchStrategy[c.Weights]:
         options += [c.InitWeights(0), c.InitWeights(7)]
     if seen.checkpoint is not None and _fits(seen, c.LoadWeights(seen.checkpoint.path)):
         options += [c.LoadWeights(seen.checkpoint.path, rename=how) for how in ((), (("^absent[.]", ""),))]
+    if not isinstance(engine, Single) and not (seen.optimizer and seen.optimizer.stateful):
+        options.append(c.SendWeights())
     return st.sampled_from(options)
 
 

@@ -32,6 +32,7 @@ ORDER = (
     "StartProcessGroup",
     "Agree",
     "CheckFiles",
+    "SetTensorsAside",
     "BuildMesh",
     "ReleaseOptimizer",
     "MoveModel",
@@ -46,6 +47,7 @@ ORDER = (
     "AllocateTensors",
     "InitialiseTensors",
     "ReadTensors",
+    "SendTensors",
     "WrapDDP",
     "RebindOptimizer",
     "RegroupOptimizer",
@@ -68,7 +70,7 @@ move of a model whose layers are cut waits until they are."""
 SHARDS = {"ShardUnits", "WrapFSDP1"}
 CUTS = {"ParallelizeModules"}
 REBINDS = {"RebindOptimizer", "RegroupOptimizer"}
-WRITES = {"InitialiseTensors", "ReadTensors"}
+WRITES = {"InitialiseTensors", "ReadTensors", "SendTensors"}
 """What they write over is lost."""
 NO_WAY_BACK = SHARDS | WRITES
 """``InitialiseDeepSpeed`` has none either; compilation comes after it, and can only fail where DeepSpeed has."""

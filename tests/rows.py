@@ -267,12 +267,15 @@ HELPERS: dict[str, Answers] = {
     "H-18": (
         "test test_every_unit_is_sharded_on_dim_0_and_ties_hold",
         "test test_buffers_that_have_values_keep_them",
-        "deviation buffers that have values stay where they are, those on meta are computed by their modules",
+        "test test_buffers_of_both_kinds_keep_rank_0_s_values_and_dtypes",
+        "deviation buffers that have values stay where they are, those on meta are sent, or computed by their modules",
     ),
     "H-19": (
         "step ReadTensors",
         "test test_a_meta_model_loaded_into_shards_trains_as_the_full_one",
-        "deviation every rank reads its own bytes of the files: no rank holds the whole, and none broadcasts",
+        "step SendTensors",
+        "test test_every_byte_is_sent_once_through_a_buffer_of_one_piece",
+        "deviation SendWeights sends each tensor once, in pieces; from files every rank reads its own bytes",
     ),
     "H-19a": ("deviation as H-19", "test test_values_are_cast_on_the_way"),
     "H-20": (
@@ -586,7 +589,7 @@ FSDP2: dict[str, Answers] = {
     "M2-5": ("step BuildMesh", "test test_hsdp_has_a_mesh_of_two_axes_and_shards_over_the_second"),
     "M2-6": ("deviation FSDP2 ignores no modules: every parameter of the model is sharded (G-10)",),
     "M2-7": ("rule units.packed", "deviation packed weights are refused under FSDP2: use DDP"),
-    "M2-8": ("step AllocateTensors", "test test_buffers_that_have_values_keep_them"),
+    "M2-8": ("step SetTensorsAside", "step AllocateTensors", "test test_buffers_that_have_values_keep_them"),
     "M2-9": ("rule wrap.class-not-found", "rule blocks.one-unit"),
     "M2-10": (
         "test test_a_selection_gives_children_before_parents_and_never_the_root",
@@ -594,8 +597,17 @@ FSDP2: dict[str, Answers] = {
     ),
     "M2-11": ("deviation embedding, final norm and head stay with the root, which is gathered once and kept",),
     "M2-12": ("test test_the_root_alone_holds_everything_when_nothing_is_wrapped",),
-    "M2-13": ("step ReadTensors", "deviation every rank reads its own bytes, and none broadcasts"),
-    "M2-14": ("step InitialiseTensors", "test test_buffers_are_read_whole_computed_or_kept_shared"),
+    "M2-13": (
+        "step ReadTensors",
+        "step SendTensors",
+        "test test_a_model_that_rank_0_alone_has_trains_as_in_one_process",
+        "deviation asked for with SendWeights; with files every rank reads its own bytes, and none broadcasts",
+    ),
+    "M2-14": (
+        "step InitialiseTensors",
+        "test test_buffers_are_read_whole_computed_or_kept_shared",
+        "test test_buffers_of_both_kinds_keep_rank_0_s_values_and_dtypes",
+    ),
     "M2-15": ("deviation trained parameters alone are cast (M2-16)",),
     "M2-16": ("step UpcastParameters", "test test_frozen_parameters_are_not_upcast"),
     "M2-17": ("test test_every_unit_is_sharded_on_dim_0_and_ties_hold",),
@@ -611,7 +623,10 @@ GAPS: dict[str, Answers] = {
     "G-8": ("rule wrap.container", "test test_a_pattern_that_meets_a_container_among_others_passes_it_over"),
     "G-9": ("rule wrap.size-below-one", "test test_mending_a_size_of_zero_leaves_no_selection_that_does_nothing"),
     "G-10": ("deviation FSDP2 ignores no modules, so none is sharded against the config",),
-    "G-11": ("test test_buffers_are_read_whole_computed_or_kept_shared",),
+    "G-11": (
+        "test test_buffers_are_read_whole_computed_or_kept_shared",
+        "test test_buffers_of_both_kinds_keep_rank_0_s_values_and_dtypes",
+    ),
     "G-13": (
         "test test_a_failure_says_which_units_stand_and_that_there_is_no_way_back",
         "test test_a_rebind_after_sharding_that_fails_half_way_keeps_every_state_and_no_slot",

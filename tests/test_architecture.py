@@ -24,7 +24,7 @@ ConvertOptimizer ConvertSyncBatchNorm ConvertTransformerEngine CreateGradScaler 
 InitializeMSAMP MarkLeafModules MoveModel MoveToXLA ParallelizeModules PrecomputeFloat8Scales RebindOptimizer
 ReduceXLAGradients RegroupOptimizer ReleaseOptimizer ShardLoader ShardUnits StartProcessGroup UpcastParameters WrapDDP
 WrapFSDP1
-AllocateTensors CheckFiles InitialiseTensors ReadTensors
+AllocateTensors CheckFiles InitialiseTensors ReadTensors SendTensors SetTensorsAside
 """
 """The kinds that files of format 1 may hold. Removing or renaming one needs another format number."""
 

@@ -43,6 +43,9 @@ from prepkit.steps import (
     ReduceXLAGradients,
     RegroupOptimizer,
     ReleaseOptimizer,
+    SendTensors,
+    Sent,
+    SetTensorsAside,
     Setting,
     ShardLoader,
     ShardUnits,
@@ -278,6 +281,16 @@ STEPS: tuple[tuple[Step, str], ...] = (
     (
         InitialiseTensors(params=("a", "b"), buffers=("c",), units=("",), seed=7),
         "2 parameters with seed 7 and 1 buffer where on meta, by the modules' own initialisers",
+    ),
+    (
+        SetTensorsAside(params=("embed.weight", "head.bias"), buffers=("table",)),
+        "2 parameters to meta, their values kept on the host where there are any",
+    ),
+    (
+        SendTensors(
+            tensors=(Sent(name="w", dtype="bfloat16", shape=(512, 2)), Sent(name="n", dtype="int64", shape=())), axes=()
+        ),
+        "2 tensors, 2.01 KiB in all, from rank 0 to every rank's own part",
     ),
     (
         ReadTensors(files=(FILE,), sources=(SOURCE,), axes=(Axis(name="shard", size=2),)),

@@ -29,7 +29,7 @@ from prepkit.config.mesh import Mesh
 from prepkit.config.optimizer import SGD, AdamW, Clip, ClipNorm, ClipValue, NoClip, OptimizerSpec
 from prepkit.config.precision import BF16, FP8, FP16, AsStored, Mixed, Precision
 from prepkit.config.tensor import Activation, TensorFromModel, TensorParallel, TensorPlan, TensorRow, TensorRows
-from prepkit.config.weights import InitWeights, KeepWeights, LoadWeights, Weights
+from prepkit.config.weights import InitWeights, KeepWeights, LoadWeights, SendWeights, Weights
 from prepkit.config.wrapping import Wrap, WrapBlocks, WrapClasses, WrapPaths, WrapRoot, WrapSize
 
 
@@ -73,7 +73,7 @@ class Config:
     checkpointing: ActivationCheckpointing = NoCheckpointing()
     """Activation checkpointing: not, or per block."""
     weights: Weights = KeepWeights()
-    """Where the parameters' values come from: the model itself, its initialisers, or a checkpoint."""
+    """Where the parameters' values come from: the model itself, its initialisers, a checkpoint, or rank 0."""
     intent: Intent = Intent.TRAINING
     """Training needs an optimizer and trainable parameters; inference needs neither."""
     device: str | None = None

@@ -31,4 +31,12 @@ class LoadWeights:
     """Regular expressions and what to put in their place, applied in turn to every key: ``(("^policy[.]", ""),)``."""
 
 
-Weights = KeepWeights | InitWeights | LoadWeights
+@frozen(kw_only=True)
+class SendWeights:
+    """The values that rank 0's model has, sent to all; on every other rank the model may be on meta.
+
+    Each rank keeps its part, so that those on meta never hold more than their shards and one piece of a tensor.
+    """
+
+
+Weights = KeepWeights | InitWeights | LoadWeights | SendWeights

@@ -89,7 +89,7 @@ def agree(digests: Digests, explain: Explain | None = None) -> None:
 
 def alike(summary: bytes) -> bool:
     """Whether every rank of the default group gives the same 32 bytes. Collective; the same answer on every rank."""
-    mine = torch.frombuffer(bytearray(summary), dtype=torch.uint8).to(_device())
+    mine = torch.frombuffer(bytearray(summary), dtype=torch.uint8).to(wire())
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
     return len({bytes(row.tolist()) for row in gathered}) == 1
@@ -151,7 +151,12 @@ def spans(ranks: tuple[int, ...]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _device() -> torch.device:
-    """A device that the default group's backend can gather on: the host where it can, else the current accelerator."""
+def wire(near: torch.device | None = None) -> torch.device:
+    """A device that the default group's backend can communicate on.
+
+    ``near`` where it can; else the host where it can; else the current accelerator.
+    """
     served = [pair.partition(":")[0] for pair in str(dist.get_backend_config()).split(",")]
+    if near is not None and near.type in served:
+        return near
     return torch.device("cpu" if "cpu" in served else served[0])

@@ -163,7 +163,8 @@ def _weightless(local: LocalFacts) -> Iterator[Finding]:
         if device == "meta":
             what = f"{count} parameters are on the meta device: they have shapes and no values"
             fix = (
-                "plan with weights=LoadWeights(path) or InitWeights(), or build the model without torch.device('meta')"
+                "plan with weights=LoadWeights(path) or InitWeights(), or SendWeights() where rank 0 has values, or "
+                "build the model without torch.device('meta')"
             )
             yield Finding(rule="plan.no-weights", severity=Severity.ERROR, where="model", what=what, fix=fix)
 

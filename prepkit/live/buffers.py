@@ -18,11 +18,12 @@ from prepkit.attestation import Check, each
 from prepkit.live.agree import alike, spans
 from prepkit.live.standing import Standing
 from prepkit.plan import Plan
-from prepkit.steps import InitialiseDeepSpeed, WrapDDP, WrapFSDP1
+from prepkit.steps import InitialiseDeepSpeed, SendTensors, WrapDDP, WrapFSDP1
 
 REWRITES: dict[type, Callable[[Any, int], bool]] = {
     WrapDDP: lambda step, rank: step.broadcast_buffers and rank > 0,  # it sends rank 0's to all
     WrapFSDP1: lambda step, rank: step.sync_module_states and rank > 0,  # likewise
+    SendTensors: lambda _, rank: rank > 0,  # likewise
     InitialiseDeepSpeed: lambda step, rank: step.dtype is not None or rank > 0,  # casts, and sends rank 0's
 }
 """Step kinds that may change the values of buffers, and whether this step does on this rank."""

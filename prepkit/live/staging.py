@@ -40,6 +40,8 @@ from prepkit.steps import (
     ReduceXLAGradients,
     RegroupOptimizer,
     ReleaseOptimizer,
+    SendTensors,
+    SetTensorsAside,
     ShardLoader,
     ShardUnits,
     StartProcessGroup,
@@ -104,6 +106,8 @@ def _staged(step: Step) -> tuple[Step | None, str]:  # noqa: C901  # one case pe
             return None, f"a meta copy has no data to move to {device.type}"
         case CheckFiles() | AllocateTensors() | InitialiseTensors() | ReadTensors():
             return None, "a meta copy has no values, and gets none"
+        case SetTensorsAside() | SendTensors():
+            return None, "a meta copy carries no data, so there is nothing to set aside or to send"
         case WrapDDP(hook=hook):
             low = hook is not None and "bf16" in f"{hook.hook} {hook.wrapper}"
             staged = evolve(step, device=None, hook=None if low else hook)

@@ -6,13 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not exported for checkers
 from torch.distributed.device_mesh import DeviceMesh
 
 
 def _alone() -> None:
     """There is nobody to wait for."""
+
+
+@frozen(kw_only=True, eq=False)
+class Aside:
+    """Values that a parameter had before it was put on meta."""
+
+    param: torch.nn.Parameter
+    """On meta, the same object as before."""
+    held: torch.nn.Parameter
+    """What it was, on the host."""
+    device: torch.device
+    """Where it was."""
 
 
 @define(kw_only=True)
@@ -29,6 +41,8 @@ class Target:
     """Names and digests that ``Agree`` compares across ranks."""
     unfilled: set[str] = field(factory=set)
     """Tensors that ``AllocateTensors`` gave storage and no later step has given values."""
+    aside: dict[str, Aside] = field(factory=dict)
+    """By name, what ``SetTensorsAside`` has taken out of the model and ``SendTensors`` has yet to send."""
     scaler: torch.amp.GradScaler | None = None
     """Set by ``CreateGradScaler``."""
     released: dict[str, Any] = field(factory=dict)

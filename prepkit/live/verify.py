@@ -54,6 +54,8 @@ from prepkit.steps import (
     ReduceXLAGradients,
     RegroupOptimizer,
     ReleaseOptimizer,
+    SendTensors,
+    SetTensorsAside,
     ShardLoader,
     ShardUnits,
     StartProcessGroup,
@@ -236,6 +238,12 @@ def _filled(step: AllocateTensors, standing: Standing) -> Iterator[Check]:
     yield _each("AllocateTensors", "everything that was on meta has values", sorted(standing.target.unfilled))
 
 
+def _sent(step: SendTensors, standing: Standing) -> Iterator[Check]:
+    """What waits to be sent is a model that rank 0 holds twice, and somebody else has no values of."""
+    del step
+    yield _each("SendTensors", "all that was set aside is sent", sorted(standing.target.aside))
+
+
 VERIFIERS: dict[type[Any], Callable[[Any, Standing], Iterator[Check]]] = {
     StartProcessGroup: _group,
     Agree: _nothing,
@@ -271,5 +279,7 @@ VERIFIERS: dict[type[Any], Callable[[Any, Standing], Iterator[Check]]] = {
     AllocateTensors: _filled,
     InitialiseTensors: _nothing,
     ReadTensors: _nothing,
+    SetTensorsAside: _nothing,
+    SendTensors: _sent,
 }
 """Step kind to the function that looks at what the step left behind."""

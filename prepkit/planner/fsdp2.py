@@ -17,6 +17,7 @@ def plan_fsdp2(cfg: Config, facts: Facts) -> Piece:
     return (
         pieces.start_group(cfg, facts)
         + weights.check_files(cfg, facts)  # while nothing has been changed
+        + weights.set_aside(cfg, facts)  # before the optimizer lets go of the parameters, which stay themselves
         + mesh(cfg, facts)
         + pieces.release_optimizer(facts)  # or the old parameters keep the whole model in memory
         + pieces.upcast(cfg, facts)  # sharding freezes each parameter's dtype

@@ -5,14 +5,25 @@ from __future__ import annotations
 from posixpath import join
 
 from prepkit.checkpoint import CheckpointFacts
-from prepkit.config import FSDP2, Config, InitWeights, KeepWeights, LoadWeights, OffloadToCPU
-from prepkit.facts import Facts
+from prepkit.config import FSDP2, Config, InitWeights, KeepWeights, LoadWeights, OffloadToCPU, SendWeights
+from prepkit.facts import BufferFact, Facts, ParamFact
 from prepkit.filling import asked, computed, initialised, match
 from prepkit.plan import because
 from prepkit.planner import pieces
 from prepkit.planner.outcome import layout
 from prepkit.planner.pieces import Piece
-from prepkit.steps import AllocateTensors, CheckFiles, File, InitialiseTensors, LocalDevice, ReadTensors, Source
+from prepkit.steps import (
+    AllocateTensors,
+    CheckFiles,
+    File,
+    InitialiseTensors,
+    LocalDevice,
+    ReadTensors,
+    SendTensors,
+    Sent,
+    SetTensorsAside,
+    Source,
+)
 from prepkit.units import axes, select
 
 
@@ -27,6 +38,16 @@ def check_files(cfg: Config, facts: Facts) -> Piece:
         return ()
     reason = "a file that is missing or another one on any rank is an error on every rank, before anything is changed"
     return because(CheckFiles(files=_files(checkpoint)), reason, "G-62", "G-67")
+
+
+def set_aside(cfg: Config, facts: Facts) -> Piece:
+    """Rank 0's values are kept out of the model that is sharded, so that it is on meta on every rank."""
+    if not isinstance(cfg.weights, SendWeights):
+        return ()
+    model = facts.model
+    step = SetTensorsAside(params=tuple(p.name for p in model.params), buffers=tuple(b.name for b in model.buffers))
+    reason = "on every rank the model is cut and sharded without values, whoever has them"
+    return because(step, reason, "M2-8", "H-19")
 
 
 def move(cfg: Config, facts: Facts) -> Piece:
@@ -47,6 +68,7 @@ def fill(cfg: Config, facts: Facts) -> Piece:
         because(AllocateTensors(device=device), what, "M2-8", "M2-14", "pain 17")
         + _initialise(cfg, facts)  # before reading: what a checkpoint holds has the last word
         + _read(cfg, facts)
+        + _send(cfg, facts)
     )
 
 
@@ -83,6 +105,20 @@ def _read(cfg: Config, facts: Facts) -> Piece:
     step = ReadTensors(files=_files(checkpoint), sources=sources, axes=mesh)
     reason = "planned byte ranges go straight into the final storage: no collective, and no rank holds the whole"
     return because(step, reason, "M2-13", "G-11", "G-62", "G-67")
+
+
+def _send(cfg: Config, facts: Facts) -> Piece:
+    if not isinstance(cfg.weights, SendWeights):
+        return ()
+    mesh = axes(cfg, facts.env) or ()
+    placements = {one.name: one.placements for one in layout(cfg, facts, mesh)}
+    held: list[ParamFact | BufferFact] = [*facts.model.params, *facts.model.buffers]
+    tensors = tuple(
+        Sent(name=one.name, dtype=one.dtype, shape=one.shape, placements=placements.get(one.name, ())) for one in held
+    )
+    step = SendTensors(tensors=tensors, axes=mesh)
+    reason = "rank 0 sends each tensor once, and a rank on meta holds no more than its part and one piece"
+    return because(step, reason, "M2-13", "M2-14", "H-18", "H-19", "G-11", "pain 17")
 
 
 def _files(checkpoint: CheckpointFacts) -> tuple[File, ...]:

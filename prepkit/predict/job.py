@@ -24,6 +24,7 @@ from prepkit.steps import (
     Axis,
     CheckpointModules,
     CreateOptimizer,
+    SendTensors,
     ShardUnits,
     WrapDDP,
     WrapFSDP1,
@@ -65,6 +66,8 @@ class Job:
     """Whether a layer is cut into parts of different sizes; then the largest part stands for all."""
     loaded: int = 0
     """Bytes of the whole model as stored."""
+    sent: bool = False
+    """Whether rank 0 alone needs the values, and sends them to all."""
     narrower: bool = False
     """Whether some weights are gathered in fewer bytes than ``gathered_size``."""
     original: bool = True
@@ -124,6 +127,7 @@ def job_of(plan: Plan) -> Job:
         unknown=unknown(plan),
         uneven=any(one.shape[dim] % parts for one in plan.layout for dim, parts in tensor_cuts(one, plan.mesh)),
         loaded=sum(prod(one.shape) * itemsize(one.dtype) for one in plan.layout),
+        sent=SendTensors in steps,
         narrower=narrower(plan),
         original=not isinstance(sharding, WrapFSDP1) or sharding.use_orig_params,
         upcast_frozen=_upcast_frozen(plan),

@@ -14,6 +14,10 @@ UNCOUNTED = "Activations, the allocator's rounding, the driver and the libraries
 COUNTED = (
     "Activations are an estimate; the allocator's rounding, the driver and the libraries' workspaces are not counted."
 )
+_SENDING = (
+    "Loading: rank 0 alone holds the whole model first, {size}; a rank on meta holds what it keeps and one piece of a "
+    "tensor."
+)
 WASTE = 0.01
 """Share of padding from which on it is worth a sentence."""
 
@@ -111,6 +115,8 @@ def _loading(job: Job) -> tuple[str, ...]:
         return ()
     size = job.loaded
     node = f", {in_bytes(size * job.per_node)} a node" if job.per_node else ""
+    if job.sent:
+        return (_SENDING.format(size=in_bytes(size)),)
     return (
         f"Loading: each process that does not build the model on meta holds all of it first, {in_bytes(size)}{node}.",
     )

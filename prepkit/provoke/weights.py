@@ -9,7 +9,7 @@ from typing import Any
 from attrs import evolve
 
 from prepkit.checkpoint import CheckpointFacts, StoredFile, StoredProblem, StoredTensor
-from prepkit.config import FSDP1, Config, InitWeights, LoadWeights
+from prepkit.config import FSDP1, FSDP2, Config, InitWeights, LoadWeights, SendWeights
 from prepkit.facts import BufferFact, Facts, ModelFacts, ParamFact
 from prepkit.reads import ITEMSIZES
 
@@ -82,8 +82,15 @@ def _without_resets(facts: Facts) -> Facts:
     return evolve(facts, model=evolve(facts.model, classes=classes))
 
 
+def _stepped(facts: Facts) -> tuple[Config, Facts]:
+    assert facts.optimizer is not None, "healthy facts have one"
+    optimizer = evolve(facts.optimizer, stateful=("norm.weight",))
+    return Config(engine=FSDP2(), weights=SendWeights()), evolve(facts, optimizer=optimizer)
+
+
 PAIRS: dict[str, Callable[[Facts], tuple[Config, Facts]]] = {
     "weights.not-filled": lambda facts: (Config(engine=FSDP1(), weights=InitWeights()), facts),
+    "weights.state-not-sent": _stepped,
     "weights.not-seen": lambda facts: _load(facts, None),
     "weights.unreadable": _damaged,
     "weights.rename": lambda facts: (

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from prepkit.config import DDP, FP8, FSDP2, Config, KeepWeights, LoadWeights, Single
+from prepkit.config import DDP, FP8, FSDP2, Config, KeepWeights, LoadWeights, SendWeights, Single
 from prepkit.facts import Facts
 from prepkit.filling import asked, computed, helpless, initialised, match, unreadable
 from prepkit.findings import Severity
@@ -24,9 +24,11 @@ _FILLED = (Single, DDP, FSDP2)
 def _unfilled(cfg: Config, facts: Facts) -> Iterator[Hit]:
     if isinstance(cfg.weights, KeepWeights):
         return
-    asked_for = f"`{type(cfg.weights).__name__}`"
-    if not isinstance(cfg.engine, _FILLED):
-        name = type(cfg.engine).__name__
+    asked_for, name = f"`{type(cfg.weights).__name__}`", type(cfg.engine).__name__
+    if isinstance(cfg.weights, SendWeights) and isinstance(cfg.engine, Single):
+        what = f"{asked_for} with {name}, where there is no other rank to send to."
+        yield Hit("config.weights", what, "Leave config.weights out: the model keeps its values.")
+    elif not isinstance(cfg.engine, _FILLED):
         yield Hit("config.weights", f"{asked_for} with {name}, which takes the values that the model has.")
     if isinstance(cfg.precision, FP8):
         yield Hit("config.weights", f"{asked_for} with float8, whose layers are made from the values that are there.")
@@ -34,6 +36,13 @@ def _unfilled(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("config.weights", f"{asked_for} for a {facts.model.quantised} model, whose values are packed.")
     elif len(facts.model.device_map) > 1:
         yield Hit("config.weights", f"{asked_for} for a model that a device map has spread over several devices.")
+
+
+def _state(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    held = facts.optimizer
+    if isinstance(cfg.weights, SendWeights) and held is not None and held.stateful:
+        what = f"`SendWeights` sends what the model holds; the optimizer's state of {some(held.stateful)} is not sent."
+        yield Hit("optimizer", what)
 
 
 def _unseen(cfg: Config, facts: Facts) -> Iterator[Hit]:
@@ -161,6 +170,15 @@ RULES: tuple[Rule, ...] = (
         "Single.",
         overridable=False,
         source=("M2-13", "PL-3", "Q-13"),
+    ),
+    Rule(
+        id="weights.state-not-sent",
+        summary="An optimizer has no state yet where rank 0 sends the weights.",
+        check=_state,
+        fix="Write optimizer=AdamW(...), which is created after sharding, or pass an optimizer that has not stepped; a "
+        "run that goes on is resumed with ready.resume(folder).",
+        overridable=False,
+        source=("M2-13", "P2-14"),
     ),
     Rule(
         id="weights.not-seen",

@@ -35,7 +35,16 @@ from prepkit.steps.optimizer import (
 )
 from prepkit.steps.places import Axis, File, LocalDevice
 from prepkit.steps.start import Agree, BuildMesh, StartProcessGroup
-from prepkit.steps.weights import AllocateTensors, CheckFiles, InitialiseTensors, ReadTensors, Source
+from prepkit.steps.weights import (
+    AllocateTensors,
+    CheckFiles,
+    InitialiseTensors,
+    ReadTensors,
+    SendTensors,
+    Sent,
+    SetTensorsAside,
+    Source,
+)
 from prepkit.steps.xla import MoveToXLA, ReduceXLAGradients
 
 Step = (
@@ -73,4 +82,6 @@ Step = (
     | AllocateTensors
     | InitialiseTensors
     | ReadTensors
+    | SetTensorsAside
+    | SendTensors
 )

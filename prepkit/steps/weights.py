@@ -26,6 +26,18 @@ class Source:
 
 
 @frozen(kw_only=True)
+class Sent:
+    """One parameter or buffer that travels from rank 0 to all, and how it is split there. Which slice: ``parts``."""
+
+    name: str
+    dtype: str
+    """Dtype that it travels in: the one that rank 0 has it in."""
+    shape: tuple[int, ...]
+    placements: tuple[str, ...] = ()
+    """One per mesh axis, as in ``ParamLayout``; empty: every rank holds the whole."""
+
+
+@frozen(kw_only=True)
 class CheckFiles:
     """Compares size and header of every file with the plan's, then waits for the other ranks; changes nothing.
 
@@ -69,5 +81,29 @@ class ReadTensors:
 
     files: tuple[File, ...]
     sources: tuple[Source, ...]
+    axes: tuple[Axis, ...]
+    """Axes of the device mesh; empty without one."""
+
+
+@frozen(kw_only=True)
+class SetTensorsAside:
+    """Puts every parameter on meta, each object staying itself, and keeps what values it had on the host.
+
+    So a model that has values on rank 0 alone is cut and sharded alike everywhere. Buffers stay as they are. Fails on
+    every rank, before anything is changed, if rank 0 lacks the values of a parameter or buffer.
+    """
+
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+@frozen(kw_only=True)
+class SendTensors:
+    """Rank 0 sends every tensor once, piece by piece; each rank keeps its part, and rank 0 frees what it had set aside.
+
+    Casts where dtypes differ. What it writes over is lost. Fails on every rank if any fails.
+    """
+
+    tensors: tuple[Sent, ...]
     axes: tuple[Axis, ...]
     """Axes of the device mesh; empty without one."""

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from prepkit import steps as s
 from prepkit.interpreter import Handler
 from prepkit.live import names
-from prepkit.live.target import Target
+from prepkit.live.target import Aside, Target
 from tests.live.planned import Tiny
 
 Deed = Callable[[Any, Target, Handler[Any, Target, Any]], Any]
@@ -176,3 +176,41 @@ def zero_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
     stage = ("zero_optimization", "stage")
     settings = tuple(evolve(one, value="1") if one.path == stage else one for one in step.settings)
     return real.do(evolve(step, settings=settings), target)
+
+
+def read_but_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
+    return real.do(evolve(step, sources=step.sources[1:]), target)
+
+
+def exchange_sources(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
+    """Two tensors of different sizes are read into each other's place."""
+    small = next(one for one in step.sources if one.name == "layers.0.scale")
+    large = next(one for one in step.sources if one.name == "layers.0.outer.weight")
+    others = tuple(one for one in step.sources if one not in (small, large))
+    crossed = (evolve(small, name=large.name), evolve(large, name=small.name))
+    return real.do(evolve(step, sources=(*others, *crossed)), target)
+
+
+def write_passing(target: Target) -> None:
+    held: Any = target.model
+    held.passing.add_(1)
+
+
+def aside_but_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
+    return real.do(evolve(step, params=step.params[1:]), target)
+
+
+def send_but_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
+    return real.do(evolve(step, tensors=step.tensors[1:]), target)
+
+
+def write_kept(target: Target) -> None:
+    """On all ranks alike, so that they are equal."""
+    held: Any = target.model
+    held.kept.add_(1)
+
+
+def keep_aside(target: Target) -> None:
+    target.aside["embed.weight"] = Aside(
+        param=target.model.get_parameter("embed.weight"), held=Parameter(torch.ones(1)), device=torch.device("cpu")
+    )

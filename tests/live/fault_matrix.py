@@ -44,6 +44,7 @@ from prepkit.config import (
     Config,
     KeepLoaders,
     Mesh,
+    SendWeights,
     TorchAO,
     TransformerEngine,
 )
@@ -64,10 +65,11 @@ from prepkit.steps import (
     WrapDDP,
 )
 from tests.live import doubles, wide
-from tests.live.planned import Tiny, planned, stepped
+from tests.live.planned import STORED, Tiny, planned, stepped, tiny_on_meta
 from tests.live.planted import CUT, LAID, NORMED, ZERO, WithNorm, bare, eight_bits
 from tests.live.snapshot import differences, snapshot
 
+FILES = Config(weights=STORED, optimizer=AdamW(), overrides=("weights.missing-keys",))
 FULL = Config(precision=BF16(), compile=CompileBlocks(backend="eager"), checkpointing=CheckpointBlocks())
 
 
@@ -80,6 +82,8 @@ class Case:
     """Above one rank a fake group runs already, below the plan starts a real one."""
     wide: bool = False
     """The model of the float8 tests."""
+    bare: bool = False
+    """The model has no values before."""
     double: Callable[[pytest.MonkeyPatch], object] | None = None
     """Puts a stand-in for a library in place that needs another device."""
 
@@ -96,6 +100,12 @@ ENGINES: dict[str, Case] = {
     "FSDP2": Case(evolve(FULL, engine=FSDP2()), 4),
     "FSDP2, HSDP": Case(evolve(FULL, engine=FSDP2(), mesh=Mesh(replicate=2, shard=2)), 4),
     "FSDP2, real group": Case(evolve(FULL, engine=FSDP2(), optimizer=AdamW()), 1),
+    "FSDP2, sent by rank 0": Case(evolve(FULL, engine=FSDP2(), weights=SendWeights(), optimizer=AdamW()), 4),
+    "DDP, sent by rank 0": Case(Config(engine=DDP(), weights=SendWeights(), optimizer=AdamW()), 4),
+    "Single, from files": Case(FILES, 1),
+    "Single, from files, on meta": Case(FILES, 1, bare=True),
+    "FSDP2, from files": Case(evolve(FILES, engine=FSDP2()), 4),
+    "FSDP2, from files, on meta": Case(evolve(FILES, engine=FSDP2()), 4, bare=True),
     "TensorParallel": Case(CUT, 2, wide=True),
     "FSDP2, cut over tensor ranks": Case(evolve(CUT, engine=FSDP2(), mesh=Mesh(shard=2, tensor=2)), 4, wide=True),
     "DeepSpeed": Case(ZERO, wide=True, double=bare),
@@ -168,7 +178,7 @@ def stage(engine: str) -> Iterator[None]:
 def case(engine: str) -> tuple[Plan, Target]:
     """A fresh target, and its plan."""
     one = ENGINES[engine]
-    model, optimizer = _wide(one) if one.wide else _tiny(one.cfg)
+    model, optimizer = _wide(one) if one.wide else _tiny(one)
     scheduler = None if optimizer is None else StepLR(optimizer, 1)
     loader: Any = DataLoader(TensorDataset(torch.arange(16.0)), batch_size=2)
     if engine not in PLANS:
@@ -192,8 +202,11 @@ def _wide(one: Case) -> tuple[Module, Optimizer]:
     return model, torch.optim.AdamW(model.parameters()) if fresh else wide.stepped(model)
 
 
-def _tiny(cfg: Config) -> tuple[Module, Optimizer | None]:
+def _tiny(one: Case) -> tuple[Module, Optimizer | None]:
     torch.manual_seed(0)
+    if one.bare:
+        return tiny_on_meta(), None
+    cfg = one.cfg
     model = WithNorm() if cfg is NORMED else Tiny(torch.bfloat16)
     if cfg is LAID:
         model.requires_grad_()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from attrs import evolve
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from prepkit.config import Config
+from prepkit.checkpoint import CheckpointFacts
+from prepkit.config import Config, LoadWeights
 from prepkit.facts import Env
 from prepkit.interpreter import Done, interpret
 from prepkit.live.handlers import HANDLERS
 from prepkit.live.observe import observe
+from prepkit.live.observe_checkpoint import observe_checkpoint
 from prepkit.live.target import Target
 from prepkit.plan import Plan
 from prepkit.planner import plan
@@ -69,6 +75,31 @@ def stepped(model: nn.Module, *, groups: int = 2) -> Optimizer:
     return optimizer
 
 
+STORED = LoadWeights("tiny.safetensors")
+"""Stands for the file of ``stored``, wherever that lies."""
+LACKS = ("layers.0.inner.weight", "layers.0.inner.bias")
+"""What is not in that file: its module initialises it."""
+
+
+@cache
+def stored() -> tuple[TemporaryDirectory[str], CheckpointFacts]:
+    """A float32 file of ``Tiny`` without ``LACKS``, and what is seen of it; it is there as long as the process."""
+    folder = TemporaryDirectory(prefix="prepkit-tiny-")
+    torch.manual_seed(1)
+    values = Tiny().state_dict()
+    path = f"{folder.name}/{STORED.path}"
+    save_file({name: value for name, value in values.items() if name not in (*LACKS, "head.weight")}, path)
+    return folder, evolve(observe_checkpoint(path), path=STORED.path)
+
+
+def tiny_on_meta() -> Tiny:
+    """``Tiny`` without values, but for the buffer that is in no checkpoint."""
+    with torch.device("meta"):
+        model = Tiny(torch.bfloat16)
+    model.passing = torch.arange(4.0).to(torch.bfloat16)
+    return model
+
+
 def planned(
     cfg: Config,
     model: nn.Module,
@@ -81,8 +112,8 @@ def planned(
 ) -> Plan:
     """The plan for this model on so many ranks."""
     env = Env(world_size=world, device=device)
-    seen = observe(model, optimizer=optimizer, scheduler=scheduler, loaders=loaders, env=env)
-    return plan(cfg, seen.facts).unwrap()
+    seen = observe(model, optimizer=optimizer, scheduler=scheduler, loaders=loaders, env=env).facts
+    return plan(cfg, evolve(seen, checkpoint=stored()[1]) if cfg.weights == STORED else seen).unwrap()
 
 
 def applied(plan: Plan, model: nn.Module, optimizer: Optimizer | None = None, **given: Any) -> Target:

@@ -37,6 +37,7 @@ from prepkit.config import (
     DeepSpeed,
     InitWeights,
     KeepLoaders,
+    SendWeights,
     Single,
     TensorParallel,
     TensorRow,
@@ -55,6 +56,7 @@ from tests.live.deeds import (
     Deed,
     afterwards,
     another_optimizer,
+    aside_but_one,
     bind_old,
     cast_buffer,
     changed,
@@ -62,15 +64,19 @@ from tests.live.deeds import (
     create_over_copies,
     cut_but_one,
     drop_slot,
+    exchange_sources,
     freeze,
+    keep_aside,
     leave_on_meta,
     long_state,
     lose_buffer,
     lose_state,
     nothing,
     own_buffer,
+    read_but_one,
     replace_block,
     same_rank,
+    send_but_one,
     shard_but_one,
     unhook,
     unhook_layer,
@@ -79,9 +85,11 @@ from tests.live.deeds import (
     unwrap_checkpoint,
     upcast_but_one,
     whole_state,
+    write_kept,
+    write_passing,
     zero_one,
 )
-from tests.live.planned import Tiny, planned, stepped
+from tests.live.planned import STORED, Tiny, planned, stepped, tiny_on_meta
 from tests.zero import lean
 
 FULL = Config(precision=BF16(), compile=CompileBlocks(backend="eager"), checkpointing=CheckpointBlocks())
@@ -100,6 +108,8 @@ ZERO = Config(
     checkpointing=CheckpointBlocks(),
 )
 FILLED = Config(weights=InitWeights(0))
+FILES = Config(weights=STORED, overrides=("weights.missing-keys",))
+SENT = Config(engine=FSDP2(), weights=SendWeights())
 EIGHT = Config(precision=FP8(backend=TorchAO(emulate=True)))
 NORMED = Config(engine=DDP(sync_batchnorm=True), optimizer=SGD(), overrides=("ddp.sync-batchnorm-on-cpu",))
 
@@ -156,6 +166,30 @@ class WithNorm(Tiny):
 FAULTS: tuple[Planted, ...] = (
     *faults(s.AllocateTensors, FILLED, ("no storage is given", nothing, "cannot be called on meta tensors")),
     *faults(s.InitialiseTensors, FILLED, ("no initialiser runs", nothing, "everything that was on meta has values")),
+    *faults(
+        s.ReadTensors,
+        FILES,
+        ("nothing is read", nothing, "everything that was on meta has values: embed.weight"),
+        ("a tensor is not read", read_but_one, "everything that was on meta has values: embed.weight"),
+        ("a tensor is read into another", exchange_sources, "this rank holds 6 elements, the plan reads 30"),
+        ("a buffer with values is read anew", afterwards(write_passing), "passing holds other values than before"),
+    ),
+    *faults(
+        s.SetTensorsAside,
+        SENT,
+        ("rank 0 keeps its values in the model", nothing, "rank 0 has no values of embed.weight"),
+        ("a parameter stays in the model", aside_but_one, "rank 0 has no values of embed.weight"),
+        world=2,
+    ),
+    *faults(
+        s.SendTensors,
+        SENT,
+        ("nothing is sent", nothing, "everything that was on meta has values: embed.weight"),
+        ("a tensor is not sent", send_but_one, "everything that was on meta has values: embed.weight"),
+        ("what was sent is kept", afterwards(keep_aside), "all that was set aside is sent: embed.weight"),
+        ("a buffer is sent with other values", afterwards(write_kept), "kept holds other values than before"),
+        world=2,
+    ),
     *faults(
         s.UpcastParameters,
         SINGLE,
@@ -393,6 +427,12 @@ def case(cfg: Config, world: int) -> tuple[Plan, Target]:
     if isinstance(cfg.precision, FP8) or isinstance(cfg.engine, XLA | TensorParallel | DeepSpeed):
         return wide_case(cfg, world)
     torch.manual_seed(0)
+    if cfg is FILES:
+        bare = tiny_on_meta()
+        return planned(cfg, bare), Target(model=bare)
+    if cfg is SENT:
+        some = tiny_on_meta() if dist.is_initialized() and dist.get_rank() else Tiny(torch.bfloat16)
+        return planned(cfg, some, world=world), Target(model=some)
     if cfg is FILLED:
         with torch.device("meta"):
             model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -419,9 +459,10 @@ def wide_case(cfg: Config, world: int) -> tuple[Plan, Target]:
 def said(rank: int, world: int, index: int | None) -> list[str]:
     """The failed checks after an apply with the fault of this index; with None, after applies without any."""
     if index is None:
+        lean()
         return [
             text
-            for cfg in ((SINGLE, HALF, EIGHT) if world == 1 else (WHOLE, SHARDED, FLAT, LAID, CUT, ZERO))
+            for cfg in ((SINGLE, HALF, EIGHT, FILES) if world == 1 else (WHOLE, SHARDED, FLAT, LAID, CUT, ZERO, SENT))
             for text in outcome_of(cfg, world)
         ]
     one = FAULTS[index]

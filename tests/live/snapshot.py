@@ -47,8 +47,10 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name, value in before.items() if after[name] != value]
 
 
-def _forward(model: nn.Module) -> Tensor:
-    """Over copies of the buffers: a batch norm in training counts its calls."""
+def _forward(model: nn.Module) -> Tensor | None:
+    """Over copies of the buffers: a batch norm in training counts its calls. None of a model without values."""
+    if any(param.is_meta for param in model.parameters()):
+        return None
     copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
         output: Tensor = torch.func.functional_call(model, copies, (TOKENS,))
@@ -58,6 +60,8 @@ def _forward(model: nn.Module) -> Tensor:
 def _bytes(tensor: Tensor | None) -> tuple[str, str, tuple[int, ...], bytes] | None:
     if tensor is None:
         return None
+    if tensor.is_meta:
+        return str(tensor.dtype), "meta", tuple(tensor.shape), b""
     held = tensor.detach().contiguous().reshape(-1)
     data = ctypes.string_at(held.data_ptr(), held.numel() * held.element_size())
     return str(tensor.dtype), str(tensor.device), tuple(tensor.shape), data

@@ -12,13 +12,10 @@ from tests.live.planted import FAULTS, said
 SILENT = {s.StartProcessGroup, s.Agree, s.ReleaseOptimizer, s.CheckFiles, s.MoveToXLA, s.ConvertOptimizer}
 """Kinds that leave nothing behind; one that the double of its library gets wrong, and one that would be compiled."""
 
-WITH_FILES = {s.ReadTensors}
-"""Needs files; what it leaves out is caught as what no initialiser fills is."""
-
 
 def test_there_are_at_least_fifteen_faults_and_each_kind_of_step_that_acts_on_objects_has_one() -> None:
     assert len(FAULTS) >= 15
-    assert {fault.kind for fault in FAULTS} == {*HANDLERS} - SILENT - WITH_FILES
+    assert {fault.kind for fault in FAULTS} == {*HANDLERS} - SILENT
 
 
 @pytest.mark.parametrize("index", [i for i, f in enumerate(FAULTS) if f.world == 1], ids=lambda i: FAULTS[i].what)

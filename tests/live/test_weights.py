@@ -22,31 +22,12 @@ from prepkit.live.progress import progress
 from prepkit.live.target import Target
 from prepkit.steps import AllocateTensors, LocalDevice, ReadTensors
 from tests.gang import Gang
+from tests.live.loading import on_meta, saved, whole
 from tests.live.planned import Tiny
-from tests.models import FAMILIES, MORE, build
+from tests.models import MORE, build
 
 FAMILY_NAMES = ("llama", "llama-tied", "gpt2", "bert", "t5", *MORE)
-EVERY = {**FAMILIES, **MORE}
 MESHES = {"shards": None, "copies of shards": pk.Mesh(replicate=2, shard=2), "cut layers": pk.Mesh(shard=2, tensor=2)}
-
-
-def saved(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, size: str = "30KB") -> str:
-    """The path of a checkpoint of that family, in several files where it is larger."""
-    model, _ = build(family)
-    model.to(dtype).save_pretrained(str(folder), max_shard_size=size)
-    return str(folder)
-
-
-def on_meta(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model, _ = EVERY[family]()
-    finally:
-        torch.set_default_dtype(before)
-    with torch.device("cpu"):
-        return model.train(), EVERY[family]()[1]
 
 
 def step_of(model: nn.Module, batch: Any) -> float:
@@ -55,10 +36,6 @@ def step_of(model: nn.Module, batch: Any) -> float:
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     return float(loss.detach())
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor().detach() if hasattr(tensor, "full_tensor") else tensor.detach()
 
 
 # --- the same training ---------------------------------------------------------------------------------------------

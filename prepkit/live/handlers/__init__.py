@@ -19,6 +19,7 @@ from prepkit.live.handlers import (
     process_group,
     regroup,
     scaling,
+    sending,
     tensor_parallel,
     torch_core,
     transformer_engine,
@@ -62,5 +63,7 @@ HANDLERS: dict[type, Handler[Any, Target, Any]] = {
     steps.AllocateTensors: weights.ALLOCATE,
     steps.InitialiseTensors: initialise.INITIALISE,
     steps.ReadTensors: weights.READ,
+    steps.SetTensorsAside: sending.ASIDE,
+    steps.SendTensors: sending.SEND,
 }
 """Step kind to its handler."""

@@ -68,8 +68,8 @@ def initialise_do(step: InitialiseTensors, target: Target) -> tuple[str, ...]:
             inside = [site for site in places if owner[site.path] == unit]
             with _out_of_reach([site for site in places if owner[site.path] != unit]):
                 _unit(inside, wanted, authors, step.seed)
-    target.unfilled -= wanted
-    return lost
+        target.unfilled -= wanted
+        return lost
 
 
 def initialise_undo(step: InitialiseTensors, target: Target, memo: tuple[str, ...]) -> str | None:
@@ -150,9 +150,9 @@ def _twin(own: Tensor, real: bool) -> Tensor:
 
 @contextmanager
 def _in_place(held: Sequence[Held]) -> Iterator[None]:
-    for one in held:
-        one.slots[one.key] = one.whole
     try:
+        for one in held:
+            one.slots[one.key] = one.whole
         yield
     finally:
         for one in held:

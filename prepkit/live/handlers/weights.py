@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from attrs import frozen
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -79,24 +80,47 @@ def allocate_ready(step: AllocateTensors, target: Target) -> tuple[str, ...]:
     return launcher.device_problems(step.device.type)
 
 
-def allocate_do(step: AllocateTensors, target: Target) -> dict[str, torch.device]:
+@frozen(eq=False)
+class Places:
+    """Where everything was."""
+
+    devices: dict[str, torch.device]
+    buffers: tuple[tuple[dict[str, Tensor | None], str, Tensor], ...]
+    """The dictionary that holds each buffer, its key in it, and the buffer."""
+
+
+def allocate_do(step: AllocateTensors, target: Target) -> Places:
     """Gives every tensor storage on the device and notes in ``target.unfilled`` which have no values yet.
 
     Buffers that have values keep them, which ``to_empty`` would lose. Returns where things were.
     """
     device = launcher.bind(step.device)
-    before = {name: tensor.device for name, tensor in tensors(target).items()}
-    target.unfilled |= {name for name, where in before.items() if where.type == "meta"}
-    _each(target, lambda tensor: _on(tensor, device))
-    return before
+    before = Places(
+        devices={name: tensor.device for name, tensor in tensors(target).items()},
+        buffers=tuple(
+            (site.module._buffers, key, buffer)
+            for site in names.sites(target.model)
+            for key, buffer in site.module._buffers.items()
+            if buffer is not None
+        ),
+    )
+    try:
+        target.unfilled |= {name for name, where in before.devices.items() if where.type == "meta"}
+        _each(target, lambda tensor: _on(tensor, device))
+        return before
+    except BaseException:
+        allocate_undo(step, target, before)
+        raise
 
 
-def allocate_undo(step: AllocateTensors, target: Target, memo: dict[str, torch.device]) -> None:
+def allocate_undo(step: AllocateTensors, target: Target, memo: Places) -> None:
     """Puts every tensor back to where it was; what had no values has no storage again."""
     del step
-    places = {id(tensor): memo[name] for name, tensor in tensors(target).items()}
+    places = {id(tensor): memo.devices[name] for name, tensor in tensors(target).items()}
     _each(target, lambda tensor: _on(tensor, places[id(tensor)]))
-    target.unfilled -= memo.keys()
+    for slots, key, buffer in memo.buffers:
+        slots[key] = buffer
+    target.unfilled -= memo.devices.keys()
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
@@ -138,9 +162,7 @@ def tensors(target: Target) -> dict[str, Tensor]:
     return found
 
 
-ALLOCATE: Handler[AllocateTensors, Target, dict[str, torch.device]] = Handler(
-    ready=allocate_ready, do=allocate_do, undo=allocate_undo
-)
+ALLOCATE: Handler[AllocateTensors, Target, Places] = Handler(ready=allocate_ready, do=allocate_do, undo=allocate_undo)
 
 # --- reading -------------------------------------------------------------------------------------------------------
 
@@ -164,8 +186,8 @@ def read_do(step: ReadTensors, target: Target) -> tuple[str, ...]:
     with lookup.half_done(lost):
         _read_all(step, target)
         target.together()
-    target.unfilled -= {source.name for source in step.sources}
-    return lost
+        target.unfilled -= {source.name for source in step.sources}
+        return lost
 
 
 def read_undo(step: ReadTensors, target: Target, memo: tuple[str, ...]) -> str | None:

@@ -1,0 +1,510 @@
+"""Rank 0's values reach every rank: once, in pieces, into the parts that the plan gives each; or all of them fail."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import prepkit as pk
+from prepkit.live.handlers import sending, weights
+from prepkit.live.handlers.sending import Lane, NoValues, aside_do, aside_undo, send_do
+from prepkit.live.target import Target
+from prepkit.reads import parts, ranges
+from prepkit.steps import AllocateTensors, Axis, LocalDevice, SendTensors, Sent, SetTensorsAside, Source
+from tests.gang import Gang
+from tests.live.loading import held, on_meta
+from tests.live.planned import Tiny, planned, stepped
+from tests.live.snapshot import differences, snapshot
+from tests.models import build
+
+SEND = pk.SendWeights()
+
+# --- the law: what the ranks take is what the plan gives them --------------------------------------------------------
+
+CUTS = ("replicate", "copy", "shard(0)", "shard(1)", "strided(0)")
+
+
+@st.composite
+def travels(draw: st.DrawFn) -> tuple[Sent, tuple[Axis, ...]]:
+    """A tensor of up to three dims, some empty, on a mesh of up to two axes, cut along dims that it has."""
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    axes = tuple(
+        Axis(name=name, size=draw(st.integers(1, 4))) for name in ("replicate", "shard")[: draw(st.integers(0, 2))]
+    )
+    able = [cut for cut in CUTS if "(" not in cut or int(cut[-2]) < len(shape)]
+    dtype = draw(st.sampled_from(("float32", "bfloat16", "int64", "bool", "complex64")))
+    placements = tuple(draw(st.sampled_from(able)) for _ in axes)
+    return Sent(name="w", dtype=dtype, shape=shape, placements=placements), axes
+
+
+def received(one: Sent, axes: tuple[Axis, ...], value: Tensor, piece: int) -> tuple[list[Tensor], list[int]]:
+    """What every rank of the mesh has in the end, and the number of bytes of each piece; no rank is a process."""
+    sent: list[Tensor] = []
+    wire: Any = None
+
+    def broadcast(raw: Tensor, src: int, group: object) -> None:
+        assert src == 0
+        wire(raw)
+
+    def taken(raw: Tensor) -> None:
+        raw.copy_(sent[len(taken_sizes)])
+        taken_sizes.append(raw.numel())
+
+    found = []
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(sending, "PIECE", piece)
+        patches.setattr(sending.dist, "broadcast", broadcast)
+        for rank in range(prod(axis.size for axis in axes)):
+            taken_sizes: list[int] = []
+            wire = taken if rank else (lambda raw: sent.append(raw.clone()))
+            patches.setattr(sending, "_rank", lambda rank=rank: rank)
+            shape = [part.size for part in parts(one, axes, rank)]
+            into = torch.empty(shape, dtype=value.dtype).copy_(torch.zeros(()))
+            list(sending._send(one, axes, value if rank == 0 else None, into, Lane(device=torch.device("cpu"))))
+            found.append(into)
+    return found, [raw.numel() for raw in sent]
+
+
+@given(travels(), st.integers(1, 200))
+def test_every_rank_takes_the_bytes_that_the_plan_gives_it_and_each_is_sent_once(
+    travel: tuple[Sent, tuple[Axis, ...]], piece: int
+) -> None:
+    one, axes = travel
+    dtype = getattr(torch, one.dtype)
+    raw = torch.randint(0, 2, (prod(one.shape) * dtype.itemsize,), dtype=torch.uint8)
+    value = raw.view(dtype).view(one.shape) if raw.numel() else torch.empty(one.shape, dtype=dtype)
+    found, sizes = received(one, axes, value, piece)
+    source = Source(name="w", key="w", file=0, start=0, dtype=one.dtype, shape=one.shape, placements=one.placements)
+    for rank, into in enumerate(found):
+        planned_bytes = [raw[part.start : part.start + part.length] for part in ranges(source, axes, rank)]
+        expected = torch.cat([*planned_bytes, torch.empty(0, dtype=torch.uint8)])
+        assert torch.equal(into.contiguous().view(-1).view(torch.uint8) if into.numel() else expected[:0], expected)
+    row = prod(one.shape[1:]) * dtype.itemsize
+    assert sum(sizes) == raw.numel()
+    assert all(size <= max(piece, row) for size in sizes)
+
+
+# --- the same training -----------------------------------------------------------------------------------------------
+
+MESHES = {"copies of shards": pk.Mesh(replicate=2, shard=2), "cut layers": pk.Mesh(shard=2, tensor=2)}
+CASES: dict[str, pk.Config] = {
+    "shards": pk.Config(engine=pk.FSDP2(), weights=SEND),
+    "one unit": pk.Config(engine=pk.FSDP2(wrap=pk.WrapRoot()), weights=SEND),
+    "checkpointed, compiled": pk.Config(
+        engine=pk.FSDP2(),
+        weights=SEND,
+        checkpointing=pk.CheckpointBlocks(),
+        compile=pk.CompileBlocks(backend="eager"),
+    ),
+    "offloaded": pk.Config(engine=pk.FSDP2(offload=pk.OffloadToCPU()), weights=SEND),
+    "whole": pk.Config(engine=pk.DDP(), weights=SEND),
+    "copies of shards": pk.Config(engine=pk.FSDP2(), mesh=MESHES["copies of shards"], weights=SEND),
+    "cut layers": pk.Config(engine=pk.FSDP2(), mesh=MESHES["cut layers"], weights=SEND),
+}
+
+
+def trained(rank: int, world: int, family: str, cases: tuple[str, ...], others: str) -> dict[str, float]:
+    """Largest differences from the model in one process: of loss, of parameters and buffers after a step of AdamW."""
+    found = {}
+    for case in cases:
+        full, batch = build(family)
+        alone = torch.optim.AdamW(full.parameters(), lr=1e-3)
+        loss = full(**batch).loss
+        loss.backward()
+        alone.step()
+        model = build(family)[0] if rank == 0 else on_meta(family)[0] if others == "meta" else build(family, seed=7)[0]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ready = pk.apply(pk.build_plan(CASES[case], model, optimizer=optimizer))
+        readers = world // 2 if case == "cut layers" else world
+        share = {key: value.chunk(readers)[rank * readers // world] for key, value in batch.items()}
+        mine = ready.model(**share).loss
+        ready.backward(mine)
+        ready.step()
+        mine = mine.detach()
+        dist.all_reduce(mine)
+        expected, there = held(full), held(ready.model)
+        assert list(there) == list(expected)
+        assert all(there[name].dtype == value.dtype for name, value in expected.items())
+        slots = [p for group in optimizer.param_groups for p in group["params"]]
+        assert {id(p) for p in slots} == {id(p) for p in ready.model.parameters()}
+        assert len(slots) == len(list(full.parameters())), "tied ones are one, also in the optimizer"
+        found[f"{case}: loss"] = abs(float(mine) / world - float(loss.detach()))
+        found[f"{case}: step"] = max(float((there[name] - value).abs().max()) for name, value in expected.items())
+        ready.close()
+    return found
+
+
+def close(found: list[dict[str, float]], limit: float = 2e-6) -> None:
+    for one in found:
+        assert one
+        assert all(value < limit for value in one.values()), one
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma3"])
+def test_a_model_that_rank_0_alone_has_trains_as_in_one_process(gang2: Gang, family: str) -> None:
+    cases = ("shards", "one unit", "checkpointed, compiled", "offloaded", "whole")
+    close(gang2.run(trained, family, cases if family == "llama-tied" else ("shards", "whole"), "meta", timeout=120))
+
+
+def test_what_other_ranks_hold_is_replaced_by_rank_0_s_values(gang2: Gang) -> None:
+    close(gang2.run(trained, "llama", ("shards", "whole"), "other values", timeout=120))
+
+
+def test_copies_of_shards_and_cut_layers_get_their_parts(gang4: Gang) -> None:
+    found = gang4.run(trained, "llama", ("copies of shards", "cut layers"), "meta", timeout=120)
+    close(found, 1e-5)
+
+
+# --- buffers, dtypes -------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Buffers of every kind: persistent and not, whole numbers, flags, a scalar, one that two modules share."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.full((5,), 3.0 + start))
+        self.norm = nn.BatchNorm1d(5)
+        self.register_buffer("table", torch.arange(4.0) + start, persistent=False)
+        self.register_buffer("narrow", (torch.arange(6.0) + start).to(torch.bfloat16).view(2, 3).t(), persistent=False)
+        self.register_buffer("flags", torch.tensor([start == 0, True]))
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.left, self.right = nn.Module(), nn.Module()
+        self.left.register_buffer("shared", torch.ones(2) + start)
+        self.right.register_buffer("shared", self.left.shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x)) * self.scale
+
+
+def counting(rank: int, world: int, engine: Any, others: str) -> dict[str, Tensor]:
+    del world
+    torch.manual_seed(rank)
+    model = Counting()
+    if rank == 0:
+        model(torch.rand(8, 3))  # the norm counts
+    elif others == "meta":
+        with torch.device("meta"):
+            model = Counting()
+    else:
+        model = Counting(start=5.0)
+    ready = pk.apply(pk.build_plan(pk.Config(engine=engine, weights=SEND), model))
+    inner = getattr(ready.model, "module", ready.model)
+    assert inner.left.shared is inner.right.shared
+    assert [n for n, _ in inner.named_buffers() if n not in inner.state_dict()] == ["table", "narrow"]
+    return held(ready.model)
+
+
+@pytest.mark.parametrize("others", ["meta", "other values"])
+@pytest.mark.parametrize("engine", [pk.FSDP2(), pk.DDP()])
+def test_buffers_of_both_kinds_keep_rank_0_s_values_and_dtypes(gang2: Gang, engine: Any, others: str) -> None:
+    torch.manual_seed(0)
+    model = Counting()
+    model(torch.rand(8, 3))
+    expected = held(model)
+    for found in gang2.run(counting, engine, others):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in expected.items())
+
+
+def narrow(rank: int, world: int, engine: Any) -> tuple[list[str], int]:
+    """Names that differ from rank 0's bfloat16 values in float32 masters; bytes that were sent."""
+    del world
+    torch.manual_seed(3)
+    full = Tiny(torch.bfloat16)
+    with torch.device("meta"):
+        model = Tiny(torch.bfloat16)
+    sizes: list[int] = []
+    plan = pk.build_plan(pk.Config(engine=engine, precision=pk.BF16(), weights=SEND), full if rank == 0 else model)
+    expected = {name: t.detach().clone() for name, t in held(full).items()}
+    with Recorded(sizes):
+        ready = pk.apply(plan)
+    found = held(ready.model)
+    assert {p.dtype for p in ready.model.parameters() if p.requires_grad} == {torch.float32}
+    return [n for n, t in found.items() if not torch.equal(t, expected[n].to(t.dtype))], sum(sizes)
+
+
+class Recorded:
+    """Notes the bytes of every broadcast of this process in a list."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.real = sizes, dist.broadcast
+
+    def __enter__(self) -> None:
+        def broadcast(raw: Tensor, src: int, group: Any) -> Any:
+            self.sizes.append(raw.numel())
+            return self.real(raw, src=src, group=group)
+
+        sending.dist.broadcast = broadcast  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        sending.dist.broadcast = self.real
+
+
+def test_values_travel_in_the_dtype_that_they_have_and_are_cast_where_they_arrive(gang2: Gang) -> None:
+    total = sum(t.numel() * t.element_size() for t in held(Tiny(torch.bfloat16)).values())
+    for engine in (pk.FSDP2(), pk.DDP()):
+        assert gang2.run(narrow, engine) == [([], total), ([], total)]
+
+
+# --- how much is held, and sent --------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest storage that is made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(tensor, Tensor) and not tensor.is_meta and "empty" in str(func):
+                self.most = max(self.most, tensor.numel() * tensor.element_size())
+        return out
+
+
+def measured(rank: int, world: int, piece: int) -> tuple[int, int, int, int]:
+    """Bytes of the model, bytes sent, the longest piece, and the largest storage made for sending."""
+    del world
+    model = build("llama-tied")[0] if rank == 0 else on_meta("llama-tied")[0]
+    total = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    plan = pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=SEND), model)
+    sizes: list[int] = []
+    largest, real = Largest(), sending._send_all
+    before, sending.PIECE = sending.PIECE, piece
+
+    def watched(*args: Any) -> None:
+        with largest:
+            real(*args)
+
+    sending._send_all = watched  # type: ignore[assignment]
+    try:
+        with Recorded(sizes):
+            pk.apply(plan)
+    finally:
+        sending._send_all, sending.PIECE = real, before
+    return total, sum(sizes), max(sizes), largest.most
+
+
+def test_every_byte_is_sent_once_through_a_buffer_of_one_piece(gang2: Gang) -> None:
+    embedding = 96 * 32 * 4  # the largest tensor
+    for total, sent, longest, largest in gang2.run(measured, 1000):
+        assert sent == total
+        assert longest == largest == 7 * 128  # seven rows of 128 bytes
+    for total, sent, longest, largest in gang2.run(measured, 2**20):
+        assert sent == total
+        assert longest == largest == embedding
+
+
+def test_rank_0_frees_each_tensor_once_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tiny()
+    target = Target(model=model)
+    step = SetTensorsAside(params=tuple(name for name, _ in model.named_parameters()), buffers=())
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        aside_do(step, target)
+        refs = [weakref.ref(one.held) for one in target.aside.values()]
+        alive: list[int] = []
+        monkeypatch.setattr(
+            sending.dist, "broadcast", lambda raw, src, group: alive.append(sum(ref() is not None for ref in refs))
+        )
+        weights.allocate_do(AllocateTensors(device=LocalDevice(type="cpu")), target)
+        send_do(SendTensors(tensors=sent_of(model), axes=()), target)
+    finally:
+        dist.destroy_process_group()
+    assert alive == list(range(len(refs), 0, -1))
+    assert not target.aside
+
+
+def sent_of(model: nn.Module) -> tuple[Sent, ...]:
+    return tuple(
+        Sent(name=name, dtype=str(p.dtype).removeprefix("torch."), shape=tuple(p.shape))
+        for name, p in model.named_parameters()
+    )
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def lacking(rank: int, world: int, engine: Any, what: str) -> tuple[str, float, list[str]]:
+    """What apply says, after how long, and what it has changed, where rank 0 has not all values."""
+    del world
+    if what == "everything" and rank == 0:
+        with torch.device("meta"):
+            model = Tiny()
+    else:
+        model = Tiny()
+    if what == "a buffer" and rank == 0:
+        model.passing = model.passing.to("meta")
+    plan = pk.build_plan(pk.Config(engine=engine, weights=SEND), model)
+    target = Target(model=model)
+    real = all(not t.is_meta for t in (*model.parameters(), *model.buffers()))
+    before = snapshot(target) if real else {}
+    began = time.monotonic()
+    with pytest.raises(pk.ApplyHalted) as halted:
+        pk.apply(plan)
+    took = time.monotonic() - began
+    assert "everything is as it was" in str(halted.value)
+    return str(halted.value.__cause__), took, differences(before, snapshot(target)) if real else []
+
+
+@pytest.mark.parametrize("engine", [pk.FSDP2(), pk.DDP()])
+@pytest.mark.parametrize(("what", "name"), [("everything", "embed.weight"), ("a buffer", "passing")])
+def test_a_rank_0_without_values_is_an_error_on_every_rank_and_nothing_is_changed(
+    gang2: Gang, engine: Any, what: str, name: str
+) -> None:
+    for said, took, changed in gang2.run(lacking, engine, what, timeout=40):
+        assert f"rank 0 has no values of {name}" in said
+        assert "LoadWeights(path)" in said
+        assert took < 15
+        assert changed == []
+
+
+def broken_at(rank: int, world: int, odd: int) -> tuple[str, float]:
+    """What apply says where one rank fails in the middle of the tensors."""
+    del world
+    model = build("llama")[0] if rank == 0 else on_meta("llama")[0]
+    plan = pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=SEND), model)
+    real, calls = sending._runs, []
+
+    def runs(shape: tuple[int, ...], item: int) -> Any:
+        calls.append(shape)
+        if len(calls) == 5:
+            raise OSError("the cable was pulled")
+        return real(shape, item)
+
+    sending._runs = runs if rank == odd else real
+    began = time.monotonic()
+    try:
+        pk.apply(plan)
+    except pk.ApplyHalted as halted:
+        return f"{type(halted.__cause__).__name__}: {halted.__cause__}", time.monotonic() - began
+    finally:
+        sending._runs = real
+    return "", 0.0
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_that_fails_while_tensors_are_sent_is_an_error_on_every_rank_within_seconds(
+    gang2: Gang, odd: int
+) -> None:
+    found = gang2.run(broken_at, odd, timeout=40)
+    for rank, (said, took) in enumerate(found):
+        assert "the cable was pulled" in said
+        assert said.startswith("RankFailed" if rank != odd else "OSError")
+        assert took < 20
+
+
+def test_setting_aside_is_taken_back_to_the_byte() -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    optimizer = stepped(model)
+    vars(model.embed.weight)["note"] = "kept"
+    target = Target(model=model, optimizer=optimizer)
+    before = snapshot(target)
+    step = SetTensorsAside(params=tuple(name for name, _ in model.named_parameters()), buffers=("kept", "passing"))
+    memo = aside_do(step, target)
+    assert memo == step.params
+    assert all(p.is_meta for p in model.parameters())
+    assert not model.kept.is_meta
+    assert model.head.weight is model.embed.weight
+    assert vars(model.embed.weight)["note"] == "kept"
+    assert aside_undo(step, target, memo) is None
+    assert differences(before, snapshot(target)) == []
+    assert vars(model.embed.weight)["note"] == "kept"
+    assert not target.aside
+
+
+def test_what_was_sent_and_freed_is_told_when_sending_is_taken_back() -> None:
+    target = Target(model=Tiny())
+    names = tuple(name for name, _ in target.model.named_parameters())
+    memo = aside_do(SetTensorsAside(params=names, buffers=()), target)
+    del target.aside["embed.weight"]
+    said = aside_undo(SetTensorsAside(params=names, buffers=()), target, memo)
+    assert said == "embed.weight: sent, and freed on this rank"
+    assert target.model.embed.weight.is_meta
+    assert not target.model.layers[0].inner.weight.is_meta
+
+
+def test_a_part_of_another_size_than_planned_is_refused_by_name() -> None:
+    one = Sent(name="w", dtype="float32", shape=(4, 2))
+    with pytest.raises(RuntimeError, match=r"w: this rank holds \[3, 2\], planned \[4, 2\]"):
+        list(sending._send(one, (), torch.zeros(4, 2), torch.zeros(3, 2), Lane(device=torch.device("cpu"))))
+
+
+def test_parameters_that_nobody_set_aside_are_not_sent_from_shards() -> None:
+    with torch.device("meta"):
+        model = Tiny()
+    target = Target(model=model, unfilled={"embed.weight"})
+    with pytest.raises(NoValues, match=r"rank 0 has no values of embed\.weight"):
+        send_do(SendTensors(tensors=sent_of(model)[:1], axes=()), target)
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_on_meta_and_one_with_values_have_the_same_plan() -> None:
+    cfg = pk.Config(engine=pk.FSDP2(), weights=SEND)
+    env = pk.Env.declare(world_size=2, device="cpu")
+    full, (bare, _) = build("llama-tied")[0], on_meta("llama-tied")
+    here, there = pk.build_plan(cfg, full, env=env), pk.build_plan(cfg, bare, env=env)
+    assert here == there
+    kinds = [type(one.step).__name__ for one in here.steps]
+    assert kinds.index("SetTensorsAside") < kinds.index("BuildMesh")
+    assert kinds.index("ShardUnits") < kinds.index("AllocateTensors") < kinds.index("SendTensors")
+
+
+def test_a_rehearsal_says_that_nothing_is_sent() -> None:
+    plan = planned(pk.Config(engine=pk.FSDP2(), weights=SEND), Tiny(), world=8)
+    found = pk.rehearse(plan, Tiny(), rank=3)
+    assert found.fine, str(found)
+    omitted = [one.step for one in found.omitted if "carries no data, so there is nothing" in one.why]
+    assert omitted == ["SetTensorsAside", "SendTensors"]
+
+
+def test_the_prediction_says_which_rank_holds_the_model_first() -> None:
+    from prepkit.predict import predict
+
+    plan = planned(pk.Config(engine=pk.FSDP2(), weights=SEND), Tiny(), world=8)
+    (note,) = [note for note in predict(plan).notes if note.startswith("Loading")]
+    assert note.startswith("Loading: rank 0 alone holds the whole model first, ")
+
+
+@pytest.mark.parametrize(
+    ("cfg", "said"),
+    [
+        (pk.Config(weights=SEND), "no other rank to send to"),
+        (pk.Config(engine=pk.FSDP1(), weights=SEND), "`SendWeights` with FSDP1"),
+    ],
+)
+def test_an_engine_that_sends_nothing_is_refused_with_what_to_write(cfg: pk.Config, said: str) -> None:
+    env = pk.Env.declare(world_size=1 if isinstance(cfg.engine, pk.Single) else 2, device="cpu")
+    (found,) = [one for one in pk.check(cfg, Tiny(), env=env) if one.rule == "weights.not-filled"]
+    assert said in found.what
+
+
+def test_an_optimizer_with_state_is_refused() -> None:
+    model = Tiny()
+    cfg = pk.Config(engine=pk.FSDP2(), weights=SEND)
+    found = [one.rule for one in pk.check(cfg, model, optimizer=stepped(model))]
+    assert "weights.state-not-sent" in found
+    fresh = torch.optim.AdamW(model.parameters())
+    assert "weights.state-not-sent" not in [one.rule for one in pk.check(cfg, model, optimizer=fresh)]
+    assert "weights.state-not-sent" not in [
+        one.rule for one in pk.check(evolve(cfg, weights=pk.KeepWeights()), model, optimizer=stepped(model))
+    ]
