@@ -176,7 +176,15 @@ def _shard_units(step: ShardUnits) -> str:
     said = "".join(f", {verb} {dtype}" for verb, dtype in dtypes if dtype)
     over = f", over {' x '.join(step.axes)}" if step.axes else ""
     kept = f"; kept {'in pinned' if step.pin_memory else 'in'} host memory" if step.offload else ""
-    return " then ".join(part for part in (blocks, root) if part) + over + said + f"; {_resharding(step.units)}" + kept
+    whole = f"; {count(len(step.ignored), 'packed weight')} whole on every rank" if step.ignored else ""
+    return (
+        " then ".join(part for part in (blocks, root) if part)
+        + over
+        + said
+        + f"; {_resharding(step.units)}"
+        + kept
+        + whole
+    )
 
 
 def _output(units: tuple[Unit, ...]) -> str | None:

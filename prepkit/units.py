@@ -37,6 +37,8 @@ from prepkit.steps import Axis
 _LISTS = frozenset({"ModuleList", "Sequential"})
 
 
+PACKED = frozenset({"Params4bit", "Int8Params"})
+"""Classes of parameters whose values are packed in fewer bits (bitsandbytes)."""
 BATCH_NORM = "_BatchNorm"
 """Base of every batch norm of torch."""
 
@@ -169,6 +171,11 @@ def _by_size(model: ModelFacts, able: tuple[str, ...], least: int) -> tuple[str,
         elif path:
             own[parent(path)] += own[path]
     return bottom_up(model, set(out))
+
+
+def kept_whole(model: ModelFacts) -> tuple[str, ...]:
+    """Frozen packed weights: their bytes mean nothing apart from each other, so that every rank holds all of them."""
+    return tuple(param.name for param in model.params if param.cls in PACKED and not param.requires_grad)
 
 
 def unit_of(paths: tuple[str, ...], model: ModelFacts) -> dict[str, str]:

@@ -587,8 +587,14 @@ FSDP2: dict[str, Answers] = {
     "M2-3": ("test test_sharding_frees_every_old_parameter_once_the_optimizer_is_released",),
     "M2-4": ("step ShardUnits", "test test_units_compute_in_the_planned_dtype_and_the_root_returns_its_own"),
     "M2-5": ("step BuildMesh", "test test_hsdp_has_a_mesh_of_two_axes_and_shards_over_the_second"),
-    "M2-6": ("deviation FSDP2 ignores no modules: every parameter of the model is sharded (G-10)",),
-    "M2-7": ("rule units.packed", "deviation packed weights are refused under FSDP2: use DDP"),
+    "M2-6": (
+        "test test_what_is_packed_is_ignored_and_everything_else_sharded",
+        "deviation FSDP2 ignores no modules: every parameter that is not packed is sharded (G-10)",
+    ),
+    "M2-7": (
+        "rule units.packed",
+        "test test_an_adapter_is_sharded_by_fsdp2_learns_what_ddp_learns_and_the_bytes_stay",
+    ),
     "M2-8": ("step SetTensorsAside", "step AllocateTensors", "test test_buffers_that_have_values_keep_them"),
     "M2-9": ("rule wrap.class-not-found", "rule blocks.one-unit"),
     "M2-10": (
@@ -622,7 +628,10 @@ GAPS: dict[str, Answers] = {
     ),
     "G-8": ("rule wrap.container", "test test_a_pattern_that_meets_a_container_among_others_passes_it_over"),
     "G-9": ("rule wrap.size-below-one", "test test_mending_a_size_of_zero_leaves_no_selection_that_does_nothing"),
-    "G-10": ("deviation FSDP2 ignores no modules, so none is sharded against the config",),
+    "G-10": (
+        "test test_what_is_packed_is_ignored_and_everything_else_sharded",
+        "deviation FSDP2 ignores no modules, so none is sharded against the config",
+    ),
     "G-11": (
         "test test_buffers_are_read_whole_computed_or_kept_shared",
         "test test_buffers_of_both_kinds_keep_rank_0_s_values_and_dtypes",

@@ -9,7 +9,7 @@ from prepkit.planner import fp8, pieces, weights
 from prepkit.planner.pieces import Piece
 from prepkit.planner.tensor_parallel import parallelize
 from prepkit.steps import Axis, BuildMesh, ShardUnits, Unit
-from prepkit.units import axes, select, size_of
+from prepkit.units import axes, kept_whole, select, size_of
 
 
 def plan_fsdp2(cfg: Config, facts: Facts) -> Piece:
@@ -81,6 +81,11 @@ def shard_units(cfg: Config, facts: Facts) -> Piece:
         offload=isinstance(offload, OffloadToCPU),
         pin_memory=isinstance(offload, OffloadToCPU) and offload.pin_memory and pieces.device(cfg, facts) != "cpu",
         axes=pieces.data_axes(cfg, facts) or (),
+        ignored=kept_whole(facts.model),
     )
     gathered = "each is gathered alone" if inner else "the whole model is gathered at once"
-    return because(step, f"leaves first, the root takes what is left; {gathered}", "M2-10", "M2-12", "H-17")
+    packed = "; packed weights stay whole" if step.ignored else ""
+    rows = ("M2-6", "M2-7", "SS-14") if step.ignored else ()
+    return because(
+        step, f"leaves first, the root takes what is left; {gathered}{packed}", "M2-10", "M2-12", "H-17", *rows
+    )

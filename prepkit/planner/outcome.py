@@ -31,7 +31,7 @@ from prepkit.layout_flat import FlatPart
 from prepkit.plan import Owners
 from prepkit.planner.pieces import trains
 from prepkit.steps import Axis
-from prepkit.units import select, unit_of
+from prepkit.units import kept_whole, select, unit_of
 from prepkit.units_flat import flat_parts, flat_units, low_precision, stored_dtypes
 
 
@@ -56,6 +56,8 @@ def layout(cfg: Config, facts: Facts, mesh: tuple[Axis, ...]) -> tuple[ParamLayo
             assert_never(cfg.engine)
     cuts = held(cfg, facts.model) if is_cut(cfg, facts.model, facts.env) else {}
     lies = {param.name: _placements(cfg, mesh, param, cuts.get(param.name)) for param in facts.model.params}
+    if isinstance(cfg.engine, FSDP2):
+        lies |= dict.fromkeys(kept_whole(facts.model), ())
     scaled = _scaled(cfg, facts)
     return tuple(
         ParamLayout(

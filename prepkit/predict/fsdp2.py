@@ -143,9 +143,13 @@ def _state(job: Job, shards: int, index: int) -> State | None:
 
 def _kept(job: Job, sizes: tuple[Sizes, ...]) -> tuple[Term, ...]:
     place = whole.at_rest(job)
-    kept = Term(category="parameters", bytes=summed(job, sizes, "kept"), what="padded shards", place=place)
+    kept: tuple[Term, ...] = (
+        Term(category="parameters", bytes=summed(job, sizes, "kept"), what="padded shards", place=place),
+    )
+    if job.ignored:
+        kept += (Term(category="parameters", bytes=job.ignored, what="packed weights, whole on every rank"),)
     if not job.trains:
-        return (kept,)
+        return kept
     # Offloaded gradients are copied one by one and lose their padding, which only a device can show.
     grads = Term(
         category="gradients",
@@ -155,7 +159,7 @@ def _kept(job: Job, sizes: tuple[Sizes, ...]) -> tuple[Term, ...]:
         place=place,
         moment=Moment.STEP,
     )
-    return (kept, grads)
+    return (*kept, grads)
 
 
 def _copies(job: Job, sizes: tuple[Sizes, ...]) -> tuple[Term, ...]:

@@ -64,6 +64,8 @@ class Job:
     """What is there beside the numbers, one phrase each."""
     uneven: bool = False
     """Whether a layer is cut into parts of different sizes; then the largest part stands for all."""
+    ignored: int = 0
+    """Bytes of the parameters that are not sharded though the others are."""
     loaded: int = 0
     """Bytes of the whole model as stored."""
     sent: bool = False
@@ -126,6 +128,11 @@ def job_of(plan: Plan) -> Job:
         wraps=wrap if isinstance(wrap, WrapDDP) else None,
         unknown=unknown(plan),
         uneven=any(one.shape[dim] % parts for one in plan.layout for dim, parts in tensor_cuts(one, plan.mesh)),
+        ignored=sum(
+            prod(one.shape) * itemsize(one.dtype)
+            for one in plan.layout
+            if isinstance(shard, ShardUnits) and one.name in shard.ignored
+        ),
         loaded=sum(prod(one.shape) * itemsize(one.dtype) for one in plan.layout),
         sent=SendTensors in steps,
         narrower=narrower(plan),

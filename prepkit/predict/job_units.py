@@ -24,8 +24,10 @@ def units_of(plan: Plan, step: Sharding | None) -> tuple[tuple[Content, ...], tu
         owners = {name.rpartition(".")[0] for name in tie}
         wide -= owners if owners - wide else set()
     found: dict[str, Counter[Held]] = {}
+    ignored = set(step.ignored) if isinstance(step, ShardUnits) else set()
     for layout in plan.layout:
-        found.setdefault(layout.unit, Counter())[_held(layout, groups, plan.mesh, wide)] += 1
+        if layout.name not in ignored:
+            found.setdefault(layout.unit, Counter())[_held(layout, groups, plan.mesh, wide)] += 1
     indices: dict[Content, int] = {}
     units: list[UnitOf] = []
     for path, (after, stays, full) in _treated(step, found).items():

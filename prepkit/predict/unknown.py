@@ -14,6 +14,7 @@ from prepkit.steps import (
     PrecomputeFloat8Scales,
     Step,
 )
+from prepkit.units import PACKED
 
 
 def hidden(plan: Plan) -> tuple[str, ...]:
@@ -30,6 +31,8 @@ def _by_msamp(step: Step) -> bool:
 def unknown(plan: Plan) -> tuple[str, ...]:
     """What is there beside the numbers, one phrase each."""
     found: dict[str, None] = {}
+    if any(one.cls in PACKED for one in plan.layout):
+        found["what unpacks packed weights: scales and tables"] = None
     for planned in plan.steps:
         match planned.step:
             case ConvertSyncBatchNorm():

@@ -6,10 +6,24 @@ from collections.abc import Callable
 
 from attrs import evolve
 
-from prepkit.config import FSDP2, CheckpointBlocks, CompileBlocks, Config, WrapClasses, WrapPaths, WrapRoot, WrapSize
-from prepkit.facts import ArchitectureFacts, ModelFacts
+from prepkit.config import (
+    FSDP2,
+    CheckpointBlocks,
+    CompileBlocks,
+    Config,
+    WrapClasses,
+    WrapPaths,
+    WrapRoot,
+    WrapSize,
+)
+from prepkit.facts import ArchitectureFacts, Facts, ModelFacts
 from prepkit.provoke.pairs import of, param, ranks
 from prepkit.tiny import Pair, tiny_facts, tiny_model
+
+
+def _on_torch(version: str, model: ModelFacts) -> Facts:
+    facts = tiny_facts(model)
+    return evolve(facts, env=evolve(facts.env, torch=version))
 
 
 def _embeddings(*, declared: bool, tied: bool) -> ModelFacts:
@@ -41,9 +55,9 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "ties.undeclared": lambda: of(Config(), _embeddings(declared=False, tied=True)),
     "units.mixed-dtypes": lambda: of(Config(engine=FSDP2()), tiny_model(extra=(_LORA,))),
     "units.scalar": lambda: of(Config(engine=FSDP2()), tiny_model(extra=(param("norm.scale", shape=()),))),
-    "units.packed": lambda: of(
+    "units.packed": lambda: (
         Config(engine=FSDP2()),
-        tiny_model(extra=(param("layers.0.mlp.packed", "uint8", requires_grad=False, cls="Params4bit"),)),
+        _on_torch("2.6.0", tiny_model(extra=(param("norm.packed", "uint8", requires_grad=False, cls="Params4bit"),))),
     ),
     "units.integer": lambda: of(
         Config(engine=FSDP2()), tiny_model(extra=(param("embed.table", "int16", requires_grad=False),))

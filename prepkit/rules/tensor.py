@@ -26,8 +26,7 @@ from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Rule
 from prepkit.rules.text import at, count, did_you_mean, some
-from prepkit.rules.units import PACKED
-from prepkit.units import matcher, parent
+from prepkit.units import PACKED, matcher, parent
 
 _EXAMPLE = 'TensorRows((TensorRow("layers.*.up", "colwise"), TensorRow("layers.*.down", "rowwise")))'
 _WORDS = frozenset({"foreach", "fused"})

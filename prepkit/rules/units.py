@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from prepkit.config import FSDP1, FSDP2, Config, Intent, Mixed
+from prepkit.config import FSDP1, FSDP2, Config, Intent, KeepWeights, Mixed
 from prepkit.facts import Facts, ParamFact
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Rule
 from prepkit.rules.text import at, count, some
-from prepkit.units import select, unit_of
+from prepkit.units import PACKED, kept_whole, select, unit_of
 from prepkit.units_flat import members, stored_dtypes
 
 LAZY = frozenset({"UninitializedParameter"})
 """Classes of parameters that have no shape yet."""
-PACKED = frozenset({"Params4bit", "Int8Params"})
-"""Classes of parameters whose values are packed."""
+IGNORES = (2, 7)
+"""torch from which ``fully_shard`` takes ``ignored_params``."""
 _FLOATS = ("float", "bfloat", "complex")
 _GATHERED = ("int64", "int32", "int8", "uint8", "bool")
 """What gloo and NCCL gather beside floats, so that FSDP2 shards it: frozen, as integers always are."""
@@ -79,12 +80,27 @@ def _packed(cfg: Config, facts: Facts) -> Iterator[Hit]:
     packed = [param for param in facts.model.params if param.cls in PACKED]
     if not isinstance(cfg.engine, FSDP1 | FSDP2) or not (packed or facts.model.quantised):
         return
+    if isinstance(cfg.engine, FSDP2) and packed and len(packed) == len(kept_whole(facts.model)):
+        yield from _kept_whole(cfg, facts)
+        return
     if packed:
         kind, names = packed[0], some([param.name for param in packed])
         what = f"{count(len(packed), 'parameter')} of packed {kind.dtype} values (`{kind.cls}`): {names}"
     else:
         what = f"The model was loaded in {facts.model.quantised}"
     yield Hit(at(packed[0].name if packed else ""), what + "; sharding and casting would change what the bytes mean.")
+
+
+def _kept_whole(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    """What keeps FSDP2 from leaving packed weights as they are."""
+    names = kept_whole(facts.model)
+    held = f"{count(len(names), 'packed parameter')} ({some(names)})"
+    if (found := re.match(r"(\d+)\.(\d+)", facts.env.torch)) and tuple(map(int, found.groups())) < IGNORES:
+        what = f"{held} cannot be left whole: fully_shard can do that from torch 2.7 on, and this is {found[0]}."
+        yield Hit(at(names[0]), what, "Write `pip install 'torch>=2.7'`, or engine=DDP().")
+    elif not isinstance(cfg.weights, KeepWeights):
+        what = f"{held}: packed when the model was loaded, which {type(cfg.weights).__name__}() does not do."
+        yield Hit(at(names[0]), what, "Write weights=KeepWeights(), and give the model with its values on every rank.")
 
 
 def _integers(cfg: Config, facts: Facts) -> Iterator[Hit]:
@@ -111,9 +127,11 @@ def _mixed_requires_grad(cfg: Config, facts: Facts) -> Iterator[Hit]:
     if not isinstance(cfg.engine, FSDP2) or cfg.intent is Intent.INFERENCE:
         return
     owner = unit_of(select(cfg.engine.wrap, facts.model), facts.model)
+    whole = set(kept_whole(facts.model))
     held: dict[str, set[bool]] = defaultdict(set)
     for param in facts.model.params:
-        held[owner[param.name]].add(param.requires_grad)
+        if param.name not in whole:
+            held[owner[param.name]].add(param.requires_grad)
     mixed = [unit for unit, kinds in held.items() if len(kinds) > 1]
     if mixed:
         of = f"{len(mixed)} of {count(len(held), 'unit')} {'mixes' if len(mixed) == 1 else 'mix'}"
@@ -138,9 +156,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="units.packed",
-        summary="Where parameters are sharded no parameter holds packed 4-bit or 8-bit values.",
+        summary="No packed 4-bit or 8-bit values are cut: FSDP2 leaves frozen ones whole, FSDP1 holds none.",
         check=_packed,
-        fix="Load the model without quantisation, or write engine=DDP().",
+        fix="Freeze the packed weights and write engine=FSDP2(), or engine=DDP().",
         source=("pain 12", "M2-7"),
     ),
     Rule(

@@ -59,3 +59,5 @@ class ShardUnits:
     pin_memory: bool
     axes: tuple[str, ...] = ()
     """Axes of the mesh to shard over; empty: all of them."""
+    ignored: tuple[str, ...] = ()
+    """Frozen parameters that stay whole on every rank, on the mesh's device; neither cast nor gathered."""

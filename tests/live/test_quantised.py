@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from prepkit.config import BF16, DDP, FSDP2, Config, Single
+from prepkit.config import BF16, DDP, FSDP1, FSDP2, Config, InitWeights, Single
 from prepkit.facts import Env
 from prepkit.live import launcher, observe_devices
 from prepkit.live.observe import observe
@@ -17,8 +18,9 @@ from prepkit.live.prepared import Prepared
 from prepkit.live.rehearse import rehearse_here
 from prepkit.live.verify import verify
 from prepkit.planner import plan
+from prepkit.predict import predict
 from prepkit.rules import check
-from prepkit.steps import MoveModel, WrapDDP
+from prepkit.steps import MoveModel, ShardUnits, WrapDDP
 from tests.gang import Gang
 from tests.live.planned import applied, planned
 
@@ -70,9 +72,30 @@ def test_a_layer_that_was_never_moved_is_refused_because_a_move_would_pack_it(bi
 
 
 @BITS
-def test_fsdp2_refuses_packed_weights_and_ddp_does_not(bits: int) -> None:
-    assert "units.packed" in errors(packed(bits), Config(engine=FSDP2()), world=2)
+def test_flat_parameters_hold_no_packed_weights(bits: int) -> None:
+    assert "units.packed" in errors(packed(bits), Config(engine=FSDP1()), world=2)
     assert errors(packed(bits), Config(engine=DDP()), world=2) == []
+    assert errors(packed(bits), Config(engine=FSDP2()), world=2) == []
+
+
+@BITS
+def test_weights_that_a_plan_would_make_anew_are_not_packed(bits: int) -> None:
+    assert "units.packed" in errors(packed(bits), Config(engine=FSDP2(), weights=InitWeights()), world=2)
+
+
+@BITS
+def test_what_is_packed_is_ignored_and_everything_else_sharded(bits: int) -> None:
+    model = packed(bits)
+    optimizer = torch.optim.SGD([model.down.weight, model.up.weight], lr=0.1)
+    made = planned(Config(engine=FSDP2(), precision=BF16()), model, optimizer, world=2)
+    (step,) = (one.step for one in made.steps if isinstance(one.step, ShardUnits))
+    assert step.ignored == ("base.weight",)
+    lies = {one.name: (one.cls, one.placements) for one in made.layout}
+    assert lies["base.weight"] == (("Params4bit", ()) if bits == 4 else ("Int8Params", ()))
+    assert lies["up.weight"] == ("DTensor", ("shard(0)",))
+    terms = {one.what: one.bytes for one in predict(made).at(1).terms if one.category == "parameters"}
+    assert terms["packed weights, whole on every rank"] == model.base.weight.numel()
+    assert terms["padded shards"] == 2 * 4 * WIDE * 4 // 2
 
 
 def train(rank: int, world: int, bits: int, engine: Any) -> tuple[list[str], bool, bool, list[float]]:
@@ -88,8 +111,10 @@ def train(rank: int, world: int, bits: int, engine: Any) -> tuple[list[str], boo
     ready.backward(ready.model(torch.randn(8, WIDE, generator=torch.Generator().manual_seed(rank))).square().mean())
     assert ready.step()
     inner = ready.unwrap()
+    up = inner.up.weight
+    moved = up.full_tensor() if isinstance(up, DTensor) else up
     kept = torch.equal(inner.base.weight, bytes_) and type(inner.base.weight).__name__ in ("Params4bit", "Int8Params")
-    return failed, kept, not torch.equal(before, inner.up.weight), inner.up.weight.flatten()[:4].tolist()
+    return failed, kept, not torch.equal(before, moved), moved.flatten()[:4].tolist()
 
 
 @BITS
@@ -105,10 +130,20 @@ def test_an_adapter_is_averaged_by_ddp_and_the_bytes_stay(gang2: Gang, bits: int
 
 
 @BITS
+def test_an_adapter_is_sharded_by_fsdp2_learns_what_ddp_learns_and_the_bytes_stay(gang2: Gang, bits: int) -> None:
+    one, other = gang2.run(train, bits, FSDP2())
+    assert one[:3] == other[:3] == ([], True, True)
+    copied, _ = gang2.run(train, bits, DDP())
+    assert one[3] == other[3] == pytest.approx(copied[3], rel=1e-2)  # bfloat16 gathered, or under autocast
+
+
+@BITS
 def test_a_plan_for_packed_weights_is_rehearsed_without_a_difference(bits: int) -> None:
     model = packed(bits)
     optimizer = torch.optim.SGD([model.down.weight, model.up.weight], lr=0.1)
     assert rehearse_here(planned(Config(), model, optimizer), model, optimizer=optimizer).fine
+    sharded = planned(Config(engine=FSDP2()), model, optimizer, world=8)
+    assert rehearse_here(sharded, model, optimizer=optimizer, rank=5).fine
 
 
 # --- device maps ---------------------------------------------------------------------------------------------------

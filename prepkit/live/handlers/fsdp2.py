@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.nn import Module, ModuleDict, ModuleList
+from torch.nn import Module, ModuleDict, ModuleList, Parameter
 
 from prepkit.interpreter import Handler
 from prepkit.live import names
@@ -23,6 +25,7 @@ def shard_ready(step: ShardUnits, target: Target) -> tuple[str, ...]:
         found += (f"{lookup.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",)
     if sharded := [path for path, module in there.items() if isinstance(module, FSDPModule)]:
         found += (f"{lookup.listed(sharded)}: sharded already; apply to a model that was not prepared",)
+    found += lookup.absent("parameter", step.ignored, held)
     if scalars := [name for name, param in held.items() if param.ndim == 0]:
         found += (f"{lookup.listed(scalars)}: a scalar cannot be sharded; make it a tensor of shape (1,)",)
     return found + lookup.with_gradient(held, held)
@@ -35,12 +38,12 @@ def shard_do(step: ShardUnits, target: Target) -> None:
     """
     if target.mesh is None:
         raise RuntimeError("there is no device mesh to shard over; BuildMesh has to come before ShardUnits")
-    there = names.named_slots(target.model)
+    there, ignored = names.named_slots(target.model), _left_whole(step, target)
     done: list[str] = []
     with lean_chunks():
         for unit in step.units:
             try:
-                _shard(step, unit, there[unit.path], target)
+                _shard(step, unit, there[unit.path], target, ignored)
             except Exception as error:
                 name = lookup.listed([unit.path])
                 stand = f"sharded before it: {lookup.listed(done)}" if done else "it was the first"
@@ -48,12 +51,24 @@ def shard_do(step: ShardUnits, target: Target) -> None:
             done.append(unit.path)
 
 
-def _shard(step: ShardUnits, unit: Unit, module: Module, target: Target) -> None:
+def _left_whole(step: ShardUnits, target: Target) -> set[Parameter]:
+    """The ignored parameters, moved to the mesh's device, as ``fully_shard`` moves what it shards (M2-6)."""
+    modules, held = names.named_modules(target.model), names.named_parameters(target.model)
+    device = target.mesh.device_type if target.mesh is not None else "cpu"
+    elsewhere = [name for name in step.ignored if held[name].device.type not in (device, "meta")]
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in elsewhere):
+        modules[path].to(torch.device(device))  # a packed weight takes what unpacks it along
+    held = names.named_parameters(target.model)
+    return {held[name] for name in step.ignored}
+
+
+def _shard(step: ShardUnits, unit: Unit, module: Module, target: Target, ignored: set[Parameter]) -> None:
     precision = MixedPrecisionPolicy(
         param_dtype=_dtype(step.param_dtype),
         reduce_dtype=_dtype(step.reduce_dtype),
         output_dtype=_dtype(unit.output_dtype),
     )
+    more: dict[str, Any] = {"ignored_params": ignored} if ignored else {}  # torch 2.6 does not know it
     # torch can pin host memory only where it has an accelerator to pin it for.
     pin = step.pin_memory and torch.accelerator.is_available()
     fully_shard(
@@ -62,6 +77,7 @@ def _shard(step: ShardUnits, unit: Unit, module: Module, target: Target) -> None
         reshard_after_forward=unit.reshard_after_forward,
         mp_policy=precision,
         offload_policy=CPUOffloadPolicy(pin_memory=pin) if step.offload else OffloadPolicy(),
+        **more,
     )
 
 
