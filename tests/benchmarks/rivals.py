@@ -31,14 +31,6 @@ def accelerator(*, ram_efficient: bool) -> Any:
     return made
 
 
-def without_weights(make: Any) -> Any:
-    """A model whose parameters are on meta and whose buffers are not, as accelerate wants it beside rank 0."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        return make()
-
-
 def transformers_native(folder: str, ranks: int) -> Any:
     """``from_pretrained`` that shards while it reads (transformers >= 5)."""
     import torch

@@ -13,17 +13,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from tests.benchmarks.rivals import accelerator, has_accelerate, transformers_native, without_weights
+from tests.benchmarks.rivals import accelerator, has_accelerate, transformers_native
 from tests.launch import torchrun
 
 ROUNDS = 5
 WAYS = {
-    "planned": "prepkit, every rank reads its own bytes",
+    "planned": "prepkit: every rank reads its own bytes",
+    "sent": "prepkit: rank 0 loads all, then sends the parts",
     "everything": "by hand: every rank loads all, then shards",
     "broadcast": "torch: rank 0 loads all, then broadcasts",
     "transformers": "transformers: from_pretrained with a distributed config",
@@ -81,7 +84,8 @@ def measure(way: str, folder: str) -> dict[str, float]:
     importlib.import_module("transformers.distributed")  # likewise
     with torch.device("meta"):
         model: Any = _bare()
-    cfg = pk.Config(engine=pk.FSDP2(), weights=pk.LoadWeights(folder), intent=pk.Intent.INFERENCE)
+    source = pk.SendWeights() if way == "sent" else pk.LoadWeights(folder)
+    cfg = pk.Config(engine=pk.FSDP2(), weights=source, intent=pk.Intent.INFERENCE)
     plan = pk.build_plan(cfg, model)
     init_device_mesh("cpu", (dist.get_world_size(),))
     helper = accelerator(ram_efficient=True) if way == "accelerate" else None
@@ -91,6 +95,8 @@ def measure(way: str, folder: str) -> dict[str, float]:
     before, began = memory("VmRSS"), time.perf_counter()
     if way == "planned":
         model = pk.apply(plan).model
+    elif way == "sent":
+        model = pk.apply(plan, model=_on_rank_0(folder)).model
     elif way == "transformers":
         model = transformers_native(folder, dist.get_world_size())
     elif helper is not None:
@@ -113,15 +119,32 @@ def _bare() -> Any:
 
 
 def _on_rank_0(folder: str) -> Any:
-    """The whole model there, and parameters without data elsewhere."""
+    """The whole model there, and parameters without data elsewhere; buffers everywhere."""
     import torch.distributed as dist
     from safetensors.torch import load_file
 
-    model = without_weights(_bare)
+    with _parameters_on_meta():
+        model = _bare()
     if dist.get_rank() == 0:
         files = sorted(Path(folder).glob("*.safetensors"))
         model.load_state_dict({k: v for file in files for k, v in load_file(str(file)).items()}, assign=True)
     return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    from torch.nn import Module, Parameter
+
+    own = Module.register_parameter
+
+    def register(self: Module, name: str, param: Parameter | None) -> None:
+        own(self, name, param if param is None else Parameter(param.to("meta"), param.requires_grad))
+
+    Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Module.register_parameter = own  # type: ignore[method-assign]
 
 
 def _by_hand(model: Any, folder: str, way: str) -> None:
