@@ -153,6 +153,17 @@ def fsdp2_fp16() -> str:
     return fell(trained(prepared(net(), engine=pk.FSDP2(), precision=pk.FP16(init_scale=1024.0))))
 
 
+def fsdp2_sent() -> str:
+    """Values on the device are kept on the host while it shards, come back over NCCL, and compute what they did."""
+    model = net().cuda()
+    with torch.no_grad():
+        expected = model(tokens())
+    ready = prepared(model, engine=pk.FSDP2(), weights=pk.SendWeights())
+    apart = (ready.model(tokens()) - expected).abs().max().item()
+    assert apart < 1e-4, f"outputs before and after are {apart} apart"
+    return fell(trained(ready))
+
+
 def _near_eager(how: Any) -> str:
     expected = net().cuda()(tokens())
     ready = prepared(net(), compile=how)
@@ -217,6 +228,7 @@ SCENARIOS: dict[str, Callable[[], str]] = {
     "synchronised batch norm": sync_batchnorm,
     "fsdp2 over nccl": fsdp2,
     "fsdp2 in fp16": fsdp2_fp16,
+    "fsdp2 with sent weights": fsdp2_sent,
     "compile, whole": compile_whole,
     "compile, per block": compile_blocks,
     "4-bit layers": four_bit,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from prepkit.live.target import Target
 from prepkit.reads import parts, ranges
 from prepkit.steps import AllocateTensors, Axis, LocalDevice, SendTensors, Sent, SetTensorsAside, Source
 from tests.gang import Gang
-from tests.live.loading import held, on_meta
+from tests.live.loading import held, on_meta, saved
 from tests.live.planned import Tiny, planned, stepped
 from tests.live.snapshot import differences, snapshot
 from tests.models import build
@@ -144,6 +145,27 @@ def trained(rank: int, world: int, family: str, cases: tuple[str, ...], others: 
         found[f"{case}: step"] = max(float((there[name] - value).abs().max()) for name, value in expected.items())
         ready.close()
     return found
+
+
+def from_files(rank: int, world: int, path: str) -> dict[str, float]:
+    """Of a family whose files transformers merges as it loads them, on rank 0 alone."""
+    from transformers import MixtralForCausalLM
+
+    full, batch = build("mixtral")
+    loss = full(**batch).loss
+    model = MixtralForCausalLM.from_pretrained(path).train() if rank == 0 else on_meta("mixtral")[0]
+    ready = pk.apply(pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=SEND, optimizer=pk.AdamW()), model))
+    there = held(ready.model)
+    mine = ready.model(**{key: value.chunk(world)[rank] for key, value in batch.items()}).loss.detach()
+    dist.all_reduce(mine)
+    return {
+        "values": float(sum(not torch.equal(there[name], value) for name, value in held(full).items())),
+        "loss": abs(float(mine) / world - float(loss.detach())),
+    }
+
+
+def test_what_rank_0_has_loaded_and_merged_by_the_model_s_own_library_is_sent(gang2: Gang, tmp_path: Path) -> None:
+    close(gang2.run(from_files, saved(tmp_path, "mixtral"), timeout=120))
 
 
 def close(found: list[dict[str, float]], limit: float = 2e-6) -> None:
