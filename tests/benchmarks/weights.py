@@ -22,6 +22,7 @@ from tests.launch import torchrun
 ROUNDS = 5
 WAYS = {
     "planned": "prepkit, every rank reads its own bytes",
+    "sent": "prepkit, rank 0 loads all, then sends",
     "everything": "by hand: every rank loads all, then shards",
     "broadcast": "torch: rank 0 loads all, then broadcasts",
 }
@@ -75,7 +76,8 @@ def measure(way: str, folder: str) -> dict[str, float]:
 
     with torch.device("meta"):
         model: Any = _bare()
-    cfg = pk.Config(engine=pk.FSDP2(), weights=pk.LoadWeights(folder), intent=pk.Intent.INFERENCE)
+    how = pk.SendWeights() if way == "sent" else pk.LoadWeights(folder)
+    cfg = pk.Config(engine=pk.FSDP2(), weights=how, intent=pk.Intent.INFERENCE)
     plan = pk.build_plan(cfg, model)
     init_device_mesh("cpu", (dist.get_world_size(),))
     gc.collect()
@@ -84,6 +86,10 @@ def measure(way: str, folder: str) -> dict[str, float]:
     before, began = memory("VmRSS"), time.perf_counter()
     if way == "planned":
         model = pk.apply(plan).model
+    elif way == "sent":
+        given = type(model).from_pretrained(folder) if dist.get_rank() == 0 else model
+        model = pk.apply(plan, model=given).model
+        del given
     else:
         _by_hand(model, folder, way)
     with torch.no_grad():

@@ -30,3 +30,4 @@ def test_the_scenarios_train_on_the_cpu_as_far_as_they_can(monkeypatch: pytest.M
     monkeypatch.setattr(torch.nn.Module, "cuda", lambda module: module)
     for name in ("bf16 autocast", "fsdp2 over nccl", "fsdp2 with sent weights"):
         assert "loss" in gpu.run(name)
+    assert gpu.run("fsdp2 for inference") == "all on cpu"
