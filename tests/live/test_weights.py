@@ -23,7 +23,7 @@ from prepkit.live.target import Target
 from prepkit.steps import AllocateTensors, LocalDevice, ReadTensors
 from tests.gang import Gang
 from tests.live.loading import EVERY, held, on_meta, saved, saved_as_held, whole
-from tests.live.planned import Tiny
+from tests.live.planned import Tiny, planned
 from tests.models import build
 
 EAGER = "aot_eager"
@@ -290,6 +290,21 @@ def test_allocating_can_be_taken_back() -> None:
     assert {t.is_meta for t in [*model.parameters(), model.passing]} == {True}
     assert torch.equal(model.kept, torch.arange(3.0))
     assert not target.unfilled
+
+
+def test_offloaded_shards_are_kept_on_the_host_and_buffers_where_they_are_computed_with() -> None:
+    model = Tiny()
+    cfg = pk.Config(engine=pk.FSDP2(offload=pk.OffloadToCPU()), weights=pk.SendWeights())
+    steps = {
+        device: [one.step for one in planned(cfg, model, world=2, device=device).steps] for device in ("cuda", "cpu")
+    }
+    host, gpu = LocalDevice(type="cpu"), LocalDevice(type="cuda")
+    assert AllocateTensors(device=host) in steps["cpu"]
+    assert AllocateTensors(device=host, buffers=gpu) in steps["cuda"]
+    target = Target(model=model)  # meta stands for a device that is not here
+    weights.allocate_do(AllocateTensors(device=host, buffers=LocalDevice(type="meta")), target)
+    assert {t.device.type for t in model.parameters()} == {"cpu"}
+    assert {t.device.type for t in model.buffers()} == {"meta"}
 
 
 def test_what_got_storage_and_no_values_is_found_afterwards(tmp_path: Path) -> None:
