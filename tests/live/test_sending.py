@@ -26,7 +26,7 @@ from prepkit.reads import parts, ranges
 from prepkit.steps import AllocateTensors, Axis, LocalDevice, SendTensors, Sent, SetTensorsAside, Source
 from tests.gang import Gang
 from tests.live.loading import held, on_meta, saved
-from tests.live.planned import Tiny, planned, stepped
+from tests.live.planned import TOKENS, Tiny, planned, stepped
 from tests.live.snapshot import differences, snapshot
 from tests.models import build
 
@@ -450,6 +450,36 @@ def test_setting_aside_is_taken_back_to_the_byte() -> None:
     assert differences(before, snapshot(target)) == []
     assert vars(model.embed.weight)["note"] == "kept"
     assert not target.aside
+
+
+@pytest.mark.parametrize("kept", ["a loss", "a weak reference"])
+def test_a_parameter_that_something_else_holds_is_named_and_nothing_is_changed(kept: str) -> None:
+    model = Tiny()
+    names = tuple(name for name, _ in model.named_parameters())
+    target, before = Target(model=model), [param.detach().clone() for param in model.parameters()]
+    held_by = model(TOKENS).sum() if kept == "a loss" else weakref.ref(model.layers[2].outer.weight)
+    name = "embed.weight" if kept == "a loss" else "layers.2.outer.weight"
+    with pytest.raises(RuntimeError, match=rf"^{name}: held by more than the model and its optimizer; let go of"):
+        aside_do(SetTensorsAside(params=names, buffers=()), target)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not target.aside
+    assert held_by is not None
+
+
+def launched(rank: int, world: int) -> tuple[bool, bool]:
+    """As a script under torchrun: prepkit starts the group, and ends it."""
+    model = build("llama-tied")[0] if rank == 0 else on_meta("llama-tied")[0]
+    with pk.together():
+        ready = pk.apply(pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=SEND, optimizer=pk.AdamW()), model))
+    same = all(torch.equal(held(ready.model)[name], t) for name, t in held(build("llama-tied")[0]).items())
+    ready.backward(ready.model(**build("llama-tied")[1]).loss)
+    ready.step()
+    ready.close()
+    return same, dist.is_initialized()
+
+
+def test_a_script_under_a_launcher_needs_no_group_of_its_own(gang2: Gang) -> None:
+    assert gang2.run_fresh(launched) == [(True, False)] * 2
 
 
 def test_what_was_sent_and_freed_is_told_when_sending_is_taken_back() -> None:
