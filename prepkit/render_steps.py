@@ -96,7 +96,8 @@ def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy coun
         case CheckFiles():
             return f"{_files(step.files)}: size and header as planned, on every rank"
         case AllocateTensors():
-            return f"storage on {_local(step.device.type)} for what is on meta, the rest moved there"
+            buffers = f"; buffers on {_local(step.buffers.type)}" if step.buffers else ""
+            return f"storage on {_local(step.device.type)} for what is on meta, the rest moved there{buffers}"
         case InitialiseTensors():
             return _initialise(step)
         case ReadTensors():

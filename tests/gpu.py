@@ -148,9 +148,30 @@ def fsdp2() -> str:
     return fell(trained(ready))
 
 
+def fsdp2_inference() -> str:
+    """A model that is only evaluated is sharded on the device, with its buffers (behaviour G-66)."""
+    model = net()
+    model.register_buffer("table", torch.arange(3.0))
+    ready = prepared(model, engine=pk.FSDP2(), intent=pk.Intent.INFERENCE, optimizer=None)
+    where = {tensor.device for tensor in (*ready.model.parameters(), *ready.model.buffers())}
+    assert where == {tokens().device}, f"tensors are on {where}"
+    return f"all on {where.pop()}"
+
+
 def fsdp2_fp16() -> str:
     """FSDP2 in float16 with a scaled loss."""
     return fell(trained(prepared(net(), engine=pk.FSDP2(), precision=pk.FP16(init_scale=1024.0))))
+
+
+def fsdp2_sent() -> str:
+    """Values on the device are kept on the host while it shards, come back over NCCL, and compute what they did."""
+    model = net().cuda()
+    with torch.no_grad():
+        expected = model(tokens())
+    ready = prepared(model, engine=pk.FSDP2(), weights=pk.SendWeights())
+    apart = (ready.model(tokens()) - expected).abs().max().item()
+    assert apart < 1e-4, f"outputs before and after are {apart} apart"
+    return fell(trained(ready))
 
 
 def _near_eager(how: Any) -> str:
@@ -216,7 +237,9 @@ SCENARIOS: dict[str, Callable[[], str]] = {
     "ddp over nccl": ddp,
     "synchronised batch norm": sync_batchnorm,
     "fsdp2 over nccl": fsdp2,
+    "fsdp2 for inference": fsdp2_inference,
     "fsdp2 in fp16": fsdp2_fp16,
+    "fsdp2 with sent weights": fsdp2_sent,
     "compile, whole": compile_whole,
     "compile, per block": compile_blocks,
     "4-bit layers": four_bit,

@@ -630,6 +630,7 @@ GAPS: dict[str, Answers] = {
     "G-9": ("rule wrap.size-below-one", "test test_mending_a_size_of_zero_leaves_no_selection_that_does_nothing"),
     "G-10": (
         "test test_what_is_packed_is_ignored_and_everything_else_sharded",
+        "test test_no_parameter_is_ignored_wherever_the_values_come_from",
         "deviation FSDP2 ignores no modules, so none is sharded against the config",
     ),
     "G-11": (
@@ -646,7 +647,10 @@ GAPS: dict[str, Answers] = {
     "G-52": ("test test_a_checkpointed_block_becomes_a_unit_as_its_wrapper_and_keeps_its_names",),
     "G-57": ("test test_parameters_that_share_an_address_stay_apart",),
     "G-62": ("test test_a_file_that_changed_is_an_error_on_every_rank_before_anything_is_sharded",),
-    "G-66": ("test test_inference_wraps_nothing_under_ddp_and_shards_under_fsdp2",),
+    "G-66": (
+        "test test_inference_wraps_nothing_under_ddp_and_shards_under_fsdp2",
+        "test test_no_parameter_is_ignored_wherever_the_values_come_from",
+    ),
     "G-67": (
         "step CheckFiles",
         "test test_a_file_that_changed_is_an_error_on_every_rank_before_anything_is_sharded",

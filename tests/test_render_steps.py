@@ -279,6 +279,10 @@ STEPS: tuple[tuple[Step, str], ...] = (
         "storage on cuda:<local rank> for what is on meta, the rest moved there",
     ),
     (
+        AllocateTensors(device=LocalDevice(type="cpu"), buffers=LocalDevice(type="cuda")),
+        "storage on the CPU for what is on meta, the rest moved there; buffers on cuda:<local rank>",
+    ),
+    (
         InitialiseTensors(params=("a", "b"), buffers=("c",), units=("",), seed=7),
         "2 parameters with seed 7 and 1 buffer where on meta, by the modules' own initialisers",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -16,4 +17,21 @@ def end() -> list[Any]:
     """
     held: list[Any] = list(dist.distributed_c10d._world.pg_map)  # torch has no public list of them
     dist.destroy_process_group()
+    forget_meshes()
     return held
+
+
+def forget_meshes() -> None:
+    """Makes DTensor forget the meshes of groups that have ended.
+
+    It remembers how operations are sharded, and meshes compare equal whatever their groups are called: under the next
+    default group it would go on with the old mesh ("Could not resolve the process group").
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute, debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # private, and so may go
+    for forget in (clear, getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None)):
+        if forget is not None:
+            forget()

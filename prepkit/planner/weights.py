@@ -60,12 +60,14 @@ def fill(cfg: Config, facts: Facts) -> Piece:
     if not fills(cfg):
         return ()
     offloads = isinstance(cfg.engine, FSDP2) and isinstance(cfg.engine.offload, OffloadToCPU)
-    device = LocalDevice(type="cpu" if offloads else pieces.device(cfg, facts))
+    computes = LocalDevice(type=pieces.device(cfg, facts))
+    device = LocalDevice(type="cpu") if offloads else computes
     what = "each rank holds its shards, and never the whole model"
     if not isinstance(cfg.engine, FSDP2):
         what = "on the device at once, and not first on the host"
+    step = AllocateTensors(device=device, buffers=computes if computes != device else None)
     return (
-        because(AllocateTensors(device=device), what, "M2-8", "M2-14", "pain 17")
+        because(step, what, "M2-8", "M2-14", "pain 17")
         + _initialise(cfg, facts)  # before reading: what a checkpoint holds has the last word
         + _read(cfg, facts)
         + _send(cfg, facts)

@@ -209,7 +209,8 @@ RULES: tuple[Rule, ...] = (
         summary="The checkpoint has every parameter and persistent buffer of the model.",
         check=_missing,
         fix='Load the checkpoint of this model, or write overrides=("weights.missing-keys",), which '
-        "initialises what it lacks by its own reset_parameters or _init_weights.",
+        "initialises what it lacks by its own reset_parameters or _init_weights. Where the model's library converts "
+        "the files as it loads them, load them on rank 0 and write weights=SendWeights().",
         source=("G-62", "pain 10"),
     ),
     Rule(

@@ -55,6 +55,8 @@ class AllocateTensors:
     """
 
     device: LocalDevice
+    buffers: LocalDevice | None = None
+    """Where buffers go; None: to ``device``. Offloading keeps parameters on the host, and buffers where it computes."""
 
 
 @frozen(kw_only=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from prepkit.live.names import canonical
@@ -26,10 +28,18 @@ def on_meta(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         return model.train(), EVERY[family]()[1]
 
 
-def saved(folder: Any, family: str = "llama", dtype: torch.dtype = torch.float32, size: str = "30KB") -> str:
+def saved(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, size: str = "30KB") -> str:
     """The path of a checkpoint of that family, in several files where it is larger."""
     model, _ = build(family)
     model.to(dtype).save_pretrained(str(folder), max_shard_size=size)
+    return str(folder)
+
+
+def saved_as_held(folder: Path, family: str) -> str:
+    """The path of a file with the keys that the model has, which transformers renames and splits for some families."""
+    model, _ = build(family)
+    own = {id(value): (name, value) for name, value in reversed(model.state_dict(keep_vars=True).items())}
+    save_file({name: value.detach() for name, value in own.values()}, folder / "model.safetensors")
     return str(folder)
 
 

@@ -159,15 +159,17 @@ def llama_405b() -> nn.Module:
 
 
 @pytest.mark.skipif(not known(torch.__version__), reason="this torch shards by its own code, in two minutes")
-def test_sharding_costs_no_more_at_16384_ranks_than_at_8() -> None:
+def test_planning_and_sharding_cost_no_more_at_16384_ranks_than_at_8() -> None:
     whole = nn.Sequential(llama_405b())
     whole.forward = lambda *args: args  # type: ignore[method-assign]
     times = {}
     for world in (8, 16384):
-        plan = pk.build_plan(pk.Config(engine=pk.FSDP2()), copy.deepcopy(whole), env=pk.Env.declare(world_size=world))
+        twin = copy.deepcopy(whole)
         began = time.process_time()
+        plan = pk.build_plan(pk.Config(engine=pk.FSDP2()), twin, env=pk.Env.declare(world_size=world))
         found = rehearse_here(plan, whole, rank=world - 1)
         times[world] = time.process_time() - began
         assert found.fine, str(found)
         assert len(found.params) == 1137
-    assert times[16384] < 2 * times[8] + 1, times  # torch's own needs two minutes
+    assert times[16384] < 2 * times[8] + 1, times
+    assert times[16384] < 10, times  # planned and rehearsed; torch's own chunks alone take two minutes

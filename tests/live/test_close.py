@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ import torch.distributed as dist
 import prepkit as pk
 from prepkit.config import DDP, FSDP2, AdamW, Config, Engine, Single
 from prepkit.facts import Env
+from prepkit.live import groups
 from prepkit.live.prepared import Prepared
 from tests.gang import Gang
 from tests.live.planned import TOKENS, Tiny
+from tests.live.wide import seeded
 
 
 def trained(engine: Engine, world: int) -> Prepared:
@@ -52,3 +55,27 @@ def test_one_process_without_a_group_has_nothing_to_end() -> None:
     assert torch.isfinite(ready.model(TOKENS)).all()
     gc.collect()
     assert not dist.is_initialized()
+
+
+def cut_twice(rank: int, world: int, elsewhere: str) -> float:
+    """Loss of a cut model under a second default group, whose groups have other names than those of the first."""
+    rows = pk.TensorRows((pk.TensorRow("layers.*.inner", "colwise"), pk.TensorRow("layers.*.outer", "rowwise")))
+    cfg = Config(engine=FSDP2(), mesh=pk.Mesh(tensor=2), tensor=rows, optimizer=AdamW())
+    for others in (0, 3):
+        model = seeded()
+        store = dist.FileStore(f"{elsewhere}-{others}", world)  # type: ignore[attr-defined]  # exported, but not in __all__
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        for _ in range(others):
+            dist.new_group()
+        ready = pk.apply(pk.build_plan(cfg, model, env=Env(world_size=world)))
+        loss = ready.model(TOKENS).square().mean().item()
+        ready.close()
+        held = groups.end()
+        del held
+    return loss
+
+
+def test_cut_layers_go_on_under_another_default_group(gang4: Gang, tmp_path: Path) -> None:
+    with torch.no_grad():
+        expected = float(seeded()(TOKENS).square().mean())
+    assert gang4.run_fresh(cut_twice, str(tmp_path / "store")) == pytest.approx([expected] * 4, rel=1e-5)

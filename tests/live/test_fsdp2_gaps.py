@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import prepkit as pk
 from tests.gang import Gang
+from tests.live.planned import applied, planned
 from tests.models import build
 
 
@@ -82,6 +87,26 @@ def table_of(rank: int, world: int, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_frozen_integers_are_sharded_and_stay(gang2: Gang, dtype: torch.dtype) -> None:
     assert gang2.run(table_of, dtype, timeout=60) == [True, True]
+
+
+@pytest.mark.parametrize("how", [pk.KeepWeights(), pk.SendWeights(), pk.InitWeights()], ids=repr)
+def test_no_parameter_is_ignored_wherever_the_values_come_from(how: Any) -> None:
+    """Elsewhere the set of ignored ones is taken before they are replaced on the way to meta (G-10)."""
+    model = build("llama")[0]
+    plan = planned(pk.Config(engine=pk.FSDP2(), weights=how, intent=pk.Intent.INFERENCE), model, world=4)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        target = applied(plan, model)
+        units = [module for module in target.model.modules() if isinstance(module, FSDPModule)]
+        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+    finally:
+        dist.destroy_process_group()
+    sharded = [id(one.sharded_param) for group in groups if group is not None for one in group.fsdp_params]
+    held = list(target.model.parameters())
+    assert sorted(sharded) == sorted(map(id, held))
+    assert all(isinstance(param, DTensor) and not param.to_local().is_meta for param in held)
+    # For inference too everything is where it is computed with (G-66); what that is on a GPU is in tests.gpu.
+    assert {param.to_local().device.type for param in held} == {"cpu"} == {b.device.type for b in model.buffers()}
 
 
 def test_one_config_prepares_two_models_of_other_classes() -> None:

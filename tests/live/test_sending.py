@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ from prepkit.live.target import Target
 from prepkit.reads import parts, ranges
 from prepkit.steps import AllocateTensors, Axis, LocalDevice, SendTensors, Sent, SetTensorsAside, Source
 from tests.gang import Gang
-from tests.live.loading import held, on_meta
-from tests.live.planned import Tiny, planned, stepped
+from tests.live.loading import held, on_meta, saved
+from tests.live.planned import TOKENS, Tiny, planned, stepped
 from tests.live.snapshot import differences, snapshot
 from tests.models import build
 
@@ -144,6 +145,27 @@ def trained(rank: int, world: int, family: str, cases: tuple[str, ...], others: 
         found[f"{case}: step"] = max(float((there[name] - value).abs().max()) for name, value in expected.items())
         ready.close()
     return found
+
+
+def from_files(rank: int, world: int, path: str) -> dict[str, float]:
+    """Of a family whose files transformers merges as it loads them, on rank 0 alone."""
+    from transformers import MixtralForCausalLM
+
+    full, batch = build("mixtral")
+    loss = full(**batch).loss
+    model = MixtralForCausalLM.from_pretrained(path).train() if rank == 0 else on_meta("mixtral")[0]
+    ready = pk.apply(pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=SEND, optimizer=pk.AdamW()), model))
+    there = held(ready.model)
+    mine = ready.model(**{key: value.chunk(world)[rank] for key, value in batch.items()}).loss.detach()
+    dist.all_reduce(mine)
+    return {
+        "values": float(sum(not torch.equal(there[name], value) for name, value in held(full).items())),
+        "loss": abs(float(mine) / world - float(loss.detach())),
+    }
+
+
+def test_what_rank_0_has_loaded_and_merged_by_the_model_s_own_library_is_sent(gang2: Gang, tmp_path: Path) -> None:
+    close(gang2.run(from_files, saved(tmp_path, "mixtral"), timeout=120))
 
 
 def close(found: list[dict[str, float]], limit: float = 2e-6) -> None:
@@ -428,6 +450,36 @@ def test_setting_aside_is_taken_back_to_the_byte() -> None:
     assert differences(before, snapshot(target)) == []
     assert vars(model.embed.weight)["note"] == "kept"
     assert not target.aside
+
+
+@pytest.mark.parametrize("kept", ["a loss", "a weak reference"])
+def test_a_parameter_that_something_else_holds_is_named_and_nothing_is_changed(kept: str) -> None:
+    model = Tiny()
+    names = tuple(name for name, _ in model.named_parameters())
+    target, before = Target(model=model), [param.detach().clone() for param in model.parameters()]
+    held_by = model(TOKENS).sum() if kept == "a loss" else weakref.ref(model.layers[2].outer.weight)
+    name = "embed.weight" if kept == "a loss" else "layers.2.outer.weight"
+    with pytest.raises(RuntimeError, match=rf"^{name}: held by more than the model and its optimizer; let go of"):
+        aside_do(SetTensorsAside(params=names, buffers=()), target)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not target.aside
+    assert held_by is not None
+
+
+def launched(rank: int, world: int) -> tuple[bool, bool]:
+    """As a script under torchrun: prepkit starts the group, and ends it."""
+    model = build("llama-tied")[0] if rank == 0 else on_meta("llama-tied")[0]
+    with pk.together():
+        ready = pk.apply(pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=SEND, optimizer=pk.AdamW()), model))
+    same = all(torch.equal(held(ready.model)[name], t) for name, t in held(build("llama-tied")[0]).items())
+    ready.backward(ready.model(**build("llama-tied")[1]).loss)
+    ready.step()
+    ready.close()
+    return same, dist.is_initialized()
+
+
+def test_a_script_under_a_launcher_needs_no_group_of_its_own(gang2: Gang) -> None:
+    assert gang2.run_fresh(launched) == [(True, False)] * 2
 
 
 def test_what_was_sent_and_freed_is_told_when_sending_is_taken_back() -> None:

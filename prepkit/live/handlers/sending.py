@@ -49,7 +49,7 @@ def aside_do(step: SetTensorsAside, target: Target) -> tuple[str, ...]:
     """Exchanges every parameter's content with one on meta: ties stay tied, an optimizer keeps what it holds.
 
     Waits for the other ranks. Returns the names of what had values. Raises ``NoValues`` on rank 0, and what the first
-    to fail has said on the others.
+    to fail has said on the others; ``RuntimeError`` where a graph or a weak reference holds a parameter.
     """
     there, held = tensors(target), names.named_parameters(target.model)
     if _rank() == ROOT:
@@ -82,7 +82,13 @@ def _set_aside(name: str, param: Parameter, target: Target) -> None:
     bare = Parameter(torch.empty_like(param, device="meta", requires_grad=False), requires_grad=param.requires_grad)
     vars(bare).update(vars(param))  # what an author has noted on a parameter stays to be read
     target.aside[name] = Aside(param=param, held=bare, device=param.device)
-    _swap(param, bare)  # from here on ``bare`` is what the parameter was
+    try:
+        _swap(param, bare)  # from here on ``bare`` is what the parameter was
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{name}: held by more than the model and its optimizer; let go of the losses, outputs and references from "
+            f"before apply ({error})"
+        ) from error
     bare.data = bare.data.to("cpu")
 
 

@@ -75,9 +75,10 @@ CHECK: Handler[CheckFiles, Target, None] = Handler(ready=check_ready, do=check_d
 
 
 def allocate_ready(step: AllocateTensors, target: Target) -> tuple[str, ...]:
-    """The device must be there."""
+    """The devices must be there."""
     del target
-    return launcher.device_problems(step.device.type)
+    found = launcher.device_problems(step.device.type)
+    return found + (launcher.device_problems(step.buffers.type) if step.buffers else ())
 
 
 @frozen(eq=False)
@@ -95,6 +96,7 @@ def allocate_do(step: AllocateTensors, target: Target) -> Places:
     Buffers that have values keep them, which ``to_empty`` would lose. Returns where things were.
     """
     device = launcher.bind(step.device)
+    computes = launcher.bind(step.buffers) if step.buffers else device
     before = Places(
         devices={name: tensor.device for name, tensor in tensors(target).items()},
         buffers=tuple(
@@ -106,7 +108,7 @@ def allocate_do(step: AllocateTensors, target: Target) -> Places:
     )
     try:
         target.unfilled |= {name for name, where in before.devices.items() if where.type == "meta"}
-        _each(target, lambda tensor: _on(tensor, device))
+        _each(target, lambda tensor: _on(tensor, device if isinstance(tensor, Parameter) else computes))
         return before
     except BaseException:
         allocate_undo(step, target, before)
