@@ -286,6 +286,19 @@ def test_a_torch_that_was_not_compared_is_bounded_and_one_that_is_not_known_is_s
     assert unknown.fullest.floor() == checked.fullest.floor()
 
 
+def test_a_deepspeed_that_was_not_compared_is_bounded_too() -> None:
+    plan = fsdp2("8B", 64, zero(2))
+    known, other = (
+        predict(evolve(plan, facts=evolve(plan.facts, env=evolve(plan.facts.env, libraries=(("deepspeed", version),)))))
+        for version in ("0.19.8", "0.18.1")
+    )
+    assert Label.EXACT in {one.label for one in known.traffic}
+    assert Label.EXACT not in {one.label for one in other.traffic} | {term.label for term in other.fullest.terms}
+    assert said(other, "deepspeed 0.18.1 was not compared")
+    assert said(predict(plan), "deepspeed version not known")
+    assert not said(known, "deepspeed")
+
+
 def test_the_libraries_that_are_installed_are_those_that_the_formulas_were_compared_with() -> None:
     for engine, libraries in CHECKED.items():
         for library, releases in libraries.items():
