@@ -39,12 +39,15 @@ def classes(job: Job, zero: Zero) -> tuple[RankClass, ...]:
     shared = (*_kept(job, zero), *_training(job, zero))
     if not job.trains or job.optimizer is None or zero.high or (zero.compact and not zero.offload_state):
         return (_class(0, 0, job.world_size, shared),)
-    found = overlaps(zero)
-    ends = [*(one.first for one in found[1:]), zero.ranks]
+    found: list[tuple[int, tuple[Term, ...]]] = []
+    for run in overlaps(zero):
+        terms = _gradients(job, zero, run)
+        found += [(run.first, terms)] if not found or found[-1][1] != terms else []
+    ends = [*(first for first, _ in found[1:]), zero.ranks]
     copies = job.world_size // zero.ranks
     return tuple(
-        _class(one.first, end - 1, (end - one.first) * copies, (*shared, *_gradients(job, zero, one)))
-        for one, end in zip(found, ends, strict=True)
+        _class(first, end - 1, (end - first) * copies, (*shared, *terms))
+        for (first, terms), end in zip(found, ends, strict=True)
     )
 
 

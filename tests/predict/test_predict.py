@@ -162,6 +162,7 @@ def test_offloaded_states_are_on_the_host_and_what_is_page_locked_is_rounded_up(
     mine = labels["float32 copy of the part"][1]
     assert labels["float32 copy of the part"][0] is Label.EXACT  # a clone, which is not locked
     assert labels["of the part, from the start"] == (Label.BOUNDED, 1 << (mine - 1).bit_length())
+    assert [one.ranks for one in low.classes] == [64]  # no rank has padding only, so they are alike
     (masters,) = (term for term in low.fullest.terms if term.category == "master weights")
     assert masters.label is Label.BOUNDED
     assert masters.bytes.bit_count() == 1
