@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from math import prod
 
 from prepkit.config import BF16, DDP, FSDP1, FSDP2, AdamW, Config, DeepSpeed
@@ -25,7 +26,7 @@ from tests.predict.cases import fsdp2, llama
 from tests.predict.measure import Row
 from tests.predict.staged_zero import model as drawn_model
 
-SEEDS = 12
+SEEDS = 9
 STAGES = ("1", "2", "3")
 MIDDLE = 64
 """The world size of the measured rows of the second table."""
@@ -94,8 +95,10 @@ def deepspeed_says(numels: list[int], stage: int, world: int) -> int:
     return int(three(sum(numels), max(numels), cpu_offload_params=False, **ranks)[1])
 
 
-def accelerate_says(numels: list[int], precision: str) -> int:
+def accelerate_says(numels: list[int], precision: str) -> int | str:
     """Bytes for training with Adam as ``accelerate estimate-memory`` gives them, whatever the ranks."""
+    if find_spec("accelerate") is None:
+        return "not installed"
     from accelerate.commands.estimate import estimate_training_usage
 
     return int(max(estimate_training_usage(4 * sum(numels), precision).values()))
@@ -125,7 +128,7 @@ def small() -> Iterator[str]:
     """What was measured of one drawn model under ZeRO, after the step: all of it but module buffers and counters."""
     for stage in (2, 3):
         cases = [row for row in rows_of("staged_zero", str(stage)) if row.world == MIDDLE and row.rank == 0]
-        (held,) = (r for r in cases if r.case.endswith("bf16 seed 0 x1") and r.what == "all, before the step")
+        (held,) = (r for r in cases if r.case.endswith("bf16 seed 0 x1") and r.what == "everything before the step")
         numels = [param.numel() for param in drawn_model(0).parameters()]
         words = ("drawn", sum(numels), f"ZeRO {stage}", held.world)
         says = deepspeed_says(numels, stage, held.world)
@@ -140,7 +143,7 @@ def line(words: tuple[str, int, str, int], *numbers: int | str) -> str:
 
 
 def main() -> None:
-    print("\n".join(measured()), end="\n\n")
+    print("\n".join(measured()), end="\n\n", flush=True)
     print("\n".join(beside()))
 
 

@@ -136,7 +136,7 @@ def rows(case: Case, stage: int, rank: int, world: int) -> list[Row]:
     with counted() as sent:
         waiting = _step(engine, case.accumulation)
     measured = _measured(engine.optimizer, params, stage) | dict(sent)
-    measured |= {"all, after the step": after, "all, before the step": waiting}
+    measured |= {"everything after the step": after, "everything before the step": waiting}
     expected, bounded = _expected(predict(laid), rank, stage)
     return [
         Row(
@@ -159,9 +159,9 @@ def _expected(made: Prediction, rank: int, stage: int) -> tuple[dict[str, int], 
         found["persistent"] = sum(term.bytes for term in mine.terms if term.what.startswith("small ones"))
         found["parameters"] -= found["persistent"]
         found["buckets"] = mine.category("buckets")
-    found["all, after the step"] = _exactly(mine, Moment.ALWAYS)
-    found["all, before the step"] = _exactly(mine, Moment.ALWAYS, Moment.STEP)
-    bounded = {"all, before the step"} if _retained(mine) else set()
+    found["everything after the step"] = _exactly(mine, Moment.ALWAYS)
+    found["everything before the step"] = _exactly(mine, Moment.ALWAYS, Moment.STEP)
+    bounded = {"everything before the step"} if _retained(mine) else set()
     for kind in ("all-reduce", "all-gather", "reduce-scatter"):
         some = [one for one in made.traffic if one.collective == kind]
         found[kind] = sum(one.bytes for one in some)
