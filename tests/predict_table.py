@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from math import prod
 
 from prepkit.config import BF16, DDP, FSDP1, FSDP2, AdamW, Config, DeepSpeed
@@ -25,8 +26,10 @@ from tests.predict.cases import fsdp2, llama
 from tests.predict.measure import Row
 from tests.predict.staged_zero import model as drawn_model
 
-SEEDS = 12
+SEEDS = 9
 STAGES = ("1", "2", "3")
+MIDDLE = 64
+"""The world size of the measured rows of the second table."""
 
 
 def rows() -> Iterator[Row]:
@@ -46,21 +49,29 @@ def rows_of(module: str, *words: str) -> tuple[Row, ...]:
 
 
 def measured() -> Iterator[str]:
-    """One line per engine and category: how often compared, at which sizes, and the largest difference."""
-    yield "| engine | what | numbers compared | world sizes | bytes in all | largest difference |"
-    yield "|---|---|--:|---|--:|--:|"
-    found: dict[tuple[str, str], list[Row]] = {}
+    """One line per engine: what was compared, how often, at which sizes, and the largest difference."""
+    yield "| engine | compared after one real step | numbers | world sizes | largest difference |"
+    yield "|---|---|--:|---|--:|"
+    found: dict[str, list[Row]] = {}
     for row in rows():
         if row.exact:
-            words = row.case.split()
-            engine = words[1] if words[0].isdigit() else " ".join(words[:3])
-            found.setdefault((engine, row.what), []).append(row)
-    for (engine, what), some in found.items():
-        unit = "" if what.endswith("calls") else " B"
+            found.setdefault(engine_of(row), []).append(row)
+    for engine, some in found.items():
         worst = max(abs(row.predicted - row.measured) for row in some)
         sizes = ", ".join(map(str, sorted({row.world for row in some})))
-        total = sum(row.measured for row in some)
-        yield f"| {engine} | {what} | {len(some)} | {sizes} | {total:,}{unit} | {worst}{unit} |"
+        compared = dict.fromkeys(row.what for row in some)
+        never = [what for what in compared if not any(row.measured for row in some if row.what == what)]
+        names = [f"{what} (none)" if what in never else what for what in compared]
+        yield f"| {engine} | {', '.join(names)} | {len(some):,} | {sizes} | {worst} B |"
+
+
+def engine_of(row: Row) -> str:
+    """The engine of a case, which begins with it or with its seed."""
+    words = row.case.split()
+    if not words[0].isdigit():
+        return " ".join(words[:3])
+    cut = next((word for word in words if word.startswith("cut")), "cut1")
+    return words[1] if cut == "cut1" else f"{words[1]} over cut layers"
 
 
 STATES: tuple[Category, ...] = ("parameters", "gradients", "master weights", "optimizer state", "buckets")
@@ -84,42 +95,44 @@ def deepspeed_says(numels: list[int], stage: int, world: int) -> int:
     return int(three(sum(numels), max(numels), cpu_offload_params=False, **ranks)[1])
 
 
-def accelerate_says(numels: list[int], precision: str) -> int:
+def accelerate_says(numels: list[int], precision: str) -> int | str:
     """Bytes for training with Adam as ``accelerate estimate-memory`` gives them, whatever the ranks."""
+    if find_spec("accelerate") is None:
+        return "not installed"
     from accelerate.commands.estimate import estimate_training_usage
 
     return int(max(estimate_training_usage(4 * sum(numels), precision).values()))
 
 
+CLUSTERS = (("8B", 512), ("70B", 64), ("70B", 512))
+"""Llama and ranks of the second table."""
+
+
 def beside() -> Iterator[str]:
     """Model states of a rank for measured cases, and for Llama: predicted, measured, and what others say."""
-    yield "| model | parameters | engine | ranks | measured | predicted | DeepSpeed says | accelerate says |"
+    others = "DeepSpeed's estimator | `accelerate estimate-memory`"
+    yield f"| model | parameters | engine | ranks | measured | predicted | {others} |"
     yield "|---|--:|---|--:|--:|--:|--:|--:|"
     yield from small()
-    for name in ("8B", "70B", "405B"):
+    for name, world in CLUSTERS:
         numels = [prod(param.shape) for param in llama(name).params]
-        for world in (64, 512, 4096):
-            for engine in (DDP(), FSDP1(), FSDP2()):
-                made = predict(fsdp2(name, world, Config(engine=engine, precision=BF16(), optimizer=AdamW())))
-                words = (f"Llama {name}", sum(numels), made.engine, world)
-                yield line(words, "", states(made), "", accelerate_says(numels, "bfloat16"))
-            for stage in (2, 3):
-                engine = DeepSpeed(stage=stage, micro_batch=1)
-                made = predict(fsdp2(name, world, Config(engine=engine, precision=BF16(), optimizer=AdamW())))
-                words = (f"Llama {name}", sum(numels), f"ZeRO {stage}", world)
-                says = deepspeed_says(numels, stage, world)
-                yield line(words, "", states(made), says, accelerate_says(numels, "bfloat16"))
+        for engine in (DDP(), FSDP1(), FSDP2(), *(DeepSpeed(stage=stage, micro_batch=1) for stage in (1, 2, 3))):
+            made = predict(fsdp2(name, world, Config(engine=engine, precision=BF16(), optimizer=AdamW())))
+            stage = engine.stage if isinstance(engine, DeepSpeed) else None
+            words = (f"Llama {name}", sum(numels), f"ZeRO {stage}" if stage else made.engine, world)
+            says = deepspeed_says(numels, stage, world) if stage in (2, 3) else ""
+            yield line(words, "", states(made), says, accelerate_says(numels, "bfloat16"))
 
 
 def small() -> Iterator[str]:
-    """Sums of what was measured for one drawn model under ZeRO: parameters, masters, gradients, state, buckets."""
+    """What was measured of one drawn model under ZeRO, after the step: all of it but module buffers and counters."""
     for stage in (2, 3):
-        first = [row for row in rows_of("staged_zero", str(stage)) if row.case.endswith("bf16 seed 0")]
-        first = [row for row in first if not row.what.startswith(("all-", "reduce-"))]
+        cases = [row for row in rows_of("staged_zero", str(stage)) if row.world == MIDDLE and row.rank == 0]
+        (held,) = (r for r in cases if r.case.endswith("bf16 seed 0 x1") and r.what == "everything before the step")
         numels = [param.numel() for param in drawn_model(0).parameters()]
-        measured, predicted = sum(row.measured for row in first), sum(row.predicted for row in first)
-        words = ("drawn", sum(numels), f"ZeRO {stage}", first[0].world)
-        yield line(words, measured, predicted, deepspeed_says(numels, stage, 64), accelerate_says(numels, "bfloat16"))
+        words = ("drawn", sum(numels), f"ZeRO {stage}", held.world)
+        says = deepspeed_says(numels, stage, held.world)
+        yield line(words, held.measured, held.predicted, says, accelerate_says(numels, "bfloat16"))
 
 
 def line(words: tuple[str, int, str, int], *numbers: int | str) -> str:
@@ -130,7 +143,7 @@ def line(words: tuple[str, int, str, int], *numbers: int | str) -> str:
 
 
 def main() -> None:
-    print("\n".join(measured()), end="\n\n")
+    print("\n".join(measured()), end="\n\n", flush=True)
     print("\n".join(beside()))
 
 

@@ -79,8 +79,8 @@ def test_zero_rows_have_the_stage_and_the_offload_of_their_name_and_the_options_
     usual = {row.engine: row for row in sweep(evolve(cfg, engine=FSDP2()), seen, (64,), ZERO)[0]}
     assert list(own) == [name for name in own if name in ZERO]
     assert set(own) == set(usual) == set(ZERO)
-    assert {name: usual[name].ceiling > own[name].ceiling for name in ZERO} == dict.fromkeys(ZERO, True)  # its bucket
-    assert usual["zero3"].ceiling < usual["zero2"].ceiling < usual["zero1"].ceiling
+    assert all(usual[name].ceiling > own[name].ceiling for name in ZERO if name != "zero1")  # which has no bucket
+    assert usual["zero3"].floor < usual["zero2"].floor < usual["zero1"].floor
     for name in ZERO:
         if "offload" in name:
             kept = name.partition("+")[0]
@@ -182,7 +182,7 @@ def test_sweep_prints_the_table_or_json(folder: Path) -> None:
         "--world-size",
         "8",
         "--memory",
-        "1GiB",
+        "16GiB",
         "--device",
         "cpu",
     )

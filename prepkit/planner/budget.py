@@ -97,7 +97,8 @@ class Fit:
             ]
         elif self.verdict != "fits":
             lines.append(
-                "no change of mesh, wrapping, offload, precision or accumulation fits; take more ranks or memory"
+                "no change of mesh, stage, wrapping, offload, bucket, precision or accumulation fits; "
+                "take more ranks or memory"
             )
         return "\n".join(lines)
 
@@ -157,11 +158,16 @@ def _options(plan: Plan, memory: int, again: Again) -> tuple[Option, ...]:
     possible = tuple(moves(plan))
     for number in (1, 2, 3):
         found: dict[Config, Option] = {}
+        ended: set[tuple[Move | str, ...]] = set()
         for some in combinations(possible, number):
-            if len({move.about for move in some}) == number and (cfg := _changed(plan.config, some)) is not None:
-                option = None if cfg in found else _option(plan, cfg, some, memory, again)
-                if option is not None:
-                    found[cfg] = option
+            alike = tuple(move.series or move for move in some)
+            if alike in ended or len({move.about for move in some}) < number:
+                continue
+            cfg = _changed(plan.config, some)
+            option = _option(plan, cfg, some, memory, again) if cfg is not None and cfg not in found else None
+            if option is not None:
+                found[option.config] = option
+                ended |= {alike} if any(move.series for move in some) else set()
         if found:
             ranked = sorted(found.values(), key=lambda o: (o.between + o.copied, o.sent, o.ceiling))
             return tuple(ranked[:LIMIT])

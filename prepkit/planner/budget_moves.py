@@ -13,6 +13,7 @@ from prepkit.config import (
     FSDP2,
     AsStored,
     Config,
+    DeepSpeed,
     Engine,
     KeepOnDevice,
     Mesh,
@@ -20,7 +21,10 @@ from prepkit.config import (
     TensorParallel,
     WrapBlocks,
 )
+from prepkit.deepspeed.data import stage as stage_of
+from prepkit.deepspeed.edit import offloaded, offloads, restaged, with_zero
 from prepkit.plan import Plan
+from prepkit.predict.zero_job import REDUCE_BUCKET, zero_of
 from prepkit.rules.fsdp1_mesh import strategy
 from prepkit.units import size_of
 
@@ -34,19 +38,70 @@ class Move:
     change: Callable[[Config], Config | None]
     """None: does not apply."""
     caveat: str = ""
+    series: str = ""
+    """Moves of one series go further and further: of those that fit beside the same others the first one is meant."""
 
 
 def moves(plan: Plan) -> Iterator[Move]:
-    """Every change that might help; those about the same field exclude each other."""
+    """Every change that might help; those about the same field exclude each other.
+
+    A DeepSpeed plan stays one: its stage, its offloads and its bucket are changed, not its engine.
+    """
+    if isinstance(plan.config.engine, DeepSpeed):
+        yield from zero_moves(plan)
+        return
     for mesh in _meshes(plan):
         yield Move("mesh", lambda cfg, mesh=mesh: _sharded(cfg, mesh))  # type: ignore[misc]
     yield Move("offload", _offloaded)
     yield Move("wrap", _wrapped)
     yield Move("reshard", _resharded)
     yield Move("view", _viewed)
+    yield from _narrowed()
+    yield Move("accumulation", _at_once, "the same global batch needs larger micro-batches or more ranks")
+
+
+def zero_moves(plan: Plan) -> Iterator[Move]:
+    """Higher stages; optimizer state, and at stage 3 parameters, in host memory; a smaller reduce bucket.
+
+    Halves of the bucket down to a hundredth of DeepSpeed's default: smaller ones send a model in thousands of calls.
+    """
+    for stage in (1, 2, 3):
+        yield Move("stage", lambda cfg, stage=stage: _staged(cfg, stage))  # type: ignore[misc]
+    yield Move("offload optimizer", lambda cfg: _away(cfg, "optimizer"))
+    yield Move("offload param", lambda cfg: _away(cfg, "param"))
+    zero = zero_of(plan)
+    size = zero.bucket // 2 if zero else 0
+    while size >= REDUCE_BUCKET // 100:
+        yield Move("bucket", lambda cfg, size=size: _bucketed(cfg, size), series="bucket")  # type: ignore[misc]
+        size //= 2
+    yield from _narrowed()
+
+
+def _narrowed() -> Iterator[Move]:
     yield Move("precision", _halved, "computes in bfloat16")
     yield Move("precision", _reduced, "gradients are averaged in bfloat16")
-    yield Move("accumulation", _at_once, "the same global batch needs larger micro-batches or more ranks")
+
+
+def _staged(cfg: Config, stage: int) -> Config | None:
+    engine = cfg.engine
+    if not isinstance(engine, DeepSpeed) or stage <= stage_of(engine):
+        return None
+    return evolve(cfg, engine=restaged(engine, stage))
+
+
+def _away(cfg: Config, kind: str) -> Config | None:
+    engine = cfg.engine
+    if not isinstance(engine, DeepSpeed) or offloads(engine, kind):
+        return None
+    least = 3 if kind == "param" else 1
+    return evolve(cfg, engine=offloaded(engine, kind)) if stage_of(engine) >= least else None
+
+
+def _bucketed(cfg: Config, size: int) -> Config | None:
+    engine = cfg.engine
+    if not isinstance(engine, DeepSpeed):
+        return None
+    return evolve(cfg, engine=with_zero(engine, "reduce_bucket_size", size))
 
 
 def _meshes(plan: Plan) -> Iterator[Mesh | None]:
@@ -114,7 +169,7 @@ def _halved(cfg: Config) -> Config | None:
 
 def _reduced(cfg: Config) -> Config | None:
     precision = cfg.precision
-    if not isinstance(precision, BF16) or not isinstance(cfg.engine, FSDP1 | FSDP2):
+    if not isinstance(precision, BF16) or not isinstance(cfg.engine, FSDP1 | FSDP2 | DeepSpeed):
         return None
     return evolve(cfg, precision=evolve(precision, reduce_dtype="bfloat16"))
 

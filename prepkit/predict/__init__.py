@@ -61,7 +61,7 @@ def predict_job(engine: type, made: Job) -> Prediction:
     if formulas is None:
         missing = f"everything: there are no formulas for {engine.__name__} here"
         return Prediction(engine=engine.__name__, world_size=made.world_size, not_predicted=(missing,))
-    found = judged(formulas(made), made.torch)
+    found = judged(formulas(made), {"torch": made.torch, "deepspeed": made.deepspeed})
     return bounded(found) if made.uneven else found
 
 

@@ -48,6 +48,8 @@ class Job:
     accumulation: int
     torch: str
     """torch version; empty: not known."""
+    deepspeed: str = ""
+    """DeepSpeed's version; empty: not known."""
     device: str = "cpu"
     """Device type to compute on."""
     per_node: int | None = None
@@ -119,6 +121,7 @@ def job_of(plan: Plan) -> Job:
         zero=zero_of(plan),
         accumulation=plan.owners.accumulation_steps,
         torch=plan.facts.env.torch,
+        deepspeed=dict(plan.facts.env.libraries).get("deepspeed", ""),
         device=plan.config.device or plan.facts.env.device,
         per_node=plan.facts.env.per_node,
         gathered_size=_size(sharding.param_dtype if sharding else None),

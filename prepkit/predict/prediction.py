@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 Category = Literal[
     "parameters",
@@ -86,6 +86,10 @@ class RankClass:
     terms: tuple[Term, ...]
     empty: bool = False
     """Whether these ranks hold no element of any parameter, only padding."""
+
+    def and_also(self, terms: tuple[Term, ...]) -> RankClass:
+        """The same ranks with more terms."""
+        return evolve(self, terms=(*self.terms, *terms))
 
     def total(self, place: Place = "device", *labels: Label) -> int:
         """Bytes of all terms in that place, whatever their moment; with labels, only of those that carry one."""

@@ -22,21 +22,26 @@ CHECKED: dict[str, dict[str, tuple[str, ...]]] = {
 """Engine to library to the releases (first two numbers) with which ``tests/predict`` found a difference of 0 bytes."""
 
 
-def judged(prediction: Prediction, torch: str) -> Prediction:
-    """The prediction as it is for a checked torch; for another one, with every exact number called bounded.
+def judged(prediction: Prediction, versions: dict[str, str]) -> Prediction:
+    """The prediction as it is for checked libraries; with another one, with every exact number called bounded.
 
-    An unknown version is taken for the newest checked one, and a note says so.
+    A version that is not known, or empty, is taken for the newest checked one, and a note says so.
     """
-    checked = CHECKED.get(prediction.engine, {}).get("torch", ())
-    newest = checked[-1] if checked else "none"
-    if not torch:
-        note = f"torch version not known: the formulas are those of torch {newest}."
+    for library, checked in CHECKED.get(prediction.engine, {}).items():
+        prediction = _judged(prediction, library, versions.get(library, ""), checked)
+    return prediction
+
+
+def _judged(prediction: Prediction, library: str, version: str, checked: tuple[str, ...]) -> Prediction:
+    newest = checked[-1]
+    if not version:
+        note = f"{library} version not known: the formulas are those of {library} {newest}."
         return evolve(prediction, notes=(*prediction.notes, note))
-    found = re.match(r"\d+\.\d+", torch)
+    found = re.match(r"\d+\.\d+", version)
     if found and found.group() in checked:
         return prediction
     note = (
-        f"torch {torch} was not compared with these formulas, torch {newest} was: "
+        f"{library} {version} was not compared with these formulas, {library} {newest} was: "
         "what would be exact is called bounded."
     )
     return evolve(bounded(prediction), notes=(*prediction.notes, note))

@@ -163,14 +163,24 @@ def test_adafactor_keeps_a_row_and_a_column(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_holds_and_sends_what_was_predicted(stage: int) -> None:
+def test_zero_holds_and_sends_what_was_predicted_on_first_middle_and_last_ranks_of_any_world(stage: int) -> None:
     pytest.importorskip("deepspeed")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.predict.staged_zero", str(stage)],
-        check=True, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment,
+        check=True, capture_output=True, text=True, timeout=480, cwd=ROOT, env=environment,
     )  # fmt: skip
     rows = [Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
     assert wrong(rows) == []
-    assert {row.what for row in rows} >= {"parameters", "master weights", "optimizer state", "all-gather"}
-    assert {row.what for row in rows} >= ({"all-reduce"} if stage < 3 else {"reduce-scatter", "persistent", "buckets"})
+    assert {row.world for row in rows} == {3, 7, 8, 64, 512}
+    assert {row.rank for row in rows} >= {0, 1, 2, 3, 4, 6, 7, 32, 63, 256, 511}
+    seen = {row.what for row in rows if row.exact and row.measured}
+    assert seen >= {
+        "parameters",
+        "master weights",
+        "optimizer state",
+        "everything after the step",
+        "everything before the step",
+    }
+    assert seen >= ({"all-reduce"} if stage < 3 else {"reduce-scatter", "persistent", "buckets", "all-gather"})
+    assert sum(row.exact for row in rows) > 0.9 * len(rows)

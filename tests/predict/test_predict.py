@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from importlib import metadata
+from itertools import accumulate
 from math import prod
 from typing import Literal, get_args
 
@@ -34,6 +35,7 @@ from prepkit.predict.optimizers import TORCH, rule_of
 from prepkit.predict.owner import OptimizerOf
 from prepkit.predict.prediction import Label, Prediction, Term, Traffic
 from prepkit.predict.versions import CHECKED
+from prepkit.predict.zero_low import overlaps, parts
 from prepkit.rules.fsdp1_mesh import strategy
 from prepkit.tiny import tiny_facts, tiny_model, tiny_optimizer
 from tests.plans import make
@@ -150,12 +152,67 @@ def test_zero_sends_three_times_the_model_below_stage_3(stage: int) -> None:
     assert said(made, f"ZeRO {stage} all-reduces gradients and then gathers all parameters")
 
 
-def test_offloaded_states_are_on_the_host_and_no_longer_called_exact() -> None:
-    made = predict(fsdp2("8B", 64, zero(3, offload="cpu")))
-    assert not made.fullest.category("optimizer state", "device") + made.fullest.category("master weights", "device")
-    assert made.fullest.total("host") > 8 * 10**9 * 12 // 64
-    masters = [term for term in made.fullest.terms if term.category == "master weights"]
-    assert {term.label for term in masters} == {Label.BOUNDED}
+def test_offloaded_states_are_on_the_host_and_what_is_page_locked_is_rounded_up() -> None:
+    made, low = (predict(fsdp2("8B", 64, zero(stage, offload="cpu"))) for stage in (3, 2))
+    for one in (made, low):
+        assert not one.fullest.category("optimizer state", "device") + one.fullest.category("master weights", "device")
+        assert one.fullest.total("host") > 8 * 10**9 * 12 // 64
+        assert one.copied > 0
+    labels = {term.what: (term.label, term.bytes) for term in made.fullest.terms if term.place == "host"}
+    mine = labels["float32 copy of the part"][1]
+    assert labels["float32 copy of the part"][0] is Label.EXACT  # a clone, which is not locked
+    assert labels["of the part, from the start"] == (Label.BOUNDED, 1 << (mine - 1).bit_length())
+    assert [one.ranks for one in low.classes] == [64]  # no rank has padding only, so they are alike
+    (masters,) = (term for term in low.fullest.terms if term.category == "master weights")
+    assert masters.label is Label.BOUNDED
+    assert masters.bytes.bit_count() == 1
+
+
+def test_a_rank_keeps_whole_gradients_of_what_lies_in_its_part_unless_they_add_up_in_float32() -> None:
+    cfg = zero(2)
+    sums = evolve(cfg, precision=BF16(reduce_dtype="bfloat16"))
+    wide, narrow = predict(fsdp2("8B", 512, sums)), predict(fsdp2("8B", 512, cfg))
+    embedding = 128256 * 4096
+    assert max(one.category("gradients") for one in wide.classes) >= embedding * 2
+    assert wide.at(0).category("gradients") == embedding * 2
+    assert {one.category("gradients") for one in narrow.classes} == {only(narrow, "float32, of a part").bytes}
+    assert sum(one.ranks for one in wide.classes) == 512
+    assert said(wide, "A rank keeps whole gradients of the parameters that lie in its part, if only partly")
+    assert not said(narrow, "A rank keeps whole gradients")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 7, 64])
+def test_runs_of_ranks_are_those_of_every_rank_one_by_one(ranks: int) -> None:
+    one = job_of(fsdp2("8B", 64, zero(2))).zero
+    assert one is not None
+    small = evolve(one, ranks=ranks, groups=((5, 1, 300, 17), (64,), (1, 1)))
+    found = overlaps(small)
+    for rank in range(ranks):
+        whole = padding = used = 0
+        for some, part in zip(small.groups, parts(small), strict=True):
+            ends = list(accumulate(some))
+            begin, end = rank * part, (rank + 1) * part
+            whole += sum(n for n, stop in zip(some, ends, strict=True) if stop > begin and stop - n < end)
+            padding += min(part, max(0, end - ends[-1]))
+            used += part if begin < ends[-1] else 0
+        run = [run for run in found if run.first <= rank][-1]
+        assert (run.inside, run.padding, run.used) == (whole, padding, used)
+
+
+def test_accumulation_sends_gradients_of_every_micro_batch_from_stage_2_on_and_exactly() -> None:
+    for stage in (1, 2, 3):
+        once, often = (predict(fsdp2("8B", 64, evolve(zero(stage), accumulation=times))) for times in (1, 4))
+        sent = [next(t for t in made.traffic if t.what == "gradients") for made in (once, often)]
+        assert {one.label for one in sent} == {Label.EXACT}
+        assert sent[1].bytes == sent[0].bytes * (1 if stage == 1 else 4)
+
+
+def test_what_is_gathered_again_at_stage_3_is_exact_only_where_nothing_is() -> None:
+    far = 2 * sum(params("8B")) + 1
+    for distance, label in ((far, Label.EXACT), (far - 1, Label.BOUNDED)):
+        made = predict(fsdp2("8B", 64, zero(3, stage3_max_reuse_distance=distance)))
+        assert made.traffic[0].label is label
+        assert bool(said(made, "What is gathered once, not twice, follows")) is (label is Label.BOUNDED)
 
 
 def test_settings_that_no_formula_knows_leave_zero_unpredicted() -> None:
@@ -228,6 +285,19 @@ def test_a_torch_that_was_not_compared_is_bounded_and_one_that_is_not_known_is_s
     assert (other.fullest.floor(), bool(said(other, "torch 2.9 was not compared"))) == (0, True)
     assert said(unknown, "torch version not known")
     assert unknown.fullest.floor() == checked.fullest.floor()
+
+
+def test_a_deepspeed_that_was_not_compared_is_bounded_too() -> None:
+    plan = fsdp2("8B", 64, zero(2))
+    known, other = (
+        predict(evolve(plan, facts=evolve(plan.facts, env=evolve(plan.facts.env, libraries=(("deepspeed", version),)))))
+        for version in ("0.19.8", "0.18.1")
+    )
+    assert Label.EXACT in {one.label for one in known.traffic}
+    assert Label.EXACT not in {one.label for one in other.traffic} | {term.label for term in other.fullest.terms}
+    assert said(other, "deepspeed 0.18.1 was not compared")
+    assert said(predict(plan), "deepspeed version not known")
+    assert not said(known, "deepspeed")
 
 
 def test_the_libraries_that_are_installed_are_those_that_the_formulas_were_compared_with() -> None:
