@@ -37,6 +37,7 @@ from prepkit.predict.prediction import Label, Moment, Prediction, RankClass
 from prepkit.steps import Agree, StartProcessGroup
 from tests.predict.drawn import LM
 from tests.predict.measure import TOKENS, Row, held
+from tests.zero import lean
 
 SMALL, BUCKET = 100, 50_000
 """Threshold of parameters that stay, and elements of the reduce bucket."""
@@ -315,6 +316,8 @@ def main(stage: int, worlds: tuple[int, ...]) -> None:
 
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # DeepSpeed asks for every optimizer, which takes a second
     import deepspeed.ops.adam  # noqa: F401  once, before there are children
+
+    lean()
 
     logging.disable(logging.WARNING)
     for world in worlds:
