@@ -143,6 +143,7 @@ def line(words: tuple[str, int, str, int], *numbers: int | str) -> str:
 
 
 def main() -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says on stdout that it found none
     print("\n".join(measured()), end="\n\n", flush=True)
     print("\n".join(beside()))
 
