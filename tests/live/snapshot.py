@@ -99,6 +99,7 @@ def _flags() -> dict[str, Any]:
         "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.enabled),
         "threads": torch.get_num_threads(),
+        "swap": torch.__future__.get_swap_module_params_on_conversion(),
         "random": _bytes(torch.get_rng_state()),
         "anomaly": torch.is_anomaly_enabled(),
         "group": dist.is_initialized(),

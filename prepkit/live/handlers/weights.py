@@ -136,7 +136,6 @@ def _each(target: Target, change: Callable[[Tensor], Tensor]) -> None:
 
     Tensors are swapped in place, so that ties stay tied and an optimizer keeps what it holds.
     """
-    own = torch.__future__.get_swap_module_params_on_conversion()
     changed: dict[int, tuple[Tensor, Tensor]] = {}
 
     def once(tensor: Tensor) -> Tensor:
@@ -145,9 +144,17 @@ def _each(target: Target, change: Callable[[Tensor], Tensor]) -> None:
             return change(tensor)
         return changed.setdefault(id(tensor), (tensor, change(tensor)))[1]
 
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
+    with _swapping():
         target.model._apply(once)  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+@contextmanager
+def _swapping() -> Iterator[None]:
+    """Meanwhile torch exchanges a converted parameter's content, not its ``data``, which cannot leave meta."""
+    own = torch.__future__.get_swap_module_params_on_conversion()
+    try:
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(own)
 
