@@ -42,7 +42,7 @@ def rows() -> Iterator[Row]:
 @cache
 def rows_of(module: str, *words: str) -> tuple[Row, ...]:
     """What a process of its own measured."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "PREPKIT_BUILD_OPS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", f"tests.predict.{module}", *words]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment)
     return tuple(Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{"))

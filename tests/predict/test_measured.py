@@ -22,6 +22,8 @@ from tests.predict.drawn import Case, case, cut
 from tests.predict.measure import Row, measure
 
 SEEDS = 12
+ZERO_WORLDS = (3, 64)
+"""``python -m tests.predict_table`` measures 7, 8 and 512 ranks as well, and optimizers that DeepSpeed compiles."""
 
 
 def wrong(rows: list[Row]) -> list[str]:
@@ -167,13 +169,12 @@ def test_zero_holds_and_sends_what_was_predicted_on_first_middle_and_last_ranks_
     pytest.importorskip("deepspeed")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.predict.staged_zero", str(stage)],
-        check=True, capture_output=True, text=True, timeout=480, cwd=ROOT, env=environment,
+        [sys.executable, "-W", "ignore", "-m", "tests.predict.staged_zero", str(stage), *map(str, ZERO_WORLDS)],
+        check=True, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment,
     )  # fmt: skip
     rows = [Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
     assert wrong(rows) == []
-    assert {row.world for row in rows} == {3, 7, 8, 64, 512}
-    assert {row.rank for row in rows} >= {0, 1, 2, 3, 4, 6, 7, 32, 63, 256, 511}
+    assert {(row.world, row.rank) for row in rows} == {(n, rank) for n in ZERO_WORLDS for rank in (0, n // 2, n - 1)}
     seen = {row.what for row in rows if row.exact and row.measured}
     assert seen >= {
         "parameters",
