@@ -106,3 +106,8 @@ def itemsize(dtype: str) -> int:
     """
     bits = re.search(r"[0-9]+", dtype)
     return max(1, int(bits.group()) // 8) if bits else 1
+
+
+def local_device(kind: str) -> str:
+    """The device of this process, of that kind."""
+    return "the CPU" if kind == "cpu" else f"{kind}:<local rank>"

@@ -6,7 +6,8 @@ from math import prod
 from typing import assert_never
 
 from prepkit.reads import bytes_read
-from prepkit.render_names import count, in_bytes, itemsize, listed
+from prepkit.render_names import count, in_bytes, itemsize, listed, local_device
+from prepkit.render_wrapping import copied, flattened, parallelized, sharded
 from prepkit.steps import (
     Agree,
     AllocateTensors,
@@ -17,7 +18,6 @@ from prepkit.steps import (
     CastForward,
     CheckFiles,
     CheckpointModules,
-    Communication,
     CompileModules,
     ConvertFP8Linears,
     ConvertOptimizer,
@@ -45,7 +45,6 @@ from prepkit.steps import (
     ShardUnits,
     StartProcessGroup,
     Step,
-    Unit,
     UpcastParameters,
     WrapDDP,
     WrapFSDP1,
@@ -66,27 +65,27 @@ def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy coun
         case UpcastParameters():
             return f"{count(len(step.names), 'parameter')} to {step.dtype}: {listed(step.names, limit=2)}"
         case MoveModel():
-            return f"parameters and buffers to {_local(step.device.type)}"
+            return f"parameters and buffers to {local_device(step.device.type)}"
         case AutocastForward():
             return f"forward in {step.dtype} on {step.device}, outputs in {step.output_dtype}"
         case ParallelizeModules():
-            return _parallelize_modules(step)
+            return parallelized(step)
         case CheckpointModules():
             return _checkpoint_modules(step)
         case CompileModules():
             return _compile_modules(step)
         case ShardUnits():
-            return _shard_units(step)
+            return sharded(step)
         case ConvertSyncBatchNorm():
             return f"{listed(step.paths)} ({count(len(step.paths), 'module')})"
         case CreateGradScaler():
             return _create_grad_scaler(step)
         case WrapFSDP1():
-            return _wrap_fsdp1(step)
+            return flattened(step)
         case RegroupOptimizer():
             return f"flat parameters put into the place of {_slots(step.slots)}"
         case WrapDDP():
-            return _wrap_ddp(step)
+            return copied(step)
         case RebindOptimizer():
             return f"parameters put back by name into {_slots(step.slots)}"
         case CreateOptimizer():
@@ -96,8 +95,8 @@ def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy coun
         case CheckFiles():
             return f"{_files(step.files)}: size and header as planned, on every rank"
         case AllocateTensors():
-            buffers = f"; buffers on {_local(step.buffers.type)}" if step.buffers else ""
-            return f"storage on {_local(step.device.type)} for what is on meta, the rest moved there{buffers}"
+            buffers = f"; buffers on {local_device(step.buffers.type)}" if step.buffers else ""
+            return f"storage on {local_device(step.device.type)} for what is on meta, the rest moved there{buffers}"
         case InitialiseTensors():
             return _initialise(step)
         case ReadTensors():
@@ -137,10 +136,6 @@ def axes(found: tuple[Axis, ...]) -> str:
     return " x ".join(f"{axis.name}={axis.size}" for axis in found) or "one process"
 
 
-def _local(kind: str) -> str:
-    return "the CPU" if kind == "cpu" else f"{kind}:<local rank>"
-
-
 def _slots(slots: tuple[tuple[str, ...], ...]) -> str:
     total, foreign = sum(map(len, slots)), sum(group.count("") for group in slots)
     left = f" ({foreign:,} not the model's, left alone)" if foreign else ""
@@ -149,12 +144,6 @@ def _slots(slots: tuple[tuple[str, ...], ...]) -> str:
 
 def _start_process_group(step: StartProcessGroup) -> str:
     return f"{step.backend} over {count(step.world_size, 'rank')}, time-out {step.timeout_s:g} s"
-
-
-def _parallelize_modules(step: ParallelizeModules) -> str:
-    said = (f"{listed(cut.paths)} {cut.style} ({cut.takes} to {cut.gives})" for cut in step.cuts)
-    total = sum(len(cut.paths) for cut in step.cuts)
-    return f"{count(total, 'module')} over {step.axis}: {'; '.join(said)}"
 
 
 def _checkpoint_modules(step: CheckpointModules) -> str:
@@ -167,83 +156,6 @@ def _compile_modules(step: CompileModules) -> str:
     shapes = {None: "", True: ", dynamic shapes", False: ", static shapes"}[step.dynamic]
     breaks = ", no graph breaks" if step.fullgraph else ""
     return f"{what} with {step.backend}, mode {step.mode}{breaks}{shapes}"
-
-
-def _shard_units(step: ShardUnits) -> str:
-    inner = tuple(unit.path for unit in step.units if unit.path)
-    root = "the root" if len(inner) < len(step.units) else ""
-    blocks = f"{listed(inner)} ({count(len(inner), 'unit')})" if inner else ""
-    dtypes = (("gathered in", step.param_dtype), ("reduced in", step.reduce_dtype), ("outputs in", _output(step.units)))
-    said = "".join(f", {verb} {dtype}" for verb, dtype in dtypes if dtype)
-    over = f", over {' x '.join(step.axes)}" if step.axes else ""
-    kept = f"; kept {'in pinned' if step.pin_memory else 'in'} host memory" if step.offload else ""
-    whole = f"; {count(len(step.ignored), 'packed weight')} whole on every rank" if step.ignored else ""
-    return (
-        " then ".join(part for part in (blocks, root) if part)
-        + over
-        + said
-        + f"; {_resharding(step.units)}"
-        + kept
-        + whole
-    )
-
-
-def _output(units: tuple[Unit, ...]) -> str | None:
-    return next((unit.output_dtype for unit in units if unit.output_dtype), None)
-
-
-def _resharding(units: tuple[Unit, ...]) -> str:
-    """The root is left out where there are other units: it keeps its parameters, because backward begins with them."""
-    ways = {unit.reshard_after_forward for unit in units if unit.path} or {u.reshard_after_forward for u in units}
-    if len(ways) > 1:
-        return "freed after forward where a unit says so"
-    way = ways.pop()
-    if isinstance(way, bool):
-        return "freed after forward" if way else "kept gathered until backward"
-    return f"resharded to {count(way, 'rank')} after forward"
-
-
-def _wrap_fsdp1(step: WrapFSDP1) -> str:
-    inner = tuple(unit.path for unit in step.units if unit.path)
-    blocks = f"{listed(inner)} ({count(len(inner), 'unit')}) then the root" if inner else "the root"
-    dtypes = (("gathered in", step.param_dtype), ("reduced in", step.reduce_dtype), ("buffers in", step.buffer_dtype))
-    said = "".join(f", {verb} {dtype}" for verb, dtype in dtypes if dtype)
-    whole = sum(unit.full_precision for unit in step.units)
-    extras = (
-        (f"{count(whole, 'unit')} in float32", whole),
-        ("one flat parameter per unit", not step.use_orig_params),
-        ("kept in host memory", step.offload),
-        ("rank 0 is broadcast first", step.sync_module_states),
-        ("the next unit of forward is gathered ahead", step.forward_prefetch),
-        ("gathered when needed in backward", step.backward_prefetch is None),
-        ("gathered after the present gradients", step.backward_prefetch == "BACKWARD_POST"),
-        ("gathered as early as the CPU asks", not step.limit_all_gathers),
-        (f"left whole: {listed(step.ignored)}", step.ignored),
-    )
-    return f"{blocks} on {_local(step.device.type)}, {step.sharding}{said}" + "".join(
-        f"; {t}" for t, on in extras if on
-    )
-
-
-def _wrap_ddp(step: WrapDDP) -> str:
-    where = f" on {_local(step.device.type)}" if step.device else ""
-    said = (
-        ("buffers broadcast", step.broadcast_buffers),
-        ("unused parameters searched", step.find_unused_parameters),
-        ("gradients are views of the buckets", step.gradient_as_bucket_view),
-        ("static graph", step.static_graph),
-    )
-    extras = "".join(f", {text}" for text, on in said if on)
-    return f"the model{where}, buckets of {step.bucket_cap_mb:g} MiB{extras}{_hook(step.hook)}"
-
-
-def _hook(hook: Communication | None) -> str:
-    if hook is None:
-        return ""
-    inside = f"{hook.wrapper}({hook.hook})" if hook.wrapper else hook.hook
-    options = hook.options
-    rank = f" of rank {options.matrix_approximation_rank} from step {options.start_powerSGD_iter}" if options else ""
-    return f", gradients through {inside}{rank}"
 
 
 def _create_grad_scaler(step: CreateGradScaler) -> str:

@@ -18,7 +18,7 @@ from hypothesis.strategies import SearchStrategy
 
 from prepkit import config as c
 from prepkit.config import FP16, AsStored, Config, Intent, Mesh, Mixed, OffloadToCPU, Single
-from prepkit.draw import (
+from prepkit.draw.configs import (
     DTYPES,
     bf16s,
     checkpointings,
@@ -26,19 +26,17 @@ from prepkit.draw import (
     compiles,
     configs,
     ddps,
-    facts,
-    fitting_wraps,
     fp16s,
     fsdp2s,
     loader_choices,
-    model_facts,
     optimizer_specs,
     tensor_rows,
 )
-from prepkit.draw_deepspeed import fitted, legal_deepspeeds, suit
-from prepkit.draw_deepspeed import suited as zero_suits
-from prepkit.draw_fp8 import legal_fp8, suited
-from prepkit.draw_fsdp1 import gone, legal_fsdp1, suits
+from prepkit.draw.deepspeed import fitted, legal_deepspeeds, suit
+from prepkit.draw.deepspeed import suited as zero_suits
+from prepkit.draw.facts import facts, fitting_wraps, model_facts
+from prepkit.draw.fp8 import legal_fp8, suited
+from prepkit.draw.fsdp1 import gone, legal_fsdp1, suits
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.filling import helpless
 from prepkit.findings import Severity

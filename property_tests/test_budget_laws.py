@@ -10,8 +10,8 @@ from prepkit import planner
 from prepkit.config import Config, DeepSpeed
 from prepkit.deepspeed.data import stage
 from prepkit.deepspeed.edit import offloads
-from prepkit.draw import facts
-from prepkit.draw_deepspeed import suit
+from prepkit.draw.deepspeed import suit
+from prepkit.draw.facts import facts
 from prepkit.facts import Facts
 from prepkit.plan import Plan
 from prepkit.planner.budget import LIMIT, Fit, bounds

@@ -8,7 +8,8 @@ from hypothesis.strategies import SearchStrategy
 
 from prepkit import config as c
 from prepkit.config import FSDP1, Config
-from prepkit.draw import fitting_wraps, fsdp1s
+from prepkit.draw.configs import fsdp1s
+from prepkit.draw.facts import fitting_wraps
 from prepkit.facts import Facts
 from prepkit.findings import errors
 from prepkit.rules import check, fsdp1, fsdp1_mesh, ties, units

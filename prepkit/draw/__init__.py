@@ -1,0 +1,1 @@
+"""Hypothesis strategies, by what they draw. ``prepkit.testing`` hands on what users need."""
