@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import psutil
 
@@ -47,12 +49,26 @@ def launch(command: Sequence[str], environment: Mapping[str, str], timeout: floa
 
 
 def _end(launched: psutil.Popen) -> None:
-    """Ends a launcher that is still there and all that it started, the workers first: they show their stacks."""
+    """Ends a launcher that is still there and all that it started; the workers show their stacks, one after the other.
+
+    The launcher is stopped meanwhile: once a worker has gone, it would end the others.
+    """
     if not launched.is_running():
         return
+    launched.suspend()
     workers = launched.children(recursive=True)
+    for worker in workers:
+        worker.send_signal(signal.SIGABRT)
+        _await_end(worker)
     for process in (*workers, launched):
-        process.send_signal(signal.SIGABRT)
-    _, left = psutil.wait_procs([*workers, launched], STACKS_S)
-    for process in left:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs([*workers, launched], STACKS_S)
+
+
+def _await_end(worker: psutil.Process) -> None:
+    """Until it has ended, if only as a zombie: the launcher is stopped and takes no leave of it."""
+    until = time.monotonic() + STACKS_S
+    with suppress(psutil.NoSuchProcess):
+        while worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
+            time.sleep(0.05)
