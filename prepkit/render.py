@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from prepkit import codec
 from prepkit.config import BF16, FP8, FP16, FSDP2, AsStored, Clip, ClipNorm, ClipValue, Config, DeepSpeed, NoClip
@@ -16,7 +16,9 @@ from prepkit.render_memory import memory_lines
 from prepkit.render_names import count, in_bytes
 from prepkit.render_steps import axes, effect
 from prepkit.render_tree import tree_lines
-from prepkit.rules.rule import Rule
+
+if TYPE_CHECKING:
+    from prepkit.rules.rule import Rule  # brings all rules along, which showing a plan needs none of
 
 __all__ = ["diff_text", "findings_text", "plan_text", "rule_text", "rules_text"]
 

@@ -76,6 +76,11 @@ def test_the_digest_changes_when_and_only_when_the_value_does(module: str, data:
     assert (codec.digest(a) == codec.digest(b)) == (repr(a) == repr(b))
 
 
+@given(value=values(Plan))
+def test_one_walk_gives_the_digests_of_plan_and_model(value: Plan) -> None:
+    assert codec.plan_digests(value) == (codec.digest(value), codec.digest(value.facts.model))
+
+
 # --- what does not fit ---------------------------------------------------------------------------------------------
 
 

@@ -141,6 +141,14 @@ def sync_batchnorm() -> str:
     return "converted"
 
 
+def fsdp1() -> str:
+    """FSDP1 over NCCL with one rank, on the device, through its flat parameters."""
+    ready = prepared(net(), engine=pk.FSDP1(), precision=pk.BF16())
+    assert dist.get_backend() == "nccl"
+    assert all(param.is_cuda for param in ready.model.parameters())
+    return fell(trained(ready))
+
+
 def fsdp2() -> str:
     """FSDP2 over NCCL with one rank."""
     ready = prepared(net(), engine=pk.FSDP2(), precision=pk.BF16())
@@ -236,6 +244,7 @@ SCENARIOS: dict[str, Callable[[], str]] = {
     "fp16 with scaler": fp16,
     "ddp over nccl": ddp,
     "synchronised batch norm": sync_batchnorm,
+    "fsdp1 over nccl": fsdp1,
     "fsdp2 over nccl": fsdp2,
     "fsdp2 for inference": fsdp2_inference,
     "fsdp2 in fp16": fsdp2_fp16,

@@ -68,6 +68,12 @@ def plan_digest(plan: Plan) -> str:
     return digest(plan)
 
 
+def plan_digests(plan: Plan) -> tuple[str, str]:
+    """``digest(plan)`` and ``digest(plan.facts.model)``, at the cost of one walk over the plan."""
+    data = to_data(plan)
+    return digest_text(canonical(data)), digest_text(canonical(data["facts"]["model"]))
+
+
 # --- plan file -----------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from returns.io import IOFailure, IOResult, IOSuccess
 from returns.unsafe import unsafe_perform_io
 
 from prepkit.attestation import Attestation
-from prepkit.codec import digest
+from prepkit.codec import plan_digests
 from prepkit.drift import Drift, drift, refusals
 from prepkit.facts import Env, LocalFacts
 from prepkit.findings import Finding, PlanRejected, Severity
@@ -88,8 +88,8 @@ def _company(plan: Plan) -> AbstractContextManager[Company | None]:
 def _run(
     plan: Plan, target: Target, found: tuple[Drift, ...], env: Env, others: Company | None
 ) -> IOResult[Prepared, Halted | Attestation]:
-    made, mine = plan.provenance, digest(plan)
-    target.digests = (("prepkit", made.prepkit), ("plan", mine), ("model", digest(plan.facts.model)))
+    made, (mine, model) = plan.provenance, plan_digests(plan)
+    target.digests = (("prepkit", made.prepkit), ("plan", mine), ("model", model))
     target.explain = partial(dossier, plan)
     running = dist.is_available() and dist.is_initialized()
     if others is not None:

@@ -50,6 +50,8 @@ class Form:
 
     def against(self, other: Form) -> tuple[str, ...]:
         """What differs, each with the value here and the value there; empty when nothing does."""
+        if self == other:
+            return ()
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in Form.__annotations__)
         return tuple(f"{name} planned {here}, found {there}" for name, here, there in pairs if here != there)
 

@@ -53,6 +53,8 @@ def shard_do(step: ShardUnits, target: Target) -> None:
 
 def _left_whole(step: ShardUnits, target: Target) -> set[Parameter]:
     """The ignored parameters, moved to the mesh's device, as ``fully_shard`` moves what it shards (M2-6)."""
+    if not step.ignored:
+        return set()
     modules, held = names.named_modules(target.model), names.named_parameters(target.model)
     device = target.mesh.device_type if target.mesh is not None else "cpu"
     elsewhere = [name for name in step.ignored if held[name].device.type not in (device, "meta")]
