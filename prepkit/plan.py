@@ -101,6 +101,6 @@ class Plan:
         save_plan(self, path)
 
     def __str__(self) -> str:
-        from prepkit.render import plan_text  # printing a plan is the public face; nothing else here needs it
+        from prepkit.render.plan import plan_text  # printing a plan is the public face; nothing else here needs it
 
         return plan_text(self)

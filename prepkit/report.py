@@ -11,11 +11,11 @@ from prepkit.findings import Finding
 from prepkit.plan import Plan
 from prepkit.predict import predict
 from prepkit.predict.prediction import CATEGORIES, Place, Prediction, RankClass
-from prepkit.render_changes import diff_text
-from prepkit.render_memory import columns
-from prepkit.render_names import collapse, count, in_bytes
-from prepkit.render_steps import axes, effect
-from prepkit.render_tree import Node, tree
+from prepkit.render.changes import diff_text
+from prepkit.render.memory import columns
+from prepkit.render.names import collapse, count, in_bytes
+from prepkit.render.steps import axes, effect
+from prepkit.render.tree import Node, tree
 from prepkit.report_page import bars, page, swatch, table, tag, text
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from prepkit.predict.prediction import CATEGORIES
-from prepkit.render_names import in_bytes
+from prepkit.render.names import in_bytes
 
 COLOURS: dict[str, str] = dict(
     zip(

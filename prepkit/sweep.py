@@ -29,8 +29,8 @@ from prepkit.findings import errors
 from prepkit.predict import predict_job
 from prepkit.predict.job import Job, job_of
 from prepkit.predict.prediction import Prediction
-from prepkit.render_layout import aligned
-from prepkit.render_names import count, in_bytes
+from prepkit.render.layout import aligned
+from prepkit.render.names import count, in_bytes
 from prepkit.rules import check, fsdp1_mesh, mesh, reshard, split
 from prepkit.rules.fsdp1_mesh import strategy
 from prepkit.steps import Axis

@@ -13,8 +13,8 @@ from prepkit.planner import fits
 from prepkit.predict import predict
 from prepkit.predict.job_units import tensor_cuts
 from prepkit.predict.prediction import Label
-from prepkit.render_names import itemsize
-from prepkit.render_tree import Node, tree
+from prepkit.render.names import itemsize
+from prepkit.render.tree import Node, tree
 from prepkit.testing import plans
 
 

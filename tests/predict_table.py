@@ -20,7 +20,7 @@ from math import prod
 from prepkit.config import BF16, DDP, FSDP1, FSDP2, AdamW, Config, DeepSpeed
 from prepkit.predict import predict
 from prepkit.predict.prediction import Category, Prediction
-from prepkit.render_names import in_bytes
+from prepkit.render.names import in_bytes
 from tests.gang import ROOT
 from tests.predict.cases import fsdp2, llama
 from tests.predict.measure import Row

@@ -7,7 +7,6 @@ from math import prod
 import pytest
 from attrs import evolve
 
-from prepkit import render
 from prepkit.config import (
     BF16,
     FSDP2,
@@ -23,8 +22,11 @@ from prepkit.facts import (
 )
 from prepkit.findings import Finding, Severity
 from prepkit.layout import local_shape
-from prepkit.render_layout import ROWS, extremes, unit_classes
-from prepkit.render_names import itemsize
+from prepkit.render.findings import findings_text
+from prepkit.render.layout import ROWS, extremes, unit_classes
+from prepkit.render.names import itemsize
+from prepkit.render.plan import plan_text
+from prepkit.render.rules import rule_text, rules_text
 from prepkit.rules import RULES
 from prepkit.rules.rule import Rule
 from tests.plans import PLANS, assert_golden, ddp_plan, make, model
@@ -33,7 +35,7 @@ from tests.plans import PLANS, assert_golden, ddp_plan, make, model
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_reads_as_its_golden_page(name: str) -> None:
     made = PLANS[name]()
-    assert str(made) == render.plan_text(made)
+    assert str(made) == plan_text(made)
     assert_golden(name, str(made))
 
 
@@ -102,7 +104,7 @@ def test_the_bytes_on_the_page_are_the_least_and_the_most_of_all_ranks(mesh: Mes
 def test_findings_are_shown_with_their_number() -> None:
     bad = Finding(rule="x.y", severity=Severity.ERROR, where="config.z", what="z is 1", fix="write 2")
     mild = evolve(bad, severity=Severity.WARNING)
-    assert render.findings_text((bad, mild, bad)).splitlines() == [
+    assert findings_text((bad, mild, bad)).splitlines() == [
         "error x.y at config.z: z is 1",
         "  fix: write 2",
         "warning x.y at config.z: z is 1",
@@ -111,14 +113,14 @@ def test_findings_are_shown_with_their_number() -> None:
         "  fix: write 2",
         "2 errors, 1 warning",
     ]
-    assert render.findings_text(()) == "no findings"
+    assert findings_text(()) == "no findings"
 
 
 def test_every_rule_has_one_line_in_the_list_and_a_page_of_its_own() -> None:
-    lines = render.rules_text(RULES).splitlines()
+    lines = rules_text(RULES).splitlines()
     assert [line.split()[0] for line in lines] == [rule.id for rule in RULES]
     for rule in RULES:
-        page = render.rule_text(rule)
+        page = rule_text(rule)
         assert page.startswith(f"{rule.severity.value} {rule.id}\n")
         assert rule.summary in page
         assert rule.fix in page
@@ -128,7 +130,7 @@ def test_a_rule_says_whether_it_can_be_overridden_and_repaired_and_gives_its_exa
     rule = Rule(
         id="a.b", summary="A is b.", check=lambda cfg, facts: iter(()), fix="Write b.", source=("DM-1", "pain 2")
     )
-    assert render.rule_text(rule, "error a.b\n  fix: b") == (
+    assert rule_text(rule, "error a.b\n  fix: b") == (
         "error a.b\n"
         "  holds     A is b.\n"
         "  fix       Write b.\n"
@@ -138,4 +140,4 @@ def test_a_rule_says_whether_it_can_be_overridden_and_repaired_and_gives_its_exa
         "  example   error a.b\n"
         "              fix: b"
     )
-    assert "no: no plan exists unless it holds" in render.rule_text(evolve(rule, overridable=False))
+    assert "no: no plan exists unless it holds" in rule_text(evolve(rule, overridable=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prepkit.render_names import collapse, in_bytes, listed
+from prepkit.render.names import collapse, in_bytes, listed
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from prepkit.render_steps import effect
+from prepkit.render.steps import effect
 from prepkit.steps import (
     Agree,
     AllocateTensors,

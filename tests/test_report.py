@@ -17,7 +17,7 @@ from prepkit.config import DDP, FSDP2, AdamW, Config, Mesh
 from prepkit.findings import Finding, Severity
 from prepkit.plan import Plan
 from prepkit.predict import predict
-from prepkit.render_names import in_bytes
+from prepkit.render.names import in_bytes
 from prepkit.report import report
 from prepkit.report_page import COLOURS
 from tests.plans import PLANS, fsdp2_plan

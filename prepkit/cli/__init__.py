@@ -180,7 +180,7 @@ def diff(old: str, new: str, as_json: bool) -> None:
 @as_json
 def rules(rule_id: str | None, as_json: bool) -> None:
     """List the rules, or say all about one."""
-    from prepkit import render
+    from prepkit.render.rules import rule_text, rules_text
     from prepkit.rules import RULES
     from prepkit.rules.memory import PLAN_RULES
 
@@ -194,9 +194,9 @@ def rules(rule_id: str | None, as_json: bool) -> None:
     if as_json:
         say_json({"rules": [_rule_data(rule) for rule in chosen]})
     elif rule_id:
-        say(render.rule_text(known[rule_id], _example(known[rule_id])))
+        say(rule_text(known[rule_id], _example(known[rule_id])))
     else:
-        say(render.rules_text(chosen))
+        say(rules_text(chosen))
 
 
 @main.command()

@@ -13,7 +13,7 @@ from prepkit.changes import Change, diff
 from prepkit.codec import attestation as codec_attestation
 from prepkit.findings import PlanRejected
 from prepkit.plan import Plan
-from prepkit.render import diff_text
+from prepkit.render.changes import diff_text
 
 
 def load(files: tuple[str, ...]) -> tuple[Plan | Attestation | PlanRejected, ...]:

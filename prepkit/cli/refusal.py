@@ -60,11 +60,12 @@ def readable(loaded: tuple[T | PlanRejected, ...], as_json: bool) -> tuple[T, ..
 
 def refuse(outcomes: tuple[object, ...], as_json: bool) -> NoReturn:
     """Says every finding of the refused ones, and ends the command."""
-    from prepkit import codec, render
+    from prepkit import codec
+    from prepkit.render.findings import findings_text
 
     findings = tuple(one for refused in outcomes if isinstance(refused, PlanRejected) for one in refused.findings)
     if as_json:
         say_json({"findings": codec.to_data(findings)})
     else:
-        say(render.findings_text(findings), err=True)
+        say(findings_text(findings), err=True)
     sys.exit(2 if any(one.rule == cli_model.WRONG for one in findings) else 1)

@@ -9,7 +9,7 @@ from prepkit.changes import Change, Set, Splice, diff, place
 from prepkit.codec import plan_from_text, plan_to_text
 from prepkit.drift import drift
 from prepkit.plan import Plan
-from prepkit.render_changes import value_text
+from prepkit.render.changes import value_text
 
 
 def dossier(plan: Plan) -> tuple[str, Callable[[str], tuple[str, ...]]]:

@@ -15,7 +15,7 @@ from prepkit.plan import Plan
 from prepkit.planner.budget_moves import Move, moves
 from prepkit.predict import predict
 from prepkit.predict.prediction import Prediction
-from prepkit.render_names import in_bytes
+from prepkit.render.names import in_bytes
 from prepkit.rules.memory import EXCEEDS, TIGHT
 from prepkit.rules.rule import Rule
 

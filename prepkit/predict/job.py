@@ -18,7 +18,7 @@ from prepkit.predict.job_units import Sharding, above, below, splits, tensor_cut
 from prepkit.predict.owner import OptimizerOf
 from prepkit.predict.unknown import narrower, unknown
 from prepkit.predict.zero_job import Zero, optimizer_of, zero_of
-from prepkit.render_names import itemsize
+from prepkit.render.names import itemsize
 from prepkit.steps import (
     AutocastForward,
     Axis,

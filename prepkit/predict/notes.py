@@ -6,7 +6,7 @@ from attrs import evolve
 
 from prepkit.predict.job import Job
 from prepkit.predict.prediction import Prediction
-from prepkit.render_names import count, in_bytes
+from prepkit.render.names import count, in_bytes
 
 __all__ = ["in_bytes", "of_shards", "of_whole"]
 

@@ -7,7 +7,7 @@ from prepkit.predict.job import Job
 from prepkit.predict.prediction import Prediction
 from prepkit.predict.zero_job import Zero
 from prepkit.predict.zero_sending import traffic
-from prepkit.render_names import in_bytes
+from prepkit.render.names import in_bytes
 
 
 def predict_zero(job: Job) -> Prediction:

@@ -12,7 +12,7 @@ from attrs import frozen
 from prepkit.plan import Plan
 from prepkit.predict.optimizers import SECTIONS
 from prepkit.predict.owner import OptimizerOf
-from prepkit.render_names import itemsize
+from prepkit.render.names import itemsize
 from prepkit.steps import ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules
 
 REDUCE_BUCKET = 500_000_000

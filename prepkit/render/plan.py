@@ -1,26 +1,20 @@
-"""Plans, findings, differences and rules as plain text: no colour, no width of a terminal, no torch."""
+"""A plan on one page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from prepkit import codec
 from prepkit.config import BF16, FP8, FP16, FSDP2, AsStored, Clip, ClipNorm, ClipValue, Config, DeepSpeed, NoClip
 from prepkit.facts import Env, Facts
-from prepkit.findings import Finding, errors
+from prepkit.findings import Finding
 from prepkit.plan import Owners, Plan, Planned
-from prepkit.render_changes import diff_text
-from prepkit.render_layout import aligned, layout_lines
-from prepkit.render_memory import memory_lines
-from prepkit.render_names import count, in_bytes
-from prepkit.render_steps import axes, effect
-from prepkit.render_tree import tree_lines
-
-if TYPE_CHECKING:
-    from prepkit.rules.rule import Rule  # brings all rules along, which showing a plan needs none of
-
-__all__ = ["diff_text", "findings_text", "plan_text", "rule_text", "rules_text"]
+from prepkit.render.layout import aligned, layout_lines
+from prepkit.render.memory import memory_lines
+from prepkit.render.names import count, in_bytes
+from prepkit.render.steps import axes, effect
+from prepkit.render.tree import tree_lines
 
 DIGEST = 12
 """Characters shown of a digest."""
@@ -38,35 +32,6 @@ def plan_text(plan: Plan) -> str:
         tuple(_findings("overridden (accepted in config.overrides)", plan.overridden)),
     )
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
-
-
-def findings_text(findings: tuple[Finding, ...]) -> str:
-    """Every finding, and their number at the end."""
-    if not findings:
-        return "no findings"
-    bad = len(errors(findings))
-    counts = ((bad, "error"), (len(findings) - bad, "warning"))
-    said = ", ".join(count(number, noun) for number, noun in counts if number)
-    return "\n".join((*map(str, findings), said))
-
-
-def rules_text(rules: tuple[Rule, ...]) -> str:
-    """One line per rule: id, severity, and what holds when it is silent."""
-    return "\n".join(aligned(tuple((rule.id, rule.severity.value, rule.summary) for rule in rules)))
-
-
-def rule_text(rule: Rule, example: str = "") -> str:
-    """All that a rule says of itself; ``example`` is a finding of it, or a line that says how to see one."""
-    override = f"yes: overrides = [{rule.id!r}]" if rule.overridable else "no: no plan exists unless it holds"
-    rows = (
-        ("holds", rule.summary),
-        ("fix", rule.fix),
-        ("repair", "yes: Rule.repair gives the mended config" if rule.repair else "no: config alone cannot give it"),
-        ("override", override),
-        ("source", ", ".join(rule.source)),
-        ("example", example.replace("\n", "\n" + " " * 12)),
-    )
-    return "\n".join((f"{rule.severity.value} {rule.id}", *aligned(tuple(row for row in rows if row[1]), indent=2)))
 
 
 def _header(plan: Plan) -> Iterator[str]:

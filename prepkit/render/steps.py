@@ -6,8 +6,8 @@ from math import prod
 from typing import assert_never
 
 from prepkit.reads import bytes_read
-from prepkit.render_names import count, in_bytes, itemsize, listed, local_device
-from prepkit.render_wrapping import copied, flattened, parallelized, sharded
+from prepkit.render.names import count, in_bytes, itemsize, listed, local_device
+from prepkit.render.wrapping import copied, flattened, parallelized, sharded
 from prepkit.steps import (
     Agree,
     AllocateTensors,

@@ -9,8 +9,8 @@ from attrs import frozen
 from prepkit.plan import Plan
 from prepkit.predict import sized
 from prepkit.predict.job import job_of
-from prepkit.render_layout import aligned
-from prepkit.render_names import collapse, count, in_bytes
+from prepkit.render.layout import aligned
+from prepkit.render.names import collapse, count, in_bytes
 from prepkit.steps import CheckpointModules, CompileModules, FlatUnit, ShardUnits, WrapFSDP1
 
 SHOWN = ShardUnits | WrapFSDP1 | CheckpointModules | CompileModules

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from prepkit.plan import Plan
 from prepkit.predict import predict
 from prepkit.predict.prediction import Category, Label, Place, Prediction, RankClass, Traffic
-from prepkit.render_layout import aligned
-from prepkit.render_names import count, in_bytes
+from prepkit.render.layout import aligned
+from prepkit.render.names import count, in_bytes
 
 SHOWN = 2
 """Terms of one category that are named."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepkit.render_names import count, listed, local_device
+from prepkit.render.names import count, listed, local_device
 from prepkit.steps import Communication, ParallelizeModules, ShardUnits, Unit, WrapDDP, WrapFSDP1
 
 

@@ -11,7 +11,7 @@ from attrs import frozen
 from prepkit.layout import ParamLayout, local_shape
 from prepkit.layout_flat import FlatPart
 from prepkit.plan import Plan
-from prepkit.render_names import collapse, count, in_bytes, itemsize
+from prepkit.render.names import collapse, count, in_bytes, itemsize
 
 ROWS = 16
 """Rows shown of one unit class; the rest is summed up."""

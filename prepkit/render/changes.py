@@ -8,8 +8,8 @@ from typing import Any, assert_never
 from prepkit import codec
 from prepkit.changes import Change, Set, Splice, place
 from prepkit.plan import Planned
-from prepkit.render_names import collapse, count, listed, template
-from prepkit.render_steps import effect
+from prepkit.render.names import collapse, count, listed, template
+from prepkit.render.steps import effect
 
 ITEMS = 8
 """Items shown of those that are taken out, or put in, at one place; the rest is counted."""

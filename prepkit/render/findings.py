@@ -1,0 +1,16 @@
+"""Findings as text."""
+
+from __future__ import annotations
+
+from prepkit.findings import Finding, errors
+from prepkit.render.names import count
+
+
+def findings_text(findings: tuple[Finding, ...]) -> str:
+    """Every finding, and their number at the end."""
+    if not findings:
+        return "no findings"
+    bad = len(errors(findings))
+    counts = ((bad, "error"), (len(findings) - bad, "warning"))
+    said = ", ".join(count(number, noun) for number, noun in counts if number)
+    return "\n".join((*map(str, findings), said))
