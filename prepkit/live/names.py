@@ -70,7 +70,7 @@ def sites(model: nn.Module) -> list[Site]:
         prefix = path + "." if path else ""
         for name, child in module._modules.items():
             if child is not None:
-                visit(prefix + name, unwrap(child))
+                visit(prefix + name, unwrap(child) if child._modules else (child,))  # most modules have none
         del above[key]
 
     visit("", unwrap_root(model))

@@ -162,7 +162,7 @@ def _coverage(plan: Plan, standing: Standing) -> Iterator[Check]:
 def _lost(plan: Plan, standing: Standing, optimizer: Optimizer) -> list[str]:
     """Parameters whose state has gone, under whatever holds them now; a rank without a part of one keeps none of it."""
     seen = plan.facts.optimizer
-    if seen is None:
+    if seen is None or not seen.stateful:
         return []
     stateful = {id(param) for param, state in optimizer.state.items() if state}
     places = flat.pieces(standing.target.model)
