@@ -396,6 +396,16 @@ def test_a_device_map_of_one_entry_is_no_map() -> None:
 
 
 @pytest.mark.parametrize(
+    ("torch", "device", "fires"),
+    [("2.6.0", "cpu", 1), ("2.6.1+cu124", "cpu", 1), ("2.6.0", "cuda", 0), ("2.7.0", "cpu", 0), ("", "cpu", 0)],
+)
+def test_fsdp2_needs_streams_that_record_events(torch: str, device: str, fires: int) -> None:
+    asked = Config(engine=FSDP2(), device="cpu" if device == "cpu" else None)
+    assert run_in(asked, torch=torch, device="cuda") == ["environment.fsdp2-on-cpu"] * fires
+    assert run_in(Config(engine=FSDP1(), device="cpu"), torch=torch, device="cuda") == []
+
+
+@pytest.mark.parametrize(
     ("torch", "fires"),
     [("2.6.0", 0), ("2.13.0+cpu", 0), ("3.0", 0), ("", 0), ("2.5.1", 1), ("1.13.1", 1), ("nightly", 0)],
 )

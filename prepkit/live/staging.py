@@ -8,6 +8,7 @@ from attrs import evolve, frozen
 
 from prepkit.layout import ParamLayout
 from prepkit.live import deepspeed
+from prepkit.live.handlers import ddp
 from prepkit.live.handlers.layers import library_problems
 from prepkit.plan import Plan, Planned
 from prepkit.steps import (
@@ -108,6 +109,8 @@ def _staged(step: Step) -> tuple[Step | None, str]:  # noqa: C901  # one case pe
             return None, "a meta copy has no values, and gets none"
         case SetTensorsAside() | SendTensors():
             return None, "a meta copy carries no data, so there is nothing to set aside or to send"
+        case WrapDDP() if not ddp.can_send_nothing():
+            return None, "DDP sends values, unless it is that of torch 2.7 or newer, and a meta copy has none"
         case WrapDDP(hook=hook):
             low = hook is not None and "bf16" in f"{hook.hook} {hook.wrapper}"
             staged = evolve(step, device=None, hook=None if low else hook)

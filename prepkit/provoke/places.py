@@ -28,6 +28,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     ),
     "environment.slurm-tasks": lambda: env(Config(), variables=(("SLURM_NTASKS", "16"),)),
     "environment.torch-version": lambda: env(Config(), torch="2.5.1+cu124"),
+    "environment.fsdp2-on-cpu": lambda: env(Config(engine=FSDP2()), torch="2.6.0+cpu"),
     "environment.launcher-flag": lambda: env(Config(), variables=(("ACCELERATE_USE_FSDP", "true"),)),
     "mesh.size-below-one": lambda: ranks(Config(engine=FSDP2(), mesh=Mesh(replicate=0))),
     "mesh.two-rests": lambda: ranks(Config(engine=FSDP2(), mesh=Mesh(replicate=-1, shard=-1))),

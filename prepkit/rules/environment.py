@@ -25,6 +25,8 @@ _SERVES = {
 }
 """Backend to the device types that it serves; a backend that is not here is taken at its word."""
 _OLDEST = (2, 6)
+_SHARDS_ON_CPU = (2, 7)
+"""Release from which on ``fully_shard`` gathers without an accelerator: before, streams of the CPU record no events."""
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
@@ -103,6 +105,13 @@ def _version(_: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("env.torch", f"torch {facts.env.torch} is older than 2.6.")
 
 
+def _fsdp2_on_cpu(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    found = re.match(r"(\d+)\.(\d+)", facts.env.torch)
+    old = found and (int(found.group(1)), int(found.group(2))) < _SHARDS_ON_CPU
+    if old and isinstance(cfg.engine, FSDP2) and _device(cfg, facts) == "cpu":
+        yield Hit("env.torch", f"torch {facts.env.torch} shards on the CPU, and then fails where a unit is gathered.")
+
+
 def _own_device(cfg: Config, _: Facts) -> Config:
     return evolve(cfg, device=None)
 
@@ -158,6 +167,13 @@ RULES: tuple[Rule, ...] = (
         check=_version,
         fix="Write `pip install 'torch>=2.6'`.",
         source=("pain 35", "ST-46"),
+    ),
+    Rule(
+        id="environment.fsdp2-on-cpu",
+        summary="Where FSDP2 shards on the CPU, torch is at least 2.7.",
+        check=_fsdp2_on_cpu,
+        fix="Write `pip install 'torch>=2.7'`, or engine=FSDP1() or DDP().",
+        source=("ST-46", "torch fully_shard"),
     ),
     Rule(
         id="environment.launcher-flag",

@@ -253,6 +253,22 @@ def test_ddp_still_needs_values_so_that_sending_none_is_right() -> None:
         dist.destroy_process_group()
 
 
+class OlderDDP(nn.Module):
+    """The signature, as far as it matters."""
+
+    def __init__(self, module: nn.Module, device_ids: list[int] | None = None, static_graph: bool = False) -> None:
+        raise AssertionError("a model on meta has nothing to send")
+
+
+def test_a_ddp_that_cannot_be_told_to_send_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.6 has it."""
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", OlderDDP)
+    model = Tiny()
+    seen = rehearse_here(planned(Config(engine=DDP()), model, world=8), model)
+    assert seen.fine, str(seen)
+    assert str(seen.omitted[-1]).startswith("not rehearsed: WrapDDP: DDP sends values")
+
+
 def test_ddp_is_wrapped_with_its_options_and_hook_and_a_bfloat16_hook_is_left_out() -> None:
     model = Tiny()
     engine = DDP(bucket_cap_mb=1.0, static_graph=True, hook=CompressHook(dtype="float16"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -43,12 +44,18 @@ def wrap_ready(step: WrapDDP, target: Target) -> tuple[str, ...]:
     return found + (() if step.device is None else launcher.device_problems(step.device.type))
 
 
+def can_send_nothing() -> bool:
+    """Whether this torch's DDP can be told to send no values, from 2.7 on: without that no model on meta is wrapped."""
+    return "init_sync" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+
+
 def wrap_do(step: WrapDDP, target: Target, *, init_sync: bool = True) -> Wrapped:
     """Collective: compares shapes over the ranks, then broadcasts rank 0's parameters; not without ``init_sync``."""
     inner = target.model
     device = None if step.device is None else launcher.bind(step.device)
     # Newer torch warns whenever it is given broadcast_buffers, also its default.
     buffers: dict[str, Any] = {} if step.broadcast_buffers else {"broadcast_buffers": False}
+    sync: dict[str, Any] = {} if init_sync else {"init_sync": False}  # torch 2.6 does not know it
     index = None if device is None or device.type == "cpu" else device.index
     left = _left()
     target.together()
@@ -62,8 +69,8 @@ def wrap_do(step: WrapDDP, target: Target, *, init_sync: bool = True) -> Wrapped
             find_unused_parameters=step.find_unused_parameters,
             gradient_as_bucket_view=step.gradient_as_bucket_view,
             static_graph=step.static_graph,
-            init_sync=init_sync,
             **buffers,
+            **sync,
         )
         if step.hook is not None:
             wrapper.register_comm_hook(*communication(step.hook))

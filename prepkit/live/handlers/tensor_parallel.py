@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,6 +27,11 @@ from prepkit.steps import ParallelizeModules, TensorCut
 
 PLACES: dict[str, Placement] = {"whole": Replicate(), "features": Shard(-1), "heads": Shard(-2), "sequence": Shard(1)}
 """How an activation is cut, in torch's words."""
+
+SENDS_NOTHING: dict[str, Any] = (
+    {"src_data_rank": None} if "src_data_rank" in inspect.signature(parallelize_module).parameters else {}
+)
+"""What tells torch that every rank has the values. torch 2.6 cannot be told, and sends rank 0's, which are the same."""
 
 SAMPLE = 1024
 """Elements of each parameter that ranks compare."""
@@ -79,10 +85,10 @@ def _cut(module: Module, cut: TensorCut, mesh: DeviceMesh) -> None:
     match cut.style:
         case "colwise":
             style = ColwiseParallel(input_layouts=takes, output_layouts=gives)
-            parallelize_module(module, mesh, style, src_data_rank=None)
+            parallelize_module(module, mesh, style, **SENDS_NOTHING)
         case "rowwise":
             parallelize_module(
-                module, mesh, RowwiseParallel(input_layouts=takes, output_layouts=gives), src_data_rank=None
+                module, mesh, RowwiseParallel(input_layouts=takes, output_layouts=gives), **SENDS_NOTHING
             )
         case "sequence" | "replicate":
             works = PLACES["sequence"] if cut.style == "sequence" else takes
@@ -99,7 +105,7 @@ def _replicate(name: str, module: Module, mesh: DeviceMesh) -> None:
     """Sends nothing and leaves frozen what is frozen; torch's ``SequenceParallel`` would make it trainable."""
     del name
     for key, param in list(module.named_parameters(recurse=False)):
-        whole = distribute_tensor(param.detach(), mesh, [Replicate()], src_data_rank=None)
+        whole = distribute_tensor(param.detach(), mesh, [Replicate()], **SENDS_NOTHING)
         module.register_parameter(key, Parameter(whole, requires_grad=param.requires_grad))
 
 
