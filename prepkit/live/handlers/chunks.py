@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
-KNOWN = ("2.13",)
+KNOWN = ("2.6", "2.7", "2.11", "2.13", "2.15")
 """Releases of torch whose sharding was compared bit for bit with and without the replacement. On any other, torch's
 own code runs: the same shards, later."""
 
