@@ -16,6 +16,7 @@ from prepkit.config import (
     Config,
     Mesh,
 )
+from prepkit.dtypes import itemsize
 from prepkit.facts import (
     Env,
     Facts,
@@ -24,7 +25,6 @@ from prepkit.facts import (
 from prepkit.findings import Finding, Severity
 from prepkit.layout import local_shape
 from prepkit.render_layout import ROWS, extremes, unit_classes
-from prepkit.render_names import itemsize
 from prepkit.rules import RULES
 from prepkit.rules.rule import Rule
 from tests.plans import PLANS, assert_golden, ddp_plan, make, model
