@@ -274,8 +274,8 @@ HELPERS: dict[str, Answers] = {
         "step ReadTensors",
         "test test_a_meta_model_loaded_into_shards_trains_as_the_full_one",
         "step SendTensors",
-        "test test_every_byte_is_sent_once_through_a_buffer_of_one_piece",
-        "deviation SendWeights sends each tensor once, in pieces; from files every rank reads its own bytes",
+        "test test_a_rank_is_sent_its_own_part_alone_straight_from_storage_to_storage",
+        "deviation SendWeights sends each rank its own part, in pieces; from files every rank reads its own bytes",
     ),
     "H-19a": ("deviation as H-19", "test test_values_are_cast_on_the_way"),
     "H-20": (

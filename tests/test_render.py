@@ -15,6 +15,7 @@ from prepkit.config import (
     Config,
     Mesh,
 )
+from prepkit.dtypes import itemsize
 from prepkit.facts import (
     Env,
     Facts,
@@ -24,7 +25,6 @@ from prepkit.findings import Finding, Severity
 from prepkit.layout import local_shape
 from prepkit.render.findings import findings_text
 from prepkit.render.layout import ROWS, extremes, unit_classes
-from prepkit.render.names import itemsize
 from prepkit.render.plan import plan_text
 from prepkit.render.rules import rule_text, rules_text
 from prepkit.rules import RULES

@@ -35,7 +35,7 @@ class LoadWeights:
 class SendWeights:
     """The values that rank 0's model has, sent to all; on every other rank the model may be on meta.
 
-    Each rank keeps its part, so that those on meta never hold more than their shards and one piece of a tensor.
+    Each rank is sent its own part, so that those on meta never hold more than their shards and one piece of a tensor.
     """
 
 

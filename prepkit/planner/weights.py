@@ -119,7 +119,7 @@ def _send(cfg: Config, facts: Facts) -> Piece:
         Sent(name=one.name, dtype=one.dtype, shape=one.shape, placements=placements.get(one.name, ())) for one in held
     )
     step = SendTensors(tensors=tensors, axes=mesh)
-    reason = "rank 0 sends each tensor once, and a rank on meta holds no more than its part and one piece"
+    reason = "each part leaves rank 0 once, its first keeper hands it on to others, and none holds more but one piece"
     return because(step, reason, "M2-13", "M2-14", "H-18", "H-19", "G-11", "pain 17")
 
 

@@ -12,13 +12,13 @@ from math import prod
 from attrs import define, evolve
 
 from prepkit.config import Intent
+from prepkit.dtypes import itemsize
 from prepkit.plan import Plan
 from prepkit.predict.contents import Content, UnitOf
 from prepkit.predict.job_units import Sharding, above, below, splits, tensor_cuts, units_of
 from prepkit.predict.owner import OptimizerOf
 from prepkit.predict.unknown import narrower, unknown
 from prepkit.predict.zero_job import Zero, optimizer_of, zero_of
-from prepkit.render.names import itemsize
 from prepkit.steps import (
     AutocastForward,
     Axis,

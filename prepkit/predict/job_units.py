@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from prepkit.dtypes import itemsize
 from prepkit.layout import ParamLayout
 from prepkit.plan import Plan
 from prepkit.predict.contents import Content, Held, UnitOf
-from prepkit.render.names import itemsize
 from prepkit.steps import Axis, CheckpointModules, CreateOptimizer, ParallelizeModules, ShardUnits, WrapFSDP1
 
 Sharding = ShardUnits | WrapFSDP1

@@ -9,10 +9,10 @@ from typing import Any
 
 from attrs import frozen
 
+from prepkit.dtypes import itemsize
 from prepkit.plan import Plan
 from prepkit.predict.optimizers import SECTIONS
 from prepkit.predict.owner import OptimizerOf
-from prepkit.render.names import itemsize
 from prepkit.steps import ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules
 
 REDUCE_BUCKET = 500_000_000

@@ -8,10 +8,11 @@ from math import prod
 
 from attrs import frozen
 
+from prepkit.dtypes import itemsize
 from prepkit.layout import ParamLayout, local_shape
 from prepkit.layout_flat import FlatPart
 from prepkit.plan import Plan
-from prepkit.render.names import collapse, count, in_bytes, itemsize
+from prepkit.render.names import collapse, count, in_bytes
 
 ROWS = 16
 """Rows shown of one unit class; the rest is summed up."""

@@ -98,16 +98,6 @@ def in_bytes(number: float) -> str:
     return f"{number:.0f} B" if size == 0 else f"{number:.2f} {_UNITS[size]}"
 
 
-def itemsize(dtype: str) -> int:
-    """Bytes of one element of a torch dtype, by the bits in its name; packed 4-bit types fill a byte.
-
-    >>> [itemsize(name) for name in ("float32", "bfloat16", "float8_e4m3fn", "complex64", "bool", "uint4")]
-    [4, 2, 1, 8, 1, 1]
-    """
-    bits = re.search(r"[0-9]+", dtype)
-    return max(1, int(bits.group()) // 8) if bits else 1
-
-
 def local_device(kind: str) -> str:
     """The device of this process, of that kind."""
     return "the CPU" if kind == "cpu" else f"{kind}:<local rank>"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import prod
 from typing import assert_never
 
+from prepkit.dtypes import itemsize
 from prepkit.reads import bytes_read
-from prepkit.render.names import count, in_bytes, itemsize, listed, local_device
+from prepkit.render.names import count, in_bytes, listed, local_device
 from prepkit.render.wrapping import copied, flattened, parallelized, sharded
 from prepkit.steps import (
     Agree,

@@ -27,7 +27,7 @@ class Source:
 
 @frozen(kw_only=True)
 class Sent:
-    """One parameter or buffer that travels from rank 0 to all, and how it is split there. Which slice: ``parts``."""
+    """One parameter or buffer that travels from rank 0, and how it is split there. Which way: ``routes``."""
 
     name: str
     dtype: str
@@ -101,9 +101,13 @@ class SetTensorsAside:
 
 @frozen(kw_only=True)
 class SendTensors:
-    """Rank 0 sends every tensor once, piece by piece; each rank keeps its part, and rank 0 frees what it had set aside.
+    """Rank 0 sends every rank its own part, piece by piece, and frees what it had set aside.
 
-    Casts where dtypes differ. What it writes over is lost. Fails on every rank if any fails.
+    Rank 0's line is the narrow place: a part leaves it once, for the first rank that keeps it; others that keep the
+    same, such as HSDP's replicas, get it from there in a binomial tree (``routes``). Of shards it sends about the model
+    once, whatever the number of ranks or replicas. What all keep, or would keep in tiny parts, goes to all in such a
+    tree, over NCCL in its broadcast. Casts where dtypes differ. What it writes over is lost. Fails on every rank if any
+    fails.
     """
 
     tensors: tuple[Sent, ...]

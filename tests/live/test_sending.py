@@ -4,98 +4,37 @@ from __future__ import annotations
 
 import time
 import weakref
-from math import prod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import evolve
-from hypothesis import given
-from hypothesis import strategies as st
+from attrs import evolve, frozen
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import prepkit as pk
+from prepkit import routes
+from prepkit.live.handlers import lane as lanes
 from prepkit.live.handlers import sending, weights
-from prepkit.live.handlers.sending import Lane, NoValues, aside_do, aside_undo, send_do
+from prepkit.live.handlers.aside import NoValues, aside_do, aside_undo
+from prepkit.live.handlers.lane import Lane
+from prepkit.live.handlers.sending import send, send_do
 from prepkit.live.target import Target
-from prepkit.reads import parts, ranges
-from prepkit.steps import AllocateTensors, Axis, LocalDevice, SendTensors, Sent, SetTensorsAside, Source
+from prepkit.steps import AllocateTensors, LocalDevice, SendTensors, Sent, SetTensorsAside
 from tests.gang import Gang
 from tests.live.loading import held, on_meta, saved
 from tests.live.planned import TOKENS, Tiny, planned, stepped
+from tests.live.post import Post, Work
 from tests.live.snapshot import differences, snapshot
 from tests.models import build
 
 SEND = pk.SendWeights()
-
-# --- the law: what the ranks take is what the plan gives them --------------------------------------------------------
-
-CUTS = ("replicate", "copy", "shard(0)", "shard(1)", "strided(0)")
-
-
-@st.composite
-def travels(draw: st.DrawFn) -> tuple[Sent, tuple[Axis, ...]]:
-    """A tensor of up to three dims, some empty, on a mesh of up to two axes, cut along dims that it has."""
-    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
-    axes = tuple(
-        Axis(name=name, size=draw(st.integers(1, 4))) for name in ("replicate", "shard")[: draw(st.integers(0, 2))]
-    )
-    able = [cut for cut in CUTS if "(" not in cut or int(cut[-2]) < len(shape)]
-    dtype = draw(st.sampled_from(("float32", "bfloat16", "int64", "bool", "complex64")))
-    placements = tuple(draw(st.sampled_from(able)) for _ in axes)
-    return Sent(name="w", dtype=dtype, shape=shape, placements=placements), axes
-
-
-def received(one: Sent, axes: tuple[Axis, ...], value: Tensor, piece: int) -> tuple[list[Tensor], list[int]]:
-    """What every rank of the mesh has in the end, and the number of bytes of each piece; no rank is a process."""
-    sent: list[Tensor] = []
-    wire: Any = None
-
-    def broadcast(raw: Tensor, src: int, group: object) -> None:
-        assert src == 0
-        wire(raw)
-
-    def taken(raw: Tensor) -> None:
-        raw.copy_(sent[len(taken_sizes)])
-        taken_sizes.append(raw.numel())
-
-    found = []
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(sending, "PIECE", piece)
-        patches.setattr(sending.dist, "broadcast", broadcast)
-        for rank in range(prod(axis.size for axis in axes)):
-            taken_sizes: list[int] = []
-            wire = taken if rank else (lambda raw: sent.append(raw.clone()))
-            patches.setattr(sending, "_rank", lambda rank=rank: rank)
-            shape = [part.size for part in parts(one, axes, rank)]
-            into = torch.empty(shape, dtype=value.dtype).copy_(torch.zeros(()))
-            list(sending._send(one, axes, value if rank == 0 else None, into, Lane(device=torch.device("cpu"))))
-            found.append(into)
-    return found, [raw.numel() for raw in sent]
-
-
-@given(travels(), st.integers(1, 200))
-def test_every_rank_takes_the_bytes_that_the_plan_gives_it_and_each_is_sent_once(
-    travel: tuple[Sent, tuple[Axis, ...]], piece: int
-) -> None:
-    one, axes = travel
-    dtype = getattr(torch, one.dtype)
-    raw = torch.randint(0, 2, (prod(one.shape) * dtype.itemsize,), dtype=torch.uint8)
-    value = raw.view(dtype).view(one.shape) if raw.numel() else torch.empty(one.shape, dtype=dtype)
-    found, sizes = received(one, axes, value, piece)
-    source = Source(name="w", key="w", file=0, start=0, dtype=one.dtype, shape=one.shape, placements=one.placements)
-    for rank, into in enumerate(found):
-        planned_bytes = [raw[part.start : part.start + part.length] for part in ranges(source, axes, rank)]
-        expected = torch.cat([*planned_bytes, torch.empty(0, dtype=torch.uint8)])
-        assert torch.equal(into.contiguous().view(-1).view(torch.uint8) if into.numel() else expected[:0], expected)
-    row = prod(one.shape[1:]) * dtype.itemsize
-    assert sum(sizes) == raw.numel()
-    assert all(size <= max(piece, row) for size in sizes)
-
 
 # --- the same training -----------------------------------------------------------------------------------------------
 
@@ -116,34 +55,46 @@ CASES: dict[str, pk.Config] = {
 }
 
 
+@contextmanager
+def parts_alone() -> Iterator[None]:
+    """Meanwhile no part is so small that the whole is sent instead."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(routes, "TINY", 0)
+        yield
+
+
 def trained(rank: int, world: int, family: str, cases: tuple[str, ...], others: str) -> dict[str, float]:
     """Largest differences from the model in one process: of loss, of parameters and buffers after a step of AdamW."""
+    with nullcontext() if others == "other values" else parts_alone():
+        return {name: value for case in cases for name, value in _trained(rank, world, family, case, others).items()}
+
+
+def _trained(rank: int, world: int, family: str, case: str, others: str) -> dict[str, float]:
     found = {}
-    for case in cases:
-        full, batch = build(family)
-        alone = torch.optim.AdamW(full.parameters(), lr=1e-3)
-        loss = full(**batch).loss
-        loss.backward()
-        alone.step()
-        model = build(family)[0] if rank == 0 else on_meta(family)[0] if others == "meta" else build(family, seed=7)[0]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        ready = pk.apply(pk.build_plan(CASES[case], model, optimizer=optimizer))
-        readers = world // 2 if case == "cut layers" else world
-        share = {key: value.chunk(readers)[rank * readers // world] for key, value in batch.items()}
-        mine = ready.model(**share).loss
-        ready.backward(mine)
-        ready.step()
-        mine = mine.detach()
-        dist.all_reduce(mine)
-        expected, there = held(full), held(ready.model)
-        assert list(there) == list(expected)
-        assert all(there[name].dtype == value.dtype for name, value in expected.items())
-        slots = [p for group in optimizer.param_groups for p in group["params"]]
-        assert {id(p) for p in slots} == {id(p) for p in ready.model.parameters()}
-        assert len(slots) == len(list(full.parameters())), "tied ones are one, also in the optimizer"
-        found[f"{case}: loss"] = abs(float(mine) / world - float(loss.detach()))
-        found[f"{case}: step"] = max(float((there[name] - value).abs().max()) for name, value in expected.items())
-        ready.close()
+    full, batch = build(family)
+    alone = torch.optim.AdamW(full.parameters(), lr=1e-3)
+    loss = full(**batch).loss
+    loss.backward()
+    alone.step()
+    model = build(family)[0] if rank == 0 else on_meta(family)[0] if others == "meta" else build(family, seed=7)[0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ready = pk.apply(pk.build_plan(CASES[case], model, optimizer=optimizer))
+    readers = world // 2 if case == "cut layers" else world
+    share = {key: value.chunk(readers)[rank * readers // world] for key, value in batch.items()}
+    mine = ready.model(**share).loss
+    ready.backward(mine)
+    ready.step()
+    mine = mine.detach()
+    dist.all_reduce(mine)
+    expected, there = held(full), held(ready.model)
+    assert list(there) == list(expected)
+    assert all(there[name].dtype == value.dtype for name, value in expected.items())
+    slots = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in slots} == {id(p) for p in ready.model.parameters()}
+    assert len(slots) == len(list(full.parameters())), "tied ones are one, also in the optimizer"
+    found[f"{case}: loss"] = abs(float(mine) / world - float(loss.detach()))
+    found[f"{case}: step"] = max(float((there[name] - value).abs().max()) for name, value in expected.items())
+    ready.close()
     return found
 
 
@@ -223,7 +174,8 @@ def counting(rank: int, world: int, engine: Any, others: str) -> dict[str, Tenso
             model = Counting()
     else:
         model = Counting(start=5.0)
-    ready = pk.apply(pk.build_plan(pk.Config(engine=engine, weights=SEND), model))
+    with parts_alone() if others == "meta" else nullcontext():
+        ready = pk.apply(pk.build_plan(pk.Config(engine=engine, weights=SEND), model))
     inner = getattr(ready.model, "module", ready.model)
     assert inner.left.shared is inner.right.shared
     assert [n for n, _ in inner.named_buffers() if n not in inner.state_dict()] == ["table", "narrow"]
@@ -242,47 +194,22 @@ def test_buffers_of_both_kinds_keep_rank_0_s_values_and_dtypes(gang2: Gang, engi
         assert all(torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in expected.items())
 
 
-def narrow(rank: int, world: int, engine: Any) -> tuple[list[str], int]:
-    """Names that differ from rank 0's bfloat16 values in float32 masters; bytes that were sent."""
-    del world
-    torch.manual_seed(3)
-    full = Tiny(torch.bfloat16)
-    with torch.device("meta"):
-        model = Tiny(torch.bfloat16)
-    sizes: list[int] = []
-    plan = pk.build_plan(pk.Config(engine=engine, precision=pk.BF16(), weights=SEND), full if rank == 0 else model)
-    expected = {name: t.detach().clone() for name, t in held(full).items()}
-    with Recorded(sizes):
-        ready = pk.apply(plan)
-    found = held(ready.model)
-    assert {p.dtype for p in ready.model.parameters() if p.requires_grad} == {torch.float32}
-    return [n for n, t in found.items() if not torch.equal(t, expected[n].to(t.dtype))], sum(sizes)
+class Watched:
+    """``torch.distributed`` as it is, with a note of the bytes of every message of this process."""
 
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
 
-class Recorded:
-    """Notes the bytes of every broadcast of this process in a list."""
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
 
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes, self.real = sizes, dist.broadcast
+    def batch_isend_irecv(self, ops: list[Any]) -> Any:
+        self.sizes += [op.tensor.numel() for op in ops]
+        return dist.batch_isend_irecv(ops)
 
-    def __enter__(self) -> None:
-        def broadcast(raw: Tensor, src: int, group: Any) -> Any:
-            self.sizes.append(raw.numel())
-            return self.real(raw, src=src, group=group)
-
-        sending.dist.broadcast = broadcast  # type: ignore[assignment]
-
-    def __exit__(self, *_: object) -> None:
-        sending.dist.broadcast = self.real
-
-
-def test_values_travel_in_the_dtype_that_they_have_and_are_cast_where_they_arrive(gang2: Gang) -> None:
-    total = sum(t.numel() * t.element_size() for t in held(Tiny(torch.bfloat16)).values())
-    for engine in (pk.FSDP2(), pk.DDP()):
-        assert gang2.run(narrow, engine) == [([], total), ([], total)]
-
-
-# --- how much is held, and sent --------------------------------------------------------------------------------------
+    def broadcast(self, raw: Tensor, **given: Any) -> Any:
+        self.sizes.append(raw.numel())
+        return dist.broadcast(raw, **given)
 
 
 class Largest(TorchDispatchMode):
@@ -300,37 +227,84 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def measured(rank: int, world: int, piece: int) -> tuple[int, int, int, int]:
-    """Bytes of the model, bytes sent, the longest piece, and the largest storage made for sending."""
-    del world
-    model = build("llama-tied")[0] if rank == 0 else on_meta("llama-tied")[0]
-    total = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    plan = pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=SEND), model)
-    sizes: list[int] = []
-    largest, real = Largest(), sending._send_all
-    before, sending.PIECE = sending.PIECE, piece
+@frozen(kw_only=True)
+class Seen:
+    """What one rank sends and holds while it applies a plan."""
 
-    def watched(*args: Any) -> None:
+    ready: Any
+    sizes: list[int]
+    """Bytes of every message that it sent or received."""
+    largest: int
+    """Bytes of the largest storage that was made for sending."""
+
+
+def watched(plan: pk.Plan, *, piece: int = 2**20, tiny: int = 0) -> Seen:
+    """Applies the plan."""
+    seen, largest, real = Watched(), Largest(), sending._send_all
+
+    def send_all(*args: Any) -> None:
         with largest:
             real(*args)
 
-    sending._send_all = watched  # type: ignore[assignment]
-    try:
-        with Recorded(sizes):
-            pk.apply(plan)
-    finally:
-        sending._send_all, sending.PIECE = real, before
-    return total, sum(sizes), max(sizes), largest.most
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(lanes, "dist", seen)
+        patches.setattr(lanes, "PIECE", piece)
+        patches.setattr(routes, "TINY", tiny)
+        patches.setattr(sending, "_send_all", send_all)
+        return Seen(ready=pk.apply(plan), sizes=seen.sizes, largest=largest.most)
 
 
-def test_every_byte_is_sent_once_through_a_buffer_of_one_piece(gang2: Gang) -> None:
-    embedding = 96 * 32 * 4  # the largest tensor
-    for total, sent, longest, largest in gang2.run(measured, 1000):
-        assert sent == total
-        assert longest == largest == 7 * 128  # seven rows of 128 bytes
-    for total, sent, longest, largest in gang2.run(measured, 2**20):
-        assert sent == total
-        assert longest == largest == embedding
+def narrow(rank: int, world: int, engine: Any) -> tuple[list[str], int, int]:
+    """Names that differ from rank 0's bfloat16 values in float32 masters; bytes that came or went; the buffer's."""
+    del world
+    torch.manual_seed(3)
+    full = Tiny(torch.bfloat16)
+    with torch.device("meta"):
+        model = Tiny(torch.bfloat16)
+    plan = pk.build_plan(pk.Config(engine=engine, precision=pk.BF16(), weights=SEND), full if rank == 0 else model)
+    expected = {name: t.detach().clone() for name, t in held(full).items()}
+    seen = watched(plan, piece=1000)
+    found = held(seen.ready.model)
+    assert {p.dtype for p in seen.ready.model.parameters() if p.requires_grad} == {torch.float32}
+    differing = [n for n, t in found.items() if not torch.equal(t, expected[n].to(t.dtype))]
+    return differing, sum(seen.sizes), seen.largest
+
+
+def test_values_travel_in_the_dtype_that_they_have_and_are_cast_where_they_arrive(gang2: Gang) -> None:
+    model = Tiny(torch.bfloat16)
+    total = sum(t.numel() * t.element_size() for t in held(model).values())
+    whole = sum(t.numel() * t.element_size() for t in model.buffers())
+    assert gang2.run(narrow, pk.DDP()) == [([], total, 1000)] * 2
+    # Five rows, three of them on rank 0, and the like: rank 1 gets a little less than half.
+    (none, sent, first), (neither, got, second) = gang2.run(narrow, pk.FSDP2())
+    assert none == neither == []
+    assert sent == got
+    assert whole < sent <= whole + (total - whole) // 2
+    assert (first, second) == (0, 1000), "only what is cast passes through the buffer"
+
+
+# --- how much is held, and sent --------------------------------------------------------------------------------------
+
+
+def measured(rank: int, world: int, piece: int, tiny: int) -> tuple[int, int, int, int]:
+    """Bytes of the parameters and of the rest; bytes sent or received; the longest message; the buffer."""
+    model = build("llama-tied")[0] if rank == 0 else on_meta("llama-tied")[0]
+    assert all(p.shape[0] % world == 0 for p in model.parameters())
+    halves = sum(p.numel() * p.element_size() for p in model.parameters())
+    rest = sum(b.numel() * b.element_size() for b in model.buffers())
+    seen = watched(pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=SEND), model), piece=piece, tiny=tiny)
+    assert max(seen.sizes) <= max(piece, rest)
+    return halves, rest, sum(seen.sizes), seen.largest
+
+
+def test_a_rank_is_sent_its_own_part_alone_straight_from_storage_to_storage(gang2: Gang) -> None:
+    for halves, rest, sent, largest in gang2.run(measured, 1000, 0):
+        assert sent == halves // 2 + rest
+        assert largest == 0, "no copy is made on the way"
+    sender, taker = gang2.run(measured, 1000, 2**14)
+    for halves, rest, sent, _ in (sender, taker):
+        assert sent == halves + rest, "tiny parts are not sent one by one"
+    assert (sender[3], taker[3]) == (0, 1000), "of what goes whole a rank takes its part from the buffer"
 
 
 def test_rank_0_frees_each_tensor_once_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,13 +312,19 @@ def test_rank_0_frees_each_tensor_once_it_is_sent(monkeypatch: pytest.MonkeyPatc
     target = Target(model=model)
     step = SetTensorsAside(params=tuple(name for name, _ in model.named_parameters()), buffers=())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    alive: list[int] = []
     try:
         aside_do(step, target)
-        refs = [weakref.ref(one.held) for one in target.aside.values()]
-        alive: list[int] = []
-        monkeypatch.setattr(
-            sending.dist, "broadcast", lambda raw, src, group: alive.append(sum(ref() is not None for ref in refs))
-        )
+        refs = [StorageWeakRef(one.held.untyped_storage()) for one in target.aside.values()]
+
+        class Counted(Post):
+            def sends(self, raw: Tensor, peer: int) -> Work:
+                del raw, peer
+                alive.append(sum(not ref.expired() for ref in refs))
+                return Work(lambda: None)
+
+        monkeypatch.setattr(lanes, "dist", Counted())
+        monkeypatch.setattr(lanes, "WINDOW", 0)
         weights.allocate_do(AllocateTensors(device=LocalDevice(type="cpu")), target)
         send_do(SendTensors(tensors=sent_of(model), axes=()), target)
     finally:
@@ -397,39 +377,48 @@ def test_a_rank_0_without_values_is_an_error_on_every_rank_and_nothing_is_change
         assert changed == []
 
 
-def broken_at(rank: int, world: int, odd: int) -> tuple[str, float]:
+def broken_at(rank: int, world: int, odd: int, mesh: pk.Mesh | None, tiny: int) -> tuple[str, float]:
     """What apply says where one rank fails in the middle of the tensors."""
     del world
     model = build("llama")[0] if rank == 0 else on_meta("llama")[0]
-    plan = pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=SEND), model)
+    plan = pk.build_plan(pk.Config(engine=pk.FSDP2(), mesh=mesh, weights=SEND), model)
     real, calls = sending._runs, []
 
-    def runs(shape: tuple[int, ...], item: int) -> Any:
+    def runs(shape: tuple[int, ...], item: int, most: int) -> Any:
         calls.append(shape)
-        if len(calls) == 5:
+        if len(calls) == 9:
             raise OSError("the cable was pulled")
-        return real(shape, item)
+        return real(shape, item, most)
 
-    sending._runs = runs if rank == odd else real
     began = time.monotonic()
-    try:
-        pk.apply(plan)
-    except pk.ApplyHalted as halted:
-        return f"{type(halted.__cause__).__name__}: {halted.__cause__}", time.monotonic() - began
-    finally:
-        sending._runs = real
-    return "", 0.0
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(routes, "TINY", tiny)
+        patches.setattr(sending, "_runs", runs if rank == odd else real)
+        with pytest.raises(pk.ApplyHalted) as halted:
+            pk.apply(plan)
+    cause = halted.value.__cause__
+    return f"{type(cause).__name__}: {cause}", time.monotonic() - began
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_rank_that_fails_while_tensors_are_sent_is_an_error_on_every_rank_within_seconds(
-    gang2: Gang, odd: int
-) -> None:
-    found = gang2.run(broken_at, odd, timeout=40)
+def all_hear(found: list[tuple[str, float]], odd: int) -> None:
     for rank, (said, took) in enumerate(found):
         assert "the cable was pulled" in said
         assert said.startswith("RankFailed" if rank != odd else "OSError")
         assert took < 20
+
+
+@pytest.mark.parametrize("tiny", [0, 4096])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_that_fails_while_tensors_are_sent_is_an_error_on_every_rank_within_seconds(
+    gang2: Gang, odd: int, tiny: int
+) -> None:
+    all_hear(gang2.run(broken_at, odd, None, tiny, timeout=40), odd)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_who_waits_for_one_that_waits_for_the_failed_rank_hears_it_too(gang4: Gang, odd: int) -> None:
+    """Rank 3 gets its parts from rank 1."""
+    all_hear(gang4.run(broken_at, odd, MESHES["copies of shards"], 0, timeout=40), odd)
 
 
 def test_setting_aside_is_taken_back_to_the_byte() -> None:
@@ -496,7 +485,7 @@ def test_what_was_sent_and_freed_is_told_when_sending_is_taken_back() -> None:
 def test_a_part_of_another_size_than_planned_is_refused_by_name() -> None:
     one = Sent(name="w", dtype="float32", shape=(4, 2))
     with pytest.raises(RuntimeError, match=r"w: this rank holds \[3, 2\], planned \[4, 2\]"):
-        list(sending._send(one, (), torch.zeros(4, 2), torch.zeros(3, 2), Lane(device=torch.device("cpu"))))
+        send(one, (), torch.zeros(4, 2), torch.zeros(3, 2), Lane(device=torch.device("cpu")))
 
 
 def test_parameters_that_nobody_set_aside_are_not_sent_from_shards() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from prepkit import steps
 from prepkit.interpreter import Handler
 from prepkit.live.handlers import (
+    aside,
     batchnorm,
     ddp,
     deepspeed,
@@ -63,7 +64,7 @@ HANDLERS: dict[type, Handler[Any, Target, Any]] = {
     steps.AllocateTensors: weights.ALLOCATE,
     steps.InitialiseTensors: initialise.INITIALISE,
     steps.ReadTensors: weights.READ,
-    steps.SetTensorsAside: sending.ASIDE,
+    steps.SetTensorsAside: aside.ASIDE,
     steps.SendTensors: sending.SEND,
 }
 """Step kind to its handler."""

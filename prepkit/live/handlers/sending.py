@@ -1,116 +1,31 @@
-"""Values that rank 0 holds travel to all: set aside while the model is cut and sharded, then sent piece by piece."""
+"""Values that rank 0 has set aside travel: to every rank the part that it keeps, and to all what all keep."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define, field, frozen
+from attrs import frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
 
+from prepkit.dtypes import itemsize
 from prepkit.interpreter import Handler
-from prepkit.live import names
 from prepkit.live.agree import wire
 from prepkit.live.handlers import lookup
+from prepkit.live.handlers.aside import expect, own_rank
+from prepkit.live.handlers.lane import Lane
 from prepkit.live.handlers.weights import tensors
 from prepkit.live.progress import progress
 from prepkit.live.standing import local
-from prepkit.live.target import Aside, Target
-from prepkit.reads import Part, parts
-from prepkit.steps import Axis, SendTensors, Sent, SetTensorsAside
-
-PIECE = 64 * 2**20
-"""Bytes that are sent at a time, in whole rows of dim 0: at least one row, at most one tensor."""
-
-ROOT = 0
-"""The rank that has the values."""
-
-
-class NoValues(RuntimeError):
-    """Rank 0 was to send tensors that it has no values of; names them."""
-
-
-# --- set aside -----------------------------------------------------------------------------------------------------
-
-
-def aside_ready(step: SetTensorsAside, target: Target) -> tuple[str, ...]:
-    """Every name must be there. That rank 0 has values is asked when all are there, or the others would wait for it."""
-    there = tensors(target)
-    return lookup.absent("tensor", (*step.params, *step.buffers), there)
-
-
-def aside_do(step: SetTensorsAside, target: Target) -> tuple[str, ...]:
-    """Exchanges every parameter's content with one on meta: ties stay tied, an optimizer keeps what it holds.
-
-    Waits for the other ranks. Returns the names of what had values. Raises ``NoValues`` on rank 0, and what the first
-    to fail has said on the others; ``RuntimeError`` where a graph or a weak reference holds a parameter.
-    """
-    there, held = tensors(target), names.named_parameters(target.model)
-    if _rank() == ROOT:
-        _expect([name for name in (*step.params, *step.buffers) if there[name].is_meta])
-    try:
-        for name in step.params:
-            if not held[name].is_meta:
-                _set_aside(name, held[name], target)
-        target.together()
-        return tuple(target.aside)
-    except BaseException:
-        aside_undo(step, target, ())
-        raise
-
-
-def aside_undo(step: SetTensorsAside, target: Target, memo: tuple[str, ...]) -> str | None:
-    """Gives every parameter its values again, but for those that were sent and are freed."""
-    del step
-    gone = [name for name in memo if name not in target.aside]
-    while target.aside:
-        _, one = target.aside.popitem()
-        if one.held.is_meta:
-            continue  # a failure came before the exchange
-        one.held.data = one.held.data.to(one.device)
-        _swap(one.param, one.held)
-    return f"{lookup.listed(gone)}: sent, and freed on this rank" if gone else None
-
-
-def _set_aside(name: str, param: Parameter, target: Target) -> None:
-    bare = Parameter(torch.empty_like(param, device="meta", requires_grad=False), requires_grad=param.requires_grad)
-    vars(bare).update(vars(param))  # what an author has noted on a parameter stays to be read
-    target.aside[name] = Aside(param=param, held=bare, device=param.device)
-    try:
-        _swap(param, bare)  # from here on ``bare`` is what the parameter was
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{name}: held by more than the model and its optimizer; let go of the losses, outputs and references from "
-            f"before apply ({error})"
-        ) from error
-    bare.data = bare.data.to("cpu")
-
-
-def _swap(one: Tensor, other: Tensor) -> None:
-    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]  # torch has no types here
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else ROOT
-
-
-def _expect(empty: list[str]) -> None:
-    if empty:
-        raise NoValues(
-            f"rank {ROOT} has no values of {lookup.listed(empty)}, which it is to send; build its model outside "
-            "torch.device('meta'), or plan with weights=LoadWeights(path) or InitWeights()"
-        )
-
-
-ASIDE: Handler[SetTensorsAside, Target, tuple[str, ...]] = Handler(ready=aside_ready, do=aside_do, undo=aside_undo)
-
-# --- send ----------------------------------------------------------------------------------------------------------
+from prepkit.live.target import Target
+from prepkit.reads import Part
+from prepkit.routes import ROOT, box, bytes_sent, goes_whole, legs, origin
+from prepkit.steps import Axis, SendTensors, Sent
 
 
 def send_ready(step: SendTensors, target: Target) -> tuple[str, ...]:
@@ -129,13 +44,13 @@ def send_do(step: SendTensors, target: Target) -> tuple[str, ...]:
     Rank 0 frees what it had set aside once it is sent. Returns the names of what had values on this rank and has rank
     0's now. Raises ``NoValues``, and ``RuntimeError`` where this rank holds another part than planned.
     """
-    there, rank = tensors(target), _rank()
+    there, rank = tensors(target), own_rank()
     if rank == ROOT:
-        _expect([one.name for one in step.tensors if one.name not in target.aside and _lacks(one, there, target)])
+        expect([one.name for one in step.tensors if one.name not in target.aside and _lacks(one, there, target)])
     target.together()
     lost = () if rank == ROOT else tuple(one.name for one in step.tensors if one.name not in target.unfilled)
-    with lookup.half_done(lost), torch.no_grad(), _own_group(target) as groups:
-        _send_all(step, there, target, groups)
+    with lookup.half_done(lost), torch.no_grad(), _own_lane(step, there, target) as lane:
+        _send_all(step, there, target, lane)
         target.together()
         target.unfilled -= {one.name for one in step.tensors}
         return lost
@@ -143,7 +58,7 @@ def send_do(step: SendTensors, target: Target) -> tuple[str, ...]:
 
 def send_undo(step: SendTensors, target: Target, memo: tuple[str, ...]) -> str | None:
     """What had no values before has none again: its storage goes with ``AllocateTensors``."""
-    if _rank() != ROOT:
+    if own_rank() != ROOT:
         target.unfilled |= {one.name for one in step.tensors} - set(memo)
     return lookup.overwritten(memo)
 
@@ -154,57 +69,121 @@ def _lacks(one: Sent, there: dict[str, Tensor], target: Target) -> bool:
 
 
 @contextmanager
-def _own_group(target: Target) -> Iterator[list[Any]]:
-    """A list with a process group of all ranks for the sending alone, which nothing else holds.
+def _own_lane(step: SendTensors, there: dict[str, Tensor], target: Target) -> Iterator[Lane]:
+    """A lane in a process group of all ranks for the sending alone, which nothing else holds.
 
     A rank that fails closes its connections by letting go of it, so that no other waits for what never comes; of the
     default group it could not, as the sharded model holds that.
     """
-    groups = [dist.new_group()]
-    try:
-        yield groups
-    except BaseException:
-        groups.clear()
-        raise
-    target.ended += groups  # a thread of gloo may have its last work in its hands still
-    dist.destroy_process_group(groups.pop())
-
-
-def _send_all(step: SendTensors, there: dict[str, Tensor], target: Target, groups: list[Any]) -> None:
-    sends = _rank() == ROOT
-    total = sum(prod(one.shape) * getattr(torch, one.dtype).itemsize for one in step.tensors)
     first = next((local(there[one.name]).device for one in step.tensors), torch.device("cpu"))
-    lane = Lane(device=wire(first), groups=groups)
-    with progress("sending weights", total) as advance:
+    lane = Lane(device=wire(first), group=dist.new_group())
+    try:
+        yield lane
+    except BaseException:
+        lane.close()
+        raise
+    group = lane.close()
+    target.ended.append(group)  # a thread of gloo may have its last work in its hands still
+    dist.destroy_process_group(group)
+
+
+def _send_all(step: SendTensors, there: dict[str, Tensor], target: Target, lane: Lane) -> None:
+    sends = own_rank() == ROOT
+    axes = step.axes or (Axis(name="all", size=dist.get_world_size()),)
+    with progress("sending weights", sum(_bytes(one, axes, lane) for one in step.tensors)) as lane.advance:
+        lane.open()
         for one in step.tensors:
             aside, own = target.aside.get(one.name), there[one.name]
             whole = (aside.held if aside else own).detach() if sends else None
             # What rank 0 has in its place already is sent from there, and not written over.
             into = local(own).detach() if aside or not sends else None
-            for done in _send(one, step.axes, whole, into, lane):
-                advance(done)
+            send(one, axes, whole, into, lane)
             target.aside.pop(one.name, None)
+            del aside, whole  # or it would live until the next one is sent
+        lane.drain()
 
 
-@define
-class Lane:
-    """The one buffer that everything passes through, as long as the longest piece so far."""
+def _bytes(one: Sent, axes: tuple[Axis, ...], lane: Lane) -> int:
+    """What rank 0 gives away of ``one``; what the backend broadcasts counts once."""
+    broadcast = goes_whole(one, axes) and not lane.on_host
+    return prod(one.shape) * itemsize(one.dtype) if broadcast else bytes_sent(one, axes)
 
-    device: torch.device
-    groups: list[Any] = field(factory=list)
-    """The process group that it leads through; empty: the default one."""
-    _buffer: Tensor = field(factory=lambda: torch.empty(0, dtype=torch.uint8), init=False)
 
-    def bytes(self, count: int) -> Tensor:
-        """Its first ``count`` bytes."""
-        if self._buffer.numel() < count:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the shorter one goes first
-            self._buffer = torch.empty(count, dtype=torch.uint8, device=self.device)
-        return self._buffer[:count]
+def send(one: Sent, axes: tuple[Axis, ...], whole: Tensor | None, into: Tensor | None, lane: Lane) -> None:
+    """Starts sending ``whole`` if there is one, and taking this rank's part into ``into`` if there is one.
 
-    def send(self, sent: Tensor) -> None:
-        """Rank 0's bytes to every rank."""
-        dist.broadcast(sent, src=ROOT, group=self.groups[0] if self.groups else None)
+    Every dtype travels as bytes, as no backend knows them all. Raises ``RuntimeError`` where ``into`` is no such part.
+    """
+    mine = box(one, axes, own_rank())
+    if not one.shape:
+        whole, into = (None if tensor is None else tensor.view(1) for tensor in (whole, into))
+    if into is not None and tuple(into.shape) != (held := tuple(part.size for part in mine)):
+        raise RuntimeError(f"{one.name}: this rank holds {list(into.shape)}, planned {list(held)}; plan again")
+    if whole is not None:
+        _give(one, axes, whole, lane)
+        if into is not None:
+            into.copy_(_cut(whole, mine))  # while the others' parts are on the way
+    elif into is not None:
+        _take(one, axes, into, lane)
+
+
+def _give(one: Sent, axes: tuple[Axis, ...], whole: Tensor, lane: Lane) -> None:
+    """Rank 0: to each the part that it has to have, or all to all."""
+    dtype: torch.dtype = getattr(torch, one.dtype)
+    if goes_whole(one, axes) and not lane.on_host:
+        for rows in _runs(tuple(whole.shape), dtype.itemsize, lane.piece):
+            lane.broadcast(lane.packed(rows.of(whole), dtype))
+        return
+    for leg in legs(one, axes, ROOT):
+        part = _cut(whole, leg.box)
+        for rows in _runs(tuple(part.shape), dtype.itemsize, lane.piece):
+            lane.send(lane.packed(rows.of(part), dtype), leg.to)
+    lane.flush()
+
+
+def _take(one: Sent, axes: tuple[Axis, ...], into: Tensor, lane: Lane) -> None:
+    """Another rank: its part, or all, from whom it gets that, and on to those who get it from this one."""
+    dtype: torch.dtype = getattr(torch, one.dtype)
+    source, held = origin(one, axes, own_rank()), tuple(into.shape)
+    shape, mine = held, tuple(Part(start=0, size=size) for size in held)
+    if whole := goes_whole(one, axes):
+        shape, mine = one.shape or (1,), box(one, axes, own_rank())
+    alone = whole and not lane.on_host
+    onwards = [] if alone else [leg.to for leg in legs(one, axes, own_rank())]
+    for rows in _runs(shape, dtype.itemsize, lane.piece):
+        size = (rows.count, *shape[1:])
+        raw, pick = lane.straight(rows.of(into), dtype) if shape == held else None, None
+        if raw is None:
+            raw = lane.room(prod(size) * dtype.itemsize)
+            pick = partial(_pick, raw.view(dtype).view(size), rows, mine, into)
+        landed = partial(_landed, raw, onwards, lane, pick)
+        if alone:
+            lane.broadcast(raw, landed)
+        else:
+            lane.receive(raw, source, landed)
+
+
+def _landed(raw: Tensor, onwards: list[int], lane: Lane, pick: Callable[[], None] | None) -> None:
+    """Hands on what has come, and puts it where it belongs if it is not there."""
+    lane.relay(raw, onwards)
+    if pick is not None:
+        pick()
+
+
+def _pick(piece: Tensor, rows: Rows, mine: tuple[Part, ...], into: Tensor) -> None:
+    """Copies what ``mine`` and these rows have in common to where it belongs; casts, and moves to the device."""
+    first, last = max(rows.start, mine[0].start), min(rows.start + rows.count, mine[0].start + mine[0].size)
+    if first >= last:
+        return
+    taken = _cut(piece, (Part(start=first - rows.start, size=last - first), *mine[1:]))
+    into.narrow(0, first - mine[0].start, last - first).copy_(taken)
+
+
+def _cut(tensor: Tensor, wanted: tuple[Part, ...]) -> Tensor:
+    """A view of these slices."""
+    for dim, part in enumerate(wanted):
+        tensor = tensor.narrow(dim, part.start, part.size)
+    return tensor
 
 
 @frozen
@@ -214,50 +193,19 @@ class Rows:
     start: int
     count: int
 
-
-def _send(one: Sent, axes: tuple[Axis, ...], whole: Tensor | None, into: Tensor | None, lane: Lane) -> Iterator[int]:
-    """Sends ``whole`` if there is one, and takes this rank's part into ``into`` if there is one; yields bytes sent.
-
-    Every dtype travels as bytes, as no backend knows them all.
-    """
-    shape, mine = (one.shape, parts(one, axes, _rank())) if one.shape else ((1,), (Part(start=0, size=1),))
-    held = tuple(part.size for part in mine)
-    if not one.shape:
-        whole, into = (None if tensor is None else tensor.view(1) for tensor in (whole, into))
-    if into is not None and tuple(into.shape) != held:
-        raise RuntimeError(f"{one.name}: this rank holds {list(into.shape)}, planned {list(held)}; plan again")
-    dtype: torch.dtype = getattr(torch, one.dtype)
-    for rows in _runs(shape, dtype.itemsize):
-        size = (rows.count, *shape[1:])
-        sent = lane.bytes(prod(size) * dtype.itemsize)
-        piece = sent.view(dtype).view(size)
-        if whole is not None:
-            piece.copy_(whole.narrow(0, rows.start, rows.count))
-        lane.send(sent)
-        if into is not None:
-            _take(piece, rows, mine, into)
-        yield sent.numel()
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of them."""
+        return tensor.narrow(0, self.start, self.count)
 
 
-def _runs(shape: tuple[int, ...], item: int) -> Iterator[Rows]:
-    """Rows of dim 0 that are sent together; nothing for a tensor without elements."""
+def _runs(shape: tuple[int, ...], item: int, most: int) -> Iterator[Rows]:
+    """Rows of dim 0 that are sent together: at least one, at most ``most`` bytes. Nothing where there are none."""
     row = prod(shape[1:]) * item
     if not row:
         return
-    most = max(1, PIECE // row)
-    for start in range(0, shape[0], most):
-        yield Rows(start, min(most, shape[0] - start))
-
-
-def _take(piece: Tensor, rows: Rows, mine: tuple[Part, ...], into: Tensor) -> None:
-    """Copies what ``mine`` and these rows have in common to where it belongs; casts, and moves to the device."""
-    first, last = max(rows.start, mine[0].start), min(rows.start + rows.count, mine[0].start + mine[0].size)
-    if first >= last:
-        return
-    taken = piece.narrow(0, first - rows.start, last - first)
-    for dim, part in enumerate(mine[1:], 1):
-        taken = taken.narrow(dim, part.start, part.size)
-    into.narrow(0, first - mine[0].start, last - first).copy_(taken)
+    count = max(1, most // row)
+    for start in range(0, shape[0], count):
+        yield Rows(start, min(count, shape[0] - start))
 
 
 SEND: Handler[SendTensors, Target, tuple[str, ...]] = Handler(ready=send_ready, do=send_do, undo=send_undo)
