@@ -126,11 +126,7 @@ def _misfit(slabs: tuple[Slab, ...], recipe: Recipe) -> str:
     if recipe.stack is not None:
         if wrong := next((text for slab in slabs if (text := _uneven(slab))), ""):
             return wrong
-        numbers = {number for slab in slabs for number in _numbers(slab)}
-        absent = [key for slab in slabs for key in _absent(slab, numbers)]
-        counts = {len(slab) for slab in slabs}
-        sure = len(counts) > 1 or min(counts) > 1  # the number in a single key is no more than a guess
-        if absent and sure and recipe.join != recipe.stack:
+        if recipe.join != recipe.stack and (absent := _unlike(slabs)):
             return f"the checkpoint lacks {', '.join(f'`{key}`' for key in absent[:3])}"
     return _unjoined(slabs, recipe)
 
@@ -158,16 +154,25 @@ def _unjoined(slabs: tuple[Slab, ...], recipe: Recipe) -> str:
     return ""
 
 
+def _unlike(slabs: tuple[Slab, ...]) -> tuple[str, ...]:
+    """Keys that some of the slabs lack, by the numbers in those of the others."""
+    counts = {len(slab) for slab in slabs}
+    if len(slabs) == 1 or counts == {1}:  # the number in a single key is no more than a guess
+        return ()
+    known = [_numbers(slab) for slab in slabs]
+    if all(numbers == known[0] for numbers in known):
+        return ()
+    every = [number for numbers in known for number in numbers]
+    return tuple(key for slab in slabs for key in _absent(slab, every))
+
+
 def _segment(slab: Slab) -> int | None:
     """Which segment of the keys numbers them: the last in which they differ, of a single key its last number."""
     keys = [one.key.split(".") for one in slab]
     if len({len(key) for key in keys}) > 1:
         return None
-    differ = [
-        index
-        for index, parts in enumerate(zip(*keys, strict=True))
-        if all(part.isdecimal() for part in parts) and (len(keys) == 1 or len(set(parts)) > 1)
-    ]
+    several = [index for index, parts in enumerate(zip(*keys, strict=True)) if len(keys) == 1 or len(set(parts)) > 1]
+    differ = [index for index in several if all(key[index].isdecimal() for key in keys)]
     return differ[-1] if differ else None
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import prepkit as pk
+from prepkit.filling import asked
 from prepkit.live.handlers import reading
 from prepkit.live.observe import observe
 from prepkit.steps import ReadTensors
@@ -149,6 +150,67 @@ def test_the_renaming_that_is_asked_for_wins_over_the_librarys(tmp_path: Path) -
     assert torch.equal(there[first], full[second])
     assert torch.equal(there[second], full[first])
     assert torch.equal(there[first.replace("q_", "k_")], full[first.replace("q_", "k_")])
+
+
+@pytest.fixture
+def exchanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library whose files call up what the model calls gate, and gate what it calls up."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    pairs = [("mlp.up_proj", "mlp.held"), ("mlp.gate_proj", "mlp.up_proj"), ("mlp.held", "mlp.gate_proj")]
+
+    def mapping(model: nn.Module, add_legacy: bool = True) -> list[Any]:
+        return [WeightRenaming(*pair) for pair in pairs] if add_legacy else []  # none while it saves
+
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", mapping)
+
+
+def gates_exchanged(how: pk.LoadWeights) -> bool:
+    """Whether the gate has the values that the file has under up; an error where it has neither's."""
+    model, _ = on_meta("llama")
+    cfg = pk.Config(weights=how, overrides=("weights.unexpected-keys",))
+    there = pk.apply(pk.build_plan(cfg, model)).model.model.layers[1].mlp
+    full = build("llama")[0].model.layers[1].mlp
+    exchanged = torch.equal(there.gate_proj.weight, full.up_proj.weight)
+    assert exchanged or torch.equal(there.gate_proj.weight, full.gate_proj.weight)
+    return exchanged
+
+
+@pytest.mark.usefixtures("exchanging")
+def test_a_checkpoint_of_names_of_the_model_alone_is_read_under_them(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    held = merged(path)
+    assert not gates_exchanged(pk.LoadWeights(path))
+    save_file(held | {"more": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert gates_exchanged(pk.LoadWeights(path)), "as from_pretrained reads it"
+
+
+@pytest.mark.usefixtures("exchanging")
+def test_names_of_the_model_that_the_renaming_gives_stay(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    merged(path, lambda held: {f"policy.{key}": value for key, value in held.items()} | {"more": torch.ones(1)})
+    assert not gates_exchanged(pk.LoadWeights(path, rename=(("^policy[.]", ""),)))
+
+
+def test_places_hold_for_the_renaming_that_they_were_found_after(tmp_path: Path) -> None:
+    path = saved(tmp_path, "mixtral")
+    model, _ = on_meta("mixtral")
+    first = f"{STORED}.0.w1.weight"
+    how = pk.LoadWeights(path, rename=((f"^{first}$".replace(".", "[.]"), "elsewhere"),))
+    plain, after = (observe(model, checkpoint=one).facts for one in (path, how))
+    names = {one.key for one in plain.checkpoint.tensors if one.place}  # type: ignore[union-attr]
+    assert first in names
+
+    def placed(facts: pk.Facts, asked_for: pk.LoadWeights) -> set[str]:
+        checkpoint = asked(pk.Config(weights=asked_for), facts)
+        assert checkpoint is not None
+        return {one.key for one in checkpoint.tensors if one.place}
+
+    assert placed(plain, pk.LoadWeights(path)) == names
+    assert placed(plain, how) == names - {first}
+    assert placed(after, how) == names - {first}
+    assert placed(after, pk.LoadWeights(path)) == set(), "the places were found after another renaming"
 
 
 def test_files_of_the_base_model_fill_the_model_with_a_head(tmp_path: Path) -> None:
