@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ from prepkit.steps import ReadTensors
 from tests.gang import Gang
 from tests.live.loading import ON_TWO, close, on_meta, saved, saved_as_held, trained, whole
 from tests.models import build
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None or find_spec("transformers.conversion_mapping") is None,
+    reason="transformers 5 writes such files",
+)
 
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 STORED = "model.layers.1.block_sparse_moe.experts"
@@ -125,6 +131,47 @@ def test_ten_experts_are_stacked_by_number_and_not_by_spelling(tmp_path: Path) -
         model = MixtralForCausalLM(config)
     ready = pk.apply(pk.build_plan(pk.Config(weights=pk.LoadWeights(str(tmp_path))), model))
     assert all(torch.equal(p, full.get_parameter(name)) for name, p in ready.model.named_parameters())
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 96, "pad_token_id": 0}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 3, "num_experts_per_tok": 2}
+SIZES |= {"n_routed_experts": 4, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1, "num_local_experts": 3}
+SIZES |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+SIZES |= {"first_k_dense_replace": 1, "image_size": 8, "patch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "recipes"),
+    [
+        ("Qwen2MoeForCausalLM", {(0, 1), (0, None)}),
+        ("DeepseekV3ForCausalLM", {(0, 1), (0, None)}),
+        ("JambaForCausalLM", {(0, 1), (0, None)}),
+        ("MiniMaxForCausalLM", {(0, 1), (0, None)}),
+        ("OlmoHybridForCausalLM", {(None, 0)}),
+        ("GraniteMoeForCausalLM", set()),
+        ("Dinov2ForImageClassification", set()),
+        ("BeitForImageClassification", set()),
+    ],
+)
+def test_what_a_family_saves_is_what_is_read(
+    tmp_path: Path, name: str, recipes: set[tuple[int | None, int | None]]
+) -> None:
+    import transformers
+
+    kind = getattr(transformers, name)
+    config = kind.config_class(**SIZES)
+    full = kind(config)
+    full.save_pretrained(str(tmp_path), max_shard_size="50KB")
+    with torch.device("meta"):
+        model = kind(config)
+    plan = pk.build_plan(pk.Config(weights=pk.LoadWeights(str(tmp_path)), intent=pk.Intent.INFERENCE), model)
+    checkpoint = plan.facts.checkpoint
+    assert checkpoint is not None
+    assert any(one.place for one in checkpoint.tensors)
+    assert {(one.stack, one.join) for one in checkpoint.recipes} == recipes
+    there = pk.apply(plan).model.state_dict()
+    assert list(there) == list(full.state_dict())
+    assert all(torch.equal(there[key], value) for key, value in full.state_dict().items())
 
 
 def test_the_renaming_that_is_asked_for_comes_before_the_librarys(tmp_path: Path) -> None:
