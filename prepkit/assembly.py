@@ -142,7 +142,7 @@ def _unjoined(slabs: tuple[Slab, ...], recipe: Recipe) -> str:
     """What keeps the slabs from being joined."""
     shapes = [_stacked(slab, recipe) for slab in slabs]
     dims = len(shapes[0])
-    if max(recipe.stack or 0, recipe.join or 0) >= max(dims, 1):
+    if not all(0 <= dim < dims for dim in (recipe.stack, recipe.join) if dim is not None):
         return f"`{slabs[0][0].key}` is {list(slabs[0][0].shape)}, which has too few dimensions"
     for slab, shape in zip(slabs, shapes, strict=True):
         if any(shape[dim] != shapes[0][dim] for dim in range(dims) if dim != recipe.join):

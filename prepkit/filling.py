@@ -74,7 +74,9 @@ def _claims(checkpoint: CheckpointFacts) -> dict[str, list[StoredTensor]]:
 
 
 def _recipe(one: StoredTensor, recipes: tuple[Recipe, ...]) -> Recipe | None:
-    return None if one.place is None or one.place.recipe is None else recipes[one.place.recipe]
+    """How the tensor is made a part of another; None: it is the whole, also where a bent plan file names no recipe."""
+    index = None if one.place is None else one.place.recipe
+    return recipes[index] if index is not None and 0 <= index < len(recipes) else None
 
 
 def _doubled(some: list[StoredTensor]) -> bool:

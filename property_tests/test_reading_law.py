@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prepkit.assembly import assemble, lacking
+from prepkit.checkpoint import Recipe
 from prepkit.live.handlers import reading
 from prepkit.reads import complete, held, ranges
 from prepkit.steps import Axis
@@ -124,3 +125,14 @@ def test_a_part_of_another_dtype_or_rank_makes_no_tensor(case: InParts, data: st
     changes = data.draw(st.sampled_from([{"dtype": "float32"}, {"shape": (*odd.shape, 1)}]))
     changed = tuple(evolve(one, **changes) if one is odd else one for one in case.stored)
     assert assemble("w", changed, case.recipe).wrong
+
+
+@given(in_parts(), st.integers(-3, 5), st.integers(-3, 5))
+def test_recipes_that_do_not_suit_the_parts_make_no_tensor_and_raise_nothing(
+    case: InParts, stack: int, join: int
+) -> None:
+    """As a bent plan file may hold them."""
+    bent = Recipe(sources=("a", "b"), stack=stack, join=join)
+    made = assemble("w", case.stored, bent)
+    dims = len(case.stored[0].shape) + 1
+    assert made.wrong or (0 <= stack < dims and 0 <= join < dims)
