@@ -20,6 +20,38 @@ class StoredFile:
 
 
 @frozen(kw_only=True)
+class Recipe:
+    """How the model's own library makes tensors of the model from those of a checkpoint: it stacks, then joins them.
+
+    ``Recipe(sources=(".experts.*.w1.weight", ".experts.*.w3.weight"), stack=0, join=1)`` is how transformers 5 makes
+    ``experts.gate_up_proj`` [experts, 2 x inner, hidden] (``MergeModulelist``, then ``Concatenate``).
+    """
+
+    sources: tuple[str, ...]
+    """Patterns of the keys, as the library writes them, in the order in which their tensors are joined."""
+    stack: int | None = None
+    """The new dim that the tensors of one pattern are stacked along; None: they are not stacked."""
+    join: int | None = None
+    """The dim that all are then joined along; None: they are not joined."""
+    others: tuple[str, ...] = ()
+    """The library's operations, where they are others than these two: such tensors are not read."""
+
+
+@frozen(kw_only=True)
+class Place:
+    """Where a tensor of the checkpoint belongs in the model, where that is not the tensor of its own key."""
+
+    name: str
+    """Parameter or buffer of the model."""
+    recipe: int | None = None
+    """Index into ``CheckpointFacts.recipes``; None: it is the whole, under another name."""
+    source: int = 0
+    """Index into the recipe's ``sources``."""
+    number: int = 0
+    """Position among the tensors of that source."""
+
+
+@frozen(kw_only=True)
 class StoredTensor:
     """One tensor in a file."""
 
@@ -33,6 +65,8 @@ class StoredTensor:
     """First byte, counted from the beginning of the file. Elements lie in row-major order, little-endian."""
     length: int
     """Number of bytes."""
+    place: Place | None = None
+    """Where it belongs; None: to the parameter or buffer of its own key, if there is one."""
 
 
 @frozen(kw_only=True)
@@ -55,3 +89,7 @@ class CheckpointFacts:
     tensors: tuple[StoredTensor, ...] = ()
     """In the order of the files, and in each in the order of the bytes."""
     problems: tuple[StoredProblem, ...] = ()
+    recipes: tuple[Recipe, ...] = ()
+    """How the model's library makes what is here in parts."""
+    rename: tuple[tuple[str, str], ...] = ()
+    """The renaming (``LoadWeights.rename``) after which the places were found; the keys here are those of the files."""

@@ -177,5 +177,5 @@ def _facts(cfg: Config, model: Any, optimizer: Any, scheduler: Any, loaders: tup
         return model if env is None else evolve(model, env=env)
     from prepkit.live.observe import observe
 
-    path = cfg.weights.path if isinstance(cfg.weights, LoadWeights) else None
-    return observe(model, optimizer=optimizer, scheduler=scheduler, loaders=loaders, env=env, checkpoint=path).facts
+    how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None
+    return observe(model, optimizer=optimizer, scheduler=scheduler, loaders=loaders, env=env, checkpoint=how).facts

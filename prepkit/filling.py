@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from attrs import evolve, frozen
 
-from prepkit.checkpoint import CheckpointFacts, StoredTensor
+from prepkit.assembly import Filled, assemble
+from prepkit.checkpoint import CheckpointFacts, Recipe, StoredTensor
 from prepkit.config import Config, InitWeights, LoadWeights
 from prepkit.facts import Facts, ModelFacts
 from prepkit.units import parent
@@ -20,46 +21,93 @@ from prepkit.units import parent
 class Match:
     """A checkpoint held against a model."""
 
-    found: tuple[tuple[str, StoredTensor], ...]
-    """Name of each parameter and persistent buffer, with the tensor that fills it; a tied one under its first name."""
+    found: tuple[Filled, ...]
+    """What fills each parameter and persistent buffer; a tied one under its first name."""
     missing: tuple[str, ...]
     """Names that the checkpoint has under none of their ties."""
     unexpected: tuple[str, ...]
-    """Keys that are no parameter, no buffer and no tie of the model."""
+    """Keys that are no parameter, no buffer and no tie of the model, nor a part of one."""
     twice: tuple[tuple[str, str], ...]
     """Of tied parameters that the checkpoint holds under several keys: the key that is read, and one that is not."""
+    doubled: tuple[tuple[str, tuple[str, ...]], ...]
+    """Names that several tensors fill, each as a whole, or one as a whole and others in parts; with the keys."""
+    converted: tuple[tuple[str, str], ...]
+    """Keys that the model's library converts as it loads them, each with its operations: they are not read."""
 
 
 def match(model: ModelFacts, checkpoint: CheckpointFacts) -> Match:
-    """What the checkpoint fills; names of the model are keys of the checkpoint, as in a state dict."""
-    stored = {tensor.key: tensor for tensor in checkpoint.tensors}
+    """What the checkpoint fills: names of the model are its keys, as in a state dict, unless they have a place."""
+    stored = _claims(checkpoint)
     tied = {group[0]: group for group in model.ties}
     wanted = [*(param.name for param in model.params), *(buffer.name for buffer in model.buffers if buffer.persistent)]
-    found: list[tuple[str, StoredTensor]] = []
+    found: list[Filled] = []
     twice: list[tuple[str, str]] = []
     for name in wanted:
         keys = [key for key in tied.get(name, (name,)) if key in stored]
         if keys:
-            found.append((name, stored[keys[0]]))
+            found.append(_filled(name, stored[keys[0]], checkpoint.recipes))
             twice.extend((keys[0], key) for key in keys[1:])
-    there = {name for name, _ in found}
+    there = {one.name for one in found}
     known = {*wanted, *(buffer.name for buffer in model.buffers), *(name for group in model.ties for name in group)}
     return Match(
         found=tuple(found),
         missing=tuple(name for name in wanted if name not in there),
-        unexpected=tuple(key for key in stored if key not in known),
+        unexpected=tuple(one.key for name, some in stored.items() if name not in known for one in some),
         twice=tuple(twice),
+        doubled=tuple((name, tuple(one.key for one in some)) for name, some in stored.items() if _doubled(some)),
+        converted=tuple(
+            (one.key, ", ".join(recipe.others))
+            for one in checkpoint.tensors
+            if (recipe := _recipe(one, checkpoint.recipes)) is not None and recipe.others
+        ),
     )
 
 
+def _claims(checkpoint: CheckpointFacts) -> dict[str, list[StoredTensor]]:
+    """Name in the model to the tensors that fill it; what fills none under its key."""
+    claims: dict[str, list[StoredTensor]] = {}
+    for one in checkpoint.tensors:
+        recipe = _recipe(one, checkpoint.recipes)
+        placed = one.place is not None and not (recipe and recipe.others)
+        claims.setdefault(one.place.name if one.place and placed else one.key, []).append(one)
+    return claims
+
+
+def _recipe(one: StoredTensor, recipes: tuple[Recipe, ...]) -> Recipe | None:
+    """How the tensor is made a part of another; None: it is the whole, also where a bent plan file names no recipe."""
+    index = None if one.place is None else one.place.recipe
+    return recipes[index] if index is not None and 0 <= index < len(recipes) else None
+
+
+def _doubled(some: list[StoredTensor]) -> bool:
+    """Whether the tensors are more than the parts of one."""
+    ways = {None if one.place is None else one.place.recipe for one in some}
+    return len(some) > 1 and (len(ways) > 1 or None in ways)
+
+
+def _filled(name: str, some: list[StoredTensor], recipes: tuple[Recipe, ...]) -> Filled:
+    """From the tensors that take the same way as the first."""
+    recipe = _recipe(some[0], recipes)
+    return assemble(name, [one for one in some if _recipe(one, recipes) is recipe], recipe)
+
+
 def asked(cfg: Config, facts: Facts) -> CheckpointFacts | None:
-    """The checkpoint that the config loads, where it was seen, with its keys renamed as the config says."""
+    """The checkpoint that the config loads, where it was seen, with its keys renamed as the config says.
+
+    A key that the config renames has the place that was found after that renaming, if it was, and else none.
+    """
     there, how = facts.checkpoint, cfg.weights
     if not isinstance(how, LoadWeights) or there is None or there.path != how.path:
         return None
-    if not how.rename or unreadable(how):
+    same = there.rename == how.rename
+    if unreadable(how) or (same and not how.rename):
         return there
-    return evolve(there, tensors=tuple(evolve(one, key=renamed(how, one.key)) for one in there.tensors))
+    tensors = []
+    for one in there.tensors:
+        key = renamed(how, one.key)
+        kept = same or (not there.rename and key == one.key)
+        tensors.append(evolve(one, key=key, place=one.place if kept else None))
+    return evolve(there, tensors=tuple(tensors))
 
 
 def renamed(how: LoadWeights, key: str) -> str:
@@ -105,7 +153,7 @@ def computed(cfg: Config, facts: Facts) -> tuple[str, ...]:
         case InitWeights():
             return names
         case LoadWeights() if (checkpoint := asked(cfg, facts)) is not None:
-            filled = {name for name, _ in match(facts.model, checkpoint).found}
+            filled = {one.name for one in match(facts.model, checkpoint).found}
             return tuple(name for name in names if name not in filled)
         case _:
             return ()

@@ -12,7 +12,7 @@ from math import prod
 from attrs import frozen
 
 from prepkit.layout import coordinate
-from prepkit.steps import Axis, Sent, Source
+from prepkit.steps import Axis, Block, Sent, Source
 
 ITEMSIZES: dict[str, int] = {
     "float64": 8,
@@ -72,6 +72,33 @@ def parts(source: Source | Sent, axes: tuple[Axis, ...], rank: int) -> tuple[Par
     return tuple(found)
 
 
+def held(source: Source, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
+    """What of the rank's part the source's block is: a slice of every dim of the part, empty where they do not meet.
+
+    >>> block = Block(start=(3, 0), shape=(2, 3))
+    >>> source = Source(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3), placements=("shard(0)",),
+    ...                 block=block)
+    >>> [held(source, (Axis(name="shard", size=4),), rank)[0] for rank in (0, 1, 2)]
+    [Part(start=0, size=0), Part(start=1, size=1), Part(start=0, size=1)]
+    """
+    mine = parts(source, axes, rank)
+    return tuple(
+        Part(start=common.start - part.start if common.size else 0, size=common.size)
+        for part, common in zip(mine, _common(source, mine), strict=True)
+    )
+
+
+def _common(source: Source, mine: tuple[Part, ...]) -> tuple[Part, ...]:
+    """What a part and the source's block have in common, in the whole tensor."""
+    if source.block is None:
+        return mine
+    found = []
+    for part, start, size in zip(mine, source.block.start, source.block.shape, strict=True):
+        first, last = max(part.start, start), min(part.start + part.size, start + size)
+        found.append(Part(start=first, size=max(last - first, 0)))
+    return tuple(found)
+
+
 def ranges(source: Source, axes: tuple[Axis, ...], rank: int) -> tuple[Range, ...]:
     """The bytes that ``rank`` reads, in the row-major order of its part; none for an empty part.
 
@@ -79,18 +106,24 @@ def ranges(source: Source, axes: tuple[Axis, ...], rank: int) -> tuple[Range, ..
     >>> [ranges(source, (Axis(name="shard", size=4),), rank) for rank in (0, 2, 3)]
     [(Range(start=100, length=24),), (Range(start=148, length=12),), ()]
     """
-    mine = parts(source, axes, rank)
+    mine = _common(source, parts(source, axes, rank))
     if not all(part.size for part in mine):
         return ()
+    shape = source.shape
+    if source.block is not None:
+        shape = source.block.shape
+        mine = tuple(
+            Part(start=part.start - start, size=part.size) for part, start in zip(mine, source.block.start, strict=True)
+        )
     item = ITEMSIZES[source.dtype]
-    cut = [dim for dim, part in enumerate(mine) if part.size < source.shape[dim]]
+    cut = [dim for dim, part in enumerate(mine) if part.size < shape[dim]]
     inner = cut[-1] if cut else 0  # below this dim everything is whole, so a run of it is consecutive
-    row = prod(source.shape[inner + 1 :]) * item
+    row = prod(shape[inner + 1 :]) * item
     length = (mine[inner].size if mine else 1) * row
     offset = (mine[inner].start if mine else 0) * row
     return tuple(
-        Range(start=source.start + place * prod(source.shape[inner:]) * item + offset, length=length)
-        for place in _places(mine[:inner], source.shape[:inner])
+        Range(start=source.start + place * prod(shape[inner:]) * item + offset, length=length)
+        for place in _places(mine[:inner], shape[:inner])
     )
 
 
@@ -101,6 +134,26 @@ def _places(outer: tuple[Part, ...], shape: tuple[int, ...]) -> Iterator[int]:
         return
     for place in _places(outer[:-1], shape[:-1]):
         yield from range(place * shape[-1] + outer[-1].start, place * shape[-1] + outer[-1].start + outer[-1].size)
+
+
+def complete(sources: tuple[Source, ...]) -> frozenset[str]:
+    """Names of the tensors of which every element is in some source.
+
+    >>> top = Source(name="w", key="top", file=0, start=0, dtype="int8", shape=(2, 3),
+    ...              block=Block(start=(0, 0), shape=(1, 3)))
+    >>> low = Source(name="w", key="low", file=0, start=3, dtype="int8", shape=(2, 3),
+    ...              block=Block(start=(1, 0), shape=(1, 3)))
+    >>> complete((top,)), complete((top, low))
+    (frozenset(), frozenset({'w'}))
+    """
+    blocks: dict[str, set[Block]] = {}
+    shapes = {source.name: source.shape for source in sources}
+    for source in sources:
+        whole = Block(start=(0,) * len(source.shape), shape=source.shape)
+        blocks.setdefault(source.name, set()).add(source.block or whole)
+    return frozenset(
+        name for name, some in blocks.items() if sum(prod(one.shape) for one in some) >= prod(shapes[name])
+    )
 
 
 def bytes_read(sources: tuple[Source, ...], axes: tuple[Axis, ...], rank: int) -> int:

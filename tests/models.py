@@ -74,6 +74,16 @@ def mixtral() -> tuple[Any, Batch]:
     return MixtralForCausalLM(MixtralConfig(**sizes, **heads)), _causal()
 
 
+def qwen3_moe() -> tuple[Any, Batch]:
+    """Experts of another size than a dense layer's, whose weights its files hold one by one."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)), _causal()
+
+
 def vit() -> tuple[Any, Batch]:
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -115,7 +125,12 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Batch]]] = {
     "vit": vit,
 }
 
-MORE: dict[str, Callable[[], tuple[Any, Batch]]] = {"qwen3": qwen3, "gemma3": gemma3, "whisper": whisper}
+MORE: dict[str, Callable[[], tuple[Any, Batch]]] = {
+    "qwen3": qwen3,
+    "qwen3-moe": qwen3_moe,
+    "gemma3": gemma3,
+    "whisper": whisper,
+}
 """Through FSDP2 alone; some through tensor parallelism."""
 
 

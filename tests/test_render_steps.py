@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
+from attrs import evolve
 
 from prepkit.render.steps import effect
 from prepkit.steps import (
@@ -13,6 +14,7 @@ from prepkit.steps import (
     AutocastForward,
     AutocastFP8Forward,
     Axis,
+    Block,
     BuildMesh,
     CastForward,
     CheckFiles,
@@ -299,6 +301,18 @@ STEPS: tuple[tuple[Step, str], ...] = (
     (
         ReadTensors(files=(FILE,), sources=(SOURCE,), axes=(Axis(name="shard", size=2),)),
         "1 tensor from 1 file of 1.00 KiB; at most 24 B on a rank",
+    ),
+    (
+        ReadTensors(
+            files=(FILE,),
+            sources=(
+                evolve(SOURCE, name="v"),
+                evolve(SOURCE, key="w.0", block=Block(start=(0, 0), shape=(2, 3))),
+                evolve(SOURCE, key="w.1", block=Block(start=(2, 0), shape=(1, 3))),
+            ),
+            axes=(Axis(name="shard", size=2),),
+        ),
+        "2 tensors, 1 of them from 2 parts, from 1 file of 1.00 KiB; at most 48 B on a rank",
     ),
     (ReduceXLAGradients(), "gradients averaged over all processes, before every optimizer step"),
     (CastForward(dtype="bfloat16", output_dtype="float32"), "floating inputs to bfloat16, outputs to float32"),

@@ -19,6 +19,7 @@ from prepkit.cli import refusal as cli_refusal
 from prepkit.cli import terminal as cli_terminal
 from prepkit.cli.options import FILE, SIZE, Cluster, as_json, cluster_options, model_option
 from prepkit.cli.terminal import say, say_json
+from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
 from prepkit.version import VERSION
 
@@ -111,8 +112,8 @@ def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool) -> tuple
         raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
     envs = cluster.envs()
     asked = cli_refusal.attempt(lambda: IMPORTERS["prepkit"](config))
-    path = None if isinstance(asked, PlanRejected) else getattr(asked.weights, "path", None)
-    seen = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], path))
+    how = None if isinstance(asked, PlanRejected) or not isinstance(asked.weights, LoadWeights) else asked.weights
+    seen = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
     if isinstance(asked, PlanRejected) or isinstance(seen, PlanRejected):
         cli_refusal.refuse((asked, seen), as_json)
     return tuple(judge(asked, evolve(seen, env=env or seen.env)) for env in envs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+from prepkit.config import LoadWeights
 from prepkit.facts import Env, Facts
 from prepkit.findings import Finding, PlanRejected, Severity
 
@@ -22,7 +23,7 @@ def build(reference: str) -> Any:
         raise PlanRejected((_finding(reference, error, factory.__file__),)) from error
 
 
-def facts(reference: str, env: Env | None, checkpoint: str | None = None) -> Facts:
+def facts(reference: str, env: Env | None, checkpoint: LoadWeights | None = None) -> Facts:
     """Facts of the model, in an environment that is declared or here, and of a checkpoint. Raises as ``build`` does."""
     from prepkit.live import factory
     from prepkit.live.observe import observe

@@ -23,12 +23,18 @@ class InitWeights:
 
 @frozen
 class LoadWeights:
-    """Values from safetensors files, also for a model on meta: every rank reads the bytes of its own shards."""
+    """Values from safetensors files, also for a model on meta: every rank reads the bytes of its own shards.
+
+    What a model of transformers (from 5 on) saves under other names or in parts is read into its place, as its
+    ``from_pretrained`` would put it.
+    """
 
     path: str
     """A ``.safetensors`` file, a ``.safetensors.index.json``, or the folder that holds either (``save_pretrained``)."""
     rename: tuple[tuple[str, str], ...] = ()
-    """Regular expressions and what to put in their place, applied in turn to every key: ``(("^policy[.]", ""),)``."""
+    """Regular expressions and what to put in their place, applied in turn to every key: ``(("^policy[.]", ""),)``.
+
+    They come before what the model's library renames, and a name of the model that they give stays."""
 
 
 @frozen(kw_only=True)

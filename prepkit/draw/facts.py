@@ -10,7 +10,7 @@ from prepkit import config as c
 from prepkit.checkpoint import CheckpointFacts
 from prepkit.draw.configs import DTYPES
 from prepkit.facts import Env, Facts, GroupFact, LoaderFacts, ModelFacts, OptimizerFacts, ParamFact, SchedulerFacts
-from prepkit.provoke.weights import PATH, tiny_checkpoint
+from prepkit.provoke.weights import PATH, in_parts, tiny_checkpoint
 from prepkit.tiny import LIBRARIES, marked, tiny_model, tiny_optimizer, with_batchnorm
 
 _WORLDS = (1, 2, 3, 4, 6, 8, 16, 24, 64, 512)
@@ -108,10 +108,11 @@ def facts(draw: st.DrawFn, *, flawed: bool = True) -> Facts:
 
 
 def _checkpoints(model: ModelFacts, *, flawed: bool) -> SearchStrategy[CheckpointFacts]:
-    """Checkpoints of this model in one file or two; ``flawed`` adds ones that lack a tensor."""
+    """Checkpoints of this model in one file or two, some in parts; ``flawed`` adds ones that lack a tensor."""
     drops = st.sampled_from(((), (model.params[0].name,))) if flawed else st.just(())
     paths = st.sampled_from((PATH, "elsewhere"))
-    return st.builds(tiny_checkpoint, st.just(model), drop=drops, files=st.integers(1, 2), path=paths)
+    made = st.builds(tiny_checkpoint, st.just(model), drop=drops, files=st.integers(1, 2), path=paths)
+    return made | made.map(in_parts)
 
 
 @st.composite

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from prepkit.facts import Env, Facts, LocalFacts, Observation
+from prepkit.checkpoint import CheckpointFacts
+from prepkit.config import LoadWeights
+from prepkit.facts import Env, Facts, LocalFacts, ModelFacts, Observation
 from prepkit.live.names import Site, first_names, parameters_at, sites
 from prepkit.live.observe_checkpoint import observe_checkpoint
 from prepkit.live.observe_env import LOCAL_RANK, RANK, from_launcher, is_running, observe_env
 from prepkit.live.observe_loaders import loader_facts
+from prepkit.live.observe_mapping import mapped
 from prepkit.live.observe_model import Named, model_facts
 from prepkit.live.observe_optimizer import optimizer_facts, scheduler_facts
 
@@ -29,13 +32,14 @@ def observe(
     scheduler: Any = None,
     loaders: Sequence[Any] = (),
     env: Env | None = None,
-    checkpoint: str | None = None,
+    checkpoint: str | LoadWeights | None = None,
 ) -> Observation:
     """Facts of live objects. Linear in the number of modules and parameters; reads no tensor's data.
 
     ``model`` may be on the meta device, in part or whole, and may be wrapped already: its facts then carry marks, under
     the names and classes that it had before. ``env`` None: the environment that is here. ``checkpoint``: a path whose
-    headers are read, see ``observe_checkpoint``.
+    headers are read, see ``observe_checkpoint``, and held against the model, see ``mapped``; as ``LoadWeights`` with
+    the renaming that comes before that.
 
     Raises ``TypeError`` for an object of the wrong kind, and ``ValueError`` for a model that contains itself.
     """
@@ -43,15 +47,21 @@ def observe(
     places = sites(model)
     named = parameters_at(places)
     first = first_names(named)
+    seen = model_facts(places, named, first)
     facts = Facts(
-        model=model_facts(places, named, first),
+        model=seen,
         optimizer=None if optimizer is None else optimizer_facts(optimizer, first),
         scheduler=None if scheduler is None else scheduler_facts(scheduler, optimizer),
         loaders=tuple(loader_facts(loader) for loader in loaders),
-        checkpoint=None if checkpoint is None else observe_checkpoint(checkpoint),
+        checkpoint=None if checkpoint is None else _checkpoint(checkpoint, places[0].module, seen),
         env=observe_env() if env is None else env,
     )
     return Observation(facts=facts, local=_local(places, named, first))
+
+
+def _checkpoint(asked: str | LoadWeights, model: nn.Module, seen: ModelFacts) -> CheckpointFacts:
+    how = LoadWeights(asked) if isinstance(asked, str) else asked
+    return mapped(observe_checkpoint(how.path), how, model, seen)
 
 
 def _expect(model: object, optimizer: object, scheduler: object, loaders: object) -> None:

@@ -94,15 +94,17 @@ def _read(cfg: Config, facts: Facts) -> Piece:
     placements = {one.name: one.placements for one in layout(cfg, facts, mesh)}
     sources = tuple(
         Source(
-            name=name,
+            name=filled.name,
             key=stored.key,
             file=stored.file,
             start=stored.start,
             dtype=stored.dtype,
-            shape=stored.shape,
-            placements=placements.get(name, ()),
+            shape=filled.shape,
+            placements=placements.get(filled.name, ()),
+            block=block,
         )
-        for name, stored in match(facts.model, checkpoint).found
+        for filled in match(facts.model, checkpoint).found
+        for stored, block in zip(filled.stored, filled.blocks, strict=True)
     )
     step = ReadTensors(files=_files(checkpoint), sources=sources, axes=mesh)
     reason = "planned byte ranges go straight into the final storage: no collective, and no rank holds the whole"

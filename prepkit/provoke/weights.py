@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
 from attrs import evolve
 
-from prepkit.checkpoint import CheckpointFacts, StoredFile, StoredProblem, StoredTensor
+from prepkit.checkpoint import CheckpointFacts, Place, Recipe, StoredFile, StoredProblem, StoredTensor
 from prepkit.config import FSDP1, FSDP2, Config, InitWeights, LoadWeights, SendWeights
 from prepkit.facts import BufferFact, Facts, ModelFacts, ParamFact
 from prepkit.reads import ITEMSIZES
@@ -41,6 +41,45 @@ def tiny_checkpoint(
         ),
         tensors=tuple(sorted(tensors, key=lambda tensor: (tensor.file, tensor.start))),
     )
+
+
+def in_parts(checkpoint: CheckpointFacts) -> CheckpointFacts:
+    """The same with its first tensor of two dims in rows to be stacked, the next one in two to be joined, or renamed.
+
+    A tensor without rows, and one of a single row, stay as they are, but for their names.
+    """
+    wide = [one for one in checkpoint.tensors if len(one.shape) == 2][:2]
+    tensors: list[StoredTensor] = []
+    for one in checkpoint.tensors:
+        if one in wide and one.shape[0] > 1:
+            tensors.extend(_rows(one, wide.index(one)))
+        elif one in wide:
+            tensors.append(evolve(one, key=f"old.{one.key}", place=Place(name=one.key)))
+        else:
+            tensors.append(one)
+    recipes = (Recipe(sources=("rows.*",), stack=0), Recipe(sources=("top", "rest"), join=0))
+    return evolve(checkpoint, tensors=tuple(tensors), recipes=recipes)
+
+
+def _rows(one: StoredTensor, recipe: int) -> Iterator[StoredTensor]:
+    """The rows of a tensor: each by itself, or the first and the rest of them."""
+    rows, row = one.shape[0], one.length // one.shape[0]
+    stacked = recipe == 0
+    for index, (first, last) in enumerate([(n, n + 1) for n in range(rows)] if stacked else [(0, 1), (1, rows)]):
+        place = Place(name=one.key, recipe=recipe, source=0 if stacked else index, number=index if stacked else 0)
+        yield evolve(
+            one,
+            key=f"{one.key}.{index}",
+            shape=one.shape[1:] if stacked else (last - first, *one.shape[1:]),
+            start=one.start + first * row,
+            length=(last - first) * row,
+            place=place,
+        )
+
+
+def _lacking_a_row(facts: Facts) -> tuple[Config, Facts]:
+    whole = in_parts(tiny_checkpoint(facts.model))
+    return _load(facts, evolve(whole, tensors=tuple(one for one in whole.tensors if one.key != "embed.weight.1")))
 
 
 def _load(facts: Facts, checkpoint: CheckpointFacts | None) -> tuple[Config, Facts]:
@@ -100,6 +139,7 @@ PAIRS: dict[str, Callable[[Facts], tuple[Config, Facts]]] = {
     "weights.missing-keys": lambda facts: _load(facts, tiny_checkpoint(facts.model, drop=("norm.weight",))),
     "weights.unexpected-keys": lambda facts: (Config(weights=LoadWeights(PATH)), _more(facts, "old.norm.weight")),
     "weights.shape": lambda facts: _changed(facts, "norm.weight", shape=(8,), length=32),
+    "weights.parts": _lacking_a_row,
     "weights.dtype": lambda facts: _changed(facts, "norm.weight", dtype="int8", length=4),
     "weights.tied-twice": _both,
     "weights.no-initialiser": lambda facts: (Config(weights=InitWeights()), _without_resets(facts)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import assert_never
 
@@ -210,7 +211,10 @@ def _initialise(step: InitialiseTensors) -> str:
 def _read(step: ReadTensors) -> str:
     """What rank 0 reads is the most that any rank does."""
     most = in_bytes(bytes_read(step.sources, step.axes, 0))
-    return f"{count(len(step.sources), 'tensor')} from {_files(step.files)}; at most {most} on a rank"
+    parts = Counter(source.name for source in step.sources if source.block is not None)
+    made = f", {len(parts)} of them from {count(parts.total(), 'part')}," if parts else ""
+    tensors = count(len({source.name for source in step.sources}), "tensor")
+    return f"{tensors}{made} from {_files(step.files)}; at most {most} on a rank"
 
 
 def _send(step: SendTensors) -> str:

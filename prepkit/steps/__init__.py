@@ -37,6 +37,7 @@ from prepkit.steps.places import Axis, File, LocalDevice
 from prepkit.steps.start import Agree, BuildMesh, StartProcessGroup
 from prepkit.steps.weights import (
     AllocateTensors,
+    Block,
     CheckFiles,
     InitialiseTensors,
     ReadTensors,

@@ -8,8 +8,19 @@ from prepkit.steps.places import Axis, File, LocalDevice
 
 
 @frozen(kw_only=True)
+class Block:
+    """A part of a tensor: a range of every dim."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@frozen(kw_only=True)
 class Source:
-    """Where the values of one parameter or buffer lie, and how it is split. Which bytes a rank reads: ``reads``."""
+    """Where the values of one parameter or buffer, or of a block of it, lie, and how it is split.
+
+    Which bytes a rank reads: ``reads``.
+    """
 
     name: str
     key: str
@@ -21,8 +32,11 @@ class Source:
     dtype: str
     """Dtype in the file."""
     shape: tuple[int, ...]
+    """Of the whole parameter or buffer."""
     placements: tuple[str, ...] = ()
     """One per mesh axis, as in ``ParamLayout``; empty: every rank holds the whole."""
+    block: Block | None = None
+    """What of the whole lies here, in row-major order; None: all of it."""
 
 
 @frozen(kw_only=True)
@@ -76,7 +90,7 @@ class InitialiseTensors:
 
 @frozen(kw_only=True)
 class ReadTensors:
-    """Every rank reads its own bytes into its own shards, without a copy of the whole.
+    """Every rank reads its own bytes into its own shards, without a copy of the whole, also where files hold parts.
 
     Casts where dtypes differ. What it writes over is lost. Fails on every rank if a file cannot be read on any.
     """

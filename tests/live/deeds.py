@@ -182,6 +182,17 @@ def read_but_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -> 
     return real.do(evolve(step, sources=step.sources[1:]), target)
 
 
+def read_but_a_part(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
+    return real.do(evolve(step, sources=tuple(one for one in step.sources if one.key != "rest")), target)
+
+
+def exchange_parts(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
+    """The second part of a tensor is read into the place of the first, which is smaller."""
+    (top,) = (one for one in step.sources if one.key == "top")
+    sources = tuple(evolve(one, block=top.block) if one.key == "rest" else one for one in step.sources)
+    return real.do(evolve(step, sources=sources), target)
+
+
 def exchange_sources(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
     """Two tensors of different sizes are read into each other's place."""
     small = next(one for one in step.sources if one.name == "layers.0.scale")

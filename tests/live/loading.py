@@ -6,13 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from attrs import evolve
 from safetensors.torch import save_file
 from torch import nn
 
+import prepkit as pk
 from prepkit.live.names import canonical
 from tests.models import FAMILIES, MORE, build
 
 EVERY = {**FAMILIES, **MORE}
+EAGER = "aot_eager"
+CASES: dict[str, pk.Config] = {
+    "shards": pk.Config(),
+    "checkpointed": pk.Config(checkpointing=pk.CheckpointBlocks()),
+    "compiled whole": pk.Config(compile=pk.CompileModel(backend=EAGER)),
+    "compiled blocks": pk.Config(compile=pk.CompileBlocks(backend=EAGER)),
+    "checkpointed, compiled blocks": pk.Config(
+        checkpointing=pk.CheckpointBlocks(), compile=pk.CompileBlocks(backend=EAGER)
+    ),
+    "copies of shards": pk.Config(mesh=pk.Mesh(replicate=2, shard=2)),
+    "copies of compiled shards": pk.Config(mesh=pk.Mesh(replicate=2, shard=2), compile=pk.CompileBlocks(backend=EAGER)),
+    "cut layers": pk.Config(mesh=pk.Mesh(shard=2, tensor=2)),
+    "checkpointed cut layers": pk.Config(mesh=pk.Mesh(shard=2, tensor=2), checkpointing=pk.CheckpointBlocks()),
+}
+ON_TWO, ON_FOUR = list(CASES)[:5], list(CASES)[5:]
 
 
 def on_meta(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -52,3 +70,44 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
     """Canonical name to every parameter and buffer, whole."""
     inner = getattr(model, "module", model)
     return {canonical(name): whole(t) for name, t in (*inner.named_parameters(), *inner.named_buffers())}
+
+
+def step_of(model: nn.Module, batch: Any) -> float:
+    """Loss before, after one step of SGD."""
+    loss = model(**batch).loss
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return float(loss.detach())
+
+
+def trained(rank: int, world: int, family: str, runs: list[tuple[str, str]]) -> dict[str, float]:
+    """Of each path and case the largest differences from the full model: of loss, of all tensors after a step."""
+    full, batch = build(family)
+    loss = step_of(full, batch)
+    expected = held(full)
+    found = {}
+    for path, case in runs:
+        model, _ = on_meta(family)
+        cfg = evolve(CASES[case], engine=pk.FSDP2(), weights=pk.LoadWeights(path), optimizer=pk.SGD(lr=0.1))
+        ready = pk.apply(pk.build_plan(cfg, model))
+        readers = world // 2 if "cut" in case else world
+        share = {key: value.chunk(readers)[rank * readers // world] for key, value in batch.items()}
+        mine = ready.model(**share).loss
+        ready.backward(mine)
+        ready.step()
+        mine = mine.detach()
+        dist.all_reduce(mine)
+        there = held(ready.model)
+        assert list(there) == list(expected)
+        assert {name: t.dtype for name, t in there.items()} == {name: t.dtype for name, t in expected.items()}
+        key = f"{Path(path).name}, {case}"
+        found[f"{key}: loss"] = abs(float(mine) / world - loss)
+        found[f"{key}: step"] = max(float((there[name] - t).abs().max()) for name, t in expected.items())
+        ready.close()
+    return found
+
+
+def close(found: list[dict[str, float]], runs: int, limit: float) -> None:
+    for one in found:
+        assert len(one) == 2 * runs
+        assert all(value < limit for value in one.values()), one

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from prepkit.checkpoint import CheckpointFacts
+from prepkit.checkpoint import CheckpointFacts, Place, Recipe
 from prepkit.config import Config, LoadWeights
 from prepkit.facts import Env
 from prepkit.interpreter import Done, interpret
@@ -81,15 +81,25 @@ LACKS = ("layers.0.inner.weight", "layers.0.inner.bias")
 """What is not in that file: its module initialises it."""
 
 
+IN_PARTS = "layers.1.outer.weight"
+"""What is in that file as its first two rows and the rest."""
+
+
 @cache
 def stored() -> tuple[TemporaryDirectory[str], CheckpointFacts]:
     """A float32 file of ``Tiny`` without ``LACKS``, and what is seen of it; it is there as long as the process."""
     folder = TemporaryDirectory(prefix="prepkit-tiny-")
     torch.manual_seed(1)
     values = Tiny().state_dict()
+    top, rest = values.pop(IN_PARTS).split((2, WIDTH - 2))
     path = f"{folder.name}/{STORED.path}"
-    save_file({name: value for name, value in values.items() if name not in (*LACKS, "head.weight")}, path)
-    return folder, evolve(observe_checkpoint(path), path=STORED.path)
+    kept = {name: value for name, value in values.items() if name not in (*LACKS, "head.weight")}
+    save_file(kept | {"top": top.clone(), "rest": rest.clone()}, path)
+    seen = observe_checkpoint(path)
+    places = {key: Place(name=IN_PARTS, recipe=0, source=index) for index, key in enumerate(("top", "rest"))}
+    tensors = tuple(evolve(one, place=places.get(one.key)) for one in seen.tensors)
+    recipe = Recipe(sources=("top", "rest"), join=0)
+    return folder, evolve(seen, path=STORED.path, tensors=tensors, recipes=(recipe,))
 
 
 def tiny_on_meta() -> Tiny:

@@ -17,111 +17,25 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import prepkit as pk
-from prepkit.live.handlers import weights
+from prepkit.live.handlers import reading, weights
 from prepkit.live.progress import progress
 from prepkit.live.target import Target
 from prepkit.steps import AllocateTensors, LocalDevice, ReadTensors
 from tests.gang import Gang
-from tests.live.loading import EVERY, held, on_meta, saved, saved_as_held, whole
+from tests.live.loading import EVERY, ON_FOUR, ON_TWO, close, on_meta, saved, trained, whole
 from tests.live.planned import Tiny, planned
 from tests.models import build
-
-EAGER = "aot_eager"
-CASES: dict[str, pk.Config] = {
-    "shards": pk.Config(),
-    "checkpointed": pk.Config(checkpointing=pk.CheckpointBlocks()),
-    "compiled whole": pk.Config(compile=pk.CompileModel(backend=EAGER)),
-    "compiled blocks": pk.Config(compile=pk.CompileBlocks(backend=EAGER)),
-    "checkpointed, compiled blocks": pk.Config(
-        checkpointing=pk.CheckpointBlocks(), compile=pk.CompileBlocks(backend=EAGER)
-    ),
-    "copies of shards": pk.Config(mesh=pk.Mesh(replicate=2, shard=2)),
-    "copies of compiled shards": pk.Config(mesh=pk.Mesh(replicate=2, shard=2), compile=pk.CompileBlocks(backend=EAGER)),
-    "cut layers": pk.Config(mesh=pk.Mesh(shard=2, tensor=2)),
-    "checkpointed cut layers": pk.Config(mesh=pk.Mesh(shard=2, tensor=2), checkpointing=pk.CheckpointBlocks()),
-}
-ON_TWO, ON_FOUR = list(CASES)[:5], list(CASES)[5:]
-
-
-RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
-    "vit": (
-        ("encoder[.]layer[.]", "layers."),
-        ("attention[.]query", "q_proj"),
-        ("attention[.]key", "k_proj"),
-        ("attention[.]value", "v_proj"),
-        ("attention[.]output[.]dense", "attention.o_proj"),
-        ("intermediate[.]dense", "mlp.fc1"),
-        ("output[.]dense", "mlp.fc2"),
-    )
-}
-"""What transformers renames as it loads and saves a family."""
-
-
-def step_of(model: nn.Module, batch: Any) -> float:
-    """Loss before, after one step of SGD."""
-    loss = model(**batch).loss
-    loss.backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return float(loss.detach())
-
 
 # --- the same training ---------------------------------------------------------------------------------------------
 
 
-def trained(rank: int, world: int, family: str, runs: list[tuple[str, str]]) -> dict[str, float]:
-    """Of each path and case the largest differences from the full model: of loss, of all tensors after a step."""
-    full, batch = build(family)
-    loss = step_of(full, batch)
-    expected = held(full)
-    found = {}
-    for path, case in runs:
-        model, _ = on_meta(family)
-        how = pk.LoadWeights(path, rename=RENAMED.get(family, ()))
-        cfg = evolve(CASES[case], engine=pk.FSDP2(), weights=how, optimizer=pk.SGD(lr=0.1))
-        ready = pk.apply(pk.build_plan(cfg, model))
-        readers = world // 2 if "cut" in case else world
-        share = {key: value.chunk(readers)[rank * readers // world] for key, value in batch.items()}
-        mine = ready.model(**share).loss
-        ready.backward(mine)
-        ready.step()
-        mine = mine.detach()
-        dist.all_reduce(mine)
-        there = held(ready.model)
-        assert list(there) == list(expected)
-        assert {name: t.dtype for name, t in there.items()} == {name: t.dtype for name, t in expected.items()}
-        key = f"{Path(path).name}, {case}"
-        found[f"{key}: loss"] = abs(float(mine) / world - loss)
-        found[f"{key}: step"] = max(float((there[name] - t).abs().max()) for name, t in expected.items())
-        ready.close()
-    return found
-
-
-def close(found: list[dict[str, float]], runs: int, limit: float) -> None:
-    for one in found:
-        assert len(one) == 2 * runs
-        assert all(value < limit for value in one.values()), one
-
-
-@pytest.mark.parametrize("family", [name for name in EVERY if name != "mixtral"])
+@pytest.mark.parametrize("family", EVERY)
 def test_a_meta_model_loaded_into_shards_trains_as_the_full_one(gang2: Gang, tmp_path: Path, family: str) -> None:
     one, several = (saved(tmp_path / name, family, size=size) for name, size in (("one", "1GB"), ("several", "30KB")))
     assert len(list(Path(one).glob("*.safetensors"))) == 1
     assert (Path(several) / "model.safetensors.index.json").exists()
     found = gang2.run(trained, family, [(one, "shards"), (several, "shards")], timeout=120)
     close(found, 2, 1e-6)
-
-
-def test_a_mixture_of_experts_is_read_from_a_file_with_its_own_keys(gang2: Gang, tmp_path: Path) -> None:
-    close(gang2.run(trained, "mixtral", [(saved_as_held(tmp_path, "mixtral"), "shards")]), 1, 1e-6)
-
-
-def test_experts_that_transformers_splits_into_files_are_refused_with_the_way_that_works(tmp_path: Path) -> None:
-    """Its ``from_pretrained`` merges them; a rank that has done so can send them (``test_sending``)."""
-    model, _ = on_meta("mixtral")
-    cfg = pk.Config(weights=pk.LoadWeights(saved(tmp_path, "mixtral")))
-    (found,) = [one for one in pk.check(cfg, model) if one.rule == "weights.missing-keys"]
-    assert "`model.layers.0.mlp.experts.gate_up_proj`" in found.what
-    assert "weights=SendWeights()" in found.fix
 
 
 def test_checkpointed_and_compiled_blocks_train_as_the_full_model(gang2: Gang, tmp_path: Path) -> None:
@@ -165,7 +79,7 @@ def test_values_are_cast_on_the_way(gang2: Gang, tmp_path: Path, file: Any, stor
 def test_a_cast_longer_than_the_staging_buffer_is_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "STAGING", 30)  # no multiple of a row
+    monkeypatch.setattr(reading, "STAGING", 30)  # no multiple of a row
     path = saved(tmp_path, "llama", torch.bfloat16)
     model, _ = on_meta("llama")
     ready = pk.apply(pk.build_plan(pk.Config(weights=pk.LoadWeights(path)), model))
@@ -331,10 +245,10 @@ def told(halted: pk.ApplyHalted) -> str:
     return f"{type(halted.__cause__).__name__}: {halted.__cause__}"
 
 
-def refusal(rank: int, world: int, path: str, harm: str) -> tuple[str, bool]:
+def refusal(rank: int, world: int, path: str, harm: str, family: str) -> tuple[str, bool]:
     """What apply raises on this rank when one file is harmed after planning; whether the model is still unsharded."""
     del world
-    model, _ = on_meta("llama")
+    model, _ = on_meta(family)
     plan = pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=pk.LoadWeights(path)), model)
     file = sorted(Path(path).glob("*.safetensors"))[-1]
     dist.barrier()
@@ -365,6 +279,7 @@ def other_header(file: Path) -> None:
 HARMS = {"cut": cut, "gone": Path.unlink, "other": other_header}
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
@@ -375,11 +290,11 @@ HARMS = {"cut": cut, "gone": Path.unlink, "other": other_header}
     ],
 )
 def test_a_file_that_changed_is_an_error_on_every_rank_before_anything_is_sharded(
-    gang2: Gang, tmp_path: Path, harm: str, said: str
+    gang2: Gang, tmp_path: Path, harm: str, said: str, family: str
 ) -> None:
-    path = saved(tmp_path)
+    path = saved(tmp_path, family)
     file = str(sorted(tmp_path.glob("*.safetensors"))[-1])
-    found = gang2.run(refusal, path, harm, timeout=30)
+    found = gang2.run(refusal, path, harm, family, timeout=30)
     for rank, (text, untouched) in enumerate(found):
         own = said.replace("rank 1 of 2 failed: ", "") if rank == 1 else said
         assert own.format(file=file) in text, text
@@ -391,16 +306,16 @@ def cut_while_reading(rank: int, world: int, path: str) -> str:
     model, _ = on_meta("llama")
     plan = pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=pk.LoadWeights(path)), model)
     if rank == 1:  # this rank's disk loses the file after the check
-        real = weights._pread
-        weights._pread = lambda number, into, start: (os.truncate(number, start), real(number, into, start))[1]  # type: ignore[assignment]
-        os_open, weights.os.open = os.open, lambda name, flags: os_open(name, os.O_RDWR)  # type: ignore[assignment]
+        real = reading._pread
+        reading._pread = lambda number, into, start: (os.truncate(number, start), real(number, into, start))[1]  # type: ignore[assignment]
+        os_open, reading.os.open = os.open, lambda name, flags: os_open(name, os.O_RDWR)  # type: ignore[assignment]
     try:
         pk.apply(plan)
     except pk.ApplyHalted as halted:
         return told(halted)
     finally:
         if rank == 1:
-            weights._pread, weights.os.open = real, os_open
+            reading._pread, reading.os.open = real, os_open
     return ""
 
 

@@ -18,6 +18,7 @@ from prepkit.live.handlers import (
     loaders,
     optimizer,
     process_group,
+    reading,
     regroup,
     scaling,
     sending,
@@ -63,7 +64,7 @@ HANDLERS: dict[type, Handler[Any, Target, Any]] = {
     steps.CheckFiles: weights.CHECK,
     steps.AllocateTensors: weights.ALLOCATE,
     steps.InitialiseTensors: initialise.INITIALISE,
-    steps.ReadTensors: weights.READ,
+    steps.ReadTensors: reading.READ,
     steps.SetTensorsAside: aside.ASIDE,
     steps.SendTensors: sending.SEND,
 }
