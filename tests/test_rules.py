@@ -396,13 +396,27 @@ def test_a_device_map_of_one_entry_is_no_map() -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch", "device", "fires"),
-    [("2.6.0", "cpu", 1), ("2.6.1+cu124", "cpu", 1), ("2.6.0", "cuda", 0), ("2.7.0", "cpu", 0), ("", "cpu", 0)],
+    ("torch", "device", "ranks", "trains", "says"),
+    [
+        ("2.6.0", "cpu", 1, False, "fails where a unit is gathered"),
+        ("2.6.1+cu124", "cpu", 4, True, "fails where a unit is gathered"),
+        ("2.6.0", None, 4, True, ""),
+        ("2.7.0", "cpu", 4, True, "adds the ranks' gradients up"),
+        ("2.8.1+cpu", "cpu", 2, True, "adds the ranks' gradients up"),
+        ("2.8.0", "cpu", 1, True, ""),
+        ("2.8.0", "cpu", 4, False, ""),
+        ("2.9.0", "cpu", 4, True, ""),
+        ("", "cpu", 4, True, ""),
+    ],
 )
-def test_fsdp2_needs_streams_that_record_events(torch: str, device: str, fires: int) -> None:
-    asked = Config(engine=FSDP2(), device="cpu" if device == "cpu" else None)
-    assert run_in(asked, torch=torch, device="cuda") == ["environment.fsdp2-on-cpu"] * fires
-    assert run_in(Config(engine=FSDP1(), device="cpu"), torch=torch, device="cuda") == []
+def test_fsdp2_gathers_and_averages_on_the_cpu(
+    torch: str, device: str | None, ranks: int, trains: bool, says: str
+) -> None:
+    intent = Intent.TRAINING if trains else Intent.INFERENCE
+    facts = evolve(tiny_facts(), env=Env(torch=torch, device="cuda", world_size=ranks))
+    found = check(Config(engine=FSDP2(), device=device, intent=intent), facts)
+    assert [says in one.what for one in found if one.rule == "environment.fsdp2-on-cpu"] == [True] * bool(says)
+    assert run_in(Config(engine=FSDP1(), device=device), torch=torch) == []
 
 
 @pytest.mark.parametrize(

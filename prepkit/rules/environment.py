@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import FSDP1, FSDP2, XLA, Config, DeepSpeed, OffloadToCPU, Single
+from prepkit.config import FSDP1, FSDP2, XLA, Config, DeepSpeed, Intent, OffloadToCPU, Single
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Rule
@@ -25,8 +25,10 @@ _SERVES = {
 }
 """Backend to the device types that it serves; a backend that is not here is taken at its word."""
 _OLDEST = (2, 6)
-_SHARDS_ON_CPU = (2, 7)
+_GATHERS_ON_CPU = (2, 7)
 """Release from which on ``fully_shard`` gathers without an accelerator: before, streams of the CPU record no events."""
+_AVERAGES_ON_CPU = (2, 9)
+"""Release from which on gloo divides what ``fully_shard`` asks it to average; 2.7 and 2.8 were seen to only add."""
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
@@ -107,9 +109,16 @@ def _version(_: Config, facts: Facts) -> Iterator[Hit]:
 
 def _fsdp2_on_cpu(cfg: Config, facts: Facts) -> Iterator[Hit]:
     found = re.match(r"(\d+)\.(\d+)", facts.env.torch)
-    old = found and (int(found.group(1)), int(found.group(2))) < _SHARDS_ON_CPU
-    if old and isinstance(cfg.engine, FSDP2) and _device(cfg, facts) == "cpu":
+    if not found or not isinstance(cfg.engine, FSDP2) or _device(cfg, facts) != "cpu":
+        return
+    release = int(found.group(1)), int(found.group(2))
+    trains = cfg.intent is Intent.TRAINING and facts.env.world_size > 1
+    if release < _GATHERS_ON_CPU:
         yield Hit("env.torch", f"torch {facts.env.torch} shards on the CPU, and then fails where a unit is gathered.")
+    elif release < _AVERAGES_ON_CPU and trains:
+        yield Hit(
+            "env.torch", f"torch {facts.env.torch} adds the ranks' gradients up on the CPU, and does not average."
+        )
 
 
 def _own_device(cfg: Config, _: Facts) -> Config:
@@ -170,9 +179,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="environment.fsdp2-on-cpu",
-        summary="Where FSDP2 shards on the CPU, torch is at least 2.7.",
+        summary="Where FSDP2 trains on the CPU, torch is at least 2.9.",
         check=_fsdp2_on_cpu,
-        fix="Write `pip install 'torch>=2.7'`, or engine=FSDP1() or DDP().",
+        fix="Write `pip install 'torch>=2.9'`, or engine=FSDP1() or DDP().",
         source=("ST-46", "torch fully_shard"),
     ),
     Rule(
