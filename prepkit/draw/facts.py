@@ -139,7 +139,7 @@ def _envs(draw: st.DrawFn, *, flawed: bool) -> Env:
         device=draw(st.sampled_from(("cpu", "cuda", *(["mps"] if flawed else [])))),
         capability=draw(st.sampled_from((None, (7, 0), (9, 0), (10, 0)))),
         bf16=draw(st.sampled_from((None, True, False))),
-        torch=draw(st.sampled_from(("", "2.6.0", "2.13.0+cpu", *(["2.5.1"] if flawed else [])))),
+        torch=draw(st.sampled_from(("", "2.9.1", "2.13.0+cpu", *(["2.5.1", "2.6.0", "2.8.0"] if flawed else [])))),
         libraries=tuple(sorted(draw(st.sets(st.sampled_from(LIBRARIES))) if flawed else LIBRARIES)),
         variables=tuple(sorted({("SLURM_NTASKS", str(tasks)), *((name, "1") for name in extra)})),
     )

@@ -22,7 +22,7 @@ from prepkit.tiny import Pair, tiny_facts, tiny_model
 
 
 def _on_torch(version: str, model: ModelFacts) -> Facts:
-    facts = tiny_facts(model)
+    facts = tiny_facts(model, device="cuda")
     return evolve(facts, env=evolve(facts.env, torch=version))
 
 
