@@ -80,6 +80,17 @@ def step_of(model: nn.Module, batch: Any) -> float:
     return float(loss.detach())
 
 
+def together(ready: pk.Prepared, batch: Any, rank: int, world: int, readers: int) -> float:
+    """Mean loss over the ranks of one step, for which the batch is cut among so many readers."""
+    share = {key: value.chunk(readers)[rank * readers // world] for key, value in batch.items()}
+    loss = ready.model(**share).loss
+    ready.backward(loss)
+    ready.step()
+    total = loss.detach()
+    dist.all_reduce(total)
+    return float(total) / world
+
+
 def trained(rank: int, world: int, family: str, runs: list[tuple[str, str]]) -> dict[str, float]:
     """Of each path and case the largest differences from the full model: of loss, of all tensors after a step."""
     full, batch = build(family)
@@ -90,18 +101,12 @@ def trained(rank: int, world: int, family: str, runs: list[tuple[str, str]]) -> 
         model, _ = on_meta(family)
         cfg = evolve(CASES[case], engine=pk.FSDP2(), weights=pk.LoadWeights(path), optimizer=pk.SGD(lr=0.1))
         ready = pk.apply(pk.build_plan(cfg, model))
-        readers = world // 2 if "cut" in case else world
-        share = {key: value.chunk(readers)[rank * readers // world] for key, value in batch.items()}
-        mine = ready.model(**share).loss
-        ready.backward(mine)
-        ready.step()
-        mine = mine.detach()
-        dist.all_reduce(mine)
+        mine = together(ready, batch, rank, world, readers=world // 2 if "cut" in case else world)
         there = held(ready.model)
         assert list(there) == list(expected)
         assert {name: t.dtype for name, t in there.items()} == {name: t.dtype for name, t in expected.items()}
         key = f"{Path(path).name}, {case}"
-        found[f"{key}: loss"] = abs(float(mine) / world - loss)
+        found[f"{key}: loss"] = abs(mine - loss)
         found[f"{key}: step"] = max(float((there[name] - t).abs().max()) for name, t in expected.items())
         ready.close()
     return found
