@@ -102,6 +102,10 @@ def _state(planned: Facts, now: Facts) -> Iterator[Drift]:
         before = marks.get(module.path, module.marks)
         if before != module.marks:
             yield Drift("state", f"module {module.path or '(root)'}", _said(before), _said(module.marks))
+    there = {unit.path: unit for unit in old.units}
+    for unit in new.units:  # one that is gone, or is new, has another mark
+        if (was_unit := there.get(unit.path, unit)) != unit:
+            yield Drift("state", f"unit {unit.path or '(root)'}", str(was_unit), str(unit))
     for field in ("device_map", "quantised", "forward", "grad_inputs", "prepared"):
         if getattr(old, field) != getattr(new, field):
             yield Drift("state", f"model.{field}", str(getattr(old, field)), str(getattr(new, field)))

@@ -19,6 +19,7 @@ from prepkit.facts import (
     ModuleFact,
     OptimizerFacts,
     ParamFact,
+    UnitFact,
 )
 
 LIBRARIES = (
@@ -124,6 +125,29 @@ def marked(model: ModelFacts, mark: Mark, path: str = "") -> ModelFacts:
     """The model with a mark on one module."""
     modules = (evolve(m, marks=(*m.marks, mark)) if m.path == path else m for m in model.modules)
     return evolve(model, modules=tuple(modules))
+
+
+def arrived(model: ModelFacts, *, ranks: int, copies: int = 1, param_dtype: str | None = None) -> ModelFacts:
+    """The model as ``fully_shard`` leaves it: each block a unit, then the root."""
+    placements = ("replicate", "shard(0)") if copies > 1 else ("shard(0)",)
+    blocks = [module.path for module in model.modules if model.classes[module.cls].name == "Block"]
+    units = tuple(
+        UnitFact(
+            path=path,
+            ranks=ranks,
+            copies=copies,
+            reshard_after_forward=bool(path),
+            param_dtype=param_dtype,
+            reduce_dtype="float32" if param_dtype else None,
+            output_dtype="float32" if param_dtype and not path else None,
+        )
+        for path in (*blocks, "")
+    )
+    params = tuple(evolve(param, cls="DTensor", placements=placements) for param in model.params)
+    model = evolve(model, params=params, units=units)
+    for unit in units:
+        model = marked(model, "fsdp2", unit.path)
+    return model
 
 
 def tiny_experts() -> ModelFacts:

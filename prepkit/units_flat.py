@@ -11,6 +11,7 @@ from typing import assert_never
 from prepkit.config import DDP, FSDP1, FSDP2, XLA, Config, DeepSpeed, Intent, Mixed, Single, TensorParallel
 from prepkit.facts import Facts, ModelFacts, ParamFact
 from prepkit.layout_flat import FlatPart, flatten
+from prepkit.shards import unit_paths
 from prepkit.units import axes, bottom_up, matcher, parent, select, unit_of
 
 LOW = frozenset({"bfloat16", "float16"})
@@ -73,8 +74,8 @@ def sharded_units(cfg: Config, model: ModelFacts) -> tuple[str, ...]:
     match cfg.engine:
         case FSDP1():
             return flat_units(cfg, model)
-        case FSDP2(wrap=wrap):
-            return select(wrap, model)
+        case FSDP2():
+            return unit_paths(cfg.engine, model)
         case Single() | DDP() | TensorParallel() | XLA() | DeepSpeed():
             return ()
         case _:

@@ -11,7 +11,16 @@ from attrs import frozen
 
 from prepkit.checkpoint import CheckpointFacts
 from prepkit.facts.env import Env, parse_bytes
-from prepkit.facts.model import ArchitectureFacts, BufferFact, ClassFact, Mark, ModelFacts, ModuleFact, ParamFact
+from prepkit.facts.model import (
+    ArchitectureFacts,
+    BufferFact,
+    ClassFact,
+    Mark,
+    ModelFacts,
+    ModuleFact,
+    ParamFact,
+    UnitFact,
+)
 from prepkit.facts.tools import GroupFact, LoaderFacts, OptimizerFacts, Scalar, SchedulerFacts
 
 

@@ -73,6 +73,23 @@ class ModuleFact:
 
 
 @frozen(kw_only=True)
+class UnitFact:
+    """One module that ``fully_shard`` has made a unit before prepkit saw it, and what it was asked for."""
+
+    path: str
+    ranks: int
+    """Number of ranks that its parameters are sharded over; 0 where smaller units hold them all."""
+    copies: int = 1
+    """Number of replicas of those shards."""
+    reshard_after_forward: bool | int = True
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    offload: bool = False
+    """Whether the shards lie in host memory."""
+
+
+@frozen(kw_only=True)
 class ArchitectureFacts:
     """What the model's own ``config`` says, where it has one (Hugging Face style). None: not said."""
 
@@ -125,5 +142,7 @@ class ModelFacts:
     """The model's own tensor-parallel plan: path pattern and style, in its order and its words."""
     grad_inputs: bool = False
     """Whether ``enable_input_require_grads()`` was called, so that frozen embeddings pass gradients on."""
+    units: tuple[UnitFact, ...] = ()
+    """Units of FSDP2 that the model arrives with, children before parents; empty: it is not sharded so."""
     prepared: str = ""
     """What prepkit has made of the model already; empty: nothing."""

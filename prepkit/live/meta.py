@@ -11,6 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from prepkit.live.observe_units import is_unit
+
 
 def meta_copy(
     model: Module, optimizer: Optimizer | None = None, twin: Callable[[Tensor], Tensor] | None = None
@@ -21,8 +23,11 @@ def meta_copy(
 
     Identity is kept where ``Module.to("meta")`` loses it: tied parameters stay one, the copied optimizer holds the
     copied model's parameters, and non-persistent buffers come along. Gradients do not. Raises what ``copy.deepcopy``
-    raises for a model that cannot be copied.
+    raises for a model that cannot be copied, and ``ValueError`` for one that ``fully_shard`` has cut.
     """
+    if any(is_unit(module) for module in model.modules()):
+        what = "is sharded already, and torch copies no such model; give it as it was before fully_shard, with its plan"
+        raise ValueError(f"{type(model).__name__} {what}")
     memo: dict[int, object] = {id(tensor): (twin or _twin)(tensor) for tensor in _tensors(model, optimizer)}
     twins: tuple[Module, Optimizer | None] = copy.deepcopy((model, optimizer), memo)
     return twins

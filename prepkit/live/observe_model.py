@@ -16,6 +16,7 @@ from prepkit.facts import BufferFact, ClassFact, Mark, ModelFacts, ModuleFact, P
 from prepkit.live.names import Site, known_bases
 from prepkit.live.observe_config import architecture, ask, peek, tensor_plan
 from prepkit.live.observe_devices import device_map
+from prepkit.live.observe_units import unit_facts
 from prepkit.live.standing import placements
 from prepkit.live.unwrap import PREPARED
 
@@ -75,6 +76,7 @@ def model_facts(places: Sequence[Site], named: Named, first: Mapping[int, str]) 
         architecture=architecture(core),
         tensor_plan=tensor_plan(core),
         grad_inputs=any(_passes_gradients(site.module) for site in places),
+        units=unit_facts(places),
         prepared=str(core.__dict__.get(PREPARED, "")),
     )
 

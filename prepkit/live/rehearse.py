@@ -76,7 +76,8 @@ def rehearse(
 
     The model travels pickled, without data: its classes must be importable, and a script must have the usual
     ``if __name__ == "__main__"``. Raises ``RehearsalFailed`` where the model cannot travel, or the process dies or is
-    not done after ``timeout_s`` seconds; ``ValueError`` for a rank that the plan does not have.
+    not done after ``timeout_s`` seconds; ``ValueError`` for a rank that the plan does not have, or a model that arrives
+    sharded.
     """
     _check_rank(plan, rank)
     request = _packed(plan, model, optimizer, rank)
@@ -135,7 +136,7 @@ def rehearse_here(plan: Plan, model: Module, *, rank: int = 0, optimizer: Optimi
     """Rehearses in this process, which must have no process group: for many rehearsals in a row.
 
     Works on a meta copy; starts a fake default group and ends it. Raises ``RehearsalFailed`` where a group runs, and
-    ``ValueError`` for a rank that the plan does not have.
+    ``ValueError`` for a rank that the plan does not have, or a model that arrives sharded.
     """
     _check_rank(plan, rank)
     if dist.is_initialized():

@@ -1,18 +1,15 @@
-"""What ``fully_shard`` left on each unit: hooks that gather it, and the policies that were asked for.
-
-torch keeps these in private attributes (``_fsdp_state.py``, ``_fsdp_param_group.py``); one that a version of torch
-does not have is not looked at.
-"""
+"""What ``fully_shard`` left on each unit: hooks that gather it, and the policies that were asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from prepkit.attestation import Check, each
+from prepkit.live.observe_units import unit_fact
 from prepkit.live.standing import Standing
 from prepkit.steps import ShardUnits, Unit
 
@@ -44,19 +41,11 @@ def _of(state: Any, hook: Any) -> bool:
 
 
 def _policies(step: ShardUnits, unit: Unit, module: Module) -> Iterator[str]:
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]  # an FSDPModule; torch types attributes as tensors
-    policy = state._mp_policy
+    there = unit_fact(unit.path, module)
     wanted = (step.param_dtype, step.reduce_dtype, unit.output_dtype)
-    found = tuple(_name(dtype) for dtype in (policy.param_dtype, policy.reduce_dtype, policy.output_dtype))
-    if wanted != found:
+    if (found := (there.param_dtype, there.reduce_dtype, there.output_dtype)) != wanted:
         yield f"parameter, reduction and output dtype planned {wanted}, found {found}"
-    groups = getattr(state, "_fsdp_param_groups", None) or (getattr(state, "_fsdp_param_group", None),)
-    for group in filter(None, groups):
-        if (offloads := isinstance(group.offload_policy, CPUOffloadPolicy)) != step.offload:
-            yield f"offload planned {step.offload}, found {offloads}"
-        if (reshards := group.post_forward_mesh_info is not None) != (unit.reshard_after_forward is not False):
-            yield f"reshard_after_forward planned {unit.reshard_after_forward}, found {reshards}"
-
-
-def _name(dtype: object) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    if there.ranks and there.offload != step.offload:
+        yield f"offload planned {step.offload}, found {there.offload}"
+    if there.ranks and bool(there.reshard_after_forward) != bool(unit.reshard_after_forward):
+        yield f"reshard_after_forward planned {unit.reshard_after_forward}, found {there.reshard_after_forward}"

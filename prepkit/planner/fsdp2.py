@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from prepkit.config import BF16, FP8, FP16, FSDP2, AsStored, Config, OffloadToCPU
-from prepkit.facts import Facts
+from prepkit.config import FSDP2, Config, OffloadToCPU
+from prepkit.facts import Facts, ModelFacts
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
 from prepkit.planner.pieces import Piece
 from prepkit.planner.tensor_parallel import parallelize
+from prepkit.shards import arrives_sharded, dtypes, left_whole, unit_paths
 from prepkit.steps import Axis, BuildMesh, ShardUnits, Unit
-from prepkit.units import axes, kept_whole, select, size_of
+from prepkit.units import axes, size_of
 
 
 def plan_fsdp2(cfg: Config, facts: Facts) -> Piece:
     """Steps of the ``FSDP2`` engine (behaviour P2-1 … P2-15, M2-1 … M2-17)."""
+    moves = weights.fills(cfg) or not arrives_sharded(cfg, facts.model)  # parameters become other objects
     return (
         pieces.start_group(cfg, facts)
         + weights.check_files(cfg, facts)  # while nothing has been changed
         + weights.set_aside(cfg, facts)  # before the optimizer lets go of the parameters, which stay themselves
         + mesh(cfg, facts)
-        + pieces.release_optimizer(facts)  # or the old parameters keep the whole model in memory
+        + (pieces.release_optimizer(facts) if moves else ())  # or the old ones keep the whole model in memory
         + pieces.upcast(cfg, facts)  # sharding freezes each parameter's dtype
         + parallelize(cfg, facts)  # what is sharded, compiled and recomputed is a layer's part
         + fp8.convert(cfg, facts)  # a float8 weight keeps its dtype, a sharded layer cannot be replaced any more
@@ -29,7 +31,7 @@ def plan_fsdp2(cfg: Config, facts: Facts) -> Piece:
         + pieces.compile_model(cfg)
         + shard_units(cfg, facts)  # has no way back: after everything that can still fail
         + weights.fill(cfg, facts)  # each rank's shards alone; before the optimizer's state takes their device
-        + pieces.rebind_optimizer(facts)
+        + (pieces.rebind_optimizer(facts) if moves else ())
         + pieces.create_optimizer(cfg, facts)
         + pieces.grad_scaler(cfg, facts)
         + fp8.precompute(cfg, facts)  # watches the optimizer that is there by now
@@ -58,34 +60,39 @@ def mesh(cfg: Config, facts: Facts) -> Piece:
 
 
 def shard_units(cfg: Config, facts: Facts) -> Piece:
-    """One unit per selected module, leaves first; the root takes what is left."""
+    """One unit per selected module, leaves first; the root takes what is left. Units that stand are kept."""
     engine = cfg.engine
     assert isinstance(engine, FSDP2), "the planner table gives this planner FSDP2 configs only"
-    match cfg.precision:
-        case AsStored():
-            param = reduce = output = None
-        case BF16(reduce_dtype=reduce, output_dtype=output) | FP8(reduce_dtype=reduce, output_dtype=output):
-            param = "bfloat16"
-        case FP16(reduce_dtype=reduce, output_dtype=output):
-            param = "float16"
-    inner = tuple(
-        Unit(path=path, reshard_after_forward=engine.reshard_after_forward) for path in select(engine.wrap, facts.model)
-    )
-    # Only the root casts its output: a block's output feeds the next block, which computes in bfloat16 again.
-    root = Unit(path="", reshard_after_forward=False, output_dtype=output)
+    param, reduce, _ = dtypes(cfg)
     offload = engine.offload
     step = ShardUnits(
-        units=(*inner, root),
+        units=_standing(facts.model) or _selected(cfg, engine, facts.model),
         param_dtype=param,
         reduce_dtype=reduce,
         offload=isinstance(offload, OffloadToCPU),
         pin_memory=isinstance(offload, OffloadToCPU) and offload.pin_memory and pieces.device(cfg, facts) != "cpu",
         axes=pieces.data_axes(cfg, facts) or (),
-        ignored=kept_whole(facts.model),
+        ignored=left_whole(facts.model),
+        stand=arrives_sharded(cfg, facts.model),
     )
-    gathered = "each is gathered alone" if inner else "the whole model is gathered at once"
+    if step.stand:
+        return because(step, "the model arrives sharded so, and is left as it is", "M2-1")
+    gathered = "each is gathered alone" if len(step.units) > 1 else "the whole model is gathered at once"
     packed = "; packed weights stay whole" if step.ignored else ""
     rows = ("M2-6", "M2-7", "SS-14") if step.ignored else ()
     return because(
         step, f"leaves first, the root takes what is left; {gathered}{packed}", "M2-10", "M2-12", "H-17", *rows
+    )
+
+
+def _selected(cfg: Config, engine: FSDP2, model: ModelFacts) -> tuple[Unit, ...]:
+    inner = (Unit(path=path, reshard_after_forward=engine.reshard_after_forward) for path in unit_paths(engine, model))
+    # Only the root casts its output: a block's output feeds the next block, which computes in bfloat16 again.
+    return (*inner, Unit(path="", reshard_after_forward=False, output_dtype=dtypes(cfg)[2]))
+
+
+def _standing(model: ModelFacts) -> tuple[Unit, ...]:
+    return tuple(
+        Unit(path=one.path, reshard_after_forward=one.reshard_after_forward, output_dtype=one.output_dtype)
+        for one in model.units
     )

@@ -30,8 +30,9 @@ from prepkit.layout import ParamLayout, Placement
 from prepkit.layout_flat import FlatPart
 from prepkit.plan import Owners
 from prepkit.planner.pieces import trains
+from prepkit.shards import left_whole, unit_paths
 from prepkit.steps import Axis
-from prepkit.units import kept_whole, select, unit_of
+from prepkit.units import unit_of
 from prepkit.units_flat import flat_parts, flat_units, low_precision, stored_dtypes
 
 
@@ -45,8 +46,8 @@ def layout(cfg: Config, facts: Facts, mesh: tuple[Axis, ...]) -> tuple[ParamLayo
     stored = stored_dtypes(cfg, facts)
     flat: dict[str, FlatPart] = {}
     match cfg.engine:
-        case FSDP2(wrap=wrap):
-            owner = unit_of(select(wrap, facts.model), facts.model)
+        case FSDP2():
+            owner = unit_of(unit_paths(cfg.engine, facts.model), facts.model)
         case FSDP1():
             owner = unit_of(flat_units(cfg, facts.model), facts.model)
             flat = flat_parts(cfg, facts)
@@ -57,7 +58,7 @@ def layout(cfg: Config, facts: Facts, mesh: tuple[Axis, ...]) -> tuple[ParamLayo
     cuts = held(cfg, facts.model) if is_cut(cfg, facts.model, facts.env) else {}
     lies = {param.name: _placements(cfg, mesh, param, cuts.get(param.name)) for param in facts.model.params}
     if isinstance(cfg.engine, FSDP2):
-        lies |= dict.fromkeys(kept_whole(facts.model), ())
+        lies |= dict.fromkeys(left_whole(facts.model), ())
     scaled = _scaled(cfg, facts)
     return tuple(
         ParamLayout(

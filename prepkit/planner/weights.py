@@ -12,6 +12,7 @@ from prepkit.plan import because
 from prepkit.planner import pieces
 from prepkit.planner.outcome import layout
 from prepkit.planner.pieces import Piece
+from prepkit.shards import unit_paths
 from prepkit.steps import (
     AllocateTensors,
     CheckFiles,
@@ -24,7 +25,7 @@ from prepkit.steps import (
     SetTensorsAside,
     Source,
 )
-from prepkit.units import axes, select
+from prepkit.units import axes
 
 
 def fills(cfg: Config) -> bool:
@@ -78,7 +79,7 @@ def _initialise(cfg: Config, facts: Facts) -> Piece:
     params, buffers = initialised(cfg, facts), computed(cfg, facts)
     if not params and not buffers:
         return ()
-    units = select(cfg.engine.wrap, facts.model) if isinstance(cfg.engine, FSDP2) else ()
+    units = unit_paths(cfg.engine, facts.model) if isinstance(cfg.engine, FSDP2) else ()
     seed = cfg.weights.seed if isinstance(cfg.weights, InitWeights) else 0
     step = InitialiseTensors(params=params, buffers=buffers, units=(*units, ""), seed=seed)
     reason = "one seed for each module's path: the same values on every rank, for every world size"

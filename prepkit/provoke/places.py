@@ -8,8 +8,9 @@ from typing import Any
 from attrs import evolve
 
 from prepkit.config import BF16, DDP, FSDP2, CheckpointBlocks, CompileModel, Config, Mesh, OffloadToCPU
+from prepkit.facts import ModelFacts
 from prepkit.provoke.pairs import NAMES, env, of, param, ranks
-from prepkit.tiny import Pair, marked, tiny_facts, tiny_model
+from prepkit.tiny import Pair, arrived, marked, tiny_facts, tiny_model
 
 
 def _quantised(cfg: Config, *places: str, bitsandbytes: str = "0.50.2", **changes: Any) -> Pair:
@@ -17,6 +18,15 @@ def _quantised(cfg: Config, *places: str, bitsandbytes: str = "0.50.2", **change
     device_map = tuple((path, device) for path, device in zip(("embed", "layers"), places, strict=False))
     usual = tiny_facts(evolve(tiny_model(), quantised="4bit", device_map=device_map), device="cuda")
     return cfg, evolve(usual, env=evolve(usual.env, libraries=(("bitsandbytes", bitsandbytes),), **changes))
+
+
+def _arrived(engine: FSDP2, model: ModelFacts, **changes: Any) -> Pair:
+    """A model that is sharded already, on two ranks."""
+    return Config(engine=engine, **changes), tiny_facts(model, world=2)
+
+
+def _rootless(model: ModelFacts) -> ModelFacts:
+    return evolve(model, units=model.units[:-1])
 
 
 PAIRS: dict[str, Callable[[], Pair]] = {
@@ -55,6 +65,10 @@ PAIRS: dict[str, Callable[[], Pair]] = {
         Config(), tiny_model(extra=(param("head.bias", shape=(), cls="UninitializedParameter"),))
     ),
     "model.nothing-trainable": lambda: (Config(), tiny_facts(tiny_model(frozen=NAMES), optimizer=False)),
+    "sharded.not-to-plan": lambda: _arrived(FSDP2(), _rootless(arrived(tiny_model(), ranks=2))),
+    "sharded.differs": lambda: _arrived(FSDP2(), arrived(tiny_model(), ranks=1, copies=2)),
+    "sharded.too-late": lambda: _arrived(FSDP2(), arrived(tiny_model(), ranks=2), checkpointing=CheckpointBlocks()),
+    "sharded.kept": lambda: _arrived(FSDP2(reshard_after_forward=False), arrived(tiny_model(), ranks=2)),
     "quantised.spread": lambda: _quantised(
         Config(engine=DDP(), keep_device_map=True), "cuda:0", "cuda:1", world_size=2
     ),

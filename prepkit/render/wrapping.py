@@ -22,9 +22,11 @@ def sharded(step: ShardUnits) -> str:
     said = "".join(f", {verb} {dtype}" for verb, dtype in dtypes if dtype)
     over = f", over {' x '.join(step.axes)}" if step.axes else ""
     kept = f"; kept {'in pinned' if step.pin_memory else 'in'} host memory" if step.offload else ""
-    whole = f"; {count(len(step.ignored), 'packed weight')} whole on every rank" if step.ignored else ""
+    kind = "frozen parameter" if step.stand else "packed weight"
+    whole = f"; {count(len(step.ignored), kind)} whole on every rank" if step.ignored else ""
     return (
-        " then ".join(part for part in (blocks, root) if part)
+        "already " * step.stand
+        + " then ".join(part for part in (blocks, root) if part)
         + over
         + said
         + f"; {_resharding(step.units)}"

@@ -21,6 +21,7 @@ from prepkit.facts import Facts, Mark, ModelFacts
 from prepkit.rules.rule import Hit, Rule
 from prepkit.rules.text import at, count, some
 from prepkit.rules.units import LAZY
+from prepkit.shards import arrives_sharded
 
 _WRAPPED: tuple[Mark, ...] = ("ddp", "fsdp1", "fsdp2", "deepspeed", "prepared")
 _ONE_AXIS = tuple((word,) for word in ("replicate", "shard(0)", "shard(1)"))
@@ -35,9 +36,10 @@ def _named(paths: tuple[str, ...]) -> str:
     return some(paths) if paths[0] else "the model itself"
 
 
-def _wrapped(_: Config, facts: Facts) -> Iterator[Hit]:
+def _wrapped(cfg: Config, facts: Facts) -> Iterator[Hit]:
     for mark in _WRAPPED:
-        if not (paths := _marked(facts.model, mark)):
+        stands = mark == "fsdp2" and arrives_sharded(cfg, facts.model)  # is kept as it is
+        if stands or not (paths := _marked(facts.model, mark)):
             continue
         if mark == "prepared" and (carried := facts.model.prepared):
             fix = "Use what apply returned, or ready.unwrap(keep_autocast=False, keep_compiled=False), or build anew."
@@ -71,7 +73,7 @@ def _dtensors(cfg: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(at(names[0]), what)
         return
     names = [param.name for param in facts.model.params if param.cls == "DTensor"]
-    if names and not isinstance(cfg.engine, Single):
+    if names and not isinstance(cfg.engine, Single) and not arrives_sharded(cfg, facts.model):
         engine = type(cfg.engine).__name__
         what = f"{count(len(names), 'parameter')} sharded already ({some(names)}), and {engine} takes plain ones."
         yield Hit(at(names[0]), what)
@@ -146,7 +148,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="model.sharded-parameters",
-        summary="DDP and FSDP2 get plain parameters, TensorParallel plain ones or such as lie on one axis.",
+        summary="DDP and FSDP1 get plain parameters, TensorParallel and FSDP2 also such as they make themselves.",
         check=_dtensors,
         fix="Pass the model before it is sharded.",
         source=("DDP-2", "H-2", "pain 34"),

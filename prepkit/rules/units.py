@@ -11,7 +11,8 @@ from prepkit.facts import Facts, ParamFact
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Rule
 from prepkit.rules.text import at, count, some
-from prepkit.units import PACKED, kept_whole, select, unit_of
+from prepkit.shards import left_whole, unit_paths
+from prepkit.units import PACKED, kept_whole, unit_of
 from prepkit.units_flat import members, stored_dtypes
 
 LAZY = frozenset({"UninitializedParameter"})
@@ -34,10 +35,10 @@ def _dtypes(cfg: Config, facts: Facts) -> dict[str, dict[str, list[str]]]:
     """Unit to dtype to the parameters that must agree in it: under FSDP2 the trainable ones, under FSDP1 all."""
     held: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     match cfg.engine:
-        case FSDP2(wrap=wrap):
+        case FSDP2():
             trainable = tuple(param for param in facts.model.params if param.requires_grad)
             if len({trained_dtype(cfg, param) for param in trainable}) > 1:
-                owner = unit_of(select(wrap, facts.model), facts.model)
+                owner = unit_of(unit_paths(cfg.engine, facts.model), facts.model)
                 for param in trainable:
                     held[owner[param.name]][trained_dtype(cfg, param)].append(param.name)
         case FSDP1():
@@ -126,8 +127,8 @@ def _empty(cfg: Config, facts: Facts) -> Iterator[Hit]:
 def _mixed_requires_grad(cfg: Config, facts: Facts) -> Iterator[Hit]:
     if not isinstance(cfg.engine, FSDP2) or cfg.intent is Intent.INFERENCE:
         return
-    owner = unit_of(select(cfg.engine.wrap, facts.model), facts.model)
-    whole = set(kept_whole(facts.model))
+    owner = unit_of(unit_paths(cfg.engine, facts.model), facts.model)
+    whole = set(left_whole(facts.model))
     held: dict[str, set[bool]] = defaultdict(set)
     for param in facts.model.params:
         if param.name not in whole:

@@ -12,12 +12,15 @@ from prepkit.interpreter import Handler
 from prepkit.live import names
 from prepkit.live.handlers import lookup
 from prepkit.live.handlers.chunks import lean_chunks
+from prepkit.live.observe_units import unit_facts
 from prepkit.live.target import Target
 from prepkit.steps import ShardUnits, Unit
 
 
 def shard_ready(step: ShardUnits, target: Target) -> tuple[str, ...]:
     """Everything that ``fully_shard`` refuses must be found here: it has no way back (G-8, torch ``_fsdp_init.py``)."""
+    if step.stand:
+        return _other_units(step, target)
     there, held = names.named_slots(target.model), names.named_parameters(target.model)
     paths = [unit.path for unit in step.units]
     found = lookup.absent("module", paths, there)
@@ -31,11 +34,23 @@ def shard_ready(step: ShardUnits, target: Target) -> tuple[str, ...]:
     return found + lookup.with_gradient(held, held)
 
 
+def _other_units(step: ShardUnits, target: Target) -> tuple[str, ...]:
+    """Units that the plan takes for granted, and those that it does not know."""
+    there = {unit.path for unit in unit_facts(names.sites(target.model))}
+    planned = {unit.path for unit in step.units}
+    said = "planned as a unit already, which it is not", "a unit already, which was not planned"
+    found = (sorted(planned - there), sorted(there - planned))
+    again = "build the plan again from this model"
+    return tuple(f"{lookup.listed(paths)}: {what}; {again}" for paths, what in zip(found, said, strict=True) if paths)
+
+
 def shard_do(step: ShardUnits, target: Target) -> None:
     """Shards the units in their order. Of a checkpointed module the wrapper becomes the unit: recomputing calls it.
 
-    Raises ``RuntimeError`` that says which units are sharded and which one failed.
+    Raises ``RuntimeError`` that says which units are sharded and which one failed. Nothing where they stand.
     """
+    if step.stand:
+        return
     if target.mesh is None:
         raise RuntimeError("there is no device mesh to shard over; BuildMesh has to come before ShardUnits")
     there, ignored = names.named_slots(target.model), _left_whole(step, target)
