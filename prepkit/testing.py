@@ -37,6 +37,7 @@ from prepkit.draw.deepspeed import suited as zero_suits
 from prepkit.draw.facts import facts, fitting_wraps, model_facts
 from prepkit.draw.fp8 import legal_fp8, suited
 from prepkit.draw.fsdp1 import gone, legal_fsdp1, suits
+from prepkit.draw.sharded import can_arrive, sharded_for
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.filling import helpless
 from prepkit.findings import Severity
@@ -90,7 +91,8 @@ def legal(draw: st.DrawFn, *, float8: bool | None = None) -> tuple[Config, Facts
     float8 = draw(st.sampled_from((False, False, True))) if float8 is None else float8
     zero = not float8 and draw(_SELDOM)
     seen = draw(suited(seen) if float8 else suit(seen)) if float8 or zero else seen
-    return draw(fitting(seen, float8=float8, zero=zero)), seen
+    cfg = draw(fitting(seen, float8=float8, zero=zero))
+    return cfg, sharded_for(cfg, seen) if can_arrive(cfg, seen) and draw(_SELDOM) else seen
 
 
 @st.composite

@@ -21,6 +21,7 @@ from prepkit.facts import (
     ParamFact,
     UnitFact,
 )
+from prepkit.units import kept_whole
 
 LIBRARIES = (
     *(("deepspeed", "0.19.8"), ("msamp", "0.4.0"), ("torch_xla", "2.9.0")),
@@ -127,24 +128,14 @@ def marked(model: ModelFacts, mark: Mark, path: str = "") -> ModelFacts:
     return evolve(model, modules=tuple(modules))
 
 
-def arrived(model: ModelFacts, *, ranks: int, copies: int = 1, param_dtype: str | None = None) -> ModelFacts:
-    """The model as ``fully_shard`` leaves it: each block a unit, then the root."""
-    placements = ("replicate", "shard(0)") if copies > 1 else ("shard(0)",)
-    blocks = [module.path for module in model.modules if model.classes[module.cls].name == "Block"]
-    units = tuple(
-        UnitFact(
-            path=path,
-            ranks=ranks,
-            copies=copies,
-            reshard_after_forward=bool(path),
-            param_dtype=param_dtype,
-            reduce_dtype="float32" if param_dtype else None,
-            output_dtype="float32" if param_dtype and not path else None,
-        )
-        for path in (*blocks, "")
-    )
-    params = tuple(evolve(param, cls="DTensor", placements=placements) for param in model.params)
-    model = evolve(model, params=params, units=units)
+def arrived(model: ModelFacts, *, paths: tuple[str, ...] = (), root: UnitFact) -> ModelFacts:
+    """The model as ``fully_shard`` leaves it with these units below the root, which get what the root got."""
+    inner = evolve(root, reshard_after_forward=True, output_dtype=None)
+    units = (*(evolve(inner, path=path) for path in paths), root)
+    placements = ("replicate", "shard(0)") if root.copies > 1 else ("shard(0)",)
+    whole = set(kept_whole(model))
+    params = (p if p.name in whole else evolve(p, cls="DTensor", placements=placements) for p in model.params)
+    model = evolve(model, params=tuple(params), units=units)
     for unit in units:
         model = marked(model, "fsdp2", unit.path)
     return model

@@ -582,7 +582,11 @@ FSDP2: dict[str, Answers] = {
     "P2-13": ("step RebindOptimizer", "test test_an_optimizer_over_a_meta_model_steps_every_parameter"),
     "P2-14": ("step RebindOptimizer", "rule optimizer.foreign-parameters"),
     "P2-15": (NO_REGISTRY,),
-    "M2-1": ("rule model.already-wrapped", "deviation refused: nobody knows with which plan it was sharded"),
+    "M2-1": (
+        "rule sharded.differs",
+        "test test_a_model_that_arrives_sharded_stays_and_trains_as_by_hand",
+        "deviation left as it is where the config says what stands, else refused with what to write",
+    ),
     "M2-2": ("deviation units are paths in the plan, resolved once",),
     "M2-3": ("test test_sharding_frees_every_old_parameter_once_the_optimizer_is_released",),
     "M2-4": ("step ShardUnits", "test test_units_compute_in_the_planned_dtype_and_the_root_returns_its_own"),

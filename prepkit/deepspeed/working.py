@@ -165,17 +165,18 @@ def _offload(draft: Draft, stage: int) -> str:
 
 def _clip(draft: Draft) -> None:
     """One owner: config.clip; DeepSpeed does it (DS-12, pain 27). Its own default is 1.0, so none is written as 0.0."""
+    limit, place = 0.0, "config.clip"
     match draft.cfg.clip:
         case NoClip():
-            limit = 0.0
+            pass
         case ClipNorm(max_norm=limit, norm_type=power):
             if power != 2.0:
-                draft.flaw("clip", f"DeepSpeed clips by the 2-norm, not by the {power:g}-norm.", where="config.clip")
-        case ClipValue(max_value=limit):
-            draft.flaw("clip", f"DeepSpeed clips by norm, not each element to {limit:g}.", where="config.clip")
-            return
+                draft.flaw("clip", f"DeepSpeed clips by the 2-norm, not by the {power:g}-norm.", where=place)
+        case ClipValue(max_value=most):
+            draft.flaw("clip", f"DeepSpeed clips by norm, not each element to {most:g}.", where=place)
+            place = "config.clip as a norm"
     limit = float(limit)
-    draft.settle("gradient_clipping", limit, "config.clip", "config.clip" if limit else "config.clip is NoClip()")
+    draft.settle("gradient_clipping", limit, place, place if limit else "config.clip is NoClip()")
 
 
 def _ranks(draft: Draft) -> int:

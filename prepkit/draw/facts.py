@@ -9,6 +9,7 @@ from hypothesis.strategies import SearchStrategy
 from prepkit import config as c
 from prepkit.checkpoint import CheckpointFacts
 from prepkit.draw.configs import DTYPES
+from prepkit.draw.sharded import sharded_models
 from prepkit.facts import Env, Facts, GroupFact, LoaderFacts, ModelFacts, OptimizerFacts, ParamFact, SchedulerFacts
 from prepkit.provoke.weights import PATH, in_parts, tiny_checkpoint
 from prepkit.tiny import LIBRARIES, marked, tiny_model, tiny_optimizer, with_batchnorm
@@ -42,6 +43,8 @@ def model_facts(draw: st.DrawFn, *, flawed: bool = True) -> ModelFacts:
             draw(st.sampled_from(("ddp", "fsdp1", "fsdp2", "autocast", "compiled", "checkpointed", "reentrant"))),
             draw(paths),
         )
+    if flawed and draw(st.sampled_from((False,) * 7 + (True,))):
+        model = draw(sharded_models(model))
     if flawed and draw(st.booleans()):
         second = draw(st.sampled_from(("cuda:1", "cuda:0", "cpu", "disk")))
         model = evolve(model, device_map=(("embed", "cuda:0"), ("head", second)))

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import evolve
 
 from prepkit.config import BF16, DDP, FSDP2, CheckpointBlocks, CompileModel, Config, Mesh, OffloadToCPU
-from prepkit.facts import ModelFacts
+from prepkit.facts import ModelFacts, UnitFact
 from prepkit.provoke.pairs import NAMES, env, of, param, ranks
 from prepkit.tiny import Pair, arrived, marked, tiny_facts, tiny_model
 
@@ -23,6 +23,12 @@ def _quantised(cfg: Config, *places: str, bitsandbytes: str = "0.50.2", **change
 def _arrived(engine: FSDP2, model: ModelFacts, **changes: Any) -> Pair:
     """A model that is sharded already, on two ranks."""
     return Config(engine=engine, **changes), tiny_facts(model, world=2)
+
+
+def _sharded(ranks: int = 2, copies: int = 1) -> ModelFacts:
+    """The tiny model, cut into its blocks and the root."""
+    root = UnitFact(path="", ranks=ranks, copies=copies, reshard_after_forward=False)
+    return arrived(tiny_model(), paths=("layers.0", "layers.1"), root=root)
 
 
 def _rootless(model: ModelFacts) -> ModelFacts:
@@ -65,10 +71,10 @@ PAIRS: dict[str, Callable[[], Pair]] = {
         Config(), tiny_model(extra=(param("head.bias", shape=(), cls="UninitializedParameter"),))
     ),
     "model.nothing-trainable": lambda: (Config(), tiny_facts(tiny_model(frozen=NAMES), optimizer=False)),
-    "sharded.not-to-plan": lambda: _arrived(FSDP2(), _rootless(arrived(tiny_model(), ranks=2))),
-    "sharded.differs": lambda: _arrived(FSDP2(), arrived(tiny_model(), ranks=1, copies=2)),
-    "sharded.too-late": lambda: _arrived(FSDP2(), arrived(tiny_model(), ranks=2), checkpointing=CheckpointBlocks()),
-    "sharded.kept": lambda: _arrived(FSDP2(reshard_after_forward=False), arrived(tiny_model(), ranks=2)),
+    "sharded.not-to-plan": lambda: _arrived(FSDP2(), _rootless(_sharded())),
+    "sharded.differs": lambda: _arrived(FSDP2(), _sharded(ranks=1, copies=2)),
+    "sharded.too-late": lambda: _arrived(FSDP2(), _sharded(), checkpointing=CheckpointBlocks()),
+    "sharded.kept": lambda: _arrived(FSDP2(reshard_after_forward=False), _sharded()),
     "quantised.spread": lambda: _quantised(
         Config(engine=DDP(), keep_device_map=True), "cuda:0", "cuda:1", world_size=2
     ),

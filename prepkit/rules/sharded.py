@@ -60,13 +60,14 @@ def _left_out(_: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _placed_otherwise(_: Config, facts: Facts) -> Iterator[Hit]:
-    names = [param.name for param in facts.model.params if param.cls == "DTensor" and param.placements not in _PLACED]
-    if names:
-        what = f"{count(len(names), 'parameter')} lie otherwise than cut in dimension 0 ({some(names)})."
-        yield Hit(at(names[0]), what, "Call fully_shard without shard_placement_fn, on layers that are not cut.")
-
-
-_PLACED = (("shard(0)",), ("replicate", "shard(0)"))
+    copies = max((unit.copies for unit in facts.model.units), default=1)
+    placed = ("replicate", "shard(0)") if copies > 1 else ("shard(0)",)
+    odd = [param for param in facts.model.params if param.cls == "DTensor" and param.placements != placed]
+    if odd:
+        lie, names = ", ".join(odd[0].placements), some([param.name for param in odd])
+        what = f"{count(len(odd), 'parameter')} lie otherwise than cut in dimension 0 over one axis: {lie} ({names})."
+        fix = "Call fully_shard without shard_placement_fn, on whole layers, over a mesh without axes of size 1."
+        yield Hit(at(odd[0].name), what, fix)
 
 
 def _two_policies(_: Config, facts: Facts) -> Iterator[Hit]:

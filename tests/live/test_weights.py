@@ -151,6 +151,15 @@ def test_buffers_that_have_values_keep_them(tmp_path: Path) -> None:
     assert torch.equal(ready.model.table, torch.full((4,), 7.0))
 
 
+def test_buffers_that_have_values_take_those_of_the_file(tmp_path: Path) -> None:
+    """A model that was built with values, and its trained running statistics."""
+    expected, path = counting_file(tmp_path)
+    model = Counting()
+    assert not torch.equal(model.norm.running_mean, expected.norm.running_mean)
+    ready = pk.apply(pk.build_plan(pk.Config(weights=pk.LoadWeights(path)), model))
+    assert torch.equal(ready.model.norm.running_mean, expected.norm.running_mean)
+
+
 def ddp_of(rank: int, world: int, path: str) -> bool:
     del rank, world
     model, _ = on_meta("llama-tied")
