@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from attrs import field, frozen
 
@@ -54,6 +55,16 @@ class Env:
     """Environment variables that change what torch, transformers or a launcher do, sorted by name (pain 25)."""
     assumed: tuple[str, ...] = field(default=())
     """Names of the fields that were declared and not seen."""
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """Major and minor number of torch; one that is not known passes for newer than any.
+
+        >>> Env(torch="2.13.0+cpu").release < (2, 6), Env().release < (2, 6)
+        (False, False)
+        """
+        found = re.match(r"(\d+)\.(\d+)", self.torch)
+        return (int(found[1]), int(found[2])) if found else (sys.maxsize, 0)
 
     @classmethod
     def declare(

@@ -26,6 +26,12 @@ def _arrives(tp_size: int) -> ModelFacts:
     return evolve(model, params=tuple(cut))
 
 
+def _on_torch(version: str, cfg: Config) -> Pair:
+    """Eight GPUs, and blocks of 12 rows."""
+    facts = tiny_facts(tiny_model(width=3), world=8, device="cuda")
+    return cfg, evolve(facts, env=evolve(facts.env, torch=version))
+
+
 def _fused() -> Pair:
     cfg, facts = _cut(_rows(("layers.*.mlp", "colwise")))
     held = tiny_optimizer(facts.model)
@@ -58,6 +64,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "tensor.not-a-layer": lambda: _cut(_rows(("norm", "colwise")), tiny_model(extra=(_CONV,))),
     "tensor.named-twice": lambda: _cut(_rows(("layers.*.mlp", "colwise"), ("layers.0.*", "colwise"))),
     "tensor.not-divisible": lambda: _cut(_rows(("layers.*.attn", "colwise"), ("head", "colwise")), world=8),
+    "tensor.uneven-shards": lambda: _on_torch("2.7.1", Config(engine=FSDP2(), mesh=Mesh(tensor=2), tensor=_MLP)),
     "tensor.tie-broken": lambda: _cut(_rows(("embed", "colwise"), ("head", "colwise")), tiny_model(tied=True)),
     "tensor.size-differs": lambda: _cut(TensorFromModel(), _arrives(4)),
     "tensor.mixed-optimizer": _fused,

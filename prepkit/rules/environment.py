@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from attrs import evolve
@@ -102,20 +101,17 @@ def _slurm(_: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _version(_: Config, facts: Facts) -> Iterator[Hit]:
-    found = re.match(r"(\d+)\.(\d+)", facts.env.torch)
-    if found and (int(found.group(1)), int(found.group(2))) < _OLDEST:
+    if facts.env.release < _OLDEST:
         yield Hit("env.torch", f"torch {facts.env.torch} is older than 2.6.")
 
 
 def _fsdp2_on_cpu(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    found = re.match(r"(\d+)\.(\d+)", facts.env.torch)
-    if not found or not isinstance(cfg.engine, FSDP2) or _device(cfg, facts) != "cpu":
+    if not isinstance(cfg.engine, FSDP2) or _device(cfg, facts) != "cpu":
         return
-    release = int(found.group(1)), int(found.group(2))
     trains = cfg.intent is Intent.TRAINING and facts.env.world_size > 1
-    if release < _GATHERS_ON_CPU:
+    if facts.env.release < _GATHERS_ON_CPU:
         yield Hit("env.torch", f"torch {facts.env.torch} shards on the CPU, and then fails where a unit is gathered.")
-    elif release < _AVERAGES_ON_CPU and trains:
+    elif facts.env.release < _AVERAGES_ON_CPU and trains:
         yield Hit(
             "env.torch", f"torch {facts.env.torch} adds the ranks' gradients up on the CPU, and does not average."
         )

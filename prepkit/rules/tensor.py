@@ -8,7 +8,7 @@ from math import gcd
 
 from attrs import evolve
 
-from prepkit.config import Config, TensorFromModel, TensorParallel, TensorRows
+from prepkit.config import FSDP2, Config, TensorFromModel, TensorParallel, TensorRows
 from prepkit.cuts import (
     SERVED,
     UNTOUCHED,
@@ -26,7 +26,7 @@ from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Rule
 from prepkit.rules.text import at, count, did_you_mean, some
-from prepkit.units import PACKED, matcher, parent
+from prepkit.units import PACKED, axes, matcher, parent, size_of
 
 _EXAMPLE = 'TensorRows((TensorRow("layers.*.up", "colwise"), TensorRow("layers.*.down", "rowwise")))'
 _WORDS = frozenset({"foreach", "fused"})
@@ -137,6 +137,22 @@ def _divides(cfg: Config, facts: Facts) -> Iterator[Hit]:
     yield Hit(where, f"{', '.join(said)}: not to be divided over {ranks} tensor ranks.", fix)
 
 
+def _uneven(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not isinstance(cfg.engine, FSDP2) or not _cut(cfg, facts) or facts.env.release >= _EVEN_BEFORE:
+        return
+    parts = degree(cfg, facts.env) * size_of("shard", axes(cfg, facts.env) or ())
+    odd = [param for param, dim in cut_sizes(cfg, facts.model) if dim == 0 and param.shape[0] % max(1, parts)]
+    if odd:
+        first, more = odd[0], f" ({count(len(odd) - 1, 'more parameter')} alike)" if len(odd) > 1 else ""
+        what = f"{first.shape[0]} rows of `{first.name}`{more} do not divide by {parts}, tensor ranks times shards"
+        what += f", which torch {facts.env.torch} needs."
+        yield Hit(at(first.name), what)
+
+
+_EVEN_BEFORE = (2, 8)
+"""torch from which ``fully_shard`` takes what is cut in dimension 0 and does not divide."""
+
+
 def _ties(cfg: Config, facts: Facts) -> Iterator[Hit]:
     if not _cut(cfg, facts):
         return
@@ -229,6 +245,13 @@ RULES: tuple[Rule, ...] = (
         check=_divides,
         fix="Cut over fewer ranks.",
         source=("pain 32",),
+    ),
+    Rule(
+        id="tensor.uneven-shards",
+        summary="Before torch 2.8 what is cut in dimension 0 divides by the tensor ranks times the shards.",
+        check=_uneven,
+        fix="Install torch 2.8 or newer, or change the mesh, or leave the row out.",
+        source=("torch FSDPParam._init_sharding_spec", "pain 32"),
     ),
     Rule(
         id="tensor.tie-broken",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -96,8 +95,8 @@ def _kept_whole(cfg: Config, facts: Facts) -> Iterator[Hit]:
     """What keeps FSDP2 from leaving packed weights as they are."""
     names = kept_whole(facts.model)
     held = f"{count(len(names), 'packed parameter')} ({some(names)})"
-    if (found := re.match(r"(\d+)\.(\d+)", facts.env.torch)) and tuple(map(int, found.groups())) < IGNORES:
-        what = f"{held} cannot be left whole: fully_shard can do that from torch 2.7 on, and this is {found[0]}."
+    if facts.env.release < IGNORES:
+        what = f"{held} cannot be left whole: fully_shard can do that from torch 2.7 on, this is {facts.env.torch}."
         yield Hit(at(names[0]), what, "Write `pip install 'torch>=2.7'`, or engine=DDP().")
     elif not isinstance(cfg.weights, KeepWeights):
         what = f"{held}: packed when the model was loaded, which {type(cfg.weights).__name__}() does not do."
