@@ -36,7 +36,7 @@ from prepkit.draw.deepspeed import fitted, legal_deepspeeds, suit
 from prepkit.draw.deepspeed import suited as zero_suits
 from prepkit.draw.facts import facts, fitting_wraps, model_facts
 from prepkit.draw.fp8 import legal_fp8, suited
-from prepkit.draw.fsdp1 import gone, legal_fsdp1, suits
+from prepkit.draw.fsdp1 import gone, legal_fsdp1, settled, suits
 from prepkit.draw.sharded import can_arrive, sharded_for
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.filling import helpless
@@ -137,6 +137,8 @@ def fitting(draw: st.DrawFn, seen: Facts, *, float8: bool = False, zero: bool = 
         loaders=draw(loader_choices() if _can_split(seen) and not many_xla else st.just(c.KeepLoaders())),
         overrides=tuple(draw(st.lists(st.sampled_from(_OVERRIDABLE), max_size=2, unique=True))),
     )
+    if isinstance(engine, c.FSDP1):
+        cfg = settled(cfg, seen)
     if isinstance(engine, c.DeepSpeed):
         cfg = fitted(cfg, seen, draw)
     return draw(legal_fp8(cfg, seen)) if float8 else cfg

@@ -27,6 +27,11 @@ def gone(engine: c.Engine) -> bool:
     return isinstance(engine, FSDP1) and not engine.use_orig_params
 
 
+def settled(cfg: Config, seen: Facts) -> Config:
+    """One micro-batch per step where torch cannot keep gradients in between."""
+    return evolve(cfg, accumulation=1) if errors(check(cfg, seen, fsdp1.RULES)) else cfg
+
+
 def legal_fsdp1(seen: Facts, base: Config) -> SearchStrategy[FSDP1]:
     """FSDP1 for this mesh, precision, device and intent, with arguments that no rule refuses for these facts."""
     cpu = "cpu" in (base.device, seen.env.device)

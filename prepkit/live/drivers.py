@@ -46,7 +46,10 @@ class Stepped:
 
 def _sync_ddp(model: Module, on: bool) -> None:
     assert isinstance(model, DistributedDataParallel)
-    model.require_backward_grad_sync = on  # what ``no_sync`` sets; DDP reads it in forward
+    # A static graph is learnt in the first backward that averages, and none may come before it (torch reducer.cpp).
+    # What has been averaged once stays the same in the average at the end of the window.
+    learns = model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
+    model.require_backward_grad_sync = on or learns  # what ``no_sync`` sets; DDP reads it in forward
 
 
 def _sync_fsdp2(model: Module, on: bool) -> None:

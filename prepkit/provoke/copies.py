@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from attrs import evolve
 
-from prepkit.config import DDP, FSDP1, CompileModel, CompressHook, Config, Mesh, PowerSGDHook
+from prepkit.config import BF16, DDP, FSDP1, CompileModel, CompressHook, Config, Mesh, PowerSGDHook
 from prepkit.provoke.pairs import NAMES, grouped, param, ranks
 from prepkit.tiny import Pair, marked, tiny_facts, tiny_model, tiny_optimizer, with_batchnorm
 
@@ -52,6 +52,10 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "fsdp1.frozen-gradients": lambda: (
         Config(engine=FSDP1()),
         tiny_facts(tiny_model(frozen=("layers.0.mlp.weight", "layers.1.mlp.weight")), world=8),
+    ),
+    "fsdp1.tied-gradients": lambda: (
+        Config(engine=FSDP1(sharding="NO_SHARD"), precision=BF16(), accumulation=2),
+        tiny_facts(tiny_model(tied=True), world=8),
     ),
     "fsdp1.no-shard": lambda: ranks(Config(engine=FSDP1(sharding="NO_SHARD"))),
 }

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import FSDP1, AsStored, Config, Intent, NoCompile
+from prepkit.config import FP16, FSDP1, AsStored, Config, Intent, Mixed, NoCompile
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.rules.environment import BACKENDS
 from prepkit.rules.rule import Hit, Rule
 from prepkit.rules.text import at, count, did_you_mean, some
-from prepkit.units import axes, matcher
-from prepkit.units_flat import flat_parts, ignored_params, members
+from prepkit.units import axes, matcher, size_of
+from prepkit.units_flat import flat_parts, ignored_params, members, stored_dtypes
 
 _SHAPED = frozenset({"Adafactor", "LAMB", "Lamb", "LARS", "Lars", "Muon", "SOAP", "Shampoo"})
 """Optimizers that compute from the shape or the norm of each whole parameter."""
@@ -70,6 +70,21 @@ def _buffers(cfg: Config, _: Facts) -> Iterator[Hit]:
 def _no_shard(cfg: Config, facts: Facts) -> Iterator[Hit]:
     if isinstance(cfg.engine, FSDP1) and cfg.engine.sharding == "NO_SHARD" and facts.env.world_size > 1:
         yield Hit("config.engine.sharding", "torch has deprecated NO_SHARD: DDP does the same, and overlaps better.")
+
+
+def _tied_gradients(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    engine, found = cfg.engine, axes(cfg, facts.env)
+    if not isinstance(engine, FSDP1) or not engine.use_orig_params or cfg.accumulation < 2 or found is None:
+        return
+    if size_of("shard", found) > 1 or not isinstance(cfg.precision, Mixed) or cfg.intent is not Intent.TRAINING:
+        return
+    low = "float16" if isinstance(cfg.precision, FP16) else "bfloat16"
+    stored, left_out = stored_dtypes(cfg, facts), ignored_params(engine, facts.model)
+    trained = {p.name for p in facts.model.params if p.requires_grad and p.name not in left_out}
+    for group in facts.model.ties:
+        if group[0] in trained and stored[group[0]] != low:
+            what = f"{some(group)} are one parameter in {stored[group[0]]}: between micro-batches its gradient stays"
+            yield Hit(at(group[0]), f"{what} in {low}, and torch cannot give that to its second name.")
 
 
 def _compiled(cfg: Config, _: Facts) -> Iterator[Hit]:
@@ -266,6 +281,13 @@ RULES: tuple[Rule, ...] = (
         fix="Give what is trained units of its own, for example with WrapClasses, if the memory matters.",
         severity=Severity.WARNING,
         source=("pain 9",),
+    ),
+    Rule(
+        id="fsdp1.tied-gradients",
+        summary="Where FSDP1 accumulates whole gradients in 16 bits, a tied parameter is stored so too, or is flat.",
+        check=_tied_gradients,
+        fix="Write engine=DDP(), which does the same, or use_orig_params=False, or accumulation=1.",
+        source=("torch FlatParamHandle._use_sharded_grad_views",),
     ),
     Rule(
         id="fsdp1.no-shard",

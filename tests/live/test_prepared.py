@@ -109,7 +109,7 @@ def test_clipping_is_active_in_these_tests() -> None:
 
 
 @pytest.mark.parametrize("how", [NoClip(), NORM, VALUE], ids=["free", "norm", "value"])
-@pytest.mark.parametrize("engine", [DDP(), FSDP2()], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", [DDP(), DDP(static_graph=True), FSDP2()], ids=["ddp", "static", "fsdp2"])
 def test_two_processes_equal_the_plain_loop(gang2: Gang, engine: Engine, how: Clip) -> None:
     for found in gang2.run(train, engine, how):
         assert_equals_the_plain_loop(found, how)
