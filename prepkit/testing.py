@@ -248,7 +248,8 @@ def _tensor(model: ModelFacts, parts: int, *, asked: bool) -> SearchStrategy[c.T
 
 
 def _compile(env: Env, blocks: list[c.Wrap], engine: c.Engine) -> SearchStrategy[c.Compile]:
-    if not {name for name, _ in env.variables}.isdisjoint(("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")):
+    small = isinstance(engine, c.DDP) and engine.bucket_cap_mb < 1
+    if small or not {name for name, _ in env.variables}.isdisjoint(("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")):
         return st.just(c.NoCompile())
     drawn = compiles(st.sampled_from(blocks) if blocks else None, odd=False)
     return drawn.map(_for_xla) if isinstance(engine, c.XLA) else drawn

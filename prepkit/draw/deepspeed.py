@@ -11,6 +11,8 @@ from hypothesis.strategies import SearchStrategy
 
 from prepkit.config import FP16, AdamW, ClipNorm, Config, DeepSpeed, Intent, Mixed, NoClip, Precision, Schedule
 from prepkit.facts import Facts
+from prepkit.findings import errors
+from prepkit.rules import check, deepspeed_modules
 
 _DEVICES = ("none", "cpu", "nvme")
 _WHICH: tuple[Literal["smallest", "largest"], ...] = ("smallest", "largest")
@@ -151,4 +153,7 @@ def fitted(cfg: Config, seen: Facts, draw: st.DrawFn) -> Config:
     if isinstance(cfg.precision, FP16):
         scale = 2.0 ** draw(st.integers(0, 24))
         cfg = evolve(cfg, precision=evolve(cfg.precision, init_scale=scale, growth_factor=2.0, backoff_factor=0.5))
+    if errors(check(cfg, seen, deepspeed_modules.RULES)):  # nothing is trained before the first leaf
+        assert isinstance(cfg.engine, DeepSpeed), "only such configs are fitted"
+        cfg = evolve(cfg, engine=evolve(cfg.engine, leaf_modules=()))
     return evolve(cfg, mesh=None, clip=NoClip() if limit is None else ClipNorm(limit), scheduler_ticks=1)

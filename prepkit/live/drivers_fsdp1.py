@@ -31,7 +31,8 @@ def clip(model: Module, how: Clip, params: Iterable[Parameter]) -> torch.Tensor 
         case NoClip():
             return None
         case ClipValue(max_value=most):
-            torch.nn.utils.clip_grad_value_(held, most)
+            if held:  # a rank whose shards are of frozen parameters alone has none, and torch takes no empty list
+                torch.nn.utils.clip_grad_value_(held, most)
             return None
         case ClipNorm(max_norm=most, norm_type=power):
             norm = total_norm(model, held, power)

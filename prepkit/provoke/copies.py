@@ -16,6 +16,7 @@ _FLAT = FSDP1(use_orig_params=False)
 PAIRS: dict[str, Callable[[], Pair]] = {
     "fsdp1.mesh": lambda: ranks(Config(engine=FSDP1(sharding="HYBRID_SHARD"), mesh=Mesh(replicate=8, shard=1))),
     "ddp.bucket-size": lambda: ranks(Config(engine=DDP(bucket_cap_mb=0.0))),
+    "ddp.compiled-bucket": lambda: ranks(Config(engine=DDP(bucket_cap_mb=0.5), compile=CompileModel())),
     "ddp.unused-in-static-graph": lambda: ranks(Config(engine=DDP(static_graph=True, find_unused_parameters=True))),
     "ddp.reentrant-unused": lambda: ranks(
         Config(engine=DDP(find_unused_parameters=True)), model=marked(tiny_model(), "reentrant", "layers.0")
@@ -49,6 +50,10 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "fsdp1.sync-on-cpu": lambda: ranks(Config(engine=FSDP1(sync_module_states=True))),
     "fsdp1.offload-on-cpu": lambda: ranks(Config(engine=FSDP1(offload=True))),
     "fsdp1.buffer-dtype-ignored": lambda: ranks(Config(engine=FSDP1(buffer_dtype="bfloat16"))),
+    "fsdp1.ignored-dtype": lambda: (
+        Config(engine=FSDP1(ignored=("head",)), precision=BF16()),
+        tiny_facts(tiny_model(frozen=("head.weight",)), world=8),
+    ),
     "fsdp1.frozen-gradients": lambda: (
         Config(engine=FSDP1()),
         tiny_facts(tiny_model(frozen=("layers.0.mlp.weight", "layers.1.mlp.weight")), world=8),

@@ -77,6 +77,9 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     ),
     "deepspeed.zero-init": lambda: _deepspeed(model=tiny_model(extra=(param("norm.bias", cls="ZeroParameter"),))),
     "deepspeed.leaf-modules": lambda: _deepspeed(stage=3, engine_leaf_modules=("Blok",)),
+    "deepspeed.leaf-inputs": lambda: _deepspeed(
+        stage=3, engine_leaf_modules=("Block",), model=tiny_model(frozen=("embed.weight",))
+    ),
     "deepspeed.needs-optimizer": lambda: _deepspeed(optimizer=None),
     "deepspeed.two-optimizers": lambda: _deepspeed('{"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}'),
     "deepspeed.two-schedulers": lambda: _deepspeed(

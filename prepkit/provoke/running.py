@@ -6,7 +6,17 @@ from collections.abc import Callable
 
 from attrs import evolve
 
-from prepkit.config import DDP, CheckpointBlocks, CompileModel, Config, KeepLoaders, ShardLoaders
+from prepkit.config import (
+    DDP,
+    CheckpointBlocks,
+    CompileModel,
+    Config,
+    KeepLoaders,
+    ShardLoaders,
+    TensorParallel,
+    TensorRow,
+    TensorRows,
+)
 from prepkit.facts import ArchitectureFacts
 from prepkit.provoke.pairs import env, loaded, of, ranks
 from prepkit.tiny import Pair, marked, tiny_facts, tiny_model
@@ -15,6 +25,14 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "compile.unknown-mode": lambda: ranks(Config(compile=CompileModel(mode="max-autotun")), world=1),
     "compile.no-backend": lambda: ranks(Config(compile=CompileModel(backend="")), world=1),
     "compile.foreign-backend": lambda: ranks(Config(compile=CompileModel(backend="indctor")), world=1),
+    "compile.dynamic-cut": lambda: ranks(
+        Config(
+            engine=TensorParallel(),
+            tensor=TensorRows((TensorRow("norm", "replicate"),)),
+            compile=CompileModel(dynamic=True),
+        ),
+        world=2,
+    ),
     "compile.switched-off": lambda: env(Config(compile=CompileModel()), variables=(("TORCHDYNAMO_DISABLE", "1"),)),
     "checkpoint.cache": lambda: of(
         Config(checkpointing=CheckpointBlocks()),

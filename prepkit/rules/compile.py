@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import XLA, CompileBlocks, CompileModel, Config, NoCompile
+from prepkit.cuts import is_cut
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Rule
@@ -41,6 +42,12 @@ def _foreign_backend(cfg: Config, _: Facts) -> Iterator[Hit]:
         yield Hit("config.compile.backend", what, fix + did_you_mean(asked.backend, BACKENDS))
 
 
+def _dynamic(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if (asked := _asked(cfg)) and asked.dynamic and is_cut(cfg, facts.model, facts.env):
+        what = "dynamic=True, and layers that are cut: torch 2.13 was seen to recurse without end while it traces them."
+        yield Hit("config.compile.dynamic", what)
+
+
 def _disabled(cfg: Config, facts: Facts) -> Iterator[Hit]:
     for name, value in _SWITCHES:
         if _asked(cfg) and (name, value) in facts.env.variables:
@@ -56,6 +63,11 @@ def _default_mode(cfg: Config, _: Facts) -> Config:
 def _usual_backend(cfg: Config, _: Facts) -> Config:
     asked, usual = _asked(cfg), "openxla" if isinstance(cfg.engine, XLA) else "inductor"
     return evolve(cfg, compile=evolve(asked, backend=usual)) if asked else cfg
+
+
+def _as_needed(cfg: Config, _: Facts) -> Config:
+    asked = _asked(cfg)
+    return evolve(cfg, compile=evolve(asked, dynamic=None)) if asked else cfg
 
 
 def _eager(cfg: Config, _: Facts) -> Config:
@@ -87,6 +99,15 @@ RULES: tuple[Rule, ...] = (
         severity=Severity.WARNING,
         source=("CM-3", "K-DY1"),
         repair=_usual_backend,
+    ),
+    Rule(
+        id="compile.dynamic-cut",
+        summary="Cut layers are compiled for the sizes that come, and for others when they change.",
+        check=_dynamic,
+        fix="Leave dynamic at None, or compile nothing.",
+        severity=Severity.WARNING,
+        source=("CM-3", "torch proxy_tensor.py"),
+        repair=_as_needed,
     ),
     Rule(
         id="compile.switched-off",

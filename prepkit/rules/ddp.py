@@ -7,7 +7,7 @@ from math import isfinite
 
 from attrs import evolve
 
-from prepkit.config import DDP, CompressHook, Config, Intent, NoHook, PowerSGDHook
+from prepkit.config import DDP, CompressHook, Config, Intent, NoCompile, NoHook, PowerSGDHook
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.rules.devices import computes_on
@@ -19,6 +19,18 @@ from prepkit.units import batch_norms, parent
 def _bucket(cfg: Config, _: Facts) -> Iterator[Hit]:
     if isinstance(cfg.engine, DDP) and not (cfg.engine.bucket_cap_mb > 0 and isfinite(cfg.engine.bucket_cap_mb)):
         yield Hit("config.engine.bucket_cap_mb", f"{cfg.engine.bucket_cap_mb} MiB is no size of a bucket.")
+
+
+def _compiled_bucket(cfg: Config, _: Facts) -> Iterator[Hit]:
+    if not isinstance(cfg.engine, DDP) or isinstance(cfg.compile, NoCompile) or not _trains(cfg):
+        return
+    if 0 < cfg.engine.bucket_cap_mb < _FIRST_BUCKET:
+        what = f"{cfg.engine.bucket_cap_mb} MiB: torch.compile cuts the graph at the buckets, and the first has 1 MiB."
+        yield Hit("config.engine.bucket_cap_mb", what)
+
+
+_FIRST_BUCKET = 1.0
+"""MiB of DDP's first bucket (torch ``_DEFAULT_FIRST_BUCKET_BYTES``)."""
 
 
 def _unused(cfg: Config, _: Facts) -> Iterator[Hit]:
@@ -119,6 +131,14 @@ RULES: tuple[Rule, ...] = (
         check=_bucket,
         fix="Write a number of MiB, such as bucket_cap_mb=25.0.",
         source=("torch DistributedDataParallel", "pain 24"),
+        repair=_default_bucket,
+    ),
+    Rule(
+        id="ddp.compiled-bucket",
+        summary="Under torch.compile no gradient bucket is smaller than the first.",
+        check=_compiled_bucket,
+        fix="Write bucket_cap_mb=1.0 or more, or compile=NoCompile().",
+        source=("torch DDPOptimizer",),
         repair=_default_bucket,
     ),
     Rule(

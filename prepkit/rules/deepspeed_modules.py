@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import Config, DeepSpeed
+from prepkit.config import Config, DeepSpeed, Intent
 from prepkit.deepspeed.data import look, said, stage
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
@@ -25,6 +25,18 @@ def _leaves(cfg: Config, facts: Facts) -> Iterator[Hit]:
         if name not in names:
             fix = f"Write the name of a class in the model, without its module.{did_you_mean(name, names)}"
             yield Hit("config.engine.leaf_modules", f"No module of the model is a `{name}`.", fix)
+
+
+def _leaf_inputs(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    """The first trained parameter lies in a leaf, so that what goes into the leaf needs no gradient."""
+    if not isinstance(cfg.engine, DeepSpeed) or stage(cfg.engine) != 3 or cfg.intent is not Intent.TRAINING:
+        return
+    first = next((param.name for param in facts.model.params if param.requires_grad), "")
+    marked = {index for index, cls in enumerate(facts.model.classes) if cls.name in cfg.engine.leaf_modules}
+    leaf = next((m.path for m in facts.model.modules if m.cls in marked and first.startswith(f"{m.path}.")), "")
+    if leaf and not facts.model.grad_inputs:
+        what = f"Nothing before the leaf `{leaf}` is trained, so that its input needs no gradient, and `{first}` in it"
+        yield Hit(at(leaf), f"{what} is: DeepSpeed lets go of the weights of such a leaf before its backward is over.")
 
 
 def _known_leaves(cfg: Config, facts: Facts) -> Config:
@@ -87,6 +99,13 @@ RULES: tuple[Rule, ...] = (
         overridable=False,
         source=("DS-19", "K-DS12"),
         repair=_known_leaves,
+    ),
+    Rule(
+        id="deepspeed.leaf-inputs",
+        summary="What goes into a leaf that is trained needs a gradient.",
+        check=_leaf_inputs,
+        fix="Call model.enable_input_require_grads(), or train something before it, or leave it out of leaf_modules.",
+        source=("deepspeed PartitionedParameterCoordinator", "DS-19"),
     ),
     Rule(
         id="deepspeed.experts",

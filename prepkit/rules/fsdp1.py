@@ -42,6 +42,20 @@ def _ignored_trains(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("config.engine.ignored", f"{what} gradients, so the {facts.env.world_size} ranks would drift apart.")
 
 
+def _ignored_dtype(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not isinstance(cfg.engine, FSDP1) or not isinstance(cfg.precision, Mixed):
+        return
+    low, left_out = _computes_in(cfg), ignored_params(cfg.engine, facts.model)
+    names = [p.name for p in facts.model.params if p.name in left_out and "float" in p.dtype and p.dtype != low]
+    if names:
+        what = f"{count(len(names), 'ignored parameter')} not in {low} ({some(names)}): layers that take what comes out"
+        yield Hit("config.engine.ignored", f"{what} of their modules, and compute in {low}, may refuse it.")
+
+
+def _computes_in(cfg: Config) -> str:
+    return "float16" if isinstance(cfg.precision, FP16) else "bfloat16"
+
+
 def _on_cpu(cfg: Config, facts: Facts) -> bool:
     """Whether the CPU computes, or a device that ranks cannot talk through."""
     return "cpu" in (cfg.device, facts.env.device) or facts.env.device not in BACKENDS
@@ -78,8 +92,7 @@ def _tied_gradients(cfg: Config, facts: Facts) -> Iterator[Hit]:
         return
     if size_of("shard", found) > 1 or not isinstance(cfg.precision, Mixed) or cfg.intent is not Intent.TRAINING:
         return
-    low = "float16" if isinstance(cfg.precision, FP16) else "bfloat16"
-    stored, left_out = stored_dtypes(cfg, facts), ignored_params(engine, facts.model)
+    low, stored, left_out = _computes_in(cfg), stored_dtypes(cfg, facts), ignored_params(engine, facts.model)
     trained = {p.name for p in facts.model.params if p.requires_grad and p.name not in left_out}
     for group in facts.model.ties:
         if group[0] in trained and stored[group[0]] != low:
@@ -273,6 +286,14 @@ RULES: tuple[Rule, ...] = (
         severity=Severity.WARNING,
         source=("F1-25", "F1-43", "pain 24"),
         repair=_stored_buffers,
+    ),
+    Rule(
+        id="fsdp1.ignored-dtype",
+        summary="What FSDP1 ignores has the dtype that the units compute in.",
+        check=_ignored_dtype,
+        fix="Cast the ignored modules to that dtype, or leave out of config.engine.ignored what is tied to a layer.",
+        severity=Severity.WARNING,
+        source=("F1-49", "pain 8", "torch FlatParamHandle"),
     ),
     Rule(
         id="fsdp1.frozen-gradients",

@@ -284,6 +284,25 @@ def inferring(rank: int, world: int) -> tuple[int, bool]:
     return len(flat.units(ready.model)), same
 
 
+def adapted(rank: int, world: int) -> tuple[int, list[bool]]:
+    """Gradients that a rank holds of a large frozen layer and a small trained one, and whether each one steps."""
+    del rank, world
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2))
+    model[0].requires_grad_(False)
+    cfg = c.Config(engine=c.FSDP1(wrap=c.WrapRoot()), clip=c.ClipValue(1e-3), optimizer=c.SGD(lr=0.1))
+    ready: Any = pk.apply(pk.build_plan(cfg, model))
+    stepped = []
+    for _ in range(2):
+        ready.backward(ready.model(torch.ones(3, 16)).sum())
+        held = [param for param in ready.model.parameters() if param.grad is not None and param.grad.numel()]
+        stepped.append(ready.step())
+    return len(held), stepped
+
+
+def test_a_rank_whose_shards_are_all_frozen_clips_nothing_and_steps_with_the_others(gang2: Gang) -> None:
+    assert gang2.run(adapted) == [(0, [True, True]), (2, [True, True])]
+
+
 def test_a_model_for_inference_is_sharded_too(gang2: Gang) -> None:
     assert gang2.run(inferring) == [(4, True)] * 2
 
