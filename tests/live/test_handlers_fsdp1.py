@@ -288,7 +288,7 @@ def adapted(rank: int, world: int) -> tuple[int, list[bool]]:
     """Gradients that a rank holds of a large frozen layer and a small trained one, and whether each one steps."""
     del rank, world
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2))
-    model[0].requires_grad_(False)
+    model[0].requires_grad_(requires_grad=False)
     cfg = c.Config(engine=c.FSDP1(wrap=c.WrapRoot()), clip=c.ClipValue(1e-3), optimizer=c.SGD(lr=0.1))
     ready: Any = pk.apply(pk.build_plan(cfg, model))
     stepped = []
