@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint types contracts bench faults clean
+.PHONY: demo test lint types contracts bench faults drawn clean
 
 demo: $(READY)  ## Plan, show and train a language model, and compare the engines
 	$(BIN)/python examples/demo.py
@@ -30,6 +30,9 @@ bench: $(READY)  ## Tables of ratios against hand-written torch, accelerate and 
 
 faults: $(READY)  ## Tables of planted faults and what catches them, and of what a failure anywhere leaves behind
 	$(BIN)/python -m tests.faults
+
+drawn: $(READY)  ## Legal configs drawn at random, trained for real on two and four processes
+	DS_ACCELERATOR=cpu $(BIN)/python -m tests.drawn
 
 # torch goes first and pinned, so that nothing else decides which build of it is installed; DeepSpeed's own set-up
 # imports it. Its kernels are compiled when they are first needed, not here.
