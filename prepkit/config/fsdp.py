@@ -28,7 +28,10 @@ Offload = KeepOnDevice | OffloadToCPU
 
 @frozen(kw_only=True)
 class FSDP2:
-    """Parameters, gradients and optimizer state are sharded per parameter (torch ``fully_shard``)."""
+    """Parameters, gradients and optimizer state are sharded per parameter (torch ``fully_shard``).
+
+    A model that ``fully_shard`` has cut before is left as it is, and has to be what this says (M2-1).
+    """
 
     wrap: Wrap = WrapBlocks()
     """Which modules become units of their own, besides the root."""

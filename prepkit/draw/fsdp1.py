@@ -12,9 +12,9 @@ from prepkit.draw.configs import fsdp1s
 from prepkit.draw.facts import fitting_wraps
 from prepkit.facts import Facts
 from prepkit.findings import errors
-from prepkit.rules import check, fsdp1, fsdp1_mesh, ties, units
+from prepkit.rules import check, fsdp1, fsdp1_ignored, fsdp1_mesh, ties, units
 
-_RULES = (*fsdp1.RULES, *fsdp1_mesh.RULES, *ties.RULES, *units.RULES)
+_RULES = (*fsdp1.RULES, *fsdp1_ignored.RULES, *fsdp1_mesh.RULES, *ties.RULES, *units.RULES)
 
 
 def suits(cfg: Config, seen: Facts) -> bool:
@@ -59,7 +59,7 @@ _SAFE: _Arguments = (c.WrapRoot(), (), True)
 
 
 def _arguments(base: Config, seen: Facts) -> SearchStrategy[_Arguments]:
-    own = (*fsdp1.RULES, *ties.RULES, *units.RULES)
+    own = (*fsdp1.RULES, *fsdp1_ignored.RULES, *ties.RULES, *units.RULES)
 
     def legal(drawn: _Arguments) -> _Arguments:
         wrap, ignored, original = drawn

@@ -6,54 +6,18 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import FP16, FSDP1, AsStored, Config, Intent, Mixed, NoCompile
+from prepkit.config import FSDP1, AsStored, Config, Intent, NoCompile
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.rules.environment import BACKENDS
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import at, count, did_you_mean, some
-from prepkit.units import axes, matcher, size_of
+from prepkit.rules.text import at, count, some
+from prepkit.shards import dtypes
+from prepkit.units import axes, size_of
 from prepkit.units_flat import flat_parts, ignored_params, members, stored_dtypes
 
 _SHAPED = frozenset({"Adafactor", "LAMB", "Lamb", "LARS", "Lars", "Muon", "SOAP", "Shampoo"})
 """Optimizers that compute from the shape or the norm of each whole parameter."""
-
-
-def _unmatched(cfg: Config, facts: Facts) -> tuple[str, ...]:
-    if not isinstance(cfg.engine, FSDP1):
-        return ()
-    paths = tuple(module.path for module in facts.model.modules if module.path)
-    return tuple(pattern for pattern in cfg.engine.ignored if not any(map(matcher((pattern,)), paths)))
-
-
-def _ignored_not_found(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    for pattern in _unmatched(cfg, facts):
-        what = f"The pattern `{pattern}` matches no module; `*` stays inside one segment of a path."
-        hint = did_you_mean(pattern, (module.path for module in facts.model.modules if module.path))
-        yield Hit("config.engine.ignored", what, f"Leave it out, or write the path of a module.{hint}")
-
-
-def _ignored_trains(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, FSDP1) or cfg.intent is not Intent.TRAINING or facts.env.world_size < 2:
-        return
-    left_out = ignored_params(cfg.engine, facts.model)
-    if names := [p.name for p in facts.model.params if p.requires_grad and p.name in left_out]:
-        what = f"{count(len(names), 'trainable parameter')} in ignored modules ({some(names)}): nobody averages the"
-        yield Hit("config.engine.ignored", f"{what} gradients, so the {facts.env.world_size} ranks would drift apart.")
-
-
-def _ignored_dtype(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, FSDP1) or not isinstance(cfg.precision, Mixed):
-        return
-    low, left_out = _computes_in(cfg), ignored_params(cfg.engine, facts.model)
-    names = [p.name for p in facts.model.params if p.name in left_out and "float" in p.dtype and p.dtype != low]
-    if names:
-        what = f"{count(len(names), 'ignored parameter')} not in {low} ({some(names)}): layers that take what comes out"
-        yield Hit("config.engine.ignored", f"{what} of their modules, and compute in {low}, may refuse it.")
-
-
-def _computes_in(cfg: Config) -> str:
-    return "float16" if isinstance(cfg.precision, FP16) else "bfloat16"
 
 
 def _on_cpu(cfg: Config, facts: Facts) -> bool:
@@ -90,9 +54,10 @@ def _tied_gradients(cfg: Config, facts: Facts) -> Iterator[Hit]:
     engine, found = cfg.engine, axes(cfg, facts.env)
     if not isinstance(engine, FSDP1) or not engine.use_orig_params or cfg.accumulation < 2 or found is None:
         return
-    if size_of("shard", found) > 1 or not isinstance(cfg.precision, Mixed) or cfg.intent is not Intent.TRAINING:
+    low = dtypes(cfg)[0]
+    if size_of("shard", found) > 1 or low is None or cfg.intent is not Intent.TRAINING:
         return
-    low, stored, left_out = _computes_in(cfg), stored_dtypes(cfg, facts), ignored_params(engine, facts.model)
+    stored, left_out = stored_dtypes(cfg, facts), ignored_params(engine, facts.model)
     trained = {p.name for p in facts.model.params if p.requires_grad and p.name not in left_out}
     for group in facts.model.ties:
         if group[0] in trained and stored[group[0]] != low:
@@ -181,12 +146,6 @@ def _shaped(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("optimizer", what)
 
 
-def _known_patterns(cfg: Config, facts: Facts) -> Config:
-    assert isinstance(cfg.engine, FSDP1), "only FSDP1 ignores modules"
-    bad = _unmatched(cfg, facts)
-    return evolve(cfg, engine=evolve(cfg.engine, ignored=tuple(p for p in cfg.engine.ignored if p not in bad)))
-
-
 def _original(cfg: Config, _: Facts) -> Config:
     assert isinstance(cfg.engine, FSDP1), "only FSDP1 has original parameters"
     return evolve(cfg, engine=evolve(cfg.engine, use_orig_params=True))
@@ -248,21 +207,6 @@ RULES: tuple[Rule, ...] = (
         source=("pain 13", "F1-47"),
     ),
     Rule(
-        id="fsdp1.ignored-not-found",
-        summary="Every pattern of ignored modules matches one.",
-        check=_ignored_not_found,
-        fix="Leave it out, or write the path of a module.",
-        source=("F1-6", "F1-49", "SS-7"),
-        repair=_known_patterns,
-    ),
-    Rule(
-        id="fsdp1.ignored-trains",
-        summary="Nothing that is ignored is trained.",
-        check=_ignored_trains,
-        fix="Call requires_grad_(False) on them, or leave them out of ignored.",
-        source=("F1-49", "pain 9"),
-    ),
-    Rule(
         id="fsdp1.sync-on-cpu",
         summary="Module states are broadcast on an accelerator.",
         check=_sync,
@@ -286,14 +230,6 @@ RULES: tuple[Rule, ...] = (
         severity=Severity.WARNING,
         source=("F1-25", "F1-43", "pain 24"),
         repair=_stored_buffers,
-    ),
-    Rule(
-        id="fsdp1.ignored-dtype",
-        summary="What FSDP1 ignores has the dtype that the units compute in.",
-        check=_ignored_dtype,
-        fix="Cast the ignored modules to that dtype, or leave out of config.engine.ignored what is tied to a layer.",
-        severity=Severity.WARNING,
-        source=("F1-49", "pain 8", "torch FlatParamHandle"),
     ),
     Rule(
         id="fsdp1.frozen-gradients",
