@@ -96,7 +96,7 @@ def test_fsdp1_cuts_flat_parameters_as_planned_to_the_element(world: int, rank: 
     if engine == "flat":
         model.requires_grad_()
     for precision in (AsStored(), BF16()):
-        cfg = evolve(FULL, engine=FLAT_ENGINES[engine], precision=precision, compile=NoCompile())
+        cfg = evolve(FULL, engine=FLAT_ENGINES[engine], precision=precision, compile=NoCompile(), accumulation=1)
         optimizer = AdamWLive(p for p in model.parameters() if p.requires_grad)
         model(TOKENS).float().square().mean().backward()
         optimizer.step()
