@@ -117,7 +117,13 @@ def cases(world: int, number: int, start: int) -> list[Case]:
     found: dict[str, Case] = {}
 
     @seed(start)
-    @settings(max_examples=number, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=number,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        deadline=None,
+    )
     @given(st.data())
     def collect(data: st.DataObject) -> None:
         if (case := _drawn(data, world)) is not None:
