@@ -64,6 +64,8 @@ def shard_units(cfg: Config, facts: Facts) -> Piece:
     engine = cfg.engine
     assert isinstance(engine, FSDP2), "the planner table gives this planner FSDP2 configs only"
     param, reduce, _ = dtypes(cfg)
+    if stands := facts.model.units:  # they may say the same in other words, such as no reduction dtype
+        param, reduce = stands[0].param_dtype, stands[0].reduce_dtype
     offload = engine.offload
     step = ShardUnits(
         units=_standing(facts.model) or _selected(cfg, engine, facts.model),

@@ -48,6 +48,11 @@ def mixed() -> Any:
     return by_hand(Tiny(), mp_policy=policy)
 
 
+def low() -> Any:
+    """A policy that leaves the reduction to torch, which takes the dtype of the gathered parameters."""
+    return by_hand(Tiny(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
 def offloaded() -> Any:
     return by_hand(Tiny(), offload_policy=CPUOffloadPolicy(pin_memory=False), reshard_after_forward=False)
 
@@ -71,6 +76,10 @@ WAYS: dict[str, tuple[Callable[[], Any], pk.Config]] = {
     "accumulated": (plain, pk.Config(engine=FSDP2, accumulation=2, clip=pk.ClipNorm(0.5))),
     "hybrid": (hybrid, pk.Config(engine=FSDP2, mesh=pk.Mesh(replicate=2, shard=2))),
     "bfloat16": (mixed, pk.Config(engine=FSDP2, precision=pk.BF16(output_dtype="bfloat16"))),
+    "bfloat16 alone": (
+        low,
+        pk.Config(engine=FSDP2, precision=pk.BF16(reduce_dtype="bfloat16", output_dtype="bfloat16")),
+    ),
     "offloaded": (offloaded, pk.Config(engine=pk.FSDP2(offload=pk.OffloadToCPU(pin_memory=False)))),
     "other units": (together, pk.Config(engine=pk.FSDP2(wrap=pk.WrapRoot()))),
     "frozen whole": (frozen_whole, pk.Config(engine=FSDP2)),
