@@ -29,10 +29,10 @@ bench: $(READY)  ## Tables of ratios against hand-written torch, accelerate and 
 	$(BIN)/python -m tests.benchmarks
 
 faults: $(READY)  ## Tables of planted faults and what catches them, and of what a failure anywhere leaves behind
-	$(BIN)/python -m tests.faults
+	$(BIN)/python -m tests.tools.faults
 
 drawn: $(READY)  ## Legal configs drawn at random, trained for real on two and four processes
-	DS_ACCELERATOR=cpu $(BIN)/python -m tests.drawn
+	DS_ACCELERATOR=cpu $(BIN)/python -m tests.tools.drawn
 
 # torch goes first and pinned, so that nothing else decides which build of it is installed; DeepSpeed's own set-up
 # imports it. Its kernels are compiled when they are first needed, not here.

@@ -15,6 +15,8 @@ from plan import plan
 from rich.console import Console
 from rich.table import Table
 
+import prepkit as pk
+
 HERE = Path(__file__).parent
 OUT = Path("demo-out")
 TOLERANCE = 1e-4
@@ -56,7 +58,7 @@ def main(steps: int = 100) -> int:
         console.print("ZeRO is left out: it takes pip install 'prepkit[deepspeed]' and a C++ compiler")
     for run in runs():
         path = OUT / f"{Path(run.config).stem}.json"
-        plan(str(HERE / "engines" / run.config), run.processes, steps).save(str(path))
+        pk.save(plan(str(HERE / "engines" / run.config), run.processes, steps), str(path))
         if run is RUNS[0]:
             console.rule("the plan, made without a process group and saved")
             subprocess.run([sys.executable, "-m", "prepkit", "show", str(path)], check=True)

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("-o", "--out", default="plan.json")
     args = parser.parse_args()
-    plan(args.config, args.processes, args.steps).save(args.out)
+    pk.save(plan(args.config, args.processes, args.steps), args.out)
 
 
 if __name__ == "__main__":

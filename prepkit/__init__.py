@@ -66,48 +66,52 @@ from prepkit.findings import PlanRejected as PlanRejected
 from prepkit.findings import Severity as Severity
 
 if TYPE_CHECKING:
-    from prepkit.attestation import Attestation as Attestation
-    from prepkit.changes import patch as patch
-    from prepkit.face import activations as activations
-    from prepkit.face import apply as apply
-    from prepkit.face import build_plan as build_plan
-    from prepkit.face import check as check
-    from prepkit.face import diff as diff
-    from prepkit.face import fits as fits
-    from prepkit.face import load as load
-    from prepkit.face import rehearse as rehearse
+    from prepkit.api import activations as activations
+    from prepkit.api import apply as apply
+    from prepkit.api import build_plan as build_plan
+    from prepkit.api import check as check
+    from prepkit.api import diff as diff
+    from prepkit.api import fits as fits
+    from prepkit.api import load as load
+    from prepkit.api import rehearse as rehearse
+    from prepkit.api import save as save
+    from prepkit.api import show as show
+    from prepkit.codec.diff import patch as patch
     from prepkit.importers.native import read_config as read_config
-    from prepkit.live.agree import Disagreement as Disagreement
     from prepkit.live.apply import ApplyHalted as ApplyHalted
     from prepkit.live.apply import NotAsPlanned as NotAsPlanned
-    from prepkit.live.company import RankFailed as RankFailed
-    from prepkit.live.company import together as together
+    from prepkit.live.ranks.agree import Disagreement as Disagreement
+    from prepkit.live.ranks.all_or_none import RankFailed as RankFailed
+    from prepkit.live.ranks.all_or_none import together as together
     from prepkit.plan import Plan as Plan
+    from prepkit.plan.attestation import Attestation as Attestation
     from prepkit.rules import RULES as RULES
     from prepkit.rules.rule import Hit as Hit
     from prepkit.rules.rule import Rule as Rule
 
 _LATER = {
-    "activations": "prepkit.face",
-    "apply": "prepkit.face",
+    "activations": "prepkit.api",
+    "apply": "prepkit.api",
     "ApplyHalted": "prepkit.live.apply",
-    "Attestation": "prepkit.attestation",
-    "build_plan": "prepkit.face",
-    "check": "prepkit.face",
-    "diff": "prepkit.face",
-    "Disagreement": "prepkit.live.agree",
+    "Attestation": "prepkit.plan.attestation",
+    "build_plan": "prepkit.api",
+    "check": "prepkit.api",
+    "diff": "prepkit.api",
+    "Disagreement": "prepkit.live.ranks.agree",
     "Hit": "prepkit.rules.rule",
-    "fits": "prepkit.face",
-    "load": "prepkit.face",
+    "fits": "prepkit.api",
+    "load": "prepkit.api",
     "NotAsPlanned": "prepkit.live.apply",
-    "patch": "prepkit.changes",
+    "patch": "prepkit.codec.diff",
     "Plan": "prepkit.plan",
-    "RankFailed": "prepkit.live.company",
+    "RankFailed": "prepkit.live.ranks.all_or_none",
     "read_config": "prepkit.importers.native",
-    "rehearse": "prepkit.face",
+    "rehearse": "prepkit.api",
+    "save": "prepkit.api",
+    "show": "prepkit.api",
     "Rule": "prepkit.rules.rule",
     "RULES": "prepkit.rules",
-    "together": "prepkit.live.company",
+    "together": "prepkit.live.ranks.all_or_none",
 }
 """Name to the module that has it."""
 

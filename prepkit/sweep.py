@@ -21,20 +21,19 @@ from prepkit.config import (
     Single,
     TensorParallel,
 )
-from prepkit.deepspeed.batch import MICRO, WHOLE
-from prepkit.deepspeed.data import said
-from prepkit.deepspeed.edit import offloaded, offloads, restaged
 from prepkit.facts import Env, Facts
 from prepkit.findings import errors
+from prepkit.findings.text import aligned, count, in_bytes
 from prepkit.predict import predict_job
-from prepkit.predict.job import Job, job_of
+from prepkit.predict.inputs import Job, job_of
 from prepkit.predict.prediction import Prediction
-from prepkit.render.layout import aligned
-from prepkit.render.names import count, in_bytes
-from prepkit.rules import check, fsdp1_mesh, mesh, reshard, split
+from prepkit.resolve.deepspeed.batch import MICRO, WHOLE
+from prepkit.resolve.deepspeed.data import said
+from prepkit.resolve.deepspeed.edit import offloaded, offloads, restaged
+from prepkit.resolve.mesh import axes
+from prepkit.rules import check, fsdp1_mesh, fsdp2, mesh, split
 from prepkit.rules.fsdp1_mesh import strategy
 from prepkit.steps import Axis
-from prepkit.units import axes
 
 ENGINES: dict[str, Engine] = {
     "single": Single(),
@@ -178,7 +177,7 @@ def _laid(cfg: Config, facts: Facts, job: Job) -> Iterator[tuple[tuple[Axis, ...
     """Every mesh that the rules allow, and what ranks hold and send there."""
     for laid in layouts(cfg, facts.env.world_size):
         found = axes(laid, facts.env)
-        if found is None or errors(check(laid, facts, (*mesh.RULES, *reshard.RULES, *fsdp1_mesh.RULES))):
+        if found is None or errors(check(laid, facts, (*mesh.RULES, *fsdp2.RULES, *fsdp1_mesh.RULES))):
             continue
         yield found, predict_job(type(cfg.engine), evolve(job, mesh=found))
 

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit import planner
+from prepkit.budget import LIMIT, Fit, bounds
 from prepkit.config import Config, DeepSpeed
-from prepkit.deepspeed.data import stage
-from prepkit.deepspeed.edit import offloads
-from prepkit.draw.deepspeed import suit
-from prepkit.draw.facts import facts
 from prepkit.facts import Facts
 from prepkit.plan import Plan
-from prepkit.planner.budget import LIMIT, Fit, bounds
 from prepkit.predict import predict
+from prepkit.resolve.deepspeed.data import stage
+from prepkit.resolve.deepspeed.edit import offloads
 from prepkit.testing import fitting, legal
+from prepkit.testing.strategies.deepspeed import suit
+from prepkit.testing.strategies.facts import facts
 
 
 def _planned(cfg: Config, seen: Facts) -> Plan:

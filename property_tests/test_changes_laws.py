@@ -6,9 +6,9 @@ import attrs
 from hypothesis import given
 
 from prepkit import codec
-from prepkit.changes import Set, Splice, diff, patch
+from prepkit.codec.diff import Set, Splice, diff, patch
 from prepkit.plan import Plan
-from property_tests.drawn import plan_pairs, values
+from property_tests.support.any_value import plan_pairs, values
 
 
 @given(values(Plan))

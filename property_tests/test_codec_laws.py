@@ -18,8 +18,8 @@ from prepkit.codec import shapes as codec_shapes
 from prepkit.codec.text import inside
 from prepkit.findings import Finding, PlanRejected
 from prepkit.plan import Plan
-from property_tests.drawn import MODULES, classes, neighbours, values
-from tests.samples import sample_plan
+from property_tests.support.any_value import MODULES, classes, neighbours, values
+from tests.support.sample_plan import sample_plan
 
 each_module = pytest.mark.parametrize("module", MODULES)
 

@@ -6,9 +6,9 @@ from hypothesis import given
 
 from prepkit.config import FP8, XLA, Config, TorchAO
 from prepkit.facts import Facts
-from prepkit.fp8 import MULTIPLE, linears
 from prepkit.plan import Plan
 from prepkit.planner import plan
+from prepkit.resolve.fp8 import MULTIPLE, linears
 from prepkit.steps import (
     AutocastFP8Forward,
     ConvertFP8Linears,

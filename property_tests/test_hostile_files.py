@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepkit.attestation import Attestation, Check
 from prepkit.codec import FORMAT, KIND, LARGEST, from_data, load_plan, plan_from_text, plan_to_text, to_data
 from prepkit.codec.attestation import attestation_from_text, attestation_to_text
 from prepkit.codec.text import canonical, digest_text
@@ -27,7 +26,8 @@ from prepkit.config import Config
 from prepkit.facts import Facts
 from prepkit.findings import PlanRejected
 from prepkit.plan import Plan
-from tests.plans import fsdp2_plan
+from prepkit.plan.attestation import Attestation, Check
+from tests.support.plans import fsdp2_plan
 
 PER_EXAMPLE = 20
 

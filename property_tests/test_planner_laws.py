@@ -10,8 +10,8 @@ from hypothesis import given
 from prepkit import codec
 from prepkit.config import DDP, FSDP1, Config
 from prepkit.facts import Facts
-from prepkit.layout import local_shape
 from prepkit.plan import Plan
+from prepkit.plan.layout import local_shape
 from prepkit.planner import plan
 from prepkit.testing import legal, plans
 

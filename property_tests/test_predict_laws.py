@@ -7,12 +7,12 @@ from math import prod
 from hypothesis import given
 
 from prepkit import codec
-from prepkit.dtypes import itemsize
-from prepkit.layout import ParamLayout, local_shape
 from prepkit.plan import Plan
+from prepkit.plan.dtypes import itemsize
+from prepkit.plan.layout import ParamLayout, local_shape
 from prepkit.planner import fits
 from prepkit.predict import predict
-from prepkit.predict.job_units import tensor_cuts
+from prepkit.predict.inputs_units import tensor_cuts
 from prepkit.predict.prediction import Label
 from prepkit.render.tree import Node, tree
 from prepkit.testing import plans

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prepkit.assembly import assemble, lacking
-from prepkit.checkpoint import Recipe
-from prepkit.live.handlers import reading
-from prepkit.reads import complete, held, ranges
+from prepkit.facts.checkpoint import Recipe
+from prepkit.live.handlers import read_weights
+from prepkit.plan.byte_ranges import complete, held, ranges
+from prepkit.resolve.checkpoint_parts import assemble, lacking
 from prepkit.steps import Axis
-from property_tests.drawn_parts import InParts, cuts, in_parts, part_of
+from property_tests.support.split_tensors import InParts, cuts, in_parts, part_of
 
 ITEM = 4
 """Bytes of one element."""
@@ -78,11 +78,11 @@ def opened(data: bytes) -> Iterator[int]:
 
 def filled(case: InParts, placements: tuple[str, ...], axes: tuple[Axis, ...], rank: int, like: Tensor) -> Tensor:
     """What the handler reads into a tensor that holds other values."""
-    staging = reading.Staging()
+    staging = read_weights.Staging()
     with opened(case.data) as descriptor:
         for source in case.sources(placements):
-            into = reading._into(like, source, axes, rank)
-            reading._fill(into, source, ranges(source, axes, rank), descriptor, staging)
+            into = read_weights._into(like, source, axes, rank)
+            read_weights._fill(into, source, ranges(source, axes, rank), descriptor, staging)
     return like
 
 
@@ -100,7 +100,7 @@ def test_the_handler_reads_into_any_storage_through_any_buffer(
     like = torch.full(expected.shape, -1, dtype=dtype)
     if turned:  # not contiguous, as a view of something transposed
         like = torch.full(expected.shape[::-1], -1, dtype=dtype).permute(tuple(reversed(range(expected.dim()))))
-    with patch.object(reading, "STAGING", staging):
+    with patch.object(read_weights, "STAGING", staging):
         assert torch.equal(filled(case, placements, axes, rank, like), expected.to(dtype))
 
 

@@ -20,7 +20,7 @@ from prepkit.live.observe import observe
 from prepkit.live.rehearse import rehearse_here
 from prepkit.planner import plan
 from prepkit.testing import fitting
-from property_tests.grown import Seed, grow, seeds
+from property_tests.support.grown_models import Seed, grow, seeds
 
 PATIENCE_S = 120.0
 """For one rehearsal, on a machine that is busy."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gang import Gang
+from tests.support.gang import Gang
 
 
 @pytest.fixture(scope="session")

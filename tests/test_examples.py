@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import prepkit as pk
-from tests.launch import launch, torchrun
-from tests.zero import kernel_built
+from tests.support.deepspeed_cpu import kernel_built
+from tests.support.launch import launch, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CONFIGS = sorted([*(EXAMPLES / "configs").iterdir(), *(EXAMPLES / "engines").iterdir()])

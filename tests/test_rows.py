@@ -12,8 +12,8 @@ import pytest
 
 from prepkit.rules import RULES
 from prepkit.steps import Step
-from tests import rows
-from tests.rows import ROWS
+from tests.support import behaviour_rows
+from tests.support.behaviour_rows import ROWS
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT.parent / "shared" / "behaviour.md"
@@ -75,7 +75,7 @@ def test_every_answer_names_a_rule_a_step_or_a_test_that_exists_or_gives_a_reaso
     }
     wrong = [
         f"{row}: {answer}"
-        for row, answers in (ROWS | rows.GAPS).items()
+        for row, answers in (ROWS | behaviour_rows.GAPS).items()
         for answer in answers
         for kind, _, said in [answer.partition(" ")]
         if (said not in known[kind] if kind in known else kind not in ("deviation", "pending") or len(said) < 5)
@@ -89,7 +89,7 @@ def test_no_row_is_pending() -> None:
 
 
 def test_no_row_stands_in_two_blocks_of_the_table() -> None:
-    tables = {name: table for name, table in vars(rows).items() if isinstance(table, dict) and name.isupper()}
+    tables = {name: table for name, table in vars(behaviour_rows).items() if isinstance(table, dict) and name.isupper()}
     del tables["ROWS"], tables["GAPS"]
     counted = Counter(row for table in tables.values() for row in table)
     assert [row for row, count in counted.items() if count > 1] == []

@@ -11,6 +11,7 @@ import pytest
 from attrs import evolve
 
 from prepkit import planner
+from prepkit.budget import bounds
 from prepkit.cli import options as cli_options
 from prepkit.config import (
     BF16,
@@ -26,13 +27,12 @@ from prepkit.config import (
     WrapRoot,
 )
 from prepkit.facts import parse_bytes
-from prepkit.planner.budget import bounds
 from prepkit.predict import predict
 from prepkit.rules.fsdp1_mesh import strategy
 from prepkit.sweep import ENGINES, sweep, sweep_text
-from tests.commands import MAKE, fresh, run, workplace
-from tests.predict.cases import facts
-from tests.test_cli_terminal import NO_TORCH
+from tests.cli.test_terminal import NO_TORCH
+from tests.support.command_line import MAKE, fresh, run, workplace
+from tests.support.llama_facts import facts
 
 ZERO = tuple(name for name in ENGINES if name.startswith("zero"))
 CFG = Config(engine=FSDP2(), optimizer=AdamW())

@@ -24,9 +24,9 @@ from prepkit.findings import PlanRejected
 from prepkit.version import VERSION
 
 if TYPE_CHECKING:
-    from prepkit.attestation import Attestation
     from prepkit.cli.verdict import Verdict
     from prepkit.plan import Plan
+    from prepkit.plan.attestation import Attestation
     from prepkit.rules.rule import Rule
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ def plan(config: str, model: str, cluster: Cluster, output: str | None, as_json:
     """
     from prepkit import codec
     from prepkit.cli.verdict import findings_data, verdicts_text
+    from prepkit.render.plan import plan_text
 
     if output and len(set(cluster.sizes)) > 1 and SIZE not in output:
         raise click.UsageError(f"several world sizes need several files: write {SIZE} into -o, as in plan-{SIZE}.json")
@@ -73,7 +74,7 @@ def plan(config: str, model: str, cluster: Cluster, output: str | None, as_json:
         shown = [{"world_size": size, "file": files.get(size), "plan": data} for size, data in texts.items()]
         say_json({"plans": shown, "findings": findings_data(verdicts)})
     elif legal and not files:
-        say("\n\n".join(str(value) for _, value in made))
+        say("\n\n".join(plan_text(value) for _, value in made))
     else:
         said = (verdicts_text(verdicts), "" if legal else f"no plan was {'written' if output else 'made'}")
         say("\n".join((*filter(None, said), *(f"wrote {file}" for file in files.values()))), err=True)
@@ -152,10 +153,11 @@ def _is_plan(file: str) -> bool:
 @as_json
 def show(file: str, as_json: bool) -> None:
     """Show a saved plan or attestation."""
-    from prepkit.cli import files as cli_files
+    from prepkit.codec import files as codec_files
+    from prepkit.render.text import text_of
 
     loaded = _files((file,), as_json)[0]
-    say(cli_files.text(loaded).rstrip("\n") if as_json else str(loaded))
+    say(codec_files.to_text(loaded).rstrip("\n") if as_json else text_of(loaded))
 
 
 @main.command()

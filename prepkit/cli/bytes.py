@@ -21,7 +21,7 @@ from prepkit.findings import PlanRejected
 @activations_option
 def report(files: tuple[str, ...], output: str, memory: int | None, activations: int | None) -> None:
     """Write one page about a saved plan, or about two side by side. It needs no network and no script."""
-    from prepkit.report import report as page
+    from prepkit.render.report import report as page
 
     if len(files) > 2:
         raise click.UsageError("a report shows one plan, or two side by side")

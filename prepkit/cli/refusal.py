@@ -20,7 +20,9 @@ T = TypeVar("T")
 
 def save(value: Plan, file: str) -> None:
     """Writes a plan file. Ends the command where the place cannot be written."""
-    _writing(lambda: value.save(file), file)
+    from prepkit.codec import files as codec_files
+
+    _writing(lambda: codec_files.save(value, file), file)
 
 
 def write(text: str, file: str) -> None:

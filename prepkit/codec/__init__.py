@@ -98,11 +98,6 @@ def plan_from_text(text: str, where: str = "$") -> Plan:
     return plan
 
 
-def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Writes the plan file whole or not at all. Raises ``OSError`` where the folder cannot be written."""
-    write_text(plan_to_text(plan), path)
-
-
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in a file. Raises ``PlanRejected`` as ``plan_from_text`` does, and for a file that cannot be read."""
     return plan_from_text(read_text(path), f"{path}:$")
@@ -145,7 +140,7 @@ def _checked_header(data: Json, where: str) -> dict[str, Any]:
     """Kind and format come first: what another format means by its keys is not known."""
     if not isinstance(data, dict) or data.get("kind") != KIND:
         what = f"not a plan file: {shown(data)} does not have the kind {KIND!r}"
-        raise PlanRejected((refusal("foreign", where, what, "give a file that plan.save() wrote"),))
+        raise PlanRejected((refusal("foreign", where, what, "give a file that pk.save(plan, path) wrote"),))
     number = data.get("format")
     if type(number) is not int or number != FORMAT:
         newer = type(number) is int and number > FORMAT

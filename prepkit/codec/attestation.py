@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from prepkit.attestation import Attestation
-from prepkit.codec import from_data, read_text, to_data, write_text
+from prepkit.codec import from_data, to_data
 from prepkit.codec.text import canonical, digest_text, inside, parse, readable, refusal, shown
 from prepkit.findings import PlanRejected
+from prepkit.plan.attestation import Attestation
 from prepkit.version import VERSION
 
 FORMAT = 1
@@ -35,20 +34,10 @@ def attestation_from_text(text: str, where: str = "$") -> Attestation:
     return found
 
 
-def save_attestation(attestation: Attestation, path: str | os.PathLike[str]) -> None:
-    """Writes the file whole or not at all. Raises ``OSError`` where the folder cannot be written."""
-    write_text(attestation_to_text(attestation), path)
-
-
-def load_attestation(path: str | os.PathLike[str]) -> Attestation:
-    """The attestation in a file. Raises ``PlanRejected``, also for a file that cannot be read."""
-    return attestation_from_text(read_text(path), f"{path}:$")
-
-
 def _checked_header(data: Any, where: str) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("kind") != KIND:
         what = f"not an attestation: {shown(data)} does not have the kind {KIND!r}"
-        raise PlanRejected((refusal("foreign", where, what, "give a file that attestation.save() wrote"),))
+        raise PlanRejected((refusal("foreign", where, what, "give a file that pk.save(attestation, path) wrote"),))
     number = data.get("format")
     if type(number) is not int or number != FORMAT:
         what = f"format {shown(number)}, but prepkit {VERSION} reads format {FORMAT}"

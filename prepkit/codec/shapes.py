@@ -15,10 +15,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 
-from prepkit.attestation import Attestation
 from prepkit.codec.text import shown
 from prepkit.facts import Observation
 from prepkit.plan import Plan
+from prepkit.plan.attestation import Attestation
 
 ROOTS = (Plan, Observation, Attestation)
 """Every class that has a data form is one of these or stands in a field below them."""

@@ -21,14 +21,20 @@ from prepkit.config.blocks import (
 )
 from prepkit.config.ddp import DDP, CommHook, CompressHook, NoHook, PowerSGDHook
 from prepkit.config.deepspeed import DeepSpeed, Schedule
-from prepkit.config.dtypes import DType
 from prepkit.config.fp8 import MSAMP, DelayedScaling, FP8Backend, MXFP8BlockScaling, TorchAO, TransformerEngine
 from prepkit.config.fsdp import FSDP1, FSDP2, KeepOnDevice, Offload, OffloadToCPU, Sharding
 from prepkit.config.loaders import KeepLoaders, Loaders, ShardLoaders
 from prepkit.config.mesh import Mesh
 from prepkit.config.optimizer import SGD, AdamW, Clip, ClipNorm, ClipValue, NoClip, OptimizerSpec
-from prepkit.config.precision import BF16, FP8, FP16, AsStored, Mixed, Precision
-from prepkit.config.tensor import Activation, TensorFromModel, TensorParallel, TensorPlan, TensorRow, TensorRows
+from prepkit.config.precision import BF16, FP8, FP16, AsStored, DType, Mixed, Precision
+from prepkit.config.tensor_parallel import (
+    Activation,
+    TensorFromModel,
+    TensorParallel,
+    TensorPlan,
+    TensorRow,
+    TensorRows,
+)
 from prepkit.config.weights import InitWeights, KeepWeights, LoadWeights, SendWeights, Weights
 from prepkit.config.wrapping import Wrap, WrapBlocks, WrapClasses, WrapPaths, WrapRoot, WrapSize
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from prepkit.config.dtypes import DType
+from prepkit.config.precision import DType
 from prepkit.config.wrapping import Wrap, WrapBlocks
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from attrs import frozen
 
-from prepkit.config.dtypes import DType
 from prepkit.config.fp8 import FP8Backend, TorchAO
+
+DType = Literal["float32", "bfloat16", "float16"]
+"""The dtypes that can be asked for."""
 
 
 @frozen(kw_only=True)

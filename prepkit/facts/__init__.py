@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from prepkit.checkpoint import CheckpointFacts
+from prepkit.facts.checkpoint import CheckpointFacts
 from prepkit.facts.env import Env, parse_bytes
 from prepkit.facts.model import (
     ArchitectureFacts,

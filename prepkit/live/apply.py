@@ -12,23 +12,24 @@ from attrs import evolve
 from returns.io import IOFailure, IOResult, IOSuccess
 from returns.unsafe import unsafe_perform_io
 
-from prepkit.attestation import Attestation
 from prepkit.codec import plan_digests
-from prepkit.drift import Drift, drift, refusals
 from prepkit.facts import Env, LocalFacts
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.interpreter import Done, Halted, interpret
-from prepkit.live import buffers, company, names
-from prepkit.live.company import Company
-from prepkit.live.dossier import dossier
+from prepkit.live.explain import dossier
 from prepkit.live.handlers import HANDLERS
+from prepkit.live.interpreter import Done, Halted, interpret
+from prepkit.live.model import names
+from prepkit.live.model.state import look
+from prepkit.live.model.target import Target
+from prepkit.live.model.unwrap import PREPARED
 from prepkit.live.observe import observe, observe_env
-from prepkit.live.prepared import Prepared
-from prepkit.live.standing import look
-from prepkit.live.target import Target
-from prepkit.live.unwrap import PREPARED
-from prepkit.live.verify import verify
+from prepkit.live.ranks import all_or_none
+from prepkit.live.ranks.all_or_none import Company
+from prepkit.live.training.prepared import Prepared
+from prepkit.live.verify import buffers, verify
 from prepkit.plan import Plan
+from prepkit.plan.attestation import Attestation
+from prepkit.plan.drift import Drift, drift, refusals
 from prepkit.steps import AllocateTensors
 
 ENDED = "the process group was ended, so that no rank waits in it for another that has failed; start it again"
@@ -82,7 +83,7 @@ def run(plan: Plan, target: Target, found: tuple[Drift, ...] = ()) -> IOResult[P
 
 
 def _company(plan: Plan) -> AbstractContextManager[Company | None]:
-    return nullcontext() if plan.world_size == 1 else company.together(plan.config.timeout_s)
+    return nullcontext() if plan.world_size == 1 else all_or_none.together(plan.config.timeout_s)
 
 
 def _run(

@@ -9,8 +9,8 @@ from prepkit.facts import Facts
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
 from prepkit.planner.pieces import Piece
+from prepkit.resolve.modules import batch_norms
 from prepkit.steps import Communication, ConvertSyncBatchNorm, LocalDevice, PowerSGDOptions, WrapDDP
-from prepkit.units import batch_norms
 
 
 def plan_ddp(cfg: Config, facts: Facts) -> Piece:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from prepkit.config import FP8, MSAMP, Config, DeepSpeed, Mixed
-from prepkit.deepspeed.precision import low_dtype
-from prepkit.deepspeed.working import Worked, work_out
 from prepkit.facts import Facts
-from prepkit.fp8 import kept_wide
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces
 from prepkit.planner.pieces import Piece
+from prepkit.resolve.deepspeed.precision import low_dtype
+from prepkit.resolve.deepspeed.working import Worked, work_out
+from prepkit.resolve.fp8 import kept_wide
 from prepkit.steps import CastForward, ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules
 
 

@@ -6,8 +6,8 @@ from typing import assert_never
 
 from prepkit.config import DDP, FP8, MSAMP, Config, DelayedScaling, MXFP8BlockScaling, TorchAO, TransformerEngine
 from prepkit.facts import Facts
-from prepkit.fp8 import all_gather, convertible, has_engine_layers, kept_wide, linears, norms
 from prepkit.plan import Planned, because
+from prepkit.resolve.fp8 import all_gather, convertible, has_engine_layers, kept_wide, linears, norms
 from prepkit.steps import (
     AutocastFP8Forward,
     ConvertFP8Linears,

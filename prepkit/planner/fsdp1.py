@@ -7,9 +7,9 @@ from prepkit.facts import Facts
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces
 from prepkit.planner.pieces import Piece
+from prepkit.resolve.fsdp1 import batch_norms, flat_units, ignored_modules
+from prepkit.resolve.mesh import axes
 from prepkit.steps import Axis, BuildMesh, FlatUnit, LocalDevice, WrapFSDP1
-from prepkit.units import axes
-from prepkit.units_flat import batch_norms, flat_units, ignored_modules
 
 
 def plan_fsdp1(cfg: Config, facts: Facts) -> Piece:

@@ -8,9 +8,10 @@ from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
 from prepkit.planner.pieces import Piece
 from prepkit.planner.tensor_parallel import parallelize
-from prepkit.shards import arrives_sharded, dtypes, left_whole, unit_paths
+from prepkit.resolve.fsdp2 import arrives_sharded, left_whole, unit_paths
+from prepkit.resolve.mesh import axes, size_of
+from prepkit.resolve.precision import dtypes
 from prepkit.steps import Axis, BuildMesh, ShardUnits, Unit
-from prepkit.units import axes, size_of
 
 
 def plan_fsdp2(cfg: Config, facts: Facts) -> Piece:

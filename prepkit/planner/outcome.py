@@ -21,19 +21,21 @@ from prepkit.config import (
     Single,
     TensorParallel,
 )
-from prepkit.cuts import Held, held, is_cut
-from prepkit.deepspeed.precision import low_dtype
-from prepkit.deepspeed.working import work_out
 from prepkit.facts import Facts, ParamFact
-from prepkit.fp8 import convertible
-from prepkit.layout import ParamLayout, Placement
-from prepkit.layout_flat import FlatPart
 from prepkit.plan import Owners
+from prepkit.plan.flat_layout import FlatPart
+from prepkit.plan.layout import ParamLayout, Placement
 from prepkit.planner.pieces import trains
-from prepkit.shards import left_whole, unit_paths
+from prepkit.resolve.deepspeed.precision import low_dtype
+from prepkit.resolve.deepspeed.working import work_out
+from prepkit.resolve.flat_params import flat_parts
+from prepkit.resolve.fp8 import convertible
+from prepkit.resolve.fsdp1 import flat_units
+from prepkit.resolve.fsdp2 import left_whole, unit_paths
+from prepkit.resolve.modules import unit_of
+from prepkit.resolve.precision import low_precision, stored_dtypes
+from prepkit.resolve.tensor_parallel import Held, held, is_cut
 from prepkit.steps import Axis
-from prepkit.units import unit_of
-from prepkit.units_flat import flat_parts, flat_units, low_precision, stored_dtypes
 
 
 def layout(cfg: Config, facts: Facts, mesh: tuple[Axis, ...]) -> tuple[ParamLayout, ...]:

@@ -27,6 +27,9 @@ from prepkit.config import (
 from prepkit.facts import Facts, OptimizerFacts
 from prepkit.plan import Planned, because
 from prepkit.planner import fp8
+from prepkit.resolve.mesh import axes
+from prepkit.resolve.modules import select
+from prepkit.resolve.precision import masters
 from prepkit.steps import (
     Agree,
     AutocastForward,
@@ -44,8 +47,6 @@ from prepkit.steps import (
     StartProcessGroup,
     UpcastParameters,
 )
-from prepkit.units import axes, select
-from prepkit.units_flat import masters
 
 Piece = tuple[Planned, ...]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from prepkit.config import Config, TensorFromModel
-from prepkit.cuts import degree, is_cut, step_cuts
 from prepkit.facts import Facts
 from prepkit.plan import because
 from prepkit.planner import pieces
 from prepkit.planner.pieces import Piece
+from prepkit.resolve.tensor_parallel import degree, is_cut, step_cuts
 from prepkit.steps import Axis, BuildMesh, ParallelizeModules
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from posixpath import join
 
-from prepkit.checkpoint import CheckpointFacts
 from prepkit.config import FSDP2, Config, InitWeights, KeepWeights, LoadWeights, OffloadToCPU, SendWeights
 from prepkit.facts import BufferFact, Facts, ParamFact
-from prepkit.filling import asked, computed, initialised, match
+from prepkit.facts.checkpoint import CheckpointFacts
 from prepkit.plan import because
 from prepkit.planner import pieces
 from prepkit.planner.outcome import layout
 from prepkit.planner.pieces import Piece
-from prepkit.shards import unit_paths
+from prepkit.resolve.checkpoint import asked, computed, initialised, match
+from prepkit.resolve.fsdp2 import unit_paths
+from prepkit.resolve.mesh import axes
 from prepkit.steps import (
     AllocateTensors,
     CheckFiles,
@@ -25,7 +26,6 @@ from prepkit.steps import (
     SetTensorsAside,
     Source,
 )
-from prepkit.units import axes
 
 
 def fills(cfg: Config) -> bool:

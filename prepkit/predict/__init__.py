@@ -15,12 +15,12 @@ from prepkit.predict import notes
 from prepkit.predict.ddp import predict_ddp
 from prepkit.predict.fsdp1 import FlatSizes, predict_fsdp1
 from prepkit.predict.fsdp2 import Sizes, predict_fsdp2
-from prepkit.predict.job import Job, job_of
-from prepkit.predict.passing import Sized
+from prepkit.predict.inputs import Job, job_of
+from prepkit.predict.not_predicted import hidden
 from prepkit.predict.prediction import Label, Moment, Prediction, Term
 from prepkit.predict.single import predict_single
-from prepkit.predict.tensor import predict_tensor
-from prepkit.predict.unknown import hidden
+from prepkit.predict.tensor_parallel import predict_tensor
+from prepkit.predict.transient import Sized
 from prepkit.predict.versions import bounded, judged
 from prepkit.predict.zero import predict_zero
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from prepkit.predict import notes, whole
-from prepkit.predict.job import Job
+from prepkit.predict import notes, replicated
+from prepkit.predict.inputs import Job
 from prepkit.predict.prediction import Label, Moment, Prediction, Term, Traffic
 
 MIB = 1 << 20
@@ -21,10 +21,10 @@ def predict_ddp(job: Job) -> Prediction:
     return Prediction(
         engine=job.engine,
         world_size=job.world_size,
-        classes=whole.alone(job, (*whole.terms(job), *_gradients(job))),
+        classes=replicated.alone(job, (*replicated.terms(job), *_gradients(job))),
         traffic=_traffic(job),
         notes=(*_notes(job), *notes.of_whole(job)),
-        not_predicted=(*whole.not_predicted(job), *_unknown(job)),
+        not_predicted=(*replicated.not_predicted(job), *_unknown(job)),
     )
 
 

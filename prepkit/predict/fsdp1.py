@@ -13,13 +13,13 @@ from functools import cached_property
 
 from attrs import define
 
-from prepkit.predict import notes, whole
-from prepkit.predict.contents import Content, Held
-from prepkit.predict.job import Job
+from prepkit.predict import notes, replicated
+from prepkit.predict.inputs import Job
 from prepkit.predict.optimizers import Rule, State, rule_of
-from prepkit.predict.passing import passing, summed, working
 from prepkit.predict.prediction import Label, Moment, Prediction, RankClass, Term
-from prepkit.predict.sending import traffic
+from prepkit.predict.traffic import traffic
+from prepkit.predict.transient import passing, summed, working
+from prepkit.predict.unit_contents import Content, Held
 
 FLOAT32 = 4
 """Bytes of an element that is computed in full precision."""
@@ -118,20 +118,20 @@ class FlatSizes:
 def predict_fsdp1(job: Job) -> Prediction:
     """Bytes of the ``FSDP1`` engine under every sharding strategy, with and without original parameters."""
     sizes = tuple(FlatSizes(content, job) for content in job.contents)
-    shared = (*_kept(job, sizes), *whole.module_buffers(job), *passing(job, sizes), *_low(job, sizes))
+    shared = (*_kept(job, sizes), *replicated.module_buffers(job), *passing(job, sizes), *_low(job, sizes))
     made = Prediction(
         engine=job.engine,
         world_size=job.world_size,
         shards=job.axis("shard"),
         classes=tuple(_classes(job, sizes, shared)),
         traffic=traffic(job, sizes),
-        not_predicted=whole.not_predicted(job),
+        not_predicted=replicated.not_predicted(job),
     )
     return notes.of_flat(job, made)
 
 
 def _kept(job: Job, sizes: tuple[FlatSizes, ...]) -> tuple[Term, ...]:
-    place = whole.at_rest(job)
+    place = replicated.at_rest(job)
     ignored = summed(job, sizes, "ignored")
     flat = summed(job, sizes, "kept") - ignored
     found = [Term(category="parameters", bytes=flat, what="parts of flat parameters", place=place)]
@@ -181,7 +181,7 @@ def _classes(job: Job, sizes: tuple[FlatSizes, ...], shared: tuple[Term, ...]) -
             first=first,
             last=after - 1,
             ranks=(after - first) * copies,
-            terms=(*shared, *whole.optimizer_state(job, state if rule(job) else None)),
+            terms=(*shared, *replicated.optimizer_state(job, state if rule(job) else None)),
             empty=not held["used"],
         )
 

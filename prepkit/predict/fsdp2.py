@@ -12,13 +12,13 @@ from math import prod
 
 from attrs import define
 
-from prepkit.predict import notes, whole
-from prepkit.predict.contents import Content, Held
-from prepkit.predict.job import Job
+from prepkit.predict import notes, replicated
+from prepkit.predict.inputs import Job
 from prepkit.predict.optimizers import State, rule_of
-from prepkit.predict.passing import passing, summed, working
 from prepkit.predict.prediction import Label, Moment, Prediction, RankClass, Term
-from prepkit.predict.sending import traffic
+from prepkit.predict.traffic import traffic
+from prepkit.predict.transient import passing, summed, working
+from prepkit.predict.unit_contents import Content, Held
 
 
 def rows(size: int, shards: int, index: int) -> tuple[int, int]:
@@ -100,13 +100,13 @@ def predict_fsdp2(job: Job) -> Prediction:
     """Bytes of the ``FSDP2`` engine, with copies of the model (HSDP) and offload to the host."""
     shards = job.axis("shard")
     sizes = tuple(Sizes(content, job, shards) for content in job.contents)
-    shared = (*_kept(job, sizes), *whole.module_buffers(job), *passing(job, sizes), *_copies(job, sizes))
+    shared = (*_kept(job, sizes), *replicated.module_buffers(job), *passing(job, sizes), *_copies(job, sizes))
     classes = tuple(
         RankClass(
             first=first,
             last=last,
             ranks=(last - first + 1) * (job.world_size // shards),
-            terms=(*shared, *whole.optimizer_state(job, _state(job, shards, first))),
+            terms=(*shared, *replicated.optimizer_state(job, _state(job, shards, first))),
             empty=not any(_elements(content, shards, first) for content in job.contents),
         )
         for first, last in alike((one.shape[0] for c in job.contents for one, _ in c.held), shards)
@@ -118,7 +118,7 @@ def predict_fsdp2(job: Job) -> Prediction:
         parts=job.axis("tensor"),
         classes=classes,
         traffic=traffic(job, sizes),
-        not_predicted=whole.not_predicted(job),
+        not_predicted=replicated.not_predicted(job),
     )
     return notes.of_shards(job, made)
 
@@ -142,7 +142,7 @@ def _state(job: Job, shards: int, index: int) -> State | None:
 
 
 def _kept(job: Job, sizes: tuple[Sizes, ...]) -> tuple[Term, ...]:
-    place = whole.at_rest(job)
+    place = replicated.at_rest(job)
     kept: tuple[Term, ...] = (
         Term(category="parameters", bytes=summed(job, sizes, "kept"), what="padded shards", place=place),
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from prepkit.predict.job import Job
+from prepkit.findings.text import count, in_bytes
+from prepkit.predict.inputs import Job
 from prepkit.predict.prediction import Prediction
-from prepkit.render.names import count, in_bytes
 
 __all__ = ["in_bytes", "of_shards", "of_whole"]
 

@@ -12,7 +12,6 @@ from math import prod
 from attrs import frozen
 
 from prepkit.facts import Scalar
-from prepkit.predict.owner import OptimizerOf
 from prepkit.predict.prediction import Label
 
 STEP = 4
@@ -20,6 +19,15 @@ STEP = 4
 
 Shape = tuple[int, ...]
 Options = dict[str, Scalar]
+
+
+@frozen(kw_only=True)
+class OptimizerOf:
+    """Which optimizer, and the options of each of its groups."""
+
+    name: str
+    module: str
+    groups: tuple[tuple[tuple[str, Scalar], ...], ...]
 
 
 @frozen

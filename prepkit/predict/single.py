@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from prepkit.predict import notes, whole
-from prepkit.predict.job import Job
+from prepkit.predict import notes, replicated
+from prepkit.predict.inputs import Job
 from prepkit.predict.prediction import Moment, Prediction, Term
 
 
@@ -15,7 +15,7 @@ def predict_single(job: Job) -> Prediction:
     return Prediction(
         engine=job.engine,
         world_size=job.world_size,
-        classes=whole.alone(job, (*whole.terms(job), *((grads,) if job.trains else ()))),
+        classes=replicated.alone(job, (*replicated.terms(job), *((grads,) if job.trains else ()))),
         notes=notes.of_whole(job),
-        not_predicted=whole.not_predicted(job),
+        not_predicted=replicated.not_predicted(job),
     )

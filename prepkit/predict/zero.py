@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from prepkit.predict import notes, whole, zero_low, zero_three
-from prepkit.predict.job import Job
+from prepkit.findings.text import in_bytes
+from prepkit.predict import notes, replicated, zero3, zero12
+from prepkit.predict.inputs import Job
 from prepkit.predict.prediction import Prediction
-from prepkit.predict.zero_job import Zero
-from prepkit.predict.zero_sending import traffic
-from prepkit.render.names import in_bytes
+from prepkit.predict.zero_inputs import Zero
+from prepkit.predict.zero_traffic import traffic
 
 
 def predict_zero(job: Job) -> Prediction:
@@ -17,8 +17,8 @@ def predict_zero(job: Job) -> Prediction:
         reason = ", ".join(zero.unknown) if zero else "no call of deepspeed.initialize"
         missing = (f"everything: no formulas here know {reason}",)
         return Prediction(engine=job.engine, world_size=job.world_size, not_predicted=missing)
-    found = zero_three.classes(job, zero) if zero.stage == 3 else zero_low.classes(job, zero)
-    buffers = whole.module_buffers(job)
+    found = zero3.classes(job, zero) if zero.stage == 3 else zero12.classes(job, zero)
+    buffers = replicated.module_buffers(job)
     return Prediction(
         engine=job.engine,
         world_size=job.world_size,
@@ -26,7 +26,7 @@ def predict_zero(job: Job) -> Prediction:
         classes=tuple(one.and_also(buffers) for one in found),
         traffic=traffic(job, zero),
         notes=(*notes.of_whole(job), *_notes(job, zero)),
-        not_predicted=whole.not_predicted(job),
+        not_predicted=replicated.not_predicted(job),
     )
 
 
@@ -42,7 +42,7 @@ def _notes(job: Job, zero: Zero) -> tuple[str, ...]:
     found: tuple[str, ...] = (
         f"The reduce bucket takes {kept} on every rank from the start (reduce_bucket_size={zero.bucket}).",
     )
-    if zero_three.gathered_once(zero):
+    if zero3.gathered_once(zero):
         why = f"twice the model is less than stage3_max_reuse_distance={zero.reuse}; a smaller number frees them"
         return (*found, f"All {whole_} of parameters stay gathered from forward to backward: {why}.")
     order = "What is gathered once, not twice, follows the order in which modules run, which a plan does not know"
@@ -58,10 +58,10 @@ def _sent(job: Job, zero: Zero, whole_: str) -> str:
 
 def _kept(zero: Zero) -> tuple[str, ...]:
     if zero.high:
-        more = in_bytes(zero_low.flat(zero) * 4)
+        more = in_bytes(zero12.flat(zero) * 4)
         return (f"ZeRO 1 in bfloat16 keeps float32 gradients of all parameters on every rank: {more}; ZeRO 2 a part.",)
-    inside = max(run.inside for run in zero_low.overlaps(zero)) * zero.size if zero.groups else 0
-    if zero.compact or inside < 2 * sum(zero_low.parts(zero)) * zero.size:
+    inside = max(run.inside for run in zero12.overlaps(zero)) * zero.size if zero.groups else 0
+    if zero.compact or inside < 2 * sum(zero12.parts(zero)) * zero.size:
         return ()
     said = "A rank keeps whole gradients of the parameters that lie in its part, if only partly"
     return (f"{said}: up to {in_bytes(inside)}; in bfloat16 with float32 gradients it keeps its part alone.",)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from prepkit.predict.job import Job
+from prepkit.predict.inputs import Job
 from prepkit.predict.optimizers import State, rule_of, steps_on_device
 from prepkit.predict.prediction import Category, Label, Moment, Place, Term
-from prepkit.predict.zero_job import Zero
+from prepkit.predict.zero_inputs import Zero
 
 MASTER = 4
 """Bytes of one element of the float32 copy that is stepped; there is one also of a float32 model."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, assert_never
 
 from prepkit import codec
-from prepkit.changes import Change, Set, Splice, place
+from prepkit.codec.diff import Change, Set, Splice, place
+from prepkit.findings.text import collapse, count, listed, template
 from prepkit.plan import Planned
-from prepkit.render.names import collapse, count, listed, template
-from prepkit.render.steps import effect
+from prepkit.plan.step_text import effect
 
 ITEMS = 8
 """Items shown of those that are taken out, or put in, at one place; the rest is counted."""

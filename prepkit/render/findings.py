@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepkit.findings import Finding, errors
-from prepkit.render.names import count
+from prepkit.findings.text import count
 
 
 def findings_text(findings: tuple[Finding, ...]) -> str:

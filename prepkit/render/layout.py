@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from math import prod
 
 from attrs import frozen
 
-from prepkit.dtypes import itemsize
-from prepkit.layout import ParamLayout, local_shape
-from prepkit.layout_flat import FlatPart
+from prepkit.findings.text import aligned, collapse, count, in_bytes
 from prepkit.plan import Plan
-from prepkit.render.names import collapse, count, in_bytes
+from prepkit.plan.dtypes import itemsize
+from prepkit.plan.flat_layout import FlatPart
+from prepkit.plan.layout import ParamLayout, local_shape
 
 ROWS = 16
 """Rows shown of one unit class; the rest is summed up."""
@@ -144,11 +144,3 @@ def _cells(plan: Plan, layout: ParamLayout) -> tuple[str, str, str]:
     if layout.flat is not None:
         shape += f" at {layout.flat.start:,} of {layout.flat.size:,}"
     return layout.dtype, shape, frozen_
-
-
-def aligned(rows: Sequence[tuple[str, ...]], indent: int = 0) -> Iterator[str]:
-    """Rows as lines, each column as wide as its widest cell, columns that are empty throughout left out."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width]
-        yield (" " * indent + "  ".join(cells)).rstrip()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prepkit.findings.text import aligned, count, in_bytes
 from prepkit.plan import Plan
 from prepkit.predict import predict
 from prepkit.predict.prediction import Category, Label, Place, Prediction, RankClass, Traffic
-from prepkit.render.layout import aligned
-from prepkit.render.names import count, in_bytes
 
 SHOWN = 2
 """Terms of one category that are named."""

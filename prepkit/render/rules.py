@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepkit.render.layout import aligned
+from prepkit.findings.text import aligned
 from prepkit.rules.rule import Rule
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from attrs import frozen
 
+from prepkit.findings.text import aligned, collapse, count, in_bytes
 from prepkit.plan import Plan
 from prepkit.predict import sized
-from prepkit.predict.job import job_of
-from prepkit.render.layout import aligned
-from prepkit.render.names import collapse, count, in_bytes
+from prepkit.predict.inputs import job_of
 from prepkit.steps import CheckpointModules, CompileModules, FlatUnit, ShardUnits, WrapFSDP1
 
 SHOWN = ShardUnits | WrapFSDP1 | CheckpointModules | CompileModules

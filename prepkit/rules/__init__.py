@@ -6,6 +6,7 @@ from prepkit.config import Config
 from prepkit.facts import Facts
 from prepkit.findings import Finding, Severity
 from prepkit.rules import (
+    already_sharded,
     blocks,
     checkpoint,
     compile,  # noqa: A004  # the subject is called what the config calls it
@@ -20,6 +21,8 @@ from prepkit.rules import (
     fsdp1,
     fsdp1_ignored,
     fsdp1_mesh,
+    fsdp2,
+    fsdp_units,
     loaders,
     mesh,
     model,
@@ -27,12 +30,9 @@ from prepkit.rules import (
     overrides,
     precision,
     quantised,
-    reshard,
-    sharded,
-    tensor,
+    ranges,
+    tensor_parallel,
     ties,
-    units,
-    values,
     weights,
     wrap,
     xla,
@@ -45,14 +45,14 @@ _SUBJECTS: tuple[Rule, ...] = (
     *mesh.RULES,
     *fsdp1_mesh.RULES,
     *model.RULES,
-    *sharded.RULES,
+    *already_sharded.RULES,
     *quantised.RULES,
     *wrap.RULES,
     *blocks.RULES,
-    *reshard.RULES,
+    *fsdp2.RULES,
     *ties.RULES,
-    *tensor.RULES,
-    *units.RULES,
+    *tensor_parallel.RULES,
+    *fsdp_units.RULES,
     *optimizer.RULES,
     *precision.RULES,
     *fp8.RULES,
@@ -69,7 +69,7 @@ _SUBJECTS: tuple[Rule, ...] = (
     *checkpoint.RULES,
     *loaders.RULES,
     *weights.RULES,
-    *values.RULES,
+    *ranges.RULES,
 )
 
 RULES: tuple[Rule, ...] = (*_SUBJECTS, overrides.about_overrides(_SUBJECTS))

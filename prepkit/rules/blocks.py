@@ -20,10 +20,10 @@ from prepkit.config import (
 )
 from prepkit.facts import Facts
 from prepkit.findings import Severity
+from prepkit.findings.text import short, some
+from prepkit.resolve.modules import select
 from prepkit.rules.rule import Hit, Rule
 from prepkit.rules.selections import below_root, blocks, known_blocks, selections, whole_model
-from prepkit.rules.text import short, some
-from prepkit.units import select
 
 
 def _explained_by_none(wrap: Wrap) -> bool:

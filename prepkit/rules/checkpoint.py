@@ -9,8 +9,8 @@ from attrs import evolve
 from prepkit.config import CheckpointBlocks, Config, Intent, NoCheckpointing
 from prepkit.facts import Facts
 from prepkit.findings import Severity
+from prepkit.findings.text import at, some
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import at, some
 
 
 def _cache(cfg: Config, facts: Facts) -> Iterator[Hit]:

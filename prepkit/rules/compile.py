@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import XLA, CompileBlocks, CompileModel, Config, NoCompile
-from prepkit.cuts import is_cut
 from prepkit.facts import Facts
 from prepkit.findings import Severity
+from prepkit.findings.text import did_you_mean
+from prepkit.resolve.tensor_parallel import is_cut
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import did_you_mean
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Modes that every torch since 2.6 knows."""

@@ -10,10 +10,10 @@ from attrs import evolve
 from prepkit.config import DDP, CompressHook, Config, Intent, NoCompile, NoHook, PowerSGDHook
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
+from prepkit.findings.text import at, some
+from prepkit.resolve.modules import batch_norms, parent
 from prepkit.rules.devices import computes_on
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import at, some
-from prepkit.units import batch_norms, parent
 
 
 def _bucket(cfg: Config, _: Facts) -> Iterator[Hit]:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from attrs import evolve
 
 from prepkit.config import AsStored, ClipNorm, Config, DeepSpeed, Mixed, NoClip
-from prepkit.deepspeed.data import look, said
-from prepkit.deepspeed.working import work_out
 from prepkit.facts import Facts
 from prepkit.findings import Severity
+from prepkit.resolve.deepspeed.data import look, said
+from prepkit.resolve.deepspeed.working import work_out
 from prepkit.rules.rule import Hit, Rule
 
 Check = Callable[[Config, Facts], Iterator[Hit]]

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import Config, DeepSpeed, KeepLoaders, NoCompile
-from prepkit.deepspeed.data import tensor_parallel
-from prepkit.deepspeed.working import work_out
 from prepkit.facts import Env, Facts
 from prepkit.findings import Severity
+from prepkit.resolve.deepspeed.data import tensor_parallel
+from prepkit.resolve.deepspeed.working import work_out
 from prepkit.rules.rule import Hit, Rule
 
 _FOR_DEVICE = {"mlu": (0, 15, 2), "musa": (0, 14, 3)}

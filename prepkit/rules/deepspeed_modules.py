@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import Config, DeepSpeed, Intent
-from prepkit.deepspeed.data import look, said, stage
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
+from prepkit.findings.text import at, count, did_you_mean, some
+from prepkit.resolve.deepspeed.data import look, said, stage
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import at, count, did_you_mean, some
 
 KNOWN_LEAVES = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 """Classes that DeepSpeed marks by itself (deepspeed/runtime/zero/leaf_module_config.py)."""

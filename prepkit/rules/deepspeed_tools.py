@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prepkit.config import Config, DeepSpeed, Mixed
-from prepkit.deepspeed.data import stage
-from prepkit.deepspeed.working import work_out
 from prepkit.facts import Facts
+from prepkit.findings.text import count
+from prepkit.resolve.deepspeed.data import stage
+from prepkit.resolve.deepspeed.working import work_out
 from prepkit.rules.deepspeed import flaws
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import count
 
 
 def _state(cfg: Config, facts: Facts) -> Iterator[Hit]:

@@ -10,14 +10,14 @@ from attrs import evolve
 
 from prepkit.config import BF16, FP8, FSDP2, MSAMP, Config, Intent, MXFP8BlockScaling, TorchAO, TransformerEngine
 from prepkit.config.fp8 import FP8Backend
-from prepkit.cuts import degree
 from prepkit.facts import Facts
 from prepkit.findings import Severity
-from prepkit.fp8 import CONVERTED, MULTIPLE, convertible, has_engine_layers, linears
+from prepkit.findings.text import at, count, some
+from prepkit.resolve.fp8 import CONVERTED, MULTIPLE, convertible, has_engine_layers, linears
+from prepkit.resolve.modules import matcher
+from prepkit.resolve.tensor_parallel import degree
 from prepkit.rules.devices import computes_on
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import at, count, some
-from prepkit.units import matcher
 
 OLDEST_TORCHAO = (0, 6, 1)
 ADA = (8, 9)

@@ -19,13 +19,13 @@ from prepkit.config import (
     TorchAO,
     TransformerEngine,
 )
-from prepkit.deepspeed.working import work_out
 from prepkit.facts import Facts
 from prepkit.findings import Severity
-from prepkit.fp8 import has_engine_layers
+from prepkit.findings.text import count
+from prepkit.resolve.deepspeed.working import work_out
+from prepkit.resolve.fp8 import has_engine_layers
 from prepkit.rules.fp8 import backend, bf16, changed
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import count
 
 ADAMS = (("Adam", "torch.optim"), ("AdamW", "torch.optim"), ("FusedAdam", "deepspeed.ops"))
 """Classes, with the start of their modules, that ``msamp.initialize`` takes."""

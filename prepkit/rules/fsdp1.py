@@ -9,12 +9,13 @@ from attrs import evolve
 from prepkit.config import FSDP1, AsStored, Config, Intent, NoCompile
 from prepkit.facts import Facts
 from prepkit.findings import Severity
+from prepkit.findings.text import at, count, some
+from prepkit.resolve.flat_params import flat_parts
+from prepkit.resolve.fsdp1 import ignored_params, members
+from prepkit.resolve.mesh import axes, size_of
+from prepkit.resolve.precision import dtypes, stored_dtypes
 from prepkit.rules.environment import BACKENDS
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import at, count, some
-from prepkit.shards import dtypes
-from prepkit.units import axes, size_of
-from prepkit.units_flat import flat_parts, ignored_params, members, stored_dtypes
 
 _SHAPED = frozenset({"Adafactor", "LAMB", "Lamb", "LARS", "Lars", "Muon", "SOAP", "Shampoo"})
 """Optimizers that compute from the shape or the norm of each whole parameter."""

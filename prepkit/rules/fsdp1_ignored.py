@@ -9,11 +9,11 @@ from attrs import evolve
 from prepkit.config import FSDP1, Config, Intent
 from prepkit.facts import Facts
 from prepkit.findings import Severity
+from prepkit.findings.text import count, did_you_mean, some
+from prepkit.resolve.fsdp1 import ignored_params
+from prepkit.resolve.modules import matcher
+from prepkit.resolve.precision import dtypes
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import count, did_you_mean, some
-from prepkit.shards import dtypes
-from prepkit.units import matcher
-from prepkit.units_flat import ignored_params
 
 
 def _unmatched(cfg: Config, facts: Facts) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from attrs import evolve
 
 from prepkit.config import FSDP1, Config, Mesh, Sharding
 from prepkit.facts import Facts
+from prepkit.resolve.mesh import axes, size_of
 from prepkit.rules.rule import Hit, Rule
-from prepkit.units import axes, size_of
 
 
 def is_hybrid(engine: FSDP1) -> bool:

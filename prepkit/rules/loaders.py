@@ -9,9 +9,9 @@ from attrs import evolve
 from prepkit.config import Config, KeepLoaders, ShardLoaders
 from prepkit.facts import Facts, LoaderFacts
 from prepkit.findings import Severity
+from prepkit.findings.text import count
+from prepkit.resolve.mesh import readers
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import count
-from prepkit.units import readers
 
 _KEEP = "Split the data by rank yourself and write loaders=KeepLoaders()"
 

@@ -10,11 +10,11 @@ from attrs import evolve
 from prepkit.config import DDP, FSDP1, FSDP2, XLA, Config, Mesh, Single, TensorParallel
 from prepkit.facts import Facts
 from prepkit.findings import Severity
+from prepkit.findings.text import count
+from prepkit.resolve.mesh import axes, size_of
 from prepkit.rules.fsdp1_mesh import mend_axes
-from prepkit.rules.reshard import mend_reshard
+from prepkit.rules.fsdp2 import mend_reshard
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import count
-from prepkit.units import axes, size_of
 
 
 def nearest(mesh: Mesh, world: int) -> tuple[Mesh, ...]:

@@ -18,10 +18,10 @@ from prepkit.config import (
     TensorParallel,
 )
 from prepkit.facts import Facts, Mark, ModelFacts
+from prepkit.findings.text import at, count, some
+from prepkit.resolve.fsdp2 import arrives_sharded
+from prepkit.rules.fsdp_units import LAZY
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import at, count, some
-from prepkit.rules.units import LAZY
-from prepkit.shards import arrives_sharded
 
 _WRAPPED: tuple[Mark, ...] = ("ddp", "fsdp1", "fsdp2", "deepspeed", "prepared")
 _ONE_AXIS = tuple((word,) for word in ("replicate", "shard(0)", "shard(1)"))

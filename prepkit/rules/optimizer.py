@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import FSDP1, FSDP2, Config, DeepSpeed, Intent, TensorParallel
-from prepkit.deepspeed.data import look, said
 from prepkit.facts import Facts
 from prepkit.findings import Severity
+from prepkit.findings.text import count, some
+from prepkit.resolve.deepspeed.data import look, said
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import count, some
 
 
 def _held(facts: Facts) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from attrs import evolve
 
 from prepkit.config import Config
 from prepkit.facts import Facts
+from prepkit.findings.text import did_you_mean
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import did_you_mean
 
 ID = "overrides.unknown"
 

@@ -10,9 +10,9 @@ from attrs import evolve
 from prepkit.config import BF16, DDP, FP8, FP16, FSDP1, FSDP2, XLA, AsStored, Config, DeepSpeed, Intent, Mixed
 from prepkit.facts import Facts, ParamFact
 from prepkit.findings import Severity
+from prepkit.findings.text import count, some
 from prepkit.rules.devices import computes_on
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import count, some
 
 
 def _unsupported(cfg: Config, facts: Facts) -> Iterator[Hit]:

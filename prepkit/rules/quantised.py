@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from prepkit.config import Config, Single
 from prepkit.facts import Facts
+from prepkit.findings.text import at, count, some
 from prepkit.rules.devices import computes_on
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import at, count, some
 
 _LOCAL = "local"
 _MULTI_BACKEND = (0, 46)

@@ -19,8 +19,8 @@ from prepkit.config import (
     WrapRoot,
 )
 from prepkit.facts import Facts, ModelFacts
-from prepkit.rules.text import short
-from prepkit.units import repeated_blocks, select
+from prepkit.findings.text import short
+from prepkit.resolve.modules import repeated_blocks, select
 
 
 @frozen(kw_only=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from prepkit.config import FSDP1, FSDP2, Config
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
+from prepkit.findings.text import at, some
+from prepkit.resolve.fsdp1 import ignored_params, sharded_units
+from prepkit.resolve.modules import parent, unit_of
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import at, some
-from prepkit.units import parent, unit_of
-from prepkit.units_flat import ignored_params, sharded_units
 
 
 def apart(paths: tuple[str, ...], model: ModelFacts) -> Iterator[tuple[tuple[str, str], ...]]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from prepkit.config import DDP, FP8, FSDP2, Config, KeepWeights, LoadWeights, SendWeights, Single
 from prepkit.facts import Facts
-from prepkit.filling import asked, computed, helpless, initialised
 from prepkit.findings import Severity
+from prepkit.findings.text import at, count, some
+from prepkit.resolve.checkpoint import asked, computed, helpless, initialised
 from prepkit.rules import weights_match
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import at, count, some
 
 _FILLED = (Single, DDP, FSDP2)
 """Engines whose plans give a model its values."""

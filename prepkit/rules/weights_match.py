@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from prepkit.assembly import Filled, lacking, unmatched
 from prepkit.config import Config, LoadWeights
 from prepkit.facts import Facts, ModelFacts
-from prepkit.filling import asked, match, unreadable
 from prepkit.findings import Severity
+from prepkit.findings.text import at, count, near, some
+from prepkit.resolve.checkpoint import asked, match, unreadable
+from prepkit.resolve.checkpoint_parts import Filled, lacking, unmatched
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.text import at, count, near, some
 
 _CASTS = frozenset({"float64", "float32", "float16", "bfloat16"})
 """Dtypes that are cast into one another when they are read."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from prepkit.config import Config, Wrap, WrapClasses, WrapPaths, WrapSize
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
+from prepkit.findings.text import did_you_mean, near, some
+from prepkit.resolve.modules import matcher, repeated_blocks, select
 from prepkit.rules.rule import Hit, Rule
 from prepkit.rules.selections import below_root, instead, known_blocks, mend, selections
-from prepkit.rules.text import did_you_mean, near, some
-from prepkit.units import matcher, repeated_blocks, select
 
 # --- what is wrong with one name or pattern ------------------------------------------------------------------------
 

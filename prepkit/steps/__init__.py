@@ -16,7 +16,7 @@ from prepkit.steps.fp8 import (
     PrecomputeFloat8Scales,
 )
 from prepkit.steps.fsdp1 import FlatUnit, RegroupOptimizer, WrapFSDP1
-from prepkit.steps.fsdp2 import ParallelizeModules, ShardUnits, TensorCut, Unit
+from prepkit.steps.fsdp2 import ShardUnits, Unit
 from prepkit.steps.loaders import ShardLoader
 from prepkit.steps.model import (
     AutocastForward,
@@ -35,6 +35,7 @@ from prepkit.steps.optimizer import (
 )
 from prepkit.steps.places import Axis, File, LocalDevice
 from prepkit.steps.start import Agree, BuildMesh, StartProcessGroup
+from prepkit.steps.tensor_parallel import ParallelizeModules, TensorCut
 from prepkit.steps.weights import (
     AllocateTensors,
     Block,

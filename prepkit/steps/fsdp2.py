@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from attrs import frozen
 
 
@@ -16,30 +14,6 @@ class Unit:
     reshard_after_forward: bool | int
     output_dtype: str | None = None
     """Dtype of the module's floating outputs; None leaves them."""
-
-
-@frozen(kw_only=True)
-class TensorCut:
-    """Modules that are cut alike."""
-
-    paths: tuple[str, ...]
-    style: Literal["colwise", "rowwise", "sequence", "replicate"]
-    takes: Literal["whole", "features", "heads", "sequence"]
-    """How the input arrives on the ranks of the axis."""
-    gives: Literal["whole", "features", "heads", "sequence"]
-    """How the output leaves."""
-
-
-@frozen(kw_only=True)
-class ParallelizeModules:
-    """Cuts modules over one axis of the mesh, with hooks that lay out their inputs and outputs; ties stay ties.
-
-    Has no way back: the model has to be built again if a later step fails.
-    Fails if a module is of another kind, cut already or holds a gradient, or if the ranks hold different weights.
-    """
-
-    cuts: tuple[TensorCut, ...]
-    axis: str
 
 
 @frozen(kw_only=True)

@@ -17,7 +17,7 @@ from rich.table import Table
 from tests.benchmarks.rivals import has_accelerate
 from tests.benchmarks.weights import loading
 from tests.benchmarks.worlds import worlds
-from tests.launch import torchrun
+from tests.support.launch import torchrun
 
 ROUNDS = 5
 STEPS = 48
@@ -70,7 +70,7 @@ def plan() -> Table:
         walk, built = min(walks), min(plans)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "plan.json"
-            made.save(str(path))
+            pk.save(made, str(path))
             size = path.stat().st_size / 1000
         count = f"{sum(1 for _ in model.modules()):,}"
         table.add_row(name, count, f"{walk * 1e3:.1f}", f"{built * 1e3:.0f}", f"{built / walk:.1f}", f"{size:.0f}")
@@ -108,7 +108,7 @@ def _save_small_plan(path: str) -> None:
     import prepkit as pk
 
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-    pk.build_plan(pk.Config(engine=pk.FSDP2()), model, env=pk.Env.declare(world_size=8)).save(path)
+    pk.save(pk.build_plan(pk.Config(engine=pk.FSDP2()), model, env=pk.Env.declare(world_size=8)), path)
 
 
 FIGURES = (

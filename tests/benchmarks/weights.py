@@ -21,7 +21,7 @@ from typing import Any
 from rich.table import Table
 
 from tests.benchmarks.rivals import accelerator, has_accelerate, transformers_native
-from tests.launch import torchrun
+from tests.support.launch import torchrun
 
 ROUNDS = 5
 WAYS = {

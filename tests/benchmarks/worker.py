@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.benchmarks.rivals import accelerator
-from tests.zero import lean
+from tests.support.deepspeed_cpu import lean
 
 STEPS = 3
 """Steps of each way that are timed, after one that is not."""

@@ -9,7 +9,7 @@ import pytest
 from prepkit.config import Engine
 from prepkit.live.handlers import HANDLERS
 from prepkit.steps import ConvertOptimizer, InitialiseTensors, ReadTensors, SendTensors
-from tests.live.fault_matrix import CLEAN, ENGINES, Outcome, all_outcomes, case, table
+from tests.support.fault_matrix import CLEAN, ENGINES, Outcome, all_outcomes, case, table
 
 NO_WAY_BACK = {kind.__name__ for kind, handler in HANDLERS.items() if handler.undo is None}
 

@@ -1,11 +1,11 @@
-"""The scenarios of ``tests.gpu``, one test each."""
+"""The scenarios of ``tests.tools.gpu``, one test each."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests import gpu
+from tests.tools import gpu
 
 
 @pytest.mark.gpu

@@ -10,9 +10,9 @@ from attrs import evolve
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import prepkit as pk
-from prepkit.live.names import named_parameters
-from tests.gang import Gang
-from tests.models import FAMILIES, MORE, Batch, build
+from prepkit.live.model.names import named_parameters
+from tests.support.gang import Gang
+from tests.support.transformers_models import FAMILIES, MORE, Batch, build
 
 STEPS = 3
 ENGINES: dict[str, pk.Config] = {

@@ -26,13 +26,13 @@ from prepkit.config import (
     TransformerEngine,
 )
 from prepkit.facts import ClassFact, Env, Facts, ModelFacts
-from prepkit.fp8 import convertible, kept_wide, linears, norms
 from prepkit.plan import Plan
 from prepkit.planner import plan
+from prepkit.resolve.fp8 import convertible, kept_wide, linears, norms
 from prepkit.rules import check
 from prepkit.steps import AutocastFP8Forward, ConvertFP8Linears, InitializeMSAMP
 from prepkit.testing import tiny_facts, tiny_model
-from prepkit.tiny import LIBRARIES
+from prepkit.testing.tiny import LIBRARIES
 
 TE, AO = FP8(backend=TransformerEngine()), FP8(backend=TorchAO())
 FOUR = ("layers.0.attn", "layers.0.mlp", "layers.1.attn", "layers.1.mlp")

@@ -15,7 +15,7 @@ from prepkit.planner import plan
 from prepkit.rules import check
 from prepkit.steps import InitialiseDeepSpeed
 from prepkit.testing import tiny_facts, tiny_model
-from prepkit.tiny import LIBRARIES
+from prepkit.testing.tiny import LIBRARIES
 
 AMP, TE, AO = FP8(backend=MSAMP()), FP8(backend=TransformerEngine()), FP8(backend=TorchAO())
 SECTION = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

@@ -54,7 +54,7 @@ from prepkit.steps import (
     WrapFSDP1,
 )
 from prepkit.testing import tiny_facts, tiny_loader, tiny_model
-from prepkit.tiny import LIBRARIES, tiny_optimizer
+from prepkit.testing.tiny import LIBRARIES, tiny_optimizer
 
 
 def planned(cfg: Config, facts: Facts) -> Plan:

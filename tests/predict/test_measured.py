@@ -15,15 +15,14 @@ import torch
 
 from prepkit.config import BF16, DDP, FSDP1, FSDP2, AsStored, TensorParallel
 from prepkit.predict.ddp import DEFAULT_CAP, FIRST_BUCKET, bucket_sizes
-from prepkit.predict.optimizers import rule_of
-from prepkit.predict.owner import OptimizerOf
-from tests.gang import ROOT, Gang
-from tests.predict.drawn import Case, case, cut
-from tests.predict.measure import Row, measure
+from prepkit.predict.optimizers import OptimizerOf, rule_of
+from tests.support.drawn_models import Case, case, cut
+from tests.support.gang import ROOT, Gang
+from tests.support.measured_bytes import Row, measure
 
 SEEDS = 12
 ZERO_WORLDS = (3, 64)
-"""``python -m tests.predict_table`` measures 7, 8 and 512 ranks as well, and optimizers that DeepSpeed compiles."""
+"""``python -m tests.tools.predict_table`` measures 7, 8 and 512 ranks too, and optimizers that DeepSpeed compiles."""
 
 
 def wrong(rows: list[Row]) -> list[str]:
@@ -93,7 +92,7 @@ def test_buckets_close_where_torch_closes_them(cap: int) -> None:
 def staged(engine: str, seeds: int = SEEDS) -> tuple[Row, ...]:
     """The rows of many cases under a fake process group, from one process of its own."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.predict.staged", engine, str(seeds)],
+        [sys.executable, "-W", "ignore", "-m", "tests.support.measure_under_fake_group", engine, str(seeds)],
         check=True, capture_output=True, text=True, timeout=280, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     return tuple(Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{"))
@@ -169,7 +168,7 @@ def test_zero_holds_and_sends_what_was_predicted_on_first_middle_and_last_ranks_
     pytest.importorskip("deepspeed")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.predict.staged_zero", str(stage), *map(str, ZERO_WORLDS)],
+        [sys.executable, "-W", "ignore", "-m", "tests.support.measure_zero", str(stage), *map(str, ZERO_WORLDS)],
         check=True, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment,
     )  # fmt: skip
     rows = [Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]

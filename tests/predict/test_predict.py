@@ -27,19 +27,18 @@ from prepkit.config import (
     Single,
     WrapRoot,
 )
-from prepkit.layout import local_shape
+from prepkit.plan.layout import local_shape
 from prepkit.predict import PREDICTORS, predict, predict_job
 from prepkit.predict.fsdp2 import alike, rows
-from prepkit.predict.job import Job, job_of
-from prepkit.predict.optimizers import TORCH, rule_of
-from prepkit.predict.owner import OptimizerOf
+from prepkit.predict.inputs import Job, job_of
+from prepkit.predict.optimizers import TORCH, OptimizerOf, rule_of
 from prepkit.predict.prediction import Label, Prediction, Term, Traffic
 from prepkit.predict.versions import CHECKED
-from prepkit.predict.zero_low import overlaps, parts
+from prepkit.predict.zero12 import overlaps, parts
 from prepkit.rules.fsdp1_mesh import strategy
-from prepkit.tiny import tiny_facts, tiny_model, tiny_optimizer
-from tests.plans import make
-from tests.predict.cases import SIZES, fsdp2, llama
+from prepkit.testing.tiny import tiny_facts, tiny_model, tiny_optimizer
+from tests.support.llama_facts import SIZES, fsdp2, llama
+from tests.support.plans import make
 
 
 def zero(stage: int, *, offload: Literal["cpu"] | None = None, **settings: int) -> Config:

@@ -5,30 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from prepkit import steps
-from prepkit.interpreter import Handler
 from prepkit.live.handlers import (
-    aside,
-    batchnorm,
     ddp,
     deepspeed,
     fp8,
     fsdp1,
+    fsdp1_optimizer,
     fsdp2,
-    initialise,
+    grad_scaler,
+    init_weights,
     loaders,
     optimizer,
     process_group,
-    reading,
-    regroup,
-    scaling,
-    sending,
+    read_weights,
+    send_weights,
+    stash,
+    sync_batch_norm,
     tensor_parallel,
     torch_core,
     transformer_engine,
     weights,
     xla,
 )
-from prepkit.live.target import Target
+from prepkit.live.interpreter import Handler
+from prepkit.live.model.target import Target
 
 HANDLERS: dict[type, Handler[Any, Target, Any]] = {
     steps.StartProcessGroup: process_group.START,
@@ -42,13 +42,13 @@ HANDLERS: dict[type, Handler[Any, Target, Any]] = {
     steps.CheckpointModules: torch_core.CHECKPOINT,
     steps.CompileModules: torch_core.COMPILE,
     steps.ShardUnits: fsdp2.SHARD,
-    steps.ConvertSyncBatchNorm: batchnorm.CONVERT,
+    steps.ConvertSyncBatchNorm: sync_batch_norm.CONVERT,
     steps.WrapFSDP1: fsdp1.WRAP,
-    steps.RegroupOptimizer: regroup.REGROUP,
+    steps.RegroupOptimizer: fsdp1_optimizer.REGROUP,
     steps.WrapDDP: ddp.WRAP,
     steps.RebindOptimizer: optimizer.REBIND,
     steps.CreateOptimizer: optimizer.CREATE,
-    steps.CreateGradScaler: scaling.SCALER,
+    steps.CreateGradScaler: grad_scaler.SCALER,
     steps.ShardLoader: loaders.LOADER,
     steps.ConvertFP8Linears: fp8.CONVERT,
     steps.ConvertTransformerEngine: transformer_engine.CONVERT,
@@ -63,9 +63,9 @@ HANDLERS: dict[type, Handler[Any, Target, Any]] = {
     steps.InitialiseDeepSpeed: deepspeed.INITIALISE,
     steps.CheckFiles: weights.CHECK,
     steps.AllocateTensors: weights.ALLOCATE,
-    steps.InitialiseTensors: initialise.INITIALISE,
-    steps.ReadTensors: reading.READ,
-    steps.SetTensorsAside: aside.ASIDE,
-    steps.SendTensors: sending.SEND,
+    steps.InitialiseTensors: init_weights.INITIALISE,
+    steps.ReadTensors: read_weights.READ,
+    steps.SetTensorsAside: stash.ASIDE,
+    steps.SendTensors: send_weights.SEND,
 }
 """Step kind to its handler."""

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from prepkit.interpreter import HalfDone, Handler
-from prepkit.live import launcher, names
-from prepkit.live.handlers import lookup
-from prepkit.live.target import Target
+from prepkit.live.handlers import messages
+from prepkit.live.interpreter import HalfDone, Handler
+from prepkit.live.model import names
+from prepkit.live.model.target import Target
+from prepkit.live.ranks import launcher
 from prepkit.steps import Communication, WrapDDP
 
 
@@ -35,10 +36,12 @@ def wrap_ready(step: WrapDDP, target: Target) -> tuple[str, ...]:
     found: tuple[str, ...] = ()
     there = names.named_slots(target.model)
     if inside := [path for path, module in there.items() if isinstance(module, DistributedDataParallel)]:
-        found += (f"{lookup.listed(inside)}: wrapped in DistributedDataParallel already; give the module inside it",)
+        found += (f"{messages.listed(inside)}: wrapped in DistributedDataParallel already; give the module inside it",)
     held = names.named_parameters(target.model)
     if sharded := [name for name, param in held.items() if isinstance(param, DTensor)]:
-        found += (f"{lookup.listed(sharded)}: sharded, DDP needs whole parameters; use FSDP2, or build the model anew",)
+        found += (
+            f"{messages.listed(sharded)}: sharded, DDP needs whole parameters; use FSDP2, or build the model anew",
+        )
     if not any(param.requires_grad for param in held.values()):
         found += ("no parameter requires a gradient, so DDP has nothing to average; plan with intent=inference",)
     return found + (() if step.device is None else launcher.device_problems(step.device.type))

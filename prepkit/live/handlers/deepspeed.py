@@ -16,14 +16,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from prepkit.interpreter import Handler
-from prepkit.live import launcher, names
-from prepkit.live.deepspeed import Ranks, forget_groups
-from prepkit.live.forward import MARK, CastedForward
-from prepkit.live.handlers import lookup
+from prepkit.live.handlers import messages
 from prepkit.live.handlers.fp8 import WIDE
-from prepkit.live.handlers.layers import library_problems
-from prepkit.live.target import Target
+from prepkit.live.handlers.swap_layers import library_problems
+from prepkit.live.interpreter import Handler
+from prepkit.live.model import names
+from prepkit.live.model.deepspeed import Ranks, forget_groups
+from prepkit.live.model.forward import MARK, CastedForward
+from prepkit.live.model.target import Target
+from prepkit.live.ranks import launcher
 from prepkit.steps import CastForward, ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules, Setting
 
 LEAF = "_z3_leaf"
@@ -72,7 +73,7 @@ CAST: Handler[CastForward, Target, Any] = Handler(ready=cast_ready, do=cast_do, 
 
 def leaves_ready(step: MarkLeafModules, target: Target) -> tuple[str, ...]:
     """Every path must be a module."""
-    return lookup.absent("module", step.paths, names.named_modules(target.model))
+    return messages.absent("module", step.paths, names.named_modules(target.model))
 
 
 def leaves_do(step: MarkLeafModules, target: Target) -> dict[str, Any]:
@@ -178,13 +179,13 @@ def initialise_ready(step: InitialiseDeepSpeed, target: Target) -> tuple[str, ..
     if isinstance(target.model, engine_class()):
         found += ("the model is a DeepSpeed engine already; give the module inside it, built anew",)
     elif wrapped := [path for path, m in there.items() if isinstance(m, FSDPModule) or names.is_root_wrapper(m)]:
-        found += (f"{lookup.listed(wrapped)}: wrapped already; give the model as it was before",)
+        found += (f"{messages.listed(wrapped)}: wrapped already; give the model as it was before",)
     if sharded := [name for name, param in held.items() if isinstance(param, DTensor)]:
-        found += (f"{lookup.listed(sharded)}: sharded already, DeepSpeed shards whole parameters; build it anew",)
+        found += (f"{messages.listed(sharded)}: sharded already, DeepSpeed shards whole parameters; build it anew",)
     if empty := [name for name, param in held.items() if param.is_meta]:
-        found += (f"{lookup.listed(empty)}: on meta, without data to hand over; load the weights first",)
-    found += lookup.absent("module", step.kept, there)
-    found += lookup.absent("parameter", step.names, held) + lookup.with_gradient(held, held)
+        found += (f"{messages.listed(empty)}: on meta, without data to hand over; load the weights first",)
+    found += messages.absent("module", step.kept, there)
+    found += messages.absent("parameter", step.names, held) + messages.with_gradient(held, held)
     if step.optimizer == "section" and target.optimizer is not None:
         found += ("DeepSpeed makes the optimizer from its config, but one was given; leave one of them out",)
     return found + _device_problems(step.device) + launcher.device_problems(step.device)

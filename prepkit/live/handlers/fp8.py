@@ -11,11 +11,11 @@ from torch.nn import Linear, Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from prepkit.interpreter import Handler
-from prepkit.live import names
-from prepkit.live.handlers import lookup
-from prepkit.live.handlers.layers import Swapped, layer_problems, library_problems, put_back, swap
-from prepkit.live.target import Target
+from prepkit.live.handlers import messages
+from prepkit.live.handlers.swap_layers import Swapped, layer_problems, library_problems, put_back, swap
+from prepkit.live.interpreter import Handler
+from prepkit.live.model import names
+from prepkit.live.model.target import Target
 from prepkit.steps import ConvertFP8Linears, InitializeMSAMP, PrecomputeFloat8Scales
 
 # --- torchao -------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Before:
 def msamp_ready(step: InitializeMSAMP, target: Target) -> tuple[str, ...]:
     """MS-AMP and an optimizer must be there; under DDP, MS-AMP's own wrapper must stand in the place of torch's."""
     found = library_problems("msamp", "msamp")
-    found += lookup.absent("module", (*step.linears, *step.kept), names.named_modules(target.model))
+    found += messages.absent("module", (*step.linears, *step.kept), names.named_modules(target.model))
     if target.optimizer is None:
         found += ("MS-AMP replaces model and optimizer together; give an optimizer to apply()",)
     ddp = torch.nn.parallel.DistributedDataParallel

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import (
 )
 from torch.nn import Module, ModuleDict, ModuleList
 
-from prepkit.interpreter import Handler
-from prepkit.live import launcher, names
-from prepkit.live.handlers import lookup
-from prepkit.live.target import Target
+from prepkit.live.handlers import messages
+from prepkit.live.interpreter import Handler
+from prepkit.live.model import names
+from prepkit.live.model.target import Target
+from prepkit.live.ranks import launcher
 from prepkit.steps import FlatUnit, WrapFSDP1
 
 STRATEGIES = {
@@ -35,19 +36,21 @@ def wrap_ready(step: WrapFSDP1, target: Target) -> tuple[str, ...]:
     """Everything that FSDP1 refuses must be found here: it has no way back (torch ``_flat_param.py``)."""
     there, held = names.named_slots(target.model), names.named_parameters(target.model)
     paths = [unit.path for unit in step.units]
-    found = lookup.absent("module", (*paths, *step.ignored), there)
+    found = messages.absent("module", (*paths, *step.ignored), there)
     if hollow := [path for path in paths if path in there and _is_container(there[path])]:
-        found += (f"{lookup.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",)
+        found += (
+            f"{messages.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",
+        )
     wrapped = [p for p, module in there.items() if isinstance(module, FullyShardedDataParallel | FSDPModule)]
     if wrapped:
-        found += (f"{lookup.listed(wrapped)}: sharded already; apply to a model that was not prepared",)
+        found += (f"{messages.listed(wrapped)}: sharded already; apply to a model that was not prepared",)
     if scalars := [name for name, param in held.items() if param.ndim == 0]:
-        found += (f"{lookup.listed(scalars)}: a scalar cannot be flattened; make it a tensor of shape (1,)",)
+        found += (f"{messages.listed(scalars)}: a scalar cannot be flattened; make it a tensor of shape (1,)",)
     if odd := [name for name, param in held.items() if not param.is_floating_point()]:
-        found += (f"{lookup.listed(odd)}: {held[odd[0]].dtype} cannot be flattened; register it as a buffer",)
+        found += (f"{messages.listed(odd)}: {held[odd[0]].dtype} cannot be flattened; register it as a buffer",)
     if step.sync_module_states and step.device.type == "cpu":
         found += ("torch broadcasts module states on an accelerator only; plan with sync_module_states=False",)
-    return found + lookup.with_gradient(held, held) + launcher.device_problems(step.device.type)
+    return found + messages.with_gradient(held, held) + launcher.device_problems(step.device.type)
 
 
 def wrap_do(step: WrapFSDP1, target: Target) -> None:
@@ -69,8 +72,8 @@ def wrap_do(step: WrapFSDP1, target: Target) -> None:
         try:
             wrapped = _wrap(step, unit, there[unit.path], target, device, ignored)
         except Exception as error:
-            name = lookup.listed([unit.path])
-            stand = f"wrapped before it: {lookup.listed(done)}" if done else "it was the first"
+            name = messages.listed([unit.path])
+            stand = f"wrapped before it: {messages.listed(done)}" if done else "it was the first"
             raise RuntimeError(f"unit {name} could not be wrapped ({stand}): {error}") from error
         _put(target, unit.path, there[unit.path], wrapped)
         done.append(unit.path)

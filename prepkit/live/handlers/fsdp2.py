@@ -8,12 +8,12 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
 
-from prepkit.interpreter import Handler
-from prepkit.live import names
-from prepkit.live.handlers import lookup
-from prepkit.live.handlers.chunks import lean_chunks
-from prepkit.live.observe_units import unit_facts
-from prepkit.live.target import Target
+from prepkit.live.handlers import messages
+from prepkit.live.handlers.fsdp2_chunks import lean_chunks
+from prepkit.live.interpreter import Handler
+from prepkit.live.model import names
+from prepkit.live.model.fsdp2_units import unit_facts
+from prepkit.live.model.target import Target
 from prepkit.steps import ShardUnits, Unit
 
 
@@ -23,15 +23,17 @@ def shard_ready(step: ShardUnits, target: Target) -> tuple[str, ...]:
         return _other_units(step, target)
     there, held = names.named_slots(target.model), names.named_parameters(target.model)
     paths = [unit.path for unit in step.units]
-    found = lookup.absent("module", paths, there)
+    found = messages.absent("module", paths, there)
     if hollow := [path for path in paths if path in there and _is_container(there[path])]:
-        found += (f"{lookup.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",)
+        found += (
+            f"{messages.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",
+        )
     if sharded := [path for path, module in there.items() if isinstance(module, FSDPModule)]:
-        found += (f"{lookup.listed(sharded)}: sharded already; apply to a model that was not prepared",)
-    found += lookup.absent("parameter", step.ignored, held)
+        found += (f"{messages.listed(sharded)}: sharded already; apply to a model that was not prepared",)
+    found += messages.absent("parameter", step.ignored, held)
     if scalars := [name for name, param in held.items() if param.ndim == 0]:
-        found += (f"{lookup.listed(scalars)}: a scalar cannot be sharded; make it a tensor of shape (1,)",)
-    return found + lookup.with_gradient(held, held)
+        found += (f"{messages.listed(scalars)}: a scalar cannot be sharded; make it a tensor of shape (1,)",)
+    return found + messages.with_gradient(held, held)
 
 
 def _other_units(step: ShardUnits, target: Target) -> tuple[str, ...]:
@@ -41,7 +43,7 @@ def _other_units(step: ShardUnits, target: Target) -> tuple[str, ...]:
     said = "planned as a unit already, which it is not", "a unit already, which was not planned"
     found = (sorted(planned - there), sorted(there - planned))
     again = "build the plan again from this model"
-    return tuple(f"{lookup.listed(paths)}: {what}; {again}" for paths, what in zip(found, said, strict=True) if paths)
+    return tuple(f"{messages.listed(paths)}: {what}; {again}" for paths, what in zip(found, said, strict=True) if paths)
 
 
 def shard_do(step: ShardUnits, target: Target) -> None:
@@ -60,8 +62,8 @@ def shard_do(step: ShardUnits, target: Target) -> None:
             try:
                 _shard(step, unit, there[unit.path], target, ignored)
             except Exception as error:
-                name = lookup.listed([unit.path])
-                stand = f"sharded before it: {lookup.listed(done)}" if done else "it was the first"
+                name = messages.listed([unit.path])
+                stand = f"sharded before it: {messages.listed(done)}" if done else "it was the first"
                 raise RuntimeError(f"unit {name} could not be sharded ({stand}): {error}") from error
             done.append(unit.path)
 

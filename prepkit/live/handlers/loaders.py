@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from prepkit.interpreter import Handler
-from prepkit.live.target import Target
+from prepkit.live.interpreter import Handler
+from prepkit.live.model.target import Target
 from prepkit.steps import ShardLoader
 
 KEPT = (

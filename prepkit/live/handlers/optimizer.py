@@ -10,11 +10,11 @@ from attrs import field, frozen
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from prepkit.interpreter import Handler
-from prepkit.live import flat, names
-from prepkit.live.handlers import lookup
-from prepkit.live.handlers.state import State, lay_out, unmovable
-from prepkit.live.target import Target
+from prepkit.live.handlers import messages
+from prepkit.live.handlers.optimizer_state import State, lay_out, unmovable
+from prepkit.live.interpreter import Handler
+from prepkit.live.model import fsdp1_flat, names
+from prepkit.live.model.target import Target
 from prepkit.steps import CreateOptimizer, RebindOptimizer, ReleaseOptimizer
 
 Slots = tuple[tuple[str, ...], ...]
@@ -35,8 +35,8 @@ def release_ready(step: ReleaseOptimizer, target: Target) -> tuple[str, ...]:
         if (held.get(name) is not tensor if name else id(tensor) in own)
     ]
     if wrong:
-        text = f"the optimizer no longer holds {lookup.listed(wrong)} where the plan says; build the plan again"
-        return (*lookup.absent("parameter", _named(step.slots), held), text)
+        text = f"the optimizer no longer holds {messages.listed(wrong)} where the plan says; build the plan again"
+        return (*messages.absent("parameter", _named(step.slots), held), text)
     return tuple(
         text
         for _, _, name, tensor in _slots(step.slots, target.optimizer)
@@ -98,9 +98,9 @@ def rebind_ready(step: RebindOptimizer, target: Target) -> tuple[str, ...]:
         for name in _named(step.slots)
         if name in held and held[name].is_meta and _has_data(target.optimizer.state.get(held[name], {}))
     ]
-    found = lookup.absent("parameter", _named(step.slots), held)
+    found = messages.absent("parameter", _named(step.slots), held)
     if lost:
-        found += (f"{lookup.listed(lost)}: on meta, but the optimizer has state for it; load the weights first",)
+        found += (f"{messages.listed(lost)}: on meta, but the optimizer has state for it; load the weights first",)
     return found
 
 
@@ -110,10 +110,10 @@ def rebind_do(step: RebindOptimizer, target: Target) -> tuple[Bound, ...]:
     Released state is freed one parameter at a time, so the peak is one whole state and the shards of the others.
     """
     optimizer, held = _optimizer(target), names.named_parameters(target.model)
-    if missing := lookup.absent("parameter", _named(step.slots), held):
+    if missing := messages.absent("parameter", _named(step.slots), held):
         raise KeyError(missing[0])
     before: list[Bound] = []
-    pieces = flat.pieces(target.model)
+    pieces = fsdp1_flat.pieces(target.model)
     try:
         for group, place, name, tensor in _slots(step.slots, optimizer):
             if name:
@@ -125,7 +125,7 @@ def rebind_do(step: RebindOptimizer, target: Target) -> tuple[Bound, ...]:
         raise
 
 
-def _bind(optimizer: Optimizer, target: Target, slot: Bound, piece: flat.Piece | None) -> None:
+def _bind(optimizer: Optimizer, target: Target, slot: Bound, piece: fsdp1_flat.Piece | None) -> None:
     """In an order in which the state is always in one of both places, so that the way back finds it."""
     options = optimizer.param_groups[slot.group]
     on_device = bool(options.get("capturable") or options.get("fused"))
@@ -161,7 +161,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"AdamW": torch.optim.AdamW, "SGD": tor
 
 def create_ready(step: CreateOptimizer, target: Target) -> tuple[str, ...]:
     """No optimizer may be there, and every name must be a parameter."""
-    found = lookup.absent("parameter", step.names, names.named_parameters(target.model))
+    found = messages.absent("parameter", step.names, names.named_parameters(target.model))
     if target.optimizer is not None:
         given = type(target.optimizer).__name__
         found += (f"the plan creates {step.algorithm}, but an optimizer ({given}) was given; leave one of them out",)
@@ -170,7 +170,7 @@ def create_ready(step: CreateOptimizer, target: Target) -> tuple[str, ...]:
 
 def create_do(step: CreateOptimizer, target: Target) -> None:
     """One group with the named parameters, in their order; what stands for several of them, once."""
-    held = flat.holders(target.model)
+    held = fsdp1_flat.holders(target.model)
     options: dict[str, Any] = {option.name: option.value for option in step.options}
     make: Any = OPTIMIZERS[step.algorithm]
     target.optimizer = make(list(dict.fromkeys(held[name] for name in step.names)), **options)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, but not exported for checkers
 from torch.distributed.device_mesh import init_device_mesh
 
-from prepkit.interpreter import Handler
-from prepkit.live import groups, launcher
-from prepkit.live.target import Target
+from prepkit.live.interpreter import Handler
+from prepkit.live.model.target import Target
+from prepkit.live.ranks import groups, launcher
 from prepkit.steps import Agree, BuildMesh, LocalDevice, StartProcessGroup
 
 
@@ -125,7 +125,7 @@ def agree_ready(step: Agree, target: Target) -> tuple[str, ...]:
 def agree_do(step: Agree, target: Target) -> None:
     """One collective over the target's digests; raises on every rank alike."""
     del step
-    from prepkit.live.agree import agree
+    from prepkit.live.ranks.agree import agree
 
     target.together()
     agree(target.digests, target.explain)

@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Embedding, Linear, Module, Parameter
 
-from prepkit.interpreter import Handler
-from prepkit.live import names
-from prepkit.live.agree import Disagreement, agree
-from prepkit.live.handlers import lookup
-from prepkit.live.target import Target
+from prepkit.live.handlers import messages
+from prepkit.live.interpreter import Handler
+from prepkit.live.model import names
+from prepkit.live.model.target import Target
+from prepkit.live.ranks.agree import Disagreement, agree
 from prepkit.steps import ParallelizeModules, TensorCut
 
 PLACES: dict[str, Placement] = {"whole": Replicate(), "features": Shard(-1), "heads": Shard(-2), "sequence": Shard(1)}
@@ -41,13 +41,13 @@ def parallelize_ready(step: ParallelizeModules, target: Target) -> tuple[str, ..
     """Everything that torch's styles refuse must be found here: there is no way back."""
     there, held = names.named_modules(target.model), names.named_parameters(target.model)
     paths = [path for cut in step.cuts for path in cut.paths]
-    found = lookup.absent("module", paths, there)
+    found = messages.absent("module", paths, there)
     layers = [path for cut in step.cuts if cut.style in ("colwise", "rowwise") for path in cut.paths]
     if odd := [path for path in layers if path in there and not isinstance(there[path], Linear | Embedding)]:
-        found += (f"{lookup.listed(odd)}: neither a Linear nor an Embedding, so it has no rows and columns to cut",)
+        found += (f"{messages.listed(odd)}: neither a Linear nor an Embedding, so it has no rows and columns to cut",)
     if cut := [name for name, param in held.items() if isinstance(param, DTensor)]:
-        found += (f"{lookup.listed(cut)}: cut or sharded already; apply to a model that was not prepared",)
-    return found + lookup.with_gradient(held, held)
+        found += (f"{messages.listed(cut)}: cut or sharded already; apply to a model that was not prepared",)
+    return found + messages.with_gradient(held, held)
 
 
 def parallelize_do(step: ParallelizeModules, target: Target) -> None:
@@ -67,7 +67,7 @@ def parallelize_do(step: ParallelizeModules, target: Target) -> None:
                 _cut(there[path], cut, mesh)
             except Exception as error:
                 raise RuntimeError(
-                    f"module {lookup.listed([path])} could not be cut {cut.style} ({done} cut before it): {error}"
+                    f"module {messages.listed([path])} could not be cut {cut.style} ({done} cut before it): {error}"
                 ) from error
             done += 1
     _tie(target.model, ties)
@@ -174,7 +174,7 @@ def _compare(model: Module) -> None:
     try:
         agree(digests)
     except Disagreement as error:
-        odd = lookup.listed([difference.name for difference in error.differences])
+        odd = messages.listed([difference.name for difference in error.differences])
         raise RuntimeError(
             f"the ranks hold different weights in {odd}; seed them alike before building the model, "
             "or load the same checkpoint on all of them"

@@ -15,12 +15,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from prepkit.interpreter import Handler
-from prepkit.live import launcher, names
-from prepkit.live.forward import MARK, AutocastedForward
-from prepkit.live.handlers import lookup
-from prepkit.live.handlers.state import state_of
-from prepkit.live.target import Target
+from prepkit.live.handlers import messages
+from prepkit.live.handlers.optimizer_state import state_of
+from prepkit.live.interpreter import Handler
+from prepkit.live.model import names
+from prepkit.live.model.forward import MARK, AutocastedForward
+from prepkit.live.model.target import Target
+from prepkit.live.ranks import launcher
 from prepkit.steps import AutocastForward, CheckpointModules, CompileModules, MoveModel, UpcastParameters
 
 # --- move ----------------------------------------------------------------------------------------------------------
@@ -31,7 +32,7 @@ def move_ready(step: MoveModel, target: Target) -> tuple[str, ...]:
     empty = [name for name, tensor in _tensors(target.model).items() if tensor.is_meta]
     found = launcher.device_problems(step.device.type)
     if empty and step.device.type != "meta":
-        found += (f"{lookup.listed(empty)}: on meta, without data to move; load the weights first",)
+        found += (f"{messages.listed(empty)}: on meta, without data to move; load the weights first",)
     return found
 
 
@@ -88,9 +89,11 @@ def upcast_ready(step: UpcastParameters, target: Target) -> tuple[str, ...]:
     """Every name must be a parameter that the dtype can hold exactly, or the way back would not be exact either."""
     held, dtype = names.named_parameters(target.model), getattr(torch, step.dtype)
     wide = [n for n in step.names if n in held and torch.promote_types(held[n].dtype, dtype) != dtype]
-    found = lookup.absent("parameter", step.names, held) + lookup.with_gradient(step.names, held)
+    found = messages.absent("parameter", step.names, held) + messages.with_gradient(step.names, held)
     if wide:
-        found += (f"{lookup.listed(wide)}: {held[wide[0]].dtype} does not fit into {step.dtype}; build the plan again",)
+        found += (
+            f"{messages.listed(wide)}: {held[wide[0]].dtype} does not fit into {step.dtype}; build the plan again",
+        )
     return found
 
 
@@ -178,9 +181,9 @@ AUTOCAST: Handler[AutocastForward, Target, Any] = Handler(ready=autocast_ready, 
 def checkpoint_ready(step: CheckpointModules, target: Target) -> tuple[str, ...]:
     """Every path must be a module inside the root that is not wrapped yet."""
     there = names.named_slots(target.model)
-    found = lookup.absent("module", step.paths, there)
+    found = messages.absent("module", step.paths, there)
     if wrapped := [path for path in step.paths if isinstance(there.get(path), CheckpointWrapper)]:
-        found += (f"{lookup.listed(wrapped)}: checkpointed already; apply to a model that was not prepared",)
+        found += (f"{messages.listed(wrapped)}: checkpointed already; apply to a model that was not prepared",)
     if "" in step.paths:
         found += ("the root cannot be checkpointed, its wrapper would have no parent; name modules inside it",)
     return found
@@ -231,12 +234,12 @@ CHECKPOINT: Handler[CheckpointModules, Target, None] = Handler(
 def compile_ready(step: CompileModules, target: Target) -> tuple[str, ...]:
     """Every path must be a module that is not compiled yet (CM-1, G-46), and torch must know the backend (K-DY1)."""
     there = names.named_slots(target.model)
-    found = lookup.absent("module", step.paths, there)
+    found = messages.absent("module", step.paths, there)
     known = torch.compiler.list_backends(exclude_tags=None)
     if step.backend not in known:
         found += (f"torch.compile knows no backend {step.backend!r}; import what registers it, or plan with inductor",)
     if compiled := [path for path in step.paths if path in there and _is_compiled(there[path])]:
-        found += (f"{lookup.listed(compiled)}: compiled already; give the model before torch.compile",)
+        found += (f"{messages.listed(compiled)}: compiled already; give the model before torch.compile",)
     return found
 
 

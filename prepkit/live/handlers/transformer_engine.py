@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.nn import LayerNorm, Linear, Module
 
-from prepkit.interpreter import Handler
-from prepkit.live.forward_fp8 import MARK, FP8Forward
-from prepkit.live.handlers.layers import Swapped, layer_problems, library_problems, put_back, swap
-from prepkit.live.target import Target
+from prepkit.live.handlers.swap_layers import Swapped, layer_problems, library_problems, put_back, swap
+from prepkit.live.interpreter import Handler
+from prepkit.live.model.forward_fp8 import MARK, FP8Forward
+from prepkit.live.model.target import Target
 from prepkit.steps import AutocastFP8Forward, ConvertTransformerEngine
 
 _LIBRARY = ("transformer_engine.pytorch", "'transformer_engine[pytorch]'")

@@ -11,10 +11,11 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import Parameter
 
-from prepkit.headers import header_digest
-from prepkit.interpreter import Handler
-from prepkit.live import launcher, names
-from prepkit.live.target import Target
+from prepkit.live.interpreter import Handler
+from prepkit.live.model import names
+from prepkit.live.model.target import Target
+from prepkit.live.ranks import launcher
+from prepkit.live.safetensors_header import header_digest
 from prepkit.steps import AllocateTensors, CheckFiles, File
 
 

@@ -10,10 +10,10 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from prepkit.interpreter import Handler
-from prepkit.live import names
-from prepkit.live.handlers.layers import library_problems
-from prepkit.live.target import Target
+from prepkit.live.handlers.swap_layers import library_problems
+from prepkit.live.interpreter import Handler
+from prepkit.live.model import names
+from prepkit.live.model.target import Target
 from prepkit.steps import MoveToXLA, ReduceXLAGradients
 
 

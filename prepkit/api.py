@@ -1,0 +1,212 @@
+"""The public calls: thin over the planner and over ``live``, which is imported only when something live is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+from attrs import evolve, frozen
+
+from prepkit import codec, planner, rules
+from prepkit.budget import Fit
+from prepkit.codec import files
+from prepkit.codec.diff import Change
+from prepkit.codec.diff import diff as value_diff
+from prepkit.config import SGD, AdamW, Config, LoadWeights
+from prepkit.facts import Env, Facts, parse_bytes
+from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.plan import Plan
+from prepkit.plan.attestation import Attestation
+from prepkit.rules import RULES
+from prepkit.rules.rule import Rule
+
+if TYPE_CHECKING:
+    from prepkit.live.rehearse import Rehearsal
+    from prepkit.live.training.prepared import Prepared
+
+T = TypeVar("T", Plan, Attestation)
+
+
+@frozen(kw_only=True, eq=False)
+class Given:
+    """The live objects that a plan was built from."""
+
+    model: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    loaders: tuple[Any, ...] = ()
+
+
+def build_plan(
+    cfg: Config,
+    model: Any,
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    loaders: Sequence[Any] = (),
+    env: Env | None = None,
+    rules: tuple[Rule, ...] = RULES,
+) -> Plan:
+    """The plan for a model; touches nothing.
+
+    ``model`` is an ``nn.Module``, also on the meta device, or ``Facts``. ``optimizer`` is a torch optimizer, or a spec
+    such as ``AdamW(lr=1e-3)`` that is created after wrapping. ``env`` None: the environment that is here.
+
+    Raises ``PlanRejected`` with every finding, and ``TypeError`` for objects of the wrong kind.
+    """
+    cfg, optimizer = _spec(cfg, optimizer)
+    facts = _facts(cfg, model, optimizer, scheduler, _loaders(loaders), env)
+    made = planner.plan(cfg, facts, rules).lash(_reject).unwrap()
+    if isinstance(model, Facts):
+        return made
+    return evolve(made, target=Given(model=model, optimizer=optimizer, scheduler=scheduler, loaders=_loaders(loaders)))
+
+
+def check(
+    cfg: Config,
+    model: Any,
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    loaders: Sequence[Any] = (),
+    env: Env | None = None,
+    rules: tuple[Rule, ...] = RULES,
+) -> tuple[Finding, ...]:
+    """Every finding, errors and warnings, also those that ``cfg.overrides`` accepts. Arguments as in ``build_plan``.
+
+    What the rules about memory say comes only where there is a plan: bytes are not known before.
+    """
+    cfg, optimizer = _spec(cfg, optimizer)
+    facts = _facts(cfg, model, optimizer, scheduler, _loaders(loaders), env)
+    found = _check(cfg, facts, rules)
+    return (*found, *planner.over_budget(cfg, facts, rules))
+
+
+def apply(
+    plan: Plan,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    loaders: Sequence[Any] | None = None,
+) -> Prepared:
+    """Does what the plan says to the objects that it was built from, or to those given here, and verifies the outcome.
+
+    Raises ``PlanRejected`` before anything is touched when the objects are not those of the plan, and
+    ``live.ApplyHalted`` when a step fails: its ``halted`` says what stands and what was undone.
+    """
+    from prepkit.live.apply import apply as act
+
+    given = plan.target or Given(model=None)
+    return act(
+        plan,
+        model=given.model if model is None else model,
+        optimizer=given.optimizer if optimizer is None else optimizer,
+        scheduler=given.scheduler if scheduler is None else scheduler,
+        loaders=given.loaders if loaders is None else _loaders(loaders),
+    )
+
+
+def rehearse(plan: Plan, model: Any, *, rank: int = 0) -> Rehearsal:
+    """What real torch makes of the plan on one rank, on a meta copy in a process of its own."""
+    from prepkit.live.rehearse import rehearse as run
+
+    return run(plan, model, rank=rank)
+
+
+def fits(plan: Plan, memory: str | int, *, activations: str | int | None = None) -> Fit:
+    """Whether the plan fits into ``memory`` per device, such as ``"80GiB"``; else the smallest changes that do.
+
+    ``activations`` is what one micro-batch takes, as ``pk.activations`` estimates it; None: it is not counted.
+    """
+    return planner.fits(plan, parse_bytes(memory), None if activations is None else parse_bytes(activations))
+
+
+def activations(plan: Plan, model: Any, *args: Any, **kwargs: Any) -> int:
+    """Bytes that one micro-batch takes on a rank beside the model's states, estimated without data or a device.
+
+    Runs ``model(*args, **kwargs)`` and its backward on a copy without data, in the plan's dtypes and with its
+    checkpointing.
+    Raises ``RuntimeError`` for a model that cannot run without values.
+    """
+    from prepkit.live.rehearse.activations import activations as estimate
+
+    return estimate(plan, model, *args, **kwargs)
+
+
+def save(value: Plan | Attestation, path: str) -> None:
+    """Writes a plan or an attestation into a file, whole or not at all.
+
+    Raises ``OSError`` where the folder cannot be written, and ``TypeError`` for anything else.
+    """
+    files.save(value, path)
+
+
+def load(path: str) -> Any:
+    """The ``Plan`` or ``Attestation`` in a file, whichever the file says it holds.
+
+    Raises ``PlanRejected`` with the place for a damaged, foreign, newer or edited file.
+    """
+    return files.load(path)
+
+
+def show(value: Plan | Attestation | tuple[Finding, ...] | tuple[Change, ...], *, file: TextIO | None = None) -> None:
+    """Prints the whole page of a plan: steps, layout, tree, memory, traffic; or an attestation, findings or changes.
+
+    ``file`` None: to standard output. Raises ``TypeError`` for anything else.
+    """
+    from prepkit.render.text import text_of
+
+    (file or sys.stdout).write(f"{text_of(value)}\n")
+
+
+def diff(a: T, b: T) -> tuple[Change, ...]:
+    """What turns plan ``a`` into plan ``b``, or attestation ``a`` into ``b``; empty when they are equal.
+
+    Raises ``TypeError`` for a plan and an attestation.
+    """
+    if type(a) is not type(b):
+        raise TypeError(f"{type(a).__name__} and {type(b).__name__} cannot be compared; give two of a kind")
+    return value_diff(a, b)
+
+
+_check: Callable[[Config, Facts, tuple[Rule, ...]], tuple[Finding, ...]] = rules.check
+
+
+def _reject(findings: tuple[Finding, ...]) -> Any:
+    raise PlanRejected(findings)
+
+
+def _loaders(given: Sequence[Any]) -> tuple[Any, ...]:
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"loaders is {type(given).__name__}; pass a list of loaders, such as loaders=[loader]")
+    return tuple(given)
+
+
+def _spec(cfg: Config, optimizer: Any) -> tuple[Config, Any]:
+    cfg = codec.from_data(codec.to_data(cfg), Config, "config")  # types are checked here, so that rules can trust them
+    if not isinstance(optimizer, AdamW | SGD):
+        return cfg, optimizer
+    if cfg.optimizer not in (None, optimizer):
+        what = f"config says {cfg.optimizer}, the call says {optimizer}"
+        fix = "give the optimizer in one place"
+        raise PlanRejected(
+            (
+                Finding(
+                    rule="optimizer.two-places", severity=Severity.ERROR, where="config.optimizer", what=what, fix=fix
+                ),
+            )
+        )
+    return evolve(cfg, optimizer=optimizer), None
+
+
+def _facts(cfg: Config, model: Any, optimizer: Any, scheduler: Any, loaders: tuple[Any, ...], env: Env | None) -> Facts:
+    if isinstance(model, Facts):
+        if optimizer is not None or scheduler is not None or loaders:
+            raise TypeError("facts already say what the optimizer, scheduler and loaders are; pass facts alone")
+        return model if env is None else evolve(model, env=env)
+    from prepkit.live.observe import observe
+
+    how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None
+    return observe(model, optimizer=optimizer, scheduler=scheduler, loaders=loaders, env=env, checkpoint=how).facts

@@ -1,0 +1,226 @@
+"""Whether a plan fits its device, and which changes of the config would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from typing import Any, Literal
+
+from attrs import evolve, fields, frozen, has
+from returns.result import Result
+
+from prepkit.budget.moves import Move, moves
+from prepkit.config import Config
+from prepkit.findings import Finding
+from prepkit.findings.text import in_bytes
+from prepkit.plan import Plan
+from prepkit.predict import predict
+from prepkit.predict.prediction import Prediction
+from prepkit.rules.memory import EXCEEDS, TIGHT
+from prepkit.rules.rule import Rule
+
+Again = Callable[[Config], Result[Plan, tuple[Finding, ...]]]
+"""Plans another config for the same facts."""
+
+LIMIT = 4
+"""Changes that are shown."""
+
+
+@frozen(kw_only=True)
+class Option:
+    """A change of the config after which the plan fits."""
+
+    config: Config
+    diff: tuple[str, ...]
+    """What to change, one line per field."""
+    floor: int
+    ceiling: int
+    sent: int
+    """Bytes that a rank sends per step."""
+    between: int
+    """Those of them that go over node borders, or may."""
+    copied: int
+    """Bytes that a rank copies between device and host per step."""
+    host: int = 0
+    """Bytes that the fullest rank holds in host memory."""
+    caveats: tuple[str, ...] = ()
+    """What else the change changes."""
+
+    def __str__(self) -> str:
+        between = f" ({in_bytes(self.between)} between nodes)" if self.between != self.sent else ""
+        copied = (
+            f", copies {in_bytes(self.copied)} and keeps {in_bytes(self.host)} in host memory" if self.copied else ""
+        )
+        also = "".join(f"; {caveat}" for caveat in self.caveats)
+        held = f"{in_bytes(self.floor)} to {in_bytes(self.ceiling)}"
+        return f"{', '.join(self.diff)}: {held}, sends {in_bytes(self.sent)} a step{between}{copied}{also}"
+
+
+@frozen(kw_only=True)
+class Fit:
+    """Whether a plan fits into a memory."""
+
+    memory: int
+    floor: int
+    """Bytes that the fullest rank certainly holds at one moment."""
+    ceiling: int
+    """Bytes that it holds at most."""
+    verdict: Literal["fits", "may not fit", "does not fit", "not predicted"]
+    options: tuple[Option, ...] = ()
+    """The smallest changes after which it fits: as few fields as possible, then by traffic."""
+    left_out: tuple[str, ...] = ()
+    """What is not in the numbers."""
+    activations: int | None = None
+    """Bytes of activations that are in the ceiling; None: not counted."""
+
+    def __bool__(self) -> bool:
+        return self.verdict == "fits"
+
+    def __str__(self) -> str:
+        if self.verdict == "not predicted":
+            return "\n".join(("not predicted", *(f"  {one}" for one in self.left_out)))
+        left = self.memory - self.ceiling
+        counted = self.activations is not None
+        room = f"; {in_bytes(left)} left{'' if counted else ' for activations'}" if left > 0 else ""
+        need = f"{in_bytes(self.floor)} for certain and {in_bytes(self.ceiling)} at most"
+        also = (
+            f"with {in_bytes(self.activations)} of activations"
+            if self.activations is not None
+            else "activations not counted"
+        )
+        head = f"{self.verdict}: of {in_bytes(self.memory)} the fullest rank needs {need}, {also}{room}"
+        lines = [head, *(f"  not counted either: {one}" for one in self.left_out)]
+        if self.options:
+            lines += [
+                "changes that fit, least traffic between nodes and with the host first:",
+                *(f"  {option}" for option in self.options),
+            ]
+        elif self.verdict != "fits":
+            lines.append(
+                "no change of mesh, stage, wrapping, offload, bucket, precision or accumulation fits; "
+                "take more ranks or memory"
+            )
+        return "\n".join(lines)
+
+
+def bounds(made: Prediction) -> tuple[int, int]:
+    """Floor and ceiling of the fullest rank's device memory."""
+    return max(one.floor() for one in made.classes), max(one.total() for one in made.classes)
+
+
+def fits(plan: Plan, memory: int, again: Again, activations: int | None = None) -> Fit:
+    """Whether the plan fits; where it may not, also what would. Candidates are planned and predicted in full.
+
+    ``activations`` is taken to be the same for all of them.
+    """
+    made = predict(plan, activations)
+    if not made.classes:
+        return Fit(memory=memory, floor=0, ceiling=0, verdict="not predicted", left_out=made.not_predicted)
+    floor, ceiling = bounds(made)
+    verdict: Literal["fits", "may not fit", "does not fit"] = "fits" if ceiling <= memory else "may not fit"
+    verdict = "does not fit" if floor > memory else verdict
+    options = () if verdict == "fits" else _options(plan, memory - (activations or 0), again)
+    options = tuple(evolve(one, ceiling=one.ceiling + (activations or 0)) for one in options)
+    return Fit(
+        memory=memory,
+        floor=floor,
+        ceiling=ceiling,
+        verdict=verdict,
+        options=options,
+        left_out=made.not_predicted,
+        activations=activations,
+    )
+
+
+def findings(plan: Plan, again: Again) -> tuple[Finding, ...]:
+    """What the rules about memory say of a finished plan; nothing where no memory of the device is known."""
+    memory, device = plan.facts.env.memory, plan.facts.env.device
+    if memory is None or (plan.config.device or device) != device:  # it is not the memory of the device computed on
+        return ()
+    made = predict(plan)
+    if not made.classes or bounds(made)[1] <= memory:
+        return ()
+    fit = fits(plan, memory, again)
+    rule = EXCEEDS if fit.verdict == "does not fit" else TIGHT
+    held = f"for certain {in_bytes(fit.floor)}" if rule is EXCEEDS else f"at most {in_bytes(fit.ceiling)}"
+    who = f"The fullest rank, {made.fullest.first * made.parts}, holds {held}, activations aside"
+    return (_finding(rule, f"{who}; a device has {in_bytes(memory)}.", fit.options),)
+
+
+def _finding(rule: Rule, what: str, options: tuple[Option, ...]) -> Finding:
+    shown = "\n       or write ".join(str(option) for option in options)
+    fix = f"Write {shown}." if shown else rule.fix
+    return Finding(rule=rule.id, severity=rule.severity, where="env.memory", what=what, fix=fix)
+
+
+def _options(plan: Plan, memory: int, again: Again) -> tuple[Option, ...]:
+    """As few moves as possible: first every single one, then pairs, then triples."""
+    possible = tuple(moves(plan))
+    for number in (1, 2, 3):
+        found: dict[Config, Option] = {}
+        ended: set[tuple[Move | str, ...]] = set()
+        for some in combinations(possible, number):
+            alike = tuple(move.series or move for move in some)
+            if alike in ended or len({move.about for move in some}) < number:
+                continue
+            cfg = _changed(plan.config, some)
+            option = _option(plan, cfg, some, memory, again) if cfg is not None and cfg not in found else None
+            if option is not None:
+                found[option.config] = option
+                ended |= {alike} if any(move.series for move in some) else set()
+        if found:
+            ranked = sorted(found.values(), key=lambda o: (o.between + o.copied, o.sent, o.ceiling))
+            return tuple(ranked[:LIMIT])
+    return ()
+
+
+def _changed(cfg: Config, moves: Iterable[Move]) -> Config | None:
+    for move in moves:
+        changed = move.change(cfg)
+        if changed is None or changed == cfg:
+            return None
+        cfg = changed
+    return cfg
+
+
+def _option(plan: Plan, cfg: Config, moves: tuple[Move, ...], memory: int, again: Again) -> Option | None:
+    made = again(cfg).value_or(None)
+    if made is None:
+        return None
+    prediction = predict(made)
+    if not prediction.classes or bounds(prediction)[1] > memory:
+        return None
+    floor, ceiling = bounds(prediction)
+    return Option(
+        config=cfg,
+        diff=_diff(plan.config, cfg),
+        floor=floor,
+        ceiling=ceiling,
+        sent=prediction.sent,
+        between=prediction.crossing(plan.facts.env.per_node),
+        copied=prediction.copied,
+        host=max(one.total("host") for one in prediction.classes),
+        caveats=tuple(move.caveat for move in moves if move.caveat),
+    )
+
+
+def _diff(old: Config, new: Config) -> tuple[str, ...]:
+    """The fields that differ, as they are typed."""
+    pairs = ((field.name, getattr(old, field.name), getattr(new, field.name)) for field in fields(Config))
+    return tuple(f"{name}={typed(b)} instead of {typed(a)}" for name, a, b in pairs if a != b)
+
+
+def typed(value: Any) -> str:
+    """A value of the config as one would type it: fields that keep their default are left out.
+
+    >>> from prepkit.config import FSDP2, Mesh, OffloadToCPU
+    >>> typed(Mesh(replicate=2)), typed(FSDP2(offload=OffloadToCPU()))
+    ('Mesh(replicate=2)', 'FSDP2(offload=OffloadToCPU())')
+    """
+    if not has(type(value)):
+        return repr(value)
+    said = ((field, getattr(value, field.name)) for field in fields(type(value)))
+    given = ", ".join(
+        f"{field.name}={typed(one)}" if field.kw_only else typed(one) for field, one in said if one != field.default
+    )
+    return f"{type(value).__name__}({given})"

@@ -1,0 +1,83 @@
+"""Layers taken out of a model and others put in their place, under the same names; and the way back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from importlib import import_module
+
+from attrs import field, frozen
+from torch.nn import Module
+
+from prepkit.live.handlers import messages
+from prepkit.live.model import names
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@frozen
+class Swapped:
+    """One layer that was replaced."""
+
+    old: Module = field(repr=False)
+    new: Module = field(repr=False)
+
+
+def library_problems(module: str, package: str) -> tuple[str, ...]:
+    """Why a library cannot be used here; empty when it can be imported."""
+    try:
+        import_module(module)
+    except ImportError as error:
+        return (f"{module} cannot be imported: {error}; type: pip install {package}",)
+    return ()
+
+
+def layer_problems(paths: Iterable[str], cls: type[Module], model: Module) -> tuple[str, ...]:
+    """What keeps these modules from being replaced: not there, another class, or hooks that would be lost."""
+    paths, there = tuple(paths), names.named_modules(model)
+    found = messages.absent("module", paths, there)
+    held = {path: there[path] for path in paths if path in there}
+    if other := [path for path, module in held.items() if type(module) is not cls]:
+        kind = type(held[other[0]]).__name__
+        found += (f"{messages.listed(other)}: {kind}, where the plan says {cls.__name__}; build the plan again",)
+    if hooked := [path for path, module in held.items() if any(getattr(module, name) for name in _HOOKS)]:
+        found += (f"{messages.listed(hooked)}: hooks would be lost with the layer; register them after preparing",)
+    partitioned = [n for path, m in held.items() for n, p in m.named_parameters(path) if hasattr(p, "ds_id")]
+    if partitioned:
+        found += (
+            f"{messages.listed(partitioned)}: partitioned by ZeRO-3; build the model outside deepspeed.zero.Init",
+        )
+    return found
+
+
+def swap(model: Module, paths: Iterable[str], make: Callable[[Module], Module]) -> tuple[Swapped, ...]:
+    """Puts ``make(layer)`` into every place that holds the layer. All or nothing: when it raises, nothing has changed.
+
+    Linear in the size of the model.
+    """
+    there = names.named_modules(model)
+    made: list[Swapped] = []
+    for path in paths:
+        new = make(there[path])
+        made.append(Swapped(there[path], new.train(there[path].training)))
+    try:
+        _exchange(model, [(one.old, one.new) for one in made])
+        return tuple(made)
+    except BaseException:
+        put_back(model, tuple(made))
+        raise
+
+
+def put_back(model: Module, swapped: tuple[Swapped, ...]) -> None:
+    """Every old layer in every place that holds its replacement."""
+    _exchange(model, [(one.new, one.old) for one in swapped])
+
+
+def _exchange(model: Module, pairs: list[tuple[Module, Module]]) -> None:
+    places: dict[int, list[tuple[Module, str]]] = defaultdict(list)
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            places[id(child)].append((parent, name))
+    for old, new in pairs:
+        for parent, name in places[id(old)]:
+            parent._modules[name] = new

@@ -1,0 +1,108 @@
+"""What stands there after ``deepspeed.initialize``, and how it is rehearsed. DeepSpeed is imported when called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from attrs import evolve, frozen
+from torch import Tensor
+
+from prepkit.live.model.state import Standing
+from prepkit.steps import InitialiseDeepSpeed, Setting
+
+HELD = ("bit16_groups", "bf16_groups", "fp16_groups")
+"""Where DeepSpeed's optimizers keep the model's own parameters: ZeRO 1 and 2; bfloat16 at stage 1; ZeRO 3."""
+
+Compared = tuple[str, object, object]
+"""What was looked at, what was planned, and what was found."""
+
+
+def initialised(step: InitialiseDeepSpeed, standing: Standing) -> Iterator[Compared]:
+    """Compares the engine's own numbers, and the parameters that its optimizer steps, with the step."""
+    engine: Any = standing.target.model
+    planned = "MSAMPDeepSpeedEngine" if step.library == "msamp" else "DeepSpeedEngine"
+    found = type(engine).__name__
+    yield "wrapped", planned, found
+    if found != planned:
+        return
+    said = {".".join(one.path): json.loads(one.value) for one in step.settings}
+    yield "ZeRO stage", step.stage, int(engine.zero_optimization_stage())
+    numbers = {
+        "train_batch_size": engine.train_batch_size,
+        "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps,
+        "gradient_clipping": engine.gradient_clipping,
+        "bf16.enabled": engine.bfloat16_enabled,
+    }
+    for name, read in numbers.items():
+        if name in said:
+            yield name, said[name], read()
+    if step.optimizer != "none":
+        trained = {name for name, param in standing.params.items() if param.requires_grad}
+        held = {id(param) for param in stepped(standing.target.optimizer)}
+        missed = sorted(name for name in trained if id(standing.params[name]) not in held)
+        yield "trainable parameters that the optimizer does not step", [], missed
+
+
+def stepped(optimizer: Any) -> list[Tensor]:
+    """The model's parameters behind an optimizer of DeepSpeed's; those of a plain one are in its groups."""
+    groups = next((getattr(optimizer, name) for name in HELD if hasattr(optimizer, name)), None)
+    if groups is None:
+        groups = [group["params"] for group in optimizer.param_groups]
+    return [param for group in groups for param in group]
+
+
+def staged(step: InitialiseDeepSpeed) -> tuple[InitialiseDeepSpeed, str]:
+    """The step as a rehearsal runs it: on the CPU, and with buckets that fit a laptop."""
+    other = {("zero_optimization", "reduce_bucket_size"): "100000", ("zero_allow_untested_optimizer",): "true"}
+    kept = tuple(one for one in step.settings if one.path not in other)
+    staged = tuple(Setting(path=path, value=value) for path, value in other.items())
+    why = "zeros on the CPU stand in for the parameters, small buckets for large ones, and any optimizer will do"
+    return evolve(step, device="cpu", settings=(*kept, *staged)), why
+
+
+def forget_groups() -> None:
+    """Makes DeepSpeed forget process groups that have ended; those of a default group that runs are kept.
+
+    It keeps what it has seen in globals, and would go on with them under the next default group
+    (``deepspeed.utils.groups._release_process_group_references`` clears them only where DeepSpeed ended the groups).
+    """
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    running = dist.group.WORLD if dist.is_initialized() else None
+    made_under = getattr(groups.mpu, "world", running)  # of Ranks, below
+    alive = dist.distributed_c10d._world.pg_map
+    if running is not None and made_under is running and all(group in alive for group in _seen(groups)):
+        return
+    comm.cdb = None
+    for name, value in vars(groups).items():
+        if name.startswith("_") and name.isupper():
+            if isinstance(value, dict):
+                value.clear()
+            elif "GROUP" in name:
+                setattr(groups, name, None)
+    groups.mesh_device = groups.mpu = None
+
+
+@frozen(eq=False)
+class Ranks:
+    """Tells DeepSpeed how many ranks see different data. By itself it counts all of them, also those of one model."""
+
+    count: int
+    world: Any
+    """The default process group that it speaks of."""
+
+    def get_data_parallel_world_size(self) -> int:
+        """What ``DeepSpeedConfig`` multiplies the batch with."""
+        return self.count
+
+
+def _seen(groups: Any) -> list[Any]:
+    """The process groups in DeepSpeed's globals."""
+    held = [value for name, value in vars(groups).items() if name.startswith("_") and name.isupper()]
+    flat = [inner for value in held for inner in (value.values() if isinstance(value, dict) else (value,))]
+    return [value for value in flat if isinstance(value, dist.ProcessGroup)]

@@ -1,0 +1,115 @@
+"""What the flat parameters of FSDP1 hold: which named parameter lies where, and which part of it is on this rank.
+
+Reads torch's ``FlatParameter``, whose attributes are documented there (torch ``_flat_param.py``) but not public.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn import Module, Parameter
+
+from prepkit.live.model import names
+
+
+@frozen(kw_only=True)
+class Piece:
+    """One named parameter in a flat parameter."""
+
+    flat: Parameter
+    """The flat parameter; on this rank its data is one shard."""
+    unit: str
+    """Path of the unit."""
+    start: int
+    """First element in the whole flat parameter."""
+    shape: torch.Size
+    """Of the named parameter as a whole."""
+    stride: tuple[int, ...]
+    """In which its elements lie one after the other."""
+    shard: int
+    """Elements of one shard; of an unsharded flat parameter all of them."""
+    first: int
+    """First of the named parameter's own elements on this rank."""
+    last: int
+    """One past the last; equal to ``first`` where it has none here."""
+    cut: bool
+    """Whether the flat parameter is cut into shards at all."""
+    original: bool
+    """Whether the named parameter is still there, as a view."""
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of a tensor of the named parameter's shape that are on this rank; a view where it can be."""
+        return self.line(whole)[self.first : self.last]
+
+    def line(self, whole: torch.Tensor) -> torch.Tensor:
+        """Such a tensor as one row, its elements in the order in which torch flattens the parameter."""
+        if whole.stride() != self.stride:
+            whole = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
+        return whole.as_strided((whole.numel(),), (1,), whole.storage_offset())
+
+
+def units(model: Module) -> dict[str, FullyShardedDataParallel]:
+    """Path to wrapper of every FSDP1 unit, in module order."""
+    found: dict[str, FullyShardedDataParallel] = {}
+    for site in names.sites(model):
+        for module in site.stack if site.first else ():
+            if isinstance(module, FullyShardedDataParallel):
+                found[site.path] = module
+    return found
+
+
+def pieces(model: Module) -> dict[str, Piece]:
+    """Canonical name to place of every parameter that lies in a flat parameter; a tied one under its first name."""
+    found: dict[str, Piece] = {}
+    for path, unit in units(model).items():
+        handle: Any = unit._handle
+        if handle is not None:
+            found.update(_pieces(path, handle))
+    return found
+
+
+def _pieces(path: str, handle: Any) -> dict[str, Piece]:
+    flat = handle.flat_param
+    cut = bool(handle.uses_sharded_strategy)
+    whole = flat._unpadded_unsharded_size.numel()
+    shard = flat._sharded_size.numel() if cut else whole
+    rank = handle.rank if cut else 0
+    starts = _starts(flat)
+    found: dict[str, Piece] = {}
+    for name, start, shape, stride in zip(flat._fqns, starts, flat._shapes, flat._strides, strict=True):
+        first = min(max(rank * shard - start, 0), shape.numel())
+        last = min(max((rank + 1) * shard - start, 0), shape.numel())
+        inner = names.canonical(name)
+        found[f"{path}.{inner}" if path else inner] = Piece(
+            flat=flat,
+            unit=path,
+            start=start,
+            shape=shape,
+            stride=stride,
+            shard=shard,
+            first=first,
+            last=last,
+            cut=cut,
+            original=handle._use_orig_params,
+        )
+    return found
+
+
+def _starts(flat: Any) -> list[int]:
+    """First elements of the parameters; padding has entries of its own among the sizes."""
+    starts: list[int] = []
+    end = 0
+    for size, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not padding:
+            starts.append(end)
+        end += size
+    return starts
+
+
+def holders(model: Module) -> dict[str, Parameter]:
+    """Canonical name to the parameter that trains what had it: its own, or the flat one that has taken its place."""
+    found = {name: piece.flat for name, piece in pieces(model).items() if not piece.original}
+    return {**found, **names.named_parameters(model)} if found else names.named_parameters(model)

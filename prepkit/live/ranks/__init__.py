@@ -1,0 +1,1 @@
+"""Several processes as one: launched, in groups, agreed on the plan, all going on or none."""

@@ -1,0 +1,230 @@
+"""Runs a plan on a meta copy of the model, as any rank of any number of ranks, in one process on a laptop.
+
+The handlers are the real ones and so is torch; only the process group is torch's fake one, which carries no data.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import evolve, frozen
+from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import debug
+from torch.nn import Module, Parameter
+from torch.optim import SGD, Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public door to its fake group
+
+from prepkit.codec import plan_from_text, plan_to_text
+from prepkit.live.handlers import HANDLERS, ddp
+from prepkit.live.interpreter import Halted, Handler, interpret
+from prepkit.live.model import deepspeed
+from prepkit.live.model.state import Form, Standing, found_form, look
+from prepkit.live.model.target import Target
+from prepkit.live.ranks import launcher
+from prepkit.live.rehearse.meta import fake_twin, meta_copy, zero_twin
+from prepkit.live.rehearse.substitutes import Omission, staging
+from prepkit.live.verify import verify
+from prepkit.plan import Plan
+from prepkit.plan.attestation import Check
+from prepkit.steps import BuildMesh, InitialiseDeepSpeed, WrapDDP, WrapFSDP1
+
+
+@frozen(kw_only=True)
+class Rehearsal:
+    """What torch made of the plan, as one rank sees it. Plain data."""
+
+    rank: int
+    world_size: int
+    params: tuple[tuple[str, Form], ...]
+    """Name and form of every parameter, in the order of the plan; names the plan does not know come last."""
+    units: tuple[str, ...]
+    """Paths of the modules that ``fully_shard`` made units, in module order."""
+    slots: tuple[tuple[str, ...], ...]
+    """Per group of the optimizer the names that its slots hold; ``""``: not a parameter of the model."""
+    omitted: tuple[Omission, ...]
+    differences: tuple[Check, ...]
+    """What is not as the plan predicts; empty is the normal result."""
+    halted: str = ""
+    """The story of the step that failed; empty when all were done."""
+
+    @property
+    def fine(self) -> bool:
+        """Whether every step that can be rehearsed was done, and led to what the plan predicts."""
+        return not self.halted and not self.differences
+
+    def __str__(self) -> str:
+        count = len(self.differences)
+        what = "as planned" if self.fine else self.halted or f"{count} difference{'s' * (count > 1)} from the plan"
+        head = f"rehearsed as rank {self.rank} of {self.world_size}: {what}"
+        return "\n".join((head, *(f"  {line}" for line in (*self.differences, *self.omitted))))
+
+
+class RehearsalFailed(RuntimeError):
+    """The rehearsal itself could not be held; it says nothing about the plan."""
+
+
+def rehearse(
+    plan: Plan, model: Module, *, rank: int = 0, optimizer: Optimizer | None = None, timeout_s: float = 600.0
+) -> Rehearsal:
+    """Rehearses in a process of its own, so that neither the objects nor the process of the caller are touched.
+
+    The model travels pickled, without data: its classes must be importable, and a script must have the usual
+    ``if __name__ == "__main__"``. Raises ``RehearsalFailed`` where the model cannot travel, or the process dies or is
+    not done after ``timeout_s`` seconds; ``ValueError`` for a rank that the plan does not have, or a model that arrives
+    sharded.
+    """
+    _check_rank(plan, rank)
+    request = _packed(plan, model, optimizer, rank)
+    context = multiprocessing.get_context("spawn")  # a fork would inherit the caller's groups and locks
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_stage, args=(theirs, request), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout_s):
+            raise RehearsalFailed(f"the rehearsal was not done after {timeout_s:.0f} s; give it more with timeout_s")
+        result: Rehearsal | str = pickle.loads(ours.recv_bytes())
+    except EOFError:
+        process.join()
+        raise RehearsalFailed(
+            f"the rehearsal's process ended with exit code {process.exitcode} before it could answer; "
+            "what it wrote to stderr says why"
+        ) from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    if isinstance(result, str):
+        raise RehearsalFailed(f"the rehearsal raised:\n{result}")
+    return result
+
+
+def _packed(plan: Plan, model: Module, optimizer: Optimizer | None, rank: int) -> bytes:
+    try:
+        return pickle.dumps((plan_to_text(plan), *meta_copy(model, optimizer), rank))
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise RehearsalFailed(
+            f"{type(model).__name__} cannot travel to a process of its own: {error}; define its classes and hooks at "
+            "the top of a module, or call prepkit.live.rehearse.rehearse_here in a process without a process group"
+        ) from error
+
+
+def _stage(wire: Connection, request: bytes) -> None:
+    """Main function of the process that ``rehearse`` starts."""
+    answer: Rehearsal | str
+    try:
+        text, model, optimizer, rank = pickle.loads(request)
+        answer = rehearse_here(plan_from_text(text), model, rank=rank, optimizer=optimizer)
+    except Exception:
+        answer = traceback.format_exc()
+    wire.send_bytes(pickle.dumps(answer))
+
+
+def _check_rank(plan: Plan, rank: int) -> None:
+    world = plan.world_size
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} is not in a plan for {world} ranks; give one of 0 to {world - 1}")
+
+
+def rehearse_here(plan: Plan, model: Module, *, rank: int = 0, optimizer: Optimizer | None = None) -> Rehearsal:
+    """Rehearses in this process, which must have no process group: for many rehearsals in a row.
+
+    Works on a meta copy; starts a fake default group and ends it. Raises ``RehearsalFailed`` where a group runs, and
+    ``ValueError`` for a rank that the plan does not have, or a model that arrives sharded.
+    """
+    _check_rank(plan, rank)
+    if dist.is_initialized():
+        raise RehearsalFailed("a process group runs in this process; call rehearse, which uses a process of its own")
+    staged, omitted = staging(plan)
+    flattens = any(isinstance(planned.step, WrapFSDP1) for planned in plan.steps)
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if flattens else None
+    real = any(isinstance(one.step, InitialiseDeepSpeed) for one in plan.steps)  # DeepSpeed flattens real memory
+    twin, follower = meta_copy(model, optimizer, zero_twin if real else fake_twin(mode) if mode else None)
+    if plan.facts.optimizer is not None and follower is None:
+        follower = _stand_in(plan, twin)
+        why = f"SGD stands in for {plan.facts.optimizer.name}, which was not given"
+        omitted = (*omitted, Omission(index=-1, step="optimizer", why=why))
+    target = Target(model=twin, optimizer=follower)
+    _forget_meshes()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+    try:
+        handlers = _faked(mode) if mode else {**HANDLERS, WrapDDP: ddp.WITHOUT_VALUES}
+        with launcher.same_local_rank():
+            outcome = interpret(tuple(planned.step for planned in staged.steps), handlers, target)
+        halted = str(outcome) if isinstance(outcome, Halted) else ""
+        differences = () if halted else verify(staged, target, allow_meta=True).failed
+        return _seen(plan, rank, look(target), omitted, differences, halted)
+    finally:
+        dist.destroy_process_group()
+        _forget_meshes()
+        if real:
+            deepspeed.forget_groups()
+
+
+def _forget_meshes() -> None:
+    """Drops the layouts that torch has kept of DTensors: one mesh stands for all equal ones, also of other ranks."""
+    for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        if clear := getattr(debug, name, None):  # the second kind is newer than torch 2.6
+            clear()
+
+
+def _faked(mode: FakeTensorMode) -> dict[type, Handler[Any, Target, Any]]:
+    """The handlers, each acting on tensors without data; a mesh is made of real ones."""
+
+    def within(do: Callable[[Any, Target], Any]) -> Callable[[Any, Target], Any]:
+        def act(step: Any, target: Target) -> Any:
+            with mode:
+                return do(step, target)
+
+        return act
+
+    return {kind: own if kind is BuildMesh else evolve(own, do=within(own.do)) for kind, own in HANDLERS.items()}
+
+
+def _stand_in(plan: Plan, model: Module) -> Optimizer:
+    """An optimizer whose slots hold what the plan's optimizer facts say, with state where there was some."""
+    assert plan.facts.optimizer is not None, "the caller has asked"
+    params = look(Target(model=model)).params
+    groups = [
+        {"params": [params[name] if name else Parameter(torch.empty(1, device="meta")) for name in group.slots]}
+        for group in plan.facts.optimizer.groups
+    ]
+    made = SGD(groups, lr=0.0)
+    for name in plan.facts.optimizer.stateful:
+        made.state[params[name]] = {"momentum_buffer": torch.empty_like(params[name])}
+    return made
+
+
+def _seen(
+    plan: Plan,
+    rank: int,
+    standing: Standing,
+    omitted: tuple[Omission, ...],
+    differences: tuple[Check, ...],
+    halted: str,
+) -> Rehearsal:
+    order = [layout.name for layout in plan.layout if layout.name in standing.params]
+    aliases = {name for group in plan.facts.model.ties for name in group}
+    unknown = [name for name in standing.params if name not in {*order, *aliases}]
+    names = {id(standing.params[name]): name for name in reversed((*order, *unknown))}
+    optimizer = standing.target.optimizer
+    return Rehearsal(
+        rank=rank,
+        world_size=plan.world_size,
+        params=tuple((name, found_form(standing.params[name])) for name in (*order, *unknown)),
+        units=standing.units,
+        slots=tuple(
+            tuple(names.get(id(param), "") for param in group["params"])
+            for group in (optimizer.param_groups if optimizer else ())
+        ),
+        omitted=omitted,
+        differences=differences,
+        halted=halted,
+    )

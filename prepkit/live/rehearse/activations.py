@@ -1,0 +1,157 @@
+"""What forward and backward keep beside parameters and gradients: an estimate from one step without data."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.nn import Module, Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from prepkit.config import Intent
+from prepkit.live.handlers import HANDLERS
+from prepkit.live.interpreter import Halted, interpret
+from prepkit.live.model.target import Target
+from prepkit.live.rehearse.meta import fake_twin, meta_copy
+from prepkit.plan import Plan
+from prepkit.steps import AutocastForward, CheckpointModules, ShardUnits, Step, WrapFSDP1
+
+
+def activations(plan: Plan, model: Module, *args: Any, **kwargs: Any) -> int:
+    """Bytes at the highest moment of one micro-batch on one rank: activations, and what backward makes in passing.
+
+    Runs ``model(*args, **kwargs)`` and its backward on a copy without data, with what the plan does to the forward:
+    dtypes, autocast, checkpointing. Compilation and the allocator are not in it, and kernels of an accelerator may keep
+    more or less than those of the CPU. Neither the model nor the arguments are touched.
+
+    Raises ``RuntimeError`` where the forward needs values, as a model that branches on them does.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    dtype = _computed(plan)
+    stored = {layout.name: getattr(torch, layout.dtype) for layout in plan.layout}
+    names = {id(param): stored[name] for name, param in model.named_parameters() if name in stored}
+    twin, _ = meta_copy(model, None, _twins(mode, dtype, names))
+    target = Target(model=twin)
+    with mode:
+        outcome = interpret(tuple(_local(plan)), HANDLERS, target)
+        if isinstance(outcome, Halted):
+            raise RuntimeError(str(outcome))  # noqa: TRY004  # a failed step is no wrong type
+        inputs = tree_map_only(Tensor, lambda given: _fake(given, dtype), (args, kwargs))
+        try:
+            return _tracked(target.model, inputs, trains=plan.config.intent is Intent.TRAINING)
+        except (torch._subclasses.fake_tensor.DataDependentOutputException, NotImplementedError) as error:
+            raise RuntimeError(
+                f"{type(model).__name__} cannot be run without data, so its activations are not counted: {error}"
+            ) from error
+
+
+def _local(plan: Plan) -> Iterator[Step]:
+    """The steps that change what forward computes, for the CPU; sharding changes where weights come from, not what."""
+    for planned in plan.steps:
+        match planned.step:
+            case AutocastForward():
+                yield evolve(planned.step, device="cpu")
+            case CheckpointModules():
+                yield planned.step
+
+
+def _twins(
+    mode: FakeTensorMode, gathered: torch.dtype | None, stored: dict[int, torch.dtype]
+) -> Callable[[Tensor], Tensor]:
+    """Tensors without data; parameters in the dtype in which they are computed with."""
+    plain = fake_twin(mode)
+
+    def make(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, Parameter) or not tensor.is_floating_point():
+            return plain(tensor)
+        dtype = gathered or stored.get(id(tensor), tensor.dtype)
+        with mode:
+            bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+            return Parameter(bare, tensor.requires_grad)
+
+    return make
+
+
+def _computed(plan: Plan) -> torch.dtype | None:
+    """The dtype of gathered parameters; None: as stored."""
+    names = (p.step.param_dtype for p in plan.steps if isinstance(p.step, ShardUnits | WrapFSDP1))
+    name = next(names, None)
+    found: torch.dtype | None = getattr(torch, name) if name else None
+    return found
+
+
+def _fake(given: Tensor, dtype: torch.dtype | None) -> Tensor:
+    made = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cpu")
+    return made.to(dtype) if dtype is not None and given.is_floating_point() else made
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the storages that operations make, while they live; torch calls a mode by its class.
+
+    As torch's ``MemTracker`` counts activations and what backward makes in passing; that one asks every module at every
+    operation, which takes minutes for a model of some hundred modules.
+    """
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.most = 0
+        self._seen = WeakIdKeyDictionary()
+        for tensor in given:
+            self._seen[tensor.untyped_storage()] = None  # the user's, not counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self._hold(leaf.untyped_storage())
+        return made
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        size = storage.nbytes()
+        self._seen[storage] = weakref.finalize(storage, self._drop, size)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    def _drop(self, size: int) -> None:
+        self.now -= size
+
+
+def _tracked(model: Module, inputs: tuple[Any, Any], *, trains: bool) -> int:
+    args, kwargs = inputs
+    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    live = Live((*model.parameters(), *model.buffers(), *given))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    hooks = [param.register_post_accumulate_grad_hook(_forget) for param in trained]  # type: ignore[no-untyped-call]
+    with live, torch.set_grad_enabled(trains):
+        made = model(*args, **kwargs)
+        if trains:
+            _loss(made).backward()  # type: ignore[no-untyped-call]
+    for hook in hooks:
+        hook.remove()
+    return live.most
+
+
+def _forget(param: Tensor) -> None:
+    """Gradients of parameters are counted elsewhere."""
+    param.grad = None
+
+
+def _loss(made: Any) -> Tensor:
+    """Its own loss where it has one; else something that every floating output has a part in."""
+    loss = getattr(made, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    parts = [leaf.float().sum() for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not parts:
+        raise RuntimeError("the model's output holds no tensor that a gradient could come from")
+    return torch.stack(parts).sum()

@@ -1,0 +1,79 @@
+"""Buffers by their bytes: unchanged by the steps, and equal on all ranks.
+
+A buffer is in no optimizer and often in no checkpoint: one that was left uninitialised, or that each rank has drawn for
+itself, trains silently and wrongly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from prepkit.live.model.state import Standing
+from prepkit.live.ranks.agree import alike, spans
+from prepkit.plan import Plan
+from prepkit.plan.attestation import Check, each
+from prepkit.steps import InitialiseDeepSpeed, ReadTensors, SendTensors, WrapDDP, WrapFSDP1
+
+REWRITES: dict[type, Callable[[Any, int], bool]] = {
+    WrapDDP: lambda step, rank: step.broadcast_buffers and rank > 0,  # it sends rank 0's to all
+    WrapFSDP1: lambda step, rank: step.sync_module_states and rank > 0,  # likewise
+    SendTensors: lambda _, rank: rank > 0,  # likewise
+    InitialiseDeepSpeed: lambda step, rank: step.dtype is not None or rank > 0,  # casts, and sends rank 0's
+}
+"""Step kinds that may change the values of buffers, and whether this step does on this rank."""
+
+LEAVES_APART: dict[type, Callable[[Any], bool]] = {
+    WrapDDP: lambda step: not step.broadcast_buffers,
+}
+"""Step kinds that can mean that every rank keeps buffers of its own, and whether this step does."""
+
+
+def fingerprints(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name to SHA-256 of the bytes; without those on meta and those of tensor subclasses, which lie as they like."""
+    return {name: _digest(buffer) for name, buffer in named.items() if not buffer.is_meta and type(buffer) in PLAIN}
+
+
+PLAIN = (Tensor,)
+
+
+def _digest(buffer: Tensor) -> str:
+    held = buffer.detach().cpu().contiguous()
+    size = held.numel() * held.element_size()
+    data = (ctypes.c_char * size).from_address(held.data_ptr()) if size else b""  # no copy, and no numpy
+    return hashlib.sha256(data).hexdigest()
+
+
+def checks(plan: Plan, standing: Standing, rank: int, before: Mapping[str, str]) -> Iterator[Check]:
+    """Collective where a group runs that carries data, for every rank of it alike."""
+    steps = [planned.step for planned in plan.steps]
+    now = fingerprints(standing.buffers)
+    if not any(REWRITES[type(step)](step, rank) for step in steps if type(step) in REWRITES):
+        sources = {source.name for step in steps if isinstance(step, ReadTensors) for source in step.sources}
+        read = {id(buffer) for name, buffer in standing.buffers.items() if name in sources}  # one may have two names
+        bad = [
+            f"{name} holds other values than before the first step"
+            for name in before
+            if id(standing.buffers.get(name)) not in read and now.get(name, before[name]) != before[name]
+        ]
+        yield each("model", "buffers kept their values", bad)
+    apart = any(LEAVES_APART[type(step)](step) for step in steps if type(step) in LEAVES_APART)
+    if not apart and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        yield each("model", "buffers are equal on all ranks", _unequal(now))
+
+
+def _unequal(mine: dict[str, str]) -> list[str]:
+    if alike(hashlib.sha256(repr(sorted(mine.items())).encode()).digest()):
+        return []
+    held: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(held, mine)
+    names = dict.fromkeys(name for one in held for name in one)
+    fix = "build the model with the same seed everywhere, or broadcast its buffers from rank 0, before apply"
+    odd = {name: tuple(rank for rank, one in enumerate(held) if one.get(name) != held[0].get(name)) for name in names}
+    bad = [f"{name} differs between rank 0 and rank{'s' * (len(at) > 1)} {spans(at)}" for name, at in odd.items() if at]
+    return [f"{bad[0]} ({fix})", *bad[1:]] if bad else []

@@ -1,0 +1,51 @@
+"""What ``fully_shard`` left on each unit: hooks that gather it, and the policies that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+
+from prepkit.live.model.fsdp2_units import unit_fact
+from prepkit.live.model.state import Standing
+from prepkit.plan.attestation import Check, each
+from prepkit.steps import ShardUnits, Unit
+
+
+def checks(step: ShardUnits, standing: Standing) -> Iterator[Check]:
+    """Hooks and policies of the units that are there; a missing one has been told already."""
+    found = [
+        (unit, module) for unit in step.units for module in standing.at(unit.path) if isinstance(module, FSDPModule)
+    ]
+    hooks = [f"{unit.path or 'the root'} has none" for unit, module in found if not _gathers(module)]
+    yield each("ShardUnits", "a hook gathers each unit", hooks)
+    bad = [f"{unit.path or 'the root'}: {text}" for unit, module in found for text in _policies(step, unit, module)]
+    yield each("ShardUnits", "dtypes, offload and resharding of each unit", bad)
+
+
+def _gathers(module: Any) -> bool:
+    state = module._get_fsdp_state()
+    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    return all(any(_of(state, hook) for hook in held.values()) for held in hooks)
+
+
+def _of(state: Any, hook: Any) -> bool:
+    """Whether a hook is a method of this state, also below the wrappers that torch puts around it."""
+    for _ in range(4):
+        if getattr(hook, "__self__", None) is state:
+            return True
+        hook = getattr(hook, "__wrapped__", None)
+    return False
+
+
+def _policies(step: ShardUnits, unit: Unit, module: Module) -> Iterator[str]:
+    there = unit_fact(unit.path, module)
+    wanted = (step.param_dtype, step.reduce_dtype, unit.output_dtype)
+    if (found := (there.param_dtype, there.reduce_dtype, there.output_dtype)) != wanted:
+        yield f"parameter, reduction and output dtype planned {wanted}, found {found}"
+    if there.ranks and there.offload != step.offload:
+        yield f"offload planned {step.offload}, found {there.offload}"
+    if there.ranks and bool(there.reshard_after_forward) != bool(unit.reshard_after_forward):
+        yield f"reshard_after_forward planned {unit.reshard_after_forward}, found {there.reshard_after_forward}"

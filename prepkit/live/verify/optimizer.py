@@ -1,0 +1,67 @@
+"""After apply: what the steps that act on the optimizer have left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import evolve
+from torch import Tensor
+
+from prepkit.live.model import fsdp1_flat
+from prepkit.live.model.state import Standing, found_form
+from prepkit.live.verify import fsdp1
+from prepkit.plan.attestation import Check, each, same
+from prepkit.steps import CreateOptimizer, RebindOptimizer, RegroupOptimizer
+
+
+def regrouped(step: RegroupOptimizer, standing: Standing) -> Iterator[Check]:
+    """Every name is once in its group, whatever holds it now."""
+    yield each("RegroupOptimizer", "no state is left behind", sorted(standing.target.released))
+    yield each("RegroupOptimizer", "groups hold what they held", fsdp1.wrong_groups(step, standing))
+
+
+def rebound(step: RebindOptimizer, standing: Standing) -> Iterator[Check]:
+    """State that was released has been laid out as its parameter lies."""
+    del step
+    yield each("RebindOptimizer", "no state is left behind", sorted(standing.target.released))
+    optimizer = standing.target.optimizer
+    held = {id(param): name for name, param in reversed(standing.params.items())}  # a tied one under its first name
+    bad = [
+        f"{key} of {held[id(param)]} has {difference}"
+        for param, state in (optimizer.state if optimizer else {}).items()
+        if id(param) in held
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.shape == param.shape
+        for difference in _apart(param, value)
+    ]
+    yield each("RebindOptimizer", "state lies as its parameter does", bad)
+
+
+def _apart(param: Tensor, value: Tensor) -> tuple[str, ...]:
+    here, there = found_form(param), found_form(value)
+    like = evolve(there, placements=here.placements, local_shape=here.local_shape)  # class, dtype and grad may differ
+    return like.against(there)
+
+
+def created(step: CreateOptimizer, standing: Standing) -> Iterator[Check]:
+    """Class, parameters and options are those of the step."""
+    optimizer = standing.target.optimizer
+    if hasattr(standing.target.model, "basic_optimizer"):
+        return  # DeepSpeed has taken it over; what it holds is looked at there
+    yield same("CreateOptimizer", "class", step.algorithm, type(optimizer).__name__)
+    held = [id(param) for group in (optimizer.param_groups if optimizer else ()) for param in group["params"]]
+    holders = {**standing.params, **fsdp1_flat.holders(standing.target.model)}
+    wanted: dict[int, str] = {}
+    for name in step.names:
+        wanted.setdefault(id(holders.get(name)), name)  # what holds several, once
+    yield same("CreateOptimizer", "number of parameters", len(wanted), len(held))
+    bad = [name for (kept, name), found in zip(wanted.items(), held, strict=False) if kept != found]
+    yield each("CreateOptimizer", "every slot holds the model's parameter", bad)
+    options = optimizer.param_groups[0] if optimizer else {}
+    given = {one.name: options.get(one.name) for one in step.options}
+    bad = [
+        f"{one.name} planned {one.value}, found {given[one.name]}"
+        for one in step.options
+        if given[one.name] != one.value
+    ]
+    yield each("CreateOptimizer", "options", bad)

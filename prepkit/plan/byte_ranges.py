@@ -1,0 +1,161 @@
+"""Which bytes of a file a rank reads: arithmetic on a source, the mesh and a rank. No torch, no file.
+
+The parts are those that ``layout.local_shape`` gives: dim 0 is cut as ``torch.chunk`` does. Such a part is one range
+of bytes; of a tensor that is cut along another dim a range for every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from attrs import frozen
+
+from prepkit.plan.layout import coordinate
+from prepkit.steps import Axis, Block, Sent, Source
+
+ITEMSIZES: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "complex64": 8,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Dtype to the bytes of one element."""
+
+
+@frozen(kw_only=True)
+class Part:
+    """The slice of one dim that a rank holds."""
+
+    start: int
+    size: int
+
+
+@frozen(kw_only=True)
+class Range:
+    """Consecutive bytes of a file."""
+
+    start: int
+    length: int
+
+
+def parts(source: Source | Sent, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
+    """The slice of every dim that ``rank`` holds. Placements are those of ``ParamLayout``.
+
+    What is strided is cut last, whatever its axis: ``fully_shard`` cuts what another axis has cut already.
+
+    >>> source = Source(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3), placements=("shard(0)",))
+    >>> parts(source, (Axis(name="shard", size=4),), 2)
+    (Part(start=4, size=1), Part(start=0, size=3))
+    """
+    found = [Part(start=0, size=size) for size in source.shape]
+    cuts = zip(source.placements, axes, coordinate(rank, axes), strict=False)
+    for placement, axis, index in sorted(cuts, key=lambda cut: cut[0].startswith("strided")):
+        if placement not in ("replicate", "copy"):
+            dim = int(placement.partition("(")[2].removesuffix(")"))
+            whole = found[dim]
+            rows = -(-whole.size // axis.size)
+            first = min(index * rows, whole.size)
+            found[dim] = Part(start=whole.start + first, size=min(rows, whole.size - first))
+    return tuple(found)
+
+
+def held(source: Source, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
+    """What of the rank's part the source's block is: a slice of every dim of the part, empty where they do not meet.
+
+    >>> block = Block(start=(3, 0), shape=(2, 3))
+    >>> source = Source(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3), placements=("shard(0)",),
+    ...                 block=block)
+    >>> [held(source, (Axis(name="shard", size=4),), rank)[0] for rank in (0, 1, 2)]
+    [Part(start=0, size=0), Part(start=1, size=1), Part(start=0, size=1)]
+    """
+    mine = parts(source, axes, rank)
+    return tuple(
+        Part(start=common.start - part.start if common.size else 0, size=common.size)
+        for part, common in zip(mine, _common(source, mine), strict=True)
+    )
+
+
+def _common(source: Source, mine: tuple[Part, ...]) -> tuple[Part, ...]:
+    """What a part and the source's block have in common, in the whole tensor."""
+    if source.block is None:
+        return mine
+    found = []
+    for part, start, size in zip(mine, source.block.start, source.block.shape, strict=True):
+        first, last = max(part.start, start), min(part.start + part.size, start + size)
+        found.append(Part(start=first, size=max(last - first, 0)))
+    return tuple(found)
+
+
+def ranges(source: Source, axes: tuple[Axis, ...], rank: int) -> tuple[Range, ...]:
+    """The bytes that ``rank`` reads, in the row-major order of its part; none for an empty part.
+
+    >>> source = Source(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3), placements=("shard(0)",))
+    >>> [ranges(source, (Axis(name="shard", size=4),), rank) for rank in (0, 2, 3)]
+    [(Range(start=100, length=24),), (Range(start=148, length=12),), ()]
+    """
+    mine = _common(source, parts(source, axes, rank))
+    if not all(part.size for part in mine):
+        return ()
+    shape = source.shape
+    if source.block is not None:
+        shape = source.block.shape
+        mine = tuple(
+            Part(start=part.start - start, size=part.size) for part, start in zip(mine, source.block.start, strict=True)
+        )
+    item = ITEMSIZES[source.dtype]
+    cut = [dim for dim, part in enumerate(mine) if part.size < shape[dim]]
+    inner = cut[-1] if cut else 0  # below this dim everything is whole, so a run of it is consecutive
+    row = prod(shape[inner + 1 :]) * item
+    length = (mine[inner].size if mine else 1) * row
+    offset = (mine[inner].start if mine else 0) * row
+    return tuple(
+        Range(start=source.start + place * prod(shape[inner:]) * item + offset, length=length)
+        for place in _places(mine[:inner], shape[:inner])
+    )
+
+
+def _places(outer: tuple[Part, ...], shape: tuple[int, ...]) -> Iterator[int]:
+    """Row-major positions, in the whole, of the rows that the outer dims keep."""
+    if not outer:
+        yield 0
+        return
+    for place in _places(outer[:-1], shape[:-1]):
+        yield from range(place * shape[-1] + outer[-1].start, place * shape[-1] + outer[-1].start + outer[-1].size)
+
+
+def complete(sources: tuple[Source, ...]) -> frozenset[str]:
+    """Names of the tensors of which every element is in some source.
+
+    >>> top = Source(name="w", key="top", file=0, start=0, dtype="int8", shape=(2, 3),
+    ...              block=Block(start=(0, 0), shape=(1, 3)))
+    >>> low = Source(name="w", key="low", file=0, start=3, dtype="int8", shape=(2, 3),
+    ...              block=Block(start=(1, 0), shape=(1, 3)))
+    >>> complete((top,)), complete((top, low))
+    (frozenset(), frozenset({'w'}))
+    """
+    blocks: dict[str, set[Block]] = {}
+    shapes = {source.name: source.shape for source in sources}
+    for source in sources:
+        whole = Block(start=(0,) * len(source.shape), shape=source.shape)
+        blocks.setdefault(source.name, set()).add(source.block or whole)
+    return frozenset(
+        name for name, some in blocks.items() if sum(prod(one.shape) for one in some) >= prod(shapes[name])
+    )
+
+
+def bytes_read(sources: tuple[Source, ...], axes: tuple[Axis, ...], rank: int) -> int:
+    """Bytes that ``rank`` reads in all."""
+    return sum(part.length for source in sources for part in ranges(source, axes, rank))

@@ -1,0 +1,81 @@
+"""What a parameter becomes, and which part of it a rank holds: arithmetic on names, shapes and the mesh.
+
+Follows ``torch.chunk`` as ``fully_shard`` and ``distribute_tensor`` use it: a dimension is cut into
+``ceil(size / ranks)`` rows per rank, so the last ranks may hold fewer rows or none (torch ``_fsdp_param.py``; verified
+against it under the fake process group).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Literal
+
+from attrs import frozen
+
+from prepkit.plan.flat_layout import FlatPart, held
+from prepkit.steps import Axis
+
+Placement = Literal["replicate", "shard(0)", "shard(1)", "strided(0)", "copy", "partition", "split"]
+"""``strided(0)``: dim 0 is cut after a later axis has cut it (torch ``_StridedShard``: FSDP2 over a colwise layer), so
+what a rank holds of the whole is no single range of rows. ``copy``: the parameter's own mesh lacks this axis, along
+which all ranks hold the same. ``partition``: an equal, padded part of all elements in a row (ZeRO-3). ``split``: by
+DeepSpeed, as it sees fit."""
+
+
+@frozen(kw_only=True)
+class ParamLayout:
+    """One parameter after apply."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: str
+    """Dtype in storage."""
+    cls: str
+    """``DTensor`` where it is sharded, else the class that it has: ``Parameter``, ``Params4bit`` …"""
+    placements: tuple[Placement, ...]
+    """One per mesh axis for what is sharded; empty for a plain parameter, which every rank holds whole."""
+    unit: str
+    """Path of the module that owns it as a unit; ``""`` is the root."""
+    requires_grad: bool
+    flat: FlatPart | None = None
+    """Its place in the flat parameter of an FSDP1 unit; None: it is in none."""
+
+
+def coordinate(rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+    """Position of a rank on each axis; the last axis runs fastest.
+
+    >>> coordinate(5, (Axis(name="replicate", size=2), Axis(name="shard", size=4)))
+    (1, 1)
+    """
+    position: list[int] = []
+    for axis in reversed(axes):
+        rank, index = divmod(rank, axis.size)
+        position.append(index)
+    return tuple(reversed(position))
+
+
+def local_shape(layout: ParamLayout, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
+    """Shape of the part that ``rank`` holds; of a flattened parameter one dimension of that many elements.
+
+    >>> p = ParamLayout(name="w", shape=(5, 3), dtype="float32", cls="DTensor",
+    ...                 placements=("shard(0)",), unit="", requires_grad=True)
+    >>> [local_shape(p, (Axis(name="shard", size=4),), rank) for rank in range(4)]
+    [(2, 3), (2, 3), (1, 3), (0, 3)]
+    """
+    if layout.flat is not None and layout.flat.shards > 1:
+        first, last = held(layout.flat, prod(layout.shape), coordinate(rank, axes)[-1])
+        return (last - first,)
+    if "partition" in layout.placements:  # deepspeed partition_parameters.py: rounded up, the same on every rank
+        return (-(-prod(layout.shape) // axes[layout.placements.index("partition")].size),)
+    shape = list(layout.shape)
+    # From the last axis to the first: what is strided is cut after the axes behind it, and others share no dimension.
+    for placement, axis, index in reversed(tuple(zip(layout.placements, axes, coordinate(rank, axes), strict=False))):
+        dim = _DIMENSION.get(placement)
+        if dim is not None:
+            rows = -(-shape[dim] // axis.size)
+            shape[dim] = max(0, min(shape[dim] - index * rows, rows))
+    return tuple(shape)
+
+
+_DIMENSION = {"shard(0)": 0, "strided(0)": 0, "shard(1)": 1}

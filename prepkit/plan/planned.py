@@ -1,0 +1,23 @@
+"""A step of a plan, and why it stands there."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from prepkit.steps import Step
+
+
+@frozen(kw_only=True)
+class Planned:
+    """A step and why it stands there."""
+
+    step: Step
+    reason: str
+    """One clause, read after the step; never read by the interpreter."""
+    rows: tuple[str, ...] = ()
+    """Rows of the behaviour reference that the step answers, such as ``DDP-5``."""
+
+
+def because(step: Step, reason: str, *rows: str) -> tuple[Planned, ...]:
+    """A piece of a plan: one step with its reason and its behaviour rows. Pieces add as tuples do."""
+    return (Planned(step=step, reason=reason, rows=rows),)

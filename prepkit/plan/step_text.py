@@ -1,0 +1,243 @@
+"""What each kind of step does, in one line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import assert_never
+
+from prepkit.findings.text import count, in_bytes, listed, local_device
+from prepkit.plan.byte_ranges import bytes_read
+from prepkit.plan.dtypes import itemsize
+from prepkit.plan.step_text_wrapping import copied, flattened, parallelized, sharded
+from prepkit.steps import (
+    Agree,
+    AllocateTensors,
+    AutocastForward,
+    AutocastFP8Forward,
+    Axis,
+    BuildMesh,
+    CastForward,
+    CheckFiles,
+    CheckpointModules,
+    CompileModules,
+    ConvertFP8Linears,
+    ConvertOptimizer,
+    ConvertSyncBatchNorm,
+    ConvertTransformerEngine,
+    CreateGradScaler,
+    CreateOptimizer,
+    File,
+    InitialiseDeepSpeed,
+    InitialiseTensors,
+    InitializeMSAMP,
+    MarkLeafModules,
+    MoveModel,
+    MoveToXLA,
+    ParallelizeModules,
+    PrecomputeFloat8Scales,
+    ReadTensors,
+    RebindOptimizer,
+    ReduceXLAGradients,
+    RegroupOptimizer,
+    ReleaseOptimizer,
+    SendTensors,
+    SetTensorsAside,
+    ShardLoader,
+    ShardUnits,
+    StartProcessGroup,
+    Step,
+    UpcastParameters,
+    WrapDDP,
+    WrapFSDP1,
+)
+
+
+def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy counts that none is missing
+    """What the step does to what, in one line without its kind."""
+    match step:
+        case StartProcessGroup():
+            return _start_process_group(step)
+        case Agree():
+            return "all ranks compare the digests of plan and model"
+        case BuildMesh():
+            return f"{axes(step.axes)} on {step.device}"
+        case ReleaseOptimizer():
+            return f"parameters taken out of {_slots(step.slots)}"
+        case UpcastParameters():
+            return f"{count(len(step.names), 'parameter')} to {step.dtype}: {listed(step.names, limit=2)}"
+        case MoveModel():
+            return f"parameters and buffers to {local_device(step.device.type)}"
+        case AutocastForward():
+            return f"forward in {step.dtype} on {step.device}, outputs in {step.output_dtype}"
+        case ParallelizeModules():
+            return parallelized(step)
+        case CheckpointModules():
+            return _checkpoint_modules(step)
+        case CompileModules():
+            return _compile_modules(step)
+        case ShardUnits():
+            return sharded(step)
+        case ConvertSyncBatchNorm():
+            return f"{listed(step.paths)} ({count(len(step.paths), 'module')})"
+        case CreateGradScaler():
+            return _create_grad_scaler(step)
+        case WrapFSDP1():
+            return flattened(step)
+        case RegroupOptimizer():
+            return f"flat parameters put into the place of {_slots(step.slots)}"
+        case WrapDDP():
+            return copied(step)
+        case RebindOptimizer():
+            return f"parameters put back by name into {_slots(step.slots)}"
+        case CreateOptimizer():
+            return _create_optimizer(step)
+        case ShardLoader():
+            return _shard_loader(step)
+        case CheckFiles():
+            return f"{_files(step.files)}: size and header as planned, on every rank"
+        case AllocateTensors():
+            buffers = f"; buffers on {local_device(step.buffers.type)}" if step.buffers else ""
+            return f"storage on {local_device(step.device.type)} for what is on meta, the rest moved there{buffers}"
+        case InitialiseTensors():
+            return _initialise(step)
+        case ReadTensors():
+            return _read(step)
+        case SetTensorsAside():
+            return f"{count(len(step.params), 'parameter')} to meta, their values kept on the host where there are any"
+        case SendTensors():
+            return _send(step)
+        case ConvertFP8Linears():
+            return _convert_fp8(step)
+        case ConvertTransformerEngine():
+            return _convert_engine(step)
+        case AutocastFP8Forward():
+            return _autocast_fp8(step)
+        case InitializeMSAMP():
+            return _initialize_msamp(step)
+        case PrecomputeFloat8Scales():
+            return "scales of all float8 weights, after every optimizer step"
+        case MoveToXLA():
+            return f"parameters and buffers to this process's XLA device{', one process at a time' * step.forked}"
+        case ReduceXLAGradients():
+            return "gradients averaged over all processes, before every optimizer step"
+        case CastForward():
+            return f"floating inputs to {step.dtype}, outputs to {step.output_dtype}"
+        case MarkLeafModules():
+            return f"{listed(step.paths)} ({count(len(step.paths), 'module')}) gathered whole by ZeRO-3"
+        case ConvertOptimizer():
+            return f"{step.algorithm} takes the optimizer's place" + (", decoupled decay" if step.decoupled else "")
+        case InitialiseDeepSpeed():
+            return _initialise_deepspeed(step)
+        case _:
+            assert_never(step)
+
+
+def axes(found: tuple[Axis, ...]) -> str:
+    """``replicate=2 x shard=8``; ``one process`` for none."""
+    return " x ".join(f"{axis.name}={axis.size}" for axis in found) or "one process"
+
+
+def _slots(slots: tuple[tuple[str, ...], ...]) -> str:
+    total, foreign = sum(map(len, slots)), sum(group.count("") for group in slots)
+    left = f" ({foreign:,} not the model's, left alone)" if foreign else ""
+    return f"{count(total - foreign, 'slot')} in {count(len(slots), 'group')}{left}"
+
+
+def _start_process_group(step: StartProcessGroup) -> str:
+    return f"{step.backend} over {count(step.world_size, 'rank')}, time-out {step.timeout_s:g} s"
+
+
+def _checkpoint_modules(step: CheckpointModules) -> str:
+    rng = "" if step.preserve_rng_state else "; dropout is not replayed"
+    return f"{listed(step.paths)} ({count(len(step.paths), 'module')}){rng}"
+
+
+def _compile_modules(step: CompileModules) -> str:
+    what = "the whole model" if step.paths == ("",) else f"{listed(step.paths)} ({count(len(step.paths), 'module')})"
+    shapes = {None: "", True: ", dynamic shapes", False: ", static shapes"}[step.dynamic]
+    breaks = ", no graph breaks" if step.fullgraph else ""
+    return f"{what} with {step.backend}, mode {step.mode}{breaks}{shapes}"
+
+
+def _create_grad_scaler(step: CreateGradScaler) -> str:
+    kind = "sharded, " if step.sharded else ""
+    how = f"x {step.growth_factor:g} after {count(step.growth_interval, 'step')}, x {step.backoff_factor:g} on overflow"
+    return f"{kind}on {step.device}, from {step.init_scale:g}, {how}"
+
+
+def _convert_fp8(step: ConvertFP8Linears) -> str:
+    extras = (
+        ("inner dimensions padded", step.pad_inner_dim),
+        ("weights gathered in float8", step.all_gather),
+        ("emulated", step.emulate),
+    )
+    said = "".join(f", {text}" for text, on in extras if on)
+    return f"{listed(step.paths)} ({count(len(step.paths), 'Linear')}), {step.recipe}{said}"
+
+
+def _convert_engine(step: ConvertTransformerEngine) -> str:
+    both = ((step.linears, "Linear"), (step.norms, "LayerNorm"))
+    return " and ".join(f"{listed(paths)} ({count(len(paths), kind)})" for paths, kind in both if paths)
+
+
+def _initialize_msamp(step: InitializeMSAMP) -> str:
+    left = f"; {listed(step.kept)} left, tied or packed" if step.kept else ""
+    return f"{listed(step.linears)} ({count(len(step.linears), 'Linear')}), the optimizer, {step.opt_level}{left}"
+
+
+def _autocast_fp8(step: AutocastFP8Forward) -> str:
+    when = "in training and evaluation" if step.during_eval else "in training"
+    amax = f", {step.amax_compute_algo} of {step.amax_history_len} steps" if step.amax_compute_algo else ""
+    wide = ", some products in the wider dtype" if step.override_linear_precision else ""
+    return f"forward in float8 {when}, {step.recipe} {step.fp8_format}, margin {step.margin}{amax}{wide}"
+
+
+def _create_optimizer(step: CreateOptimizer) -> str:
+    options = ", ".join(f"{option.name}={option.value}" for option in step.options)
+    return f"{step.algorithm}({options}) over {count(len(step.names), 'parameter')}"
+
+
+def _files(files: tuple[File, ...]) -> str:
+    return f"{count(len(files), 'file')} of {in_bytes(sum(file.size for file in files))}"
+
+
+def _initialise(step: InitialiseTensors) -> str:
+    params = f"{count(len(step.params), 'parameter')} with seed {step.seed}" if step.params else ""
+    buffers = f"{count(len(step.buffers), 'buffer')} where on meta" if step.buffers else ""
+    return " and ".join(part for part in (params, buffers) if part) + ", by the modules' own initialisers"
+
+
+def _read(step: ReadTensors) -> str:
+    """What rank 0 reads is the most that any rank does."""
+    most = in_bytes(bytes_read(step.sources, step.axes, 0))
+    parts = Counter(source.name for source in step.sources if source.block is not None)
+    made = f", {len(parts)} of them from {count(parts.total(), 'part')}," if parts else ""
+    tensors = count(len({source.name for source in step.sources}), "tensor")
+    return f"{tensors}{made} from {_files(step.files)}; at most {most} on a rank"
+
+
+def _send(step: SendTensors) -> str:
+    total = in_bytes(sum(prod(one.shape) * itemsize(one.dtype) for one in step.tensors))
+    return f"{count(len(step.tensors), 'tensor')}, {total} in all, from rank 0 to every rank's own part"
+
+
+def _initialise_deepspeed(step: InitialiseDeepSpeed) -> str:
+    said = {".".join(one.path): one.value for one in step.settings}
+    makes = {"given": "the given optimizer", "section": "an optimizer of its config", "none": "no optimizer"}
+    batch = said.get("train_batch_size", "?")
+    clipping = said.get("gradient_clipping", "0.0")
+    clipped = "" if clipping in ("0", "0.0") else f", clipped to {clipping}"
+    stepped = "" if step.scheduler == "outside" else "; steps the scheduler too"
+    also = " by MS-AMP" if step.library == "msamp" else ""
+    what = f"ZeRO stage {step.stage}{also} on {step.device} with {makes[step.optimizer]}, batch {batch}{clipped}"
+    return f"{what}; {count(len(step.settings), 'setting')}{stepped}"
+
+
+def _shard_loader(step: ShardLoader) -> str:
+    order = f"shuffled with seed {step.seed}" if step.shuffle else "in order"
+    tail = "the tail dropped" if step.drop_last else "the tail filled up from the start"
+    over = ""
+    if step.axes is not None:
+        over = f", divided over {' x '.join(step.axes)}" if step.axes else ", undivided"
+    return f"loader {step.index}{over}, {order}, {tail}"

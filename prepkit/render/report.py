@@ -1,0 +1,191 @@
+"""A plan as one self-contained page: steps, structure, memory, traffic, findings; or two plans side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from attrs import frozen
+
+from prepkit.codec.diff import diff
+from prepkit.findings import Finding
+from prepkit.findings.text import collapse, count, in_bytes
+from prepkit.plan import Plan
+from prepkit.plan.step_text import axes, effect
+from prepkit.predict import predict
+from prepkit.predict.prediction import CATEGORIES, Place, Prediction, RankClass
+from prepkit.render.changes import diff_text
+from prepkit.render.html import bars, page, swatch, table, tag, text
+from prepkit.render.memory import columns
+from prepkit.render.tree import Node, tree
+
+
+@frozen(kw_only=True)
+class Shown:
+    """A plan on its way to the page."""
+
+    name: str
+    plan: Plan
+    made: Prediction
+    memory: int | None
+    """Budget of one device."""
+
+
+def report(plans: Sequence[tuple[str, Plan]], memory: int | None = None, activations: int | None = None) -> str:
+    """The page of one or two named plans. ``memory`` None: what the plans' environments say of a device.
+
+    ``activations``: bytes of one micro-batch; None: not counted.
+
+    Uses no network and no script. Raises ``ValueError`` for another number of plans.
+    """
+    if not 1 <= len(plans) <= 2:
+        raise ValueError(f"a report shows one plan or two, not {len(plans)}; give one or two files")
+    shown = [Shown(name=n, plan=p, made=predict(p, activations), memory=memory or p.facts.env.memory) for n, p in plans]
+    scale = max(max(_totals(one), default=1) for one in shown)
+    scale = max(scale, *(one.memory or 0 for one in shown), 1)
+    parts: tuple[tuple[str, Callable[[Shown], str]], ...] = (
+        ("Memory", lambda one: _memory(one, scale, 1000 if len(shown) == 1 else 560)),
+        ("Traffic per optimizer step", _traffic),
+        ("What it means", _notes),
+        ("Findings", _findings),
+        ("Structure", lambda one: _node(tree(one.plan), level=0)),
+        ("Steps", _steps),
+    )
+    body = _columns([_head(one) for one in shown])
+    if len(shown) == 2:
+        body += tag("h2", "Differences") + _differences(shown[0], shown[1])
+    for title, part in parts:
+        body += tag("h2", title) + _columns([part(one) for one in shown])
+    return page(" and ".join(one.name for one in shown), body)
+
+
+def _columns(cells: Sequence[str]) -> str:
+    return tag("div", "".join(tag("section", cell) for cell in cells), "columns two" if len(cells) == 2 else "columns")
+
+
+def _totals(one: Shown) -> Iterator[int]:
+    places: tuple[Place, Place] = ("device", "host")
+    yield from (some.total(place) for some in one.made.classes for place in places)
+
+
+def _head(one: Shown) -> str:
+    plan = one.plan
+    name = plan.facts.model.classes[plan.facts.model.modules[0].cls].name
+    engine = type(plan.config.engine).__name__
+    lead = f"{name}, {engine} over {count(plan.world_size, 'rank')} ({axes(plan.mesh)}), {plan.facts.env.device}"
+    return tag("h1", text(one.name)) + tag("p", text(lead), "lead") + _verdict(one)
+
+
+def _verdict(one: Shown) -> str:
+    if not one.made.classes:
+        return tag("p", text(f"not predicted: {'; '.join(one.made.not_predicted)}"), "warning")
+    floor, most = max(some.floor() for some in one.made.classes), one.made.fullest.total()
+    need = f"{in_bytes(floor)} for certain, {in_bytes(most)} at most, {one.made.about}"
+    if one.memory is None:
+        return tag("p", text(f"A rank's device holds {need}. No memory of a device is declared."))
+    cls, word = ("yes", "fits") if most <= one.memory else ("warning", "may not fit")
+    cls, word = ("error", "does not fit") if floor > one.memory else (cls, word)
+    return tag("p", tag("strong", word, cls) + text(f" into {in_bytes(one.memory)}: {need}."))
+
+
+def _memory(one: Shown, scale: int, width: int) -> str:
+    if not one.made.classes:
+        return tag("p", "not predicted", "dim")
+    shown = columns(one.made)
+    device = [(_short(name), _segments(one, some, "device")) for name, some in shown]
+    # A few counters in host memory are no bar; the table has them.
+    host = [
+        (f"{_short(n)}, host", _segments(one, some, "host")) for n, some in shown if some.total("host") > scale / 500
+    ]
+    terms = sorted(one.made.fullest.terms, key=lambda term: (CATEGORIES.index(term.category), -term.bytes))
+    rows = [
+        (swatch(term.category), text(term.what), text(term.place), text(term.label.value), text(in_bytes(term.bytes)))
+        for term in terms
+        if term.bytes
+    ]
+    who = tag("p", text("; ".join(name for name, _ in shown)), "dim") if len(shown) > 1 else ""
+    picture = bars(device, host, one.memory, int(scale * 1.02), width)
+    return picture + who + table(("category", "what, on the fullest rank", "where", "how sure", "bytes"), rows, (4,))
+
+
+def _short(name: str) -> str:
+    return name.partition(":")[0] + (" rank" if ":" in name else "")
+
+
+def _segments(one: Shown, some: RankClass, place: Place) -> list[tuple[str, int]]:
+    names = dict.fromkeys(category for category, _ in one.made.categories())
+    return [(name, size) for name in names if (size := some.category(name, place))]
+
+
+def _traffic(one: Shown) -> str:
+    rows = [
+        (
+            text(each.collective), text(each.what), text(f"{each.calls:,}"),
+            text(f"{each.axis}, {count(each.ranks, 'rank')}" if each.ranks > 1 else ""),
+            text(in_bytes(each.bytes)), text(in_bytes(each.sent)), text(each.label.value),
+        )
+        for each in one.made.traffic
+    ]  # fmt: skip
+    return table(("collective", "what", "calls", "over", "whole", "sent by a rank", "how sure"), rows, (2, 4, 5))
+
+
+def _notes(one: Shown) -> str:
+    said = (*one.made.notes, *(f"Not predicted: {each}." for each in one.made.not_predicted))
+    return tag("ul", "".join(tag("li", text(note)) for note in said))
+
+
+def _findings(one: Shown) -> str:
+    def item(finding: Finding, accepted: str = "") -> str:
+        head = tag("strong", text(f"{finding.severity.value}{accepted} "), finding.severity.value)
+        where = tag("code", text(f"{finding.rule} at {finding.where}"))
+        return tag("li", f"{head}{where}<br>{text(finding.what)}<br>{tag('span', text('fix: ' + finding.fix), 'dim')}")
+
+    items = [item(finding) for finding in one.plan.warnings]
+    items += [item(finding, ", accepted") for finding in one.plan.overridden]
+    return tag("ul", "".join(items)) if items else tag("p", "none", "dim")
+
+
+def _node(node: Node, level: int) -> str:
+    where = ", ".join(each.text or "(root)" for each in collapse(node.paths)[:4])
+    times = f"{len(node.paths)} x " if len(node.paths) > 1 else ""
+    sizes = in_bytes(node.whole)
+    if node.gathered:
+        sizes += f" whole, {in_bytes(node.kept)} a rank, {in_bytes(node.gathered)} gathered"
+    name = f"{text(times)}<b>{text(node.cls)}</b> {tag('code', text(where))} {text(sizes)}"
+    head = f"{name} {tag('span', text(', '.join(node.marks)), 'dim')}"
+    inside = "".join(_node(each, level + 1) for each in node.inside)
+    return f"<details{' open' if level < 2 else ''}><summary>{head}</summary>{inside}</details>"
+
+
+def _steps(one: Shown) -> str:
+    rows = [
+        (
+            text(number), tag("code", text(type(planned.step).__name__)),
+            text(effect(planned.step)) + "<br>" + tag("span", text(f"because {planned.reason}"), "dim"),
+            tag("span", text(", ".join(planned.rows)), "dim"),
+        )
+        for number, planned in enumerate(one.plan.steps, start=1)
+    ]  # fmt: skip
+    return table(("", "step", "what it does, and why", "source"), rows)
+
+
+def _differences(a: Shown, b: Shown) -> str:
+    numbers = _compared(a.made, b.made)
+    found = diff(a.plan, b.plan)
+    said = tag("summary", text(count(len(found), "change"))) + tag("pre", text(diff_text(found)), "mono")
+    changes = f"<details open>{said}</details>" if found else tag("p", "The plans are equal.", "dim")
+    head = ("on the fullest rank", "first plan", "second plan", "difference")
+    return table(head, numbers, (1, 2, 3)) + changes
+
+
+def _compared(a: Prediction, b: Prediction) -> list[tuple[str, str, str, str]]:
+    if not a.classes or not b.classes:
+        return []
+    names = dict.fromkeys((*(name for name, _ in a.categories()), *(name for name, _ in b.categories())))
+    pairs = [(swatch(name), a.fullest.category(name), b.fullest.category(name)) for name in names]
+    pairs += [("all, device", a.fullest.total(), b.fullest.total())]
+    pairs += [("all, host", a.fullest.total("host"), b.fullest.total("host")), ("sent per step", a.sent, b.sent)]
+    return [(name, text(in_bytes(x)), text(in_bytes(y)), _signed(y - x)) for name, x, y in pairs if x or y]
+
+
+def _signed(number: int) -> str:
+    return "0" if not number else text(f"{'+' if number > 0 else '-'}{in_bytes(abs(number))}")

@@ -1,0 +1,89 @@
+"""Global batch = micro batch x accumulation x data-parallel ranks: the third number from two, or the nearest ones."""
+
+from __future__ import annotations
+
+from prepkit.resolve.deepspeed.data import drop, put
+from prepkit.resolve.deepspeed.flaws import WHERE, Draft
+
+MICRO, STEPS, WHOLE = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+
+
+def batches(draft: Draft, ranks: int) -> None:
+    """Settles all three numbers for so many data-parallel ranks (DS-5 … DS-13, pain 4)."""
+    draft.settle(STEPS, draft.cfg.accumulation, "config.accumulation")
+    for path in (MICRO, STEPS, WHOLE):
+        if draft.get(path, 1) < 1 and (path, draft.get(path)) != (STEPS, draft.cfg.accumulation):
+            draft.flaw("batch", f"`{path}` = {draft.get(path)} makes no batch.", "Write at least 1.")
+            put(draft.data, path, 1)
+    steps = max(1, draft.get(STEPS))  # config.accumulation has a rule of its own
+    whole = draft.get(WHOLE)
+    micro = _micro(draft)
+    if micro is None and whole is not None:
+        if whole % (steps * ranks):
+            _unreachable(draft, whole, None, steps, ranks)
+            return
+        micro = whole // (steps * ranks)
+        draft.fill(MICRO, micro, f"{whole} samples / ({steps} accumulation x {ranks} ranks)")
+    if micro is None:
+        what = f"Nothing says how many samples a rank sees at once: no loader, no `{MICRO}`, no `{WHOLE}`."
+        fix = "Pass loaders=[...], or write DeepSpeed(micro_batch=4) with your own number."
+        draft.flaw("no-micro-batch", what, fix, "config.engine.micro_batch")
+        return
+    product = micro * steps * ranks
+    if whole not in (None, product):
+        _unreachable(draft, whole, micro, steps, ranks)
+        return
+    draft.fill(WHOLE, product, f"{micro} samples x {steps} accumulation x {ranks} ranks")
+
+
+def _micro(draft: Draft) -> int | None:
+    """The micro batch that engine, JSON or loaders say; disagreements are flaws. None: nobody says."""
+    asked = draft.engine.micro_batch
+    if asked is not None:
+        if asked < 1:
+            draft.flaw(
+                "batch", f"micro_batch={asked} makes no batch.", "Write at least 1.", "config.engine.micro_batch"
+            )
+        draft.settle(MICRO, asked, "config.engine.micro_batch")
+    sizes = [loader.batch_size for loader in draft.facts.loaders if loader.batch_size is not None]
+    said: int | None = draft.get(MICRO)
+    if said is not None:
+        if sizes and said not in sizes:
+            what = f"`{MICRO}` is {said}, and the loaders give {_listed(sizes)}: DeepSpeed would count wrongly."
+            fix = f'Write "auto" or remove it, or build the loader with batch_size={said}.'
+            draft.flaw("two-places", what, fix, "config.engine.micro_batch" if asked is not None else WHERE)
+        return said
+    if draft.facts.loaders and not sizes:
+        where = "loaders[0].batch_size"
+        what = f'`{MICRO}` is "auto", but no loader has a batch_size: they make batches of their own.'
+        draft.flaw("no-micro-batch", what, "Write DeepSpeed(micro_batch=4) with the size of those batches.", where)
+        put(draft.data, MICRO, 1)
+        return 1
+    if not sizes:
+        return None
+    size = min(sizes) if draft.engine.micro_batch_of == "smallest" else max(sizes)
+    which = f"the {draft.engine.micro_batch_of} of {_listed(sizes)}" if len(set(sizes)) > 1 else "that of the loaders"
+    draft.fill(MICRO, size, which)
+    return size
+
+
+def _unreachable(draft: Draft, whole: int, micro: int | None, steps: int, ranks: int) -> None:
+    """Names the nearest numbers that multiply, by each of the factors that could change."""
+    one = (micro or 1) * (1 if micro else steps) * ranks
+    below, above = whole // one * one, (whole // one + 1) * one
+    shown = f"{micro or 'micro'} x {steps} accumulation x {ranks} ranks"
+    product = f" = {micro * steps * ranks}" if micro else " for no whole micro batch"
+    ways = [size for size in (below, above) if size > 0]
+    told = " or ".join(
+        f"{size} ({f'accumulation {size // one}' if micro else f'micro batch {size // one}'})" for size in ways
+    )
+    fix = f"Nearest: {WHOLE} {told}; or remove `{WHOLE}`, which is worked out."
+    fitting = [size for size in range(ranks + 1, 2 * ranks + 1) if micro and whole % (micro * size) == 0]
+    if micro and fitting:
+        fix = f"{fix[:-1]}; or start {fitting[0]} ranks (accumulation {whole // (micro * fitting[0])})."
+    draft.flaw("batch", f"`{WHOLE}` is {whole}, but {shown}{product}.", fix)
+    drop(draft.data, WHOLE)
+
+
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes))

@@ -1,0 +1,127 @@
+"""Keys and types of a user's DeepSpeed config against the table of what DeepSpeed knows."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from prepkit.config import FP8, MSAMP
+from prepkit.resolve.deepspeed.data import AUTO, Data, drop, look, put
+from prepkit.resolve.deepspeed.flaws import Draft
+from prepkit.resolve.deepspeed.keys import OPEN, REMOVED, SECTIONS
+
+_NAMES = {"bool": "true or false", "int": "a whole number", "float": "a number", "text": "text", "list": "a list"}
+_OLD = {
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer.device",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param.device",
+}
+"""Switches of older versions to the device that they mean (deepspeed/runtime/zero/config.py)."""
+_MSAMP = {"enabled": "bool", "opt_level": "text", "use_te": "bool"}
+"""Keys of the section that MS-AMP adds (msamp/deepspeed/runtime/config.py)."""
+_OWN_AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
+"""Places where ``auto`` is a value of DeepSpeed's own."""
+
+
+def tidy(draft: Draft) -> None:
+    """Checks every key and type; writes whole floats as integers, and the oldest forms in today's."""
+    _removed(draft)
+    _sections(draft)
+    zero = draft.data.get("zero_optimization")
+    if isinstance(zero, bool):
+        draft.data["zero_optimization"] = {"stage": int(zero)}
+        draft.notes.append(f"zero_optimization = {{stage: {int(zero)}}} (the old form was {zero})")
+    for old, new in _OLD.items():
+        if (on := look(draft.data, old)) is not None:
+            drop(draft.data, old)
+            if on is True:
+                draft.fill(new, "cpu", f"`{old}` is its old name")
+
+
+def _removed(draft: Draft) -> None:
+    for path in REMOVED:
+        if look(draft.data, path, draft) is not draft:
+            draft.flaw("removed-key", f"DeepSpeed has removed `{path}`, and refuses a config that has it.")
+            drop(draft.data, path)
+
+
+def _sections(draft: Draft) -> None:
+    asked = draft.cfg.precision
+    sections = dict(SECTIONS)
+    if isinstance(asked, FP8) and isinstance(asked.backend, MSAMP):
+        sections |= {"": SECTIONS[""] | {"msamp": "map"}, "msamp": _MSAMP}
+
+    def visit(path: str, data: Data) -> None:
+        known = sections.get(path)
+        if known is None or path in OPEN:
+            return
+        for key in tuple(data):
+            here = f"{path}.{key}" if path else key
+            if key not in known:
+                _unknown(draft, here, key, known)
+                continue
+            _typed(draft, here, data[key], known[key])
+            if isinstance(inner := data.get(key), dict):
+                visit(here, inner)
+
+    visit("", draft.data)
+
+
+def _unknown(draft: Draft, here: str, key: str, known: dict[str, str]) -> None:
+    near = get_close_matches(key, known, n=2)
+    elsewhere = [f"{path}.{key}" if path else key for path, keys in SECTIONS.items() if key in keys]
+    meant = near or elsewhere[:2]
+    fix = f"Write {' or '.join(f'`{one}`' for one in meant)}, or remove it." if meant else "Remove it."
+    if here == "msamp":
+        fix = "Remove it, and write precision=FP8(backend=MSAMP()), which adds it."
+    draft.flaw("unknown-key", f"DeepSpeed knows no `{here}`, and would ignore or refuse it.", fix)
+
+
+def _typed(draft: Draft, path: str, value: Any, kinds: str) -> None:
+    allowed = kinds.split("|")
+    if value == AUTO or value is None or "any" in allowed or _fits(value, allowed):
+        return
+    if "int" in allowed and isinstance(value, float) and value.is_integer():
+        put(draft.data, path, int(value))  # 5e8 is a float in JSON, and means an integer
+        return
+    shown = " or ".join(_NAMES.get(kind, "a section") for kind in allowed)
+    fix = f"Write {shown}{_retyped(value, allowed)}."
+    draft.flaw("wrong-type", f"`{path}` is {value!r:.60}, where DeepSpeed expects {shown}.", fix)
+    drop(draft.data, path)
+
+
+def _fits(value: Any, allowed: list[str]) -> bool:
+    if isinstance(value, bool):
+        return "bool" in allowed
+    if isinstance(value, int):
+        return "int" in allowed or "float" in allowed
+    kinds = {float: "float", str: "text", list: "list", dict: "map"}
+    return kinds.get(type(value), "") in allowed
+
+
+def _retyped(value: Any, allowed: list[str]) -> str:
+    if isinstance(value, float) and "int" in allowed:
+        return f", such as {round(value)}"
+    if isinstance(value, str) and value.lower() in ("true", "false") and "bool" in allowed:
+        return f" without quotes: {value.lower()}"
+    if isinstance(value, str) and value.isdecimal():
+        return f" without quotes: {value}"
+    return ""
+
+
+def left_over(draft: Draft) -> None:
+    """Says which ``auto`` nobody could work out, also those in lists (DP-20, pain 14)."""
+
+    def autos(value: Any, path: str) -> list[str]:
+        if value == AUTO:
+            return [] if path in _OWN_AUTO or path.startswith("autotuning.") else [path]
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        return [found for key, inner in items for found in autos(inner, f"{path}.{key}" if path else str(key))]
+
+    for path in autos(draft.data, ""):
+        fix = "Write a number, or remove the key: DeepSpeed has a default."
+        if path.startswith("optimizer.params"):
+            fix = "Write a number, or optimizer=AdamW(...) in the config, which fills it in."
+        elif path.startswith("scheduler.params"):
+            fix = "Write a number, or DeepSpeed(schedule=Schedule(...)), which fills it in."
+        draft.flaw("auto", f'`{path}` is "auto", and nothing says what it is.', fix)
+        drop(draft.data, path)

@@ -1,0 +1,206 @@
+"""The complete DeepSpeed config from prepkit's config, the user's JSON and the facts; or what stands against it.
+
+Rules report the flaws, the planner takes the rest: what is checked is what is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from attrs import frozen
+
+from prepkit.config import ClipNorm, ClipValue, Config, DeepSpeed, Intent, NoClip
+from prepkit.facts import Facts, GroupFact, ModelFacts, OptimizerFacts
+from prepkit.resolve.deepspeed import optimizer as tools
+from prepkit.resolve.deepspeed.batch import batches
+from prepkit.resolve.deepspeed.data import (
+    DEFAULT_STAGE,
+    NotJsonError,
+    drop,
+    look,
+    parse,
+    put,
+    settings,
+    tensor_parallel,
+)
+from prepkit.resolve.deepspeed.flaws import WHERE, Draft, Flaw
+from prepkit.resolve.deepspeed.precision import precision
+from prepkit.resolve.deepspeed.schema import left_over, tidy
+from prepkit.steps import Setting
+
+_DEVICES = ("none", "cpu", "nvme")
+_HIDDEN: dict[str, tuple[Callable[[int], int], str]] = {
+    "reduce_bucket_size": (lambda size: size * size, "hidden size {0} x {0}"),
+    "stage3_prefetch_bucket_size": (lambda size: 9 * size * size // 10, "9/10 x hidden size {0} x {0}"),
+    "stage3_param_persistence_threshold": (lambda size: 10 * size, "10 x hidden size {0}"),
+}
+"""Key of ``zero_optimization`` to its formula (DS-20), in integers: DeepSpeed refuses 15099494.4 (pain 14)."""
+
+
+@frozen(kw_only=True)
+class Worked:
+    """What came of it."""
+
+    settings: tuple[Setting, ...]
+    notes: tuple[str, ...]
+    """One text per value that was worked out: the value and the formula."""
+    flaws: tuple[Flaw, ...]
+    stage: int
+    optimizer: tools.Maker
+    scheduler: tools.Stepper
+    ranks: int
+    """Data-parallel ranks."""
+    convert: tools.Conversion | None
+    """DeepSpeed's CPU form that takes the optimizer's place; None: it stays."""
+
+
+def work_out(cfg: Config, facts: Facts) -> Worked:
+    """Fills in every value that DeepSpeed needs. Pure; the user's JSON is text and stays as it is.
+
+    Remembered for the last few inputs: every rule about DeepSpeed asks for the same, and so does the planner.
+    """
+    return _worked(cfg, _read(facts))
+
+
+def _read(facts: Facts) -> Facts:
+    """The few facts that are read below; none that grows with the model."""
+    optimizer = facts.optimizer
+    if optimizer is not None:
+        groups = tuple(GroupFact(slots=(), options=group.options) for group in optimizer.groups)
+        optimizer = OptimizerFacts(name=optimizer.name, module=optimizer.module, groups=groups)
+    model = ModelFacts(classes=(), modules=(), params=(), architecture=facts.model.architecture)
+    return Facts(model=model, optimizer=optimizer, scheduler=facts.scheduler, loaders=facts.loaders, env=facts.env)
+
+
+@lru_cache(maxsize=4)
+def _worked(cfg: Config, facts: Facts) -> Worked:
+    assert isinstance(cfg.engine, DeepSpeed), "only DeepSpeed has a config of its own"
+    draft = Draft(cfg=cfg, facts=facts, data={})
+    try:
+        draft.data = parse(cfg.engine.config)
+    except NotJsonError as error:
+        draft.flaw("not-json", f"The text is {error}.")
+    tidy(draft)
+    stage = _stage(draft)
+    device = _offload(draft, stage)
+    precision(draft, stage)
+    _clip(draft)
+    ranks = _ranks(draft)
+    batches(draft, ranks)
+    _hidden(draft)
+    maker = tools.optimizer(draft)
+    stepper = tools.scheduler(draft, maker)
+    tools.ticks(draft, stepper)
+    tools.untested(draft, maker, stage)
+    convert = tools.convert(draft, maker, device)
+    if draft.is_auto("zero_optimization.stage3_gather_16bit_weights_on_model_save"):
+        put(draft.data, "zero_optimization.stage3_gather_16bit_weights_on_model_save", value=False)
+    left_over(draft)
+    return Worked(
+        settings=settings(draft.data),
+        notes=tuple(draft.notes),
+        flaws=tuple(draft.flaws),
+        stage=stage,
+        optimizer=maker,
+        scheduler=stepper,
+        ranks=ranks,
+        convert=convert,
+    )
+
+
+def _stage(draft: Draft) -> int:
+    path, asked = "zero_optimization.stage", draft.engine.stage
+    if asked is not None:
+        draft.settle(path, asked, "config.engine.stage")
+    elif draft.data and "zero_optimization" not in draft.data:
+        what = "Neither config.engine.stage nor a `zero_optimization` section says which ZeRO stage is meant."
+        draft.flaw("no-stage", what, "Write DeepSpeed(stage=2) with the stage that you mean.", "config.engine.stage")
+    elif draft.data and not draft.is_auto(path):
+        draft.fill(path, 0, "DeepSpeed's own default of a section without a stage")
+    draft.fill(path, DEFAULT_STAGE, "prepkit's default")
+    stage = draft.get(path)
+    if stage not in (0, 1, 2, 3):
+        where = WHERE if asked is None else "config.engine.stage"
+        draft.flaw("stage", f"There is no ZeRO stage {stage}.", "Write 0, 1, 2 or 3.", where)
+        stage = DEFAULT_STAGE
+    if (
+        stage in (1, 2)
+        and draft.facts.optimizer is None
+        and draft.cfg.optimizer is None
+        and "optimizer" not in draft.data
+    ):
+        what = f"ZeRO stage {stage} shards the state of an optimizer, and there is none."
+        better = "stage=0 or 3" if draft.cfg.intent is Intent.INFERENCE else "optimizer=AdamW(...)"
+        draft.flaw("needs-optimizer", what, f"Write {better}.", "config.engine.stage")
+    return int(stage)
+
+
+def _offload(draft: Draft, stage: int) -> str:
+    """Settles both devices; gives that of the optimizer's state."""
+    asked = {"offload_optimizer": draft.engine.offload_optimizer, "offload_param": draft.engine.offload_param}
+    for name, device in asked.items():
+        path = f"zero_optimization.{name}.device"
+        if device is not None and (device != "none" or look(draft.data, path) is not None):
+            draft.settle(path, device, f"config.engine.{name}")
+        if draft.is_auto(path):
+            draft.fill(path, "none", "nothing is offloaded unless asked")
+        found, least = draft.get(path, "none"), 3 if name == "offload_param" else 1
+        where = f"config.engine.{name}" if device is not None else WHERE
+        nvme = f"zero_optimization.{name}.nvme_path"
+        if draft.is_auto(nvme):
+            drop(draft.data, nvme)  # the text "none" of old templates would become a folder of that name
+        if found not in _DEVICES:
+            draft.flaw("offload", f"`{path}` is {found!r}.", f"Write one of {', '.join(_DEVICES)}.", where)
+            drop(draft.data, path)
+        elif found != "none" and stage < least:
+            what = f"{name} to {found} begins at ZeRO stage {least}, and this is stage {stage}."
+            draft.flaw("offload", what, f"Write stage={least} or higher, or leave {name} out.", where)
+        elif found == "nvme" and not draft.get(nvme):
+            draft.flaw(
+                "offload", f"{name} to nvme has no folder.", f"Write `{nvme}` with a folder on that drive.", where
+            )
+    return str(draft.get("zero_optimization.offload_optimizer.device", "none"))
+
+
+def _clip(draft: Draft) -> None:
+    """One owner: config.clip; DeepSpeed does it (DS-12, pain 27). Its own default is 1.0, so none is written as 0.0."""
+    limit, place = 0.0, "config.clip"
+    match draft.cfg.clip:
+        case NoClip():
+            pass
+        case ClipNorm(max_norm=limit, norm_type=power):
+            if power != 2.0:
+                draft.flaw("clip", f"DeepSpeed clips by the 2-norm, not by the {power:g}-norm.", where=place)
+        case ClipValue(max_value=most):
+            draft.flaw("clip", f"DeepSpeed clips by norm, not each element to {most:g}.", where=place)
+            place = "config.clip as a norm"
+    limit = float(limit)
+    draft.settle("gradient_clipping", limit, place, place if limit else "config.clip is NoClip()")
+
+
+def _ranks(draft: Draft) -> int:
+    """Data-parallel ranks: those that see different data (pain 4: world / tensor-parallel size; G-61)."""
+    world, tensor = max(1, draft.facts.env.world_size), tensor_parallel(draft.engine)
+    if world % tensor:
+        what = f"`tensor_parallel.autotp_size` = {tensor} does not divide the world size {world}."
+        draft.flaw("tensor-parallel", what, "Write a size that divides it, or start other processes.")
+        return world
+    return world // tensor
+
+
+def _hidden(draft: Draft) -> None:
+    """Bucket sizes from the hidden size, where the user left them to us (DS-20, G-40)."""
+    asked = [name for name in _HIDDEN if draft.is_auto(f"zero_optimization.{name}")]
+    if not asked:
+        return
+    sizes = draft.facts.model.architecture.hidden_sizes
+    for name in asked:
+        path = f"zero_optimization.{name}"
+        if not sizes:
+            what = f'`{path}` is "auto", but the model\'s config names no hidden size (hidden_size, d_model …).'
+            draft.flaw("hidden-size", what)
+            drop(draft.data, path)
+            continue
+        formula, said = _HIDDEN[name]
+        draft.fill(path, formula(max(sizes)), said.format(max(sizes)))

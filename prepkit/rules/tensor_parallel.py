@@ -1,0 +1,289 @@
+"""Which layers tensor parallelism cuts, and whether they can be cut so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from math import gcd
+
+from attrs import evolve
+
+from prepkit.config import FSDP2, Config, TensorFromModel, TensorParallel, TensorRows
+from prepkit.facts import Facts, ModelFacts
+from prepkit.findings import Severity
+from prepkit.findings.text import at, count, did_you_mean, some
+from prepkit.resolve.mesh import axes, size_of
+from prepkit.resolve.modules import PACKED, matcher, parent
+from prepkit.resolve.tensor_parallel import (
+    SERVED,
+    UNTOUCHED,
+    Cut,
+    attention_rows,
+    cut_modules,
+    cut_sizes,
+    degree,
+    held,
+    is_cut,
+    is_parallel,
+    rows,
+)
+from prepkit.rules.rule import Hit, Rule
+
+_EXAMPLE = 'TensorRows((TensorRow("layers.*.up", "colwise"), TensorRow("layers.*.down", "rowwise")))'
+_WORDS = frozenset({"foreach", "fused"})
+
+
+def _cut(cfg: Config, facts: Facts) -> bool:
+    return is_cut(cfg, facts.model, facts.env)
+
+
+def _no_plan(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if _cut(cfg, facts) and not rows(cfg, facts.model):
+        what = (
+            "config.tensor has no rows" if isinstance(cfg.tensor, TensorRows) else "The model brings no plan of its own"
+        )
+        yield Hit("config.tensor", f"{what}, and {degree(cfg, facts.env)} tensor ranks would all compute the same.")
+
+
+def _style(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not _cut(cfg, facts) or not isinstance(cfg.tensor, TensorFromModel):
+        return
+    for pattern, style in facts.model.tensor_plan:
+        if style not in SERVED and style not in UNTOUCHED:
+            yield Hit(at(pattern), f"The model's plan asks for the style `{style}`, which torch has not.")
+
+
+def _pattern(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not _cut(cfg, facts) or not isinstance(cfg.tensor, TensorRows):
+        return
+    paths = [module.path for module in facts.model.modules if module.path]
+    for index, row in enumerate(cfg.tensor.rows):
+        if not any(map(matcher((row.pattern,)), paths)):
+            fix = f"Write the path of a module, with * for one segment.{did_you_mean(row.pattern, paths)}"
+            yield Hit(f"config.tensor.rows[{index}]", f"`{row.pattern}` is the path of no module.", fix)
+
+
+def _layer(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not _cut(cfg, facts):
+        return
+    classes = {module.path: facts.model.classes[module.cls].name for module in facts.model.modules}
+    flat = _flat(facts.model)
+    for row, group in groupby(cut_modules(cfg, facts.model), lambda cut: cut.row):
+        bad = [cut for cut in group if not _able(cut, flat)]
+        if bad:
+            names = some([cut.path or "the model itself" for cut in bad])
+            what = f"{row.style} takes {_takes(row.style)}, but {names} {'is' if len(bad) == 1 else 'are'} of the class"
+            yield Hit(at(bad[0].path), f"{what} `{classes[bad[0].path]}`.")
+
+
+def _flat(model: ModelFacts) -> set[str]:
+    """Paths of the modules whose weight has rows and columns, and is not packed; ties count under every name."""
+    good = {p.name for p in model.params if p.name.endswith(".weight") and len(p.shape) == 2 and p.cls not in PACKED}
+    good.update(*(group for group in model.ties if group[0] in good))
+    return {parent(name) for name in good}
+
+
+def _able(cut: Cut, flat: set[str]) -> bool:
+    if cut.row.style in ("colwise", "rowwise"):
+        return cut.kind in ("linear", "embedding") and cut.path in flat
+    return cut.kind != "other"
+
+
+def _takes(style: str) -> str:
+    if style in ("colwise", "rowwise"):
+        return "a Linear or an Embedding with a weight of two dimensions"
+    return "a module without modules inside it"
+
+
+def _twice(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not _cut(cfg, facts):
+        return
+    seen: dict[str, str] = {}
+    for cut in cut_modules(cfg, facts.model):
+        first = seen.setdefault(cut.path, cut.row.pattern)
+        if first != cut.row.pattern:
+            yield Hit(at(cut.path), f"Named by two rows: `{first}` and `{cut.row.pattern}`.")
+
+
+def _sizes(cfg: Config, facts: Facts) -> dict[str, int]:
+    """What has to divide by the degree: the size of every cut dimension once, and the heads of attentions."""
+    found: dict[str, int] = {}
+    for param, dim in cut_sizes(cfg, facts.model):
+        found.setdefault(f"dimension {dim} of `{param.name}`", param.shape[dim])
+    said = facts.model.architecture
+    if attention_rows(cfg, facts.model):
+        heads = {"heads": said.heads, "kv_heads": said.kv_heads}
+        found |= {f"model.config's {name}": number for name, number in heads.items() if number}
+    return found
+
+
+def _divides(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    ranks = degree(cfg, facts.env)
+    if not _cut(cfg, facts) or ranks < 1:
+        return
+    sizes = _sizes(cfg, facts)
+    odd = {name: size for name, size in sizes.items() if size % ranks}
+    if not odd:
+        return
+    common = gcd(*sizes.values())
+    valid = [str(number) for number in range(1, min(common, 1024) + 1) if common % number == 0]
+    alike: dict[int, list[str]] = {}
+    for name, size in odd.items():
+        alike.setdefault(size, []).append(name)
+    said = (
+        f"{names[0]}{f' ({len(names) - 1} more alike)' * (len(names) > 1)} is {size}" for size, names in alike.items()
+    )
+    fix = f"Cut over {' or '.join(valid)} ranks: every size in the plan divides by these. Or leave the row out."
+    where = "config.mesh.tensor" if cfg.mesh else "config.engine"
+    yield Hit(where, f"{', '.join(said)}: not to be divided over {ranks} tensor ranks.", fix)
+
+
+def _uneven(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not isinstance(cfg.engine, FSDP2) or not _cut(cfg, facts) or facts.env.release >= _EVEN_BEFORE:
+        return
+    parts = degree(cfg, facts.env) * size_of("shard", axes(cfg, facts.env) or ())
+    odd = [param for param, dim in cut_sizes(cfg, facts.model) if dim == 0 and param.shape[0] % max(1, parts)]
+    if odd:
+        first, more = odd[0], f" ({count(len(odd) - 1, 'more parameter')} alike)" if len(odd) > 1 else ""
+        what = f"{first.shape[0]} rows of `{first.name}`{more} do not divide by {parts}, tensor ranks times shards"
+        what += f", which torch {facts.env.torch} needs."
+        yield Hit(at(first.name), what)
+
+
+_EVEN_BEFORE = (2, 8)
+"""torch from which ``fully_shard`` takes what is cut in dimension 0 and does not divide."""
+
+
+def _ties(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not _cut(cfg, facts):
+        return
+    how = held(cfg, facts.model)
+    here = {module.path for module in facts.model.modules}
+    for group in facts.model.ties:
+        lies = {name: how.get(name, "whole") for name in group if parent(name) in here}
+        if len(set(lies.values())) > 1:
+            said = ", ".join(f"`{name}` is {word}" for name, word in lies.items())
+            yield Hit(at(group[0]), f"One parameter, but {said}: cut so, it would become several.")
+
+
+def _size(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    size, ranks = facts.model.architecture.tp_size, degree(cfg, facts.env)
+    if not isinstance(cfg.engine, TensorParallel):
+        return
+    if is_parallel(facts.model) and size is None:
+        yield Hit("model.tp_size", "The model is cut already, and neither it nor its config says over how many ranks.")
+    elif size is not None and size != ranks and (size > 1 or is_parallel(facts.model)):
+        yield Hit("model.tp_size", f"The model says tp_size={size}, but {ranks} tensor ranks run.")
+
+
+def _mixed(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if not _cut(cfg, facts) or facts.optimizer is None:
+        return
+    how = held(cfg, facts.model)
+    for index, group in enumerate(facts.optimizer.groups):
+        asked = [name for name, value in group.options if name in _WORDS and value is True]
+        cut = {name in how for name in group.slots if name}
+        if asked and len(cut) == 2:
+            what = (
+                f"Group {index} mixes layers that are cut with whole parameters, and {asked[0]}=True steps all at once."
+            )
+            yield Hit("optimizer", what)
+
+
+def _unread(cfg: Config, facts: Facts) -> Iterator[Hit]:
+    if isinstance(cfg.tensor, TensorRows) and not _cut(cfg, facts):
+        arrives = isinstance(cfg.engine, TensorParallel)
+        why = "the model arrives cut already" if arrives else "the mesh has no tensor axis"
+        yield Hit("config.tensor", f"{count(len(cfg.tensor.rows), 'row')} without effect: {why}.")
+
+
+def _from_model(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, tensor=TensorFromModel())
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="tensor.no-plan",
+        summary="Where there is a tensor axis there is a layer to cut.",
+        check=_no_plan,
+        fix=f"Write tensor={_EXAMPLE} with the paths of your model.",
+        overridable=False,
+        source=("TP-1", "X-1"),
+    ),
+    Rule(
+        id="tensor.style-unknown",
+        summary="Every style in the model's own plan is one of torch's.",
+        check=_style,
+        fix="Write tensor=TensorRows(...) with the rows of the plan that you want; what they leave out stays whole.",
+        source=("X-1", "G-33", "SS-6"),
+    ),
+    Rule(
+        id="tensor.pattern-not-found",
+        summary="Every row of config.tensor names a module.",
+        check=_pattern,
+        fix="Write the path of a module.",
+        source=("torch parallelize_module",),
+    ),
+    Rule(
+        id="tensor.not-a-layer",
+        summary="A row names modules that its style can cut.",
+        check=_layer,
+        fix="Name the linear layers and embeddings inside it, or leave the row out: what no row names stays whole.",
+        overridable=False,
+        source=("torch ColwiseParallel", "torch RowwiseParallel", "pain 12"),
+    ),
+    Rule(
+        id="tensor.named-twice",
+        summary="No module is named by two rows.",
+        check=_twice,
+        fix="Leave one of the rows out, or narrow its pattern.",
+        overridable=False,
+        source=("torch parallelize_module",),
+    ),
+    Rule(
+        id="tensor.not-divisible",
+        summary="Heads and all dimensions that are cut divide by the number of tensor ranks.",
+        check=_divides,
+        fix="Cut over fewer ranks.",
+        source=("pain 32",),
+    ),
+    Rule(
+        id="tensor.uneven-shards",
+        summary="Before torch 2.8 what is cut in dimension 0 divides by the tensor ranks times the shards.",
+        check=_uneven,
+        fix="Install torch 2.8 or newer, or change the mesh, or leave the row out.",
+        source=("torch FSDPParam._init_sharding_spec", "pain 32"),
+    ),
+    Rule(
+        id="tensor.tie-broken",
+        summary="A tied parameter is cut alike under all of its names.",
+        check=_ties,
+        fix='Give them the same cut: a "rowwise" embedding lies as a "colwise" linear layer does.',
+        overridable=False,
+        source=("pain 10",),
+    ),
+    Rule(
+        id="tensor.size-differs",
+        summary="A model that arrives cut is cut over as many ranks as run.",
+        check=_size,
+        fix="Load it with as many tensor ranks as are started, or pass it before it is cut.",
+        source=("TP-3", "TP-4", "H-3"),
+    ),
+    Rule(
+        id="tensor.mixed-optimizer",
+        summary="An optimizer that steps many parameters at once holds none that lie differently.",
+        check=_mixed,
+        fix="Build it with foreach=False and fused=False, or with a group for each kind.",
+        source=("pain 34",),
+    ),
+    Rule(
+        id="tensor.not-read",
+        summary="Rows in config.tensor come with a tensor axis.",
+        check=_unread,
+        fix="Write mesh=Mesh(tensor=...) or engine=TensorParallel(), or leave tensor out.",
+        severity=Severity.WARNING,
+        source=("PC-11",),
+        repair=_from_model,
+    ),
+)
+"""Reporting order: the rows by themselves, then against the model, then what else holds the parameters."""

@@ -1,0 +1,31 @@
+"""Layers that are parallelized over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class TensorCut:
+    """Modules that are cut alike."""
+
+    paths: tuple[str, ...]
+    style: Literal["colwise", "rowwise", "sequence", "replicate"]
+    takes: Literal["whole", "features", "heads", "sequence"]
+    """How the input arrives on the ranks of the axis."""
+    gives: Literal["whole", "features", "heads", "sequence"]
+    """How the output leaves."""
+
+
+@frozen(kw_only=True)
+class ParallelizeModules:
+    """Cuts modules over one axis of the mesh, with hooks that lay out their inputs and outputs; ties stay ties.
+
+    Has no way back: the model has to be built again if a later step fails.
+    Fails if a module is of another kind, cut already or holds a gradient, or if the ranks hold different weights.
+    """
+
+    cuts: tuple[TensorCut, ...]
+    axis: str

@@ -1,0 +1,70 @@
+"""Pairs that provoke the rules about what is wrapped, tied, and held together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import evolve
+
+from prepkit.config import (
+    FSDP2,
+    CheckpointBlocks,
+    CompileBlocks,
+    Config,
+    WrapClasses,
+    WrapPaths,
+    WrapRoot,
+    WrapSize,
+)
+from prepkit.facts import ArchitectureFacts, Facts, ModelFacts
+from prepkit.testing.counterexamples.pairs import of, param, ranks
+from prepkit.testing.tiny import Pair, tiny_facts, tiny_model
+
+
+def _on_torch(version: str, model: ModelFacts) -> Facts:
+    facts = tiny_facts(model, device="cuda")
+    return evolve(facts, env=evolve(facts.env, torch=version))
+
+
+def _embeddings(*, declared: bool, tied: bool) -> ModelFacts:
+    said = ArchitectureFacts(tie_word_embeddings=declared)
+    return evolve(tiny_model(tied=tied), architecture=said, tied_keys=("head.weight",), has_tie_weights=True)
+
+
+_LORA = param("layers.0.attn.lora", "bfloat16")
+
+
+PAIRS: dict[str, Callable[[], Pair]] = {
+    "wrap.empty": lambda: ranks(Config(engine=FSDP2(wrap=WrapClasses(("",))))),
+    "wrap.class-not-found": lambda: ranks(Config(engine=FSDP2(wrap=WrapClasses(("BertLayer",))))),
+    "wrap.pattern-not-found": lambda: ranks(Config(engine=FSDP2(wrap=WrapPaths(("model.layers.*",))))),
+    "wrap.container": lambda: ranks(Config(engine=FSDP2(wrap=WrapPaths(("layers",))))),
+    "wrap.size-below-one": lambda: ranks(Config(engine=FSDP2(wrap=WrapSize(0)))),
+    "wrap.named-twice": lambda: ranks(Config(engine=FSDP2(wrap=WrapClasses(("Block", "Block"))))),
+    "blocks.none-selected": lambda: of(Config(compile=CompileBlocks()), tiny_model(blocks=1)),
+    "blocks.one-unit": lambda: ranks(Config(engine=FSDP2(wrap=WrapRoot()))),
+    "blocks.nested": lambda: of(
+        Config(checkpointing=CheckpointBlocks(blocks=WrapClasses(("Block", "Linear")))), tiny_model()
+    ),
+    "blocks.declared-absent": lambda: (
+        Config(engine=FSDP2()),
+        tiny_facts(evolve(tiny_model(), declared_blocks=("VisionLayer",)), world=2),
+    ),
+    "ties.split": lambda: of(Config(engine=FSDP2(wrap=WrapClasses(("Block", "Linear")))), tiny_model(tied=True)),
+    "ties.only-declared": lambda: of(Config(), _embeddings(declared=True, tied=False)),
+    "ties.undeclared": lambda: of(Config(), _embeddings(declared=False, tied=True)),
+    "units.mixed-dtypes": lambda: of(Config(engine=FSDP2()), tiny_model(extra=(_LORA,))),
+    "units.scalar": lambda: of(Config(engine=FSDP2()), tiny_model(extra=(param("norm.scale", shape=()),))),
+    "units.packed": lambda: (
+        Config(engine=FSDP2()),
+        _on_torch("2.6.0", tiny_model(extra=(param("norm.packed", "uint8", requires_grad=False, cls="Params4bit"),))),
+    ),
+    "units.integer": lambda: of(
+        Config(engine=FSDP2()), tiny_model(extra=(param("embed.table", "int16", requires_grad=False),))
+    ),
+    "units.empty": lambda: of(Config(engine=FSDP2()), tiny_model(extra=(param("norm.none", shape=(0, 4)),))),
+    "units.mixed-requires-grad": lambda: ranks(
+        Config(engine=FSDP2()), model=tiny_model(frozen=("layers.0.attn.weight",)), optimizer=None
+    ),
+}
+"""Rule id to a pair on which the rule fires."""

@@ -1,0 +1,230 @@
+"""Strategies for configs: everything that the types allow, within small bounds."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from prepkit import config as c
+from prepkit.config import (
+    BF16,
+    DDP,
+    FP16,
+    FSDP1,
+    FSDP2,
+    XLA,
+    AsStored,
+    Config,
+    Intent,
+    Mesh,
+    OffloadToCPU,
+    Single,
+    TensorParallel,
+)
+from prepkit.rules import RULES
+from prepkit.rules.compile import MODES
+from prepkit.testing.counterexamples.weights import PATH
+from prepkit.testing.strategies.deepspeed import deepspeeds
+from prepkit.testing.strategies.fp8 import fp8_backends, fp8s
+
+DTYPES = ("float32", "bfloat16", "float16")
+_IDS = tuple(rule.id for rule in RULES)
+_FLAGS = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+
+
+def _wraps() -> SearchStrategy[c.Wrap]:
+    names = st.lists(st.sampled_from(("Block", "Linear", "ModuleList", "Tiny", "blok", "")), max_size=3).map(tuple)
+    paths = st.lists(st.sampled_from(("layers.*", "layers.0", "layers", "*.?.mlp", "head", "no.*", "")), max_size=3)
+    return st.one_of(
+        st.just(c.WrapBlocks()),
+        st.just(c.WrapRoot()),
+        st.builds(c.WrapClasses, names),
+        st.builds(c.WrapPaths, paths.map(tuple)),
+        st.builds(c.WrapSize, st.integers(-1, 200)),
+    )
+
+
+def ddps(*, odd: bool = True, accelerated: bool = True, synced: bool = True) -> SearchStrategy[DDP]:
+    """DDP with all its options; ``odd`` adds sizes out of range, ``accelerated`` what only accelerators do.
+
+    ``synced`` adds synchronised batch norms, where they can be.
+    """
+    size = st.sampled_from((25.0, 1.0, 0.5, *((0.0, -1.0) if odd else ())))
+    hooks = comm_hooks(odd=odd, bfloat16=accelerated)
+    flags = {name: st.booleans() for name in _FLAGS}
+    syncs = st.sampled_from((False, True) if accelerated and synced else (False,))
+    return st.builds(DDP, bucket_cap_mb=size, hook=hooks, sync_batchnorm=syncs, **flags)
+
+
+def comm_hooks(*, odd: bool = True, bfloat16: bool = True) -> SearchStrategy[c.CommHook]:
+    """Every hook; ``bfloat16`` allows what only NCCL and XCCL reduce, ``odd`` adds numbers out of range."""
+    low = ("float16", *(("bfloat16",) if bfloat16 else ()))
+    number = st.floats(-0.5 if odd else 0.125, 4.0)
+    powersgd = st.builds(
+        c.PowerSGDHook,
+        rank=st.integers(0 if odd else 1, 4),
+        start_iter=st.integers(0 if odd else 2, 100),
+        min_compression_rate=number,
+        use_error_feedback=st.booleans(),
+        warm_start=st.booleans(),
+        orthogonalization_epsilon=number,
+        random_seed=st.integers(0, 3),
+        batch_tensors_with_same_shape=st.booleans(),
+        wrapper=st.sampled_from(("none", *low)),
+    )
+    compress = st.builds(c.CompressHook, dtype=st.sampled_from(low[::-1]))
+    return st.just(c.NoHook()) | compress | powersgd | powersgd | (compress if bfloat16 else powersgd)
+
+
+def fsdp2s(wraps: SearchStrategy[c.Wrap], reshard: SearchStrategy[bool | int]) -> SearchStrategy[FSDP2]:
+    """FSDP2 with these selections and ways to reshard, on the device or offloaded."""
+    offload = st.just(c.KeepOnDevice()) | st.builds(OffloadToCPU, pin_memory=st.booleans())
+    return st.builds(FSDP2, wrap=wraps, reshard_after_forward=reshard, offload=offload)
+
+
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_PATTERNS = ("embed", "head", "layers.*", "norm", "no.*", "")
+
+
+def fsdp1s(
+    wraps: SearchStrategy[c.Wrap],
+    shardings: tuple[str, ...] = _STRATEGIES,
+    ignored: SearchStrategy[tuple[str, ...]] | None = None,
+    **fixed: SearchStrategy[bool],
+) -> SearchStrategy[FSDP1]:
+    """FSDP1 with these selections and strategies; without ``ignored`` any patterns, also such as match nothing."""
+    usual = {name: st.booleans() for name in ("use_orig_params", "offload", "sync_module_states")} | fixed
+    patterns = st.lists(st.sampled_from(_PATTERNS), max_size=2).map(tuple)
+    return st.builds(
+        FSDP1,
+        wrap=wraps,
+        sharding=st.sampled_from(shardings),
+        ignored=patterns if ignored is None else ignored,
+        backward_prefetch=st.sampled_from(("BACKWARD_PRE", "BACKWARD_POST", None)),
+        forward_prefetch=st.booleans(),
+        limit_all_gathers=st.booleans(),
+        buffer_dtype=st.sampled_from((None, *DTYPES)),
+        **usual,
+    )
+
+
+def precisions(*, odd: bool = True) -> SearchStrategy[c.Precision]:
+    """AsStored, BF16 and FP16; ``odd`` adds float16 beside bfloat16, and loss scales out of range."""
+    return st.just(AsStored()) | bf16s(odd=odd) | fp16s(odd=odd)
+
+
+def bf16s(*, odd: bool = True) -> SearchStrategy[BF16]:
+    """BF16 with all its options; ``odd`` adds float16 beside bfloat16."""
+    dtype = st.sampled_from(DTYPES if odd else DTYPES[:2])
+    return st.builds(BF16, reduce_dtype=dtype, output_dtype=dtype, master_weights=st.booleans())
+
+
+def fp16s(*, odd: bool = True) -> SearchStrategy[FP16]:
+    """FP16 with all its options; ``odd`` adds loss scales out of range."""
+    dtype = st.sampled_from(DTYPES)
+    return st.builds(
+        FP16,
+        reduce_dtype=dtype,
+        output_dtype=dtype,
+        master_weights=st.booleans(),
+        init_scale=st.floats(-1.0 if odd else 1.0, 2.0**16),
+        growth_factor=st.floats(0.5 if odd else 1.125, 4.0),
+        backoff_factor=st.floats(0.125, 1.5 if odd else 0.875),
+        growth_interval=st.integers(-1 if odd else 1, 4000),
+    )
+
+
+def compiles(blocks: SearchStrategy[c.Wrap] | None, *, odd: bool = True) -> SearchStrategy[c.Compile]:
+    """Every way to compile; ``odd`` adds modes and backends that are not there. No blocks: whole or not."""
+    how = {
+        "backend": st.sampled_from(("inductor", "eager", *([""] if odd else []))),
+        "mode": st.sampled_from((*MODES, *(["fastest"] if odd else []))),
+        "fullgraph": st.booleans(),
+        "dynamic": st.sampled_from((None, True, False)),
+    }
+    whole = st.just(c.NoCompile()) | st.builds(c.CompileModel, **how)
+    return whole if blocks is None else whole | st.builds(c.CompileBlocks, blocks=blocks, **how)
+
+
+def checkpointings(blocks: SearchStrategy[c.Wrap]) -> SearchStrategy[c.ActivationCheckpointing]:
+    """Every way to checkpoint."""
+    wrapped = st.builds(c.CheckpointBlocks, blocks=blocks, preserve_rng_state=st.booleans())
+    return st.just(c.NoCheckpointing()) | wrapped
+
+
+def optimizer_specs(*, odd: bool = True) -> SearchStrategy[c.OptimizerSpec]:
+    """AdamW and SGD; ``odd`` adds numbers below 0 and nesterov without momentum."""
+    number = st.floats(-0.5 if odd else 0.0, 0.75)
+    adamw = st.builds(c.AdamW, lr=number, betas=st.tuples(number, number), eps=number, weight_decay=number)
+    momentum = st.floats(0.0 if odd else 0.125, 0.75)
+    sgd = st.builds(c.SGD, lr=number, momentum=momentum, weight_decay=number, nesterov=st.booleans())
+    return adamw | sgd
+
+
+def clips(*, odd: bool = True) -> SearchStrategy[c.Clip]:
+    """Every way to clip; ``odd`` adds limits and norms that are not above 0."""
+    number = st.floats(-1.0 if odd else 0.125, 8.0)
+    return st.just(c.NoClip()) | st.builds(c.ClipNorm, number, number) | st.builds(c.ClipValue, number)
+
+
+def loader_choices() -> SearchStrategy[c.Loaders]:
+    """Both ways to treat loaders."""
+    sharded = st.builds(c.ShardLoaders, seed=st.integers(0, 3), drop_last=st.booleans())
+    return st.just(c.KeepLoaders()) | sharded
+
+
+def tensor_rows(patterns: tuple[str, ...], styles: tuple[str, ...]) -> SearchStrategy[c.TensorRows]:
+    """Plans by hand of one or two rows, each with another pattern, that take and give anything."""
+    how = st.none() | st.sampled_from(("whole", "features", "heads", "sequence"))
+    row = st.builds(c.TensorRow, st.sampled_from(patterns), st.sampled_from(styles), how, how)
+    rows = st.lists(row, min_size=1, max_size=2, unique_by=lambda one: one.pattern)
+    return st.builds(c.TensorRows, rows.map(tuple))
+
+
+def _tensor_plans() -> SearchStrategy[c.TensorPlan]:
+    patterns = ("layers.*.attn", "layers.?.mlp", "*", "embed", "hed", "layers")
+    rows = tensor_rows(patterns, ("colwise", "rowwise", "sequence", "replicate"))
+    return st.just(c.TensorFromModel()) | st.just(c.TensorRows(())) | rows
+
+
+def configs() -> SearchStrategy[Config]:
+    """Configs of every engine, with every field varied, also to values that rules refuse."""
+    size = st.sampled_from((-1, 0, 1, 2, 3, 4, 8))
+    return st.builds(
+        Config,
+        engine=st.one_of(
+            st.just(Single()),
+            ddps(),
+            fsdp2s(_wraps(), st.booleans() | st.integers(-1, 8)),
+            fsdp1s(_wraps()),
+            st.just(TensorParallel()),
+            st.builds(XLA, forked=st.booleans()),
+            deepspeeds(),
+        ),
+        mesh=st.none() | st.builds(Mesh, replicate=size, shard=size, tensor=st.just(1) | size),
+        tensor=_tensor_plans(),
+        precision=precisions() | fp8s(fp8_backends()),
+        compile=compiles(_wraps()),
+        checkpointing=checkpointings(_wraps()),
+        weights=weights(),
+        intent=st.sampled_from(Intent),
+        device=st.sampled_from((None, "cpu", "cuda", "cuda:0", "mps")),
+        keep_device_map=st.booleans(),
+        backend=st.sampled_from((None, "gloo", "nccl", "cpu:gloo,cuda:nccl", "own")),
+        timeout_s=st.sampled_from((600.0, 1.0, 0.0)),
+        optimizer=st.none() | optimizer_specs(),
+        accumulation=st.integers(0, 4),
+        clip=clips(),
+        scheduler_ticks=st.integers(-1, 4),
+        loaders=loader_choices(),
+        overrides=st.lists(st.sampled_from((*_IDS, "no.such-rule")), max_size=2, unique=True).map(tuple),
+    )
+
+
+def weights() -> SearchStrategy[c.Weights]:
+    """Every source of values, also a checkpoint that nobody saw."""
+    loaded = st.builds(
+        c.LoadWeights, st.sampled_from((PATH, "elsewhere")), rename=st.sampled_from(((), (("(", ""),), (("^", ""),)))
+    )
+    kept = st.just(c.KeepWeights()) | st.just(c.SendWeights())
+    return kept | st.builds(c.InitWeights, st.integers(-1, 3)) | loaded

@@ -1,0 +1,162 @@
+"""Strategies for facts: models, optimizers, loaders, checkpoints and environments, flawed or not."""
+
+from __future__ import annotations
+
+from attrs import evolve
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from prepkit import config as c
+from prepkit.facts import Env, Facts, GroupFact, LoaderFacts, ModelFacts, OptimizerFacts, ParamFact, SchedulerFacts
+from prepkit.facts.checkpoint import CheckpointFacts
+from prepkit.testing.counterexamples.weights import PATH, in_parts, tiny_checkpoint
+from prepkit.testing.strategies.configs import DTYPES
+from prepkit.testing.strategies.sharded import sharded_models
+from prepkit.testing.tiny import LIBRARIES, marked, tiny_model, tiny_optimizer, with_batchnorm
+
+_WORLDS = (1, 2, 3, 4, 6, 8, 16, 24, 64, 512)
+
+
+@st.composite
+def model_facts(draw: st.DrawFn, *, flawed: bool = True) -> ModelFacts:
+    """Models of up to four repeated blocks: tied or not, partly frozen, of one dtype or several.
+
+    ``flawed`` adds what no config, or not every engine, can take: marks, device maps, packed and lazy parameters.
+    """
+    model = tiny_model(
+        blocks=draw(st.integers(0, 4)),
+        width=draw(st.integers(1, 6) | st.just(16)),
+        vocab=draw(st.integers(1, 9) | st.just(16)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        tied=draw(st.booleans()),
+        extra=tuple(draw(st.lists(_extras(flawed=flawed), max_size=2, unique_by=lambda param: param.name))),
+    )
+    frozen = draw(st.sets(st.sampled_from([param.name for param in model.params])))
+    params = (evolve(p, requires_grad=p.requires_grad and p.name not in frozen) for p in model.params)
+    declared = draw(st.sampled_from(((), ("Block",), ("Block", "Linear"), ("Gone",))))
+    own = draw(st.sampled_from(((), _OWN[:2], _OWN[1:2], *((_OWN,) if flawed else ()))))
+    model = evolve(model, params=tuple(params), declared_blocks=declared, tensor_plan=own)
+    if flawed and draw(st.booleans()):
+        paths = st.sampled_from([module.path for module in model.modules])
+        model = marked(
+            model,
+            draw(st.sampled_from(("ddp", "fsdp1", "fsdp2", "autocast", "compiled", "checkpointed", "reentrant"))),
+            draw(paths),
+        )
+    if flawed and draw(st.sampled_from((False,) * 7 + (True,))):
+        model = draw(sharded_models(model))
+    if flawed and draw(st.booleans()):
+        second = draw(st.sampled_from(("cuda:1", "cuda:0", "cpu", "disk")))
+        model = evolve(model, device_map=(("embed", "cuda:0"), ("head", second)))
+        model = evolve(model, quantised=draw(st.sampled_from(("", "4bit"))))
+    if draw(st.booleans()):
+        model = with_batchnorm(model)
+    cache = draw(st.sampled_from((None, True, False)))
+    return evolve(model, architecture=evolve(model.architecture, use_cache=cache))
+
+
+_OWN = (("layers.*.mlp", "colwise"), ("norm", "replicated_with_grad_allreduce"), ("layers", "moe_tp_experts"))
+"""A model's plan: one row in a style that torch serves, one that is legal with any number of ranks, one in none."""
+
+
+def _extras(*, flawed: bool) -> SearchStrategy[ParamFact]:
+    odd = [
+        ParamFact(name="norm.scale", shape=(), dtype="float32"),
+        ParamFact(name="embed.table", shape=(4,), dtype="int64", requires_grad=False),
+        ParamFact(name="layers.packed", shape=(4,), dtype="uint8", requires_grad=False, cls="Params4bit"),
+        ParamFact(name="head.lazy", shape=(), dtype="float32", cls="UninitializedParameter"),
+        ParamFact(name="head.sharded", shape=(4,), dtype="float32", cls="DTensor"),
+    ]
+    biases = [(at, size, dtype) for at in ("norm", "head") for size in (0, 3) for dtype in DTYPES]
+    usual = [ParamFact(name=f"{at}.bias", shape=(size,), dtype=dtype) for at, size, dtype in biases]
+    return st.sampled_from([*usual, *(odd if flawed else odd[:2])])
+
+
+def _samples(*, flawed: bool) -> SearchStrategy[LoaderFacts]:
+    return st.builds(
+        LoaderFacts,
+        batch_size=st.integers(1, 4),
+        length=st.integers(0 if flawed else 1, 4096),
+        sampler=st.sampled_from(("sequential", "random", "distributed", "custom")),
+        iterable=st.booleans(),
+        custom_batches=st.booleans(),
+        drop_last=st.booleans(),
+    )
+
+
+@st.composite
+def facts(draw: st.DrawFn, *, flawed: bool = True) -> Facts:
+    """Facts about a drawn model, its optimizer, scheduler and loaders, in environments of 1 to 512 processes.
+
+    Not ``flawed``: some config is legal for them.
+    """
+    model = draw(model_facts(flawed=flawed))
+    optimizer = None
+    if any(param.requires_grad for param in model.params) and draw(st.booleans()):
+        optimizer = draw(_optimizers(model, flawed=flawed))
+    scheduler = None
+    if (optimizer or flawed) and draw(st.booleans()):
+        drives = not flawed or draw(st.booleans())
+        factory = flawed and draw(st.sampled_from((False, False, True)))
+        name = draw(st.sampled_from(("StepLR", "WarmupLR")))
+        scheduler = SchedulerFacts(name=name, drives_optimizer=drives, factory=factory)
+    return Facts(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loaders=tuple(draw(st.lists(_samples(flawed=flawed), max_size=2))),
+        checkpoint=draw(st.none() | _checkpoints(model, flawed=flawed)),
+        env=draw(_envs(flawed=flawed)),
+    )
+
+
+def _checkpoints(model: ModelFacts, *, flawed: bool) -> SearchStrategy[CheckpointFacts]:
+    """Checkpoints of this model in one file or two, some in parts; ``flawed`` adds ones that lack a tensor."""
+    drops = st.sampled_from(((), (model.params[0].name,))) if flawed else st.just(())
+    paths = st.sampled_from((PATH, "elsewhere"))
+    made = st.builds(tiny_checkpoint, st.just(model), drop=drops, files=st.integers(1, 2), path=paths)
+    return made | made.map(in_parts)
+
+
+@st.composite
+def _optimizers(draw: st.DrawFn, model: ModelFacts, *, flawed: bool) -> OptimizerFacts:
+    whole = tiny_optimizer(model)
+    (group,) = whole.groups
+    cut = draw(st.integers(0, len(group.slots)))
+    groups = tuple(evolve(group, slots=slots) for slots in (group.slots[:cut], group.slots[cut:]) if slots)
+    if flawed and draw(st.booleans()):
+        groups += (GroupFact(slots=(draw(st.sampled_from((None, model.params[0].name))),)),)
+    stateful = tuple(name for name in group.slots if name) if draw(st.booleans()) else ()
+    seldom = st.sampled_from((False,) * 7 + (True,))
+    module = "bitsandbytes.optim.adamw" if draw(seldom) else "torch.optim.adamw"
+    return evolve(whole, groups=groups, stateful=stateful, module=module, keeps_own_list=draw(seldom))
+
+
+@st.composite
+def _envs(draw: st.DrawFn, *, flawed: bool) -> Env:
+    world = draw(st.sampled_from(_WORLDS))
+    tasks = draw(st.sampled_from((1, world, *([world + 1] if flawed else []))))
+    extra = draw(st.sets(st.sampled_from(("ACCELERATE_USE_FSDP", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"))))
+    return Env(
+        world_size=world,
+        device=draw(st.sampled_from(("cpu", "cuda", *(["mps"] if flawed else [])))),
+        capability=draw(st.sampled_from((None, (7, 0), (9, 0), (10, 0)))),
+        bf16=draw(st.sampled_from((None, True, False))),
+        torch=draw(st.sampled_from(("", "2.9.1", "2.13.0+cpu", *(["2.5.1", "2.6.0", "2.8.0"] if flawed else [])))),
+        libraries=tuple(sorted(draw(st.sets(st.sampled_from(LIBRARIES))) if flawed else LIBRARIES)),
+        variables=tuple(sorted({("SLURM_NTASKS", str(tasks)), *((name, "1") for name in extra)})),
+    )
+
+
+def fitting_wraps(model: ModelFacts) -> tuple[c.Wrap, ...]:
+    """Selections that name what the model has; the root is always among them."""
+    total = sum(param.numel for param in model.params)
+    sizes = tuple(c.WrapSize(size) for size in (1, 1 + total // 8, 1 + total))
+    named: tuple[c.Wrap, ...] = (c.WrapClasses(("Linear",)), c.WrapPaths(("head",)), c.WrapPaths(("nor?", "embed")))
+    if any(module.path == "layers.0" for module in model.modules):
+        named += (
+            c.WrapClasses(("Block",)),
+            c.WrapClasses(("Block", "Linear")),
+            c.WrapPaths(("layers.*", "layers.0.mlp")),
+        )
+    return (c.WrapRoot(), c.WrapBlocks(), *named, *sizes)

@@ -1,0 +1,62 @@
+"""Models that arrive sharded: at random, and as a config would have sharded them."""
+
+from __future__ import annotations
+
+from attrs import evolve
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from prepkit.config import FP8, FSDP2, CheckpointBlocks, Config, OffloadToCPU, SendWeights
+from prepkit.facts import Facts, ModelFacts, UnitFact
+from prepkit.resolve.mesh import axes, size_of
+from prepkit.resolve.modules import select
+from prepkit.resolve.precision import dtypes, masters
+from prepkit.testing.tiny import arrived
+
+
+def sharded_models(model: ModelFacts) -> SearchStrategy[ModelFacts]:
+    """The model cut over a few ranks, with or without a root, whatever config and environment say."""
+    roots = st.builds(
+        UnitFact,
+        path=st.just(""),
+        ranks=st.sampled_from((1, 2, 8)),
+        copies=st.integers(1, 2),
+        reshard_after_forward=st.booleans(),
+        param_dtype=st.sampled_from((None, "bfloat16")),
+        reduce_dtype=st.sampled_from((None, "float32")),
+        offload=st.booleans(),
+    )
+    paths = st.sets(st.sampled_from(("embed", "norm", "head"))).map(lambda drawn: tuple(sorted(drawn)))
+    made = st.builds(lambda root, paths: arrived(model, paths=paths, root=root), roots, paths)
+    return made | made.map(lambda one: evolve(one, units=one.units[:-1]))
+
+
+def can_arrive(cfg: Config, seen: Facts) -> bool:
+    """Whether a model that was sharded as this legal config says can be prepared with it."""
+    found = axes(cfg, seen.env) or ()
+    return (
+        isinstance(cfg.engine, FSDP2)
+        and not isinstance(cfg.checkpointing, CheckpointBlocks)
+        and not isinstance(cfg.precision, FP8)
+        and not isinstance(cfg.weights, SendWeights)
+        and not masters(cfg, seen)
+        and size_of("tensor", found) == 1
+    )
+
+
+def sharded_for(cfg: Config, seen: Facts) -> Facts:
+    """The facts with the model as FSDP2 would have left it."""
+    assert isinstance(cfg.engine, FSDP2), "can_arrive has asked"
+    found = axes(cfg, seen.env) or ()
+    param, reduce, output = dtypes(cfg)
+    root = UnitFact(
+        path="",
+        ranks=size_of("shard", found),
+        copies=size_of("replicate", found),
+        reshard_after_forward=False,
+        param_dtype=param,
+        reduce_dtype=reduce,
+        output_dtype=output,
+        offload=isinstance(cfg.engine.offload, OffloadToCPU),
+    )
+    return evolve(seen, model=arrived(seen.model, paths=select(cfg.engine.wrap, seen.model), root=root))

@@ -1,0 +1,123 @@
+"""The edge of the command line: torch, pipes, colour and characters."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from prepkit.codec.files import save
+from prepkit.version import VERSION
+from tests.support.command_line import MAKE, ROOT, fresh, python, run, workplace
+from tests.support.plans import ddp_plan
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from workplace(tmp_path, monkeypatch)
+
+
+NO_TORCH = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        assert name.split(".")[0] not in ("torch", "transformers", "deepspeed", "hypothesis"), f"{name} was imported"
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("show", "fsdp2.json"), 0),
+        (("show", "fsdp2.json", "--json"), 0),
+        (("diff", "fsdp2.json", "ddp.json"), 1),
+        (("check", "ddp.json"), 0),
+        (("rules",), 0),
+        (("rules", "mesh.not-world-size"), 0),
+        (("--version",), 0),
+    ],
+)
+def test_what_works_on_files_does_without_torch(words: tuple[str, ...], code: int, folder: Path) -> None:
+    done = fresh(*words, prelude=NO_TORCH)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert done.stdout
+
+
+def test_the_check_for_torch_can_fail(folder: Path) -> None:
+    done = fresh("plan", "single.json", *MAKE, prelude=NO_TORCH)
+    assert done.returncode == 1
+    assert "torch was imported" in done.stderr
+
+
+def test_importing_the_command_line_loads_nothing_heavy() -> None:
+    heavy = ["torch", "transformers", "hypothesis", "rich"]
+    code = f"import sys, prepkit.cli; print([name for name in {heavy} if name in sys.modules])"
+    done = python("-c", code)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_python_m_prepkit_is_the_command(folder: Path) -> None:
+    assert python("-m", "prepkit", "--version").stdout == f"prepkit, version {VERSION}\n"
+    wrong = python("-m", "prepkit", "show", "absent.json")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("Usage: prepkit show")
+
+
+@pytest.mark.parametrize(("words", "code"), [(("show", "fsdp2.json"), 0), (("diff", "fsdp2.json", "ddp.json"), 1)])
+def test_a_reader_that_leaves_early_is_no_fault(words: tuple[str, ...], code: int, folder: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = python("-m", "prepkit", *words, stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def on_terminal(*words: str, **environment: str) -> str:
+    """What a person sees, colour codes included."""
+    shown, screen = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **environment}
+    process = subprocess.Popen([sys.executable, "-m", "prepkit", *words], stdout=screen, stderr=screen, env=env)
+    os.close(screen)
+    text = b""
+    try:
+        while part := os.read(shown, 65536):
+            text += part
+    except OSError:  # how Linux says that the other end was closed
+        pass
+    os.close(shown)
+    process.wait(timeout=60)
+    return text.decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_gets_the_same_text_in_colour(folder: Path) -> None:
+    plain = run("show", "fsdp2.json").stdout
+    coloured = on_terminal("show", "fsdp2.json")
+    assert "\x1b[" not in plain
+    assert "\x1b[36mShardUnits" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
+    assert on_terminal("show", "fsdp2.json", NO_COLOR="1", TERM="dumb") == plain
+
+
+def test_findings_are_red_on_a_terminal(folder: Path) -> None:
+    Path("x.json").write_text("{")
+    assert "\x1b[31merror\x1b[0m codec.damaged" in on_terminal("show", "x.json")
+
+
+def test_a_name_that_the_terminal_cannot_show_ends_no_command(folder: Path) -> None:
+    made = ddp_plan()
+    model = made.facts.model
+    named = evolve(model, classes=(evolve(model.classes[0], name="Modèle"), *model.classes[1:]))
+    save(evolve(made, facts=evolve(made.facts, model=named)), "named.json")
+    done = fresh("show", "named.json", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Mod\\xe8le, 13 modules" in done.stdout

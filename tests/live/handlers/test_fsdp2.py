@@ -1,0 +1,199 @@
+"""``fully_shard`` per unit: what is sharded, in which dtype, what is refused, and what a failure says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import SGD
+
+from prepkit.live.handlers import HANDLERS
+from prepkit.live.interpreter import Halted, interpret
+from prepkit.live.model import names
+from prepkit.live.model.target import Target
+from prepkit.steps import AutocastForward, CheckpointModules, CompileModules, ShardUnits, Unit
+from tests.support.fragile_model import TOKENS, Tiny
+from tests.support.gang import Gang
+from tests.support.single_step import do, fake_group, gloo_alone, problems, shard_mesh
+
+BLOCKS = ("layers.0", "layers.1", "layers.2")
+
+
+def sharding(*paths: str, dtype: str | None = None, output: str | None = None, offload: bool = False) -> ShardUnits:
+    units = tuple(Unit(path=path, reshard_after_forward=True) for path in paths)
+    root = Unit(path="", reshard_after_forward=False, output_dtype=output)
+    reduce = "float32" if dtype else None
+    return ShardUnits(units=(*units, root), param_dtype=dtype, reduce_dtype=reduce, offload=offload, pin_memory=True)
+
+
+def test_every_unit_is_sharded_on_dim_0_and_ties_hold() -> None:
+    with fake_group(4):
+        model = Tiny()
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        do(sharding(*BLOCKS), Target(model=model, mesh=shard_mesh(4)))
+        assert [name for name, m in model.named_modules() if isinstance(m, FSDPModule)] == ["", *BLOCKS]
+        for name, param in model.named_parameters():
+            assert isinstance(param, DTensor)
+            assert (param.placements, param.shape) == ((Shard(0),), shapes[name])
+        assert model.head.weight is model.embed.weight
+
+
+def test_two_axes_replicate_and_shard() -> None:
+    with fake_group(8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        model = Tiny()
+        do(sharding(*BLOCKS), Target(model=model, mesh=mesh))
+        assert isinstance(model.embed.weight, DTensor)
+        assert model.embed.weight.placements == (Replicate(), Shard(0))
+        assert model.embed.weight.to_local().shape == (3, 6)
+
+
+def test_units_compute_in_the_planned_dtype_and_the_root_returns_its_own() -> None:
+    seen: dict[str, torch.dtype] = {}
+    with gloo_alone():
+        model = Tiny()
+        model.layers[0].inner.register_forward_hook(lambda m, args, out: seen.update(inner=out.dtype))
+        do(sharding(*BLOCKS, dtype="bfloat16", output="float32"), Target(model=model, mesh=shard_mesh(1)))
+        assert model.embed.weight.dtype == torch.float32
+        assert model(TOKENS).dtype == torch.float32
+    assert seen == {"inner": torch.bfloat16}
+
+
+def test_a_checkpointed_block_becomes_a_unit_as_its_wrapper_and_keeps_its_names() -> None:
+    with fake_group(2):
+        model = Tiny()
+        before = list(names.named_parameters(model))
+        saved = list(model.state_dict())
+        target = Target(model=model, mesh=shard_mesh(2))
+        do(CheckpointModules(paths=BLOCKS, preserve_rng_state=True), target)
+        do(sharding(*BLOCKS), target)
+        assert [isinstance(layer, CheckpointWrapper) and isinstance(layer, FSDPModule) for layer in model.layers] == [
+            True
+        ] * 3
+        assert sum(isinstance(module, FSDPModule) for module in model.modules()) == 4
+        assert list(names.named_parameters(model)) == before
+        assert list(model.state_dict()) == saved
+
+
+def test_pinning_is_left_out_where_there_is_no_accelerator_to_pin_for() -> None:
+    with gloo_alone():
+        model = Tiny()
+        do(sharding(*BLOCKS, offload=True), Target(model=model, mesh=shard_mesh(1)))
+        assert model.embed.weight.to_local().is_pinned() is torch.accelerator.is_available()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+        self.layers[0].weight.grad = torch.ones(2, 2)
+
+
+def test_what_fully_shard_would_refuse_half_way_is_refused_before_it_begins() -> None:
+    assert problems(sharding("layers", "nose"), Target(model=Scaled())) == (
+        "the model has no module nose; build the plan again from this model",
+        "layers: a container without forward cannot be a unit; wrap the modules inside it",
+        "scale: a scalar cannot be sharded; make it a tensor of shape (1,)",
+        "layers.0.weight: holds a gradient that would be lost; call optimizer.zero_grad() first",
+    )
+
+
+def test_a_sharded_model_is_refused() -> None:
+    with fake_group(2):
+        target = Target(model=Tiny(), mesh=shard_mesh(2))
+        do(sharding("layers.0"), target)
+        (text,) = problems(sharding("layers.1"), target)
+        assert text == "'' (the root), layers.0: sharded already; apply to a model that was not prepared"
+
+
+def test_a_failure_says_which_units_stand_and_that_there_is_no_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prepkit.live.handlers import fsdp2
+
+    real, calls = fsdp2.fully_shard, []
+
+    def fail_on_third(module: nn.Module, **how: Any) -> Any:
+        calls.append(module)
+        if len(calls) == 3:
+            raise ValueError("uneven")
+        return real(module, **how)
+
+    monkeypatch.setattr(fsdp2, "fully_shard", fail_on_third)
+    with fake_group(2):
+        halted = interpret((sharding(*BLOCKS),), HANDLERS, Target(model=Tiny(), mesh=shard_mesh(2)))
+    assert isinstance(halted, Halted)
+    assert halted.torn
+    assert "unit layers.2 could not be sharded (sharded before it: layers.0, layers.1): uneven" in str(halted)
+    assert "build model and optimizer again" in str(halted)
+
+
+def test_sharding_without_a_mesh_names_the_step_that_is_missing() -> None:
+    with pytest.raises(RuntimeError, match="BuildMesh has to come before ShardUnits"):
+        do(sharding(), Target(model=Tiny()))
+
+
+# --- against one process -------------------------------------------------------------------------------------------
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def two_steps(model: nn.Module, parts: list[Tensor]) -> dict[str, Tensor]:
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for tokens in parts:
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        name: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
+        for name, p in names.named_parameters(model).items()
+    }
+
+
+def seeded() -> nn.Module:
+    torch.manual_seed(3)
+    return Tiny()
+
+
+def combined(
+    rank: int, world: int, sizes: tuple[int, ...], compiled: bool = False, offload: bool = False
+) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    target = Target(model=seeded(), mesh=mesh)
+    do(CheckpointModules(paths=BLOCKS, preserve_rng_state=True), target)
+    if compiled:
+        how = CompileModules(paths=BLOCKS, backend="eager", mode="default", fullgraph=False, dynamic=None)
+        do(how, target)
+    do(sharding(*BLOCKS, offload=offload), target)
+    return two_steps(target.model, [part.chunk(world)[rank] for part in (TOKENS, TOKENS.flip(1))])
+
+
+@pytest.mark.parametrize(("compiled", "offload"), [(False, False), (True, False), (False, True)])
+def test_checkpointed_compiled_offloaded_shards_learn_what_one_process_learns(
+    gang2: Gang, compiled: bool, offload: bool
+) -> None:
+    expected = two_steps(seeded(), [TOKENS, TOKENS.flip(1)])
+    for found in gang2.run(combined, (2,), compiled, offload, timeout=120):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_of_shards_learn_what_one_process_learns(gang2: Gang) -> None:
+    expected = two_steps(seeded(), [TOKENS, TOKENS.flip(1)])
+    for found in gang2.run(combined, (2, 1)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_autocast_and_compile_of_the_whole_model_work_together() -> None:
+    target = Target(model=seeded())
+    expected = two_steps(seeded(), [TOKENS])
+    do(AutocastForward(device="cpu", dtype="bfloat16", output_dtype="float32"), target)
+    do(CheckpointModules(paths=BLOCKS, preserve_rng_state=True), target)
+    do(CompileModules(paths=("",), backend="eager", mode="default", fullgraph=False, dynamic=None), target)
+    torch.testing.assert_close(two_steps(target.model, [TOKENS]), expected, rtol=0.05, atol=0.02)

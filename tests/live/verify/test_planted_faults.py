@@ -1,0 +1,36 @@
+"""Every planted fault of an executor is caught by verification, and nothing is said where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from prepkit import steps as s
+from prepkit.live.handlers import HANDLERS
+from tests.support.gang import Gang
+from tests.support.planted_faults import FAULTS, said
+
+SILENT = {s.StartProcessGroup, s.Agree, s.ReleaseOptimizer, s.CheckFiles, s.MoveToXLA, s.ConvertOptimizer}
+"""Kinds that leave nothing behind; one that the double of its library gets wrong, and one that would be compiled."""
+
+
+def test_there_are_at_least_fifteen_faults_and_each_kind_of_step_that_acts_on_objects_has_one() -> None:
+    assert len(FAULTS) >= 15
+    assert {fault.kind for fault in FAULTS} == {*HANDLERS} - SILENT
+
+
+@pytest.mark.parametrize("index", [i for i, f in enumerate(FAULTS) if f.world == 1], ids=lambda i: FAULTS[i].what)
+def test_a_planted_fault_is_caught(index: int) -> None:
+    found = said(0, 1, index)
+    assert any(FAULTS[index].caught in text for text in found), found
+
+
+@pytest.mark.parametrize("index", [i for i, f in enumerate(FAULTS) if f.world == 2], ids=lambda i: FAULTS[i].what)
+def test_a_planted_fault_is_caught_by_two_ranks(gang2: Gang, index: int) -> None:
+    found = gang2.run(said, index)
+    assert any(FAULTS[index].caught in text for texts in found for text in texts), found
+    assert all(found), "what one rank finds, every rank hears"
+
+
+def test_without_a_fault_nothing_is_said(gang2: Gang) -> None:
+    assert said(0, 1, None) == []
+    assert gang2.run(said, None) == [[], []]

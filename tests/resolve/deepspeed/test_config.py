@@ -1,0 +1,428 @@
+"""DeepSpeed's config worked out: every value with its formula, every disagreement with both places."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from prepkit.config import (
+    BF16,
+    FP16,
+    SGD,
+    AdamW,
+    ClipNorm,
+    Config,
+    DeepSpeed,
+    Intent,
+    KeepLoaders,
+    NoClip,
+    OptimizerSpec,
+    Precision,
+)
+from prepkit.facts import ArchitectureFacts, Facts, LoaderFacts, OptimizerFacts
+from prepkit.findings import errors
+from prepkit.plan import Plan
+from prepkit.planner import plan
+from prepkit.resolve.deepspeed.data import NotJsonError, data_of, drop, look, parse, put, settings
+from prepkit.resolve.deepspeed.working import Worked, work_out
+from prepkit.rules import check
+from prepkit.steps import ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules
+from prepkit.testing.tiny import tiny_experts, tiny_facts, tiny_loader, tiny_model, tiny_optimizer
+
+HIDDEN = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
+
+def worked(said: dict[str, Any] | None = None, facts: Facts | None = None, **more: Any) -> Worked:
+    """The config for two ranks, micro batches of 4 and stage 2; ``more`` are the engine's fields, ``cfg_...`` ours."""
+    whole = {name.removeprefix("cfg_"): value for name, value in more.items() if name.startswith("cfg_")}
+    engine = {"stage": 2, "micro_batch": 4} | {k: v for k, v in more.items() if not k.startswith("cfg_")}
+    return work_out(Config(engine=DeepSpeed(config=said or {}, **engine), **whole), facts or tiny_facts(world=2))
+
+
+def data(found: Worked) -> dict[str, Any]:
+    return data_of(found.settings)
+
+
+def rules(found: Worked) -> set[str]:
+    return {flaw.rule.removeprefix("deepspeed.") for flaw in found.flaws}
+
+
+def planned(cfg: Config, facts: Facts) -> Plan:
+    return plan(cfg, facts).unwrap()
+
+
+# --- the user's JSON -----------------------------------------------------------------------------------------------
+
+
+def test_the_mapping_that_is_given_is_copied_and_never_changed() -> None:
+    given: dict[str, Any] = {"zero_optimization": {"stage": "auto", "cpu_offload": False}, "bf16": {"enabled": "auto"}}
+    before = json.dumps(given)
+    engine = DeepSpeed(stage=2, micro_batch=4, config=given)
+    first = work_out(Config(engine=engine, precision=BF16()), tiny_facts(world=2))
+    given["zero_optimization"]["stage"] = 7
+    assert work_out(Config(engine=engine, precision=BF16()), tiny_facts(world=2)) == first
+    given["zero_optimization"]["stage"] = "auto"
+    assert json.dumps(given) == before
+    assert json.loads(engine.config) == json.loads(before)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1, "a": 2}', '{"a": NaN}', "", "[" * 100000])
+def test_text_that_is_no_object_of_settings_is_refused_with_the_reason(text: str) -> None:
+    with pytest.raises(NotJsonError):
+        parse(text)
+    assert rules(work_out(Config(engine=DeepSpeed(config=text)), tiny_facts())) >= {"not-json"}
+
+
+def test_dotted_paths_are_looked_up_set_and_dropped() -> None:
+    found: dict[str, Any] = {"bf16": {"enabled": True}, "fp16": 1}
+    assert (look(found, "bf16.enabled"), look(found, "fp16.enabled", 0), look(found, "a.b")) == (True, 0, None)
+    put(found, "fp16.enabled", value=False)
+    put(found, "a.b.c", 1)
+    drop(found, "a.b.x")
+    drop(found, "missing.entirely")
+    drop(found, "bf16.enabled")
+    assert found == {"bf16": {}, "fp16": {"enabled": False}, "a": {"b": {"c": 1}}}
+    assert data_of(settings(found)) == found
+
+
+def test_old_forms_are_written_in_todays() -> None:
+    assert data(worked({"zero_optimization": True}, stage=None))["zero_optimization"]["stage"] == 1
+    found = worked({"zero_optimization": {"stage": 2, "cpu_offload": True}, "bfloat16": {}}, cfg_precision=BF16())
+    assert data(found)["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert data(found)["bf16"] == {"enabled": True}
+    assert not found.flaws
+
+
+def test_whole_floats_become_integers_and_fractions_are_refused() -> None:
+    found = worked({"zero_optimization": {"reduce_bucket_size": 5e8}})
+    assert json.dumps(data(found)["zero_optimization"]["reduce_bucket_size"]) == "500000000"
+    assert rules(worked({"zero_optimization": {"reduce_bucket_size": 15099494.4}})) == {"wrong-type"}
+
+
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ({"gradient_clipp1ng": 1.0}, "Write `gradient_clipping`, or remove it."),
+        ({"zero_optimization": {"reduce_bucket": 1}}, "Write `reduce_bucket_size`"),
+        ({"stage3_max_live_parameters": 1}, "Write `zero_optimization.stage3_max_live_parameters`, or remove it."),
+        ({"nonsense_of_mine": {}}, "Remove it."),
+    ],
+)
+def test_an_unknown_key_is_told_with_the_nearest_known_one_also_of_another_section(
+    said: dict[str, Any], fix: str
+) -> None:
+    (flaw,) = worked(said).flaws
+    assert flaw.rule == "deepspeed.unknown-key"
+    assert flaw.fix.startswith(fix)
+
+
+def test_auto_is_found_in_lists_too() -> None:
+    found = worked({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, "auto"]}}}, tiny_facts(optimizer=False))
+    (flaw,) = found.flaws
+    assert (flaw.rule, flaw.what[:30]) == ("deepspeed.auto", "`optimizer.params.betas.1` is ")
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sizes", "largest"), [((4096,), 4096), ((96, 192, 384, 768), 768)])
+def test_bucket_sizes_are_worked_out_in_integers_from_the_largest_hidden_size(
+    sizes: tuple[int, ...], largest: int
+) -> None:
+    model = evolve(tiny_model(), architecture=ArchitectureFacts(hidden_sizes=sizes))
+    found = worked({"zero_optimization": dict.fromkeys(HIDDEN, "auto")}, tiny_facts(model, world=2), stage=3)
+    section = data(found)["zero_optimization"]
+    assert [section[name] for name in HIDDEN] == [largest**2, 9 * largest**2 // 10, 10 * largest]
+    assert f"zero_optimization.reduce_bucket_size = {largest**2} (hidden size {largest} x {largest})" in found.notes
+
+
+def test_bucket_sizes_of_the_users_own_stay_and_without_a_hidden_size_auto_is_refused() -> None:
+    said = {"zero_optimization": {"reduce_bucket_size": 7, "stage3_prefetch_bucket_size": "auto"}}
+    found = worked(said, stage=3)
+    assert rules(found) == {"hidden-size"}
+    assert data(found)["zero_optimization"]["reduce_bucket_size"] == 7
+
+
+# --- batches -------------------------------------------------------------------------------------------------------
+
+
+def batch(said: dict[str, Any], *, world: int, loaders: tuple[LoaderFacts, ...] = (), **more: Any) -> Worked:
+    facts = evolve(tiny_facts(world=world), loaders=loaders)
+    return worked(said, facts, **({"micro_batch": None} | more))
+
+
+def numbers(found: Worked) -> tuple[Any, Any, Any]:
+    got = data(found)
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    return tuple(got.get(name) for name in names)  # type: ignore[return-value]  # three of them
+
+
+@pytest.mark.parametrize(
+    ("said", "micro", "steps", "world", "wanted"),
+    [
+        ({}, 4, 2, 8, (4, 2, 64)),
+        ({"train_batch_size": 64}, None, 2, 8, (4, 2, 64)),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 3}, None, 1, 5, (3, 1, 15)),
+        ({"train_batch_size": 256, "train_micro_batch_size_per_gpu": 2}, None, 16, 8, (2, 16, 256)),
+    ],
+)
+def test_the_third_number_follows_from_two(
+    said: dict[str, Any], micro: int | None, steps: int, world: int, wanted: tuple[int, int, int]
+) -> None:
+    found = batch(said, world=world, micro_batch=micro, cfg_accumulation=steps)
+    assert not found.flaws
+    assert numbers(found) == wanted
+
+
+def test_numbers_that_do_not_multiply_are_told_with_the_nearest_that_do() -> None:
+    (flaw,) = batch({"train_batch_size": 256, "train_micro_batch_size_per_gpu": 2}, world=7).flaws
+    assert "2 x 1 accumulation x 7 ranks = 14" in flaw.what
+    assert "252 (accumulation 18) or 266 (accumulation 19)" in flaw.fix
+    assert "or start 8 ranks (accumulation 16)" in flaw.fix
+    (flaw,) = batch({"train_batch_size": 100}, world=8).flaws
+    assert "96 (micro batch 12) or 104 (micro batch 13)" in flaw.fix
+
+
+def test_ranks_that_hold_one_model_together_count_once() -> None:
+    found = batch({"tensor_parallel": {"autotp_size": 4}}, world=8, micro_batch=3)
+    assert (numbers(found), found.ranks) == ((3, 1, 6), 2)
+    assert "tensor-parallel" in rules(batch({"tensor_parallel": {"autotp_size": 3}}, world=8, micro_batch=3))
+
+
+def test_the_micro_batch_is_that_of_the_smallest_loader_unless_the_largest_is_asked_for() -> None:
+    loaders = (tiny_loader(batch_size=8), tiny_loader(batch_size=2))
+    assert numbers(batch({}, world=2, loaders=loaders))[0] == 2
+    assert numbers(batch({}, world=2, loaders=loaders, micro_batch_of="largest"))[0] == 8
+    assert rules(batch({}, world=2, loaders=loaders, micro_batch=4)) == {"two-places"}
+
+
+def test_loaders_with_batches_of_their_own_and_no_loader_at_all_leave_the_micro_batch_to_the_user() -> None:
+    custom = tiny_loader(batch_size=None, custom_batches=True)
+    assert rules(batch({}, world=2, loaders=(custom,))) == {"no-micro-batch"}
+    assert rules(batch({}, world=2)) == {"no-micro-batch"}
+    assert not batch({}, world=2, loaders=(custom,), micro_batch=3).flaws
+
+
+# --- one owner each ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "path", "ours"),
+    [
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps", "config.accumulation is 1"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping", "config.clip is 0.0"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage", "config.engine.stage is 2"),
+        ({"train_micro_batch_size_per_gpu": 8}, "train_micro_batch_size_per_gpu", "config.engine.micro_batch is 4"),
+    ],
+)
+def test_a_setting_in_two_places_that_disagree_names_both(said: dict[str, Any], path: str, ours: str) -> None:
+    (flaw,) = worked(said).flaws
+    assert flaw.rule == "deepspeed.two-places"
+    assert f"`{path}` is" in flaw.what
+    assert f"in config.engine.config, and {ours}" in flaw.what
+
+
+def test_a_setting_in_two_places_that_agree_is_fine() -> None:
+    said = {"gradient_accumulation_steps": 4, "gradient_clipping": 1, "zero_optimization": {"stage": 2}}
+    assert not worked(said, cfg_accumulation=4, cfg_clip=ClipNorm(1.0)).flaws
+
+
+def test_clipping_is_always_written_because_deepspeeds_own_default_clips() -> None:
+    assert data(worked())["gradient_clipping"] == 0.0
+    assert data(worked({"gradient_clipping": "auto"}, cfg_clip=ClipNorm(0.5)))["gradient_clipping"] == 0.5
+    assert rules(worked(cfg_clip=ClipNorm(1.0, 1.0))) == {"clip"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "said", "fine"),
+    [
+        (None, {}, True),
+        (None, {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, True),
+        (None, {"bf16": {"enabled": True}}, False),
+        (BF16(), {}, True),
+        (BF16(), {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, True),
+        (BF16(), {"bf16": {"enabled": False}}, False),
+        (BF16(), {"fp16": {"enabled": True}}, False),
+        (BF16(), {"fp16": {"enabled": False}}, True),
+        (FP16(), {"fp16": {"enabled": "auto", "loss_scale": 0}}, True),
+        (FP16(), {"fp16": {"enabled": False}}, False),
+        (FP16(), {"bf16": {"enabled": True}}, False),
+        (FP16(), {"torch_autocast": {"enabled": True}}, False),
+    ],
+)
+def test_precision_has_one_owner_in_every_row_of_the_table(
+    precision: Precision | None, said: dict[str, Any], fine: bool
+) -> None:
+    more = {"cfg_precision": precision} if precision else {}
+    found = worked(said, **more)
+    assert (rules(found) == set()) is fine
+    assert rules(found) <= {"precision"}
+    if fine:
+        got = data(found)
+        assert look(got, "bf16.enabled", default=False) is isinstance(precision, BF16)
+        assert look(got, "fp16.enabled", default=False) is isinstance(precision, FP16)
+
+
+def test_float16_has_deepspeeds_own_scaler_with_the_numbers_of_the_config() -> None:
+    how = FP16(init_scale=2.0**12, growth_interval=500)
+    section = data(worked(cfg_precision=how))["fp16"]
+    assert section == {
+        "enabled": True,
+        "hysteresis": 1,
+        "initial_scale_power": 12,
+        "loss_scale": 0,
+        "loss_scale_window": 500,
+    }
+    assert rules(worked({"fp16": {"loss_scale": 128}}, cfg_precision=how)) == {"two-places"}
+    assert rules(worked(cfg_precision=FP16(init_scale=1000.0))) == {"loss-scale"}
+    assert rules(worked(cfg_precision=FP16(growth_factor=4.0))) == {"loss-scale"}
+    facts = tiny_facts(world=2, device="cuda")
+    made = planned(Config(engine=DeepSpeed(stage=2, micro_batch=4), precision=how), facts)
+    assert (made.owners.loss_scaling, {one.dtype for one in made.layout}) == ("DeepSpeed", {"float16"})
+
+
+def test_weights_without_a_float32_copy_take_deepspeeds_own_switch() -> None:
+    bare = BF16(master_weights=False)
+    switch = {"bf16": {"bf16_master_weights_and_grads": True}}
+    assert rules(worked(cfg_precision=bare)) == {"master-weights"}
+    assert not worked(switch, cfg_precision=bare).flaws
+    assert rules(worked(switch, cfg_precision=BF16())) == {"two-places"}
+
+
+# --- optimizers ----------------------------------------------------------------------------------------------------
+
+
+def offloaded(seen: OptimizerFacts | None, spec: OptimizerSpec | None = None, **said: Any) -> Worked:
+    facts = evolve(tiny_facts(world=2), optimizer=seen)
+    return worked(said, facts, offload_optimizer="cpu", cfg_optimizer=spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "wanted"),
+    [
+        ("AdamW", "torch.optim.adamw", ("DeepSpeedCPUAdam", True)),
+        ("Adam", "torch.optim.adam", ("DeepSpeedCPUAdam", False)),
+        ("Adagrad", "torch.optim.adagrad", ("DeepSpeedCPUAdagrad", False)),
+        ("AdamW", "bitsandbytes.optim.adamw", ("DeepSpeedCPUAdam", True)),
+        ("AdamW32bit", "bitsandbytes.optim.adamw", ("DeepSpeedCPUAdam", True)),
+        ("Adagrad32bit", "bitsandbytes.optim.adagrad", ("DeepSpeedCPUAdagrad", False)),
+        ("Lion32bit", "bitsandbytes.optim.lion", ("DeepSpeedCPULion", False)),
+        ("DeepSpeedCPUAdam", "deepspeed.ops.adam.cpu_adam", None),
+    ],
+)
+def test_an_offloaded_optimizer_becomes_the_cpu_form_of_the_same_algorithm(
+    name: str, module: str, wanted: tuple[str, bool] | None
+) -> None:
+    found = offloaded(tiny_optimizer(tiny_model(), name, module))
+    assert not found.flaws
+    assert found.convert == wanted
+    # DeepSpeed refuses its own Adagrad while the switch is on
+    forced = data(found).get("zero_force_ds_cpu_optimizer")
+    assert forced is (False if "Adagrad" in name else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("SGD", "torch.optim.sgd"),
+        ("RMSprop", "torch.optim.rmsprop"),
+        ("Adam8bit", "bitsandbytes.optim.adam"),
+        ("AdamW", "mine.optim"),
+    ],
+)
+def test_an_offloaded_optimizer_without_a_cpu_form_is_refused_unless_it_is_kept(name: str, module: str) -> None:
+    seen = tiny_optimizer(tiny_model(), name, module)
+    assert rules(offloaded(seen)) == {"offload-optimizer"}
+    kept = offloaded(seen, zero_force_ds_cpu_optimizer=False)
+    assert (kept.flaws, kept.convert) == ((), None)
+
+
+def test_options_that_the_cpu_form_does_not_know_are_refused() -> None:
+    seen = tiny_optimizer(tiny_model())
+    (group,) = seen.groups
+    odd = evolve(seen, groups=(evolve(group, options=(*group.options, ("amsgrad", True))),))
+    (flaw,) = offloaded(odd).flaws
+    assert "amsgrad" in flaw.what
+
+
+def test_a_specified_optimizer_is_offloaded_likewise() -> None:
+    assert offloaded(None, AdamW()).convert == ("DeepSpeedCPUAdam", True)
+    assert rules(offloaded(None, SGD())) == {"offload-optimizer"}
+    facts = tiny_facts(world=2, optimizer=False)
+    cfg = Config(engine=DeepSpeed(stage=2, micro_batch=4, offload_optimizer="cpu"), optimizer=AdamW())
+    assert [type(one.step) for one in planned(cfg, facts).steps][-2:] == [ConvertOptimizer, InitialiseDeepSpeed]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "wanted"),
+    [("AdamW", "torch.optim.adamw", None), ("SGD", "torch.optim.sgd", True), ("Lion", "lion_pytorch", True)],
+)
+def test_zero_is_told_of_optimizers_that_it_was_not_tested_with(name: str, module: str, wanted: bool | None) -> None:
+    found = worked({}, evolve(tiny_facts(world=2), optimizer=tiny_optimizer(tiny_model(), name, module)))
+    assert data(found).get("zero_allow_untested_optimizer") is wanted
+
+
+def test_offloading_begins_where_there_is_something_to_offload_and_has_a_place() -> None:
+    assert rules(worked(stage=0, offload_optimizer="cpu")) == {"offload"}
+    assert rules(worked(stage=2, offload_param="cpu")) == {"offload"}
+    assert rules(worked(stage=3, offload_param="nvme")) == {"offload"}
+    told = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/scratch"}}}
+    assert not worked(told, stage=3).flaws
+    template = {"zero_optimization": {"offload_param": {"device": "auto", "nvme_path": "auto"}}}
+    assert data(worked(template, stage=3))["zero_optimization"]["offload_param"] == {"device": "none"}
+
+
+# --- model and environment -----------------------------------------------------------------------------------------
+
+
+def found_rules(cfg: Config, facts: Facts) -> set[str]:
+    return {finding.rule for finding in check(cfg, facts)}
+
+
+def test_experts_that_pick_by_the_data_are_suggested_as_leaves_and_marked_when_named() -> None:
+    facts = tiny_facts(tiny_experts(), world=2)
+    cfg = Config(engine=DeepSpeed(stage=3, micro_batch=4))
+    (finding,) = (one for one in check(cfg, facts) if one.rule == "deepspeed.experts")
+    assert 'leaf_modules=("Block",)' in finding.fix
+    named = evolve(cfg, engine=DeepSpeed(stage=3, micro_batch=4, leaf_modules=("Block",)))
+    assert "deepspeed.experts" not in found_rules(named, facts)
+    (step,) = (one.step for one in planned(named, facts).steps if isinstance(one.step, MarkLeafModules))
+    assert step.paths == ("layers.0", "layers.1")
+    other = evolve(named, engine=evolve(named.engine, stage=2))
+    assert not any(isinstance(one.step, MarkLeafModules) for one in planned(other, facts).steps)
+
+
+@pytest.mark.parametrize(
+    ("version", "engine", "needs"),
+    [
+        ("0.9.2", {}, "0.9.3"),
+        ("0.13.5", {"leaf_modules": ("Block",), "stage": 3}, "0.14.0"),
+        ("0.16.3", {"config": {"tensor_parallel": {"autotp_size": 2}}}, "0.16.4"),
+        ("0.16.4", {"config": {"tensor_parallel": {"autotp_size": 2}}}, ""),
+    ],
+)
+def test_each_feature_has_the_version_that_it_needs(version: str, engine: dict[str, Any], needs: str) -> None:
+    facts = tiny_facts(world=2)
+    facts = evolve(facts, env=evolve(facts.env, libraries=(("deepspeed", version),)))
+    cfg = Config(engine=DeepSpeed(**{"stage": 2, "micro_batch": 4} | engine), loaders=KeepLoaders())
+    told = [one.fix for one in check(cfg, facts) if one.rule == "deepspeed.installed"]
+    assert told == ([f"Write `pip install 'deepspeed>={needs}'`."] if needs else [])
+
+
+def test_a_lazy_hpu_offloads_nothing() -> None:
+    cfg = Config(engine=DeepSpeed(stage=2, micro_batch=4, offload_optimizer="cpu"))
+    lazy = tiny_facts(world=2, device="hpu")
+    assert "deepspeed.hpu-lazy" in found_rules(cfg, lazy)
+    eager = tiny_facts(world=2, device="hpu", variables=(("PT_HPU_LAZY_MODE", "0"),))
+    assert "deepspeed.hpu-lazy" not in found_rules(cfg, eager)
+    assert "deepspeed.hpu-lazy" not in found_rules(evolve(cfg, engine=DeepSpeed(stage=2, micro_batch=4)), lazy)
+
+
+def test_inference_needs_no_optimizer_at_stages_zero_and_three() -> None:
+    facts = tiny_facts(world=2, optimizer=False)
+    for stage, fine in ((0, True), (1, False), (2, False), (3, True)):
+        cfg = Config(engine=DeepSpeed(stage=stage, micro_batch=4), intent=Intent.INFERENCE, clip=NoClip())
+        assert (not errors(check(cfg, facts))) is fine

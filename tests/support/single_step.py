@@ -1,0 +1,58 @@
+"""One step at a time, and process groups of one process, for the tests beside this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from prepkit.live.handlers import HANDLERS
+from prepkit.live.model.target import Target
+from prepkit.steps import Step
+
+
+def problems(step: Step, target: Target) -> tuple[str, ...]:
+    """What the step's check says."""
+    return HANDLERS[type(step)].ready(step, target)
+
+
+def do(step: Step, target: Target) -> Any:
+    """Does a step that is ready, and returns its memo."""
+    assert problems(step, target) == ()
+    return HANDLERS[type(step)].do(step, target)
+
+
+def undo(step: Step, target: Target, memo: Any) -> None:
+    """Takes a step back."""
+    back = HANDLERS[type(step)].undo
+    assert back is not None
+    back(step, target, memo)
+
+
+@contextmanager
+def fake_group(world: int, rank: int = 0) -> Iterator[None]:
+    """A group of any size that carries no data."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def gloo_alone() -> Iterator[None]:
+    """A real group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def shard_mesh(world: int) -> Any:
+    """A CPU mesh with one axis."""
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))

@@ -1,0 +1,177 @@
+"""The harness that runs test functions in several processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.gang import ROOT, Gang, GangError
+from tests.support.gang_worker import Died, Hung, Raised, Returned
+
+
+def add_up(rank: int, world: int, weight: float) -> tuple[int, int, float]:
+    total = torch.full((), weight * (rank + 1))
+    dist.all_reduce(total)
+    return rank, world, total.item()
+
+
+def launcher(rank: int, world: int) -> tuple[bool, str, float]:
+    before = dist.is_initialized()
+    dist.init_process_group("gloo")
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return before, os.environ["LOCAL_RANK"], total.item()
+
+
+def launched(rank: int, world: int) -> list[str]:
+    return sorted({"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & os.environ.keys())
+
+
+def fail_on_one(rank: int, world: int) -> None:
+    if rank == 1:
+        raise ValueError("only here")
+    dist.barrier()
+
+
+def fail_everywhere(rank: int, world: int) -> None:
+    raise ValueError(f"rank {rank} as well")
+
+
+def hang_in_collective(rank: int, world: int) -> str:
+    if rank == 0:
+        dist.all_reduce(torch.ones(()))
+    return "away"
+
+
+def die(rank: int, world: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def unpicklable(rank: int, world: int) -> object:
+    return lambda: rank
+
+
+def last_words(rank: int, world: int) -> float:
+    """A broadcast whose sender has nothing left to do: it must not tear the group down under the receiver."""
+    if rank:
+        time.sleep(0.3)
+    data = torch.full((1 << 20,), float(rank))
+    dist.broadcast(data, 0)
+    return data.sum().item()
+
+
+def test_every_rank_runs_the_function_with_the_group_up(gang2: Gang) -> None:
+    assert gang2.run(add_up, 10.0) == [(0, 2, 30.0), (1, 2, 30.0)]
+
+
+def test_four_ranks_run_too(gang4: Gang) -> None:
+    assert [total for _, _, total in gang4.run(add_up, 1.0)] == [10.0] * 4
+
+
+def test_runs_share_the_workers_but_not_the_group(gang2: Gang) -> None:
+    gang2.run(add_up, 1.0)
+    before = gang2.starts
+    for _ in range(5):
+        assert gang2.run(last_words) == [0.0, 0.0]
+    assert gang2.starts == before
+
+
+def test_a_fresh_run_has_a_launcher_s_environment_and_no_group(gang2: Gang) -> None:
+    assert gang2.run_fresh(launcher) == [(False, "0", 2.0), (False, "1", 2.0)]
+    assert gang2.run(launched) == [[], []], "the next run is not launched"
+
+
+@pytest.fixture
+def hurt(gang2: Gang) -> Iterator[Gang]:
+    """The common gang, proven to work again after the test has done it harm."""
+    yield gang2
+    assert gang2.run(add_up, 1.0)[1][2] == 3.0
+
+
+def test_one_rank_s_exception_stops_the_others_within_seconds(hurt: Gang) -> None:
+    hurt.run(add_up, 1.0)
+    began = time.monotonic()
+    told = r"(?s)rank 0 did not return.*barrier.*rank 1 raised.*ValueError: only here"
+    with pytest.raises(GangError, match=told) as e:
+        hurt.run(fail_on_one, timeout=60)
+    assert time.monotonic() - began < 20
+    assert [type(outcome) for outcome in e.value.outcomes] in ([Hung, Raised], [Raised, Raised])
+
+
+def test_exceptions_on_every_rank_are_all_told_and_the_workers_stay(hurt: Gang) -> None:
+    hurt.run(add_up, 1.0)
+    before = hurt.starts
+    with pytest.raises(GangError, match=r"(?s)rank 0 as well.*rank 1 as well"):
+        hurt.run(fail_everywhere)
+    hurt.run(add_up, 1.0)
+    assert hurt.starts == before
+
+
+def test_a_hang_shows_the_stacks_and_the_gang_starts_afresh(hurt: Gang) -> None:
+    hurt.run(add_up, 1.0)
+    before, began = hurt.starts, time.monotonic()
+    told = r"(?s)rank 0 did not return within 2 s.*in all_reduce.*in hang_in_collective"
+    with pytest.raises(GangError, match=told) as e:
+        hurt.run(hang_in_collective, timeout=2)
+    assert time.monotonic() - began < 10
+    assert e.value.outcomes[1] == Returned("away")
+    hurt.run(add_up, 1.0)
+    assert hurt.starts == before + 1
+
+
+def test_a_death_is_told_with_its_exit_code(hurt: Gang) -> None:
+    with pytest.raises(GangError, match="rank 0 died with exit code -9") as e:
+        hurt.run(die)
+    assert isinstance(e.value.outcomes[0], Died)
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_its_rank(hurt: Gang) -> None:
+    with pytest.raises(GangError, match="the result cannot be pickled"):
+        hurt.run(unpicklable)
+
+
+ABANDON = """
+import os, signal
+from tests.support.gang import Gang
+from tests.support.test_gang import add_up, stay
+gang = Gang(2)
+gang.run(add_up, 1.0)
+print(*(worker.process.pid for worker in gang.workers), flush=True)
+import threading
+threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+gang.run(stay)
+"""
+
+
+def stay(rank: int, world: int) -> None:
+    time.sleep(600)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see whether a process is alive")
+def test_workers_busy_or_not_end_when_their_parent_is_killed() -> None:
+    script = [sys.executable, "-c", ABANDON]
+    parent = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert parent.returncode == -signal.SIGKILL, parent.stderr
+    pids = [int(pid) for pid in parent.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(alive, pids))

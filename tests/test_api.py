@@ -1,0 +1,161 @@
+"""The public calls on live objects: what they accept, what they refuse, and what they leave alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+
+import prepkit as pk
+from prepkit.testing import tiny_facts
+
+BATCH = torch.arange(12.0).reshape(3, 4)
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+
+
+def adam(of: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(of.parameters(), lr=0.1)
+
+
+def test_a_plan_remembers_the_objects_it_was_built_from() -> None:
+    live = model()
+    optimizer = adam(live)
+    ready = pk.apply(pk.build_plan(pk.Config(), live, optimizer=optimizer))
+    assert ready.model is live
+    assert ready.optimizer is optimizer
+    before = live[0].weight.detach().clone()
+    ready.backward(ready.model(BATCH).sum())
+    assert ready.step()
+    assert not torch.equal(before, live[0].weight)
+
+
+def test_what_a_plan_remembers_is_in_no_comparison_and_no_file(tmp_path: Path) -> None:
+    made = pk.build_plan(pk.Config(), model())
+    pk.save(made, str(tmp_path / "plan.json"))
+    loaded = pk.load(str(tmp_path / "plan.json"))
+    assert loaded == made == pk.build_plan(pk.Config(), model())
+    assert loaded.target is None
+
+
+def test_a_plan_from_a_file_is_applied_to_the_objects_given(tmp_path: Path) -> None:
+    here = model()
+    pk.save(pk.build_plan(pk.Config(), here, optimizer=adam(here)), str(tmp_path / "plan.json"))
+    live = model()
+    ready = pk.apply(pk.load(str(tmp_path / "plan.json")), model=live, optimizer=adam(live))
+    assert ready.model is live
+    assert not ready.attestation.failed
+
+
+def test_an_optimizer_spec_may_be_given_in_the_call_or_in_the_config() -> None:
+    called = pk.build_plan(pk.Config(), model(), optimizer=pk.AdamW(lr=0.5))
+    assert called == pk.build_plan(pk.Config(optimizer=pk.AdamW(lr=0.5)), model())
+    ready = pk.apply(called)
+    assert isinstance(ready.optimizer, torch.optim.AdamW)
+    assert ready.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_two_different_optimizer_specs_are_refused() -> None:
+    with pytest.raises(pk.PlanRejected) as refused:
+        pk.build_plan(pk.Config(optimizer=pk.SGD()), model(), optimizer=pk.AdamW())
+    assert [finding.rule for finding in refused.value.findings] == ["optimizer.two-places"]
+
+
+def test_every_finding_comes_at_once() -> None:
+    cfg = pk.Config(engine=pk.FSDP2(wrap=pk.WrapClasses(("Liner",))), accumulation=0, clip=pk.ClipNorm(-1.0))
+    with pytest.raises(pk.PlanRejected) as refused:
+        pk.build_plan(cfg, model(), env=pk.Env.declare(world_size=2, device="cpu"))
+    assert {f.where for f in refused.value.findings} >= {"config.accumulation", "config.clip.max_norm"}
+    assert any("Linear" in finding.fix for finding in refused.value.findings)
+    assert refused.value.findings == tuple(pk.check(cfg, model(), env=pk.Env.declare(world_size=2, device="cpu")))
+
+
+def test_facts_are_planned_without_a_model_and_cannot_be_applied() -> None:
+    made = pk.build_plan(pk.Config(), tiny_facts())
+    assert made.target is None
+    with pytest.raises(TypeError, match="model"):
+        pk.apply(made)
+
+
+def test_facts_with_live_objects_beside_them_are_refused() -> None:
+    with pytest.raises(TypeError, match="facts alone"):
+        pk.build_plan(pk.Config(), tiny_facts(), optimizer=adam(model()))
+
+
+def test_a_single_loader_instead_of_a_list_is_refused_without_drawing_from_it() -> None:
+    loader = torch.utils.data.DataLoader([torch.zeros(4)])
+    with pytest.raises(TypeError, match=r"loaders=\[loader\]"):
+        pk.build_plan(pk.Config(), model(), loaders=loader)
+
+
+def test_a_config_with_a_value_of_the_wrong_type_is_refused_with_its_place() -> None:
+    with pytest.raises(pk.PlanRejected) as refused:
+        pk.build_plan(pk.Config(accumulation="4"), model())
+    (finding,) = refused.value.findings
+    assert finding.where == "config.accumulation"
+
+
+def test_a_model_without_weights_is_planned_and_refused_by_apply() -> None:
+    with torch.device("meta"):
+        empty = model()
+    with pytest.raises(pk.PlanRejected, match=r"plan\.no-weights"):
+        pk.apply(pk.build_plan(pk.Config(), empty))
+
+
+def test_a_changed_model_is_refused_untouched() -> None:
+    live = model()
+    made = pk.build_plan(pk.Config(precision=pk.BF16()), live)
+    live[0].weight.requires_grad_(requires_grad=False)
+    with pytest.raises(pk.PlanRejected, match=r"plan\.model-changed"):
+        pk.apply(made)
+    assert "forward" not in live.__dict__
+
+
+def test_a_plan_for_more_ranks_than_were_launched_is_refused() -> None:
+    made = pk.build_plan(pk.Config(engine=pk.FSDP2()), model(), env=pk.Env.declare(world_size=2, device="cpu"))
+    with pytest.raises(pk.PlanRejected, match=r"plan\.other-environment"):
+        pk.apply(made)
+
+
+def test_an_outcome_that_is_not_the_plan_s_is_not_returned() -> None:
+    live = model()
+    made = pk.build_plan(pk.Config(), live)
+    wrong = evolve(made, layout=tuple(evolve(one, dtype="bfloat16") for one in made.layout))
+    with pytest.raises(pk.NotAsPlanned) as raised:
+        pk.apply(wrong)
+    assert len(raised.value.attestation.failed) == len(made.layout)
+
+
+def test_a_step_that_fails_halts_with_its_cause_and_undoes_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = model()
+    cfg = pk.Config(precision=pk.BF16(), compile=pk.CompileModel(backend="eager"))
+    made = pk.build_plan(cfg, live)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: 1 / 0)
+    with pytest.raises(pk.ApplyHalted) as raised:
+        pk.apply(made)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert raised.value.halted.clean
+    assert "forward" not in live.__dict__
+
+
+def test_the_functional_face_returns_failures_as_values() -> None:
+    from returns.io import IOFailure
+
+    from prepkit.live import run
+    from prepkit.live.model.target import Target
+
+    made = pk.build_plan(pk.Config(), model())
+    assert isinstance(run(made, Target(model=torch.nn.Linear(1, 1))), IOFailure)
+
+
+def test_every_public_name_arrives() -> None:
+    for name in dir(pk):
+        assert getattr(pk, name) is not None
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = pk.nonsense
+    assert callable(pk.diff)
