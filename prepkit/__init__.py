@@ -48,11 +48,11 @@ from prepkit.config import Schedule as Schedule
 from prepkit.config import SendWeights as SendWeights
 from prepkit.config import ShardLoaders as ShardLoaders
 from prepkit.config import Single as Single
-from prepkit.config import TensorFromModel as TensorFromModel
 from prepkit.config import TensorParallel as TensorParallel
-from prepkit.config import TensorRow as TensorRow
-from prepkit.config import TensorRows as TensorRows
 from prepkit.config import TorchAO as TorchAO
+from prepkit.config import TPLayer as TPLayer
+from prepkit.config import TPPlan as TPPlan
+from prepkit.config import TPPlanFromModel as TPPlanFromModel
 from prepkit.config import TransformerEngine as TransformerEngine
 from prepkit.config import WrapBlocks as WrapBlocks
 from prepkit.config import WrapClasses as WrapClasses

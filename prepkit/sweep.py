@@ -25,7 +25,7 @@ from prepkit.facts import Env, Facts
 from prepkit.findings import errors
 from prepkit.findings.text import aligned, count, in_bytes
 from prepkit.predict import predict_job
-from prepkit.predict.inputs import Job, job_of
+from prepkit.predict.inputs import Inputs, job_of
 from prepkit.predict.prediction import Prediction
 from prepkit.resolve.deepspeed.batch import MICRO, WHOLE
 from prepkit.resolve.deepspeed.data import said
@@ -104,7 +104,7 @@ def sweep(
         engine = _engine(cfg, facts, name)
         if isinstance(engine, FSDP1):
             engine = strategy(engine, hybrid=False)  # legal at every size; the meshes come after
-        jobs: dict[int, Job] = {}
+        jobs: dict[int, Inputs] = {}
         for world in worlds:
             seen = evolve(facts, env=evolve(facts.env, world_size=world, memory=None))
             bad: list[str] = []
@@ -173,7 +173,7 @@ def layouts(cfg: Config, world: int) -> Iterator[Config]:
             yield evolve(cfg, engine=own, mesh=Mesh(replicate=world // parts // shard, shard=shard, tensor=parts))
 
 
-def _laid(cfg: Config, facts: Facts, job: Job) -> Iterator[tuple[tuple[Axis, ...], Prediction]]:
+def _laid(cfg: Config, facts: Facts, job: Inputs) -> Iterator[tuple[tuple[Axis, ...], Prediction]]:
     """Every mesh that the rules allow, and what ranks hold and send there."""
     for laid in layouts(cfg, facts.env.world_size):
         found = axes(laid, facts.env)

@@ -23,7 +23,7 @@ DEEPSPEED = (
     "MarkLeafModules",
     "CreateOptimizer",
     "ConvertOptimizer",
-    "InitialiseDeepSpeed",
+    "InitializeDeepSpeed",
     "CompileModules",
     "ShardLoader",
 )
@@ -32,7 +32,7 @@ ORDER = (
     "StartProcessGroup",
     "Agree",
     "CheckFiles",
-    "SetTensorsAside",
+    "StashTensors",
     "BuildMesh",
     "ReleaseOptimizer",
     "MoveModel",
@@ -45,7 +45,7 @@ ORDER = (
     "ShardUnits",
     "WrapFSDP1",
     "AllocateTensors",
-    "InitialiseTensors",
+    "InitializeTensors",
     "ReadTensors",
     "SendTensors",
     "WrapDDP",
@@ -70,13 +70,13 @@ move of a model whose layers are cut waits until they are."""
 SHARDS = {"ShardUnits", "WrapFSDP1"}
 CUTS = {"ParallelizeModules"}
 REBINDS = {"RebindOptimizer", "RegroupOptimizer"}
-WRITES = {"InitialiseTensors", "ReadTensors", "SendTensors"}
+WRITES = {"InitializeTensors", "ReadTensors", "SendTensors"}
 """What they write over is lost."""
 NO_WAY_BACK = SHARDS | WRITES
-"""``InitialiseDeepSpeed`` has none either; compilation comes after it, and can only fail where DeepSpeed has."""
+"""``InitializeDeepSpeed`` has none either; compilation comes after it, and can only fail where DeepSpeed has."""
 
 
-WHOLE = ("replicate", "copy")
+WHOLE = ("replicate", "off-mesh")
 
 
 def kinds(made: Plan) -> list[str]:
@@ -92,7 +92,7 @@ def test_equal_inputs_give_equal_plans_byte_for_byte(pair: tuple[Config, Facts])
 @given(plans())
 def test_steps_keep_their_order(made: Plan) -> None:
     names = set(kinds(made))
-    order = DEEPSPEED if "InitialiseDeepSpeed" in names else ORDER
+    order = DEEPSPEED if "InitializeDeepSpeed" in names else ORDER
     wrapped = isinstance(made.config.engine, DDP | FSDP1)
     own = PLACED | {"CompileModules"} if wrapped else PLACED
     own |= {"MoveModel"} if "ParallelizeModules" in names else set()
@@ -141,7 +141,7 @@ def test_an_optimizer_is_released_exactly_where_it_is_rebound_after_sharding(mad
 
 @given(plans())
 def test_every_step_has_a_reason_and_a_source(made: Plan) -> None:
-    assert all(one.reason and one.rows for one in made.steps)
+    assert all(one.reason and one.behaviour_ids for one in made.steps)
 
 
 @given(plans())

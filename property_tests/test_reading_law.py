@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prepkit.facts.checkpoint import Recipe
+from prepkit.facts.checkpoint import WeightConverter
 from prepkit.live.handlers import read_weights
 from prepkit.plan.byte_ranges import complete, held, ranges
 from prepkit.resolve.checkpoint_parts import assemble, lacking
@@ -37,7 +37,7 @@ def test_blocks_are_where_torch_puts_the_parts(case: InParts) -> None:
     assert made.shape == tuple(case.whole.shape)
     for one, block in zip(made.stored, made.blocks, strict=True):
         there = case.whole
-        for dim, (start, size) in enumerate(zip(block.start, block.shape, strict=True) if block else ()):
+        for dim, (start, size) in enumerate(zip(block.offsets, block.shape, strict=True) if block else ()):
             there = there.narrow(dim, start, size)
         assert there.contiguous().numpy().tobytes() == case.data[one.start : one.start + one.length]
     assert complete(case.sources(())) == {"w"}
@@ -48,7 +48,7 @@ def test_the_ranks_read_what_torch_would_give_them_each_byte_once_per_copy(
     cut: tuple[InParts, tuple[str, ...], tuple[Axis, ...]],
 ) -> None:
     case, placements, axes = cut
-    copies = prod(axis.size for axis, word in zip(axes, placements, strict=True) if word in ("replicate", "copy"))
+    copies = prod(axis.size for axis, word in zip(axes, placements, strict=True) if word in ("replicate", "off-mesh"))
     read = [0] * len(case.data)
     for rank in range(prod(axis.size for axis in axes)):
         expected = part_of(case.whole, placements, axes, rank)
@@ -132,7 +132,7 @@ def test_recipes_that_do_not_suit_the_parts_make_no_tensor_and_raise_nothing(
     case: InParts, stack: int, join: int
 ) -> None:
     """As a bent plan file may hold them."""
-    bent = Recipe(sources=("a", "b"), stack=stack, join=join)
+    bent = WeightConverter(sources=("a", "b"), stack=stack, join=join)
     made = assemble("w", case.stored, bent)
     dims = len(case.stored[0].shape) + 1
     assert made.wrong or (0 <= stack < dims and 0 <= join < dims)

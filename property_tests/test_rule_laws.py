@@ -33,12 +33,12 @@ def said_by(rule: Rule, found: tuple[Finding, ...]) -> tuple[Finding, ...]:
 
 @by_rule
 def test_every_rule_fires_on_its_provoking_pair(rule: Rule) -> None:
-    assert said_by(rule, check(*testing.PROVOKE[rule.id]()))
+    assert said_by(rule, check(*testing.COUNTEREXAMPLES[rule.id]()))
 
 
 @by_rule
 def test_a_provoking_pair_has_no_error_of_another_rule(rule: Rule) -> None:
-    found = errors(check(*testing.PROVOKE[rule.id]()))
+    found = errors(check(*testing.COUNTEREXAMPLES[rule.id]()))
     assert {finding.rule for finding in found} <= {rule.id}
 
 
@@ -80,7 +80,7 @@ def _mended(rule: Rule, cfg: Config, facts: Facts) -> None:
 
 @pytest.mark.parametrize("rule", MENDABLE, ids=[rule.id for rule in MENDABLE])
 def test_a_repair_silences_its_rule_on_the_provoking_pair_and_adds_no_error(rule: Rule) -> None:
-    cfg, facts = testing.PROVOKE[rule.id]()
+    cfg, facts = testing.COUNTEREXAMPLES[rule.id]()
     assert said_by(rule, check(cfg, facts))
     _mended(rule, cfg, facts)
 
@@ -95,7 +95,7 @@ def test_every_repair_silences_its_rule_and_adds_no_error(pair: tuple[Config, Fa
 def test_overriding_a_rule_that_allows_it_gives_a_plan_that_records_it(rule: Rule) -> None:
     from prepkit.planner import plan
 
-    cfg, facts = testing.PROVOKE[rule.id]()
+    cfg, facts = testing.COUNTEREXAMPLES[rule.id]()
     if rule.severity is Severity.WARNING:
         assert not errors(check(cfg, facts))
         return

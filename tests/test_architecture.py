@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 STEP_KINDS = """
 Agree AutocastFP8Forward AutocastForward BuildMesh CastForward CheckpointModules CompileModules ConvertFP8Linears
-ConvertOptimizer ConvertSyncBatchNorm ConvertTransformerEngine CreateGradScaler CreateOptimizer InitialiseDeepSpeed
+ConvertOptimizer ConvertSyncBatchNorm ConvertTransformerEngine CreateGradScaler CreateOptimizer InitializeDeepSpeed
 InitializeMSAMP MarkLeafModules MoveModel MoveToXLA ParallelizeModules PrecomputeFloat8Scales RebindOptimizer
 ReduceXLAGradients RegroupOptimizer ReleaseOptimizer ShardLoader ShardUnits StartProcessGroup UpcastParameters WrapDDP
 WrapFSDP1
-AllocateTensors CheckFiles InitialiseTensors ReadTensors SendTensors SetTensorsAside
+AllocateTensors CheckFiles InitializeTensors ReadTensors SendTensors StashTensors
 """
 """The kinds that files of format 1 may hold. Removing or renaming one needs another format number."""
 
@@ -41,7 +41,7 @@ VIOLATIONS = {
         "from prepkit.resolve.deepspeed import data",
     ),
     "Layers inside the command line": ("prepkit/cli/options.py", "from prepkit.cli import refusal"),
-    "Only the codec's converter imports cattrs": ("prepkit/codec/diff.py", "import cattrs"),
+    "Only the codec's converter imports cattrs": ("prepkit/budget/moves.py", "import cattrs"),
     "returns stays at the two edges": ("prepkit/rules/ties.py", "from returns.result import Result"),
 }
 

@@ -22,8 +22,8 @@ from prepkit.config import (
     DeepSpeed,
     Mesh,
     OffloadToCPU,
-    TensorRow,
-    TensorRows,
+    TPLayer,
+    TPPlan,
     WrapRoot,
 )
 from prepkit.facts import parse_bytes
@@ -96,13 +96,13 @@ def test_what_no_formula_knows_is_refused_and_not_left_out() -> None:
 
 
 def test_layers_are_cut_over_the_neighbours_that_divide_them() -> None:
-    cuts = TensorRows(
+    cuts = TPPlan(
         (
-            *(TensorRow(f"model.layers.*.mlp.{name}_proj", "colwise") for name in ("gate", "up")),
-            TensorRow("model.layers.*.mlp.down_proj", "rowwise"),
+            *(TPLayer(f"model.layers.*.mlp.{name}_proj", "colwise") for name in ("gate", "up")),
+            TPLayer("model.layers.*.mlp.down_proj", "rowwise"),
         )
     )
-    cfg, seen = evolve(CFG, tensor=cuts), facts("8B", 1, per_node=4)
+    cfg, seen = evolve(CFG, tp_plan=cuts), facts("8B", 1, per_node=4)
     found, refused = sweep(cfg, seen, (8,), ("fsdp2+tensor", "tensor"))
     laid = {(row.engine, row.replicate, row.shard, row.tensor) for row in found}
     assert laid == {

@@ -251,4 +251,4 @@ def _example(rule: Rule) -> str:
     """Where to get a config that breaks the rule; drawing one here would need hypothesis."""
     if rule.id.startswith("memory."):
         return "pk.fits(plan, memory='1MiB') breaks it, and says what would fit"
-    return f"prepkit.testing.PROVOKE[{rule.id!r}] breaks it (pip install prepkit[testing])"
+    return f"prepkit.testing.COUNTEREXAMPLES[{rule.id!r}] breaks it (pip install prepkit[testing])"

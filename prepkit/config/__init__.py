@@ -10,15 +10,8 @@ from enum import StrEnum
 
 from attrs import frozen
 
-from prepkit.config.blocks import (
-    ActivationCheckpointing,
-    CheckpointBlocks,
-    Compile,
-    CompileBlocks,
-    CompileModel,
-    NoCheckpointing,
-    NoCompile,
-)
+from prepkit.config.checkpointing import ActivationCheckpointing, CheckpointBlocks, NoCheckpointing
+from prepkit.config.compile import Compile, CompileBlocks, CompileModel, NoCompile
 from prepkit.config.ddp import DDP, CommHook, CompressHook, NoHook, PowerSGDHook
 from prepkit.config.deepspeed import DeepSpeed, Schedule
 from prepkit.config.fp8 import MSAMP, DelayedScaling, FP8Backend, MXFP8BlockScaling, TorchAO, TransformerEngine
@@ -28,12 +21,12 @@ from prepkit.config.mesh import Mesh
 from prepkit.config.optimizer import SGD, AdamW, Clip, ClipNorm, ClipValue, NoClip, OptimizerSpec
 from prepkit.config.precision import BF16, FP8, FP16, AsStored, DType, Mixed, Precision
 from prepkit.config.tensor_parallel import (
-    Activation,
-    TensorFromModel,
+    ActivationLayout,
     TensorParallel,
-    TensorPlan,
-    TensorRow,
-    TensorRows,
+    TensorParallelPlan,
+    TPLayer,
+    TPPlan,
+    TPPlanFromModel,
 )
 from prepkit.config.weights import InitWeights, KeepWeights, LoadWeights, SendWeights, Weights
 from prepkit.config.wrapping import Wrap, WrapBlocks, WrapClasses, WrapPaths, WrapRoot, WrapSize
@@ -70,7 +63,7 @@ class Config:
     """Who holds what, and who talks to whom."""
     mesh: Mesh | None = None
     """Layout of the ranks. None: DDP replicates over all of them, FSDP2 and FSDP1 shard, TensorParallel cuts layers."""
-    tensor: TensorPlan = TensorFromModel()
+    tp_plan: TensorParallelPlan = TPPlanFromModel()
     """Which layers are cut, and how. Read only where the mesh has a tensor axis."""
     precision: Precision = AsStored()
     """Dtype of computation, reduction and outputs."""

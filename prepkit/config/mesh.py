@@ -17,4 +17,4 @@ class Mesh:
     shard: int = -1
     """Number of shards that one copy is split into."""
     tensor: int = 1
-    """Number of ranks that each layer named in ``config.tensor`` is cut over."""
+    """Number of ranks that each layer named in ``config.tp_plan`` is cut over."""

@@ -11,16 +11,16 @@ from attrs import frozen
 class TensorParallel:
     """Single layers are cut over all ranks, which read the same batch (torch ``parallelize_module``).
 
-    ``config.tensor`` says how. For shards or copies beside it write ``FSDP2()`` with ``Mesh(tensor=...)``.
+    ``config.tp_plan`` says how. For shards or copies beside it write ``FSDP2()`` with ``Mesh(tensor=...)``.
     """
 
 
-Activation = Literal["whole", "features", "heads", "sequence"]
+ActivationLayout = Literal["replicate", "features", "heads", "sequence"]
 """How an activation is cut over the tensor ranks: not, in its last dimension, in its last but one, in dimension 1."""
 
 
 @frozen
-class TensorRow:
+class TPLayer:
     """How the modules at some paths are cut."""
 
     pattern: str
@@ -28,23 +28,24 @@ class TensorRow:
     style: Literal["colwise", "rowwise", "sequence", "replicate"]
     """``colwise`` cuts the outputs of a linear layer or the columns of an embedding, ``rowwise`` the inputs, or the
     vocabulary. ``sequence`` and ``replicate`` keep the weights whole, and work on a part of the sequence, or on all."""
-    takes: Activation | None = None
-    """How the input arrives. None: ``features`` for a rowwise linear layer, ``sequence`` for sequence, else whole."""
-    gives: Activation | None = None
-    """How the output leaves. None: ``features`` for colwise, ``sequence`` for sequence, else whole."""
+    input_layout: ActivationLayout | None = None
+    """How the input arrives. None: ``features`` for a rowwise linear layer, ``sequence`` for sequence, else
+    ``replicate``."""
+    output_layout: ActivationLayout | None = None
+    """How the output leaves. None: ``features`` for colwise, ``sequence`` for sequence, else ``replicate``."""
 
 
 @frozen(kw_only=True)
-class TensorFromModel:
+class TPPlanFromModel:
     """The model's own plan: its ``tp_plan``, or the ``base_model_tp_plan`` of its config (transformers)."""
 
 
 @frozen
-class TensorRows:
+class TPPlan:
     """A plan by hand. Modules that no row names are left as they are, and every tensor rank computes all of them."""
 
-    rows: tuple[TensorRow, ...]
+    layers: tuple[TPLayer, ...]
     """No module may be named by two rows."""
 
 
-TensorPlan = TensorFromModel | TensorRows
+TensorParallelPlan = TPPlanFromModel | TPPlan

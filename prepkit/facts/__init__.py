@@ -21,7 +21,7 @@ from prepkit.facts.model import (
     ParamFact,
     UnitFact,
 )
-from prepkit.facts.tools import GroupFact, LoaderFacts, OptimizerFacts, Scalar, SchedulerFacts
+from prepkit.facts.training import GroupFact, LoaderFacts, OptimizerFacts, Scalar, SchedulerFacts
 
 
 @frozen(kw_only=True)

@@ -20,11 +20,11 @@ class StoredFile:
 
 
 @frozen(kw_only=True)
-class Recipe:
+class WeightConverter:
     """How the model's own library makes tensors of the model from those of a checkpoint: it stacks, then joins them.
 
-    ``Recipe(sources=(".experts.*.w1.weight", ".experts.*.w3.weight"), stack=0, join=1)`` is how transformers 5 makes
-    ``experts.gate_up_proj`` [experts, 2 x inner, hidden] (``MergeModulelist``, then ``Concatenate``).
+    ``WeightConverter(sources=(".experts.*.w1.weight", ".experts.*.w3.weight"), stack=0, join=1)`` is how
+    transformers 5 makes ``experts.gate_up_proj`` [experts, 2 x inner, hidden] (``MergeModulelist``, ``Concatenate``).
     """
 
     sources: tuple[str, ...]
@@ -38,7 +38,7 @@ class Recipe:
 
 
 @frozen(kw_only=True)
-class Place:
+class KeyMapping:
     """Where a tensor of the checkpoint belongs in the model, where that is not the tensor of its own key."""
 
     name: str
@@ -65,7 +65,7 @@ class StoredTensor:
     """First byte, counted from the beginning of the file. Elements lie in row-major order, little-endian."""
     length: int
     """Number of bytes."""
-    place: Place | None = None
+    place: KeyMapping | None = None
     """Where it belongs; None: to the parameter or buffer of its own key, if there is one."""
 
 
@@ -89,7 +89,7 @@ class CheckpointFacts:
     tensors: tuple[StoredTensor, ...] = ()
     """In the order of the files, and in each in the order of the bytes."""
     problems: tuple[StoredProblem, ...] = ()
-    recipes: tuple[Recipe, ...] = ()
+    recipes: tuple[WeightConverter, ...] = ()
     """How the model's library makes what is here in parts."""
     rename: tuple[tuple[str, str], ...] = ()
     """The renaming (``LoadWeights.rename``) after which the places were found; the keys here are those of the files."""

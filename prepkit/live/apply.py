@@ -24,7 +24,7 @@ from prepkit.live.model.target import Target
 from prepkit.live.model.unwrap import PREPARED
 from prepkit.live.observe import observe, observe_env
 from prepkit.live.ranks import all_or_none
-from prepkit.live.ranks.all_or_none import Company
+from prepkit.live.ranks.all_or_none import RankGuard
 from prepkit.live.training.prepared import Prepared
 from prepkit.live.verify import buffers, verify
 from prepkit.plan import Plan
@@ -82,12 +82,12 @@ def run(plan: Plan, target: Target, found: tuple[Drift, ...] = ()) -> IOResult[P
         return _run(plan, target, found, observe_env(), others)
 
 
-def _company(plan: Plan) -> AbstractContextManager[Company | None]:
+def _company(plan: Plan) -> AbstractContextManager[RankGuard | None]:
     return nullcontext() if plan.world_size == 1 else all_or_none.together(plan.config.timeout_s)
 
 
 def _run(
-    plan: Plan, target: Target, found: tuple[Drift, ...], env: Env, others: Company | None
+    plan: Plan, target: Target, found: tuple[Drift, ...], env: Env, others: RankGuard | None
 ) -> IOResult[Prepared, Halted | Attestation]:
     made, (mine, model) = plan.provenance, plan_digests(plan)
     target.digests = (("prepkit", made.prepkit), ("plan", mine), ("model", model))
@@ -134,7 +134,7 @@ def _fills(plan: Plan) -> bool:
     return any(isinstance(planned.step, AllocateTensors) for planned in plan.steps)
 
 
-def _interpreted(plan: Plan, target: Target, finish: Callable[[], None], others: Company | None) -> Done | Halted:
+def _interpreted(plan: Plan, target: Target, finish: Callable[[], None], others: RankGuard | None) -> Done | Halted:
     steps = tuple(planned.step for planned in plan.steps)
     if others is None:
         return interpret(steps, HANDLERS, target, finish=finish)

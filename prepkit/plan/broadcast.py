@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 from prepkit.plan.byte_ranges import Part, parts
 from prepkit.plan.dtypes import itemsize
 from prepkit.plan.layout import coordinate
-from prepkit.steps import Axis, Sent
+from prepkit.steps import Axis, Transfer
 
 ROOT = 0
 """The rank that has the values."""
@@ -28,7 +28,7 @@ microseconds to start a message, in which as many bytes travel several times."""
 
 
 @frozen(kw_only=True)
-class Leg:
+class Send:
     """One part on its way to one rank."""
 
     to: int
@@ -56,28 +56,28 @@ class Grid:
         return prod(size for size, _ in self.copies)
 
 
-def grid(one: Sent, axes: tuple[Axis, ...]) -> Grid:
+def grid(one: Transfer, axes: tuple[Axis, ...]) -> Grid:
     """How ``one`` lies on the mesh. An axis without a placement does not cut."""
     apart = tuple(prod(axis.size for axis in axes[place + 1 :]) for place in range(len(axes)))
-    placed = (*one.placements, *("copy",) * (len(axes) - len(one.placements)))[: len(axes)]
+    placed = (*one.placements, *("off-mesh",) * (len(axes) - len(one.placements)))[: len(axes)]
     cuts: list[tuple[int, int]] = []
     copies: list[tuple[int, int]] = []
     for axis, step, word in zip(axes, apart, placed, strict=True):
-        (copies if word in ("replicate", "copy") else cuts).append((axis.size, step))
+        (copies if word in ("replicate", "off-mesh") else cuts).append((axis.size, step))
     return Grid(cuts=tuple(cuts), copies=tuple(copies))
 
 
-def goes_whole(one: Sent, axes: tuple[Axis, ...]) -> bool:
+def goes_whole(one: Transfer, axes: tuple[Axis, ...]) -> bool:
     """Whether every rank gets all of it, and takes its part from that."""
     cut = grid(one, axes).pieces
     return cut == 1 or prod(one.shape) * itemsize(one.dtype) <= cut * TINY
 
 
-def origin(one: Sent, axes: tuple[Axis, ...], rank: int) -> int:
+def origin(one: Transfer, axes: tuple[Axis, ...], rank: int) -> int:
     """From whom ``rank`` gets what it is sent: rank 0, or one that is sent the same and gets it before.
 
     >>> mesh = (Axis(name="replicate", size=4), Axis(name="shard", size=2))
-    >>> one = Sent(name="w", dtype="float32", shape=(8192,), placements=("replicate", "shard(0)"))
+    >>> one = Transfer(name="w", dtype="float32", shape=(8192,), placements=("replicate", "shard(0)"))
     >>> [origin(one, mesh, rank) for rank in range(1, 8)]
     [0, 0, 1, 0, 1, 2, 3]
     """
@@ -86,11 +86,11 @@ def origin(one: Sent, axes: tuple[Axis, ...], rank: int) -> int:
     return rank - _offset(index, lies) + _offset(_before(index), lies) if index else ROOT
 
 
-def legs(one: Sent, axes: tuple[Axis, ...], rank: int) -> tuple[Leg, ...]:
+def legs(one: Transfer, axes: tuple[Axis, ...], rank: int) -> tuple[Send, ...]:
     """What ``rank`` sends and to whom, in this order: rank 0 from the whole, others what they got themselves.
 
     >>> mesh = (Axis(name="replicate", size=4), Axis(name="shard", size=2))
-    >>> one = Sent(name="w", dtype="float32", shape=(8192,), placements=("replicate", "shard(0)"))
+    >>> one = Transfer(name="w", dtype="float32", shape=(8192,), placements=("replicate", "shard(0)"))
     >>> [[leg.to for leg in legs(one, mesh, rank)] for rank in range(8)]
     [[1, 2, 4], [3, 5], [6], [7], [], [], [], []]
     """
@@ -98,7 +98,7 @@ def legs(one: Sent, axes: tuple[Axis, ...], rank: int) -> tuple[Leg, ...]:
 
 
 @lru_cache(maxsize=16)
-def _legs(one: Sent, axes: tuple[Axis, ...], rank: int, tiny: int) -> tuple[Leg, ...]:
+def _legs(one: Transfer, axes: tuple[Axis, ...], rank: int, tiny: int) -> tuple[Send, ...]:
     """Most tensors of a model have the shape of another, and rank 0 of thousands has as many legs."""
     del tiny
     lies, whole = _ways(one, axes), goes_whole(one, axes)
@@ -107,26 +107,26 @@ def _legs(one: Sent, axes: tuple[Axis, ...], rank: int, tiny: int) -> tuple[Leg,
     base = rank - _offset(index, lies)
     to += tuple(base + _offset(later, lies) for later in _after(index, lies.replicas))
     every = tuple(Part(start=0, size=size) for size in one.shape or (1,))
-    found = (Leg(to=other, box=every if whole else box(one, axes, other)) for other in to)
+    found = (Send(to=other, box=every if whole else box(one, axes, other)) for other in to)
     return tuple(leg for leg in found if all(part.size for part in leg.box))
 
 
-def box(one: Sent, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
+def box(one: Transfer, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
     """The part that ``rank`` keeps; of a scalar as of a tensor of one element."""
     return parts(one, axes, rank) if one.shape else (Part(start=0, size=1),)
 
 
-def bytes_sent(one: Sent, axes: tuple[Axis, ...]) -> int:
+def bytes_sent(one: Transfer, axes: tuple[Axis, ...]) -> int:
     """What rank 0 sends of ``one``.
 
-    >>> one = Sent(name="w", dtype="float32", shape=(4096, 3), placements=("shard(0)",))
+    >>> one = Transfer(name="w", dtype="float32", shape=(4096, 3), placements=("shard(0)",))
     >>> bytes_sent(one, (Axis(name="shard", size=4),)) / (4096 * 3 * 4)
     0.75
     """
     return sum(prod(part.size for part in leg.box) for leg in legs(one, axes, ROOT)) * itemsize(one.dtype)
 
 
-def _ways(one: Sent, axes: tuple[Axis, ...]) -> Grid:
+def _ways(one: Transfer, axes: tuple[Axis, ...]) -> Grid:
     """The grid on which it is sent: where it goes whole, no axis cuts."""
     return grid(evolve(one, placements=()) if goes_whole(one, axes) else one, axes)
 

@@ -12,7 +12,7 @@ from math import prod
 from attrs import frozen
 
 from prepkit.plan.layout import coordinate
-from prepkit.steps import Axis, Block, Sent, Source
+from prepkit.steps import Axis, Chunk, FileSlice, Transfer
 
 ITEMSIZES: dict[str, int] = {
     "float64": 8,
@@ -51,19 +51,20 @@ class Range:
     length: int
 
 
-def parts(source: Source | Sent, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
+def parts(source: FileSlice | Transfer, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
     """The slice of every dim that ``rank`` holds. Placements are those of ``ParamLayout``.
 
     What is strided is cut last, whatever its axis: ``fully_shard`` cuts what another axis has cut already.
 
-    >>> source = Source(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3), placements=("shard(0)",))
+    >>> source = FileSlice(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3),
+    ...                    placements=("shard(0)",))
     >>> parts(source, (Axis(name="shard", size=4),), 2)
     (Part(start=4, size=1), Part(start=0, size=3))
     """
     found = [Part(start=0, size=size) for size in source.shape]
     cuts = zip(source.placements, axes, coordinate(rank, axes), strict=False)
     for placement, axis, index in sorted(cuts, key=lambda cut: cut[0].startswith("strided")):
-        if placement not in ("replicate", "copy"):
+        if placement not in ("replicate", "off-mesh"):
             dim = int(placement.partition("(")[2].removesuffix(")"))
             whole = found[dim]
             rows = -(-whole.size // axis.size)
@@ -72,12 +73,12 @@ def parts(source: Source | Sent, axes: tuple[Axis, ...], rank: int) -> tuple[Par
     return tuple(found)
 
 
-def held(source: Source, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
+def held(source: FileSlice, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
     """What of the rank's part the source's block is: a slice of every dim of the part, empty where they do not meet.
 
-    >>> block = Block(start=(3, 0), shape=(2, 3))
-    >>> source = Source(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3), placements=("shard(0)",),
-    ...                 block=block)
+    >>> block = Chunk(offsets=(3, 0), sizes=(2, 3))
+    >>> source = FileSlice(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3),
+    ...                    placements=("shard(0)",), chunk=block)
     >>> [held(source, (Axis(name="shard", size=4),), rank)[0] for rank in (0, 1, 2)]
     [Part(start=0, size=0), Part(start=1, size=1), Part(start=0, size=1)]
     """
@@ -88,21 +89,22 @@ def held(source: Source, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
     )
 
 
-def _common(source: Source, mine: tuple[Part, ...]) -> tuple[Part, ...]:
+def _common(source: FileSlice, mine: tuple[Part, ...]) -> tuple[Part, ...]:
     """What a part and the source's block have in common, in the whole tensor."""
-    if source.block is None:
+    if source.chunk is None:
         return mine
     found = []
-    for part, start, size in zip(mine, source.block.start, source.block.shape, strict=True):
+    for part, start, size in zip(mine, source.chunk.offsets, source.chunk.sizes, strict=True):
         first, last = max(part.start, start), min(part.start + part.size, start + size)
         found.append(Part(start=first, size=max(last - first, 0)))
     return tuple(found)
 
 
-def ranges(source: Source, axes: tuple[Axis, ...], rank: int) -> tuple[Range, ...]:
+def ranges(source: FileSlice, axes: tuple[Axis, ...], rank: int) -> tuple[Range, ...]:
     """The bytes that ``rank`` reads, in the row-major order of its part; none for an empty part.
 
-    >>> source = Source(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3), placements=("shard(0)",))
+    >>> source = FileSlice(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3),
+    ...                    placements=("shard(0)",))
     >>> [ranges(source, (Axis(name="shard", size=4),), rank) for rank in (0, 2, 3)]
     [(Range(start=100, length=24),), (Range(start=148, length=12),), ()]
     """
@@ -110,10 +112,11 @@ def ranges(source: Source, axes: tuple[Axis, ...], rank: int) -> tuple[Range, ..
     if not all(part.size for part in mine):
         return ()
     shape = source.shape
-    if source.block is not None:
-        shape = source.block.shape
+    if source.chunk is not None:
+        shape = source.chunk.sizes
         mine = tuple(
-            Part(start=part.start - start, size=part.size) for part, start in zip(mine, source.block.start, strict=True)
+            Part(start=part.start - start, size=part.size)
+            for part, start in zip(mine, source.chunk.offsets, strict=True)
         )
     item = ITEMSIZES[source.dtype]
     cut = [dim for dim, part in enumerate(mine) if part.size < shape[dim]]
@@ -136,26 +139,26 @@ def _places(outer: tuple[Part, ...], shape: tuple[int, ...]) -> Iterator[int]:
         yield from range(place * shape[-1] + outer[-1].start, place * shape[-1] + outer[-1].start + outer[-1].size)
 
 
-def complete(sources: tuple[Source, ...]) -> frozenset[str]:
+def complete(sources: tuple[FileSlice, ...]) -> frozenset[str]:
     """Names of the tensors of which every element is in some source.
 
-    >>> top = Source(name="w", key="top", file=0, start=0, dtype="int8", shape=(2, 3),
-    ...              block=Block(start=(0, 0), shape=(1, 3)))
-    >>> low = Source(name="w", key="low", file=0, start=3, dtype="int8", shape=(2, 3),
-    ...              block=Block(start=(1, 0), shape=(1, 3)))
+    >>> top = FileSlice(name="w", key="top", file=0, start=0, dtype="int8", shape=(2, 3),
+    ...              chunk=Chunk(offsets=(0, 0), sizes=(1, 3)))
+    >>> low = FileSlice(name="w", key="low", file=0, start=3, dtype="int8", shape=(2, 3),
+    ...              chunk=Chunk(offsets=(1, 0), sizes=(1, 3)))
     >>> complete((top,)), complete((top, low))
     (frozenset(), frozenset({'w'}))
     """
-    blocks: dict[str, set[Block]] = {}
+    blocks: dict[str, set[Chunk]] = {}
     shapes = {source.name: source.shape for source in sources}
     for source in sources:
-        whole = Block(start=(0,) * len(source.shape), shape=source.shape)
-        blocks.setdefault(source.name, set()).add(source.block or whole)
+        whole = Chunk(offsets=(0,) * len(source.shape), sizes=source.shape)
+        blocks.setdefault(source.name, set()).add(source.chunk or whole)
     return frozenset(
-        name for name, some in blocks.items() if sum(prod(one.shape) for one in some) >= prod(shapes[name])
+        name for name, some in blocks.items() if sum(prod(one.sizes) for one in some) >= prod(shapes[name])
     )
 
 
-def bytes_read(sources: tuple[Source, ...], axes: tuple[Axis, ...], rank: int) -> int:
+def bytes_read(sources: tuple[FileSlice, ...], axes: tuple[Axis, ...], rank: int) -> int:
     """Bytes that ``rank`` reads in all."""
     return sum(part.length for source in sources for part in ranges(source, axes, rank))

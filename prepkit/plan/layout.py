@@ -15,9 +15,9 @@ from attrs import frozen
 from prepkit.plan.flat_layout import FlatPart, held
 from prepkit.steps import Axis
 
-Placement = Literal["replicate", "shard(0)", "shard(1)", "strided(0)", "copy", "partition", "split"]
+Placement = Literal["replicate", "shard(0)", "shard(1)", "strided(0)", "off-mesh", "partition", "split"]
 """``strided(0)``: dim 0 is cut after a later axis has cut it (torch ``_StridedShard``: FSDP2 over a colwise layer), so
-what a rank holds of the whole is no single range of rows. ``copy``: the parameter's own mesh lacks this axis, along
+what a rank holds of the whole is no single range of rows. ``off-mesh``: the parameter's own mesh lacks this axis, along
 which all ranks hold the same. ``partition``: an equal, padded part of all elements in a row (ZeRO-3). ``split``: by
 DeepSpeed, as it sees fit."""
 

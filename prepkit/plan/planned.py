@@ -14,10 +14,10 @@ class Planned:
     step: Step
     reason: str
     """One clause, read after the step; never read by the interpreter."""
-    rows: tuple[str, ...] = ()
-    """Rows of the behaviour reference that the step answers, such as ``DDP-5``."""
+    behaviour_ids: tuple[str, ...] = ()
+    """Ids of the behaviour reference that the step answers, such as ``DDP-5``."""
 
 
-def because(step: Step, reason: str, *rows: str) -> tuple[Planned, ...]:
-    """A piece of a plan: one step with its reason and its behaviour rows. Pieces add as tuples do."""
-    return (Planned(step=step, reason=reason, rows=rows),)
+def because(step: Step, reason: str, *behaviour_ids: str) -> tuple[Planned, ...]:
+    """A piece of a plan: one step with its reason and its behaviour ids. Pieces add as tuples do."""
+    return (Planned(step=step, reason=reason, behaviour_ids=behaviour_ids),)

@@ -28,9 +28,9 @@ from prepkit.steps import (
     CreateGradScaler,
     CreateOptimizer,
     File,
-    InitialiseDeepSpeed,
-    InitialiseTensors,
+    InitializeDeepSpeed,
     InitializeMSAMP,
+    InitializeTensors,
     MarkLeafModules,
     MoveModel,
     MoveToXLA,
@@ -42,10 +42,10 @@ from prepkit.steps import (
     RegroupOptimizer,
     ReleaseOptimizer,
     SendTensors,
-    SetTensorsAside,
     ShardLoader,
     ShardUnits,
     StartProcessGroup,
+    StashTensors,
     Step,
     UpcastParameters,
     WrapDDP,
@@ -99,11 +99,11 @@ def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy coun
         case AllocateTensors():
             buffers = f"; buffers on {local_device(step.buffers.type)}" if step.buffers else ""
             return f"storage on {local_device(step.device.type)} for what is on meta, the rest moved there{buffers}"
-        case InitialiseTensors():
+        case InitializeTensors():
             return _initialise(step)
         case ReadTensors():
             return _read(step)
-        case SetTensorsAside():
+        case StashTensors():
             return f"{count(len(step.params), 'parameter')} to meta, their values kept on the host where there are any"
         case SendTensors():
             return _send(step)
@@ -127,7 +127,7 @@ def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy coun
             return f"{listed(step.paths)} ({count(len(step.paths), 'module')}) gathered whole by ZeRO-3"
         case ConvertOptimizer():
             return f"{step.algorithm} takes the optimizer's place" + (", decoupled decay" if step.decoupled else "")
-        case InitialiseDeepSpeed():
+        case InitializeDeepSpeed():
             return _initialise_deepspeed(step)
         case _:
             assert_never(step)
@@ -202,7 +202,7 @@ def _files(files: tuple[File, ...]) -> str:
     return f"{count(len(files), 'file')} of {in_bytes(sum(file.size for file in files))}"
 
 
-def _initialise(step: InitialiseTensors) -> str:
+def _initialise(step: InitializeTensors) -> str:
     params = f"{count(len(step.params), 'parameter')} with seed {step.seed}" if step.params else ""
     buffers = f"{count(len(step.buffers), 'buffer')} where on meta" if step.buffers else ""
     return " and ".join(part for part in (params, buffers) if part) + ", by the modules' own initialisers"
@@ -211,7 +211,7 @@ def _initialise(step: InitialiseTensors) -> str:
 def _read(step: ReadTensors) -> str:
     """What rank 0 reads is the most that any rank does."""
     most = in_bytes(bytes_read(step.sources, step.axes, 0))
-    parts = Counter(source.name for source in step.sources if source.block is not None)
+    parts = Counter(source.name for source in step.sources if source.chunk is not None)
     made = f", {len(parts)} of them from {count(parts.total(), 'part')}," if parts else ""
     tensors = count(len({source.name for source in step.sources}), "tensor")
     return f"{tensors}{made} from {_files(step.files)}; at most {most} on a rank"
@@ -222,7 +222,7 @@ def _send(step: SendTensors) -> str:
     return f"{count(len(step.tensors), 'tensor')}, {total} in all, from rank 0 to every rank's own part"
 
 
-def _initialise_deepspeed(step: InitialiseDeepSpeed) -> str:
+def _initialise_deepspeed(step: InitializeDeepSpeed) -> str:
     said = {".".join(one.path): one.value for one in step.settings}
     makes = {"given": "the given optimizer", "section": "an optimizer of its config", "none": "no optimizer"}
     batch = said.get("train_batch_size", "?")

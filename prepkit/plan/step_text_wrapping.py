@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from prepkit.findings.text import count, listed, local_device
-from prepkit.steps import Communication, ParallelizeModules, ShardUnits, Unit, WrapDDP, WrapFSDP1
+from prepkit.steps import DDPCommHook, ParallelizeModules, ShardUnits, Unit, WrapDDP, WrapFSDP1
 
 
 def parallelized(step: ParallelizeModules) -> str:
     """Which modules are cut, how, and over how many ranks."""
-    said = (f"{listed(cut.paths)} {cut.style} ({cut.takes} to {cut.gives})" for cut in step.cuts)
-    total = sum(len(cut.paths) for cut in step.cuts)
+    said = (f"{listed(cut.paths)} {cut.style} ({cut.input_layout} to {cut.output_layout})" for cut in step.styles)
+    total = sum(len(cut.paths) for cut in step.styles)
     return f"{count(total, 'module')} over {step.axis}: {'; '.join(said)}"
 
 
@@ -22,10 +22,10 @@ def sharded(step: ShardUnits) -> str:
     said = "".join(f", {verb} {dtype}" for verb, dtype in dtypes if dtype)
     over = f", over {' x '.join(step.axes)}" if step.axes else ""
     kept = f"; kept {'in pinned' if step.pin_memory else 'in'} host memory" if step.offload else ""
-    kind = "frozen parameter" if step.stand else "packed weight"
+    kind = "frozen parameter" if step.already_sharded else "packed weight"
     whole = f"; {count(len(step.ignored), kind)} whole on every rank" if step.ignored else ""
     return (
-        "already " * step.stand
+        "already " * step.already_sharded
         + " then ".join(part for part in (blocks, root) if part)
         + over
         + said
@@ -86,7 +86,7 @@ def copied(step: WrapDDP) -> str:
     return f"the model{where}, buckets of {step.bucket_cap_mb:g} MiB{extras}{_hook(step.hook)}"
 
 
-def _hook(hook: Communication | None) -> str:
+def _hook(hook: DDPCommHook | None) -> str:
     if hook is None:
         return ""
     inside = f"{hook.wrapper}({hook.hook})" if hook.wrapper else hook.hook

@@ -118,7 +118,7 @@ def step_lines(steps: tuple[Planned, ...]) -> Iterator[str]:
     width = max((len(type(planned.step).__name__) for planned in steps), default=0)
     for number, planned in enumerate(steps, start=1):
         kind = type(planned.step).__name__.ljust(width)
-        rows = f"  [{', '.join(planned.rows)}]" if planned.rows else ""
+        rows = f"  [{', '.join(planned.behaviour_ids)}]" if planned.behaviour_ids else ""
         yield f"  {number:>{digits}}  {kind}  {effect(planned.step)}"
         yield f"  {'':{digits}}  {'':{width}}  because {planned.reason}{rows}"
 

@@ -10,7 +10,7 @@ from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
 from prepkit.planner.pieces import Piece
 from prepkit.resolve.modules import batch_norms
-from prepkit.steps import Communication, ConvertSyncBatchNorm, LocalDevice, PowerSGDOptions, WrapDDP
+from prepkit.steps import ConvertSyncBatchNorm, DDPCommHook, LocalDevice, PowerSGDOptions, WrapDDP
 
 
 def plan_ddp(cfg: Config, facts: Facts) -> Piece:
@@ -74,13 +74,13 @@ _WRAPPERS: dict[str, Literal["fp16_compress_wrapper", "bf16_compress_wrapper"] |
 }
 
 
-def communication(hook: CommHook) -> Communication | None:
+def communication(hook: CommHook) -> DDPCommHook | None:
     """Torch's names for what is asked for (H-30)."""
     match hook:
         case NoHook():
             return None
         case CompressHook(dtype=dtype):
-            return Communication(hook=_COMPRESS[dtype])
+            return DDPCommHook(hook=_COMPRESS[dtype])
         case PowerSGDHook():
             options = PowerSGDOptions(
                 matrix_approximation_rank=hook.rank,
@@ -92,6 +92,6 @@ def communication(hook: CommHook) -> Communication | None:
                 random_seed=hook.random_seed,
                 batch_tensors_with_same_shape=hook.batch_tensors_with_same_shape,
             )
-            return Communication(hook="powerSGD_hook", wrapper=_WRAPPERS[hook.wrapper], options=options)
+            return DDPCommHook(hook="powerSGD_hook", wrapper=_WRAPPERS[hook.wrapper], options=options)
         case _:
             assert_never(hook)

@@ -10,7 +10,7 @@ from prepkit.planner.pieces import Piece
 from prepkit.resolve.deepspeed.precision import low_dtype
 from prepkit.resolve.deepspeed.working import Worked, work_out
 from prepkit.resolve.fp8 import kept_wide
-from prepkit.steps import CastForward, ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules
+from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
 
 
 def plan_deepspeed(cfg: Config, facts: Facts) -> Piece:
@@ -68,7 +68,7 @@ def convert(worked: Worked) -> Piece:
 def initialise(cfg: Config, facts: Facts, worked: Worked) -> Piece:
     """The one call, with every value that was worked out as its reason."""
     trained = tuple(param.name for param in facts.model.params if param.requires_grad)
-    step = InitialiseDeepSpeed(
+    step = InitializeDeepSpeed(
         device=pieces.device(cfg, facts),
         data_parallel=worked.ranks,
         stage=worked.stage,

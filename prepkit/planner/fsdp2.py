@@ -76,9 +76,9 @@ def shard_units(cfg: Config, facts: Facts) -> Piece:
         pin_memory=isinstance(offload, OffloadToCPU) and offload.pin_memory and pieces.device(cfg, facts) != "cpu",
         axes=pieces.data_axes(cfg, facts) or (),
         ignored=left_whole(facts.model),
-        stand=arrives_sharded(cfg, facts.model),
+        already_sharded=arrives_sharded(cfg, facts.model),
     )
-    if step.stand:
+    if step.already_sharded:
         return because(step, "the model arrives sharded so, and is left as it is", "M2-1")
     gathered = "each is gathered alone" if len(step.units) > 1 else "the whole model is gathered at once"
     packed = "; packed weights stay whole" if step.ignored else ""

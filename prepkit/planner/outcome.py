@@ -141,7 +141,7 @@ def _placements(cfg: Config, mesh: tuple[Axis, ...], param: ParamFact, cut: Held
     words: dict[str, Placement] = {
         "replicate": "replicate",
         "shard": "strided(0)" if cut == "shard(0)" else "shard(0)",  # the tensor axis cuts first
-        "tensor": cut or "copy",
+        "tensor": cut or "off-mesh",
     }
     return tuple(words[axis.name] for axis in mesh)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepkit.config import Config, TensorFromModel
+from prepkit.config import Config, TPPlanFromModel
 from prepkit.facts import Facts
 from prepkit.plan import because
 from prepkit.planner import pieces
@@ -43,6 +43,6 @@ def parallelize(cfg: Config, facts: Facts) -> Piece:
     cuts = step_cuts(cfg, facts.model) if is_cut(cfg, facts.model, facts.env) else ()
     if not cuts:
         return ()
-    whose = "the model's own plan" if isinstance(cfg.tensor, TensorFromModel) else "the rows of config.tensor"
-    step = ParallelizeModules(cuts=cuts, axis="tensor")
+    whose = "the model's own plan" if isinstance(cfg.tp_plan, TPPlanFromModel) else "the rows of config.tp_plan"
+    step = ParallelizeModules(styles=cuts, axis="tensor")
     return because(step, f"{whose}, over {degree(cfg, facts.env)} ranks", "TP-1", "X-1", "G-33")

@@ -18,13 +18,13 @@ from prepkit.steps import (
     AllocateTensors,
     CheckFiles,
     File,
-    InitialiseTensors,
+    FileSlice,
+    InitializeTensors,
     LocalDevice,
     ReadTensors,
     SendTensors,
-    Sent,
-    SetTensorsAside,
-    Source,
+    StashTensors,
+    Transfer,
 )
 
 
@@ -46,7 +46,7 @@ def set_aside(cfg: Config, facts: Facts) -> Piece:
     if not isinstance(cfg.weights, SendWeights):
         return ()
     model = facts.model
-    step = SetTensorsAside(params=tuple(p.name for p in model.params), buffers=tuple(b.name for b in model.buffers))
+    step = StashTensors(params=tuple(p.name for p in model.params), buffers=tuple(b.name for b in model.buffers))
     reason = "on every rank the model is cut and sharded without values, whoever has them"
     return because(step, reason, "M2-8", "H-19")
 
@@ -81,7 +81,7 @@ def _initialise(cfg: Config, facts: Facts) -> Piece:
         return ()
     units = unit_paths(cfg.engine, facts.model) if isinstance(cfg.engine, FSDP2) else ()
     seed = cfg.weights.seed if isinstance(cfg.weights, InitWeights) else 0
-    step = InitialiseTensors(params=params, buffers=buffers, units=(*units, ""), seed=seed)
+    step = InitializeTensors(params=params, buffers=buffers, units=(*units, ""), seed=seed)
     reason = "one seed for each module's path: the same values on every rank, for every world size"
     if not params:
         reason = "buffers that no checkpoint holds are computed by their own modules, should they be on meta"
@@ -94,7 +94,7 @@ def _read(cfg: Config, facts: Facts) -> Piece:
     mesh = axes(cfg, facts.env) or ()
     placements = {one.name: one.placements for one in layout(cfg, facts, mesh)}
     sources = tuple(
-        Source(
+        FileSlice(
             name=filled.name,
             key=stored.key,
             file=stored.file,
@@ -102,7 +102,7 @@ def _read(cfg: Config, facts: Facts) -> Piece:
             dtype=stored.dtype,
             shape=filled.shape,
             placements=placements.get(filled.name, ()),
-            block=block,
+            chunk=block,
         )
         for filled in match(facts.model, checkpoint).found
         for stored, block in zip(filled.stored, filled.blocks, strict=True)
@@ -119,7 +119,8 @@ def _send(cfg: Config, facts: Facts) -> Piece:
     placements = {one.name: one.placements for one in layout(cfg, facts, mesh)}
     held: list[ParamFact | BufferFact] = [*facts.model.params, *facts.model.buffers]
     tensors = tuple(
-        Sent(name=one.name, dtype=one.dtype, shape=one.shape, placements=placements.get(one.name, ())) for one in held
+        Transfer(name=one.name, dtype=one.dtype, shape=one.shape, placements=placements.get(one.name, ()))
+        for one in held
     )
     step = SendTensors(tensors=tensors, axes=mesh)
     reason = "each part leaves rank 0 once, its first keeper hands it on to others, and none holds more but one piece"

@@ -15,7 +15,7 @@ from prepkit.predict import notes
 from prepkit.predict.ddp import predict_ddp
 from prepkit.predict.fsdp1 import FlatSizes, predict_fsdp1
 from prepkit.predict.fsdp2 import Sizes, predict_fsdp2
-from prepkit.predict.inputs import Job, job_of
+from prepkit.predict.inputs import Inputs, job_of
 from prepkit.predict.not_predicted import hidden
 from prepkit.predict.prediction import Label, Moment, Prediction, Term
 from prepkit.predict.single import predict_single
@@ -24,7 +24,7 @@ from prepkit.predict.transient import Sized
 from prepkit.predict.versions import bounded, judged
 from prepkit.predict.zero import predict_zero
 
-PREDICTORS: dict[type, Callable[[Job], Prediction]] = {
+PREDICTORS: dict[type, Callable[[Inputs], Prediction]] = {
     Single: predict_single,
     DDP: predict_ddp,
     FSDP1: predict_fsdp1,
@@ -55,7 +55,7 @@ def _with(made: Prediction, activations: int) -> Prediction:
     return evolve(made, classes=classes, notes=said)
 
 
-def predict_job(engine: type, made: Job) -> Prediction:
+def predict_job(engine: type, made: Inputs) -> Prediction:
     """The same of a job that is at hand."""
     formulas = PREDICTORS.get(engine)
     if formulas is None:
@@ -65,8 +65,8 @@ def predict_job(engine: type, made: Job) -> Prediction:
     return bounded(found) if made.uneven else found
 
 
-def sized(made: Job) -> tuple[Sized, ...]:
-    """What one unit of each of ``Job.contents`` keeps and gathers."""
+def sized(made: Inputs) -> tuple[Sized, ...]:
+    """What one unit of each of ``Inputs.contents`` keeps and gathers."""
     if made.engine == FSDP1.__name__:
         return tuple(FlatSizes(content, made) for content in made.contents)
     return tuple(Sizes(content, made, made.axis("shard")) for content in made.contents)

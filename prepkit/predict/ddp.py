@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepkit.predict import notes, replicated
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.prediction import Label, Moment, Prediction, Term, Traffic
 
 MIB = 1 << 20
@@ -16,7 +16,7 @@ HALF = 2
 """Bytes of an element that a compressing hook sends."""
 
 
-def predict_ddp(job: Job) -> Prediction:
+def predict_ddp(job: Inputs) -> Prediction:
     """Bytes of the ``DDP`` engine; for inference there is no wrapper, and nothing is sent."""
     return Prediction(
         engine=job.engine,
@@ -28,7 +28,7 @@ def predict_ddp(job: Job) -> Prediction:
     )
 
 
-def _gradients(job: Job) -> tuple[Term, ...]:
+def _gradients(job: Inputs) -> tuple[Term, ...]:
     trained = job.total(trained=True)
     if job.wraps is None:
         what = "of every trained parameter"
@@ -40,7 +40,7 @@ def _gradients(job: Job) -> tuple[Term, ...]:
     return (buckets, grads)
 
 
-def _traffic(job: Job) -> tuple[Traffic, ...]:
+def _traffic(job: Inputs) -> tuple[Traffic, ...]:
     """Gradients are averaged once per optimizer step: the micro-batches before the last run without (DDP-5)."""
     if job.wraps is None or job.world_size == 1:
         return ()
@@ -67,7 +67,7 @@ def _traffic(job: Job) -> tuple[Traffic, ...]:
     return (*gradients, buffers) if job.wraps.broadcast_buffers and job.buffers else gradients
 
 
-def _compressed(job: Job) -> int:
+def _compressed(job: Inputs) -> int:
     """Bytes of the gradients as they are sent: a hook casts each bucket (torch ``_compress_hook``)."""
     hook = job.wraps.hook if job.wraps else None
     if hook is None:
@@ -77,16 +77,16 @@ def _compressed(job: Job) -> int:
     )
 
 
-def _powers(job: Job) -> bool:
+def _powers(job: Inputs) -> bool:
     return job.wraps is not None and job.wraps.hook is not None and job.wraps.hook.hook == "powerSGD_hook"
 
 
-def _unknown(job: Job) -> tuple[str, ...]:
+def _unknown(job: Inputs) -> tuple[str, ...]:
     powers = "traffic of gradients, and memory of PowerSGD: both follow its ranks and when it starts"
     return (powers,) * _powers(job)
 
 
-def _reversed(job: Job) -> list[int]:
+def _reversed(job: Inputs) -> list[int]:
     """Bytes of each trained parameter, last one first. Their order in the model only moves the buckets' borders."""
     held = [(one, n * job.counted[i]) for i, c in enumerate(job.contents) for one, n in c.held if one.trains]
     return [one.numel * one.size for one, times in reversed(held) for _ in range(times)]
@@ -108,7 +108,7 @@ def bucket_sizes(sizes: list[int], cap: int) -> list[int]:
     return [*found, size] if size else found
 
 
-def _notes(job: Job) -> tuple[str, ...]:
+def _notes(job: Inputs) -> tuple[str, ...]:
     if job.wraps is None:
         return ()
     said: tuple[str, ...] = ()

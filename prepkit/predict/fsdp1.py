@@ -14,7 +14,7 @@ from functools import cached_property
 from attrs import define
 
 from prepkit.predict import notes, replicated
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.optimizers import Rule, State, rule_of
 from prepkit.predict.prediction import Label, Moment, Prediction, RankClass, Term
 from prepkit.predict.traffic import traffic
@@ -30,7 +30,7 @@ class FlatSizes:
     """The sizes of one kind of unit, in bytes; modules that the wrapper ignores count as kept, and as nothing else."""
 
     content: Content
-    job: Job
+    job: Inputs
 
     @property
     def cut(self) -> bool:
@@ -115,7 +115,7 @@ class FlatSizes:
         return self.whole_grads if self.cut else 0
 
 
-def predict_fsdp1(job: Job) -> Prediction:
+def predict_fsdp1(job: Inputs) -> Prediction:
     """Bytes of the ``FSDP1`` engine under every sharding strategy, with and without original parameters."""
     sizes = tuple(FlatSizes(content, job) for content in job.contents)
     shared = (*_kept(job, sizes), *replicated.module_buffers(job), *passing(job, sizes), *_low(job, sizes))
@@ -130,7 +130,7 @@ def predict_fsdp1(job: Job) -> Prediction:
     return notes.of_flat(job, made)
 
 
-def _kept(job: Job, sizes: tuple[FlatSizes, ...]) -> tuple[Term, ...]:
+def _kept(job: Inputs, sizes: tuple[FlatSizes, ...]) -> tuple[Term, ...]:
     place = replicated.at_rest(job)
     ignored = summed(job, sizes, "ignored")
     flat = summed(job, sizes, "kept") - ignored
@@ -144,7 +144,7 @@ def _kept(job: Job, sizes: tuple[FlatSizes, ...]) -> tuple[Term, ...]:
     return tuple(found)
 
 
-def _low(job: Job, sizes: tuple[FlatSizes, ...]) -> tuple[Term, ...]:
+def _low(job: Inputs, sizes: tuple[FlatSizes, ...]) -> tuple[Term, ...]:
     """The part in the compute dtype, which is what is gathered; not cut, that of all units stays while they run."""
     cast = [size for size in sizes if size.computed != size.stored and size.placed]
     if not cast:
@@ -159,7 +159,7 @@ def _low(job: Job, sizes: tuple[FlatSizes, ...]) -> tuple[Term, ...]:
 # --- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _classes(job: Job, sizes: tuple[FlatSizes, ...], shared: tuple[Term, ...]) -> Iterator[RankClass]:
+def _classes(job: Inputs, sizes: tuple[FlatSizes, ...], shared: tuple[Term, ...]) -> Iterator[RankClass]:
     """Runs of ranks that hold alike: only where a parameter lies across a border of the parts do they differ.
 
     Changes are counted on the rank where they happen, so that the work is linear in the parameters.
@@ -186,12 +186,12 @@ def _classes(job: Job, sizes: tuple[FlatSizes, ...], shared: tuple[Term, ...]) -
         )
 
 
-def rule(job: Job) -> Rule | None:
+def rule(job: Inputs) -> Rule | None:
     """The formula of the optimizer; None: there is none, or it is not predicted."""
     return rule_of(job.optimizer) if job.optimizer and job.trains else None
 
 
-def _changes(job: Job, size: FlatSizes, shards: int) -> Iterator[tuple[int, int, State]]:
+def _changes(job: Inputs, size: FlatSizes, shards: int) -> Iterator[tuple[int, int, State]]:
     """Index of the part, and how much more of parameters (elements) and of optimizer state it holds than the last."""
     options = [dict(group) for group in job.optimizer.groups] if job.optimizer else []
     made = rule(job)

@@ -13,7 +13,7 @@ from math import prod
 from attrs import define
 
 from prepkit.predict import notes, replicated
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.optimizers import State, rule_of
 from prepkit.predict.prediction import Label, Moment, Prediction, RankClass, Term
 from prepkit.predict.traffic import traffic
@@ -51,7 +51,7 @@ class Sizes:
     """The sizes of one kind of unit over so many shards, in bytes."""
 
     content: Content
-    job: Job
+    job: Inputs
     shards: int
 
     def _gathered(self, one: Held) -> int:
@@ -96,7 +96,7 @@ class Sizes:
         return sum(o.numel * o.widens * (self.job.reduced_size or self._gathered(o)) * n for o, n in held)
 
 
-def predict_fsdp2(job: Job) -> Prediction:
+def predict_fsdp2(job: Inputs) -> Prediction:
     """Bytes of the ``FSDP2`` engine, with copies of the model (HSDP) and offload to the host."""
     shards = job.axis("shard")
     sizes = tuple(Sizes(content, job, shards) for content in job.contents)
@@ -127,7 +127,7 @@ def _elements(content: Content, shards: int, index: int) -> int:
     return sum(rows(one.shape[0], shards, index)[0] * prod(one.shape[1:]) * n for one, n in content.held)
 
 
-def _state(job: Job, shards: int, index: int) -> State | None:
+def _state(job: Inputs, shards: int, index: int) -> State | None:
     rule = rule_of(job.optimizer) if job.optimizer and job.trains else None
     if rule is None or job.optimizer is None:
         return None
@@ -141,7 +141,7 @@ def _state(job: Job, shards: int, index: int) -> State | None:
     return state
 
 
-def _kept(job: Job, sizes: tuple[Sizes, ...]) -> tuple[Term, ...]:
+def _kept(job: Inputs, sizes: tuple[Sizes, ...]) -> tuple[Term, ...]:
     place = replicated.at_rest(job)
     kept: tuple[Term, ...] = (
         Term(category="parameters", bytes=summed(job, sizes, "kept"), what="padded shards", place=place),
@@ -162,7 +162,7 @@ def _kept(job: Job, sizes: tuple[Sizes, ...]) -> tuple[Term, ...]:
     return (*kept, grads)
 
 
-def _copies(job: Job, sizes: tuple[Sizes, ...]) -> tuple[Term, ...]:
+def _copies(job: Inputs, sizes: tuple[Sizes, ...]) -> tuple[Term, ...]:
     """Torch keeps what it averages over the copies where it casts the gradients (``foreach_reduce``)."""
     casts = job.reduced_size is not None and any(
         one.size != job.reduced_size for c in job.contents for one, _ in c.held

@@ -32,7 +32,7 @@ from prepkit.steps import (
 
 
 @define(kw_only=True, frozen=True, slots=False)
-class Job:
+class Inputs:
     """Everything that a formula reads. Sizes are in bytes."""
 
     engine: str
@@ -88,7 +88,7 @@ class Job:
         """Content to the number of units that have it."""
         return Counter(unit.content for unit in self.units)
 
-    def over(self, world_size: int) -> Job:
+    def over(self, world_size: int) -> Inputs:
         """The same over so many ranks, where that changes no shape: its mesh is still the old one."""
         zero = self.zero and evolve(self.zero, ranks=self.zero.ranks * world_size // self.world_size)
         return evolve(self, world_size=world_size, zero=zero)
@@ -102,14 +102,14 @@ class Job:
         return sum(self.contents[index].bytes(trained=trained) * times for index, times in self.counted.items())
 
 
-def job_of(plan: Plan) -> Job:
+def job_of(plan: Plan) -> Inputs:
     """The job of a plan. Linear in the number of parameters."""
     steps = {type(planned.step): planned.step for planned in plan.steps}
     shard, wrap, cast = (steps.get(kind) for kind in (ShardUnits, WrapDDP, AutocastForward))
     flat = steps.get(WrapFSDP1)
     sharding = shard if isinstance(shard, ShardUnits) else flat if isinstance(flat, WrapFSDP1) else None
     contents, units = units_of(plan, sharding)
-    return Job(
+    return Inputs(
         engine=type(plan.config.engine).__name__,
         world_size=plan.world_size,
         mesh=plan.mesh,

@@ -18,7 +18,7 @@ Sharding = ShardUnits | WrapFSDP1
 def units_of(plan: Plan, step: Sharding | None) -> tuple[tuple[Content, ...], tuple[UnitOf, ...]]:
     """What units hold, each content once, and the units that own parameters, as indices into it."""
     groups = _groups(plan)
-    cuts = next((p.step.cuts for p in plan.steps if isinstance(p.step, ParallelizeModules)), ())
+    cuts = next((p.step.styles for p in plan.steps if isinstance(p.step, ParallelizeModules)), ())
     wide = {path for cut in cuts if cut.style == "rowwise" for path in cut.paths}
     for tie in plan.facts.model.ties:  # a gradient that is cut comes first, and the other one is cut to be added
         owners = {name.rpartition(".")[0] for name in tie}

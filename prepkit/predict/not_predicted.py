@@ -9,7 +9,7 @@ from prepkit.steps import (
     ConvertFP8Linears,
     ConvertSyncBatchNorm,
     ConvertTransformerEngine,
-    InitialiseDeepSpeed,
+    InitializeDeepSpeed,
     InitializeMSAMP,
     ParallelizeModules,
     PrecomputeFloat8Scales,
@@ -25,7 +25,7 @@ def hidden(plan: Plan) -> tuple[str, ...]:
 
 
 def _by_msamp(step: Step) -> bool:
-    return isinstance(step, InitializeMSAMP) or (isinstance(step, InitialiseDeepSpeed) and step.library == "msamp")
+    return isinstance(step, InitializeMSAMP) or (isinstance(step, InitializeDeepSpeed) and step.library == "msamp")
 
 
 def unknown(plan: Plan) -> tuple[str, ...]:

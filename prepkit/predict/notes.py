@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import evolve
 
 from prepkit.findings.text import count, in_bytes
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.prediction import Prediction
 
 __all__ = ["in_bytes", "of_shards", "of_whole"]
@@ -22,24 +22,24 @@ WASTE = 0.01
 """Share of padding from which on it is worth a sentence."""
 
 
-def of_whole(job: Job) -> tuple[str, ...]:
+def of_whole(job: Inputs) -> tuple[str, ...]:
     """Sentences about engines that hold the model whole."""
     return (UNCOUNTED, *_loading(job))
 
 
-def of_shards(job: Job, made: Prediction) -> Prediction:
+def of_shards(job: Inputs, made: Prediction) -> Prediction:
     """The prediction with its sentences."""
     said = (UNCOUNTED, *_padding(job, made), *_one_unit(job, made), *_root(job, made), *_accumulation(job, made))
     return evolve(made, notes=(*said, *_frozen(job), *_host(job, made), *_loading(job)))
 
 
-def of_flat(job: Job, made: Prediction) -> Prediction:
+def of_flat(job: Inputs, made: Prediction) -> Prediction:
     """The same for flat parameters, which pad by a few elements only."""
     said = (UNCOUNTED, *_one_unit(job, made), *_root(job, made), *_accumulation(job, made), *_frozen(job))
     return evolve(made, notes=(*said, *_upcast(job), *_host(job, made), *_loading(job)))
 
 
-def _upcast(job: Job) -> tuple[str, ...]:
+def _upcast(job: Inputs) -> tuple[str, ...]:
     if not job.upcast_frozen:
         return ()
     more = in_bytes(job.upcast_frozen)
@@ -50,7 +50,7 @@ def _upcast(job: Job) -> tuple[str, ...]:
     return (said,)
 
 
-def _padding(job: Job, made: Prediction) -> tuple[str, ...]:
+def _padding(job: Inputs, made: Prediction) -> tuple[str, ...]:
     kept = made.classes[0].category("parameters")
     share = job.total() / made.shards
     if not share or kept / share < 1 + WASTE:
@@ -63,7 +63,7 @@ def _padding(job: Job, made: Prediction) -> tuple[str, ...]:
     return (said,)
 
 
-def _one_unit(job: Job, made: Prediction) -> tuple[str, ...]:
+def _one_unit(job: Inputs, made: Prediction) -> tuple[str, ...]:
     if any(unit.path for unit in job.units) or not made.classes[0].category("gathered units"):
         return ()
     size = in_bytes(made.classes[0].category("gathered units"))
@@ -72,7 +72,7 @@ def _one_unit(job: Job, made: Prediction) -> tuple[str, ...]:
     )
 
 
-def _root(job: Job, made: Prediction) -> tuple[str, ...]:
+def _root(job: Inputs, made: Prediction) -> tuple[str, ...]:
     held = {term.what: term.bytes for term in made.classes[0].terms if term.category == "gathered units"}
     root = next((size for what, size in held.items() if what.startswith("the root")), 0)
     unit = next((size for what, size in held.items() if what.startswith("the largest")), 0)
@@ -86,7 +86,7 @@ def _root(job: Job, made: Prediction) -> tuple[str, ...]:
     return (said,)
 
 
-def _accumulation(job: Job, made: Prediction) -> tuple[str, ...]:
+def _accumulation(job: Inputs, made: Prediction) -> tuple[str, ...]:
     whole = [t.bytes for t in made.classes[0].terms if t.what.startswith("whole gradients")]
     if not whole:
         return ()
@@ -97,20 +97,20 @@ def _accumulation(job: Job, made: Prediction) -> tuple[str, ...]:
     return (said,)
 
 
-def _frozen(job: Job) -> tuple[str, ...]:
+def _frozen(job: Inputs) -> tuple[str, ...]:
     if not job.trains or all(content.trains() for content in job.contents):
         return ()
     return ("Units without trained parameters may be gathered once, not twice, where no gradient passes through them.",)
 
 
-def _host(job: Job, made: Prediction) -> tuple[str, ...]:
+def _host(job: Inputs, made: Prediction) -> tuple[str, ...]:
     most = made.fullest.total("host")
     if not job.offload or not most or not job.per_node:
         return ()
     return (f"Host memory: {in_bytes(most)} a rank, {in_bytes(most * job.per_node)} a node of {job.per_node} ranks.",)
 
 
-def _loading(job: Job) -> tuple[str, ...]:
+def _loading(job: Inputs) -> tuple[str, ...]:
     if job.world_size == 1:
         return ()
     size = job.loaded

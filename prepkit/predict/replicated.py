@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.optimizers import State, rule_of, steps_on_device
 from prepkit.predict.prediction import Label, Moment, Place, RankClass, Term
 
 
-def terms(job: Job) -> tuple[Term, ...]:
+def terms(job: Inputs) -> tuple[Term, ...]:
     """Parameters, buffers, optimizer state, and the copies that autocast makes; gradients are the engine's business."""
     return (
         Term(
@@ -21,12 +21,12 @@ def terms(job: Job) -> tuple[Term, ...]:
     )
 
 
-def module_buffers(job: Job) -> tuple[Term, ...]:
+def module_buffers(job: Inputs) -> tuple[Term, ...]:
     """Registered buffers, which no engine shards."""
     return (Term(category="module buffers", bytes=job.buffers, what="whole on every rank"),) if job.buffers else ()
 
 
-def whole_state(job: Job) -> State | None:
+def whole_state(job: Inputs) -> State | None:
     """Optimizer state of unsharded parameters; None where it is not predicted."""
     rule = rule_of(job.optimizer) if job.optimizer and job.trains else None
     if rule is None or job.optimizer is None:
@@ -40,7 +40,7 @@ def whole_state(job: Job) -> State | None:
     return state
 
 
-def optimizer_state(job: Job, state: State | None) -> tuple[Term, ...]:
+def optimizer_state(job: Inputs, state: State | None) -> tuple[Term, ...]:
     """The state as terms: beside the parameters; its counters are on the host unless the optimizer is fused."""
     if state is None or job.optimizer is None or not state.bytes + state.step:
         return ()
@@ -62,12 +62,12 @@ def optimizer_state(job: Job, state: State | None) -> tuple[Term, ...]:
     return tuple(term for term in (kept, steps) if term.bytes)
 
 
-def at_rest(job: Job) -> Place:
+def at_rest(job: Inputs) -> Place:
     """Where shards live between uses."""
     return "host" if job.offload and job.device != "cpu" else "device"
 
 
-def _autocast(job: Job) -> tuple[Term, ...]:
+def _autocast(job: Inputs) -> tuple[Term, ...]:
     """Autocast keeps the cast copy of a trained float32 weight until the forward ends (torch ``autocast_mode.cpp``)."""
     size = job.autocast_size
     if size is None:
@@ -80,12 +80,12 @@ def _autocast(job: Job) -> tuple[Term, ...]:
     )
 
 
-def alone(job: Job, found: tuple[Term, ...]) -> tuple[RankClass, ...]:
+def alone(job: Inputs, found: tuple[Term, ...]) -> tuple[RankClass, ...]:
     """One class for all ranks."""
     return (RankClass(first=0, last=0, ranks=job.world_size, terms=found),)
 
 
-def not_predicted(job: Job) -> tuple[str, ...]:
+def not_predicted(job: Inputs) -> tuple[str, ...]:
     """The state of an optimizer that no table knows, and what steps make that none knows."""
     if job.optimizer is None or not job.trains or rule_of(job.optimizer) is not None:
         return job.unknown

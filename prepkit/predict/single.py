@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from prepkit.predict import notes, replicated
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.prediction import Moment, Prediction, Term
 
 
-def predict_single(job: Job) -> Prediction:
+def predict_single(job: Inputs) -> Prediction:
     """Bytes of the ``Single`` engine."""
     grads = Term(
         category="gradients", bytes=job.total(trained=True), what="of every trained parameter", moment=Moment.STEP

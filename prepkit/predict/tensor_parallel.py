@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from prepkit.predict import notes, replicated
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.prediction import Moment, Prediction, Term
 
 
-def predict_tensor(job: Job) -> Prediction:
+def predict_tensor(job: Inputs) -> Prediction:
     """Bytes of the ``TensorParallel`` engine; its traffic follows the inputs, which a plan does not know."""
     grads = Term(
         category="gradients", bytes=job.total(trained=True), what="of parts and whole parameters", moment=Moment.STEP

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from prepkit.predict import replicated
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.prediction import Label, Traffic
 from prepkit.predict.transient import Sizes, summed
 from prepkit.predict.unit_contents import UnitOf
 
 
-def traffic(job: Job, sizes: Sizes) -> tuple[Traffic, ...]:
+def traffic(job: Inputs, sizes: Sizes) -> tuple[Traffic, ...]:
     """Everything that is sent per optimizer step, micro-batches included; only what is of some bytes."""
     shards, copies = job.axis("shard"), job.axis("replicate")
     found = [*_gathers(job, sizes, shards), *(_reductions(job, sizes, shards, copies) if job.trains else ())]
@@ -38,14 +38,14 @@ def traffic(job: Job, sizes: Sizes) -> tuple[Traffic, ...]:
     return tuple(one for one in found if one.bytes and (one.ranks > 1 or one.collective == "host copy"))
 
 
-def _uses(job: Job, unit: UnitOf) -> int:
+def _uses(job: Inputs, unit: UnitOf) -> int:
     """How often a unit is gathered per optimizer step: in forward, and again in backward if it was freed between."""
     if not job.trains or unit.stays:
         return 1
     return job.accumulation * (1 if unit.reshard is False else 2)
 
 
-def _gathers(job: Job, sizes: Sizes, shards: int) -> list[Traffic]:
+def _gathers(job: Inputs, sizes: Sizes, shards: int) -> list[Traffic]:
     """Forward and backward gathers; a unit that trains nothing is gathered in backward only if gradients pass it."""
     label = Label.EXACT
     if not job.trains or job.splits_units or job.narrower or not all(content.trains() for content in job.contents):
@@ -66,7 +66,7 @@ def _gathers(job: Job, sizes: Sizes, shards: int) -> list[Traffic]:
     ]
 
 
-def _reductions(job: Job, sizes: Sizes, shards: int, copies: int) -> list[Traffic]:
+def _reductions(job: Inputs, sizes: Sizes, shards: int, copies: int) -> list[Traffic]:
     """Once per optimizer step: the micro-batches before the last keep their gradients whole (G-4, pain 16)."""
     parts = job.axis("tensor")
     total = summed(job, sizes, "reduced")

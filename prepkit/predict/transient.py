@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from prepkit.predict import replicated
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.prediction import Label, Moment, Term
 from prepkit.predict.unit_contents import UnitOf
 
@@ -39,15 +39,15 @@ class Sized(Protocol):
 
 
 Sizes = tuple[Sized, ...]
-"""One for each of ``Job.contents``."""
+"""One for each of ``Inputs.contents``."""
 
 
-def summed(job: Job, sizes: Sizes, name: str) -> int:
+def summed(job: Inputs, sizes: Sizes, name: str) -> int:
     """One size of all units together."""
     return sum(int(getattr(sizes[index], name)) * times for index, times in job.counted.items())
 
 
-def passing(job: Job, sizes: Sizes) -> tuple[Term, ...]:
+def passing(job: Inputs, sizes: Sizes) -> tuple[Term, ...]:
     """Gathered units, and the buffers of gathering and reducing them; only those of some bytes."""
     if not job.units:
         return ()
@@ -63,7 +63,7 @@ def passing(job: Job, sizes: Sizes) -> tuple[Term, ...]:
     return tuple(term for term in found if term.bytes)
 
 
-def _gathered(job: Job, size: int, what: str) -> Term:
+def _gathered(job: Inputs, size: int, what: str) -> Term:
     label = Label.BOUNDED if job.narrower else Label.EXACT
     return Term(category="gathered units", bytes=size, what=what, label=label, moment=Moment.PASS)
 
@@ -73,7 +73,7 @@ def working(size: int, what: str, label: Label = Label.BOUNDED) -> Term:
     return Term(category="working buffers", bytes=size, what=what, label=label, moment=Moment.PASS)
 
 
-def _inner(job: Job, inner: list[UnitOf], sizes: Sizes) -> list[tuple[int, str]]:
+def _inner(job: Inputs, inner: list[UnitOf], sizes: Sizes) -> list[tuple[int, str]]:
     """What the units below the root hold gathered at one moment."""
     if not inner:
         return []
@@ -102,7 +102,7 @@ def _chain(inner: list[UnitOf], sizes: Sizes) -> int:
     return most
 
 
-def _backward(job: Job, sizes: Sizes) -> list[Term]:
+def _backward(job: Inputs, sizes: Sizes) -> list[Term]:
     """Gradients on their way from autograd to the shards."""
     roots = [sizes[unit.content] for unit in job.units if not unit.path]
     inner = [sizes[unit.content] for unit in job.units if unit.path]

@@ -58,7 +58,7 @@ class UnitOf:
 
     path: str
     content: int
-    """Index into ``Job.contents``."""
+    """Index into ``Inputs.contents``."""
     reshard: bool | int
     """What becomes of the gathered parameters after forward."""
     stays: bool = False

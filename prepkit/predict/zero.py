@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from prepkit.findings.text import in_bytes
 from prepkit.predict import notes, replicated, zero3, zero12
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.prediction import Prediction
 from prepkit.predict.zero_inputs import Zero
 from prepkit.predict.zero_traffic import traffic
 
 
-def predict_zero(job: Job) -> Prediction:
+def predict_zero(job: Inputs) -> Prediction:
     """Bytes of the ``DeepSpeed`` engine at stages 1 to 3."""
     zero = job.zero
     if zero is None or zero.unknown:
@@ -30,7 +30,7 @@ def predict_zero(job: Job) -> Prediction:
     )
 
 
-def _notes(job: Job, zero: Zero) -> tuple[str, ...]:
+def _notes(job: Inputs, zero: Zero) -> tuple[str, ...]:
     """What DeepSpeed's defaults cost, in words."""
     if not job.trains:
         return ()
@@ -49,7 +49,7 @@ def _notes(job: Job, zero: Zero) -> tuple[str, ...]:
     return (*found, f"{order} (stage3_max_reuse_distance={zero.reuse}): all-gathers are counted twice.")
 
 
-def _sent(job: Job, zero: Zero, whole_: str) -> str:
+def _sent(job: Inputs, zero: Zero, whole_: str) -> str:
     said = f"ZeRO {zero.stage} all-reduces gradients and then gathers all parameters"
     if zero.stage == 2 and job.accumulation > 1:
         return f"{said}; gradients after each of the {job.accumulation} micro-batches. The model is {whole_}."

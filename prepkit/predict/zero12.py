@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from attrs import frozen
 
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.prediction import Label, Moment, RankClass, Term
 from prepkit.predict.zero_inputs import Zero
 from prepkit.predict.zero_terms import MASTER, host, locked, state, term, working
@@ -34,7 +34,7 @@ def parts(zero: Zero) -> tuple[int, ...]:
     return tuple(padded(zero, sum(some)) // zero.ranks for some in zero.groups)
 
 
-def classes(job: Job, zero: Zero) -> tuple[RankClass, ...]:
+def classes(job: Inputs, zero: Zero) -> tuple[RankClass, ...]:
     """What ranks hold. They differ where they keep whole gradients, and offloading, where some have padding only."""
     shared = (*_kept(job, zero), *_training(job, zero))
     if not job.trains or job.optimizer is None or zero.high or (zero.compact and not zero.offload_state):
@@ -94,7 +94,7 @@ def overlaps(zero: Zero) -> list[Run]:
     return found
 
 
-def _kept(job: Job, zero: Zero) -> tuple[Term, ...]:
+def _kept(job: Inputs, zero: Zero) -> tuple[Term, ...]:
     still = sum(numel for numel, trains in zero.numels if not trains)
     found = [term("parameters", (flat(zero) + still) * zero.size, "whole on every rank, end to end")]
     if not job.trains or job.optimizer is None:
@@ -107,7 +107,7 @@ def _kept(job: Job, zero: Zero) -> tuple[Term, ...]:
     return (*found, masters, *state(job, zero, parts(zero)))
 
 
-def _training(job: Job, zero: Zero) -> tuple[Term, ...]:
+def _training(job: Inputs, zero: Zero) -> tuple[Term, ...]:
     if not job.trains or job.optimizer is None:
         return ()
     if zero.high:
@@ -142,7 +142,7 @@ def _high(zero: Zero) -> tuple[Term, ...]:
     )
 
 
-def _passing(job: Job, zero: Zero, *, doubles: bool) -> tuple[Term, ...]:
+def _passing(job: Inputs, zero: Zero, *, doubles: bool) -> tuple[Term, ...]:
     """Within backward: the bucket, what of it is copied to be sent, and gradients that are not in it yet."""
     held = zero.grad_size if doubles else zero.size
     turns = 2 if zero.overlaps else 1
@@ -159,7 +159,7 @@ def _passing(job: Job, zero: Zero, *, doubles: bool) -> tuple[Term, ...]:
     return tuple(found)
 
 
-def _offloaded(job: Job, zero: Zero, mine: int) -> tuple[Term, ...]:
+def _offloaded(job: Inputs, zero: Zero, mine: int) -> tuple[Term, ...]:
     """What the offload of optimizer state allocates when it is built, and keeps."""
     pins = zero.pins_state
     return (
@@ -174,7 +174,7 @@ def _part(elements: int) -> Term:
     return term("gradients", elements * MASTER, "float32, of a part, until the step", moment=Moment.STEP)
 
 
-def _gradients(job: Job, zero: Zero, run: Run) -> tuple[Term, ...]:
+def _gradients(job: Inputs, zero: Zero, run: Run) -> tuple[Term, ...]:
     """What these ranks keep: their part, where gradients add up in float32, else whole gradients that lie in it."""
     if zero.compact:
         return (_part(run.used),)

@@ -6,7 +6,7 @@ Read in ``stage3.py``, ``partition_parameters.py`` and ``partitioned_param_coord
 
 from __future__ import annotations
 
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.prediction import Label, Moment, RankClass, Term
 from prepkit.predict.zero_inputs import Zero
 from prepkit.predict.zero_terms import MASTER, host, locked, state, term, working
@@ -44,13 +44,13 @@ def gathered_once(zero: Zero) -> bool:
     return 2 * sum(numel for numel, _ in zero.numels) < zero.reuse
 
 
-def classes(job: Job, zero: Zero) -> tuple[RankClass, ...]:
+def classes(job: Inputs, zero: Zero) -> tuple[RankClass, ...]:
     """All ranks are alike."""
     found = (*_parameters(job, zero), *_training(job, zero))
     return (RankClass(first=0, last=0, ranks=job.world_size, terms=tuple(one for one in found if one.bytes)),)
 
 
-def _parameters(job: Job, zero: Zero) -> tuple[Term, ...]:
+def _parameters(job: Inputs, zero: Zero) -> tuple[Term, ...]:
     size = part(zero, trained=False) * zero.size
     parts = locked(job, "parameters", size, "parts") if zero.offload_params else term("parameters", size, "parts")
     cut = [numel for numel, _ in zero.numels if numel > zero.persistent]
@@ -63,7 +63,7 @@ def _parameters(job: Job, zero: Zero) -> tuple[Term, ...]:
     )
 
 
-def _training(job: Job, zero: Zero) -> tuple[Term, ...]:
+def _training(job: Inputs, zero: Zero) -> tuple[Term, ...]:
     if not job.trains or job.optimizer is None:
         return ()
     mine = part(zero, trained=True)

@@ -12,7 +12,7 @@ from attrs import frozen
 from prepkit.plan import Plan
 from prepkit.plan.dtypes import itemsize
 from prepkit.predict.optimizers import SECTIONS, OptimizerOf
-from prepkit.steps import ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules
+from prepkit.steps import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
 
 REDUCE_BUCKET = 500_000_000
 """Default ``reduce_bucket_size``, in elements."""
@@ -105,7 +105,7 @@ class Zero:
 
 def zero_of(plan: Plan) -> Zero | None:
     """What the plan's call of ``deepspeed.initialize`` says; None where there is none."""
-    step = next((p.step for p in plan.steps if isinstance(p.step, InitialiseDeepSpeed)), None)
+    step = next((p.step for p in plan.steps if isinstance(p.step, InitializeDeepSpeed)), None)
     if step is None:
         return None
     said = {setting.path: json.loads(setting.value) for setting in step.settings}
@@ -169,7 +169,7 @@ def _module(plan: Plan) -> int:
     return max(found.values(), default=0)
 
 
-def _groups(plan: Plan, step: InitialiseDeepSpeed) -> tuple[tuple[int, ...], ...]:
+def _groups(plan: Plan, step: InitializeDeepSpeed) -> tuple[tuple[int, ...], ...]:
     """A group that trains nothing, and a parameter without elements, leave no trace."""
     held = {one.name: prod(one.shape) for one in plan.layout if one.requires_grad}
     seen = plan.facts.optimizer
@@ -185,7 +185,7 @@ def optimizer_of(plan: Plan, usual: OptimizerOf | None) -> OptimizerOf | None:
         match planned.step:
             case ConvertOptimizer(algorithm=name):
                 return OptimizerOf(name=name, module="deepspeed", groups=usual.groups if usual else ((),))
-            case InitialiseDeepSpeed(optimizer="section", settings=settings):
+            case InitializeDeepSpeed(optimizer="section", settings=settings):
                 kind = next((json.loads(s.value) for s in settings if s.path == ("optimizer", "type")), "")
                 return OptimizerOf(name=SECTIONS.get(str(kind).lower(), str(kind)), module="deepspeed", groups=((),))
             case _:

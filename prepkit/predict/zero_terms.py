@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.optimizers import State, rule_of, steps_on_device
 from prepkit.predict.prediction import Category, Label, Moment, Place, Term
 from prepkit.predict.zero_inputs import Zero
@@ -28,12 +28,12 @@ def working(size: int, what: str, label: Label = Label.BOUNDED, moment: Moment =
     return term("working buffers", size, what, label=label, moment=moment)
 
 
-def host(job: Job, *, away: bool) -> Place:
+def host(job: Inputs, *, away: bool) -> Place:
     """Where offloaded tensors are; on a CPU there is one memory."""
     return "host" if away and job.device != "cpu" else "device"
 
 
-def locked(job: Job, category: Category, size: int, what: str, *, pins: bool = True) -> Term:
+def locked(job: Inputs, category: Category, size: int, what: str, *, pins: bool = True) -> Term:
     """Bytes in host memory that are page-locked for an accelerator: torch rounds such a block up to a power of two.
 
     ``CachingHostAllocatorImpl::allocate``; on a CPU DeepSpeed locks nothing, and the number is exact.
@@ -44,7 +44,7 @@ def locked(job: Job, category: Category, size: int, what: str, *, pins: bool = T
     return term(category, found, what, host(job, away=True), label)
 
 
-def state(job: Job, zero: Zero, parts: tuple[int, ...]) -> tuple[Term, ...]:
+def state(job: Inputs, zero: Zero, parts: tuple[int, ...]) -> tuple[Term, ...]:
     """State of the float32 copies, one tensor for each of ``parts``, and their step counters."""
     rule = rule_of(job.optimizer) if job.optimizer else None
     if rule is None or job.optimizer is None:

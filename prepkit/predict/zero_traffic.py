@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepkit.predict.inputs import Job
+from prepkit.predict.inputs import Inputs
 from prepkit.predict.prediction import Collective, Label, Traffic
 from prepkit.predict.zero3 import gathered_once, part
 from prepkit.predict.zero12 import flat, parts
@@ -10,7 +10,7 @@ from prepkit.predict.zero_inputs import Zero
 from prepkit.predict.zero_terms import MASTER
 
 
-def traffic(job: Job, zero: Zero) -> tuple[Traffic, ...]:
+def traffic(job: Inputs, zero: Zero) -> tuple[Traffic, ...]:
     """Everything of some bytes: collectives, and copies between device and host."""
     sends = () if zero.ranks == 1 else _three(job, zero) if zero.stage == 3 else _low(job, zero)
     copies = () if job.device == "cpu" else _three_copies(job, zero) if zero.stage == 3 else _low_copies(job, zero)
@@ -29,7 +29,7 @@ def _copy(what: str, calls: int, size: int) -> Traffic:
     )
 
 
-def _low(job: Job, zero: Zero) -> tuple[Traffic, ...]:
+def _low(job: Inputs, zero: Zero) -> tuple[Traffic, ...]:
     """Gradients are all-reduced as shipped (deepspeed #7059): at stage 2 after every micro-batch, at stage 1 once."""
     if not job.trains or job.optimizer is None:
         return ()
@@ -56,7 +56,7 @@ def buckets(numels: list[int], limit: int) -> int:
     return calls + bool(held)
 
 
-def _three(job: Job, zero: Zero) -> tuple[Traffic, ...]:
+def _three(job: Inputs, zero: Zero) -> tuple[Traffic, ...]:
     """Small parameters are gathered once, after the step; the others for every forward, and again for its backward.
 
     Which of them stay gathered between the two follows the order in which modules run, unless all of them do.
@@ -79,7 +79,7 @@ def _three(job: Job, zero: Zero) -> tuple[Traffic, ...]:
 # --- between device and host ---------------------------------------------------------------------------------------
 
 
-def _low_copies(job: Job, zero: Zero) -> tuple[Traffic, ...]:
+def _low_copies(job: Inputs, zero: Zero) -> tuple[Traffic, ...]:
     if not zero.offload_state or not job.trains or job.optimizer is None:
         return ()
     mine, many = sum(parts(zero)), sum(map(len, zero.groups))
@@ -94,7 +94,7 @@ def _low_copies(job: Job, zero: Zero) -> tuple[Traffic, ...]:
     return (*found, _copy("whole gradients between micro-batches", many * more, inside * more))
 
 
-def _three_copies(job: Job, zero: Zero) -> tuple[Traffic, ...]:
+def _three_copies(job: Inputs, zero: Zero) -> tuple[Traffic, ...]:
     """A part that is on the host goes to the device for every gather; gradients and stepped parts go back and forth."""
     found: list[Traffic] = []
     trains = job.trains and job.optimizer is not None

@@ -161,7 +161,7 @@ def _steps(one: Shown) -> str:
         (
             text(number), tag("code", text(type(planned.step).__name__)),
             text(effect(planned.step)) + "<br>" + tag("span", text(f"because {planned.reason}"), "dim"),
-            tag("span", text(", ".join(planned.rows)), "dim"),
+            tag("span", text(", ".join(planned.behaviour_ids)), "dim"),
         )
         for number, planned in enumerate(one.plan.steps, start=1)
     ]  # fmt: skip

@@ -12,8 +12,8 @@ from attrs import evolve, frozen
 
 from prepkit.config import Config, InitWeights, LoadWeights
 from prepkit.facts import Facts, ModelFacts
-from prepkit.facts.checkpoint import CheckpointFacts, Recipe, StoredTensor
-from prepkit.resolve.checkpoint_parts import Filled, assemble
+from prepkit.facts.checkpoint import CheckpointFacts, StoredTensor, WeightConverter
+from prepkit.resolve.checkpoint_parts import AssembledTensor, assemble
 from prepkit.resolve.modules import parent
 
 
@@ -21,7 +21,7 @@ from prepkit.resolve.modules import parent
 class Match:
     """A checkpoint held against a model."""
 
-    found: tuple[Filled, ...]
+    found: tuple[AssembledTensor, ...]
     """What fills each parameter and persistent buffer; a tied one under its first name."""
     missing: tuple[str, ...]
     """Names that the checkpoint has under none of their ties."""
@@ -40,7 +40,7 @@ def match(model: ModelFacts, checkpoint: CheckpointFacts) -> Match:
     stored = _claims(checkpoint)
     tied = {group[0]: group for group in model.ties}
     wanted = [*(param.name for param in model.params), *(buffer.name for buffer in model.buffers if buffer.persistent)]
-    found: list[Filled] = []
+    found: list[AssembledTensor] = []
     twice: list[tuple[str, str]] = []
     for name in wanted:
         keys = [key for key in tied.get(name, (name,)) if key in stored]
@@ -73,7 +73,7 @@ def _claims(checkpoint: CheckpointFacts) -> dict[str, list[StoredTensor]]:
     return claims
 
 
-def _recipe(one: StoredTensor, recipes: tuple[Recipe, ...]) -> Recipe | None:
+def _recipe(one: StoredTensor, recipes: tuple[WeightConverter, ...]) -> WeightConverter | None:
     """How the tensor is made a part of another; None: it is the whole, also where a bent plan file names no recipe."""
     index = None if one.place is None else one.place.recipe
     return recipes[index] if index is not None and 0 <= index < len(recipes) else None
@@ -85,7 +85,7 @@ def _doubled(some: list[StoredTensor]) -> bool:
     return len(some) > 1 and (len(ways) > 1 or None in ways)
 
 
-def _filled(name: str, some: list[StoredTensor], recipes: tuple[Recipe, ...]) -> Filled:
+def _filled(name: str, some: list[StoredTensor], recipes: tuple[WeightConverter, ...]) -> AssembledTensor:
     """From the tensors that take the same way as the first."""
     recipe = _recipe(some[0], recipes)
     return assemble(name, [one for one in some if _recipe(one, recipes) is recipe], recipe)

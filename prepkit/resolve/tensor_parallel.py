@@ -10,26 +10,26 @@ from typing import Literal, assert_never
 
 from attrs import frozen
 
-from prepkit.config import Activation, Config, DeepSpeed, TensorFromModel, TensorParallel, TensorRow, TensorRows
+from prepkit.config import ActivationLayout, Config, DeepSpeed, TensorParallel, TPLayer, TPPlan, TPPlanFromModel
 from prepkit.facts import ClassFact, Env, ModelFacts, ParamFact
 from prepkit.resolve.mesh import axes, size_of
 from prepkit.resolve.modules import matcher, parent
-from prepkit.steps import TensorCut
+from prepkit.steps import ParallelStyle
 
 Kind = Literal["linear", "embedding", "leaf", "other"]
 Held = Literal["shard(0)", "shard(1)", "replicate"]
 """How a parameter lies on the tensor axis."""
 
 SERVED: dict[
-    str, tuple[Literal["colwise", "rowwise", "sequence", "replicate"], Activation | None, Activation | None]
+    str, tuple[Literal["colwise", "rowwise", "sequence", "replicate"], ActivationLayout | None, ActivationLayout | None]
 ] = {
     "colwise": ("colwise", None, None),
-    "colwise_rep": ("colwise", None, "whole"),
-    "colwise_gather_output": ("colwise", None, "whole"),
-    "embedding_colwise": ("colwise", None, "whole"),
+    "colwise_rep": ("colwise", None, "replicate"),
+    "colwise_gather_output": ("colwise", None, "replicate"),
+    "embedding_colwise": ("colwise", None, "replicate"),
     "rowwise": ("rowwise", None, None),
-    "rowwise_rep": ("rowwise", "whole", None),
-    "rowwise_split_input": ("rowwise", "whole", None),
+    "rowwise_rep": ("rowwise", "replicate", None),
+    "rowwise_split_input": ("rowwise", "replicate", None),
     "embedding_rowwise": ("rowwise", None, None),
     "sequence_parallel": ("sequence", None, None),
     "replicated_with_grad_allreduce": ("replicate", "heads", "heads"),
@@ -61,15 +61,15 @@ def is_cut(cfg: Config, model: ModelFacts, env: Env) -> bool:
     return degree(cfg, env) > 1
 
 
-def rows(cfg: Config, model: ModelFacts) -> tuple[TensorRow, ...]:
+def rows(cfg: Config, model: ModelFacts) -> tuple[TPLayer, ...]:
     """The rows that the config means; rows of the model in a style that torch does not serve are left out."""
-    match cfg.tensor:
-        case TensorRows(rows=given):
+    match cfg.tp_plan:
+        case TPPlan(layers=given):
             return given
-        case TensorFromModel():
-            return tuple(TensorRow(path, *SERVED[style]) for path, style in model.tensor_plan if style in SERVED)
+        case TPPlanFromModel():
+            return tuple(TPLayer(path, *SERVED[style]) for path, style in model.tensor_plan if style in SERVED)
         case _:
-            assert_never(cfg.tensor)
+            assert_never(cfg.tp_plan)
 
 
 def kind(path: str, cls: ClassFact, parents: frozenset[str]) -> Kind:
@@ -88,7 +88,7 @@ class Cut:
 
     path: str
     kind: Kind
-    row: TensorRow
+    row: TPLayer
 
 
 def cut_modules(cfg: Config, model: ModelFacts) -> tuple[Cut, ...]:
@@ -133,39 +133,39 @@ def cut_sizes(cfg: Config, model: ModelFacts) -> Iterator[tuple[ParamFact, int]]
             yield param, dim
 
 
-def attention_rows(cfg: Config, model: ModelFacts) -> tuple[TensorRow, ...]:
+def attention_rows(cfg: Config, model: ModelFacts) -> tuple[TPLayer, ...]:
     """Rows that cut the outputs of a linear layer inside a module whose class calls itself an attention."""
     classes = {module.path: model.classes[module.cls].name for module in model.modules}
     found = (
         cut.row
         for cut in cut_modules(cfg, model)
         if cut.row.style == "colwise"
-        and cut.row.gives in (None, "features")
+        and cut.row.output_layout in (None, "features")
         and cut.kind == "linear"
         and "attention" in classes.get(parent(cut.path), "").lower()
     )
     return tuple(dict.fromkeys(found))
 
 
-def step_cuts(cfg: Config, model: ModelFacts) -> tuple[TensorCut, ...]:
+def step_cuts(cfg: Config, model: ModelFacts) -> tuple[ParallelStyle, ...]:
     """The rows as the step wants them: with paths for patterns, and every layout said."""
-    grouped: dict[tuple[TensorRow, Kind], list[str]] = {}
+    grouped: dict[tuple[TPLayer, Kind], list[str]] = {}
     for cut in cut_modules(cfg, model):
         grouped.setdefault((cut.row, cut.kind), []).append(cut.path)
     return tuple(
-        TensorCut(paths=tuple(paths), style=row.style, takes=_takes(row, what), gives=_gives(row))
+        ParallelStyle(paths=tuple(paths), style=row.style, input_layout=_takes(row, what), output_layout=_gives(row))
         for (row, what), paths in grouped.items()
     )
 
 
-def _takes(row: TensorRow, what: Kind) -> Activation:
-    if row.takes is not None:
-        return row.takes
+def _takes(row: TPLayer, what: Kind) -> ActivationLayout:
+    if row.input_layout is not None:
+        return row.input_layout
     if row.style == "sequence":
         return "sequence"
-    return "features" if row.style == "rowwise" and what == "linear" else "whole"
+    return "features" if row.style == "rowwise" and what == "linear" else "replicate"
 
 
-def _gives(row: TensorRow) -> Activation:
-    usual: dict[str, Activation] = {"colwise": "features", "sequence": "sequence"}
-    return row.gives or usual.get(row.style, "whole")
+def _gives(row: TPLayer) -> ActivationLayout:
+    usual: dict[str, ActivationLayout] = {"colwise": "features", "sequence": "sequence"}
+    return row.output_layout or usual.get(row.style, "replicate")

@@ -8,7 +8,7 @@ from math import gcd
 
 from attrs import evolve
 
-from prepkit.config import FSDP2, Config, TensorFromModel, TensorParallel, TensorRows
+from prepkit.config import FSDP2, Config, TensorParallel, TPPlan, TPPlanFromModel
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, did_you_mean, some
@@ -29,7 +29,7 @@ from prepkit.resolve.tensor_parallel import (
 )
 from prepkit.rules.rule import Hit, Rule
 
-_EXAMPLE = 'TensorRows((TensorRow("layers.*.up", "colwise"), TensorRow("layers.*.down", "rowwise")))'
+_EXAMPLE = 'TPPlan((TPLayer("layers.*.up", "colwise"), TPLayer("layers.*.down", "rowwise")))'
 _WORDS = frozenset({"foreach", "fused"})
 
 
@@ -40,13 +40,13 @@ def _cut(cfg: Config, facts: Facts) -> bool:
 def _no_plan(cfg: Config, facts: Facts) -> Iterator[Hit]:
     if _cut(cfg, facts) and not rows(cfg, facts.model):
         what = (
-            "config.tensor has no rows" if isinstance(cfg.tensor, TensorRows) else "The model brings no plan of its own"
+            "config.tp_plan has no rows" if isinstance(cfg.tp_plan, TPPlan) else "The model brings no plan of its own"
         )
-        yield Hit("config.tensor", f"{what}, and {degree(cfg, facts.env)} tensor ranks would all compute the same.")
+        yield Hit("config.tp_plan", f"{what}, and {degree(cfg, facts.env)} tensor ranks would all compute the same.")
 
 
 def _style(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not _cut(cfg, facts) or not isinstance(cfg.tensor, TensorFromModel):
+    if not _cut(cfg, facts) or not isinstance(cfg.tp_plan, TPPlanFromModel):
         return
     for pattern, style in facts.model.tensor_plan:
         if style not in SERVED and style not in UNTOUCHED:
@@ -54,13 +54,13 @@ def _style(cfg: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _pattern(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not _cut(cfg, facts) or not isinstance(cfg.tensor, TensorRows):
+    if not _cut(cfg, facts) or not isinstance(cfg.tp_plan, TPPlan):
         return
     paths = [module.path for module in facts.model.modules if module.path]
-    for index, row in enumerate(cfg.tensor.rows):
+    for index, row in enumerate(cfg.tp_plan.layers):
         if not any(map(matcher((row.pattern,)), paths)):
             fix = f"Write the path of a module, with * for one segment.{did_you_mean(row.pattern, paths)}"
-            yield Hit(f"config.tensor.rows[{index}]", f"`{row.pattern}` is the path of no module.", fix)
+            yield Hit(f"config.tp_plan.layers[{index}]", f"`{row.pattern}` is the path of no module.", fix)
 
 
 def _layer(cfg: Config, facts: Facts) -> Iterator[Hit]:
@@ -160,7 +160,7 @@ def _ties(cfg: Config, facts: Facts) -> Iterator[Hit]:
     how = held(cfg, facts.model)
     here = {module.path for module in facts.model.modules}
     for group in facts.model.ties:
-        lies = {name: how.get(name, "whole") for name in group if parent(name) in here}
+        lies = {name: how.get(name, "replicate") for name in group if parent(name) in here}
         if len(set(lies.values())) > 1:
             said = ", ".join(f"`{name}` is {word}" for name, word in lies.items())
             yield Hit(at(group[0]), f"One parameter, but {said}: cut so, it would become several.")
@@ -191,14 +191,14 @@ def _mixed(cfg: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _unread(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.tensor, TensorRows) and not _cut(cfg, facts):
+    if isinstance(cfg.tp_plan, TPPlan) and not _cut(cfg, facts):
         arrives = isinstance(cfg.engine, TensorParallel)
         why = "the model arrives cut already" if arrives else "the mesh has no tensor axis"
-        yield Hit("config.tensor", f"{count(len(cfg.tensor.rows), 'row')} without effect: {why}.")
+        yield Hit("config.tp_plan", f"{count(len(cfg.tp_plan.layers), 'row')} without effect: {why}.")
 
 
 def _from_model(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, tensor=TensorFromModel())
+    return evolve(cfg, tp_plan=TPPlanFromModel())
 
 
 RULES: tuple[Rule, ...] = (
@@ -206,7 +206,7 @@ RULES: tuple[Rule, ...] = (
         id="tensor.no-plan",
         summary="Where there is a tensor axis there is a layer to cut.",
         check=_no_plan,
-        fix=f"Write tensor={_EXAMPLE} with the paths of your model.",
+        fix=f"Write tp_plan={_EXAMPLE} with the paths of your model.",
         overridable=False,
         source=("TP-1", "X-1"),
     ),
@@ -214,12 +214,12 @@ RULES: tuple[Rule, ...] = (
         id="tensor.style-unknown",
         summary="Every style in the model's own plan is one of torch's.",
         check=_style,
-        fix="Write tensor=TensorRows(...) with the rows of the plan that you want; what they leave out stays whole.",
+        fix="Write tp_plan=TPPlan(...) with the rows of the plan that you want; what they leave out stays whole.",
         source=("X-1", "G-33", "SS-6"),
     ),
     Rule(
         id="tensor.pattern-not-found",
-        summary="Every row of config.tensor names a module.",
+        summary="Every row of config.tp_plan names a module.",
         check=_pattern,
         fix="Write the path of a module.",
         source=("torch parallelize_module",),
@@ -278,7 +278,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="tensor.not-read",
-        summary="Rows in config.tensor come with a tensor axis.",
+        summary="Rows in config.tp_plan come with a tensor axis.",
         check=_unread,
         fix="Write mesh=Mesh(tensor=...) or engine=TensorParallel(), or leave tensor out.",
         severity=Severity.WARNING,

@@ -10,7 +10,7 @@ from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, near, some
 from prepkit.resolve.checkpoint import asked, match, unreadable
-from prepkit.resolve.checkpoint_parts import Filled, lacking, unmatched
+from prepkit.resolve.checkpoint_parts import AssembledTensor, lacking, unmatched
 from prepkit.rules.rule import Hit, Rule
 
 _CASTS = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -122,7 +122,7 @@ def _parts(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("model", f"The parts of {count(len(wrong) - 5, 'more tensor')} do not make it up.")
 
 
-def _why(made: Filled, shape: tuple[int, ...]) -> str:
+def _why(made: AssembledTensor, shape: tuple[int, ...]) -> str:
     """Why the parts are not the model's tensor, with the keys that are not there."""
     if made.wrong or made.shape == shape:
         return made.wrong

@@ -6,8 +6,9 @@ symbolic (``LocalDevice``) and bound in the handler; modules and parameters are 
 
 from __future__ import annotations
 
-from prepkit.steps.ddp import Communication, ConvertSyncBatchNorm, PowerSGDOptions, WrapDDP
-from prepkit.steps.deepspeed import ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules, Setting
+from prepkit.steps.common import Axis, File, LocalDevice
+from prepkit.steps.ddp import ConvertSyncBatchNorm, DDPCommHook, PowerSGDOptions, WrapDDP
+from prepkit.steps.deepspeed import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules, Setting
 from prepkit.steps.fp8 import (
     AutocastFP8Forward,
     ConvertFP8Linears,
@@ -33,19 +34,18 @@ from prepkit.steps.optimizer import (
     RebindOptimizer,
     ReleaseOptimizer,
 )
-from prepkit.steps.places import Axis, File, LocalDevice
-from prepkit.steps.start import Agree, BuildMesh, StartProcessGroup
-from prepkit.steps.tensor_parallel import ParallelizeModules, TensorCut
+from prepkit.steps.process_group import Agree, BuildMesh, StartProcessGroup
+from prepkit.steps.tensor_parallel import ParallelizeModules, ParallelStyle
 from prepkit.steps.weights import (
     AllocateTensors,
-    Block,
     CheckFiles,
-    InitialiseTensors,
+    Chunk,
+    FileSlice,
+    InitializeTensors,
     ReadTensors,
     SendTensors,
-    Sent,
-    SetTensorsAside,
-    Source,
+    StashTensors,
+    Transfer,
 )
 from prepkit.steps.xla import MoveToXLA, ReduceXLAGradients
 
@@ -79,11 +79,11 @@ Step = (
     | CastForward
     | MarkLeafModules
     | ConvertOptimizer
-    | InitialiseDeepSpeed
+    | InitializeDeepSpeed
     | CheckFiles
     | AllocateTensors
-    | InitialiseTensors
+    | InitializeTensors
     | ReadTensors
-    | SetTensorsAside
+    | StashTensors
     | SendTensors
 )

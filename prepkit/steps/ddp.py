@@ -6,7 +6,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from prepkit.steps.places import LocalDevice
+from prepkit.steps.common import LocalDevice
 
 
 @frozen(kw_only=True)
@@ -31,7 +31,7 @@ class PowerSGDOptions:
 
 
 @frozen(kw_only=True)
-class Communication:
+class DDPCommHook:
     """A communication hook of torch by name; one with options gets a state made from them."""
 
     hook: Literal["fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook"]
@@ -50,5 +50,5 @@ class WrapDDP:
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     static_graph: bool
-    hook: Communication | None = None
+    hook: DDPCommHook | None = None
     """Registered on the wrapper; None: gradients are reduced as they are."""

@@ -37,7 +37,7 @@ class Setting:
 
 
 @frozen(kw_only=True)
-class InitialiseDeepSpeed:
+class InitializeDeepSpeed:
     """Hands model, optimizer and scheduler to ``deepspeed.initialize`` with this config, whole as it stands here.
 
     MS-AMP's own ``initialize`` replaces the Linears and the optimizer as well, then does the same (behaviour DS-1).

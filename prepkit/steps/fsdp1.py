@@ -6,7 +6,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from prepkit.steps.places import LocalDevice
+from prepkit.steps.common import LocalDevice
 
 
 @frozen(kw_only=True)

@@ -22,7 +22,7 @@ class ShardUnits:
 
     Has no way back: the model has to be built again if a later step fails.
     Fails if a unit is already sharded, a container without forward, or holds a scalar parameter.
-    Where the units ``stand`` already nothing is changed: it fails if the model has others.
+    Where the model is ``already_sharded`` nothing is changed: it fails if the model has others.
     """
 
     units: tuple[Unit, ...]
@@ -36,5 +36,5 @@ class ShardUnits:
     """Axes of the mesh to shard over; empty: all of them."""
     ignored: tuple[str, ...] = ()
     """Frozen parameters that stay whole on every rank, on the mesh's device; neither cast nor gathered."""
-    stand: bool = False
+    already_sharded: bool = False
     """Whether the model arrives with these units."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from prepkit.steps.places import LocalDevice
+from prepkit.steps.common import LocalDevice
 
 
 @frozen(kw_only=True)

@@ -8,14 +8,14 @@ from attrs import frozen
 
 
 @frozen(kw_only=True)
-class TensorCut:
+class ParallelStyle:
     """Modules that are cut alike."""
 
     paths: tuple[str, ...]
     style: Literal["colwise", "rowwise", "sequence", "replicate"]
-    takes: Literal["whole", "features", "heads", "sequence"]
+    input_layout: Literal["replicate", "features", "heads", "sequence"]
     """How the input arrives on the ranks of the axis."""
-    gives: Literal["whole", "features", "heads", "sequence"]
+    output_layout: Literal["replicate", "features", "heads", "sequence"]
     """How the output leaves."""
 
 
@@ -27,5 +27,5 @@ class ParallelizeModules:
     Fails if a module is of another kind, cut already or holds a gradient, or if the ranks hold different weights.
     """
 
-    cuts: tuple[TensorCut, ...]
+    styles: tuple[ParallelStyle, ...]
     axis: str

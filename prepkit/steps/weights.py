@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from prepkit.steps.places import Axis, File, LocalDevice
+from prepkit.steps.common import Axis, File, LocalDevice
 
 
 @frozen(kw_only=True)
-class Block:
-    """A part of a tensor: a range of every dim."""
+class Chunk:
+    """A part of a tensor: a range of every dim (as DCP's ``ChunkStorageMetadata``)."""
 
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @frozen(kw_only=True)
-class Source:
+class FileSlice:
     """Where the values of one parameter or buffer, or of a block of it, lie, and how it is split.
 
     Which bytes a rank reads: ``reads``.
@@ -35,12 +35,12 @@ class Source:
     """Of the whole parameter or buffer."""
     placements: tuple[str, ...] = ()
     """One per mesh axis, as in ``ParamLayout``; empty: every rank holds the whole."""
-    block: Block | None = None
+    chunk: Chunk | None = None
     """What of the whole lies here, in row-major order; None: all of it."""
 
 
 @frozen(kw_only=True)
-class Sent:
+class Transfer:
     """One parameter or buffer that travels from rank 0, and how it is split there. Which way: ``routes``."""
 
     name: str
@@ -74,7 +74,7 @@ class AllocateTensors:
 
 
 @frozen(kw_only=True)
-class InitialiseTensors:
+class InitializeTensors:
     """Runs the ``reset_parameters`` and ``_init_weights`` of the modules, unit by unit, on whole tensors.
 
     Each rank keeps its part. Takes parameters as they are named, buffers only where they were on meta.
@@ -96,13 +96,13 @@ class ReadTensors:
     """
 
     files: tuple[File, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[FileSlice, ...]
     axes: tuple[Axis, ...]
     """Axes of the device mesh; empty without one."""
 
 
 @frozen(kw_only=True)
-class SetTensorsAside:
+class StashTensors:
     """Puts every parameter on meta, each object staying itself, and keeps what values it had on the host.
 
     So a model that has values on rank 0 alone is cut and sharded alike everywhere. Buffers stay as they are. Fails on
@@ -124,6 +124,6 @@ class SendTensors:
     fails.
     """
 
-    tensors: tuple[Sent, ...]
+    tensors: tuple[Transfer, ...]
     axes: tuple[Axis, ...]
     """Axes of the device mesh; empty without one."""

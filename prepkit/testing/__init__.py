@@ -7,7 +7,7 @@ pairs without an error, by construction: facts first, then a config that suits t
     def test_my_rule_is_silent_on_legal_pairs(pair):
         assert not [finding for finding in check(*pair, rules=(MY_RULE,)) if finding.severity is Severity.ERROR]
 
-For each rule ``PROVOKE`` has a pair on which it fires; ``tiny_model`` and its friends make such pairs by hand.
+For each rule ``COUNTEREXAMPLES`` has a pair on which it fires; ``tiny_model`` and its friends make such pairs by hand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from prepkit.rules.mesh import nearest
 from prepkit.rules.precision import SCALED
 from prepkit.rules.ties import apart
 from prepkit.rules.weights import RULES as WEIGHTS
-from prepkit.testing.counterexamples import PROVOKE as _PROVOKE
+from prepkit.testing.counterexamples import COUNTEREXAMPLES as _COUNTEREXAMPLES
 from prepkit.testing.strategies.configs import (
     DTYPES,
     bf16s,
@@ -54,7 +54,7 @@ from prepkit.testing.strategies.sharded import can_arrive, sharded_for
 from prepkit.testing.tiny import marked, tiny_facts, tiny_loader, tiny_model, tiny_optimizer
 
 __all__ = [
-    "PROVOKE",
+    "COUNTEREXAMPLES",
     "configs",
     "facts",
     "fitting",
@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 _ORDER = {rule.id: place for place, rule in enumerate(RULES)}
-PROVOKE = dict(sorted(_PROVOKE.items(), key=lambda item: _ORDER.get(item[0], -1)))
+COUNTEREXAMPLES = dict(sorted(_COUNTEREXAMPLES.items(), key=lambda item: _ORDER.get(item[0], -1)))
 """Rule id to a pair on which the rule fires, in the order of the rules."""
 
 _OFTEN = st.sampled_from((True, True, True, False))
@@ -121,7 +121,7 @@ def fitting(draw: st.DrawFn, seen: Facts, *, float8: bool = False, zero: bool = 
     cfg = Config(
         engine=engine,
         mesh=mesh,
-        tensor=draw(_tensor(seen.model, parts, asked=kind is c.TensorParallel or parts > 1)),
+        tp_plan=draw(_tensor(seen.model, parts, asked=kind is c.TensorParallel or parts > 1)),
         precision=precision,
         compile=draw(st.just(c.NoCompile()) if gone(engine) else _compile(seen.env, blocks, engine)),
         checkpointing=draw(checkpointings(st.sampled_from(blocks)) if blocks else st.just(c.NoCheckpointing())),
@@ -232,7 +232,7 @@ def _engine(kind: type[c.Engine], seen: Facts, mesh: Mesh | None, device: str) -
     return fsdp2s(st.sampled_from(wraps), st.sampled_from([True, False, *factors]))
 
 
-def _tensor(model: ModelFacts, parts: int, *, asked: bool) -> SearchStrategy[c.TensorPlan]:
+def _tensor(model: ModelFacts, parts: int, *, asked: bool) -> SearchStrategy[c.TensorParallelPlan]:
     """Plans that suit so many tensor ranks: whole layers suit any number, cut ones what divides their sizes."""
     plain = tensor_rows(("norm",), ("sequence", "replicate"))
     mlp = next((p.shape for p in model.params if p.name == "layers.0.mlp.weight"), (1, 1))
@@ -244,7 +244,7 @@ def _tensor(model: ModelFacts, parts: int, *, asked: bool) -> SearchStrategy[c.T
     return (
         plain
         | (cut if "layers.0.mlp" in {m.path for m in model.modules} else plain)
-        | (st.just(c.TensorFromModel()) if own or not asked else plain)
+        | (st.just(c.TPPlanFromModel()) if own or not asked else plain)
     )
 
 

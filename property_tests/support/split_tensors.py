@@ -9,10 +9,10 @@ from attrs import frozen
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prepkit.facts.checkpoint import Place, Recipe, StoredTensor
+from prepkit.facts.checkpoint import KeyMapping, StoredTensor, WeightConverter
 from prepkit.plan.layout import coordinate
 from prepkit.resolve.checkpoint_parts import assemble
-from prepkit.steps import Axis, Source
+from prepkit.steps import Axis, FileSlice
 
 
 @frozen
@@ -23,15 +23,15 @@ class InParts:
     """As ``torch.stack`` and ``torch.cat`` make it; every element is another number."""
     stored: tuple[StoredTensor, ...]
     """In no order."""
-    recipe: Recipe | None
+    recipe: WeightConverter | None
     data: bytes
 
-    def sources(self, placements: tuple[str, ...]) -> tuple[Source, ...]:
+    def sources(self, placements: tuple[str, ...]) -> tuple[FileSlice, ...]:
         """As the planner writes them."""
         made = assemble("w", self.stored, self.recipe)
         assert not made.wrong, made.wrong
         return tuple(
-            Source(
+            FileSlice(
                 name="w",
                 key=one.key,
                 file=0,
@@ -39,7 +39,7 @@ class InParts:
                 dtype=one.dtype,
                 shape=made.shape,
                 placements=placements,
-                block=block,
+                chunk=block,
             )
             for one, block in zip(made.stored, made.blocks, strict=True)
         )
@@ -70,14 +70,14 @@ def in_parts(draw: st.DrawFn) -> InParts:
 def _written(draw: st.DrawFn, slabs: list[list[Tensor]] | list[Tensor], stack: int | None, join: int | None) -> InParts:
     """The tensors in drawn places of a file, with bytes between them that are nobody's."""
     slabs = [[one] if isinstance(one, Tensor) else one for one in slabs]
-    recipe = Recipe(sources=tuple(f"experts.*.w{n}" for n in range(len(slabs))), stack=stack, join=join)
+    recipe = WeightConverter(sources=tuple(f"experts.*.w{n}" for n in range(len(slabs))), stack=stack, join=join)
     stacked = [torch.stack(slab, stack) if stack is not None else slab[0] for slab in slabs]
     places = [(source, number, one) for source, slab in enumerate(slabs) for number, one in enumerate(slab)]
     data, stored = b"", []
     for source, number, one in draw(st.permutations(places)):
         data += bytes(draw(st.integers(0, 3)))
         plain = stack is None and join is None
-        place = None if plain else Place(name="w", recipe=0, source=source, number=number)
+        place = None if plain else KeyMapping(name="w", recipe=0, source=source, number=number)
         raw = one.contiguous().numpy().tobytes()
         key = "w" if plain else f"experts.{number}.w{source}"
         stored.append(
@@ -93,7 +93,7 @@ def _written(draw: st.DrawFn, slabs: list[list[Tensor]] | list[Tensor], stack: i
 @st.composite
 def cuts(draw: st.DrawFn, dims: int) -> tuple[tuple[str, ...], tuple[Axis, ...]]:
     """Placements and axes for a tensor of so many dims: copies, shards of any dim, and dims cut twice."""
-    words = ["replicate", "copy", *(f"{kind}({dim})" for dim in range(dims) for kind in ("shard", "strided"))]
+    words = ["replicate", "off-mesh", *(f"{kind}({dim})" for dim in range(dims) for kind in ("shard", "strided"))]
     sizes = draw(st.lists(st.integers(1, 5), max_size=2))
     placements = tuple(draw(st.sampled_from(words)) for _ in sizes)
     return placements, tuple(Axis(name=f"axis{index}", size=size) for index, size in enumerate(sizes))
@@ -103,7 +103,7 @@ def part_of(whole: Tensor, placements: tuple[str, ...], axes: tuple[Axis, ...], 
     """What a rank holds, by ``torch.chunk``: strided axes cut last."""
     steps = list(zip(placements, axes, coordinate(rank, axes), strict=True))
     for placement, axis, index in sorted(steps, key=lambda step: step[0].startswith("strided")):
-        if placement not in ("replicate", "copy"):
+        if placement not in ("replicate", "off-mesh"):
             dim = int(placement[-2])
             chunks = whole.chunk(axis.size, dim)
             whole = chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)

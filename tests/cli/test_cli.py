@@ -252,7 +252,7 @@ def test_rules_lists_all_and_tells_all_about_one() -> None:
     listed = run("rules").stdout.splitlines()
     one = run("rules", "mesh.not-world-size")
     assert (one.exit_code, one.stdout.splitlines()[0]) == (0, "error mesh.not-world-size")
-    assert "PROVOKE['mesh.not-world-size']" in one.stdout
+    assert "COUNTEREXAMPLES['mesh.not-world-size']" in one.stdout
     data = json.loads(run("rules", "--json").stdout)["rules"]
     assert [line.split()[0] for line in listed] == [rule["id"] for rule in data]
     [about] = json.loads(run("rules", "mesh.not-world-size", "--json").stdout)["rules"]

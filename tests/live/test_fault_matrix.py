@@ -8,12 +8,12 @@ import pytest
 
 from prepkit.config import Engine
 from prepkit.live.handlers import HANDLERS
-from prepkit.steps import ConvertOptimizer, InitialiseTensors, ReadTensors, SendTensors
+from prepkit.steps import ConvertOptimizer, InitializeTensors, ReadTensors, SendTensors
 from tests.support.fault_matrix import CLEAN, ENGINES, Outcome, all_outcomes, case, table
 
 NO_WAY_BACK = {kind.__name__ for kind, handler in HANDLERS.items() if handler.undo is None}
 
-WRITES = {kind.__name__ for kind in (InitialiseTensors, ReadTensors, SendTensors)}
+WRITES = {kind.__name__ for kind in (InitializeTensors, ReadTensors, SendTensors)}
 """What they write over is lost, and told."""
 ELSEWHERE = {ConvertOptimizer: "DeepSpeed would have to compile what this one puts in place"}
 """Step kinds that no row of the matrix holds, and why."""
@@ -43,6 +43,6 @@ def unclean(outcome: Outcome) -> Outcome:
 
 
 def test_a_wrong_claim_is_dishonest_and_stands_in_the_table() -> None:
-    wrong = unclean(Outcome("Single", "MoveModel", "torch_core:41", CLEAN, ()))
+    wrong = unclean(Outcome("Single", "MoveModel", "model:41", CLEAN, ()))
     assert not wrong.honest
-    assert table([wrong]).splitlines()[1].endswith("  1 x DISHONEST at torch_core:41: parameters")
+    assert table([wrong]).splitlines()[1].endswith("  1 x DISHONEST at model:41: parameters")

@@ -12,23 +12,23 @@ from prepkit.plan import broadcast
 from prepkit.plan.broadcast import ROOT, TINY, box, bytes_sent, goes_whole, legs, origin
 from prepkit.plan.byte_ranges import Part, parts
 from prepkit.plan.dtypes import itemsize
-from prepkit.steps import Axis, Sent
+from prepkit.steps import Axis, Transfer
 
-CUTS = ("replicate", "copy", "shard(0)", "shard(1)", "shard(2)", "strided(0)")
+CUTS = ("replicate", "off-mesh", "shard(0)", "shard(1)", "shard(2)", "strided(0)")
 
 
 @st.composite
-def travels(draw: st.DrawFn, longest: int = 9) -> tuple[Sent, tuple[Axis, ...]]:
+def travels(draw: st.DrawFn, longest: int = 9) -> tuple[Transfer, tuple[Axis, ...]]:
     """A tensor of up to three dims, some empty, on a mesh of up to three axes, cut along dims that it has."""
     shape = tuple(draw(st.lists(st.integers(0, longest), max_size=3)))
     axes = tuple(Axis(name=f"axis {place}", size=draw(st.integers(1, 5))) for place in range(draw(st.integers(0, 3))))
     able = [cut for cut in CUTS if "(" not in cut or int(cut[-2]) < len(shape)]
     placements = tuple(draw(st.sampled_from(able)) for _ in axes) if draw(st.booleans()) else ()
     dtype = draw(st.sampled_from(("float32", "bfloat16", "int64", "bool", "complex64")))
-    return Sent(name="w", dtype=dtype, shape=shape, placements=placements), axes
+    return Transfer(name="w", dtype=dtype, shape=shape, placements=placements), axes
 
 
-def keepers(one: Sent, axes: tuple[Axis, ...]) -> dict[int, tuple[Part, ...]]:
+def keepers(one: Transfer, axes: tuple[Axis, ...]) -> dict[int, tuple[Part, ...]]:
     """Rank to what it is to get, of those that get anything."""
     whole = tuple(Part(start=0, size=size) for size in one.shape or (1,))
     all_get = whole if goes_whole(one, axes) else None
@@ -38,7 +38,7 @@ def keepers(one: Sent, axes: tuple[Axis, ...]) -> dict[int, tuple[Part, ...]]:
 
 @given(travels())
 def test_every_rank_gets_exactly_its_part_and_gets_it_once_from_one_that_has_it(
-    travel: tuple[Sent, tuple[Axis, ...]],
+    travel: tuple[Transfer, tuple[Axis, ...]],
 ) -> None:
     one, axes = travel
     kept = keepers(one, axes)
@@ -56,7 +56,9 @@ def test_every_rank_gets_exactly_its_part_and_gets_it_once_from_one_that_has_it(
 
 
 @given(travels())
-def test_a_part_leaves_rank_0_once_however_many_keep_it_but_for_its_own(travel: tuple[Sent, tuple[Axis, ...]]) -> None:
+def test_a_part_leaves_rank_0_once_however_many_keep_it_but_for_its_own(
+    travel: tuple[Transfer, tuple[Axis, ...]],
+) -> None:
     one, axes = travel
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(broadcast, "TINY", 0)
@@ -73,7 +75,7 @@ def test_a_part_leaves_rank_0_once_however_many_keep_it_but_for_its_own(travel: 
 
 
 @given(travels(longest=200))
-def test_what_is_whole_or_in_tiny_parts_goes_whole_and_nothing_else(travel: tuple[Sent, tuple[Axis, ...]]) -> None:
+def test_what_is_whole_or_in_tiny_parts_goes_whole_and_nothing_else(travel: tuple[Transfer, tuple[Axis, ...]]) -> None:
     one, axes = travel
     size = prod(one.shape) * itemsize(one.dtype)
     cut, world = broadcast.grid(one, axes).pieces, prod(axis.size for axis in axes)
@@ -86,10 +88,10 @@ def test_what_is_whole_or_in_tiny_parts_goes_whole_and_nothing_else(travel: tupl
 
 def test_of_a_sharded_model_rank_0_sends_all_but_its_own_and_of_copies_of_shards_little_more() -> None:
     shards = (Axis(name="shard", size=512),)
-    one = Sent(name="w", dtype="bfloat16", shape=(8192, 8192), placements=("shard(0)",))
+    one = Transfer(name="w", dtype="bfloat16", shape=(8192, 8192), placements=("shard(0)",))
     whole = 8192 * 8192 * 2
     assert bytes_sent(one, shards) == whole * 511 // 512
     copies = (Axis(name="replicate", size=8), Axis(name="shard", size=64))
-    both = Sent(name="w", dtype="bfloat16", shape=(8192, 8192), placements=("replicate", "shard(0)"))
+    both = Transfer(name="w", dtype="bfloat16", shape=(8192, 8192), placements=("replicate", "shard(0)"))
     assert bytes_sent(both, copies) == whole * (63 + 3) // 64
-    assert bytes_sent(Sent(name="w", dtype="bfloat16", shape=(8192, 8192)), copies) == whole * 9
+    assert bytes_sent(Transfer(name="w", dtype="bfloat16", shape=(8192, 8192)), copies) == whole * 9

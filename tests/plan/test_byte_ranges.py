@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from prepkit.live.safetensors_header import Header, HeaderError, parse_header
 from prepkit.plan.byte_ranges import ranges
 from prepkit.plan.layout import ParamLayout, Placement, local_shape
-from prepkit.steps import Axis, Source
+from prepkit.steps import Axis, FileSlice
 
 GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},
@@ -70,23 +70,27 @@ def test_any_bytes_are_a_header_or_are_refused(data: bytes) -> None:
 
 
 @st.composite
-def split(draw: st.DrawFn) -> tuple[Source, tuple[Axis, ...]]:
+def split(draw: st.DrawFn) -> tuple[FileSlice, tuple[Axis, ...]]:
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
     sizes = draw(st.lists(st.integers(1, 5), max_size=2))
-    options = ["replicate", "copy", *(f"{kind}({dim})" for dim in range(len(shape)) for kind in ("shard", "strided"))]
+    options = [
+        "replicate",
+        "off-mesh",
+        *(f"{kind}({dim})" for dim in range(len(shape)) for kind in ("shard", "strided")),
+    ]
     placements = tuple(draw(st.sampled_from(options)) for _ in sizes)
     dtype = draw(st.sampled_from(["uint8", "bfloat16", "float32"]))
-    source = Source(
+    source = FileSlice(
         name="w", key="w", file=0, start=draw(st.integers(0, 99)), dtype=dtype, shape=shape, placements=placements
     )
     return source, tuple(Axis(name=f"axis{index}", size=size) for index, size in enumerate(sizes))
 
 
 @given(split())
-def test_the_ranks_read_every_byte_as_often_as_there_are_copies(case: tuple[Source, tuple[Axis, ...]]) -> None:
+def test_the_ranks_read_every_byte_as_often_as_there_are_copies(case: tuple[FileSlice, tuple[Axis, ...]]) -> None:
     source, axes = case
     item = {"uint8": 1, "bfloat16": 2, "float32": 4}[source.dtype]
-    copies = prod(a.size for a, p in zip(axes, source.placements, strict=True) if p in ("replicate", "copy"))
+    copies = prod(a.size for a, p in zip(axes, source.placements, strict=True) if p in ("replicate", "off-mesh"))
     read = [0] * (prod(source.shape) * item)
     for rank in range(prod(axis.size for axis in axes)):
         last = source.start
@@ -100,13 +104,15 @@ def test_the_ranks_read_every_byte_as_often_as_there_are_copies(case: tuple[Sour
 
 
 WORDS = get_args(Placement)
-PLANNED = {(), *((word,) for word in WORDS if word != "strided(0)"), *product(("replicate", "copy"), WORDS[:3])}
-PLANNED |= {("shard(0)", "shard(1)"), ("shard(0)", "replicate"), ("shard(0)", "copy"), ("strided(0)", "shard(0)")}
+PLANNED = {(), *((word,) for word in WORDS if word != "strided(0)"), *product(("replicate", "off-mesh"), WORDS[:3])}
+PLANNED |= {("shard(0)", "shard(1)"), ("shard(0)", "replicate"), ("shard(0)", "off-mesh"), ("strided(0)", "shard(0)")}
 """What plans hold; other combinations are cut in an order of their own."""
 
 
 @given(split(), st.data())
-def test_a_rank_reads_as_many_bytes_as_its_part_has(case: tuple[Source, tuple[Axis, ...]], data: st.DataObject) -> None:
+def test_a_rank_reads_as_many_bytes_as_its_part_has(
+    case: tuple[FileSlice, tuple[Axis, ...]], data: st.DataObject
+) -> None:
     source, axes = case
     if source.placements not in PLANNED:
         return

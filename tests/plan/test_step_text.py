@@ -14,12 +14,11 @@ from prepkit.steps import (
     AutocastForward,
     AutocastFP8Forward,
     Axis,
-    Block,
     BuildMesh,
     CastForward,
     CheckFiles,
     CheckpointModules,
-    Communication,
+    Chunk,
     CompileModules,
     ConvertFP8Linears,
     ConvertOptimizer,
@@ -27,17 +26,20 @@ from prepkit.steps import (
     ConvertTransformerEngine,
     CreateGradScaler,
     CreateOptimizer,
+    DDPCommHook,
     File,
+    FileSlice,
     FlatUnit,
-    InitialiseDeepSpeed,
-    InitialiseTensors,
+    InitializeDeepSpeed,
     InitializeMSAMP,
+    InitializeTensors,
     LocalDevice,
     MarkLeafModules,
     MoveModel,
     MoveToXLA,
     OptimizerOption,
     ParallelizeModules,
+    ParallelStyle,
     PowerSGDOptions,
     PrecomputeFloat8Scales,
     ReadTensors,
@@ -46,15 +48,13 @@ from prepkit.steps import (
     RegroupOptimizer,
     ReleaseOptimizer,
     SendTensors,
-    Sent,
-    SetTensorsAside,
     Setting,
     ShardLoader,
     ShardUnits,
-    Source,
     StartProcessGroup,
+    StashTensors,
     Step,
-    TensorCut,
+    Transfer,
     Unit,
     UpcastParameters,
     WrapDDP,
@@ -73,7 +73,7 @@ POWERSGD = PowerSGDOptions(
 )
 SLOTS = (("a.weight", ""), ("a.bias",))
 FILE = File(path="/models/m.safetensors", size=1024, header="sha256:0", data=100)
-SOURCE = Source(name="w", key="w", file=0, start=100, dtype="float32", shape=(3, 3), placements=("shard(0)",))
+SOURCE = FileSlice(name="w", key="w", file=0, start=100, dtype="float32", shape=(3, 3), placements=("shard(0)",))
 STEPS: tuple[tuple[Step, str], ...] = (
     (
         StartProcessGroup(backend="nccl", world_size=1024, timeout_s=600.0),
@@ -97,9 +97,11 @@ STEPS: tuple[tuple[Step, str], ...] = (
     ),
     (
         ParallelizeModules(
-            cuts=(
-                TensorCut(paths=("h.0.up", "h.1.up"), style="colwise", takes="whole", gives="features"),
-                TensorCut(paths=("norm",), style="sequence", takes="sequence", gives="whole"),
+            styles=(
+                ParallelStyle(
+                    paths=("h.0.up", "h.1.up"), style="colwise", input_layout="whole", output_layout="features"
+                ),
+                ParallelStyle(paths=("norm",), style="sequence", input_layout="sequence", output_layout="whole"),
             ),
             axis="tensor",
         ),
@@ -188,7 +190,7 @@ STEPS: tuple[tuple[Step, str], ...] = (
             find_unused_parameters=False,
             gradient_as_bucket_view=False,
             static_graph=False,
-            hook=Communication(hook="fp16_compress_hook"),
+            hook=DDPCommHook(hook="fp16_compress_hook"),
         ),
         "the model, buckets of 1 MiB, gradients through fp16_compress_hook",
     ),
@@ -200,7 +202,7 @@ STEPS: tuple[tuple[Step, str], ...] = (
             find_unused_parameters=False,
             gradient_as_bucket_view=False,
             static_graph=False,
-            hook=Communication(hook="powerSGD_hook", wrapper="bf16_compress_wrapper", options=POWERSGD),
+            hook=DDPCommHook(hook="powerSGD_hook", wrapper="bf16_compress_wrapper", options=POWERSGD),
         ),
         ("the model, buckets of 1 MiB, gradients through bf16_compress_wrapper(powerSGD_hook) of rank 2 from step 10"),
     ),
@@ -285,16 +287,17 @@ STEPS: tuple[tuple[Step, str], ...] = (
         "storage on the CPU for what is on meta, the rest moved there; buffers on cuda:<local rank>",
     ),
     (
-        InitialiseTensors(params=("a", "b"), buffers=("c",), units=("",), seed=7),
+        InitializeTensors(params=("a", "b"), buffers=("c",), units=("",), seed=7),
         "2 parameters with seed 7 and 1 buffer where on meta, by the modules' own initialisers",
     ),
     (
-        SetTensorsAside(params=("embed.weight", "head.bias"), buffers=("table",)),
+        StashTensors(params=("embed.weight", "head.bias"), buffers=("table",)),
         "2 parameters to meta, their values kept on the host where there are any",
     ),
     (
         SendTensors(
-            tensors=(Sent(name="w", dtype="bfloat16", shape=(512, 2)), Sent(name="n", dtype="int64", shape=())), axes=()
+            tensors=(Transfer(name="w", dtype="bfloat16", shape=(512, 2)), Transfer(name="n", dtype="int64", shape=())),
+            axes=(),
         ),
         "2 tensors, 2.01 KiB in all, from rank 0 to every rank's own part",
     ),
@@ -307,8 +310,8 @@ STEPS: tuple[tuple[Step, str], ...] = (
             files=(FILE,),
             sources=(
                 evolve(SOURCE, name="v"),
-                evolve(SOURCE, key="w.0", block=Block(start=(0, 0), shape=(2, 3))),
-                evolve(SOURCE, key="w.1", block=Block(start=(2, 0), shape=(1, 3))),
+                evolve(SOURCE, key="w.0", chunk=Chunk(offsets=(0, 0), sizes=(2, 3))),
+                evolve(SOURCE, key="w.1", chunk=Chunk(offsets=(2, 0), sizes=(1, 3))),
             ),
             axes=(Axis(name="shard", size=2),),
         ),
@@ -322,7 +325,7 @@ STEPS: tuple[tuple[Step, str], ...] = (
         "DeepSpeedCPUAdam takes the optimizer's place, decoupled decay",
     ),
     (
-        InitialiseDeepSpeed(
+        InitializeDeepSpeed(
             device="cuda",
             data_parallel=8,
             stage=3,

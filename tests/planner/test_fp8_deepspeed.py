@@ -13,7 +13,7 @@ from prepkit.facts import Facts
 from prepkit.plan import Plan
 from prepkit.planner import plan
 from prepkit.rules import check
-from prepkit.steps import InitialiseDeepSpeed
+from prepkit.steps import InitializeDeepSpeed
 from prepkit.testing import tiny_facts, tiny_model
 from prepkit.testing.tiny import LIBRARIES
 
@@ -30,8 +30,8 @@ def asked(precision: FP8, stage: int = 2, json: dict[str, Any] | None = None, **
     return Config(engine=DeepSpeed(stage=stage, micro_batch=4, config=json or {}, **engine), precision=precision)
 
 
-def initialised(made: Plan) -> InitialiseDeepSpeed:
-    (step,) = (one.step for one in made.steps if isinstance(one.step, InitialiseDeepSpeed))
+def initialised(made: Plan) -> InitializeDeepSpeed:
+    (step,) = (one.step for one in made.steps if isinstance(one.step, InitializeDeepSpeed))
     return step
 
 

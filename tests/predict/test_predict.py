@@ -30,7 +30,7 @@ from prepkit.config import (
 from prepkit.plan.layout import local_shape
 from prepkit.predict import PREDICTORS, predict, predict_job
 from prepkit.predict.fsdp2 import alike, rows
-from prepkit.predict.inputs import Job, job_of
+from prepkit.predict.inputs import Inputs, job_of
 from prepkit.predict.optimizers import TORCH, OptimizerOf, rule_of
 from prepkit.predict.prediction import Label, Prediction, Term, Traffic
 from prepkit.predict.versions import CHECKED
@@ -70,8 +70,8 @@ def test_every_engine_is_predicted_or_says_that_it_is_not() -> None:
     assert {Single, DDP, FSDP1, FSDP2, DeepSpeed} <= set(PREDICTORS)
 
 
-def _bare(name: str) -> Job:
-    return Job(
+def _bare(name: str) -> Inputs:
+    return Inputs(
         engine=name, world_size=1, mesh=(), contents=(), units=(), buffers=0, trains=True, optimizer=None,
         accumulation=1, torch="",
     )  # fmt: skip

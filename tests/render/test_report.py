@@ -19,6 +19,7 @@ from prepkit.findings.text import in_bytes
 from prepkit.plan import Plan
 from prepkit.predict import predict
 from prepkit.render.html import COLOURS
+from prepkit.render.plan import plan_text
 from prepkit.render.report import report
 from tests.support.llama_facts import fsdp2
 from tests.support.plans import PLANS, fsdp2_plan
@@ -129,7 +130,7 @@ def test_an_engine_that_is_not_predicted_still_has_a_page(monkeypatch: pytest.Mo
     plan = PLANS["ddp"]()
     text = " ".join(Tags(report([("ddp", plan), ("again", plan)])).texts)
     assert "not predicted: everything: there are no formulas for DDP here" in text
-    assert "memory: not predicted" in str(plan)
+    assert "memory: not predicted" in plan_text(plan)
 
 
 # --- in a browser --------------------------------------------------------------------------------------------------

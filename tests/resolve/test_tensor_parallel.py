@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from prepkit.config import FSDP2, Config, Mesh, TensorFromModel, TensorParallel, TensorRow, TensorRows
+from prepkit.config import FSDP2, Config, Mesh, TensorParallel, TPLayer, TPPlan, TPPlanFromModel
 from prepkit.facts import ArchitectureFacts, ClassFact, Env, Facts, ModelFacts, ModuleFact, ParamFact
 from prepkit.plan import Plan
 from prepkit.plan.layout import local_shape
@@ -15,17 +15,17 @@ from prepkit.rules import check
 from prepkit.steps import BuildMesh, ParallelizeModules, ShardLoader, ShardUnits
 from prepkit.testing import tiny_facts, tiny_loader, tiny_model
 
-ROWS = TensorRows(
+ROWS = TPPlan(
     (
-        TensorRow("embed", "rowwise"),
-        TensorRow("layers.*.attn", "colwise"),
-        TensorRow("layers.*.mlp", "rowwise", takes="whole"),
-        TensorRow("norm", "sequence", gives="whole"),
-        TensorRow("head", "colwise", gives="whole"),
+        TPLayer("embed", "rowwise"),
+        TPLayer("layers.*.attn", "colwise"),
+        TPLayer("layers.*.mlp", "rowwise", input_layout="replicate"),
+        TPLayer("norm", "sequence", output_layout="replicate"),
+        TPLayer("head", "colwise", output_layout="replicate"),
     )
 )
-ALONE = Config(engine=TensorParallel(), tensor=ROWS)
-SHARDED = Config(engine=FSDP2(), mesh=Mesh(tensor=2), tensor=ROWS)
+ALONE = Config(engine=TensorParallel(), tp_plan=ROWS)
+SHARDED = Config(engine=FSDP2(), mesh=Mesh(tensor=2), tp_plan=ROWS)
 
 
 def made(cfg: Config, facts: Facts) -> Plan:
@@ -44,12 +44,12 @@ def test_rows_become_paths_with_every_layout_said() -> None:
     (step,) = steps(made(ALONE, tiny_facts(world=2)), ParallelizeModules)
     assert isinstance(step, ParallelizeModules)
     assert step.axis == "tensor"
-    assert [(cut.paths, cut.style, cut.takes, cut.gives) for cut in step.cuts] == [
-        (("embed",), "rowwise", "whole", "whole"),
-        (("layers.0.attn", "layers.1.attn"), "colwise", "whole", "features"),
-        (("layers.0.mlp", "layers.1.mlp"), "rowwise", "whole", "whole"),
-        (("norm",), "sequence", "sequence", "whole"),
-        (("head",), "colwise", "whole", "whole"),
+    assert [(cut.paths, cut.style, cut.input_layout, cut.output_layout) for cut in step.styles] == [
+        (("embed",), "rowwise", "replicate", "replicate"),
+        (("layers.0.attn", "layers.1.attn"), "colwise", "replicate", "features"),
+        (("layers.0.mlp", "layers.1.mlp"), "rowwise", "replicate", "replicate"),
+        (("norm",), "sequence", "sequence", "replicate"),
+        (("head",), "colwise", "replicate", "replicate"),
     ]
 
 
@@ -68,11 +68,11 @@ def test_the_layout_says_how_each_parameter_lies_on_each_axis() -> None:
     assert lies["embed.weight"] == lies["head.weight"] == lies["layers.0.attn.weight"] == ("shard(0)",)
     assert lies["layers.0.mlp.weight"] == ("shard(1)",)
     assert lies["norm.weight"] == ("replicate",)
-    some = evolve(SHARDED, tensor=TensorRows(ROWS.rows[1:3]))
+    some = evolve(SHARDED, tp_plan=TPPlan(ROWS.layers[1:3]))
     lies = {one.name: one.placements for one in made(some, tiny_facts(world=8)).layout}
     assert lies["layers.0.attn.weight"] == ("strided(0)", "shard(0)")
     assert lies["layers.0.mlp.weight"] == ("shard(0)", "shard(1)")
-    assert lies["head.weight"] == ("shard(0)", "copy")
+    assert lies["head.weight"] == ("shard(0)", "off-mesh")
 
 
 def test_the_tensor_axis_cuts_before_shards_are_made() -> None:
@@ -119,7 +119,7 @@ def test_heads_have_to_divide_and_the_valid_degrees_are_named(kv_heads: int, fit
 
 def test_heads_do_not_count_where_no_attention_is_cut() -> None:
     model = attention(8, 2)
-    cfg = Config(engine=TensorParallel(), tensor=TensorRows((TensorRow("attn.o_proj", "rowwise"),)))
+    cfg = Config(engine=TensorParallel(), tp_plan=TPPlan((TPLayer("attn.o_proj", "rowwise"),)))
     assert rules(cfg, tiny_facts(model, world=4)) == []
 
 
@@ -133,15 +133,15 @@ def test_heads_do_not_count_where_no_attention_is_cut() -> None:
     ],
 )
 def test_a_tie_needs_the_same_cut_under_all_of_its_names(embed: str | None, head: str, broken: bool) -> None:
-    rows = tuple(TensorRow(path, style) for path, style in (("embed", embed), ("head", head)) if style)  # type: ignore[arg-type]
-    cfg = Config(engine=TensorParallel(), tensor=TensorRows(rows))
+    rows = tuple(TPLayer(path, style) for path, style in (("embed", embed), ("head", head)) if style)  # type: ignore[arg-type]
+    cfg = Config(engine=TensorParallel(), tp_plan=TPPlan(rows))
     assert ("tensor.tie-broken" in rules(cfg, tiny_facts(tiny_model(tied=True), world=2))) is broken
 
 
 def test_packed_weights_and_layers_of_other_classes_are_no_layers_to_cut() -> None:
     packed = tuple(evolve(p, cls="Params4bit", dtype="uint8") for p in tiny_model().params)
     assert "tensor.not-a-layer" in rules(ALONE, tiny_facts(evolve(tiny_model(), params=packed), world=2))
-    whole = evolve(ALONE, tensor=TensorRows((TensorRow("layers.0", "replicate"),)))
+    whole = evolve(ALONE, tp_plan=TPPlan((TPLayer("layers.0", "replicate"),)))
     assert "tensor.not-a-layer" in rules(whole, tiny_facts(world=2))
 
 
@@ -171,7 +171,7 @@ def test_a_mesh_that_does_not_fit_is_answered_with_the_nearest_that_do() -> None
 
 def test_without_a_tensor_axis_the_models_own_plan_is_not_looked_at() -> None:
     odd = evolve(tiny_model(), tensor_plan=(("layers", "moe_tp_experts"),))
-    cfg = Config(engine=FSDP2(), tensor=TensorFromModel())
+    cfg = Config(engine=FSDP2(), tp_plan=TPPlanFromModel())
     assert not is_cut(cfg, odd, Env(world_size=8))
     assert rules(cfg, tiny_facts(odd, world=8)) == []
     assert held(cfg, odd) == {}

@@ -43,7 +43,7 @@ from prepkit.findings import Finding, Severity
 from prepkit.resolve.modules import select
 from prepkit.rules import RULES, check, split
 from prepkit.rules.rule import Hit, Rule
-from prepkit.testing import PROVOKE
+from prepkit.testing import COUNTEREXAMPLES
 from prepkit.testing.tiny import marked, tiny_facts, tiny_loader, tiny_model, with_batchnorm
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -63,7 +63,7 @@ def said(rule: str, cfg: Config, facts: Facts | None = None) -> Finding:
 
 
 def test_every_rule_has_a_provoking_pair_and_every_pair_a_rule_in_the_same_order() -> None:
-    assert list(PROVOKE) == [rule.id for rule in RULES]
+    assert list(COUNTEREXAMPLES) == [rule.id for rule in RULES]
 
 
 def test_no_two_rules_have_the_same_id() -> None:
@@ -80,7 +80,7 @@ def test_every_rule_says_what_holds_what_to_do_and_where_it_comes_from(rule: Rul
 
 @by_rule
 def test_golden_message(rule: Rule) -> None:
-    lines = [str(finding) for finding in check(*PROVOKE[rule.id]()) if finding.rule == rule.id]
+    lines = [str(finding) for finding in check(*COUNTEREXAMPLES[rule.id]()) if finding.rule == rule.id]
     text = "\n".join(lines) + "\n"
     path = GOLDEN / f"{rule.id}.txt"
     if os.environ.get("PREPKIT_WRITE_GOLDEN"):

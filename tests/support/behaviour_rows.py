@@ -599,7 +599,7 @@ FSDP2: dict[str, Answers] = {
         "rule units.packed",
         "test test_an_adapter_is_sharded_by_fsdp2_learns_what_ddp_learns_and_the_bytes_stay",
     ),
-    "M2-8": ("step SetTensorsAside", "step AllocateTensors", "test test_buffers_that_have_values_keep_them"),
+    "M2-8": ("step StashTensors", "step AllocateTensors", "test test_buffers_that_have_values_keep_them"),
     "M2-9": ("rule wrap.class-not-found", "rule blocks.one-unit"),
     "M2-10": (
         "test test_a_selection_gives_children_before_parents_and_never_the_root",
@@ -614,7 +614,7 @@ FSDP2: dict[str, Answers] = {
         "deviation asked for with SendWeights; with files every rank reads its own bytes, and none broadcasts",
     ),
     "M2-14": (
-        "step InitialiseTensors",
+        "step InitializeTensors",
         "test test_buffers_are_read_whole_computed_or_kept_shared",
         "test test_buffers_of_both_kinds_keep_rank_0_s_values_and_dtypes",
     ),

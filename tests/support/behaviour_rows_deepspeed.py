@@ -13,7 +13,7 @@ NO_PLUGIN = "deviation the engine is a frozen value of one config: no plugin is 
 NO_ENVIRONMENT = "deviation no field has a default in an environment variable"
 
 INITIALISE: dict[str, Answers] = {
-    "DS-1": ("step InitialiseDeepSpeed", "test test_ms_amps_own_initialize_takes_the_place_of_deepspeeds"),
+    "DS-1": ("step InitializeDeepSpeed", "test test_ms_amps_own_initialize_takes_the_place_of_deepspeeds"),
     "DS-2": ("deviation loaders are given as loaders=, so no argument has to be recognised as one",),
     "DS-3": (
         "rule deepspeed.tensor-parallel",
@@ -73,7 +73,7 @@ INITIALISE: dict[str, Answers] = {
     "DS-23": ("rule deepspeed.auto", "test test_auto_is_found_in_lists_too"),
     "DS-23a": ("rule deepspeed.batch", "test test_numbers_that_do_not_multiply_are_told_with_the_nearest_that_do"),
     "DS-24": ("deviation the config is in the plan, and nowhere else",),
-    "DS-25": ("step InitialiseDeepSpeed", COMBINATION),
+    "DS-25": ("step InitializeDeepSpeed", COMBINATION),
     "DS-26": (
         "step ConvertOptimizer",
         "rule deepspeed.hpu-lazy",
@@ -82,7 +82,7 @@ INITIALISE: dict[str, Answers] = {
     ),
     "DS-27": ("deviation DEEPSPEED_USE_HPU is not set: DeepSpeed finds its accelerator, or DS_ACCELERATOR names it",),
     "DS-28": ("deviation sequence parallelism is not offered",),
-    "DS-29": ("step InitialiseDeepSpeed", REAL),
+    "DS-29": ("step InitializeDeepSpeed", REAL),
     "DS-30": (
         "step CompileModules",
         "rule deepspeed.installed",

@@ -20,8 +20,8 @@ from prepkit.config import (
     Mesh,
     Sharding,
     TensorParallel,
-    TensorRow,
-    TensorRows,
+    TPLayer,
+    TPPlan,
     WrapBlocks,
     WrapClasses,
     WrapPaths,
@@ -131,12 +131,12 @@ OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
 FLAT: tuple[Sharding, ...] = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
-CUTS = TensorRows(
+CUTS = TPPlan(
     (
-        TensorRow("embed", "rowwise"),
-        TensorRow("blocks.*.up", "colwise"),
-        TensorRow("blocks.*.down", "rowwise"),
-        TensorRow("head", "colwise", gives="whole"),
+        TPLayer("embed", "rowwise"),
+        TPLayer("blocks.*.up", "colwise"),
+        TPLayer("blocks.*.down", "rowwise"),
+        TPLayer("head", "colwise", output_layout="whole"),
     )
 )
 """Every layer of the model; norms and scales stay whole on every rank."""
@@ -145,10 +145,10 @@ CUTS = TensorRows(
 def cut(one: Case, tensor: int, copies: int = 1) -> Case:
     """The case with its layers cut over so many ranks, and with sizes that divide."""
     alone = isinstance(one.cfg.engine, TensorParallel)
-    mesh = None if alone else Mesh(replicate=copies, shard=-1, tensor=tensor)
+    mesh = None if alone else Mesh(replicate=copies, shard=-1, tp_plan=tensor)
     return evolve(
         one,
-        cfg=evolve(one.cfg, mesh=mesh, tensor=CUTS),
+        cfg=evolve(one.cfg, mesh=mesh, tp_plan=CUTS),
         vocab=one.vocab * tensor,
         inner=tuple(size * tensor for size in one.inner),
         frozen=() if alone else one.frozen,

@@ -147,8 +147,8 @@ def _drawn(data: st.DataObject, world: int) -> Case | None:
         )
     parts = size_of("tensor", axes(cfg, env) or ())
     if parts > 1:
-        rows = (c.TensorRow("layers.*.mlp", "colwise", gives="whole"), c.TensorRow("norm", "replicate"))
-        cfg = evolve(cfg, tensor=c.TensorRows(rows))
+        rows = (c.TPLayer("layers.*.mlp", "colwise", output_layout="whole"), c.TPLayer("norm", "replicate"))
+        cfg = evolve(cfg, tp_plan=c.TPPlan(rows))
     steps = given_ or cfg.optimizer is not None or cfg.intent is c.Intent.INFERENCE
     scheduled = isinstance(cfg.engine, c.DeepSpeed) and look(said(cfg.engine), "scheduler") is not None
     if not steps or scheduled or isinstance(cfg.engine, c.XLA) or errors(check(cfg, facts)):

@@ -58,7 +58,7 @@ from prepkit.steps import (
     BuildMesh,
     CastForward,
     CheckpointModules,
-    InitialiseDeepSpeed,
+    InitializeDeepSpeed,
     MarkLeafModules,
     ShardUnits,
     StartProcessGroup,
@@ -128,7 +128,7 @@ CALLS = 24 if THOROUGH else 4
 
 OF_A_REAL_GROUP = (
     *(StartProcessGroup, Agree, BuildMesh, WrapDDP, ShardUnits),
-    *(CastForward, MarkLeafModules, CheckpointModules, InitialiseDeepSpeed),
+    *(CastForward, MarkLeafModules, CheckpointModules, InitializeDeepSpeed),
 )
 """Steps to fail inside under a real group, which takes long to start; the others fail under a fake one."""
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from prepkit import steps as s
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
-from prepkit.live.model.target import Aside, Target
+from prepkit.live.model.target import Stashed, Target
 from tests.support.fragile_model import Tiny
 
 Deed = Callable[[Any, Target, Handler[Any, Target, Any]], Any]
@@ -164,7 +164,7 @@ def own_buffer(target: Target) -> None:
 
 
 def cut_but_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
-    return real.do(evolve(step, cuts=step.cuts[1:]), target)
+    return real.do(evolve(step, styles=step.styles[1:]), target)
 
 
 def unhook_layer(target: Target) -> None:
@@ -189,7 +189,7 @@ def read_but_a_part(step: Any, target: Target, real: Handler[Any, Target, Any]) 
 def exchange_parts(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
     """The second part of a tensor is read into the place of the first, which is smaller."""
     (top,) = (one for one in step.sources if one.key == "top")
-    sources = tuple(evolve(one, block=top.block) if one.key == "rest" else one for one in step.sources)
+    sources = tuple(evolve(one, chunk=top.chunk) if one.key == "rest" else one for one in step.sources)
     return real.do(evolve(step, sources=sources), target)
 
 
@@ -222,6 +222,6 @@ def write_kept(target: Target) -> None:
 
 
 def keep_aside(target: Target) -> None:
-    target.aside["embed.weight"] = Aside(
+    target.aside["embed.weight"] = Stashed(
         param=target.model.get_parameter("embed.weight"), held=Parameter(torch.ones(1)), device=torch.device("cpu")
     )

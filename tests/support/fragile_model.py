@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from prepkit.config import Config, LoadWeights
 from prepkit.facts import Env
-from prepkit.facts.checkpoint import CheckpointFacts, Place, Recipe
+from prepkit.facts.checkpoint import CheckpointFacts, KeyMapping, WeightConverter
 from prepkit.live.handlers import HANDLERS
 from prepkit.live.interpreter import Done, interpret
 from prepkit.live.model.target import Target
@@ -96,9 +96,9 @@ def stored() -> tuple[TemporaryDirectory[str], CheckpointFacts]:
     kept = {name: value for name, value in values.items() if name not in (*LACKS, "head.weight")}
     save_file(kept | {"top": top.clone(), "rest": rest.clone()}, path)
     seen = observe_checkpoint(path)
-    places = {key: Place(name=IN_PARTS, recipe=0, source=index) for index, key in enumerate(("top", "rest"))}
+    places = {key: KeyMapping(name=IN_PARTS, recipe=0, source=index) for index, key in enumerate(("top", "rest"))}
     tensors = tuple(evolve(one, place=places.get(one.key)) for one in seen.tensors)
-    recipe = Recipe(sources=("top", "rest"), join=0)
+    recipe = WeightConverter(sources=("top", "rest"), join=0)
     return folder, evolve(seen, path=STORED.path, tensors=tensors, recipes=(recipe,))
 
 

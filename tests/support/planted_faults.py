@@ -40,9 +40,9 @@ from prepkit.config import (
     SendWeights,
     Single,
     TensorParallel,
-    TensorRow,
-    TensorRows,
     TorchAO,
+    TPLayer,
+    TPPlan,
     TransformerEngine,
 )
 from prepkit.live.apply import run
@@ -102,7 +102,7 @@ HALF = Config(precision=FP16(), overrides=("precision.fp16-unsupported",))
 CUT = Config(
     engine=TensorParallel(),
     precision=BF16(),
-    tensor=TensorRows((TensorRow("layers.*.inner", "colwise"), TensorRow("layers.*.outer", "rowwise"))),
+    tp_plan=TPPlan((TPLayer("layers.*.inner", "colwise"), TPLayer("layers.*.outer", "rowwise"))),
 )
 ZERO = Config(
     engine=DeepSpeed(stage=3, micro_batch=2, leaf_modules=("Block",)),
@@ -167,7 +167,7 @@ class WithNorm(Tiny):
 
 FAULTS: tuple[Planted, ...] = (
     *faults(s.AllocateTensors, FILLED, ("no storage is given", nothing, "cannot be called on meta tensors")),
-    *faults(s.InitialiseTensors, FILLED, ("no initialiser runs", nothing, "everything that was on meta has values")),
+    *faults(s.InitializeTensors, FILLED, ("no initialiser runs", nothing, "everything that was on meta has values")),
     *faults(
         s.ReadTensors,
         FILES,
@@ -179,7 +179,7 @@ FAULTS: tuple[Planted, ...] = (
         ("a buffer with values is read anew", afterwards(write_passing), "passing holds other values than before"),
     ),
     *faults(
-        s.SetTensorsAside,
+        s.StashTensors,
         SENT,
         ("rank 0 keeps its values in the model", nothing, "rank 0 has no values of embed.weight"),
         ("a parameter stays in the model", aside_but_one, "rank 0 has no values of embed.weight"),
@@ -369,7 +369,7 @@ FAULTS: tuple[Planted, ...] = (
         s.MarkLeafModules, ZERO, ("no module is a leaf", nothing, "gathered whole: layers.0"), world=2, double=bare
     ),
     *faults(
-        s.InitialiseDeepSpeed,
+        s.InitializeDeepSpeed,
         ZERO,
         ("DeepSpeed gets nothing", nothing, "wrapped: planned DeepSpeedEngine, found Wide"),
         ("ZeRO shards less", zero_one, "ZeRO stage: planned 3, found 1"),

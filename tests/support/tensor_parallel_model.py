@@ -54,27 +54,25 @@ def toy(words: int = 12) -> tuple[Any, Batch]:
     return Toy(words), {"input_ids": tokens, "labels": tokens.flip(1)}
 
 
-PLAIN_ROWS = pk.TensorRows(
+PLAIN_ROWS = pk.TPPlan(
     (
-        pk.TensorRow("embed", "rowwise"),
-        pk.TensorRow("layers.*.up", "colwise"),
-        pk.TensorRow("layers.*.down", "rowwise"),
-        pk.TensorRow("head", "colwise", gives="whole"),
+        pk.TPLayer("embed", "rowwise"),
+        pk.TPLayer("layers.*.up", "colwise"),
+        pk.TPLayer("layers.*.down", "rowwise"),
+        pk.TPLayer("head", "colwise", output_layout="replicate"),
     )
 )
-SEQUENCE_ROWS = pk.TensorRows(
+SEQUENCE_ROWS = pk.TPPlan(
     (
-        pk.TensorRow("embed", "rowwise", gives="sequence"),
-        pk.TensorRow("layers.*.norm", "sequence"),
-        pk.TensorRow("layers.*.up", "colwise", takes="sequence"),
-        pk.TensorRow("layers.*.down", "rowwise", gives="sequence"),
-        pk.TensorRow("norm", "sequence", gives="whole"),
-        pk.TensorRow("head", "colwise", gives="whole"),
+        pk.TPLayer("embed", "rowwise", output_layout="sequence"),
+        pk.TPLayer("layers.*.norm", "sequence"),
+        pk.TPLayer("layers.*.up", "colwise", input_layout="sequence"),
+        pk.TPLayer("layers.*.down", "rowwise", output_layout="sequence"),
+        pk.TPLayer("norm", "sequence", output_layout="replicate"),
+        pk.TPLayer("head", "colwise", output_layout="replicate"),
     )
 )
-REPLICATED = pk.TensorRows(
-    (*PLAIN_ROWS.rows, pk.TensorRow("layers.*.norm", "replicate"), pk.TensorRow("norm", "replicate"))
-)
+REPLICATED = pk.TPPlan((*PLAIN_ROWS.layers, pk.TPLayer("layers.*.norm", "replicate"), pk.TPLayer("norm", "replicate")))
 
 
 BUILDERS: dict[str, Callable[[], tuple[Any, Batch]]] = {"toy": toy, "toy-uneven": lambda: toy(10)}

@@ -25,7 +25,7 @@ WINDOW = 32 * 2**20
 
 
 @define(eq=False)
-class Flight:
+class InFlight:
     """Messages on their way. torch's works hold their tensors."""
 
     works: list[Any]
@@ -35,7 +35,7 @@ class Flight:
 
 
 @define(eq=False)
-class Lane:
+class P2PChannel:
     """Messages of one process group, and the one buffer for those that cannot be sent from, or received, in place.
 
     Every rank starts its messages in one order that all share. On the host some are on the way while a rank goes on. On
@@ -52,7 +52,7 @@ class Lane:
     window: int = field(default=Factory(lambda self: WINDOW if self.on_host else 0, takes_self=True))
     """Bytes that may be on the way while a rank goes on."""
     piece: int = field(factory=lambda: PIECE)
-    _flights: deque[Flight] = field(factory=deque, init=False)
+    _flights: deque[InFlight] = field(factory=deque, init=False)
     _size: int = field(default=0, init=False)
     _batch: list[tuple[Tensor, int]] = field(factory=list, init=False)
     """What is to be sent together with what comes next."""
@@ -124,7 +124,7 @@ class Lane:
         interpreter, which waits for the thread. And its broadcast is the tree in which parts are handed on here.
         """
         work = dist.broadcast(raw, src=ROOT, group=self.group, async_op=True)
-        self._fly(Flight([work], raw.numel(), landed))
+        self._fly(InFlight([work], raw.numel(), landed))
         self._settle(self.window)
 
     def drain(self) -> None:
@@ -147,9 +147,9 @@ class Lane:
     def _start(self, how: Any, batch: list[tuple[Tensor, int]], landed: Callable[[], None] | None = None) -> None:
         if batch:
             ops = [dist.P2POp(how, raw, peer, self.group) for raw, peer in batch]
-            self._fly(Flight(dist.batch_isend_irecv(ops), sum(raw.numel() for raw, _ in batch), landed))
+            self._fly(InFlight(dist.batch_isend_irecv(ops), sum(raw.numel() for raw, _ in batch), landed))
 
-    def _fly(self, flight: Flight) -> None:
+    def _fly(self, flight: InFlight) -> None:
         self._flights.append(flight)
         self._size += flight.size
 

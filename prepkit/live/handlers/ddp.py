@@ -19,7 +19,7 @@ from prepkit.live.interpreter import HalfDone, Handler
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
-from prepkit.steps import Communication, WrapDDP
+from prepkit.steps import DDPCommHook, WrapDDP
 
 
 @attrs.frozen
@@ -86,7 +86,7 @@ def wrap_do(step: WrapDDP, target: Target, *, init_sync: bool = True) -> Wrapped
         raise
 
 
-def communication(asked: Communication) -> tuple[Any, Any]:
+def communication(asked: DDPCommHook) -> tuple[Any, Any]:
     """State and hook, as ``register_comm_hook`` takes them (H-30). PowerSGD talks over the default group."""
     found = getattr(powerSGD_hook if asked.hook == "powerSGD_hook" else default_hooks, asked.hook)
     if asked.wrapper is not None:

@@ -25,7 +25,7 @@ from prepkit.live.model.deepspeed import Ranks, forget_groups
 from prepkit.live.model.forward import MARK, CastedForward
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
-from prepkit.steps import CastForward, ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules, Setting
+from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules, Setting
 
 LEAF = "_z3_leaf"
 """Attribute of a module that ZeRO-3 gathers whole (deepspeed/utils/z3_leaf_module.py)."""
@@ -171,7 +171,7 @@ def missing() -> tuple[str, ...]:
     return ()
 
 
-def initialise_ready(step: InitialiseDeepSpeed, target: Target) -> tuple[str, ...]:
+def initialise_ready(step: InitializeDeepSpeed, target: Target) -> tuple[str, ...]:
     """Everything that can be known before a call that has no way back."""
     if found := missing() + _msamp_problems(step):
         return found
@@ -191,7 +191,7 @@ def initialise_ready(step: InitialiseDeepSpeed, target: Target) -> tuple[str, ..
     return found + _device_problems(step.device) + launcher.device_problems(step.device)
 
 
-def _msamp_problems(step: InitialiseDeepSpeed) -> tuple[str, ...]:
+def _msamp_problems(step: InitializeDeepSpeed) -> tuple[str, ...]:
     return library_problems("msamp.deepspeed", "msamp") if step.library == "msamp" else ()
 
 
@@ -231,7 +231,7 @@ def config_of(settings: tuple[Setting, ...]) -> dict[str, Any]:
     return config
 
 
-def initialise_do(step: InitialiseDeepSpeed, target: Target) -> None:
+def initialise_do(step: InitializeDeepSpeed, target: Target) -> None:
     """Collective. Puts the engine in the place of the model, and ZeRO's optimizer in that of the optimizer.
 
     Raises ``RuntimeError`` with what DeepSpeed said.
@@ -262,4 +262,4 @@ def initialise_do(step: InitialiseDeepSpeed, target: Target) -> None:
         target.scheduler = scheduler
 
 
-INITIALISE: Handler[InitialiseDeepSpeed, Target, None] = Handler(ready=initialise_ready, do=initialise_do)
+INITIALISE: Handler[InitializeDeepSpeed, Target, None] = Handler(ready=initialise_ready, do=initialise_do)

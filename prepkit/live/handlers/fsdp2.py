@@ -19,7 +19,7 @@ from prepkit.steps import ShardUnits, Unit
 
 def shard_ready(step: ShardUnits, target: Target) -> tuple[str, ...]:
     """Everything that ``fully_shard`` refuses must be found here: it has no way back (G-8, torch ``_fsdp_init.py``)."""
-    if step.stand:
+    if step.already_sharded:
         return _other_units(step, target)
     there, held = names.named_slots(target.model), names.named_parameters(target.model)
     paths = [unit.path for unit in step.units]
@@ -51,7 +51,7 @@ def shard_do(step: ShardUnits, target: Target) -> None:
 
     Raises ``RuntimeError`` that says which units are sharded and which one failed. Nothing where they stand.
     """
-    if step.stand:
+    if step.already_sharded:
         return
     if target.mesh is None:
         raise RuntimeError("there is no device mesh to shard over; BuildMesh has to come before ShardUnits")

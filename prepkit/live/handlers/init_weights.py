@@ -20,7 +20,7 @@ from prepkit.live.model import names
 from prepkit.live.model.names import Site
 from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
-from prepkit.steps import InitialiseTensors
+from prepkit.steps import InitializeTensors
 
 RESETS = ("reset_parameters", "_reset_parameters")
 INITS = "_init_weights"
@@ -30,7 +30,7 @@ class NotInitialised(RuntimeError):
     """An initialiser ran and left tensors unwritten, or there was none; names them."""
 
 
-def initialise_ready(step: InitialiseTensors, target: Target) -> tuple[str, ...]:
+def initialise_ready(step: InitializeTensors, target: Target) -> tuple[str, ...]:
     """Every named parameter, and every named buffer on meta, must be in a module that something initialises."""
     places = names.sites(target.model)
     there = _owned(places)
@@ -44,7 +44,7 @@ def initialise_ready(step: InitialiseTensors, target: Target) -> tuple[str, ...]
     return found
 
 
-def initialise_do(step: InitialiseTensors, target: Target) -> tuple[str, ...]:
+def initialise_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
     """Unit by unit: whole tensors in the place of the shards, the modules' initialisers from the leaves up, parts back.
 
     A unit is whole at one time because initialisers of a module may write what its children hold (GPT-2's residual
@@ -71,7 +71,7 @@ def initialise_do(step: InitialiseTensors, target: Target) -> tuple[str, ...]:
         return lost
 
 
-def initialise_undo(step: InitialiseTensors, target: Target, memo: tuple[str, ...]) -> str | None:
+def initialise_undo(step: InitializeTensors, target: Target, memo: tuple[str, ...]) -> str | None:
     """What had no values before has none again: no more than a note, as its storage goes with ``AllocateTensors``."""
     target.unfilled |= set(step.params) - set(memo)
     return messages.overwritten(memo)
@@ -249,6 +249,6 @@ def _owned(places: Sequence[Site]) -> dict[str, tuple[Site, Tensor]]:
     }
 
 
-INITIALISE: Handler[InitialiseTensors, Target, tuple[str, ...]] = Handler(
+INITIALISE: Handler[InitializeTensors, Target, tuple[str, ...]] = Handler(
     ready=initialise_ready, do=initialise_do, undo=initialise_undo
 )

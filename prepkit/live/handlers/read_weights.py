@@ -19,7 +19,7 @@ from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
 from prepkit.live.progress import progress
 from prepkit.plan.byte_ranges import ITEMSIZES, Range, complete, held, parts, ranges
-from prepkit.steps import Axis, ReadTensors, Source
+from prepkit.steps import Axis, FileSlice, ReadTensors
 
 STAGING = 16 * 2**20
 """Bytes of the one buffer that values pass through on their way to another dtype, device, or order."""
@@ -103,19 +103,19 @@ class Staging:
         return self._buffer[: count * dtype.itemsize].view(dtype)
 
 
-def _into(part: Tensor, source: Source, axes: tuple[Axis, ...], rank: int) -> Tensor:
+def _into(part: Tensor, source: FileSlice, axes: tuple[Axis, ...], rank: int) -> Tensor:
     """What of this rank's part the source fills, as a view. Raises ``FileError`` for a part that is not as planned."""
     planned = [one.size for one in parts(source, axes, rank)]
     if prod(planned) != part.numel():
         raise FileError(f"does not fit: this rank holds {part.numel():,} elements, the plan reads {prod(planned):,}")
-    if source.block is None:
+    if source.chunk is None:
         return part
     for dim, one in enumerate(held(source, axes, rank)):
         part = part.narrow(dim, one.start, one.size)
     return part
 
 
-def _fill(into: Tensor, source: Source, some: Sequence[Range], descriptor: int, staging: Staging) -> None:
+def _fill(into: Tensor, source: FileSlice, some: Sequence[Range], descriptor: int, staging: Staging) -> None:
     """The bytes of the ranges, in turn, into the elements of a tensor, in row-major order."""
     dtype: torch.dtype = getattr(torch, source.dtype)
     item = ITEMSIZES[source.dtype]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from prepkit.live.handlers import messages
-from prepkit.live.handlers.channel import Lane
+from prepkit.live.handlers.channel import P2PChannel
 from prepkit.live.handlers.stash import expect, own_rank
 from prepkit.live.handlers.weights import tensors
 from prepkit.live.interpreter import Handler
@@ -25,7 +25,7 @@ from prepkit.live.ranks.agree import wire
 from prepkit.plan.broadcast import ROOT, box, bytes_sent, goes_whole, legs, origin
 from prepkit.plan.byte_ranges import Part
 from prepkit.plan.dtypes import itemsize
-from prepkit.steps import Axis, SendTensors, Sent
+from prepkit.steps import Axis, SendTensors, Transfer
 
 
 def send_ready(step: SendTensors, target: Target) -> tuple[str, ...]:
@@ -63,20 +63,20 @@ def send_undo(step: SendTensors, target: Target, memo: tuple[str, ...]) -> str |
     return messages.overwritten(memo)
 
 
-def _lacks(one: Sent, there: dict[str, Tensor], target: Target) -> bool:
+def _lacks(one: Transfer, there: dict[str, Tensor], target: Target) -> bool:
     """Whether the model itself has no whole values either."""
     return one.name in target.unfilled or isinstance(there[one.name], DTensor)
 
 
 @contextmanager
-def _own_lane(step: SendTensors, there: dict[str, Tensor], target: Target) -> Iterator[Lane]:
+def _own_lane(step: SendTensors, there: dict[str, Tensor], target: Target) -> Iterator[P2PChannel]:
     """A lane in a process group of all ranks for the sending alone, which nothing else holds.
 
     A rank that fails closes its connections by letting go of it, so that no other waits for what never comes; of the
     default group it could not, as the sharded model holds that.
     """
     first = next((local(there[one.name]).device for one in step.tensors), torch.device("cpu"))
-    lane = Lane(device=wire(first), group=dist.new_group())
+    lane = P2PChannel(device=wire(first), group=dist.new_group())
     try:
         yield lane
     except BaseException:
@@ -87,7 +87,7 @@ def _own_lane(step: SendTensors, there: dict[str, Tensor], target: Target) -> It
     dist.destroy_process_group(group)
 
 
-def _send_all(step: SendTensors, there: dict[str, Tensor], target: Target, lane: Lane) -> None:
+def _send_all(step: SendTensors, there: dict[str, Tensor], target: Target, lane: P2PChannel) -> None:
     sends = own_rank() == ROOT
     axes = step.axes or (Axis(name="all", size=dist.get_world_size()),)
     with progress("sending weights", sum(_bytes(one, axes, lane) for one in step.tensors)) as lane.advance:
@@ -103,13 +103,13 @@ def _send_all(step: SendTensors, there: dict[str, Tensor], target: Target, lane:
         lane.drain()
 
 
-def _bytes(one: Sent, axes: tuple[Axis, ...], lane: Lane) -> int:
+def _bytes(one: Transfer, axes: tuple[Axis, ...], lane: P2PChannel) -> int:
     """What rank 0 gives away of ``one``; what the backend broadcasts counts once."""
     broadcast = goes_whole(one, axes) and not lane.on_host
     return prod(one.shape) * itemsize(one.dtype) if broadcast else bytes_sent(one, axes)
 
 
-def send(one: Sent, axes: tuple[Axis, ...], whole: Tensor | None, into: Tensor | None, lane: Lane) -> None:
+def send(one: Transfer, axes: tuple[Axis, ...], whole: Tensor | None, into: Tensor | None, lane: P2PChannel) -> None:
     """Starts sending ``whole`` if there is one, and taking this rank's part into ``into`` if there is one.
 
     Every dtype travels as bytes, as no backend knows them all. Raises ``RuntimeError`` where ``into`` is no such part.
@@ -127,7 +127,7 @@ def send(one: Sent, axes: tuple[Axis, ...], whole: Tensor | None, into: Tensor |
         _take(one, axes, into, lane)
 
 
-def _give(one: Sent, axes: tuple[Axis, ...], whole: Tensor, lane: Lane) -> None:
+def _give(one: Transfer, axes: tuple[Axis, ...], whole: Tensor, lane: P2PChannel) -> None:
     """Rank 0: to each the part that it has to have, or all to all."""
     dtype: torch.dtype = getattr(torch, one.dtype)
     if goes_whole(one, axes) and not lane.on_host:
@@ -141,7 +141,7 @@ def _give(one: Sent, axes: tuple[Axis, ...], whole: Tensor, lane: Lane) -> None:
     lane.flush()
 
 
-def _take(one: Sent, axes: tuple[Axis, ...], into: Tensor, lane: Lane) -> None:
+def _take(one: Transfer, axes: tuple[Axis, ...], into: Tensor, lane: P2PChannel) -> None:
     """Another rank: its part, or all, from whom it gets that, and on to those who get it from this one."""
     dtype: torch.dtype = getattr(torch, one.dtype)
     source, held = origin(one, axes, own_rank()), tuple(into.shape)
@@ -163,7 +163,7 @@ def _take(one: Sent, axes: tuple[Axis, ...], into: Tensor, lane: Lane) -> None:
             lane.receive(raw, source, landed)
 
 
-def _landed(raw: Tensor, onwards: list[int], lane: Lane, pick: Callable[[], None] | None) -> None:
+def _landed(raw: Tensor, onwards: list[int], lane: P2PChannel, pick: Callable[[], None] | None) -> None:
     """Hands on what has come, and puts it where it belongs if it is not there."""
     lane.relay(raw, onwards)
     if pick is not None:

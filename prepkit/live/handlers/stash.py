@@ -11,22 +11,22 @@ from prepkit.live.handlers import messages
 from prepkit.live.handlers.weights import tensors
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
-from prepkit.live.model.target import Aside, Target
+from prepkit.live.model.target import Stashed, Target
 from prepkit.plan.broadcast import ROOT
-from prepkit.steps import SetTensorsAside
+from prepkit.steps import StashTensors
 
 
 class NoValues(RuntimeError):
     """Rank 0 was to send tensors that it has no values of; names them."""
 
 
-def aside_ready(step: SetTensorsAside, target: Target) -> tuple[str, ...]:
+def aside_ready(step: StashTensors, target: Target) -> tuple[str, ...]:
     """Every name must be there. That rank 0 has values is asked when all are there, or the others would wait for it."""
     there = tensors(target)
     return messages.absent("tensor", (*step.params, *step.buffers), there)
 
 
-def aside_do(step: SetTensorsAside, target: Target) -> tuple[str, ...]:
+def aside_do(step: StashTensors, target: Target) -> tuple[str, ...]:
     """Exchanges every parameter's content with one on meta: ties stay tied, an optimizer keeps what it holds.
 
     Waits for the other ranks. Returns the names of what had values. Raises ``NoValues`` on rank 0, and what the first
@@ -46,7 +46,7 @@ def aside_do(step: SetTensorsAside, target: Target) -> tuple[str, ...]:
         raise
 
 
-def aside_undo(step: SetTensorsAside, target: Target, memo: tuple[str, ...]) -> str | None:
+def aside_undo(step: StashTensors, target: Target, memo: tuple[str, ...]) -> str | None:
     """Gives every parameter its values again, but for those that were sent and are freed."""
     del step
     gone = [name for name in memo if name not in target.aside]
@@ -62,7 +62,7 @@ def aside_undo(step: SetTensorsAside, target: Target, memo: tuple[str, ...]) -> 
 def _set_aside(name: str, param: Parameter, target: Target) -> None:
     bare = Parameter(torch.empty_like(param, device="meta", requires_grad=False), requires_grad=param.requires_grad)
     vars(bare).update(vars(param))  # what an author has noted on a parameter stays to be read
-    target.aside[name] = Aside(param=param, held=bare, device=param.device)
+    target.aside[name] = Stashed(param=param, held=bare, device=param.device)
     try:
         _swap(param, bare)  # from here on ``bare`` is what the parameter was
     except RuntimeError as error:
@@ -91,4 +91,4 @@ def expect(empty: list[str]) -> None:
         )
 
 
-ASIDE: Handler[SetTensorsAside, Target, tuple[str, ...]] = Handler(ready=aside_ready, do=aside_do, undo=aside_undo)
+ASIDE: Handler[StashTensors, Target, tuple[str, ...]] = Handler(ready=aside_ready, do=aside_do, undo=aside_undo)

@@ -23,9 +23,14 @@ from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
 from prepkit.live.ranks.agree import Disagreement, agree
-from prepkit.steps import ParallelizeModules, TensorCut
+from prepkit.steps import ParallelizeModules, ParallelStyle
 
-PLACES: dict[str, Placement] = {"whole": Replicate(), "features": Shard(-1), "heads": Shard(-2), "sequence": Shard(1)}
+PLACES: dict[str, Placement] = {
+    "replicate": Replicate(),
+    "features": Shard(-1),
+    "heads": Shard(-2),
+    "sequence": Shard(1),
+}
 """How an activation is cut, in torch's words."""
 
 SENDS_NOTHING: dict[str, Any] = (
@@ -40,9 +45,9 @@ SAMPLE = 1024
 def parallelize_ready(step: ParallelizeModules, target: Target) -> tuple[str, ...]:
     """Everything that torch's styles refuse must be found here: there is no way back."""
     there, held = names.named_modules(target.model), names.named_parameters(target.model)
-    paths = [path for cut in step.cuts for path in cut.paths]
+    paths = [path for cut in step.styles for path in cut.paths]
     found = messages.absent("module", paths, there)
-    layers = [path for cut in step.cuts if cut.style in ("colwise", "rowwise") for path in cut.paths]
+    layers = [path for cut in step.styles if cut.style in ("colwise", "rowwise") for path in cut.paths]
     if odd := [path for path in layers if path in there and not isinstance(there[path], Linear | Embedding)]:
         found += (f"{messages.listed(odd)}: neither a Linear nor an Embedding, so it has no rows and columns to cut",)
     if cut := [name for name, param in held.items() if isinstance(param, DTensor)]:
@@ -61,7 +66,7 @@ def parallelize_do(step: ParallelizeModules, target: Target) -> None:
     _compare(target.model)
     ties = _ties(target.model)
     there, done = names.named_modules(target.model), 0
-    for cut in step.cuts:
+    for cut in step.styles:
         for path in cut.paths:
             try:
                 _cut(there[path], cut, mesh)
@@ -80,8 +85,8 @@ def _axis(step: ParallelizeModules, target: Target) -> DeviceMesh:
     return mesh[step.axis]
 
 
-def _cut(module: Module, cut: TensorCut, mesh: DeviceMesh) -> None:
-    takes, gives = PLACES[cut.takes], PLACES[cut.gives]
+def _cut(module: Module, cut: ParallelStyle, mesh: DeviceMesh) -> None:
+    takes, gives = PLACES[cut.input_layout], PLACES[cut.output_layout]
     match cut.style:
         case "colwise":
             style = ColwiseParallel(input_layouts=takes, output_layouts=gives)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor
 
-from prepkit.live.model.state import Standing
-from prepkit.steps import InitialiseDeepSpeed, Setting
+from prepkit.live.model.state import LiveModel
+from prepkit.steps import InitializeDeepSpeed, Setting
 
 HELD = ("bit16_groups", "bf16_groups", "fp16_groups")
 """Where DeepSpeed's optimizers keep the model's own parameters: ZeRO 1 and 2; bfloat16 at stage 1; ZeRO 3."""
@@ -20,7 +20,7 @@ Compared = tuple[str, object, object]
 """What was looked at, what was planned, and what was found."""
 
 
-def initialised(step: InitialiseDeepSpeed, standing: Standing) -> Iterator[Compared]:
+def initialised(step: InitializeDeepSpeed, standing: LiveModel) -> Iterator[Compared]:
     """Compares the engine's own numbers, and the parameters that its optimizer steps, with the step."""
     engine: Any = standing.target.model
     planned = "MSAMPDeepSpeedEngine" if step.library == "msamp" else "DeepSpeedEngine"
@@ -55,7 +55,7 @@ def stepped(optimizer: Any) -> list[Tensor]:
     return [param for group in groups for param in group]
 
 
-def staged(step: InitialiseDeepSpeed) -> tuple[InitialiseDeepSpeed, str]:
+def staged(step: InitializeDeepSpeed) -> tuple[InitializeDeepSpeed, str]:
     """The step as a rehearsal runs it: on the CPU, and with buckets that fit a laptop."""
     other = {("zero_optimization", "reduce_bucket_size"): "100000", ("zero_allow_untested_optimizer",): "true"}
     kept = tuple(one for one in step.settings if one.path not in other)

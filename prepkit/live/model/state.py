@@ -17,7 +17,7 @@ from prepkit.steps import Axis
 
 
 @frozen(kw_only=True)
-class Standing:
+class LiveModel:
     """The target, looked through once."""
 
     target: Target
@@ -37,7 +37,7 @@ class Standing:
 
 
 @frozen(kw_only=True)
-class Form:
+class TensorLayout:
     """How one tensor lies on this rank, in the words of a ``ParamLayout``."""
 
     cls: str
@@ -48,18 +48,18 @@ class Form:
     dtype: str
     requires_grad: bool
 
-    def against(self, other: Form) -> tuple[str, ...]:
+    def against(self, other: TensorLayout) -> tuple[str, ...]:
         """What differs, each with the value here and the value there; empty when nothing does."""
         if self == other:
             return ()
-        pairs = ((name, getattr(self, name), getattr(other, name)) for name in Form.__annotations__)
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in TensorLayout.__annotations__)
         return tuple(f"{name} planned {here}, found {there}" for name, here, there in pairs if here != there)
 
 
-def look(target: Target) -> Standing:
+def look(target: Target) -> LiveModel:
     """Looks through the target once; linear in modules and parameters."""
     sites = names.sites(target.model)
-    return Standing(
+    return LiveModel(
         target=target,
         params={_join(s.path, name): t for s in sites for name, t in s.module._parameters.items() if t is not None},
         buffers={_join(s.path, name): t for s in sites for name, t in s.module._buffers.items() if t is not None},
@@ -72,11 +72,11 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def planned_form(layout: ParamLayout, axes: tuple[Axis, ...], rank: int) -> Form:
+def planned_form(layout: ParamLayout, axes: tuple[Axis, ...], rank: int) -> TensorLayout:
     """How a parameter of this layout lies on ``rank``."""
-    return Form(
+    return TensorLayout(
         cls=layout.cls,
-        placements=tuple(word for word in layout.placements if word != "copy"),  # not on the tensor's own mesh
+        placements=tuple(word for word in layout.placements if word != "off-mesh"),  # not on the tensor's own mesh
         shape=layout.shape,
         local_shape=local_shape(layout, axes, rank),
         dtype=layout.dtype,
@@ -84,9 +84,9 @@ def planned_form(layout: ParamLayout, axes: tuple[Axis, ...], rank: int) -> Form
     )
 
 
-def found_form(tensor: Tensor) -> Form:
+def found_form(tensor: Tensor) -> TensorLayout:
     """How a live tensor lies. The class of a DTensor is ``DTensor``, also where torch puts a Parameter around it."""
-    return Form(
+    return TensorLayout(
         cls=_cls(tensor),
         placements=placements(tensor) or (("partition",) if hasattr(tensor, "ds_tensor") else ()),
         shape=tuple(getattr(tensor, "ds_shape", tensor.shape)),

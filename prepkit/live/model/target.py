@@ -16,7 +16,7 @@ def _alone() -> None:
 
 
 @frozen(kw_only=True, eq=False)
-class Aside:
+class Stashed:
     """Values that a parameter had before it was put on meta."""
 
     param: torch.nn.Parameter
@@ -41,8 +41,8 @@ class Target:
     """Names and digests that ``Agree`` compares across ranks."""
     unfilled: set[str] = field(factory=set)
     """Tensors that ``AllocateTensors`` gave storage and no later step has given values."""
-    aside: dict[str, Aside] = field(factory=dict)
-    """By name, what ``SetTensorsAside`` has taken out of the model and ``SendTensors`` has yet to send."""
+    aside: dict[str, Stashed] = field(factory=dict)
+    """By name, what ``StashTensors`` has taken out of the model and ``SendTensors`` has yet to send."""
     scaler: torch.amp.GradScaler | None = None
     """Set by ``CreateGradScaler``."""
     released: dict[str, Any] = field(factory=dict)

@@ -16,7 +16,7 @@ from torch import nn
 
 from prepkit.config import LoadWeights
 from prepkit.facts import ModelFacts
-from prepkit.facts.checkpoint import CheckpointFacts, Place, Recipe
+from prepkit.facts.checkpoint import CheckpointFacts, KeyMapping, WeightConverter
 from prepkit.resolve.checkpoint import renamed, unreadable
 
 STACKS, JOINS = "MergeModulelist", "Concatenate"
@@ -69,16 +69,16 @@ class _Mapping:
     converters: list[Any]
     owners: dict[str, Any]
     """Pattern to the converter that takes its keys."""
-    recipes: list[Recipe] = field(factory=list)
+    recipes: list[WeightConverter] = field(factory=list)
     known: dict[int, int] = field(factory=dict)
     """Identity of a converter to the index of its recipe."""
 
-    def places(self, keys: dict[str, str]) -> dict[str, Place]:
+    def places(self, keys: dict[str, str]) -> dict[str, KeyMapping]:
         """Key of the file, with what it was renamed to, to its place; the order of the keys counts in stacks."""
         from transformers.core_model_loading import dot_natural_key
 
         taken: Counter[tuple[str, int, int]] = Counter()
-        found: dict[str, Place] = {}
+        found: dict[str, KeyMapping] = {}
         for old, key in sorted(keys.items(), key=lambda pair: dot_natural_key(pair[1])):
             name, pattern = self._renamed(key)
             place = self._place(key, name, pattern)
@@ -98,18 +98,18 @@ class _Mapping:
             name, pattern = rename_source_key(key, [], [], prefix, self.names)
         return name, pattern
 
-    def _place(self, key: str, name: str, pattern: str | None) -> Place | None:
+    def _place(self, key: str, name: str, pattern: str | None) -> KeyMapping | None:
         if name not in self.names or (pattern is None and name == key):
             return None
         if pattern is None:
-            return Place(name=name)
+            return KeyMapping(name=name)
         converter = self.owners[pattern]
         index = self.known.setdefault(id(converter), len(self.recipes))
         if index == len(self.recipes):
             self.recipes.append(_recipe(converter))
         if self.recipes[index].others and name == key:
             return None  # it is the model's own; whether it has to be converted its shape shows
-        return Place(name=name, recipe=index, source=list(converter.source_patterns).index(pattern))
+        return KeyMapping(name=name, recipe=index, source=list(converter.source_patterns).index(pattern))
 
 
 def _mapping(model: Any, names: dict[str, bool]) -> _Mapping:
@@ -128,14 +128,14 @@ def _mapping(model: Any, names: dict[str, bool]) -> _Mapping:
     )
 
 
-def _recipe(converter: Any) -> Recipe:
+def _recipe(converter: Any) -> WeightConverter:
     """A converter as data; one that does more than stack and join says what."""
     sources = tuple(converter.source_patterns)
     kinds = tuple(type(one).__name__ for one in converter.operations)
     merges = kinds == (STACKS,) and len(sources) == 1
     if len(converter.target_patterns) > 1 or not (merges or kinds in ((JOINS,), (STACKS, JOINS))):
-        return Recipe(sources=sources, others=tuple(repr(one) for one in converter.operations))
+        return WeightConverter(sources=sources, others=tuple(repr(one) for one in converter.operations))
     dims = {kind: one.dim for kind, one in zip(kinds, converter.operations, strict=True)}
     if min(dims.values()) < 0:  # counted from the end, which is another dim before stacking than after
-        return Recipe(sources=sources, others=tuple(repr(one) for one in converter.operations))
-    return Recipe(sources=sources, stack=dims.get(STACKS), join=dims.get(JOINS))
+        return WeightConverter(sources=sources, others=tuple(repr(one) for one in converter.operations))
+    return WeightConverter(sources=sources, stack=dims.get(STACKS), join=dims.get(JOINS))

@@ -44,7 +44,7 @@ class RankFailed(RuntimeError):
 
 
 @define(kw_only=True)
-class Company:
+class RankGuard:
     """The ranks that apply a plan together, as one of them sees them."""
 
     store: Store
@@ -166,14 +166,14 @@ def _end_group(error: BaseException | None) -> None:
 class _Slot:
     """Where nested calls of ``together`` find the company that they share."""
 
-    company: Company | None = None
+    company: RankGuard | None = None
 
 
 _around: ContextVar[_Slot | None] = ContextVar("_around", default=None)
 
 
 @contextmanager
-def together(timeout_s: float = 600.0) -> Iterator[Company | None]:
+def together(timeout_s: float = 600.0) -> Iterator[RankGuard | None]:
     """All ranks or none: what this rank raises inside ends the ``apply`` of every other one within seconds.
 
     Put it around everything that leads to ``apply``: reading the config, building model and plan::
@@ -201,7 +201,7 @@ def together(timeout_s: float = 600.0) -> Iterator[Company | None]:
         _around.reset(token)
 
 
-def assemble(timeout_s: float) -> Company | None:
+def assemble(timeout_s: float) -> RankGuard | None:
     """The company of this process; None where it is alone: without a launcher, or in a fake group, without data.
 
     Waits for the other ranks where the group is still to be started; raises as ``launcher.meeting_place`` does.
@@ -210,9 +210,9 @@ def assemble(timeout_s: float) -> Company | None:
         if dist.get_world_size() == 1 or "fake" in str(dist.get_backend_config()):
             return None
         store = PrefixStore("prepkit", _get_default_store())
-        return Company(store=store, rank=dist.get_rank(), world=dist.get_world_size(), timeout_s=timeout_s)
+        return RankGuard(store=store, rank=dist.get_rank(), world=dist.get_world_size(), timeout_s=timeout_s)
     if launcher.processes() == 1:
         return None
     place, rank, world = launcher.meeting_place(timeout_s)
     store = PrefixStore("prepkit", place)
-    return Company(store=store, rank=rank, world=world, timeout_s=timeout_s, place=place)
+    return RankGuard(store=store, rank=rank, world=world, timeout_s=timeout_s, place=place)

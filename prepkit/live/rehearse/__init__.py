@@ -25,15 +25,15 @@ from prepkit.codec import plan_from_text, plan_to_text
 from prepkit.live.handlers import HANDLERS, ddp
 from prepkit.live.interpreter import Halted, Handler, interpret
 from prepkit.live.model import deepspeed
-from prepkit.live.model.state import Form, Standing, found_form, look
+from prepkit.live.model.state import LiveModel, TensorLayout, found_form, look
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
 from prepkit.live.rehearse.meta import fake_twin, meta_copy, zero_twin
-from prepkit.live.rehearse.substitutes import Omission, staging
+from prepkit.live.rehearse.substitutes import Skipped, staging
 from prepkit.live.verify import verify
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Check
-from prepkit.steps import BuildMesh, InitialiseDeepSpeed, WrapDDP, WrapFSDP1
+from prepkit.steps import BuildMesh, InitializeDeepSpeed, WrapDDP, WrapFSDP1
 
 
 @frozen(kw_only=True)
@@ -42,13 +42,13 @@ class Rehearsal:
 
     rank: int
     world_size: int
-    params: tuple[tuple[str, Form], ...]
+    params: tuple[tuple[str, TensorLayout], ...]
     """Name and form of every parameter, in the order of the plan; names the plan does not know come last."""
     units: tuple[str, ...]
     """Paths of the modules that ``fully_shard`` made units, in module order."""
     slots: tuple[tuple[str, ...], ...]
     """Per group of the optimizer the names that its slots hold; ``""``: not a parameter of the model."""
-    omitted: tuple[Omission, ...]
+    omitted: tuple[Skipped, ...]
     differences: tuple[Check, ...]
     """What is not as the plan predicts; empty is the normal result."""
     halted: str = ""
@@ -145,12 +145,12 @@ def rehearse_here(plan: Plan, model: Module, *, rank: int = 0, optimizer: Optimi
     staged, omitted = staging(plan)
     flattens = any(isinstance(planned.step, WrapFSDP1) for planned in plan.steps)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if flattens else None
-    real = any(isinstance(one.step, InitialiseDeepSpeed) for one in plan.steps)  # DeepSpeed flattens real memory
+    real = any(isinstance(one.step, InitializeDeepSpeed) for one in plan.steps)  # DeepSpeed flattens real memory
     twin, follower = meta_copy(model, optimizer, zero_twin if real else fake_twin(mode) if mode else None)
     if plan.facts.optimizer is not None and follower is None:
         follower = _stand_in(plan, twin)
         why = f"SGD stands in for {plan.facts.optimizer.name}, which was not given"
-        omitted = (*omitted, Omission(index=-1, step="optimizer", why=why))
+        omitted = (*omitted, Skipped(index=-1, step="optimizer", why=why))
     target = Target(model=twin, optimizer=follower)
     _forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
@@ -205,8 +205,8 @@ def _stand_in(plan: Plan, model: Module) -> Optimizer:
 def _seen(
     plan: Plan,
     rank: int,
-    standing: Standing,
-    omitted: tuple[Omission, ...],
+    standing: LiveModel,
+    omitted: tuple[Skipped, ...],
     differences: tuple[Check, ...],
     halted: str,
 ) -> Rehearsal:

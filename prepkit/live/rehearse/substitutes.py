@@ -27,9 +27,9 @@ from prepkit.steps import (
     ConvertTransformerEngine,
     CreateGradScaler,
     CreateOptimizer,
-    InitialiseDeepSpeed,
-    InitialiseTensors,
+    InitializeDeepSpeed,
     InitializeMSAMP,
+    InitializeTensors,
     LocalDevice,
     MarkLeafModules,
     MoveModel,
@@ -42,10 +42,10 @@ from prepkit.steps import (
     RegroupOptimizer,
     ReleaseOptimizer,
     SendTensors,
-    SetTensorsAside,
     ShardLoader,
     ShardUnits,
     StartProcessGroup,
+    StashTensors,
     Step,
     UpcastParameters,
     WrapDDP,
@@ -54,7 +54,7 @@ from prepkit.steps import (
 
 
 @frozen(kw_only=True)
-class Omission:
+class Skipped:
     """A step of the plan that a rehearsal cannot run, or does not run as written."""
 
     index: int
@@ -67,14 +67,14 @@ class Omission:
         return f"not rehearsed: {self.step}: {self.why}"
 
 
-def staging(plan: Plan) -> tuple[Plan, tuple[Omission, ...]]:
+def staging(plan: Plan) -> tuple[Plan, tuple[Skipped, ...]]:
     """The plan as far as it can be rehearsed, and what of it cannot."""
     kept: list[Planned] = []
-    omitted: list[Omission] = []
+    omitted: list[Skipped] = []
     for index, planned in enumerate(plan.steps):
         step, why = _staged(planned.step)
         if why:
-            omitted.append(Omission(index=index, step=type(planned.step).__name__, why=why))
+            omitted.append(Skipped(index=index, step=type(planned.step).__name__, why=why))
         if step is not None:
             kept.append(evolve(planned, step=step))
     scaled = any(one.step == InitializeMSAMP.__name__ for one in omitted)
@@ -105,9 +105,9 @@ def _staged(step: Step) -> tuple[Step | None, str]:  # noqa: C901  # one case pe
             return None, "the fake group carries no data, so there is nobody to ask"
         case MoveModel(device=device):
             return None, f"a meta copy has no data to move to {device.type}"
-        case CheckFiles() | AllocateTensors() | InitialiseTensors() | ReadTensors():
+        case CheckFiles() | AllocateTensors() | InitializeTensors() | ReadTensors():
             return None, "a meta copy has no values, and gets none"
-        case SetTensorsAside() | SendTensors():
+        case StashTensors() | SendTensors():
             return None, "a meta copy carries no data, so there is nothing to set aside or to send"
         case WrapDDP() if not ddp.can_send_nothing():
             return None, "DDP sends values, unless it is that of torch 2.7 or newer, and a meta copy has none"
@@ -157,9 +157,9 @@ def _staged(step: Step) -> tuple[Step | None, str]:  # noqa: C901  # one case pe
             return step, ""
         case ConvertOptimizer(algorithm=algorithm):
             return None, f"{algorithm} would have to be compiled; the optimizer stands in for it"
-        case InitialiseDeepSpeed(library="msamp"):
+        case InitializeDeepSpeed(library="msamp"):
             return None, "MS-AMP runs on a GPU only"
-        case InitialiseDeepSpeed():
+        case InitializeDeepSpeed():
             return deepspeed.staged(step)
         case _:
             assert_never(step)

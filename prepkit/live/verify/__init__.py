@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from prepkit.live.model.forward import MARK, AutocastedForward
 from prepkit.live.model.forward_fp8 import FP8Forward
 from prepkit.live.model.names import known_bases
-from prepkit.live.model.state import Standing, found_form, look
+from prepkit.live.model.state import LiveModel, found_form, look
 from prepkit.live.model.target import Target
 from prepkit.live.verify import buffers, deepspeed, fp8, fsdp1, fsdp2, model, optimizer
 from prepkit.plan import Plan
@@ -41,9 +41,9 @@ from prepkit.steps import (
     ConvertTransformerEngine,
     CreateGradScaler,
     CreateOptimizer,
-    InitialiseDeepSpeed,
-    InitialiseTensors,
+    InitializeDeepSpeed,
     InitializeMSAMP,
+    InitializeTensors,
     MarkLeafModules,
     MoveModel,
     MoveToXLA,
@@ -55,10 +55,10 @@ from prepkit.steps import (
     RegroupOptimizer,
     ReleaseOptimizer,
     SendTensors,
-    SetTensorsAside,
     ShardLoader,
     ShardUnits,
     StartProcessGroup,
+    StashTensors,
     Step,
     UpcastParameters,
     WrapDDP,
@@ -93,13 +93,13 @@ def verify(
 # --- one function per step kind ------------------------------------------------------------------------------------
 
 
-def _nothing(step: Step, standing: Standing) -> Iterator[Check]:
+def _nothing(step: Step, standing: LiveModel) -> Iterator[Check]:
     """Leaves nothing behind that could be looked at."""
     del step, standing
     yield from ()
 
 
-def _group(step: StartProcessGroup, standing: Standing) -> Iterator[Check]:
+def _group(step: StartProcessGroup, standing: LiveModel) -> Iterator[Check]:
     del standing
     runs = dist.is_initialized()
     yield _same("StartProcessGroup", "default group", "running", "running" if runs else "none")
@@ -111,26 +111,26 @@ def _group(step: StartProcessGroup, standing: Standing) -> Iterator[Check]:
         yield _each("StartProcessGroup", "backend", [f"{name} is not served" for name in bad])
 
 
-def _mesh(step: BuildMesh, standing: Standing) -> Iterator[Check]:
+def _mesh(step: BuildMesh, standing: LiveModel) -> Iterator[Check]:
     mesh = standing.target.mesh
     planned = (step.device, tuple((axis.name, axis.size) for axis in step.axes))
     found = mesh and (mesh.device_type, tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)))
     yield _same("BuildMesh", "device and axes", planned, found)
 
 
-def _dtypes(step: UpcastParameters, standing: Standing) -> Iterator[Check]:
+def _dtypes(step: UpcastParameters, standing: LiveModel) -> Iterator[Check]:
     found = {name: found_form(standing.params[name]).dtype for name in step.names if name in standing.params}
     bad = [f"{name} is {dtype}" for name, dtype in found.items() if dtype != step.dtype]
     yield _each("UpcastParameters", f"parameters are {step.dtype}", bad)
 
 
-def _device(step: MoveModel, standing: Standing) -> Iterator[Check]:
+def _device(step: MoveModel, standing: LiveModel) -> Iterator[Check]:
     tensors = {**standing.params, **standing.buffers}
     bad = [f"{name} is on {t.device}" for name, t in tensors.items() if t.device.type != step.device.type]
     yield _each("MoveModel", f"everything is on {step.device.type}", bad)
 
 
-def _autocast(step: AutocastForward, standing: Standing) -> Iterator[Check]:
+def _autocast(step: AutocastForward, standing: LiveModel) -> Iterator[Check]:
     own = standing.modules[""][-1]
     forward = own.forward.forward if isinstance(own.forward, FP8Forward) else own.forward  # which is outside it
     if isinstance(forward, AutocastedForward) and hasattr(own, MARK):
@@ -143,19 +143,19 @@ def _autocast(step: AutocastForward, standing: Standing) -> Iterator[Check]:
         yield _each("AutocastForward", "autocast forward", [f"{type(own).__name__} has its own forward"])
 
 
-def _parallel(step: ParallelizeModules, standing: Standing) -> Iterator[Check]:
+def _parallel(step: ParallelizeModules, standing: LiveModel) -> Iterator[Check]:
     """Every module has the hooks that lay out its input and output; how its weights lie is the layout's to say."""
-    there = {path: stack[-1] for cut in step.cuts for path in cut.paths if (stack := standing.at(path))}
+    there = {path: stack[-1] for cut in step.styles for path in cut.paths if (stack := standing.at(path))}
     bad = [path for path, own in there.items() if not (own._forward_pre_hooks and own._forward_hooks)]
     yield _each("ParallelizeModules", "input and output are laid out", bad)
 
 
-def _checkpointed(step: CheckpointModules, standing: Standing) -> Iterator[Check]:
+def _checkpointed(step: CheckpointModules, standing: LiveModel) -> Iterator[Check]:
     bad = [path for path in step.paths if not any(isinstance(m, CheckpointWrapper) for m in standing.at(path))]
     yield _each("CheckpointModules", "wrapped", bad)
 
 
-def _compiled(step: CompileModules, standing: Standing) -> Iterator[Check]:
+def _compiled(step: CompileModules, standing: LiveModel) -> Iterator[Check]:
     bad = [path or "the model" for path in step.paths if not any(map(_runs_compiled, standing.at(path)))]
     yield _each("CompileModules", "compiled code is bound", bad)
 
@@ -169,7 +169,7 @@ def _runs_compiled(module: Module) -> bool:
     return compiled is not None and getattr(source, "__self__", module) is module
 
 
-def _units(step: ShardUnits, standing: Standing) -> Iterator[Check]:
+def _units(step: ShardUnits, standing: LiveModel) -> Iterator[Check]:
     found = standing.units
     planned = {unit.path for unit in step.units}
     bad = [f"{path or 'the root'} is none" for path in sorted(planned - set(found))]
@@ -178,23 +178,23 @@ def _units(step: ShardUnits, standing: Standing) -> Iterator[Check]:
     yield from fsdp2.checks(step, standing)
 
 
-def _batch_norms(step: ConvertSyncBatchNorm, standing: Standing) -> Iterator[Check]:
+def _batch_norms(step: ConvertSyncBatchNorm, standing: LiveModel) -> Iterator[Check]:
     bad = [path for path in step.paths if not any(isinstance(m, SyncBatchNorm) for m in standing.at(path))]
     yield _each("ConvertSyncBatchNorm", "synchronised", bad)
 
 
-def _scaler(step: CreateGradScaler, standing: Standing) -> Iterator[Check]:
+def _scaler(step: CreateGradScaler, standing: LiveModel) -> Iterator[Check]:
     scaler = standing.target.scaler
     found = scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
     yield _same("CreateGradScaler", "scale of an enabled scaler", step.init_scale, found)
 
 
-def _fsdp1(step: WrapFSDP1, standing: Standing) -> Iterator[Check]:
+def _fsdp1(step: WrapFSDP1, standing: LiveModel) -> Iterator[Check]:
     yield _each("WrapFSDP1", "units", fsdp1.wrong_units(step, standing))
     yield _each("WrapFSDP1", "state lies as its parameter does", fsdp1.wrong_states(standing))
 
 
-def _ddp(step: WrapDDP, standing: Standing) -> Iterator[Check]:
+def _ddp(step: WrapDDP, standing: LiveModel) -> Iterator[Check]:
     model = standing.target.model
     if not isinstance(model, DistributedDataParallel):
         found = f"the model is a {type(model).__name__}"
@@ -207,7 +207,7 @@ def _ddp(step: WrapDDP, standing: Standing) -> Iterator[Check]:
     yield _same("WrapDDP", "communication hooks", int(step.hook is not None), len(model._comm_hooks))
 
 
-def _loader(step: ShardLoader, standing: Standing) -> Iterator[Check]:
+def _loader(step: ShardLoader, standing: LiveModel) -> Iterator[Check]:
     sampler = standing.target.loaders[step.index].sampler
     yield _same("ShardLoader", f"sampler of loader {step.index}", "DistributedSampler", type(sampler).__name__)
     if isinstance(sampler, DistributedSampler):
@@ -216,7 +216,7 @@ def _loader(step: ShardLoader, standing: Standing) -> Iterator[Check]:
         yield _same("ShardLoader", "parts, part, shuffle, seed, drop_last", wanted, found)
 
 
-def _reader(step: ShardLoader, standing: Standing) -> tuple[int, int]:
+def _reader(step: ShardLoader, standing: LiveModel) -> tuple[int, int]:
     """Number of parts of the data, and this rank's: ranks that differ only in other axes than the step's share one."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     mesh = standing.target.mesh
@@ -227,24 +227,24 @@ def _reader(step: ShardLoader, standing: Standing) -> tuple[int, int]:
     return prod(sizes), sum(place * prod(sizes[at + 1 :]) for at, place in enumerate(places))
 
 
-def _looked(look: Callable[[Any, Standing], Iterator[tuple[str, list[str]]]]) -> Callable[..., Iterator[Check]]:
+def _looked(look: Callable[[Any, LiveModel], Iterator[tuple[str, list[str]]]]) -> Callable[..., Iterator[Check]]:
     """Checks of a step out of what was looked at."""
     return lambda step, standing: (_each(type(step).__name__, what, bad) for what, bad in look(step, standing))
 
 
-def _filled(step: AllocateTensors, standing: Standing) -> Iterator[Check]:
+def _filled(step: AllocateTensors, standing: LiveModel) -> Iterator[Check]:
     """What got storage got values too: memory that nobody wrote looks like any other (pain 17)."""
     del step
     yield _each("AllocateTensors", "everything that was on meta has values", sorted(standing.target.unfilled))
 
 
-def _sent(step: SendTensors, standing: Standing) -> Iterator[Check]:
+def _sent(step: SendTensors, standing: LiveModel) -> Iterator[Check]:
     """What waits to be sent is a model that rank 0 holds twice, and somebody else has no values of."""
     del step
     yield _each("SendTensors", "all that was set aside is sent", sorted(standing.target.aside))
 
 
-VERIFIERS: dict[type[Any], Callable[[Any, Standing], Iterator[Check]]] = {
+VERIFIERS: dict[type[Any], Callable[[Any, LiveModel], Iterator[Check]]] = {
     StartProcessGroup: _group,
     Agree: _nothing,
     BuildMesh: _mesh,
@@ -274,12 +274,12 @@ VERIFIERS: dict[type[Any], Callable[[Any, Standing], Iterator[Check]]] = {
     CastForward: deepspeed.cast,
     MarkLeafModules: deepspeed.leaves,
     ConvertOptimizer: deepspeed.converted,
-    InitialiseDeepSpeed: deepspeed.initialised,
+    InitializeDeepSpeed: deepspeed.initialised,
     CheckFiles: _nothing,
     AllocateTensors: _filled,
-    InitialiseTensors: _nothing,
+    InitializeTensors: _nothing,
     ReadTensors: _nothing,
-    SetTensorsAside: _nothing,
+    StashTensors: _nothing,
     SendTensors: _sent,
 }
 """Step kind to the function that looks at what the step left behind."""

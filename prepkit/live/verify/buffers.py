@@ -14,17 +14,17 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from prepkit.live.model.state import Standing
+from prepkit.live.model.state import LiveModel
 from prepkit.live.ranks.agree import alike, spans
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Check, each
-from prepkit.steps import InitialiseDeepSpeed, ReadTensors, SendTensors, WrapDDP, WrapFSDP1
+from prepkit.steps import InitializeDeepSpeed, ReadTensors, SendTensors, WrapDDP, WrapFSDP1
 
 REWRITES: dict[type, Callable[[Any, int], bool]] = {
     WrapDDP: lambda step, rank: step.broadcast_buffers and rank > 0,  # it sends rank 0's to all
     WrapFSDP1: lambda step, rank: step.sync_module_states and rank > 0,  # likewise
     SendTensors: lambda _, rank: rank > 0,  # likewise
-    InitialiseDeepSpeed: lambda step, rank: step.dtype is not None or rank > 0,  # casts, and sends rank 0's
+    InitializeDeepSpeed: lambda step, rank: step.dtype is not None or rank > 0,  # casts, and sends rank 0's
 }
 """Step kinds that may change the values of buffers, and whether this step does on this rank."""
 
@@ -49,7 +49,7 @@ def _digest(buffer: Tensor) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def checks(plan: Plan, standing: Standing, rank: int, before: Mapping[str, str]) -> Iterator[Check]:
+def checks(plan: Plan, standing: LiveModel, rank: int, before: Mapping[str, str]) -> Iterator[Check]:
     """Collective where a group runs that carries data, for every rank of it alike."""
     steps = [planned.step for planned in plan.steps]
     now = fingerprints(standing.buffers)

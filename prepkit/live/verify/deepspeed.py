@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from prepkit.live.model.deepspeed import initialised as compared
 from prepkit.live.model.forward import MARK, CastedForward
 from prepkit.live.model.forward_fp8 import FP8Forward
-from prepkit.live.model.state import Standing
+from prepkit.live.model.state import LiveModel
 from prepkit.plan.attestation import Check, each, same
-from prepkit.steps import CastForward, ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules
+from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
 
 
-def cast(step: CastForward, standing: Standing) -> Iterator[Check]:
+def cast(step: CastForward, standing: LiveModel) -> Iterator[Check]:
     """The root's forward casts, from and to these dtypes."""
     own = standing.modules[""][-1]
     forward = own.forward.forward if isinstance(own.forward, FP8Forward) else own.forward  # which is outside it
@@ -23,19 +23,19 @@ def cast(step: CastForward, standing: Standing) -> Iterator[Check]:
         yield each("CastForward", "cast forward", [f"{type(own).__name__} has its own forward"])
 
 
-def leaves(step: MarkLeafModules, standing: Standing) -> Iterator[Check]:
+def leaves(step: MarkLeafModules, standing: LiveModel) -> Iterator[Check]:
     """DeepSpeed's own mark stands on each."""
     bad = [path for path in step.paths if not any(getattr(m, "_z3_leaf", False) for m in standing.at(path))]
     yield each("MarkLeafModules", "gathered whole", bad)
 
 
-def converted(step: ConvertOptimizer, standing: Standing) -> Iterator[Check]:
+def converted(step: ConvertOptimizer, standing: LiveModel) -> Iterator[Check]:
     """The optimizer inside DeepSpeed's is the CPU form."""
     found = getattr(standing.target.model, "basic_optimizer", standing.target.optimizer)
     yield same("ConvertOptimizer", "class", step.algorithm, type(found).__name__)
 
 
-def initialised(step: InitialiseDeepSpeed, standing: Standing) -> Iterator[Check]:
+def initialised(step: InitializeDeepSpeed, standing: LiveModel) -> Iterator[Check]:
     """The engine's own numbers are the step's, and its optimizer steps what is trained."""
     for what, planned, found in compared(step, standing):
-        yield same("InitialiseDeepSpeed", what, planned, found)
+        yield same("InitializeDeepSpeed", what, planned, found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prepkit.live.model.forward_fp8 import MARK, FP8Forward
-from prepkit.live.model.state import Standing
+from prepkit.live.model.state import LiveModel
 from prepkit.steps import (
     AutocastFP8Forward,
     ConvertFP8Linears,
@@ -20,7 +20,7 @@ Look = tuple[str, list[str]]
 """What was looked at, and where it does not hold."""
 
 
-def converted(step: ConvertFP8Linears, standing: Standing) -> Iterator[Look]:
+def converted(step: ConvertFP8Linears, standing: LiveModel) -> Iterator[Look]:
     """Every planned layer is torchao's, with the planned way to multiply and to be gathered."""
     yield "layers compute in float8", _not_of(standing, step.paths, "torchao.float8")
     wrong = []
@@ -32,12 +32,12 @@ def converted(step: ConvertFP8Linears, standing: Standing) -> Iterator[Look]:
     yield "layers are configured as planned", wrong
 
 
-def engine(step: ConvertTransformerEngine, standing: Standing) -> Iterator[Look]:
+def engine(step: ConvertTransformerEngine, standing: LiveModel) -> Iterator[Look]:
     """Every planned layer is TransformerEngine's."""
     yield "layers are TransformerEngine's", _not_of(standing, (*step.linears, *step.norms), "transformer_engine")
 
 
-def autocast(step: AutocastFP8Forward, standing: Standing) -> Iterator[Look]:
+def autocast(step: AutocastFP8Forward, standing: LiveModel) -> Iterator[Look]:
     """The forward stands where it was put: in the wrapper where there is one."""
     outer = (standing.target.model, *standing.modules[""])
     (found, *_) = (*(vars(module).get("forward") for module in outer if MARK in vars(module)), None)
@@ -49,7 +49,7 @@ def autocast(step: AutocastFP8Forward, standing: Standing) -> Iterator[Look]:
     yield "float8 autocast", bad
 
 
-def msamp(step: InitializeMSAMP, standing: Standing) -> Iterator[Look]:
+def msamp(step: InitializeMSAMP, standing: LiveModel) -> Iterator[Look]:
     """Every Linear and the optimizer are MS-AMP's."""
     yield "layers are MS-AMP's", _not_of(standing, step.linears, "msamp")
     optimizer = type(standing.target.optimizer)
@@ -57,33 +57,33 @@ def msamp(step: InitializeMSAMP, standing: Standing) -> Iterator[Look]:
     yield "the optimizer is MS-AMP's", [] if own else [f"it is {optimizer.__name__}"]
 
 
-def scales(step: PrecomputeFloat8Scales, standing: Standing) -> Iterator[Look]:
+def scales(step: PrecomputeFloat8Scales, standing: LiveModel) -> Iterator[Look]:
     """Something watches the optimizer."""
     del step
     hooks = getattr(standing.target.optimizer, "_optimizer_step_post_hooks", None)
     yield "scales are computed after each step", [] if hooks else ["the optimizer has no post-step hook"]
 
 
-def on_xla(step: MoveToXLA, standing: Standing) -> Iterator[Look]:
+def on_xla(step: MoveToXLA, standing: LiveModel) -> Iterator[Look]:
     """Every tensor is on an XLA device."""
     del step
     tensors = {**standing.params, **standing.buffers}
     yield "everything is on xla", [f"{name} is on {t.device}" for name, t in tensors.items() if t.device.type != "xla"]
 
 
-def reduced(step: ReduceXLAGradients, standing: Standing) -> Iterator[Look]:
+def reduced(step: ReduceXLAGradients, standing: LiveModel) -> Iterator[Look]:
     """Something watches the optimizer."""
     del step
     hooks = getattr(standing.target.optimizer, "_optimizer_step_pre_hooks", None)
     yield "gradients are averaged before each step", [] if hooks else ["the optimizer has no pre-step hook"]
 
 
-def _inner(standing: Standing, path: str) -> object:
+def _inner(standing: LiveModel, path: str) -> object:
     found = standing.at(path)
     return found[-1] if found else None
 
 
-def _not_of(standing: Standing, paths: tuple[str, ...], package: str) -> list[str]:
+def _not_of(standing: LiveModel, paths: tuple[str, ...], package: str) -> list[str]:
     """Paths at which no class of the package stands, also among the bases: ``fully_shard`` makes a class of its own."""
     return [
         f"{path} is {type(_inner(standing, path)).__name__}"

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from prepkit.live.model import fsdp1_flat
-from prepkit.live.model.state import Standing, found_form, local, planned_form
+from prepkit.live.model.state import LiveModel, found_form, local, planned_form
 from prepkit.plan import Plan
 from prepkit.plan.flat_layout import FlatPart, held
 from prepkit.plan.layout import ParamLayout, coordinate, local_shape
 from prepkit.steps import FlatUnit, RegroupOptimizer, WrapFSDP1
 
 
-def wrong_units(step: WrapFSDP1, standing: Standing) -> list[str]:
+def wrong_units(step: WrapFSDP1, standing: LiveModel) -> list[str]:
     """Units that are not there, were not planned, or were given another strategy or dtype."""
     found = fsdp1_flat.units(standing.target.model)
     planned = {unit.path: unit for unit in step.units}
@@ -70,7 +70,7 @@ def flat_names(plan: Plan) -> set[str]:
     return {f"{one.unit}.{FLAT}".lstrip(".") for one in plan.layout if one.flat and not one.flat.original}
 
 
-def wrong_parts(plan: Plan, standing: Standing, rank: int) -> Iterator[tuple[str, list[str]]]:
+def wrong_parts(plan: Plan, standing: LiveModel, rank: int) -> Iterator[tuple[str, list[str]]]:
     """Name of every flattened parameter, and what differs between its planned and its found place and view."""
     places = fsdp1_flat.pieces(standing.target.model) if any(one.flat for one in plan.layout) else {}
     for layout in plan.layout:
@@ -119,7 +119,7 @@ def _view(layout: ParamLayout, plan: Plan, rank: int) -> ParamLayout:
     return evolve(layout, shape=local_shape(layout, plan.mesh, rank), flat=None)
 
 
-def wrong_groups(step: RegroupOptimizer, standing: Standing) -> list[str]:
+def wrong_groups(step: RegroupOptimizer, standing: LiveModel) -> list[str]:
     """Names that are not once in their group, under whatever holds them now: what was trained before still is."""
     holders, optimizer = fsdp1_flat.holders(standing.target.model), standing.target.optimizer
     groups = optimizer.param_groups if optimizer else []
@@ -130,7 +130,7 @@ def wrong_groups(step: RegroupOptimizer, standing: Standing) -> list[str]:
     return bad
 
 
-def wrong_states(standing: Standing) -> list[str]:
+def wrong_states(standing: LiveModel) -> list[str]:
     """State tensors that do not lie as their parameter does: no cut of one is a cut of the other."""
     optimizer = standing.target.optimizer
     held_by = {id(param): name for name, param in reversed(fsdp1_flat.holders(standing.target.model).items())}

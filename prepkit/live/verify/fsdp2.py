@@ -9,12 +9,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from prepkit.live.model.fsdp2_units import unit_fact
-from prepkit.live.model.state import Standing
+from prepkit.live.model.state import LiveModel
 from prepkit.plan.attestation import Check, each
 from prepkit.steps import ShardUnits, Unit
 
 
-def checks(step: ShardUnits, standing: Standing) -> Iterator[Check]:
+def checks(step: ShardUnits, standing: LiveModel) -> Iterator[Check]:
     """Hooks and policies of the units that are there; a missing one has been told already."""
     found = [
         (unit, module) for unit in step.units for module in standing.at(unit.path) if isinstance(module, FSDPModule)

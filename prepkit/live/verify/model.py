@@ -9,32 +9,32 @@ from torch.optim import Optimizer
 
 from prepkit.config import DDP, FSDP1, FSDP2, XLA, Intent, Mixed, Single, TensorParallel
 from prepkit.live.model import fsdp1_flat
-from prepkit.live.model.state import Standing, found_form, local, planned_form
+from prepkit.live.model.state import LiveModel, found_form, local, planned_form
 from prepkit.live.verify import fsdp1
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Check, each, same
-from prepkit.steps import InitialiseDeepSpeed, RegroupOptimizer
+from prepkit.steps import InitializeDeepSpeed, RegroupOptimizer
 
 MASTERS_IN_PLACE = (Single, DDP, FSDP2, FSDP1, TensorParallel, XLA)
 """Engines that keep float32 master weights in the parameters themselves."""
 
-CASTS_BUFFERS: tuple[type, ...] = (InitialiseDeepSpeed,)
+CASTS_BUFFERS: tuple[type, ...] = (InitializeDeepSpeed,)
 """Step kinds that change the dtype of buffers."""
 
 
-def checks(plan: Plan, standing: Standing, rank: int) -> Iterator[Check]:
+def checks(plan: Plan, standing: LiveModel, rank: int) -> Iterator[Check]:
     """All of them; reads no tensor's data."""
     yield from _parameters(plan, standing, rank)
     yield from _masters(plan, standing)
     yield from _ties(plan, standing)
     yield from _buffers(plan, standing)
-    if not any(isinstance(planned.step, InitialiseDeepSpeed) for planned in plan.steps):
+    if not any(isinstance(planned.step, InitializeDeepSpeed) for planned in plan.steps):
         yield from _slots(plan, standing)  # DeepSpeed's optimizer has slots of its own, and a check of its own
         yield from _coverage(plan, standing)
     yield from _scheduler(plan, standing)
 
 
-def _parameters(plan: Plan, standing: Standing, rank: int) -> Iterator[Check]:
+def _parameters(plan: Plan, standing: LiveModel, rank: int) -> Iterator[Check]:
     for layout in plan.layout:
         if layout.flat is not None or "split" in layout.placements:
             continue  # flat parts are looked at below; DeepSpeed decides which way it splits which layer
@@ -55,7 +55,7 @@ def _parameters(plan: Plan, standing: Standing, rank: int) -> Iterator[Check]:
     yield each("model", "no parameter that the plan does not know", unknown)
 
 
-def _ties(plan: Plan, standing: Standing) -> Iterator[Check]:
+def _ties(plan: Plan, standing: LiveModel) -> Iterator[Check]:
     gone = {layout.name for layout in plan.layout if layout.flat is not None and not layout.flat.original}
     for group in plan.facts.model.ties:
         if gone.intersection(group):
@@ -65,14 +65,14 @@ def _ties(plan: Plan, standing: Standing) -> Iterator[Check]:
         yield Check(subject=group[0], what="tied", holds=len(held) == 1, detail=found if len(held) > 1 else "")
 
 
-def meta(standing: Standing) -> Iterator[Check]:
+def meta(standing: LiveModel) -> Iterator[Check]:
     """Every tensor has data."""
     held = {**standing.params, **standing.buffers}
     left = [name for name, tensor in held.items() if local(tensor).device.type == "meta"]  # MS-AMP knows no is_meta
     yield each("model", "nothing is left on meta", left)
 
 
-def _slots(plan: Plan, standing: Standing) -> Iterator[Check]:
+def _slots(plan: Plan, standing: LiveModel) -> Iterator[Check]:
     """Every slot holds the model's parameter of its name, so what was trained before still is (pain 1)."""
     seen = plan.facts.optimizer
     optimizer = standing.target.optimizer
@@ -93,7 +93,7 @@ def _slots(plan: Plan, standing: Standing) -> Iterator[Check]:
     yield each("optimizer", "every slot holds the model's parameter", bad)
 
 
-def _masters(plan: Plan, standing: Standing) -> Iterator[Check]:
+def _masters(plan: Plan, standing: LiveModel) -> Iterator[Check]:
     """Float32 where the plan's owner of master weights says so; pain 2."""
     cfg = plan.config
     if not (isinstance(cfg.precision, Mixed) and cfg.precision.master_weights and cfg.intent is Intent.TRAINING):
@@ -108,7 +108,7 @@ def _masters(plan: Plan, standing: Standing) -> Iterator[Check]:
     yield each("model", "trainable parameters are their own master weights", bad)
 
 
-def _buffers(plan: Plan, standing: Standing) -> Iterator[Check]:
+def _buffers(plan: Plan, standing: LiveModel) -> Iterator[Check]:
     casts = any(isinstance(planned.step, CASTS_BUFFERS) for planned in plan.steps)
     bad = []
     for seen in plan.facts.model.buffers:
@@ -126,7 +126,7 @@ def _buffers(plan: Plan, standing: Standing) -> Iterator[Check]:
     yield each("model", "buffers are those of the plan", bad)
 
 
-def _alias(name: str, standing: Standing, known: set[str]) -> bool:
+def _alias(name: str, standing: LiveModel, known: set[str]) -> bool:
     """Whether it is a second way to a planned buffer, as a shared module has."""
     return any(standing.buffers[name] is standing.buffers.get(other) for other in known)
 
@@ -135,7 +135,7 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _coverage(plan: Plan, standing: Standing) -> Iterator[Check]:
+def _coverage(plan: Plan, standing: LiveModel) -> Iterator[Check]:
     """No tensor is stepped that is not the model's, none is frozen, and what the plan trains is stepped."""
     optimizer = standing.target.optimizer
     if optimizer is None:
@@ -160,7 +160,7 @@ def _coverage(plan: Plan, standing: Standing) -> Iterator[Check]:
     yield each("optimizer", "state that was there is kept", _lost(plan, standing, optimizer))
 
 
-def _lost(plan: Plan, standing: Standing, optimizer: Optimizer) -> list[str]:
+def _lost(plan: Plan, standing: LiveModel, optimizer: Optimizer) -> list[str]:
     """Parameters whose state has gone, under whatever holds them now; a rank without a part of one keeps none of it."""
     seen = plan.facts.optimizer
     if seen is None or not seen.stateful:
@@ -176,7 +176,7 @@ def _lost(plan: Plan, standing: Standing, optimizer: Optimizer) -> list[str]:
     ]
 
 
-def _scheduler(plan: Plan, standing: Standing) -> Iterator[Check]:
+def _scheduler(plan: Plan, standing: LiveModel) -> Iterator[Check]:
     seen = plan.facts.scheduler
     if seen is not None and seen.drives_optimizer:
         driven = getattr(standing.target.scheduler, "optimizer", None)

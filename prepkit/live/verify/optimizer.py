@@ -8,19 +8,19 @@ from attrs import evolve
 from torch import Tensor
 
 from prepkit.live.model import fsdp1_flat
-from prepkit.live.model.state import Standing, found_form
+from prepkit.live.model.state import LiveModel, found_form
 from prepkit.live.verify import fsdp1
 from prepkit.plan.attestation import Check, each, same
 from prepkit.steps import CreateOptimizer, RebindOptimizer, RegroupOptimizer
 
 
-def regrouped(step: RegroupOptimizer, standing: Standing) -> Iterator[Check]:
+def regrouped(step: RegroupOptimizer, standing: LiveModel) -> Iterator[Check]:
     """Every name is once in its group, whatever holds it now."""
     yield each("RegroupOptimizer", "no state is left behind", sorted(standing.target.released))
     yield each("RegroupOptimizer", "groups hold what they held", fsdp1.wrong_groups(step, standing))
 
 
-def rebound(step: RebindOptimizer, standing: Standing) -> Iterator[Check]:
+def rebound(step: RebindOptimizer, standing: LiveModel) -> Iterator[Check]:
     """State that was released has been laid out as its parameter lies."""
     del step
     yield each("RebindOptimizer", "no state is left behind", sorted(standing.target.released))
@@ -43,7 +43,7 @@ def _apart(param: Tensor, value: Tensor) -> tuple[str, ...]:
     return like.against(there)
 
 
-def created(step: CreateOptimizer, standing: Standing) -> Iterator[Check]:
+def created(step: CreateOptimizer, standing: LiveModel) -> Iterator[Check]:
     """Class, parameters and options are those of the step."""
     optimizer = standing.target.optimizer
     if hasattr(standing.target.model, "basic_optimizer"):

@@ -24,7 +24,7 @@ def _healthy(make: Callable[[Facts], Pair]) -> Pair:
     return make(tiny_facts())
 
 
-PROVOKE: dict[str, Callable[[], Pair]] = {
+COUNTEREXAMPLES: dict[str, Callable[[], Pair]] = {
     **environment.PAIRS,
     **wrap.PAIRS,
     **tensor_parallel.PAIRS,

@@ -14,8 +14,8 @@ from prepkit.config import (
     KeepLoaders,
     ShardLoaders,
     TensorParallel,
-    TensorRow,
-    TensorRows,
+    TPLayer,
+    TPPlan,
 )
 from prepkit.facts import ArchitectureFacts
 from prepkit.testing.counterexamples.pairs import env, loaded, of, ranks
@@ -28,7 +28,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "compile.dynamic-cut": lambda: ranks(
         Config(
             engine=TensorParallel(),
-            tensor=TensorRows((TensorRow("norm", "replicate"),)),
+            tp_plan=TPPlan((TPLayer("norm", "replicate"),)),
             compile=CompileModel(dynamic=True),
         ),
         world=2,

@@ -6,17 +6,27 @@ from collections.abc import Callable
 
 from attrs import evolve
 
-from prepkit.config import DDP, FSDP2, Config, Mesh, TensorFromModel, TensorParallel, TensorPlan, TensorRow, TensorRows
+from prepkit.config import (
+    DDP,
+    FSDP2,
+    Config,
+    Mesh,
+    TensorParallel,
+    TensorParallelPlan,
+    TPLayer,
+    TPPlan,
+    TPPlanFromModel,
+)
 from prepkit.facts import ArchitectureFacts, ModelFacts, ParamFact
 from prepkit.testing.tiny import Pair, tiny_facts, tiny_model, tiny_optimizer
 
 
-def _rows(*rows: tuple[str, str]) -> TensorRows:
-    return TensorRows(tuple(TensorRow(pattern, style) for pattern, style in rows))  # type: ignore[arg-type]  # a Literal
+def _rows(*rows: tuple[str, str]) -> TPPlan:
+    return TPPlan(tuple(TPLayer(pattern, style) for pattern, style in rows))  # type: ignore[arg-type]  # a Literal
 
 
-def _cut(tensor: TensorPlan, model: ModelFacts | None = None, world: int = 2) -> Pair:
-    return Config(engine=TensorParallel(), tensor=tensor), tiny_facts(model, world=world)
+def _cut(tensor: TensorParallelPlan, model: ModelFacts | None = None, world: int = 2) -> Pair:
+    return Config(engine=TensorParallel(), tp_plan=tensor), tiny_facts(model, world=world)
 
 
 def _arrives(tp_size: int) -> ModelFacts:
@@ -48,26 +58,26 @@ PAIRS: dict[str, Callable[[], Pair]] = {
         tiny_facts(world=8),
     ),
     "mesh.tensor-alone": lambda: (
-        Config(engine=TensorParallel(), mesh=Mesh(tensor=2), tensor=_MLP),
+        Config(engine=TensorParallel(), mesh=Mesh(tensor=2), tp_plan=_MLP),
         tiny_facts(world=8),
     ),
     "mesh.tensor-takes-all": lambda: (
-        Config(engine=FSDP2(), mesh=Mesh(shard=1, tensor=8), tensor=_MLP),
+        Config(engine=FSDP2(), mesh=Mesh(shard=1, tensor=8), tp_plan=_MLP),
         tiny_facts(world=8),
     ),
-    "tensor.no-plan": lambda: _cut(TensorFromModel()),
+    "tensor.no-plan": lambda: _cut(TPPlanFromModel()),
     "tensor.style-unknown": lambda: _cut(
-        TensorFromModel(),
+        TPPlanFromModel(),
         evolve(tiny_model(), tensor_plan=(("layers.*.mlp", "colwise"), ("layers.*.experts", "moe_tp_experts"))),
     ),
     "tensor.pattern-not-found": lambda: _cut(_rows(("layers.*.mlp", "colwise"), ("layer.*.attn", "rowwise"))),
     "tensor.not-a-layer": lambda: _cut(_rows(("norm", "colwise")), tiny_model(extra=(_CONV,))),
     "tensor.named-twice": lambda: _cut(_rows(("layers.*.mlp", "colwise"), ("layers.0.*", "colwise"))),
     "tensor.not-divisible": lambda: _cut(_rows(("layers.*.attn", "colwise"), ("head", "colwise")), world=8),
-    "tensor.uneven-shards": lambda: _on_torch("2.7.1", Config(engine=FSDP2(), mesh=Mesh(tensor=2), tensor=_MLP)),
+    "tensor.uneven-shards": lambda: _on_torch("2.7.1", Config(engine=FSDP2(), mesh=Mesh(tensor=2), tp_plan=_MLP)),
     "tensor.tie-broken": lambda: _cut(_rows(("embed", "colwise"), ("head", "colwise")), tiny_model(tied=True)),
-    "tensor.size-differs": lambda: _cut(TensorFromModel(), _arrives(4)),
+    "tensor.size-differs": lambda: _cut(TPPlanFromModel(), _arrives(4)),
     "tensor.mixed-optimizer": _fused,
-    "tensor.not-read": lambda: (Config(tensor=_MLP), tiny_facts()),
+    "tensor.not-read": lambda: (Config(tp_plan=_MLP), tiny_facts()),
 }
 """Rule id to a pair on which the rule fires."""

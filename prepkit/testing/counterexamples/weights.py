@@ -10,7 +10,14 @@ from attrs import evolve
 
 from prepkit.config import FSDP1, FSDP2, Config, InitWeights, LoadWeights, SendWeights
 from prepkit.facts import BufferFact, Facts, ModelFacts, ParamFact
-from prepkit.facts.checkpoint import CheckpointFacts, Place, Recipe, StoredFile, StoredProblem, StoredTensor
+from prepkit.facts.checkpoint import (
+    CheckpointFacts,
+    KeyMapping,
+    StoredFile,
+    StoredProblem,
+    StoredTensor,
+    WeightConverter,
+)
 from prepkit.plan.byte_ranges import ITEMSIZES
 
 PATH = "checkpoint"
@@ -54,10 +61,10 @@ def in_parts(checkpoint: CheckpointFacts) -> CheckpointFacts:
         if one in wide and one.shape[0] > 1:
             tensors.extend(_rows(one, wide.index(one)))
         elif one in wide:
-            tensors.append(evolve(one, key=f"old.{one.key}", place=Place(name=one.key)))
+            tensors.append(evolve(one, key=f"old.{one.key}", place=KeyMapping(name=one.key)))
         else:
             tensors.append(one)
-    recipes = (Recipe(sources=("rows.*",), stack=0), Recipe(sources=("top", "rest"), join=0))
+    recipes = (WeightConverter(sources=("rows.*",), stack=0), WeightConverter(sources=("top", "rest"), join=0))
     return evolve(checkpoint, tensors=tuple(tensors), recipes=recipes)
 
 
@@ -66,7 +73,7 @@ def _rows(one: StoredTensor, recipe: int) -> Iterator[StoredTensor]:
     rows, row = one.shape[0], one.length // one.shape[0]
     stacked = recipe == 0
     for index, (first, last) in enumerate([(n, n + 1) for n in range(rows)] if stacked else [(0, 1), (1, rows)]):
-        place = Place(name=one.key, recipe=recipe, source=0 if stacked else index, number=index if stacked else 0)
+        place = KeyMapping(name=one.key, recipe=recipe, source=0 if stacked else index, number=index if stacked else 0)
         yield evolve(
             one,
             key=f"{one.key}.{index}",

@@ -173,18 +173,18 @@ def loader_choices() -> SearchStrategy[c.Loaders]:
     return st.just(c.KeepLoaders()) | sharded
 
 
-def tensor_rows(patterns: tuple[str, ...], styles: tuple[str, ...]) -> SearchStrategy[c.TensorRows]:
+def tensor_rows(patterns: tuple[str, ...], styles: tuple[str, ...]) -> SearchStrategy[c.TPPlan]:
     """Plans by hand of one or two rows, each with another pattern, that take and give anything."""
-    how = st.none() | st.sampled_from(("whole", "features", "heads", "sequence"))
-    row = st.builds(c.TensorRow, st.sampled_from(patterns), st.sampled_from(styles), how, how)
+    how = st.none() | st.sampled_from(("replicate", "features", "heads", "sequence"))
+    row = st.builds(c.TPLayer, st.sampled_from(patterns), st.sampled_from(styles), how, how)
     rows = st.lists(row, min_size=1, max_size=2, unique_by=lambda one: one.pattern)
-    return st.builds(c.TensorRows, rows.map(tuple))
+    return st.builds(c.TPPlan, rows.map(tuple))
 
 
-def _tensor_plans() -> SearchStrategy[c.TensorPlan]:
+def _tensor_plans() -> SearchStrategy[c.TensorParallelPlan]:
     patterns = ("layers.*.attn", "layers.?.mlp", "*", "embed", "hed", "layers")
     rows = tensor_rows(patterns, ("colwise", "rowwise", "sequence", "replicate"))
-    return st.just(c.TensorFromModel()) | st.just(c.TensorRows(())) | rows
+    return st.just(c.TPPlanFromModel()) | st.just(c.TPPlan(())) | rows
 
 
 def configs() -> SearchStrategy[Config]:
@@ -202,7 +202,7 @@ def configs() -> SearchStrategy[Config]:
             deepspeeds(),
         ),
         mesh=st.none() | st.builds(Mesh, replicate=size, shard=size, tensor=st.just(1) | size),
-        tensor=_tensor_plans(),
+        tp_plan=_tensor_plans(),
         precision=precisions() | fp8s(fp8_backends()),
         compile=compiles(_wraps()),
         checkpointing=checkpointings(_wraps()),

@@ -22,7 +22,7 @@ from prepkit.config import (
     Single,
 )
 from prepkit.live.model.target import Target
-from tests.live.handlers.test_torch_core import compiling
+from tests.live.handlers.test_model import compiling
 from tests.support.fragile_model import TOKENS, Tiny, applied, planned
 from tests.support.gang import Gang
 from tests.support.single_step import do, problems

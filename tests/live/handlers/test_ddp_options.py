@@ -24,7 +24,7 @@ from prepkit.live.training.prepared import Prepared
 from prepkit.live.verify import verify
 from prepkit.planner import pieces
 from prepkit.planner.ddp import communication
-from prepkit.steps import Communication, ConvertSyncBatchNorm, LocalDevice, WrapDDP
+from prepkit.steps import ConvertSyncBatchNorm, DDPCommHook, LocalDevice, WrapDDP
 from tests.live.handlers.test_ddp import wrapping
 from tests.support.fragile_model import TOKENS, Tiny, applied, planned
 from tests.support.gang import Gang
@@ -114,7 +114,7 @@ def test_every_hook_that_config_offers_is_torch_s_own(
     if wrapper:
         monkeypatch.setattr(default_hooks, wrapper, lambda inner: (wrapper, inner))
     step = communication(asked)
-    assert isinstance(step, Communication)
+    assert isinstance(step, DDPCommHook)
     with gloo_alone():
         state, found = handler.communication(step)
     assert found == ((wrapper, hook) if wrapper else hook)
@@ -146,7 +146,7 @@ def test_torch_refuses_bfloat16_hooks_here_and_the_model_stays_unwrapped() -> No
     model = Tiny()
     target = Target(model=model)
     with gloo_alone(), pytest.raises(TypeError, match="NCCL"):
-        do(wrapping(hook=Communication(hook="bf16_compress_hook")), target)
+        do(wrapping(hook=DDPCommHook(hook="bf16_compress_hook")), target)
     assert target.model is model
 
 

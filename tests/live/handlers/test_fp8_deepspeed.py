@@ -69,7 +69,7 @@ def test_zero_learns_in_torchaos_float8_what_ddp_learns_in_it(gang2: Gang, expec
     torch.testing.assert_close(torch.tensor([one["losses"] for one in found]).mean(0), expected, rtol=0.02, atol=0.0)
     assert expected[-1] < expected[0] - 0.2
     assert found[0]["converted"] == FITTING
-    assert found[0]["steps"][2:5] == ["ConvertFP8Linears", "CastForward", "InitialiseDeepSpeed"]
+    assert found[0]["steps"][2:5] == ["ConvertFP8Linears", "CastForward", "InitializeDeepSpeed"]
 
 
 def under_engine(rank: int, world: int) -> dict[str, Any]:

@@ -203,4 +203,4 @@ def test_a_rehearsal_says_that_values_are_not_rehearsed() -> None:
     plan = pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=WEIGHTS), model, env=Env(world_size=8, torch="2.13.0"))
     found = pk.rehearse(plan, model, rank=3)
     assert found.fine, str(found)
-    assert {one.step for one in found.omitted} >= {"AllocateTensors", "InitialiseTensors"}
+    assert {one.step for one in found.omitted} >= {"AllocateTensors", "InitializeTensors"}

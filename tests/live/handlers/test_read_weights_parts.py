@@ -95,7 +95,7 @@ def test_the_plan_says_what_lies_where_and_survives_its_file(tmp_path: Path) -> 
     model, batch = on_meta("mixtral")
     plan = pk.build_plan(pk.Config(weights=pk.LoadWeights(saved(tmp_path, "mixtral"))), model)
     (step,) = (one.step for one in plan.steps if isinstance(one.step, ReadTensors))
-    parts = {one.key: one.block for one in step.sources if one.name == EXPERTS}
+    parts = {one.key: one.chunk for one in step.sources if one.name == EXPERTS}
     assert len(parts) == 6
     third = parts[f"{STORED}.2.w3.weight"]
     assert third is not None

@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import prepkit as pk
 from prepkit.live.handlers import channel as lanes
 from prepkit.live.handlers import send_weights, weights
-from prepkit.live.handlers.channel import Lane
+from prepkit.live.handlers.channel import P2PChannel
 from prepkit.live.handlers.send_weights import send, send_do
 from prepkit.live.handlers.stash import NoValues, aside_do, aside_undo
 from prepkit.live.model.target import Target
 from prepkit.plan import broadcast
-from prepkit.steps import AllocateTensors, LocalDevice, SendTensors, Sent, SetTensorsAside
+from prepkit.steps import AllocateTensors, LocalDevice, SendTensors, StashTensors, Transfer
 from tests.support.fragile_model import TOKENS, Tiny, planned, stepped
 from tests.support.gang import Gang
 from tests.support.in_memory_messages import Post, Work
@@ -304,7 +304,7 @@ def test_a_rank_is_sent_its_own_part_alone_straight_from_storage_to_storage(gang
 def test_rank_0_frees_each_tensor_once_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Tiny()
     target = Target(model=model)
-    step = SetTensorsAside(params=tuple(name for name, _ in model.named_parameters()), buffers=())
+    step = StashTensors(params=tuple(name for name, _ in model.named_parameters()), buffers=())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     alive: list[int] = []
     try:
@@ -327,9 +327,9 @@ def test_rank_0_frees_each_tensor_once_it_is_sent(monkeypatch: pytest.MonkeyPatc
     assert not target.aside
 
 
-def sent_of(model: nn.Module) -> tuple[Sent, ...]:
+def sent_of(model: nn.Module) -> tuple[Transfer, ...]:
     return tuple(
-        Sent(name=name, dtype=str(p.dtype).removeprefix("torch."), shape=tuple(p.shape))
+        Transfer(name=name, dtype=str(p.dtype).removeprefix("torch."), shape=tuple(p.shape))
         for name, p in model.named_parameters()
     )
 
@@ -422,7 +422,7 @@ def test_setting_aside_is_taken_back_to_the_byte() -> None:
     vars(model.embed.weight)["note"] = "kept"
     target = Target(model=model, optimizer=optimizer)
     before = snapshot(target)
-    step = SetTensorsAside(params=tuple(name for name, _ in model.named_parameters()), buffers=("kept", "passing"))
+    step = StashTensors(params=tuple(name for name, _ in model.named_parameters()), buffers=("kept", "passing"))
     memo = aside_do(step, target)
     assert memo == step.params
     assert all(p.is_meta for p in model.parameters())
@@ -443,7 +443,7 @@ def test_a_parameter_that_something_else_holds_is_named_and_nothing_is_changed(k
     held_by = model(TOKENS).sum() if kept == "a loss" else weakref.ref(model.layers[2].outer.weight)
     name = "embed.weight" if kept == "a loss" else "layers.2.outer.weight"
     with pytest.raises(RuntimeError, match=rf"^{name}: held by more than the model and its optimizer; let go of"):
-        aside_do(SetTensorsAside(params=names, buffers=()), target)
+        aside_do(StashTensors(params=names, buffers=()), target)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert not target.aside
     assert held_by is not None
@@ -468,18 +468,18 @@ def test_a_script_under_a_launcher_needs_no_group_of_its_own(gang2: Gang) -> Non
 def test_what_was_sent_and_freed_is_told_when_sending_is_taken_back() -> None:
     target = Target(model=Tiny())
     names = tuple(name for name, _ in target.model.named_parameters())
-    memo = aside_do(SetTensorsAside(params=names, buffers=()), target)
+    memo = aside_do(StashTensors(params=names, buffers=()), target)
     del target.aside["embed.weight"]
-    said = aside_undo(SetTensorsAside(params=names, buffers=()), target, memo)
+    said = aside_undo(StashTensors(params=names, buffers=()), target, memo)
     assert said == "embed.weight: sent, and freed on this rank"
     assert target.model.embed.weight.is_meta
     assert not target.model.layers[0].inner.weight.is_meta
 
 
 def test_a_part_of_another_size_than_planned_is_refused_by_name() -> None:
-    one = Sent(name="w", dtype="float32", shape=(4, 2))
+    one = Transfer(name="w", dtype="float32", shape=(4, 2))
     with pytest.raises(RuntimeError, match=r"w: this rank holds \[3, 2\], planned \[4, 2\]"):
-        send(one, (), torch.zeros(4, 2), torch.zeros(3, 2), Lane(device=torch.device("cpu")))
+        send(one, (), torch.zeros(4, 2), torch.zeros(3, 2), P2PChannel(device=torch.device("cpu")))
 
 
 def test_parameters_that_nobody_set_aside_are_not_sent_from_shards() -> None:
@@ -500,7 +500,7 @@ def test_a_model_on_meta_and_one_with_values_have_the_same_plan() -> None:
     here, there = pk.build_plan(cfg, full, env=env), pk.build_plan(cfg, bare, env=env)
     assert here == there
     kinds = [type(one.step).__name__ for one in here.steps]
-    assert kinds.index("SetTensorsAside") < kinds.index("BuildMesh")
+    assert kinds.index("StashTensors") < kinds.index("BuildMesh")
     assert kinds.index("ShardUnits") < kinds.index("AllocateTensors") < kinds.index("SendTensors")
 
 
@@ -509,7 +509,7 @@ def test_a_rehearsal_says_that_nothing_is_sent() -> None:
     found = pk.rehearse(plan, Tiny(), rank=3)
     assert found.fine, str(found)
     omitted = [one.step for one in found.omitted if "carries no data, so there is nothing" in one.why]
-    assert omitted == ["SetTensorsAside", "SendTensors"]
+    assert omitted == ["StashTensors", "SendTensors"]
 
 
 def test_the_prediction_says_which_rank_holds_the_model_first() -> None:

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from prepkit.live.handlers import channel as lanes
 from prepkit.live.handlers import send_weights
-from prepkit.live.handlers.channel import Lane
+from prepkit.live.handlers.channel import P2PChannel
 from prepkit.live.handlers.send_weights import send
 from prepkit.plan import broadcast
 from prepkit.plan.byte_ranges import parts
-from prepkit.steps import Axis, Sent
+from prepkit.steps import Axis, Transfer
 from tests.support.in_memory_messages import Post
 
-CUTS = ("replicate", "copy", "shard(0)", "shard(1)", "strided(0)")
+CUTS = ("replicate", "off-mesh", "shard(0)", "shard(1)", "strided(0)")
 
 
 @st.composite
-def travels(draw: st.DrawFn) -> tuple[Sent, tuple[Axis, ...]]:
+def travels(draw: st.DrawFn) -> tuple[Transfer, tuple[Axis, ...]]:
     """A tensor of up to three dims, some empty, on a mesh of up to two axes, cut along dims that it has."""
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
     axes = tuple(
@@ -33,7 +33,7 @@ def travels(draw: st.DrawFn) -> tuple[Sent, tuple[Axis, ...]]:
     able = [cut for cut in CUTS if "(" not in cut or int(cut[-2]) < len(shape)]
     dtype = draw(st.sampled_from(("float32", "bfloat16", "int64", "bool", "complex64")))
     placements = tuple(draw(st.sampled_from(able)) for _ in axes)
-    return Sent(name="w", dtype=dtype, shape=shape, placements=placements), axes
+    return Transfer(name="w", dtype=dtype, shape=shape, placements=placements), axes
 
 
 @frozen(kw_only=True)
@@ -62,19 +62,19 @@ WAYS = st.builds(
 )
 
 
-def received(one: Sent, axes: tuple[Axis, ...], value: Tensor, ways: Ways) -> tuple[list[Tensor], Post]:
+def received(one: Transfer, axes: tuple[Axis, ...], value: Tensor, ways: Ways) -> tuple[list[Tensor], Post]:
     """What every rank of the mesh has in the end, and what was sent; no rank is a process."""
     post, found = Post(), []
     held = torch.complex128 if value.dtype.is_complex else torch.float64 if ways.cast else value.dtype
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(lanes, "dist", post)
         patches.setattr(broadcast, "TINY", ways.tiny)
-        patches.setattr(Lane, "on_host", not ways.device)
+        patches.setattr(P2PChannel, "on_host", not ways.device)
         for rank in range(prod(axis.size for axis in axes)):
             post.rank = rank
             patches.setattr(send_weights, "own_rank", lambda rank=rank: rank)
             into = torch.zeros([part.size for part in parts(one, axes, rank)], dtype=held)
-            lane = Lane(device=torch.device("cpu"), piece=ways.piece, window=0 if ways.device else ways.window)
+            lane = P2PChannel(device=torch.device("cpu"), piece=ways.piece, window=0 if ways.device else ways.window)
             send(one, axes, value if rank == 0 else None, into, lane)
             assert rank > 0 or post.waiting <= lane.window
             lane.drain()
@@ -84,14 +84,14 @@ def received(one: Sent, axes: tuple[Axis, ...], value: Tensor, ways: Ways) -> tu
 
 
 MESH = (Axis(name="replicate", size=2), Axis(name="shard", size=2))
-COLUMNS = Sent(name="w", dtype="float32", shape=(6, 5), placements=("replicate", "shard(1)")), MESH
+COLUMNS = Transfer(name="w", dtype="float32", shape=(6, 5), placements=("replicate", "shard(1)")), MESH
 
 
 @example(COLUMNS, Ways(turned=True, cast=True, piece=50, window=300, tiny=0))  # several pieces of a buffer of one
 @example(COLUMNS, Ways(turned=False, cast=False, piece=50, window=300, tiny=4096))
 @given(travels(), WAYS)
 def test_every_rank_gets_the_bytes_that_the_plan_gives_it_and_no_others_reach_it(
-    travel: tuple[Sent, tuple[Axis, ...]], ways: Ways
+    travel: tuple[Transfer, tuple[Axis, ...]], ways: Ways
 ) -> None:
     one, axes = travel
     dtype = getattr(torch, one.dtype)

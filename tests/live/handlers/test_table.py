@@ -8,7 +8,7 @@ from typing import get_args
 
 import prepkit
 from prepkit.live.handlers import HANDLERS
-from prepkit.steps import InitialiseDeepSpeed, ParallelizeModules, ShardUnits, Step, WrapFSDP1
+from prepkit.steps import InitializeDeepSpeed, ParallelizeModules, ShardUnits, Step, WrapFSDP1
 
 
 def test_every_step_kind_has_a_handler_and_no_other_has() -> None:
@@ -16,7 +16,7 @@ def test_every_step_kind_has_a_handler_and_no_other_has() -> None:
 
 
 def test_only_cutting_and_sharding_have_no_way_back() -> None:
-    final = {ParallelizeModules, ShardUnits, WrapFSDP1, InitialiseDeepSpeed}
+    final = {ParallelizeModules, ShardUnits, WrapFSDP1, InitializeDeepSpeed}
     assert {kind for kind, handler in HANDLERS.items() if handler.undo is None} == final
 
 

@@ -76,9 +76,9 @@ CASES: dict[str, tuple[str, pk.Config, int]] = {
     "llama-compiled": ("llama", evolve(ALONE, compile=pk.CompileBlocks(backend="aot_eager")), 23),
     "qwen3": ("qwen3", ALONE, 20),
     "qwen3-compiled": ("qwen3", evolve(ALONE, compile=pk.CompileBlocks(backend="aot_eager")), 20),
-    "by-hand": ("toy", evolve(ALONE, tensor=PLAIN_ROWS), 10),
-    "sequence": ("toy", evolve(ALONE, tensor=SEQUENCE_ROWS), 16),
-    "replicated": ("toy", evolve(ALONE, tensor=REPLICATED), 16),
+    "by-hand": ("toy", evolve(ALONE, tp_plan=PLAIN_ROWS), 10),
+    "sequence": ("toy", evolve(ALONE, tp_plan=SEQUENCE_ROWS), 16),
+    "replicated": ("toy", evolve(ALONE, tp_plan=REPLICATED), 16),
 }
 
 
@@ -92,8 +92,8 @@ SHARDED = pk.Config(engine=pk.FSDP2(), mesh=pk.Mesh(shard=2, tensor=2))
 BOTH: dict[str, tuple[str, pk.Config, int]] = {
     "llama-tied": ("llama-tied", evolve(SHARDED, checkpointing=pk.CheckpointBlocks()), 29),
     "qwen3": ("qwen3", SHARDED, 25),
-    "sequence": ("toy", evolve(SHARDED, tensor=SEQUENCE_ROWS), 16),
-    "uneven": ("toy-uneven", evolve(SHARDED, tensor=PLAIN_ROWS), 16),
+    "sequence": ("toy", evolve(SHARDED, tp_plan=SEQUENCE_ROWS), 16),
+    "uneven": ("toy-uneven", evolve(SHARDED, tp_plan=PLAIN_ROWS), 16),
 }
 
 
@@ -141,10 +141,10 @@ def read(rank: int, world: int, cfg: pk.Config) -> list[int]:
 
 
 def test_tensor_ranks_read_the_same_samples_and_shards_their_own(gang2: Gang, gang4: Gang) -> None:
-    first, second = gang2.run(read, evolve(ALONE, tensor=PLAIN_ROWS))
+    first, second = gang2.run(read, evolve(ALONE, tp_plan=PLAIN_ROWS))
     assert first == second
     assert sorted(first) == list(range(16)) != first
-    one, same, other, likewise = gang4.run(read, evolve(SHARDED, tensor=PLAIN_ROWS))
+    one, same, other, likewise = gang4.run(read, evolve(SHARDED, tp_plan=PLAIN_ROWS))
     assert (one, other) == (same, likewise)
     assert sorted(one + other) == list(range(16))
 
@@ -157,7 +157,7 @@ def seeded_apart(rank: int, world: int) -> tuple[str, bool]:
     model, _ = toy()
     if rank == 1:
         torch.nn.init.normal_(model.layers[1].up.weight)
-    plan = pk.build_plan(evolve(ALONE, tensor=PLAIN_ROWS), model)
+    plan = pk.build_plan(evolve(ALONE, tp_plan=PLAIN_ROWS), model)
     with pytest.raises(pk.ApplyHalted) as caught:
         pk.apply(plan)
     return str(caught.value), any(isinstance(p, DTensor) for p in model.parameters())
@@ -173,7 +173,7 @@ def arrives_cut(rank: int, world: int) -> tuple[list[str], list[str], list[str],
     del rank, world
     model, batch = toy()
     expected = float(model(**batch).loss.detach())
-    ready = pk.apply(pk.build_plan(evolve(ALONE, tensor=PLAIN_ROWS), model))
+    ready = pk.apply(pk.build_plan(evolve(ALONE, tp_plan=PLAIN_ROWS), model))
     cut = ready.unwrap(keep_autocast=False, keep_compiled=False)  # as another tool would hand it over
     unsized = [f.rule for f in pk.check(ALONE, cut) if f.severity is pk.Severity.ERROR]
     cut.tp_size = 4
@@ -201,7 +201,7 @@ def test_a_model_that_arrives_cut_is_verified_and_not_cut_again(gang2: Gang) -> 
 def steps_all_at_once(rank: int, world: int) -> tuple[list[str], str]:
     del rank, world
     model, batch = toy()
-    cfg = evolve(ALONE, tensor=PLAIN_ROWS)
+    cfg = evolve(ALONE, tp_plan=PLAIN_ROWS)
     found = [f.rule for f in pk.check(cfg, model, optimizer=optimizer_of(model, foreach=True))]
     optimizer = optimizer_of(model, foreach=True)
     ready = pk.apply(pk.build_plan(evolve(cfg, overrides=("tensor.mixed-optimizer",)), model, optimizer=optimizer))

@@ -59,8 +59,8 @@ def test_one_process_without_a_group_has_nothing_to_end() -> None:
 
 def cut_twice(rank: int, world: int, elsewhere: str) -> float:
     """Loss of a cut model under a second default group, whose groups have other names than those of the first."""
-    rows = pk.TensorRows((pk.TensorRow("layers.*.inner", "colwise"), pk.TensorRow("layers.*.outer", "rowwise")))
-    cfg = Config(engine=FSDP2(), mesh=pk.Mesh(tensor=2), tensor=rows, optimizer=AdamW())
+    rows = pk.TPPlan((pk.TPLayer("layers.*.inner", "colwise"), pk.TPLayer("layers.*.outer", "rowwise")))
+    cfg = Config(engine=FSDP2(), mesh=pk.Mesh(tensor=2), tp_plan=rows, optimizer=AdamW())
     for others in (0, 3):
         model = seeded()
         store = dist.FileStore(f"{elsewhere}-{others}", world)  # type: ignore[attr-defined]  # exported, but not in __all__

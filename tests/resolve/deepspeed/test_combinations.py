@@ -13,7 +13,7 @@ from prepkit.facts import Facts, SchedulerFacts
 from prepkit.findings import errors
 from prepkit.planner import plan
 from prepkit.rules import check
-from prepkit.steps import CreateOptimizer, InitialiseDeepSpeed
+from prepkit.steps import CreateOptimizer, InitializeDeepSpeed
 from prepkit.testing.tiny import tiny_facts
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
@@ -125,7 +125,7 @@ def test_a_combination_is_planned_with_its_owner_or_refused_with_every_reason(
         return
     assert found == set()
     made = plan(cfg, facts).unwrap()
-    (step,) = (one.step for one in made.steps if isinstance(one.step, InitialiseDeepSpeed))
+    (step,) = (one.step for one in made.steps if isinstance(one.step, InitializeDeepSpeed))
     assert made.owners.scheduler == {"none": "nobody"}.get(outcome, outcome)
     assert step.scheduler == {"none": "outside", "prepkit": "outside"}.get(outcome, _maker(cfg_sch))
     assert step.optimizer == ("section" if cfg_opt else "none" if optimizer == "-" else "given")
@@ -159,7 +159,7 @@ def test_literal_sections_and_a_function_are_refused_where_one_would_win_silentl
 
 def test_numbers_of_spec_and_schedule_reach_the_sections() -> None:
     cfg, facts = pair({"optimizer": OPTIMIZER, "scheduler": SCHEDULER}, "D", "D")
-    (step,) = (one.step for one in plan(cfg, facts).unwrap().steps if isinstance(one.step, InitialiseDeepSpeed))
+    (step,) = (one.step for one in plan(cfg, facts).unwrap().steps if isinstance(one.step, InitializeDeepSpeed))
     said = {".".join(one.path): json.loads(one.value) for one in step.settings}
     assert said["optimizer.params.lr"] == 0.25  # DS-21
     assert said["optimizer.params.weight_decay"] == 0.01
@@ -171,7 +171,7 @@ def test_numbers_of_spec_and_schedule_reach_the_sections() -> None:
 
 def test_the_warm_up_ends_at_the_rate_of_the_optimizer_that_is_given() -> None:
     cfg, facts = pair({"scheduler": SCHEDULER}, "R", "D")
-    (step,) = (one.step for one in plan(cfg, facts).unwrap().steps if isinstance(one.step, InitialiseDeepSpeed))
+    (step,) = (one.step for one in plan(cfg, facts).unwrap().steps if isinstance(one.step, InitializeDeepSpeed))
     said = {".".join(one.path): json.loads(one.value) for one in step.settings}
     assert said["scheduler.params.warmup_max_lr"] == 1e-3
 

@@ -29,7 +29,7 @@ from prepkit.planner import plan
 from prepkit.resolve.deepspeed.data import NotJsonError, data_of, drop, look, parse, put, settings
 from prepkit.resolve.deepspeed.working import Worked, work_out
 from prepkit.rules import check
-from prepkit.steps import ConvertOptimizer, InitialiseDeepSpeed, MarkLeafModules
+from prepkit.steps import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
 from prepkit.testing.tiny import tiny_experts, tiny_facts, tiny_loader, tiny_model, tiny_optimizer
 
 HIDDEN = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
@@ -353,7 +353,7 @@ def test_a_specified_optimizer_is_offloaded_likewise() -> None:
     assert rules(offloaded(None, SGD())) == {"offload-optimizer"}
     facts = tiny_facts(world=2, optimizer=False)
     cfg = Config(engine=DeepSpeed(stage=2, micro_batch=4, offload_optimizer="cpu"), optimizer=AdamW())
-    assert [type(one.step) for one in planned(cfg, facts).steps][-2:] == [ConvertOptimizer, InitialiseDeepSpeed]
+    assert [type(one.step) for one in planned(cfg, facts).steps][-2:] == [ConvertOptimizer, InitializeDeepSpeed]
 
 
 @pytest.mark.parametrize(

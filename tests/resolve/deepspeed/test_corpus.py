@@ -30,7 +30,7 @@ from prepkit.findings import Finding, errors
 from prepkit.plan import Plan
 from prepkit.planner import plan
 from prepkit.resolve.deepspeed import data as deepspeed_json
-from prepkit.steps import InitialiseDeepSpeed
+from prepkit.steps import InitializeDeepSpeed
 from prepkit.testing.tiny import tiny_facts, tiny_loader, tiny_model
 from tests.support.deepspeed_cpu import lean
 from tests.support.single_step import gloo_alone
@@ -123,7 +123,7 @@ def test_a_public_config_gives_what_deepspeed_accepts_or_findings(file: str) -> 
         assert all(finding.rule.startswith("deepspeed.") for finding in errors(found))
         assert all(finding.what and finding.fix for finding in found)
         return
-    (step,) = (one.step for one in found.steps if isinstance(one.step, InitialiseDeepSpeed))
+    (step,) = (one.step for one in found.steps if isinstance(one.step, InitializeDeepSpeed))
     settled = config_of(step.settings)
     assert '"auto"' not in json.dumps({key: value for key, value in settled.items() if key != "autotuning"})
     lean()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from prepkit.steps.places import Axis
+from prepkit.steps.common import Axis
 
 
 @frozen(kw_only=True)

@@ -1,4 +1,4 @@
-"""Compilation, and activation checkpointing."""
+"""torch.compile."""
 
 from __future__ import annotations
 
@@ -43,21 +43,3 @@ class CompileBlocks:
 
 
 Compile = NoCompile | CompileModel | CompileBlocks
-
-
-@frozen(kw_only=True)
-class NoCheckpointing:
-    """Keep all activations."""
-
-
-@frozen(kw_only=True)
-class CheckpointBlocks:
-    """Recompute each block's activations in backward (torch ``checkpoint_wrapper``, non-reentrant)."""
-
-    blocks: Wrap = WrapBlocks()
-    """Which modules."""
-    preserve_rng_state: bool = True
-    """Replay dropout exactly. False is faster and right only for blocks without randomness."""
-
-
-ActivationCheckpointing = NoCheckpointing | CheckpointBlocks
