@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from prepkit.config import BF16, DDP, FSDP1, FSDP2, Config, InitWeights, Single
 from prepkit.facts import Env
+from prepkit.live.observe import devices as observe_devices
 from prepkit.live.observe import observe
 from prepkit.live.observe.devices import alike
 from prepkit.live.ranks import launcher
@@ -183,7 +184,7 @@ def test_a_map_to_the_rank_s_own_device_is_the_same_fact_on_every_rank(
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, rank: int, devices: int = 4) -> None:
-    monkeypatch.setattr(devices, "_accelerator", lambda: "cuda")
+    monkeypatch.setattr(observe_devices, "_accelerator", lambda: "cuda")
     monkeypatch.setattr(launcher, "local_rank", lambda: rank)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
 

@@ -99,7 +99,7 @@ def test_the_plan_says_what_lies_where_and_survives_its_file(tmp_path: Path) -> 
     assert len(parts) == 6
     third = parts[f"{STORED}.2.w3.weight"]
     assert third is not None
-    assert (third.start, third.shape) == ((2, 40, 0), (1, 40, 32))
+    assert (third.offsets, third.sizes) == ((2, 40, 0), (1, 40, 32))
     assert "4 of them from 18 parts, from 7 files" in str(plan)
     pk.save(plan, str(tmp_path / "plan.json"))
     loaded = pk.load(str(tmp_path / "plan.json"))
