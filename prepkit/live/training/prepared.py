@@ -140,7 +140,16 @@ class Prepared:
         return unwrap(self.model, keep_autocast=keep_autocast, keep_compiled=keep_compiled)
 
     def save(self, folder: str) -> None:
-        """Writes model, optimizer, scheduler and scaler, every rank its shards. Collective; see ``live.saving``."""
+        """Writes model, optimizer, scheduler and scaler, every rank its shards. Collective; see ``training.saving``.
+
+        The checkpoint that lay in the folder counts until the new one is whole. Raises ``RuntimeError`` inside an
+        accumulation window: its gradients are in no checkpoint.
+        """
+        if self.pending:
+            raise RuntimeError(
+                f"{self.pending} of {self.plan.owners.accumulation_steps} micro-batches of this window have run, and a "
+                "checkpoint holds no gradients; save after a step() that returned True"
+            )
         saving.save(folder, self.model, self.optimizer, self._more())
 
     def resume(self, folder: str) -> None:

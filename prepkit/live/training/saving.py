@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,7 +26,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from prepkit.live.model import names
 from prepkit.live.model.unwrap import unwrap
+from prepkit.live.ranks.rank_zero import on_rank_zero
+from prepkit.live.training import checkpoint_folder, checkpoint_names, untouched
 
 SINGLE = "model.safetensors"
 
@@ -50,36 +54,71 @@ def _told(what: str) -> Iterator[None]:
 def save(folder: str, model: Module, optimizer: Optimizer | None, more: Mapping[str, Any]) -> None:
     """Writes parameters, buffers, optimizer state, and the ``state_dict()`` of each of ``more``. Collective.
 
-    ``more`` are objects that are the same on every rank, such as a scheduler; None among them are left out. Raises
-    ``CheckpointFailed`` on every rank.
+    The checkpoint that lay in the folder stays until the new one is whole (``checkpoint_folder``). ``more`` are objects
+    that are the same on every rank, such as a scheduler; None among them are left out. Nothing that is saved is
+    changed. Raises ``CheckpointFailed`` on every rank.
     """
-    with _told(f"{folder} could not be written"):
-        write(_state(model, optimizer, more), checkpoint_id=folder, no_dist=not dist.is_initialized())
+    draft = checkpoint_folder.begin(folder)
+    with untouched.as_it_stands(optimizer):
+        state = _state(model, optimizer, more)
+    try:
+        with _told(f"{folder} could not be written"):
+            write(state, checkpoint_id=draft, no_dist=not dist.is_initialized())
+    except CheckpointFailed:
+        checkpoint_folder.discard(draft)
+        raise
+    checkpoint_folder.publish(draft)
 
 
 def resume(folder: str, model: Module, optimizer: Optimizer | None, more: Mapping[str, Any]) -> None:
     """Reads what ``save`` has written into the objects that stand here, whatever their mesh is. Collective.
 
-    Raises ``CheckpointFailed`` on every rank for a folder that is no checkpoint, or lacks something that stands here,
-    before anything is read. A failure while it is read leaves some tensors read, and others not.
+    A parameter that had no optimizer state when it was saved, because it never had a gradient, has none afterwards.
+    Raises ``CheckpointFailed`` on every rank, before anything is read, for a folder that holds no whole checkpoint,
+    lacks something that stands here, or holds something that does not. A failure while it is read leaves some of the
+    model's tensors read and others not, and the optimizer as it was.
     """
-    state = _state(model, optimizer, more)
-    with _told(f"{folder} could not be read"):
-        load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    set_state_dict(
-        model,
-        optimizer if optimizer is not None else (),
-        model_state_dict=state["model"],
-        optim_state_dict=state.get("optimizer", {}),
-    )
+    source, stored = _stored(folder)
+    with untouched.emptied(optimizer):
+        state = _state(model, optimizer, more)
+        stateless = checkpoint_names.stateless(state, stored)
+        wanted = checkpoint_names.without_state_of(state, stateless)
+        if bad := checkpoint_names.problems(wanted, stored):
+            raise CheckpointFailed(f"{folder} does not fit what stands here: {bad}")
+        with _told(f"{folder} could not be read"):
+            load(wanted, checkpoint_id=source, no_dist=not dist.is_initialized())  # fills the tensors of ``state``
+        set_state_dict(
+            model,
+            optimizer if optimizer is not None else (),
+            model_state_dict=state["model"],
+            optim_state_dict=state.get("optimizer", {}),
+        )
+        _forget(model, optimizer, stateless)
     for name, one in more.items():
         if one is not None:
             one.load_state_dict(state[name])
 
 
+def _stored(folder: str) -> tuple[Path, frozenset[str]]:
+    """Where the latest checkpoint lies, and the names of all that it holds."""
+    try:
+        source = checkpoint_folder.latest(folder)
+        return source, frozenset(FileSystemReader(source).read_metadata().state_dict_metadata)
+    except Exception as error:  # whatever torch's reader makes of a damaged file
+        raise CheckpointFailed(f"{folder} could not be read: {type(error).__name__}: {error}") from error
+
+
+def _forget(model: Module, optimizer: Optimizer | None, stateless: frozenset[str]) -> None:
+    """Takes out the state that torch has made room for, of parameters that had none when they were saved."""
+    params = names.named_parameters(model) if stateless else {}
+    for name in stateless:
+        if optimizer is not None and (param := params.get(name)) is not None:
+            optimizer.state.pop(param, None)
+
+
 def _state(model: Module, optimizer: Optimizer | None, more: Mapping[str, Any]) -> dict[str, Any]:
-    held, stepped = get_state_dict(model, optimizer if optimizer is not None else ())
-    state: dict[str, Any] = {"model": held, **({"optimizer": stepped} if optimizer is not None else {})}
+    params, stepped = get_state_dict(model, optimizer if optimizer is not None else ())
+    state: dict[str, Any] = {"model": params, **({"optimizer": stepped} if optimizer is not None else {})}
     return state | {name: one.state_dict() for name, one in more.items() if one is not None}
 
 
@@ -87,23 +126,11 @@ def export(folder: str, model: Module) -> None:
     """Writes the whole model as safetensors, tied parameters once. Collective; rank 0 holds all of it in host memory.
 
     A model of transformers writes its config and index beside it (``save_pretrained``), as ``from_pretrained`` expects.
-    Raises what writing raises, on rank 0, and ``RuntimeError`` on the others.
+    Raises what writing raises, on rank 0, and ``RankZeroFailed`` on the others.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     whole: dict[str, Any] = get_model_state_dict(model, options=options)
-    error: Exception | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            _write(Path(folder), unwrap(model), whole)
-        except Exception as raised:  # the others wait to hear how it went
-            error = raised
-    said = [None if error is None else f"{type(error).__name__}: {error}"]
-    if dist.is_initialized():
-        dist.broadcast_object_list(said)
-    if error is not None:
-        raise error
-    if said[0] is not None:
-        raise RuntimeError(f"rank 0 could not write {folder}: {said[0]}")
+    on_rank_zero(lambda: _write(Path(folder), unwrap(model), whole), f"{folder} could not be written")
 
 
 def _write(folder: Path, model: Module, whole: Mapping[str, torch.Tensor]) -> None:
