@@ -184,10 +184,9 @@ def diff(old: str, new: str, as_json: bool) -> None:
 def rules(rule_id: str | None, as_json: bool) -> None:
     """List the rules, or say all about one."""
     from prepkit.render.rules import rule_text, rules_text
-    from prepkit.rules import RULES
-    from prepkit.rules.memory import PLAN_RULES
+    from prepkit.rules import LATE_RULES, RULES
 
-    known = {rule.id: rule for rule in (*RULES, *PLAN_RULES)}
+    known = {rule.id: rule for rule in (*RULES, *LATE_RULES)}
     if rule_id is not None and rule_id not in known:
         from difflib import get_close_matches
 

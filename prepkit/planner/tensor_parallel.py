@@ -27,6 +27,7 @@ def plan_tensor_parallel(cfg: Config, facts: Facts) -> Piece:
         + pieces.compile_model(cfg)
         + (pieces.rebind_optimizer(facts) if cut else pieces.move_state(cfg, facts))
         + pieces.create_optimizer(cfg, facts)
+        + pieces.grad_scaler(cfg, facts)
         + pieces.shard_loaders(cfg, facts)
     )
 

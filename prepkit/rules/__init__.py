@@ -37,6 +37,7 @@ from prepkit.rules import (
     wrap,
     xla,
 )
+from prepkit.rules.first_step import FIRST_STEP_RULES
 from prepkit.rules.memory import PLAN_RULES
 from prepkit.rules.rule import Rule
 
@@ -72,6 +73,9 @@ _SUBJECTS: tuple[Rule, ...] = (
     *ranges.RULES,
 )
 
+LATE_RULES: tuple[Rule, ...] = (*PLAN_RULES, *FIRST_STEP_RULES)
+"""Rules that are asked once there is a plan, or gradients; a config may override them as any other."""
+
 RULES: tuple[Rule, ...] = (*_SUBJECTS, overrides.about_overrides(_SUBJECTS))
 """Every rule in reporting order: what a run stands on, the model, who holds what, the optimizer, then single values."""
 
@@ -82,7 +86,7 @@ def check(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[F
     Pure, and linear in the size of the model. Rules of your own go behind ours: ``check(cfg, facts, (*RULES, mine))``.
     """
     asked = tuple(
-        overrides.about_overrides((*rules, *PLAN_RULES)) if rule.id == overrides.ID else rule for rule in rules
+        overrides.about_overrides((*rules, *LATE_RULES)) if rule.id == overrides.ID else rule for rule in rules
     )
     return tuple(
         Finding(rule=rule.id, severity=rule.severity, where=hit.where, what=hit.what, fix=hit.fix or rule.fix)
@@ -98,7 +102,7 @@ def split(
 
     Only errors of rules that can be overridden are accepted; a warning refuses nothing and always stands.
     """
-    able = {rule.id for rule in (*rules, *PLAN_RULES) if rule.overridable}.intersection(cfg.overrides)
+    able = {rule.id for rule in (*rules, *LATE_RULES) if rule.overridable}.intersection(cfg.overrides)
     accepted = tuple(f.severity is Severity.ERROR and f.rule in able for f in found)
     return (
         tuple(f for f, yes in zip(found, accepted, strict=True) if not yes),

@@ -10,7 +10,7 @@ from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Rule
 
 
-def _on_the_plan(_: Config, __: Facts) -> Iterator[Hit]:
+def later(_: Config, __: Facts) -> Iterator[Hit]:
     """Nothing: config and facts alone do not say it."""
     return iter(())
 
@@ -18,14 +18,14 @@ def _on_the_plan(_: Config, __: Facts) -> Iterator[Hit]:
 EXCEEDS = Rule(
     id="memory.exceeds-device",
     summary="What a rank certainly holds at one moment fits into the memory of its device.",
-    check=_on_the_plan,
+    check=later,
     fix="Shard over more ranks, offload, or take devices with more memory.",
     source=("pain 7", "pain 16"),
 )
 TIGHT = Rule(
     id="memory.may-exceed-device",
     summary="What a rank holds at most, activations aside, fits into the memory of its device.",
-    check=_on_the_plan,
+    check=later,
     fix="Shard over more ranks, offload, or watch the first steps.",
     severity=Severity.WARNING,
     source=("pain 7", "pain 16"),

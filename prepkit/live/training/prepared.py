@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define, field
+from attrs import define, evolve, field
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
-from prepkit.config import ClipNorm
+from prepkit.config import XLA, ClipNorm
 from prepkit.live.model.unwrap import unwrap
 from prepkit.live.ranks import groups
-from prepkit.live.training import saving
+from prepkit.live.training import first_step, saving
 from prepkit.live.training.drivers import Driver, Stepped, driver
+from prepkit.live.training.gradients import Watched, gradients
 from prepkit.plan import Plan
 from prepkit.plan.drift import Drift
 
@@ -52,11 +53,18 @@ class Prepared:
     """Micro-batches since the last optimizer step."""
     _last: bool = field(default=False, init=False, repr=False)
     """Whether the present micro-batch ends the window before it is full."""
+    _looked: bool = field(default=False, init=False, repr=False)
+    """Whether the gradients of the first window have been looked at."""
+    _watched: Watched | None = field(default=None, init=False, repr=False)
+    """Notes the gradients of the first window where the engine takes them away as they come."""
     _ended: list[Any] = field(factory=list, init=False, repr=False)
     """The groups that ``close`` has ended."""
 
     def __attrs_post_init__(self) -> None:
         self._driver = driver(self.model)
+        if self._driver.step is not None and self.optimizer is not None:
+            self._watched = Watched(self.model)
+            self._watched.begin()
         self._sync()
 
     @property
@@ -83,7 +91,8 @@ class Prepared:
         Then clips, steps the optimizer, ticks the scheduler and clears the gradients, in this order. Where float16
         gradients overflowed neither optimizer nor scheduler steps, ``skipped`` is True and the loss scale goes down
         (behaviour W-5, W-14).
-        Raises ``RuntimeError`` without an optimizer.
+        Raises ``RuntimeError`` without an optimizer; and ``FirstStepRefused`` on every rank, with nothing stepped,
+        where the gradients of the first window would train wrongly (``training.first_step``).
         """
         optimizer = self.optimizer
         if optimizer is None:
@@ -92,6 +101,8 @@ class Prepared:
                 "or with Config(optimizer=AdamW(...)), or leave out ready.step() for inference"
             )
         ended = self._at_boundary()
+        if ended and not self._looked:
+            self._look_at_first_step()
         if self._driver.step is not None:
             self._step_engine(self._driver.step, ended)
         elif ended:
@@ -103,6 +114,20 @@ class Prepared:
         self._last = False
         self._sync()
         return ended and not self.skipped
+
+    def _look_at_first_step(self) -> None:
+        """Once, before the optimizer acts for the first time; the outcome goes into the attestation."""
+        if isinstance(self.plan.config.engine, XLA):  # averages inside the optimizer's step
+            self._looked = True
+            return
+        watched, self._watched = self._watched, None
+        seen = tuple(gradients(self.model) if watched is None else watched.end())
+        scaled = self.plan.owners.loss_scaling != "nobody"
+        accepted = self.plan.config.overrides
+        checks = first_step.look(self.model, seen, scaled=scaled, accepted=accepted, reduced=watched is None)
+        self._looked = True
+        if self.attestation is not None:
+            self.attestation = evolve(self.attestation, checks=(*self.attestation.checks, *checks))
 
     def _step_optimizer(self, optimizer: Optimizer) -> bool:
         """Clips and steps; False where the scaler found an overflow, on every rank alike."""

@@ -20,7 +20,7 @@ from prepkit.live.model.forward_fp8 import FP8Forward
 from prepkit.live.model.names import known_bases
 from prepkit.live.model.state import LiveModel, found_form, look
 from prepkit.live.model.target import Target
-from prepkit.live.verify import buffers, deepspeed, fp8, fsdp1, fsdp2, model, optimizer
+from prepkit.live.verify import buffers, deepspeed, fp8, fsdp1, fsdp2, model, optimizer, owners
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation, Check
 from prepkit.plan.attestation import each as _each
@@ -85,6 +85,7 @@ def verify(
             *model.checks(plan, standing, rank),
             *(() if allow_meta else model.meta(standing)),
             *(() if before is None else buffers.checks(plan, standing, rank, before)),
+            *(() if allow_meta else owners.checks(plan, standing)),
             *(check for planned in plan.steps for check in VERIFIERS[type(planned.step)](planned.step, standing)),
         ),
     )

@@ -31,7 +31,7 @@ def prepare(cfg: Config, world: int = 1, dtype: torch.dtype = torch.float32) -> 
     fresh = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     optimizer = stepped(model) if dtype == torch.float32 else fresh
     scheduler = StepLR(optimizer, 1, 0.5)
-    plan = planned(cfg, model, optimizer, world=world)
+    plan = planned(cfg, model, optimizer, world=world, scheduler=scheduler)
     target = applied(plan, model, optimizer, scheduler=scheduler)
     assert verify(plan, target).failed == ()
     return Prepared(
