@@ -18,6 +18,7 @@ from prepkit.config import (
     NoCompile,
     OffloadToCPU,
 )
+from prepkit.config.precision import PRECISIONS
 from prepkit.facts import OptimizerFacts
 from prepkit.plan import Planned, because
 from prepkit.planner import fp8
@@ -201,9 +202,10 @@ def create_optimizer(resolved: Resolved) -> Piece:
 
 def grad_scaler(resolved: Resolved, *, sharded: bool = False) -> Piece:
     """The scaler of a loss whose gradients are float16 on their way; ``sharded`` asks for FSDP1's."""
-    if not isinstance(resolved.cfg.precision, FP16) or not resolved.trains:
-        return ()
     how = resolved.cfg.precision
+    if not PRECISIONS[type(how)].scales_loss or not resolved.trains:
+        return ()
+    assert isinstance(how, FP16), "of the precisions that scale the loss only FP16 says how"
     step = CreateGradScaler(
         device=resolved.compute_device,
         sharded=sharded,

@@ -17,6 +17,7 @@ from prepkit.config import (
     TensorParallel,
     TorchAO,
     TransformerEngine,
+    Wrap,
 )
 
 
@@ -47,7 +48,11 @@ class EngineTraits:
     refuses_tensor_axis: str = ""
     """What it does to whole parameters, so that it takes no parts of a layer; empty: it does, or says so by itself."""
     fp8_backends: tuple[type, ...] = ()
-    """Libraries under which it trains in float8."""
+    """Libraries with which it trains in float8."""
+    root_wrapper: str = ""
+    """Class that keeps the model in its attribute ``module``; empty: the model itself stays the root."""
+    predicted: bool = True
+    """``predict`` has formulas for it; else a plan says that it is not predicted."""
 
 
 ENGINES: dict[type[Engine], EngineTraits] = {
@@ -62,6 +67,7 @@ ENGINES: dict[type[Engine], EngineTraits] = {
         gives_values=True,
         averages=True,
         refuses_tensor_axis="averages",
+        root_wrapper="DistributedDataParallel",
         fp8_backends=(TorchAO, TransformerEngine, MSAMP),
     ),
     FSDP1: EngineTraits(
@@ -90,6 +96,7 @@ ENGINES: dict[type[Engine], EngineTraits] = {
         starts_group=False,
         averages=True,
         refuses_tensor_axis="averages",
+        predicted=False,
     ),
     DeepSpeed: EngineTraits(
         main_axis="replicate",  # at ZeRO-3 the shard axis
@@ -97,6 +104,7 @@ ENGINES: dict[type[Engine], EngineTraits] = {
         reads_mesh=False,
         replaces_params=True,
         takes_reduce_dtype=True,
+        root_wrapper="DeepSpeedEngine",
         fp8_backends=(TorchAO, TransformerEngine, MSAMP),
     ),
 }
@@ -106,3 +114,9 @@ ENGINES: dict[type[Engine], EngineTraits] = {
 def traits(cfg: Config) -> EngineTraits:
     """The row of the config's engine."""
     return ENGINES[type(cfg.engine)]
+
+
+def wrap_of(cfg: Config) -> Wrap | None:
+    """The selection of modules that become units; None under engines without units."""
+    wrap: Wrap | None = getattr(cfg.engine, "wrap", None)
+    return wrap

@@ -28,7 +28,7 @@ from prepkit.resolve import checkpoint, flat_params, fp8, fsdp1, fsdp2, layout, 
 from prepkit.resolve import tensor_parallel as tp
 from prepkit.resolve.checkpoint import CheckpointMatch
 from prepkit.resolve.deepspeed.working import WorkingConfig, working_config
-from prepkit.resolve.engines import EngineTraits, traits
+from prepkit.resolve.engines import EngineTraits, traits, wrap_of
 from prepkit.steps import Axis, ParallelStyle
 
 
@@ -102,8 +102,8 @@ class Resolved:
     def selected(self) -> Mapping[Wrap, tuple[str, ...]]:
         """Each selection of the config to the paths of the modules that it means, children before parents."""
         wraps: dict[Wrap, None] = {}
-        if isinstance(self.cfg.engine, FSDP1 | FSDP2):
-            wraps[self.cfg.engine.wrap] = None
+        if (units := wrap_of(self.cfg)) is not None:
+            wraps[units] = None
         if isinstance(self.cfg.checkpointing, CheckpointBlocks):
             wraps[self.cfg.checkpointing.blocks] = None
         if isinstance(self.cfg.compile, CompileBlocks):
@@ -113,12 +113,15 @@ class Resolved:
     @cached_property
     def units(self) -> tuple[str, ...]:
         """Paths of the units below the root, children before parents; none where the engine makes none."""
-        engine, model = self.cfg.engine, self.facts.model
-        if isinstance(engine, FSDP1):
-            return fsdp1.flat_units(self.cfg, model, self.selected[engine.wrap])
-        if isinstance(engine, FSDP2):
-            return fsdp2.standing_units(model) if model.units else self.selected[engine.wrap]
-        return ()
+        wrap = wrap_of(self.cfg)
+        if wrap is None:
+            return ()
+        if self.arrives_sharded:
+            return fsdp2.standing_units(self.facts.model)
+        selected = self.selected[wrap]
+        return (
+            fsdp1.flat_units(self.cfg, self.facts.model, selected) if isinstance(self.cfg.engine, FSDP1) else selected
+        )
 
     @cached_property
     def unit_of(self) -> Mapping[str, str]:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import (
-    FSDP1,
-    FSDP2,
     CompileBlocks,
     Config,
     NoCheckpointing,
@@ -21,6 +19,7 @@ from prepkit.config import (
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import short, some
+from prepkit.resolve.engines import wrap_of
 from prepkit.resolve.modules import select
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
@@ -41,12 +40,12 @@ def _no_blocks(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _one_unit(resolved: Resolved) -> Iterator[Hit]:
-    cfg, facts = resolved.cfg, resolved.facts
-    if not isinstance(cfg.engine, FSDP1 | FSDP2) or not _explained_by_none(cfg.engine.wrap) or not facts.model.params:
+    wrap, facts = wrap_of(resolved.cfg), resolved.facts
+    if wrap is None or not _explained_by_none(wrap) or not facts.model.params:
         return
-    if not resolved.selected[cfg.engine.wrap]:
+    if not resolved.selected[wrap]:
         total = short(sum(param.numel for param in facts.model.params))
-        what = f"{cfg.engine.wrap} selects no module: one unit holds 100 % of the {total} parameters"
+        what = f"{wrap} selects no module: one unit holds 100 % of the {total} parameters"
         yield Hit("config.engine.wrap", f"{what} and is gathered whole. {known_blocks(facts.model)}")
 
 

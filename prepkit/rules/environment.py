@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import FSDP1, FSDP2, XLA, Config, DeepSpeed, Intent, OffloadToCPU, Single
+from prepkit.config import FSDP1, FSDP2, Config, DeepSpeed, Intent, OffloadToCPU
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.resolve.resolved import Resolved
@@ -65,7 +65,7 @@ def _serves(backend: str, device: str) -> bool:
 def _backend(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
     device = resolved.compute_device
-    if isinstance(cfg.engine, Single | XLA):
+    if not resolved.engine_traits.starts_group:
         return
     if cfg.backend and not _serves(cfg.backend, device):
         yield Hit("config.backend", f"`{cfg.backend}` does not serve {device}.")

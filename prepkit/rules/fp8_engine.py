@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import (
-    DDP,
     FSDP1,
     FSDP2,
     MSAMP,
@@ -15,7 +14,6 @@ from prepkit.config import (
     DeepSpeed,
     Intent,
     NoClip,
-    Single,
     TorchAO,
     TransformerEngine,
 )
@@ -34,7 +32,7 @@ ADAMS = (("Adam", "torch.optim"), ("AdamW", "torch.optim"), ("FusedAdam", "deeps
 def _without(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
     asked = backend(cfg)
-    if asked is not None and not isinstance(cfg.engine, Single | DDP | FSDP1 | FSDP2 | DeepSpeed):
+    if asked is not None and not resolved.engine_traits.fp8_backends:
         what = f"{type(asked).__name__} does not compute in float8 under {type(cfg.engine).__name__}."
         yield Hit("config.precision.backend", what)
 
@@ -55,7 +53,7 @@ def _gather(resolved: Resolved) -> Iterator[Hit]:
 
 def _engine(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    if isinstance(backend(cfg), MSAMP) and not isinstance(cfg.engine, Single | DDP | DeepSpeed):
+    if isinstance(backend(cfg), MSAMP) and MSAMP not in resolved.engine_traits.fp8_backends:
         engine = type(cfg.engine).__name__
         what = f"MSAMP trains under Single, DDP and DeepSpeed, and the engine is {engine}."
         yield Hit("config.precision.backend", what)

@@ -71,7 +71,7 @@ def _mixed_dtypes(resolved: Resolved) -> Iterator[Hit]:
 
 def _scalars(resolved: Resolved) -> Iterator[Hit]:
     names = [p.name for p in resolved.facts.model.params if p.shape == () and p.cls not in LAZY]
-    if isinstance(resolved.cfg.engine, FSDP1 | FSDP2) and names:
+    if resolved.engine_traits.has_units and names:
         does = "FSDP2 shards the first one" if isinstance(resolved.cfg.engine, FSDP2) else "FSDP1 flattens none without"
         what = f"{some(names)} {'has' if len(names) == 1 else 'have'} no dimension, and {does}."
         yield Hit(at(names[0]), what)
@@ -80,10 +80,10 @@ def _scalars(resolved: Resolved) -> Iterator[Hit]:
 def _packed(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
     packed = [param for param in facts.model.params if param.cls in PACKED]
-    if not isinstance(resolved.cfg.engine, FSDP1 | FSDP2) or not (packed or facts.model.quantised):
+    if not resolved.engine_traits.has_units or not (packed or facts.model.quantised):
         return
     if isinstance(resolved.cfg.engine, FSDP2) and packed and len(packed) == len(resolved.packed_params):
-        yield from _kept_whole(resolved)
+        yield from _not_left_packed(resolved)
         return
     if packed:
         kind, names = packed[0], some([param.name for param in packed])
@@ -93,7 +93,7 @@ def _packed(resolved: Resolved) -> Iterator[Hit]:
     yield Hit(at(packed[0].name if packed else ""), what + "; sharding and casting would change what the bytes mean.")
 
 
-def _kept_whole(resolved: Resolved) -> Iterator[Hit]:
+def _not_left_packed(resolved: Resolved) -> Iterator[Hit]:
     """What keeps FSDP2 from leaving packed weights as they are."""
     facts = resolved.facts
     names = resolved.packed_params
@@ -110,7 +110,7 @@ def _integers(resolved: Resolved) -> Iterator[Hit]:
     sharded = isinstance(resolved.cfg.engine, FSDP2)
     able = (*_FLOATS, *_GATHERED) if sharded else _FLOATS[:2]  # FSDP1 flattens no complex numbers
     odd = [p for p in resolved.facts.model.params if not p.dtype.startswith(able) and p.cls not in PACKED]
-    if isinstance(resolved.cfg.engine, FSDP1 | FSDP2) and odd:
+    if resolved.engine_traits.has_units and odd:
         dtypes = ", ".join(sorted({param.dtype for param in odd}))
         names = some([param.name for param in odd])
         does = "no backend gathers" if sharded else "no flat parameter holds"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isqrt, log2
+from math import isqrt, log2, prod
 
 from attrs import evolve
 
-from prepkit.config import DDP, FSDP1, FSDP2, XLA, Config, Mesh, Single, TensorParallel
+from prepkit.config import DDP, FSDP2, Config, Mesh, Single, TensorParallel
+from prepkit.config.mesh import AXES
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count
@@ -24,9 +25,8 @@ def nearest(mesh: Mesh, world: int) -> tuple[Mesh, ...]:
     The tensor size stays 1 where it is 1.
     """
 
-    def distance(one: Mesh) -> float:
-        pairs = ((mesh.replicate, one.replicate), (mesh.shard, one.shard), (mesh.tensor, one.tensor))
-        return sum(abs(log2(got / asked)) for asked, got in pairs if asked > 0)
+    def distance(other: Mesh) -> float:
+        return sum(abs(log2(getattr(other, name) / size)) for name, size in _sizes(mesh) if size > 0)
 
     low = [size for size in range(1, isqrt(world) + 1) if world % size == 0]
     sizes = sorted({*low, *(world // size for size in low)})
@@ -41,12 +41,12 @@ def nearest(mesh: Mesh, world: int) -> tuple[Mesh, ...]:
 
 
 def _sizes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
-    return (("replicate", mesh.replicate), ("shard", mesh.shard), ("tensor", mesh.tensor))
+    return tuple((axis.name, getattr(mesh, axis.name)) for axis in AXES)
 
 
 def _shown(mesh: Mesh) -> str:
-    tensor = f", tensor={mesh.tensor}" if mesh.tensor != 1 else ""
-    return f"Mesh(replicate={mesh.replicate}, shard={mesh.shard}{tensor})"
+    usual = ("replicate", "shard")  # are always said
+    return f"Mesh({', '.join(f'{name}={size}' for name, size in _sizes(mesh) if name in usual or size != 1)})"
 
 
 def _default(cfg: Config, facts: Facts) -> Config:
@@ -94,7 +94,7 @@ def _product(resolved: Resolved) -> Iterator[Hit]:
         fixed = [f"{name}={size}" for name, size in _sizes(mesh) if size > 1]
         what = f"{' x '.join(fixed)} {'does' if len(fixed) == 1 else 'do'} not divide the world size {world}."
     else:
-        product = mesh.replicate * mesh.shard * mesh.tensor
+        product = prod(size for _, size in _sizes(mesh))
         said = " x ".join(f"{name} {size}" for name, size in _sizes(mesh) if name != "tensor" or size != 1)
         what = f"{said} = {product}, but the world size is {world}."
     match cfg.engine:
@@ -129,8 +129,8 @@ def _ddp_shards(resolved: Resolved) -> Iterator[Hit]:
 
 def _whole_cuts(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    if isinstance(cfg.engine, DDP | FSDP1 | XLA) and cfg.mesh is not None and cfg.mesh.tensor not in (0, 1):
-        does = "flattens" if isinstance(cfg.engine, FSDP1) else "averages"
+    does = resolved.engine_traits.refuses_tensor_axis
+    if does and cfg.mesh is not None and cfg.mesh.tensor not in (0, 1):
         name = type(cfg.engine).__name__
         what = f"tensor={cfg.mesh.tensor}, but {name} {does} whole parameters and refuses the parts of a layer."
         yield Hit("config.mesh.tensor", what)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import FSDP1, FSDP2, Config, DeepSpeed, Intent, TensorParallel
+from prepkit.config import Config, DeepSpeed, Intent
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count, some
@@ -80,17 +80,15 @@ def _for_inference(resolved: Resolved) -> Iterator[Hit]:
 
 def _own_list(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
-    sharded = isinstance(resolved.cfg.engine, FSDP1 | FSDP2 | TensorParallel | DeepSpeed)
-    if sharded and facts.optimizer and facts.optimizer.keeps_own_list:
+    if resolved.engine_traits.replaces_params and facts.optimizer and facts.optimizer.keeps_own_list:
         what = f"`{facts.optimizer.name}` keeps a list of parameters of its own, which cannot follow them into shards."
         yield Hit("optimizer", what)
 
 
 def _unshardable(resolved: Resolved) -> Iterator[Hit]:
-    cfg = resolved.cfg
-    found = resolved.facts.optimizer
-    if isinstance(cfg.engine, FSDP2 | TensorParallel) and found and found.module.partition(".")[0] == "bitsandbytes":
-        yield Hit("optimizer", f"`bitsandbytes` `{found.name}` reads raw memory and cannot step sharded parameters.")
+    given = resolved.facts.optimizer
+    if resolved.engine_traits.makes_dtensors and given and given.module.partition(".")[0] == "bitsandbytes":
+        yield Hit("optimizer", f"`bitsandbytes` `{given.name}` reads raw memory and cannot step sharded parameters.")
 
 
 def _other_scheduler(resolved: Resolved) -> Iterator[Hit]:

@@ -7,7 +7,8 @@ from math import inf
 
 from attrs import evolve
 
-from prepkit.config import BF16, DDP, FP8, FP16, FSDP1, FSDP2, XLA, AsStored, Config, DeepSpeed, Intent, Mixed
+from prepkit.config import BF16, FP8, FP16, AsStored, Config, Intent, Mixed
+from prepkit.config.precision import PRECISIONS
 from prepkit.facts import Facts, ParamFact
 from prepkit.findings import Severity
 from prepkit.findings.text import count, some
@@ -16,7 +17,8 @@ from prepkit.rules.rule import Hit, Rule
 
 
 def _unsupported(resolved: Resolved) -> Iterator[Hit]:
-    if not isinstance(resolved.cfg.precision, BF16 | FP8) or resolved.compute_device != resolved.facts.env.device:
+    traits = PRECISIONS[type(resolved.cfg.precision)]
+    if traits.compute_dtype != "bfloat16" or resolved.compute_device != resolved.facts.env.device:
         return
     env = resolved.facts.env
     if env.capability is not None and env.capability < (8, 0):
@@ -33,7 +35,7 @@ SCALED = ("cuda", "xpu", "npu", "hpu", "mlu", "musa", "sdaa", "mps")
 
 def _no_float16(resolved: Resolved) -> Iterator[Hit]:
     device = resolved.compute_device
-    if isinstance(resolved.cfg.precision, FP16) and device not in SCALED:
+    if PRECISIONS[type(resolved.cfg.precision)].scales_loss and device not in SCALED:
         yield Hit(
             "config.precision", f"{device} trains nothing in float16: torch scales losses on {', '.join(SCALED)}."
         )
@@ -63,7 +65,8 @@ def _scale(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _float16(resolved: Resolved) -> Iterator[Hit]:
-    if isinstance(resolved.cfg.precision, BF16 | FP8):
+    dtypes = resolved.compute_dtypes
+    if dtypes is not None and dtypes.param == "bfloat16":
         for name in ("reduce_dtype", "output_dtype"):
             if getattr(resolved.cfg.precision, name) == "float16":
                 yield Hit(f"config.precision.{name}", "float16 ends at 65504, bfloat16 at 3e38: values become inf.")
@@ -73,11 +76,12 @@ def _reduce_ignored(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
     if (
         isinstance(cfg.precision, Mixed)
-        and not isinstance(cfg.engine, FSDP1 | FSDP2 | DeepSpeed)
+        and not resolved.engine_traits.takes_reduce_dtype
         and cfg.precision.reduce_dtype != "float32"
     ):
         asked, engine = cfg.precision.reduce_dtype, type(cfg.engine).__name__
-        does = "reduces in the dtype of the parameters" if isinstance(cfg.engine, DDP | XLA) else "reduces nothing"
+        averages = resolved.engine_traits.averages
+        does = "reduces in the dtype of the parameters" if averages else "reduces nothing"
         yield Hit("config.precision.reduce_dtype", f"{asked} has no effect: {engine} {does}.")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.config import FSDP1, FSDP2
 from prepkit.facts import ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, some
@@ -29,11 +28,8 @@ def apart(paths: tuple[str, ...], model: ModelFacts) -> Iterator[tuple[tuple[str
 
 
 def _split(resolved: Resolved) -> Iterator[Hit]:
-    if not isinstance(resolved.cfg.engine, FSDP1 | FSDP2):
-        return
-    left_out = resolved.ignored_params if isinstance(resolved.cfg.engine, FSDP1) else frozenset()
     for places in apart(resolved.units, resolved.facts.model):
-        if places[0][0] in left_out:
+        if places[0][0] in resolved.ignored_params:
             continue
         names = some(tuple(name for name, _ in places))
         units = " and ".join(f"`{unit}`" if unit else "the root" for unit in dict.fromkeys(unit for _, unit in places))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.config import DDP, FP8, FSDP2, KeepWeights, LoadWeights, SendWeights, Single
+from prepkit.config import FP8, KeepWeights, LoadWeights, SendWeights, Single
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.resolve.checkpoint import without_initializer
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import weights_match
 from prepkit.rules.rule import Hit, Rule
-
-_FILLED = (Single, DDP, FSDP2)
-"""Engines whose plans give a model its values."""
 
 
 def _unfilled(resolved: Resolved) -> Iterator[Hit]:
@@ -24,7 +21,7 @@ def _unfilled(resolved: Resolved) -> Iterator[Hit]:
     if isinstance(cfg.weights, SendWeights) and isinstance(cfg.engine, Single):
         what = f"{asked_for} with {name}, where there is no other rank to send to."
         yield Hit("config.weights", what, "Leave config.weights out: the model keeps its values.")
-    elif not isinstance(cfg.engine, _FILLED):
+    elif not resolved.engine_traits.gives_values:
         yield Hit("config.weights", f"{asked_for} with {name}, which takes the values that the model has.")
     if isinstance(cfg.precision, FP8):
         yield Hit("config.weights", f"{asked_for} with float8, whose layers are made from the values that are there.")
