@@ -9,12 +9,13 @@ import torch
 import prepkit as pk
 
 
-def _head_stays_whole(cfg: pk.Config, facts: pk.Facts) -> Iterator[pk.Hit]:
+def _head_stays_whole(resolved: pk.Resolved) -> Iterator[pk.Hit]:
     """Our serving code reads the head's weight directly, so the head must not be sharded over many ranks."""
-    if isinstance(cfg.engine, pk.FSDP2) and facts.env.world_size > 64:
-        for param in facts.model.params:
+    shards = resolved.axis_size("shard")
+    if isinstance(resolved.cfg.engine, pk.FSDP2) and shards > 64:
+        for param in resolved.facts.model.params:
             if param.name.startswith("head."):
-                yield pk.Hit(param.name, f"is sharded over {facts.env.world_size} ranks, and serving reads it whole")
+                yield pk.Hit(param.name, f"is sharded over {shards} ranks, and serving reads it whole")
 
 
 HEAD = pk.Rule(

@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from prepkit.live.ranks.all_or_none import together as together
     from prepkit.plan import Plan as Plan
     from prepkit.plan.attestation import Attestation as Attestation
+    from prepkit.resolve.resolved import Resolved as Resolved
     from prepkit.rules import RULES as RULES
     from prepkit.rules.rule import Hit as Hit
     from prepkit.rules.rule import Rule as Rule
@@ -107,6 +108,7 @@ _LATER = {
     "RankFailed": "prepkit.live.ranks.all_or_none",
     "read_config": "prepkit.importers.native",
     "rehearse": "prepkit.api",
+    "Resolved": "prepkit.resolve.resolved",
     "save": "prepkit.api",
     "show": "prepkit.api",
     "Rule": "prepkit.rules.rule",

@@ -13,7 +13,7 @@ from prepkit.budget import Fit
 from prepkit.codec import files
 from prepkit.codec.diff import Change
 from prepkit.codec.diff import diff as value_diff
-from prepkit.config import SGD, AdamW, Config, LoadWeights
+from prepkit.config import Config, LoadWeights, OptimizerSpec
 from prepkit.facts import Env, Facts, parse_bytes
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.plan import Plan
@@ -186,7 +186,7 @@ def _loaders(given: Sequence[Any]) -> tuple[Any, ...]:
 
 def _spec(cfg: Config, optimizer: Any) -> tuple[Config, Any]:
     cfg = codec.from_data(codec.to_data(cfg), Config, "config")  # types are checked here, so that rules can trust them
-    if not isinstance(optimizer, AdamW | SGD):
+    if not isinstance(optimizer, OptimizerSpec):
         return cfg, optimizer
     if cfg.optimizer not in (None, optimizer):
         what = f"config says {cfg.optimizer}, the call says {optimizer}"

@@ -34,6 +34,24 @@ class SGD:
 
 
 OptimizerSpec = AdamW | SGD
+"""Each is named as the class of ``torch.optim``, and has its options as fields, in the order of the created plan."""
+
+
+@frozen(kw_only=True)
+class OptimizerTraits:
+    """What the rest of prepkit asks of a spec, so that it need not know which ones there are."""
+
+    below_one: tuple[str, ...] = ()
+    """Fields whose numbers have to be below 1; all numbers have to be at least 0 and finite."""
+    section_types: tuple[str, ...]
+    """Types in the ``optimizer`` section of a DeepSpeed config that compute what the spec does."""
+
+
+OPTIMIZERS: dict[type, OptimizerTraits] = {
+    AdamW: OptimizerTraits(below_one=("betas",), section_types=("adamw", "adam")),  # DeepSpeed's Adam decays as AdamW
+    SGD: OptimizerTraits(section_types=("SGD",)),
+}
+"""One row for each member of ``OptimizerSpec``; ``tests/test_completeness.py`` sees that none is missing."""
 
 
 @frozen(kw_only=True)

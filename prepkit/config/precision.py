@@ -72,3 +72,24 @@ Precision = AsStored | BF16 | FP16 | FP8
 
 Mixed = BF16 | FP16 | FP8
 """Precisions that compute in another dtype than they store, for ``isinstance``."""
+
+
+@frozen(kw_only=True)
+class PrecisionTraits:
+    """What the rest of prepkit asks of a precision, so that it need not know which ones there are."""
+
+    compute_dtype: DType | None
+    """What products are computed in, for those in ``Mixed``; None: in the dtypes that parameters and inputs have."""
+    scales_loss: bool = False
+    """Gradients need a scaled loss, or small ones would be 0."""
+    deepspeed_section: Literal["bf16", "fp16"] | None = None
+    """The section of a DeepSpeed config that it switches on."""
+
+
+PRECISIONS: dict[type, PrecisionTraits] = {
+    AsStored: PrecisionTraits(compute_dtype=None),
+    BF16: PrecisionTraits(compute_dtype="bfloat16", deepspeed_section="bf16"),
+    FP16: PrecisionTraits(compute_dtype="float16", scales_loss=True, deepspeed_section="fp16"),
+    FP8: PrecisionTraits(compute_dtype="bfloat16", deepspeed_section="bf16"),
+}
+"""One row for each member of ``Precision``; ``tests/test_completeness.py`` sees that none is missing."""

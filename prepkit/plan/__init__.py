@@ -8,6 +8,7 @@ from typing import Any
 from attrs import field, frozen
 
 from prepkit.config import Config
+from prepkit.config.mesh import SAME_DATA
 from prepkit.facts import Facts
 from prepkit.findings import Finding
 from prepkit.plan.layout import ParamLayout as ParamLayout
@@ -59,7 +60,7 @@ class Plan:
     @property
     def data_parallel_size(self) -> int:
         """Number of parts that the data is divided into: ranks that differ only on the tensor axis read the same."""
-        return prod(axis.size for axis in self.mesh if axis.name != "tensor")
+        return prod(axis.size for axis in self.mesh if axis.name not in SAME_DATA)
 
     def __str__(self) -> str:
         """What it is for, its steps with their reasons, and what to mind; ``pk.show`` has the whole page."""

@@ -71,11 +71,12 @@ def local_shape(layout: ParamLayout, axes: tuple[Axis, ...], rank: int) -> tuple
     shape = list(layout.shape)
     # From the last axis to the first: what is strided is cut after the axes behind it, and others share no dimension.
     for placement, axis, index in reversed(tuple(zip(layout.placements, axes, coordinate(rank, axes), strict=False))):
-        dim = _DIMENSION.get(placement)
+        dim = DIMENSION.get(placement)
         if dim is not None:
             rows = -(-shape[dim] // axis.size)
             shape[dim] = max(0, min(shape[dim] - index * rows, rows))
     return tuple(shape)
 
 
-_DIMENSION = {"shard(0)": 0, "strided(0)": 0, "shard(1)": 1}
+DIMENSION: dict[str, int] = {"shard(0)": 0, "strided(0)": 0, "shard(1)": 1}
+"""Placement to the dimension of the parameter that it shards; the others shard none."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import assert_never
 
-from prepkit.config import BF16, FP8, FP16, FSDP2, AsStored, Clip, ClipNorm, ClipValue, Config, DeepSpeed, NoClip
+from prepkit.config import FP8, FSDP2, Clip, ClipNorm, ClipValue, Config, DeepSpeed, Mixed, NoClip
+from prepkit.config.precision import PRECISIONS
 from prepkit.facts import Env, Facts
 from prepkit.findings import Finding
 from prepkit.findings.text import aligned, count, in_bytes
@@ -60,23 +61,16 @@ def _environment(env: Env) -> str:
 
 
 def _precision(cfg: Config) -> str:
-    match cfg.precision:
-        case AsStored():
-            return "computes as stored"
-        case (
-            BF16(reduce_dtype=reduce, output_dtype=output, master_weights=master)
-            | FP16(reduce_dtype=reduce, output_dtype=output, master_weights=master)
-            | FP8(reduce_dtype=reduce, output_dtype=output, master_weights=master)
-        ):
-            dtype = "float16" if isinstance(cfg.precision, FP16) else "bfloat16"
-            stored = "trained parameters stored in float32" if master else "parameters stored as they are"
-            if isinstance(cfg.engine, DeepSpeed):
-                stored = f"parameters stored in {dtype}"
-            reduced = f" reduces in {reduce}," if isinstance(cfg.engine, FSDP2 | DeepSpeed) else ""
-            float8 = f"float8 ({type(cfg.precision.backend).__name__}) and " if isinstance(cfg.precision, FP8) else ""
-            return f"computes in {float8}{dtype},{reduced} returns {output}, {stored}"
-        case _:
-            assert_never(cfg.precision)
+    precision = cfg.precision
+    if not isinstance(precision, Mixed):
+        return "computes as stored"
+    dtype = PRECISIONS[type(precision)].compute_dtype
+    stored = "trained parameters stored in float32" if precision.master_weights else "parameters stored as they are"
+    if isinstance(cfg.engine, DeepSpeed):
+        stored = f"parameters stored in {dtype}"
+    reduced = f" reduces in {precision.reduce_dtype}," if isinstance(cfg.engine, FSDP2 | DeepSpeed) else ""
+    float8 = f"float8 ({type(precision.backend).__name__}) and " if isinstance(precision, FP8) else ""
+    return f"computes in {float8}{dtype},{reduced} returns {precision.output_dtype}, {stored}"
 
 
 def _optimizer(cfg: Config, facts: Facts) -> str:

@@ -18,17 +18,17 @@ from prepkit.planner.ddp import plan_ddp
 from prepkit.planner.deepspeed import plan_deepspeed
 from prepkit.planner.fsdp1 import plan_fsdp1
 from prepkit.planner.fsdp2 import plan_fsdp2
-from prepkit.planner.outcome import layout, owners
+from prepkit.planner.owners import owners
 from prepkit.planner.pieces import Piece
 from prepkit.planner.single import plan_single
 from prepkit.planner.tensor_parallel import plan_tensor_parallel
 from prepkit.planner.xla import plan_xla
-from prepkit.resolve.mesh import axes
-from prepkit.rules import RULES, check, split
+from prepkit.resolve.resolved import Resolved
+from prepkit.rules import RULES, findings_of, split
 from prepkit.rules.rule import Rule
 from prepkit.version import VERSION
 
-PLANNERS: dict[type, Callable[[Config, Facts], Piece]] = {
+PLANNERS: dict[type, Callable[[Resolved], Piece]] = {
     Single: plan_single,
     DDP: plan_ddp,
     FSDP2: plan_fsdp2,
@@ -45,7 +45,7 @@ def plan(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> Result[P
 
     Pure: equal inputs give equal plans, byte for byte.
     """
-    return _drafted(cfg, facts, rules).bind(lambda made: _within_budget(made, rules))
+    return _drafted(cfg, facts, rules).bind(lambda drafted: _within_budget(drafted, rules))
 
 
 def fits(plan: Plan, memory: int, activations: int | None = None) -> budget.Fit:
@@ -56,37 +56,33 @@ def fits(plan: Plan, memory: int, activations: int | None = None) -> budget.Fit:
 def over_budget(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
     """What the rules about memory say, also where the config accepts it; nothing where there is no plan."""
     again = partial(_drafted, facts=facts, rules=rules)
-    return again(cfg).map(lambda made: budget.findings(made, again)).value_or(())
+    return again(cfg).map(lambda drafted: budget.findings(drafted, again)).value_or(())
 
 
-def _within_budget(made: Plan, rules: tuple[Rule, ...]) -> Result[Plan, tuple[Finding, ...]]:
+def _within_budget(drafted: Plan, rules: tuple[Rule, ...]) -> Result[Plan, tuple[Finding, ...]]:
     """The plan with what the rules about memory say of it, or a refusal: bytes are known once there is a plan."""
-    found = budget.findings(made, lambda cfg: _drafted(cfg, made.facts, rules))
-    standing, overridden = split(made.config, found, rules)
+    findings = budget.findings(drafted, lambda cfg: _drafted(cfg, drafted.facts, rules))
+    standing, overridden = split(drafted.config, findings, rules)
     if errors(standing):
-        return Failure((*made.warnings, *standing))
-    return Success(
-        evolve(made, warnings=(*made.warnings, *standing), overridden=(*made.overridden, *overridden))
-        if found
-        else made
-    )
+        return Failure((*drafted.warnings, *standing))
+    warnings, accepted = (*drafted.warnings, *standing), (*drafted.overridden, *overridden)
+    return Success(evolve(drafted, warnings=warnings, overridden=accepted) if findings else drafted)
 
 
 def _drafted(cfg: Config, facts: Facts, rules: tuple[Rule, ...]) -> Result[Plan, tuple[Finding, ...]]:
     """The plan before anybody asked whether it fits."""
-    found = check(cfg, facts, rules)
-    standing, overridden = split(cfg, found, rules)
+    resolved = Resolved(cfg=cfg, facts=facts)
+    standing, overridden = split(cfg, findings_of(resolved, rules), rules)
     if errors(standing):
         return Failure(standing)
-    mesh = axes(cfg, facts.env) or ()
     return Success(
         Plan(
             config=cfg,
             facts=facts,
-            mesh=mesh,
-            steps=PLANNERS[type(cfg.engine)](cfg, facts),
-            layout=layout(cfg, facts, mesh),
-            owners=owners(cfg, facts),
+            mesh=resolved.planned_mesh,
+            steps=PLANNERS[type(cfg.engine)](resolved),
+            layout=resolved.layout,
+            owners=owners(resolved),
             provenance=Provenance(prepkit=VERSION, config=digest(cfg), facts=digest(facts), assumed=facts.env.assumed),
             warnings=standing,
             overridden=overridden,

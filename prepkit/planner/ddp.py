@@ -4,46 +4,46 @@ from __future__ import annotations
 
 from typing import Literal, assert_never
 
-from prepkit.config import DDP, CommHook, CompressHook, Config, NoHook, PowerSGDHook
-from prepkit.facts import Facts
+from prepkit.config import DDP, CommHook, CompressHook, NoHook, PowerSGDHook
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
 from prepkit.planner.pieces import Piece
-from prepkit.resolve.modules import batch_norms
+from prepkit.resolve.modules import unsynchronized_batch_norms
+from prepkit.resolve.resolved import Resolved
 from prepkit.steps import ConvertSyncBatchNorm, DDPCommHook, LocalDevice, PowerSGDOptions, WrapDDP
 
 
-def plan_ddp(cfg: Config, facts: Facts) -> Piece:
+def plan_ddp(resolved: Resolved) -> Piece:
     """Steps of the ``DDP`` engine (behaviour DDP-1 … DDP-8, MC-1)."""
     return (
-        pieces.start_group(cfg, facts)
-        + weights.check_files(cfg, facts)  # while nothing has been changed
-        + fp8.convert(cfg, facts)  # before anything is wrapped around the layers that it replaces
-        + weights.move(cfg, facts)
-        + pieces.upcast(cfg, facts)
-        + sync_batchnorm(cfg, facts)  # replaces modules: before anything is wrapped around them
-        + fp8.initialize(cfg, facts)
-        + pieces.autocast(cfg, facts)  # patches the user's model, not the wrapper
-        + pieces.checkpoint(cfg, facts)
-        + pieces.compile_blocks(cfg, facts)
-        + weights.fill(cfg, facts)  # in the dtypes that the cast has given; the wrapper compares what stands there
-        + wrap(cfg, facts)  # sees the parameters in the dtype and on the device in which they train
-        + fp8.autocast(cfg, facts)  # around the wrapper, whose forward is what the user calls
-        + pieces.compile_model(cfg)  # outermost: torch splits the graph at DDP's buckets
-        + pieces.move_state(cfg, facts)
-        + pieces.create_optimizer(cfg, facts)
-        + pieces.grad_scaler(cfg, facts)
-        + pieces.shard_loaders(cfg, facts)
+        pieces.start_group(resolved)
+        + weights.check_files(resolved)  # while nothing has been changed
+        + fp8.convert(resolved)  # before anything is wrapped around the layers that it replaces
+        + weights.move(resolved)
+        + pieces.upcast(resolved)
+        + sync_batchnorm(resolved)  # replaces modules: before anything is wrapped around them
+        + fp8.initialize(resolved)
+        + pieces.autocast(resolved)  # patches the user's model, not the wrapper
+        + pieces.checkpoint(resolved)
+        + pieces.compile_blocks(resolved)
+        + weights.fill(resolved)  # in the dtypes that the cast has given; the wrapper compares what stands there
+        + wrap(resolved)  # sees the parameters in the dtype and on the device in which they train
+        + fp8.autocast(resolved)  # around the wrapper, whose forward is what the user calls
+        + pieces.compile_model(resolved)  # outermost: torch splits the graph at DDP's buckets
+        + pieces.move_state(resolved)
+        + pieces.create_optimizer(resolved)
+        + pieces.grad_scaler(resolved)
+        + pieces.shard_loaders(resolved)
     )
 
 
-def wrap(cfg: Config, facts: Facts) -> Piece:
+def wrap(resolved: Resolved) -> Piece:
     """The wrapper; none for inference, which reduces no gradients (EV-1)."""
-    if not isinstance(cfg.engine, DDP) or not pieces.trains(cfg):
+    if not isinstance(resolved.cfg.engine, DDP) or not resolved.trains:
         return ()
-    engine = cfg.engine
+    engine = resolved.cfg.engine
     step = WrapDDP(
-        device=None if pieces.is_spread(facts) else LocalDevice(type=pieces.device(cfg, facts)),
+        device=None if pieces.is_spread(resolved) else LocalDevice(type=resolved.compute_device),
         broadcast_buffers=engine.broadcast_buffers,
         bucket_cap_mb=engine.bucket_cap_mb,
         find_unused_parameters=engine.find_unused_parameters,
@@ -51,14 +51,14 @@ def wrap(cfg: Config, facts: Facts) -> Piece:
         static_graph=engine.static_graph,
         hook=communication(engine.hook),
     )
-    ranks = facts.env.world_size
+    ranks = resolved.facts.env.world_size
     return because(step, f"averages gradients over {ranks} rank{'s' if ranks > 1 else ''}", "DDP-1", "DDP-5", "MC-1")
 
 
-def sync_batchnorm(cfg: Config, facts: Facts) -> Piece:
+def sync_batchnorm(resolved: Resolved) -> Piece:
     """Batch norms over all ranks, where that is asked for and there are any."""
-    paths = batch_norms(facts.model)
-    if not (isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm and paths and pieces.trains(cfg)):
+    paths = unsynchronized_batch_norms(resolved.facts.model)
+    if not (isinstance(resolved.cfg.engine, DDP) and resolved.cfg.engine.sync_batchnorm and paths and resolved.trains):
         return ()
     return because(ConvertSyncBatchNorm(paths=paths), "statistics are taken over the batches of all ranks", "DDP-1")
 

@@ -2,88 +2,83 @@
 
 from __future__ import annotations
 
-from prepkit.config import FP8, MSAMP, Config, DeepSpeed, Mixed
-from prepkit.facts import Facts
+from prepkit.config import FP8, MSAMP, DeepSpeed
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces
 from prepkit.planner.pieces import Piece
-from prepkit.resolve.deepspeed.precision import low_dtype
-from prepkit.resolve.deepspeed.working import Worked, work_out
+from prepkit.resolve.deepspeed.working import WorkingConfig
 from prepkit.resolve.fp8 import kept_wide
+from prepkit.resolve.resolved import Resolved
 from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
 
 
-def plan_deepspeed(cfg: Config, facts: Facts) -> Piece:
+def plan_deepspeed(resolved: Resolved) -> Piece:
     """Steps of the ``DeepSpeed`` engine (behaviour DS-1 … DS-39). DeepSpeed moves and casts the model itself."""
-    worked = work_out(cfg, facts)
+    config = resolved.deepspeed
     return (
-        pieces.start_group(cfg, facts)
-        + fp8.convert(cfg, facts)  # before anything is wrapped around the layers that it replaces
-        + cast(cfg)  # of the user's model, so that DeepSpeed's hooks see what they expect
-        + fp8.autocast(cfg, facts)  # around it, and inside the engine, which calls the module's own forward
-        + pieces.checkpoint(cfg, facts)  # inside ZeRO's hooks, so that recomputation gathers again
-        + leaves(cfg, facts, worked)  # read when ZeRO-3 puts its hooks in
-        + (
-            pieces.create_optimizer(cfg, facts) if worked.optimizer == "given" else ()
-        )  # before ZeRO takes the parameters
-        + (pieces.rebind_optimizer(facts) if fp8.follows(cfg, facts) else ())  # likewise
-        + convert(worked)
-        + initialise(cfg, facts, worked)  # has no way back: after all that can be refused without it
-        + pieces.compile_blocks(cfg, facts)  # compiled code has to see ZeRO's hooks (DS-30)
-        + pieces.compile_model(cfg)
-        + pieces.shard_loaders(cfg, facts)
+        pieces.start_group(resolved)
+        + fp8.convert(resolved)  # before anything is wrapped around the layers that it replaces
+        + cast(resolved)  # of the user's model, so that DeepSpeed's hooks see what they expect
+        + fp8.autocast(resolved)  # around it, and inside the engine, which calls the module's own forward
+        + pieces.checkpoint(resolved)  # inside ZeRO's hooks, so that recomputation gathers again
+        + leaves(resolved, config)  # read when ZeRO-3 puts its hooks in
+        + (pieces.create_optimizer(resolved) if config.optimizer == "given" else ())  # before ZeRO takes the parameters
+        + (pieces.rebind_optimizer(resolved) if fp8.follows(resolved) else ())  # likewise
+        + convert(config)
+        + initialize(resolved, config)  # has no way back: after all that can be refused without it
+        + pieces.compile_blocks(resolved)  # compiled code has to see ZeRO's hooks (DS-30)
+        + pieces.compile_model(resolved)
+        + pieces.shard_loaders(resolved)
     )
 
 
-def cast(cfg: Config) -> Piece:
+def cast(resolved: Resolved) -> Piece:
     """DeepSpeed casts parameters only; inputs and outputs are cast here, as the other engines do."""
-    low = low_dtype(cfg.precision)
-    if low is None:
+    dtypes = resolved.compute_dtypes
+    if dtypes is None:
         return ()
-    assert isinstance(cfg.precision, Mixed), "the others have no such dtype"
-    output = cfg.precision.output_dtype
-    step = CastForward(dtype=low, output_dtype=output)
-    return because(step, f"the parameters become {low}; returns {output}", "AMP-4", "ST-22")
+    step = CastForward(dtype=dtypes.param, output_dtype=dtypes.output)
+    return because(step, f"the parameters become {dtypes.param}; returns {dtypes.output}", "AMP-4", "ST-22")
 
 
-def leaves(cfg: Config, facts: Facts, worked: Worked) -> Piece:
+def leaves(resolved: Resolved, config: WorkingConfig) -> Piece:
     """Modules that ZeRO-3 gathers whole."""
-    assert isinstance(cfg.engine, DeepSpeed), "the planner table gives this planner DeepSpeed configs only"
-    model, names = facts.model, cfg.engine.leaf_modules
+    assert isinstance(resolved.cfg.engine, DeepSpeed), "the planner table gives this planner DeepSpeed configs only"
+    model, names = resolved.facts.model, resolved.cfg.engine.leaf_modules
     paths = tuple(module.path for module in model.modules if model.classes[module.cls].name in names)
-    if worked.stage != 3 or not paths:
+    if config.stage != 3 or not paths:
         return ()
     return because(MarkLeafModules(paths=paths), "what it calls inside depends on the data", "DS-19", "pain 31")
 
 
-def convert(worked: Worked) -> Piece:
+def convert(config: WorkingConfig) -> Piece:
     """DeepSpeed's CPU form in the place of the optimizer whose state is offloaded."""
-    if worked.convert is None:
+    if config.convert is None:
         return ()
-    algorithm, decoupled = worked.convert
+    algorithm, decoupled = config.convert
     step = ConvertOptimizer(algorithm=algorithm, decoupled=decoupled)
     return because(step, "the state lives and is stepped in host memory", "DS-26", "H-40a", "G-34")
 
 
-def initialise(cfg: Config, facts: Facts, worked: Worked) -> Piece:
+def initialize(resolved: Resolved, config: WorkingConfig) -> Piece:
     """The one call, with every value that was worked out as its reason."""
-    trained = tuple(param.name for param in facts.model.params if param.requires_grad)
+    trained = tuple(param.name for param in resolved.facts.model.params if param.requires_grad)
     step = InitializeDeepSpeed(
-        device=pieces.device(cfg, facts),
-        data_parallel=worked.ranks,
-        stage=worked.stage,
-        dtype=low_dtype(cfg.precision),
-        optimizer=worked.optimizer,
-        names=trained if worked.optimizer == "section" else (),
-        scheduler=worked.scheduler,
-        settings=worked.settings,
-        library="msamp" if _is_msamp(cfg) else "deepspeed",
-        kept=kept_wide(facts.model) if _is_msamp(cfg) else (),
+        device=resolved.compute_device,
+        data_parallel=config.ranks,
+        stage=config.stage,
+        dtype=resolved.compute_dtypes.param if resolved.compute_dtypes else None,
+        optimizer=config.optimizer,
+        names=trained if config.optimizer == "section" else (),
+        scheduler=config.scheduler,
+        settings=config.settings,
+        library="msamp" if _is_msamp(resolved) else "deepspeed",
+        kept=kept_wide(resolved.facts.model) if _is_msamp(resolved) else (),
     )
-    rows = ("DS-1", "DP-12") if _is_msamp(cfg) else ()
-    reason = "; ".join(worked.notes) or "every value is the user's own"
+    rows = ("DS-1", "DP-12") if _is_msamp(resolved) else ()
+    reason = "; ".join(config.notes) or "every value is the user's own"
     return because(step, reason, "DS-13", "DS-23", "DS-25", "DS-29", *rows)
 
 
-def _is_msamp(cfg: Config) -> bool:
-    return isinstance(cfg.precision, FP8) and isinstance(cfg.precision.backend, MSAMP)
+def _is_msamp(resolved: Resolved) -> bool:
+    return isinstance(resolved.cfg.precision, FP8) and isinstance(resolved.cfg.precision.backend, MSAMP)

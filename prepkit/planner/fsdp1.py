@@ -2,74 +2,62 @@
 
 from __future__ import annotations
 
-from prepkit.config import BF16, FP8, FP16, FSDP1, AsStored, Config
-from prepkit.facts import Facts
+from prepkit.config import FSDP1
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces
 from prepkit.planner.pieces import Piece
-from prepkit.resolve.fsdp1 import batch_norms, flat_units, ignored_modules
-from prepkit.resolve.mesh import axes
-from prepkit.steps import Axis, BuildMesh, FlatUnit, LocalDevice, WrapFSDP1
+from prepkit.resolve.fsdp1 import every_batch_norm, ignored_modules
+from prepkit.resolve.resolved import Resolved
+from prepkit.steps import BuildMesh, FlatUnit, LocalDevice, WrapFSDP1
 
 
-def plan_fsdp1(cfg: Config, facts: Facts) -> Piece:
+def plan_fsdp1(resolved: Resolved) -> Piece:
     """Steps of the ``FSDP1`` engine (behaviour F1-1 … F1-51). Inference is sharded as training is (EV-2)."""
     return (
-        pieces.start_group(cfg, facts)
-        + mesh(cfg, facts)
-        + pieces.release_optimizer(facts)  # flattening replaces the parameters' data under the optimizer
-        + pieces.upcast(cfg, facts)  # a flat parameter has one dtype, and freezes it
-        + fp8.convert(cfg, facts)  # before anything is wrapped around the layers that it replaces
-        + pieces.autocast(cfg, facts)  # patches the user's model, not the wrapper
-        + pieces.checkpoint(cfg, facts)  # inside the unit, so that recomputation re-gathers
-        + pieces.compile_blocks(cfg, facts)  # a block is compiled as it will run: checkpointed, unsharded
-        + wrap(cfg, facts)  # has no way back: after everything that can still fail
-        + fp8.autocast(cfg, facts)  # around the wrapper, whose forward is what the user calls
-        + pieces.compile_model(cfg)  # outermost: torch splits the graph at the units
-        + pieces.rebind_flat(cfg, facts)
-        + pieces.create_optimizer(cfg, facts)
-        + pieces.grad_scaler(cfg, facts, sharded=True)  # one verdict on overflow for all shards
-        + pieces.shard_loaders(cfg, facts)
+        pieces.start_group(resolved)
+        + mesh(resolved)
+        + pieces.release_optimizer(resolved)  # flattening replaces the parameters' data under the optimizer
+        + pieces.upcast(resolved)  # a flat parameter has one dtype, and freezes it
+        + fp8.convert(resolved)  # before anything is wrapped around the layers that it replaces
+        + pieces.autocast(resolved)  # patches the user's model, not the wrapper
+        + pieces.checkpoint(resolved)  # inside the unit, so that recomputation re-gathers
+        + pieces.compile_blocks(resolved)  # a block is compiled as it will run: checkpointed, unsharded
+        + wrap(resolved)  # has no way back: after everything that can still fail
+        + fp8.autocast(resolved)  # around the wrapper, whose forward is what the user calls
+        + pieces.compile_model(resolved)  # outermost: torch splits the graph at the units
+        + pieces.rebind_flat(resolved)
+        + pieces.create_optimizer(resolved)
+        + pieces.grad_scaler(resolved, sharded=True)  # one verdict on overflow for all shards
+        + pieces.shard_loaders(resolved)
     )
 
 
-def _axes(cfg: Config, facts: Facts) -> tuple[Axis, ...]:
-    found = axes(cfg, facts.env)
-    assert found is not None, "the mesh rules refuse a mesh that does not multiply to the world size"
-    return found
-
-
-def mesh(cfg: Config, facts: Facts) -> Piece:
+def mesh(resolved: Resolved) -> Piece:
     """The device mesh that flat parameters are cut over."""
-    found = _axes(cfg, facts)
+    axes = resolved.planned_mesh
     reason = "flat parameters are cut over all ranks"
-    if len(found) > 1:
-        reason = f"{found[0].size} copies of the model, each cut over {found[1].size} ranks"
-    elif found[0].name == "replicate":
+    if len(axes) > 1:
+        reason = f"{axes[0].size} copies of the model, each cut over {axes[1].size} ranks"
+    elif axes[0].name == "replicate":
         reason = "every rank holds the whole model"
-    return because(BuildMesh(device=pieces.device(cfg, facts), axes=found), reason, "PC-8", "F1-40")
+    return because(BuildMesh(device=resolved.compute_device, axes=axes), reason, "PC-8", "F1-40")
 
 
-def wrap(cfg: Config, facts: Facts) -> Piece:
+def wrap(resolved: Resolved) -> Piece:
     """One wrapper per selected module and per batch norm, leaves first; the root takes what is left."""
-    engine = cfg.engine
+    engine, facts = resolved.cfg.engine, resolved.facts
     assert isinstance(engine, FSDP1), "the planner table gives this planner FSDP1 configs only"
-    match cfg.precision:
-        case AsStored():
-            param = reduce = buffer = None
-        case BF16(reduce_dtype=reduce) | FP16(reduce_dtype=reduce) | FP8(reduce_dtype=reduce):
-            param = "float16" if isinstance(cfg.precision, FP16) else "bfloat16"
-            buffer = engine.buffer_dtype
-    norms = batch_norms(facts.model) if param else frozenset()
-    inner = tuple(FlatUnit(path=path, full_precision=path in norms) for path in flat_units(cfg, facts.model))
-    alone = _axes(cfg, facts)[-1].size == 1  # torch would switch by itself, and warn once per unit
+    dtypes = resolved.compute_dtypes
+    norms = every_batch_norm(facts.model) if dtypes else frozenset()
+    inner = tuple(FlatUnit(path=path, full_precision=path in norms) for path in resolved.units)
+    alone = resolved.planned_mesh[-1].size == 1  # torch would switch by itself, and warn once per unit
     step = WrapFSDP1(
         units=(*inner, FlatUnit(path="")),
         sharding="NO_SHARD" if alone else engine.sharding,
-        device=LocalDevice(type=pieces.device(cfg, facts)),
-        param_dtype=param,
-        reduce_dtype=reduce,
-        buffer_dtype=buffer,
+        device=LocalDevice(type=resolved.compute_device),
+        param_dtype=dtypes.param if dtypes else None,
+        reduce_dtype=dtypes.reduce if dtypes else None,
+        buffer_dtype=engine.buffer_dtype if dtypes else None,
         offload=engine.offload,
         backward_prefetch=engine.backward_prefetch,
         forward_prefetch=engine.forward_prefetch,
@@ -79,6 +67,6 @@ def wrap(cfg: Config, facts: Facts) -> Piece:
         ignored=ignored_modules(engine, facts.model),
     )
     gathered = "each is gathered alone" if inner else "the whole model is gathered at once"
-    said = f"{gathered}; batch norms stay in float32" if norms else gathered
-    reason = f"leaves first, the root takes what is left; {said}"
+    units = f"{gathered}; batch norms stay in float32" if norms else gathered
+    reason = f"leaves first, the root takes what is left; {units}"
     return because(step, reason, "F1-3", "F1-5", "F1-7", "F1-8", "F1-51")

@@ -1,6 +1,8 @@
-"""Which tensor of a checkpoint fills which of the model, and what a model can initialise by itself.
+"""Which tensors of a checkpoint become which tensor of the model, and what a model can initialize by itself.
 
-Sums on facts that rules and planner share, linear in the number of tensors.
+Arithmetic on facts that rules and planner share, linear in the number of tensors. A checkpoint has *keys*, the model
+has *names*: ``rename`` of ``LoadWeights`` turns keys into names. Where the model's library stores a tensor in several
+parts, a ``KeyMapping`` says which name a key is a part of, and a ``WeightConverter`` how the parts are joined.
 """
 
 from __future__ import annotations
@@ -18,96 +20,108 @@ from prepkit.resolve.modules import parent
 
 
 @frozen(kw_only=True)
-class Match:
+class CheckpointMatch:
     """A checkpoint held against a model."""
 
-    found: tuple[AssembledTensor, ...]
-    """What fills each parameter and persistent buffer; a tied one under its first name."""
+    assembled: tuple[AssembledTensor, ...]
+    """What each parameter and persistent buffer is read from; a tied one under its first name."""
     missing: tuple[str, ...]
     """Names that the checkpoint has under none of their ties."""
     unexpected: tuple[str, ...]
     """Keys that are no parameter, no buffer and no tie of the model, nor a part of one."""
-    twice: tuple[tuple[str, str], ...]
+    tied_twice: tuple[tuple[str, str], ...]
     """Of tied parameters that the checkpoint holds under several keys: the key that is read, and one that is not."""
-    doubled: tuple[tuple[str, tuple[str, ...]], ...]
-    """Names that several tensors fill, each as a whole, or one as a whole and others in parts; with the keys."""
+    ambiguous: tuple[tuple[str, tuple[str, ...]], ...]
+    """Names that several tensors stand for, each as a whole, or one as a whole and others in parts; with the keys."""
     converted: tuple[tuple[str, str], ...]
     """Keys that the model's library converts as it loads them, each with its operations: they are not read."""
 
 
-def match(model: ModelFacts, checkpoint: CheckpointFacts) -> Match:
-    """What the checkpoint fills: names of the model are its keys, as in a state dict, unless they have a place."""
-    stored = _claims(checkpoint)
+def match(model: ModelFacts, checkpoint: CheckpointFacts) -> CheckpointMatch:
+    """Each tensor of the model with those of the checkpoint that it is read from.
+
+    Keys are names of the model, as in a state dict, unless a key mapping says which name they are a part of.
+    """
+    tensors_of = _by_name(checkpoint)
     tied = {group[0]: group for group in model.ties}
     wanted = [*(param.name for param in model.params), *(buffer.name for buffer in model.buffers if buffer.persistent)]
-    found: list[AssembledTensor] = []
-    twice: list[tuple[str, str]] = []
+    assembled: dict[str, AssembledTensor] = {}
+    tied_twice: list[tuple[str, str]] = []
     for name in wanted:
-        keys = [key for key in tied.get(name, (name,)) if key in stored]
+        keys = [key for key in tied.get(name, (name,)) if key in tensors_of]
         if keys:
-            found.append(_filled(name, stored[keys[0]], checkpoint.recipes))
-            twice.extend((keys[0], key) for key in keys[1:])
-    there = {one.name for one in found}
+            assembled[name] = _assembled(name, tensors_of[keys[0]], checkpoint.recipes)
+            tied_twice.extend((keys[0], key) for key in keys[1:])
     known = {*wanted, *(buffer.name for buffer in model.buffers), *(name for group in model.ties for name in group)}
-    return Match(
-        found=tuple(found),
-        missing=tuple(name for name in wanted if name not in there),
-        unexpected=tuple(one.key for name, some in stored.items() if name not in known for one in some),
-        twice=tuple(twice),
-        doubled=tuple((name, tuple(one.key for one in some)) for name, some in stored.items() if _doubled(some)),
+    return CheckpointMatch(
+        assembled=tuple(assembled.values()),
+        missing=tuple(name for name in wanted if name not in assembled),
+        unexpected=tuple(t.key for name, tensors in tensors_of.items() if name not in known for t in tensors),
+        tied_twice=tuple(tied_twice),
+        ambiguous=tuple(
+            (name, tuple(tensor.key for tensor in tensors))
+            for name, tensors in tensors_of.items()
+            if _is_ambiguous(tensors)
+        ),
         converted=tuple(
-            (one.key, ", ".join(recipe.others))
-            for one in checkpoint.tensors
-            if (recipe := _recipe(one, checkpoint.recipes)) is not None and recipe.others
+            (tensor.key, ", ".join(converter.others))
+            for tensor in checkpoint.tensors
+            if (converter := _converter(tensor, checkpoint.recipes)) is not None and converter.others
         ),
     )
 
 
-def _claims(checkpoint: CheckpointFacts) -> dict[str, list[StoredTensor]]:
-    """Name in the model to the tensors that fill it; what fills none under its key."""
-    claims: dict[str, list[StoredTensor]] = {}
-    for one in checkpoint.tensors:
-        recipe = _recipe(one, checkpoint.recipes)
-        placed = one.place is not None and not (recipe and recipe.others)
-        claims.setdefault(one.place.name if one.place and placed else one.key, []).append(one)
-    return claims
+def _by_name(checkpoint: CheckpointFacts) -> dict[str, list[StoredTensor]]:
+    """Name in the model to the tensors that stand for it; what no key mapping places stands under its key.
+
+    So does what the library would change in a way that is not joining and stacking (``others``): it is not read.
+    """
+    tensors_of: dict[str, list[StoredTensor]] = {}
+    for tensor in checkpoint.tensors:
+        converter = _converter(tensor, checkpoint.recipes)
+        is_read = tensor.place is not None and not (converter and converter.others)
+        tensors_of.setdefault(tensor.place.name if tensor.place and is_read else tensor.key, []).append(tensor)
+    return tensors_of
 
 
-def _recipe(one: StoredTensor, recipes: tuple[WeightConverter, ...]) -> WeightConverter | None:
-    """How the tensor is made a part of another; None: it is the whole, also where a bent plan file names no recipe."""
-    index = None if one.place is None else one.place.recipe
-    return recipes[index] if index is not None and 0 <= index < len(recipes) else None
+def _converter(tensor: StoredTensor, converters: tuple[WeightConverter, ...]) -> WeightConverter | None:
+    """How the tensor becomes a part of another; None: it is the whole, as where a bent plan file names no converter."""
+    index = None if tensor.place is None else tensor.place.recipe
+    return converters[index] if index is not None and 0 <= index < len(converters) else None
 
 
-def _doubled(some: list[StoredTensor]) -> bool:
+def _is_ambiguous(tensors: list[StoredTensor]) -> bool:
     """Whether the tensors are more than the parts of one."""
-    ways = {None if one.place is None else one.place.recipe for one in some}
-    return len(some) > 1 and (len(ways) > 1 or None in ways)
+    indices = {None if tensor.place is None else tensor.place.recipe for tensor in tensors}
+    return len(tensors) > 1 and (len(indices) > 1 or None in indices)
 
 
-def _filled(name: str, some: list[StoredTensor], recipes: tuple[WeightConverter, ...]) -> AssembledTensor:
-    """From the tensors that take the same way as the first."""
-    recipe = _recipe(some[0], recipes)
-    return assemble(name, [one for one in some if _recipe(one, recipes) is recipe], recipe)
+def _assembled(name: str, tensors: list[StoredTensor], converters: tuple[WeightConverter, ...]) -> AssembledTensor:
+    """From the tensors that are converted as the first one is; the others are said to be ambiguous."""
+    converter = _converter(tensors[0], converters)
+    return assemble(name, [tensor for tensor in tensors if _converter(tensor, converters) is converter], converter)
 
 
-def asked(cfg: Config, facts: Facts) -> CheckpointFacts | None:
+def requested_checkpoint(cfg: Config, facts: Facts) -> CheckpointFacts | None:
     """The checkpoint that the config loads, where it was seen, with its keys renamed as the config says.
 
-    A key that the config renames has the place that was found after that renaming, if it was, and else none.
+    None where nothing is loaded, and where the facts are about another path or about no checkpoint.
+
+    The facts may have been gathered under another ``rename``. A key mapping found then holds for the key as it was
+    renamed then, so it is kept only where the config now renames the key to the same name; else the key has none.
     """
-    there, how = facts.checkpoint, cfg.weights
-    if not isinstance(how, LoadWeights) or there is None or there.path != how.path:
+    seen, how = facts.checkpoint, cfg.weights
+    if not isinstance(how, LoadWeights) or seen is None or seen.path != how.path:
         return None
-    same = there.rename == how.rename
+    same = seen.rename == how.rename
     if unreadable(how) or (same and not how.rename):
-        return there
+        return seen
     tensors = []
-    for one in there.tensors:
-        key = renamed(how, one.key)
-        kept = same or (not there.rename and key == one.key)
-        tensors.append(evolve(one, key=key, place=one.place if kept else None))
-    return evolve(there, tensors=tuple(tensors))
+    for tensor in seen.tensors:
+        key = renamed(how, tensor.key)
+        holds = same or (not seen.rename and key == tensor.key)
+        tensors.append(evolve(tensor, key=key, place=tensor.place if holds else None))
+    return evolve(seen, tensors=tuple(tensors))
 
 
 def renamed(how: LoadWeights, key: str) -> str:
@@ -123,50 +137,47 @@ def renamed(how: LoadWeights, key: str) -> str:
 
 def unreadable(how: LoadWeights) -> tuple[tuple[str, str], ...]:
     """The pairs of ``rename`` that are no regular expression and replacement, each with why."""
-    found = []
+    reasons = []
     for pattern, replacement in how.rename:
         try:
             re.compile(pattern)
             re.sub(f"(?:{pattern})|", replacement, "")
         except (re.error, IndexError) as error:
-            found.append((pattern, str(error)))
-    return tuple(found)
+            reasons.append((pattern, str(error)))
+    return tuple(reasons)
 
 
-def initialised(cfg: Config, facts: Facts) -> tuple[str, ...]:
-    """Names of the parameters that get their values from initialisers: all, those that a checkpoint lacks, or none."""
-    names = tuple(param.name for param in facts.model.params)
-    match cfg.weights:
-        case InitWeights():
-            return names
-        case LoadWeights() if (checkpoint := asked(cfg, facts)) is not None:
-            missing = set(match(facts.model, checkpoint).missing)
-            return tuple(name for name in names if name in missing)
-        case _:
-            return ()
+def initialized_params(cfg: Config, model: ModelFacts, checkpoint: CheckpointMatch | None) -> tuple[str, ...]:
+    """Names of the parameters that get their values from initializers: all, those that a checkpoint lacks, or none."""
+    names = tuple(param.name for param in model.params)
+    if isinstance(cfg.weights, InitWeights):
+        return names
+    missing = set(checkpoint.missing) if checkpoint else set()
+    return tuple(name for name in names if name in missing)
 
 
-def computed(cfg: Config, facts: Facts) -> tuple[str, ...]:
-    """Names of the buffers that no checkpoint fills: where they are on meta, the model has to compute them."""
-    names = tuple(buffer.name for buffer in facts.model.buffers)
-    match cfg.weights:
-        case InitWeights():
-            return names
-        case LoadWeights() if (checkpoint := asked(cfg, facts)) is not None:
-            filled = {one.name for one in match(facts.model, checkpoint).found}
-            return tuple(name for name in names if name not in filled)
-        case _:
-            return ()
+def computed_buffers(cfg: Config, model: ModelFacts, checkpoint: CheckpointMatch | None) -> tuple[str, ...]:
+    """Names of the buffers that are in no checkpoint: where they are on meta, the model has to compute them.
+
+    None where the model keeps its own values, or rank 0 sends them.
+    """
+    names = tuple(buffer.name for buffer in model.buffers)
+    if isinstance(cfg.weights, InitWeights):
+        return names
+    if checkpoint is None:
+        return ()
+    read = {tensor.name for tensor in checkpoint.assembled}
+    return tuple(name for name in names if name not in read)
 
 
-def helpless(model: ModelFacts, names: Iterable[str]) -> tuple[str, ...]:
+def without_initializer(model: ModelFacts, names: Iterable[str]) -> tuple[str, ...]:
     """Those of the tensors whose module has no ``reset_parameters``, nor an ``_init_weights`` in or above it."""
-    able = {module.path for module in model.modules if model.classes[module.cls].resets}
-    above = {module.path for module in model.modules if model.classes[module.cls].inits}
-    return tuple(name for name in names if parent(name) not in able and not _under(parent(name), above))
+    resets = {module.path for module in model.modules if model.classes[module.cls].resets}
+    inits = {module.path for module in model.modules if model.classes[module.cls].inits}
+    return tuple(name for name in names if parent(name) not in resets and not _is_under(parent(name), inits))
 
 
-def _under(path: str, above: set[str]) -> bool:
-    while path and path not in above:
+def _is_under(path: str, roots: set[str]) -> bool:
+    while path and path not in roots:
         path = parent(path)
-    return path in above
+    return path in roots

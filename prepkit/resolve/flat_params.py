@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prepkit.config import FSDP1, Config, Mixed
-from prepkit.facts import Facts
+from prepkit.facts import ModelFacts, ParamFact
 from prepkit.plan.flat_layout import FlatPart, flatten
-from prepkit.resolve.fsdp1 import batch_norms, members
-from prepkit.resolve.mesh import axes
-from prepkit.resolve.precision import stored_dtypes
+from prepkit.resolve.fsdp1 import every_batch_norm
+from prepkit.steps import Axis
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def flat_parts(cfg: Config, facts: Facts) -> dict[str, FlatPart]:
-    """Parameter name to its place in the flat parameter of its unit; ignored ones have none."""
+def flat_shards(
+    cfg: Config,
+    model: ModelFacts,
+    mesh: tuple[Axis, ...],
+    flat_params: Mapping[str, tuple[ParamFact, ...]],
+    stored_dtypes: Mapping[str, str],
+) -> dict[str, FlatPart]:
+    """Parameter name to its place in the flat parameter of its unit; ignored ones have none.
+
+    ``flat_params``: path of a unit to what it flattens, in order. ``stored_dtypes``: name to dtype in storage.
+    """
     assert isinstance(cfg.engine, FSDP1), "only FSDP1 flattens"
-    mesh = axes(cfg, facts.env) or ()
-    ranks, cut = (mesh[-1].size, mesh[-1].name == "shard") if mesh else (1, False)
-    full = batch_norms(facts.model)
-    stored = stored_dtypes(cfg, facts)
-    found: dict[str, FlatPart] = {}
-    for path, held in members(cfg, facts.model).items():
-        low = isinstance(cfg.precision, Mixed) and path not in full
-        own = "float32" if isinstance(cfg.precision, Mixed) else stored[held[0].name]
+    ranks, sharded = (mesh[-1].size, mesh[-1].name == "shard") if mesh else (1, False)
+    norms = every_batch_norm(model)
+    places: dict[str, FlatPart] = {}
+    for path, params in flat_params.items():
+        low = isinstance(cfg.precision, Mixed) and path not in norms
+        own = "float32" if isinstance(cfg.precision, Mixed) else stored_dtypes[params[0].name]
         itemsize = 2 if low else _BYTES.get(own, 4)
-        sizes = tuple(param.numel for param in held)
-        parts = flatten(sizes, itemsize=itemsize, ranks=ranks, cut=cut, original=cfg.engine.use_orig_params)
-        found.update(zip((param.name for param in held), parts, strict=True))
-    return found
+        sizes = tuple(param.numel for param in params)
+        parts = flatten(sizes, itemsize=itemsize, ranks=ranks, cut=sharded, original=cfg.engine.use_orig_params)
+        places.update(zip((param.name for param in params), parts, strict=True))
+    return places

@@ -47,33 +47,36 @@ def linears(model: ModelFacts) -> tuple[Linear, ...]:
     )
 
 
-def convertible(cfg: Config, model: ModelFacts) -> tuple[str, ...]:
+def fp8_linears(cfg: Config, model: ModelFacts, every: tuple[Linear, ...]) -> tuple[str, ...]:
     """Paths of the Linears that the backend of ``config.precision`` replaces, in module order; none without FP8.
 
-    One that does not fit never keeps another from being replaced (behaviour G-32 does).
+    ``every``: what ``linears`` says of the model. A Linear whose sides are no multiples of 16 stays as it is, and keeps
+    no other from being replaced (accelerate then converts none, behaviour G-32).
     """
     if not isinstance(cfg.precision, FP8):
         return ()
     match cfg.precision.backend:
         case TorchAO(skip=skip):
-            return tuple(one.path for one in _candidates(cfg, model) if one.fits and not matcher(skip)(one.path))
+            skipped = matcher(skip)
+            return tuple(linear.path for linear in _candidates(cfg, every) if linear.fits and not skipped(linear.path))
         case TransformerEngine(skip=skip):
             if has_engine_layers(model):
                 return ()
-            kept = matcher(skip)
-            return tuple(one.path for one in linears(model) if one.fits and not one.tied and not kept(one.path))
+            skipped = matcher(skip)
+            return tuple(
+                linear.path for linear in every if linear.fits and not linear.tied and not skipped(linear.path)
+            )
         case MSAMP():
             return tuple(path for path, kept in _every_linear(model) if not kept)
         case _:
             assert_never(cfg.precision.backend)
 
 
-def _candidates(cfg: Config, model: ModelFacts) -> tuple[Linear, ...]:
+def _candidates(cfg: Config, every: tuple[Linear, ...]) -> tuple[Linear, ...]:
     assert isinstance(cfg.precision, FP8)
     assert isinstance(cfg.precision.backend, TorchAO)
-    every = linears(model)
     inner = every[1:-1] if cfg.precision.backend.keep_first_and_last else every
-    return tuple(one for one in inner if not (one.tied and all_gather(cfg)))
+    return tuple(linear for linear in inner if not (linear.tied and all_gather(cfg)))
 
 
 def kept_wide(model: ModelFacts) -> tuple[str, ...]:
@@ -129,8 +132,8 @@ def has_engine_layers(model: ModelFacts) -> bool:
 
 def _params(model: ModelFacts) -> dict[str, ParamFact]:
     """Every name of every parameter, those of tied ones included."""
-    held = {param.name: param for param in model.params}
-    return held | {name: held[names[0]] for names in model.ties for name in names if names[0] in held}
+    params = {param.name: param for param in model.params}
+    return params | {name: params[names[0]] for names in model.ties for name in names if names[0] in params}
 
 
 def _is(model: ModelFacts, module: ModuleFact, kind: tuple[str, str]) -> bool:

@@ -6,17 +6,16 @@ Sums on config and facts that rules and planner share. Every function is linear 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import assert_never
+from collections.abc import Container, Mapping
 
-from prepkit.config import DDP, FSDP1, FSDP2, XLA, Config, DeepSpeed, Mixed, Single, TensorParallel
+from prepkit.config import FSDP1, Config, Mixed
 from prepkit.facts import ModelFacts, ParamFact
-from prepkit.resolve.fsdp2 import unit_paths
-from prepkit.resolve.modules import bottom_up, matcher, parent, select, unit_of
+from prepkit.resolve.modules import BATCH_NORM, bottom_up, matcher, parent
 
 
-def batch_norms(model: ModelFacts) -> frozenset[str]:
-    """Paths of all batch norms below the root, subclasses included (torch ``_BatchNorm``)."""
-    kinds = {index for index, cls in enumerate(model.classes) if "_BatchNorm" in (cls.name, *cls.mro)}
+def every_batch_norm(model: ModelFacts) -> frozenset[str]:
+    """Paths of all batch norms below the root, synchronised ones and subclasses included (torch ``_BatchNorm``)."""
+    kinds = {index for index, cls in enumerate(model.classes) if BATCH_NORM in (cls.name, *cls.mro)}
     return frozenset(module.path for module in model.modules if module.cls in kinds and module.path)
 
 
@@ -24,67 +23,56 @@ def ignored_modules(engine: FSDP1, model: ModelFacts) -> tuple[str, ...]:
     """Paths of the outermost modules that match ``engine.ignored``, in module order; never the root."""
     matched = matcher(engine.ignored)
     inside: set[str] = set()
-    found: list[str] = []
+    outermost: list[str] = []
     for module in model.modules if engine.ignored else ():
         if module.path and parent(module.path) in inside:
             inside.add(module.path)
         elif module.path and matched(module.path):
             inside.add(module.path)
-            found.append(module.path)
-    return tuple(found)
+            outermost.append(module.path)
+    return tuple(outermost)
 
 
 def _inside(roots: tuple[str, ...], model: ModelFacts) -> frozenset[str]:
     """The modules at these paths and all inside them."""
-    found: set[str] = set(roots)
+    inside: set[str] = set(roots)
     for module in model.modules if roots else ():
-        if module.path and parent(module.path) in found:
-            found.add(module.path)
-    return frozenset(found)
+        if module.path and parent(module.path) in inside:
+            inside.add(module.path)
+    return frozenset(inside)
 
 
 def ignored_params(engine: FSDP1, model: ModelFacts) -> frozenset[str]:
     """Names of the parameters of ignored modules; a tied one is ignored wherever it is (torch _get_ignored_params)."""
     modules = _inside(ignored_modules(engine, model), model)
-    found = {param.name for param in model.params if parent(param.name) in modules}
+    names = {param.name for param in model.params if parent(param.name) in modules} if modules else set()
     for group in model.ties if modules else ():
         if any(parent(name) in modules for name in group):
-            found.update(group)
-    return frozenset(found)
+            names.update(group)
+    return frozenset(names)
 
 
-def flat_units(cfg: Config, model: ModelFacts) -> tuple[str, ...]:
+def flat_units(cfg: Config, model: ModelFacts, selected: tuple[str, ...]) -> tuple[str, ...]:
     """Paths of the FSDP1 units below the root, children before parents: the selection without what is ignored.
 
     Where units compute in 16 bits each batch norm becomes a unit too, so that it can stay in float32 (pain 40).
     """
     assert isinstance(cfg.engine, FSDP1), "only FSDP1 has flat units"
-    chosen = set(select(cfg.engine.wrap, model))
+    chosen = set(selected)
     if isinstance(cfg.precision, Mixed):
-        chosen |= batch_norms(model)
+        chosen |= every_batch_norm(model)
     return bottom_up(model, chosen - _inside(ignored_modules(cfg.engine, model), model))
 
 
-def sharded_units(cfg: Config, model: ModelFacts) -> tuple[str, ...]:
-    """Paths of the units below the root, for every engine; none where nothing is sharded."""
-    match cfg.engine:
-        case FSDP1():
-            return flat_units(cfg, model)
-        case FSDP2():
-            return unit_paths(cfg.engine, model)
-        case Single() | DDP() | TensorParallel() | XLA() | DeepSpeed():
-            return ()
-        case _:
-            assert_never(cfg.engine)
+def flat_params(
+    unit_of: Mapping[str, str], ignored: Container[str], model: ModelFacts
+) -> dict[str, tuple[ParamFact, ...]]:
+    """Path of every FSDP1 unit that holds a parameter to its parameters, in the order in which torch flattens them.
 
-
-def members(cfg: Config, model: ModelFacts) -> dict[str, tuple[ParamFact, ...]]:
-    """Path of every FSDP1 unit that holds a parameter to its parameters, in the order in which torch flattens them."""
-    assert isinstance(cfg.engine, FSDP1), "only FSDP1 flattens"
-    owner = unit_of(flat_units(cfg, model), model)
-    left_out = ignored_params(cfg.engine, model)
-    found: dict[str, list[ParamFact]] = defaultdict(list)
+    ``unit_of``: parameter name to the path of its unit. ``ignored``: names of parameters that no unit takes.
+    """
+    units: dict[str, list[ParamFact]] = defaultdict(list)
     for param in model.params:
-        if param.name not in left_out:
-            found[owner[param.name]].append(param)
-    return {path: tuple(held) for path, held in found.items()}
+        if param.name not in ignored:
+            units[unit_of[param.name]].append(param)
+    return {path: tuple(params) for path, params in units.items()}

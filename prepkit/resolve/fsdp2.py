@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from prepkit.config import FSDP2, Config
 from prepkit.facts import ModelFacts
-from prepkit.resolve.modules import kept_whole, select
+from prepkit.resolve.modules import packed_params
 
 
-def arrives_sharded(cfg: Config, model: ModelFacts) -> bool:
-    """Whether ``fully_shard`` has made units of the model before, so that FSDP2 only verifies them (M2-1)."""
-    return isinstance(cfg.engine, FSDP2) and bool(model.units)
+def standing_units(model: ModelFacts) -> tuple[str, ...]:
+    """Paths of the units below the root that a model arrives with, children before parents."""
+    return tuple(unit.path for unit in model.units if unit.path)
 
 
-def unit_paths(engine: FSDP2, model: ModelFacts) -> tuple[str, ...]:
-    """Paths of the units below the root, children before parents: those that are there, else the selection."""
-    if model.units:
-        return tuple(unit.path for unit in model.units if unit.path)
-    return select(engine.wrap, model)
-
-
-def left_whole(model: ModelFacts) -> tuple[str, ...]:
+def unsharded_params(model: ModelFacts) -> tuple[str, ...]:
     """Frozen parameters that every rank holds whole: those that are packed, or that came so in a sharded model."""
     if model.units:
         return tuple(param.name for param in model.params if param.cls != "DTensor" and not param.requires_grad)
-    return kept_whole(model)
+    return packed_params(model)

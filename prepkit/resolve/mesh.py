@@ -2,70 +2,44 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from math import prod
 
-from prepkit.config import (
-    DDP,
-    FSDP1,
-    FSDP2,
-    XLA,
-    Config,
-    DeepSpeed,
-    Mesh,
-    Single,
-    TensorParallel,
-)
+from prepkit.config import FSDP1, Config, DeepSpeed, Mesh
+from prepkit.config.mesh import AXES
 from prepkit.facts import Env
 from prepkit.resolve.deepspeed.data import stage, tensor_parallel
+from prepkit.resolve.engines import traits
 from prepkit.steps import Axis
 
 
 def axes(cfg: Config, env: Env) -> tuple[Axis, ...] | None:
     """Axes of the device mesh with their sizes; None where they do not multiply to the world size.
 
-    DDP has one axis, ``replicate``, and TensorParallel one, ``tensor``. FSDP2 has ``shard``, with ``replicate`` before
-    it and ``tensor`` behind it where they exceed 1. FSDP1 likewise, without ``tensor``; under ``NO_SHARD`` as DDP.
-    XLA is as DDP. DeepSpeed has ``shard`` at ZeRO-3, else ``replicate``, and ``tensor`` behind it where it splits
-    the model.
+    Each engine has its main axis, also with size 1, and those of its other axes that exceed 1, in the order of ``AXES``
+    (``resolve/engines.py``). FSDP1 is as DDP under ``NO_SHARD``. DeepSpeed has ``shard`` at ZeRO-3, else ``replicate``,
+    and ``tensor`` behind it where its own config splits the model.
     """
-    match cfg.engine:
-        case Single():
-            return ()
-        case XLA():
-            return (Axis(name="replicate", size=env.world_size),)
-        case DDP():
-            mesh = cfg.mesh or Mesh(replicate=-1, shard=1)
-        case FSDP2():
-            mesh = cfg.mesh or Mesh()
-        case FSDP1():
-            mesh = cfg.mesh or _hybrid_default(cfg.engine, env)
-        case TensorParallel():
-            mesh = cfg.mesh or Mesh(shard=1, tensor=-1)
-        case DeepSpeed():
-            return _deepspeed_axes(cfg.engine, env.world_size)
-        case _:
-            assert_never(cfg.engine)
-    sizes = _resolve((mesh.replicate, mesh.shard, mesh.tensor), env.world_size)
+    if isinstance(cfg.engine, DeepSpeed):
+        return _deepspeed_axes(cfg.engine, env.world_size)
+    engine = traits(cfg)
+    main, others = engine.main_axis, engine.other_axes
+    if isinstance(cfg.engine, FSDP1) and cfg.engine.sharding == "NO_SHARD":
+        main, others = "replicate", ()
+    if main is None:
+        return ()
+    given = cfg.mesh if engine.reads_mesh else None
+    sizes = _sizes(given or _hybrid_default(cfg, env) or _all_on(main), env.world_size)
     if sizes is None:
         return None
-    replicate, shard, tensor = sizes
-    if isinstance(cfg.engine, DDP) or (isinstance(cfg.engine, FSDP1) and cfg.engine.sharding == "NO_SHARD"):
-        return (Axis(name="replicate", size=replicate),)
-    if isinstance(cfg.engine, TensorParallel):
-        return (Axis(name="tensor", size=tensor),)
-    copies = (Axis(name="replicate", size=replicate),) if replicate > 1 else ()
-    cuts = (Axis(name="tensor", size=tensor),) if tensor > 1 else ()
-    return (*copies, Axis(name="shard", size=shard), *cuts)
+    names = (axis.name for axis in AXES)
+    return tuple(
+        Axis(name=name, size=sizes[name]) for name in names if name == main or (name in others and sizes[name] > 1)
+    )
 
 
-def size_of(name: str, found: tuple[Axis, ...]) -> int:
+def size_of(name: str, mesh: tuple[Axis, ...]) -> int:
     """Size of the axis with this name; 1 where there is none."""
-    return next((axis.size for axis in found if axis.name == name), 1)
-
-
-def readers(cfg: Config, env: Env) -> int:
-    """Number of parts that the data is divided into: ranks that differ in their tensor coordinate only share one."""
-    return env.world_size // size_of("tensor", axes(cfg, env) or ())
+    return next((axis.size for axis in mesh if axis.name == name), 1)
 
 
 def _deepspeed_axes(engine: DeepSpeed, world: int) -> tuple[Axis, ...] | None:
@@ -76,21 +50,26 @@ def _deepspeed_axes(engine: DeepSpeed, world: int) -> tuple[Axis, ...] | None:
     return (data, Axis(name="tensor", size=split)) if split > 1 else (data,)
 
 
-def _hybrid_default(engine: FSDP1, env: Env) -> Mesh:
-    """Torch's own default: hybrid strategies shard inside a node, where its size is known; NO_SHARD never shards."""
-    if engine.sharding == "NO_SHARD":
-        return Mesh(replicate=-1, shard=1)
-    if engine.sharding.startswith("HYBRID") and env.per_node and env.world_size % env.per_node == 0:
+def _hybrid_default(cfg: Config, env: Env) -> Mesh | None:
+    """Torch's own default for FSDP1: hybrid strategies shard inside a node, where its size is known."""
+    hybrid = isinstance(cfg.engine, FSDP1) and cfg.engine.sharding.startswith("HYBRID")
+    if hybrid and env.per_node and env.world_size % env.per_node == 0:
         return Mesh(replicate=-1, shard=env.per_node)
-    return Mesh()
+    return None
 
 
-def _resolve(sizes: tuple[int, int, int], world: int) -> tuple[int, int, int] | None:
-    fixed = 1
-    for size in sizes:
-        fixed *= size if size != -1 else 1
-    free = sizes.count(-1)
-    if any(size < 1 and size != -1 for size in sizes) or free > 1 or (world % fixed if free else fixed != world):
+def _all_on(main: str) -> Mesh:
+    """The mesh whose main axis takes all ranks."""
+    return Mesh(**{axis.name: -1 if axis.name == main else 1 for axis in AXES})
+
+
+def _sizes(mesh: Mesh, world: int) -> dict[str, int] | None:
+    """Name of each axis to its size, with -1 worked out; None where they do not multiply to the world size."""
+    sizes = {axis.name: int(getattr(mesh, axis.name)) for axis in AXES}
+    fixed = prod(size for size in sizes.values() if size != -1)
+    free = list(sizes.values()).count(-1)
+    if any(size < 1 and size != -1 for size in sizes.values()) or free > 1:
         return None
-    replicate, shard, tensor = (world // fixed if size == -1 else size for size in sizes)
-    return replicate, shard, tensor
+    if world % fixed if free else fixed != world:
+        return None
+    return {name: world // fixed if size == -1 else size for name, size in sizes.items()}

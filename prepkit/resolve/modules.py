@@ -1,4 +1,4 @@
-"""Which modules a selection means, which unit owns which parameter, and how the ranks are laid out.
+"""Which modules a selection means, and which unit owns which parameter.
 
 Sums on config and facts that rules and planner share, so that what is checked is what is planned.
 Every function is linear in the number of modules and parameters.
@@ -32,7 +32,7 @@ BATCH_NORM = "_BatchNorm"
 """Base of every batch norm of torch."""
 
 
-def batch_norms(model: ModelFacts) -> tuple[str, ...]:
+def unsynchronized_batch_norms(model: ModelFacts) -> tuple[str, ...]:
     """Paths of the batch norms that are not synchronised yet, in module order."""
     plain = {i for i, cls in enumerate(model.classes) if BATCH_NORM in cls.mro and cls.name != "SyncBatchNorm"}
     return tuple(module.path for module in model.modules if module.cls in plain)
@@ -162,7 +162,7 @@ def _by_size(model: ModelFacts, able: tuple[str, ...], least: int) -> tuple[str,
     return bottom_up(model, set(out))
 
 
-def kept_whole(model: ModelFacts) -> tuple[str, ...]:
+def packed_params(model: ModelFacts) -> tuple[str, ...]:
     """Frozen packed weights: their bytes mean nothing apart from each other, so that every rank holds all of them."""
     return tuple(param.name for param in model.params if param.cls in PACKED and not param.requires_grad)
 

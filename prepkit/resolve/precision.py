@@ -2,58 +2,74 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from collections.abc import Mapping
 
-from prepkit.config import (
-    BF16,
-    FP8,
-    FP16,
-    FSDP1,
-    AsStored,
-    Config,
-    Intent,
-    Mixed,
-)
+from attrs import frozen
+
+from prepkit.config import FSDP1, Config, DType, Intent, Mixed, Precision
+from prepkit.config.precision import PRECISIONS
 from prepkit.facts import Facts, ParamFact
-from prepkit.resolve.fsdp1 import members
 
 LOW = frozenset({"bfloat16", "float16"})
+"""Floating dtypes of 16 bits."""
 
 
-def low_precision(facts: Facts) -> tuple[ParamFact, ...]:
+@frozen(kw_only=True)
+class ComputeDtypes:
+    """The dtypes of a forward and a backward."""
+
+    param: DType
+    """Of gathered parameters and of the products."""
+    reduce: DType
+    """Of the gradient reduction, under engines that let one be chosen."""
+    output: DType
+    """Of the model's floating outputs."""
+
+
+def compute_dtypes(precision: Precision) -> ComputeDtypes | None:
+    """In which dtypes a precision computes; None: in those that parameters and inputs have.
+
+    >>> from prepkit.config import AsStored, FP16
+    >>> compute_dtypes(FP16()).param, compute_dtypes(AsStored())
+    ('float16', None)
+    """
+    if not isinstance(precision, Mixed):
+        return None
+    dtype = PRECISIONS[type(precision)].compute_dtype
+    assert dtype is not None, "tests/test_completeness.py sees that what is in Mixed has one"
+    return ComputeDtypes(param=dtype, reduce=precision.reduce_dtype, output=precision.output_dtype)
+
+
+def low_precision_params(facts: Facts) -> tuple[ParamFact, ...]:
     """Trainable parameters that are stored in a 16-bit floating dtype."""
-    return tuple(p for p in facts.model.params if p.requires_grad and p.dtype in LOW)
+    return tuple(param for param in facts.model.params if param.requires_grad and param.dtype in LOW)
 
 
-def masters(cfg: Config, facts: Facts) -> tuple[ParamFact, ...]:
+def makes_master_weights(cfg: Config) -> bool:
+    """Whether what is trained in 16 bits is stored in float32; inference keeps what is stored."""
+    return isinstance(cfg.precision, Mixed) and cfg.precision.master_weights and cfg.intent is Intent.TRAINING
+
+
+def master_weights(
+    cfg: Config, facts: Facts, flat_params: Mapping[str, tuple[ParamFact, ...]]
+) -> tuple[ParamFact, ...]:
     """Parameters that are stored in float32 before they are prepared, though they came in 16 bits.
 
     Under FSDP1 a frozen one too where its unit trains something: they share one flat parameter (F1-22, F1-24).
+    ``flat_params``: path of an FSDP1 unit to its parameters; not read for the other engines.
     """
-    trains = cfg.intent is Intent.TRAINING  # inference keeps what is stored
-    if not (isinstance(cfg.precision, Mixed) and cfg.precision.master_weights and trains):
+    if not makes_master_weights(cfg):
         return ()
     if not isinstance(cfg.engine, FSDP1):
-        return low_precision(facts)
-    held = members(cfg, facts.model).values()
-    along = {p.name for unit in held if any(p.requires_grad for p in unit) for p in unit}
-    return tuple(p for p in facts.model.params if p.dtype in LOW and (p.requires_grad or p.name in along))
+        return low_precision_params(facts)
+    training_units = (params for params in flat_params.values() if any(param.requires_grad for param in params))
+    flattened = {param.name for params in training_units for param in params}
+    return tuple(
+        param for param in facts.model.params if param.dtype in LOW and (param.requires_grad or param.name in flattened)
+    )
 
 
-def stored_dtypes(cfg: Config, facts: Facts) -> dict[str, str]:
+def stored_dtypes(facts: Facts, master_weights: tuple[ParamFact, ...]) -> dict[str, str]:
     """Parameter name to the dtype in which it is stored once prepared."""
-    cast = {param.name for param in masters(cfg, facts)}
-    return {p.name: "float32" if p.name in cast else p.dtype for p in facts.model.params}
-
-
-def dtypes(cfg: Config) -> tuple[str | None, str | None, str | None]:
-    """Dtype of gathered parameters, of the gradient reduction and of the root's output; None: as stored."""
-    match cfg.precision:
-        case AsStored():
-            return None, None, None
-        case BF16(reduce_dtype=reduce, output_dtype=output) | FP8(reduce_dtype=reduce, output_dtype=output):
-            return "bfloat16", reduce, output
-        case FP16(reduce_dtype=reduce, output_dtype=output):
-            return "float16", reduce, output
-        case _:
-            assert_never(cfg.precision)
+    masters = {param.name for param in master_weights}
+    return {param.name: "float32" if param.name in masters else param.dtype for param in facts.model.params}

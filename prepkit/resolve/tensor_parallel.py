@@ -1,23 +1,25 @@
-"""Which layers tensor parallelism cuts, and how: sums on config and facts that rules and planner share.
+"""Which layers tensor parallelism shards, and how: sums on config and facts that rules and planner share.
 
-The tensor axis is the fastest of the mesh. Where it and FSDP2 both cut dim 0 of a parameter, it cuts first.
+The tensor axis is the fastest of the mesh. Where it and FSDP2 both shard dim 0 of a parameter, it does so first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Literal, assert_never
 
 from attrs import frozen
 
 from prepkit.config import ActivationLayout, Config, DeepSpeed, TensorParallel, TPLayer, TPPlan, TPPlanFromModel
 from prepkit.facts import ClassFact, Env, ModelFacts, ParamFact
-from prepkit.resolve.mesh import axes, size_of
+from prepkit.plan.layout import DIMENSION
+from prepkit.resolve.mesh import size_of
 from prepkit.resolve.modules import matcher, parent
-from prepkit.steps import ParallelStyle
+from prepkit.steps import Axis, ParallelStyle
 
 Kind = Literal["linear", "embedding", "leaf", "other"]
-Held = Literal["shard(0)", "shard(1)", "replicate"]
+"""What torch's styles make of a module: a Linear, an Embedding, another without modules inside, or none of these."""
+TPPlacement = Literal["shard(0)", "shard(1)", "replicate"]
 """How a parameter lies on the tensor axis."""
 
 SERVED: dict[
@@ -40,39 +42,42 @@ UNTOUCHED = frozenset({"replicate"})
 """Styles of transformers that leave a module as it is."""
 
 
-def degree(cfg: Config, env: Env) -> int:
-    """Number of ranks that a layer is cut over. ``TensorParallel`` uses them all, whatever else its mesh says."""
+def tensor_parallel_size(cfg: Config, env: Env, mesh: tuple[Axis, ...]) -> int:
+    """Number of ranks that a layer is sharded over. ``TensorParallel`` uses them all, whatever else its mesh says."""
     if isinstance(cfg.engine, TensorParallel):
         return env.world_size
     if isinstance(cfg.engine, DeepSpeed):
-        return 1  # it cuts layers by itself, where its own config says so
-    return size_of("tensor", axes(cfg, env) or ())
+        return 1  # it splits layers by itself, where its own config says so
+    return size_of("tensor", mesh)
 
 
 def is_parallel(model: ModelFacts) -> bool:
-    """Whether the model arrives cut already: it has a DTensor parameter (H-2)."""
+    """Whether the model arrives parallel already: it has a DTensor parameter (H-2)."""
     return any(param.cls == "DTensor" for param in model.params)
 
 
-def is_cut(cfg: Config, model: ModelFacts, env: Env) -> bool:
-    """Whether the plan cuts layers. A model that arrives parallel is only verified (TP-5)."""
+def parallelizes(cfg: Config, model: ModelFacts, size: int) -> bool:
+    """Whether the plan shards layers over ``size`` ranks. A model that arrives parallel is only verified (TP-5)."""
     if isinstance(cfg.engine, TensorParallel):
         return not is_parallel(model)
-    return degree(cfg, env) > 1
+    return size > 1
 
 
-def rows(cfg: Config, model: ModelFacts) -> tuple[TPLayer, ...]:
-    """The rows that the config means; rows of the model in a style that torch does not serve are left out."""
+def tp_layers(cfg: Config, model: ModelFacts) -> tuple[TPLayer, ...]:
+    """The layers of the config's plan, or of the model's own; those in a style that torch does not serve are left out.
+
+    Empty where neither names any.
+    """
     match cfg.tp_plan:
-        case TPPlan(layers=given):
-            return given
+        case TPPlan(layers=layers):
+            return layers
         case TPPlanFromModel():
             return tuple(TPLayer(path, *SERVED[style]) for path, style in model.tensor_plan if style in SERVED)
         case _:
             assert_never(cfg.tp_plan)
 
 
-def kind(path: str, cls: ClassFact, parents: frozenset[str]) -> Kind:
+def kind_of(path: str, cls: ClassFact, parents: frozenset[str]) -> Kind:
     """What torch's styles can do with a module: they know linear layers and embeddings, by class."""
     bases = {cls.name, *cls.mro}
     if "Linear" in bases:
@@ -83,89 +88,98 @@ def kind(path: str, cls: ClassFact, parents: frozenset[str]) -> Kind:
 
 
 @frozen(kw_only=True)
-class Cut:
-    """One module that a row names."""
+class TPModule:
+    """One module that a layer of the tensor-parallel plan names."""
 
     path: str
     kind: Kind
-    row: TPLayer
+    layer: TPLayer
 
 
-def cut_modules(cfg: Config, model: ModelFacts) -> tuple[Cut, ...]:
-    """Every module that a row names, in the order of rows and modules; once per row that names it."""
+def tp_modules(layers: tuple[TPLayer, ...], model: ModelFacts) -> tuple[TPModule, ...]:
+    """Every module that a layer names, in the order of layers and modules; once per layer that names it."""
+    if not layers:
+        return ()
     parents = frozenset(parent(module.path) for module in model.modules if module.path)
-    kinds = {m.path: kind(m.path, model.classes[m.cls], parents) for m in model.modules}
+    kinds = {m.path: kind_of(m.path, model.classes[m.cls], parents) for m in model.modules}
     return tuple(
-        Cut(path=path, kind=kinds[path], row=row)
-        for row in rows(cfg, model)
-        for path in filter(matcher((row.pattern,)), kinds)
+        TPModule(path=path, kind=kinds[path], layer=layer)
+        for layer in layers
+        for path in filter(matcher((layer.pattern,)), kinds)
     )
 
 
-def held_as(cut: Cut, param: str) -> Held:
+def placement_of(module: TPModule, param: str) -> TPPlacement:
     """How a parameter of the module lies, by its bare name (torch ``ColwiseParallel``, ``RowwiseParallel``)."""
-    match cut.row.style:
+    match module.layer.style:
         case "colwise":
-            return "shard(1)" if cut.kind == "embedding" else "shard(0)"
-        case "rowwise" if cut.kind == "embedding":
+            return "shard(1)" if module.kind == "embedding" else "shard(0)"
+        case "rowwise" if module.kind == "embedding":
             return "shard(0)"
         case "rowwise":
             return "shard(1)" if param == "weight" else "replicate"
         case "sequence" | "replicate":
             return "replicate"
         case _:
-            assert_never(cut.row.style)
+            assert_never(module.layer.style)
 
 
-def held(cfg: Config, model: ModelFacts) -> dict[str, Held]:
-    """Parameter name, those of ties included, to how it lies on the tensor axis. Not there: no row names its module."""
-    by_path = {cut.path: cut for cut in cut_modules(cfg, model)}
+def tp_placements(modules: tuple[TPModule, ...], model: ModelFacts) -> dict[str, TPPlacement]:
+    """Parameter name, also of ties, to how it lies on the tensor axis; without those whose module no layer names."""
+    if not modules:
+        return {}
+    by_path = {module.path: module for module in modules}
     names = [param.name for param in model.params] + [name for group in model.ties for name in group[1:]]
-    return {name: held_as(by_path[parent(name)], name.rpartition(".")[2]) for name in names if parent(name) in by_path}
+    return {
+        name: placement_of(by_path[parent(name)], name.rpartition(".")[2]) for name in names if parent(name) in by_path
+    }
 
 
-def cut_sizes(cfg: Config, model: ModelFacts) -> Iterator[tuple[ParamFact, int]]:
-    """Every parameter that is cut, with the dimension in which it is."""
-    how = held(cfg, model)
-    for param in model.params:
-        dim = {"shard(0)": 0, "shard(1)": 1}.get(how.get(param.name, ""))
-        if dim is not None and dim < len(param.shape):
-            yield param, dim
+def tp_shards(placements: Mapping[str, TPPlacement], model: ModelFacts) -> tuple[tuple[ParamFact, int], ...]:
+    """Every parameter that is sharded on the tensor axis, with the dimension in which it is."""
+    params = (param for param in model.params if param.name in placements)
+    dims = ((param, DIMENSION.get(placements[param.name])) for param in params)
+    return tuple((param, dim) for param, dim in dims if dim is not None and dim < len(param.shape))
 
 
-def attention_rows(cfg: Config, model: ModelFacts) -> tuple[TPLayer, ...]:
-    """Rows that cut the outputs of a linear layer inside a module whose class calls itself an attention."""
+def attention_layers(modules: tuple[TPModule, ...], model: ModelFacts) -> tuple[TPLayer, ...]:
+    """Layers of the plan that shard the outputs of a Linear inside a module whose class calls itself an attention."""
     classes = {module.path: model.classes[module.cls].name for module in model.modules}
-    found = (
-        cut.row
-        for cut in cut_modules(cfg, model)
-        if cut.row.style == "colwise"
-        and cut.row.output_layout in (None, "features")
-        and cut.kind == "linear"
-        and "attention" in classes.get(parent(cut.path), "").lower()
+    layers = (
+        module.layer
+        for module in modules
+        if module.layer.style == "colwise"
+        and module.layer.output_layout in (None, "features")
+        and module.kind == "linear"
+        and "attention" in classes.get(parent(module.path), "").lower()
     )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(layers))
 
 
-def step_cuts(cfg: Config, model: ModelFacts) -> tuple[ParallelStyle, ...]:
-    """The rows as the step wants them: with paths for patterns, and every layout said."""
+def parallel_styles(modules: tuple[TPModule, ...]) -> tuple[ParallelStyle, ...]:
+    """The layers as the step wants them: with paths for patterns, and every layout said."""
     grouped: dict[tuple[TPLayer, Kind], list[str]] = {}
-    for cut in cut_modules(cfg, model):
-        grouped.setdefault((cut.row, cut.kind), []).append(cut.path)
+    for module in modules:
+        grouped.setdefault((module.layer, module.kind), []).append(module.path)
     return tuple(
-        ParallelStyle(paths=tuple(paths), style=row.style, input_layout=_takes(row, what), output_layout=_gives(row))
-        for (row, what), paths in grouped.items()
+        ParallelStyle(
+            paths=tuple(paths),
+            style=layer.style,
+            input_layout=_input_layout(layer, kind),
+            output_layout=_output_layout(layer),
+        )
+        for (layer, kind), paths in grouped.items()
     )
 
 
-def _takes(row: TPLayer, what: Kind) -> ActivationLayout:
-    if row.input_layout is not None:
-        return row.input_layout
-    if row.style == "sequence":
+def _input_layout(layer: TPLayer, kind: Kind) -> ActivationLayout:
+    if layer.input_layout is not None:
+        return layer.input_layout
+    if layer.style == "sequence":
         return "sequence"
-    return "features" if row.style == "rowwise" and what == "linear" else "replicate"
+    return "features" if layer.style == "rowwise" and kind == "linear" else "replicate"
 
 
-def _gives(row: TPLayer) -> ActivationLayout:
+def _output_layout(layer: TPLayer) -> ActivationLayout:
     usual: dict[str, ActivationLayout] = {"colwise": "features", "sequence": "sequence"}
-    return row.output_layout or usual.get(row.style, "replicate")
+    return layer.output_layout or usual.get(layer.style, "replicate")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prepkit.config import Config
 from prepkit.facts import Facts
 from prepkit.findings import Finding, Severity
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules import (
     already_sharded,
     blocks,
@@ -85,26 +86,31 @@ def check(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[F
 
     Pure, and linear in the size of the model. Rules of your own go behind ours: ``check(cfg, facts, (*RULES, mine))``.
     """
-    asked = tuple(
+    return findings_of(Resolved(cfg=cfg, facts=facts), rules)
+
+
+def findings_of(resolved: Resolved, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
+    """The same of a config and facts that the planner goes on with, so that nothing is worked out twice."""
+    known = tuple(
         overrides.about_overrides((*rules, *LATE_RULES)) if rule.id == overrides.ID else rule for rule in rules
     )
     return tuple(
         Finding(rule=rule.id, severity=rule.severity, where=hit.where, what=hit.what, fix=hit.fix or rule.fix)
-        for rule in asked
-        for hit in rule.check(cfg, facts)
+        for rule in known
+        for hit in rule.check(resolved)
     )
 
 
 def split(
-    cfg: Config, found: tuple[Finding, ...], rules: tuple[Rule, ...] = RULES
+    cfg: Config, findings: tuple[Finding, ...], rules: tuple[Rule, ...] = RULES
 ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """Findings that stand, and errors that ``cfg.overrides`` accepts. Together they are ``found``, each in its order.
+    """Findings that stand, and errors that ``cfg.overrides`` accepts; together all ``findings``, each in its order.
 
     Only errors of rules that can be overridden are accepted; a warning refuses nothing and always stands.
     """
     able = {rule.id for rule in (*rules, *LATE_RULES) if rule.overridable}.intersection(cfg.overrides)
-    accepted = tuple(f.severity is Severity.ERROR and f.rule in able for f in found)
+    accepted = tuple(f.severity is Severity.ERROR and f.rule in able for f in findings)
     return (
-        tuple(f for f, yes in zip(found, accepted, strict=True) if not yes),
-        tuple(f for f, yes in zip(found, accepted, strict=True) if yes),
+        tuple(f for f, yes in zip(findings, accepted, strict=True) if not yes),
+        tuple(f for f, yes in zip(findings, accepted, strict=True) if yes),
     )

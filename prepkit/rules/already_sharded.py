@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prepkit.config import (
     FP8,
     FSDP2,
     CheckpointBlocks,
-    Config,
     OffloadToCPU,
     SendWeights,
 )
-from prepkit.facts import Facts, ModelFacts, UnitFact
+from prepkit.facts import ModelFacts, UnitFact
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
-from prepkit.resolve.fsdp2 import arrives_sharded, unit_paths
-from prepkit.resolve.mesh import axes, size_of
-from prepkit.resolve.modules import select
-from prepkit.resolve.precision import dtypes, masters
-from prepkit.rules.rule import Hit, Rule
-
-Check = Callable[[Config, Facts], Iterator[Hit]]
+from prepkit.resolve.resolved import Resolved
+from prepkit.rules.rule import Check, Hit, Rule
 
 
 def _all(*checks: Check) -> Check:
     """What the checks find, one after the other, where the model arrives sharded."""
 
-    def check(cfg: Config, facts: Facts) -> Iterator[Hit]:
-        if arrives_sharded(cfg, facts.model):
-            for one in checks:
-                yield from one(cfg, facts)
+    def check(resolved: Resolved) -> Iterator[Hit]:
+        if resolved.arrives_sharded:
+            for inner in checks:
+                yield from inner(resolved)
 
     return check
 
@@ -46,24 +40,24 @@ def _called(unit: UnitFact) -> str:
 # --- what stands ---------------------------------------------------------------------------------------------------
 
 
-def _no_root(_: Config, facts: Facts) -> Iterator[Hit]:
-    names = [unit.path for unit in facts.model.units]
+def _no_root(resolved: Resolved) -> Iterator[Hit]:
+    names = [unit.path for unit in resolved.facts.model.units]
     if "" not in names:
         what = f"{some(names)} {'is a unit' if len(names) == 1 else 'are units'}, and the model itself is none."
         yield Hit("model", what, "Call fully_shard(model) after its modules.")
 
 
-def _left_out(_: Config, facts: Facts) -> Iterator[Hit]:
-    names = [param.name for param in facts.model.params if param.cls != "DTensor" and param.requires_grad]
+def _left_out(resolved: Resolved) -> Iterator[Hit]:
+    names = [param.name for param in resolved.facts.model.params if param.cls != "DTensor" and param.requires_grad]
     if names:
         what = f"{count(len(names), 'trained parameter')} in no unit ({some(names)}): nothing averages their gradients."
         yield Hit(at(names[0]), what, "Shard them too, or freeze them with requires_grad_(False).")
 
 
-def _placed_otherwise(_: Config, facts: Facts) -> Iterator[Hit]:
-    copies = max((unit.copies for unit in facts.model.units), default=1)
+def _placed_otherwise(resolved: Resolved) -> Iterator[Hit]:
+    copies = max((unit.copies for unit in resolved.facts.model.units), default=1)
     placed = ("replicate", "shard(0)") if copies > 1 else ("shard(0)",)
-    odd = [param for param in facts.model.params if param.cls == "DTensor" and param.placements != placed]
+    odd = [param for param in resolved.facts.model.params if param.cls == "DTensor" and param.placements != placed]
     if odd:
         lie, names = ", ".join(odd[0].placements), some([param.name for param in odd])
         what = f"{count(len(odd), 'parameter')} lie otherwise than cut in dimension 0 over one axis: {lie} ({names})."
@@ -71,8 +65,8 @@ def _placed_otherwise(_: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(at(odd[0].name), what, fix)
 
 
-def _two_policies(_: Config, facts: Facts) -> Iterator[Hit]:
-    first, *others = facts.model.units
+def _two_policies(resolved: Resolved) -> Iterator[Hit]:
+    first, *others = resolved.facts.model.units
     for unit in others:
         if (unit.param_dtype, unit.reduce_dtype) != (first.param_dtype, first.reduce_dtype):
             what = f"{_called(first)} is gathered in {first.param_dtype} and reduced in {first.reduce_dtype}, "
@@ -84,9 +78,9 @@ def _two_policies(_: Config, facts: Facts) -> Iterator[Hit]:
 # --- against the config --------------------------------------------------------------------------------------------
 
 
-def _mesh(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    found = axes(cfg, facts.env)
-    asked = (size_of("replicate", found), size_of("shard", found)) if found else None
+def _mesh(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    asked = (resolved.axis_size("replicate"), resolved.axis_size("shard")) if resolved.mesh else None
     for unit in _holding(facts.model):
         if (unit.copies, unit.ranks) != asked:
             says = f"makes {_lying(*asked)}" if asked else f"does not fit {count(facts.env.world_size, 'rank')}"
@@ -99,9 +93,11 @@ def _lying(copies: int, ranks: int) -> str:
     return f"{copies} {'copy' if copies == 1 else 'copies'} over {count(ranks, 'rank')}"
 
 
-def _precision(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    root = facts.model.units[-1]
-    param, reduce, output = dtypes(cfg)
+def _precision(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    root = resolved.facts.model.units[-1]
+    dtypes = resolved.compute_dtypes
+    param, reduce, output = (dtypes.param, dtypes.reduce, dtypes.output) if dtypes else (None, None, None)
     stands = (root.param_dtype, root.reduce_dtype or root.param_dtype, root.output_dtype or root.param_dtype)
     if stands[0] != param or (param and stands != (param, reduce, output)):
         cast = f"gathered in {stands[0]}, reduced in {stands[1]} and returned in {stands[2]}"
@@ -116,10 +112,11 @@ def _typed(stands: tuple[str | None, str | None, str | None]) -> str:
     return f"{kind}({', '.join(given)})"
 
 
-def _offload(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _offload(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     assert isinstance(cfg.engine, FSDP2), "only FSDP2 takes a sharded model"
     asked = isinstance(cfg.engine.offload, OffloadToCPU)
-    if any(unit.offload != asked for unit in _holding(facts.model)):
+    if any(unit.offload != asked for unit in _holding(resolved.facts.model)):
         what = (
             f"{cfg.engine.offload} is asked for, and the shards lie {'on the device' if asked else 'in host memory'}."
         )
@@ -130,38 +127,39 @@ def _offload(cfg: Config, facts: Facts) -> Iterator[Hit]:
 # --- what the config asks for and comes too late ---------------------------------------------------------------------
 
 
-def _wrappers(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.checkpointing, CheckpointBlocks):
+def _wrappers(resolved: Resolved) -> Iterator[Hit]:
+    if isinstance(resolved.cfg.checkpointing, CheckpointBlocks):
         what = "A checkpointed block becomes a unit together with its wrapper, and the blocks are units already."
         yield Hit("config.checkpointing", what)
 
 
-def _values(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if held := masters(cfg, facts):
-        what = f"{count(len(held), 'trained parameter')} sharded in 16 bits ({some([p.name for p in held])})"
+def _values(resolved: Resolved) -> Iterator[Hit]:
+    if params := resolved.master_weights:
+        what = f"{count(len(params), 'trained parameter')} sharded in 16 bits ({some([p.name for p in params])})"
         fix = "Call model.float() before it is sharded, or write master_weights=False."
-        yield Hit(at(held[0].name), f"{what}; float32 master weights are made before that.", fix)
-    if isinstance(cfg.weights, SendWeights):
+        yield Hit(at(params[0].name), f"{what}; float32 master weights are made before that.", fix)
+    if isinstance(resolved.cfg.weights, SendWeights):
         yield Hit("config.weights", "Rank 0 is to send the whole model, and of a sharded one it holds a part.")
 
 
-def _layers(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.precision, FP8):
+def _layers(resolved: Resolved) -> Iterator[Hit]:
+    if isinstance(resolved.cfg.precision, FP8):
         yield Hit("config.precision", "float8 is made of whole layers, and these are sharded already.")
-    if size_of("tensor", axes(cfg, facts.env) or ()) > 1:
+    if resolved.axis_size("tensor") > 1:
         yield Hit("config.mesh.tensor", "Layers are cut before they are sharded, and these are sharded already.")
 
 
 # --- what the config asks for and stands otherwise -------------------------------------------------------------------
 
 
-def _kept(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _kept(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     assert isinstance(cfg.engine, FSDP2), "only FSDP2 takes a sharded model"
-    paths, asked = unit_paths(cfg.engine, facts.model), cfg.engine.reshard_after_forward
-    if set(paths) != set(select(cfg.engine.wrap, facts.model)):
+    paths, asked = resolved.units, cfg.engine.reshard_after_forward
+    if set(paths) != set(resolved.selected[cfg.engine.wrap]):
         what = f"{cfg.engine.wrap} would select other units than those that stand: {some(paths) or 'the root alone'}."
         yield Hit("config.engine.wrap", what)
-    odd = [unit for unit in _holding(facts.model) if unit.path and unit.reshard_after_forward != asked]
+    odd = [unit for unit in _holding(resolved.facts.model) if unit.path and unit.reshard_after_forward != asked]
     if odd:
         what = f"{asked} is asked for; {count(len(odd), 'unit')} ({some([unit.path for unit in odd])}) stand otherwise."
         yield Hit("config.engine.reshard_after_forward", what)

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import (
-    FSDP1,
-    FSDP2,
     CompileBlocks,
     Config,
     NoCheckpointing,
@@ -21,7 +19,9 @@ from prepkit.config import (
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import short, some
+from prepkit.resolve.engines import wrap_of
 from prepkit.resolve.modules import select
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 from prepkit.rules.selections import below_root, blocks, known_blocks, selections, whole_model
 
@@ -31,25 +31,27 @@ def _explained_by_none(wrap: Wrap) -> bool:
     return not isinstance(wrap, WrapClasses | WrapPaths) and not (isinstance(wrap, WrapSize) and wrap.min_params < 1)
 
 
-def _no_blocks(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    for chosen in blocks(cfg):
-        if _explained_by_none(chosen.wrap) and not select(chosen.wrap, facts.model):
+def _no_blocks(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    for chosen in blocks(resolved.cfg):
+        if _explained_by_none(chosen.wrap) and not resolved.selected[chosen.wrap]:
             what = f"{chosen.wrap} selects no module, so that this would do nothing. {known_blocks(facts.model)}"
             yield Hit(chosen.where, what)
 
 
-def _one_unit(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, FSDP1 | FSDP2) or not _explained_by_none(cfg.engine.wrap) or not facts.model.params:
+def _one_unit(resolved: Resolved) -> Iterator[Hit]:
+    wrap, facts = wrap_of(resolved.cfg), resolved.facts
+    if wrap is None or not _explained_by_none(wrap) or not facts.model.params:
         return
-    if not select(cfg.engine.wrap, facts.model):
+    if not resolved.selected[wrap]:
         total = short(sum(param.numel for param in facts.model.params))
-        what = f"{cfg.engine.wrap} selects no module: one unit holds 100 % of the {total} parameters"
+        what = f"{wrap} selects no module: one unit holds 100 % of the {total} parameters"
         yield Hit("config.engine.wrap", f"{what} and is gathered whole. {known_blocks(facts.model)}")
 
 
-def _nested(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    for chosen in blocks(cfg):
-        paths = select(chosen.wrap, facts.model)
+def _nested(resolved: Resolved) -> Iterator[Hit]:
+    for chosen in blocks(resolved.cfg):
+        paths = resolved.selected[chosen.wrap]
         chosen_paths = frozenset(paths)
         inner = tuple(path for path in paths if _lies_inside(path, chosen_paths))
         if inner:
@@ -64,9 +66,9 @@ def _lies_inside(path: str, chosen: frozenset[str]) -> bool:
     return False
 
 
-def _declared_absent(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    model = facts.model
-    uses = tuple(chosen.where for chosen in selections(cfg) if isinstance(chosen.wrap, WrapBlocks))
+def _declared_absent(resolved: Resolved) -> Iterator[Hit]:
+    model = resolved.facts.model
+    uses = tuple(chosen.where for chosen in selections(resolved.cfg) if isinstance(chosen.wrap, WrapBlocks))
     present = {model.classes[cls].name for cls in below_root(model)}
     if uses and model.declared_blocks and not present & set(model.declared_blocks):
         what = f"`_no_split_modules` declares {some(model.declared_blocks)}, none of which the model contains."

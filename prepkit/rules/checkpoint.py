@@ -10,19 +10,20 @@ from prepkit.config import CheckpointBlocks, Config, Intent, NoCheckpointing
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, some
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 
-def _cache(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.checkpointing, CheckpointBlocks) and facts.model.architecture.use_cache:
+def _cache(resolved: Resolved) -> Iterator[Hit]:
+    if isinstance(resolved.cfg.checkpointing, CheckpointBlocks) and resolved.facts.model.architecture.use_cache:
         what = "model.config.use_cache is True: blocks that are recomputed would find their key-value cache filled."
         yield Hit("config.checkpointing", what)
 
 
-def _frozen_input(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    model = facts.model
+def _frozen_input(resolved: Resolved) -> Iterator[Hit]:
+    model = resolved.facts.model
     blocks = [module.path for module in model.modules if "reentrant" in module.marks]
-    if not blocks or model.grad_inputs or model.input_embedding is None or cfg.intent is Intent.INFERENCE:
+    if not blocks or model.grad_inputs or model.input_embedding is None or resolved.cfg.intent is Intent.INFERENCE:
         return
     inside = f"{model.input_embedding}." if model.input_embedding else ""
     held = [param for param in model.params if param.name.startswith(inside)]

@@ -10,7 +10,7 @@ from prepkit.config import XLA, CompileBlocks, CompileModel, Config, NoCompile
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import did_you_mean
-from prepkit.resolve.tensor_parallel import is_cut
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -24,33 +24,33 @@ def _asked(cfg: Config) -> CompileModel | CompileBlocks | None:
     return None if isinstance(cfg.compile, NoCompile) else cfg.compile
 
 
-def _mode(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if (asked := _asked(cfg)) and asked.mode not in MODES:
+def _mode(resolved: Resolved) -> Iterator[Hit]:
+    if (asked := _asked(resolved.cfg)) and asked.mode not in MODES:
         fix = f"Write one of {', '.join(MODES)}.{did_you_mean(asked.mode, MODES)}"
         yield Hit("config.compile.mode", f"torch.compile has no mode `{asked.mode}`.", fix)
 
 
-def _backend(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if (asked := _asked(cfg)) and not asked.backend.strip():
+def _backend(resolved: Resolved) -> Iterator[Hit]:
+    if (asked := _asked(resolved.cfg)) and not asked.backend.strip():
         yield Hit("config.compile.backend", f"{asked.backend!r} names no backend.")
 
 
-def _foreign_backend(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if (asked := _asked(cfg)) and asked.backend.strip() and asked.backend not in BACKENDS:
+def _foreign_backend(resolved: Resolved) -> Iterator[Hit]:
+    if (asked := _asked(resolved.cfg)) and asked.backend.strip() and asked.backend not in BACKENDS:
         fix = f"Import what registers it before apply, or write one of {', '.join(BACKENDS)}."
         what = f"torch itself brings no backend `{asked.backend}`."
         yield Hit("config.compile.backend", what, fix + did_you_mean(asked.backend, BACKENDS))
 
 
-def _dynamic(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if (asked := _asked(cfg)) and asked.dynamic and is_cut(cfg, facts.model, facts.env):
+def _dynamic(resolved: Resolved) -> Iterator[Hit]:
+    if (asked := _asked(resolved.cfg)) and asked.dynamic and resolved.parallelizes:
         what = "dynamic=True, and layers that are cut: torch 2.13 was seen to recurse without end while it traces them."
         yield Hit("config.compile.dynamic", what)
 
 
-def _disabled(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _disabled(resolved: Resolved) -> Iterator[Hit]:
     for name, value in _SWITCHES:
-        if _asked(cfg) and (name, value) in facts.env.variables:
+        if _asked(resolved.cfg) and (name, value) in resolved.facts.env.variables:
             what = f"{name}={value} is set: torch.compile would return what it gets, and nobody would notice."
             yield Hit(f"env.variables.{name}", what, f"Write `unset {name}`, or compile=NoCompile().")
 

@@ -11,17 +11,19 @@ from prepkit.config import DDP, CompressHook, Config, Intent, NoCompile, NoHook,
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, some
-from prepkit.resolve.modules import batch_norms, parent
-from prepkit.rules.devices import computes_on
+from prepkit.resolve.modules import parent, unsynchronized_batch_norms
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 
-def _bucket(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _bucket(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if isinstance(cfg.engine, DDP) and not (cfg.engine.bucket_cap_mb > 0 and isfinite(cfg.engine.bucket_cap_mb)):
         yield Hit("config.engine.bucket_cap_mb", f"{cfg.engine.bucket_cap_mb} MiB is no size of a bucket.")
 
 
-def _compiled_bucket(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _compiled_bucket(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if not isinstance(cfg.engine, DDP) or isinstance(cfg.compile, NoCompile) or not _trains(cfg):
         return
     if 0 < cfg.engine.bucket_cap_mb < _FIRST_BUCKET:
@@ -33,29 +35,31 @@ _FIRST_BUCKET = 1.0
 """MiB of DDP's first bucket (torch ``_DEFAULT_FIRST_BUCKET_BYTES``)."""
 
 
-def _unused(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _unused(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if isinstance(cfg.engine, DDP) and cfg.engine.static_graph and cfg.engine.find_unused_parameters:
         what = "static_graph=True finds unused parameters by itself; find_unused_parameters=True adds nothing."
         yield Hit("config.engine.find_unused_parameters", what)
 
 
-def _reentrant(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    blocks = [module.path for module in facts.model.modules if "reentrant" in module.marks]
-    if isinstance(cfg.engine, DDP) and cfg.engine.find_unused_parameters and blocks:
+def _reentrant(resolved: Resolved) -> Iterator[Hit]:
+    blocks = [module.path for module in resolved.facts.model.modules if "reentrant" in module.marks]
+    if isinstance(resolved.cfg.engine, DDP) and resolved.cfg.engine.find_unused_parameters and blocks:
         what = f"Reentrant checkpointing of {some([at(path) for path in blocks])} runs a backward of its own"
         yield Hit("config.engine.find_unused_parameters", f"{what}, which marks parameters ready a second time.")
 
 
-def _hook_dtype(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, DDP) or (device := computes_on(cfg, facts)) in ("cuda", "xpu"):
+def _hook_dtype(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    if not isinstance(cfg.engine, DDP) or (device := resolved.compute_device) in ("cuda", "xpu"):
         return
     asked = {CompressHook: "dtype", PowerSGDHook: "wrapper"}.get(type(cfg.engine.hook), "")
     if asked and getattr(cfg.engine.hook, asked) == "bfloat16":
         yield Hit(f"config.engine.hook.{asked}", f"torch reduces bfloat16 over NCCL and XCCL only, not on {device}.")
 
 
-def _powersgd(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, DDP) or not isinstance(hook := cfg.engine.hook, PowerSGDHook):
+def _powersgd(resolved: Resolved) -> Iterator[Hit]:
+    if not isinstance(resolved.cfg.engine, DDP) or not isinstance(hook := resolved.cfg.engine.hook, PowerSGDHook):
         return
     if hook.rank < 1:
         yield Hit("config.engine.hook.rank", f"A matrix of rank {hook.rank} carries no gradient.")
@@ -69,17 +73,23 @@ def _powersgd(cfg: Config, _: Facts) -> Iterator[Hit]:
             yield Hit(f"config.engine.hook.{name}", f"{name}={value:g} is out of range.")
 
 
-def _sync_on_cpu(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    paths = batch_norms(facts.model)
-    on_cpu = computes_on(cfg, facts) == "cpu"
+def _sync_on_cpu(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    paths = unsynchronized_batch_norms(resolved.facts.model)
+    on_cpu = resolved.compute_device == "cpu"
     if isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm and paths and on_cpu and _trains(cfg):
         yield Hit(
             "config.engine.sync_batchnorm", f"SyncBatchNorm trains on accelerators only; here it is {some(paths)}."
         )
 
 
-def _nothing_to_sync(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm and not batch_norms(facts.model):
+def _nothing_to_sync(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if (
+        isinstance(resolved.cfg.engine, DDP)
+        and resolved.cfg.engine.sync_batchnorm
+        and not unsynchronized_batch_norms(facts.model)
+    ):
         yield Hit("config.engine.sync_batchnorm", "The model has no batch norm that is not synchronised yet.")
 
 
@@ -89,13 +99,14 @@ OF_A_BATCH_NORM = frozenset({"weight", "bias", "running_mean", "running_var", "n
 
 def lost_in_sync(model: ModelFacts) -> tuple[str, ...]:
     """Parameters and buffers of batch norms that a ``SyncBatchNorm`` made from them would not have."""
-    norms = set(batch_norms(model))
+    norms = set(unsynchronized_batch_norms(model))
     held = (*(param.name for param in model.params), *(buffer.name for buffer in model.buffers))
     return tuple(name for name in held if parent(name) in norms and name.rpartition(".")[2] not in OF_A_BATCH_NORM)
 
 
-def _loses(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm and (lost := lost_in_sync(facts.model)):
+def _loses(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    if isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm and (lost := lost_in_sync(resolved.facts.model)):
         what = f"torch makes SyncBatchNorm anew, from weight, bias and statistics alone; {some(lost)} would be lost."
         yield Hit("config.engine.sync_batchnorm", what)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from attrs import evolve
 
@@ -10,18 +10,16 @@ from prepkit.config import AsStored, ClipNorm, Config, DeepSpeed, Mixed, NoClip
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.resolve.deepspeed.data import look, said
-from prepkit.resolve.deepspeed.working import work_out
-from prepkit.rules.rule import Hit, Rule
-
-Check = Callable[[Config, Facts], Iterator[Hit]]
+from prepkit.resolve.resolved import Resolved
+from prepkit.rules.rule import Check, Hit, Rule
 
 
 def flaws(name: str) -> Check:
     """A check that reports what working out the config found under this id."""
 
-    def check(cfg: Config, facts: Facts) -> Iterator[Hit]:
-        if isinstance(cfg.engine, DeepSpeed):
-            for flaw in work_out(cfg, facts).flaws:
+    def check(resolved: Resolved) -> Iterator[Hit]:
+        if isinstance(resolved.cfg.engine, DeepSpeed):
+            for flaw in resolved.deepspeed.flaws:
                 if flaw.rule == f"deepspeed.{name}":
                     yield Hit(flaw.where, flaw.what, flaw.fix)
 
@@ -50,9 +48,9 @@ def _one_tick(cfg: Config, _: Facts) -> Config:
     return evolve(cfg, scheduler_ticks=1)
 
 
-def _stored(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.engine, DeepSpeed) and isinstance(cfg.precision, AsStored):
-        low = next((p for p in facts.model.params if p.dtype in ("bfloat16", "float16")), None)
+def _stored(resolved: Resolved) -> Iterator[Hit]:
+    if isinstance(resolved.cfg.engine, DeepSpeed) and isinstance(resolved.cfg.precision, AsStored):
+        low = next((p for p in resolved.facts.model.params if p.dtype in ("bfloat16", "float16")), None)
         if low:
             what = f"Without bf16 and fp16 DeepSpeed takes parameters for float32, and `{low.name}` is {low.dtype}."
             yield Hit("config.precision", what)

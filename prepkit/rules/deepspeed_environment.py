@@ -11,7 +11,7 @@ from prepkit.config import Config, DeepSpeed, KeepLoaders, NoCompile
 from prepkit.facts import Env, Facts
 from prepkit.findings import Severity
 from prepkit.resolve.deepspeed.data import tensor_parallel
-from prepkit.resolve.deepspeed.working import work_out
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 _FOR_DEVICE = {"mlu": (0, 15, 2), "musa": (0, 14, 3)}
@@ -33,10 +33,11 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _installed(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _installed(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if not isinstance(cfg.engine, DeepSpeed):
         return
-    env = facts.env
+    env = resolved.facts.env
     if env.libraries and _version(env, "deepspeed") is None:
         yield Hit("env.libraries", "DeepSpeed is not installed.")
     least = [("", _FOR_DEVICE.get(env.device, (0, 9, 3)))]
@@ -53,10 +54,11 @@ def _installed(cfg: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit("env.libraries", what, f"Write `pip install 'deepspeed>={_dotted(version)}'`.")
 
 
-def _accelerator(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, DeepSpeed):
+def _accelerator(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if not isinstance(resolved.cfg.engine, DeepSpeed):
         return
-    device = cfg.device or facts.env.device
+    device = resolved.cfg.device or facts.env.device
     forced = dict(facts.env.variables).get("DS_ACCELERATOR")
     if forced not in (None, device):
         what = f"DS_ACCELERATOR={forced} is set, and the plan computes on {device}."
@@ -66,14 +68,15 @@ def _accelerator(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("config.device", what, "Write `export DS_ACCELERATOR=cpu` before DeepSpeed is imported.")
 
 
-def _lazy(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, DeepSpeed) or (cfg.device or facts.env.device) != "hpu":
+def _lazy(resolved: Resolved) -> Iterator[Hit]:
+    if not isinstance(resolved.cfg.engine, DeepSpeed) or (resolved.cfg.device or resolved.facts.env.device) != "hpu":
         return
-    if work_out(cfg, facts).convert and dict(facts.env.variables).get("PT_HPU_LAZY_MODE", "1") == "1":
+    if resolved.deepspeed.convert and dict(resolved.facts.env.variables).get("PT_HPU_LAZY_MODE", "1") == "1":
         yield Hit("env.variables.PT_HPU_LAZY_MODE", "Optimizer state cannot be offloaded while HPU runs lazily.")
 
 
-def _mesh(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _mesh(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if isinstance(cfg.engine, DeepSpeed) and cfg.mesh is not None:
         asked = f"Mesh(replicate={cfg.mesh.replicate}, shard={cfg.mesh.shard})"
         yield Hit("config.mesh", f"{asked} is asked for, and DeepSpeed lays out the ranks by itself.")
@@ -83,8 +86,9 @@ def _no_mesh(cfg: Config, _: Facts) -> Config:
     return evolve(cfg, mesh=None) if isinstance(cfg.engine, DeepSpeed) else cfg
 
 
-def _tensor_loaders(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, DeepSpeed) or not facts.loaders or isinstance(cfg.loaders, KeepLoaders):
+def _tensor_loaders(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    if not isinstance(cfg.engine, DeepSpeed) or not resolved.facts.loaders or isinstance(cfg.loaders, KeepLoaders):
         return
     if (size := tensor_parallel(cfg.engine)) > 1:
         what = f"{size} ranks hold one model together and must read the same samples, not parts of their own."

@@ -11,24 +11,26 @@ from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, did_you_mean, some
 from prepkit.resolve.deepspeed.data import look, said, stage
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 KNOWN_LEAVES = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 """Classes that DeepSpeed marks by itself (deepspeed/runtime/zero/leaf_module_config.py)."""
 
 
-def _leaves(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, DeepSpeed):
+def _leaves(resolved: Resolved) -> Iterator[Hit]:
+    if not isinstance(resolved.cfg.engine, DeepSpeed):
         return
-    names = {cls.name for cls in facts.model.classes}
-    for name in cfg.engine.leaf_modules:
+    names = {cls.name for cls in resolved.facts.model.classes}
+    for name in resolved.cfg.engine.leaf_modules:
         if name not in names:
             fix = f"Write the name of a class in the model, without its module.{did_you_mean(name, names)}"
             yield Hit("config.engine.leaf_modules", f"No module of the model is a `{name}`.", fix)
 
 
-def _leaf_inputs(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _leaf_inputs(resolved: Resolved) -> Iterator[Hit]:
     """The first trained parameter lies in a leaf, so that what goes into the leaf needs no gradient."""
+    cfg, facts = resolved.cfg, resolved.facts
     if not isinstance(cfg.engine, DeepSpeed) or stage(cfg.engine) != 3 or cfg.intent is not Intent.TRAINING:
         return
     first = next((param.name for param in facts.model.params if param.requires_grad), "")
@@ -54,12 +56,13 @@ def experts(model: ModelFacts) -> tuple[str, ...]:
     return tuple(dict.fromkeys(at_path[path] for path in holders if path in at_path))
 
 
-def _experts(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _experts(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if not isinstance(cfg.engine, DeepSpeed) or stage(cfg.engine) != 3 or cfg.engine.leaf_modules:
         return
     if look(said(cfg.engine), "zero_optimization.leaf_module") is not None:
         return
-    unmarked = tuple(name for name in experts(facts.model) if name not in KNOWN_LEAVES)
+    unmarked = tuple(name for name in experts(resolved.facts.model) if name not in KNOWN_LEAVES)
     if unmarked:
         what = f"ZeRO-3 and data-dependent experts in {some(unmarked)}: ranks that skip an expert wait for ever."
         named = ", ".join(f'"{name}"' for name in unmarked)
@@ -72,10 +75,11 @@ def _mark(cfg: Config, facts: Facts) -> Config:
     return evolve(cfg, engine=evolve(cfg.engine, leaf_modules=experts(facts.model)))
 
 
-def _zero_init(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _zero_init(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if isinstance(cfg.engine, DeepSpeed) and stage(cfg.engine) == 3:
         return
-    empty = tuple(param.name for param in facts.model.params if param.cls == "ZeroParameter")
+    empty = tuple(param.name for param in resolved.facts.model.params if param.cls == "ZeroParameter")
     if empty:
         here = f"stage {stage(cfg.engine)}" if isinstance(cfg.engine, DeepSpeed) else type(cfg.engine).__name__
         what = f"{count(len(empty), 'parameter')} built under zero.Init: empty until gathered, which {here} never does."

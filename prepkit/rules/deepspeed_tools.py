@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.config import Config, DeepSpeed, Mixed
-from prepkit.facts import Facts
+from prepkit.config import DeepSpeed, Mixed
 from prepkit.findings.text import count
 from prepkit.resolve.deepspeed.data import stage
-from prepkit.resolve.deepspeed.working import work_out
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.deepspeed import flaws
 from prepkit.rules.rule import Hit, Rule
 
 
-def _state(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    held = facts.optimizer.stateful if facts.optimizer else ()
+def _state(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    held = resolved.facts.optimizer.stateful if resolved.facts.optimizer else ()
     if isinstance(cfg.engine, DeepSpeed) and held and (stage(cfg.engine) or isinstance(cfg.precision, Mixed)):
         what = (
             f"It has state for {count(len(held), 'parameter')}, which DeepSpeed would drop: it steps shards of its own."
@@ -22,17 +22,19 @@ def _state(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("optimizer", what)
 
 
-def _adagrad(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _adagrad(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
     held = facts.optimizer
-    if not isinstance(cfg.engine, DeepSpeed) or held is None or not stage(cfg.engine):
+    if not isinstance(resolved.cfg.engine, DeepSpeed) or held is None or not stage(resolved.cfg.engine):
         return
-    torchs = held.name == "Adagrad" and held.module.startswith("torch") and work_out(cfg, facts).convert is None
+    torchs = held.name == "Adagrad" and held.module.startswith("torch") and resolved.deepspeed.convert is None
     if torchs and (facts.scheduler is not None or len(held.groups) > 1):
         lost = "the scheduler would go on with the old one" if facts.scheduler else "its groups would get one rate"
         yield Hit("optimizer", f"ZeRO makes torch's Adagrad anew from the options it was made with, and {lost}.")
 
 
-def _factory(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _factory(resolved: Resolved) -> Iterator[Hit]:
+    cfg, facts = resolved.cfg, resolved.facts
     if facts.scheduler and facts.scheduler.factory and not isinstance(cfg.engine, DeepSpeed):
         what = (
             f"`{facts.scheduler.name}` makes a scheduler, and {type(cfg.engine).__name__} wants the scheduler itself."

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import FSDP1, FSDP2, XLA, Config, DeepSpeed, Intent, OffloadToCPU, Single
+from prepkit.config import FSDP1, FSDP2, Config, DeepSpeed, Intent, OffloadToCPU
 from prepkit.facts import Facts
 from prepkit.findings import Severity
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 BACKENDS = frozenset({"cpu", "cuda", "xpu", "npu", "hpu", "mlu", "sdaa", "musa", "neuron"})
@@ -31,17 +32,18 @@ _AVERAGES_ON_CPU = (2, 9)
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
-def _device(cfg: Config, facts: Facts) -> str:
+def _device(resolved: Resolved) -> str:
     """Device type that will be used: that of the environment, unless the CPU is asked for."""
-    return "cpu" if cfg.device == "cpu" else facts.env.device
+    return "cpu" if resolved.cfg.device == "cpu" else resolved.facts.env.device
 
 
-def _world(_: Config, facts: Facts) -> Iterator[Hit]:
-    if facts.env.world_size < 1:
-        yield Hit("env.world_size", f"{facts.env.world_size} processes cannot prepare a model.")
+def _world(resolved: Resolved) -> Iterator[Hit]:
+    if resolved.facts.env.world_size < 1:
+        yield Hit("env.world_size", f"{resolved.facts.env.world_size} processes cannot prepare a model.")
 
 
-def _other_device(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _other_device(resolved: Resolved) -> Iterator[Hit]:
+    cfg, facts = resolved.cfg, resolved.facts
     if cfg.device in (None, "cpu", facts.env.device):
         return
     what = f"`{cfg.device}` is asked for, but the environment has {facts.env.device}."
@@ -60,9 +62,10 @@ def _serves(backend: str, device: str) -> bool:
     return any(device in _SERVES.get(name, (device,)) for name in parts)
 
 
-def _backend(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    device = _device(cfg, facts)
-    if isinstance(cfg.engine, Single | XLA):
+def _backend(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    device = resolved.compute_device
+    if not resolved.engine_traits.starts_group:
         return
     if cfg.backend and not _serves(cfg.backend, device):
         yield Hit("config.backend", f"`{cfg.backend}` does not serve {device}.")
@@ -71,8 +74,9 @@ def _backend(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("env.device", f"No process-group backend is known for {device}.", fix)
 
 
-def _offload(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    device = _device(cfg, facts)
+def _offload(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    device = resolved.compute_device
     offloads = isinstance(cfg.engine, FSDP2) and isinstance(cfg.engine.offload, OffloadToCPU)
     # A backend that does not even serve the device is the finding of the rule above.
     if offloads and cfg.backend and _serves(cfg.backend, device) and not _serves(cfg.backend, "cpu"):
@@ -80,9 +84,10 @@ def _offload(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("config.backend", what, f'Leave backend out, or write backend="cpu:gloo,{device}:{cfg.backend}".')
 
 
-def _launcher(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _launcher(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     known = (("ACCELERATE_USE_FSDP", FSDP1 | FSDP2), ("ACCELERATE_USE_DEEPSPEED", DeepSpeed))
-    variables = dict(facts.env.variables)
+    variables = dict(resolved.facts.env.variables)
     for name, engine in known:
         value = variables.get(name, "")
         if value.lower() in _TRUE and not isinstance(cfg.engine, engine):
@@ -92,23 +97,24 @@ def _launcher(cfg: Config, facts: Facts) -> Iterator[Hit]:
             )
 
 
-def _slurm(_: Config, facts: Facts) -> Iterator[Hit]:
-    value = dict(facts.env.variables).get("SLURM_NTASKS", "")
-    world = facts.env.world_size
+def _slurm(resolved: Resolved) -> Iterator[Hit]:
+    value = dict(resolved.facts.env.variables).get("SLURM_NTASKS", "")
+    world = resolved.facts.env.world_size
     # One task per node that starts a launcher is usual: then the tasks divide the world size.
     if value.isdecimal() and world >= 1 and (int(value) == 0 or world % int(value)):
         yield Hit("env.variables.SLURM_NTASKS", f"SLURM started {value} tasks, but the world size is {world}.")
 
 
-def _version(_: Config, facts: Facts) -> Iterator[Hit]:
-    if facts.env.release < _OLDEST:
-        yield Hit("env.torch", f"torch {facts.env.torch} is older than 2.6.")
+def _version(resolved: Resolved) -> Iterator[Hit]:
+    if resolved.facts.env.release < _OLDEST:
+        yield Hit("env.torch", f"torch {resolved.facts.env.torch} is older than 2.6.")
 
 
-def _fsdp2_on_cpu(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, FSDP2) or _device(cfg, facts) != "cpu":
+def _fsdp2_on_cpu(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if not isinstance(resolved.cfg.engine, FSDP2) or resolved.compute_device != "cpu":
         return
-    trains = cfg.intent is Intent.TRAINING and facts.env.world_size > 1
+    trains = resolved.cfg.intent is Intent.TRAINING and facts.env.world_size > 1
     if facts.env.release < _GATHERS_ON_CPU:
         yield Hit("env.torch", f"torch {facts.env.torch} shards on the CPU, and then fails where a unit is gathered.")
     elif facts.env.release < _AVERAGES_ON_CPU and trains:

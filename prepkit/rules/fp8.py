@@ -13,10 +13,9 @@ from prepkit.config.fp8 import FP8Backend
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
-from prepkit.resolve.fp8 import CONVERTED, MULTIPLE, convertible, has_engine_layers, linears
+from prepkit.resolve.fp8 import CONVERTED, MULTIPLE, has_engine_layers
 from prepkit.resolve.modules import matcher
-from prepkit.resolve.tensor_parallel import degree
-from prepkit.rules.devices import computes_on
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 OLDEST_TORCHAO = (0, 6, 1)
@@ -57,26 +56,26 @@ def knows_libraries(facts: Facts) -> bool:
     return bool(facts.env.libraries) or not facts.env.assumed
 
 
-def _missing(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if (asked := backend(cfg)) is None or not knows_libraries(facts):
+def _missing(resolved: Resolved) -> Iterator[Hit]:
+    if (asked := backend(resolved.cfg)) is None or not knows_libraries(resolved.facts):
         return
     name = library(asked)
-    if name not in dict(facts.env.libraries):
+    if name not in dict(resolved.facts.env.libraries):
         fix = f"Write `pip install {INSTALL[name]}`, or precision=BF16()."
         yield Hit(_BACKEND, f"{type(asked).__name__} needs `{name}`, which is not installed.", fix)
 
 
-def _old(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    version = dict(facts.env.libraries).get("torchao", "")
+def _old(resolved: Resolved) -> Iterator[Hit]:
+    version = dict(resolved.facts.env.libraries).get("torchao", "")
     numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     old = numbers is not None and tuple(int(part or 0) for part in numbers.groups()) < OLDEST_TORCHAO
-    if isinstance(backend(cfg), TorchAO) and old:
+    if isinstance(backend(resolved.cfg), TorchAO) and old:
         yield Hit(_BACKEND, f"torchao {version} is older than 0.6.1.")
 
 
-def _device(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    asked, env = backend(cfg), facts.env
-    device = computes_on(cfg, facts)
+def _device(resolved: Resolved) -> Iterator[Hit]:
+    asked, env = backend(resolved.cfg), resolved.facts.env
+    device = resolved.compute_device
     if asked is None or device == "xla" or (isinstance(asked, TorchAO) and asked.emulate):
         return  # an engine without float8 is the finding of another rule
     if device != "cuda":
@@ -87,27 +86,27 @@ def _device(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(_BACKEND, what)
 
 
-def _blocks(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    asked, capability = backend(cfg), facts.env.capability
+def _blocks(resolved: Resolved) -> Iterator[Hit]:
+    asked, capability = backend(resolved.cfg), resolved.facts.env.capability
     wants = isinstance(asked, TransformerEngine) and isinstance(asked.recipe, MXFP8BlockScaling)
     if wants and capability is not None and ADA <= capability < BLACKWELL:
         major, minor = capability
         yield Hit(f"{_BACKEND}.recipe", f"Blocks of 32 values need compute capability 10.0; it is {major}.{minor}.")
 
 
-def _cpu_recipe(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    asked = backend(cfg)
-    on_cpu = computes_on(cfg, facts) == "cpu"
+def _cpu_recipe(resolved: Resolved) -> Iterator[Hit]:
+    asked = backend(resolved.cfg)
+    on_cpu = resolved.compute_device == "cpu"
     if isinstance(asked, TorchAO) and asked.recipe == "rowwise_with_gw_hp" and on_cpu:
         what = "torchao's rowwise_with_gw_hp does not follow autocast on the CPU: its backward mixes dtypes and fails."
         yield Hit(f"{_BACKEND}.recipe", what)
 
 
-def _nothing(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    asked = backend(cfg)
-    if asked is None or convertible(cfg, facts.model) or has_engine_layers(facts.model):
+def _nothing(resolved: Resolved) -> Iterator[Hit]:
+    asked = backend(resolved.cfg)
+    if asked is None or resolved.fp8_linears or has_engine_layers(resolved.facts.model):
         return
-    every = linears(facts.model)
+    every = resolved.linears
     odd = [f"{one.path} {' x '.join(map(str, one.weight.shape))}" for one in every if not one.fits]
     if not every:
         what = "The model has no plain torch.nn.Linear that could compute in float8."
@@ -119,47 +118,48 @@ def _nothing(cfg: Config, facts: Facts) -> Iterator[Hit]:
     yield Hit("model", what)
 
 
-def _skip(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    asked = backend(cfg)
+def _skip(resolved: Resolved) -> Iterator[Hit]:
+    asked = backend(resolved.cfg)
     for pattern in () if asked is None or isinstance(asked, MSAMP) else asked.skip:
-        if not any(matcher((pattern,))(module.path) for module in facts.model.modules if module.path):
+        if not any(matcher((pattern,))(module.path) for module in resolved.facts.model.modules if module.path):
             yield Hit(f"{_BACKEND}.skip", f"No module's path matches `{pattern}`.")
 
 
-def _converted(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    asked = backend(cfg)
+def _converted(resolved: Resolved) -> Iterator[Hit]:
+    asked = backend(resolved.cfg)
     if asked is None:
         return
     own = "transformer_engine" if isinstance(asked, TransformerEngine) else ""
-    for module in facts.model.modules:
-        cls = facts.model.classes[module.cls]
+    for module in resolved.facts.model.modules:
+        cls = resolved.facts.model.classes[module.cls]
         if cls.module.startswith(CONVERTED) and cls.module.partition(".")[0] != own:
             yield Hit(at(module.path), f"Already a float8 `{cls.name}` of {cls.module.partition('.')[0]}.")
             return
 
 
-def _parallel(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    arrived = facts.model.architecture.tp_size or 1
-    if backend(cfg) is None:
+def _parallel(resolved: Resolved) -> Iterator[Hit]:
+    arrived = resolved.facts.model.architecture.tp_size or 1
+    if backend(resolved.cfg) is None:
         return
     if arrived > 1:
         yield Hit(
             "model", f"Its layers are cut over {arrived} ranks already (tensor parallel); float8 takes whole ones."
         )
-    elif isinstance(cfg.engine, FSDP2) and (ranks := degree(cfg, facts.env)) > 1:
+    elif isinstance(resolved.cfg.engine, FSDP2) and (ranks := resolved.tensor_parallel_size) > 1:
         yield Hit("config.precision", f"Layers would be cut over {ranks} tensor ranks; float8 takes whole ones.")
 
 
-def _idle(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _idle(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     asked = backend(cfg)
     if isinstance(asked, TransformerEngine) and not asked.autocast_during_eval and cfg.intent is Intent.INFERENCE:
         what = "intent is inference, but TransformerEngine would compute in float8 only while the model trains."
         yield Hit(f"{_BACKEND}.autocast_during_eval", what)
 
 
-def _launcher(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    value = dict(facts.env.variables).get("ACCELERATE_FP8_BACKEND", "NO")
-    asked = backend(cfg)
+def _launcher(resolved: Resolved) -> Iterator[Hit]:
+    value = dict(resolved.facts.env.variables).get("ACCELERATE_FP8_BACKEND", "NO")
+    asked = backend(resolved.cfg)
     if value.upper() != "NO" and _LAUNCHERS.get(value.upper()) is not (type(asked) if asked else None):
         said = type(asked).__name__ if asked else "no float8"
         what = f"ACCELERATE_FP8_BACKEND={value} is set, but config.precision asks for {said}."

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import (
-    DDP,
     FSDP1,
     FSDP2,
     MSAMP,
@@ -15,15 +14,14 @@ from prepkit.config import (
     DeepSpeed,
     Intent,
     NoClip,
-    Single,
     TorchAO,
     TransformerEngine,
 )
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count
-from prepkit.resolve.deepspeed.working import work_out
 from prepkit.resolve.fp8 import has_engine_layers
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.fp8 import backend, bf16, changed
 from prepkit.rules.rule import Hit, Rule
 
@@ -31,14 +29,16 @@ ADAMS = (("Adam", "torch.optim"), ("AdamW", "torch.optim"), ("FusedAdam", "deeps
 """Classes, with the start of their modules, that ``msamp.initialize`` takes."""
 
 
-def _without(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _without(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     asked = backend(cfg)
-    if asked is not None and not isinstance(cfg.engine, Single | DDP | FSDP1 | FSDP2 | DeepSpeed):
+    if asked is not None and not resolved.engine_traits.fp8_backends:
         what = f"{type(asked).__name__} does not compute in float8 under {type(cfg.engine).__name__}."
         yield Hit("config.precision.backend", what)
 
 
-def _gather(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _gather(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     asked = backend(cfg)
     if not isinstance(asked, TorchAO) or not asked.float8_all_gather:
         return
@@ -51,17 +51,18 @@ def _gather(cfg: Config, _: Facts) -> Iterator[Hit]:
         yield Hit("config.precision.backend.float8_all_gather", what)
 
 
-def _engine(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if isinstance(backend(cfg), MSAMP) and not isinstance(cfg.engine, Single | DDP | DeepSpeed):
+def _engine(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    if isinstance(backend(cfg), MSAMP) and MSAMP not in resolved.engine_traits.fp8_backends:
         engine = type(cfg.engine).__name__
         what = f"MSAMP trains under Single, DDP and DeepSpeed, and the engine is {engine}."
         yield Hit("config.precision.backend", what)
 
 
-def _adam(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(backend(cfg), MSAMP) or _makes_its_own(cfg, facts):
+def _adam(resolved: Resolved) -> Iterator[Hit]:
+    if not isinstance(backend(resolved.cfg), MSAMP) or _makes_its_own(resolved):
         return
-    found = facts.optimizer
+    found = resolved.facts.optimizer
     if found is None:
         what = "MS-AMP replaces model and optimizer together, and none is given."
     elif not any(found.name == name and found.module.startswith(module) for name, module in ADAMS):
@@ -74,28 +75,30 @@ def _adam(cfg: Config, facts: Facts) -> Iterator[Hit]:
     yield Hit("optimizer", what)
 
 
-def _makes_its_own(cfg: Config, facts: Facts) -> bool:
+def _makes_its_own(resolved: Resolved) -> bool:
     """Whether DeepSpeed will make the optimizer, over the parameters as they then are."""
-    return isinstance(cfg.engine, DeepSpeed) and work_out(cfg, facts).optimizer == "section"
+    return isinstance(resolved.cfg.engine, DeepSpeed) and resolved.deepspeed.optimizer == "section"
 
 
-def _clip(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _clip(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     own = isinstance(cfg.engine, DeepSpeed)  # whose float8 optimizer clips by itself
     if isinstance(backend(cfg), MSAMP) and not isinstance(cfg.clip, NoClip) and not own:
         yield Hit("config.clip", "MS-AMP's float8 gradients are no tensors that torch could clip.")
 
 
-def _follower(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _follower(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     asked = backend(cfg)
-    alone = facts.optimizer is None and cfg.optimizer is None and cfg.intent is Intent.TRAINING
-    alone = alone and not _makes_its_own(cfg, facts)
-    if isinstance(asked, TransformerEngine) and alone and not has_engine_layers(facts.model):
+    alone = resolved.facts.optimizer is None and cfg.optimizer is None and cfg.intent is Intent.TRAINING
+    alone = alone and not _makes_its_own(resolved)
+    if isinstance(asked, TransformerEngine) and alone and not has_engine_layers(resolved.facts.model):
         what = "TransformerEngine's layers have parameters of their own: an optimizer that is not given keeps the old."
         yield Hit("optimizer", what)
 
 
-def _deprecated(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if isinstance(backend(cfg), MSAMP):
+def _deprecated(resolved: Resolved) -> Iterator[Hit]:
+    if isinstance(backend(resolved.cfg), MSAMP):
         yield Hit("config.precision.backend", "MS-AMP is no longer developed, and accelerate has deprecated it.")
 
 

@@ -10,10 +10,8 @@ from prepkit.config import FSDP1, AsStored, Config, Intent, NoCompile
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
-from prepkit.resolve.flat_params import flat_parts
-from prepkit.resolve.fsdp1 import ignored_params, members
-from prepkit.resolve.mesh import axes, size_of
-from prepkit.resolve.precision import dtypes, stored_dtypes
+from prepkit.resolve.mesh import size_of
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.environment import BACKENDS
 from prepkit.rules.rule import Hit, Rule
 
@@ -21,63 +19,67 @@ _SHAPED = frozenset({"Adafactor", "LAMB", "Lamb", "LARS", "Lars", "Muon", "SOAP"
 """Optimizers that compute from the shape or the norm of each whole parameter."""
 
 
-def _on_cpu(cfg: Config, facts: Facts) -> bool:
+def _on_cpu(resolved: Resolved) -> bool:
     """Whether the CPU computes, or a device that ranks cannot talk through."""
-    return "cpu" in (cfg.device, facts.env.device) or facts.env.device not in BACKENDS
+    return "cpu" in (resolved.cfg.device, resolved.facts.env.device) or resolved.facts.env.device not in BACKENDS
 
 
-def _sync(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.engine, FSDP1) and cfg.engine.sync_module_states and _on_cpu(cfg, facts):
+def _sync(resolved: Resolved) -> Iterator[Hit]:
+    if isinstance(resolved.cfg.engine, FSDP1) and resolved.cfg.engine.sync_module_states and _on_cpu(resolved):
         what = "torch broadcasts the states of modules on an accelerator only, and this runs on the CPU."
         yield Hit("config.engine.sync_module_states", what)
 
 
-def _offload(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.engine, FSDP1) and cfg.engine.offload and _on_cpu(cfg, facts):
+def _offload(resolved: Resolved) -> Iterator[Hit]:
+    if isinstance(resolved.cfg.engine, FSDP1) and resolved.cfg.engine.offload and _on_cpu(resolved):
         what = (
             "The shards are in host memory already, and torch pins offloaded ones for an accelerator that is not here."
         )
         yield Hit("config.engine.offload", what)
 
 
-def _buffers(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _buffers(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if isinstance(cfg.engine, FSDP1) and cfg.engine.buffer_dtype and isinstance(cfg.precision, AsStored):
         what = f"{cfg.engine.buffer_dtype} has no effect: under AsStored() nothing is cast."
         yield Hit("config.engine.buffer_dtype", what)
 
 
-def _no_shard(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.engine, FSDP1) and cfg.engine.sharding == "NO_SHARD" and facts.env.world_size > 1:
+def _no_shard(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    if isinstance(cfg.engine, FSDP1) and cfg.engine.sharding == "NO_SHARD" and resolved.facts.env.world_size > 1:
         yield Hit("config.engine.sharding", "torch has deprecated NO_SHARD: DDP does the same, and overlaps better.")
 
 
-def _tied_gradients(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    engine, found = cfg.engine, axes(cfg, facts.env)
+def _tied_gradients(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    engine, found = cfg.engine, resolved.mesh
     if not isinstance(engine, FSDP1) or not engine.use_orig_params or cfg.accumulation < 2 or found is None:
         return
-    low = dtypes(cfg)[0]
+    low = resolved.compute_dtypes.param if resolved.compute_dtypes else None
     if size_of("shard", found) > 1 or low is None or cfg.intent is not Intent.TRAINING:
         return
-    stored, left_out = stored_dtypes(cfg, facts), ignored_params(engine, facts.model)
-    trained = {p.name for p in facts.model.params if p.requires_grad and p.name not in left_out}
-    for group in facts.model.ties:
+    stored, left_out = resolved.stored_dtypes, resolved.ignored_params
+    trained = {p.name for p in resolved.facts.model.params if p.requires_grad and p.name not in left_out}
+    for group in resolved.facts.model.ties:
         if group[0] in trained and stored[group[0]] != low:
             what = f"{some(group)} are one parameter in {stored[group[0]]}: between micro-batches its gradient stays"
             yield Hit(at(group[0]), f"{what} in {low}, and torch cannot give that to its second name.")
 
 
-def _compiled(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _compiled(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if isinstance(cfg.engine, FSDP1) and not cfg.engine.use_orig_params and not isinstance(cfg.compile, NoCompile):
         what = "torch.compile breaks the graph at every module whose parameters are gone."
         yield Hit("config.engine.use_orig_params", what)
 
 
-def _mixed_training(cfg: Config, facts: Facts) -> tuple[tuple[str, list[str], list[str]], ...]:
+def _mixed_training(resolved: Resolved) -> tuple[tuple[str, list[str], list[str]], ...]:
     """Units that hold trainable and frozen parameters, with the names of both."""
-    if not isinstance(cfg.engine, FSDP1):
+    if not isinstance(resolved.cfg.engine, FSDP1):
         return ()
     found = []
-    for unit, held in members(cfg, facts.model).items():
+    for unit, held in resolved.flat_params.items():
         trained, frozen = ([p.name for p in held if p.requires_grad is on] for on in (True, False))
         if trained and frozen:
             found.append((unit, trained, frozen))
@@ -88,9 +90,9 @@ def _others(number: int) -> str:
     return f" So do {count(number, 'other unit')}." if number > 1 else " So does 1 other unit." if number else ""
 
 
-def _mixed_requires_grad(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    mixed = _mixed_training(cfg, facts)
-    if mixed and isinstance(cfg.engine, FSDP1) and not cfg.engine.use_orig_params:
+def _mixed_requires_grad(resolved: Resolved) -> Iterator[Hit]:
+    mixed = _mixed_training(resolved)
+    if mixed and isinstance(resolved.cfg.engine, FSDP1) and not resolved.cfg.engine.use_orig_params:
         unit, trained, frozen = mixed[0]
         what = (
             f"The unit holds {len(trained)} trainable and {len(frozen)} frozen parameters ({some(frozen)}), and a flat"
@@ -98,22 +100,24 @@ def _mixed_requires_grad(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(at(unit), f"{what} parameter is either.{_others(len(mixed) - 1)}")
 
 
-def _frozen_gradients(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    mixed = _mixed_training(cfg, facts) if cfg.intent is Intent.TRAINING else ()
-    if not mixed or not isinstance(cfg.engine, FSDP1) or not cfg.engine.use_orig_params or axes(cfg, facts.env) is None:
+def _frozen_gradients(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    mixed = _mixed_training(resolved) if cfg.intent is Intent.TRAINING else ()
+    if not mixed or not isinstance(cfg.engine, FSDP1) or not cfg.engine.use_orig_params or resolved.mesh is None:
         return
-    parts, numel = flat_parts(cfg, facts), {p.name: p.numel for p in facts.model.params}
+    parts, numel = resolved.flat_shards, {p.name: p.numel for p in resolved.facts.model.params}
     unit, _, frozen = mixed[0]
     total = sum(numel[name] // parts[name].shards for _, _, names in mixed for name in names)
     what = f"The unit trains some parameters and not {some(frozen)}.{_others(len(mixed) - 1)} A flat parameter has one"
     yield Hit(at(unit), f"{what} gradient: about {total} elements of it per rank are for frozen ones.")
 
 
-def _two_groups(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, FSDP1) or cfg.engine.use_orig_params or facts.optimizer is None:
+def _two_groups(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if not isinstance(resolved.cfg.engine, FSDP1) or resolved.cfg.engine.use_orig_params or facts.optimizer is None:
         return
     group_of = {name: i for i, group in enumerate(facts.optimizer.groups) for name in group.slots if name}
-    for unit, held in members(cfg, facts.model).items():
+    for unit, held in resolved.flat_params.items():
         groups = {group_of.get(p.name) for p in held if p.requires_grad}
         if len(groups) > 1:
             odd = [p.name for p in held if p.requires_grad and group_of.get(p.name) != group_of.get(held[0].name)]
@@ -123,11 +127,12 @@ def _two_groups(cfg: Config, facts: Facts) -> Iterator[Hit]:
             return
 
 
-def _partial_state(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, FSDP1) or cfg.engine.use_orig_params or facts.optimizer is None:
+def _partial_state(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if not isinstance(resolved.cfg.engine, FSDP1) or resolved.cfg.engine.use_orig_params or facts.optimizer is None:
         return
     stateful = set(facts.optimizer.stateful)
-    for unit, held in members(cfg, facts.model).items():
+    for unit, held in resolved.flat_params.items():
         without = [p.name for p in held if p.name not in stateful]
         if 0 < len(without) < len(held):
             what = f"Some parameters of the unit have optimizer state, {some(without)} not: they would share one."
@@ -135,11 +140,12 @@ def _partial_state(cfg: Config, facts: Facts) -> Iterator[Hit]:
             return
 
 
-def _shaped(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    found = facts.optimizer
+def _shaped(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    found = resolved.facts.optimizer
     if not isinstance(cfg.engine, FSDP1) or found is None or found.name not in _SHAPED:
         return
-    cut = facts.env.world_size > 1 and cfg.engine.sharding != "NO_SHARD"
+    cut = resolved.facts.env.world_size > 1 and cfg.engine.sharding != "NO_SHARD"
     if cut or not cfg.engine.use_orig_params:
         what = (
             f"`{found.name}` computes from each parameter's shape or norm, and would get one-dimensional parts of them."

@@ -10,40 +10,41 @@ from prepkit.config import FSDP1, Config, Intent
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count, did_you_mean, some
-from prepkit.resolve.fsdp1 import ignored_params
 from prepkit.resolve.modules import matcher
-from prepkit.resolve.precision import dtypes
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 
-def _unmatched(cfg: Config, facts: Facts) -> tuple[str, ...]:
-    if not isinstance(cfg.engine, FSDP1):
+def _unmatched(resolved: Resolved) -> tuple[str, ...]:
+    if not isinstance(resolved.cfg.engine, FSDP1):
         return ()
-    paths = tuple(module.path for module in facts.model.modules if module.path)
-    return tuple(pattern for pattern in cfg.engine.ignored if not any(map(matcher((pattern,)), paths)))
+    paths = tuple(module.path for module in resolved.facts.model.modules if module.path)
+    return tuple(pattern for pattern in resolved.cfg.engine.ignored if not any(map(matcher((pattern,)), paths)))
 
 
-def _ignored_not_found(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    for pattern in _unmatched(cfg, facts):
+def _ignored_not_found(resolved: Resolved) -> Iterator[Hit]:
+    for pattern in _unmatched(resolved):
         what = f"The pattern `{pattern}` matches no module; `*` stays inside one segment of a path."
-        hint = did_you_mean(pattern, (module.path for module in facts.model.modules if module.path))
+        hint = did_you_mean(pattern, (module.path for module in resolved.facts.model.modules if module.path))
         yield Hit("config.engine.ignored", what, f"Leave it out, or write the path of a module.{hint}")
 
 
-def _ignored_trains(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _ignored_trains(resolved: Resolved) -> Iterator[Hit]:
+    cfg, facts = resolved.cfg, resolved.facts
     if not isinstance(cfg.engine, FSDP1) or cfg.intent is not Intent.TRAINING or facts.env.world_size < 2:
         return
-    left_out = ignored_params(cfg.engine, facts.model)
+    left_out = resolved.ignored_params
     if names := [p.name for p in facts.model.params if p.requires_grad and p.name in left_out]:
         what = f"{count(len(names), 'trainable parameter')} in ignored modules ({some(names)}): nobody averages the"
         yield Hit("config.engine.ignored", f"{what} gradients, so the {facts.env.world_size} ranks would drift apart.")
 
 
-def _ignored_dtype(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    low = dtypes(cfg)[0]
-    if not isinstance(cfg.engine, FSDP1) or low is None:
+def _ignored_dtype(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    low = resolved.compute_dtypes.param if resolved.compute_dtypes else None
+    if not isinstance(resolved.cfg.engine, FSDP1) or low is None:
         return
-    left_out = ignored_params(cfg.engine, facts.model)
+    left_out = resolved.ignored_params
     names = [p.name for p in facts.model.params if p.name in left_out and "float" in p.dtype and p.dtype != low]
     if names:
         what = f"{count(len(names), 'ignored parameter')} not in {low} ({some(names)}): layers that take what comes out"
@@ -52,7 +53,7 @@ def _ignored_dtype(cfg: Config, facts: Facts) -> Iterator[Hit]:
 
 def _known_patterns(cfg: Config, facts: Facts) -> Config:
     assert isinstance(cfg.engine, FSDP1), "only FSDP1 ignores modules"
-    bad = _unmatched(cfg, facts)
+    bad = _unmatched(Resolved(cfg=cfg, facts=facts))
     return evolve(cfg, engine=evolve(cfg.engine, ignored=tuple(p for p in cfg.engine.ignored if p not in bad)))
 
 

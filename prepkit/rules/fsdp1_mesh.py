@@ -8,7 +8,8 @@ from attrs import evolve
 
 from prepkit.config import FSDP1, Config, Mesh, Sharding
 from prepkit.facts import Facts
-from prepkit.resolve.mesh import axes, size_of
+from prepkit.resolve.mesh import size_of
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 
@@ -31,11 +32,12 @@ def _hybrids(world: int) -> tuple[Mesh, ...]:
     return tuple(Mesh(replicate=world // size, shard=size) for size in range(2, world) if world % size == 0)
 
 
-def _axes(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    found = axes(cfg, facts.env)
+def _axes(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    found = resolved.mesh
     if not isinstance(cfg.engine, FSDP1) or found is None or size_of("tensor", found) > 1:  # another rule's
         return
-    sharding, mesh, world = cfg.engine.sharding, cfg.mesh, facts.env.world_size
+    sharding, mesh, world = cfg.engine.sharding, cfg.mesh, resolved.facts.env.world_size
     if is_hybrid(cfg.engine) and (len(found) < 2 or found[1].size == 1):
         shown = " x ".join(f"{axis.name}={axis.size}" for axis in found)
         what = f"{sharding} needs copies of at least 2 shards each, but the mesh is {shown}"
@@ -56,7 +58,7 @@ def _axes(cfg: Config, facts: Facts) -> Iterator[Hit]:
 
 def mend_axes(cfg: Config, facts: Facts) -> Config:
     """The config with a mesh, or a strategy, that suit each other."""
-    if not isinstance(cfg.engine, FSDP1) or not any(_axes(cfg, facts)):
+    if not isinstance(cfg.engine, FSDP1) or not any(_axes(Resolved(cfg=cfg, facts=facts))):
         return cfg
     if not is_hybrid(cfg.engine):
         return evolve(cfg, mesh=None)

@@ -8,19 +8,15 @@ from attrs import evolve
 
 from prepkit.config import FSDP2, Config
 from prepkit.facts import Facts
-from prepkit.resolve.mesh import axes, size_of
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 
-def _shards(cfg: Config, facts: Facts) -> int | None:
-    found = axes(cfg, facts.env)
-    return size_of("shard", found) if found else None
-
-
-def _reshard(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _reshard(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if not isinstance(cfg.engine, FSDP2) or isinstance(cfg.engine.reshard_after_forward, bool):
         return
-    size, shards = cfg.engine.reshard_after_forward, _shards(cfg, facts)
+    size, shards = cfg.engine.reshard_after_forward, resolved.axis_size("shard") if resolved.mesh else None
     if shards is None or (1 < size < shards and shards % size == 0):
         return
     where = "config.engine.reshard_after_forward"
@@ -36,7 +32,7 @@ def _reshard(cfg: Config, facts: Facts) -> Iterator[Hit]:
 
 def mend_reshard(cfg: Config, facts: Facts) -> Config:
     """The config with a ``reshard_after_forward`` that its mesh allows."""
-    if not isinstance(cfg.engine, FSDP2) or not any(_reshard(cfg, facts)):
+    if not isinstance(cfg.engine, FSDP2) or not any(_reshard(Resolved(cfg=cfg, facts=facts))):
         return cfg
     return evolve(cfg, engine=evolve(cfg.engine, reshard_after_forward=cfg.engine.reshard_after_forward != 1))
 

@@ -6,13 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from prepkit.config import FSDP1, FSDP2, Config, Intent, KeepWeights, Mixed
-from prepkit.facts import Facts, ParamFact
+from prepkit.facts import ParamFact
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
-from prepkit.resolve.fsdp1 import members
-from prepkit.resolve.fsdp2 import left_whole, unit_paths
-from prepkit.resolve.modules import PACKED, kept_whole, unit_of
-from prepkit.resolve.precision import stored_dtypes
+from prepkit.resolve.modules import PACKED
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 LAZY = frozenset({"UninitializedParameter"})
@@ -31,20 +29,21 @@ def trained_dtype(cfg: Config, param: ParamFact) -> str:
     return "float32" if master and param.dtype in _LOW else param.dtype
 
 
-def _dtypes(cfg: Config, facts: Facts) -> dict[str, dict[str, list[str]]]:
+def _dtypes(resolved: Resolved) -> dict[str, dict[str, list[str]]]:
     """Unit to dtype to the parameters that must agree in it: under FSDP2 the trainable ones, under FSDP1 all."""
+    cfg = resolved.cfg
     held: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     match cfg.engine:
         case FSDP2():
-            trainable = tuple(param for param in facts.model.params if param.requires_grad)
+            trainable = tuple(param for param in resolved.facts.model.params if param.requires_grad)
             if len({trained_dtype(cfg, param) for param in trainable}) > 1:
-                owner = unit_of(unit_paths(cfg.engine, facts.model), facts.model)
+                owner = resolved.unit_of
                 for param in trainable:
                     held[owner[param.name]][trained_dtype(cfg, param)].append(param.name)
         case FSDP1():
-            if len({param.dtype for param in facts.model.params}) > 1:
-                stored = stored_dtypes(cfg, facts)
-                for unit, params in members(cfg, facts.model).items():
+            if len({param.dtype for param in resolved.facts.model.params}) > 1:
+                stored = resolved.stored_dtypes
+                for unit, params in resolved.flat_params.items():
                     for param in params:
                         held[unit][stored[param.name]].append(param.name)
         case _:
@@ -52,8 +51,9 @@ def _dtypes(cfg: Config, facts: Facts) -> dict[str, dict[str, list[str]]]:
     return held
 
 
-def _mixed_dtypes(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    held = _dtypes(cfg, facts)
+def _mixed_dtypes(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    held = _dtypes(resolved)
     mixed = [unit for unit, dtypes in held.items() if len(dtypes) > 1]
     if not mixed:
         return
@@ -65,24 +65,25 @@ def _mixed_dtypes(cfg: Config, facts: Facts) -> Iterator[Hit]:
     trains = any(p.requires_grad for p in facts.model.params if p.name in {n for _, names in dtypes for n in names})
     if trains and {dtype for dtype, _ in dtypes} <= {*_LOW, "float32"}:
         fix = f"Write precision=BF16(), which stores all that is trained in float32, or cast {some(odd)} to {most}."
-    does = "trains" if isinstance(cfg.engine, FSDP2) else "flattens"
+    does = "trains" if isinstance(resolved.cfg.engine, FSDP2) else "flattens"
     yield Hit(at(mixed[0]), f"The unit {does} parameters of several dtypes: {shown}.{others}", fix)
 
 
-def _scalars(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    names = [p.name for p in facts.model.params if p.shape == () and p.cls not in LAZY]
-    if isinstance(cfg.engine, FSDP1 | FSDP2) and names:
-        does = "FSDP2 shards the first one" if isinstance(cfg.engine, FSDP2) else "FSDP1 flattens none without"
+def _scalars(resolved: Resolved) -> Iterator[Hit]:
+    names = [p.name for p in resolved.facts.model.params if p.shape == () and p.cls not in LAZY]
+    if resolved.engine_traits.has_units and names:
+        does = "FSDP2 shards the first one" if isinstance(resolved.cfg.engine, FSDP2) else "FSDP1 flattens none without"
         what = f"{some(names)} {'has' if len(names) == 1 else 'have'} no dimension, and {does}."
         yield Hit(at(names[0]), what)
 
 
-def _packed(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _packed(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
     packed = [param for param in facts.model.params if param.cls in PACKED]
-    if not isinstance(cfg.engine, FSDP1 | FSDP2) or not (packed or facts.model.quantised):
+    if not resolved.engine_traits.has_units or not (packed or facts.model.quantised):
         return
-    if isinstance(cfg.engine, FSDP2) and packed and len(packed) == len(kept_whole(facts.model)):
-        yield from _kept_whole(cfg, facts)
+    if isinstance(resolved.cfg.engine, FSDP2) and packed and len(packed) == len(resolved.packed_params):
+        yield from _not_left_packed(resolved)
         return
     if packed:
         kind, names = packed[0], some([param.name for param in packed])
@@ -92,45 +93,46 @@ def _packed(cfg: Config, facts: Facts) -> Iterator[Hit]:
     yield Hit(at(packed[0].name if packed else ""), what + "; sharding and casting would change what the bytes mean.")
 
 
-def _kept_whole(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _not_left_packed(resolved: Resolved) -> Iterator[Hit]:
     """What keeps FSDP2 from leaving packed weights as they are."""
-    names = kept_whole(facts.model)
+    facts = resolved.facts
+    names = resolved.packed_params
     held = f"{count(len(names), 'packed parameter')} ({some(names)})"
     if facts.env.release < IGNORES:
         what = f"{held} cannot be left whole: fully_shard can do that from torch 2.7 on, this is {facts.env.torch}."
         yield Hit(at(names[0]), what, "Write `pip install 'torch>=2.7'`, or engine=DDP().")
-    elif not isinstance(cfg.weights, KeepWeights):
-        what = f"{held}: packed when the model was loaded, which {type(cfg.weights).__name__}() does not do."
+    elif not isinstance(resolved.cfg.weights, KeepWeights):
+        what = f"{held}: packed when the model was loaded, which {type(resolved.cfg.weights).__name__}() does not do."
         yield Hit(at(names[0]), what, "Write weights=KeepWeights(), and give the model with its values on every rank.")
 
 
-def _integers(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    sharded = isinstance(cfg.engine, FSDP2)
+def _integers(resolved: Resolved) -> Iterator[Hit]:
+    sharded = isinstance(resolved.cfg.engine, FSDP2)
     able = (*_FLOATS, *_GATHERED) if sharded else _FLOATS[:2]  # FSDP1 flattens no complex numbers
-    odd = [p for p in facts.model.params if not p.dtype.startswith(able) and p.cls not in PACKED]
-    if isinstance(cfg.engine, FSDP1 | FSDP2) and odd:
+    odd = [p for p in resolved.facts.model.params if not p.dtype.startswith(able) and p.cls not in PACKED]
+    if resolved.engine_traits.has_units and odd:
         dtypes = ", ".join(sorted({param.dtype for param in odd}))
         names = some([param.name for param in odd])
         does = "no backend gathers" if sharded else "no flat parameter holds"
         yield Hit(at(odd[0].name), f"{count(len(odd), 'parameter')} of {dtypes}, which {does}: {names}.")
 
 
-def _empty(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, FSDP2) or cfg.intent is Intent.INFERENCE:
+def _empty(resolved: Resolved) -> Iterator[Hit]:
+    if not isinstance(resolved.cfg.engine, FSDP2) or resolved.cfg.intent is Intent.INFERENCE:
         return
-    names = [p.name for p in facts.model.params if p.requires_grad and 0 in p.shape]
+    names = [p.name for p in resolved.facts.model.params if p.requires_grad and 0 in p.shape]
     if names:
         what = f"{some(names)}: trained, and without elements; torch reduces no empty gradient, and backward fails."
         yield Hit(at(names[0]), what)
 
 
-def _mixed_requires_grad(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, FSDP2) or cfg.intent is Intent.INFERENCE:
+def _mixed_requires_grad(resolved: Resolved) -> Iterator[Hit]:
+    if not isinstance(resolved.cfg.engine, FSDP2) or resolved.cfg.intent is Intent.INFERENCE:
         return
-    owner = unit_of(unit_paths(cfg.engine, facts.model), facts.model)
-    whole = set(left_whole(facts.model))
+    owner = resolved.unit_of
+    whole = set(resolved.unsharded_params)
     held: dict[str, set[bool]] = defaultdict(set)
-    for param in facts.model.params:
+    for param in resolved.facts.model.params:
         if param.name not in whole:
             held[owner[param.name]].add(param.requires_grad)
     mixed = [unit for unit, kinds in held.items() if len(kinds) > 1]

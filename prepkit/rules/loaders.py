@@ -10,34 +10,34 @@ from prepkit.config import Config, KeepLoaders, ShardLoaders
 from prepkit.facts import Facts, LoaderFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import count
-from prepkit.resolve.mesh import readers
-from prepkit.rules.rule import Hit, Rule
+from prepkit.resolve.resolved import Resolved
+from prepkit.rules.rule import Check, Hit, Rule
 
 _KEEP = "Split the data by rank yourself and write loaders=KeepLoaders()"
 
 
-def _split(cfg: Config, facts: Facts) -> Iterator[tuple[str, LoaderFacts]]:
+def _split(resolved: Resolved) -> Iterator[tuple[str, LoaderFacts]]:
     """The loaders that are split between ranks."""
-    if isinstance(cfg.loaders, ShardLoaders) and facts.env.world_size > 1:
-        for index, loader in enumerate(facts.loaders):
+    if isinstance(resolved.cfg.loaders, ShardLoaders) and resolved.facts.env.world_size > 1:
+        for index, loader in enumerate(resolved.facts.loaders):
             yield f"loaders[{index}]", loader
 
 
-def _each(test: Callable[[LoaderFacts], bool], what: str) -> Callable[[Config, Facts], Iterator[Hit]]:
+def _each(test: Callable[[LoaderFacts], bool], what: str) -> Check:
     """A check that says the same of every loader that is to be split and passes a test."""
 
-    def check(cfg: Config, facts: Facts) -> Iterator[Hit]:
-        for where, loader in _split(cfg, facts):
+    def check(resolved: Resolved) -> Iterator[Hit]:
+        for where, loader in _split(resolved):
             if test(loader):
                 yield Hit(where, what)
 
     return check
 
 
-def _no_batch(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    world = readers(cfg, facts.env)
-    tail = isinstance(cfg.loaders, ShardLoaders) and not cfg.loaders.drop_last
-    for where, loader in _split(cfg, facts):
+def _no_batch(resolved: Resolved) -> Iterator[Hit]:
+    world = resolved.data_parallel_size
+    tail = isinstance(resolved.cfg.loaders, ShardLoaders) and not resolved.cfg.loaders.drop_last
+    for where, loader in _split(resolved):
         if loader.length is None:
             continue
         share = (-(-loader.length // world)) if tail else loader.length // world
@@ -48,19 +48,19 @@ def _no_batch(cfg: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(where, f"{what} they fill no batch of {loader.batch_size}.")
 
 
-def _repeats(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    world = readers(cfg, facts.env)
-    for where, loader in _split(cfg, facts):
+def _repeats(resolved: Resolved) -> Iterator[Hit]:
+    world = resolved.data_parallel_size
+    for where, loader in _split(resolved):
         if loader.length is not None and 0 < loader.length < world:
             samples = count(loader.length, "sample")
             yield Hit(where, f"{samples} over {world} ranks: some of them are read by several ranks.")
 
 
-def _same_data(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.loaders, KeepLoaders) and facts.env.world_size > 1:
-        for index, loader in enumerate(facts.loaders):
+def _same_data(resolved: Resolved) -> Iterator[Hit]:
+    if isinstance(resolved.cfg.loaders, KeepLoaders) and resolved.facts.env.world_size > 1:
+        for index, loader in enumerate(resolved.facts.loaders):
             if loader.sampler in ("sequential", "random") and not loader.iterable and not loader.custom_batches:
-                parts = readers(cfg, facts.env)
+                parts = resolved.data_parallel_size
                 what = f"A {loader.sampler} sampler does not split the data: {parts} ranks may read the same."
                 if parts == 1:  # every rank has to read the same, and a sequential sampler does
                     what = "A random sampler draws on each rank for itself, but tensor ranks have to read the same."

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.config import Config
-from prepkit.facts import Facts
 from prepkit.findings import Severity
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 
-def later(_: Config, __: Facts) -> Iterator[Hit]:
+def later(_: Resolved) -> Iterator[Hit]:
     """Nothing: config and facts alone do not say it."""
     return iter(())
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isqrt, log2
+from math import isqrt, log2, prod
 
 from attrs import evolve
 
-from prepkit.config import DDP, FSDP1, FSDP2, XLA, Config, Mesh, Single, TensorParallel
+from prepkit.config import DDP, FSDP2, Config, Mesh, Single, TensorParallel
+from prepkit.config.mesh import AXES
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count
 from prepkit.resolve.mesh import axes, size_of
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.fsdp1_mesh import mend_axes
 from prepkit.rules.fsdp2 import mend_reshard
 from prepkit.rules.rule import Hit, Rule
@@ -23,9 +25,8 @@ def nearest(mesh: Mesh, world: int) -> tuple[Mesh, ...]:
     The tensor size stays 1 where it is 1.
     """
 
-    def distance(one: Mesh) -> float:
-        pairs = ((mesh.replicate, one.replicate), (mesh.shard, one.shard), (mesh.tensor, one.tensor))
-        return sum(abs(log2(got / asked)) for asked, got in pairs if asked > 0)
+    def distance(other: Mesh) -> float:
+        return sum(abs(log2(getattr(other, name) / size)) for name, size in _sizes(mesh) if size > 0)
 
     low = [size for size in range(1, isqrt(world) + 1) if world % size == 0]
     sizes = sorted({*low, *(world // size for size in low)})
@@ -40,12 +41,12 @@ def nearest(mesh: Mesh, world: int) -> tuple[Mesh, ...]:
 
 
 def _sizes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
-    return (("replicate", mesh.replicate), ("shard", mesh.shard), ("tensor", mesh.tensor))
+    return tuple((axis.name, getattr(mesh, axis.name)) for axis in AXES)
 
 
 def _shown(mesh: Mesh) -> str:
-    tensor = f", tensor={mesh.tensor}" if mesh.tensor != 1 else ""
-    return f"Mesh(replicate={mesh.replicate}, shard={mesh.shard}{tensor})"
+    usual = ("replicate", "shard")  # are always said
+    return f"Mesh({', '.join(f'{name}={size}' for name, size in _sizes(mesh) if name in usual or size != 1)})"
 
 
 def _default(cfg: Config, facts: Facts) -> Config:
@@ -68,31 +69,32 @@ def _rests(mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name, size in _sizes(mesh) if size == -1)
 
 
-def _below_one(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if cfg.mesh is None:
+def _below_one(resolved: Resolved) -> Iterator[Hit]:
+    if resolved.cfg.mesh is None:
         return
-    for name, size in _sizes(cfg.mesh):
+    for name, size in _sizes(resolved.cfg.mesh):
         if size < 1 and size != -1:
             yield Hit(f"config.mesh.{name}", f"{name}={size} is no number of ranks.")
 
 
-def _two_rests(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if cfg.mesh is not None and len(found := _rests(cfg.mesh)) > 1:
+def _two_rests(resolved: Resolved) -> Iterator[Hit]:
+    if resolved.cfg.mesh is not None and len(found := _rests(resolved.cfg.mesh)) > 1:
         said = " and ".join(f"{name}=-1" for name in found)
         yield Hit("config.mesh", f"{said} {'both' if len(found) == 2 else 'all'} ask for the rest of the ranks.")
 
 
-def _product(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    mesh, world = cfg.mesh, facts.env.world_size
+def _product(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    mesh, world = cfg.mesh, resolved.facts.env.world_size
     if mesh is None or isinstance(cfg.engine, Single) or not _proper(mesh) or world < 1:
         return
-    if axes(cfg, facts.env) is not None:
+    if resolved.mesh is not None:
         return
     if _rests(mesh):
         fixed = [f"{name}={size}" for name, size in _sizes(mesh) if size > 1]
         what = f"{' x '.join(fixed)} {'does' if len(fixed) == 1 else 'do'} not divide the world size {world}."
     else:
-        product = mesh.replicate * mesh.shard * mesh.tensor
+        product = prod(size for _, size in _sizes(mesh))
         said = " x ".join(f"{name} {size}" for name, size in _sizes(mesh) if name != "tensor" or size != 1)
         what = f"{said} = {product}, but the world size is {world}."
     match cfg.engine:
@@ -106,16 +108,16 @@ def _product(cfg: Config, facts: Facts) -> Iterator[Hit]:
     yield Hit("config.mesh", what, fix)
 
 
-def _single_mesh(cfg: Config, _: Facts) -> Iterator[Hit]:
-    mesh = cfg.mesh
-    if isinstance(cfg.engine, Single) and mesh is not None and max(size for _, size in _sizes(mesh)) > 1:
+def _single_mesh(resolved: Resolved) -> Iterator[Hit]:
+    mesh = resolved.cfg.mesh
+    if isinstance(resolved.cfg.engine, Single) and mesh is not None and max(size for _, size in _sizes(mesh)) > 1:
         asked = " x ".join(str(size) for name, size in _sizes(mesh) if name != "tensor" or size != 1)
         yield Hit("config.mesh", f"Single() uses one rank, but the mesh asks for {asked}.")
 
 
-def _ddp_shards(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    mesh, world = cfg.mesh, facts.env.world_size
-    if not isinstance(cfg.engine, DDP) or mesh is None or not _proper(mesh):
+def _ddp_shards(resolved: Resolved) -> Iterator[Hit]:
+    mesh, world = resolved.cfg.mesh, resolved.facts.env.world_size
+    if not isinstance(resolved.cfg.engine, DDP) or mesh is None or not _proper(mesh):
         return
     shard, rest = mesh.shard, mesh.replicate * mesh.tensor
     if shard == -1 and world % rest == 0:
@@ -125,27 +127,29 @@ def _ddp_shards(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("config.mesh.shard", f"{said}, but under DDP every rank holds the whole model.")
 
 
-def _whole_cuts(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.engine, DDP | FSDP1 | XLA) and cfg.mesh is not None and cfg.mesh.tensor not in (0, 1):
-        does = "flattens" if isinstance(cfg.engine, FSDP1) else "averages"
+def _whole_cuts(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    does = resolved.engine_traits.refuses_tensor_axis
+    if does and cfg.mesh is not None and cfg.mesh.tensor not in (0, 1):
         name = type(cfg.engine).__name__
         what = f"tensor={cfg.mesh.tensor}, but {name} {does} whole parameters and refuses the parts of a layer."
         yield Hit("config.mesh.tensor", what)
 
 
-def _tensor_alone(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    mesh, world = cfg.mesh, facts.env.world_size
-    if not isinstance(cfg.engine, TensorParallel) or mesh is None or not _proper(mesh) or axes(cfg, facts.env) is None:
+def _tensor_alone(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    mesh, world = cfg.mesh, resolved.facts.env.world_size
+    if not isinstance(cfg.engine, TensorParallel) or mesh is None or not _proper(mesh) or resolved.mesh is None:
         return
-    left = world // (axes(cfg, facts.env) or ())[0].size
+    left = world // (resolved.mesh or ())[0].size
     if left > 1:
         what = f"{left} groups of {world // left} ranks, but TensorParallel() is one group of all {world}."
         yield Hit("config.mesh", what)
 
 
-def _nothing_sharded(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    found = axes(cfg, facts.env)
-    if not isinstance(cfg.engine, FSDP2) or not found or size_of("shard", found) > 1:
+def _nothing_sharded(resolved: Resolved) -> Iterator[Hit]:
+    found = resolved.mesh
+    if not isinstance(resolved.cfg.engine, FSDP2) or not found or size_of("shard", found) > 1:
         return
     copies, cuts = size_of("replicate", found), size_of("tensor", found)
     if copies > 1 and cuts == 1:
@@ -155,8 +159,9 @@ def _nothing_sharded(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("config.mesh.shard", what, f"Write mesh=Mesh(shard={copies}, tensor={cuts}).")
 
 
-def _nothing_left(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    found = axes(cfg, facts.env)
+def _nothing_left(resolved: Resolved) -> Iterator[Hit]:
+    cfg, facts = resolved.cfg, resolved.facts
+    found = resolved.mesh
     if isinstance(cfg.engine, FSDP2) and found and len(found) > 1 and size_of("tensor", found) == facts.env.world_size:
         what = f"tensor={found[-1].size} takes every rank, and FSDP2 has nothing left to shard over."
         yield Hit("config.mesh.tensor", what)
@@ -171,14 +176,14 @@ def _shard_copies(cfg: Config, facts: Facts) -> Config:
     return mend_reshard(evolve(cfg, mesh=mesh), facts)
 
 
-def _many_singles(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.engine, Single) and facts.env.world_size > 1:
-        world = facts.env.world_size
+def _many_singles(resolved: Resolved) -> Iterator[Hit]:
+    if isinstance(resolved.cfg.engine, Single) and resolved.facts.env.world_size > 1:
+        world = resolved.facts.env.world_size
         yield Hit("env.world_size", f"{world} processes run, and Single() would train a copy in each that never talk.")
 
 
-def _ddp_alone(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.engine, DDP) and facts.env.world_size == 1:
+def _ddp_alone(resolved: Resolved) -> Iterator[Hit]:
+    if isinstance(resolved.cfg.engine, DDP) and resolved.facts.env.world_size == 1:
         yield Hit("config.engine", f"DDP() over {count(1, 'rank')} has nobody to average with and keeps its buckets.")
 
 

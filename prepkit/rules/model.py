@@ -19,7 +19,7 @@ from prepkit.config import (
 )
 from prepkit.facts import Facts, Mark, ModelFacts
 from prepkit.findings.text import at, count, some
-from prepkit.resolve.fsdp2 import arrives_sharded
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.fsdp_units import LAZY
 from prepkit.rules.rule import Hit, Rule
 
@@ -36,50 +36,54 @@ def _named(paths: tuple[str, ...]) -> str:
     return some(paths) if paths[0] else "the model itself"
 
 
-def _wrapped(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _wrapped(resolved: Resolved) -> Iterator[Hit]:
     for mark in _WRAPPED:
-        stands = mark == "fsdp2" and arrives_sharded(cfg, facts.model)  # is kept as it is
-        if stands or not (paths := _marked(facts.model, mark)):
+        stands = mark == "fsdp2" and resolved.arrives_sharded  # is kept as it is
+        if stands or not (paths := _marked(resolved.facts.model, mark)):
             continue
-        if mark == "prepared" and (carried := facts.model.prepared):
+        if mark == "prepared" and (carried := resolved.facts.model.prepared):
             fix = "Use what apply returned, or ready.unwrap(keep_autocast=False, keep_compiled=False), or build anew."
             yield Hit("model", f"prepkit has prepared this model already: it carries {carried}.", fix)
         else:
             yield Hit(at(paths[0]), f"Already {mark}: {_named(paths)}; preparing it again would wrap the wrapper.")
 
 
-def _autocast(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if paths := _marked(facts.model, "autocast"):
+def _autocast(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    if paths := _marked(resolved.facts.model, "autocast"):
         kind = type(cfg.precision).__name__
         asked = "AsStored() promises no cast" if isinstance(cfg.precision, AsStored) else f"{kind}() would add a second"
         yield Hit(at(paths[0]), f"The forward of {_named(paths)} runs under autocast already, and {asked}.")
 
 
-def _compiled(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.compile, NoCompile) and (paths := _marked(facts.model, "compiled")):
+def _compiled(resolved: Resolved) -> Iterator[Hit]:
+    if not isinstance(resolved.cfg.compile, NoCompile) and (paths := _marked(resolved.facts.model, "compiled")):
         yield Hit(at(paths[0]), f"Already compiled: {_named(paths)}; config.compile would compile it again.")
 
 
-def _checkpointed(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.checkpointing, CheckpointBlocks) and (paths := _marked(facts.model, "checkpointed")):
+def _checkpointed(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if isinstance(resolved.cfg.checkpointing, CheckpointBlocks) and (paths := _marked(facts.model, "checkpointed")):
         yield Hit(at(paths[0]), f"Already checkpointed: {_named(paths)}; everything inside would be recomputed twice.")
 
 
-def _dtensors(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _dtensors(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if isinstance(cfg.engine, TensorParallel):  # arrives cut, and is only verified
-        names = [p.name for p in facts.model.params if p.cls == "DTensor" and p.placements not in _ONE_AXIS]
+        names = [p.name for p in resolved.facts.model.params if p.cls == "DTensor" and p.placements not in _ONE_AXIS]
         if names:
             what = f"{count(len(names), 'parameter')} lie otherwise than cut over one axis ({some(names)})."
             yield Hit(at(names[0]), what)
         return
-    names = [param.name for param in facts.model.params if param.cls == "DTensor"]
-    if names and not isinstance(cfg.engine, Single) and not arrives_sharded(cfg, facts.model):
+    names = [param.name for param in resolved.facts.model.params if param.cls == "DTensor"]
+    if names and not isinstance(cfg.engine, Single) and not resolved.arrives_sharded:
         engine = type(cfg.engine).__name__
         what = f"{count(len(names), 'parameter')} sharded already ({some(names)}), and {engine} takes plain ones."
         yield Hit(at(names[0]), what)
 
 
-def _device_map(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _device_map(resolved: Resolved) -> Iterator[Hit]:
+    cfg, facts = resolved.cfg, resolved.facts
     spread = facts.model.device_map
     keeps = isinstance(cfg.engine, DDP)  # the others place the model themselves
     if isinstance(cfg.engine, Single) or len(spread) < 2 or (keeps and cfg.keep_device_map):
@@ -95,14 +99,15 @@ def _device_map(cfg: Config, facts: Facts) -> Iterator[Hit]:
     yield Hit("model.hf_device_map", what + " processes.", fix)
 
 
-def _lazy(_: Config, facts: Facts) -> Iterator[Hit]:
-    names = [param.name for param in facts.model.params if param.cls in LAZY]
+def _lazy(resolved: Resolved) -> Iterator[Hit]:
+    names = [param.name for param in resolved.facts.model.params if param.cls in LAZY]
     if names:
         yield Hit(at(names[0]), f"{count(len(names), 'parameter')} without a shape yet: {some(names)}.")
 
 
-def _nothing_trainable(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if cfg.intent is Intent.TRAINING and not any(param.requires_grad for param in facts.model.params):
+def _nothing_trainable(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if resolved.cfg.intent is Intent.TRAINING and not any(param.requires_grad for param in facts.model.params):
         what = f"intent is training, but none of the {count(len(facts.model.params), 'parameter')} requires a gradient."
         yield Hit("model", what)
 

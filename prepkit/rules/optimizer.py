@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import FSDP1, FSDP2, Config, DeepSpeed, Intent, TensorParallel
+from prepkit.config import Config, DeepSpeed, Intent
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count, some
 from prepkit.resolve.deepspeed.data import look, said
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 
@@ -20,8 +21,8 @@ def _held(facts: Facts) -> tuple[str, ...]:
     return tuple(name for group in groups for name in group.slots if name is not None)
 
 
-def _foreign(_: Config, facts: Facts) -> Iterator[Hit]:
-    for index, group in enumerate(facts.optimizer.groups if facts.optimizer else ()):
+def _foreign(resolved: Resolved) -> Iterator[Hit]:
+    for index, group in enumerate(resolved.facts.optimizer.groups if resolved.facts.optimizer else ()):
         if foreign := group.slots.count(None):
             of = f"{foreign} of the {count(len(group.slots), 'tensor')} in group {index}"
             yield Hit(
@@ -29,8 +30,9 @@ def _foreign(_: Config, facts: Facts) -> Iterator[Hit]:
             )
 
 
-def _missing(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if facts.optimizer is None or cfg.intent is not Intent.TRAINING:
+def _missing(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if facts.optimizer is None or resolved.cfg.intent is not Intent.TRAINING:
         return
     held = set(_held(facts))
     missed = tuple(p.name for p in facts.model.params if p.requires_grad and p.name not in held)
@@ -39,26 +41,27 @@ def _missing(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("optimizer", what)
 
 
-def _twice(_: Config, facts: Facts) -> Iterator[Hit]:
-    again = tuple(name for name, times in Counter(_held(facts)).items() if times > 1)
+def _twice(resolved: Resolved) -> Iterator[Hit]:
+    again = tuple(name for name, times in Counter(_held(resolved.facts)).items() if times > 1)
     if again:
         yield Hit("optimizer", f"{some(again)} {'is' if len(again) == 1 else 'are'} held in more than one slot.")
 
 
-def _frozen(_: Config, facts: Facts) -> Iterator[Hit]:
-    held = set(_held(facts))
-    frozen = tuple(p.name for p in facts.model.params if not p.requires_grad and p.name in held)
+def _frozen(resolved: Resolved) -> Iterator[Hit]:
+    held = set(_held(resolved.facts))
+    frozen = tuple(p.name for p in resolved.facts.model.params if not p.requires_grad and p.name in held)
     if frozen:
         yield Hit("optimizer", f"{count(len(frozen), 'frozen parameter')} in its groups: {some(frozen)}.")
 
 
-def _two(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if facts.optimizer is not None and cfg.optimizer is not None:
-        given, asked = facts.optimizer.name, type(cfg.optimizer).__name__
+def _two(resolved: Resolved) -> Iterator[Hit]:
+    if resolved.facts.optimizer is not None and resolved.cfg.optimizer is not None:
+        given, asked = resolved.facts.optimizer.name, type(resolved.cfg.optimizer).__name__
         yield Hit("config.optimizer", f"{asked} is asked for, and an optimizer `{given}` is given as well.")
 
 
-def _none(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _none(resolved: Resolved) -> Iterator[Hit]:
+    cfg, facts = resolved.cfg, resolved.facts
     if cfg.intent is Intent.TRAINING and facts.optimizer is None and cfg.optimizer is None and not _section(cfg):
         yield Hit("config.optimizer", "intent is training, but no optimizer is given or asked for.")
 
@@ -68,33 +71,36 @@ def _section(cfg: Config) -> bool:
     return isinstance(cfg.engine, DeepSpeed) and look(said(cfg.engine), "optimizer") is not None
 
 
-def _for_inference(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _for_inference(resolved: Resolved) -> Iterator[Hit]:
+    cfg, facts = resolved.cfg, resolved.facts
     if cfg.intent is Intent.INFERENCE and (facts.optimizer is not None or cfg.optimizer is not None):
         name = facts.optimizer.name if facts.optimizer else type(cfg.optimizer).__name__
         yield Hit("config.intent", f"intent is inference, but there is an optimizer `{name}`.")
 
 
-def _own_list(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    sharded = isinstance(cfg.engine, FSDP1 | FSDP2 | TensorParallel | DeepSpeed)
-    if sharded and facts.optimizer and facts.optimizer.keeps_own_list:
+def _own_list(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if resolved.engine_traits.replaces_params and facts.optimizer and facts.optimizer.keeps_own_list:
         what = f"`{facts.optimizer.name}` keeps a list of parameters of its own, which cannot follow them into shards."
         yield Hit("optimizer", what)
 
 
-def _unshardable(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    found = facts.optimizer
-    if isinstance(cfg.engine, FSDP2 | TensorParallel) and found and found.module.partition(".")[0] == "bitsandbytes":
-        yield Hit("optimizer", f"`bitsandbytes` `{found.name}` reads raw memory and cannot step sharded parameters.")
+def _unshardable(resolved: Resolved) -> Iterator[Hit]:
+    given = resolved.facts.optimizer
+    if resolved.engine_traits.makes_dtensors and given and given.module.partition(".")[0] == "bitsandbytes":
+        yield Hit("optimizer", f"`bitsandbytes` `{given.name}` reads raw memory and cannot step sharded parameters.")
 
 
-def _other_scheduler(_: Config, facts: Facts) -> Iterator[Hit]:
+def _other_scheduler(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
     if facts.scheduler and facts.optimizer and not facts.scheduler.drives_optimizer and not facts.scheduler.factory:
         yield Hit(
             "scheduler", f"`{facts.scheduler.name}` drives another optimizer than the `{facts.optimizer.name}` given."
         )
 
 
-def _lone_scheduler(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _lone_scheduler(resolved: Resolved) -> Iterator[Hit]:
+    cfg, facts = resolved.cfg, resolved.facts
     if facts.scheduler and not facts.optimizer:
         if facts.scheduler.factory and (cfg.optimizer or _section(cfg)):
             return  # it is called once the optimizer exists

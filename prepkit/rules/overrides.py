@@ -9,6 +9,7 @@ from attrs import evolve
 from prepkit.config import Config
 from prepkit.facts import Facts
 from prepkit.findings.text import did_you_mean
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 ID = "overrides.unknown"
@@ -18,8 +19,8 @@ def about_overrides(rules: tuple[Rule, ...]) -> Rule:
     """The rule that has to know all the others: every override names one of them that can be overridden."""
     able = {rule.id: rule.overridable for rule in rules} | {ID: False}
 
-    def check(cfg: Config, _: Facts) -> Iterator[Hit]:
-        for name in dict.fromkeys(cfg.overrides):
+    def check(resolved: Resolved) -> Iterator[Hit]:
+        for name in dict.fromkeys(resolved.cfg.overrides):
             if name not in able:
                 hint = did_you_mean(name, able)
                 yield Hit("config.overrides", f"There is no rule `{name}`.", f"Leave it out.{hint}")

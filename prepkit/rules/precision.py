@@ -7,18 +7,20 @@ from math import inf
 
 from attrs import evolve
 
-from prepkit.config import BF16, DDP, FP8, FP16, FSDP1, FSDP2, XLA, AsStored, Config, DeepSpeed, Intent, Mixed
+from prepkit.config import BF16, FP8, FP16, AsStored, Config, Intent, Mixed
+from prepkit.config.precision import PRECISIONS
 from prepkit.facts import Facts, ParamFact
 from prepkit.findings import Severity
 from prepkit.findings.text import count, some
-from prepkit.rules.devices import computes_on
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 
-def _unsupported(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.precision, BF16 | FP8) or computes_on(cfg, facts) != facts.env.device:
+def _unsupported(resolved: Resolved) -> Iterator[Hit]:
+    traits = PRECISIONS[type(resolved.cfg.precision)]
+    if traits.compute_dtype != "bfloat16" or resolved.compute_device != resolved.facts.env.device:
         return
-    env = facts.env
+    env = resolved.facts.env
     if env.capability is not None and env.capability < (8, 0):
         major, minor = env.capability
         what = f"The {env.device} device has compute capability {major}.{minor}; bfloat16 needs 8.0."
@@ -31,24 +33,25 @@ SCALED = ("cuda", "xpu", "npu", "hpu", "mlu", "musa", "sdaa", "mps")
 """Device types for which torch's gradient scaler is made (ST-23)."""
 
 
-def _no_float16(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    device = computes_on(cfg, facts)
-    if isinstance(cfg.precision, FP16) and device not in SCALED:
+def _no_float16(resolved: Resolved) -> Iterator[Hit]:
+    device = resolved.compute_device
+    if PRECISIONS[type(resolved.cfg.precision)].scales_loss and device not in SCALED:
         yield Hit(
             "config.precision", f"{device} trains nothing in float16: torch scales losses on {', '.join(SCALED)}."
         )
 
 
-def _unscalable(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _unscalable(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if not isinstance(cfg.precision, FP16) or cfg.precision.master_weights or cfg.intent is Intent.INFERENCE:
         return
-    if low := [p.name for p in facts.model.params if p.requires_grad and p.dtype == "float16"]:
+    if low := [p.name for p in resolved.facts.model.params if p.requires_grad and p.dtype == "float16"]:
         what = f"{count(len(low), 'parameter')} stored and trained in float16 ({some(low)}): torch unscales no gradient"
         yield Hit("config.precision.master_weights", what + " of such a one.")
 
 
-def _scale(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if not isinstance(how := cfg.precision, FP16):
+def _scale(resolved: Resolved) -> Iterator[Hit]:
+    if not isinstance(how := resolved.cfg.precision, FP16):
         return
     wrong = (
         ("init_scale", not 0 < how.init_scale < inf, "above 0 and finite"),
@@ -61,21 +64,24 @@ def _scale(cfg: Config, _: Facts) -> Iterator[Hit]:
             yield Hit(f"config.precision.{name}", f"{name}={getattr(how, name):g} has to be {bound}.")
 
 
-def _float16(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.precision, BF16 | FP8):
+def _float16(resolved: Resolved) -> Iterator[Hit]:
+    dtypes = resolved.compute_dtypes
+    if dtypes is not None and dtypes.param == "bfloat16":
         for name in ("reduce_dtype", "output_dtype"):
-            if getattr(cfg.precision, name) == "float16":
+            if getattr(resolved.cfg.precision, name) == "float16":
                 yield Hit(f"config.precision.{name}", "float16 ends at 65504, bfloat16 at 3e38: values become inf.")
 
 
-def _reduce_ignored(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _reduce_ignored(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if (
         isinstance(cfg.precision, Mixed)
-        and not isinstance(cfg.engine, FSDP1 | FSDP2 | DeepSpeed)
+        and not resolved.engine_traits.takes_reduce_dtype
         and cfg.precision.reduce_dtype != "float32"
     ):
         asked, engine = cfg.precision.reduce_dtype, type(cfg.engine).__name__
-        does = "reduces in the dtype of the parameters" if isinstance(cfg.engine, DDP | XLA) else "reduces nothing"
+        averages = resolved.engine_traits.averages
+        does = "reduces in the dtype of the parameters" if averages else "reduces nothing"
         yield Hit("config.precision.reduce_dtype", f"{asked} has no effect: {engine} {does}.")
 
 
@@ -83,14 +89,15 @@ def _low(facts: Facts) -> tuple[ParamFact, ...]:
     return tuple(p for p in facts.model.params if p.requires_grad and p.dtype in ("bfloat16", "float16"))
 
 
-def _stored(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    low = _low(facts)
-    if isinstance(cfg.precision, AsStored) and cfg.intent is Intent.TRAINING and low:
+def _stored(resolved: Resolved) -> Iterator[Hit]:
+    low = resolved.low_precision_params
+    if isinstance(resolved.cfg.precision, AsStored) and resolved.cfg.intent is Intent.TRAINING and low:
         yield Hit("config.precision", f"{_trained(low)}, so that small updates are rounded away.")
 
 
-def _no_masters(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    low = _low(facts)
+def _no_masters(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    low = resolved.low_precision_params
     unkept = isinstance(cfg.precision, Mixed) and not cfg.precision.master_weights
     if unkept and cfg.intent is Intent.TRAINING and low:
         yield Hit("config.precision.master_weights", f"{_trained(low)} without a float32 copy.")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from prepkit.config import Config, Single
+from prepkit.config import Single
 from prepkit.facts import Facts
 from prepkit.findings.text import at, count, some
-from prepkit.rules.devices import computes_on
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 _LOCAL = "local"
@@ -27,7 +27,8 @@ def _multi_backend(facts: Facts) -> bool:
     return found is not None and (int(found.group(1)), int(found.group(2))) >= _MULTI_BACKEND
 
 
-def _spread(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _spread(resolved: Resolved) -> Iterator[Hit]:
+    cfg, facts = resolved.cfg, resolved.facts
     devices = _devices(facts)
     # Without keep_device_map the rule about device maps refuses it already.
     if len(devices) > 1 and cfg.keep_device_map and not isinstance(cfg.engine, Single):
@@ -35,18 +36,19 @@ def _spread(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("model.hf_device_map", f"{what} in each of {facts.env.world_size} processes.")
 
 
-def _other_device(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    devices, here = _devices(facts), computes_on(cfg, facts)
+def _other_device(resolved: Resolved) -> Iterator[Hit]:
+    devices, here = _devices(resolved.facts), resolved.compute_device
     if len(devices) != 1 or devices[0] in ("cpu", "disk"):
         return
     kind, _, index = devices[0].rpartition(":")
     if index == _LOCAL and here != "cpu" and kind in ("", here):
         return
-    what = f"The {facts.model.quantised} weights lie on {devices[0]}, but this process computes on {here}"
+    what = f"The {resolved.facts.model.quantised} weights lie on {devices[0]}, but this process computes on {here}"
     yield Hit("model.hf_device_map", what + (" at its local rank." if here != "cpu" else "."))
 
 
-def _on_cpu(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _on_cpu(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
     if "cpu" not in _devices(facts):
         return
     kept = f"The {facts.model.quantised} model keeps weights on the CPU"
@@ -55,21 +57,22 @@ def _on_cpu(cfg: Config, facts: Facts) -> Iterator[Hit]:
     elif not _multi_backend(facts):
         version = dict(facts.env.libraries)["bitsandbytes"]
         yield Hit("model.hf_device_map", f"{kept}, where bitsandbytes {version} cannot compute.")
-    elif _devices(facts) == ("cpu",) and computes_on(cfg, facts) != "cpu":
-        yield Hit("model.hf_device_map", f"{kept}, but this process computes on {computes_on(cfg, facts)}.")
+    elif _devices(facts) == ("cpu",) and resolved.compute_device != "cpu":
+        yield Hit("model.hf_device_map", f"{kept}, but this process computes on {resolved.compute_device}.")
 
 
-def _on_disk(_: Config, facts: Facts) -> Iterator[Hit]:
+def _on_disk(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
     if "disk" in _devices(facts):
         yield Hit(
             "model.hf_device_map", f"The {facts.model.quantised} model keeps weights on disk, without a gradient."
         )
 
 
-def _unpacked(_: Config, facts: Facts) -> Iterator[Hit]:
+def _unpacked(resolved: Resolved) -> Iterator[Hit]:
     names = [
         param.name
-        for param in facts.model.params
+        for param in resolved.facts.model.params
         if not param.requires_grad
         and (
             (param.cls == "Params4bit" and len(param.shape) == 2 and param.shape[1] != 1)

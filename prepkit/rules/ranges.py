@@ -6,20 +6,22 @@ from collections.abc import Iterator
 from math import inf, isfinite, isnan
 from typing import assert_never
 
-from attrs import evolve
+from attrs import asdict, evolve
 
-from prepkit.config import SGD, AdamW, ClipNorm, ClipValue, Config, NoClip
+from prepkit.config import SGD, ClipNorm, ClipValue, Config, NoClip, OptimizerSpec
+from prepkit.config.optimizer import OPTIMIZERS
 from prepkit.facts import Facts
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 
-def _accumulation(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if cfg.accumulation < 1:
-        yield Hit("config.accumulation", f"{cfg.accumulation} micro-batches make no optimizer step.")
+def _accumulation(resolved: Resolved) -> Iterator[Hit]:
+    if resolved.cfg.accumulation < 1:
+        yield Hit("config.accumulation", f"{resolved.cfg.accumulation} micro-batches make no optimizer step.")
 
 
-def _clip(cfg: Config, _: Facts) -> Iterator[Hit]:
-    match cfg.clip:
+def _clip(resolved: Resolved) -> Iterator[Hit]:
+    match resolved.cfg.clip:
         case ClipNorm(max_norm=limit):
             where = "config.clip.max_norm"
         case ClipValue(max_value=limit):
@@ -27,53 +29,49 @@ def _clip(cfg: Config, _: Facts) -> Iterator[Hit]:
         case NoClip():
             return
         case _:
-            assert_never(cfg.clip)
+            assert_never(resolved.cfg.clip)
     if not limit > 0:
         yield Hit(where, f"A limit of {limit} would make every gradient 0 or turn it round.")
 
 
-def _norm_type(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _norm_type(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if isinstance(cfg.clip, ClipNorm) and not cfg.clip.norm_type > 0:
         yield Hit("config.clip.norm_type", f"There is no {cfg.clip.norm_type}-norm.")
 
 
-def _ticks(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if cfg.scheduler_ticks < 0:
-        yield Hit("config.scheduler_ticks", f"{cfg.scheduler_ticks}: a scheduler cannot step backwards.")
+def _ticks(resolved: Resolved) -> Iterator[Hit]:
+    if resolved.cfg.scheduler_ticks < 0:
+        yield Hit("config.scheduler_ticks", f"{resolved.cfg.scheduler_ticks}: a scheduler cannot step backwards.")
 
 
-def _timeout(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _timeout(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if not (cfg.timeout_s > 0 and isfinite(cfg.timeout_s)):
         yield Hit("config.timeout_s", f"{cfg.timeout_s} seconds is no time to wait for the other ranks.")
 
 
-def _ranges(cfg: Config) -> dict[str, tuple[float, float]]:
-    """Field of the optimizer to its value and the bound that it stays below."""
-    match cfg.optimizer:
-        case None:
-            return {}
-        case AdamW(lr=lr, betas=(first, second), eps=eps, weight_decay=decay):
-            return {
-                "lr": (lr, inf),
-                "betas[0]": (first, 1),
-                "betas[1]": (second, 1),
-                "eps": (eps, inf),
-                "weight_decay": (decay, inf),
-            }
-        case SGD(lr=lr, momentum=momentum, weight_decay=decay):
-            return {"lr": (lr, inf), "momentum": (momentum, inf), "weight_decay": (decay, inf)}
-        case _:
-            assert_never(cfg.optimizer)
+def _ranges(spec: OptimizerSpec) -> Iterator[tuple[str, float, float]]:
+    """Field of the spec, its value, and the bound that it stays below; one for each number of a pair."""
+    below_one = OPTIMIZERS[type(spec)].below_one
+    for name, value in asdict(spec).items():
+        bound = 1 if name in below_one else inf
+        if isinstance(value, tuple):
+            yield from ((f"{name}[{index}]", number, bound) for index, number in enumerate(value))
+        elif not isinstance(value, bool):
+            yield name, value, bound
 
 
-def _optimizer(cfg: Config, _: Facts) -> Iterator[Hit]:
-    for name, (value, bound) in _ranges(cfg).items():
+def _optimizer(resolved: Resolved) -> Iterator[Hit]:
+    spec = resolved.cfg.optimizer
+    for name, value, bound in () if spec is None else _ranges(spec):
         if isnan(value) or not 0 <= value < bound:
             upper = f" and below {bound:g}" if isfinite(bound) else " and finite"
             yield Hit(f"config.optimizer.{name}", f"{name}={value:g} has to be at least 0{upper}.")
 
 
-def _nesterov(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _nesterov(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if isinstance(cfg.optimizer, SGD) and cfg.optimizer.nesterov and not cfg.optimizer.momentum > 0:
         yield Hit("config.optimizer.nesterov", f"nesterov=True with momentum={cfg.optimizer.momentum:g}.")
 

@@ -9,6 +9,7 @@ from attrs import frozen
 from prepkit.config import Config
 from prepkit.facts import Facts
 from prepkit.findings import Severity
+from prepkit.resolve.resolved import Resolved
 
 
 @frozen
@@ -23,6 +24,12 @@ class Hit:
     """What to type; empty: the rule's own ``fix`` says it."""
 
 
+Check = Callable[[Resolved], Iterator[Hit]]
+"""What a rule looks at: ``resolved.cfg``, ``resolved.facts``, and what follows from the two, such as its ``mesh``."""
+Repair = Callable[[Config, Facts], Config]
+"""The config mended. Repairs are chained, so each takes the config that the one before has left."""
+
+
 @frozen(kw_only=True)
 class Rule:
     """A value: what must hold between config and facts, and what to do when it does not."""
@@ -31,7 +38,7 @@ class Rule:
     """``subject.what-is-wrong``; never reused."""
     summary: str
     """What holds when the rule is silent."""
-    check: Callable[[Config, Facts], Iterator[Hit]]
+    check: Check
     """Yields one hit per place; reads only."""
     fix: str
     """The imperative sentence a user follows."""
@@ -40,5 +47,5 @@ class Rule:
     """False where no plan exists unless the rule holds, such as a mesh that does not multiply to the world size."""
     source: tuple[str, ...] = ()
     """Behaviour rows (``DM-1``), pains (``pain 5``) or torch functions that the rule comes from."""
-    repair: Callable[[Config, Facts], Config] | None = None
+    repair: Repair | None = None
     """The fix as a function, where config alone can give it: it silences this rule and adds no other error."""

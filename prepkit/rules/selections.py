@@ -20,6 +20,7 @@ from prepkit.config import (
 )
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings.text import short
+from prepkit.resolve.engines import wrap_of
 from prepkit.resolve.modules import repeated_blocks, select
 
 
@@ -34,8 +35,8 @@ class Selection:
 def selections(cfg: Config) -> tuple[Selection, ...]:
     """Every selection of the config."""
     out: list[Selection] = []
-    if isinstance(cfg.engine, FSDP1 | FSDP2):
-        out.append(Selection(where="config.engine.wrap", wrap=cfg.engine.wrap))
+    if (units := wrap_of(cfg)) is not None:
+        out.append(Selection(where="config.engine.wrap", wrap=units))
     return (*out, *blocks(cfg))
 
 

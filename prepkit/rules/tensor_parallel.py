@@ -12,20 +12,14 @@ from prepkit.config import FSDP2, Config, TensorParallel, TPPlan, TPPlanFromMode
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, did_you_mean, some
-from prepkit.resolve.mesh import axes, size_of
 from prepkit.resolve.modules import PACKED, matcher, parent
+from prepkit.resolve.resolved import Resolved
 from prepkit.resolve.tensor_parallel import (
     SERVED,
     UNTOUCHED,
-    Cut,
-    attention_rows,
-    cut_modules,
-    cut_sizes,
-    degree,
-    held,
-    is_cut,
+    TPModule,
+    attention_layers,
     is_parallel,
-    rows,
 )
 from prepkit.rules.rule import Hit, Rule
 
@@ -33,46 +27,46 @@ _EXAMPLE = 'TPPlan((TPLayer("layers.*.up", "colwise"), TPLayer("layers.*.down", 
 _WORDS = frozenset({"foreach", "fused"})
 
 
-def _cut(cfg: Config, facts: Facts) -> bool:
-    return is_cut(cfg, facts.model, facts.env)
-
-
-def _no_plan(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if _cut(cfg, facts) and not rows(cfg, facts.model):
+def _no_plan(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    if resolved.parallelizes and not resolved.tp_layers:
         what = (
             "config.tp_plan has no rows" if isinstance(cfg.tp_plan, TPPlan) else "The model brings no plan of its own"
         )
-        yield Hit("config.tp_plan", f"{what}, and {degree(cfg, facts.env)} tensor ranks would all compute the same.")
+        yield Hit(
+            "config.tp_plan", f"{what}, and {resolved.tensor_parallel_size} tensor ranks would all compute the same."
+        )
 
 
-def _style(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not _cut(cfg, facts) or not isinstance(cfg.tp_plan, TPPlanFromModel):
+def _style(resolved: Resolved) -> Iterator[Hit]:
+    if not resolved.parallelizes or not isinstance(resolved.cfg.tp_plan, TPPlanFromModel):
         return
-    for pattern, style in facts.model.tensor_plan:
+    for pattern, style in resolved.facts.model.tensor_plan:
         if style not in SERVED and style not in UNTOUCHED:
             yield Hit(at(pattern), f"The model's plan asks for the style `{style}`, which torch has not.")
 
 
-def _pattern(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not _cut(cfg, facts) or not isinstance(cfg.tp_plan, TPPlan):
+def _pattern(resolved: Resolved) -> Iterator[Hit]:
+    if not resolved.parallelizes or not isinstance(resolved.cfg.tp_plan, TPPlan):
         return
-    paths = [module.path for module in facts.model.modules if module.path]
-    for index, row in enumerate(cfg.tp_plan.layers):
-        if not any(map(matcher((row.pattern,)), paths)):
-            fix = f"Write the path of a module, with * for one segment.{did_you_mean(row.pattern, paths)}"
-            yield Hit(f"config.tp_plan.layers[{index}]", f"`{row.pattern}` is the path of no module.", fix)
+    paths = [module.path for module in resolved.facts.model.modules if module.path]
+    for index, layer in enumerate(resolved.cfg.tp_plan.layers):
+        if not any(map(matcher((layer.pattern,)), paths)):
+            fix = f"Write the path of a module, with * for one segment.{did_you_mean(layer.pattern, paths)}"
+            yield Hit(f"config.tp_plan.layers[{index}]", f"`{layer.pattern}` is the path of no module.", fix)
 
 
-def _layer(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not _cut(cfg, facts):
+def _layer(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if not resolved.parallelizes:
         return
     classes = {module.path: facts.model.classes[module.cls].name for module in facts.model.modules}
     flat = _flat(facts.model)
-    for row, group in groupby(cut_modules(cfg, facts.model), lambda cut: cut.row):
-        bad = [cut for cut in group if not _able(cut, flat)]
+    for layer, group in groupby(resolved.tp_modules, lambda module: module.layer):
+        bad = [module for module in group if not _able(module, flat)]
         if bad:
-            names = some([cut.path or "the model itself" for cut in bad])
-            what = f"{row.style} takes {_takes(row.style)}, but {names} {'is' if len(bad) == 1 else 'are'} of the class"
+            names, are = some([module.path or "the model itself" for module in bad]), "is" if len(bad) == 1 else "are"
+            what = f"{layer.style} takes {_takes(layer.style)}, but {names} {are} of the class"
             yield Hit(at(bad[0].path), f"{what} `{classes[bad[0].path]}`.")
 
 
@@ -83,10 +77,10 @@ def _flat(model: ModelFacts) -> set[str]:
     return {parent(name) for name in good}
 
 
-def _able(cut: Cut, flat: set[str]) -> bool:
-    if cut.row.style in ("colwise", "rowwise"):
-        return cut.kind in ("linear", "embedding") and cut.path in flat
-    return cut.kind != "other"
+def _able(module: TPModule, flat: set[str]) -> bool:
+    if module.layer.style in ("colwise", "rowwise"):
+        return module.kind in ("linear", "embedding") and module.path in flat
+    return module.kind != "other"
 
 
 def _takes(style: str) -> str:
@@ -95,33 +89,33 @@ def _takes(style: str) -> str:
     return "a module without modules inside it"
 
 
-def _twice(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not _cut(cfg, facts):
+def _twice(resolved: Resolved) -> Iterator[Hit]:
+    if not resolved.parallelizes:
         return
     seen: dict[str, str] = {}
-    for cut in cut_modules(cfg, facts.model):
-        first = seen.setdefault(cut.path, cut.row.pattern)
-        if first != cut.row.pattern:
-            yield Hit(at(cut.path), f"Named by two rows: `{first}` and `{cut.row.pattern}`.")
+    for module in resolved.tp_modules:
+        first = seen.setdefault(module.path, module.layer.pattern)
+        if first != module.layer.pattern:
+            yield Hit(at(module.path), f"Named by two rows: `{first}` and `{module.layer.pattern}`.")
 
 
-def _sizes(cfg: Config, facts: Facts) -> dict[str, int]:
-    """What has to divide by the degree: the size of every cut dimension once, and the heads of attentions."""
-    found: dict[str, int] = {}
-    for param, dim in cut_sizes(cfg, facts.model):
-        found.setdefault(f"dimension {dim} of `{param.name}`", param.shape[dim])
-    said = facts.model.architecture
-    if attention_rows(cfg, facts.model):
-        heads = {"heads": said.heads, "kv_heads": said.kv_heads}
-        found |= {f"model.config's {name}": number for name, number in heads.items() if number}
-    return found
+def _sizes(resolved: Resolved) -> dict[str, int]:
+    """What the tensor ranks have to divide: every sharded dimension once, and the heads of attentions; name to size."""
+    sizes: dict[str, int] = {}
+    for param, dim in resolved.tp_shards:
+        sizes.setdefault(f"dimension {dim} of `{param.name}`", param.shape[dim])
+    model = resolved.facts.model
+    if attention_layers(resolved.tp_modules, model):
+        heads = {"heads": model.architecture.heads, "kv_heads": model.architecture.kv_heads}
+        sizes |= {f"model.config's {name}": number for name, number in heads.items() if number}
+    return sizes
 
 
-def _divides(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    ranks = degree(cfg, facts.env)
-    if not _cut(cfg, facts) or ranks < 1:
+def _divides(resolved: Resolved) -> Iterator[Hit]:
+    ranks = resolved.tensor_parallel_size
+    if not resolved.parallelizes or ranks < 1:
         return
-    sizes = _sizes(cfg, facts)
+    sizes = _sizes(resolved)
     odd = {name: size for name, size in sizes.items() if size % ranks}
     if not odd:
         return
@@ -134,15 +128,16 @@ def _divides(cfg: Config, facts: Facts) -> Iterator[Hit]:
         f"{names[0]}{f' ({len(names) - 1} more alike)' * (len(names) > 1)} is {size}" for size, names in alike.items()
     )
     fix = f"Cut over {' or '.join(valid)} ranks: every size in the plan divides by these. Or leave the row out."
-    where = "config.mesh.tensor" if cfg.mesh else "config.engine"
+    where = "config.mesh.tensor" if resolved.cfg.mesh else "config.engine"
     yield Hit(where, f"{', '.join(said)}: not to be divided over {ranks} tensor ranks.", fix)
 
 
-def _uneven(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, FSDP2) or not _cut(cfg, facts) or facts.env.release >= _EVEN_BEFORE:
+def _uneven(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if not isinstance(resolved.cfg.engine, FSDP2) or not resolved.parallelizes or facts.env.release >= _EVEN_BEFORE:
         return
-    parts = degree(cfg, facts.env) * size_of("shard", axes(cfg, facts.env) or ())
-    odd = [param for param, dim in cut_sizes(cfg, facts.model) if dim == 0 and param.shape[0] % max(1, parts)]
+    parts = resolved.tensor_parallel_size * resolved.axis_size("shard")
+    odd = [param for param, dim in resolved.tp_shards if dim == 0 and param.shape[0] % max(1, parts)]
     if odd:
         first, more = odd[0], f" ({count(len(odd) - 1, 'more parameter')} alike)" if len(odd) > 1 else ""
         what = f"{first.shape[0]} rows of `{first.name}`{more} do not divide by {parts}, tensor ranks times shards"
@@ -154,21 +149,22 @@ _EVEN_BEFORE = (2, 8)
 """torch from which ``fully_shard`` takes what is cut in dimension 0 and does not divide."""
 
 
-def _ties(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not _cut(cfg, facts):
+def _ties(resolved: Resolved) -> Iterator[Hit]:
+    if not resolved.parallelizes:
         return
-    how = held(cfg, facts.model)
-    here = {module.path for module in facts.model.modules}
-    for group in facts.model.ties:
+    how = resolved.tp_placements
+    here = {module.path for module in resolved.facts.model.modules}
+    for group in resolved.facts.model.ties:
         lies = {name: how.get(name, "replicate") for name in group if parent(name) in here}
         if len(set(lies.values())) > 1:
             said = ", ".join(f"`{name}` is {word}" for name, word in lies.items())
             yield Hit(at(group[0]), f"One parameter, but {said}: cut so, it would become several.")
 
 
-def _size(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    size, ranks = facts.model.architecture.tp_size, degree(cfg, facts.env)
-    if not isinstance(cfg.engine, TensorParallel):
+def _size(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    size, ranks = facts.model.architecture.tp_size, resolved.tensor_parallel_size
+    if not isinstance(resolved.cfg.engine, TensorParallel):
         return
     if is_parallel(facts.model) and size is None:
         yield Hit("model.tp_size", "The model is cut already, and neither it nor its config says over how many ranks.")
@@ -176,11 +172,11 @@ def _size(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("model.tp_size", f"The model says tp_size={size}, but {ranks} tensor ranks run.")
 
 
-def _mixed(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not _cut(cfg, facts) or facts.optimizer is None:
+def _mixed(resolved: Resolved) -> Iterator[Hit]:
+    if not resolved.parallelizes or resolved.facts.optimizer is None:
         return
-    how = held(cfg, facts.model)
-    for index, group in enumerate(facts.optimizer.groups):
+    how = resolved.tp_placements
+    for index, group in enumerate(resolved.facts.optimizer.groups):
         asked = [name for name, value in group.options if name in _WORDS and value is True]
         cut = {name in how for name in group.slots if name}
         if asked and len(cut) == 2:
@@ -190,8 +186,9 @@ def _mixed(cfg: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit("optimizer", what)
 
 
-def _unread(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.tp_plan, TPPlan) and not _cut(cfg, facts):
+def _unread(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    if isinstance(cfg.tp_plan, TPPlan) and not resolved.parallelizes:
         arrives = isinstance(cfg.engine, TensorParallel)
         why = "the model arrives cut already" if arrives else "the mesh has no tensor axis"
         yield Hit("config.tp_plan", f"{count(len(cfg.tp_plan.layers), 'row')} without effect: {why}.")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.config import FSDP1, FSDP2, Config
-from prepkit.facts import Facts, ModelFacts
+from prepkit.facts import ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, some
-from prepkit.resolve.fsdp1 import ignored_params, sharded_units
 from prepkit.resolve.modules import parent, unit_of
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 
@@ -28,12 +27,9 @@ def apart(paths: tuple[str, ...], model: ModelFacts) -> Iterator[tuple[tuple[str
             yield places
 
 
-def _split(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.engine, FSDP1 | FSDP2):
-        return
-    left_out = ignored_params(cfg.engine, facts.model) if isinstance(cfg.engine, FSDP1) else frozenset()
-    for places in apart(sharded_units(cfg, facts.model), facts.model):
-        if places[0][0] in left_out:
+def _split(resolved: Resolved) -> Iterator[Hit]:
+    for places in apart(resolved.units, resolved.facts.model):
+        if places[0][0] in resolved.ignored_params:
             continue
         names = some(tuple(name for name, _ in places))
         units = " and ".join(f"`{unit}`" if unit else "the root" for unit in dict.fromkeys(unit for _, unit in places))
@@ -54,8 +50,8 @@ def _embeddings(model: ModelFacts) -> tuple[str, str, bool] | None:
     return first, second, any({first, second} <= set(group) for group in model.ties)
 
 
-def _only_declared(_: Config, facts: Facts) -> Iterator[Hit]:
-    model = facts.model
+def _only_declared(resolved: Resolved) -> Iterator[Hit]:
+    model = resolved.facts.model
     found = _embeddings(model)
     if found and not found[2] and model.architecture.tie_word_embeddings and model.tied_keys:
         first, second, _tied = found
@@ -64,9 +60,9 @@ def _only_declared(_: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(at(second), what, f"{call} before planning, or set model.config.tie_word_embeddings = False.")
 
 
-def _undeclared(_: Config, facts: Facts) -> Iterator[Hit]:
-    found = _embeddings(facts.model)
-    if found and found[2] and facts.model.architecture.tie_word_embeddings is False:
+def _undeclared(resolved: Resolved) -> Iterator[Hit]:
+    found = _embeddings(resolved.facts.model)
+    if found and found[2] and resolved.facts.model.architecture.tie_word_embeddings is False:
         first, second, _tied = found
         what = f"`{second}` is `{first}`, but model.config.tie_word_embeddings is False: a reload would untie them."
         yield Hit(at(second), what)

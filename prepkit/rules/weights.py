@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.config import DDP, FP8, FSDP2, Config, KeepWeights, LoadWeights, SendWeights, Single
-from prepkit.facts import Facts
+from prepkit.config import FP8, KeepWeights, LoadWeights, SendWeights, Single
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
-from prepkit.resolve.checkpoint import asked, computed, helpless, initialised
+from prepkit.resolve.checkpoint import without_initializer
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules import weights_match
 from prepkit.rules.rule import Hit, Rule
 
-_FILLED = (Single, DDP, FSDP2)
-"""Engines whose plans give a model its values."""
 
-
-def _unfilled(cfg: Config, facts: Facts) -> Iterator[Hit]:
+def _unfilled(resolved: Resolved) -> Iterator[Hit]:
+    cfg, facts = resolved.cfg, resolved.facts
     if isinstance(cfg.weights, KeepWeights):
         return
     asked_for, name = f"`{type(cfg.weights).__name__}`", type(cfg.engine).__name__
     if isinstance(cfg.weights, SendWeights) and isinstance(cfg.engine, Single):
         what = f"{asked_for} with {name}, where there is no other rank to send to."
         yield Hit("config.weights", what, "Leave config.weights out: the model keeps its values.")
-    elif not isinstance(cfg.engine, _FILLED):
+    elif not resolved.engine_traits.gives_values:
         yield Hit("config.weights", f"{asked_for} with {name}, which takes the values that the model has.")
     if isinstance(cfg.precision, FP8):
         yield Hit("config.weights", f"{asked_for} with float8, whose layers are made from the values that are there.")
@@ -33,27 +31,28 @@ def _unfilled(cfg: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit("config.weights", f"{asked_for} for a model that a device map has spread over several devices.")
 
 
-def _state(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    held = facts.optimizer
-    if isinstance(cfg.weights, SendWeights) and held is not None and held.stateful:
+def _state(resolved: Resolved) -> Iterator[Hit]:
+    held = resolved.facts.optimizer
+    if isinstance(resolved.cfg.weights, SendWeights) and held is not None and held.stateful:
         what = f"`SendWeights` sends what the model holds; the optimizer's state of {some(held.stateful)} is not sent."
         yield Hit("optimizer", what)
 
 
-def _unseen(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.weights, LoadWeights) and asked(cfg, facts) is None:
+def _unseen(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if isinstance(resolved.cfg.weights, LoadWeights) and resolved.checkpoint is None:
         seen = f"the facts are about `{facts.checkpoint.path}`" if facts.checkpoint else "the facts hold no checkpoint"
-        yield Hit("config.weights.path", f"`{cfg.weights.path}` is to be loaded, but {seen}.")
+        yield Hit("config.weights.path", f"`{resolved.cfg.weights.path}` is to be loaded, but {seen}.")
 
 
-def _unreadable(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if (there := asked(cfg, facts)) is not None:
+def _unreadable(resolved: Resolved) -> Iterator[Hit]:
+    if (there := resolved.checkpoint) is not None:
         for problem in there.problems:
             yield Hit(f"checkpoint.{problem.file}", f"`{problem.file}` in `{there.folder}`: {problem.what}.")
 
 
-def _helpless(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    names = helpless(facts.model, initialised(cfg, facts))
+def _uninitialized(resolved: Resolved) -> Iterator[Hit]:
+    names = without_initializer(resolved.facts.model, resolved.initialized_params)
     if names:
         what = f"Nothing initialises {count(len(names), 'parameter')}: {some(names)}. "
         yield Hit(
@@ -61,8 +60,8 @@ def _helpless(cfg: Config, facts: Facts) -> Iterator[Hit]:
         )
 
 
-def _buffers(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    names = helpless(facts.model, computed(cfg, facts))
+def _buffers(resolved: Resolved) -> Iterator[Hit]:
+    names = without_initializer(resolved.facts.model, resolved.computed_buffers)
     if names:
         what = f"Nothing computes {count(len(names), 'buffer')} that no checkpoint holds: {some(names)}."
         yield Hit(at(names[0]), what + " Where they are on meta, apply refuses the model.")
@@ -107,7 +106,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="weights.no-initialiser",
         summary="What is to be initialised has a reset_parameters, or an _init_weights above it.",
-        check=_helpless,
+        check=_uninitialized,
         fix="Give the module a reset_parameters() that writes what it holds, or load the weights: LoadWeights(path).",
         overridable=False,
         source=("G-5", "pain 17"),

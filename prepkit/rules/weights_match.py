@@ -5,60 +5,58 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from prepkit.config import Config, LoadWeights
-from prepkit.facts import Facts, ModelFacts
+from prepkit.config import LoadWeights
+from prepkit.facts import ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, near, some
-from prepkit.resolve.checkpoint import asked, match, unreadable
+from prepkit.resolve.checkpoint import CheckpointMatch, unreadable
 from prepkit.resolve.checkpoint_parts import AssembledTensor, lacking, unmatched
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 _CASTS = frozenset({"float64", "float32", "float16", "bfloat16"})
 """Dtypes that are cast into one another when they are read."""
 
 
-def _whole(cfg: Config, facts: Facts) -> bool:
-    """Whether there is a checkpoint whose files can be read: else what it lacks says nothing."""
-    there = asked(cfg, facts)
-    return there is not None and not there.problems
+def _readable_match(resolved: Resolved) -> CheckpointMatch | None:
+    """The checkpoint against the model where its files can be read: else what it lacks says nothing."""
+    checkpoint = resolved.checkpoint
+    return resolved.checkpoint_match if checkpoint is not None and not checkpoint.problems else None
 
 
-def _rename(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(cfg.weights, LoadWeights):
+def _rename(resolved: Resolved) -> Iterator[Hit]:
+    if not isinstance(resolved.cfg.weights, LoadWeights):
         return
     where = "config.weights.rename"
-    for pattern, why in unreadable(cfg.weights):
+    for pattern, why in unreadable(resolved.cfg.weights):
         yield Hit(where, f"`{pattern}` and its replacement are no regular expression: {why}.")
-    if (there := asked(cfg, facts)) is not None and not there.problems:
-        twice = match(facts.model, there).doubled
-        if twice:
-            what = f"Several tensors of the checkpoint are renamed to {some([name for name, _ in twice])}"
-            if all(one.place is None for one in there.tensors):
-                yield Hit(where, f"{what}.")
-            else:
-                fix = "Remove all but one of them from the files, or rename the one that is read."
-                yield Hit(where, f"{what}, by the model's library: {some(twice[0][1])}.", fix)
+    checkpoint, match = resolved.checkpoint, _readable_match(resolved)
+    if checkpoint is not None and match is not None and match.ambiguous:
+        what = f"Several tensors of the checkpoint are renamed to {some([name for name, _ in match.ambiguous])}"
+        if all(tensor.place is None for tensor in checkpoint.tensors):
+            yield Hit(where, f"{what}.")
+        else:
+            fix = "Remove all but one of them from the files, or rename the one that is read."
+            yield Hit(where, f"{what}, by the model's library: {some(match.ambiguous[0][1])}.", fix)
 
 
-def _missing(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not _whole(cfg, facts) or (there := asked(cfg, facts)) is None:
+def _missing(resolved: Resolved) -> Iterator[Hit]:
+    match = _readable_match(resolved)
+    if match is None or not match.missing:
         return
-    found = match(facts.model, there)
-    if not found.missing:
+    what = f"The checkpoint lacks {count(len(match.missing), 'tensor')} of the model: {some(match.missing)}."
+    if match.converted:
+        key, how = match.converted[0]
+        what += f" The model's library converts `{key}`{_more(match.converted)} by {how}, which no byte range does."
+        yield Hit(at(match.missing[0]), what, _CONVERT)
         return
-    what = f"The checkpoint lacks {count(len(found.missing), 'tensor')} of the model: {some(found.missing)}."
-    if found.converted:
-        key, how = found.converted[0]
-        what += f" The model's library converts `{key}`{_more(found.converted)} by {how}, which no byte range does."
-        yield Hit(at(found.missing[0]), what, _CONVERT)
-        return
-    if prefix := _prefix(found.missing, found.unexpected):
+    if prefix := _prefix(match.missing, match.unexpected):
         what += f" They are there {prefix[0]}."
-        yield Hit(at(found.missing[0]), what, f"Write LoadWeights(path, rename=(({prefix[1]}),)).")
+        yield Hit(at(match.missing[0]), what, f"Write LoadWeights(path, rename=(({prefix[1]}),)).")
         return
-    if close := near(found.missing[0], found.unexpected, limit=1):
+    if close := near(match.missing[0], match.unexpected, limit=1):
         what += f" It has `{close[0]}`."
-    yield Hit(at(found.missing[0]), what)
+    yield Hit(at(match.missing[0]), what)
 
 
 _CONVERT = (
@@ -73,86 +71,82 @@ def _more(keys: tuple[object, ...]) -> str:
 
 def _prefix(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> tuple[str, str] | None:
     """How the names differ, where all of them do alike, and the renaming that mends it."""
-    there = set(unexpected)
+    keys = set(unexpected)
     for key in unexpected:
         if key.endswith(f".{missing[0]}"):
             more = key.removesuffix(missing[0])
-            if all(f"{more}{name}" in there for name in missing):
+            if all(f"{more}{name}" in keys for name in missing):
                 return f"under `{more}`", f'"^{re.escape(more)}", ""'
         if missing[0].endswith(f".{key}"):
             less = missing[0].removesuffix(key)
-            if all(name.startswith(less) and name.removeprefix(less) in there for name in missing):
+            if all(name.startswith(less) and name.removeprefix(less) in keys for name in missing):
                 return f"without `{less}`", f'"^", "{less}"'
     return None
 
 
-def _unexpected(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if _whole(cfg, facts) and (there := asked(cfg, facts)) is not None:
-        keys = match(facts.model, there).unexpected
-        if keys:
-            what = f"The checkpoint has {count(len(keys), 'tensor')} that the model does not have: {some(keys)}."
-            yield Hit(f"checkpoint.{keys[0]}", what)
+def _unexpected(resolved: Resolved) -> Iterator[Hit]:
+    if (match := _readable_match(resolved)) is not None and (keys := match.unexpected):
+        what = f"The checkpoint has {count(len(keys), 'tensor')} that the model does not have: {some(keys)}."
+        yield Hit(f"checkpoint.{keys[0]}", what)
 
 
-def _shape(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if (there := asked(cfg, facts)) is None:
+def _shape(resolved: Resolved) -> Iterator[Hit]:
+    if (match := resolved.checkpoint_match) is None:
         return
-    shapes = _shapes(facts.model)
-    wrong = [one for one in match(facts.model, there).found if not one.recipe and one.shape != shapes[one.name]]
-    for one in wrong[:5]:
-        what = f"`{one.stored[0].key}` in the checkpoint is {list(one.shape)}, the model's is {list(shapes[one.name])}."
-        yield Hit(at(one.name), what)
+    shapes = _shapes(resolved.facts.model)
+    wrong = [tensor for tensor in match.assembled if not tensor.recipe and tensor.shape != shapes[tensor.name]]
+    for tensor in wrong[:5]:
+        shape, wanted = list(tensor.shape), list(shapes[tensor.name])
+        yield Hit(at(tensor.name), f"`{tensor.stored[0].key}` in the checkpoint is {shape}, the model's is {wanted}.")
     if len(wrong) > 5:
         yield Hit("model", f"{count(len(wrong) - 5, 'more tensor')} of the checkpoint have another shape.")
 
 
 def _shapes(model: ModelFacts) -> dict[str, tuple[int, ...]]:
-    return {one.name: one.shape for one in model.params} | {one.name: one.shape for one in model.buffers}
+    return {param.name: param.shape for param in model.params} | {buffer.name: buffer.shape for buffer in model.buffers}
 
 
-def _parts(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if not _whole(cfg, facts) or (there := asked(cfg, facts)) is None:
+def _parts(resolved: Resolved) -> Iterator[Hit]:
+    if (match := _readable_match(resolved)) is None:
         return
-    shapes = _shapes(facts.model)
-    made = (one for one in match(facts.model, there).found if one.recipe)
-    wrong = [(one, why) for one in made if (why := _why(one, shapes[one.name]))]
-    for one, why in wrong[:5]:
-        yield Hit(at(one.name), f"{count(len(one.stored), 'tensor')} of the checkpoint do not make it up: {why}.")
+    shapes = _shapes(resolved.facts.model)
+    joined = (tensor for tensor in match.assembled if tensor.recipe)
+    wrong = [(tensor, why) for tensor in joined if (why := _why(tensor, shapes[tensor.name]))]
+    for tensor, why in wrong[:5]:
+        yield Hit(at(tensor.name), f"{count(len(tensor.stored), 'tensor')} of the checkpoint do not make it up: {why}.")
     if len(wrong) > 5:
         yield Hit("model", f"The parts of {count(len(wrong) - 5, 'more tensor')} do not make it up.")
 
 
-def _why(made: AssembledTensor, shape: tuple[int, ...]) -> str:
+def _why(tensor: AssembledTensor, shape: tuple[int, ...]) -> str:
     """Why the parts are not the model's tensor, with the keys that are not there."""
-    if made.wrong or made.shape == shape:
-        return made.wrong
-    what = f"they are {list(made.shape)} in all, the model's is {list(shape)}"
-    stack = made.recipe.stack if made.recipe else None
-    absent = lacking(made, shape[stack]) if stack is not None and stack < len(shape) else ()
+    if tensor.wrong or tensor.shape == shape:
+        return tensor.wrong
+    what = f"they are {list(tensor.shape)} in all, the model's is {list(shape)}"
+    stack = tensor.recipe.stack if tensor.recipe else None
+    absent = lacking(tensor, shape[stack]) if stack is not None and stack < len(shape) else ()
     if absent:
         what += f"; the checkpoint lacks {some(absent)}"
-    if patterns := unmatched(made):
+    if patterns := unmatched(tensor):
         what += f"; it has nothing like {some(patterns)}"
     return what
 
 
-def _dtype(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if (there := asked(cfg, facts)) is None:
+def _dtype(resolved: Resolved) -> Iterator[Hit]:
+    if (match := resolved.checkpoint_match) is None:
         return
-    dtypes = {one.name: one.dtype for one in facts.model.params} | {one.name: one.dtype for one in facts.model.buffers}
-    for one in match(facts.model, there).found:
-        wanted, stored = dtypes[one.name], one.stored[0]
+    model = resolved.facts.model
+    dtypes = {param.name: param.dtype for param in model.params} | {buf.name: buf.dtype for buf in model.buffers}
+    for tensor in match.assembled:
+        wanted, stored = dtypes[tensor.name], tensor.stored[0]
         if stored.dtype != wanted and not {stored.dtype, wanted} <= _CASTS:
             what = f"`{stored.key}` in the checkpoint is {stored.dtype}, the model's is {wanted}: not to be cast."
-            yield Hit(at(one.name), what)
+            yield Hit(at(tensor.name), what)
 
 
-def _twice(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if (there := asked(cfg, facts)) is not None:
-        for read, left in match(facts.model, there).twice:
-            yield Hit(
-                at(left), f"`{left}` and `{read}` are one parameter, and the checkpoint has both: `{read}` is read."
-            )
+def _twice(resolved: Resolved) -> Iterator[Hit]:
+    for read, left in resolved.checkpoint_match.tied_twice if resolved.checkpoint_match else ():
+        yield Hit(at(left), f"`{left}` and `{read}` are one parameter, and the checkpoint has both: `{read}` is read.")
 
 
 RULES: tuple[Rule, ...] = (

@@ -10,6 +10,7 @@ from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import did_you_mean, near, some
 from prepkit.resolve.modules import matcher, repeated_blocks, select
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 from prepkit.rules.selections import below_root, instead, known_blocks, mend, selections
 
@@ -53,9 +54,9 @@ def _container_path(model: ModelFacts) -> Callable[[str], bool]:
 # --- checks --------------------------------------------------------------------------------------------------------
 
 
-def _class_not_found(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    model = facts.model
-    for chosen in selections(cfg):
+def _class_not_found(resolved: Resolved) -> Iterator[Hit]:
+    model = resolved.facts.model
+    for chosen in selections(resolved.cfg):
         if not isinstance(chosen.wrap, WrapClasses):
             continue
         for name in filter(_absent(model), chosen.wrap.names):
@@ -70,8 +71,9 @@ def _class_not_found(cfg: Config, facts: Facts) -> Iterator[Hit]:
             )
 
 
-def _pattern_not_found(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    for chosen in selections(cfg):
+def _pattern_not_found(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    for chosen in selections(resolved.cfg):
         if not isinstance(chosen.wrap, WrapPaths):
             continue
         for pattern in filter(_unmatched(facts.model), chosen.wrap.patterns):
@@ -84,8 +86,9 @@ def _pattern_not_found(cfg: Config, facts: Facts) -> Iterator[Hit]:
             )
 
 
-def _container(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    for chosen in selections(cfg):
+def _container(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    for chosen in selections(resolved.cfg):
         match chosen.wrap:
             case WrapClasses(names=names):
                 bad = tuple(filter(_container_class(facts.model), names))
@@ -98,8 +101,8 @@ def _container(cfg: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(chosen.where, what, f"Name what is inside: write {instead(facts.model)}.")
 
 
-def _size(cfg: Config, _: Facts) -> Iterator[Hit]:
-    for chosen in selections(cfg):
+def _size(resolved: Resolved) -> Iterator[Hit]:
+    for chosen in selections(resolved.cfg):
         if isinstance(chosen.wrap, WrapSize) and chosen.wrap.min_params < 1:
             yield Hit(chosen.where, f"min_params={chosen.wrap.min_params} would make every module a unit of its own.")
 
@@ -112,15 +115,15 @@ def _names(wrap: Wrap) -> tuple[str, ...] | None:
             return None
 
 
-def _empty(cfg: Config, _: Facts) -> Iterator[Hit]:
-    for chosen in selections(cfg):
+def _empty(resolved: Resolved) -> Iterator[Hit]:
+    for chosen in selections(resolved.cfg):
         names = _names(chosen.wrap)
         if names is not None and not all(name.strip() for name in names or ("",)):
             yield Hit(chosen.where, f"{chosen.wrap} names nothing.")
 
 
-def _twice(cfg: Config, _: Facts) -> Iterator[Hit]:
-    for chosen in selections(cfg):
+def _twice(resolved: Resolved) -> Iterator[Hit]:
+    for chosen in selections(resolved.cfg):
         times = Counter(_names(chosen.wrap) or ())
         if again := tuple(name for name, number in times.items() if number > 1):
             yield Hit(chosen.where, f"{some(again)} is named more than once.")

@@ -8,6 +8,7 @@ from attrs import evolve
 
 from prepkit.config import XLA, Config, KeepLoaders, NoClip, NoCompile
 from prepkit.facts import Facts
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.fp8 import knows_libraries
 from prepkit.rules.rule import Hit, Rule
 
@@ -15,31 +16,34 @@ NOT_FOR_XLA = ("inductor", "cudagraphs", "tvm")
 """Backends of torch.compile that make code for other devices."""
 
 
-def _missing(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.engine, XLA) and knows_libraries(facts) and "torch_xla" not in dict(facts.env.libraries):
+def _missing(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if isinstance(resolved.cfg.engine, XLA) and knows_libraries(facts) and "torch_xla" not in dict(facts.env.libraries):
         yield Hit("config.engine", "XLA needs `torch_xla`, which is not installed.")
 
 
-def _mesh(cfg: Config, _: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.engine, XLA) and cfg.mesh is not None:
+def _mesh(resolved: Resolved) -> Iterator[Hit]:
+    if isinstance(resolved.cfg.engine, XLA) and resolved.cfg.mesh is not None:
         yield Hit("config.mesh", "XLA() copies the model to every process, and builds no mesh.")
 
 
-def _loaders(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    many = facts.env.world_size > 1 and bool(facts.loaders)
-    if isinstance(cfg.engine, XLA) and many and not isinstance(cfg.loaders, KeepLoaders):
+def _loaders(resolved: Resolved) -> Iterator[Hit]:
+    many = resolved.facts.env.world_size > 1 and bool(resolved.facts.loaders)
+    if isinstance(resolved.cfg.engine, XLA) and many and not isinstance(resolved.cfg.loaders, KeepLoaders):
         yield Hit("config.loaders", "Under XLA() the processes are torch_xla's, whose ranks torch does not know.")
 
 
-def _clip(cfg: Config, facts: Facts) -> Iterator[Hit]:
-    if isinstance(cfg.engine, XLA) and facts.env.world_size > 1 and not isinstance(cfg.clip, NoClip):
+def _clip(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    if isinstance(resolved.cfg.engine, XLA) and facts.env.world_size > 1 and not isinstance(resolved.cfg.clip, NoClip):
         what = (
             "Gradients are averaged when the optimizer steps, and would be clipped before that, each rank's by itself."
         )
         yield Hit("config.clip", what)
 
 
-def _compile(cfg: Config, _: Facts) -> Iterator[Hit]:
+def _compile(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
     if isinstance(cfg.engine, XLA) and not isinstance(cfg.compile, NoCompile) and cfg.compile.backend in NOT_FOR_XLA:
         yield Hit("config.compile.backend", f"`{cfg.compile.backend}` makes no code for XLA devices.")
 

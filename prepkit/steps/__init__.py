@@ -28,6 +28,9 @@ from prepkit.steps.model import (
     UpcastParameters,
 )
 from prepkit.steps.optimizer import (
+    Algorithm as Algorithm,
+)
+from prepkit.steps.optimizer import (
     CreateGradScaler,
     CreateOptimizer,
     OptimizerOption,

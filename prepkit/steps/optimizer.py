@@ -6,6 +6,9 @@ from typing import Literal
 
 from attrs import frozen
 
+Algorithm = Literal["AdamW", "SGD"]
+"""Classes of ``torch.optim`` that prepkit creates; each has a spec of the same name in ``config/optimizer.py``."""
+
 
 @frozen(kw_only=True)
 class OptimizerOption:
@@ -44,7 +47,7 @@ class CreateOptimizer:
     Where a flat parameter has taken the place of named ones, it stands for them, once.
     """
 
-    algorithm: Literal["AdamW", "SGD"]
+    algorithm: Algorithm
     names: tuple[str, ...]
     options: tuple[OptimizerOption, ...]
 

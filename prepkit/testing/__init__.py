@@ -21,9 +21,10 @@ from prepkit.config import FP16, AsStored, Config, Intent, Mesh, Mixed, OffloadT
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.plan import Plan
-from prepkit.resolve.checkpoint import helpless
+from prepkit.resolve.checkpoint import without_initializer
 from prepkit.resolve.mesh import axes, size_of
 from prepkit.resolve.modules import select
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES
 from prepkit.rules.ddp import lost_in_sync
 from prepkit.rules.mesh import nearest
@@ -148,7 +149,7 @@ def fitting(draw: st.DrawFn, seen: Facts, *, float8: bool = False, zero: bool = 
 def _fits(seen: Facts, how: c.LoadWeights) -> bool:
     """Whether the checkpoint is of this model still: float8 and ZeRO may have given it other layers since."""
     checks = (rule.check for rule in WEIGHTS if rule.severity is Severity.ERROR)
-    return not any(hit for check in checks for hit in check(Config(weights=how), seen))
+    return not any(hit for check in checks for hit in check(Resolved(cfg=Config(weights=how), facts=seen)))
 
 
 def _weights(seen: Facts, engine: c.Engine) -> SearchStrategy[c.Weights]:
@@ -156,7 +157,7 @@ def _weights(seen: Facts, engine: c.Engine) -> SearchStrategy[c.Weights]:
     options: list[c.Weights] = [c.KeepWeights()]
     if not isinstance(engine, _FILLED) or seen.model.quantised or len(seen.model.device_map) > 1:
         return st.just(c.KeepWeights())
-    if not helpless(seen.model, (param.name for param in seen.model.params)):
+    if not without_initializer(seen.model, (param.name for param in seen.model.params)):
         options += [c.InitWeights(0), c.InitWeights(7)]
     if seen.checkpoint is not None and _fits(seen, c.LoadWeights(seen.checkpoint.path)):
         how = [c.LoadWeights(seen.checkpoint.path, rename=how) for how in ((), (("^absent[.]", ""),))]

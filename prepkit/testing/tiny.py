@@ -21,7 +21,7 @@ from prepkit.facts import (
     ParamFact,
     UnitFact,
 )
-from prepkit.resolve.modules import kept_whole
+from prepkit.resolve.modules import packed_params
 
 LIBRARIES = (
     *(("deepspeed", "0.19.8"), ("msamp", "0.4.0"), ("torch_xla", "2.9.0")),
@@ -133,7 +133,7 @@ def arrived(model: ModelFacts, *, paths: tuple[str, ...] = (), root: UnitFact) -
     inner = evolve(root, reshard_after_forward=True, output_dtype=None)
     units = (*(evolve(inner, path=path) for path in paths), root)
     placements = ("replicate", "shard(0)") if root.copies > 1 else ("shard(0)",)
-    whole = set(kept_whole(model))
+    whole = set(packed_params(model))
     params = (p if p.name in whole else evolve(p, cls="DTensor", placements=placements) for p in model.params)
     model = evolve(model, params=tuple(params), units=units)
     for unit in units:

@@ -14,6 +14,7 @@ from prepkit.config import BF16, DDP, FSDP2, AdamW, Config, Mesh, OffloadToCPU, 
 from prepkit.facts import Env, Facts
 from prepkit.findings import Finding, Severity
 from prepkit.predict import predict
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES
 from prepkit.rules.memory import PLAN_RULES
 from prepkit.testing.tiny import tiny_facts, tiny_model
@@ -134,7 +135,7 @@ def test_the_engine_without_formulas_is_neither_refused_nor_called_fitting() -> 
 def test_the_rules_about_memory_are_known_to_overrides_and_to_nobody_twice() -> None:
     assert not {rule.id for rule in PLAN_RULES} & {rule.id for rule in RULES}
     for rule in PLAN_RULES:
-        assert not list(rule.check(Config(), tiny_facts()))
+        assert not list(rule.check(Resolved(cfg=Config(), facts=tiny_facts())))
         cfg = Config(overrides=(rule.id,))
         assert planner.plan(cfg, tiny_facts()).unwrap().overridden == ()
 

@@ -28,7 +28,8 @@ from prepkit.config import (
 from prepkit.facts import ClassFact, Env, Facts, ModelFacts
 from prepkit.plan import Plan
 from prepkit.planner import plan
-from prepkit.resolve.fp8 import convertible, kept_wide, linears, norms
+from prepkit.resolve.fp8 import kept_wide, linears, norms
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules import check
 from prepkit.steps import AutocastFP8Forward, ConvertFP8Linears, InitializeMSAMP
 from prepkit.testing import tiny_facts, tiny_model
@@ -36,6 +37,10 @@ from prepkit.testing.tiny import LIBRARIES
 
 TE, AO = FP8(backend=TransformerEngine()), FP8(backend=TorchAO())
 FOUR = ("layers.0.attn", "layers.0.mlp", "layers.1.attn", "layers.1.mlp")
+
+
+def fp8_linears(cfg: Config, model: ModelFacts) -> tuple[str, ...]:
+    return Resolved(cfg=cfg, facts=tiny_facts(model)).fp8_linears
 
 
 def facts(model: ModelFacts | None = None, *, world: int = 1, **env: Any) -> Facts:
@@ -71,40 +76,40 @@ def with_class(model: ModelFacts, path: str, cls: ClassFact) -> ModelFacts:
 
 def test_torchao_leaves_the_first_and_the_last_linear_unless_told_otherwise() -> None:
     model = tiny_model(width=16, vocab=16)
-    assert convertible(Config(precision=AO), model) == FOUR[1:]
+    assert fp8_linears(Config(precision=AO), model) == FOUR[1:]
     every = FP8(backend=TorchAO(keep_first_and_last=False))
-    assert convertible(Config(precision=every), model) == (*FOUR, "head")
+    assert fp8_linears(Config(precision=every), model) == (*FOUR, "head")
 
 
 @pytest.mark.parametrize("precision", [AO, TE], ids=["torchao", "te"])
 def test_one_odd_linear_never_stops_its_siblings(precision: FP8) -> None:
     model = resized(tiny_model(width=16, vocab=16), layers__1__attn__weight=(16, 24))
-    found = convertible(Config(precision=precision), model)
+    found = fp8_linears(Config(precision=precision), model)
     assert "layers.1.attn" not in found
     assert {"layers.0.mlp", "layers.1.mlp"} <= set(found)
 
 
 def test_the_odd_linear_counts_as_the_first() -> None:
     model = resized(tiny_model(width=16, vocab=16), layers__0__attn__weight=(5, 16))
-    assert convertible(Config(precision=AO), model) == FOUR[1:]
+    assert fp8_linears(Config(precision=AO), model) == FOUR[1:]
 
 
 def test_patterns_leave_what_they_match() -> None:
     model = tiny_model(width=16, vocab=16)
     skip = FP8(backend=TorchAO(skip=("layers.*.attn",)))
-    assert convertible(Config(precision=skip), model) == ("layers.0.mlp", "layers.1.mlp")
+    assert fp8_linears(Config(precision=skip), model) == ("layers.0.mlp", "layers.1.mlp")
     skip = FP8(backend=TransformerEngine(skip=("head", "layers.0.mlp")))
-    assert convertible(Config(precision=skip), model) == ("layers.0.attn", "layers.1.attn", "layers.1.mlp")
+    assert fp8_linears(Config(precision=skip), model) == ("layers.0.attn", "layers.1.attn", "layers.1.mlp")
 
 
 def test_a_tied_linear_is_taken_only_where_its_parameter_stays_the_same() -> None:
     model = tiny_model(width=16, vocab=16, tied=True)
     every = FP8(backend=TorchAO(keep_first_and_last=False))
-    assert "head" in convertible(Config(precision=every), model)
-    assert "head" not in convertible(Config(engine=FSDP2(), precision=every), model)
-    assert "head" not in convertible(Config(precision=TE), model)
+    assert "head" in fp8_linears(Config(precision=every), model)
+    assert "head" not in fp8_linears(Config(engine=FSDP2(), precision=every), model)
+    assert "head" not in fp8_linears(Config(precision=TE), model)
     ms_amp = Config(precision=FP8(backend=MSAMP()))
-    assert "head" not in convertible(ms_amp, model)
+    assert "head" not in fp8_linears(ms_amp, model)
     assert kept_wide(model) == ("head",)
 
 
@@ -113,10 +118,10 @@ def test_a_subclass_of_linear_is_left_by_all_but_ms_amp() -> None:
     model = with_class(tiny_model(width=16, vocab=16), "layers.0.mlp", special)
     assert "layers.0.mlp" not in {one.path for one in linears(model)}
     ms_amp = Config(precision=FP8(backend=MSAMP()))
-    assert "layers.0.mlp" in convertible(ms_amp, model)
+    assert "layers.0.mlp" in fp8_linears(ms_amp, model)
     params = (evolve(p, cls="Params4bit") if p.name == "layers.0.mlp.weight" else p for p in model.params)
     packed = evolve(model, params=tuple(params))
-    assert "layers.0.mlp" not in convertible(ms_amp, packed)
+    assert "layers.0.mlp" not in fp8_linears(ms_amp, packed)
     assert kept_wide(packed) == ("layers.0.mlp",)
 
 

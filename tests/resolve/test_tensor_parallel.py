@@ -6,11 +6,11 @@ import pytest
 from attrs import evolve
 
 from prepkit.config import FSDP2, Config, Mesh, TensorParallel, TPLayer, TPPlan, TPPlanFromModel
-from prepkit.facts import ArchitectureFacts, ClassFact, Env, Facts, ModelFacts, ModuleFact, ParamFact
+from prepkit.facts import ArchitectureFacts, ClassFact, Facts, ModelFacts, ModuleFact, ParamFact
 from prepkit.plan import Plan
 from prepkit.plan.layout import local_shape
 from prepkit.planner import plan
-from prepkit.resolve.tensor_parallel import held, is_cut, step_cuts
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules import check
 from prepkit.steps import BuildMesh, ParallelizeModules, ShardLoader, ShardUnits
 from prepkit.testing import tiny_facts, tiny_loader, tiny_model
@@ -85,7 +85,8 @@ def test_the_models_own_plan_is_mapped_and_what_torch_lacks_is_refused_by_path_a
     own = (("embed", "embedding_rowwise"), ("layers.*.attn", "colwise"), ("norm", "replicate"))
     model = evolve(tiny_model(), tensor_plan=own)
     cfg = Config(engine=TensorParallel())
-    assert [cut.style for cut in step_cuts(cfg, model)] == ["rowwise", "colwise"]
+    resolved = Resolved(cfg=cfg, facts=tiny_facts(model, world=2))
+    assert [style.style for style in resolved.parallel_styles] == ["rowwise", "colwise"]
     assert rules(cfg, tiny_facts(model, world=2)) == []
     model = evolve(model, tensor_plan=(*own, ("layers.*.mlp", "packed_colwise")))
     (finding,) = (f for f in check(cfg, tiny_facts(model, world=2)) if f.rule == "tensor.style-unknown")
@@ -172,9 +173,10 @@ def test_a_mesh_that_does_not_fit_is_answered_with_the_nearest_that_do() -> None
 def test_without_a_tensor_axis_the_models_own_plan_is_not_looked_at() -> None:
     odd = evolve(tiny_model(), tensor_plan=(("layers", "moe_tp_experts"),))
     cfg = Config(engine=FSDP2(), tp_plan=TPPlanFromModel())
-    assert not is_cut(cfg, odd, Env(world_size=8))
+    resolved = Resolved(cfg=cfg, facts=tiny_facts(odd, world=8))
+    assert not resolved.parallelizes
     assert rules(cfg, tiny_facts(odd, world=8)) == []
-    assert held(cfg, odd) == {}
+    assert resolved.tp_placements == {}
 
 
 def test_data_is_counted_by_readers_and_not_by_ranks() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from attrs import field, frozen
@@ -15,7 +15,7 @@ from prepkit.live.handlers.optimizer_state import State, lay_out, unmovable
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import fsdp1_flat, names
 from prepkit.live.model.target import Target
-from prepkit.steps import CreateOptimizer, RebindOptimizer, ReleaseOptimizer
+from prepkit.steps import Algorithm, CreateOptimizer, RebindOptimizer, ReleaseOptimizer
 
 Slots = tuple[tuple[str, ...], ...]
 
@@ -155,7 +155,7 @@ def rebind_undo(step: RebindOptimizer, target: Target, memo: tuple[Bound, ...]) 
 
 # --- create --------------------------------------------------------------------------------------------------------
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+OPTIMIZERS: dict[str, type[Optimizer]] = {name: getattr(torch.optim, name) for name in get_args(Algorithm)}
 """What a plan can create; the names are those of the step."""
 
 

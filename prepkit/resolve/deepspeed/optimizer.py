@@ -5,7 +5,10 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Literal
 
-from prepkit.config import SGD, AdamW
+from attrs import asdict
+
+from prepkit.config import OptimizerSpec
+from prepkit.config.optimizer import OPTIMIZERS
 from prepkit.facts import OptimizerFacts
 from prepkit.resolve.deepspeed.data import put
 from prepkit.resolve.deepspeed.flaws import Draft
@@ -33,8 +36,6 @@ _TORCH = (
     "SGD",
 )
 """Types that a section may name: DeepSpeed's own in any case, torch's exactly (``_configure_basic_optimizer``)."""
-_SPECS = {"adamw": AdamW, "adam": AdamW, "SGD": SGD}
-"""Type in a section to the spec that fills in its numbers; DeepSpeed's Adam decays as AdamW does unless told."""
 _TESTED = (("torch", "Adam"), ("torch", "AdamW"), ("torch", "Adagrad"), ("deepspeed", ""), ("apex", "FusedAdam"))
 """Package and class that ZeRO takes without ``zero_allow_untested_optimizer`` (deepspeed/runtime/zero/utils.py)."""
 _CPU: dict[tuple[str, str], Conversion] = {
@@ -80,20 +81,16 @@ def _type(draft: Draft, section: str, known: tuple[str, ...]) -> str:
     return match or kind
 
 
-def _fill(draft: Draft, spec: AdamW | SGD, kind: str) -> None:
-    fits = _SPECS.get(kind) or _SPECS.get(kind.lower())
-    if not isinstance(spec, fits or ()):
+def _fill(draft: Draft, spec: OptimizerSpec, kind: str) -> None:
+    if not {kind, kind.lower()} & {*OPTIMIZERS[type(spec)].section_types}:
         asked = type(spec).__name__
         what = f"The `optimizer` section asks for {kind}, and config.optimizer for {asked}."
         draft.flaw("two-optimizers", what, f'Write `optimizer.type`: "{asked}", or leave one of them out.')
         return
-    numbers = {"lr": float(spec.lr), "weight_decay": float(spec.weight_decay)}
-    if isinstance(spec, AdamW):
-        numbers |= {"betas": list(spec.betas), "eps": spec.eps}  # type: ignore[dict-item]  # a list among numbers
-    else:
-        numbers |= {"momentum": spec.momentum, "nesterov": spec.nesterov}
-    for name, value in numbers.items():
-        draft.settle(f"optimizer.params.{name}", value, f"config.optimizer.{name}")
+    for name in sorted(asdict(spec), key=lambda name: name not in ("lr", "weight_decay")):  # those of every optimizer
+        value = getattr(spec, name)
+        number = list(value) if isinstance(value, tuple) else value
+        draft.settle(f"optimizer.params.{name}", number, f"config.optimizer.{name}")
 
 
 def scheduler(draft: Draft, maker: Maker) -> Stepper:

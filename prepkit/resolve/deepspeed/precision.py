@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import frexp
 
-from prepkit.config import BF16, FP8, FP16, MSAMP, Intent, Mixed, Precision
+from prepkit.config import FP8, FP16, MSAMP, Intent, Mixed
+from prepkit.config.precision import PRECISIONS
 from prepkit.resolve.deepspeed.data import look
 from prepkit.resolve.deepspeed.flaws import Draft
 
@@ -12,21 +13,14 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """torch's names to DeepSpeed's (deepspeed/runtime/config.py ``DtypeEnum``)."""
 
 
-def low_dtype(precision: Precision) -> str | None:
-    """Dtype that DeepSpeed casts the model's parameters to; None: it leaves them."""
-    if not isinstance(precision, Mixed):
-        return None
-    return "float16" if isinstance(precision, FP16) else "bfloat16"
-
-
 def precision(draft: Draft, stage: int) -> None:
     """Switches the sections on and off, and says where the user's JSON asks for another precision."""
     asked = draft.cfg.precision
     if "bfloat16" in draft.data:
         draft.data.setdefault("bf16", draft.data.pop("bfloat16"))
-    wanted = {"bf16.enabled": isinstance(asked, BF16 | FP8), "fp16.enabled": isinstance(asked, FP16)}
-    for path, on in (wanted | {"torch_autocast.enabled": False}).items():
-        _switch(draft, path, on=on)
+    section = PRECISIONS[type(asked)].deepspeed_section
+    for name in ("bf16", "fp16", "torch_autocast"):
+        _switch(draft, f"{name}.enabled", on=name == section)
     if isinstance(asked, Mixed):
         _masters(draft, asked)
         _sums(draft, asked, stage)
@@ -49,11 +43,12 @@ def _switch(draft: Draft, path: str, *, on: bool) -> None:
 
 
 def _masters(draft: Draft, asked: Mixed) -> None:
-    path = "fp16.fp16_master_weights_and_grads" if isinstance(asked, FP16) else "bf16.bf16_master_weights_and_grads"
+    low, section = PRECISIONS[type(asked)].compute_dtype, PRECISIONS[type(asked)].deepspeed_section
+    path = f"{section}.{section}_master_weights_and_grads"
     if draft.says(path):
         draft.settle(path, not asked.master_weights, "config.precision.master_weights")
     elif not asked.master_weights:
-        what = f"DeepSpeed keeps float32 copies of what it trains in {low_dtype(asked)}, unless `{path}` is true."
+        what = f"DeepSpeed keeps float32 copies of what it trains in {low}, unless `{path}` is true."
         fix = f"Leave master_weights at True, or write `{path}`: true as well."
         draft.flaw("master-weights", what, fix, "config.precision.master_weights")
 
@@ -61,7 +56,7 @@ def _masters(draft: Draft, asked: Mixed) -> None:
 def _sums(draft: Draft, asked: Mixed, stage: int) -> None:
     """Dtypes in which gradients travel and add up."""
     if stage == 0 and draft.cfg.intent is Intent.TRAINING:
-        low = low_dtype(asked)
+        low = PRECISIONS[type(asked)].compute_dtype
         what = f"At stage 0 in {low} DeepSpeed takes a step with zero gradients first: decay and bias correction drift."
         draft.flaw("stage-0-16-bit", what, where="config.engine.stage")
     reduce = DTYPES[asked.reduce_dtype]

@@ -6,12 +6,11 @@ Rules report the flaws, the planner takes the rest: what is checked is what is p
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 from attrs import frozen
 
 from prepkit.config import ClipNorm, ClipValue, Config, DeepSpeed, Intent, NoClip
-from prepkit.facts import Facts, GroupFact, ModelFacts, OptimizerFacts
+from prepkit.facts import Facts
 from prepkit.resolve.deepspeed import optimizer as tools
 from prepkit.resolve.deepspeed.batch import batches
 from prepkit.resolve.deepspeed.data import (
@@ -39,42 +38,32 @@ _HIDDEN: dict[str, tuple[Callable[[int], int], str]] = {
 
 
 @frozen(kw_only=True)
-class Worked:
-    """What came of it."""
+class WorkingConfig:
+    """A DeepSpeed config with every value filled in, and what was said on the way."""
 
     settings: tuple[Setting, ...]
+    """What ``deepspeed.initialize`` is given, as the leaves of its JSON, sorted by path."""
     notes: tuple[str, ...]
     """One text per value that was worked out: the value and the formula."""
     flaws: tuple[Flaw, ...]
+    """What is wrong; each becomes a finding of the rule that it names."""
     stage: int
+    """ZeRO stage; the default where a flaw says that there is no such stage."""
     optimizer: tools.Maker
+    """Who makes the optimizer: the user, a section of the config, or nobody."""
     scheduler: tools.Stepper
+    """Who steps the scheduler."""
     ranks: int
     """Data-parallel ranks."""
     convert: tools.Conversion | None
     """DeepSpeed's CPU form that takes the optimizer's place; None: it stays."""
 
 
-def work_out(cfg: Config, facts: Facts) -> Worked:
+def working_config(cfg: Config, facts: Facts) -> WorkingConfig:
     """Fills in every value that DeepSpeed needs. Pure; the user's JSON is text and stays as it is.
 
-    Remembered for the last few inputs: every rule about DeepSpeed asks for the same, and so does the planner.
+    Of the model it reads the hidden sizes alone: no fact that grows with it.
     """
-    return _worked(cfg, _read(facts))
-
-
-def _read(facts: Facts) -> Facts:
-    """The few facts that are read below; none that grows with the model."""
-    optimizer = facts.optimizer
-    if optimizer is not None:
-        groups = tuple(GroupFact(slots=(), options=group.options) for group in optimizer.groups)
-        optimizer = OptimizerFacts(name=optimizer.name, module=optimizer.module, groups=groups)
-    model = ModelFacts(classes=(), modules=(), params=(), architecture=facts.model.architecture)
-    return Facts(model=model, optimizer=optimizer, scheduler=facts.scheduler, loaders=facts.loaders, env=facts.env)
-
-
-@lru_cache(maxsize=4)
-def _worked(cfg: Config, facts: Facts) -> Worked:
     assert isinstance(cfg.engine, DeepSpeed), "only DeepSpeed has a config of its own"
     draft = Draft(cfg=cfg, facts=facts, data={})
     try:
@@ -97,7 +86,7 @@ def _worked(cfg: Config, facts: Facts) -> Worked:
     if draft.is_auto("zero_optimization.stage3_gather_16bit_weights_on_model_save"):
         put(draft.data, "zero_optimization.stage3_gather_16bit_weights_on_model_save", value=False)
     left_over(draft)
-    return Worked(
+    return WorkingConfig(
         settings=settings(draft.data),
         notes=tuple(draft.notes),
         flaws=tuple(draft.flaws),

@@ -11,7 +11,8 @@ from hypothesis.strategies import SearchStrategy
 from prepkit import config as c
 from prepkit.config import BF16, DDP, FP8, FSDP2, XLA, Config, Intent, Single
 from prepkit.facts import Facts
-from prepkit.resolve.fp8 import convertible, linears
+from prepkit.resolve.fp8 import linears
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules.fp8 import ADA, BLACKWELL
 from prepkit.testing.tiny import tiny_optimizer
 
@@ -91,7 +92,7 @@ def legal_fp8(cfg: Config, seen: Facts) -> SearchStrategy[Config]:
         return evolve(cfg, precision=evolve(wide, backend=backend), clip=clip)
 
     def kept(made: Config) -> Config:
-        return made if convertible(made, seen.model) else cfg
+        return made if Resolved(cfg=made, facts=seen).fp8_linears else cfg
 
     return st.one_of([found.map(applied).map(kept) for found in _fp8_backends(cfg, seen)])
 

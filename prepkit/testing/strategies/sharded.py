@@ -8,9 +8,8 @@ from hypothesis.strategies import SearchStrategy
 
 from prepkit.config import FP8, FSDP2, CheckpointBlocks, Config, OffloadToCPU, SendWeights
 from prepkit.facts import Facts, ModelFacts, UnitFact
-from prepkit.resolve.mesh import axes, size_of
 from prepkit.resolve.modules import select
-from prepkit.resolve.precision import dtypes, masters
+from prepkit.resolve.resolved import Resolved
 from prepkit.testing.tiny import arrived
 
 
@@ -33,30 +32,30 @@ def sharded_models(model: ModelFacts) -> SearchStrategy[ModelFacts]:
 
 def can_arrive(cfg: Config, seen: Facts) -> bool:
     """Whether a model that was sharded as this legal config says can be prepared with it."""
-    found = axes(cfg, seen.env) or ()
+    resolved = Resolved(cfg=cfg, facts=seen)
     return (
         isinstance(cfg.engine, FSDP2)
         and not isinstance(cfg.checkpointing, CheckpointBlocks)
         and not isinstance(cfg.precision, FP8)
         and not isinstance(cfg.weights, SendWeights)
-        and not masters(cfg, seen)
-        and size_of("tensor", found) == 1
+        and not resolved.master_weights
+        and resolved.axis_size("tensor") == 1
     )
 
 
 def sharded_for(cfg: Config, seen: Facts) -> Facts:
     """The facts with the model as FSDP2 would have left it."""
     assert isinstance(cfg.engine, FSDP2), "can_arrive has asked"
-    found = axes(cfg, seen.env) or ()
-    param, reduce, output = dtypes(cfg)
+    resolved = Resolved(cfg=cfg, facts=seen)
+    dtypes = resolved.compute_dtypes
     root = UnitFact(
         path="",
-        ranks=size_of("shard", found),
-        copies=size_of("replicate", found),
+        ranks=resolved.axis_size("shard"),
+        copies=resolved.axis_size("replicate"),
         reshard_after_forward=False,
-        param_dtype=param,
-        reduce_dtype=reduce,
-        output_dtype=output,
+        param_dtype=dtypes.param if dtypes else None,
+        reduce_dtype=dtypes.reduce if dtypes else None,
+        output_dtype=dtypes.output if dtypes else None,
         offload=isinstance(cfg.engine.offload, OffloadToCPU),
     )
     return evolve(seen, model=arrived(seen.model, paths=select(cfg.engine.wrap, seen.model), root=root))

@@ -16,7 +16,7 @@ from torch import nn
 import prepkit as pk
 from prepkit.live.handlers import read_weights
 from prepkit.live.observe import observe
-from prepkit.resolve.checkpoint import asked
+from prepkit.resolve.checkpoint import requested_checkpoint
 from prepkit.steps import ReadTensors
 from tests.support.gang import Gang
 from tests.support.meta_models import ON_TWO, close, on_meta, saved, saved_as_held, trained, whole
@@ -250,7 +250,7 @@ def test_places_hold_for_the_renaming_that_they_were_found_after(tmp_path: Path)
     assert first in names
 
     def placed(facts: pk.Facts, asked_for: pk.LoadWeights) -> set[str]:
-        checkpoint = asked(pk.Config(weights=asked_for), facts)
+        checkpoint = requested_checkpoint(pk.Config(weights=asked_for), facts)
         assert checkpoint is not None
         return {one.key for one in checkpoint.tensors if one.place}
 

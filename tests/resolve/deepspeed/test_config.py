@@ -27,7 +27,7 @@ from prepkit.findings import errors
 from prepkit.plan import Plan
 from prepkit.planner import plan
 from prepkit.resolve.deepspeed.data import NotJsonError, data_of, drop, look, parse, put, settings
-from prepkit.resolve.deepspeed.working import Worked, work_out
+from prepkit.resolve.deepspeed.working import WorkingConfig, working_config
 from prepkit.rules import check
 from prepkit.steps import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
 from prepkit.testing.tiny import tiny_experts, tiny_facts, tiny_loader, tiny_model, tiny_optimizer
@@ -35,18 +35,18 @@ from prepkit.testing.tiny import tiny_experts, tiny_facts, tiny_loader, tiny_mod
 HIDDEN = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
 
-def worked(said: dict[str, Any] | None = None, facts: Facts | None = None, **more: Any) -> Worked:
+def worked(said: dict[str, Any] | None = None, facts: Facts | None = None, **more: Any) -> WorkingConfig:
     """The config for two ranks, micro batches of 4 and stage 2; ``more`` are the engine's fields, ``cfg_...`` ours."""
     whole = {name.removeprefix("cfg_"): value for name, value in more.items() if name.startswith("cfg_")}
     engine = {"stage": 2, "micro_batch": 4} | {k: v for k, v in more.items() if not k.startswith("cfg_")}
-    return work_out(Config(engine=DeepSpeed(config=said or {}, **engine), **whole), facts or tiny_facts(world=2))
+    return working_config(Config(engine=DeepSpeed(config=said or {}, **engine), **whole), facts or tiny_facts(world=2))
 
 
-def data(found: Worked) -> dict[str, Any]:
+def data(found: WorkingConfig) -> dict[str, Any]:
     return data_of(found.settings)
 
 
-def rules(found: Worked) -> set[str]:
+def rules(found: WorkingConfig) -> set[str]:
     return {flaw.rule.removeprefix("deepspeed.") for flaw in found.flaws}
 
 
@@ -61,9 +61,9 @@ def test_the_mapping_that_is_given_is_copied_and_never_changed() -> None:
     given: dict[str, Any] = {"zero_optimization": {"stage": "auto", "cpu_offload": False}, "bf16": {"enabled": "auto"}}
     before = json.dumps(given)
     engine = DeepSpeed(stage=2, micro_batch=4, config=given)
-    first = work_out(Config(engine=engine, precision=BF16()), tiny_facts(world=2))
+    first = working_config(Config(engine=engine, precision=BF16()), tiny_facts(world=2))
     given["zero_optimization"]["stage"] = 7
-    assert work_out(Config(engine=engine, precision=BF16()), tiny_facts(world=2)) == first
+    assert working_config(Config(engine=engine, precision=BF16()), tiny_facts(world=2)) == first
     given["zero_optimization"]["stage"] = "auto"
     assert json.dumps(given) == before
     assert json.loads(engine.config) == json.loads(before)
@@ -73,7 +73,7 @@ def test_the_mapping_that_is_given_is_copied_and_never_changed() -> None:
 def test_text_that_is_no_object_of_settings_is_refused_with_the_reason(text: str) -> None:
     with pytest.raises(NotJsonError):
         parse(text)
-    assert rules(work_out(Config(engine=DeepSpeed(config=text)), tiny_facts())) >= {"not-json"}
+    assert rules(working_config(Config(engine=DeepSpeed(config=text)), tiny_facts())) >= {"not-json"}
 
 
 def test_dotted_paths_are_looked_up_set_and_dropped() -> None:
@@ -149,12 +149,12 @@ def test_bucket_sizes_of_the_users_own_stay_and_without_a_hidden_size_auto_is_re
 # --- batches -------------------------------------------------------------------------------------------------------
 
 
-def batch(said: dict[str, Any], *, world: int, loaders: tuple[LoaderFacts, ...] = (), **more: Any) -> Worked:
+def batch(said: dict[str, Any], *, world: int, loaders: tuple[LoaderFacts, ...] = (), **more: Any) -> WorkingConfig:
     facts = evolve(tiny_facts(world=world), loaders=loaders)
     return worked(said, facts, **({"micro_batch": None} | more))
 
 
-def numbers(found: Worked) -> tuple[Any, Any, Any]:
+def numbers(found: WorkingConfig) -> tuple[Any, Any, Any]:
     got = data(found)
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     return tuple(got.get(name) for name in names)  # type: ignore[return-value]  # three of them
@@ -295,7 +295,7 @@ def test_weights_without_a_float32_copy_take_deepspeeds_own_switch() -> None:
 # --- optimizers ----------------------------------------------------------------------------------------------------
 
 
-def offloaded(seen: OptimizerFacts | None, spec: OptimizerSpec | None = None, **said: Any) -> Worked:
+def offloaded(seen: OptimizerFacts | None, spec: OptimizerSpec | None = None, **said: Any) -> WorkingConfig:
     facts = evolve(tiny_facts(world=2), optimizer=seen)
     return worked(said, facts, offload_optimizer="cpu", cfg_optimizer=spec)
 

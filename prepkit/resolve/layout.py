@@ -1,0 +1,92 @@
+"""The layout of every parameter once prepared: its dtype, its class, and which part of it a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+from prepkit.config import FP8, FSDP2, MSAMP, Config, DeepSpeed, TensorParallel
+from prepkit.facts import ModelFacts, ParamFact
+from prepkit.plan.flat_layout import FlatPart
+from prepkit.plan.layout import ParamLayout, Placement
+from prepkit.resolve.tensor_parallel import TPPlacement
+from prepkit.steps import Axis
+
+CAST = ("float64", "float32", "bfloat16", "float16")
+"""What ``Module.bfloat16()`` and ``Module.half()`` cast."""
+_ZERO: dict[str, Placement] = {"shard": "partition", "replicate": "replicate", "tensor": "split"}
+"""Axis of a DeepSpeed mesh to what it does to every parameter."""
+
+
+def placements(
+    cfg: Config,
+    model: ModelFacts,
+    mesh: tuple[Axis, ...],
+    tensor: Mapping[str, TPPlacement],
+    unsharded: tuple[str, ...],
+) -> dict[str, tuple[Placement, ...]]:
+    """Parameter name to one word per axis of the mesh; none for a plain parameter, which every rank holds whole.
+
+    ``tensor``: how parameters lie on the tensor axis. ``unsharded``: names of those that FSDP2 leaves as they are.
+    torch ``_fsdp_param.py`` shards dim 0 over the shard axis. ZeRO-3 gives every rank an equal padded part of each.
+    """
+    if isinstance(cfg.engine, DeepSpeed):
+        words = tuple(_ZERO[axis.name] for axis in mesh)
+        return dict.fromkeys((param.name for param in model.params), words if {"partition", "split"} & {*words} else ())
+    by_name = {param.name: _placement(cfg, mesh, param, tensor.get(param.name)) for param in model.params}
+    return by_name | dict.fromkeys(unsharded, ())
+
+
+def _placement(
+    cfg: Config, mesh: tuple[Axis, ...], param: ParamFact, tensor: TPPlacement | None
+) -> tuple[Placement, ...]:
+    if isinstance(cfg.engine, TensorParallel):
+        if tensor is not None:
+            return (tensor,)
+        return tuple(
+            word for word in get_args(Placement) if (word,) == param.placements
+        )  # of one that arrived parallel
+    if not isinstance(cfg.engine, FSDP2):
+        return ()
+    words: dict[str, Placement] = {
+        "replicate": "replicate",
+        "shard": "strided(0)" if tensor == "shard(0)" else "shard(0)",  # the tensor axis shards first
+        "tensor": tensor or "off-mesh",
+    }
+    return tuple(words[axis.name] for axis in mesh)
+
+
+def scaled_weights(cfg: Config, fp8_linears: tuple[str, ...]) -> frozenset[str]:
+    """Names of the weights that MS-AMP turns into scaled float16 (msamp ``FP8Linear``)."""
+    if not isinstance(cfg.precision, FP8) or not isinstance(cfg.precision.backend, MSAMP):
+        return frozenset()
+    return frozenset(f"{path}.weight" for path in fp8_linears)
+
+
+def layout(
+    model: ModelFacts,
+    *,
+    dtypes: Mapping[str, str],
+    classes: Mapping[str, str],
+    placed: Mapping[str, tuple[Placement, ...]],
+    unit_of: Mapping[str, str],
+    flat: Mapping[str, FlatPart],
+) -> tuple[ParamLayout, ...]:
+    """One layout per parameter, in the order of the facts. Each mapping is from a parameter's name.
+
+    ``dtypes``: in storage. ``classes``: once prepared. ``placed``: as ``placements`` says. ``unit_of``: the path of its
+    unit; the root where there is none. ``flat``: its place in a flat parameter, if it has one.
+    """
+    return tuple(
+        ParamLayout(
+            name=param.name,
+            shape=param.shape,
+            dtype=dtypes[param.name],
+            cls=classes[param.name],
+            placements=placed[param.name],
+            unit=unit_of.get(param.name, ""),
+            requires_grad=param.requires_grad,
+            flat=flat.get(param.name),
+        )
+        for param in model.params
+    )

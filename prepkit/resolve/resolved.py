@@ -1,0 +1,290 @@
+"""What a config means for these facts, worked out once and handed to rules and planner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from attrs import frozen
+
+from prepkit.config import (
+    FSDP1,
+    FSDP2,
+    XLA,
+    CheckpointBlocks,
+    CompileBlocks,
+    Config,
+    DeepSpeed,
+    Intent,
+    TPLayer,
+    Wrap,
+)
+from prepkit.config.mesh import SAME_DATA
+from prepkit.facts import Facts, ParamFact
+from prepkit.facts.checkpoint import CheckpointFacts
+from prepkit.plan.flat_layout import FlatPart
+from prepkit.plan.layout import ParamLayout, Placement
+from prepkit.resolve import checkpoint, flat_params, fp8, fsdp1, fsdp2, layout, mesh, modules, precision
+from prepkit.resolve import tensor_parallel as tp
+from prepkit.resolve.checkpoint import CheckpointMatch
+from prepkit.resolve.deepspeed.working import WorkingConfig, working_config
+from prepkit.resolve.engines import EngineTraits, traits, wrap_of
+from prepkit.steps import Axis, ParallelStyle
+
+
+@frozen(kw_only=True)
+class Resolved:
+    """A config and facts, with all that follows from the two. Made once per build; equal where the two are.
+
+    Each property is worked out when it is first asked for, and kept: none is linear in the model more than once.
+    """
+
+    cfg: Config
+    facts: Facts
+
+    # --- engine, devices and ranks ---------------------------------------------------------------------------------
+
+    @property
+    def engine_traits(self) -> EngineTraits:
+        """What is asked of an engine whatever its options are."""
+        return traits(self.cfg)
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients are wanted."""
+        return self.cfg.intent is Intent.TRAINING
+
+    @property
+    def compute_device(self) -> str:
+        """Device type: the environment's, unless XLA or the CPU is asked for. Asking for another has its own rule."""
+        if isinstance(self.cfg.engine, XLA):
+            return "xla"
+        return "cpu" if self.cfg.device == "cpu" else self.facts.env.device
+
+    @cached_property
+    def mesh(self) -> tuple[Axis, ...] | None:
+        """Axes of the device mesh with their sizes; None where they do not multiply to the world size."""
+        return mesh.axes(self.cfg, self.facts.env)
+
+    @property
+    def planned_mesh(self) -> tuple[Axis, ...]:
+        """The same where there is a plan: the mesh rules refuse all else, and cannot be overridden."""
+        assert self.mesh is not None, "the mesh rules refuse a mesh that does not multiply to the world size"
+        return self.mesh
+
+    def axis_size(self, name: str) -> int:
+        """Size of the mesh axis with this name; 1 where there is none."""
+        return mesh.size_of(name, self.mesh or ())
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of shares that the data is divided into: ranks that differ on the tensor axis only read the same."""
+        size = self.facts.env.world_size
+        for name in SAME_DATA:
+            size //= self.axis_size(name)
+        return size
+
+    @property
+    def data_axes(self) -> tuple[str, ...] | None:
+        """Axes of the mesh whose ranks read different data; None where all of them do."""
+        names = tuple(axis.name for axis in self.mesh or ())
+        different = tuple(name for name in names if name not in SAME_DATA)
+        return different if len(different) < len(names) else None
+
+    @cached_property
+    def deepspeed(self) -> WorkingConfig:
+        """The complete DeepSpeed config, or what stands against it. Only for the engine ``DeepSpeed``."""
+        return working_config(self.cfg, self.facts)
+
+    # --- modules and units -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def selected(self) -> Mapping[Wrap, tuple[str, ...]]:
+        """Each selection of the config to the paths of the modules that it means, children before parents."""
+        wraps: dict[Wrap, None] = {}
+        if (units := wrap_of(self.cfg)) is not None:
+            wraps[units] = None
+        if isinstance(self.cfg.checkpointing, CheckpointBlocks):
+            wraps[self.cfg.checkpointing.blocks] = None
+        if isinstance(self.cfg.compile, CompileBlocks):
+            wraps[self.cfg.compile.blocks] = None
+        return {wrap: modules.select(wrap, self.facts.model) for wrap in wraps}
+
+    @cached_property
+    def units(self) -> tuple[str, ...]:
+        """Paths of the units below the root, children before parents; none where the engine makes none."""
+        wrap = wrap_of(self.cfg)
+        if wrap is None:
+            return ()
+        if self.arrives_sharded:
+            return fsdp2.standing_units(self.facts.model)
+        selected = self.selected[wrap]
+        return (
+            fsdp1.flat_units(self.cfg, self.facts.model, selected) if isinstance(self.cfg.engine, FSDP1) else selected
+        )
+
+    @cached_property
+    def unit_of(self) -> Mapping[str, str]:
+        """Parameter name, also of ties, to the path of its unit, "" for the root; empty under engines without units."""
+        return modules.unit_of(self.units, self.facts.model) if self.engine_traits.has_units else {}
+
+    @property
+    def arrives_sharded(self) -> bool:
+        """Whether ``fully_shard`` has made units of the model before, so that FSDP2 only verifies them (M2-1)."""
+        return isinstance(self.cfg.engine, FSDP2) and bool(self.facts.model.units)
+
+    @cached_property
+    def packed_params(self) -> tuple[str, ...]:
+        """Names of the frozen packed weights, whose bytes mean nothing apart from each other."""
+        return modules.packed_params(self.facts.model)
+
+    @cached_property
+    def unsharded_params(self) -> tuple[str, ...]:
+        """Names of the frozen parameters that FSDP2 leaves whole on every rank; none under another engine."""
+        return fsdp2.unsharded_params(self.facts.model) if isinstance(self.cfg.engine, FSDP2) else ()
+
+    # --- FSDP1 -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def ignored_params(self) -> frozenset[str]:
+        """Names of the parameters of modules that FSDP1 ignores; none under another engine."""
+        engine = self.cfg.engine
+        return fsdp1.ignored_params(engine, self.facts.model) if isinstance(engine, FSDP1) else frozenset()
+
+    @cached_property
+    def flat_params(self) -> Mapping[str, tuple[ParamFact, ...]]:
+        """Path of every FSDP1 unit that holds a parameter to its parameters in order; empty under another engine."""
+        if not isinstance(self.cfg.engine, FSDP1):
+            return {}
+        return fsdp1.flat_params(self.unit_of, self.ignored_params, self.facts.model)
+
+    @cached_property
+    def flat_shards(self) -> Mapping[str, FlatPart]:
+        """Parameter name to its place in the flat parameter of its FSDP1 unit; empty under another engine."""
+        if not isinstance(self.cfg.engine, FSDP1):
+            return {}
+        ranks = self.mesh or ()
+        return flat_params.flat_shards(self.cfg, self.facts.model, ranks, self.flat_params, self.stored_dtypes)
+
+    # --- dtypes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def compute_dtypes(self) -> precision.ComputeDtypes | None:
+        """Dtypes of parameters, reduction and outputs while computing; None: as stored."""
+        return precision.compute_dtypes(self.cfg.precision)
+
+    @cached_property
+    def low_precision_params(self) -> tuple[ParamFact, ...]:
+        """Trainable parameters that arrive in a 16-bit floating dtype."""
+        return precision.low_precision_params(self.facts)
+
+    @cached_property
+    def master_weights(self) -> tuple[ParamFact, ...]:
+        """Parameters that are stored in float32 before they are prepared, though they came in 16 bits."""
+        return precision.master_weights(self.cfg, self.facts, self.flat_params)
+
+    @cached_property
+    def stored_dtypes(self) -> Mapping[str, str]:
+        """Parameter name to the dtype in which prepkit stores it, before DeepSpeed or MS-AMP cast it."""
+        return precision.stored_dtypes(self.facts, self.master_weights)
+
+    @cached_property
+    def linears(self) -> tuple[fp8.Linear, ...]:
+        """Every plain Linear below the root."""
+        return fp8.linears(self.facts.model)
+
+    @cached_property
+    def fp8_linears(self) -> tuple[str, ...]:
+        """Paths of the Linears that the float8 library replaces; none without ``FP8``."""
+        return fp8.fp8_linears(self.cfg, self.facts.model, self.linears)
+
+    # --- tensor parallelism ----------------------------------------------------------------------------------------
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Number of ranks that a layer is sharded over."""
+        return tp.tensor_parallel_size(self.cfg, self.facts.env, self.mesh or ())
+
+    @cached_property
+    def parallelizes(self) -> bool:
+        """Whether the plan shards layers. A model that arrives parallel is only verified (TP-5)."""
+        return tp.parallelizes(self.cfg, self.facts.model, self.tensor_parallel_size)
+
+    @cached_property
+    def tp_layers(self) -> tuple[TPLayer, ...]:
+        """The layers of the tensor-parallel plan, whether or not anything is sharded by it."""
+        return tp.tp_layers(self.cfg, self.facts.model)
+
+    @cached_property
+    def tp_modules(self) -> tuple[tp.TPModule, ...]:
+        """Every module that the plan names, once per layer that names it; none where no layer is sharded."""
+        return tp.tp_modules(self.tp_layers, self.facts.model) if self.parallelizes else ()
+
+    @cached_property
+    def tp_placements(self) -> Mapping[str, tp.TPPlacement]:
+        """Parameter name, also of ties, to how it lies on the tensor axis; empty where no layer is sharded."""
+        return tp.tp_placements(self.tp_modules, self.facts.model)
+
+    @cached_property
+    def tp_shards(self) -> tuple[tuple[ParamFact, int], ...]:
+        """Every parameter that is sharded on the tensor axis, with the dimension in which it is."""
+        return tp.tp_shards(self.tp_placements, self.facts.model)
+
+    @cached_property
+    def parallel_styles(self) -> tuple[ParallelStyle, ...]:
+        """What the step ``ParallelizeModules`` does; empty where no layer is sharded."""
+        return tp.parallel_styles(self.tp_modules)
+
+    # --- values ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def checkpoint(self) -> CheckpointFacts | None:
+        """The checkpoint that is loaded, with its keys renamed; None where none is, or it was not seen."""
+        return checkpoint.requested_checkpoint(self.cfg, self.facts)
+
+    @cached_property
+    def checkpoint_match(self) -> CheckpointMatch | None:
+        """That checkpoint held against the model."""
+        return checkpoint.match(self.facts.model, self.checkpoint) if self.checkpoint else None
+
+    @cached_property
+    def initialized_params(self) -> tuple[str, ...]:
+        """Names of the parameters that get their values from initializers."""
+        return checkpoint.initialized_params(self.cfg, self.facts.model, self.checkpoint_match)
+
+    @cached_property
+    def computed_buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that the model has to compute where they are on meta."""
+        return checkpoint.computed_buffers(self.cfg, self.facts.model, self.checkpoint_match)
+
+    # --- the outcome -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def placements(self) -> Mapping[str, tuple[Placement, ...]]:
+        """Parameter name to one word per axis of the mesh; none where every rank holds all of it."""
+        axes = self.mesh or ()
+        return layout.placements(self.cfg, self.facts.model, axes, self.tp_placements, self.unsharded_params)
+
+    @cached_property
+    def layout(self) -> tuple[ParamLayout, ...]:
+        """One layout per parameter once prepared, in the order of the facts."""
+        scaled = layout.scaled_weights(self.cfg, self.fp8_linears)
+        zero = isinstance(self.cfg.engine, DeepSpeed)
+        low = self.compute_dtypes.param if zero and self.compute_dtypes else None
+        dtypes, classes = dict(self.stored_dtypes), {}
+        for param in self.facts.model.params:
+            if low and param.dtype in layout.CAST:
+                dtypes[param.name] = low
+            elif zero:
+                dtypes[param.name] = param.dtype
+            classes[param.name] = "Parameter" if zero else "DTensor" if self.placements[param.name] else param.cls
+        dtypes |= dict.fromkeys(scaled, "float16")
+        classes |= dict.fromkeys(scaled, "ScalingParameter")
+        return layout.layout(
+            self.facts.model,
+            dtypes=dtypes,
+            classes=classes,
+            placed=self.placements,
+            unit_of=self.unit_of,
+            flat=self.flat_shards,
+        )
