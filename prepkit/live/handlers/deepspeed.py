@@ -161,7 +161,7 @@ def convert_undo(step: ConvertOptimizer, target: Target, memo: Optimizer) -> Non
 
 CONVERT: Handler[ConvertOptimizer, Target, Optimizer] = Handler(ready=convert_ready, do=convert_do, undo=convert_undo)
 
-# --- initialise ----------------------------------------------------------------------------------------------------
+# --- initialize ----------------------------------------------------------------------------------------------------
 
 
 def missing() -> tuple[str, ...]:
@@ -171,7 +171,7 @@ def missing() -> tuple[str, ...]:
     return ()
 
 
-def initialise_ready(step: InitializeDeepSpeed, target: Target) -> tuple[str, ...]:
+def initialize_ready(step: InitializeDeepSpeed, target: Target) -> tuple[str, ...]:
     """Everything that can be known before a call that has no way back."""
     if found := missing() + _msamp_problems(step):
         return found
@@ -231,7 +231,7 @@ def config_of(settings: tuple[Setting, ...]) -> dict[str, Any]:
     return config
 
 
-def initialise_do(step: InitializeDeepSpeed, target: Target) -> None:
+def initialize_do(step: InitializeDeepSpeed, target: Target) -> None:
     """Collective. Puts the engine in the place of the model, and ZeRO's optimizer in that of the optimizer.
 
     Raises ``RuntimeError`` with what DeepSpeed said.
@@ -262,4 +262,4 @@ def initialise_do(step: InitializeDeepSpeed, target: Target) -> None:
         target.scheduler = scheduler
 
 
-INITIALISE: Handler[InitializeDeepSpeed, Target, None] = Handler(ready=initialise_ready, do=initialise_do)
+INITIALIZE: Handler[InitializeDeepSpeed, Target, None] = Handler(ready=initialize_ready, do=initialize_do)
