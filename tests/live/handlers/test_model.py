@@ -8,11 +8,12 @@ import io
 import pickle
 from collections import namedtuple
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import define, evolve, frozen
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
@@ -34,6 +35,53 @@ def test_a_move_keeps_every_parameter_object_and_its_tie() -> None:
     before = dict(model.named_parameters())
     assert do(MoveModel(device=LocalDevice(type="cpu")), Target(model=model)) == {}
     assert all(before[name] is param for name, param in model.named_parameters())
+
+
+def test_a_move_reaches_every_parameter_and_every_buffer_and_says_where_they_were() -> None:
+    """To meta, the one other device that every machine has."""
+    model = Tiny()
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    memo = do(MoveModel(device=LocalDevice(type="meta")), Target(model=model))
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert memo == dict.fromkeys(names, torch.device("cpu"))
+
+
+@frozen
+class Values:
+    """Stands in for a tensor's data on a device that is not here."""
+
+    device: torch.device
+
+    def to(self, device: torch.device) -> Values:
+        return Values(device)
+
+
+@define
+class Placed:
+    """Stands in for a parameter or buffer on such a device."""
+
+    data: Values
+    grad: Placed | None = None
+
+
+def test_the_way_back_of_a_move_returns_parameters_gradients_and_buffers_and_no_others() -> None:
+    card, host = torch.device("cuda", 3), torch.device("cpu")
+    weight, bias = Placed(Values(card), grad=Placed(Values(card))), Placed(Values(card))
+    table, stays = Placed(Values(card)), Placed(Values(card), grad=Placed(Values(card)))
+    model: Any = SimpleNamespace(
+        named_parameters=lambda: [("weight", weight), ("bias", bias), ("stays", stays)],
+        named_buffers=lambda: [("table", table)],
+    )
+    undo(
+        MoveModel(device=LocalDevice(type="cuda")),
+        Target(model=model),
+        dict.fromkeys(("weight", "bias", "table"), host),
+    )
+    assert [weight.data.device, bias.data.device, table.data.device] == [host] * 3
+    assert weight.grad is not None
+    assert stays.grad is not None
+    assert weight.grad.data.device == host
+    assert stays.data.device == stays.grad.data.device == card
 
 
 def test_a_move_refuses_meta_tensors_by_name() -> None:
