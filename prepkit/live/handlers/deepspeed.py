@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from prepkit.live.handlers import messages
 from prepkit.live.handlers.fp8 import WIDE
+from prepkit.live.handlers.kernel_lock import lock_problems
 from prepkit.live.handlers.swap_layers import library_problems
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
@@ -104,13 +105,19 @@ LEAVES: Handler[MarkLeafModules, Target, dict[str, Any]] = Handler(ready=leaves_
 # --- CPU optimizer -------------------------------------------------------------------------------------------------
 
 
+CPU_KERNELS = {"DeepSpeedCPUAdam": "cpu_adam", "DeepSpeedCPUAdagrad": "cpu_adagrad", "DeepSpeedCPULion": "cpu_lion"}
+"""The kernel that each of DeepSpeed's CPU optimizers compiles (deepspeed ``ops/op_builder``)."""
+
+
 def convert_ready(step: ConvertOptimizer, target: Target) -> tuple[str, ...]:
-    """The optimizer must have no state yet. It may not be there yet either: an earlier step can create it."""
-    del step
+    """The optimizer must have no state yet, and nobody have left a lock on the kernel that is compiled for it.
+
+    It may not be there yet either: an earlier step can create it.
+    """
     if target.optimizer is not None and target.optimizer.state:
         given = type(target.optimizer).__name__
         return (f"the optimizer ({given}) has state, which DeepSpeed's CPU form would not take; pass a fresh one",)
-    return missing()
+    return missing() or lock_problems((CPU_KERNELS[step.algorithm],))
 
 
 def convert_do(step: ConvertOptimizer, target: Target) -> Optimizer:
@@ -188,7 +195,7 @@ def initialize_ready(step: InitializeDeepSpeed, target: Target) -> tuple[str, ..
     found += messages.absent("parameter", step.names, held) + messages.with_gradient(held, held)
     if step.optimizer == "section" and target.optimizer is not None:
         found += ("DeepSpeed makes the optimizer from its config, but one was given; leave one of them out",)
-    return found + _device_problems(step.device) + launcher.device_problems(step.device)
+    return found + _device_problems(step.device) + launcher.device_problems(step.device) + lock_problems(_kernels(step))
 
 
 def _msamp_problems(step: InitializeDeepSpeed) -> tuple[str, ...]:
@@ -218,6 +225,17 @@ def _compiles_collectives() -> bool:
     from deepspeed import ops
 
     return bool(ops.__compatible_ops__.get("deepspeed_shm_comm", False))
+
+
+def _kernels(step: InitializeDeepSpeed) -> tuple[str, ...]:
+    """What DeepSpeed compiles, or loads compiled, while it initializes."""
+    collectives = ("deepspeed_shm_comm",) if step.device == "cpu" and _compiles_collectives() else ()
+    if step.optimizer != "section":
+        return collectives
+    config = config_of(step.settings)
+    offloaded = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
+    kind = str(config.get("optimizer", {}).get("type", "")).lower().removesuffix("w")
+    return (*collectives, f"cpu_{kind}" if offloaded else f"fused_{kind}")  # such as cpu_adam, fused_lion
 
 
 def config_of(settings: tuple[Setting, ...]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class Staging:
 
 
 def _filled_part(shard: Tensor, source: FileSlice, axes: tuple[Axis, ...], rank: int) -> Tensor:
-    """What of the shard the source fills: a view. Raises ``FileError`` where the shard has another size than planned."""
+    """What of the shard the source fills: a view. Raises ``FileError`` for a shard of another size than planned."""
     planned = prod(part.size for part in local_slices(source, axes, rank))
     if planned != shard.numel():
         raise FileError(f"does not fit: this rank holds {shard.numel():,} elements, the plan reads {planned:,}")
