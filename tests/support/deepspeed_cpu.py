@@ -1,4 +1,4 @@
-"""DeepSpeed as the tests use it: on the CPU, in a folder of its own, without the kernel that takes longest to compile."""
+"""DeepSpeed as the tests use it: on the CPU, in its own folder, without the kernel that takes longest to compile."""
 
 from __future__ import annotations
 
