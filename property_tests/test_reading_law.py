@@ -16,7 +16,7 @@ from torch import Tensor
 
 from prepkit.facts.checkpoint import WeightConverter
 from prepkit.live.handlers import read_weights
-from prepkit.plan.byte_ranges import complete, held, ranges
+from prepkit.plan.byte_ranges import complete, filled_slices, ranges
 from prepkit.resolve.checkpoint_parts import assemble, lacking
 from prepkit.steps import Axis
 from property_tests.support.split_tensors import InParts, cuts, in_parts, part_of
@@ -37,7 +37,7 @@ def test_blocks_are_where_torch_puts_the_parts(case: InParts) -> None:
     assert made.shape == tuple(case.whole.shape)
     for one, block in zip(made.stored, made.blocks, strict=True):
         there = case.whole
-        for dim, (start, size) in enumerate(zip(block.offsets, block.shape, strict=True) if block else ()):
+        for dim, (start, size) in enumerate(zip(block.offsets, block.sizes, strict=True) if block else ()):
             there = there.narrow(dim, start, size)
         assert there.contiguous().numpy().tobytes() == case.data[one.start : one.start + one.length]
     assert complete(case.sources(())) == {"w"}
@@ -56,7 +56,7 @@ def test_the_ranks_read_what_torch_would_give_them_each_byte_once_per_copy(
         for source in case.sources(placements):
             bytes_of = b"".join(case.data[one.start : one.start + one.length] for one in ranges(source, axes, rank))
             into = found
-            for dim, one in enumerate(held(source, axes, rank)):
+            for dim, one in enumerate(filled_slices(source, axes, rank)):
                 into = into.narrow(dim, one.start, one.size)
             if bytes_of:
                 into.copy_(torch.frombuffer(bytearray(bytes_of), dtype=torch.int32).view(into.shape))
@@ -81,7 +81,7 @@ def filled(case: InParts, placements: tuple[str, ...], axes: tuple[Axis, ...], r
     staging = read_weights.Staging()
     with opened(case.data) as descriptor:
         for source in case.sources(placements):
-            into = read_weights._into(like, source, axes, rank)
+            into = read_weights._filled_part(like, source, axes, rank)
             read_weights._fill(into, source, ranges(source, axes, rank), descriptor, staging)
     return like
 

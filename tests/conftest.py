@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.deepspeed_cpu import own_extensions
 from tests.support.gang import Gang
+
+
+def pytest_configure() -> None:
+    """Before anything is collected: some tests ask which kernels are compiled."""
+    own_extensions()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Which bytes of a file a rank reads: arithmetic on a source, the mesh and a rank. No torch, no file.
 
-The parts are those that ``layout.local_shape`` gives: dim 0 is cut as ``torch.chunk`` does. Such a part is one range
-of bytes; of a tensor that is cut along another dim a range for every row.
+A rank's shard has the shape that ``layout.local_shape`` gives: a dim is divided as ``torch.chunk`` does. Of a tensor
+that is sharded along dim 0 such a shard is one range of bytes; along another dim it is a range for every row.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ITEMSIZES: dict[str, int] = {
 
 
 @frozen(kw_only=True)
-class Part:
-    """The slice of one dim that a rank holds."""
+class Slice:
+    """A run of indices along one dim of a tensor."""
 
     start: int
     size: int
@@ -51,92 +51,92 @@ class Range:
     length: int
 
 
-def parts(source: FileSlice | Transfer, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
-    """The slice of every dim that ``rank`` holds. Placements are those of ``ParamLayout``.
+def local_slices(tensor: FileSlice | Transfer, axes: tuple[Axis, ...], rank: int) -> tuple[Slice, ...]:
+    """What of the whole tensor ``rank`` keeps, a slice per dim. Placements are those of ``ParamLayout``.
 
-    What is strided is cut last, whatever its axis: ``fully_shard`` cuts what another axis has cut already.
+    What is strided is divided last, whatever its axis: ``fully_shard`` divides what another axis has divided already.
 
     >>> source = FileSlice(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3),
     ...                    placements=("shard(0)",))
-    >>> parts(source, (Axis(name="shard", size=4),), 2)
-    (Part(start=4, size=1), Part(start=0, size=3))
+    >>> local_slices(source, (Axis(name="shard", size=4),), 2)
+    (Slice(start=4, size=1), Slice(start=0, size=3))
     """
-    found = [Part(start=0, size=size) for size in source.shape]
-    cuts = zip(source.placements, axes, coordinate(rank, axes), strict=False)
-    for placement, axis, index in sorted(cuts, key=lambda cut: cut[0].startswith("strided")):
+    slices = [Slice(start=0, size=size) for size in tensor.shape]
+    shardings = zip(tensor.placements, axes, coordinate(rank, axes), strict=False)
+    for placement, axis, index in sorted(shardings, key=lambda sharding: sharding[0].startswith("strided")):
         if placement not in ("replicate", "off-mesh"):
             dim = int(placement.partition("(")[2].removesuffix(")"))
-            whole = found[dim]
-            rows = -(-whole.size // axis.size)
-            first = min(index * rows, whole.size)
-            found[dim] = Part(start=whole.start + first, size=min(rows, whole.size - first))
-    return tuple(found)
+            before = slices[dim]
+            rows = -(-before.size // axis.size)
+            first = min(index * rows, before.size)
+            slices[dim] = Slice(start=before.start + first, size=min(rows, before.size - first))
+    return tuple(slices)
 
 
-def held(source: FileSlice, axes: tuple[Axis, ...], rank: int) -> tuple[Part, ...]:
-    """What of the rank's part the source's block is: a slice of every dim of the part, empty where they do not meet.
+def filled_slices(source: FileSlice, axes: tuple[Axis, ...], rank: int) -> tuple[Slice, ...]:
+    """Which part of the rank's own shard the source's chunk fills: slices of the shard, empty where they do not meet.
 
-    >>> block = Chunk(offsets=(3, 0), sizes=(2, 3))
+    >>> chunk = Chunk(offsets=(3, 0), sizes=(2, 3))
     >>> source = FileSlice(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3),
-    ...                    placements=("shard(0)",), chunk=block)
-    >>> [held(source, (Axis(name="shard", size=4),), rank)[0] for rank in (0, 1, 2)]
-    [Part(start=0, size=0), Part(start=1, size=1), Part(start=0, size=1)]
+    ...                    placements=("shard(0)",), chunk=chunk)
+    >>> [filled_slices(source, (Axis(name="shard", size=4),), rank)[0] for rank in (0, 1, 2)]
+    [Slice(start=0, size=0), Slice(start=1, size=1), Slice(start=0, size=1)]
     """
-    mine = parts(source, axes, rank)
+    shard = local_slices(source, axes, rank)
     return tuple(
-        Part(start=common.start - part.start if common.size else 0, size=common.size)
-        for part, common in zip(mine, _common(source, mine), strict=True)
+        Slice(start=common.start - kept.start if common.size else 0, size=common.size)
+        for kept, common in zip(shard, _overlap(source, shard), strict=True)
     )
 
 
-def _common(source: FileSlice, mine: tuple[Part, ...]) -> tuple[Part, ...]:
-    """What a part and the source's block have in common, in the whole tensor."""
+def _overlap(source: FileSlice, shard: tuple[Slice, ...]) -> tuple[Slice, ...]:
+    """What a shard and the source's chunk have in common, as slices of the whole tensor."""
     if source.chunk is None:
-        return mine
-    found = []
-    for part, start, size in zip(mine, source.chunk.offsets, source.chunk.sizes, strict=True):
-        first, last = max(part.start, start), min(part.start + part.size, start + size)
-        found.append(Part(start=first, size=max(last - first, 0)))
-    return tuple(found)
+        return shard
+    overlap = []
+    for kept, offset, size in zip(shard, source.chunk.offsets, source.chunk.sizes, strict=True):
+        first, last = max(kept.start, offset), min(kept.start + kept.size, offset + size)
+        overlap.append(Slice(start=first, size=max(last - first, 0)))
+    return tuple(overlap)
 
 
 def ranges(source: FileSlice, axes: tuple[Axis, ...], rank: int) -> tuple[Range, ...]:
-    """The bytes that ``rank`` reads, in the row-major order of its part; none for an empty part.
+    """The bytes that ``rank`` reads, in the row-major order of its shard; none for an empty one.
 
     >>> source = FileSlice(name="w", key="w", file=0, start=100, dtype="float32", shape=(5, 3),
     ...                    placements=("shard(0)",))
     >>> [ranges(source, (Axis(name="shard", size=4),), rank) for rank in (0, 2, 3)]
     [(Range(start=100, length=24),), (Range(start=148, length=12),), ()]
     """
-    mine = _common(source, parts(source, axes, rank))
-    if not all(part.size for part in mine):
+    slices, shape = _overlap(source, local_slices(source, axes, rank)), source.shape
+    if not all(part.size for part in slices):
         return ()
-    shape = source.shape
     if source.chunk is not None:
         shape = source.chunk.sizes
-        mine = tuple(
-            Part(start=part.start - start, size=part.size)
-            for part, start in zip(mine, source.chunk.offsets, strict=True)
+        slices = tuple(
+            Slice(start=part.start - offset, size=part.size)
+            for part, offset in zip(slices, source.chunk.offsets, strict=True)
         )
     item = ITEMSIZES[source.dtype]
-    cut = [dim for dim, part in enumerate(mine) if part.size < shape[dim]]
-    inner = cut[-1] if cut else 0  # below this dim everything is whole, so a run of it is consecutive
+    partial = [dim for dim, part in enumerate(slices) if part.size < shape[dim]]
+    inner = partial[-1] if partial else 0  # below this dim everything is read, so a run of it is consecutive
     row = prod(shape[inner + 1 :]) * item
-    length = (mine[inner].size if mine else 1) * row
-    offset = (mine[inner].start if mine else 0) * row
+    length = (slices[inner].size if slices else 1) * row
+    offset = (slices[inner].start if slices else 0) * row
     return tuple(
-        Range(start=source.start + place * prod(shape[inner:]) * item + offset, length=length)
-        for place in _places(mine[:inner], shape[:inner])
+        Range(start=source.start + position * prod(shape[inner:]) * item + offset, length=length)
+        for position in _positions(slices[:inner], shape[:inner])
     )
 
 
-def _places(outer: tuple[Part, ...], shape: tuple[int, ...]) -> Iterator[int]:
-    """Row-major positions, in the whole, of the rows that the outer dims keep."""
+def _positions(outer: tuple[Slice, ...], shape: tuple[int, ...]) -> Iterator[int]:
+    """Row-major positions, among the indices of the outer dims, of those that the slices keep."""
     if not outer:
         yield 0
         return
-    for place in _places(outer[:-1], shape[:-1]):
-        yield from range(place * shape[-1] + outer[-1].start, place * shape[-1] + outer[-1].start + outer[-1].size)
+    for position in _positions(outer[:-1], shape[:-1]):
+        first = position * shape[-1] + outer[-1].start
+        yield from range(first, first + outer[-1].size)
 
 
 def complete(sources: tuple[FileSlice, ...]) -> frozenset[str]:
@@ -149,13 +149,13 @@ def complete(sources: tuple[FileSlice, ...]) -> frozenset[str]:
     >>> complete((top,)), complete((top, low))
     (frozenset(), frozenset({'w'}))
     """
-    blocks: dict[str, set[Chunk]] = {}
+    chunks: dict[str, set[Chunk]] = {}
     shapes = {source.name: source.shape for source in sources}
     for source in sources:
-        whole = Chunk(offsets=(0,) * len(source.shape), sizes=source.shape)
-        blocks.setdefault(source.name, set()).add(source.chunk or whole)
+        everything = Chunk(offsets=(0,) * len(source.shape), sizes=source.shape)
+        chunks.setdefault(source.name, set()).add(source.chunk or everything)
     return frozenset(
-        name for name, some in blocks.items() if sum(prod(one.sizes) for one in some) >= prod(shapes[name])
+        name for name, blocks in chunks.items() if sum(prod(block.sizes) for block in blocks) >= prod(shapes[name])
     )
 
 

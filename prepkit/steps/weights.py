@@ -19,7 +19,7 @@ class Chunk:
 class FileSlice:
     """Where the values of one parameter or buffer, or of a block of it, lie, and how it is split.
 
-    Which bytes a rank reads: ``reads``.
+    Which bytes a rank reads: ``plan.byte_ranges``.
     """
 
     name: str
@@ -41,7 +41,7 @@ class FileSlice:
 
 @frozen(kw_only=True)
 class Transfer:
-    """One parameter or buffer that travels from rank 0, and how it is split there. Which way: ``routes``."""
+    """One parameter or buffer that travels from rank 0, and how it is split there. Which way: ``plan.broadcast``."""
 
     name: str
     dtype: str
@@ -115,13 +115,13 @@ class StashTensors:
 
 @frozen(kw_only=True)
 class SendTensors:
-    """Rank 0 sends every rank its own part, piece by piece, and frees what it had set aside.
+    """Rank 0 sends every rank its own shard, message by message, and frees what it had stashed.
 
-    Rank 0's line is the narrow place: a part leaves it once, for the first rank that keeps it; others that keep the
-    same, such as HSDP's replicas, get it from there in a binomial tree (``routes``). Of shards it sends about the model
-    once, whatever the number of ranks or replicas. What all keep, or would keep in tiny parts, goes to all in such a
-    tree, over NCCL in its broadcast. Casts where dtypes differ. What it writes over is lost. Fails on every rank if any
-    fails.
+    Rank 0's line is the narrow place: a shard leaves it once, for the first rank that keeps it; others that keep the
+    same, such as HSDP's replicas, get it from there in a binomial tree (``plan.broadcast``). Of shards it sends about
+    the model once, whatever the number of ranks or replicas. What all keep, or would keep in tiny shards, goes to all
+    in such a tree, over NCCL in its broadcast. Casts where dtypes differ. What it writes over is lost. Fails on every
+    rank if any fails.
     """
 
     tensors: tuple[Transfer, ...]

@@ -274,7 +274,7 @@ HELPERS: dict[str, Answers] = {
         "step ReadTensors",
         "test test_a_meta_model_loaded_into_shards_trains_as_the_full_one",
         "step SendTensors",
-        "test test_a_rank_is_sent_its_own_part_alone_straight_from_storage_to_storage",
+        "test test_a_rank_is_sent_its_own_shard_alone_straight_from_storage_to_storage",
         "deviation SendWeights sends each rank its own part, in pieces; from files every rank reads its own bytes",
     ),
     "H-19a": ("deviation as H-19", "test test_values_are_cast_on_the_way"),
@@ -522,7 +522,10 @@ FSDP1: dict[str, Answers] = {
         "test test_an_ignored_module_stays_whole_and_takes_along_what_is_tied_to_it",
     ),
     "F1-50": ("test test_what_is_asked_for_reaches_torch",),
-    "F1-51": ("step WrapFSDP1", "test test_every_unit_is_given_the_device_that_the_rank_is_bound_to"),
+    "F1-51": (
+        "step WrapFSDP1",
+        "test test_every_unit_is_told_the_device_of_the_rank_and_whether_rank_0_is_broadcast",
+    ),
     "H-10": ("test test_a_precision_gives_the_dtypes_in_which_flat_parameters_are_computed_reduced_and_buffered",),
     "H-10a": (
         "test test_a_precision_gives_the_dtypes_in_which_flat_parameters_are_computed_reduced_and_buffered",

@@ -52,7 +52,7 @@ def freeze(target: Target) -> None:
     target.model.get_parameter("layers.1.inner.weight").requires_grad = False
 
 
-def uninitialise(target: Target) -> None:
+def uninitialize(target: Target) -> None:
     held: Any = target.model
     held.passing = torch.full_like(held.passing, 7.7)
 
@@ -163,7 +163,7 @@ def own_buffer(target: Target) -> None:
     held.kept = held.kept + dist.get_rank()
 
 
-def cut_but_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
+def parallelize_but_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
     return real.do(evolve(step, styles=step.styles[1:]), target)
 
 
@@ -207,7 +207,7 @@ def write_passing(target: Target) -> None:
     held.passing.add_(1)
 
 
-def aside_but_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
+def stash_but_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
     return real.do(evolve(step, params=step.params[1:]), target)
 
 
@@ -221,7 +221,7 @@ def write_kept(target: Target) -> None:
     held.kept.add_(1)
 
 
-def keep_aside(target: Target) -> None:
+def keep_stashed(target: Target) -> None:
     target.aside["embed.weight"] = Stashed(
         param=target.model.get_parameter("embed.weight"), held=Parameter(torch.ones(1)), device=torch.device("cpu")
     )

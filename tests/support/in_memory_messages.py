@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 @define
-class Post:
+class InMemoryNetwork:
     """Stands in for ``torch.distributed`` where ranks run one after the other. Works do nothing until they are waited
     for: what is sent is read as late, and what is received is written as late, as torch may."""
 
     rank: int = 0
-    letters: dict[tuple[int, int], deque[Tensor]] = field(factory=lambda: defaultdict(deque))
+    messages: dict[tuple[int, int], deque[Tensor]] = field(factory=lambda: defaultdict(deque))
     """Sender and receiver to what is on the way; a broadcast has no receiver, and is read by all."""
     sizes: dict[int, list[int]] = field(factory=lambda: defaultdict(list))
     """Rank to the bytes of each message that it has sent, or received of a broadcast."""
-    heard: dict[int, int] = field(factory=lambda: defaultdict(int))
+    broadcasts_read: dict[int, int] = field(factory=lambda: defaultdict(int))
     """Rank to how many broadcasts it has received."""
     waiting: int = 0
     """Bytes that rank 0 has started to send and not waited for."""
@@ -30,31 +30,33 @@ class Post:
         return how, raw, peer
 
     def batch_isend_irecv(self, ops: list[tuple[str, Tensor, int]]) -> list[Work]:
-        return [self.sends(raw, peer) if how == "send" else self.receives(raw, peer) for how, raw, peer in ops]
+        return [
+            self.start_send(raw, peer) if how == "send" else self.start_receive(raw, peer) for how, raw, peer in ops
+        ]
 
     def broadcast(self, raw: Tensor, src: int, group: object, *, async_op: bool) -> Work:
         assert (src, async_op) == (0, True), group
-        return self.sends(raw, -1) if self.rank == 0 else self.receives(raw, -1)
+        return self.start_send(raw, -1) if self.rank == 0 else self.start_receive(raw, -1)
 
-    def sends(self, raw: Tensor, peer: int) -> Work:
+    def start_send(self, raw: Tensor, peer: int) -> Work:
         self.sizes[self.rank].append(raw.numel())
         self.waiting += raw.numel()
         rank = self.rank
 
         def read() -> None:
-            self.letters[rank, peer].append(raw.clone())
+            self.messages[rank, peer].append(raw.clone())
             self.waiting -= raw.numel()
 
         return Work(read)
 
-    def receives(self, raw: Tensor, peer: int) -> Work:
+    def start_receive(self, raw: Tensor, peer: int) -> Work:
         raw.fill_(7)  # what was there is lost from the start
         rank = self.rank
 
         def write() -> None:
-            letters = self.letters[max(peer, 0), -1 if peer < 0 else rank]
-            raw.copy_(letters[self.heard[rank]] if peer < 0 else letters.popleft())
-            self.heard[rank] += peer < 0
+            messages = self.messages[max(peer, 0), -1 if peer < 0 else rank]
+            raw.copy_(messages[self.broadcasts_read[rank]] if peer < 0 else messages.popleft())
+            self.broadcasts_read[rank] += peer < 0
 
         return Work(write)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from prepkit import steps
 from prepkit.live.handlers import (
+    allocate,
+    check_files,
     ddp,
     deepspeed,
     fp8,
@@ -24,7 +26,6 @@ from prepkit.live.handlers import (
     sync_batch_norm,
     tensor_parallel,
     transformer_engine,
-    weights,
     xla,
 )
 from prepkit.live.interpreter import Handler
@@ -60,12 +61,12 @@ HANDLERS: dict[type, Handler[Any, Target, Any]] = {
     steps.CastForward: deepspeed.CAST,
     steps.MarkLeafModules: deepspeed.LEAVES,
     steps.ConvertOptimizer: deepspeed.CONVERT,
-    steps.InitializeDeepSpeed: deepspeed.INITIALISE,
-    steps.CheckFiles: weights.CHECK,
-    steps.AllocateTensors: weights.ALLOCATE,
-    steps.InitializeTensors: init_weights.INITIALISE,
+    steps.InitializeDeepSpeed: deepspeed.INITIALIZE,
+    steps.CheckFiles: check_files.CHECK,
+    steps.AllocateTensors: allocate.ALLOCATE,
+    steps.InitializeTensors: init_weights.INITIALIZE,
     steps.ReadTensors: read_weights.READ,
-    steps.StashTensors: stash.ASIDE,
+    steps.StashTensors: stash.STASH,
     steps.SendTensors: send_weights.SEND,
 }
 """Step kind to its handler."""

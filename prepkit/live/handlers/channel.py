@@ -1,4 +1,15 @@
-"""The way that bytes take between ranks: several messages at a time, and straight from where they lie if they can."""
+"""Bytes between ranks: several messages in flight at a time, sent from where they lie if they can be.
+
+One ``P2PChannel`` per rank serves one ``SendTensors`` step. ``send_weights`` says what travels in which order; here is
+how messages are started and waited for, and which memory they use:
+
+- *Memory*: one buffer of ``MESSAGE_BYTES``, made when a message cannot be sent from, or received into, the tensor
+  itself (another dtype or device, not contiguous). Whoever reserves more of it than is free first waits for all
+  messages in flight, so nothing that still travels is written over.
+- *Waiting*: messages are waited for in the order in which they were started, and only when more than ``window`` bytes
+  are in flight. On the host a thread of gloo moves the bytes meanwhile.
+- *No deadlock*: see ``P2PChannel``.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +25,25 @@ from torch import Tensor
 
 from prepkit.plan.broadcast import ROOT
 
-PIECE = 16 * 2**20
+MESSAGE_BYTES = 16 * 2**20
 """Bytes of the buffer, and at most of one message, but for single rows that are longer."""
 
 ALIGNED = 16
 """Bytes: at every multiple of it any dtype may begin."""
 
 WINDOW = 32 * 2**20
-"""Bytes that may be on the way at a time: enough that rank 0 copies its own part while gloo's thread sends."""
+"""Bytes that may be in flight at a time: enough that rank 0 copies its own shard while gloo's thread sends."""
 
 
 @define(eq=False)
 class InFlight:
-    """Messages on their way. torch's works hold their tensors."""
+    """Messages that were started together and not waited for. torch's works keep their tensors alive."""
 
     works: list[Any]
+    """As torch returned them; each is taken out before it is waited for, so that none is waited for twice."""
     size: int
-    landed: Callable[[], None] | None
+    """Bytes of all of them."""
+    on_arrival: Callable[[], None] | None
     """What to do once they have arrived; None also from when they are waited for."""
 
 
@@ -38,9 +51,14 @@ class InFlight:
 class P2PChannel:
     """Messages of one process group, and the one buffer for those that cannot be sent from, or received, in place.
 
-    Every rank starts its messages in one order that all share. On the host some are on the way while a rank goes on. On
-    a device a rank only queues them, and each waits in the stream for the one before: what another rank needs first
-    could otherwise stand behind a message that waits for that rank.
+    All ranks go through the same tensors in the same order, and through the messages of a tensor in the same order, and
+    messages between two ranks arrive in the order in which they were sent. A rank receives only from a lower one
+    (``plan.broadcast``). So the oldest message that anybody still waits for is one whose sender waits for nothing
+    older: it has started it, or will. That is why no circle of waiting ranks can form.
+
+    On the host a rank goes on while up to ``window`` bytes are in flight. On a device ``window`` is 0: a rank only
+    queues its messages, and in the device's stream each waits for the one before. If several were in flight, one that
+    another rank needs first could stand in the stream behind a message that waits for that very rank.
     """
 
     device: torch.device
@@ -50,18 +68,20 @@ class P2PChannel:
     advance: Callable[[int], object] = int
     """Called with the bytes of what has arrived."""
     window: int = field(default=Factory(lambda self: WINDOW if self.on_host else 0, takes_self=True))
-    """Bytes that may be on the way while a rank goes on."""
-    piece: int = field(factory=lambda: PIECE)
-    _flights: deque[InFlight] = field(factory=deque, init=False)
+    """Bytes that may be in flight while a rank goes on."""
+    message_bytes: int = field(factory=lambda: MESSAGE_BYTES)
+    _in_flight: deque[InFlight] = field(factory=deque, init=False)
     _size: int = field(default=0, init=False)
+    """Bytes of all that is in flight."""
     _batch: list[tuple[Tensor, int]] = field(factory=list, init=False)
-    """What is to be sent together with what comes next."""
+    """Messages that the next ``flush`` starts together, each with its receiver."""
     _buffer: Tensor = field(factory=lambda: torch.empty(0, dtype=torch.uint8), init=False)
     _used: int = field(default=0, init=False)
+    """Bytes from the start of the buffer that are reserved."""
 
     @property
     def on_host(self) -> bool:
-        """Whether messages lie in the memory of the host, and a thread of gloo takes them away and brings them."""
+        """Whether messages lie in the memory of the host, and a thread of gloo sends and receives them."""
         return self.device.type == "cpu"
 
     def open(self) -> None:
@@ -69,7 +89,7 @@ class P2PChannel:
         if not self.on_host:
             self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
 
-    def straight(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def bytes_in_place(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The bytes of ``tensor`` where they lie, if that is how they travel; None where they have to be copied."""
         plain = type(tensor) is Tensor and not tensor.is_conj() and not tensor.is_neg()
         if not plain or tensor.dtype != dtype or tensor.device != self.device or not tensor.is_contiguous():
@@ -77,26 +97,29 @@ class P2PChannel:
         flat = tensor.view(-1)
         return flat.view(torch.uint8) if flat.stride(0) == 1 else None  # of a single element it may be anything
 
-    def packed(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The bytes of ``tensor`` as they travel: in place, or copied."""
-        raw = self.straight(tensor, dtype)
+    def bytes_of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The bytes of ``tensor`` as they travel: in place, or copied into the buffer."""
+        raw = self.bytes_in_place(tensor, dtype)
         if raw is None:
-            raw = self.room(tensor.numel() * dtype.itemsize)
+            raw = self.reserve(tensor.numel() * dtype.itemsize)
             raw.view(dtype).view(tensor.shape).copy_(tensor)
         return raw
 
-    def room(self, count: int) -> Tensor:
-        """So many bytes of the buffer, which nothing on the way uses; it is longer than a piece where it has to be."""
+    def reserve(self, count: int) -> Tensor:
+        """So many bytes of the buffer, which nothing in flight uses.
+
+        Waits for all that is in flight where less is free. A single row that is longer makes the buffer longer.
+        """
         if self._used + count > self._buffer.numel():
             self.flush()
             self.drain()
             self._used = 0
         if self._buffer.numel() < count:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the shorter one goes first
-            self._buffer = torch.empty(max(count, self.piece), dtype=torch.uint8, device=self.device)
-        given = self._buffer[self._used : self._used + count]
+            self._buffer = torch.empty(max(count, self.message_bytes), dtype=torch.uint8, device=self.device)
+        reserved = self._buffer[self._used : self._used + count]
         self._used += -(-count // ALIGNED) * ALIGNED
-        return given
+        return reserved
 
     def send(self, raw: Tensor, to: int) -> None:
         """Bytes to one rank, with the next ``flush``, or when the buffer is full."""
@@ -106,66 +129,66 @@ class P2PChannel:
         """Starts what was given to ``send``, as one batch."""
         batch, self._batch = self._batch, []
         self._start(dist.isend, batch)
-        self._settle(self.window)
+        self._wait_down_to(self.window)
 
-    def receive(self, raw: Tensor, source: int, landed: Callable[[], None]) -> None:
-        """Bytes from one rank; ``landed`` is called when they are here, before anything that is received later is."""
-        self._start(dist.irecv, [(raw, source)], landed)
-        self._settle(self.window)
+    def receive(self, raw: Tensor, source: int, on_arrival: Callable[[], None]) -> None:
+        """Bytes from one rank; ``on_arrival`` is called when they are here, before that of anything received later."""
+        self._start(dist.irecv, [(raw, source)], on_arrival)
+        self._wait_down_to(self.window)
 
     def relay(self, raw: Tensor, to: Iterable[int]) -> None:
-        """Starts sending what has landed on, from within ``landed``."""
-        self._start(dist.isend, [(raw, one) for one in to])
+        """Starts sending on what has arrived; called from within ``on_arrival``."""
+        self._start(dist.isend, [(raw, receiver) for receiver in to])
 
-    def broadcast(self, raw: Tensor, landed: Callable[[], None] | None = None) -> None:
+    def broadcast(self, raw: Tensor, on_arrival: Callable[[], None] | None = None) -> None:
         """Rank 0's bytes to every rank, by the backend.
 
         Not on the host: the thread of gloo that broadcasts would hold tensors when the group ends, and wait for the
-        interpreter, which waits for the thread. And its broadcast is the tree in which parts are handed on here.
+        interpreter, which waits for the thread. And its broadcast is the tree in which shards are handed on here.
         """
         work = dist.broadcast(raw, src=ROOT, group=self.group, async_op=True)
-        self._fly(InFlight([work], raw.numel(), landed))
-        self._settle(self.window)
+        self._track(InFlight([work], raw.numel(), on_arrival))
+        self._wait_down_to(self.window)
 
     def drain(self) -> None:
-        """Returns when nothing is on the way."""
-        self._settle(0)
+        """Returns when nothing is in flight."""
+        self._wait_down_to(0)
 
     def close(self) -> Any:
-        """Ends what is on the way; returns the group, which it no longer holds.
+        """Waits for what is in flight, whatever became of it; returns the group, which it no longer holds.
 
         What this rank has started the others have started too, or will before they wait for what it has not. A group
         that ends in the middle of a message would leave its sender waiting for good (gloo, torch 2.13).
         """
         self._batch.clear()
-        while self._flights:
+        while self._in_flight:
             with suppress(RuntimeError):  # of another rank that has failed; this one says why it has itself
-                self._land()
+                self._wait_for_oldest()
         group, self.group = self.group, None
         return group
 
-    def _start(self, how: Any, batch: list[tuple[Tensor, int]], landed: Callable[[], None] | None = None) -> None:
+    def _start(self, verb: Any, batch: list[tuple[Tensor, int]], on_arrival: Callable[[], None] | None = None) -> None:
         if batch:
-            ops = [dist.P2POp(how, raw, peer, self.group) for raw, peer in batch]
-            self._fly(InFlight(dist.batch_isend_irecv(ops), sum(raw.numel() for raw, _ in batch), landed))
+            ops = [dist.P2POp(verb, raw, peer, self.group) for raw, peer in batch]
+            self._track(InFlight(dist.batch_isend_irecv(ops), sum(raw.numel() for raw, _ in batch), on_arrival))
 
-    def _fly(self, flight: InFlight) -> None:
-        self._flights.append(flight)
-        self._size += flight.size
+    def _track(self, messages: InFlight) -> None:
+        self._in_flight.append(messages)
+        self._size += messages.size
 
-    def _settle(self, most: int) -> None:
-        """Waits for what started first, until no more than ``most`` bytes are on the way."""
-        while self._size > most:
-            self._land()
+    def _wait_down_to(self, size: int) -> None:
+        """Waits for what was started first, until no more than ``size`` bytes are in flight."""
+        while self._size > size:
+            self._wait_for_oldest()
 
-    def _land(self) -> None:
-        """Waits for what started first; raises what torch does. No work is waited for twice: gloo would not return."""
-        flight = self._flights[0]
-        landed, flight.landed = flight.landed, None
-        while flight.works:
-            flight.works.pop(0).wait()
-        self._flights.popleft()
-        self._size -= flight.size
-        self.advance(flight.size)
-        if landed is not None:
-            landed()
+    def _wait_for_oldest(self) -> None:
+        """Raises what torch does. No work is waited for twice, even after an error: gloo would not return."""
+        oldest = self._in_flight[0]
+        on_arrival, oldest.on_arrival = oldest.on_arrival, None
+        while oldest.works:
+            oldest.works.pop(0).wait()
+        self._in_flight.popleft()
+        self._size -= oldest.size
+        self.advance(oldest.size)
+        if on_arrival is not None:
+            on_arrival()

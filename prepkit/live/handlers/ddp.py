@@ -33,18 +33,20 @@ class Wrapped:
 
 def wrap_ready(step: WrapDDP, target: Target) -> tuple[str, ...]:
     """The model must be plain, and something in it trainable (DDP-2, DDP-3)."""
-    found: tuple[str, ...] = ()
-    there = names.named_slots(target.model)
-    if inside := [path for path, module in there.items() if isinstance(module, DistributedDataParallel)]:
-        found += (f"{messages.listed(inside)}: wrapped in DistributedDataParallel already; give the module inside it",)
-    held = names.named_parameters(target.model)
-    if sharded := [name for name, param in held.items() if isinstance(param, DTensor)]:
-        found += (
+    problems: tuple[str, ...] = ()
+    modules = names.named_slots(target.model)
+    if inside := [path for path, module in modules.items() if isinstance(module, DistributedDataParallel)]:
+        problems += (
+            f"{messages.listed(inside)}: wrapped in DistributedDataParallel already; give the module inside it",
+        )
+    params = names.named_parameters(target.model)
+    if sharded := [name for name, param in params.items() if isinstance(param, DTensor)]:
+        problems += (
             f"{messages.listed(sharded)}: sharded, DDP needs whole parameters; use FSDP2, or build the model anew",
         )
-    if not any(param.requires_grad for param in held.values()):
-        found += ("no parameter requires a gradient, so DDP has nothing to average; plan with intent=inference",)
-    return found + (() if step.device is None else launcher.device_problems(step.device.type))
+    if not any(param.requires_grad for param in params.values()):
+        problems += ("no parameter requires a gradient, so DDP has nothing to average; plan with intent=inference",)
+    return problems + (() if step.device is None else launcher.device_problems(step.device.type))
 
 
 def can_send_nothing() -> bool:
@@ -88,11 +90,11 @@ def wrap_do(step: WrapDDP, target: Target, *, init_sync: bool = True) -> Wrapped
 
 def communication(asked: DDPCommHook) -> tuple[Any, Any]:
     """State and hook, as ``register_comm_hook`` takes them (H-30). PowerSGD talks over the default group."""
-    found = getattr(powerSGD_hook if asked.hook == "powerSGD_hook" else default_hooks, asked.hook)
+    hook = getattr(powerSGD_hook if asked.hook == "powerSGD_hook" else default_hooks, asked.hook)
     if asked.wrapper is not None:
-        found = getattr(default_hooks, asked.wrapper)(found)
+        hook = getattr(default_hooks, asked.wrapper)(hook)
     options = asked.options
-    return None if options is None else powerSGD_hook.PowerSGDState(None, **attrs.asdict(options)), found
+    return None if options is None else powerSGD_hook.PowerSGDState(None, **attrs.asdict(options)), hook
 
 
 def _left() -> str:

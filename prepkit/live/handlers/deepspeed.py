@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from prepkit.live.handlers import messages
 from prepkit.live.handlers.fp8 import WIDE
+from prepkit.live.handlers.kernel_lock import lock_problems
 from prepkit.live.handlers.swap_layers import library_problems
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
@@ -78,11 +79,11 @@ def leaves_ready(step: MarkLeafModules, target: Target) -> tuple[str, ...]:
 
 def leaves_do(step: MarkLeafModules, target: Target) -> dict[str, Any]:
     """Marks each module as DeepSpeed's ``set_z3_leaf_module`` does; returns the marks that were there."""
-    there = names.named_modules(target.model)
-    before = {path: vars(there[path]).get(LEAF) for path in step.paths}
+    modules = names.named_modules(target.model)
+    before = {path: vars(modules[path]).get(LEAF) for path in step.paths}
     try:
         for path in step.paths:
-            setattr(there[path], LEAF, True)
+            setattr(modules[path], LEAF, True)
         return before
     except BaseException:
         leaves_undo(step, target, before)
@@ -92,11 +93,11 @@ def leaves_do(step: MarkLeafModules, target: Target) -> dict[str, Any]:
 def leaves_undo(step: MarkLeafModules, target: Target, memo: dict[str, Any]) -> None:
     """Puts back the marks that were there."""
     del step
-    there = names.named_modules(target.model)
+    modules = names.named_modules(target.model)
     for path, mark in memo.items():
-        vars(there[path]).pop(LEAF, None)
+        vars(modules[path]).pop(LEAF, None)
         if mark is not None:
-            setattr(there[path], LEAF, mark)
+            setattr(modules[path], LEAF, mark)
 
 
 LEAVES: Handler[MarkLeafModules, Target, dict[str, Any]] = Handler(ready=leaves_ready, do=leaves_do, undo=leaves_undo)
@@ -104,31 +105,37 @@ LEAVES: Handler[MarkLeafModules, Target, dict[str, Any]] = Handler(ready=leaves_
 # --- CPU optimizer -------------------------------------------------------------------------------------------------
 
 
+CPU_KERNELS = {"DeepSpeedCPUAdam": "cpu_adam", "DeepSpeedCPUAdagrad": "cpu_adagrad", "DeepSpeedCPULion": "cpu_lion"}
+"""The kernel that each of DeepSpeed's CPU optimizers compiles (deepspeed ``ops/op_builder``)."""
+
+
 def convert_ready(step: ConvertOptimizer, target: Target) -> tuple[str, ...]:
-    """The optimizer must have no state yet. It may not be there yet either: an earlier step can create it."""
-    del step
+    """The optimizer must have no state yet, and nobody have left a lock on the kernel that is compiled for it.
+
+    It may not be there yet either: an earlier step can create it.
+    """
     if target.optimizer is not None and target.optimizer.state:
-        given = type(target.optimizer).__name__
-        return (f"the optimizer ({given}) has state, which DeepSpeed's CPU form would not take; pass a fresh one",)
-    return missing()
+        kind = type(target.optimizer).__name__
+        return (f"the optimizer ({kind}) has state, which DeepSpeed's CPU form would not take; pass a fresh one",)
+    return missing() or lock_problems((CPU_KERNELS[step.algorithm],))
 
 
 def convert_do(step: ConvertOptimizer, target: Target) -> Optimizer:
     """DeepSpeed's optimizer over the same groups, to which the scheduler is bound; returns the one that was there."""
-    given = target.optimizer
-    if given is None:
+    old = target.optimizer
+    if old is None:
         raise RuntimeError(f"there is no optimizer to convert to {step.algorithm}; pass one to apply()")
-    groups = [{key: value for key, value in g.items() if key not in TORCH_ONLY} for g in given.param_groups]
+    groups = [{key: value for key, value in g.items() if key not in TORCH_ONLY} for g in old.param_groups]
     options = {"adamw_mode": step.decoupled} if step.algorithm == "DeepSpeedCPUAdam" else {}
     # The first group's numbers are the defaults too: the kernel is created with them.
     known = {key: groups[0][key] for key in ("lr", "betas", "eps", "weight_decay") if key in groups[0]}
-    made = _cpu_class(step.algorithm)(groups, **known, **options)
+    new = _cpu_class(step.algorithm)(groups, **known, **options)
     try:
-        target.optimizer = made
-        _bind(target.scheduler, given, made)
-        return given
+        target.optimizer = new
+        _bind(target.scheduler, old, new)
+        return old
     except BaseException:
-        convert_undo(step, target, given)
+        convert_undo(step, target, old)
         raise
 
 
@@ -161,7 +168,7 @@ def convert_undo(step: ConvertOptimizer, target: Target, memo: Optimizer) -> Non
 
 CONVERT: Handler[ConvertOptimizer, Target, Optimizer] = Handler(ready=convert_ready, do=convert_do, undo=convert_undo)
 
-# --- initialise ----------------------------------------------------------------------------------------------------
+# --- initialize ----------------------------------------------------------------------------------------------------
 
 
 def missing() -> tuple[str, ...]:
@@ -171,24 +178,26 @@ def missing() -> tuple[str, ...]:
     return ()
 
 
-def initialise_ready(step: InitializeDeepSpeed, target: Target) -> tuple[str, ...]:
+def initialize_ready(step: InitializeDeepSpeed, target: Target) -> tuple[str, ...]:
     """Everything that can be known before a call that has no way back."""
-    if found := missing() + _msamp_problems(step):
-        return found
-    there, held = names.named_slots(target.model), names.named_parameters(target.model)
+    if problems := missing() + _msamp_problems(step):
+        return problems
+    modules, params = names.named_slots(target.model), names.named_parameters(target.model)
     if isinstance(target.model, engine_class()):
-        found += ("the model is a DeepSpeed engine already; give the module inside it, built anew",)
-    elif wrapped := [path for path, m in there.items() if isinstance(m, FSDPModule) or names.is_root_wrapper(m)]:
-        found += (f"{messages.listed(wrapped)}: wrapped already; give the model as it was before",)
-    if sharded := [name for name, param in held.items() if isinstance(param, DTensor)]:
-        found += (f"{messages.listed(sharded)}: sharded already, DeepSpeed shards whole parameters; build it anew",)
-    if empty := [name for name, param in held.items() if param.is_meta]:
-        found += (f"{messages.listed(empty)}: on meta, without data to hand over; load the weights first",)
-    found += messages.absent("module", step.kept, there)
-    found += messages.absent("parameter", step.names, held) + messages.with_gradient(held, held)
+        problems += ("the model is a DeepSpeed engine already; give the module inside it, built anew",)
+    elif wrapped := [path for path, m in modules.items() if isinstance(m, FSDPModule) or names.is_root_wrapper(m)]:
+        problems += (f"{messages.listed(wrapped)}: wrapped already; give the model as it was before",)
+    if sharded := [name for name, param in params.items() if isinstance(param, DTensor)]:
+        problems += (f"{messages.listed(sharded)}: sharded already, DeepSpeed shards whole parameters; build it anew",)
+    if empty := [name for name, param in params.items() if param.is_meta]:
+        problems += (f"{messages.listed(empty)}: on meta, without data to hand over; load the weights first",)
+    problems += messages.absent("module", step.kept, modules)
+    problems += messages.absent("parameter", step.names, params) + messages.with_gradient(params, params)
     if step.optimizer == "section" and target.optimizer is not None:
-        found += ("DeepSpeed makes the optimizer from its config, but one was given; leave one of them out",)
-    return found + _device_problems(step.device) + launcher.device_problems(step.device)
+        problems += ("DeepSpeed makes the optimizer from its config, but one was given; leave one of them out",)
+    return (
+        problems + _device_problems(step.device) + launcher.device_problems(step.device) + lock_problems(_kernels(step))
+    )
 
 
 def _msamp_problems(step: InitializeDeepSpeed) -> tuple[str, ...]:
@@ -199,8 +208,8 @@ def engine_class() -> type:
     """``DeepSpeedEngine``."""
     from deepspeed import DeepSpeedEngine
 
-    found: type = DeepSpeedEngine
-    return found
+    engine: type = DeepSpeedEngine
+    return engine
 
 
 def _device_problems(device: str) -> tuple[str, ...]:
@@ -220,18 +229,29 @@ def _compiles_collectives() -> bool:
     return bool(ops.__compatible_ops__.get("deepspeed_shm_comm", False))
 
 
+def _kernels(step: InitializeDeepSpeed) -> tuple[str, ...]:
+    """What DeepSpeed compiles, or loads compiled, while it initializes."""
+    collectives = ("deepspeed_shm_comm",) if step.device == "cpu" and _compiles_collectives() else ()
+    if step.optimizer != "section":
+        return collectives
+    config = config_of(step.settings)
+    offloaded = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
+    kind = str(config.get("optimizer", {}).get("type", "")).lower().removesuffix("w")
+    return (*collectives, f"cpu_{kind}" if offloaded else f"fused_{kind}")  # such as cpu_adam, fused_lion
+
+
 def config_of(settings: tuple[Setting, ...]) -> dict[str, Any]:
     """The nested config that DeepSpeed takes, new with every call: it writes into what it gets."""
     config: dict[str, Any] = {}
-    for one in settings:
+    for setting in settings:
         section = config
-        for key in one.path[:-1]:
+        for key in setting.path[:-1]:
             section = section.setdefault(key, {})
-        section[one.path[-1]] = json.loads(one.value)
+        section[setting.path[-1]] = json.loads(setting.value)
     return config
 
 
-def initialise_do(step: InitializeDeepSpeed, target: Target) -> None:
+def initialize_do(step: InitializeDeepSpeed, target: Target) -> None:
     """Collective. Puts the engine in the place of the model, and ZeRO's optimizer in that of the optimizer.
 
     Raises ``RuntimeError`` with what DeepSpeed said.
@@ -239,7 +259,7 @@ def initialise_do(step: InitializeDeepSpeed, target: Target) -> None:
     library = importlib.import_module("deepspeed" if step.library == "deepspeed" else "msamp.deepspeed")
     forget_groups()
     launcher.name_local_rank()
-    held = names.named_parameters(target.model)
+    params = names.named_parameters(target.model)
     count = step.data_parallel
     split = Ranks(count, dist.group.WORLD) if count != dist.get_world_size() else None
     for path in step.kept:
@@ -249,7 +269,7 @@ def initialise_do(step: InitializeDeepSpeed, target: Target) -> None:
         engine, optimizer, _, scheduler = library.initialize(
             model=target.model,
             optimizer=target.optimizer,
-            model_parameters=[held[name] for name in step.names] or None,
+            model_parameters=[params[name] for name in step.names] or None,
             lr_scheduler=target.scheduler if step.scheduler == "handed over" else None,
             mpu=split,
             config=config_of(step.settings),
@@ -262,4 +282,4 @@ def initialise_do(step: InitializeDeepSpeed, target: Target) -> None:
         target.scheduler = scheduler
 
 
-INITIALISE: Handler[InitializeDeepSpeed, Target, None] = Handler(ready=initialise_ready, do=initialise_do)
+INITIALIZE: Handler[InitializeDeepSpeed, Target, None] = Handler(ready=initialize_ready, do=initialize_do)

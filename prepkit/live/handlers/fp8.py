@@ -38,8 +38,10 @@ def convert_do(step: ConvertFP8Linears, target: Target) -> tuple[Swapped, ...]:
     )
 
     def make(layer: Module) -> Module:
-        made: Module = convert_to_float8_training(layer, config=config)  # a Linear by itself is returned, not changed
-        return made
+        converted: Module = convert_to_float8_training(
+            layer, config=config
+        )  # a Linear by itself is returned, not changed
+        return converted
 
     return swap(target.model, step.paths, make)
 
@@ -116,15 +118,15 @@ class Before:
 
 def msamp_ready(step: InitializeMSAMP, target: Target) -> tuple[str, ...]:
     """MS-AMP and an optimizer must be there; under DDP, MS-AMP's own wrapper must stand in the place of torch's."""
-    found = library_problems("msamp", "msamp")
-    found += messages.absent("module", (*step.linears, *step.kept), names.named_modules(target.model))
+    problems = library_problems("msamp", "msamp")
+    problems += messages.absent("module", (*step.linears, *step.kept), names.named_modules(target.model))
     if target.optimizer is None:
-        found += ("MS-AMP replaces model and optimizer together; give an optimizer to apply()",)
+        problems += ("MS-AMP replaces model and optimizer together; give an optimizer to apply()",)
     ddp = torch.nn.parallel.DistributedDataParallel
-    if step.reduced and not found and not ddp.__module__.startswith("msamp"):
+    if step.reduced and not problems and not ddp.__module__.startswith("msamp"):
         left = "this msamp leaves torch's DistributedDataParallel as it is, which would not reduce float8 gradients"
-        found += (f"{left}; install a newer one, or plan with backend=TorchAO()",)
-    return found
+        problems += (f"{left}; install a newer one, or plan with backend=TorchAO()",)
+    return problems
 
 
 def msamp_do(step: InitializeMSAMP, target: Target) -> Before:
@@ -134,10 +136,10 @@ def msamp_do(step: InitializeMSAMP, target: Target) -> Before:
     if target.optimizer is None:
         raise ValueError("the target has no optimizer; its check was not asked")
     before = _before(target.model, target.optimizer, target.scheduler)
-    there = names.named_modules(target.model)
+    modules = names.named_modules(target.model)
     try:
         for path in step.kept:
-            vars(there[path])[WIDE] = True
+            vars(modules[path])[WIDE] = True
         target.together()  # rank 0's scaled weights are sent to all
         target.model, target.optimizer = msamp.initialize(target.model, target.optimizer, opt_level=step.opt_level)
         if before.scheduled:
@@ -174,9 +176,9 @@ def msamp_undo(step: InitializeMSAMP, target: Target, memo: Before) -> None:
         group.update(options, params=list(slots))
     memo.optimizer.defaults.clear()
     memo.optimizer.defaults.update(memo.defaults)
-    there = names.named_modules(memo.model)
+    modules = names.named_modules(memo.model)
     for path in step.kept:
-        vars(there[path]).pop(WIDE, None)
+        vars(modules[path]).pop(WIDE, None)
     vars(memo.model).pop(_IGNORED, None)
     if memo.ignored is not None:
         vars(memo.model)[_IGNORED] = memo.ignored

@@ -34,23 +34,23 @@ STRATEGIES = {
 
 def wrap_ready(step: WrapFSDP1, target: Target) -> tuple[str, ...]:
     """Everything that FSDP1 refuses must be found here: it has no way back (torch ``_flat_param.py``)."""
-    there, held = names.named_slots(target.model), names.named_parameters(target.model)
+    modules, params = names.named_slots(target.model), names.named_parameters(target.model)
     paths = [unit.path for unit in step.units]
-    found = messages.absent("module", (*paths, *step.ignored), there)
-    if hollow := [path for path in paths if path in there and _is_container(there[path])]:
-        found += (
+    problems = messages.absent("module", (*paths, *step.ignored), modules)
+    if hollow := [path for path in paths if path in modules and _is_container(modules[path])]:
+        problems += (
             f"{messages.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",
         )
-    wrapped = [p for p, module in there.items() if isinstance(module, FullyShardedDataParallel | FSDPModule)]
+    wrapped = [p for p, module in modules.items() if isinstance(module, FullyShardedDataParallel | FSDPModule)]
     if wrapped:
-        found += (f"{messages.listed(wrapped)}: sharded already; apply to a model that was not prepared",)
-    if scalars := [name for name, param in held.items() if param.ndim == 0]:
-        found += (f"{messages.listed(scalars)}: a scalar cannot be flattened; make it a tensor of shape (1,)",)
-    if odd := [name for name, param in held.items() if not param.is_floating_point()]:
-        found += (f"{messages.listed(odd)}: {held[odd[0]].dtype} cannot be flattened; register it as a buffer",)
+        problems += (f"{messages.listed(wrapped)}: sharded already; apply to a model that was not prepared",)
+    if scalars := [name for name, param in params.items() if param.ndim == 0]:
+        problems += (f"{messages.listed(scalars)}: a scalar cannot be flattened; make it a tensor of shape (1,)",)
+    if odd := [name for name, param in params.items() if not param.is_floating_point()]:
+        problems += (f"{messages.listed(odd)}: {params[odd[0]].dtype} cannot be flattened; register it as a buffer",)
     if step.sync_module_states and step.device.type == "cpu":
-        found += ("torch broadcasts module states on an accelerator only; plan with sync_module_states=False",)
-    return found + messages.with_gradient(held, held) + launcher.device_problems(step.device.type)
+        problems += ("torch broadcasts module states on an accelerator only; plan with sync_module_states=False",)
+    return problems + messages.with_gradient(params, params) + launcher.device_problems(step.device.type)
 
 
 def wrap_do(step: WrapFSDP1, target: Target) -> None:
@@ -61,8 +61,8 @@ def wrap_do(step: WrapFSDP1, target: Target) -> None:
     if target.mesh is None:
         raise RuntimeError("there is no device mesh to cut over; BuildMesh has to come before WrapFSDP1")
     device = launcher.bind(step.device)
-    there = names.named_slots(target.model)
-    ignored = [there[path] for path in step.ignored]
+    modules = names.named_slots(target.model)
+    ignored = [modules[path] for path in step.ignored]
     target.together()  # sync_module_states is a collective of each unit
     for module in ignored:  # FSDP1 moves everything else (F1-6)
         if any(tensor.device != device for tensor in chain(module.parameters(), module.buffers())):
@@ -70,12 +70,12 @@ def wrap_do(step: WrapFSDP1, target: Target) -> None:
     done: list[str] = []
     for unit in step.units:
         try:
-            wrapped = _wrap(step, unit, there[unit.path], target, device, ignored)
+            wrapped = _wrap(step, unit, modules[unit.path], target, device, ignored)
         except Exception as error:
             name = messages.listed([unit.path])
-            stand = f"wrapped before it: {messages.listed(done)}" if done else "it was the first"
-            raise RuntimeError(f"unit {name} could not be wrapped ({stand}): {error}") from error
-        _put(target, unit.path, there[unit.path], wrapped)
+            progress = f"wrapped before it: {messages.listed(done)}" if done else "it was the first"
+            raise RuntimeError(f"unit {name} could not be wrapped ({progress}): {error}") from error
+        _put(target, unit.path, modules[unit.path], wrapped)
         done.append(unit.path)
 
 
@@ -83,8 +83,8 @@ def _wrap(
     step: WrapFSDP1, unit: FlatUnit, module: Module, target: Target, device: torch.device, ignored: list[Module]
 ) -> FullyShardedDataParallel:
     if unit.full_precision:  # its inputs stay: kernels take float32 statistics with bfloat16 activations (pain 40)
-        whole = torch.float32
-        precision = MixedPrecision(whole, whole, whole, cast_forward_inputs=False)
+        full = torch.float32
+        precision = MixedPrecision(full, full, full, cast_forward_inputs=False)
     else:
         param, reduce, buffer = map(_dtype, (step.param_dtype, step.reduce_dtype, step.buffer_dtype))
         precision = MixedPrecision(param, reduce, buffer)
@@ -120,8 +120,8 @@ def _is_container(module: Module) -> bool:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    found: torch.dtype | None = getattr(torch, name) if name else None
-    return found
+    dtype: torch.dtype | None = getattr(torch, name) if name else None
+    return dtype
 
 
 WRAP: Handler[WrapFSDP1, Target, None] = Handler(ready=wrap_ready, do=wrap_do)

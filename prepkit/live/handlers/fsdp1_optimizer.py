@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from prepkit.live.handlers import messages
 from prepkit.live.handlers.optimizer import shape_problems
-from prepkit.live.handlers.optimizer_state import State, lay_out
+from prepkit.live.handlers.optimizer_state import ParamState, lay_out
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import fsdp1_flat
 from prepkit.live.model.target import Target
@@ -25,14 +25,14 @@ class Grouped:
 
     params: tuple[list[Any], ...]
     """Per group."""
-    released: dict[str, State] = field(repr=False)
+    released: dict[str, ParamState] = field(repr=False)
 
 
 def regroup_ready(step: RegroupOptimizer, target: Target) -> tuple[str, ...]:
     """Every name must be a parameter; which unit it falls into is known once the units are wrapped."""
-    found = shape_problems(step.slots, target)
-    held = fsdp1_flat.holders(target.model)
-    return found + messages.absent("parameter", (n for group in step.slots for n in group if n), held)
+    problems = shape_problems(step.slots, target)
+    holders = fsdp1_flat.holders(target.model)
+    return problems + messages.absent("parameter", (n for group in step.slots for n in group if n), holders)
 
 
 def regroup_do(step: RegroupOptimizer, target: Target) -> Grouped:
@@ -42,20 +42,20 @@ def regroup_do(step: RegroupOptimizer, target: Target) -> Grouped:
     """
     optimizer = target.optimizer
     assert optimizer is not None, "its check was asked"
-    held, places = fsdp1_flat.holders(target.model), fsdp1_flat.pieces(target.model)
+    holders, pieces = fsdp1_flat.holders(target.model), fsdp1_flat.pieces(target.model)
     before = Grouped(tuple(list(group["params"]) for group in optimizer.param_groups), dict(target.released))
     groups: list[list[torch.Tensor]] = []
-    home: dict[int, int] = {}
+    group_of: dict[int, int] = {}
     for index, (slots, group) in enumerate(zip(step.slots, optimizer.param_groups, strict=True)):
-        mine: dict[int, torch.Tensor] = {}
+        members: dict[int, torch.Tensor] = {}
         for name, tensor in zip(slots, group["params"], strict=True):
-            param = held[name] if name else tensor
-            if home.setdefault(id(param), index) != index:
+            param = holders[name] if name else tensor
+            if group_of.setdefault(id(param), index) != index:
                 raise ValueError(f"the flat parameter with {name} falls into two groups; put its unit into one group")
-            mine[id(param)] = param
-        groups.append(list(mine.values()))
-    on_device = {key: _on_device(optimizer.param_groups[index]) for key, index in home.items()}
-    states = _joined(target.released, held, places, on_device)
+            members[id(param)] = param
+        groups.append(list(members.values()))
+    on_device = {key: _on_device(optimizer.param_groups[index]) for key, index in group_of.items()}
+    states = _joined(target.released, holders, pieces, on_device)
     try:
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = params
@@ -73,58 +73,64 @@ def _on_device(group: dict[str, Any]) -> bool:
 
 
 def _joined(
-    released: dict[str, State],
-    held: dict[str, Parameter],
-    places: dict[str, fsdp1_flat.Piece],
+    released: dict[str, ParamState],
+    holders: dict[str, Parameter],
+    pieces: dict[str, fsdp1_flat.Piece],
     on_device: dict[int, bool],
-) -> dict[torch.Tensor, State]:
+) -> dict[torch.Tensor, ParamState]:
     """Flat parameter to the joined state of what it holds; a parameter that is still there keeps its own."""
     inside: dict[int, list[str]] = defaultdict(list)
-    for name, piece in places.items():
+    for name, piece in pieces.items():
         inside[id(piece.flat)].append(name)
-    found: dict[torch.Tensor, State] = {}
+    joined: dict[torch.Tensor, ParamState] = {}
     for name, state in released.items():
-        param = held[name]
+        param = holders[name]
         members = inside.get(id(param), [])
         if not members:
-            found[param] = lay_out(state, param, scalars_on_device=on_device[id(param)])
-        elif param not in found:
+            joined[param] = lay_out(state, param, scalars_on_device=on_device[id(param)])
+        elif param not in joined:
             if missing := [other for other in members if other not in released]:
                 text = "without the state that others of its unit have; create the optimizer after preparing"
                 raise ValueError(f"{messages.listed(missing)}: {text}")
-            found[param] = _join({n: released[n] for n in members}, places, param, on_device[id(param)])
-    return found
+            joined[param] = _join({n: released[n] for n in members}, pieces, param, on_device[id(param)])
+    return joined
 
 
-def _join(states: dict[str, State], places: dict[str, fsdp1_flat.Piece], param: Parameter, on_device: bool) -> State:
+def _join(
+    states: dict[str, ParamState], pieces: dict[str, fsdp1_flat.Piece], param: Parameter, on_device: bool
+) -> ParamState:
     first, *others = states
-    told = messages.listed(list(states))
+    listed = messages.listed(list(states))
     if any(states[name].keys() != states[first].keys() for name in others):
-        raise ValueError(f"{told}: have states of different kinds; create the optimizer after preparing")
-    joined: State = {}
-    for key, one in states[first].items():
+        raise ValueError(f"{listed}: have states of different kinds; create the optimizer after preparing")
+    joined: ParamState = {}
+    for key, first_value in states[first].items():
         values = {name: state[key] for name, state in states.items()}
-        if isinstance(one, torch.Tensor) and one.shape == places[first].shape:
-            joined[key] = _concatenated(values, places, param)
-        elif all(_equal(value, one) for value in values.values()):
-            joined[key] = one.to(param.device) if isinstance(one, torch.Tensor) and on_device else one
+        if isinstance(first_value, torch.Tensor) and first_value.shape == pieces[first].shape:
+            joined[key] = _concatenated(values, pieces, param)
+        elif all(_equal(value, first_value) for value in values.values()):
+            joined[key] = (
+                first_value.to(param.device) if isinstance(first_value, torch.Tensor) and on_device else first_value
+            )
         else:
-            raise ValueError(f"{told}: {key!r} differs, and a flat parameter has one; create the optimizer afterwards")
+            raise ValueError(
+                f"{listed}: {key!r} differs, and a flat parameter has one; create the optimizer afterwards"
+            )
     return joined
 
 
 def _concatenated(
-    values: dict[str, torch.Tensor], places: dict[str, fsdp1_flat.Piece], param: Parameter
+    values: dict[str, torch.Tensor], pieces: dict[str, fsdp1_flat.Piece], param: Parameter
 ) -> torch.Tensor:
     """The states end to end, as much of them as this rank holds, 0 in the padding."""
     dtype = next(iter(values.values())).dtype
-    whole = torch.zeros(param.shape, dtype=dtype, device=param.device)
+    flat = torch.zeros(param.shape, dtype=dtype, device=param.device)
     for name, value in values.items():
-        piece = places[name]
+        piece = pieces[name]
         if piece.first < piece.last:
             begin = piece.start + piece.first - (piece.shard * _index(piece) if piece.cut else 0)
-            whole[begin : begin + piece.last - piece.first] = piece.part(value).to(param.device)
-    return whole
+            flat[begin : begin + piece.last - piece.first] = piece.part(value).to(param.device)
+    return flat
 
 
 def _index(piece: fsdp1_flat.Piece) -> int:

@@ -21,29 +21,31 @@ def shard_ready(step: ShardUnits, target: Target) -> tuple[str, ...]:
     """Everything that ``fully_shard`` refuses must be found here: it has no way back (G-8, torch ``_fsdp_init.py``)."""
     if step.already_sharded:
         return _other_units(step, target)
-    there, held = names.named_slots(target.model), names.named_parameters(target.model)
+    modules, params = names.named_slots(target.model), names.named_parameters(target.model)
     paths = [unit.path for unit in step.units]
-    found = messages.absent("module", paths, there)
-    if hollow := [path for path in paths if path in there and _is_container(there[path])]:
-        found += (
+    problems = messages.absent("module", paths, modules)
+    if hollow := [path for path in paths if path in modules and _is_container(modules[path])]:
+        problems += (
             f"{messages.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",
         )
-    if sharded := [path for path, module in there.items() if isinstance(module, FSDPModule)]:
-        found += (f"{messages.listed(sharded)}: sharded already; apply to a model that was not prepared",)
-    found += messages.absent("parameter", step.ignored, held)
-    if scalars := [name for name, param in held.items() if param.ndim == 0]:
-        found += (f"{messages.listed(scalars)}: a scalar cannot be sharded; make it a tensor of shape (1,)",)
-    return found + messages.with_gradient(held, held)
+    if sharded := [path for path, module in modules.items() if isinstance(module, FSDPModule)]:
+        problems += (f"{messages.listed(sharded)}: sharded already; apply to a model that was not prepared",)
+    problems += messages.absent("parameter", step.ignored, params)
+    if scalars := [name for name, param in params.items() if param.ndim == 0]:
+        problems += (f"{messages.listed(scalars)}: a scalar cannot be sharded; make it a tensor of shape (1,)",)
+    return problems + messages.with_gradient(params, params)
 
 
 def _other_units(step: ShardUnits, target: Target) -> tuple[str, ...]:
     """Units that the plan takes for granted, and those that it does not know."""
-    there = {unit.path for unit in unit_facts(names.sites(target.model))}
+    existing = {unit.path for unit in unit_facts(names.sites(target.model))}
     planned = {unit.path for unit in step.units}
-    said = "planned as a unit already, which it is not", "a unit already, which was not planned"
-    found = (sorted(planned - there), sorted(there - planned))
+    texts = "planned as a unit already, which it is not", "a unit already, which was not planned"
+    differences = (sorted(planned - existing), sorted(existing - planned))
     again = "build the plan again from this model"
-    return tuple(f"{messages.listed(paths)}: {what}; {again}" for paths, what in zip(found, said, strict=True) if paths)
+    return tuple(
+        f"{messages.listed(paths)}: {text}; {again}" for paths, text in zip(differences, texts, strict=True) if paths
+    )
 
 
 def shard_do(step: ShardUnits, target: Target) -> None:
@@ -55,30 +57,30 @@ def shard_do(step: ShardUnits, target: Target) -> None:
         return
     if target.mesh is None:
         raise RuntimeError("there is no device mesh to shard over; BuildMesh has to come before ShardUnits")
-    there, ignored = names.named_slots(target.model), _left_whole(step, target)
+    modules, ignored = names.named_slots(target.model), _ignored_params(step, target)
     done: list[str] = []
     with lean_chunks():
         for unit in step.units:
             try:
-                _shard(step, unit, there[unit.path], target, ignored)
+                _shard(step, unit, modules[unit.path], target, ignored)
             except Exception as error:
                 name = messages.listed([unit.path])
-                stand = f"sharded before it: {messages.listed(done)}" if done else "it was the first"
-                raise RuntimeError(f"unit {name} could not be sharded ({stand}): {error}") from error
+                progress = f"sharded before it: {messages.listed(done)}" if done else "it was the first"
+                raise RuntimeError(f"unit {name} could not be sharded ({progress}): {error}") from error
             done.append(unit.path)
 
 
-def _left_whole(step: ShardUnits, target: Target) -> set[Parameter]:
+def _ignored_params(step: ShardUnits, target: Target) -> set[Parameter]:
     """The ignored parameters, moved to the mesh's device, as ``fully_shard`` moves what it shards (M2-6)."""
     if not step.ignored:
         return set()
-    modules, held = names.named_modules(target.model), names.named_parameters(target.model)
+    modules, params = names.named_modules(target.model), names.named_parameters(target.model)
     device = target.mesh.device_type if target.mesh is not None else "cpu"
-    elsewhere = [name for name in step.ignored if held[name].device.type not in (device, "meta")]
+    elsewhere = [name for name in step.ignored if params[name].device.type not in (device, "meta")]
     for path in dict.fromkeys(name.rpartition(".")[0] for name in elsewhere):
         modules[path].to(torch.device(device))  # a packed weight takes what unpacks it along
-    held = names.named_parameters(target.model)
-    return {held[name] for name in step.ignored}
+    params = names.named_parameters(target.model)
+    return {params[name] for name in step.ignored}
 
 
 def _shard(step: ShardUnits, unit: Unit, module: Module, target: Target, ignored: set[Parameter]) -> None:
@@ -105,8 +107,8 @@ def _is_container(module: Module) -> bool:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    found: torch.dtype | None = getattr(torch, name) if name else None
-    return found
+    dtype: torch.dtype | None = getattr(torch, name) if name else None
+    return dtype
 
 
 SHARD: Handler[ShardUnits, Target, None] = Handler(ready=shard_ready, do=shard_do)

@@ -1,4 +1,20 @@
-"""The modules' own initialisers, run on whole tensors one unit at a time; each rank keeps its part."""
+"""Values from the modules' own initializers: ``reset_parameters`` and ``_init_weights``.
+
+The parameters are already sharded when this runs, but an initializer is written for whole tensors: what it draws
+depends on the shape, and a rank that ran it on its shard would draw something else. So, unit by unit:
+
+1. Every parameter and buffer of the unit is replaced, in its module, by a *twin* of the whole shape. The twin of a
+   tensor that is to get values is real; all others are on meta, where writing has no effect, so that what has values
+   keeps them. The parameters of all other units are replaced by stand-ins that refuse to be written or read.
+2. The twins are filled with NaN, which no initializer writes. The initializers run in the order in which a constructor
+   would: children before parents, and for each module its own before the model's. Each module starts from a seed made
+   of the step's seed and its path, so that every rank draws the same values, whatever the units and the ranks are.
+3. Where a NaN is left, an initializer forgot an element: an error. Integers have no NaN, so those twins are filled with
+   0 and then, in a second run, with 1: what differs between the runs was not written.
+4. Every rank copies its own shard out of the twin, the old tensors come back into their modules, and the twins go.
+
+Memory: the whole tensors of one unit at a time. Nothing is sent, since all ranks draw the same; nobody waits.
+"""
 
 from __future__ import annotations
 
@@ -22,180 +38,200 @@ from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
 from prepkit.steps import InitializeTensors
 
-RESETS = ("reset_parameters", "_reset_parameters")
-INITS = "_init_weights"
+RESET_METHODS = ("reset_parameters", "_reset_parameters")
+"""By which a module initializes its own parameters, as torch's do."""
+INIT_METHOD = "_init_weights"
+"""By which a model initializes each module inside it, as those of transformers do."""
 
 
-class NotInitialised(RuntimeError):
-    """An initialiser ran and left tensors unwritten, or there was none; names them."""
+class NotInitialized(RuntimeError):
+    """An initializer ran and left tensors unwritten, or there was none; names them."""
 
 
-def initialise_ready(step: InitializeTensors, target: Target) -> tuple[str, ...]:
-    """Every named parameter, and every named buffer on meta, must be in a module that something initialises."""
-    places = names.sites(target.model)
-    there = _owned(places)
-    found = messages.absent("parameter", step.params, there) + messages.absent("buffer", step.buffers, there)
-    wanted = [n for n in step.params if n in there] + [n for n in step.buffers if n in there and there[n][1].is_meta]
-    authors = _authors(places)
-    alone = [n for n in wanted if not _resets(there[n][0].module) and authors[there[n][0].path] is None]
-    if alone:
-        what = f"{messages.listed(alone)}: without values, and nothing initialises it"
-        found += (f"{what}; give its module a reset_parameters()",)
-    return found
+def initialize_ready(step: InitializeTensors, target: Target) -> tuple[str, ...]:
+    """Every named parameter, and every named buffer on meta, must be in a module that something initializes."""
+    sites = names.sites(target.model)
+    tensors = _sites_of_tensors(sites)
+    problems = messages.absent("parameter", step.params, tensors) + messages.absent("buffer", step.buffers, tensors)
+    wanted = [name for name in step.params if name in tensors]
+    wanted += [name for name in step.buffers if name in tensors and tensors[name][1].is_meta]
+    models = _initializing_models(sites)
+    orphans = [n for n in wanted if not _reset_method(tensors[n][0].module) and models[tensors[n][0].path] is None]
+    if orphans:
+        text = f"{messages.listed(orphans)}: without values, and nothing initialises it"
+        problems += (f"{text}; give its module a reset_parameters()",)
+    return problems
 
 
-def initialise_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
-    """Unit by unit: whole tensors in the place of the shards, the modules' initialisers from the leaves up, parts back.
+def initialize_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
+    """Unit by unit, as the docstring of this module tells.
 
-    A unit is whole at one time because initialisers of a module may write what its children hold (GPT-2's residual
-    projections). Every module has a seed of its own, so that the values depend on neither ranks nor units.
-    What is not to be initialised stays as it is. Returns the names of what had values before. Raises
-    ``NotInitialised``.
+    A unit is whole at one time because initializers of a module may write what its children hold (GPT-2's residual
+    projections). What is not to be initialized stays as it is. Returns the names of what had values before. Raises
+    ``NotInitialized``.
     """
-    places = [site for site in names.sites(target.model) if site.first]
+    sites = [site for site in names.sites(target.model) if site.first]
     wanted = {*step.params, *(name for name in step.buffers if name in target.unfilled)}
-    authors, chosen = _authors(places), set(step.units)
-    owner: dict[str, str] = {}
-    for site in places:
-        up = site.path.rpartition(".")[0]
-        owner[site.path] = site.path if not site.path or site.path in chosen else owner[up]
+    models, unit_of = _initializing_models(sites), _unit_of_each(sites, frozenset(step.units))
     device = next((local(param).device for param in target.model.parameters()), torch.device("cpu"))
     forked = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
     lost = tuple(name for name in step.params if name not in target.unfilled)
     with torch.random.fork_rng(**forked), torch.no_grad(), messages.half_done(lost):
         for unit in step.units:
-            inside = [site for site in places if owner[site.path] == unit]
-            with _out_of_reach([site for site in places if owner[site.path] != unit]):
-                _unit(inside, wanted, authors, step.seed)
+            inside = [site for site in sites if unit_of[site.path] == unit]
+            with _out_of_reach([site for site in sites if unit_of[site.path] != unit]):
+                _initialize_unit(inside, wanted, models, step.seed)
         target.unfilled -= wanted
         return lost
 
 
-def initialise_undo(step: InitializeTensors, target: Target, memo: tuple[str, ...]) -> str | None:
+def initialize_undo(step: InitializeTensors, target: Target, memo: tuple[str, ...]) -> str | None:
     """What had no values before has none again: no more than a note, as its storage goes with ``AllocateTensors``."""
     target.unfilled |= set(step.params) - set(memo)
     return messages.overwritten(memo)
 
 
+def _unit_of_each(sites: Sequence[Site], units: frozenset[str]) -> dict[str, str]:
+    """Path of every module to that of the unit that holds it: itself, or the nearest one above; the root holds all."""
+    unit_of: dict[str, str] = {}
+    for site in sites:  # parents before their children
+        parent = site.path.rpartition(".")[0]
+        unit_of[site.path] = site.path if not site.path or site.path in units else unit_of[parent]
+    return unit_of
+
+
 @frozen(eq=False)
-class Held:
-    """One place of a tensor in a unit."""
+class Slot:
+    """One place of a module that holds a tensor, and what stands there while initializers run."""
 
     name: str
-    """First name of the tensor."""
-    slots: dict[str, Any]
-    """The dictionary of the module that holds it."""
+    """First name of the tensor; tied ones have several slots and one name."""
+    holder: dict[str, Any]
+    """``_parameters`` or ``_buffers`` of the module."""
     key: str
-    own: Tensor
-    """What stood there, and stands there afterwards."""
-    whole: Tensor
-    """What the initialisers write: whole and real if the tensor is wanted, else on meta, where writing does nothing."""
+    """Its name in the holder."""
+    tensor: Tensor
+    """What stood there, and stands there afterwards: a shard, or whole."""
+    twin: Tensor
+    """What the initializers write: whole and real if the tensor is wanted, else on meta, where writing does nothing."""
 
 
-def _unit(inside: Sequence[Site], wanted: set[str], authors: dict[str, Module | None], seed: int) -> None:
-    held = tuple(_held(inside, wanted))
-    chosen = {one.name: one for one in held if one.name in wanted}
-    if not chosen:
+def _initialize_unit(inside: Sequence[Site], wanted: set[str], models: dict[str, Module | None], seed: int) -> None:
+    """Steps 1 to 4 for the modules of one unit. Does nothing where none of its tensors is wanted."""
+    slots = tuple(_slots(inside, wanted))
+    filled = {slot.name: slot for slot in slots if slot.name in wanted}
+    if not filled:
         return
-    whole_unit = any(isinstance(one.own, Parameter) for one in chosen.values())
-    holders = {id(one.slots) for one in chosen.values()}
-    runs = [
-        site
-        for site in reversed(inside)  # children before their parents, which may write what they hold
-        if whole_unit or not holders.isdisjoint((id(site.module._parameters), id(site.module._buffers)))
-    ]
-    seen: list[dict[str, Tensor]] = []
-    with _in_place(held):
-        for fill in range(1 if all(_signals(one.whole) for one in chosen.values()) else 2):
-            for one in chosen.values():
-                _blank(one.whole, fill)
+    runs = _modules_to_run(inside, tuple(filled.values()))
+    passes = 1 if all(_takes_nan(slot.twin) for slot in filled.values()) else 2
+    written: list[dict[str, Tensor]] = []
+    with _twins_in_place(slots):
+        for fill in range(passes):
+            for slot in filled.values():
+                _blank(slot.twin, fill)
             for site in runs:
-                torch.manual_seed(_seed(seed, site.path))
-                _run(site.module, authors[site.path])
-            seen.append({name: one.whole.detach().clone() for name, one in chosen.items() if not _signals(one.whole)})
-    if unwritten := [name for name, one in chosen.items() if _unwritten(name, one.whole, seen)]:
-        raise NotInitialised(
+                torch.manual_seed(_module_seed(seed, site.path))
+                _run_initializers(site.module, models[site.path])
+            written.append({n: slot.twin.detach().clone() for n, slot in filled.items() if not _takes_nan(slot.twin)})
+    if unwritten := [name for name, slot in filled.items() if _unwritten(name, slot.twin, written)]:
+        raise NotInitialized(
             f"{messages.listed(unwritten)}: still without values after reset_parameters() and _init_weights(); write "
             "them there, or load the weights: LoadWeights(path)"
         )
-    for one in chosen.values():
-        part = shard(one.whole.detach(), one.own) if isinstance(one.own, DTensor) else one.whole
-        local(one.own).copy_(local(part))
+    for slot in filled.values():
+        values = shard(slot.twin.detach(), slot.tensor) if isinstance(slot.tensor, DTensor) else slot.twin
+        local(slot.tensor).copy_(local(values))
 
 
-def _held(inside: Sequence[Site], wanted: set[str]) -> Iterator[Held]:
-    """Every tensor of a unit with its twin; a tied one has one twin."""
+def _modules_to_run(inside: Sequence[Site], filled: Sequence[Slot]) -> list[Site]:
+    """Children before their parents, which may write what those hold.
+
+    All modules of the unit; where only buffers are wanted, those alone that hold one of them, since an initializer of
+    another module would draw numbers for nothing.
+    """
+    any_param = any(isinstance(slot.tensor, Parameter) for slot in filled)
+    holders = {id(slot.holder) for slot in filled}
+    return [
+        site
+        for site in reversed(inside)
+        if any_param or not holders.isdisjoint((id(site.module._parameters), id(site.module._buffers)))
+    ]
+
+
+def _slots(inside: Sequence[Site], wanted: set[str]) -> Iterator[Slot]:
+    """Every slot of a unit with its twin; a tied tensor has several slots and one twin."""
     twins: dict[int, tuple[str, Tensor]] = {}
     for site in inside:
-        for slots in (site.module._parameters, site.module._buffers):
-            for key, own in slots.items():
-                if own is not None:
+        for holder in (site.module._parameters, site.module._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None:
                     name = f"{site.path}.{key}" if site.path else key
-                    if id(own) not in twins:
-                        twins[id(own)] = name, _twin(own, name in wanted)
-                    yield Held(twins[id(own)][0], slots, key, own, twins[id(own)][1])
+                    if id(tensor) not in twins:
+                        twins[id(tensor)] = name, _twin(tensor, real=name in wanted)
+                    yield Slot(twins[id(tensor)][0], holder, key, tensor, twins[id(tensor)][1])
 
 
-def _twin(own: Tensor, real: bool) -> Tensor:
+def _twin(tensor: Tensor, *, real: bool) -> Tensor:
     """A new object, without flags of the past such as transformers' ``_is_hf_initialized``.
 
     On meta unless ``real``; a plain tensor's has its storage, so that nothing is there twice.
     """
-    whole = own.detach()
-    if not real or isinstance(own, DTensor):
-        whole = torch.empty(own.shape, dtype=own.dtype, device=local(own).device if real else "meta")
-    return Parameter(whole, own.requires_grad) if isinstance(own, Parameter) else whole
+    twin = tensor.detach()
+    if not real or isinstance(tensor, DTensor):
+        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=local(tensor).device if real else "meta")
+    return Parameter(twin, tensor.requires_grad) if isinstance(tensor, Parameter) else twin
 
 
 @contextmanager
-def _in_place(held: Sequence[Held]) -> Iterator[None]:
+def _twins_in_place(slots: Sequence[Slot]) -> Iterator[None]:
+    """Meanwhile the modules hold the twins."""
     try:
-        for one in held:
-            one.slots[one.key] = one.whole
+        for slot in slots:
+            slot.holder[slot.key] = slot.twin
         yield
     finally:
-        for one in held:
-            one.slots[one.key] = one.own
+        for slot in slots:
+            slot.holder[slot.key] = slot.tensor
 
 
-# --- initialisers --------------------------------------------------------------------------------------------------
+# --- initializers --------------------------------------------------------------------------------------------------
 
 
-def _resets(module: Module) -> Any:
-    return next((method for name in RESETS if callable(method := getattr(module, name, None))), None)
+def _reset_method(module: Module) -> Any:
+    return next((method for name in RESET_METHODS if callable(method := getattr(module, name, None))), None)
 
 
-def _authors(places: Sequence[Site]) -> dict[str, Module | None]:
-    """Path to the nearest module at or above it that has ``_init_weights``."""
-    found: dict[str, Module | None] = {}
-    for site in places:
-        above = found[site.path.rpartition(".")[0]] if site.path else None
-        found[site.path] = site.module if callable(getattr(site.module, INITS, None)) else above
-    return found
+def _initializing_models(sites: Sequence[Site]) -> dict[str, Module | None]:
+    """Path of every module to the nearest one, itself or above it, that has ``_init_weights``; None: there is none."""
+    models: dict[str, Module | None] = {}
+    for site in sites:  # parents before their children
+        above = models[site.path.rpartition(".")[0]] if site.path else None
+        models[site.path] = site.module if callable(getattr(site.module, INIT_METHOD, None)) else above
+    return models
 
 
-def _run(module: Module, author: Any) -> None:
-    """As a constructor does: the module's own initialiser, then the model's, which has the last word."""
-    if (reset := _resets(module)) is not None:
+def _run_initializers(module: Module, model: Any) -> None:
+    """As a constructor does: the module's own initializer, then the model's, which has the last word."""
+    if (reset := _reset_method(module)) is not None:
         reset()
-    if author is not None:
-        getattr(author, INITS)(module)
+    if model is not None:
+        getattr(model, INIT_METHOD)(module)
 
 
-def _seed(seed: int, path: str) -> int:
+def _module_seed(seed: int, path: str) -> int:
     """63 bits that depend on both, the same in every process."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:8], "little") >> 1
 
 
-class Elsewhere(Tensor):
+class OtherUnitsParameter(Tensor):
     """A parameter of another unit: has a shape, and refuses to be written or read."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Properties and sizes pass; anything else raises ``NotInitialised``."""
+        """Properties and sizes pass; anything else raises ``NotInitialized``."""
         if func.__name__ in {"__get__", "dim", "size", "numel", "detach", "is_floating_point", "__len__"}:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch
-        raise NotInitialised(
+        raise NotInitialized(
             f"an initialiser calls {func.__name__} on a parameter of shape {tuple(args[0].shape)} that another unit "
             "holds; initialise it in a module of that unit, or load the weights: LoadWeights(path)"
         )
@@ -203,52 +239,52 @@ class Elsewhere(Tensor):
 
 @contextmanager
 def _out_of_reach(others: Sequence[Site]) -> Iterator[None]:
-    """Meanwhile an initialiser that reaches into other units fails, where it would write only this rank's part."""
-    own = [
+    """Meanwhile an initializer that reaches into other units fails, where it would write only this rank's part."""
+    params = [
         (site.module._parameters, key, param)
         for site in others
         for key, param in site.module._parameters.items()
         if param is not None
     ]
     try:
-        for slots, key, param in own:
-            bare: Any = torch.empty(param.shape, dtype=param.dtype, device="meta")
-            slots[key] = bare.as_subclass(Elsewhere)
+        for holder, key, param in params:
+            empty: Any = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            holder[key] = empty.as_subclass(OtherUnitsParameter)
         yield
     finally:
-        for slots, key, param in own:
-            slots[key] = param
+        for holder, key, param in params:
+            holder[key] = param
 
 
 # --- was it written? -----------------------------------------------------------------------------------------------
 
 
-def _signals(tensor: Tensor) -> bool:
-    """Whether a value that no initialiser writes can be put into it; others are written twice and compared."""
+def _takes_nan(tensor: Tensor) -> bool:
+    """Whether a value that no initializer writes can be put into it; others are written twice and compared."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _blank(tensor: Tensor, fill: int) -> None:
-    tensor.fill_(float("nan") if _signals(tensor) else fill)
+    tensor.fill_(float("nan") if _takes_nan(tensor) else fill)
 
 
-def _unwritten(name: str, tensor: Tensor, seen: Sequence[dict[str, Tensor]]) -> bool:
-    if _signals(tensor):
+def _unwritten(name: str, tensor: Tensor, written: Sequence[dict[str, Tensor]]) -> bool:
+    if _takes_nan(tensor):
         return bool(tensor.isnan().any())
-    return not torch.equal(seen[0][name], seen[1][name])
+    return not torch.equal(written[0][name], written[1][name])
 
 
-def _owned(places: Sequence[Site]) -> dict[str, tuple[Site, Tensor]]:
+def _sites_of_tensors(sites: Sequence[Site]) -> dict[str, tuple[Site, Tensor]]:
     """Canonical name to tensor and the place that holds it."""
     return {
         f"{site.path}.{name}" if site.path else name: (site, tensor)
-        for site in places
-        for slots in (site.module._parameters, site.module._buffers)
-        for name, tensor in slots.items()
+        for site in sites
+        for holder in (site.module._parameters, site.module._buffers)
+        for name, tensor in holder.items()
         if tensor is not None
     }
 
 
-INITIALISE: Handler[InitializeTensors, Target, tuple[str, ...]] = Handler(
-    ready=initialise_ready, do=initialise_do, undo=initialise_undo
+INITIALIZE: Handler[InitializeTensors, Target, tuple[str, ...]] = Handler(
+    ready=initialize_ready, do=initialize_do, undo=initialize_undo
 )

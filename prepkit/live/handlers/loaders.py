@@ -51,18 +51,20 @@ def loader_ready(step: ShardLoader, target: Target) -> tuple[str, ...]:
 
 def loader_do(step: ShardLoader, target: Target) -> Any:
     """A new loader over the same dataset; returns the given one, which is untouched."""
-    given: DataLoader[Any] = target.loaders[step.index]
+    loader: DataLoader[Any] = target.loaders[step.index]
     world, rank = _part(step, target)
     sampler: DistributedSampler[Any] = DistributedSampler(
-        given.dataset, world, rank, shuffle=step.shuffle, seed=step.seed, drop_last=step.drop_last
+        loader.dataset, world, rank, shuffle=step.shuffle, seed=step.seed, drop_last=step.drop_last
     )
-    kept = {name: getattr(given, name) for name in KEPT if hasattr(given, name)}  # in_order is newer than torch 2.6
-    sharded = DataLoader(given.dataset, sampler=sampler, **kept)
+    options = {
+        name: getattr(loader, name) for name in KEPT if hasattr(loader, name)
+    }  # in_order is newer than torch 2.6
+    sharded = DataLoader(loader.dataset, sampler=sampler, **options)
     try:
         target.loaders[step.index] = sharded
-        return given
+        return loader
     except BaseException:
-        loader_undo(step, target, given)
+        loader_undo(step, target, loader)
         raise
 
 
@@ -72,11 +74,11 @@ def _part(step: ShardLoader, target: Target) -> tuple[int, int]:
         return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     if target.mesh is None:
         raise RuntimeError("there is no device mesh to divide the data over; BuildMesh has to come before ShardLoader")
-    parts, mine = 1, 0
+    readers, reader = 1, 0
     for axis in step.axes:
         size = target.mesh[axis].size()
-        parts, mine = parts * size, mine * size + target.mesh.get_local_rank(axis)
-    return parts, mine
+        readers, reader = readers * size, reader * size + target.mesh.get_local_rank(axis)
+    return readers, reader
 
 
 def loader_undo(step: ShardLoader, target: Target, memo: Any) -> None:

@@ -30,10 +30,10 @@ from prepkit.steps import AutocastForward, CheckpointModules, CompileModules, Mo
 def move_ready(step: MoveModel, target: Target) -> tuple[str, ...]:
     """The device must be there, and every tensor must have data to move."""
     empty = [name for name, tensor in _tensors(target.model).items() if tensor.is_meta]
-    found = launcher.device_problems(step.device.type)
+    problems = launcher.device_problems(step.device.type)
     if empty and step.device.type != "meta":
-        found += (f"{messages.listed(empty)}: on meta, without data to move; load the weights first",)
-    return found
+        problems += (f"{messages.listed(empty)}: on meta, without data to move; load the weights first",)
+    return problems
 
 
 def move_do(step: MoveModel, target: Target) -> dict[str, torch.device]:
@@ -87,14 +87,14 @@ class Narrow:
 
 def upcast_ready(step: UpcastParameters, target: Target) -> tuple[str, ...]:
     """Every name must be a parameter that the dtype can hold exactly, or the way back would not be exact either."""
-    held, dtype = names.named_parameters(target.model), getattr(torch, step.dtype)
-    wide = [n for n in step.names if n in held and torch.promote_types(held[n].dtype, dtype) != dtype]
-    found = messages.absent("parameter", step.names, held) + messages.with_gradient(step.names, held)
+    params, dtype = names.named_parameters(target.model), getattr(torch, step.dtype)
+    wide = [n for n in step.names if n in params and torch.promote_types(params[n].dtype, dtype) != dtype]
+    problems = messages.absent("parameter", step.names, params) + messages.with_gradient(step.names, params)
     if wide:
-        found += (
-            f"{messages.listed(wide)}: {held[wide[0]].dtype} does not fit into {step.dtype}; build the plan again",
+        problems += (
+            f"{messages.listed(wide)}: {params[wide[0]].dtype} does not fit into {step.dtype}; build the plan again",
         )
-    return found
+    return problems
 
 
 def upcast_do(step: UpcastParameters, target: Target) -> tuple[Narrow, ...]:
@@ -102,11 +102,11 @@ def upcast_do(step: UpcastParameters, target: Target) -> tuple[Narrow, ...]:
 
     AdamW would fail on a bfloat16 moment of a float32 parameter (torch ``lerp_``).
     """
-    dtype, held = getattr(torch, step.dtype), names.named_parameters(target.model)
+    dtype, params = getattr(torch, step.dtype), names.named_parameters(target.model)
     before: list[Narrow] = []
     try:
         for name in step.names:
-            param, state = held[name], state_of(target, name, held[name])
+            param, state = params[name], state_of(target, name, params[name])
             keys = tuple(
                 key
                 for key, value in state.items()
@@ -123,9 +123,9 @@ def upcast_do(step: UpcastParameters, target: Target) -> tuple[Narrow, ...]:
 def upcast_undo(step: UpcastParameters, target: Target, memo: tuple[Narrow, ...]) -> None:
     """Casts back; exact, because every 16-bit value survives the way to a wider dtype."""
     del step
-    held = names.named_parameters(target.model)
+    params = names.named_parameters(target.model)
     for narrow in memo:
-        param = held[narrow.name]
+        param = params[narrow.name]
         _cast(param, state_of(target, narrow.name, param), narrow.state, narrow.dtype)
 
 
@@ -180,22 +180,22 @@ AUTOCAST: Handler[AutocastForward, Target, Any] = Handler(ready=autocast_ready, 
 
 def checkpoint_ready(step: CheckpointModules, target: Target) -> tuple[str, ...]:
     """Every path must be a module inside the root that is not wrapped yet."""
-    there = names.named_slots(target.model)
-    found = messages.absent("module", step.paths, there)
-    if wrapped := [path for path in step.paths if isinstance(there.get(path), CheckpointWrapper)]:
-        found += (f"{messages.listed(wrapped)}: checkpointed already; apply to a model that was not prepared",)
+    modules = names.named_slots(target.model)
+    problems = messages.absent("module", step.paths, modules)
+    if wrapped := [path for path in step.paths if isinstance(modules.get(path), CheckpointWrapper)]:
+        problems += (f"{messages.listed(wrapped)}: checkpointed already; apply to a model that was not prepared",)
     if "" in step.paths:
-        found += ("the root cannot be checkpointed, its wrapper would have no parent; name modules inside it",)
-    return found
+        problems += ("the root cannot be checkpointed, its wrapper would have no parent; name modules inside it",)
+    return problems
 
 
 def checkpoint_do(step: CheckpointModules, target: Target) -> None:
     """Puts a wrapper into every slot of every parent that holds the module."""
-    there = names.named_slots(target.model)
+    modules = names.named_slots(target.model)
     done: list[str] = []
     try:
         for path in step.paths:
-            inner = there[path]
+            inner = modules[path]
             wrapper = checkpoint_wrapper(inner, CheckpointImpl.NO_REENTRANT, preserve_rng_state=step.preserve_rng_state)
             wrapper.training = inner.training
             done.append(path)
@@ -212,9 +212,9 @@ def checkpoint_undo(step: CheckpointModules, target: Target, memo: None) -> None
 
 
 def _unwrap(model: Module, paths: tuple[str, ...]) -> None:
-    there = names.named_slots(model)
+    modules = names.named_slots(model)
     for path in reversed(paths):
-        if isinstance(wrapper := there[path], CheckpointWrapper):
+        if isinstance(wrapper := modules[path], CheckpointWrapper):
             _replace(model, wrapper, wrapper._checkpoint_wrapped_module)
 
 
@@ -233,27 +233,31 @@ CHECKPOINT: Handler[CheckpointModules, Target, None] = Handler(
 
 def compile_ready(step: CompileModules, target: Target) -> tuple[str, ...]:
     """Every path must be a module that is not compiled yet (CM-1, G-46), and torch must know the backend (K-DY1)."""
-    there = names.named_slots(target.model)
-    found = messages.absent("module", step.paths, there)
+    modules = names.named_slots(target.model)
+    problems = messages.absent("module", step.paths, modules)
     known = torch.compiler.list_backends(exclude_tags=None)
     if step.backend not in known:
-        found += (f"torch.compile knows no backend {step.backend!r}; import what registers it, or plan with inductor",)
-    if compiled := [path for path in step.paths if path in there and _is_compiled(there[path])]:
-        found += (f"{messages.listed(compiled)}: compiled already; give the model before torch.compile",)
-    return found
+        problems += (
+            f"torch.compile knows no backend {step.backend!r}; import what registers it, or plan with inductor",
+        )
+    if compiled := [path for path in step.paths if path in modules and _is_compiled(modules[path])]:
+        problems += (f"{messages.listed(compiled)}: compiled already; give the model before torch.compile",)
+    return problems
 
 
 def compile_do(step: CompileModules, target: Target) -> None:
     """``Module.compile`` on each: the module keeps its class, names and hooks. Compiling itself waits for first use."""
-    there = names.named_slots(target.model)
+    modules = names.named_slots(target.model)
     mode = {} if step.mode == "default" else {"mode": step.mode}  # backends other than inductor take no mode
     try:
         for path in step.paths:
             how = {"fullgraph": step.fullgraph, "dynamic": step.dynamic, **mode}
-            if _is_deepspeed(there[path]):
-                there[path].compile(backend=step.backend, compile_kwargs=how)  # its own method, with its own signature
+            if _is_deepspeed(modules[path]):
+                modules[path].compile(
+                    backend=step.backend, compile_kwargs=how
+                )  # its own method, with its own signature
             else:
-                there[path].compile(backend=step.backend, **how)
+                modules[path].compile(backend=step.backend, **how)
     except BaseException:
         compile_undo(step, target, None)
         raise
@@ -262,9 +266,9 @@ def compile_do(step: CompileModules, target: Target) -> None:
 def compile_undo(step: CompileModules, target: Target, memo: None) -> None:
     """Drops the compiled calls; ``Module.compile`` keeps nothing else."""
     del memo
-    there = names.named_slots(target.model)
+    modules = names.named_slots(target.model)
     for path in step.paths:
-        module = there[path]
+        module = modules[path]
         if _is_deepspeed(module):
             vars(module)["_is_compiled"] = False
             module = module.get_submodule("module")

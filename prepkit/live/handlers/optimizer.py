@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from prepkit.live.handlers import messages
-from prepkit.live.handlers.optimizer_state import State, lay_out, unmovable
+from prepkit.live.handlers.optimizer_state import ParamState, lay_out, unmovable
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import fsdp1_flat, names
 from prepkit.live.model.target import Target
@@ -24,19 +24,19 @@ Slots = tuple[tuple[str, ...], ...]
 
 def release_ready(step: ReleaseOptimizer, target: Target) -> tuple[str, ...]:
     """Every slot must hold the parameter that the step names, and state must be of a kind that shards can take."""
-    found = shape_problems(step.slots, target)
-    if found or target.optimizer is None:
-        return found
-    held = names.named_parameters(target.model)
-    own = {id(param) for param in held.values()}
+    problems = shape_problems(step.slots, target)
+    if problems or target.optimizer is None:
+        return problems
+    params = names.named_parameters(target.model)
+    own = {id(param) for param in params.values()}
     wrong = [
         name or "a tensor that is not the model's"
         for _, _, name, tensor in _slots(step.slots, target.optimizer)
-        if (held.get(name) is not tensor if name else id(tensor) in own)
+        if (params.get(name) is not tensor if name else id(tensor) in own)
     ]
     if wrong:
         text = f"the optimizer no longer holds {messages.listed(wrong)} where the plan says; build the plan again"
-        return (*messages.absent("parameter", _named(step.slots), held), text)
+        return (*messages.absent("parameter", _named(step.slots), params), text)
     return tuple(
         text
         for _, _, name, tensor in _slots(step.slots, target.optimizer)
@@ -63,12 +63,12 @@ def release_do(step: ReleaseOptimizer, target: Target) -> None:
 def release_undo(step: ReleaseOptimizer, target: Target, memo: None) -> None:
     """Puts the model's parameters back by name, each with its state."""
     del memo
-    optimizer, held = _optimizer(target), names.named_parameters(target.model)
+    optimizer, params = _optimizer(target), names.named_parameters(target.model)
     for group, place, name, _ in _slots(step.slots, optimizer):
         if name:
-            optimizer.param_groups[group]["params"][place] = held[name]
+            optimizer.param_groups[group]["params"][place] = params[name]
             if name in target.released:
-                optimizer.state[held[name]] = target.released.pop(name)
+                optimizer.state[params[name]] = target.released.pop(name)
 
 
 # --- rebind --------------------------------------------------------------------------------------------------------
@@ -83,25 +83,25 @@ class Bound:
     name: str
     tensor: torch.Tensor
     param: Parameter
-    state: State | None = field(repr=False)
+    state: ParamState | None = field(repr=False)
     """The optimizer's own state; None where it had none, and where the state came from ``target.released``."""
 
 
 def rebind_ready(step: RebindOptimizer, target: Target) -> tuple[str, ...]:
     """Slots and names must be there, and no state may be moved to a parameter without data, where it would be lost."""
-    found = shape_problems(step.slots, target)
-    if found or target.optimizer is None:
-        return found
-    held = names.named_parameters(target.model)
+    problems = shape_problems(step.slots, target)
+    if problems or target.optimizer is None:
+        return problems
+    params = names.named_parameters(target.model)
     lost = [
         name
         for name in _named(step.slots)
-        if name in held and held[name].is_meta and _has_data(target.optimizer.state.get(held[name], {}))
+        if name in params and params[name].is_meta and _has_data(target.optimizer.state.get(params[name], {}))
     ]
-    found = messages.absent("parameter", _named(step.slots), held)
+    problems = messages.absent("parameter", _named(step.slots), params)
     if lost:
-        found += (f"{messages.listed(lost)}: on meta, but the optimizer has state for it; load the weights first",)
-    return found
+        problems += (f"{messages.listed(lost)}: on meta, but the optimizer has state for it; load the weights first",)
+    return problems
 
 
 def rebind_do(step: RebindOptimizer, target: Target) -> tuple[Bound, ...]:
@@ -109,15 +109,15 @@ def rebind_do(step: RebindOptimizer, target: Target) -> tuple[Bound, ...]:
 
     Released state is freed one parameter at a time, so the peak is one whole state and the shards of the others.
     """
-    optimizer, held = _optimizer(target), names.named_parameters(target.model)
-    if missing := messages.absent("parameter", _named(step.slots), held):
+    optimizer, params = _optimizer(target), names.named_parameters(target.model)
+    if missing := messages.absent("parameter", _named(step.slots), params):
         raise KeyError(missing[0])
     before: list[Bound] = []
     pieces = fsdp1_flat.pieces(target.model)
     try:
         for group, place, name, tensor in _slots(step.slots, optimizer):
             if name:
-                before.append(Bound(group, place, name, tensor, held[name], optimizer.state.get(tensor)))
+                before.append(Bound(group, place, name, tensor, params[name], optimizer.state.get(tensor)))
                 _bind(optimizer, target, before[-1], pieces.get(name))
         return tuple(before)
     except BaseException:
@@ -161,19 +161,19 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {name: getattr(torch.optim, name) for n
 
 def create_ready(step: CreateOptimizer, target: Target) -> tuple[str, ...]:
     """No optimizer may be there, and every name must be a parameter."""
-    found = messages.absent("parameter", step.names, names.named_parameters(target.model))
+    problems = messages.absent("parameter", step.names, names.named_parameters(target.model))
     if target.optimizer is not None:
-        given = type(target.optimizer).__name__
-        found += (f"the plan creates {step.algorithm}, but an optimizer ({given}) was given; leave one of them out",)
-    return found
+        kind = type(target.optimizer).__name__
+        problems += (f"the plan creates {step.algorithm}, but an optimizer ({kind}) was given; leave one of them out",)
+    return problems
 
 
 def create_do(step: CreateOptimizer, target: Target) -> None:
     """One group with the named parameters, in their order; what stands for several of them, once."""
-    held = fsdp1_flat.holders(target.model)
+    holders = fsdp1_flat.holders(target.model)
     options: dict[str, Any] = {option.name: option.value for option in step.options}
     make: Any = OPTIMIZERS[step.algorithm]
-    target.optimizer = make(list(dict.fromkeys(held[name] for name in step.names)), **options)
+    target.optimizer = make(list(dict.fromkeys(holders[name] for name in step.names)), **options)
 
 
 def create_undo(step: CreateOptimizer, target: Target, memo: None) -> None:
@@ -206,13 +206,13 @@ def shape_problems(slots: Slots, target: Target) -> tuple[str, ...]:
     """The optimizer must be there, with groups as long as the plan's."""
     if target.optimizer is None:
         return ("the plan was made with an optimizer; give it to apply(), or build the plan again without one",)
-    planned, found = [len(group) for group in slots], [len(g["params"]) for g in target.optimizer.param_groups]
-    if planned != found:
-        return (f"the optimizer has groups of {found} parameters, the plan of {planned}; build the plan again",)
+    planned, present = [len(group) for group in slots], [len(g["params"]) for g in target.optimizer.param_groups]
+    if planned != present:
+        return (f"the optimizer has groups of {present} parameters, the plan of {planned}; build the plan again",)
     return ()
 
 
-def _has_data(state: State) -> bool:
+def _has_data(state: ParamState) -> bool:
     return any(isinstance(value, torch.Tensor) and value.numel() > 1 and not value.is_meta for value in state.values())
 
 

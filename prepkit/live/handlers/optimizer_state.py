@@ -12,21 +12,22 @@ from torch.nn import Parameter
 from prepkit.live.model.fsdp1_flat import Piece
 from prepkit.live.model.target import Target
 
-State = dict[str, Any]
+ParamState = dict[str, Any]
+"""What an optimizer keeps for one parameter: name of the entry to its value, a tensor or a number."""
 
 
-def state_of(target: Target, name: str, param: Parameter) -> State:
+def state_of(target: Target, name: str, param: Parameter) -> ParamState:
     """The state itself, wherever it is now: released, or in the optimizer. Empty when there is none."""
     if name in target.released:
-        held: State = target.released[name]
-        return held
+        released: ParamState = target.released[name]
+        return released
     if target.optimizer is None:
         return {}
-    state: State = target.optimizer.state.get(param, {})
+    state: ParamState = target.optimizer.state.get(param, {})
     return state
 
 
-def unmovable(name: str, state: State, shape: torch.Size) -> tuple[str, ...]:
+def unmovable(name: str, state: ParamState, shape: torch.Size) -> tuple[str, ...]:
     """Texts for the entries that no shard of the parameter could take along, such as Adafactor's factored moments."""
     return tuple(
         f"optimizer state {key!r} of {name} is {_shown(value)}, neither of the parameter's shape {tuple(shape)} nor a "
@@ -46,7 +47,7 @@ def _shown(value: object) -> str:
     return f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
-def lay_out(state: State, param: Parameter, *, scalars_on_device: bool, piece: Piece | None = None) -> State:
+def lay_out(state: ParamState, param: Parameter, *, scalars_on_device: bool, piece: Piece | None = None) -> ParamState:
     """The state as ``param`` lies: same device; for a sharded parameter the same shards, in the state's own dtype.
 
     Communicates nothing: every rank holds the whole tensor and keeps its part. Scalars stay on the CPU unless the
@@ -81,7 +82,7 @@ def shard(whole: torch.Tensor, like: DTensor) -> DTensor:
     Raises ``ValueError`` when the part has another shape than the local part of ``like``.
     """
     part = whole
-    # What is strided is cut last, whatever its axis: fully_shard cuts what another axis has cut already.
+    # What is strided is divided last, whatever its axis: fully_shard divides what another axis has divided already.
     for axis, placement in sorted(enumerate(like.placements), key=lambda pair: isinstance(pair[1], _StridedShard)):
         match placement:
             case Replicate():

@@ -27,9 +27,9 @@ def start_ready(step: StartProcessGroup, target: Target) -> tuple[str, ...]:
 
 
 def _running_problems(step: StartProcessGroup) -> tuple[str, ...]:
-    found = []
+    problems = []
     if (world := dist.get_world_size()) != step.world_size:
-        found.append(
+        problems.append(
             f"the running process group has {world} ranks, the plan is for {step.world_size}; "
             f"start {step.world_size} processes, or build the plan again here"
         )
@@ -42,24 +42,24 @@ def _running_problems(step: StartProcessGroup) -> tuple[str, ...]:
         or wanted.items() <= running.items()
     )
     if not fits:
-        found.append(
+        problems.append(
             f"the running process group has backend {dist.get_backend_config()}, the plan wants {step.backend}; "
             f"call init_process_group({step.backend!r}), or plan with backend={dist.get_backend_config()!r}"
         )
-    return tuple(found)
+    return tuple(problems)
 
 
 def _launch_problems(step: StartProcessGroup) -> tuple[str, ...]:
-    found = launcher.launch()
+    launch = launcher.launch()
     run = f"torchrun --nproc-per-node={step.world_size} your_script.py"
-    if not found.launched:
+    if not launch.launched:
         if step.world_size == 1:
             return ()
         return (f"the plan is for {step.world_size} ranks, but this process was started alone; type {run}",)
-    if found.missing:
-        return (f"the launcher's {', '.join(found.missing)} are not set; start with {run}, or unset the others",)
-    if found.world_size != str(step.world_size):
-        wrong = f"WORLD_SIZE is {found.world_size}, the plan is for {step.world_size} ranks"
+    if launch.missing:
+        return (f"the launcher's {', '.join(launch.missing)} are not set; start with {run}, or unset the others",)
+    if launch.world_size != str(step.world_size):
+        wrong = f"WORLD_SIZE is {launch.world_size}, the plan is for {step.world_size} ranks"
         return (f"{wrong}; start {step.world_size} processes, or build the plan again here",)
     return ()
 
@@ -141,10 +141,12 @@ def mesh_ready(step: BuildMesh, target: Target) -> tuple[str, ...]:
     del target
     ranks = prod(axis.size for axis in step.axes)
     shape = " x ".join(f"{axis.name}={axis.size}" for axis in step.axes)
-    found: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
     if dist.is_initialized() and ranks != dist.get_world_size():
-        found = (f"mesh {shape} is for {ranks} ranks, the process group has {dist.get_world_size()}; plan again here",)
-    return found + launcher.device_problems(step.device)
+        problems = (
+            f"mesh {shape} is for {ranks} ranks, the process group has {dist.get_world_size()}; plan again here",
+        )
+    return problems + launcher.device_problems(step.device)
 
 
 def mesh_do(step: BuildMesh, target: Target) -> None:

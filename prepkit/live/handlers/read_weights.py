@@ -1,4 +1,17 @@
-"""Every rank reads the bytes of its own shards from safetensors files, straight into their storage."""
+"""Every rank reads the bytes of its own shards from safetensors files, straight into their storage.
+
+A safetensors file holds each tensor as one run of bytes in row-major order, so the plan knows where each begins, and
+which bytes of it are a rank's shard is arithmetic (``plan.byte_ranges``). Rank by rank, and without a word between
+them:
+
+1. All slices of all files that this rank needs are sorted by file and position, so that a disk is read in one sweep.
+2. Each is read into the storage of the shard itself, where that has the file's dtype, lies on the host and is
+   contiguous. Where it does not, bytes come through one buffer of ``STAGING`` bytes and are copied: cast, moved to the
+   device, or laid out in the shard's own order.
+3. At the end all ranks wait for each other once. A rank that failed to read says so there, and all of them fail.
+
+Memory: the shards, and that one buffer. Nobody holds a whole tensor, and no rank reads what another one keeps.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prepkit.live.handlers import messages
-from prepkit.live.handlers.weights import FileError, tensors
+from prepkit.live.handlers.check_files import FileError
+from prepkit.live.handlers.tensors import named_tensors
 from prepkit.live.interpreter import Handler
 from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
 from prepkit.live.progress import progress
-from prepkit.plan.byte_ranges import ITEMSIZES, Range, complete, held, parts, ranges
+from prepkit.plan.byte_ranges import ITEMSIZES, Range, complete, filled_slices, local_slices, ranges
 from prepkit.steps import Axis, FileSlice, ReadTensors
 
 STAGING = 16 * 2**20
@@ -26,20 +40,20 @@ STAGING = 16 * 2**20
 
 
 def read_ready(step: ReadTensors, target: Target) -> tuple[str, ...]:
-    """Every name must be a parameter or buffer of the shape that the checkpoint gives it, in one or in parts."""
-    there = tensors(target)
-    found = messages.absent("tensor", [source.name for source in step.sources], there)
-    wrong = [s.name for s in step.sources if s.name in there and tuple(there[s.name].shape) != s.shape]
-    if wrong:
-        names = tuple(dict.fromkeys(wrong))
-        found += (f"{messages.listed(names)}: not of the shape that the checkpoint has; build the plan again",)
-    return found
+    """Every name must be a parameter or buffer of the shape that the checkpoint gives it, in one or in chunks."""
+    tensors = named_tensors(target)
+    problems = messages.absent("tensor", [source.name for source in step.sources], tensors)
+    odd = [s.name for s in step.sources if s.name in tensors and tuple(tensors[s.name].shape) != s.shape]
+    if odd:
+        names = tuple(dict.fromkeys(odd))
+        problems += (f"{messages.listed(names)}: not of the shape that the checkpoint has; build the plan again",)
+    return problems
 
 
 def read_do(step: ReadTensors, target: Target) -> tuple[str, ...]:
     """Reads this rank's bytes of every source, then waits for the other ranks.
 
-    What is read in parts has values when all of them are read. Returns the names of what had values before. Raises
+    What is read in chunks has values when all of them are read. Returns the names of what had values before. Raises
     ``FileError`` that names file and tensor.
     """
     lost = tuple(dict.fromkeys(source.name for source in step.sources if source.name not in target.unfilled))
@@ -58,28 +72,29 @@ def read_undo(step: ReadTensors, target: Target, memo: tuple[str, ...]) -> str |
 
 def _read_all(step: ReadTensors, target: Target) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    there = tensors(target)
-    planned = [(source, ranges(source, step.axes, rank)) for source in step.sources]
-    total = sum(part.length for _, some in planned for part in some)
+    tensors = named_tensors(target)
+    reads = [(source, ranges(source, step.axes, rank)) for source in step.sources]
+    total = sum(part.length for _, parts in reads for part in parts)
     staging = Staging()
     with ExitStack() as stack:
         advance = stack.enter_context(progress("reading weights", total))
-        opened = [stack.enter_context(_descriptor(file.path)) for file in step.files]
-        for source, some in sorted(planned, key=lambda pair: (pair[0].file, pair[0].start)):
+        descriptors = [stack.enter_context(_descriptor(file.path)) for file in step.files]
+        for source, parts in sorted(reads, key=lambda pair: (pair[0].file, pair[0].start)):
             file = step.files[source.file]
             try:
-                into = _into(local(there[source.name]).detach(), source, step.axes, rank)
-                _fill(into, source, some, opened[source.file], staging)
+                into = _filled_part(local(tensors[source.name]).detach(), source, step.axes, rank)
+                _fill(into, source, parts, descriptors[source.file], staging)
             except (FileError, OSError) as error:
-                said = getattr(error, "strerror", None) or error
+                reason = getattr(error, "strerror", None) or error
                 raise FileError(
-                    f"{file.path}: `{source.key}` {said}; restore the file, and build the model anew"
+                    f"{file.path}: `{source.key}` {reason}; restore the file, and build the model anew"
                 ) from None
-            advance(sum(part.length for part in some))
+            advance(sum(part.length for part in parts))
 
 
 @contextmanager
 def _descriptor(path: str) -> Iterator[int]:
+    """Of the file, open for reading. Raises ``FileError`` where it cannot be opened."""
     try:
         number = os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -103,43 +118,43 @@ class Staging:
         return self._buffer[: count * dtype.itemsize].view(dtype)
 
 
-def _into(part: Tensor, source: FileSlice, axes: tuple[Axis, ...], rank: int) -> Tensor:
-    """What of this rank's part the source fills, as a view. Raises ``FileError`` for a part that is not as planned."""
-    planned = [one.size for one in parts(source, axes, rank)]
-    if prod(planned) != part.numel():
-        raise FileError(f"does not fit: this rank holds {part.numel():,} elements, the plan reads {prod(planned):,}")
+def _filled_part(shard: Tensor, source: FileSlice, axes: tuple[Axis, ...], rank: int) -> Tensor:
+    """What of the shard the source fills: a view. Raises ``FileError`` for a shard of another size than planned."""
+    planned = prod(part.size for part in local_slices(source, axes, rank))
+    if planned != shard.numel():
+        raise FileError(f"does not fit: this rank holds {shard.numel():,} elements, the plan reads {planned:,}")
     if source.chunk is None:
-        return part
-    for dim, one in enumerate(held(source, axes, rank)):
-        part = part.narrow(dim, one.start, one.size)
-    return part
+        return shard
+    for dim, part in enumerate(filled_slices(source, axes, rank)):
+        shard = shard.narrow(dim, part.start, part.size)
+    return shard
 
 
-def _fill(into: Tensor, source: FileSlice, some: Sequence[Range], descriptor: int, staging: Staging) -> None:
+def _fill(into: Tensor, source: FileSlice, parts: Sequence[Range], descriptor: int, staging: Staging) -> None:
     """The bytes of the ranges, in turn, into the elements of a tensor, in row-major order."""
     dtype: torch.dtype = getattr(torch, source.dtype)
     item = ITEMSIZES[source.dtype]
-    straight = into.dtype == dtype and into.device.type == "cpu"
-    ahead = list(reversed(some))
-    for piece in _pieces(into, max(STAGING // item, 1), straight=straight):
-        if straight and piece.is_contiguous():
+    in_place = into.dtype == dtype and into.device.type == "cpu"
+    ahead = list(reversed(parts))
+    for view in _views(into, max(STAGING // item, 1), in_place=in_place):
+        if in_place and view.is_contiguous():
             # ``view(-1)`` of a single element may keep another stride than 1, and could then not be seen as bytes
-            _read(ahead, piece.as_strided((piece.numel(),), (1,)), descriptor)
+            _read(ahead, view.as_strided((view.numel(),), (1,)), descriptor)
         else:
-            values = staging.view(piece.numel(), dtype)
+            values = staging.view(view.numel(), dtype)
             _read(ahead, values, descriptor)
-            piece.copy_(values.view(piece.shape))
+            view.copy_(values.view(view.shape))
 
 
-def _pieces(into: Tensor, most: int, *, straight: bool) -> Iterator[Tensor]:
-    """Views that are the tensor in row-major order: of at most so many elements, but contiguous ones whole if straight.
+def _views(into: Tensor, most: int, *, in_place: bool) -> Iterator[Tensor]:
+    """Views that are the tensor in row-major order: of at most so many elements, but contiguous ones whole in place.
 
-    >>> [tuple(piece.shape) for piece in _pieces(torch.empty(3, 4).t(), 7, straight=True)]
+    >>> [tuple(view.shape) for view in _views(torch.empty(3, 4).t(), 7, in_place=True)]
     [(2, 3), (2, 3)]
     """
     if not into.numel():
         return
-    if into.numel() <= most or (straight and into.is_contiguous()):
+    if into.numel() <= most or (in_place and into.is_contiguous()):
         yield into
     elif into.is_contiguous():
         yield from torch.split(into.view(-1), most)
@@ -147,7 +162,7 @@ def _pieces(into: Tensor, most: int, *, straight: bool) -> Iterator[Tensor]:
         yield from torch.split(into, rows)
     else:
         for row in into.unbind(0):
-            yield from _pieces(row, most, straight=straight)
+            yield from _views(row, most, in_place=in_place)
 
 
 def _read(ahead: list[Range], into: Tensor, descriptor: int) -> None:
@@ -157,11 +172,11 @@ def _read(ahead: list[Range], into: Tensor, descriptor: int) -> None:
     while done < flat.numel():
         if not ahead:
             raise FileError(f"does not fit: the plan reads {done:,} bytes of {flat.numel():,}")
-        one = ahead.pop()
-        length = min(one.length, flat.numel() - done)
-        _pread(descriptor, flat[done : done + length], one.start)
-        if length < one.length:
-            ahead.append(Range(start=one.start + length, length=one.length - length))
+        part = ahead.pop()
+        length = min(part.length, flat.numel() - done)
+        _pread(descriptor, flat[done : done + length], part.start)
+        if length < part.length:
+            ahead.append(Range(start=part.start + length, length=part.length - length))
         done += length
 
 

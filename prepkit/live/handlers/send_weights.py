@@ -1,4 +1,24 @@
-"""Values that rank 0 has set aside travel: to every rank the part that it keeps, and to all what all keep."""
+"""Rank 0's stashed values reach the shards of every rank.
+
+When this runs, every rank has storage for its own shards, and rank 0 has the values of the whole model on the host
+(``stash``). Tensor by tensor, in planned order:
+
+1. *Rank 0* takes the stashed tensor, slices out the shard of every rank that it sends to (``plan.broadcast`` says to
+   whom, and explains the tree), starts the messages, copies its own shard into place while they are in flight, and lets
+   go of the stashed tensor.
+2. *Another rank* starts receiving its shard, straight into place where dtype, device and layout allow, else into a
+   buffer from which it copies. What it is to hand on it sends as soon as it has arrived.
+3. On a device, a tensor that goes whole is not handed on from rank to rank: the backend broadcasts it (NCCL).
+
+*Who waits for whom*: a rank waits for the rank that it receives from, always a lower one, and only once too many bytes
+are in flight, or at the end. All ranks take tensors and messages in the same order; ``channel`` says why no circle of
+waiting ranks can form from that. Before the first and after the last tensor all ranks wait for each other, and there a
+failure anywhere is heard; a rank that fails in between closes the channel's own group, so that its peers fail too.
+
+*Memory*: rank 0 holds what is not sent yet, on the host, and its own shards. Every rank holds a buffer of
+``MESSAGE_BYTES`` at most, and only if something cannot travel in place. No rank but 0 ever holds a whole sharded
+tensor: a tensor travels as runs of rows of dim 0, each at most as long as that buffer.
+"""
 
 from __future__ import annotations
 
@@ -15,173 +35,190 @@ from torch.distributed.tensor import DTensor
 
 from prepkit.live.handlers import messages
 from prepkit.live.handlers.channel import P2PChannel
-from prepkit.live.handlers.stash import expect, own_rank
-from prepkit.live.handlers.weights import tensors
+from prepkit.live.handlers.stash import own_rank, require_values
+from prepkit.live.handlers.tensors import named_tensors
 from prepkit.live.interpreter import Handler
 from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
 from prepkit.live.progress import progress
 from prepkit.live.ranks.agree import wire
-from prepkit.plan.broadcast import ROOT, box, bytes_sent, goes_whole, legs, origin
-from prepkit.plan.byte_ranges import Part
+from prepkit.plan.broadcast import ROOT, bytes_sent, kept_slices, sends, sent_whole, source_rank
+from prepkit.plan.byte_ranges import Slice
 from prepkit.plan.dtypes import itemsize
 from prepkit.steps import Axis, SendTensors, Transfer
 
 
 def send_ready(step: SendTensors, target: Target) -> tuple[str, ...]:
     """Every name must be a parameter or buffer of the planned shape."""
-    there = tensors(target)
-    found = messages.absent("tensor", [one.name for one in step.tensors], there)
-    wrong = [one.name for one in step.tensors if one.name in there and tuple(there[one.name].shape) != one.shape]
-    if wrong:
-        found += (f"{messages.listed(wrong)}: not of the planned shape; build the plan again from this model",)
-    return found
+    tensors = named_tensors(target)
+    problems = messages.absent("tensor", [transfer.name for transfer in step.tensors], tensors)
+    odd = [t.name for t in step.tensors if t.name in tensors and tuple(tensors[t.name].shape) != t.shape]
+    if odd:
+        problems += (f"{messages.listed(odd)}: not of the planned shape; build the plan again from this model",)
+    return problems
 
 
 def send_do(step: SendTensors, target: Target) -> tuple[str, ...]:
     """Sends tensor by tensor, in planned order, after all ranks have come; then waits for them again.
 
-    Rank 0 frees what it had set aside once it is sent. Returns the names of what had values on this rank and has rank
-    0's now. Raises ``NoValues``, and ``RuntimeError`` where this rank holds another part than planned.
+    Rank 0 frees what it had stashed once it is sent. Returns the names of what had values on this rank and has rank
+    0's now. Raises ``NoValues``, and ``RuntimeError`` where this rank holds another shard than planned.
     """
-    there, rank = tensors(target), own_rank()
+    tensors, rank = named_tensors(target), own_rank()
     if rank == ROOT:
-        expect([one.name for one in step.tensors if one.name not in target.aside and _lacks(one, there, target)])
+        require_values([t.name for t in step.tensors if t.name not in target.aside and _lacks(t, tensors, target)])
     target.together()
-    lost = () if rank == ROOT else tuple(one.name for one in step.tensors if one.name not in target.unfilled)
-    with messages.half_done(lost), torch.no_grad(), _own_lane(step, there, target) as lane:
-        _send_all(step, there, target, lane)
+    lost = () if rank == ROOT else tuple(t.name for t in step.tensors if t.name not in target.unfilled)
+    with messages.half_done(lost), torch.no_grad(), _own_channel(step, tensors, target) as channel:
+        _send_all(step, tensors, target, channel)
         target.together()
-        target.unfilled -= {one.name for one in step.tensors}
+        target.unfilled -= {transfer.name for transfer in step.tensors}
         return lost
 
 
 def send_undo(step: SendTensors, target: Target, memo: tuple[str, ...]) -> str | None:
     """What had no values before has none again: its storage goes with ``AllocateTensors``."""
     if own_rank() != ROOT:
-        target.unfilled |= {one.name for one in step.tensors} - set(memo)
+        target.unfilled |= {transfer.name for transfer in step.tensors} - set(memo)
     return messages.overwritten(memo)
 
 
-def _lacks(one: Transfer, there: dict[str, Tensor], target: Target) -> bool:
+def _lacks(transfer: Transfer, tensors: dict[str, Tensor], target: Target) -> bool:
     """Whether the model itself has no whole values either."""
-    return one.name in target.unfilled or isinstance(there[one.name], DTensor)
+    return transfer.name in target.unfilled or isinstance(tensors[transfer.name], DTensor)
 
 
 @contextmanager
-def _own_lane(step: SendTensors, there: dict[str, Tensor], target: Target) -> Iterator[P2PChannel]:
-    """A lane in a process group of all ranks for the sending alone, which nothing else holds.
+def _own_channel(step: SendTensors, tensors: dict[str, Tensor], target: Target) -> Iterator[P2PChannel]:
+    """A channel in a process group of all ranks for these messages alone, which nothing else holds.
 
-    A rank that fails closes its connections by letting go of it, so that no other waits for what never comes; of the
-    default group it could not, as the sharded model holds that.
+    A rank that fails closes its connections by letting go of the group, so that no other waits for what never comes; of
+    the default group it could not, as the sharded model holds that.
     """
-    first = next((local(there[one.name]).device for one in step.tensors), torch.device("cpu"))
-    lane = P2PChannel(device=wire(first), group=dist.new_group())
+    first = next((local(tensors[transfer.name]).device for transfer in step.tensors), torch.device("cpu"))
+    channel = P2PChannel(device=wire(first), group=dist.new_group())
     try:
-        yield lane
+        yield channel
     except BaseException:
-        lane.close()
+        channel.close()
         raise
-    group = lane.close()
+    group = channel.close()
     target.ended.append(group)  # a thread of gloo may have its last work in its hands still
     dist.destroy_process_group(group)
 
 
-def _send_all(step: SendTensors, there: dict[str, Tensor], target: Target, lane: P2PChannel) -> None:
-    sends = own_rank() == ROOT
+def _send_all(step: SendTensors, tensors: dict[str, Tensor], target: Target, channel: P2PChannel) -> None:
+    """The side of this rank in every transfer. A stashed tensor is let go of as soon as its messages are started."""
+    sending = own_rank() == ROOT
     axes = step.axes or (Axis(name="all", size=dist.get_world_size()),)
-    with progress("sending weights", sum(_bytes(one, axes, lane) for one in step.tensors)) as lane.advance:
-        lane.open()
-        for one in step.tensors:
-            aside, own = target.aside.get(one.name), there[one.name]
-            whole = (aside.held if aside else own).detach() if sends else None
+    total = sum(_wire_bytes(transfer, axes, channel) for transfer in step.tensors)
+    with progress("sending weights", total) as channel.advance:
+        channel.open()
+        for transfer in step.tensors:
+            stashed, tensor = target.aside.get(transfer.name), tensors[transfer.name]
+            values = (stashed.held if stashed else tensor).detach() if sending else None
             # What rank 0 has in its place already is sent from there, and not written over.
-            into = local(own).detach() if aside or not sends else None
-            send(one, axes, whole, into, lane)
-            target.aside.pop(one.name, None)
-            del aside, whole  # or it would live until the next one is sent
-        lane.drain()
+            shard = local(tensor).detach() if stashed or not sending else None
+            send(transfer, axes, values, shard, channel)
+            target.aside.pop(transfer.name, None)
+            del stashed, values  # or it would live until the next one is sent
+        channel.drain()
 
 
-def _bytes(one: Transfer, axes: tuple[Axis, ...], lane: P2PChannel) -> int:
-    """What rank 0 gives away of ``one``; what the backend broadcasts counts once."""
-    broadcast = goes_whole(one, axes) and not lane.on_host
-    return prod(one.shape) * itemsize(one.dtype) if broadcast else bytes_sent(one, axes)
+def _wire_bytes(transfer: Transfer, axes: tuple[Axis, ...], channel: P2PChannel) -> int:
+    """What leaves rank 0; what the backend broadcasts counts once."""
+    if _broadcast_by_backend(transfer, axes, channel):
+        return prod(transfer.shape) * itemsize(transfer.dtype)
+    return bytes_sent(transfer, axes)
 
 
-def send(one: Transfer, axes: tuple[Axis, ...], whole: Tensor | None, into: Tensor | None, lane: P2PChannel) -> None:
-    """Starts sending ``whole`` if there is one, and taking this rank's part into ``into`` if there is one.
+def _broadcast_by_backend(transfer: Transfer, axes: tuple[Axis, ...], channel: P2PChannel) -> bool:
+    return sent_whole(transfer, axes) and not channel.on_host
 
-    Every dtype travels as bytes, as no backend knows them all. Raises ``RuntimeError`` where ``into`` is no such part.
+
+def send(
+    transfer: Transfer, axes: tuple[Axis, ...], values: Tensor | None, shard: Tensor | None, channel: P2PChannel
+) -> None:
+    """The side of this rank in one transfer: starts its messages, and fills its shard; waits for as few as it can.
+
+    ``values`` is the whole tensor on rank 0, and None on the others. ``shard`` is where this rank's shard goes; None on
+    rank 0 where that has its values already. Every dtype travels as plain bytes, as no backend knows them all.
+    Afterwards messages may still be in flight, and a shard still empty, until ``channel.drain``. Raises
+    ``RuntimeError`` where ``shard`` has another shape than the plan's.
     """
-    mine = box(one, axes, own_rank())
-    if not one.shape:
-        whole, into = (None if tensor is None else tensor.view(1) for tensor in (whole, into))
-    if into is not None and tuple(into.shape) != (held := tuple(part.size for part in mine)):
-        raise RuntimeError(f"{one.name}: this rank holds {list(into.shape)}, planned {list(held)}; plan again")
-    if whole is not None:
-        _give(one, axes, whole, lane)
-        if into is not None:
-            into.copy_(_cut(whole, mine))  # while the others' parts are on the way
-    elif into is not None:
-        _take(one, axes, into, lane)
+    kept = kept_slices(transfer, axes, own_rank())
+    if not transfer.shape:  # a scalar travels as a tensor of one element
+        values, shard = (None if tensor is None else tensor.view(1) for tensor in (values, shard))
+    if shard is not None and tuple(shard.shape) != (planned := tuple(part.size for part in kept)):
+        raise RuntimeError(f"{transfer.name}: this rank holds {list(shard.shape)}, planned {list(planned)}; plan again")
+    if values is not None:
+        _send_from_root(transfer, axes, values, channel)
+        if shard is not None:
+            shard.copy_(_view(values, kept))  # while the others' shards are in flight
+    elif shard is not None:
+        _receive(transfer, axes, shard, channel)
 
 
-def _give(one: Transfer, axes: tuple[Axis, ...], whole: Tensor, lane: P2PChannel) -> None:
-    """Rank 0: to each the part that it has to have, or all to all."""
-    dtype: torch.dtype = getattr(torch, one.dtype)
-    if goes_whole(one, axes) and not lane.on_host:
-        for rows in _runs(tuple(whole.shape), dtype.itemsize, lane.piece):
-            lane.broadcast(lane.packed(rows.of(whole), dtype))
+def _send_from_root(transfer: Transfer, axes: tuple[Axis, ...], values: Tensor, channel: P2PChannel) -> None:
+    """Rank 0: to each of its receivers the slices that this one is to have, or everything to all at once."""
+    dtype: torch.dtype = getattr(torch, transfer.dtype)
+    if _broadcast_by_backend(transfer, axes, channel):
+        for rows in _runs(tuple(values.shape), dtype.itemsize, channel.message_bytes):
+            channel.broadcast(channel.bytes_of(rows.of(values), dtype))
         return
-    for leg in legs(one, axes, ROOT):
-        part = _cut(whole, leg.box)
-        for rows in _runs(tuple(part.shape), dtype.itemsize, lane.piece):
-            lane.send(lane.packed(rows.of(part), dtype), leg.to)
-    lane.flush()
+    for message in sends(transfer, axes, ROOT):
+        part = _view(values, message.slices)
+        for rows in _runs(tuple(part.shape), dtype.itemsize, channel.message_bytes):
+            channel.send(channel.bytes_of(rows.of(part), dtype), message.to)
+    channel.flush()
 
 
-def _take(one: Transfer, axes: tuple[Axis, ...], into: Tensor, lane: P2PChannel) -> None:
-    """Another rank: its part, or all, from whom it gets that, and on to those who get it from this one."""
-    dtype: torch.dtype = getattr(torch, one.dtype)
-    source, held = origin(one, axes, own_rank()), tuple(into.shape)
-    shape, mine = held, tuple(Part(start=0, size=size) for size in held)
-    if whole := goes_whole(one, axes):
-        shape, mine = one.shape or (1,), box(one, axes, own_rank())
-    alone = whole and not lane.on_host
-    onwards = [] if alone else [leg.to for leg in legs(one, axes, own_rank())]
-    for rows in _runs(shape, dtype.itemsize, lane.piece):
-        size = (rows.count, *shape[1:])
-        raw, pick = lane.straight(rows.of(into), dtype) if shape == held else None, None
+def _receive(transfer: Transfer, axes: tuple[Axis, ...], shard: Tensor, channel: P2PChannel) -> None:
+    """Another rank: takes its shard, or everything, from the rank before it in the tree, and hands on what it got.
+
+    Both sides divide what travels into the same runs of rows, so the messages match one by one.
+    """
+    dtype: torch.dtype = getattr(torch, transfer.dtype)
+    source = source_rank(transfer, axes, own_rank())
+    by_backend = _broadcast_by_backend(transfer, axes, channel)
+    receivers = [] if by_backend else [message.to for message in sends(transfer, axes, own_rank())]
+    arriving = tuple(shard.shape)  # the shape of what arrives
+    kept = tuple(Slice(start=0, size=size) for size in arriving)  # and what of that is this rank's shard
+    if sent_whole(transfer, axes):
+        arriving, kept = transfer.shape or (1,), kept_slices(transfer, axes, own_rank())
+    for rows in _runs(arriving, dtype.itemsize, channel.message_bytes):
+        raw = channel.bytes_in_place(rows.of(shard), dtype) if arriving == tuple(shard.shape) else None
+        copy_out = None
         if raw is None:
-            raw = lane.room(prod(size) * dtype.itemsize)
-            pick = partial(_pick, raw.view(dtype).view(size), rows, mine, into)
-        landed = partial(_landed, raw, onwards, lane, pick)
-        if alone:
-            lane.broadcast(raw, landed)
+            shape = (rows.count, *arriving[1:])
+            raw = channel.reserve(prod(shape) * dtype.itemsize)
+            copy_out = partial(_copy_kept, raw.view(dtype).view(shape), rows, kept, shard)
+        on_arrival = partial(_arrived, raw, receivers, channel, copy_out)
+        if by_backend:
+            channel.broadcast(raw, on_arrival)
         else:
-            lane.receive(raw, source, landed)
+            channel.receive(raw, source, on_arrival)
 
 
-def _landed(raw: Tensor, onwards: list[int], lane: P2PChannel, pick: Callable[[], None] | None) -> None:
-    """Hands on what has come, and puts it where it belongs if it is not there."""
-    lane.relay(raw, onwards)
-    if pick is not None:
-        pick()
+def _arrived(raw: Tensor, receivers: list[int], channel: P2PChannel, copy_out: Callable[[], None] | None) -> None:
+    """Hands on what has arrived, and copies it to where it belongs if it is not there."""
+    channel.relay(raw, receivers)
+    if copy_out is not None:
+        copy_out()
 
 
-def _pick(piece: Tensor, rows: Rows, mine: tuple[Part, ...], into: Tensor) -> None:
-    """Copies what ``mine`` and these rows have in common to where it belongs; casts, and moves to the device."""
-    first, last = max(rows.start, mine[0].start), min(rows.start + rows.count, mine[0].start + mine[0].size)
+def _copy_kept(arrived: Tensor, rows: Rows, kept: tuple[Slice, ...], shard: Tensor) -> None:
+    """Copies what of the arrived rows belongs to the shard into it; casts, and moves to the device."""
+    first, last = max(rows.start, kept[0].start), min(rows.start + rows.count, kept[0].start + kept[0].size)
     if first >= last:
         return
-    taken = _cut(piece, (Part(start=first - rows.start, size=last - first), *mine[1:]))
-    into.narrow(0, first - mine[0].start, last - first).copy_(taken)
+    values = _view(arrived, (Slice(start=first - rows.start, size=last - first), *kept[1:]))
+    shard.narrow(0, first - kept[0].start, last - first).copy_(values)
 
 
-def _cut(tensor: Tensor, wanted: tuple[Part, ...]) -> Tensor:
+def _view(tensor: Tensor, slices: tuple[Slice, ...]) -> Tensor:
     """A view of these slices."""
-    for dim, part in enumerate(wanted):
+    for dim, part in enumerate(slices):
         tensor = tensor.narrow(dim, part.start, part.size)
     return tensor
 
@@ -198,12 +235,12 @@ class Rows:
         return tensor.narrow(0, self.start, self.count)
 
 
-def _runs(shape: tuple[int, ...], item: int, most: int) -> Iterator[Rows]:
-    """Rows of dim 0 that are sent together: at least one, at most ``most`` bytes. Nothing where there are none."""
-    row = prod(shape[1:]) * item
-    if not row:
+def _runs(shape: tuple[int, ...], item: int, longest: int) -> Iterator[Rows]:
+    """The rows of each message: at least one, at most ``longest`` bytes. Nothing of an empty tensor."""
+    row_bytes = prod(shape[1:]) * item
+    if not row_bytes:
         return
-    count = max(1, most // row)
+    count = max(1, longest // row_bytes)
     for start in range(0, shape[0], count):
         yield Rows(start, min(count, shape[0] - start))
 

@@ -1,4 +1,13 @@
-"""Values that rank 0 holds are set aside while the model is cut and sharded, before they are sent."""
+"""Rank 0's values are stashed on the host while the model is parallelized and sharded, before ``send_weights`` runs.
+
+In the middle of the steps every rank must look alike: sharding a model that has values on rank 0 and none on the
+others would give rank 0 other objects, and the device memory for a whole model. So before it, every parameter that has
+values changes places with an empty one on meta; the values wait in ``target.aside`` in the memory of the host, where
+rank 0 holds one model and every other rank whatever values it brought along, until the step that sends each of them.
+
+``swap_tensors`` exchanges what two objects *are*: the parameter object stays the one that modules, ties and optimizer
+hold, and becomes the empty tensor; a second object becomes the stashed values.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from prepkit.live.handlers import messages
-from prepkit.live.handlers.weights import tensors
+from prepkit.live.handlers.tensors import named_tensors
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
 from prepkit.live.model.target import Stashed, Target
@@ -20,61 +29,61 @@ class NoValues(RuntimeError):
     """Rank 0 was to send tensors that it has no values of; names them."""
 
 
-def aside_ready(step: StashTensors, target: Target) -> tuple[str, ...]:
+def stash_ready(step: StashTensors, target: Target) -> tuple[str, ...]:
     """Every name must be there. That rank 0 has values is asked when all are there, or the others would wait for it."""
-    there = tensors(target)
-    return messages.absent("tensor", (*step.params, *step.buffers), there)
+    return messages.absent("tensor", (*step.params, *step.buffers), named_tensors(target))
 
 
-def aside_do(step: StashTensors, target: Target) -> tuple[str, ...]:
+def stash_do(step: StashTensors, target: Target) -> tuple[str, ...]:
     """Exchanges every parameter's content with one on meta: ties stay tied, an optimizer keeps what it holds.
 
     Waits for the other ranks. Returns the names of what had values. Raises ``NoValues`` on rank 0, and what the first
     to fail has said on the others; ``RuntimeError`` where a graph or a weak reference holds a parameter.
     """
-    there, held = tensors(target), names.named_parameters(target.model)
+    tensors, params = named_tensors(target), names.named_parameters(target.model)
     if own_rank() == ROOT:
-        expect([name for name in (*step.params, *step.buffers) if there[name].is_meta])
+        require_values([name for name in (*step.params, *step.buffers) if tensors[name].is_meta])
     try:
         for name in step.params:
-            if not held[name].is_meta:
-                _set_aside(name, held[name], target)
+            if not params[name].is_meta:
+                _stash(name, params[name], target)
         target.together()
         return tuple(target.aside)
     except BaseException:
-        aside_undo(step, target, ())
+        stash_undo(step, target, ())
         raise
 
 
-def aside_undo(step: StashTensors, target: Target, memo: tuple[str, ...]) -> str | None:
+def stash_undo(step: StashTensors, target: Target, memo: tuple[str, ...]) -> str | None:
     """Gives every parameter its values again, but for those that were sent and are freed."""
     del step
-    gone = [name for name in memo if name not in target.aside]
+    sent = [name for name in memo if name not in target.aside]
     while target.aside:
-        _, one = target.aside.popitem()
-        if one.held.is_meta:
+        _, stashed = target.aside.popitem()
+        if stashed.held.is_meta:
             continue  # a failure came before the exchange
-        one.held.data = one.held.data.to(one.device)
-        _swap(one.param, one.held)
-    return f"{messages.listed(gone)}: sent, and freed on this rank" if gone else None
+        stashed.held.data = stashed.held.data.to(stashed.device)
+        _swap(stashed.param, stashed.held)
+    return f"{messages.listed(sent)}: sent, and freed on this rank" if sent else None
 
 
-def _set_aside(name: str, param: Parameter, target: Target) -> None:
-    bare = Parameter(torch.empty_like(param, device="meta", requires_grad=False), requires_grad=param.requires_grad)
-    vars(bare).update(vars(param))  # what an author has noted on a parameter stays to be read
-    target.aside[name] = Stashed(param=param, held=bare, device=param.device)
+def _stash(name: str, param: Parameter, target: Target) -> None:
+    """One parameter. It is noted in the target first, so that an interruption in between can be taken back."""
+    twin = Parameter(torch.empty_like(param, device="meta", requires_grad=False), requires_grad=param.requires_grad)
+    vars(twin).update(vars(param))  # what an author has noted on a parameter stays to be read
+    target.aside[name] = Stashed(param=param, held=twin, device=param.device)
     try:
-        _swap(param, bare)  # from here on ``bare`` is what the parameter was
+        _swap(param, twin)  # from here on ``twin`` is what the parameter was
     except RuntimeError as error:
         raise RuntimeError(
             f"{name}: held by more than the model and its optimizer; let go of the losses, outputs and references from "
             f"before apply ({error})"
         ) from error
-    bare.data = bare.data.to("cpu")
+    twin.data = twin.data.to("cpu")
 
 
-def _swap(one: Tensor, other: Tensor) -> None:
-    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]  # torch has no types here
+def _swap(first: Tensor, second: Tensor) -> None:
+    torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def own_rank() -> int:
@@ -82,7 +91,7 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else ROOT
 
 
-def expect(empty: list[str]) -> None:
+def require_values(empty: list[str]) -> None:
     """Raises ``NoValues`` where there are any names of tensors without values."""
     if empty:
         raise NoValues(
@@ -91,4 +100,4 @@ def expect(empty: list[str]) -> None:
         )
 
 
-ASIDE: Handler[StashTensors, Target, tuple[str, ...]] = Handler(ready=aside_ready, do=aside_do, undo=aside_undo)
+STASH: Handler[StashTensors, Target, tuple[str, ...]] = Handler(ready=stash_ready, do=stash_do, undo=stash_undo)

@@ -34,20 +34,20 @@ def library_problems(module: str, package: str) -> tuple[str, ...]:
 
 def layer_problems(paths: Iterable[str], cls: type[Module], model: Module) -> tuple[str, ...]:
     """What keeps these modules from being replaced: not there, another class, or hooks that would be lost."""
-    paths, there = tuple(paths), names.named_modules(model)
-    found = messages.absent("module", paths, there)
-    held = {path: there[path] for path in paths if path in there}
-    if other := [path for path, module in held.items() if type(module) is not cls]:
-        kind = type(held[other[0]]).__name__
-        found += (f"{messages.listed(other)}: {kind}, where the plan says {cls.__name__}; build the plan again",)
-    if hooked := [path for path, module in held.items() if any(getattr(module, name) for name in _HOOKS)]:
-        found += (f"{messages.listed(hooked)}: hooks would be lost with the layer; register them after preparing",)
-    partitioned = [n for path, m in held.items() for n, p in m.named_parameters(path) if hasattr(p, "ds_id")]
+    paths, modules = tuple(paths), names.named_modules(model)
+    problems = messages.absent("module", paths, modules)
+    layers = {path: modules[path] for path in paths if path in modules}
+    if other := [path for path, module in layers.items() if type(module) is not cls]:
+        kind = type(layers[other[0]]).__name__
+        problems += (f"{messages.listed(other)}: {kind}, where the plan says {cls.__name__}; build the plan again",)
+    if hooked := [path for path, module in layers.items() if any(getattr(module, name) for name in _HOOKS)]:
+        problems += (f"{messages.listed(hooked)}: hooks would be lost with the layer; register them after preparing",)
+    partitioned = [n for path, m in layers.items() for n, p in m.named_parameters(path) if hasattr(p, "ds_id")]
     if partitioned:
-        found += (
+        problems += (
             f"{messages.listed(partitioned)}: partitioned by ZeRO-3; build the model outside deepspeed.zero.Init",
         )
-    return found
+    return problems
 
 
 def swap(model: Module, paths: Iterable[str], make: Callable[[Module], Module]) -> tuple[Swapped, ...]:
@@ -55,22 +55,22 @@ def swap(model: Module, paths: Iterable[str], make: Callable[[Module], Module]) 
 
     Linear in the size of the model.
     """
-    there = names.named_modules(model)
-    made: list[Swapped] = []
+    modules = names.named_modules(model)
+    swapped: list[Swapped] = []
     for path in paths:
-        new = make(there[path])
-        made.append(Swapped(there[path], new.train(there[path].training)))
+        new = make(modules[path])
+        swapped.append(Swapped(modules[path], new.train(modules[path].training)))
     try:
-        _exchange(model, [(one.old, one.new) for one in made])
-        return tuple(made)
+        _exchange(model, [(pair.old, pair.new) for pair in swapped])
+        return tuple(swapped)
     except BaseException:
-        put_back(model, tuple(made))
+        put_back(model, tuple(swapped))
         raise
 
 
 def put_back(model: Module, swapped: tuple[Swapped, ...]) -> None:
     """Every old layer in every place that holds its replacement."""
-    _exchange(model, [(one.new, one.old) for one in swapped])
+    _exchange(model, [(pair.new, pair.old) for pair in swapped])
 
 
 def _exchange(model: Module, pairs: list[tuple[Module, Module]]) -> None:

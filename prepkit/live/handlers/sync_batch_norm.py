@@ -17,20 +17,20 @@ Memo = tuple[tuple[Module, Module], ...]
 
 def convert_ready(step: ConvertSyncBatchNorm, target: Target) -> tuple[str, ...]:
     """Every path must be a batch norm that is not synchronised yet."""
-    there = names.named_slots(target.model)
-    found = messages.absent("module", step.paths, there)
-    other = [path for path in step.paths if path in there and not _is_plain(there[path])]
+    modules = names.named_slots(target.model)
+    problems = messages.absent("module", step.paths, modules)
+    other = [path for path in step.paths if path in modules and not _is_plain(modules[path])]
     if other:
-        found += (f"{messages.listed(other)}: no plain batch norm; build the plan again from this model",)
-    return found
+        problems += (f"{messages.listed(other)}: no plain batch norm; build the plan again from this model",)
+    return problems
 
 
 def convert_do(step: ConvertSyncBatchNorm, target: Target) -> Memo:
     """Replaces each one in every parent. Parameters and buffers stay the same objects, so an optimizer keeps them."""
-    there = names.named_slots(target.model)
+    modules = names.named_slots(target.model)
     done: list[tuple[Module, Module]] = []
     try:
-        for old in dict.fromkeys(there[path] for path in step.paths):
+        for old in dict.fromkeys(modules[path] for path in step.paths):
             new = SyncBatchNorm.convert_sync_batchnorm(old)  # type: ignore[no-untyped-call]  # torch has no types
             new.train(old.training)
             done.append((old, new))

@@ -1,4 +1,4 @@
-"""torch ``parallelize_module``: layers cut over one axis of the mesh."""
+"""torch ``parallelize_module``: layers divided over the tensor-parallel ranks, one axis of the mesh."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from prepkit.live.model.target import Target
 from prepkit.live.ranks.agree import Disagreement, agree
 from prepkit.steps import ParallelizeModules, ParallelStyle
 
-PLACES: dict[str, Placement] = {
+PLACEMENTS: dict[str, Placement] = {
     "replicate": Replicate(),
     "features": Shard(-1),
     "heads": Shard(-2),
     "sequence": Shard(1),
 }
-"""How an activation is cut, in torch's words."""
+"""How an activation lies over the tensor-parallel ranks, in torch's words."""
 
 SENDS_NOTHING: dict[str, Any] = (
     {"src_data_rank": None} if "src_data_rank" in inspect.signature(parallelize_module).parameters else {}
@@ -44,35 +44,37 @@ SAMPLE = 1024
 
 def parallelize_ready(step: ParallelizeModules, target: Target) -> tuple[str, ...]:
     """Everything that torch's styles refuse must be found here: there is no way back."""
-    there, held = names.named_modules(target.model), names.named_parameters(target.model)
-    paths = [path for cut in step.styles for path in cut.paths]
-    found = messages.absent("module", paths, there)
-    layers = [path for cut in step.styles if cut.style in ("colwise", "rowwise") for path in cut.paths]
-    if odd := [path for path in layers if path in there and not isinstance(there[path], Linear | Embedding)]:
-        found += (f"{messages.listed(odd)}: neither a Linear nor an Embedding, so it has no rows and columns to cut",)
-    if cut := [name for name, param in held.items() if isinstance(param, DTensor)]:
-        found += (f"{messages.listed(cut)}: cut or sharded already; apply to a model that was not prepared",)
-    return found + messages.with_gradient(held, held)
+    modules, params = names.named_modules(target.model), names.named_parameters(target.model)
+    paths = [path for style in step.styles for path in style.paths]
+    problems = messages.absent("module", paths, modules)
+    layers = [path for style in step.styles if style.style in ("colwise", "rowwise") for path in style.paths]
+    if odd := [path for path in layers if path in modules and not isinstance(modules[path], Linear | Embedding)]:
+        problems += (
+            f"{messages.listed(odd)}: neither a Linear nor an Embedding, so it has no rows and columns to cut",
+        )
+    if sharded := [name for name, param in params.items() if isinstance(param, DTensor)]:
+        problems += (f"{messages.listed(sharded)}: cut or sharded already; apply to a model that was not prepared",)
+    return problems + messages.with_gradient(params, params)
 
 
 def parallelize_do(step: ParallelizeModules, target: Target) -> None:
-    """Every rank keeps its part of the weights that it has: nothing is sent, but for a comparison of samples.
+    """Every rank keeps its shard of the weights that it has: nothing is sent, but for a comparison of samples.
 
     Raises ``RuntimeError`` where the ranks hold different weights, before anything is changed, and where a module
-    cannot be cut, with the number of those that are.
+    cannot be parallelized, with the number of those that are.
     """
     mesh = _axis(step, target)
     target.together()  # the comparison is a collective
     _compare(target.model)
     ties = _ties(target.model)
-    there, done = names.named_modules(target.model), 0
-    for cut in step.styles:
-        for path in cut.paths:
+    modules, done = names.named_modules(target.model), 0
+    for style in step.styles:
+        for path in style.paths:
             try:
-                _cut(there[path], cut, mesh)
+                _parallelize(modules[path], style, mesh)
             except Exception as error:
                 raise RuntimeError(
-                    f"module {messages.listed([path])} could not be cut {cut.style} ({done} cut before it): {error}"
+                    f"module {messages.listed([path])} could not be cut {style.style} ({done} cut before it): {error}"
                 ) from error
             done += 1
     _tie(target.model, ties)
@@ -85,25 +87,24 @@ def _axis(step: ParallelizeModules, target: Target) -> DeviceMesh:
     return mesh[step.axis]
 
 
-def _cut(module: Module, cut: ParallelStyle, mesh: DeviceMesh) -> None:
-    takes, gives = PLACES[cut.input_layout], PLACES[cut.output_layout]
-    match cut.style:
+def _parallelize(module: Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    input_layout, output_layout = PLACEMENTS[style.input_layout], PLACEMENTS[style.output_layout]
+    match style.style:
         case "colwise":
-            style = ColwiseParallel(input_layouts=takes, output_layouts=gives)
-            parallelize_module(module, mesh, style, **SENDS_NOTHING)
+            colwise = ColwiseParallel(input_layouts=input_layout, output_layouts=output_layout)
+            parallelize_module(module, mesh, colwise, **SENDS_NOTHING)
         case "rowwise":
-            parallelize_module(
-                module, mesh, RowwiseParallel(input_layouts=takes, output_layouts=gives), **SENDS_NOTHING
-            )
+            rowwise = RowwiseParallel(input_layouts=input_layout, output_layouts=output_layout)
+            parallelize_module(module, mesh, rowwise, **SENDS_NOTHING)
         case "sequence" | "replicate":
-            works = PLACES["sequence"] if cut.style == "sequence" else takes
-            arrive, leave = partial(_arrive, takes, works), partial(_leave, gives)
-            distribute_module(module, mesh, _replicate, _hook(arrive), _hook(leave))
+            inside = PLACEMENTS["sequence"] if style.style == "sequence" else input_layout
+            before, after = partial(_distribute_input, input_layout, inside), partial(_collect_output, output_layout)
+            distribute_module(module, mesh, _replicate, _hook(before), _hook(after))
     if isinstance(module, Embedding):
-        module.register_forward_hook(_wait)
+        module.register_forward_hook(_wait_for_output)
     for param in module.parameters(recurse=False):
         if isinstance(param, DTensor) and param.requires_grad:
-            param.register_hook(partial(_settle, tuple(param.placements)))  # type: ignore[no-untyped-call]  # torch
+            param.register_hook(partial(_place_gradient, tuple(param.placements)))  # type: ignore[no-untyped-call]  # torch
 
 
 def _replicate(name: str, module: Module, mesh: DeviceMesh) -> None:
@@ -124,72 +125,74 @@ def _hook(act: Callable[[Any, DeviceMesh], Any]) -> Callable[[Module, Any, Devic
     return hook
 
 
-def _arrive(takes: Placement, works: Placement, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+def _distribute_input(
+    arriving: Placement, inside: Placement, inputs: tuple[Any, ...], mesh: DeviceMesh
+) -> tuple[Any, ...]:
     first, *others = inputs
     if not isinstance(first, DTensor):
-        first = DTensor.from_local(first, mesh, [takes], run_check=False)
-    return (first.redistribute(placements=[works]), *others)
+        first = DTensor.from_local(first, mesh, [arriving], run_check=False)
+    return (first.redistribute(placements=[inside]), *others)
 
 
-def _leave(gives: Placement, output: Any, mesh: DeviceMesh) -> Any:
+def _collect_output(leaving: Placement, output: Any, mesh: DeviceMesh) -> Any:
     del mesh
-    return output.redistribute(placements=[gives]).to_local() if isinstance(output, DTensor) else output
+    return output.redistribute(placements=[leaving]).to_local() if isinstance(output, DTensor) else output
 
 
-def _wait(module: Module, inputs: Any, output: Any) -> Any:
+def _wait_for_output(module: Module, inputs: Any, output: Any) -> Any:
     """A plain tensor for the block behind: what torch still waits for, a block compiled by itself cannot take."""
     del module, inputs
     return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
 
 
-def _settle(placements: tuple[Placement, ...], grad: Tensor) -> Tensor:
-    """The gradient as its parameter lies: torch leaves that of a cut vocabulary whole, and that of a norm in parts."""
+def _place_gradient(placements: tuple[Placement, ...], grad: Tensor) -> Tensor:
+    """The gradient as its parameter lies: torch leaves a sharded vocabulary's whole, and a norm's as partial sums."""
     if isinstance(grad, DTensor) and tuple(grad.placements) != placements:
         return grad.redistribute(placements=placements)
     return grad
 
 
 def _ties(model: Module) -> list[list[str]]:
-    found: dict[int, list[str]] = defaultdict(list)
+    names_of: dict[int, list[str]] = defaultdict(list)
     for name, param in names.all_parameter_names(model).items():
-        found[id(param)].append(name)
-    return [group for group in found.values() if len(group) > 1]
+        names_of[id(param)].append(name)
+    return [group for group in names_of.values() if len(group) > 1]
 
 
 def _tie(model: Module, ties: Iterable[list[str]]) -> None:
-    """One parameter again under all names of each tie: torch has given every module a part of its own."""
-    there = {site.path: site.module for site in names.sites(model)}
-    every = names.all_parameter_names(model)
+    """One parameter again under all names of each tie: torch has given every module a shard of its own."""
+    modules = {site.path: site.module for site in names.sites(model)}
+    params = names.all_parameter_names(model)
     for first, *others in ties:
         for name in others:
             path, _, key = name.rpartition(".")
-            if every[name] is not every[first] and _lies(every[name]) != _lies(every[first]):
+            if params[name] is not params[first] and _placements(params[name]) != _placements(params[first]):
                 raise RuntimeError(f"{name} and {first} were one parameter and are cut differently; plan again")
-            there[path].register_parameter(key, every[first])
+            modules[path].register_parameter(key, params[first])
 
 
-def _lies(param: Tensor) -> tuple[Placement, ...] | None:
+def _placements(param: Tensor) -> tuple[Placement, ...] | None:
     return tuple(param.placements) if isinstance(param, DTensor) else None
 
 
 def _compare(model: Module) -> None:
-    """Parts of different weights would make a model that nobody has trained (pain 11)."""
-    held = names.named_parameters(model).items()
-    digests = tuple((name, _digest(param)) for name, param in held if not param.is_meta)
+    """Shards of different weights would make a model that nobody has trained (pain 11)."""
+    params = names.named_parameters(model).items()
+    digests = tuple((name, _digest(param)) for name, param in params if not param.is_meta)
     try:
         agree(digests)
     except Disagreement as error:
-        odd = messages.listed([difference.name for difference in error.differences])
+        differing = messages.listed([difference.name for difference in error.differences])
         raise RuntimeError(
-            f"the ranks hold different weights in {odd}; seed them alike before building the model, "
+            f"the ranks hold different weights in {differing}; seed them alike before building the model, "
             "or load the same checkpoint on all of them"
         ) from None
 
 
 def _digest(param: Tensor) -> str:
     flat = param.detach().flatten()
-    some = flat[:: max(1, flat.numel() // SAMPLE)].contiguous().cpu()
-    return hashlib.sha256(some.view(torch.uint8).numpy().tobytes()).hexdigest()
+    sample = flat[:: max(1, flat.numel() // SAMPLE)].contiguous().cpu()
+    return hashlib.sha256(sample.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 PARALLELIZE: Handler[ParallelizeModules, Target, None] = Handler(ready=parallelize_ready, do=parallelize_do)

@@ -67,15 +67,17 @@ CONVERT: Handler[ConvertTransformerEngine, Target, tuple[Swapped, ...]] = Handle
 
 def autocast_ready(step: AutocastFP8Forward, target: Target) -> tuple[str, ...]:
     """TransformerEngine must be there and take the recipe, and nothing of the model be under its autocast yet."""
-    found = library_problems(*_LIBRARY)
-    if not found:
+    problems = library_problems(*_LIBRARY)
+    if not problems:
         try:
             _recipe(step)  # a newer one knows fewer options, and after FSDP1 there is no way back
         except Exception as error:
-            found += (f"TransformerEngine refuses the recipe {step.recipe}: {error}; leave the option out",)
+            problems += (f"TransformerEngine refuses the recipe {step.recipe}: {error}; leave the option out",)
     if any(MARK in vars(module) for module in target.model.modules()):
-        found += ("the model's forward runs under prepkit's float8 autocast; apply to a model that was not prepared",)
-    return found
+        problems += (
+            "the model's forward runs under prepkit's float8 autocast; apply to a model that was not prepared",
+        )
+    return problems
 
 
 def autocast_do(step: AutocastFP8Forward, target: Target) -> tuple[Module, Any]:
@@ -95,9 +97,9 @@ def _recipe(step: AutocastFP8Forward) -> Any:
     from transformer_engine.common import recipe
 
     options = ("amax_history_len", "amax_compute_algo", "interval", "override_linear_precision")
-    said = {name: value for name in options if (value := getattr(step, name)) is not None}
+    chosen = {name: value for name in options if (value := getattr(step, name)) is not None}
     make = getattr(recipe, step.recipe)
-    return make(margin=step.margin, fp8_format=getattr(recipe.Format, step.fp8_format), **said)
+    return make(margin=step.margin, fp8_format=getattr(recipe.Format, step.fp8_format), **chosen)
 
 
 def autocast_undo(step: AutocastFP8Forward, target: Target, memo: tuple[Module, Any]) -> None:

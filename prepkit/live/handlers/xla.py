@@ -18,7 +18,7 @@ from prepkit.steps import MoveToXLA, ReduceXLAGradients
 
 
 @frozen
-class Lay:
+class Placed:
     """One tensor of one module before the move: the object, and what it held."""
 
     module: Module = field(repr=False)
@@ -30,28 +30,28 @@ class Lay:
 def move_ready(step: MoveToXLA, target: Target) -> tuple[str, ...]:
     """torch_xla must be there, and the optimizer's parameters where the model's are (PR-6, which never looked)."""
     del step
-    found = library_problems("torch_xla", "torch_xla")
-    held = names.named_parameters(target.model)
-    if empty := [name for name, param in held.items() if param.is_meta]:
-        found += (f"{empty[0]} is on meta, without data to move; load the weights first",)
-    here = sorted({str(param.device) for param in held.values()})
+    problems = library_problems("torch_xla", "torch_xla")
+    params = names.named_parameters(target.model)
+    if empty := [name for name, param in params.items() if param.is_meta]:
+        problems += (f"{empty[0]} is on meta, without data to move; load the weights first",)
+    devices = sorted({str(param.device) for param in params.values()})
     groups = target.optimizer.param_groups if target.optimizer else []
-    there = sorted({str(param.device) for group in groups for param in group["params"]})
-    if away := [device for device in there if device not in here]:
-        apart = f"the optimizer holds parameters on {', '.join(away)}, the model's are on {', '.join(here)}"
-        found += (f"{apart}; build the optimizer from model.parameters() after the last move",)
-    return found
+    optimizer_devices = sorted({str(param.device) for group in groups for param in group["params"]})
+    if elsewhere := [device for device in optimizer_devices if device not in devices]:
+        apart = f"the optimizer holds parameters on {', '.join(elsewhere)}, the model's are on {', '.join(devices)}"
+        problems += (f"{apart}; build the optimizer from model.parameters() after the last move",)
+    return problems
 
 
-def move_do(step: MoveToXLA, target: Target) -> tuple[Lay, ...]:
+def move_do(step: MoveToXLA, target: Target) -> tuple[Placed, ...]:
     """Moves the model; its parameters may be other objects afterwards, of the same names (PR-11)."""
     import torch_xla.core.xla_model as xm
 
     before = tuple(
-        Lay(module, name, tensor, tensor.data)
+        Placed(module, name, tensor, tensor.data)
         for module in target.model.modules()
-        for held in (module._parameters, module._buffers)
-        for name, tensor in held.items()
+        for slots in (module._parameters, module._buffers)
+        for name, tensor in slots.items()
         if tensor is not None
     )
     device = xm.xla_device()
@@ -68,16 +68,18 @@ def move_do(step: MoveToXLA, target: Target) -> tuple[Lay, ...]:
         raise
 
 
-def move_undo(step: MoveToXLA, target: Target, memo: tuple[Lay, ...]) -> None:
+def move_undo(step: MoveToXLA, target: Target, memo: tuple[Placed, ...]) -> None:
     """Puts every tensor back, as the object that it was and with what it held."""
     del step, target
-    for lay in memo:
-        lay.tensor.data = lay.data
-        held: dict[str, Any] = lay.module._parameters if isinstance(lay.tensor, Parameter) else lay.module._buffers
-        held[lay.name] = lay.tensor
+    for place in memo:
+        place.tensor.data = place.data
+        slots: dict[str, Any] = (
+            place.module._parameters if isinstance(place.tensor, Parameter) else place.module._buffers
+        )
+        slots[place.name] = place.tensor
 
 
-MOVE: Handler[MoveToXLA, Target, tuple[Lay, ...]] = Handler(ready=move_ready, do=move_do, undo=move_undo)
+MOVE: Handler[MoveToXLA, Target, tuple[Placed, ...]] = Handler(ready=move_ready, do=move_do, undo=move_undo)
 
 
 def reduce_ready(step: ReduceXLAGradients, target: Target) -> tuple[str, ...]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -96,6 +98,20 @@ def compiler_problems() -> tuple[str, ...]:
     if missing := [name for name in (compiler, "ninja") if shutil.which(name) is None]:
         return (f"{' and '.join(missing)}: not on PATH, and DeepSpeed compiles what it runs on the CPU; install it",)
     return ()
+
+
+def extensions_root() -> Path:
+    """The folder in which torch keeps compiled extensions, one folder each (torch ``_get_build_directory``)."""
+    if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(chosen)
+    from torch.utils.cpp_extension import get_default_build_root
+
+    if torch.version.hip is not None:
+        built_for = f"rocm{torch.version.hip.replace('.', '')}"
+    else:
+        built_for = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return Path(get_default_build_root()) / f"{python}_{built_for}"
 
 
 def device_problems(kind: str) -> tuple[str, ...]:

@@ -45,6 +45,9 @@ def test_every_option_reaches_the_wrapper() -> None:
         assert isinstance(ddp, DistributedDataParallel)
         assert (ddp.broadcast_buffers, ddp.bucket_bytes_cap, ddp.find_unused_parameters) == (False, 2**19, True)
         assert (ddp.gradient_as_bucket_view, ddp.static_graph, ddp.device_ids) == (False, True, None)
+        other = Target(model=Tiny())
+        do(wrapping(gradient_as_bucket_view=True), other)
+        assert other.model.gradient_as_bucket_view
 
 
 def test_the_model_comes_out_again_and_trains_alone() -> None:

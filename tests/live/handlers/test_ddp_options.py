@@ -46,6 +46,16 @@ def test_every_accelerator_gets_its_own_index_as_the_one_device_and_the_output_d
     assert (given["device_ids"], given["output_device"]) == ([5], 5)
 
 
+@pytest.mark.parametrize(("wrap", "expected"), [(handler.WRAP, {}), (handler.WITHOUT_VALUES, {"init_sync": False})])
+def test_only_a_model_without_values_is_wrapped_without_sending_any(
+    monkeypatch: pytest.MonkeyPatch, wrap: Any, expected: dict[str, bool]
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda module, **options: given.update(options))
+    wrap.do(wrapping(), Target(model=Tiny()))
+    assert {key: value for key, value in given.items() if key == "init_sync"} == expected
+
+
 def test_a_cpu_and_a_model_that_is_spread_get_none(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda module, **options: given.update(options))

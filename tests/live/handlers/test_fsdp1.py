@@ -346,20 +346,26 @@ def test_what_is_asked_for_reaches_torch() -> None:
             assert unit.mixed_precision == MixedPrecision(torch.bfloat16, torch.float32, torch.float16)
 
 
-def test_every_unit_is_given_the_device_that_the_rank_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sync", [False, True])
+def test_every_unit_is_told_the_device_of_the_rank_and_whether_rank_0_is_broadcast(
+    monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
     given: list[Any] = []
     real = FullyShardedDataParallel
 
-    def wrap(module: nn.Module, *, device_id: Any, **options: Any) -> FullyShardedDataParallel:
-        given.append(device_id)
+    def wrap(
+        module: nn.Module, *, device_id: Any, sync_module_states: bool, **options: Any
+    ) -> FullyShardedDataParallel:
+        given.append((device_id, sync_module_states))
         return real(module, device_id=torch.device("cpu"), **options)
 
     monkeypatch.setattr(fsdp1, "FullyShardedDataParallel", wrap)
     monkeypatch.setattr(launcher, "bind", lambda device: (device.type, 5))
     with fake_group(2):
         target = Target(model=Tiny(), mesh=shard_mesh(2))
-        fsdp1.WRAP.do(wrapping("layers.0", device=LocalDevice(type="cuda")), target)
-    assert given == [("cuda", 5)] * 2
+        step = wrapping("layers.0", device=LocalDevice(type="cuda"), sync_module_states=sync)
+        fsdp1.WRAP.do(step, target)
+    assert given == [(("cuda", 5), sync)] * 2
 
 
 class Scaled(nn.Module):

@@ -8,13 +8,14 @@ import io
 import pickle
 from collections import namedtuple
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import define, evolve, frozen
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 
 from prepkit.live.model import names
 from prepkit.live.model.forward import cast_floats
@@ -34,6 +35,53 @@ def test_a_move_keeps_every_parameter_object_and_its_tie() -> None:
     before = dict(model.named_parameters())
     assert do(MoveModel(device=LocalDevice(type="cpu")), Target(model=model)) == {}
     assert all(before[name] is param for name, param in model.named_parameters())
+
+
+def test_a_move_reaches_every_parameter_and_every_buffer_and_says_where_they_were() -> None:
+    """To meta, the one other device that every machine has."""
+    model = Tiny()
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    memo = do(MoveModel(device=LocalDevice(type="meta")), Target(model=model))
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert memo == dict.fromkeys(names, torch.device("cpu"))
+
+
+@frozen
+class Values:
+    """Stands in for a tensor's data on a device that is not here."""
+
+    device: torch.device
+
+    def to(self, device: torch.device) -> Values:
+        return Values(device)
+
+
+@define
+class Placed:
+    """Stands in for a parameter or buffer on such a device."""
+
+    data: Values
+    grad: Placed | None = None
+
+
+def test_the_way_back_of_a_move_returns_parameters_gradients_and_buffers_and_no_others() -> None:
+    card, host = torch.device("cuda", 3), torch.device("cpu")
+    weight, bias = Placed(Values(card), grad=Placed(Values(card))), Placed(Values(card))
+    table, stays = Placed(Values(card)), Placed(Values(card), grad=Placed(Values(card)))
+    model: Any = SimpleNamespace(
+        named_parameters=lambda: [("weight", weight), ("bias", bias), ("stays", stays)],
+        named_buffers=lambda: [("table", table)],
+    )
+    undo(
+        MoveModel(device=LocalDevice(type="cuda")),
+        Target(model=model),
+        dict.fromkeys(("weight", "bias", "table"), host),
+    )
+    assert [weight.data.device, bias.data.device, table.data.device] == [host] * 3
+    assert weight.grad is not None
+    assert stays.grad is not None
+    assert weight.grad.data.device == host
+    assert stays.data.device == stays.grad.data.device == card
 
 
 def test_a_move_refuses_meta_tensors_by_name() -> None:
@@ -89,6 +137,16 @@ def test_state_in_the_parameters_dtype_follows_the_upcast_and_the_optimizer_stil
     assert {s["exp_avg"].dtype for s in target.optimizer.state.values()} == {torch.float32}
     target.model(TOKENS).float().square().mean().backward()
     target.optimizer.step()
+
+
+def test_state_of_another_shape_or_dtype_than_its_parameter_stays_as_it_is() -> None:
+    target, step = narrow()
+    assert target.optimizer is not None
+    state = target.optimizer.state[target.model.embed.weight]
+    state["row"] = torch.zeros(3, dtype=torch.bfloat16)
+    state["low"] = torch.zeros_like(target.model.embed.weight, dtype=torch.float16)
+    do(step, target)
+    assert (state["row"].dtype, state["low"].dtype) == (torch.bfloat16, torch.float16)
 
 
 def test_an_upcast_is_taken_back_to_the_bit() -> None:
@@ -322,6 +380,7 @@ def test_checkpointing_keeps_names_state_dict_and_mode() -> None:
     assert list(model.state_dict()) == saved
     assert not any(module.training for module in model.modules())
     assert model.layers[0].checkpoint_fn.keywords["preserve_rng_state"] is False
+    assert model.layers[0].checkpoint_impl is CheckpointImpl.NO_REENTRANT
     undo(step, target, memo)
     assert all(layer is block for layer, block in zip(model.layers, blocks, strict=True))
 
@@ -377,6 +436,43 @@ def test_compiling_binds_code_in_place_and_is_taken_back() -> None:
     undo(step, target, memo)
     assert set(vars(model.layers[0])) == before
     assert model.layers[0]._compiled_call_impl is None
+
+
+class DeepSpeedEngine(nn.Module):
+    """Its ``compile`` takes torch's options as one argument, and notes that it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.given, self._is_compiled = nn.Linear(2, 2), [], False
+
+    def compile(self, backend: str, compile_kwargs: dict[str, Any]) -> None:  # type: ignore[override]
+        self.given.append({"backend": backend, **compile_kwargs})
+        self._is_compiled = True
+        self.module.compile(backend="eager")
+
+
+ASKED = {"backend": "aot_eager", "fullgraph": False, "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("default", ASKED), ("reduce-overhead", {**ASKED, "mode": "reduce-overhead"})],
+)
+def test_every_option_of_compiling_reaches_torch_and_deepspeed(
+    monkeypatch: pytest.MonkeyPatch, mode: Any, expected: dict[str, Any]
+) -> None:
+    step = CompileModules(paths=("",), mode=mode, **ASKED)
+    monkeypatch.setattr(names, "known_bases", lambda cls: {cls.__name__})
+    engine: Any = DeepSpeedEngine()
+    memo = do(step, Target(model=engine))
+    assert engine.given == [expected]
+    undo(step, Target(model=engine), memo)
+    assert engine._is_compiled is False
+    assert engine.module._compiled_call_impl is None
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: given.append(options))
+    do(step, Target(model=Tiny()))
+    assert given == [expected]
 
 
 def test_a_checkpointed_block_is_compiled_with_its_wrapper() -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import prepkit as pk
-from prepkit.live.handlers import read_weights, weights
+from prepkit.live.handlers import allocate, check_files, read_weights
 from prepkit.live.model.target import Target
 from prepkit.live.progress import progress
 from prepkit.steps import AllocateTensors, LocalDevice, ReadTensors
@@ -76,7 +76,7 @@ def test_values_are_cast_on_the_way(gang2: Gang, tmp_path: Path, file: Any, stor
     assert gang2.run(loaded, path, stored, precision) == [[], []]
 
 
-def test_a_cast_longer_than_the_staging_buffer_is_read_in_pieces(
+def test_a_cast_longer_than_the_staging_buffer_is_read_in_several_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_weights, "STAGING", 30)  # no multiple of a row
@@ -202,13 +202,13 @@ def test_allocating_can_be_taken_back() -> None:
     model.kept = torch.arange(3.0)
     target = Target(model=model)
     step = AllocateTensors(device=LocalDevice(type="cpu"))
-    memo = weights.allocate_do(step, target)
+    memo = allocate.allocate_do(step, target)
     assert model.head.weight is model.embed.weight
     assert not model.embed.weight.is_meta
     assert torch.equal(model.kept, torch.arange(3.0))
     assert "kept" not in target.unfilled
     assert "passing" in target.unfilled
-    weights.allocate_undo(step, target, memo)
+    allocate.allocate_undo(step, target, memo)
     assert model.head.weight is model.embed.weight
     assert {t.is_meta for t in [*model.parameters(), model.passing]} == {True}
     assert torch.equal(model.kept, torch.arange(3.0))
@@ -225,7 +225,7 @@ def test_offloaded_shards_are_kept_on_the_host_and_buffers_where_they_are_comput
     assert AllocateTensors(device=host) in steps["cpu"]
     assert AllocateTensors(device=host, buffers=gpu) in steps["cuda"]
     target = Target(model=model)  # meta stands for a device that is not here
-    weights.allocate_do(AllocateTensors(device=host, buffers=LocalDevice(type="meta")), target)
+    allocate.allocate_do(AllocateTensors(device=host, buffers=LocalDevice(type="meta")), target)
     assert {t.device.type for t in model.parameters()} == {"cpu"}
     assert {t.device.type for t in model.buffers()} == {"meta"}
 
@@ -264,15 +264,15 @@ def refusal(rank: int, world: int, path: str, harm: str, family: str) -> tuple[s
     if rank == 0 and harm in HARMS:
         HARMS[harm](file)
     dist.barrier()
-    real = weights._difference
+    real = check_files._difference
     if rank == 1 and harm == "not here":  # this rank has not mounted the folder
-        weights._difference = lambda file: real(evolve(file, path=file.path.replace(path, "/nowhere")))
+        check_files._difference = lambda file: real(evolve(file, path=file.path.replace(path, "/nowhere")))
     try:
         pk.apply(plan)
     except pk.ApplyHalted as halted:
         return told(halted), not any(hasattr(p, "placements") for p in model.parameters())
     finally:
-        weights._difference = real
+        check_files._difference = real
     return "", True
 
 

@@ -1,4 +1,4 @@
-"""Rank 0's values reach every rank: once, in pieces, into the parts that the plan gives each; or all of them fail."""
+"""Rank 0's values reach every rank: once, in messages of bounded size, into its shards as planned; or all fail."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import prepkit as pk
-from prepkit.live.handlers import channel as lanes
-from prepkit.live.handlers import send_weights, weights
+from prepkit.live.handlers import allocate, send_weights
+from prepkit.live.handlers import channel as channels
 from prepkit.live.handlers.channel import P2PChannel
 from prepkit.live.handlers.send_weights import send, send_do
-from prepkit.live.handlers.stash import NoValues, aside_do, aside_undo
+from prepkit.live.handlers.stash import NoValues, stash_do, stash_undo
 from prepkit.live.model.target import Target
 from prepkit.plan import broadcast
 from prepkit.steps import AllocateTensors, LocalDevice, SendTensors, StashTensors, Transfer
 from tests.support.fragile_model import TOKENS, Tiny, planned, stepped
 from tests.support.gang import Gang
-from tests.support.in_memory_messages import Post, Work
+from tests.support.in_memory_messages import InMemoryNetwork, Work
 from tests.support.meta_models import held, on_meta, saved, together
 from tests.support.snapshot import differences, snapshot
 from tests.support.transformers_models import build
@@ -38,7 +38,7 @@ SEND = pk.SendWeights()
 
 # --- the same training -----------------------------------------------------------------------------------------------
 
-MESHES = {"copies of shards": pk.Mesh(replicate=2, shard=2), "cut layers": pk.Mesh(shard=2, tensor=2)}
+MESHES = {"replicas of shards": pk.Mesh(replicate=2, shard=2), "parallelized layers": pk.Mesh(shard=2, tensor=2)}
 CASES: dict[str, pk.Config] = {
     "shards": pk.Config(engine=pk.FSDP2(), weights=SEND),
     "one unit": pk.Config(engine=pk.FSDP2(wrap=pk.WrapRoot()), weights=SEND),
@@ -50,14 +50,14 @@ CASES: dict[str, pk.Config] = {
     ),
     "offloaded": pk.Config(engine=pk.FSDP2(offload=pk.OffloadToCPU()), weights=SEND),
     "whole": pk.Config(engine=pk.DDP(), weights=SEND),
-    "copies of shards": pk.Config(engine=pk.FSDP2(), mesh=MESHES["copies of shards"], weights=SEND),
-    "cut layers": pk.Config(engine=pk.FSDP2(), mesh=MESHES["cut layers"], weights=SEND),
+    "replicas of shards": pk.Config(engine=pk.FSDP2(), mesh=MESHES["replicas of shards"], weights=SEND),
+    "parallelized layers": pk.Config(engine=pk.FSDP2(), mesh=MESHES["parallelized layers"], weights=SEND),
 }
 
 
 @contextmanager
-def parts_alone() -> Iterator[None]:
-    """Meanwhile no part is so small that the whole is sent instead."""
+def shards_alone() -> Iterator[None]:
+    """Meanwhile no shard is so small that the whole is sent instead."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(broadcast, "TINY", 0)
         yield
@@ -65,7 +65,7 @@ def parts_alone() -> Iterator[None]:
 
 def trained(rank: int, world: int, family: str, cases: tuple[str, ...], others: str) -> dict[str, float]:
     """Largest differences from the model in one process: of loss, of parameters and buffers after a step of AdamW."""
-    with nullcontext() if others == "other values" else parts_alone():
+    with nullcontext() if others == "other values" else shards_alone():
         return {name: value for case in cases for name, value in _trained(rank, world, family, case, others).items()}
 
 
@@ -79,7 +79,7 @@ def _trained(rank: int, world: int, family: str, case: str, others: str) -> dict
     model = build(family)[0] if rank == 0 else on_meta(family)[0] if others == "meta" else build(family, seed=7)[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ready = pk.apply(pk.build_plan(CASES[case], model, optimizer=optimizer))
-    mine = together(ready, batch, rank, world, readers=world // 2 if case == "cut layers" else world)
+    mine = together(ready, batch, rank, world, readers=world // 2 if case == "parallelized layers" else world)
     expected, there = held(full), held(ready.model)
     assert list(there) == list(expected)
     assert all(there[name].dtype == value.dtype for name, value in expected.items())
@@ -129,8 +129,8 @@ def test_what_other_ranks_hold_is_replaced_by_rank_0_s_values(gang2: Gang) -> No
     close(gang2.run(trained, "llama", ("shards", "whole"), "other values", timeout=120))
 
 
-def test_copies_of_shards_and_cut_layers_get_their_parts(gang4: Gang) -> None:
-    found = gang4.run(trained, "llama", ("copies of shards", "cut layers"), "meta", timeout=120)
+def test_replicas_of_shards_and_parallelized_layers_get_their_shards(gang4: Gang) -> None:
+    found = gang4.run(trained, "llama", ("replicas of shards", "parallelized layers"), "meta", timeout=120)
     close(found, 1e-5)
 
 
@@ -168,7 +168,7 @@ def counting(rank: int, world: int, engine: Any, others: str) -> dict[str, Tenso
             model = Counting()
     else:
         model = Counting(start=5.0)
-    with parts_alone() if others == "meta" else nullcontext():
+    with shards_alone() if others == "meta" else nullcontext():
         ready = pk.apply(pk.build_plan(pk.Config(engine=engine, weights=SEND), model))
     inner = getattr(ready.model, "module", ready.model)
     assert inner.left.shared is inner.right.shared
@@ -232,7 +232,7 @@ class Seen:
     """Bytes of the largest storage that was made for sending."""
 
 
-def watched(plan: pk.Plan, *, piece: int = 2**20, tiny: int = 0) -> Seen:
+def watched(plan: pk.Plan, *, message_bytes: int = 2**20, tiny: int = 0) -> Seen:
     """Applies the plan."""
     seen, largest, real = Watched(), Largest(), send_weights._send_all
 
@@ -241,8 +241,8 @@ def watched(plan: pk.Plan, *, piece: int = 2**20, tiny: int = 0) -> Seen:
             real(*args)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(lanes, "dist", seen)
-        patches.setattr(lanes, "PIECE", piece)
+        patches.setattr(channels, "dist", seen)
+        patches.setattr(channels, "MESSAGE_BYTES", message_bytes)
         patches.setattr(broadcast, "TINY", tiny)
         patches.setattr(send_weights, "_send_all", send_all)
         return Seen(ready=pk.apply(plan), sizes=seen.sizes, largest=largest.most)
@@ -257,7 +257,7 @@ def narrow(rank: int, world: int, engine: Any) -> tuple[list[str], int, int]:
         model = Tiny(torch.bfloat16)
     plan = pk.build_plan(pk.Config(engine=engine, precision=pk.BF16(), weights=SEND), full if rank == 0 else model)
     expected = {name: t.detach().clone() for name, t in held(full).items()}
-    seen = watched(plan, piece=1000)
+    seen = watched(plan, message_bytes=1000)
     found = held(seen.ready.model)
     assert {p.dtype for p in seen.ready.model.parameters() if p.requires_grad} == {torch.float32}
     differing = [n for n, t in found.items() if not torch.equal(t, expected[n].to(t.dtype))]
@@ -280,25 +280,26 @@ def test_values_travel_in_the_dtype_that_they_have_and_are_cast_where_they_arriv
 # --- how much is held, and sent --------------------------------------------------------------------------------------
 
 
-def measured(rank: int, world: int, piece: int, tiny: int) -> tuple[int, int, int, int]:
+def measured(rank: int, world: int, message_bytes: int, tiny: int) -> tuple[int, int, int, int]:
     """Bytes of the parameters and of the rest; bytes sent or received; the longest message; the buffer."""
     model = build("llama-tied")[0] if rank == 0 else on_meta("llama-tied")[0]
     assert all(p.shape[0] % world == 0 for p in model.parameters())
     halves = sum(p.numel() * p.element_size() for p in model.parameters())
     rest = sum(b.numel() * b.element_size() for b in model.buffers())
-    seen = watched(pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=SEND), model), piece=piece, tiny=tiny)
-    assert max(seen.sizes) <= max(piece, rest)
+    plan = pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=SEND), model)
+    seen = watched(plan, message_bytes=message_bytes, tiny=tiny)
+    assert max(seen.sizes) <= max(message_bytes, rest)
     return halves, rest, sum(seen.sizes), seen.largest
 
 
-def test_a_rank_is_sent_its_own_part_alone_straight_from_storage_to_storage(gang2: Gang) -> None:
+def test_a_rank_is_sent_its_own_shard_alone_straight_from_storage_to_storage(gang2: Gang) -> None:
     for halves, rest, sent, largest in gang2.run(measured, 1000, 0):
         assert sent == halves // 2 + rest
         assert largest == 0, "no copy is made on the way"
     sender, taker = gang2.run(measured, 1000, 2**14)
     for halves, rest, sent, _ in (sender, taker):
-        assert sent == halves + rest, "tiny parts are not sent one by one"
-    assert (sender[3], taker[3]) == (0, 1000), "of what goes whole a rank takes its part from the buffer"
+        assert sent == halves + rest, "tiny shards are not sent one by one"
+    assert (sender[3], taker[3]) == (0, 1000), "of what goes whole a rank takes its shard from the buffer"
 
 
 def test_rank_0_frees_each_tensor_once_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,18 +309,18 @@ def test_rank_0_frees_each_tensor_once_it_is_sent(monkeypatch: pytest.MonkeyPatc
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     alive: list[int] = []
     try:
-        aside_do(step, target)
+        stash_do(step, target)
         refs = [StorageWeakRef(one.held.untyped_storage()) for one in target.aside.values()]
 
-        class Counted(Post):
-            def sends(self, raw: Tensor, peer: int) -> Work:
+        class Counted(InMemoryNetwork):
+            def start_send(self, raw: Tensor, peer: int) -> Work:
                 del raw, peer
                 alive.append(sum(not ref.expired() for ref in refs))
                 return Work(lambda: None)
 
-        monkeypatch.setattr(lanes, "dist", Counted())
-        monkeypatch.setattr(lanes, "WINDOW", 0)
-        weights.allocate_do(AllocateTensors(device=LocalDevice(type="cpu")), target)
+        monkeypatch.setattr(channels, "dist", Counted())
+        monkeypatch.setattr(channels, "WINDOW", 0)
+        allocate.allocate_do(AllocateTensors(device=LocalDevice(type="cpu")), target)
         send_do(SendTensors(tensors=sent_of(model), axes=()), target)
     finally:
         dist.destroy_process_group()
@@ -411,11 +412,11 @@ def test_a_rank_that_fails_while_tensors_are_sent_is_an_error_on_every_rank_with
 
 @pytest.mark.parametrize("odd", [0, 1, 3])
 def test_who_waits_for_one_that_waits_for_the_failed_rank_hears_it_too(gang4: Gang, odd: int) -> None:
-    """Rank 3 gets its parts from rank 1."""
-    all_hear(gang4.run(broken_at, odd, MESHES["copies of shards"], 0, timeout=40), odd)
+    """Rank 3 gets its shards from rank 1."""
+    all_hear(gang4.run(broken_at, odd, MESHES["replicas of shards"], 0, timeout=40), odd)
 
 
-def test_setting_aside_is_taken_back_to_the_byte() -> None:
+def test_stashing_is_taken_back_to_the_byte() -> None:
     torch.manual_seed(0)
     model = Tiny()
     optimizer = stepped(model)
@@ -423,13 +424,13 @@ def test_setting_aside_is_taken_back_to_the_byte() -> None:
     target = Target(model=model, optimizer=optimizer)
     before = snapshot(target)
     step = StashTensors(params=tuple(name for name, _ in model.named_parameters()), buffers=("kept", "passing"))
-    memo = aside_do(step, target)
+    memo = stash_do(step, target)
     assert memo == step.params
     assert all(p.is_meta for p in model.parameters())
     assert not model.kept.is_meta
     assert model.head.weight is model.embed.weight
     assert vars(model.embed.weight)["note"] == "kept"
-    assert aside_undo(step, target, memo) is None
+    assert stash_undo(step, target, memo) is None
     assert differences(before, snapshot(target)) == []
     assert vars(model.embed.weight)["note"] == "kept"
     assert not target.aside
@@ -443,7 +444,7 @@ def test_a_parameter_that_something_else_holds_is_named_and_nothing_is_changed(k
     held_by = model(TOKENS).sum() if kept == "a loss" else weakref.ref(model.layers[2].outer.weight)
     name = "embed.weight" if kept == "a loss" else "layers.2.outer.weight"
     with pytest.raises(RuntimeError, match=rf"^{name}: held by more than the model and its optimizer; let go of"):
-        aside_do(StashTensors(params=names, buffers=()), target)
+        stash_do(StashTensors(params=names, buffers=()), target)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert not target.aside
     assert held_by is not None
@@ -468,21 +469,21 @@ def test_a_script_under_a_launcher_needs_no_group_of_its_own(gang2: Gang) -> Non
 def test_what_was_sent_and_freed_is_told_when_sending_is_taken_back() -> None:
     target = Target(model=Tiny())
     names = tuple(name for name, _ in target.model.named_parameters())
-    memo = aside_do(StashTensors(params=names, buffers=()), target)
+    memo = stash_do(StashTensors(params=names, buffers=()), target)
     del target.aside["embed.weight"]
-    said = aside_undo(StashTensors(params=names, buffers=()), target, memo)
+    said = stash_undo(StashTensors(params=names, buffers=()), target, memo)
     assert said == "embed.weight: sent, and freed on this rank"
     assert target.model.embed.weight.is_meta
     assert not target.model.layers[0].inner.weight.is_meta
 
 
-def test_a_part_of_another_size_than_planned_is_refused_by_name() -> None:
+def test_a_shard_of_another_size_than_planned_is_refused_by_name() -> None:
     one = Transfer(name="w", dtype="float32", shape=(4, 2))
     with pytest.raises(RuntimeError, match=r"w: this rank holds \[3, 2\], planned \[4, 2\]"):
         send(one, (), torch.zeros(4, 2), torch.zeros(3, 2), P2PChannel(device=torch.device("cpu")))
 
 
-def test_parameters_that_nobody_set_aside_are_not_sent_from_shards() -> None:
+def test_parameters_that_nobody_stashed_are_not_sent_from_shards() -> None:
     with torch.device("meta"):
         model = Tiny()
     target = Target(model=model, unfilled={"embed.weight"})

@@ -1,0 +1,20 @@
+"""The parameters and buffers of a model by name, for the steps that give them values."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from prepkit.live.model import names
+from prepkit.live.model.target import Target
+
+
+def named_tensors(target: Target) -> dict[str, Tensor]:
+    """Canonical name to parameter or buffer, each once, under its first name."""
+    tensors: dict[str, Tensor] = dict(names.named_parameters(target.model))
+    seen: set[int] = set()
+    for site in names.sites(target.model):
+        for key, buffer in site.module._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                tensors[f"{site.path}.{key}" if site.path else key] = buffer
+    return tensors
