@@ -21,6 +21,7 @@ from prepkit.cli.options import FILE, SIZE, Cluster, as_json, cluster_options, m
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
+from prepkit.findings.refusals import Refusal
 from prepkit.version import VERSION
 
 if TYPE_CHECKING:
@@ -182,11 +183,13 @@ def diff(old: str, new: str, as_json: bool) -> None:
 @click.argument("rule_id", metavar="[ID]", required=False)
 @as_json
 def rules(rule_id: str | None, as_json: bool) -> None:
-    """List the rules, or say all about one."""
+    """List every rule, and every reason for which a file, a call or a model is refused; or say all about one."""
+    from prepkit.findings.refusals import REFUSALS
     from prepkit.render.rules import rule_text, rules_text
     from prepkit.rules import LATE_RULES, RULES
 
-    known = {rule.id: rule for rule in (*RULES, *LATE_RULES)}
+    every: tuple[Rule | Refusal, ...] = (*RULES, *LATE_RULES, *REFUSALS)
+    known = {rule.id: rule for rule in every}
     if rule_id is not None and rule_id not in known:
         from difflib import get_close_matches
 
@@ -241,13 +244,17 @@ def _files(files: tuple[str, ...], as_json: bool) -> tuple[Plan | Attestation, .
     return cli_refusal.readable(cli_files.load(files), as_json)
 
 
-def _rule_data(rule: Rule) -> dict[str, Any]:
+def _rule_data(rule: Rule | Refusal) -> dict[str, Any]:
     texts = {"id": rule.id, "severity": rule.severity.value, "summary": rule.summary, "fix": rule.fix}
+    if isinstance(rule, Refusal):
+        return texts | {"overridable": False, "repairs": False, "source": (rule.raised_by,)}
     return texts | {"overridable": rule.overridable, "repairs": rule.repair is not None, "source": rule.source}
 
 
-def _example(rule: Rule) -> str:
+def _example(rule: Rule | Refusal) -> str:
     """Where to get a config that breaks the rule; drawing one here would need hypothesis."""
+    if isinstance(rule, Refusal):
+        return ""
     if rule.id.startswith("memory."):
         return "pk.fits(plan, memory='1MiB') breaks it, and says what would fit"
     return f"prepkit.testing.COUNTEREXAMPLES[{rule.id!r}] breaks it (pip install prepkit[testing])"
