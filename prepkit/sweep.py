@@ -24,8 +24,8 @@ from prepkit.config import (
 from prepkit.facts import Env, Facts
 from prepkit.findings import errors
 from prepkit.findings.text import aligned, count, in_bytes
-from prepkit.predict import predict_job
-from prepkit.predict.inputs import Inputs, job_of
+from prepkit.predict import predict_inputs
+from prepkit.predict.inputs import Inputs, inputs_of
 from prepkit.predict.prediction import Prediction
 from prepkit.resolve.deepspeed.batch import MICRO, WHOLE
 from prepkit.resolve.deepspeed.data import said
@@ -116,7 +116,7 @@ def sweep(
                     continue
                 # What a job takes from the model is the same at every size, as long as layers are cut alike.
                 key = world if isinstance(engine, TensorParallel) else parts
-                jobs[key] = (jobs.get(key) or job_of(planner.plan(asked, seen).unwrap())).over(world)
+                jobs[key] = (jobs.get(key) or inputs_of(planner.plan(asked, seen).unwrap())).over(world)
                 for found, made in _laid(asked, seen, jobs[key]):
                     bad += made.not_predicted[:1] if not made.classes else ()
                     rows += [_row(name, made, found, facts.env.memory)] if made.classes else []
@@ -179,7 +179,7 @@ def _laid(cfg: Config, facts: Facts, job: Inputs) -> Iterator[tuple[tuple[Axis, 
         found = axes(laid, facts.env)
         if found is None or errors(check(laid, facts, (*mesh.RULES, *fsdp2.RULES, *fsdp1_mesh.RULES))):
             continue
-        yield found, predict_job(type(cfg.engine), evolve(job, mesh=found))
+        yield found, predict_inputs(type(cfg.engine), evolve(job, mesh=found))
 
 
 def _row(name: str, made: Prediction, found: tuple[Axis, ...], memory: int | None) -> Row:

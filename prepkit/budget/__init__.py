@@ -143,7 +143,7 @@ def findings(plan: Plan, again: Again) -> tuple[Finding, ...]:
     fit = fits(plan, memory, again)
     rule = EXCEEDS if fit.verdict == "does not fit" else TIGHT
     held = f"for certain {in_bytes(fit.floor)}" if rule is EXCEEDS else f"at most {in_bytes(fit.ceiling)}"
-    who = f"The fullest rank, {made.fullest.first * made.parts}, holds {held}, activations aside"
+    who = f"The fullest rank, {made.fullest.first * made.tensor}, holds {held}, activations aside"
     return (_finding(rule, f"{who}; a device has {in_bytes(memory)}.", fit.options),)
 
 

@@ -11,28 +11,9 @@ from math import prod
 
 from attrs import frozen
 
-from prepkit.plan.layout import coordinate
+from prepkit.plan.dtypes import itemsize
+from prepkit.plan.layout import chunk, coordinate, sharded_dim
 from prepkit.steps import Axis, Chunk, FileSlice, Transfer
-
-ITEMSIZES: dict[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "complex64": 8,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Dtype to the bytes of one element."""
 
 
 @frozen(kw_only=True)
@@ -64,12 +45,10 @@ def parts(source: FileSlice | Transfer, axes: tuple[Axis, ...], rank: int) -> tu
     found = [Part(start=0, size=size) for size in source.shape]
     cuts = zip(source.placements, axes, coordinate(rank, axes), strict=False)
     for placement, axis, index in sorted(cuts, key=lambda cut: cut[0].startswith("strided")):
-        if placement not in ("replicate", "off-mesh"):
-            dim = int(placement.partition("(")[2].removesuffix(")"))
-            whole = found[dim]
-            rows = -(-whole.size // axis.size)
-            first = min(index * rows, whole.size)
-            found[dim] = Part(start=whole.start + first, size=min(rows, whole.size - first))
+        dim = sharded_dim(placement)
+        if dim is not None:
+            first, rows = chunk(found[dim].size, axis.size, index)
+            found[dim] = Part(start=found[dim].start + first, size=rows)
     return tuple(found)
 
 
@@ -118,7 +97,7 @@ def ranges(source: FileSlice, axes: tuple[Axis, ...], rank: int) -> tuple[Range,
             Part(start=part.start - start, size=part.size)
             for part, start in zip(mine, source.chunk.offsets, strict=True)
         )
-    item = ITEMSIZES[source.dtype]
+    item = itemsize(source.dtype)
     cut = [dim for dim, part in enumerate(mine) if part.size < shape[dim]]
     inner = cut[-1] if cut else 0  # below this dim everything is whole, so a run of it is consecutive
     row = prod(shape[inner + 1 :]) * item

@@ -52,7 +52,7 @@ def called(made: Prediction, some: RankClass) -> str:
     """``every rank``, ``rank 511``, ``rank 3 and 63 like it``."""
     if some.ranks == made.world_size:
         return "every rank" if some.ranks > 1 else "the only rank"
-    return f"rank {some.first * made.parts}" + (f" and {some.ranks - 1:,} like it" if some.ranks > 1 else "")
+    return f"rank {some.first * made.tensor}" + (f" and {some.ranks - 1:,} like it" if some.ranks > 1 else "")
 
 
 def _memory(made: Prediction) -> Iterator[tuple[str, ...]]:

@@ -8,8 +8,9 @@ from attrs import frozen
 
 from prepkit.findings.text import aligned, collapse, count, in_bytes
 from prepkit.plan import Plan
-from prepkit.predict import sized
-from prepkit.predict.inputs import job_of
+from prepkit.plan.flat_layout import frees_after_forward
+from prepkit.predict import unit_sizes
+from prepkit.predict.inputs import inputs_of
 from prepkit.steps import CheckpointModules, CompileModules, FlatUnit, ShardUnits, WrapFSDP1
 
 SHOWN = ShardUnits | WrapFSDP1 | CheckpointModules | CompileModules
@@ -53,10 +54,10 @@ def _rows(node: Node, depth: int) -> Iterator[tuple[str, ...]]:
 
 def tree(plan: Plan) -> Node:
     """The root with everything that is sharded, checkpointed or compiled by itself inside it."""
-    made = job_of(plan)
+    made = inputs_of(plan)
     marks = _marks(plan)
     shards = any(isinstance(planned.step, ShardUnits | WrapFSDP1) for planned in plan.steps)
-    each = sized(made)
+    each = unit_sizes(made)
     units = {
         one.path: (
             made.contents[one.content].bytes(), each[one.content].kept, each[one.content].gathered if shards else 0
@@ -98,7 +99,7 @@ def _marks(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def _flat(sharding: str, unit: FlatUnit) -> str:
-    frees = sharding in ("FULL_SHARD", "HYBRID_SHARD") and bool(unit.path)
+    frees = frees_after_forward(sharding) and bool(unit.path)
     said = _after(frees, unit.path) if sharding != "NO_SHARD" else "unit, whole on every rank"
     return f"flat {said}{', in float32' if unit.full_precision else ''}"
 

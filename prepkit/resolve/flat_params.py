@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from prepkit.config import FSDP1, Config, Mixed
 from prepkit.facts import Facts
+from prepkit.plan.dtypes import itemsize
 from prepkit.plan.flat_layout import FlatPart, flatten
 from prepkit.resolve.fsdp1 import batch_norms, members
 from prepkit.resolve.mesh import axes
 from prepkit.resolve.precision import stored_dtypes
-
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def flat_parts(cfg: Config, facts: Facts) -> dict[str, FlatPart]:
@@ -23,8 +22,8 @@ def flat_parts(cfg: Config, facts: Facts) -> dict[str, FlatPart]:
     for path, held in members(cfg, facts.model).items():
         low = isinstance(cfg.precision, Mixed) and path not in full
         own = "float32" if isinstance(cfg.precision, Mixed) else stored[held[0].name]
-        itemsize = 2 if low else _BYTES.get(own, 4)
+        size = 2 if low else itemsize(own)
         sizes = tuple(param.numel for param in held)
-        parts = flatten(sizes, itemsize=itemsize, ranks=ranks, cut=cut, original=cfg.engine.use_orig_params)
+        parts = flatten(sizes, itemsize=size, ranks=ranks, cut=cut, original=cfg.engine.use_orig_params)
         found.update(zip((param.name for param in held), parts, strict=True))
     return found

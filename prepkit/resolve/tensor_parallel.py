@@ -12,6 +12,7 @@ from attrs import frozen
 
 from prepkit.config import ActivationLayout, Config, DeepSpeed, TensorParallel, TPLayer, TPPlan, TPPlanFromModel
 from prepkit.facts import ClassFact, Env, ModelFacts, ParamFact
+from prepkit.plan.layout import sharded_dim
 from prepkit.resolve.mesh import axes, size_of
 from prepkit.resolve.modules import matcher, parent
 from prepkit.steps import ParallelStyle
@@ -128,7 +129,7 @@ def cut_sizes(cfg: Config, model: ModelFacts) -> Iterator[tuple[ParamFact, int]]
     """Every parameter that is cut, with the dimension in which it is."""
     how = held(cfg, model)
     for param in model.params:
-        dim = {"shard(0)": 0, "shard(1)": 1}.get(how.get(param.name, ""))
+        dim = sharded_dim(how.get(param.name, "replicate"))
         if dim is not None and dim < len(param.shape):
             yield param, dim
 

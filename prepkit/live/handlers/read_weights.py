@@ -18,7 +18,8 @@ from prepkit.live.interpreter import Handler
 from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
 from prepkit.live.progress import progress
-from prepkit.plan.byte_ranges import ITEMSIZES, Range, complete, held, parts, ranges
+from prepkit.plan.byte_ranges import Range, complete, held, parts, ranges
+from prepkit.plan.dtypes import itemsize
 from prepkit.steps import Axis, FileSlice, ReadTensors
 
 STAGING = 16 * 2**20
@@ -118,7 +119,7 @@ def _into(part: Tensor, source: FileSlice, axes: tuple[Axis, ...], rank: int) ->
 def _fill(into: Tensor, source: FileSlice, some: Sequence[Range], descriptor: int, staging: Staging) -> None:
     """The bytes of the ranges, in turn, into the elements of a tensor, in row-major order."""
     dtype: torch.dtype = getattr(torch, source.dtype)
-    item = ITEMSIZES[source.dtype]
+    item = itemsize(source.dtype)
     straight = into.dtype == dtype and into.device.type == "cpu"
     ahead = list(reversed(some))
     for piece in _pieces(into, max(STAGING // item, 1), straight=straight):
