@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from prepkit.live.ranks.agree import Disagreement as Disagreement
     from prepkit.live.ranks.all_or_none import RankFailed as RankFailed
     from prepkit.live.ranks.all_or_none import together as together
+    from prepkit.live.training.prepared import Prepared as Prepared
     from prepkit.plan import Plan as Plan
     from prepkit.plan.attestation import Attestation as Attestation
     from prepkit.resolve.resolved import Resolved as Resolved
@@ -105,6 +106,7 @@ _LATER = {
     "NotAsPlanned": "prepkit.live.apply",
     "patch": "prepkit.codec.diff",
     "Plan": "prepkit.plan",
+    "Prepared": "prepkit.live.training.prepared",
     "RankFailed": "prepkit.live.ranks.all_or_none",
     "read_config": "prepkit.importers.native",
     "rehearse": "prepkit.api",

@@ -54,6 +54,18 @@ def build_plan(
     such as ``AdamW(lr=1e-3)`` that is created after wrapping. ``env`` None: the environment that is here.
 
     Raises ``PlanRejected`` with every finding, and ``TypeError`` for objects of the wrong kind.
+
+    >>> from prepkit.config import FSDP2, Mesh
+    >>> from prepkit.testing.tiny import tiny_facts
+    >>> plan = build_plan(Config(engine=FSDP2()), tiny_facts(world=4))
+    >>> [type(planned.step).__name__ for planned in plan.steps][3:]
+    ['ReleaseOptimizer', 'ShardUnits', 'RebindOptimizer']
+    >>> try:
+    ...     build_plan(Config(engine=FSDP2(), mesh=Mesh(shard=3)), tiny_facts(world=4))
+    ... except PlanRejected as refused:
+    ...     print(refused.findings[0])
+    error mesh.not-world-size at config.mesh: replicate 1 x shard 3 = 3, but the world size is 4.
+      fix: Write mesh=Mesh(replicate=1, shard=4) or Mesh(replicate=2, shard=2), or start as many processes ...
     """
     cfg, optimizer = _spec(cfg, optimizer)
     facts = _facts(cfg, model, optimizer, scheduler, _loaders(loaders), env)
@@ -76,6 +88,13 @@ def check(
     """Every finding, errors and warnings, also those that ``cfg.overrides`` accepts. Arguments as in ``build_plan``.
 
     What the rules about memory say comes only where there is a plan: bytes are not known before.
+
+    >>> from prepkit.config import FSDP2, Single
+    >>> from prepkit.testing.tiny import tiny_facts
+    >>> check(Config(engine=FSDP2()), tiny_facts(world=4))
+    ()
+    >>> [finding.rule for finding in check(Config(engine=Single()), tiny_facts(world=4))]
+    ['mesh.single-many-ranks']
     """
     cfg, optimizer = _spec(cfg, optimizer)
     facts = _facts(cfg, model, optimizer, scheduler, _loaders(loaders), env)
@@ -119,6 +138,15 @@ def fits(plan: Plan, memory: str | int, *, activations: str | int | None = None)
     """Whether the plan fits into ``memory`` per device, such as ``"80GiB"``; else the smallest changes that do.
 
     ``activations`` is what one micro-batch takes, as ``pk.activations`` estimates it; None: it is not counted.
+
+    >>> from prepkit.config import DDP
+    >>> from prepkit.testing.tiny import tiny_facts
+    >>> plan = build_plan(Config(engine=DDP()), tiny_facts(world=4))
+    >>> bool(fits(plan, "80GiB"))
+    True
+    >>> fit = fits(plan, "3KB")
+    >>> fit.verdict, fit.options[0].diff
+    ('does not fit', ('engine=FSDP2() instead of DDP()',))
     """
     return planner.fits(plan, parse_bytes(memory), None if activations is None else parse_bytes(activations))
 
@@ -139,6 +167,16 @@ def save(value: Plan | Attestation, path: str) -> None:
     """Writes a plan or an attestation into a file, whole or not at all.
 
     Raises ``OSError`` where the folder cannot be written, and ``TypeError`` for anything else.
+
+    >>> from prepkit.config import DDP
+    >>> from prepkit.testing.tiny import tiny_facts
+    >>> plan = build_plan(Config(engine=DDP()), tiny_facts(world=4))
+    >>> save(plan, f"{folder}/plan.json")
+    >>> load(f"{folder}/plan.json") == plan
+    True
+    >>> save(plan.facts, f"{folder}/facts.json")
+    Traceback (most recent call last):
+    TypeError: Facts has no file of its own; give a plan or an attestation
     """
     files.save(value, path)
 
@@ -147,6 +185,12 @@ def load(path: str) -> Any:
     """The ``Plan`` or ``Attestation`` in a file, whichever the file says it holds.
 
     Raises ``PlanRejected`` with the place for a damaged, foreign, newer or edited file.
+
+    >>> try:
+    ...     load(f"{folder}/absent.json")
+    ... except PlanRejected as refused:
+    ...     print(refused.findings[0].rule, "-", refused.findings[0].fix)
+    codec.unreadable - give the path of a plan file
     """
     return files.load(path)
 
@@ -155,6 +199,16 @@ def show(value: Plan | Attestation | tuple[Finding, ...] | tuple[Change, ...], *
     """Prints the whole page of a plan: steps, layout, tree, memory, traffic; or an attestation, findings or changes.
 
     ``file`` None: to standard output. Raises ``TypeError`` for anything else.
+
+    >>> from prepkit.config import Single
+    >>> from prepkit.testing.tiny import tiny_facts
+    >>> show(check(Config(engine=Single()), tiny_facts(world=4)))
+    error mesh.single-many-ranks at env.world_size: 4 processes run, and Single() would train a copy in each ...
+      fix: Write engine=DDP() or engine=FSDP2(), or start one process.
+    1 error
+    >>> show(42)
+    Traceback (most recent call last):
+    TypeError: int cannot be shown; give a plan, an attestation, findings, or the changes of pk.diff
     """
     from prepkit.render.text import text_of
 
@@ -165,6 +219,14 @@ def diff(a: T, b: T) -> tuple[Change, ...]:
     """What turns plan ``a`` into plan ``b``, or attestation ``a`` into ``b``; empty when they are equal.
 
     Raises ``TypeError`` for a plan and an attestation.
+
+    >>> from prepkit.config import FSDP2
+    >>> from prepkit.testing.tiny import tiny_facts
+    >>> a, b = (build_plan(Config(engine=FSDP2(reshard_after_forward=x)), tiny_facts(world=4)) for x in (True, False))
+    >>> diff(a, a)
+    ()
+    >>> print(diff(a, b)[0])
+    config.engine.reshard_after_forward: True -> False
     """
     if type(a) is not type(b):
         raise TypeError(f"{type(a).__name__} and {type(b).__name__} cannot be compared; give two of a kind")

@@ -24,8 +24,8 @@ from prepkit.config import (
 from prepkit.facts import Env, Facts
 from prepkit.findings import errors
 from prepkit.findings.text import aligned, count, in_bytes
-from prepkit.predict import predict_job
-from prepkit.predict.inputs import Inputs, job_of
+from prepkit.predict import predict_inputs
+from prepkit.predict.inputs import Inputs, inputs_of
 from prepkit.predict.prediction import Prediction
 from prepkit.resolve.deepspeed.batch import MICRO, WHOLE
 from prepkit.resolve.deepspeed.data import said
@@ -104,23 +104,23 @@ def sweep(
         engine = _engine(cfg, facts, name)
         if isinstance(engine, FSDP1):
             engine = strategy(engine, hybrid=False)  # legal at every size; the meshes come after
-        jobs: dict[int, Inputs] = {}
+        inputs: dict[int, Inputs] = {}
         for world in worlds:
-            seen = evolve(facts, env=evolve(facts.env, world_size=world, memory=None))
-            bad: list[str] = []
-            for parts in _parts(name, seen.env):
-                asked = evolve(cfg, engine=engine, mesh=Mesh(tensor=parts) if parts > 1 else None)
-                standing, _ = split(asked, check(asked, seen))
-                if wrong := errors(standing):
-                    bad.append(wrong[0].what)
+            world_facts = evolve(facts, env=evolve(facts.env, world_size=world, memory=None))
+            reasons: list[str] = []
+            for tensor in _parts(name, world_facts.env):
+                candidate = evolve(cfg, engine=engine, mesh=Mesh(tensor=tensor) if tensor > 1 else None)
+                standing, _ = split(candidate, check(candidate, world_facts))
+                if refusing := errors(standing):
+                    reasons.append(refusing[0].what)
                     continue
                 # What a job takes from the model is the same at every size, as long as layers are cut alike.
-                key = world if isinstance(engine, TensorParallel) else parts
-                jobs[key] = (jobs.get(key) or job_of(planner.plan(asked, seen).unwrap())).over(world)
-                for found, made in _laid(asked, seen, jobs[key]):
-                    bad += made.not_predicted[:1] if not made.classes else ()
-                    rows += [_row(name, made, found, facts.env.memory)] if made.classes else []
-            refused += [Refused(engine=name, world_size=world, why=why) for why in bad[:1]]
+                key = world if isinstance(engine, TensorParallel) else tensor
+                inputs[key] = (inputs.get(key) or inputs_of(planner.plan(candidate, world_facts).unwrap())).over(world)
+                for mesh_axes, prediction in _laid(candidate, world_facts, inputs[key]):
+                    reasons += prediction.not_predicted[:1] if not prediction.classes else ()
+                    rows += [_row(name, prediction, mesh_axes, facts.env.memory)] if prediction.classes else []
+            refused += [Refused(engine=name, world_size=world, why=why) for why in reasons[:1]]
     order = {"fits": 0, "": 0, "may not fit": 1, "does not fit": 2}
     return tuple(sorted(rows, key=lambda row: (order[row.verdict], row.sent, row.ceiling))), tuple(refused)
 
@@ -151,12 +151,14 @@ def _zero(named: DeepSpeed, own: DeepSpeed, facts: Facts) -> DeepSpeed:
 
     Where nobody says how many samples a micro-batch has, it is one: no number in a row depends on it.
     """
-    found = restaged(own, named.stage or 0)
+    engine = restaged(own, named.stage or 0)
     for kind in ("optimizer", "param"):
-        if offloads(found, kind) != offloads(named, kind):
-            found = offloaded(found, kind, away=offloads(named, kind))
-    known = found.micro_batch or {MICRO, WHOLE} & set(said(found)) or any(one.batch_size for one in facts.loaders)
-    return found if known else evolve(found, micro_batch=1)
+        if offloads(engine, kind) != offloads(named, kind):
+            engine = offloaded(engine, kind, away=offloads(named, kind))
+    known = (
+        engine.micro_batch or {MICRO, WHOLE} & set(said(engine)) or any(loader.batch_size for loader in facts.loaders)
+    )
+    return engine if known else evolve(engine, micro_batch=1)
 
 
 def layouts(cfg: Config, world: int) -> Iterator[Config]:
@@ -173,34 +175,37 @@ def layouts(cfg: Config, world: int) -> Iterator[Config]:
             yield evolve(cfg, engine=own, mesh=Mesh(replicate=world // parts // shard, shard=shard, tensor=parts))
 
 
-def _laid(cfg: Config, facts: Facts, job: Inputs) -> Iterator[tuple[tuple[Axis, ...], Prediction]]:
+def _laid(cfg: Config, facts: Facts, inputs: Inputs) -> Iterator[tuple[tuple[Axis, ...], Prediction]]:
     """Every mesh that the rules allow, and what ranks hold and send there."""
-    for laid in layouts(cfg, facts.env.world_size):
-        found = axes(laid, facts.env)
-        if found is None or errors(check(laid, facts, (*mesh.RULES, *fsdp2.RULES, *fsdp1_mesh.RULES))):
+    for candidate in layouts(cfg, facts.env.world_size):
+        mesh_axes = axes(candidate, facts.env)
+        if mesh_axes is None or errors(check(candidate, facts, (*mesh.RULES, *fsdp2.RULES, *fsdp1_mesh.RULES))):
             continue
-        yield found, predict_job(type(cfg.engine), evolve(job, mesh=found))
+        yield mesh_axes, predict_inputs(type(cfg.engine), evolve(inputs, mesh=mesh_axes))
 
 
-def _row(name: str, made: Prediction, found: tuple[Axis, ...], memory: int | None) -> Row:
-    sizes = {axis.name: axis.size for axis in found}
-    floor, ceiling = max(one.floor() for one in made.classes), max(one.total() for one in made.classes)
+def _row(name: str, prediction: Prediction, mesh_axes: tuple[Axis, ...], memory: int | None) -> Row:
+    sizes = {axis.name: axis.size for axis in mesh_axes}
+    floor, ceiling = (
+        max(ranks.floor() for ranks in prediction.classes),
+        max(ranks.total() for ranks in prediction.classes),
+    )
     verdict = ""
     if memory is not None:
         verdict = "does not fit" if floor > memory else "fits" if ceiling <= memory else "may not fit"
     return Row(
         engine=name,
-        world_size=made.world_size,
+        world_size=prediction.world_size,
         replicate=sizes.get("replicate", 1),
         shard=sizes.get("shard", 1),
         tensor=sizes.get("tensor", 1),
         verdict=verdict,
         floor=floor,
         ceiling=ceiling,
-        host=max(one.total("host") for one in made.classes),
-        sent=made.sent,
-        copied=made.copied,
-        empty_ranks=made.empty_ranks,
+        host=max(ranks.total("host") for ranks in prediction.classes),
+        sent=prediction.sent,
+        copied=prediction.copied,
+        empty_ranks=prediction.empty_ranks,
     )
 
 
@@ -236,12 +241,12 @@ def sweep_text(rows: tuple[Row, ...], refused: tuple[Refused, ...], limit: int =
     lines = list(aligned((head, *cells))) if cells else ["no layout can be planned"]
     if len(rows) > limit:
         lines.append(f"and {len(rows) - limit:,} more; --limit shows them")
-    for name in dict.fromkeys(one.engine for one in refused):
-        some = [one for one in refused if one.engine == name]
-        lines.append(f"{name} over {', '.join(f'{one.world_size:,}' for one in some)} ranks: {some[0].why}")
+    for name in dict.fromkeys(entry.engine for entry in refused):
+        entries = [entry for entry in refused if entry.engine == name]
+        lines.append(f"{name} over {', '.join(f'{entry.world_size:,}' for entry in entries)} ranks: {entries[0].why}")
     return "\n".join((*lines, "bytes are of the fullest rank; activations are not counted"))
 
 
 def sweep_data(rows: tuple[Row, ...], refused: tuple[Refused, ...]) -> dict[str, Any]:
     """The same for scripts, all of it."""
-    return {"rows": [asdict(row) for row in rows], "refused": [asdict(one) for one in refused]}
+    return {"rows": [asdict(row) for row in rows], "refused": [asdict(entry) for entry in refused]}

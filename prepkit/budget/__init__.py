@@ -52,8 +52,8 @@ class Option:
             f", copies {in_bytes(self.copied)} and keeps {in_bytes(self.host)} in host memory" if self.copied else ""
         )
         also = "".join(f"; {caveat}" for caveat in self.caveats)
-        held = f"{in_bytes(self.floor)} to {in_bytes(self.ceiling)}"
-        return f"{', '.join(self.diff)}: {held}, sends {in_bytes(self.sent)} a step{between}{copied}{also}"
+        memory = f"{in_bytes(self.floor)} to {in_bytes(self.ceiling)}"
+        return f"{', '.join(self.diff)}: {memory}, sends {in_bytes(self.sent)} a step{between}{copied}{also}"
 
 
 @frozen(kw_only=True)
@@ -78,7 +78,7 @@ class Fit:
 
     def __str__(self) -> str:
         if self.verdict == "not predicted":
-            return "\n".join(("not predicted", *(f"  {one}" for one in self.left_out)))
+            return "\n".join(("not predicted", *(f"  {phrase}" for phrase in self.left_out)))
         left = self.memory - self.ceiling
         counted = self.activations is not None
         room = f"; {in_bytes(left)} left{'' if counted else ' for activations'}" if left > 0 else ""
@@ -89,7 +89,7 @@ class Fit:
             else "activations not counted"
         )
         head = f"{self.verdict}: of {in_bytes(self.memory)} the fullest rank needs {need}, {also}{room}"
-        lines = [head, *(f"  not counted either: {one}" for one in self.left_out)]
+        lines = [head, *(f"  not counted either: {phrase}" for phrase in self.left_out)]
         if self.options:
             lines += [
                 "changes that fit, least traffic between nodes and with the host first:",
@@ -103,9 +103,9 @@ class Fit:
         return "\n".join(lines)
 
 
-def bounds(made: Prediction) -> tuple[int, int]:
+def bounds(prediction: Prediction) -> tuple[int, int]:
     """Floor and ceiling of the fullest rank's device memory."""
-    return max(one.floor() for one in made.classes), max(one.total() for one in made.classes)
+    return max(ranks.floor() for ranks in prediction.classes), max(ranks.total() for ranks in prediction.classes)
 
 
 def fits(plan: Plan, memory: int, again: Again, activations: int | None = None) -> Fit:
@@ -113,21 +113,21 @@ def fits(plan: Plan, memory: int, again: Again, activations: int | None = None) 
 
     ``activations`` is taken to be the same for all of them.
     """
-    made = predict(plan, activations)
-    if not made.classes:
-        return Fit(memory=memory, floor=0, ceiling=0, verdict="not predicted", left_out=made.not_predicted)
-    floor, ceiling = bounds(made)
+    prediction = predict(plan, activations)
+    if not prediction.classes:
+        return Fit(memory=memory, floor=0, ceiling=0, verdict="not predicted", left_out=prediction.not_predicted)
+    floor, ceiling = bounds(prediction)
     verdict: Literal["fits", "may not fit", "does not fit"] = "fits" if ceiling <= memory else "may not fit"
     verdict = "does not fit" if floor > memory else verdict
     options = () if verdict == "fits" else _options(plan, memory - (activations or 0), again)
-    options = tuple(evolve(one, ceiling=one.ceiling + (activations or 0)) for one in options)
+    options = tuple(evolve(option, ceiling=option.ceiling + (activations or 0)) for option in options)
     return Fit(
         memory=memory,
         floor=floor,
         ceiling=ceiling,
         verdict=verdict,
         options=options,
-        left_out=made.not_predicted,
+        left_out=prediction.not_predicted,
         activations=activations,
     )
 
@@ -137,19 +137,19 @@ def findings(plan: Plan, again: Again) -> tuple[Finding, ...]:
     memory, device = plan.facts.env.memory, plan.facts.env.device
     if memory is None or (plan.config.device or device) != device:  # it is not the memory of the device computed on
         return ()
-    made = predict(plan)
-    if not made.classes or bounds(made)[1] <= memory:
+    prediction = predict(plan)
+    if not prediction.classes or bounds(prediction)[1] <= memory:
         return ()
     fit = fits(plan, memory, again)
     rule = EXCEEDS if fit.verdict == "does not fit" else TIGHT
-    held = f"for certain {in_bytes(fit.floor)}" if rule is EXCEEDS else f"at most {in_bytes(fit.ceiling)}"
-    who = f"The fullest rank, {made.fullest.first * made.parts}, holds {held}, activations aside"
+    needs = f"for certain {in_bytes(fit.floor)}" if rule is EXCEEDS else f"at most {in_bytes(fit.ceiling)}"
+    who = f"The fullest rank, {prediction.fullest.first * prediction.tensor}, holds {needs}, activations aside"
     return (_finding(rule, f"{who}; a device has {in_bytes(memory)}.", fit.options),)
 
 
 def _finding(rule: Rule, what: str, options: tuple[Option, ...]) -> Finding:
-    shown = "\n       or write ".join(str(option) for option in options)
-    fix = f"Write {shown}." if shown else rule.fix
+    typed_options = "\n       or write ".join(str(option) for option in options)
+    fix = f"Write {typed_options}." if typed_options else rule.fix
     return Finding(rule=rule.id, severity=rule.severity, where="env.memory", what=what, fix=fix)
 
 
@@ -157,19 +157,19 @@ def _options(plan: Plan, memory: int, again: Again) -> tuple[Option, ...]:
     """As few moves as possible: first every single one, then pairs, then triples."""
     possible = tuple(moves(plan))
     for number in (1, 2, 3):
-        found: dict[Config, Option] = {}
+        options: dict[Config, Option] = {}
         ended: set[tuple[Move | str, ...]] = set()
-        for some in combinations(possible, number):
-            alike = tuple(move.series or move for move in some)
-            if alike in ended or len({move.about for move in some}) < number:
+        for chosen in combinations(possible, number):
+            alike = tuple(move.series or move for move in chosen)
+            if alike in ended or len({move.about for move in chosen}) < number:
                 continue
-            cfg = _changed(plan.config, some)
-            option = _option(plan, cfg, some, memory, again) if cfg is not None and cfg not in found else None
+            cfg = _changed(plan.config, chosen)
+            option = _option(plan, cfg, chosen, memory, again) if cfg is not None and cfg not in options else None
             if option is not None:
-                found[option.config] = option
-                ended |= {alike} if any(move.series for move in some) else set()
-        if found:
-            ranked = sorted(found.values(), key=lambda o: (o.between + o.copied, o.sent, o.ceiling))
+                options[option.config] = option
+                ended |= {alike} if any(move.series for move in chosen) else set()
+        if options:
+            ranked = sorted(options.values(), key=lambda o: (o.between + o.copied, o.sent, o.ceiling))
             return tuple(ranked[:LIMIT])
     return ()
 
@@ -184,10 +184,10 @@ def _changed(cfg: Config, moves: Iterable[Move]) -> Config | None:
 
 
 def _option(plan: Plan, cfg: Config, moves: tuple[Move, ...], memory: int, again: Again) -> Option | None:
-    made = again(cfg).value_or(None)
-    if made is None:
+    changed_plan = again(cfg).value_or(None)
+    if changed_plan is None:
         return None
-    prediction = predict(made)
+    prediction = predict(changed_plan)
     if not prediction.classes or bounds(prediction)[1] > memory:
         return None
     floor, ceiling = bounds(prediction)
@@ -199,7 +199,7 @@ def _option(plan: Plan, cfg: Config, moves: tuple[Move, ...], memory: int, again
         sent=prediction.sent,
         between=prediction.crossing(plan.facts.env.per_node),
         copied=prediction.copied,
-        host=max(one.total("host") for one in prediction.classes),
+        host=max(ranks.total("host") for ranks in prediction.classes),
         caveats=tuple(move.caveat for move in moves if move.caveat),
     )
 
@@ -219,8 +219,10 @@ def typed(value: Any) -> str:
     """
     if not has(type(value)):
         return repr(value)
-    said = ((field, getattr(value, field.name)) for field in fields(type(value)))
+    values = ((field, getattr(value, field.name)) for field in fields(type(value)))
     given = ", ".join(
-        f"{field.name}={typed(one)}" if field.kw_only else typed(one) for field, one in said if one != field.default
+        f"{field.name}={typed(item)}" if field.kw_only else typed(item)
+        for field, item in values
+        if item != field.default
     )
     return f"{type(value).__name__}({given})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import assert_never
 
 from attrs import evolve, frozen
 
@@ -11,6 +12,7 @@ from prepkit.config import (
     DDP,
     FSDP1,
     FSDP2,
+    XLA,
     AsStored,
     Config,
     DeepSpeed,
@@ -18,6 +20,7 @@ from prepkit.config import (
     KeepOnDevice,
     Mesh,
     OffloadToCPU,
+    Single,
     TensorParallel,
     WrapBlocks,
 )
@@ -126,8 +129,10 @@ def _sharded(cfg: Config, mesh: Mesh | None) -> Config | None:
             engine = strategy(cfg.engine, hybrid=mesh is not None)
         case FSDP2():
             engine = cfg.engine
-        case _:
+        case Single() | DDP() | TensorParallel() | XLA() | DeepSpeed():
             engine = FSDP2()
+        case _:
+            assert_never(cfg.engine)
     return evolve(cfg, engine=engine, mesh=mesh)
 
 
@@ -137,8 +142,10 @@ def _offloaded(cfg: Config) -> Config | None:
             return evolve(cfg, engine=evolve(cfg.engine, offload=True))
         case FSDP2(offload=KeepOnDevice()):
             return evolve(cfg, engine=evolve(cfg.engine, offload=OffloadToCPU()))
-        case _:
+        case Single() | DDP() | FSDP1() | FSDP2() | TensorParallel() | XLA() | DeepSpeed():
             return None
+        case _:
+            assert_never(cfg.engine)
 
 
 def _wrapped(cfg: Config) -> Config | None:
@@ -154,8 +161,10 @@ def _resharded(cfg: Config) -> Config | None:
             return evolve(cfg, engine=evolve(cfg.engine, sharding="HYBRID_SHARD"))
         case FSDP2():
             return evolve(cfg, engine=evolve(cfg.engine, reshard_after_forward=True))
-        case _:
+        case Single() | DDP() | FSDP1() | TensorParallel() | XLA() | DeepSpeed():
             return None
+        case _:
+            assert_never(cfg.engine)
 
 
 def _viewed(cfg: Config) -> Config | None:

@@ -21,6 +21,7 @@ from prepkit.cli.options import FILE, SIZE, Cluster, as_json, cluster_options, m
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
+from prepkit.findings.refusals import Refusal
 from prepkit.version import VERSION
 
 if TYPE_CHECKING:
@@ -63,21 +64,21 @@ def plan(config: str, model: str, cluster: Cluster, output: str | None, as_json:
     if output and len(set(cluster.sizes)) > 1 and SIZE not in output:
         raise click.UsageError(f"several world sizes need several files: write {SIZE} into -o, as in plan-{SIZE}.json")
     verdicts = _verdicts(config, model, cluster, as_json)
-    made = tuple((one.world_size, one.plan) for one in verdicts if one.plan is not None)
-    legal = len(made) == len(verdicts)
-    files = {size: output.replace(SIZE, str(size)) for size, _ in made} if output and legal else {}
-    for size, value in made:
+    plans = tuple((verdict.world_size, verdict.plan) for verdict in verdicts if verdict.plan is not None)
+    legal = len(plans) == len(verdicts)
+    files = {size: output.replace(SIZE, str(size)) for size, _ in plans} if output and legal else {}
+    for size, made_plan in plans:
         if size in files:
-            cli_refusal.save(value, files[size])
+            cli_refusal.save(made_plan, files[size])
     if as_json:
-        texts = {size: None if files else json.loads(codec.plan_to_text(value)) for size, value in made}
-        shown = [{"world_size": size, "file": files.get(size), "plan": data} for size, data in texts.items()]
-        say_json({"plans": shown, "findings": findings_data(verdicts)})
+        texts = {size: None if files else json.loads(codec.plan_to_text(made_plan)) for size, made_plan in plans}
+        entries = [{"world_size": size, "file": files.get(size), "plan": data} for size, data in texts.items()]
+        say_json({"plans": entries, "findings": findings_data(verdicts)})
     elif legal and not files:
-        say("\n\n".join(plan_text(value) for _, value in made))
+        say("\n\n".join(plan_text(made_plan) for _, made_plan in plans))
     else:
-        said = (verdicts_text(verdicts), "" if legal else f"no plan was {'written' if output else 'made'}")
-        say("\n".join((*filter(None, said), *(f"wrote {file}" for file in files.values()))), err=True)
+        parts = (verdicts_text(verdicts), "" if legal else f"no plan was {'written' if output else 'made'}")
+        say("\n".join((*filter(None, parts), *(f"wrote {file}" for file in files.values()))), err=True)
     sys.exit(0 if legal else 1)
 
 
@@ -94,11 +95,11 @@ def check(file: str, model: str | None, cluster: Cluster, as_json: bool) -> None
     from prepkit.cli.verdict import findings_data, verdicts_text
 
     verdicts = _verdicts(file, model, cluster, as_json) if model else (_verdict_on_file(file, cluster, as_json),)
-    legal = tuple(str(one.world_size) for one in verdicts if one.plan is not None)
+    legal = tuple(str(verdict.world_size) for verdict in verdicts if verdict.plan is not None)
     if as_json:
         say_json({"findings": findings_data(verdicts)})
-    elif found := verdicts_text(verdicts):
-        say(found, err=True)
+    elif text := verdicts_text(verdicts):
+        say(text, err=True)
     if legal and not as_json:
         say(f"a plan exists for world size {', '.join(legal)}")
     sys.exit(0 if len(legal) == len(verdicts) else 1)
@@ -112,12 +113,12 @@ def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool) -> tuple
     if _is_plan(config):
         raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
     envs = cluster.envs()
-    asked = cli_refusal.attempt(lambda: IMPORTERS["prepkit"](config))
-    how = None if isinstance(asked, PlanRejected) or not isinstance(asked.weights, LoadWeights) else asked.weights
-    seen = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
-    if isinstance(asked, PlanRejected) or isinstance(seen, PlanRejected):
-        cli_refusal.refuse((asked, seen), as_json)
-    return tuple(judge(asked, evolve(seen, env=env or seen.env)) for env in envs)
+    cfg = cli_refusal.attempt(lambda: IMPORTERS["prepkit"](config))
+    how = None if isinstance(cfg, PlanRejected) or not isinstance(cfg.weights, LoadWeights) else cfg.weights
+    facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
+    if isinstance(cfg, PlanRejected) or isinstance(facts, PlanRejected):
+        cli_refusal.refuse((cfg, facts), as_json)
+    return tuple(judge(cfg, evolve(facts, env=env or facts.env)) for env in envs)
 
 
 def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
@@ -128,7 +129,7 @@ def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
         raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
     loaded = cli_refusal.attempt(lambda: codec.load_plan(file))
     if isinstance(loaded, PlanRejected):
-        foreign = any(one.rule == "codec.foreign" for one in loaded.findings)
+        foreign = any(finding.rule == "codec.foreign" for finding in loaded.findings)
         if foreign or Path(file).suffix.lower() != ".json":
             raise click.UsageError(f"{file} is not a plan file; a config is checked against a model: add --model")
         cli_refusal.refuse((loaded,), as_json)
@@ -172,7 +173,7 @@ def diff(old: str, new: str, as_json: bool) -> None:
     before, after = _files((old, new), as_json)
     changes = cli_files.changes(before, after)
     if as_json:
-        say_json({"changes": [{"kind": type(one).__name__} | codec.to_data(one) for one in changes]})
+        say_json({"changes": [{"kind": type(change).__name__} | codec.to_data(change) for change in changes]})
     else:
         say(cli_files.told(before, changes))
     sys.exit(1 if changes else 0)
@@ -182,11 +183,13 @@ def diff(old: str, new: str, as_json: bool) -> None:
 @click.argument("rule_id", metavar="[ID]", required=False)
 @as_json
 def rules(rule_id: str | None, as_json: bool) -> None:
-    """List the rules, or say all about one."""
+    """List every rule, and every reason for which a file, a call or a model is refused; or say all about one."""
+    from prepkit.findings.refusals import REFUSALS
     from prepkit.render.rules import rule_text, rules_text
     from prepkit.rules import LATE_RULES, RULES
 
-    known = {rule.id: rule for rule in (*RULES, *LATE_RULES)}
+    every: tuple[Rule | Refusal, ...] = (*RULES, *LATE_RULES, *REFUSALS)
+    known = {rule.id: rule for rule in every}
     if rule_id is not None and rule_id not in known:
         from difflib import get_close_matches
 
@@ -241,13 +244,17 @@ def _files(files: tuple[str, ...], as_json: bool) -> tuple[Plan | Attestation, .
     return cli_refusal.readable(cli_files.load(files), as_json)
 
 
-def _rule_data(rule: Rule) -> dict[str, Any]:
+def _rule_data(rule: Rule | Refusal) -> dict[str, Any]:
     texts = {"id": rule.id, "severity": rule.severity.value, "summary": rule.summary, "fix": rule.fix}
+    if isinstance(rule, Refusal):
+        return texts | {"overridable": False, "repairs": False, "source": (rule.raised_by,)}
     return texts | {"overridable": rule.overridable, "repairs": rule.repair is not None, "source": rule.source}
 
 
-def _example(rule: Rule) -> str:
+def _example(rule: Rule | Refusal) -> str:
     """Where to get a config that breaks the rule; drawing one here would need hypothesis."""
+    if isinstance(rule, Refusal):
+        return ""
     if rule.id.startswith("memory."):
         return "pk.fits(plan, memory='1MiB') breaks it, and says what would fit"
     return f"prepkit.testing.COUNTEREXAMPLES[{rule.id!r}] breaks it (pip install prepkit[testing])"

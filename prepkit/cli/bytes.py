@@ -44,16 +44,16 @@ def sweep(config: str, model: str, cluster: Cluster, engines: tuple[str, ...], l
     from prepkit.importers import IMPORTERS
 
     env = cluster.envs()[0]
-    asked, seen = (
+    cfg, facts = (
         cli_refusal.attempt(lambda: IMPORTERS["prepkit"](config)),
         cli_refusal.attempt(lambda: cli_model.facts(model, env)),
     )
-    if isinstance(asked, PlanRejected) or isinstance(seen, PlanRejected):
-        cli_refusal.refuse((asked, seen), as_json)
-    sizes = tuple(dict.fromkeys(cluster.sizes)) or (seen.env.world_size,)
-    found = table.sweep(asked, seen, sizes, engines or cli_options.ENGINES)
+    if isinstance(cfg, PlanRejected) or isinstance(facts, PlanRejected):
+        cli_refusal.refuse((cfg, facts), as_json)
+    sizes = tuple(dict.fromkeys(cluster.sizes)) or (facts.env.world_size,)
+    tables = table.sweep(cfg, facts, sizes, engines or cli_options.ENGINES)
     if as_json:
-        say_json(table.sweep_data(*found))
+        say_json(table.sweep_data(*tables))
     else:
-        say(table.sweep_text(*found, limit))
-    sys.exit(0 if any(row.verdict != "does not fit" for row in found[0]) else 1)
+        say(table.sweep_text(*tables, limit))
+    sys.exit(0 if any(row.verdict != "does not fit" for row in tables[0]) else 1)

@@ -53,8 +53,8 @@ class Cluster:
 
     def envs(self) -> tuple[Env | None, ...]:
         """One declared environment per world size; ``(None,)``, the environment that is here, when nothing is said."""
-        said = {"device": self.device, "per_node": self.per_node, "memory": self.memory, "torch": self.torch}
-        given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+        options = {"device": self.device, "per_node": self.per_node, "memory": self.memory, "torch": self.torch}
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         if not given and not self.sizes:
             return (None,)
         return tuple(Env.declare(world_size=size, **given) for size in dict.fromkeys(self.sizes or (1,)))
@@ -80,8 +80,8 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(world_size: tuple[int, ...], **rest: Any) -> None:
-        said = {name: rest.pop(name) for name in ("device", "per_node", "memory", "torch")}
-        command(cluster=Cluster(sizes=world_size, **said), **rest)
+        declared = {name: rest.pop(name) for name in ("device", "per_node", "memory", "torch")}
+        command(cluster=Cluster(sizes=world_size, **declared), **rest)
 
     for option in (
         click.option("--torch", metavar="VERSION", help="torch version there, such as 2.9."),

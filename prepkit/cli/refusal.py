@@ -30,17 +30,17 @@ def write(text: str, file: str) -> None:
     _writing(lambda: Path(file).write_text(text, encoding="utf-8"), file)
 
 
-def _writing(what: Callable[[], object], file: str) -> None:
+def _writing(write_file: Callable[[], object], file: str) -> None:
     try:
-        what()
+        write_file()
     except OSError as error:
         raise click.UsageError(f"{file} cannot be written: {error.strerror}") from None
 
 
-def attempt(what: Callable[[], T]) -> T | PlanRejected:
+def attempt(call: Callable[[], T]) -> T | PlanRejected:
     """What it gives, or why it is refused."""
     try:
-        return what()
+        return call()
     except PlanRejected as refused:
         return refused
 
@@ -54,7 +54,7 @@ def load(files: tuple[str, ...], as_json: bool) -> tuple[Plan, ...]:
 
 def readable(loaded: tuple[T | PlanRejected, ...], as_json: bool) -> tuple[T, ...]:
     """What was loaded. Ends the command if anything is refused, after saying all that is wrong with all of it."""
-    good = tuple(one for one in loaded if not isinstance(one, PlanRejected))
+    good = tuple(value for value in loaded if not isinstance(value, PlanRejected))
     if len(good) < len(loaded):
         refuse(loaded, as_json)
     return good
@@ -65,9 +65,11 @@ def refuse(outcomes: tuple[object, ...], as_json: bool) -> NoReturn:
     from prepkit import codec
     from prepkit.render.findings import findings_text
 
-    findings = tuple(one for refused in outcomes if isinstance(refused, PlanRejected) for one in refused.findings)
+    findings = tuple(
+        finding for refused in outcomes if isinstance(refused, PlanRejected) for finding in refused.findings
+    )
     if as_json:
         say_json({"findings": codec.to_data(findings)})
     else:
         say(findings_text(findings), err=True)
-    sys.exit(2 if any(one.rule == cli_model.WRONG for one in findings) else 1)
+    sys.exit(2 if any(finding.rule == cli_model.WRONG for finding in findings) else 1)

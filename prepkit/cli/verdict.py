@@ -40,8 +40,10 @@ def judge(cfg: Config, facts: Facts) -> Verdict:
 
 def findings_data(verdicts: tuple[Verdict, ...]) -> list[dict[str, Any]]:
     """Every finding once as JSON data, with the world sizes at which it was made."""
-    found = _by_size(verdicts).items()
-    return [codec.to_data(one) | {"accepted": accepted, "world_sizes": list(at)} for (one, accepted), at in found]
+    entries = _by_size(verdicts).items()
+    return [
+        codec.to_data(finding) | {"accepted": accepted, "world_sizes": list(at)} for (finding, accepted), at in entries
+    ]
 
 
 def verdicts_text(verdicts: tuple[Verdict, ...]) -> str:
@@ -51,8 +53,8 @@ def verdicts_text(verdicts: tuple[Verdict, ...]) -> str:
         groups.setdefault((sizes, accepted), []).append(finding)
     parts: list[str] = []
     for (sizes, accepted), findings in groups.items():
-        said = f"world size {', '.join(map(str, sizes))}" if len(verdicts) > 1 else ""
-        title = ", ".join(part for part in (said, "accepted in config.overrides" if accepted else "") if part)
+        sizes_text = f"world size {', '.join(map(str, sizes))}" if len(verdicts) > 1 else ""
+        title = ", ".join(part for part in (sizes_text, "accepted in config.overrides" if accepted else "") if part)
         parts += [f"{title}:"] if title else []
         parts.append(findings_text(tuple(findings)))
     return "\n".join(parts)
@@ -62,6 +64,9 @@ def _by_size(verdicts: tuple[Verdict, ...]) -> dict[tuple[Finding, bool], tuple[
     """Every finding once, with whether it was accepted, and the world sizes at which it was made."""
     sizes: dict[tuple[Finding, bool], tuple[int, ...]] = {}
     for verdict in verdicts:
-        for key in (*((one, False) for one in verdict.findings), *((one, True) for one in verdict.accepted)):
+        for key in (
+            *((finding, False) for finding in verdict.findings),
+            *((finding, True) for finding in verdict.accepted),
+        ):
             sizes[key] = (*sizes.get(key, ()), verdict.world_size)
     return sizes

@@ -122,15 +122,15 @@ def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a file of at most ``LARGEST`` bytes. Raises ``PlanRejected`` for one that cannot be read."""
     try:
         with Path(path).open("rb") as file:
-            held = file.read(LARGEST + 1)  # also a device without end, such as /dev/zero, costs no more than this
+            raw = file.read(LARGEST + 1)  # also a device without end, such as /dev/zero, costs no more than this
     except (OSError, ValueError) as error:
         what = f"the file cannot be read: {getattr(error, 'strerror', None) or error}"
         raise PlanRejected((refusal("unreadable", str(path), what, "give the path of a plan file"),)) from None
-    if len(held) > LARGEST:
+    if len(raw) > LARGEST:
         what = f"the file has more than {LARGEST:,} bytes"
         raise PlanRejected((refusal("too-large", str(path), what, "give the path of a plan file"),))
     try:
-        return held.decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         what = f"byte {error.start} is not UTF-8 text"
         raise PlanRejected((refusal("damaged", f"{path}:$", what, "restore the file, or plan again"),)) from None
@@ -184,12 +184,12 @@ def _broken_seals(data: dict[str, Any], where: str) -> Iterator[Finding]:
     """What differs from the digests in the same file: this finds edits and damage, not forgery."""
     seals = _seals(data["plan"])
     written = data["digests"] if isinstance(data["digests"], dict) else {}
-    found = False
+    located = False
     for place, was, now in _parts(written, seals["digests"]):
-        found = True
+        located = True
         what = f"changed after prepkit wrote it: its digest is {shown(now)}, the file says {shown(was)}"
         yield refusal("edited", f"{where}.plan.{place}", what, "change the config and plan again")
-    if not found and (data["digest"], data["digests"]) != (seals["digest"], seals["digests"]):
+    if not located and (data["digest"], data["digests"]) != (seals["digest"], seals["digests"]):
         what = f"the digests are not those of the plan, whose digest is {seals['digest']}"
         yield refusal("edited", f"{where}.digest", what, "restore the file, or plan again")
 

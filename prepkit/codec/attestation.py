@@ -27,11 +27,11 @@ def attestation_to_text(attestation: Attestation) -> str:
 def attestation_from_text(text: str, where: str = "$") -> Attestation:
     """The attestation in the text of its file. Raises ``PlanRejected`` as ``codec.plan_from_text`` does."""
     data = _checked_header(parse(text, where), where)
-    found = from_data(data["attestation"], Attestation, inside(where, "attestation"))
-    if data["digest"] != (now := digest_text(canonical(to_data(found)))):
+    attestation = from_data(data["attestation"], Attestation, inside(where, "attestation"))
+    if data["digest"] != (now := digest_text(canonical(to_data(attestation)))):
         what = f"changed after prepkit wrote it: its digest is {now}, the file says {shown(data['digest'])}"
         raise PlanRejected((refusal("edited", inside(where, "digest"), what, "restore the file"),))
-    return found
+    return attestation
 
 
 def _checked_header(data: Any, where: str) -> dict[str, Any]:
@@ -43,13 +43,13 @@ def _checked_header(data: Any, where: str) -> dict[str, Any]:
         what = f"format {shown(number)}, but prepkit {VERSION} reads format {FORMAT}"
         raise PlanRejected((refusal("other-format", inside(where, "format"), what, "use the prepkit that wrote it"),))
     keys = {"kind", "format", "digest", "attestation"}
-    odd = sorted(data.keys() ^ keys)
-    if odd:
-        told = ((key, "is missing" if key in keys else "is none of an attestation's keys") for key in odd)
+    differing = sorted(data.keys() ^ keys)
+    if differing:
+        problems = ((key, "is missing" if key in keys else "is none of an attestation's keys") for key in differing)
         raise PlanRejected(
             tuple(
                 refusal("wrong-keys", inside(where, key), f"{shown(key)} {text}", "restore the file")
-                for key, text in told
+                for key, text in problems
             )
         )
     return data

@@ -54,20 +54,20 @@ def read(data: object, cls: Any, where: str) -> Any:
 @cache
 def _converter() -> Converter:
     """The one converter. Its functions for a class are generated when the class is first met."""
-    made = Converter(unstruct_collection_overrides={tuple: list})
+    converter = Converter(unstruct_collection_overrides={tuple: list})
     for cls in SCALARS:  # by class, not by predicate: cattrs asks its own hooks for these classes first
-        made.register_structure_hook(cls, _read_scalar)
-    made.register_structure_hook(StrEnum, _read_choice)
-    made.register_structure_hook_func(codec_shapes.is_choice, _read_choice)
-    made.register_structure_hook_factory(codec_shapes.is_tuple, _tuple_reader)
-    made.register_structure_hook_factory(codec_shapes.is_union, _union_reader)
-    made.register_structure_hook_factory(attrs.has, _class_reader)
-    made.register_unstructure_hook(bool, lambda value: value)  # or int's would take it
+        converter.register_structure_hook(cls, _read_scalar)
+    converter.register_structure_hook(StrEnum, _read_choice)
+    converter.register_structure_hook_func(codec_shapes.is_choice, _read_choice)
+    converter.register_structure_hook_factory(codec_shapes.is_tuple, _tuple_reader)
+    converter.register_structure_hook_factory(codec_shapes.is_union, _union_reader)
+    converter.register_structure_hook_factory(attrs.has, _class_reader)
+    converter.register_unstructure_hook(bool, lambda value: value)  # or int's would take it
     for plain, wider in ((int, Integral), (float, Real), (str, str)):
-        made.register_unstructure_hook(plain, _scalar_writer(plain, wider))
-    made.register_unstructure_hook_factory(codec_shapes.is_union, _union_writer)
-    made.register_unstructure_hook_factory(attrs.has, _class_writer)
-    return made
+        converter.register_unstructure_hook(plain, _scalar_writer(plain, wider))
+    converter.register_unstructure_hook_factory(codec_shapes.is_union, _union_writer)
+    converter.register_unstructure_hook_factory(attrs.has, _class_writer)
+    return converter
 
 
 # --- in ------------------------------------------------------------------------------------------------------------
@@ -106,9 +106,9 @@ def _read_choice(value: Any, cls: Any) -> Any:
     return cls(value) if isinstance(cls, type) else str(value)
 
 
-def _tuple_reader(cls: Any, made: Converter) -> Read:
+def _tuple_reader(cls: Any, converter: Converter) -> Read:
     endless = Ellipsis in get_args(cls)
-    slots = [(made.get_structure_hook(item), item) for item in get_args(cls) if item is not Ellipsis]
+    slots = [(converter.get_structure_hook(item), item) for item in get_args(cls) if item is not Ellipsis]
 
     def read_value(value: Any, _: Any) -> tuple[Any, ...]:
         if not isinstance(value, list):
@@ -139,9 +139,9 @@ def _more(items: int, looked: int) -> MisfitError:
     return MisfitError("too-many", what, "mend these first, or write the file anew")
 
 
-def _union_reader(cls: Any, made: Converter) -> Read:
+def _union_reader(cls: Any, converter: Converter) -> Read:
     kinds = codec_shapes.kinds(cls)
-    hooks = {member: made.get_structure_hook(member) for member in get_args(cls)}
+    hooks = {member: converter.get_structure_hook(member) for member in get_args(cls)}
     members = sorted(hooks, key=lambda member: member is float)  # float last: an int that may be one stays one
 
     def read_value(value: Any, _: Any) -> Any:
@@ -175,9 +175,9 @@ def _kind_named(name: object, kinds: dict[str, type], at: str) -> type:
     raise MisfitError("unknown-kind", what, f"write {near!r}" if near else "write one of these names", at)
 
 
-def _class_reader(cls: type, made: Converter) -> Read:
+def _class_reader(cls: type, converter: Converter) -> Read:
     inner: Read = make_dict_structure_fn(
-        cls, made, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **_overrides(cls)
+        cls, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **_overrides(cls)
     )
     own = {cls.__name__: cls} if cls in codec_shapes.tagged() else {}
 
@@ -208,20 +208,20 @@ def _scalar_writer(cls: type, wider: type) -> Write:
     return lambda value: value if type(value) is cls or not isinstance(value, wider) else cls(value)
 
 
-def _class_writer(cls: type, made: Converter) -> Write:
-    inner: Write = make_dict_unstructure_fn(cls, made, **_overrides(cls))
+def _class_writer(cls: type, converter: Converter) -> Write:
+    inner: Write = make_dict_unstructure_fn(cls, converter, **_overrides(cls))
     tag = {TAG: cls.__name__}
     return (lambda value: tag | inner(value)) if cls in codec_shapes.tagged() else inner
 
 
-def _union_writer(cls: Any, made: Converter) -> Write:
+def _union_writer(cls: Any, converter: Converter) -> Write:
     """By the class of the value; but an int where only floats are meant becomes one, as it will be read."""
     as_float = float in get_args(cls) and int not in get_args(cls)
 
     def write_value(value: Any) -> Any:
         if type(value) is tuple:
             return [write_value(item) for item in value]
-        return float(value) if as_float and type(value) is int else made.unstructure(value)
+        return float(value) if as_float and type(value) is int else converter.unstructure(value)
 
     return write_value
 

@@ -25,7 +25,8 @@ from prepkit.plan.attestation import Attestation
 
 T = TypeVar("T", Plan, Attestation)
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices from a value's data to a place in it."""
 
 _ORDER = (
     *("config", "facts.env", "mesh", "steps", "owners", "layout", "warnings", "overridden", "facts", "provenance"),
@@ -41,7 +42,7 @@ _NAMES = ("rule", "where", "name", "path", "kind")
 class Set:
     """One value is replaced. Fails if another value stands there."""
 
-    path: Path
+    path: KeyPath
     before: Any
     after: Any
 
@@ -53,7 +54,7 @@ class Set:
 class Splice:
     """Items of a list are taken out and others put in, at ``index``. Fails if other items stand there."""
 
-    path: Path
+    path: KeyPath
     index: int
     removed: tuple[Any, ...]
     added: tuple[Any, ...]
@@ -67,7 +68,7 @@ Change = Set | Splice
 """Indices count in the list as the changes before this one left it, so a reader finds them in the new plan."""
 
 
-def place(path: Path) -> str:
+def place(path: KeyPath) -> str:
     """The path as text.
 
     >>> place(("config", "engine", "wrap", "names", 0))
@@ -116,7 +117,7 @@ def _rank(change: Change) -> int:
 # --- compare -------------------------------------------------------------------------------------------------------
 
 
-def _value(path: Path, a: Any, b: Any) -> Iterator[Change]:
+def _value(path: KeyPath, a: Any, b: Any) -> Iterator[Change]:
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys() and a.get(TAG) == b.get(TAG):
         for key in a:
             yield from _value((*path, key), a[key], b[key])
@@ -126,8 +127,13 @@ def _value(path: Path, a: Any, b: Any) -> Iterator[Change]:
         yield Set(path, a, b)
 
 
-def _list(path: Path, a: list[Any], b: list[Any]) -> Iterator[Change]:
-    """From left to right: when item ``j`` of ``b`` is due, the list being patched is ``b[:j]`` and a rest of ``a``."""
+def _list(path: KeyPath, a: list[Any], b: list[Any]) -> Iterator[Change]:
+    """Changes that turn list ``a`` into list ``b``, to be applied in their order.
+
+    Equal items pair up first, as many as can be had in order; between two such pairs items of one name do (see
+    ``_name``), and their insides are compared; what is left between two pairs is one splice. Indices count in the list
+    as the changes before have left it: when the pair of ``b[j]`` is reached, the list begins with ``b[:j]``.
+    """
     equal = _anchors([canonical(item) for item in a], [canonical(item) for item in b])
     for (i0, j0), (i1, j1) in pairwise([(-1, -1), *equal, (len(a), len(b))]):
         if (i1, j1) == (i0 + 1, j0 + 1):
@@ -140,7 +146,8 @@ def _list(path: Path, a: list[Any], b: list[Any]) -> Iterator[Change]:
             yield from _replaced(path, j2 + 1, a[i2 + 1 : i3], b[j2 + 1 : j3])
 
 
-def _replaced(path: Path, index: int, removed: list[Any], added: list[Any]) -> Iterator[Change]:
+def _replaced(path: KeyPath, index: int, removed: list[Any], added: list[Any]) -> Iterator[Change]:
+    """Plain values one for one where their number stays, else one splice; nothing for two empty lists."""
     if len(removed) == len(added) and not any(isinstance(item, dict | list) for item in removed + added):
         yield from (Set((*path, index + k), *pair) for k, pair in enumerate(zip(removed, added, strict=True)))
     else:
@@ -161,10 +168,15 @@ def _name(item: Any) -> str:
 
 
 def _anchors(a: list[str], b: list[str]) -> list[tuple[int, int]]:
-    """Positions in ``a`` and ``b`` of equal texts, as many as can be had with both positions rising.
+    """Pairs of positions, one in ``a`` and one in ``b``, of equal texts: as many as can be had with both rising.
 
-    The n-th of several equal texts meets the n-th. Then a longest rising run is taken, by patience sorting: difflib's
-    matcher is quadratic on lists in which every second item changed.
+    The n-th of several equal texts meets the n-th. That leaves one position in ``a`` for each in ``b``, and of these a
+    longest increasing subsequence is taken, by patience sorting in ``n log n``: ``tops`` holds the smallest end of an
+    increasing run of each length, ``ends`` the pair at which it ends, ``before`` the pair before each pair in its run.
+    difflib's matcher is quadratic on lists in which every second item changed.
+
+    >>> _anchors(["a", "b", "c"], ["b", "c", "a"])
+    [(1, 0), (2, 1)]
     """
     at = {text: i for i, text in enumerate(_numbered(a))}
     pairs = [(at[text], j) for j, text in enumerate(_numbered(b)) if text in at]
@@ -185,10 +197,11 @@ def _anchors(a: list[str], b: list[str]) -> list[tuple[int, int]]:
 
 
 def _numbered(texts: list[str]) -> Iterator[tuple[str, int]]:
-    seen: Counter[str] = Counter()
+    """Each text with how many equal ones stand before it."""
+    counts: Counter[str] = Counter()
     for text in texts:
-        yield text, seen[text]
-        seen[text] += 1
+        yield text, counts[text]
+        counts[text] += 1
 
 
 # --- replay --------------------------------------------------------------------------------------------------------
@@ -211,12 +224,12 @@ def _apply(data: Any, change: Change) -> None:
             assert_never(change)
 
 
-def _at(data: Any, path: Path) -> Any:
+def _at(data: Any, path: KeyPath) -> Any:
     for key in path:
         data = data[key]
     return data
 
 
-def _expect(wanted: Any, found: Any) -> None:
-    if canonical(wanted) != canonical(found):
-        raise ValueError(f"{shown(found)} stands there")
+def _expect(wanted: Any, value: Any) -> None:
+    if canonical(wanted) != canonical(value):
+        raise ValueError(f"{shown(value)} stands there")

@@ -169,6 +169,6 @@ def parse(text: str, where: str) -> Json:
         what = "objects or lists are nested too deeply to be read"
         raise PlanRejected((refusal("damaged", where, what, "restore the file, or plan again"),)) from None
     if flaws:
-        found = ((place, value) for place, value in _leaves(data, where) if isinstance(value, _Flaw))
-        raise PlanRejected(tuple(refusal(flaw.rule, place, flaw.what, flaw.fix) for place, flaw in found))
+        located = ((place, value) for place, value in _leaves(data, where) if isinstance(value, _Flaw))
+        raise PlanRejected(tuple(refusal(flaw.rule, place, flaw.what, flaw.fix) for place, flaw in located))
     return data

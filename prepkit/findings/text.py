@@ -50,7 +50,7 @@ def near(word: str, options: Iterable[str], limit: int = 3) -> tuple[str, ...]:
     by_lower: dict[str, str] = {}
     for option in options:
         by_lower.setdefault(option.lower(), option)
-    return tuple(by_lower[found] for found in get_close_matches(word.lower(), by_lower, limit))
+    return tuple(by_lower[name] for name in get_close_matches(word.lower(), by_lower, limit))
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
@@ -59,8 +59,8 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     >>> did_you_mean("inductr", ("inductor",))
     ' Did you mean `inductor`?'
     """
-    found = near(word, options)
-    return f" Did you mean {some(found)}?" if found else ""
+    names = near(word, options)
+    return f" Did you mean {some(names)}?" if names else ""
 
 
 _INDEX = re.compile(r"0|[1-9][0-9]*")
@@ -84,8 +84,8 @@ def template(path: str) -> tuple[str, tuple[int, ...]]:
     ('model.layers.*.experts.*.w', (3, 0))
     """
     parts = path.split(".")
-    found = tuple(int(part) for part in parts if _INDEX.fullmatch(part))
-    return ".".join("*" if _INDEX.fullmatch(part) else part for part in parts), found
+    numbers = tuple(int(part) for part in parts if _INDEX.fullmatch(part))
+    return ".".join("*" if _INDEX.fullmatch(part) else part for part in parts), numbers
 
 
 def collapse(paths: Iterable[str]) -> tuple[Collapsed, ...]:
@@ -100,7 +100,7 @@ def collapse(paths: Iterable[str]) -> tuple[Collapsed, ...]:
     for path in paths:
         form, indices = template(path)
         groups.setdefault(form, {})[indices] = path
-    return tuple(one for form, members in groups.items() for one in _texts(form, members))
+    return tuple(entry for form, members in groups.items() for entry in _texts(form, members))
 
 
 def _texts(form: str, members: dict[tuple[int, ...], str]) -> Iterable[Collapsed]:
@@ -134,9 +134,9 @@ def _ranges(indices: Sequence[int]) -> str:
 
 def listed(paths: Sequence[str], limit: int = 4) -> str:
     """The names, collapsed, at most ``limit`` texts; what is left out is counted. The root is called ``(root)``."""
-    found = collapse(path or "(root)" for path in paths)
-    left = sum(len(one.names) for one in found[limit:])
-    return ", ".join(one.text for one in found[:limit]) + (f" and {left:,} more" if left else "")
+    groups = collapse(path or "(root)" for path in paths)
+    left = sum(len(group.names) for group in groups[limit:])
+    return ", ".join(group.text for group in groups[:limit]) + (f" and {left:,} more" if left else "")
 
 
 def count(number: int, noun: str) -> str:

@@ -49,8 +49,8 @@ def _spelt(data: dict[str, object]) -> dict[str, object]:
 def _text(path: str) -> str:
     file = Path(path)
     if file.suffix.lower() not in READERS:
-        said = f"the extension {file.suffix!r}" if file.suffix else "no extension"
-        _refuse("unknown-extension", path, f"the file has {said}", f"name it with one of {', '.join(READERS)}")
+        ending = f"the extension {file.suffix!r}" if file.suffix else "no extension"
+        _refuse("unknown-extension", path, f"the file has {ending}", f"name it with one of {', '.join(READERS)}")
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -78,7 +78,9 @@ def _json(text: str, where: str) -> object:
         return codec_json.parse(text, where)
     except PlanRejected as refused:
         mend = {"codec.damaged": _MEND}  # a config file cannot be had by planning again
-        raise PlanRejected(tuple(evolve(one, fix=mend.get(one.rule, one.fix)) for one in refused.findings)) from None
+        raise PlanRejected(
+            tuple(evolve(finding, fix=mend.get(finding.rule, finding.fix)) for finding in refused.findings)
+        ) from None
 
 
 def _yaml(text: str, where: str) -> object:
@@ -93,8 +95,8 @@ def _yaml(text: str, where: str) -> object:
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        said = " ".join(str(getattr(error, part, None) or "") for part in ("context", "problem")).strip()
-        _refuse("damaged", where, f"not YAML{place}: {said or str(error).splitlines()[0]}", _MEND)
+        problem = " ".join(str(getattr(error, part, None) or "") for part in ("context", "problem")).strip()
+        _refuse("damaged", where, f"not YAML{place}: {problem or str(error).splitlines()[0]}", _MEND)
     except ValueError as error:
         _refuse("damaged", where, f"a value cannot be read: {error}", _MEND)
     except RecursionError:

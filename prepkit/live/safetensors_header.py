@@ -15,6 +15,7 @@ from typing import Any
 from attrs import frozen
 
 from prepkit.facts.checkpoint import StoredTensor
+from prepkit.plan.dtypes import itemsize
 
 PREFIX = 8
 """Bytes that hold the header's length."""
@@ -22,25 +23,25 @@ PREFIX = 8
 LONGEST = 100_000_000
 """Bytes of a header at most; the safetensors library refuses longer ones."""
 
-DTYPES: dict[str, tuple[str, int]] = {
-    "F64": ("float64", 64),
-    "F32": ("float32", 32),
-    "F16": ("float16", 16),
-    "BF16": ("bfloat16", 16),
-    "F8_E4M3": ("float8_e4m3fn", 8),
-    "F8_E5M2": ("float8_e5m2", 8),
-    "C64": ("complex64", 64),
-    "I64": ("int64", 64),
-    "I32": ("int32", 32),
-    "I16": ("int16", 16),
-    "I8": ("int8", 8),
-    "U64": ("uint64", 64),
-    "U32": ("uint32", 32),
-    "U16": ("uint16", 16),
-    "U8": ("uint8", 8),
-    "BOOL": ("bool", 8),
+DTYPES: dict[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "C64": "complex64",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
-"""Dtype of the format to its name in torch and the bits of one element."""
+"""Dtype of the format to its name in torch."""
 
 
 class HeaderError(ValueError):
@@ -109,9 +110,8 @@ def _tensors(data: dict[str, Any], begin: int, file: int) -> Iterator[StoredTens
                 raise HeaderError(f"the entry of `{key}` lacks dtype, shape or data_offsets")
         if not all(type(size) is int and size >= 0 for size in shape) or not 0 <= first <= last:
             raise HeaderError(f"`{key}` has shape {shape} and bytes {first} to {last}")
-        name, bits = DTYPES.get(kind, (kind, 0))
-        if bits and last - first != prod(shape) * bits // 8:
-            raise HeaderError(
-                f"`{key}` is {name}{shape}, and has {last - first:,} bytes, not {prod(shape) * bits // 8:,}"
-            )
+        name = DTYPES.get(kind, kind)
+        length = prod(shape) * itemsize(name)
+        if kind in DTYPES and last - first != length:
+            raise HeaderError(f"`{key}` is {name}{shape}, and has {last - first:,} bytes, not {length:,}")
         yield StoredTensor(key=key, dtype=name, shape=tuple(shape), file=file, start=begin + first, length=last - first)

@@ -64,11 +64,11 @@ class Plan:
 
     def __str__(self) -> str:
         """What it is for, its steps with their reasons, and what to mind; ``pk.show`` has the whole page."""
-        made = self.provenance
+        provenance = self.provenance
         sections = (
             (
                 title(self.config, self.facts),
-                *about_lines(about(self.config, self.facts, self.mesh, self.owners, made.assumed)),
+                *about_lines(about(self.config, self.facts, self.mesh, self.owners, provenance.assumed)),
             ),
             tuple(step_lines(self.steps)),
             tuple(finding_lines("warnings", self.warnings)),

@@ -48,14 +48,14 @@ class Attestation:
         return tuple(check for check in self.checks if not check.holds)
 
     def __str__(self) -> str:
-        bad = self.failed
-        said = (
-            f"{len(bad)} of {len(self.checks)} checks do not hold:" if bad else f"{len(self.checks)} checks hold",
-            *(f"  {check}" for check in bad),
+        failed = self.failed
+        lines = (
+            f"{len(failed)} of {len(self.checks)} checks do not hold:" if failed else f"{len(self.checks)} checks hold",
+            *(f"  {check}" for check in failed),
             *(("drift since the plan was made:",) if self.drift else ()),
-            *(f"  {one}" for one in self.drift),
+            *(f"  {entry}" for entry in self.drift),
         )
-        return "\n".join(said)
+        return "\n".join(lines)
 
 
 def same(subject: str, what: str, planned: object, found: object) -> Check:

@@ -11,28 +11,9 @@ from math import prod
 
 from attrs import frozen
 
-from prepkit.plan.layout import coordinate
+from prepkit.plan.dtypes import itemsize
+from prepkit.plan.layout import chunk, coordinate, sharded_dim
 from prepkit.steps import Axis, Chunk, FileSlice, Transfer
-
-ITEMSIZES: dict[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "complex64": 8,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Dtype to the bytes of one element."""
 
 
 @frozen(kw_only=True)
@@ -64,12 +45,11 @@ def local_slices(tensor: FileSlice | Transfer, axes: tuple[Axis, ...], rank: int
     slices = [Slice(start=0, size=size) for size in tensor.shape]
     shardings = zip(tensor.placements, axes, coordinate(rank, axes), strict=False)
     for placement, axis, index in sorted(shardings, key=lambda sharding: sharding[0].startswith("strided")):
-        if placement not in ("replicate", "off-mesh"):
-            dim = int(placement.partition("(")[2].removesuffix(")"))
+        dim = sharded_dim(placement)
+        if dim is not None:
             before = slices[dim]
-            rows = -(-before.size // axis.size)
-            first = min(index * rows, before.size)
-            slices[dim] = Slice(start=before.start + first, size=min(rows, before.size - first))
+            first, rows = chunk(before.size, axis.size, index)
+            slices[dim] = Slice(start=before.start + first, size=rows)
     return tuple(slices)
 
 
@@ -117,7 +97,7 @@ def ranges(source: FileSlice, axes: tuple[Axis, ...], rank: int) -> tuple[Range,
             Slice(start=part.start - offset, size=part.size)
             for part, offset in zip(slices, source.chunk.offsets, strict=True)
         )
-    item = ITEMSIZES[source.dtype]
+    item = itemsize(source.dtype)
     partial = [dim for dim, part in enumerate(slices) if part.size < shape[dim]]
     inner = partial[-1] if partial else 0  # below this dim everything is read, so a run of it is consecutive
     row = prod(shape[inner + 1 :]) * item

@@ -14,14 +14,14 @@ from attrs import frozen
 from prepkit.facts import Env, Facts, ModelFacts, OptimizerFacts
 from prepkit.findings import Finding, Severity
 
-Kind = Literal["identity", "state", "environment", "note"]
+DriftKind = Literal["identity", "state", "environment", "note"]
 
 
 @frozen
 class Drift:
     """One fact that is not what it was."""
 
-    nature: Kind
+    nature: DriftKind
     """``identity``: another model; ``state``: the same, changed; ``environment``: another launch; ``note``: no harm."""
     where: str
     planned: str
@@ -31,7 +31,7 @@ class Drift:
         return f"{self.where}: planned {self.planned}, now {self.now}"
 
 
-_FIXES: dict[Kind, tuple[str, str]] = {
+_FIXES: dict[DriftKind, tuple[str, str]] = {
     "identity": ("plan.other-model", "apply the plan to the model that it was made for, or plan again for this one"),
     "state": ("plan.model-changed", "undo the change, or plan again with the model as it is now"),
     "environment": ("plan.other-environment", "launch as the plan says, or plan again for this launch"),
@@ -51,12 +51,12 @@ def refusals(drifts: tuple[Drift, ...], limit: int = 20) -> tuple[Finding, ...]:
     """One error finding per fact that forbids applying the plan; at most ``limit`` of each kind are spelled out."""
     out: list[Finding] = []
     for kind, (rule, fix) in _FIXES.items():
-        found = [d for d in drifts if d.nature == kind]
-        for one in found[:limit]:
-            what = f"planned {one.planned}, now {one.now}"
-            out.append(Finding(rule=rule, severity=Severity.ERROR, where=one.where, what=what, fix=fix))
-        if len(found) > limit:
-            what = f"{len(found) - limit} more facts differ"
+        differing = [d for d in drifts if d.nature == kind]
+        for drift in differing[:limit]:
+            what = f"planned {drift.planned}, now {drift.now}"
+            out.append(Finding(rule=rule, severity=Severity.ERROR, where=drift.where, what=what, fix=fix))
+        if len(differing) > limit:
+            what = f"{len(differing) - limit} more facts differ"
             out.append(Finding(rule=rule, severity=Severity.ERROR, where="facts.model", what=what, fix=fix))
     return tuple(out)
 
@@ -102,9 +102,9 @@ def _state(planned: Facts, now: Facts) -> Iterator[Drift]:
         before = marks.get(module.path, module.marks)
         if before != module.marks:
             yield Drift("state", f"module {module.path or '(root)'}", _said(before), _said(module.marks))
-    there = {unit.path: unit for unit in old.units}
+    units = {unit.path: unit for unit in old.units}
     for unit in new.units:  # one that is gone, or is new, has another mark
-        if (was_unit := there.get(unit.path, unit)) != unit:
+        if (was_unit := units.get(unit.path, unit)) != unit:
             yield Drift("state", f"unit {unit.path or '(root)'}", str(was_unit), str(unit))
     for field in ("device_map", "quantised", "forward", "grad_inputs", "prepared"):
         if getattr(old, field) != getattr(new, field):
@@ -161,7 +161,7 @@ def _environment(planned: Env, now: Env) -> Iterator[Drift]:
             yield Drift(kind, f"env.{field}", str(before), str(after))
 
 
-_ENVIRONMENT: dict[str, Kind] = {
+_ENVIRONMENT: dict[str, DriftKind] = {
     "world_size": "environment",
     "device": "environment",
     "per_node": "note",

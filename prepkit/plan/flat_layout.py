@@ -31,6 +31,27 @@ class FlatPart:
         return self.size // self.shards
 
 
+def frees_after_forward(sharding: str) -> bool:
+    """Whether a unit below the root is freed between its forward and its backward under an FSDP1 strategy.
+
+    Under the others it stays gathered until its gradients are averaged, and the root does under every one (torch
+    ``_post_forward_reshard``, ``_should_free_in_backward``).
+
+    >>> frees_after_forward("HYBRID_SHARD"), frees_after_forward("SHARD_GRAD_OP")
+    (True, False)
+    """
+    return sharding in ("FULL_SHARD", "HYBRID_SHARD")
+
+
+def round_up(numel: int, multiple: int) -> int:
+    """The smallest multiple that is not less than ``numel``.
+
+    >>> round_up(5, 4), round_up(8, 4)
+    (8, 8)
+    """
+    return -(-numel // multiple) * multiple
+
+
 def flatten(sizes: Sequence[int], *, itemsize: int, ranks: int, cut: bool, original: bool) -> tuple[FlatPart, ...]:
     """The places of parameters of so many elements, in their order. ``itemsize`` in bytes, of the compute dtype.
 
@@ -45,11 +66,11 @@ def flatten(sizes: Sequence[int], *, itemsize: int, ranks: int, cut: bool, origi
     starts: list[int] = []
     end = 0
     for size in sizes:
-        start = -(-end // step) * step
+        start = round_up(end, step)
         starts.append(start)
         end = start + size
     fill = ranks if cut or original else 1
-    whole = -(-end // fill) * fill
+    whole = round_up(end, fill)
     shards = ranks if cut else 1
     return tuple(FlatPart(start=start, size=whole, shards=shards, original=original) for start in starts)
 

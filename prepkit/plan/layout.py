@@ -42,6 +42,46 @@ class ParamLayout:
     """Its place in the flat parameter of an FSDP1 unit; None: it is in none."""
 
 
+UNCUT = frozenset({"replicate", "off-mesh", "partition", "split"})
+"""Placements that cut no single dim."""
+
+
+def sharded_dim(placement: str) -> int | None:
+    """The dim that a placement cuts, ``n`` of ``shard(n)`` and ``strided(n)``; None: it cuts none.
+
+    Raises ``ValueError`` for a word that is no placement.
+
+    >>> [sharded_dim(word) for word in ("shard(0)", "strided(0)", "shard(1)", "replicate", "off-mesh")]
+    [0, 0, 1, None, None]
+    """
+    return None if placement in UNCUT else int(placement.partition("(")[2].removesuffix(")"))
+
+
+def chunk_rows(size: int, ranks: int) -> int:
+    """Rows of the largest of ``ranks`` chunks of a dim: ``ceil(size / ranks)``, what rank 0 holds.
+
+    ``fully_shard`` and ZeRO-3 allocate as many on every rank, also where a chunk has fewer or none.
+
+    >>> chunk_rows(5, 4), chunk_rows(0, 4)
+    (2, 0)
+    """
+    return -(-size // ranks)
+
+
+def chunk(size: int, ranks: int, index: int) -> tuple[int, int]:
+    """First row and number of rows of chunk ``index`` of a dim of ``size`` rows, as ``torch.chunk`` cuts it.
+
+    Chunks have ``ceil(size / ranks)`` rows until none are left, so the last ones may have fewer or none; of those the
+    first row is ``size``.
+
+    >>> [chunk(5, 4, index) for index in range(4)]
+    [(0, 2), (2, 2), (4, 1), (5, 0)]
+    """
+    rows = chunk_rows(size, ranks)
+    offset = min(index * rows, size)
+    return offset, min(rows, size - offset)
+
+
 def coordinate(rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
     """Position of a rank on each axis; the last axis runs fastest.
 
@@ -67,16 +107,11 @@ def local_shape(layout: ParamLayout, axes: tuple[Axis, ...], rank: int) -> tuple
         first, last = held(layout.flat, prod(layout.shape), coordinate(rank, axes)[-1])
         return (last - first,)
     if "partition" in layout.placements:  # deepspeed partition_parameters.py: rounded up, the same on every rank
-        return (-(-prod(layout.shape) // axes[layout.placements.index("partition")].size),)
+        return (chunk_rows(prod(layout.shape), axes[layout.placements.index("partition")].size),)
     shape = list(layout.shape)
     # From the last axis to the first: what is strided is cut after the axes behind it, and others share no dimension.
     for placement, axis, index in reversed(tuple(zip(layout.placements, axes, coordinate(rank, axes), strict=False))):
-        dim = DIMENSION.get(placement)
+        dim = sharded_dim(placement)
         if dim is not None:
-            rows = -(-shape[dim] // axis.size)
-            shape[dim] = max(0, min(shape[dim] - index * rows, rows))
+            _, shape[dim] = chunk(shape[dim], axis.size, index)
     return tuple(shape)
-
-
-DIMENSION: dict[str, int] = {"shard(0)": 0, "strided(0)": 0, "shard(1)": 1}
-"""Placement to the dimension of the parameter that it shards; the others shard none."""

@@ -133,9 +133,9 @@ def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy coun
             assert_never(step)
 
 
-def axes(found: tuple[Axis, ...]) -> str:
+def axes(mesh: tuple[Axis, ...]) -> str:
     """``replicate=2 x shard=8``; ``one process`` for none."""
-    return " x ".join(f"{axis.name}={axis.size}" for axis in found) or "one process"
+    return " x ".join(f"{axis.name}={axis.size}" for axis in mesh) or "one process"
 
 
 def _slots(slots: tuple[tuple[str, ...], ...]) -> str:
@@ -172,8 +172,8 @@ def _convert_fp8(step: ConvertFP8Linears) -> str:
         ("weights gathered in float8", step.all_gather),
         ("emulated", step.emulate),
     )
-    said = "".join(f", {text}" for text, on in extras if on)
-    return f"{listed(step.paths)} ({count(len(step.paths), 'Linear')}), {step.recipe}{said}"
+    parts = "".join(f", {text}" for text, on in extras if on)
+    return f"{listed(step.paths)} ({count(len(step.paths), 'Linear')}), {step.recipe}{parts}"
 
 
 def _convert_engine(step: ConvertTransformerEngine) -> str:
@@ -212,13 +212,13 @@ def _read(step: ReadTensors) -> str:
     """What rank 0 reads is the most that any rank does."""
     most = in_bytes(bytes_read(step.sources, step.axes, 0))
     parts = Counter(source.name for source in step.sources if source.chunk is not None)
-    made = f", {len(parts)} of them from {count(parts.total(), 'part')}," if parts else ""
+    assembled = f", {len(parts)} of them from {count(parts.total(), 'part')}," if parts else ""
     tensors = count(len({source.name for source in step.sources}), "tensor")
-    return f"{tensors}{made} from {_files(step.files)}; at most {most} on a rank"
+    return f"{tensors}{assembled} from {_files(step.files)}; at most {most} on a rank"
 
 
 def _send(step: SendTensors) -> str:
-    total = in_bytes(sum(prod(one.shape) * itemsize(one.dtype) for one in step.tensors))
+    total = in_bytes(sum(prod(tensor.shape) * itemsize(tensor.dtype) for tensor in step.tensors))
     return f"{count(len(step.tensors), 'tensor')}, {total} in all, from rank 0 to every rank's own part"
 
 

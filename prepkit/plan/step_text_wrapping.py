@@ -8,9 +8,9 @@ from prepkit.steps import DDPCommHook, ParallelizeModules, ShardUnits, Unit, Wra
 
 def parallelized(step: ParallelizeModules) -> str:
     """Which modules are cut, how, and over how many ranks."""
-    said = (f"{listed(cut.paths)} {cut.style} ({cut.input_layout} to {cut.output_layout})" for cut in step.styles)
+    parts = (f"{listed(cut.paths)} {cut.style} ({cut.input_layout} to {cut.output_layout})" for cut in step.styles)
     total = sum(len(cut.paths) for cut in step.styles)
-    return f"{count(total, 'module')} over {step.axis}: {'; '.join(said)}"
+    return f"{count(total, 'module')} over {step.axis}: {'; '.join(parts)}"
 
 
 def sharded(step: ShardUnits) -> str:
@@ -19,7 +19,7 @@ def sharded(step: ShardUnits) -> str:
     root = "the root" if len(inner) < len(step.units) else ""
     blocks = f"{listed(inner)} ({count(len(inner), 'unit')})" if inner else ""
     dtypes = (("gathered in", step.param_dtype), ("reduced in", step.reduce_dtype), ("outputs in", _output(step.units)))
-    said = "".join(f", {verb} {dtype}" for verb, dtype in dtypes if dtype)
+    parts = "".join(f", {verb} {dtype}" for verb, dtype in dtypes if dtype)
     over = f", over {' x '.join(step.axes)}" if step.axes else ""
     kept = f"; kept {'in pinned' if step.pin_memory else 'in'} host memory" if step.offload else ""
     kind = "frozen parameter" if step.already_sharded else "packed weight"
@@ -28,7 +28,7 @@ def sharded(step: ShardUnits) -> str:
         "already " * step.already_sharded
         + " then ".join(part for part in (blocks, root) if part)
         + over
-        + said
+        + parts
         + f"; {_resharding(step.units)}"
         + kept
         + whole
@@ -55,7 +55,7 @@ def flattened(step: WrapFSDP1) -> str:
     inner = tuple(unit.path for unit in step.units if unit.path)
     blocks = f"{listed(inner)} ({count(len(inner), 'unit')}) then the root" if inner else "the root"
     dtypes = (("gathered in", step.param_dtype), ("reduced in", step.reduce_dtype), ("buffers in", step.buffer_dtype))
-    said = "".join(f", {verb} {dtype}" for verb, dtype in dtypes if dtype)
+    parts = "".join(f", {verb} {dtype}" for verb, dtype in dtypes if dtype)
     whole = sum(unit.full_precision for unit in step.units)
     extras = (
         (f"{count(whole, 'unit')} in float32", whole),
@@ -68,7 +68,7 @@ def flattened(step: WrapFSDP1) -> str:
         ("gathered as early as the CPU asks", not step.limit_all_gathers),
         (f"left whole: {listed(step.ignored)}", step.ignored),
     )
-    return f"{blocks} on {local_device(step.device.type)}, {step.sharding}{said}" + "".join(
+    return f"{blocks} on {local_device(step.device.type)}, {step.sharding}{parts}" + "".join(
         f"; {t}" for t, on in extras if on
     )
 
@@ -76,13 +76,13 @@ def flattened(step: WrapFSDP1) -> str:
 def copied(step: WrapDDP) -> str:
     """Where the copies lie, and how their gradients are averaged."""
     where = f" on {local_device(step.device.type)}" if step.device else ""
-    said = (
+    parts = (
         ("buffers broadcast", step.broadcast_buffers),
         ("unused parameters searched", step.find_unused_parameters),
         ("gradients are views of the buckets", step.gradient_as_bucket_view),
         ("static graph", step.static_graph),
     )
-    extras = "".join(f", {text}" for text, on in said if on)
+    extras = "".join(f", {text}" for text, on in parts if on)
     return f"the model{where}, buckets of {step.bucket_cap_mb:g} MiB{extras}{_hook(step.hook)}"
 
 

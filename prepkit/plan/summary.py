@@ -51,13 +51,13 @@ def _model(facts: Facts) -> str:
 
 
 def _environment(env: Env) -> str:
-    said = (
+    parts = (
         env.device,
         f"{env.per_node} per node" if env.per_node else "",
         f"{in_bytes(env.memory)} each" if env.memory else "",
         f"torch {env.torch}" if env.torch else "",
     )
-    return ", ".join(part for part in said if part)
+    return ", ".join(part for part in parts if part)
 
 
 def _precision(cfg: Config) -> str:
@@ -74,10 +74,10 @@ def _precision(cfg: Config) -> str:
 
 
 def _optimizer(cfg: Config, facts: Facts) -> str:
-    seen = facts.optimizer
-    if seen is not None:
-        slots = sum(len(group.slots) for group in seen.groups)
-        return f"{seen.name}, {count(slots, 'parameter')} in {count(len(seen.groups), 'group')}"
+    optimizer = facts.optimizer
+    if optimizer is not None:
+        slots = sum(len(group.slots) for group in optimizer.groups)
+        return f"{optimizer.name}, {count(slots, 'parameter')} in {count(len(optimizer.groups), 'group')}"
     spec = cfg.optimizer
     return f"{type(spec).__name__}, created after the model is prepared" if spec is not None else "none"
 

@@ -14,13 +14,13 @@ from prepkit.plan import Plan
 from prepkit.predict import notes
 from prepkit.predict.ddp import predict_ddp
 from prepkit.predict.fsdp1 import FlatSizes, predict_fsdp1
-from prepkit.predict.fsdp2 import Sizes, predict_fsdp2
-from prepkit.predict.inputs import Inputs, job_of
+from prepkit.predict.fsdp2 import ShardSizes, predict_fsdp2
+from prepkit.predict.inputs import Inputs, inputs_of
 from prepkit.predict.not_predicted import hidden
-from prepkit.predict.prediction import Label, Moment, Prediction, Term
+from prepkit.predict.prediction import Label, Lifetime, Prediction, Term
 from prepkit.predict.single import predict_single
 from prepkit.predict.tensor_parallel import predict_tensor
-from prepkit.predict.transient import Sized
+from prepkit.predict.transient import UnitSizes
 from prepkit.predict.versions import bounded, judged
 from prepkit.predict.zero import predict_zero
 
@@ -43,30 +43,30 @@ def predict(plan: Plan, activations: int | None = None) -> Prediction:
     if reasons := hidden(plan):
         engine = type(plan.config.engine).__name__
         return Prediction(engine=engine, world_size=plan.world_size, not_predicted=reasons)
-    made = predict_job(type(plan.config.engine), job_of(plan))
-    return made if activations is None else _with(made, activations)
+    prediction = predict_inputs(type(plan.config.engine), inputs_of(plan))
+    return prediction if activations is None else _with_activations(prediction, activations)
 
 
-def _with(made: Prediction, activations: int) -> Prediction:
+def _with_activations(prediction: Prediction, activations: int) -> Prediction:
     what = "of one micro-batch, from a step without data"
-    term = Term(category="activations", bytes=activations, what=what, label=Label.ESTIMATED, moment=Moment.PASS)
-    classes = tuple(evolve(one, terms=(*one.terms, term)) for one in made.classes)
-    said = tuple(notes.COUNTED if note == notes.UNCOUNTED else note for note in made.notes)
-    return evolve(made, classes=classes, notes=said)
+    term = Term(category="activations", bytes=activations, what=what, label=Label.ESTIMATED, lifetime=Lifetime.PASS)
+    classes = tuple(ranks.and_also((term,)) for ranks in prediction.classes)
+    sentences = tuple(notes.COUNTED if note == notes.UNCOUNTED else note for note in prediction.notes)
+    return evolve(prediction, classes=classes, notes=sentences)
 
 
-def predict_job(engine: type, made: Inputs) -> Prediction:
-    """The same of a job that is at hand."""
+def predict_inputs(engine: type, inputs: Inputs) -> Prediction:
+    """The prediction of inputs that are at hand, such as those of a plan evolved to another mesh."""
     formulas = PREDICTORS.get(engine)
     if formulas is None:
         missing = f"everything: there are no formulas for {engine.__name__} here"
-        return Prediction(engine=engine.__name__, world_size=made.world_size, not_predicted=(missing,))
-    found = judged(formulas(made), {"torch": made.torch, "deepspeed": made.deepspeed})
-    return bounded(found) if made.uneven else found
+        return Prediction(engine=engine.__name__, world_size=inputs.world_size, not_predicted=(missing,))
+    prediction = judged(formulas(inputs), {"torch": inputs.torch, "deepspeed": inputs.deepspeed})
+    return bounded(prediction) if inputs.uneven else prediction
 
 
-def sized(made: Inputs) -> tuple[Sized, ...]:
+def unit_sizes(inputs: Inputs) -> tuple[UnitSizes, ...]:
     """What one unit of each of ``Inputs.contents`` keeps and gathers."""
-    if made.engine == FSDP1.__name__:
-        return tuple(FlatSizes(content, made) for content in made.contents)
-    return tuple(Sizes(content, made, made.axis("shard")) for content in made.contents)
+    if inputs.engine == FSDP1.__name__:
+        return tuple(FlatSizes(content, inputs) for content in inputs.contents)
+    return tuple(ShardSizes(content, inputs, inputs.axis("shard")) for content in inputs.contents)

@@ -1,8 +1,8 @@
-"""Flat parameters (torch ``FullyShardedDataParallel``): those of a unit lie end to end, and are cut evenly.
+"""Flat parameters (torch ``FullyShardedDataParallel``): those of a unit lie end to end, cut into equal shards.
 
 With original parameters every one of them begins at a multiple of 16 bytes *of the compute dtype*, so mixed precision
-moves the borders (``FlatParamHandle._get_aligned_numel``). The plan's layout says where each begins; how the whole is
-filled up and cut follows from the mesh alone.
+moves the borders (``FlatParamHandle._get_aligned_numel``). The plan's layout says where each begins; the padding at
+the end and the shards follow from the mesh alone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from functools import cached_property
 
 from attrs import define
 
+from prepkit.plan.flat_layout import round_up
 from prepkit.predict import notes, replicated
 from prepkit.predict.inputs import Inputs
-from prepkit.predict.optimizers import Rule, State, rule_of
-from prepkit.predict.prediction import Label, Moment, Prediction, RankClass, Term
+from prepkit.predict.optimizers import StateBytes, StateFormula, state_formula
+from prepkit.predict.prediction import Label, Lifetime, Prediction, RankClass, Term
 from prepkit.predict.traffic import traffic
-from prepkit.predict.transient import passing, summed, working
-from prepkit.predict.unit_contents import Content, Held
+from prepkit.predict.transient import summed, transient, working
+from prepkit.predict.unit_contents import ParamKind, UnitContent
 
 FLOAT32 = 4
 """Bytes of an element that is computed in full precision."""
@@ -27,36 +28,36 @@ FLOAT32 = 4
 
 @define(frozen=True, slots=False)
 class FlatSizes:
-    """The sizes of one kind of unit, in bytes; modules that the wrapper ignores count as kept, and as nothing else."""
+    """``UnitSizes`` of one FSDP1 unit; parameters of ignored modules are in ``kept`` and ``grads`` alone."""
 
-    content: Content
-    job: Inputs
+    content: UnitContent
+    inputs: Inputs
 
     @property
-    def cut(self) -> bool:
-        """Whether ranks hold parts; under ``NO_SHARD`` the mesh has copies only."""
-        return any(axis.name == "shard" for axis in self.job.mesh)
+    def sharded(self) -> bool:
+        """Whether ranks hold shards; under ``NO_SHARD`` the mesh has replicas only."""
+        return any(axis.name == "shard" for axis in self.inputs.mesh)
 
     @cached_property
-    def placed(self) -> tuple[tuple[Held, int], ...]:
-        """What is in the flat parameter, with where it begins, in that order."""
-        return tuple((one, one.start) for one, _ in self.content.held if one.start is not None)
+    def placed(self) -> tuple[tuple[ParamKind, int], ...]:
+        """The parameters in the flat parameter, each with its first element there, in their order."""
+        return tuple((param, param.start) for param, _ in self.content.params if param.start is not None)
 
     @cached_property
     def end(self) -> int:
         """Elements from the first to the last parameter."""
-        return max((start + one.numel for one, start in self.placed), default=0)
+        return max((start + param.numel for param, start in self.placed), default=0)
 
     @cached_property
-    def whole(self) -> int:
-        """Elements of the flat parameter, filled up to a multiple of the ranks that share it."""
-        fill = self.job.mesh[-1].size if self.cut or self.job.original else 1
-        return -(-self.end // fill) * fill
+    def padded(self) -> int:
+        """Elements of the flat parameter with padding, up to a multiple of the ranks that share it."""
+        multiple = self.inputs.mesh[-1].size if self.sharded or self.inputs.original else 1
+        return round_up(self.end, multiple)
 
     @cached_property
-    def part(self) -> int:
-        """Elements on every rank, padding included."""
-        return self.whole // (self.job.axis("shard") if self.cut else 1)
+    def shard(self) -> int:
+        """Elements of the flat parameter on every rank, padding included."""
+        return self.padded // (self.inputs.axis("shard") if self.sharded else 1)
 
     @cached_property
     def stored(self) -> int:
@@ -66,157 +67,168 @@ class FlatSizes:
     @cached_property
     def computed(self) -> int:
         """Bytes of an element while it is gathered."""
-        return FLOAT32 if self.content.full else self.job.gathered_size or self.stored
+        return FLOAT32 if self.content.full else self.inputs.gathered_size or self.stored
 
     @cached_property
     def sent(self) -> int:
         """Bytes of an element while it is reduced."""
-        return FLOAT32 if self.content.full else self.job.reduced_size or self.computed
+        return FLOAT32 if self.content.full else self.inputs.reduced_size or self.computed
 
     @cached_property
     def trains(self) -> bool:
         """Whether the flat parameter gets a gradient."""
-        return any(one.trains for one, _ in self.placed)
+        return any(param.trains for param, _ in self.placed)
 
     @cached_property
     def ignored(self) -> int:
-        """What every rank keeps whole, beside the flat parameter."""
-        return sum(one.numel * one.size * n for one, n in self.content.held if one.start is None)
+        """Bytes of the parameters of ignored modules, which every rank keeps whole beside the flat parameter."""
+        return sum(param.numel * param.size * count for param, count in self.content.params if param.start is None)
 
     @cached_property
     def kept(self) -> int:
-        """Part of the flat parameter as stored, and what is ignored."""
-        return self.part * self.stored + self.ignored
+        """The shard of the flat parameter as stored, and the ignored parameters."""
+        return self.shard * self.stored + self.ignored
 
     @cached_property
     def grads(self) -> int:
-        """As much as the part, frozen parameters inside and padding included; and those of ignored parameters."""
-        alone = sum(one.numel * one.size * n for one, n in self.content.held if one.start is None and one.trains)
-        return (self.part * self.stored if self.trains else 0) + alone
+        """As much as the shard, frozen parameters inside and padding included; and those of ignored parameters."""
+        left_out = ((param, count) for param, count in self.content.params if param.start is None and param.trains)
+        ignored = sum(param.numel * param.size * count for param, count in left_out)
+        return (self.shard * self.stored if self.trains else 0) + ignored
 
     @cached_property
     def gathered(self) -> int:
-        """The whole in the compute dtype; 0 where every rank holds it anyway."""
-        return self.whole * self.computed if self.cut else 0
+        """The whole flat parameter in the compute dtype; 0 where every rank holds it anyway."""
+        return self.padded * self.computed if self.sharded else 0
 
     @cached_property
     def reduced(self) -> int:
-        """Input of the reduce-scatter, or of the all-reduce where nothing is cut."""
-        return self.whole * self.sent if self.trains else 0
+        """Input of the reduce-scatter, or of the all-reduce where nothing is sharded."""
+        return self.padded * self.sent if self.trains else 0
 
     @cached_property
-    def whole_grads(self) -> int:
-        """As autograd makes it; without original parameters the padding of the cut is not part of it."""
-        return (self.whole if self.job.original else self.end) * self.computed if self.trains else 0
+    def unsharded_grads(self) -> int:
+        """As autograd makes it; without original parameters the padding at the end is not part of it."""
+        return (self.padded if self.inputs.original else self.end) * self.computed if self.trains else 0
 
     @cached_property
     def summed_grads(self) -> int:
-        """Torch sums in the compute dtype under ``no_sync``; where nothing is cut that is the gradient itself."""
-        return self.whole_grads if self.cut else 0
+        """Torch sums in the compute dtype under ``no_sync``; where nothing is sharded that is the gradient itself."""
+        return self.unsharded_grads if self.sharded else 0
 
 
-def predict_fsdp1(job: Inputs) -> Prediction:
+def predict_fsdp1(inputs: Inputs) -> Prediction:
     """Bytes of the ``FSDP1`` engine under every sharding strategy, with and without original parameters."""
-    sizes = tuple(FlatSizes(content, job) for content in job.contents)
-    shared = (*_kept(job, sizes), *replicated.module_buffers(job), *passing(job, sizes), *_low(job, sizes))
-    made = Prediction(
-        engine=job.engine,
-        world_size=job.world_size,
-        shards=job.axis("shard"),
-        classes=tuple(_classes(job, sizes, shared)),
-        traffic=traffic(job, sizes),
-        not_predicted=replicated.not_predicted(job),
+    sizes = tuple(FlatSizes(content, inputs) for content in inputs.contents)
+    shared = (
+        *_kept(inputs, sizes),
+        *replicated.module_buffers(inputs),
+        *transient(inputs, sizes),
+        *_low_precision(inputs, sizes),
     )
-    return notes.of_flat(job, made)
+    prediction = Prediction(
+        engine=inputs.engine,
+        world_size=inputs.world_size,
+        shards=inputs.axis("shard"),
+        classes=tuple(_classes(inputs, sizes, shared)),
+        traffic=traffic(inputs, sizes),
+        not_predicted=replicated.not_predicted(inputs),
+    )
+    return notes.of_flat(inputs, prediction)
 
 
-def _kept(job: Inputs, sizes: tuple[FlatSizes, ...]) -> tuple[Term, ...]:
-    place = replicated.at_rest(job)
-    ignored = summed(job, sizes, "ignored")
-    flat = summed(job, sizes, "kept") - ignored
-    found = [Term(category="parameters", bytes=flat, what="parts of flat parameters", place=place)]
+def _kept(inputs: Inputs, sizes: tuple[FlatSizes, ...]) -> tuple[Term, ...]:
+    place = replicated.at_rest(inputs)
+    ignored = summed(inputs, sizes, "ignored")
+    flat = summed(inputs, sizes, "kept") - ignored
+    terms = [Term(category="parameters", bytes=flat, what="parts of flat parameters", place=place)]
     if ignored:
-        found.append(Term(category="parameters", bytes=ignored, what="ignored modules, whole on every rank"))
-    if job.trains and (grads := summed(job, sizes, "grads")):
-        found.append(
-            Term(category="gradients", bytes=grads, what="as their parameters", place=place, moment=Moment.STEP)
+        terms.append(Term(category="parameters", bytes=ignored, what="ignored modules, whole on every rank"))
+    if inputs.trains and (grads := summed(inputs, sizes, "grads")):
+        terms.append(
+            Term(category="gradients", bytes=grads, what="as their parameters", place=place, lifetime=Lifetime.STEP)
         )
-    return tuple(found)
+    return tuple(terms)
 
 
-def _low(job: Inputs, sizes: tuple[FlatSizes, ...]) -> tuple[Term, ...]:
-    """The part in the compute dtype, which is what is gathered; not cut, that of all units stays while they run."""
+def _low_precision(inputs: Inputs, sizes: tuple[FlatSizes, ...]) -> tuple[Term, ...]:
+    """The shard in the compute dtype, which is what is gathered; unsharded, that of all units stays while they run."""
     cast = [size for size in sizes if size.computed != size.stored and size.placed]
     if not cast:
         return ()
-    if not cast[0].cut:
-        every = sum(sizes[i].whole * sizes[i].computed * n for i, n in job.counted.items() if sizes[i] in cast)
-        return (working(every, "parameters in the compute dtype"),)
-    largest = max(size.part * size.computed for size in cast)
+    if not cast[0].sharded:
+        everything = sum(
+            sizes[i].padded * sizes[i].computed * count for i, count in inputs.counted.items() if sizes[i] in cast
+        )
+        return (working(everything, "parameters in the compute dtype"),)
+    largest = max(size.shard * size.computed for size in cast)
     return (working(largest, "a part in the compute dtype, before it is gathered"),)
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _classes(job: Inputs, sizes: tuple[FlatSizes, ...], shared: tuple[Term, ...]) -> Iterator[RankClass]:
-    """Runs of ranks that hold alike: only where a parameter lies across a border of the parts do they differ.
+def _classes(inputs: Inputs, sizes: tuple[FlatSizes, ...], shared: tuple[Term, ...]) -> Iterator[RankClass]:
+    """Runs of ranks that hold equal bytes: they differ only where a parameter lies across a border between shards.
 
-    Changes are counted on the rank where they happen, so that the work is linear in the parameters.
+    What changes from one rank to the next is noted at the rank where it does, and summed from rank 0 on, so the work
+    is linear in the parameters whatever the number of ranks.
     """
-    shards, copies = job.axis("shard"), job.world_size // job.axis("shard")
+    shards, replicas = inputs.axis("shard"), inputs.world_size // inputs.axis("shard")
     changes: dict[int, Counter[str]] = {0: Counter()}
     label = Label.EXACT
-    for content, times in job.counted.items():
-        for index, used, state in _changes(job, sizes[content], shards):
+    for content, units in inputs.counted.items():
+        for index, used, state in _changes(inputs, sizes[content], shards):
             change = changes.setdefault(index, Counter())
             for name, value in (("used", used), ("bytes", state.bytes), ("step", state.step)):
-                change[name] += value * times
+                change[name] += value * units
             label = max(label, state.label, key=tuple(Label).index)
-    starts, held = sorted(changes), Counter[str]()
+    starts, sums = sorted(changes), Counter[str]()
     for first, after in zip(starts, [*starts[1:], shards], strict=True):
-        held.update(changes[first])
-        state = State(held["bytes"], held["step"], label)
+        sums.update(changes[first])
+        state = StateBytes(sums["bytes"], sums["step"], label)
         yield RankClass(
             first=first,
             last=after - 1,
-            ranks=(after - first) * copies,
-            terms=(*shared, *replicated.optimizer_state(job, state if rule(job) else None)),
-            empty=not held["used"],
+            ranks=(after - first) * replicas,
+            terms=(*shared, *replicated.optimizer_state(inputs, state if formula(inputs) else None)),
+            empty=not sums["used"],
         )
 
 
-def rule(job: Inputs) -> Rule | None:
+def formula(inputs: Inputs) -> StateFormula | None:
     """The formula of the optimizer; None: there is none, or it is not predicted."""
-    return rule_of(job.optimizer) if job.optimizer and job.trains else None
+    return state_formula(inputs.optimizer) if inputs.optimizer and inputs.trains else None
 
 
-def _changes(job: Inputs, size: FlatSizes, shards: int) -> Iterator[tuple[int, int, State]]:
-    """Index of the part, and how much more of parameters (elements) and of optimizer state it holds than the last."""
-    options = [dict(group) for group in job.optimizer.groups] if job.optimizer else []
-    made = rule(job)
-    for one, times in size.content.held:
-        if one.start is None:
-            alone = made(one.shape, one.shape, one.size, options[one.group]) if made and one.group is not None else None
-            yield 0, one.numel * times, (alone or State(0)) * times
-    group = next((one.group for one, _ in size.placed if one.group is not None), None)
-    if made and group is not None and not job.original:
-        yield 0, 0, made((size.part,), (size.part,), size.stored, options[group])
-    for one, start in size.placed:
-        steps = made if job.original and one.group is not None else None
-        used, before = 0, State(0)
-        for index in _cuts(size, start, start + one.numel, shards):
-            low, high = (index * size.part, (index + 1) * size.part) if size.cut else (0, size.whole)
-            here = max(0, min(start + one.numel, high) - max(start, low))
-            local = (here,) if size.cut else one.shape
-            state = steps(local, local, one.size, options[one.group or 0]) if steps and here else State(0)
-            yield index, here - used, State(state.bytes - before.bytes, state.step - before.step, state.label)
-            used, before = here, state
+def _changes(inputs: Inputs, size: FlatSizes, shards: int) -> Iterator[tuple[int, int, StateBytes]]:
+    """Index of a shard, and by how much its elements of parameters and its optimizer state exceed those of the last."""
+    options = [dict(group) for group in inputs.optimizer.groups] if inputs.optimizer else []
+    bytes_of = formula(inputs)
+    for param, count in size.content.params:
+        if param.start is None:
+            state = StateBytes(0)
+            if bytes_of and param.group is not None:
+                state = bytes_of(param.shape, param.shape, param.size, options[param.group])
+            yield 0, param.numel * count, state * count
+    group = next((param.group for param, _ in size.placed if param.group is not None), None)
+    if bytes_of and group is not None and not inputs.original:
+        yield 0, 0, bytes_of((size.shard,), (size.shard,), size.stored, options[group])
+    for param, start in size.placed:
+        steps = bytes_of if inputs.original and param.group is not None else None
+        used, before = 0, StateBytes(0)
+        for index in _borders(size, start, start + param.numel, shards):
+            low, high = (index * size.shard, (index + 1) * size.shard) if size.sharded else (0, size.padded)
+            inside = max(0, min(start + param.numel, high) - max(start, low))
+            local = (inside,) if size.sharded else param.shape
+            state = steps(local, local, param.size, options[param.group or 0]) if steps and inside else StateBytes(0)
+            yield index, inside - used, StateBytes(state.bytes - before.bytes, state.step - before.step, state.label)
+            used, before = inside, state
 
 
-def _cuts(size: FlatSizes, start: int, end: int, shards: int) -> list[int]:
-    """The parts from which on more or less of this span is held than of the part before."""
-    if not size.cut or not size.part:
+def _borders(size: FlatSizes, start: int, end: int, shards: int) -> list[int]:
+    """Indices of the shards that hold more or less of the elements from start to end than the shard before them."""
+    if not size.sharded or not size.shard:
         return [0]
-    borders = (start // size.part, end // size.part)
-    return sorted({cut for border in borders for cut in (border, border + 1) if cut < shards} | {0})
+    touched = (start // size.shard, end // size.shard)
+    return sorted({index for first in touched for index in (first, first + 1) if index < shards} | {0})

@@ -1,11 +1,12 @@
 """What the formulas need of a plan: shapes by unit, the mesh, dtypes and the optimizer. Read from the plan's own steps.
 
-Taken once, a job can be evolved (another mesh, another offload) without going through the model again.
+Read once, they can be evolved (another mesh, another offload) without going through the model again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import cached_property
 from math import prod
 
@@ -14,10 +15,11 @@ from attrs import define, evolve
 from prepkit.config import Intent
 from prepkit.plan import Plan
 from prepkit.plan.dtypes import itemsize
-from prepkit.predict.inputs_units import Sharding, above, below, splits, tensor_cuts, units_of
-from prepkit.predict.not_predicted import narrower, unknown
-from prepkit.predict.optimizers import OptimizerOf
-from prepkit.predict.unit_contents import Content, UnitOf
+from prepkit.plan.layout import ParamLayout
+from prepkit.predict.inputs_units import ShardingStep, above, below, splits, tensor_cuts, units_of
+from prepkit.predict.not_predicted import left_out, narrower
+from prepkit.predict.optimizers import OptimizerInputs
+from prepkit.predict.unit_contents import ParamKind, UnitContent, UnitInstance
 from prepkit.predict.zero_inputs import Zero, optimizer_of, zero_of
 from prepkit.steps import (
     AutocastForward,
@@ -39,13 +41,16 @@ class Inputs:
     """Name of the engine's class."""
     world_size: int
     mesh: tuple[Axis, ...]
-    contents: tuple[Content, ...]
-    units: tuple[UnitOf, ...]
+    contents: tuple[UnitContent, ...]
+    """What units hold, each distinct content once."""
+    units: tuple[UnitInstance, ...]
     buffers: int
     """Bytes of the module buffers, which every rank holds whole."""
     trains: bool
-    optimizer: OptimizerOf | None
+    """Whether the plan is for training."""
+    optimizer: OptimizerInputs | None
     accumulation: int
+    """Micro-batches per optimizer step."""
     torch: str
     """torch version; empty: not known."""
     deepspeed: str = ""
@@ -53,6 +58,7 @@ class Inputs:
     device: str = "cpu"
     """Device type to compute on."""
     per_node: int | None = None
+    """Ranks of a node; None: not known."""
     gathered_size: int | None = None
     """Bytes of one gathered element; None: as stored."""
     reduced_size: int | None = None
@@ -60,12 +66,13 @@ class Inputs:
     autocast_size: int | None = None
     """Bytes of one element of the weights' copies under autocast; None: no autocast."""
     offload: bool = False
+    """Whether shards, gradients and optimizer state are on the host between uses."""
     wraps: WrapDDP | None = None
     """Options of the DDP wrapper; None: there is none."""
-    unknown: tuple[str, ...] = ()
-    """What is there beside the numbers, one phrase each."""
+    left_out: tuple[str, ...] = ()
+    """What takes bytes and is in no number, one phrase each."""
     uneven: bool = False
-    """Whether a layer is cut into parts of different sizes; then the largest part stands for all."""
+    """Whether tensor parallelism cuts a parameter into parts of different sizes; then the largest one counts."""
     ignored: int = 0
     """Bytes of the parameters that are not sharded though the others are."""
     loaded: int = 0
@@ -85,8 +92,13 @@ class Inputs:
 
     @cached_property
     def counted(self) -> Counter[int]:
-        """Content to the number of units that have it."""
+        """Index of a content to the number of units that have it."""
         return Counter(unit.content for unit in self.units)
+
+    def params(self) -> Iterator[tuple[ParamKind, int]]:
+        """Each kind of parameter of each content, with the number of such parameters in the whole model."""
+        for index, units in self.counted.items():
+            yield from ((param, count * units) for param, count in self.contents[index].params)
 
     def over(self, world_size: int) -> Inputs:
         """The same over so many ranks, where that changes no shape: its mesh is still the old one."""
@@ -99,11 +111,11 @@ class Inputs:
 
     def total(self, *, trained: bool = False) -> int:
         """Bytes of all parameters as stored, or of the trained ones."""
-        return sum(self.contents[index].bytes(trained=trained) * times for index, times in self.counted.items())
+        return sum(self.contents[index].bytes(trained=trained) * units for index, units in self.counted.items())
 
 
-def job_of(plan: Plan) -> Inputs:
-    """The job of a plan. Linear in the number of parameters."""
+def inputs_of(plan: Plan) -> Inputs:
+    """What the formulas need of this plan. Linear in the number of parameters."""
     steps = {type(planned.step): planned.step for planned in plan.steps}
     shard, wrap, cast = (steps.get(kind) for kind in (ShardUnits, WrapDDP, AutocastForward))
     flat = steps.get(WrapFSDP1)
@@ -129,14 +141,16 @@ def job_of(plan: Plan) -> Inputs:
         autocast_size=_size(cast.dtype if isinstance(cast, AutocastForward) else None),
         offload=sharding is not None and sharding.offload,
         wraps=wrap if isinstance(wrap, WrapDDP) else None,
-        unknown=unknown(plan),
-        uneven=any(one.shape[dim] % parts for one in plan.layout for dim, parts in tensor_cuts(one, plan.mesh)),
-        ignored=sum(
-            prod(one.shape) * itemsize(one.dtype)
-            for one in plan.layout
-            if isinstance(shard, ShardUnits) and one.name in shard.ignored
+        left_out=left_out(plan),
+        uneven=any(
+            layout.shape[dim] % ranks for layout in plan.layout for dim, ranks in tensor_cuts(layout, plan.mesh)
         ),
-        loaded=sum(prod(one.shape) * itemsize(one.dtype) for one in plan.layout),
+        ignored=sum(
+            stored_bytes(layout)
+            for layout in plan.layout
+            if isinstance(shard, ShardUnits) and layout.name in shard.ignored
+        ),
+        loaded=sum(map(stored_bytes, plan.layout)),
         sent=SendTensors in steps,
         narrower=narrower(plan),
         original=not isinstance(sharding, WrapFSDP1) or sharding.use_orig_params,
@@ -145,7 +159,12 @@ def job_of(plan: Plan) -> Inputs:
     )
 
 
-def _buffers(plan: Plan, step: Sharding | None) -> int:
+def stored_bytes(layout: ParamLayout) -> int:
+    """Bytes of a whole parameter in its stored dtype."""
+    return prod(layout.shape) * itemsize(layout.dtype)
+
+
+def _buffers(plan: Plan, step: ShardingStep | None) -> int:
     """Bytes of all buffers once the units have cast theirs (torch ``_get_buffers_and_dtypes_for_computation``)."""
     own = {unit.path: unit.full_precision for unit in step.units} if isinstance(step, WrapFSDP1) else {}
     ignored = set(step.ignored) if isinstance(step, WrapFSDP1) else set()
@@ -162,9 +181,9 @@ def _buffers(plan: Plan, step: Sharding | None) -> int:
 def _upcast_frozen(plan: Plan) -> int:
     came = {param.name: param.dtype for param in plan.facts.model.params}
     return sum(
-        prod(one.shape) * (itemsize(one.dtype) - itemsize(came[one.name]))
-        for one in plan.layout
-        if not one.requires_grad and one.dtype != came[one.name]
+        prod(layout.shape) * (itemsize(layout.dtype) - itemsize(came[layout.name]))
+        for layout in plan.layout
+        if not layout.requires_grad and layout.dtype != came[layout.name]
     )
 
 
@@ -172,12 +191,12 @@ def _size(dtype: str | None) -> int | None:
     return itemsize(dtype) if dtype else None
 
 
-def _optimizer(plan: Plan) -> OptimizerOf | None:
+def _optimizer(plan: Plan) -> OptimizerInputs | None:
     for planned in plan.steps:
         if isinstance(planned.step, CreateOptimizer):
             options = tuple((o.name, o.value) for o in planned.step.options if not isinstance(o.value, tuple))
-            return OptimizerOf(name=planned.step.algorithm, module="torch.optim", groups=(options,))
+            return OptimizerInputs(name=planned.step.algorithm, module="torch.optim", groups=(options,))
     seen = plan.facts.optimizer
     if seen is None:
         return None
-    return OptimizerOf(name=seen.name, module=seen.module, groups=tuple(group.options for group in seen.groups))
+    return OptimizerInputs(name=seen.name, module=seen.module, groups=tuple(group.options for group in seen.groups))

@@ -4,78 +4,100 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import assert_never
 
 from prepkit.plan import Plan
 from prepkit.plan.dtypes import itemsize
-from prepkit.plan.layout import ParamLayout
-from prepkit.predict.unit_contents import Content, Held, UnitOf
+from prepkit.plan.flat_layout import frees_after_forward
+from prepkit.plan.layout import ParamLayout, chunk_rows, sharded_dim
+from prepkit.predict.unit_contents import ParamKind, UnitContent, UnitInstance
 from prepkit.steps import Axis, CheckpointModules, CreateOptimizer, ParallelizeModules, ShardUnits, WrapFSDP1
 
-Sharding = ShardUnits | WrapFSDP1
-"""The step that shards."""
+ShardingStep = ShardUnits | WrapFSDP1
+"""The steps that shard a model."""
 
 
-def units_of(plan: Plan, step: Sharding | None) -> tuple[tuple[Content, ...], tuple[UnitOf, ...]]:
-    """What units hold, each content once, and the units that own parameters, as indices into it."""
+def units_of(plan: Plan, step: ShardingStep | None) -> tuple[tuple[UnitContent, ...], tuple[UnitInstance, ...]]:
+    """The distinct contents of the plan's units, and the units themselves, as indices into those contents.
+
+    ``step`` is the plan's step that shards; None: none does, and each unit of the layout counts as never freed.
+    Units come in the step's order. A unit without parameters of its own, because smaller units inside it own them
+    all, gathers nothing and is left out, and so are the parameters that the step ignores. Linear in the parameters.
+    """
     groups = _groups(plan)
-    cuts = next((p.step.styles for p in plan.steps if isinstance(p.step, ParallelizeModules)), ())
-    wide = {path for cut in cuts if cut.style == "rowwise" for path in cut.paths}
-    for tie in plan.facts.model.ties:  # a gradient that is cut comes first, and the other one is cut to be added
-        owners = {name.rpartition(".")[0] for name in tie}
-        wide -= owners if owners - wide else set()
-    found: dict[str, Counter[Held]] = {}
+    full_grads = _full_gradients(plan)
     ignored = set(step.ignored) if isinstance(step, ShardUnits) else set()
+    kinds: dict[str, Counter[ParamKind]] = {}
     for layout in plan.layout:
         if layout.name not in ignored:
-            found.setdefault(layout.unit, Counter())[_held(layout, groups, plan.mesh, wide)] += 1
-    indices: dict[Content, int] = {}
-    units: list[UnitOf] = []
-    for path, (after, stays, full) in _treated(step, found).items():
-        if path in found:  # a unit whose parameters are all in smaller units gathers nothing
-            content = Content(tuple(found[path].items()), full)
-            units.append(UnitOf(path, indices.setdefault(content, len(indices)), after, stays))
+            kinds.setdefault(layout.unit, Counter())[_kind(layout, groups, plan.mesh, full_grads)] += 1
+    indices: dict[UnitContent, int] = {}
+    units: list[UnitInstance] = []
+    for path, (reshard, stays, full) in _gathering(step, kinds).items():
+        if path in kinds:
+            content = UnitContent(tuple(kinds[path].items()), full)
+            units.append(UnitInstance(path, indices.setdefault(content, len(indices)), reshard, stays))
     return tuple(indices), tuple(units)
 
 
-def _treated(step: Sharding | None, found: Iterable[str]) -> dict[str, tuple[bool | int, bool, bool]]:
-    """Path to what becomes of a unit after forward, whether it stays between micro-batches, and is in full precision.
+def _full_gradients(plan: Plan) -> set[str]:
+    """Paths of the modules whose weight is cut by rows and gets a gradient of all rows: rowwise embeddings.
 
-    FSDP1 keeps its root until backward, and under ``SHARD_GRAD_OP`` every unit until gradients are averaged
+    Where such a weight is tied to a module that is cut otherwise, that one's gradient is a part already when the two
+    are added, so the sum is one too.
+    """
+    styles = next((p.step.styles for p in plan.steps if isinstance(p.step, ParallelizeModules)), ())
+    rowwise = {path for style in styles if style.style == "rowwise" for path in style.paths}
+    for tie in plan.facts.model.ties:
+        modules = {name.rpartition(".")[0] for name in tie}
+        rowwise -= modules if modules - rowwise else set()
+    return rowwise
+
+
+def _gathering(step: ShardingStep | None, paths: Iterable[str]) -> dict[str, tuple[bool | int, bool, bool]]:
+    """Unit path to ``UnitInstance.reshard``, ``UnitInstance.stays`` and ``UnitContent.full``.
+
+    FSDP1 keeps its root gathered until backward, and under ``SHARD_GRAD_OP`` every unit until gradients are averaged
     (torch ``_post_forward_reshard``, ``_should_free_in_backward``).
     """
     match step:
         case ShardUnits(units=units):
-            return {one.path: (one.reshard_after_forward, False, False) for one in units}
+            return {unit.path: (unit.reshard_after_forward, False, False) for unit in units}
         case WrapFSDP1(units=flat, sharding=sharding):
-            frees = sharding in ("FULL_SHARD", "HYBRID_SHARD")
-            return {one.path: (frees and bool(one.path), not frees, one.full_precision) for one in flat}
+            frees = frees_after_forward(sharding)
+            return {unit.path: (frees and bool(unit.path), not frees, unit.full_precision) for unit in flat}
+        case None:
+            return dict.fromkeys(paths, (False, False, False))
         case _:
-            return dict.fromkeys(found, (False, False, False))
+            assert_never(step)
 
 
 def tensor_cuts(layout: ParamLayout, mesh: tuple[Axis, ...]) -> Iterator[tuple[int, int]]:
-    """The dimension of a parameter that the tensor axis cuts, and over how many ranks; nothing for the others."""
-    dims = {"shard(0)": 0, "shard(1)": 1}
+    """The dim of a parameter that the tensor axis cuts, and over how many ranks; nothing for what it does not cut."""
     for placement, axis in zip(layout.placements, mesh, strict=False):
-        if axis.name == "tensor" and placement in dims:
-            yield dims[placement], axis.size
+        if axis.name == "tensor" and (dim := sharded_dim(placement)) is not None:
+            yield dim, axis.size
 
 
-def _held(layout: ParamLayout, groups: dict[str, int], mesh: tuple[Axis, ...], wide: set[str]) -> Held:
-    trains = layout.requires_grad
-    floating = "float" in layout.dtype
-    group = groups.get(layout.name) if trains else None
-    start = layout.flat.start if layout.flat else None
-    shape, widens = list(layout.shape), 1
-    for dim, parts in tensor_cuts(layout, mesh):
-        shape[dim] = -(-shape[dim] // parts)
-        if dim == 0 and layout.name.rpartition(".")[0] in wide:  # a linear layer is cut in dim 1
-            widens = parts
-    return Held(tuple(shape), itemsize(layout.dtype), floating, trains, group, widens, start)
+def _kind(layout: ParamLayout, groups: dict[str, int], mesh: tuple[Axis, ...], full_grads: set[str]) -> ParamKind:
+    shape, grad_factor = list(layout.shape), 1
+    for dim, ranks in tensor_cuts(layout, mesh):
+        shape[dim] = chunk_rows(shape[dim], ranks)
+        if dim == 0 and layout.name.rpartition(".")[0] in full_grads:  # a rowwise linear layer is cut in dim 1
+            grad_factor = ranks
+    return ParamKind(
+        shape=tuple(shape),
+        size=itemsize(layout.dtype),
+        floating="float" in layout.dtype,
+        trains=layout.requires_grad,
+        group=groups.get(layout.name) if layout.requires_grad else None,
+        grad_factor=grad_factor,
+        start=layout.flat.start if layout.flat else None,
+    )
 
 
 def _groups(plan: Plan) -> dict[str, int]:
-    """Parameter name to the optimizer group that steps it."""
+    """Parameter name to the index of the optimizer group that steps it."""
     created = next((p.step for p in plan.steps if isinstance(p.step, CreateOptimizer)), None)
     if created is not None:
         return dict.fromkeys(created.names, 0)
@@ -83,15 +105,18 @@ def _groups(plan: Plan) -> dict[str, int]:
     return {name: i for i, group in enumerate(seen.groups) for name in group.slots if name} if seen else {}
 
 
-def splits(step: object, units: tuple[UnitOf, ...]) -> bool:
-    """Whether a checkpointed module holds a unit that is smaller than itself."""
+def splits(step: object, units: tuple[UnitInstance, ...]) -> bool:
+    """Whether a checkpointed module has a unit inside it: recomputing the module gathers that unit once more.
+
+    ``step`` is the plan's ``CheckpointModules``; anything else: nothing is checkpointed.
+    """
     paths = set(step.paths) if isinstance(step, CheckpointModules) else set()
     return any(below(unit.path, paths) for unit in units)
 
 
 def below(path: str, paths: set[str]) -> bool:
     """Whether one of the paths is that of a module around it."""
-    return any(one in paths for one in above(path))
+    return any(outer in paths for outer in above(path))
 
 
 def above(path: str) -> Iterator[str]:

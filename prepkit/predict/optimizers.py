@@ -22,17 +22,20 @@ Options = dict[str, Scalar]
 
 
 @frozen(kw_only=True)
-class OptimizerOf:
-    """Which optimizer, and the options of each of its groups."""
+class OptimizerInputs:
+    """The optimizer that steps in the end, as far as its state's bytes depend on it."""
 
     name: str
+    """Name of its class."""
     module: str
+    """Module of its class, such as ``torch.optim.adamw``."""
     groups: tuple[tuple[tuple[str, Scalar], ...], ...]
+    """Options of each of its ``param_groups``, such as ``("amsgrad", True)``."""
 
 
 @frozen
-class State:
-    """State of one parameter."""
+class StateBytes:
+    """Bytes of the optimizer state of one parameter, or of several: they add, and multiply by a number of them."""
 
     bytes: int
     """On the parameter's device."""
@@ -40,80 +43,80 @@ class State:
     """Bytes of its step counter, on the host unless ``steps_on_device``."""
     label: Label = Label.EXACT
 
-    def __add__(self, other: State) -> State:
-        return State(self.bytes + other.bytes, self.step + other.step, _weaker(self.label, other.label))
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(self.bytes + other.bytes, self.step + other.step, _weaker(self.label, other.label))
 
-    def __mul__(self, times: int) -> State:
-        return State(self.bytes * times, self.step * times, self.label)
+    def __mul__(self, times: int) -> StateBytes:
+        return StateBytes(self.bytes * times, self.step * times, self.label)
 
 
 def _weaker(a: Label, b: Label) -> Label:
     return max(a, b, key=tuple(Label).index)
 
 
-Rule = Callable[[Shape, Shape, int, Options], State]
-"""Local shape, whole shape, bytes per element, options of the group -> state."""
+StateFormula = Callable[[Shape, Shape, int, Options], StateBytes]
+"""Local shape, global shape, bytes per element and the group's options to the bytes of one parameter's state."""
 
 
-def _like(copies: int, *, step: int = STEP) -> Rule:
-    """So many tensors like the parameter."""
+def _like(copies: int, *, step: int = STEP) -> StateFormula:
+    """As many tensors of the parameter's shape and dtype, and ``step`` bytes of counters."""
 
-    def rule(local: Shape, _: Shape, size: int, __: Options) -> State:
-        return State(copies * prod(local) * size, step)
+    def formula(local: Shape, _: Shape, size: int, __: Options) -> StateBytes:
+        return StateBytes(copies * prod(local) * size, step)
 
-    return rule
-
-
-def _adam(local: Shape, _: Shape, size: int, options: Options) -> State:
-    return State((3 if options.get("amsgrad") else 2) * prod(local) * size, STEP)
+    return formula
 
 
-def _sgd(local: Shape, _: Shape, size: int, options: Options) -> State:
-    return State(prod(local) * size if options.get("momentum") else 0)
+def _adam(local: Shape, _: Shape, size: int, options: Options) -> StateBytes:
+    return StateBytes((3 if options.get("amsgrad") else 2) * prod(local) * size, STEP)
 
 
-def _rmsprop(local: Shape, _: Shape, size: int, options: Options) -> State:
-    return State((1 + bool(options.get("momentum")) + bool(options.get("centered"))) * prod(local) * size, STEP)
+def _sgd(local: Shape, _: Shape, size: int, options: Options) -> StateBytes:
+    return StateBytes(prod(local) * size if options.get("momentum") else 0)
 
 
-def _adafactor(local: Shape, whole: Shape, size: int, _: Options) -> State:
+def _rmsprop(local: Shape, _: Shape, size: int, options: Options) -> StateBytes:
+    return StateBytes((1 + bool(options.get("momentum")) + bool(options.get("centered"))) * prod(local) * size, STEP)
+
+
+def _adafactor(local: Shape, whole: Shape, size: int, _: Options) -> StateBytes:
     """Row and column factors. Torch 2.13 makes them for a sharded parameter too, but cannot step it: an upper bound."""
     if len(whole) < 2:
-        return State(prod(local) * size, STEP)
+        return StateBytes(prod(local) * size, STEP)
     row, col = (*whole[:-1], 1), (*whole[:-2], 1, whole[-1])
     label = Label.EXACT if local == whole else Label.BOUNDED
-    return State((prod(row) + prod(col)) * size, STEP, label)
+    return StateBytes((prod(row) + prod(col)) * size, STEP, label)
 
 
-def _bitsandbytes(states: int, bits: int) -> Rule:
+def _bitsandbytes(states: int, bits: int) -> StateFormula:
     """``init_state``: float32, or 8 bits with one float32 per 256 elements; small parameters stay in float32.
 
     Estimated, because the groups do not show ``min_8bit_size``: its default, 4096, is assumed.
     """
 
-    def rule(local: Shape, _: Shape, __: int, ___: Options) -> State:
+    def formula(local: Shape, _: Shape, __: int, ___: Options) -> StateBytes:
         count = prod(local)
         if bits == 32 or count < 4096:
-            return State(states * count * 4)
-        return State(states * (count + 4 * -(-count // 256)), label=Label.ESTIMATED)
+            return StateBytes(states * count * 4)
+        return StateBytes(states * (count + 4 * -(-count // 256)), label=Label.ESTIMATED)
 
-    return rule
+    return formula
 
 
-def _torchao(bits: int, block: int, table: int) -> Rule:
+def _torchao(bits: int, block: int, table: int) -> StateFormula:
     """``_new_buffer``: quantised where the local part has at least 4096 elements and divides into blocks."""
 
-    def rule(local: Shape, _: Shape, size: int, options: Options) -> State:
+    def formula(local: Shape, _: Shape, size: int, options: Options) -> StateBytes:
         count = prod(local)
         states = 3 if options.get("amsgrad") else 2
         if count < 4096 or count % block:
-            return State(states * count * size, STEP)
-        return State(states * (count * bits // 8 + count // block * 4 + table), STEP)
+            return StateBytes(states * count * size, STEP)
+        return StateBytes(states * (count * bits // 8 + count // block * 4 + table), STEP)
 
-    return rule
+    return formula
 
 
-TORCH: dict[str, Rule] = {
+TORCH: dict[str, StateFormula] = {
     "AdamW": _adam,
     "Adam": _adam,
     "NAdam": _like(2, step=2 * STEP),
@@ -126,7 +129,7 @@ TORCH: dict[str, Rule] = {
 }
 """Classes of ``torch.optim``."""
 
-BITSANDBYTES: dict[str, Rule] = {
+BITSANDBYTES: dict[str, StateFormula] = {
     f"{paged}{name}{suffix}": _bitsandbytes(states, bits)
     for name, states in (
         ("AdamW", 2),
@@ -142,17 +145,21 @@ BITSANDBYTES: dict[str, Rule] = {
 }
 """Classes of ``bitsandbytes.optim``; paged ones may move to host memory, and are counted on the device."""
 
-TORCHAO: dict[str, Rule] = {
-    f"{name}{suffix}": rule
+TORCHAO: dict[str, StateFormula] = {
+    f"{name}{suffix}": formula
     for name in ("Adam", "AdamW")
-    for suffix, rule in (("8bit", _torchao(8, 256, 1024)), ("4bit", _torchao(4, 128, 64)), ("Fp8", _torchao(8, 256, 0)))
+    for suffix, formula in (
+        ("8bit", _torchao(8, 256, 1024)),
+        ("4bit", _torchao(4, 128, 64)),
+        ("Fp8", _torchao(8, 256, 0)),
+    )
 }
 """Classes of ``torchao.optim``."""
 
-LION: dict[str, Rule] = {"Lion": _like(1, step=0)}
+LION: dict[str, StateFormula] = {"Lion": _like(1, step=0)}
 """The class of ``lion_pytorch``."""
 
-DEEPSPEED: dict[str, Rule] = {
+DEEPSPEED: dict[str, StateFormula] = {
     "FusedAdam": _like(2, step=0),
     "DeepSpeedCPUAdam": _like(2, step=0),
     "FusedLion": _like(1, step=0),
@@ -164,7 +171,7 @@ DEEPSPEED: dict[str, Rule] = {
 SECTIONS = {"adam": "FusedAdam", "adamw": "FusedAdam", "lion": "FusedLion", "adagrad": "DeepSpeedCPUAdagrad"}
 """The ``type`` in DeepSpeed's own ``optimizer`` section to the class, or one that holds as much."""
 
-LIBRARIES: tuple[tuple[str, dict[str, Rule]], ...] = (
+LIBRARIES: tuple[tuple[str, dict[str, StateFormula]], ...] = (
     ("torch.optim", TORCH),
     ("bitsandbytes", BITSANDBYTES),
     ("torchao", TORCHAO),
@@ -174,15 +181,15 @@ LIBRARIES: tuple[tuple[str, dict[str, Rule]], ...] = (
 """How the class's module begins, and the classes that are known there."""
 
 
-def rule_of(optimizer: OptimizerOf) -> Rule | None:
+def state_formula(optimizer: OptimizerInputs) -> StateFormula | None:
     """The formula of an optimizer; None: not predicted."""
-    for module, rules in LIBRARIES:
+    for module, formulas in LIBRARIES:
         if f"{optimizer.module}.".startswith(f"{module}."):
-            return rules.get(optimizer.name)
+            return formulas.get(optimizer.name)
     return None
 
 
-def steps_on_device(optimizer: OptimizerOf) -> bool:
+def steps_on_device(optimizer: OptimizerInputs) -> bool:
     """Whether the step counters are beside the parameters, not on the host."""
     options = [dict(group) for group in optimizer.groups]
     return bool(options) and all(group.get("fused") or group.get("capturable") for group in options)

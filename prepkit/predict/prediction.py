@@ -46,8 +46,8 @@ class Label(StrEnum):
     """About this."""
 
 
-class Moment(StrEnum):
-    """When bytes are held. Two terms with different moments other than ``ALWAYS`` need not meet."""
+class Lifetime(StrEnum):
+    """How long bytes are held. Terms of ``STEP`` and of ``PASS`` need not be there at one moment."""
 
     ALWAYS = "always"
     """From the end of the first step on."""
@@ -58,6 +58,7 @@ class Moment(StrEnum):
 
 
 Place = Literal["device", "host"]
+"""Which memory bytes are in: the device's, or the host's beside it. On a CPU there is one, called device."""
 
 
 @frozen(kw_only=True)
@@ -70,7 +71,7 @@ class Term:
     """A few words, such as ``root, kept from forward to backward``."""
     label: Label = Label.EXACT
     place: Place = "device"
-    moment: Moment = Moment.ALWAYS
+    lifetime: Lifetime = Lifetime.ALWAYS
 
 
 @frozen(kw_only=True)
@@ -82,7 +83,7 @@ class RankClass:
     last: int
     """Largest index."""
     ranks: int
-    """Number of ranks of this kind, all copies together."""
+    """Number of ranks of this kind, over all replicas."""
     terms: tuple[Term, ...]
     empty: bool = False
     """Whether these ranks hold no element of any parameter, only padding."""
@@ -92,7 +93,7 @@ class RankClass:
         return evolve(self, terms=(*self.terms, *terms))
 
     def total(self, place: Place = "device", *labels: Label) -> int:
-        """Bytes of all terms in that place, whatever their moment; with labels, only of those that carry one."""
+        """Bytes of all terms in that place, whatever their lifetime; with labels, only of those that carry one."""
         wanted = labels or tuple(Label)
         return sum(term.bytes for term in self.terms if term.place == place and term.label in wanted)
 
@@ -105,11 +106,11 @@ class RankClass:
 
         What is there always meets the gradients at the optimizer step, or what is gathered within the pass before it.
         """
-        held = dict.fromkeys(Moment, 0)
+        exact = dict.fromkeys(Lifetime, 0)
         for term in self.terms:
             if term.place == place and term.label is Label.EXACT:
-                held[term.moment] += term.bytes
-        return held[Moment.ALWAYS] + max(held[Moment.STEP], held[Moment.PASS])
+                exact[term.lifetime] += term.bytes
+        return exact[Lifetime.ALWAYS] + max(exact[Lifetime.STEP], exact[Lifetime.PASS])
 
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast", "host copy"]
@@ -156,9 +157,9 @@ class Prediction:
     engine: str
     world_size: int
     shards: int = 1
-    """Ranks that one copy of a layer's part is split over; rank r has the index ``r // parts % shards``."""
-    parts: int = 1
-    """Neighbouring ranks that a layer is cut over (tensor parallel); they hold alike."""
+    """Ranks of the shard axis; rank r has the shard index ``r // tensor % shards``."""
+    tensor: int = 1
+    """Ranks of the tensor axis, which are neighbours and hold equally many bytes."""
     classes: tuple[RankClass, ...] = ()
     """All kinds of ranks, by index; empty where the engine has no formulas here."""
     traffic: tuple[Traffic, ...] = ()
@@ -171,48 +172,49 @@ class Prediction:
         """The class of a rank. Raises ``ValueError`` for a rank that the plan does not have."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"there is no rank {rank} among {self.world_size}; give one of 0 to {self.world_size - 1}")
-        index = rank // self.parts % self.shards
-        return next(one for one in self.classes if one.first <= index <= one.last)
+        index = rank // self.tensor % self.shards
+        return next(ranks for ranks in self.classes if ranks.first <= index <= ranks.last)
 
     @property
     def about(self) -> str:
         """Whether activations are in the numbers."""
-        counted = any(term.category == "activations" for one in self.classes for term in one.terms)
+        counted = any(term.category == "activations" for ranks in self.classes for term in ranks.terms)
         return "activations as estimated" if counted else "activations not counted"
 
     @property
     def fullest(self) -> RankClass:
         """The class that holds most on its device; the first of equals."""
-        return max(self.classes, key=lambda one: (one.total(), one.total("host"), -one.first))
+        return max(self.classes, key=lambda ranks: (ranks.total(), ranks.total("host"), -ranks.first))
 
     @property
     def emptiest(self) -> RankClass:
         """The class that holds least on its device; the last of equals."""
-        return min(self.classes, key=lambda one: (one.total(), one.total("host"), -one.first))
+        return min(self.classes, key=lambda ranks: (ranks.total(), ranks.total("host"), -ranks.first))
 
     @property
     def empty_ranks(self) -> int:
         """Ranks that hold padding only."""
-        return sum(one.ranks for one in self.classes if one.empty)
+        return sum(ranks.ranks for ranks in self.classes if ranks.empty)
 
     @property
     def sent(self) -> int:
         """Bytes that one rank sends to other ranks per optimizer step."""
-        return sum(one.sent for one in self.traffic if one.collective != "host copy")
+        return sum(entry.sent for entry in self.traffic if entry.collective != "host copy")
 
     def crossing(self, per_node: int | None) -> int:
         """The part of ``sent`` in collectives that reach over nodes; all of it where the nodes are not known."""
-        return sum(one.sent for one in self.traffic if one.collective != "host copy" and one.crosses(per_node or 0))
+        between_ranks = (entry for entry in self.traffic if entry.collective != "host copy")
+        return sum(entry.sent for entry in between_ranks if entry.crosses(per_node or 0))
 
     @property
     def copied(self) -> int:
         """Bytes that one rank moves between device and host per optimizer step."""
-        return sum(one.sent for one in self.traffic if one.collective == "host copy")
+        return sum(entry.sent for entry in self.traffic if entry.collective == "host copy")
 
     def categories(self) -> Iterator[tuple[Category, Place]]:
         """The categories that some rank holds anything of, with the place, in the order in which they are shown."""
         places: tuple[Place, Place] = ("device", "host")
         for category in CATEGORIES:
             for place in places:
-                if any(one.category(category, place) for one in self.classes):
+                if any(ranks.category(category, place) for ranks in self.classes):
                     yield category, place

@@ -1,57 +1,58 @@
-"""What engines share in which every rank holds the whole model: no shards, one class of ranks."""
+"""What engines share that replicate the model: no shards, so one class of ranks, all holding equal bytes."""
 
 from __future__ import annotations
 
 from prepkit.predict.inputs import Inputs
-from prepkit.predict.optimizers import State, rule_of, steps_on_device
-from prepkit.predict.prediction import Label, Moment, Place, RankClass, Term
+from prepkit.predict.optimizers import StateBytes, state_formula, steps_on_device
+from prepkit.predict.prediction import Label, Lifetime, Place, RankClass, Term
 
 
-def terms(job: Inputs) -> tuple[Term, ...]:
-    """Parameters, buffers, optimizer state, and the copies that autocast makes; gradients are the engine's business."""
+def terms(inputs: Inputs) -> tuple[Term, ...]:
+    """Parameters, buffers, optimizer state, and the copies that autocast makes; gradients are left to the engine."""
     return (
         Term(
             category="parameters",
-            bytes=job.total(),
-            what="parts and whole ones" if job.axis("tensor") > 1 else "whole on every rank",
+            bytes=inputs.total(),
+            what="parts and whole ones" if inputs.axis("tensor") > 1 else "whole on every rank",
         ),
-        *module_buffers(job),
-        *optimizer_state(job, whole_state(job)),
-        *_autocast(job),
+        *module_buffers(inputs),
+        *optimizer_state(inputs, unsharded_state(inputs)),
+        *_autocast(inputs),
     )
 
 
-def module_buffers(job: Inputs) -> tuple[Term, ...]:
+def module_buffers(inputs: Inputs) -> tuple[Term, ...]:
     """Registered buffers, which no engine shards."""
-    return (Term(category="module buffers", bytes=job.buffers, what="whole on every rank"),) if job.buffers else ()
+    return (
+        (Term(category="module buffers", bytes=inputs.buffers, what="whole on every rank"),) if inputs.buffers else ()
+    )
 
 
-def whole_state(job: Inputs) -> State | None:
+def unsharded_state(inputs: Inputs) -> StateBytes | None:
     """Optimizer state of unsharded parameters; None where it is not predicted."""
-    rule = rule_of(job.optimizer) if job.optimizer and job.trains else None
-    if rule is None or job.optimizer is None:
+    bytes_of = state_formula(inputs.optimizer) if inputs.optimizer and inputs.trains else None
+    if bytes_of is None or inputs.optimizer is None:
         return None
-    options = [dict(group) for group in job.optimizer.groups]
-    state = State(0)
-    for index, times in job.counted.items():
-        for one, count in job.contents[index].held:
-            if one.group is not None:
-                state += rule(one.shape, one.shape, one.size, options[one.group]) * (count * times)
+    options = [dict(group) for group in inputs.optimizer.groups]
+    state = StateBytes(0)
+    for param, count in inputs.params():
+        if param.group is not None:
+            state += bytes_of(param.shape, param.shape, param.size, options[param.group]) * count
     return state
 
 
-def optimizer_state(job: Inputs, state: State | None) -> tuple[Term, ...]:
+def optimizer_state(inputs: Inputs, state: StateBytes | None) -> tuple[Term, ...]:
     """The state as terms: beside the parameters; its counters are on the host unless the optimizer is fused."""
-    if state is None or job.optimizer is None or not state.bytes + state.step:
+    if state is None or inputs.optimizer is None or not state.bytes + state.step:
         return ()
     kept = Term(
         category="optimizer state",
         bytes=state.bytes,
-        what=f"of {job.optimizer.name}",
+        what=f"of {inputs.optimizer.name}",
         label=state.label,
-        place=at_rest(job),
+        place=at_rest(inputs),
     )
-    host = job.device != "cpu" and (job.offload or not steps_on_device(job.optimizer))
+    host = inputs.device != "cpu" and (inputs.offload or not steps_on_device(inputs.optimizer))
     steps = Term(
         category="optimizer state",
         bytes=state.step,
@@ -62,31 +63,34 @@ def optimizer_state(job: Inputs, state: State | None) -> tuple[Term, ...]:
     return tuple(term for term in (kept, steps) if term.bytes)
 
 
-def at_rest(job: Inputs) -> Place:
-    """Where shards live between uses."""
-    return "host" if job.offload and job.device != "cpu" else "device"
+def at_rest(inputs: Inputs) -> Place:
+    """Where shards, gradients and optimizer state are between uses: offloading keeps them on the host."""
+    return "host" if inputs.offload and inputs.device != "cpu" else "device"
 
 
-def _autocast(job: Inputs) -> tuple[Term, ...]:
+def _autocast(inputs: Inputs) -> tuple[Term, ...]:
     """Autocast keeps the cast copy of a trained float32 weight until the forward ends (torch ``autocast_mode.cpp``)."""
-    size = job.autocast_size
+    size = inputs.autocast_size
     if size is None:
         return ()
-    held = [(one, n * job.counted[i]) for i, c in enumerate(job.contents) for one, n in c.held]
-    elements = sum(one.numel * times for one, times in held if one.trains and one.floating and one.size == 4)
+    float32 = ((param, count) for param, count in inputs.params() if param.floating and param.size == 4)
+    elements = sum(param.numel * count for param, count in float32 if param.trains)
     what = "autocast's copies of the weights that a matrix product uses"
     return (
-        Term(category="working buffers", bytes=elements * size, what=what, label=Label.BOUNDED, moment=Moment.PASS),
+        Term(category="working buffers", bytes=elements * size, what=what, label=Label.BOUNDED, lifetime=Lifetime.PASS),
     )
 
 
-def alone(job: Inputs, found: tuple[Term, ...]) -> tuple[RankClass, ...]:
-    """One class for all ranks."""
-    return (RankClass(first=0, last=0, ranks=job.world_size, terms=found),)
+def one_class(inputs: Inputs, terms: tuple[Term, ...]) -> tuple[RankClass, ...]:
+    """All ranks as one class: each holds these terms."""
+    return (RankClass(first=0, last=0, ranks=inputs.world_size, terms=terms),)
 
 
-def not_predicted(job: Inputs) -> tuple[str, ...]:
-    """The state of an optimizer that no table knows, and what steps make that none knows."""
-    if job.optimizer is None or not job.trains or rule_of(job.optimizer) is not None:
-        return job.unknown
-    return (f"optimizer state: {job.optimizer.module}.{job.optimizer.name} is not in the tables", *job.unknown)
+def not_predicted(inputs: Inputs) -> tuple[str, ...]:
+    """What is in no number, one phrase each: state of an optimizer without a formula, and what ``inputs`` names."""
+    if inputs.optimizer is None or not inputs.trains or state_formula(inputs.optimizer) is not None:
+        return inputs.left_out
+    return (
+        f"optimizer state: {inputs.optimizer.module}.{inputs.optimizer.name} is not in the tables",
+        *inputs.left_out,
+    )

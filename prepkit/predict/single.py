@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from prepkit.predict import notes, replicated
 from prepkit.predict.inputs import Inputs
-from prepkit.predict.prediction import Moment, Prediction, Term
+from prepkit.predict.prediction import Lifetime, Prediction, Term
 
 
-def predict_single(job: Inputs) -> Prediction:
+def predict_single(inputs: Inputs) -> Prediction:
     """Bytes of the ``Single`` engine."""
     grads = Term(
-        category="gradients", bytes=job.total(trained=True), what="of every trained parameter", moment=Moment.STEP
+        category="gradients",
+        bytes=inputs.total(trained=True),
+        what="of every trained parameter",
+        lifetime=Lifetime.STEP,
     )
     return Prediction(
-        engine=job.engine,
-        world_size=job.world_size,
-        classes=replicated.alone(job, (*replicated.terms(job), *((grads,) if job.trains else ()))),
-        notes=notes.of_whole(job),
-        not_predicted=replicated.not_predicted(job),
+        engine=inputs.engine,
+        world_size=inputs.world_size,
+        classes=replicated.one_class(inputs, (*replicated.terms(inputs), *((grads,) if inputs.trains else ()))),
+        notes=notes.of_replicated(inputs),
+        not_predicted=replicated.not_predicted(inputs),
     )

@@ -37,8 +37,8 @@ def _judged(prediction: Prediction, library: str, version: str, checked: tuple[s
     if not version:
         note = f"{library} version not known: the formulas are those of {library} {newest}."
         return evolve(prediction, notes=(*prediction.notes, note))
-    found = re.match(r"\d+\.\d+", version)
-    if found and found.group() in checked:
+    release = re.match(r"\d+\.\d+", version)
+    if release and release.group() in checked:
         return prediction
     note = (
         f"{library} {version} was not compared with these formulas, {library} {newest} was: "
@@ -51,8 +51,8 @@ def bounded(prediction: Prediction) -> Prediction:
     """The prediction with every exact number called bounded."""
     return evolve(
         prediction,
-        classes=tuple(evolve(one, terms=tuple(_doubted(term) for term in one.terms)) for one in prediction.classes),
-        traffic=tuple(_doubted(one) for one in prediction.traffic),
+        classes=tuple(evolve(ranks, terms=tuple(map(_doubted, ranks.terms))) for ranks in prediction.classes),
+        traffic=tuple(map(_doubted, prediction.traffic)),
     )
 
 

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from prepkit.plan import Plan
 from prepkit.plan.dtypes import itemsize
-from prepkit.predict.optimizers import SECTIONS, OptimizerOf
+from prepkit.predict.optimizers import SECTIONS, OptimizerInputs
 from prepkit.steps import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
 
 REDUCE_BUCKET = 500_000_000
@@ -83,7 +83,7 @@ class Zero:
     """Settings that no formula knows; then nothing is predicted."""
 
     @property
-    def high(self) -> bool:
+    def bf16_optimizer(self) -> bool:
         """Whether DeepSpeed takes its ``BF16_Optimizer``, which adds up gradients of all parameters in float32."""
         return self.stage == 1 and self.bfloat16 and self.grad_size == 4 and not self.offload_state
 
@@ -95,12 +95,16 @@ class Zero:
     @property
     def largest(self) -> int:
         """Elements of the largest trained parameter."""
-        return max((numel for some in self.groups for numel in some), default=0)
+        return max((numel for numels in self.groups for numel in numels), default=0)
 
     @property
     def stepped(self) -> int:
         """Elements that are trained, without padding."""
-        return sum(sum(some) for some in self.groups)
+        return sum(map(sum, self.groups))
+
+
+Settings = dict[tuple[str, ...], Any]
+"""Path of a setting in DeepSpeed's config to its value."""
 
 
 def zero_of(plan: Plan) -> Zero | None:
@@ -108,86 +112,93 @@ def zero_of(plan: Plan) -> Zero | None:
     step = next((p.step for p in plan.steps if isinstance(p.step, InitializeDeepSpeed)), None)
     if step is None:
         return None
-    said = {setting.path: json.loads(setting.value) for setting in step.settings}
+    settings: Settings = {setting.path: json.loads(setting.value) for setting in step.settings}
 
-    def look(name: str, default: Any) -> Any:
-        return said.get(("zero_optimization", name), default)
-
-    def deep(path: str, default: Any) -> Any:
-        return said.get(("zero_optimization", *path.split(".")), default)
+    def option(path: str, default: Any) -> Any:
+        return _option(settings, path, default)
 
     size = itemsize(step.dtype) if step.dtype else itemsize(plan.layout[0].dtype)
-    sent = said.get(("communication_data_type",))
-    grads = said.get(("data_types", "grad_accum_dtype"))
-    places = {kind: look_offload(said, kind) for kind in ("optimizer", "param")}
-    odd = [name for name in OTHERWISE if deep(name, None) not in (None, False, 0, 1, 1.0, -1)]
-    odd += [f"{name}=false" for name in USUALLY if look(name, default=True) is False]
-    odd += [name for name in LOW if said.get(tuple(name.split(".")), False)]
-    odd += [f"offload to {place}" for place in places.values() if place not in ("none", "cpu")]
-    odd += ["ZeRO stage 0"] * (step.stage == 0) + ["dtypes that differ"] * (len({one.dtype for one in plan.layout}) > 1)
-    odd += ["DeepSpeed's own tensor parallelism"] * any("split" in one.placements for one in plan.layout)
+    sent = settings.get(("communication_data_type",))
+    grads = settings.get(("data_types", "grad_accum_dtype"))
     return Zero(
         stage=step.stage,
         ranks=step.data_parallel,
         size=size,
         bfloat16=step.dtype == "bfloat16",
-        grad_size=NAMES.get(str(grads), size),
-        sent_size=NAMES.get(str(sent), size),
-        bucket=int(look("reduce_bucket_size", REDUCE_BUCKET)),
-        overlaps=bool(look("overlap_comm", step.stage == 3)),
-        persistent=int(look("stage3_param_persistence_threshold", PERSISTENT)),
-        live=int(look("stage3_max_live_parameters", REUSE)),
-        reuse=int(look("stage3_max_reuse_distance", REUSE)),
-        sub_group=int(look("sub_group_size", SUB_GROUP)) or SUB_GROUP,
-        numels=tuple((prod(one.shape), one.requires_grad) for one in plan.layout),
-        module=_module(plan),
+        grad_size=itemsize(str(grads)) if grads else size,
+        sent_size=itemsize(str(sent)) if sent else size,
+        bucket=int(option("reduce_bucket_size", REDUCE_BUCKET)),
+        overlaps=bool(option("overlap_comm", step.stage == 3)),
+        persistent=int(option("stage3_param_persistence_threshold", PERSISTENT)),
+        live=int(option("stage3_max_live_parameters", REUSE)),
+        reuse=int(option("stage3_max_reuse_distance", REUSE)),
+        sub_group=int(option("sub_group_size", SUB_GROUP)) or SUB_GROUP,
+        numels=tuple((prod(layout.shape), layout.requires_grad) for layout in plan.layout),
+        module=_largest_module(plan),
         groups=_groups(plan, step),
-        offload_state=places["optimizer"] == "cpu",
-        offload_params=places["param"] == "cpu",
-        pins_state=deep("offload_optimizer.pin_memory", default=True) is not False,
-        at_once=bool(said.get(("bf16", "immediate_grad_update"), False)),
-        unknown=tuple(odd),
+        offload_state=_offload_device(settings, "optimizer") == "cpu",
+        offload_params=_offload_device(settings, "param") == "cpu",
+        pins_state=option("offload_optimizer.pin_memory", default=True) is not False,
+        at_once=bool(settings.get(("bf16", "immediate_grad_update"), False)),
+        unknown=_unknown(plan, step, settings),
     )
 
 
-NAMES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2}
-"""DeepSpeed's words for dtypes to their bytes."""
+def _option(settings: Settings, path: str, default: Any) -> Any:
+    """A setting of ``zero_optimization``, by its dotted path."""
+    return settings.get(("zero_optimization", *path.split(".")), default)
 
 
-def look_offload(said: dict[tuple[str, ...], Any], kind: str) -> str:
-    """Where ``offload_optimizer`` or ``offload_param`` puts its tensors."""
-    return str(said.get(("zero_optimization", f"offload_{kind}", "device"), "none"))
+def _offload_device(settings: Settings, kind: str) -> str:
+    """Where ``offload_optimizer`` or ``offload_param`` puts its tensors: ``none``, ``cpu``, ``nvme``."""
+    return str(_option(settings, f"offload_{kind}.device", "none"))
 
 
-def _module(plan: Plan) -> int:
+def _unknown(plan: Plan, step: InitializeDeepSpeed, settings: Settings) -> tuple[str, ...]:
+    """What this call asks for and no formula knows, a few words each."""
+    words = [name for name in OTHERWISE if _option(settings, name, None) not in (None, False, 0, 1, 1.0, -1)]
+    words += [f"{name}=false" for name in USUALLY if _option(settings, name, default=True) is False]
+    words += [name for name in LOW if settings.get(tuple(name.split(".")), False)]
+    devices = (_offload_device(settings, kind) for kind in ("optimizer", "param"))
+    words += [f"offload to {device}" for device in devices if device not in ("none", "cpu")]
+    words += ["ZeRO stage 0"] * (step.stage == 0)
+    words += ["dtypes that differ"] * (len({layout.dtype for layout in plan.layout}) > 1)
+    words += ["DeepSpeed's own tensor parallelism"] * any("split" in layout.placements for layout in plan.layout)
+    return tuple(words)
+
+
+def _largest_module(plan: Plan) -> int:
+    """Elements of the largest module: of its own parameters, or of all inside where it is marked as a leaf."""
     leaves = next((set(p.step.paths) for p in plan.steps if isinstance(p.step, MarkLeafModules)), set())
-    found: Counter[str] = Counter()
-    for one in plan.layout:
-        owner = one.name.rpartition(".")[0]
-        above = [owner[:end] for end, mark in enumerate(owner) if mark == "."]
-        found[next((path for path in (*above, owner) if path in leaves), owner)] += prod(one.shape)
-    return max(found.values(), default=0)
+    numels: Counter[str] = Counter()
+    for layout in plan.layout:
+        module = layout.name.rpartition(".")[0]
+        outer = [module[:end] for end, mark in enumerate(module) if mark == "."]
+        numels[next((path for path in (*outer, module) if path in leaves), module)] += prod(layout.shape)
+    return max(numels.values(), default=0)
 
 
 def _groups(plan: Plan, step: InitializeDeepSpeed) -> tuple[tuple[int, ...], ...]:
-    """A group that trains nothing, and a parameter without elements, leave no trace."""
-    held = {one.name: prod(one.shape) for one in plan.layout if one.requires_grad}
-    seen = plan.facts.optimizer
-    if step.optimizer != "given" or seen is None:
-        return (tuple(numel for numel in held.values() if numel),)
-    found = [tuple(held[name] for name in group.slots if name and held.get(name)) for group in seen.groups]
-    return tuple(some for some in found if some)
+    """Elements of the parameters of each optimizer group; empty parameters and groups without any are left out."""
+    numels = {layout.name: prod(layout.shape) for layout in plan.layout if layout.requires_grad}
+    optimizer = plan.facts.optimizer
+    if step.optimizer != "given" or optimizer is None:
+        return (tuple(numel for numel in numels.values() if numel),)
+    groups = (tuple(numels[name] for name in group.slots if name and numels.get(name)) for group in optimizer.groups)
+    return tuple(group for group in groups if group)
 
 
-def optimizer_of(plan: Plan, usual: OptimizerOf | None) -> OptimizerOf | None:
-    """The optimizer that steps in the end: DeepSpeed's form of the given one, or that of its config."""
+def optimizer_of(plan: Plan, usual: OptimizerInputs | None) -> OptimizerInputs | None:
+    """The optimizer that steps in the end: ``usual``, DeepSpeed's form of it, or that of DeepSpeed's own config."""
     for planned in plan.steps:
         match planned.step:
             case ConvertOptimizer(algorithm=name):
-                return OptimizerOf(name=name, module="deepspeed", groups=usual.groups if usual else ((),))
+                return OptimizerInputs(name=name, module="deepspeed", groups=usual.groups if usual else ((),))
             case InitializeDeepSpeed(optimizer="section", settings=settings):
-                kind = next((json.loads(s.value) for s in settings if s.path == ("optimizer", "type")), "")
-                return OptimizerOf(name=SECTIONS.get(str(kind).lower(), str(kind)), module="deepspeed", groups=((),))
+                kind = next((json.loads(entry.value) for entry in settings if entry.path == ("optimizer", "type")), "")
+                return OptimizerInputs(
+                    name=SECTIONS.get(str(kind).lower(), str(kind)), module="deepspeed", groups=((),)
+                )
             case _:
                 pass
     return usual

@@ -22,7 +22,7 @@ def diff_text(changes: Sequence[Change]) -> str:
     """Every change, and their number at the end."""
     if not changes:
         return "the plans are equal"
-    lines = [line for some in _alike(changes) for line in _change_lines(some)]
+    lines = [line for alike in _alike(changes) for line in _change_lines(alike)]
     return "\n".join((*lines, count(len(changes), "difference")))
 
 
@@ -52,8 +52,8 @@ def _change_lines(alike: list[Change]) -> Iterator[str]:
     where = _places(alike)
     match change:
         case Set():
-            old = _joined([one.before for one in alike if isinstance(one, Set)])
-            new = _joined([one.after for one in alike if isinstance(one, Set)])
+            old = _joined([other.before for other in alike if isinstance(other, Set)])
+            new = _joined([other.after for other in alike if isinstance(other, Set)])
             if len(where) + len(old) + len(new) <= WIDTH:
                 yield f"{where}: {old} -> {new}"
             else:
@@ -67,11 +67,12 @@ def _change_lines(alike: list[Change]) -> Iterator[str]:
 
 
 def _places(alike: Sequence[Change]) -> str:
-    paths = [(*one.path, one.index) if isinstance(one, Splice) else one.path for one in alike]
+    paths = [(*change.path, change.index) if isinstance(change, Splice) else change.path for change in alike]
     if len(paths) == 1:
         return place(paths[0])
-    found = collapse(".".join(map(str, path)) for path in paths)
-    return f"{', '.join(one.text for one in found[:4])}{' ...' if len(found) > 4 else ''} ({len(paths):,} places)"
+    places = collapse(".".join(map(str, path)) for path in paths)
+    more = " ..." if len(places) > 4 else ""
+    return f"{', '.join(entry.text for entry in places[:4])}{more} ({len(paths):,} places)"
 
 
 def _joined(values: Sequence[Any]) -> str:

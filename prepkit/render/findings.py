@@ -10,7 +10,7 @@ def findings_text(findings: tuple[Finding, ...]) -> str:
     """Every finding, and their number at the end."""
     if not findings:
         return "no findings"
-    bad = len(errors(findings))
-    counts = ((bad, "error"), (len(findings) - bad, "warning"))
-    said = ", ".join(count(number, noun) for number, noun in counts if number)
-    return "\n".join((*map(str, findings), said))
+    refusing = len(errors(findings))
+    counts = ((refusing, "error"), (len(findings) - refusing, "warning"))
+    summary = ", ".join(count(number, noun) for number, noun in counts if number)
+    return "\n".join((*map(str, findings), summary))

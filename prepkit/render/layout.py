@@ -54,7 +54,9 @@ def unit_classes(plan: Plan) -> tuple[UnitClass, ...]:
     classes = {module.path: model.classes[module.cls].name for module in model.modules}
     alike: dict[object, list[str]] = {}
     for path, layouts in units.items():
-        form = tuple((_inside(one), one.shape, one.dtype, one.placements, one.requires_grad) for one in layouts)
+        form = tuple(
+            (_inside(layout), layout.shape, layout.dtype, layout.placements, layout.requires_grad) for layout in layouts
+        )
         alike.setdefault((classes.get(path, ""), form), []).append(path)
     return tuple(
         UnitClass(cls=classes.get(paths[0], ""), paths=tuple(paths), layouts=tuple(units[paths[0]]))
@@ -67,12 +69,12 @@ def extremes(plan: Plan, layouts: Iterable[ParamLayout]) -> tuple[int, int]:
 
     Chunks never grow from one rank to the next (``torch.chunk``), so these are the last rank and rank 0.
     """
-    some = tuple(layouts)
-    if any(map(_is_cut, some)):
-        whole = sum(_whole(one) for one in some if one.flat is None)
-        size = whole + sum(part.shard * itemsize(dtype) for part, dtype in _flat_parameters(some))
+    params = tuple(layouts)
+    if any(map(_is_cut, params)):
+        whole = sum(_whole(layout) for layout in params if layout.flat is None)
+        size = whole + sum(part.shard * itemsize(dtype) for part, dtype in _flat_parameters(params))
         return size, size
-    most, least = (sum(_held(plan, one, rank) for one in some) for rank in (0, plan.world_size - 1))
+    most, least = (sum(_held(plan, layout, rank) for layout in params) for rank in (0, plan.world_size - 1))
     return least, most
 
 
@@ -82,8 +84,8 @@ def _is_cut(layout: ParamLayout) -> bool:
 
 def _flat_parameters(layouts: Iterable[ParamLayout]) -> Iterator[tuple[FlatPart, str]]:
     """One part and the dtype of every flat parameter that these lie in; its shards are equal on all ranks."""
-    found = {one.unit: (one.flat, one.dtype) for one in layouts if one.flat is not None}
-    yield from found.values()
+    flat_params = {layout.unit: (layout.flat, layout.dtype) for layout in layouts if layout.flat is not None}
+    yield from flat_params.values()
 
 
 def _held(plan: Plan, layout: ParamLayout, rank: int) -> int:
@@ -104,30 +106,30 @@ def _span(plan: Plan, layouts: Iterable[ParamLayout]) -> str:
 
 
 def _unit_lines(plan: Plan, unit: UnitClass) -> Iterator[str]:
-    where = ", ".join(one.text or "(root)" for one in islice(collapse(unit.paths), 4))
+    where = ", ".join(paths.text or "(root)" for paths in islice(collapse(unit.paths), 4))
     times = f"{len(unit.paths)} x " if len(unit.paths) > 1 else ""
     each = " each" if times else ""
     size = in_bytes(sum(map(_whole, unit.layouts)))
-    if any(one.placements or _is_cut(one) for one in unit.layouts):
+    if any(layout.placements or _is_cut(layout) for layout in unit.layouts):
         size += f" -> {_span(plan, unit.layouts)}"
     yield ""
     yield f"  {times}{unit.cls} {where}: {count(len(unit.layouts), 'parameter')}{each}, {size}{each}"
     rows = tuple(_rows(plan, unit))
     yield from aligned(tuple(text for text, _ in rows[:ROWS]), indent=4)
-    if left := tuple(one for _, some in rows[ROWS:] for one in some):
-        held = "" if any(map(_is_cut, left)) else f", {_span(plan, left)} on a rank"
-        yield f"    and {len(left):,} more parameters{held}"
+    if left := tuple(layout for _, members in rows[ROWS:] for layout in members):
+        on_a_rank = "" if any(map(_is_cut, left)) else f", {_span(plan, left)} on a rank"
+        yield f"    and {len(left):,} more parameters{on_a_rank}"
 
 
 def _rows(plan: Plan, unit: UnitClass) -> Iterator[tuple[tuple[str, ...], tuple[ParamLayout, ...]]]:
     alike: dict[object, dict[str, ParamLayout]] = {}
-    for one in unit.layouts:
-        key = (one.shape, one.dtype, one.placements, one.requires_grad, one.flat)
-        alike.setdefault(key, {})[_inside(one)] = one
-    found = [(collapsed, some) for some in alike.values() for collapsed in collapse(some)]
-    order = {_inside(one): position for position, one in enumerate(unit.layouts)}
-    for collapsed, some in sorted(found, key=lambda pair: order[pair[0].names[0]]):
-        members = tuple(some[name] for name in collapsed.names)
+    for layout in unit.layouts:
+        key = (layout.shape, layout.dtype, layout.placements, layout.requires_grad, layout.flat)
+        alike.setdefault(key, {})[_inside(layout)] = layout
+    groups = [(collapsed, by_name) for by_name in alike.values() for collapsed in collapse(by_name)]
+    order = {_inside(layout): position for position, layout in enumerate(unit.layouts)}
+    for collapsed, by_name in sorted(groups, key=lambda pair: order[pair[0].names[0]]):
+        members = tuple(by_name[name] for name in collapsed.names)
         yield (collapsed.text, _times(len(members)), *_cells(plan, members[0])), members
 
 

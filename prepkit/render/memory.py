@@ -15,89 +15,89 @@ SHOWN = 2
 
 def memory_lines(plan: Plan) -> Iterator[str]:
     """The sections ``memory`` and ``traffic`` of a plan's page."""
-    made = predict(plan)
-    if not made.classes:
-        yield f"memory: not predicted ({'; '.join(made.not_predicted)})"
+    prediction = predict(plan)
+    if not prediction.classes:
+        yield f"memory: not predicted ({'; '.join(prediction.not_predicted)})"
         return
-    yield f"memory of a rank, {made.about}{_budget(plan, made)}"
-    yield from aligned(tuple(_memory(made)), indent=2)
-    yield from (f"  not predicted: {one}" for one in made.not_predicted)
+    yield f"memory of a rank, {prediction.about}{_budget(plan, prediction)}"
+    yield from aligned(tuple(_memory(prediction)), indent=2)
+    yield from (f"  not predicted: {entry}" for entry in prediction.not_predicted)
     yield ""
-    if made.traffic:
-        yield f"traffic of a rank per optimizer step: {in_bytes(made.sent)} sent"
-        yield from aligned(tuple(_traffic(one) for one in made.traffic), indent=2)
+    if prediction.traffic:
+        yield f"traffic of a rank per optimizer step: {in_bytes(prediction.sent)} sent"
+        yield from aligned(tuple(_traffic(entry) for entry in prediction.traffic), indent=2)
     else:
         yield "traffic: none"
     yield ""
     yield "what it means"
-    yield from (f"  {note}" for note in made.notes)
+    yield from (f"  {note}" for note in prediction.notes)
 
 
-def _budget(plan: Plan, made: Prediction) -> str:
+def _budget(plan: Plan, prediction: Prediction) -> str:
     memory = plan.facts.env.memory
-    floor, most = max(one.floor() for one in made.classes), made.fullest.total()
+    floor, most = max(ranks.floor() for ranks in prediction.classes), prediction.fullest.total()
     needs = f": {in_bytes(floor)} for certain, {in_bytes(most)} at most"
     return needs + (f", of {in_bytes(memory)}" if memory else "")
 
 
-def columns(made: Prediction) -> tuple[tuple[str, RankClass], ...]:
+def columns(prediction: Prediction) -> tuple[tuple[str, RankClass], ...]:
     """The fullest and the emptiest kind of rank with their names; one where all ranks are alike."""
-    most, least = made.fullest, made.emptiest
+    most, least = prediction.fullest, prediction.emptiest
     if most == least:
-        return ((called(made, most), most),)
-    return ((f"fullest: {called(made, most)}", most), (f"emptiest: {called(made, least)}", least))
+        return ((called(prediction, most), most),)
+    return ((f"fullest: {called(prediction, most)}", most), (f"emptiest: {called(prediction, least)}", least))
 
 
-def called(made: Prediction, some: RankClass) -> str:
+def called(prediction: Prediction, ranks: RankClass) -> str:
     """``every rank``, ``rank 511``, ``rank 3 and 63 like it``."""
-    if some.ranks == made.world_size:
-        return "every rank" if some.ranks > 1 else "the only rank"
-    return f"rank {some.first * made.parts}" + (f" and {some.ranks - 1:,} like it" if some.ranks > 1 else "")
+    if ranks.ranks == prediction.world_size:
+        return "every rank" if ranks.ranks > 1 else "the only rank"
+    return f"rank {ranks.first * prediction.tensor}" + (f" and {ranks.ranks - 1:,} like it" if ranks.ranks > 1 else "")
 
 
-def _memory(made: Prediction) -> Iterator[tuple[str, ...]]:
-    shown = columns(made)
-    yield ("", *(name for name, _ in shown), "", "")
-    for category, place in made.categories():
-        cells = tuple(in_bytes(one.category(category, place)) for _, one in shown)
+def _memory(prediction: Prediction) -> Iterator[tuple[str, ...]]:
+    classes = columns(prediction)
+    yield ("", *(name for name, _ in classes), "", "")
+    for category, place in prediction.categories():
+        cells = tuple(in_bytes(ranks.category(category, place)) for _, ranks in classes)
         yield (
             _name(category, place),
             *cells,
-            label(shown[0][1], category, place),
-            _whats(shown[0][1], category, place),
+            label(classes[0][1], category, place),
+            _whats(classes[0][1], category, place),
         )
     places: tuple[Place, Place] = ("device", "host")
     for place in places:
-        if any(one.total(place) for _, one in shown):
-            yield (f"all, {place}", *(in_bytes(one.total(place)) for _, one in shown), "", "")
+        if any(ranks.total(place) for _, ranks in classes):
+            yield (f"all, {place}", *(in_bytes(ranks.total(place)) for _, ranks in classes), "", "")
 
 
 def _name(category: Category, place: Place) -> str:
     return category + (" (host)" if place == "host" else "")
 
 
-def label(some: RankClass, category: Category, place: Place) -> str:
+def label(ranks: RankClass, category: Category, place: Place) -> str:
     """The weakest label among the terms of a category."""
-    labels = [t.label for t in some.terms if t.category == category and t.place == place and t.bytes]
+    labels = [t.label for t in ranks.terms if t.category == category and t.place == place and t.bytes]
     return max(labels, key=tuple(Label).index).value if labels else ""
 
 
-def _whats(some: RankClass, category: Category, place: Place) -> str:
+def _whats(ranks: RankClass, category: Category, place: Place) -> str:
     """What they are, the largest first; the report names them all."""
-    terms = [t for t in some.terms if t.category == category and t.place == place and t.bytes]
+    terms = [t for t in ranks.terms if t.category == category and t.place == place and t.bytes]
     terms.sort(key=lambda term: -term.bytes)
     left = f" and {len(terms) - SHOWN} more" if len(terms) > SHOWN else ""
     return "; ".join(term.what for term in terms[:SHOWN]) + left
 
 
-def _traffic(one: Traffic) -> tuple[str, ...]:
-    over = f"over {count(one.ranks, 'rank')}" if one.ranks > 1 else ""
+def _traffic(entry: Traffic) -> tuple[str, ...]:
+    over = f"over {count(entry.ranks, 'rank')}" if entry.ranks > 1 else ""
     return (
-        one.collective,
-        one.what,
-        count(one.calls, "call"),
-        f"{in_bytes(one.bytes)} whole",
-        f"{in_bytes(one.sent)} {'copied' if one.collective == 'host copy' else 'sent'}",
+        entry.collective,
+        entry.what,
+        count(entry.calls, "call"),
+        f"{in_bytes(entry.bytes)} whole",
+        f"{in_bytes(entry.sent)} {'copied' if entry.collective == 'host copy' else 'sent'}",
         over,
-        one.label.value,
+        entry.label.value,
     )

@@ -30,13 +30,14 @@ def plan_text(plan: Plan) -> str:
 
 
 def _header(plan: Plan) -> Iterator[str]:
-    made = plan.provenance
+    provenance = plan.provenance
+    sources = f"config {_digest(provenance.config)}, facts {_digest(provenance.facts)}"
     yield title(plan.config, plan.facts)
     yield from about_lines(
         (
-            *about(plan.config, plan.facts, plan.mesh, plan.owners, made.assumed),
-            ("digest", f"{_digest(plan_digest(plan))} (config {_digest(made.config)}, facts {_digest(made.facts)})"),
-            ("made by", f"prepkit {made.prepkit}"),
+            *about(plan.config, plan.facts, plan.mesh, plan.owners, provenance.assumed),
+            ("digest", f"{_digest(plan_digest(plan))} ({sources})"),
+            ("made by", f"prepkit {provenance.prepkit}"),
         )
     )
 

@@ -20,12 +20,12 @@ from prepkit.render.tree import Node, tree
 
 
 @frozen(kw_only=True)
-class Shown:
-    """A plan on its way to the page."""
+class PagePlan:
+    """One of the plans that a page shows, with what is said of it."""
 
     name: str
     plan: Plan
-    made: Prediction
+    prediction: Prediction
     memory: int | None
     """Budget of one device."""
 
@@ -39,71 +39,76 @@ def report(plans: Sequence[tuple[str, Plan]], memory: int | None = None, activat
     """
     if not 1 <= len(plans) <= 2:
         raise ValueError(f"a report shows one plan or two, not {len(plans)}; give one or two files")
-    shown = [Shown(name=n, plan=p, made=predict(p, activations), memory=memory or p.facts.env.memory) for n, p in plans]
-    scale = max(max(_totals(one), default=1) for one in shown)
-    scale = max(scale, *(one.memory or 0 for one in shown), 1)
-    parts: tuple[tuple[str, Callable[[Shown], str]], ...] = (
-        ("Memory", lambda one: _memory(one, scale, 1000 if len(shown) == 1 else 560)),
+    page_plans = [
+        PagePlan(name=n, plan=p, prediction=predict(p, activations), memory=memory or p.facts.env.memory)
+        for n, p in plans
+    ]
+    scale = max(max(_totals(page_plan), default=1) for page_plan in page_plans)
+    scale = max(scale, *(page_plan.memory or 0 for page_plan in page_plans), 1)
+    parts: tuple[tuple[str, Callable[[PagePlan], str]], ...] = (
+        ("Memory", lambda page_plan: _memory(page_plan, scale, 1000 if len(page_plans) == 1 else 560)),
         ("Traffic per optimizer step", _traffic),
         ("What it means", _notes),
         ("Findings", _findings),
-        ("Structure", lambda one: _node(tree(one.plan), level=0)),
+        ("Structure", lambda page_plan: _node(tree(page_plan.plan), level=0)),
         ("Steps", _steps),
     )
-    body = _columns([_head(one) for one in shown])
-    if len(shown) == 2:
-        body += tag("h2", "Differences") + _differences(shown[0], shown[1])
+    body = _columns([_head(page_plan) for page_plan in page_plans])
+    if len(page_plans) == 2:
+        body += tag("h2", "Differences") + _differences(page_plans[0], page_plans[1])
     for title, part in parts:
-        body += tag("h2", title) + _columns([part(one) for one in shown])
-    return page(" and ".join(one.name for one in shown), body)
+        body += tag("h2", title) + _columns([part(page_plan) for page_plan in page_plans])
+    return page(" and ".join(page_plan.name for page_plan in page_plans), body)
 
 
 def _columns(cells: Sequence[str]) -> str:
     return tag("div", "".join(tag("section", cell) for cell in cells), "columns two" if len(cells) == 2 else "columns")
 
 
-def _totals(one: Shown) -> Iterator[int]:
+def _totals(page_plan: PagePlan) -> Iterator[int]:
     places: tuple[Place, Place] = ("device", "host")
-    yield from (some.total(place) for some in one.made.classes for place in places)
+    yield from (ranks.total(place) for ranks in page_plan.prediction.classes for place in places)
 
 
-def _head(one: Shown) -> str:
-    plan = one.plan
+def _head(page_plan: PagePlan) -> str:
+    plan = page_plan.plan
     name = plan.facts.model.classes[plan.facts.model.modules[0].cls].name
     engine = type(plan.config.engine).__name__
     lead = f"{name}, {engine} over {count(plan.world_size, 'rank')} ({axes(plan.mesh)}), {plan.facts.env.device}"
-    return tag("h1", text(one.name)) + tag("p", text(lead), "lead") + _verdict(one)
+    return tag("h1", text(page_plan.name)) + tag("p", text(lead), "lead") + _verdict(page_plan)
 
 
-def _verdict(one: Shown) -> str:
-    if not one.made.classes:
-        return tag("p", text(f"not predicted: {'; '.join(one.made.not_predicted)}"), "warning")
-    floor, most = max(some.floor() for some in one.made.classes), one.made.fullest.total()
-    need = f"{in_bytes(floor)} for certain, {in_bytes(most)} at most, {one.made.about}"
-    if one.memory is None:
+def _verdict(page_plan: PagePlan) -> str:
+    if not page_plan.prediction.classes:
+        return tag("p", text(f"not predicted: {'; '.join(page_plan.prediction.not_predicted)}"), "warning")
+    floor, most = max(ranks.floor() for ranks in page_plan.prediction.classes), page_plan.prediction.fullest.total()
+    need = f"{in_bytes(floor)} for certain, {in_bytes(most)} at most, {page_plan.prediction.about}"
+    if page_plan.memory is None:
         return tag("p", text(f"A rank's device holds {need}. No memory of a device is declared."))
-    cls, word = ("yes", "fits") if most <= one.memory else ("warning", "may not fit")
-    cls, word = ("error", "does not fit") if floor > one.memory else (cls, word)
-    return tag("p", tag("strong", word, cls) + text(f" into {in_bytes(one.memory)}: {need}."))
+    cls, word = ("yes", "fits") if most <= page_plan.memory else ("warning", "may not fit")
+    cls, word = ("error", "does not fit") if floor > page_plan.memory else (cls, word)
+    return tag("p", tag("strong", word, cls) + text(f" into {in_bytes(page_plan.memory)}: {need}."))
 
 
-def _memory(one: Shown, scale: int, width: int) -> str:
-    if not one.made.classes:
+def _memory(page_plan: PagePlan, scale: int, width: int) -> str:
+    if not page_plan.prediction.classes:
         return tag("p", "not predicted", "dim")
-    shown = columns(one.made)
-    device = [(_short(name), _segments(one, some, "device")) for name, some in shown]
+    classes = columns(page_plan.prediction)
+    device = [(_short(name), _segments(page_plan, ranks, "device")) for name, ranks in classes]
     # A few counters in host memory are no bar; the table has them.
     host = [
-        (f"{_short(n)}, host", _segments(one, some, "host")) for n, some in shown if some.total("host") > scale / 500
+        (f"{_short(n)}, host", _segments(page_plan, ranks, "host"))
+        for n, ranks in classes
+        if ranks.total("host") > scale / 500
     ]
-    terms = sorted(one.made.fullest.terms, key=lambda term: (CATEGORIES.index(term.category), -term.bytes))
+    terms = sorted(page_plan.prediction.fullest.terms, key=lambda term: (CATEGORIES.index(term.category), -term.bytes))
     rows = [
         (swatch(term.category), text(term.what), text(term.place), text(term.label.value), text(in_bytes(term.bytes)))
         for term in terms
         if term.bytes
     ]
-    who = tag("p", text("; ".join(name for name, _ in shown)), "dim") if len(shown) > 1 else ""
-    picture = bars(device, host, one.memory, int(scale * 1.02), width)
+    who = tag("p", text("; ".join(name for name, _ in classes)), "dim") if len(classes) > 1 else ""
+    picture = bars(device, host, page_plan.memory, int(scale * 1.02), width)
     return picture + who + table(("category", "what, on the fullest rank", "where", "how sure", "bytes"), rows, (4,))
 
 
@@ -111,70 +116,73 @@ def _short(name: str) -> str:
     return name.partition(":")[0] + (" rank" if ":" in name else "")
 
 
-def _segments(one: Shown, some: RankClass, place: Place) -> list[tuple[str, int]]:
-    names = dict.fromkeys(category for category, _ in one.made.categories())
-    return [(name, size) for name in names if (size := some.category(name, place))]
+def _segments(page_plan: PagePlan, ranks: RankClass, place: Place) -> list[tuple[str, int]]:
+    names = dict.fromkeys(category for category, _ in page_plan.prediction.categories())
+    return [(name, size) for name in names if (size := ranks.category(name, place))]
 
 
-def _traffic(one: Shown) -> str:
+def _traffic(page_plan: PagePlan) -> str:
     rows = [
         (
-            text(each.collective), text(each.what), text(f"{each.calls:,}"),
-            text(f"{each.axis}, {count(each.ranks, 'rank')}" if each.ranks > 1 else ""),
-            text(in_bytes(each.bytes)), text(in_bytes(each.sent)), text(each.label.value),
+            text(entry.collective), text(entry.what), text(f"{entry.calls:,}"),
+            text(f"{entry.axis}, {count(entry.ranks, 'rank')}" if entry.ranks > 1 else ""),
+            text(in_bytes(entry.bytes)), text(in_bytes(entry.sent)), text(entry.label.value),
         )
-        for each in one.made.traffic
+        for entry in page_plan.prediction.traffic
     ]  # fmt: skip
     return table(("collective", "what", "calls", "over", "whole", "sent by a rank", "how sure"), rows, (2, 4, 5))
 
 
-def _notes(one: Shown) -> str:
-    said = (*one.made.notes, *(f"Not predicted: {each}." for each in one.made.not_predicted))
-    return tag("ul", "".join(tag("li", text(note)) for note in said))
+def _notes(page_plan: PagePlan) -> str:
+    notes = (
+        *page_plan.prediction.notes,
+        *(f"Not predicted: {phrase}." for phrase in page_plan.prediction.not_predicted),
+    )
+    return tag("ul", "".join(tag("li", text(note)) for note in notes))
 
 
-def _findings(one: Shown) -> str:
+def _findings(page_plan: PagePlan) -> str:
     def item(finding: Finding, accepted: str = "") -> str:
         head = tag("strong", text(f"{finding.severity.value}{accepted} "), finding.severity.value)
         where = tag("code", text(f"{finding.rule} at {finding.where}"))
         return tag("li", f"{head}{where}<br>{text(finding.what)}<br>{tag('span', text('fix: ' + finding.fix), 'dim')}")
 
-    items = [item(finding) for finding in one.plan.warnings]
-    items += [item(finding, ", accepted") for finding in one.plan.overridden]
+    items = [item(finding) for finding in page_plan.plan.warnings]
+    items += [item(finding, ", accepted") for finding in page_plan.plan.overridden]
     return tag("ul", "".join(items)) if items else tag("p", "none", "dim")
 
 
 def _node(node: Node, level: int) -> str:
-    where = ", ".join(each.text or "(root)" for each in collapse(node.paths)[:4])
+    where = ", ".join(paths.text or "(root)" for paths in collapse(node.paths)[:4])
     times = f"{len(node.paths)} x " if len(node.paths) > 1 else ""
     sizes = in_bytes(node.whole)
     if node.gathered:
         sizes += f" whole, {in_bytes(node.kept)} a rank, {in_bytes(node.gathered)} gathered"
     name = f"{text(times)}<b>{text(node.cls)}</b> {tag('code', text(where))} {text(sizes)}"
     head = f"{name} {tag('span', text(', '.join(node.marks)), 'dim')}"
-    inside = "".join(_node(each, level + 1) for each in node.inside)
+    inside = "".join(_node(inner, level + 1) for inner in node.inside)
     return f"<details{' open' if level < 2 else ''}><summary>{head}</summary>{inside}</details>"
 
 
-def _steps(one: Shown) -> str:
+def _steps(page_plan: PagePlan) -> str:
     rows = [
         (
             text(number), tag("code", text(type(planned.step).__name__)),
             text(effect(planned.step)) + "<br>" + tag("span", text(f"because {planned.reason}"), "dim"),
             tag("span", text(", ".join(planned.behaviour_ids)), "dim"),
         )
-        for number, planned in enumerate(one.plan.steps, start=1)
+        for number, planned in enumerate(page_plan.plan.steps, start=1)
     ]  # fmt: skip
     return table(("", "step", "what it does, and why", "source"), rows)
 
 
-def _differences(a: Shown, b: Shown) -> str:
-    numbers = _compared(a.made, b.made)
-    found = diff(a.plan, b.plan)
-    said = tag("summary", text(count(len(found), "change"))) + tag("pre", text(diff_text(found)), "mono")
-    changes = f"<details open>{said}</details>" if found else tag("p", "The plans are equal.", "dim")
+def _differences(a: PagePlan, b: PagePlan) -> str:
+    numbers = _compared(a.prediction, b.prediction)
+    changes = diff(a.plan, b.plan)
+    summary = tag("summary", text(count(len(changes), "change"))) + tag("pre", text(diff_text(changes)), "mono")
+    details = f"<details open>{summary}</details>" if changes else tag("p", "The plans are equal.", "dim")
     head = ("on the fullest rank", "first plan", "second plan", "difference")
-    return table(head, numbers, (1, 2, 3)) + changes
+    return table(head, numbers, (1, 2, 3)) + details
 
 
 def _compared(a: Prediction, b: Prediction) -> list[tuple[str, str, str, str]]:

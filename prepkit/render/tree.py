@@ -8,8 +8,9 @@ from attrs import frozen
 
 from prepkit.findings.text import aligned, collapse, count, in_bytes
 from prepkit.plan import Plan
-from prepkit.predict import sized
-from prepkit.predict.inputs import job_of
+from prepkit.plan.flat_layout import frees_after_forward
+from prepkit.predict import unit_sizes
+from prepkit.predict.inputs import inputs_of
 from prepkit.steps import CheckpointModules, CompileModules, FlatUnit, ShardUnits, WrapFSDP1
 
 SHOWN = ShardUnits | WrapFSDP1 | CheckpointModules | CompileModules
@@ -42,7 +43,7 @@ def tree_lines(plan: Plan) -> Iterator[str]:
 
 
 def _rows(node: Node, depth: int) -> Iterator[tuple[str, ...]]:
-    where = ", ".join(one.text or "(root)" for one in collapse(node.paths)[:4])
+    where = ", ".join(paths.text or "(root)" for paths in collapse(node.paths)[:4])
     times = f"{len(node.paths)} x " if len(node.paths) > 1 else ""
     cells = (in_bytes(node.whole), f"-> {in_bytes(node.kept)} a rank" if node.gathered else "")
     gathered = f"{in_bytes(node.gathered)} gathered" if node.gathered else ""
@@ -53,16 +54,15 @@ def _rows(node: Node, depth: int) -> Iterator[tuple[str, ...]]:
 
 def tree(plan: Plan) -> Node:
     """The root with everything that is sharded, checkpointed or compiled by itself inside it."""
-    made = job_of(plan)
+    inputs = inputs_of(plan)
     marks = _marks(plan)
     shards = any(isinstance(planned.step, ShardUnits | WrapFSDP1) for planned in plan.steps)
-    each = sized(made)
+    sizes = unit_sizes(inputs)
     units = {
-        one.path: (
-            made.contents[one.content].bytes(), each[one.content].kept, each[one.content].gathered if shards else 0
-        )
-        for one in made.units
-    }  # fmt: skip
+        unit.path: (content.bytes(), size.kept, size.gathered if shards else 0)
+        for unit in inputs.units
+        for content, size in ((inputs.contents[unit.content], sizes[unit.content]),)
+    }
     classes = {m.path: plan.facts.model.classes[m.cls].name for m in plan.facts.model.modules}
     inside: dict[str, list[str]] = {}
     for path in classes:  # the order of the modules
@@ -79,7 +79,7 @@ def _holder(path: str, known: set[str]) -> str:
 
 
 def _marks(plan: Plan) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    marks: dict[str, tuple[str, ...]] = {}
     for planned in plan.steps:
         match planned.step:
             case ShardUnits(units=units):
@@ -93,14 +93,14 @@ def _marks(plan: Plan) -> dict[str, tuple[str, ...]]:
             case _:
                 pairs = []
         for path, mark in pairs:
-            found[path] = (*found.get(path, ()), mark)
-    return found
+            marks[path] = (*marks.get(path, ()), mark)
+    return marks
 
 
 def _flat(sharding: str, unit: FlatUnit) -> str:
-    frees = sharding in ("FULL_SHARD", "HYBRID_SHARD") and bool(unit.path)
-    said = _after(frees, unit.path) if sharding != "NO_SHARD" else "unit, whole on every rank"
-    return f"flat {said}{', in float32' if unit.full_precision else ''}"
+    frees = frees_after_forward(sharding) and bool(unit.path)
+    words = _after(frees, unit.path) if sharding != "NO_SHARD" else "unit, whole on every rank"
+    return f"flat {words}{', in float32' if unit.full_precision else ''}"
 
 
 def _after(reshard: bool | int, path: str) -> str:
@@ -117,7 +117,7 @@ def _node(
     inside: dict[str, list[str]],
 ) -> Node:
     whole, kept, gathered = sizes.get(path, (0, 0, 0))
-    children = [_node(one, sizes, classes, marks, inside) for one in inside.get(path, ())]
+    children = [_node(inner, sizes, classes, marks, inside) for inner in inside.get(path, ())]
     return Node(
         paths=(path,),
         cls=classes.get(path, ""),
@@ -131,18 +131,18 @@ def _node(
 
 def _merged(nodes: list[Node]) -> tuple[Node, ...]:
     """Equal neighbours as one; two are equal when they differ in their paths only."""
-    found: dict[object, list[Node]] = {}
+    alike: dict[object, list[Node]] = {}
     for node in nodes:
-        found.setdefault(_form(node), []).append(node)
+        alike.setdefault(_form(node), []).append(node)
     return tuple(
         Node(
-            paths=tuple(path for one in some for path in one.paths),
-            cls=some[0].cls, marks=some[0].marks, whole=some[0].whole, kept=some[0].kept,
-            gathered=some[0].gathered, inside=some[0].inside,
+            paths=tuple(path for node in nodes for path in node.paths),
+            cls=nodes[0].cls, marks=nodes[0].marks, whole=nodes[0].whole, kept=nodes[0].kept,
+            gathered=nodes[0].gathered, inside=nodes[0].inside,
         )
-        for some in found.values()
+        for nodes in alike.values()
     )  # fmt: skip
 
 
 def _form(node: Node) -> object:
-    return (node.cls, node.marks, node.whole, node.kept, node.gathered, tuple(_form(one) for one in node.inside))
+    return (node.cls, node.marks, node.whole, node.kept, node.gathered, tuple(_form(inner) for inner in node.inside))

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 from prepkit.config import FSDP1, Config, Mixed
 from prepkit.facts import ModelFacts, ParamFact
+from prepkit.plan.dtypes import itemsize
 from prepkit.plan.flat_layout import FlatPart, flatten
 from prepkit.resolve.fsdp1 import every_batch_norm
 from prepkit.steps import Axis
-
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def flat_shards(
@@ -31,8 +30,8 @@ def flat_shards(
     for path, params in flat_params.items():
         low = isinstance(cfg.precision, Mixed) and path not in norms
         own = "float32" if isinstance(cfg.precision, Mixed) else stored_dtypes[params[0].name]
-        itemsize = 2 if low else _BYTES.get(own, 4)
+        size = 2 if low else itemsize(own)
         sizes = tuple(param.numel for param in params)
-        parts = flatten(sizes, itemsize=itemsize, ranks=ranks, cut=sharded, original=cfg.engine.use_orig_params)
+        parts = flatten(sizes, itemsize=size, ranks=ranks, cut=sharded, original=cfg.engine.use_orig_params)
         places.update(zip((param.name for param in params), parts, strict=True))
     return places

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from prepkit.config import ActivationLayout, Config, DeepSpeed, TensorParallel, TPLayer, TPPlan, TPPlanFromModel
 from prepkit.facts import ClassFact, Env, ModelFacts, ParamFact
-from prepkit.plan.layout import DIMENSION
+from prepkit.plan.layout import sharded_dim
 from prepkit.resolve.mesh import size_of
 from prepkit.resolve.modules import matcher, parent
 from prepkit.steps import Axis, ParallelStyle
@@ -138,7 +138,7 @@ def tp_placements(modules: tuple[TPModule, ...], model: ModelFacts) -> dict[str,
 def tp_shards(placements: Mapping[str, TPPlacement], model: ModelFacts) -> tuple[tuple[ParamFact, int], ...]:
     """Every parameter that is sharded on the tensor axis, with the dimension in which it is."""
     params = (param for param in model.params if param.name in placements)
-    dims = ((param, DIMENSION.get(placements[param.name])) for param in params)
+    dims = ((param, sharded_dim(placements[param.name])) for param in params)
     return tuple((param, dim) for param, dim in dims if dim is not None and dim < len(param.shape))
 
 

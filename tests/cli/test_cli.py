@@ -260,6 +260,14 @@ def test_rules_lists_all_and_tells_all_about_one() -> None:
     assert (about["overridable"], about["repairs"]) == (False, True)
 
 
+def test_rules_also_explains_why_a_file_is_refused() -> None:
+    page = run("rules", "codec.foreign").stdout
+    assert page.startswith("error codec.foreign\n  holds     The file says of itself")
+    assert "pk.load" in page
+    [about] = json.loads(run("rules", "plan.other-model", "--json").stdout)["rules"]
+    assert (about["severity"], about["overridable"], about["repairs"]) == ("error", False, False)
+
+
 def test_rehearse_runs_the_plan_as_the_rank_asked_for(folder: Path) -> None:
     run("plan", "fsdp2.toml", *MAKE, "--world-size", "4", "-o", "plan.json")
     done = fresh("rehearse", "plan.json", *MAKE, "--rank", "3", OMP_NUM_THREADS="1")

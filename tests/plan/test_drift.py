@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from prepkit.facts import Facts
-from prepkit.plan.drift import Kind, drift, refusals
+from prepkit.plan.drift import DriftKind, drift, refusals
 from prepkit.testing import marked, tiny_facts, tiny_loader, tiny_model
 
 SEEN = tiny_facts(world=2, loader=tiny_loader())
@@ -28,7 +28,7 @@ def with_optimizer(**changes: Any) -> Facts:
     return evolve(SEEN, optimizer=evolve(SEEN.optimizer, **changes))
 
 
-CASES: dict[str, tuple[Facts, Kind, str, str]] = {
+CASES: dict[str, tuple[Facts, DriftKind, str, str]] = {
     "another shape": (with_param(shape=(9, 4)), "identity", "parameter embed.weight", "float32[9, 4]"),
     "another dtype": (with_param(dtype="bfloat16"), "identity", "parameter embed.weight", "bfloat16[8, 4]"),
     "a missing parameter": (with_model(params=SEEN.model.params[1:]), "identity", "parameter embed.weight", "absent"),

@@ -15,7 +15,7 @@ import torch
 
 from prepkit.config import BF16, DDP, FSDP1, FSDP2, AsStored, TensorParallel
 from prepkit.predict.ddp import DEFAULT_CAP, FIRST_BUCKET, bucket_sizes
-from prepkit.predict.optimizers import OptimizerOf, rule_of
+from prepkit.predict.optimizers import OptimizerInputs, state_formula
 from tests.support.drawn_models import Case, case, cut
 from tests.support.gang import ROOT, Gang
 from tests.support.measured_bytes import Row, measure
@@ -128,7 +128,7 @@ def test_bitsandbytes_state_is_as_predicted(name: str, shape: tuple[int, ...]) -
     optimizer = getattr(optim, name)([param])
     param.grad = torch.ones(shape)
     optimizer.step()
-    rule = rule_of(OptimizerOf(name=name, module=type(optimizer).__module__, groups=()))
+    rule = state_formula(OptimizerInputs(name=name, module=type(optimizer).__module__, groups=()))
     assert rule is not None
     assert rule(shape, shape, 4, {}).bytes == _stored(optimizer.state[param])
 
@@ -141,7 +141,7 @@ def test_torchao_state_is_as_predicted(name: str, shape: tuple[int, ...]) -> Non
     optimizer = getattr(optim, name)([param])
     buffers = [optimizer._new_buffer(param, signed=signed) for signed in (True, False)]  # stepping would compile
     parts = [getattr(b, part) for b in buffers for part in ("codes", "scale", "qmap") if hasattr(b, part)] or buffers
-    rule = rule_of(OptimizerOf(name=name, module=type(optimizer).__module__, groups=()))
+    rule = state_formula(OptimizerInputs(name=name, module=type(optimizer).__module__, groups=()))
     assert rule is not None
     assert rule(shape, shape, 4, {}).bytes == sum(part.untyped_storage().nbytes() for part in parts)
 
@@ -152,7 +152,7 @@ def test_adafactor_keeps_a_row_and_a_column(shape: tuple[int, ...]) -> None:
     optimizer = torch.optim.Adafactor([param])
     param.grad = torch.ones(shape)
     optimizer.step()
-    rule = rule_of(OptimizerOf(name="Adafactor", module="torch.optim._adafactor", groups=()))
+    rule = state_formula(OptimizerInputs(name="Adafactor", module="torch.optim._adafactor", groups=()))
     assert rule is not None
     state = rule(shape, shape, 4, {})
     assert state.bytes + state.step == _stored(optimizer.state[param])

@@ -33,7 +33,7 @@ from prepkit.live.observe import observe
 from prepkit.plan import Plan
 from prepkit.planner import plan
 from prepkit.predict import predict
-from prepkit.predict.prediction import Label, Moment, Prediction, RankClass
+from prepkit.predict.prediction import Label, Lifetime, Prediction, RankClass
 from prepkit.steps import Agree, StartProcessGroup
 from tests.support.deepspeed_cpu import kernel_built, lean
 from tests.support.drawn_models import LM
@@ -171,8 +171,8 @@ def _expected(made: Prediction, rank: int, stage: int) -> tuple[dict[str, int], 
         found["persistent"] = sum(term.bytes for term in mine.terms if term.what.startswith("small ones"))
         found["parameters"] -= found["persistent"]
         found["buckets"] = mine.category("buckets")
-    found["everything after the step"] = _exactly(mine, Moment.ALWAYS)
-    found["everything before the step"] = _exactly(mine, Moment.ALWAYS, Moment.STEP)
+    found["everything after the step"] = _exactly(mine, Lifetime.ALWAYS)
+    found["everything before the step"] = _exactly(mine, Lifetime.ALWAYS, Lifetime.STEP)
     bounded = {"everything before the step"} if _retained(mine) else set()
     for kind in ("all-reduce", "all-gather", "reduce-scatter"):
         some = [one for one in made.traffic if one.collective == kind]
@@ -181,9 +181,9 @@ def _expected(made: Prediction, rank: int, stage: int) -> tuple[dict[str, int], 
     return found, bounded
 
 
-def _exactly(mine: RankClass, *moments: Moment) -> int:
-    kept = sum(term.bytes for term in mine.terms if term.moment in moments and term.label is Label.EXACT)
-    return kept + _retained(mine) * (Moment.STEP in moments)
+def _exactly(mine: RankClass, *lifetimes: Lifetime) -> int:
+    kept = sum(term.bytes for term in mine.terms if term.lifetime in lifetimes and term.label is Label.EXACT)
+    return kept + _retained(mine) * (Lifetime.STEP in lifetimes)
 
 
 def _retained(mine: RankClass) -> int:

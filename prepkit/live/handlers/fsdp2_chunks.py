@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from prepkit.plan.layout import chunk
+
 KNOWN = ("2.6", "2.7", "2.11", "2.13", "2.15")
 """Releases of torch whose sharding was compared bit for bit with and without the replacement. On any other, torch's
 own code runs: the same shards, later."""
@@ -53,11 +55,10 @@ class Chunks:
         if not 0 <= index < self.count:
             raise IndexError(f"chunk {index} of {self.count}")
         size = self.tensor.size(self.dim)
-        rows = -(-size // self.count)
-        start = index * rows
-        if start >= size > 0:  # of an empty tensor torch.chunk gives views, of any other nothing past its end
+        start, rows = chunk(size, self.count, index)
+        if size and not rows:  # of an empty tensor torch.chunk gives views, of any other nothing past its end
             return self.tensor.new_empty(0)
-        return self.tensor.narrow(self.dim, start, min(rows, size - start))
+        return self.tensor.narrow(self.dim, start, rows)
 
 
 def known(version: str) -> bool:

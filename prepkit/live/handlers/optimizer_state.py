@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from prepkit.live.model.fsdp1_flat import Piece
 from prepkit.live.model.target import Target
+from prepkit.plan.layout import chunk
 
 ParamState = dict[str, Any]
 """What an optimizer keeps for one parameter: name of the entry to its value, a tensor or a number."""
@@ -89,9 +90,7 @@ def shard(whole: torch.Tensor, like: DTensor) -> DTensor:
                 pass
             case Shard(dim=dim) | _StridedShard(dim=dim):
                 index, count = like.device_mesh.get_local_rank(axis), like.device_mesh.size(axis)
-                rows = -(-part.size(dim) // count)  # as torch.chunk cuts; the last ranks may get less, or none
-                start = min(index * rows, part.size(dim))
-                part = part.narrow(dim, start, min(rows, part.size(dim) - start))
+                part = part.narrow(dim, *chunk(part.size(dim), count, index))
             case _:
                 raise ValueError(f"state cannot be laid out as {placement}; create the optimizer after preparing")
     local = _local(like)

@@ -32,7 +32,8 @@ from prepkit.live.interpreter import Handler
 from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
 from prepkit.live.progress import progress
-from prepkit.plan.byte_ranges import ITEMSIZES, Range, complete, filled_slices, local_slices, ranges
+from prepkit.plan.byte_ranges import Range, complete, filled_slices, local_slices, ranges
+from prepkit.plan.dtypes import itemsize
 from prepkit.steps import Axis, FileSlice, ReadTensors
 
 STAGING = 16 * 2**20
@@ -133,7 +134,7 @@ def _filled_part(shard: Tensor, source: FileSlice, axes: tuple[Axis, ...], rank:
 def _fill(into: Tensor, source: FileSlice, parts: Sequence[Range], descriptor: int, staging: Staging) -> None:
     """The bytes of the ranges, in turn, into the elements of a tensor, in row-major order."""
     dtype: torch.dtype = getattr(torch, source.dtype)
-    item = ITEMSIZES[source.dtype]
+    item = itemsize(source.dtype)
     in_place = into.dtype == dtype and into.device.type == "cpu"
     ahead = list(reversed(parts))
     for view in _views(into, max(STAGING // item, 1), in_place=in_place):

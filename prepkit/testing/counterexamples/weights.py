@@ -18,7 +18,7 @@ from prepkit.facts.checkpoint import (
     StoredTensor,
     WeightConverter,
 )
-from prepkit.plan.byte_ranges import ITEMSIZES
+from prepkit.plan.dtypes import itemsize
 
 PATH = "checkpoint"
 
@@ -34,7 +34,7 @@ def tiny_checkpoint(
     for index, one in enumerate(held):
         if one.name not in drop:
             file = index % files
-            length = prod(one.shape) * ITEMSIZES.get(one.dtype, 1)
+            length = prod(one.shape) * itemsize(one.dtype)
             tensors.append(
                 StoredTensor(key=one.name, dtype=one.dtype, shape=one.shape, file=file, start=ends[file], length=length)
             )

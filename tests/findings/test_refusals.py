@@ -1,0 +1,85 @@
+"""Every id that a finding can carry is one that ``prepkit rules`` can explain."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prepkit.findings.refusals import REFUSALS
+from prepkit.render.rules import rule_text
+from prepkit.rules import LATE_RULES, RULES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PREFIXES = {
+    "refusal": "codec.",
+    "MisfitError": "codec.",
+    "flaw": "codec.",
+    "constant": "",
+    "_refuse": "config.",
+    "_finding": "config.",
+}
+"""Functions of codec and importers that take an id without its subject, and the subject."""
+
+KNOWN = {rule.id for rule in (*RULES, *LATE_RULES, *REFUSALS)}
+
+
+def _text(node: ast.AST | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _ids(path: Path) -> Iterator[tuple[str, int]]:
+    """Ids that the file makes findings with, as far as they stand there in letters, and their lines."""
+    short = path.parent.name in ("codec", "importers")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        keyword = next((_text(word.value) for word in node.keywords if word.arg == "rule"), None)
+        first = _text(node.args[0]) if node.args else None
+        if name == "Finding" and keyword:
+            yield keyword, node.lineno
+        elif short and name in PREFIXES and first and "." not in first:
+            yield PREFIXES[name] + first, node.lineno
+
+
+def _named(path: Path) -> Iterator[tuple[str, int]]:
+    """Ids in letters that stand in a table or a constant: ``subject.what-is-wrong`` with a subject of the refusals."""
+    subjects = {refusal.id.partition(".")[0] for refusal in REFUSALS}
+    for node in ast.walk(ast.parse(path.read_text())):
+        text = _text(node) or ""
+        subject, _, rest = text.partition(".")
+        if subject in {"plan", "cli", "codec", "diff"} & subjects and "-" in rest and rest.replace("-", "").isalpha():
+            yield text, node.lineno
+
+
+def test_every_id_that_a_finding_is_made_with_can_be_looked_up() -> None:
+    files = sorted((ROOT / "prepkit").rglob("*.py"))
+    unknown = [
+        f"{path.relative_to(ROOT)}:{line}: {rule} is in no table; add it to REFUSALS of prepkit/findings/refusals.py"
+        for path in files
+        for rule, line in (*_ids(path), *_named(path))
+        if rule not in KNOWN
+    ]
+    assert not unknown, "\n".join(unknown)
+
+
+def test_the_search_finds_ids_of_every_kind_so_that_it_can_miss_none() -> None:
+    met = {rule for path in (ROOT / "prepkit").rglob("*.py") for rule, _ in (*_ids(path), *_named(path))}
+    assert met >= {refusal.id for refusal in REFUSALS}
+
+
+def test_no_refusal_has_the_id_of_a_rule_or_of_another_refusal() -> None:
+    ids = [entry.id for entry in (*RULES, *LATE_RULES, *REFUSALS)]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.id)
+def test_a_refusal_says_what_holds_what_helps_and_where_it_is_met(refusal: object) -> None:
+    page = rule_text(refusal)  # type: ignore[arg-type]
+    assert [line.split()[0] for line in page.splitlines()] == ["error", "holds", "fix", "override", "met"]
+    assert refusal.summary.endswith(".")  # type: ignore[attr-defined]
+    assert refusal.fix.endswith(".")  # type: ignore[attr-defined]

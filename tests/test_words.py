@@ -1,0 +1,54 @@
+"""One meaning for one word: no two public classes or type aliases of the package share a name."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SHARED = {
+    "Check": "a line of an attestation; in the rules the type of their functions, which no other folder imports",
+    "Held": "how a parameter lies on the tensor axis; in init_weights what a call holds on to until it ends",
+    "Kind": "each time the type of one field, used in its own module alone",
+    "Piece": "of a plan, a few steps; of a flat parameter, what a rank holds of one parameter",
+}
+"""Names that stand for two things, and why they may."""
+
+
+def public_types(path: Path) -> Iterator[str]:
+    """Classes that the file defines, and aliases of types: ``Name = ...`` in capitals and small letters."""
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.ClassDef(name=name):
+                names = [name]
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript() | ast.BinOp()):
+                names = [name]
+            case _:
+                names = []
+        yield from (name for name in names if name[0].isupper() and not name.isupper())
+
+
+def owners(root: Path) -> dict[str, list[str]]:
+    """Name to the files that define it."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(root.rglob("*.py")):
+        for name in public_types(path):
+            files[name].append(str(path.relative_to(root.parent)))
+    return files
+
+
+def test_no_two_public_types_share_a_name() -> None:
+    shared = {name: files for name, files in owners(ROOT / "prepkit").items() if len(files) > 1 and name not in SHARED}
+    told = [
+        f"{name} is defined in {' and in '.join(files)}; give each meaning its own" for name, files in shared.items()
+    ]
+    assert not told, "\n".join(told)
+
+
+def test_the_search_sees_classes_and_aliases(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class Size: ...\nclass _Own: ...\nMIB = 1 << 20\n")
+    (tmp_path / "b.py").write_text("Size = tuple[int, ...]\nEither = int | str\nMADE = f(1)\n")
+    assert {name: len(files) for name, files in owners(tmp_path).items()} == {"Size": 2, "Either": 1}
