@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.nn import Module, SyncBatchNorm
@@ -68,6 +69,7 @@ from prepkit.steps import (
 __all__ = ["VERIFIERS", "Attestation", "Check", "verify"]
 
 
+@torch.no_grad()
 def verify(
     plan: Plan, target: Target, *, allow_meta: bool = False, before: Mapping[str, str] | None = None
 ) -> Attestation:
