@@ -7,11 +7,11 @@ from typing import get_args
 import pytest
 
 from prepkit.config import Engine
-from prepkit.live.handlers import HANDLERS
+from prepkit.live.kinds import handlers
 from prepkit.steps import ConvertOptimizer, InitializeTensors, ReadTensors, SendTensors
 from tests.support.fault_matrix import CLEAN, ENGINES, Outcome, all_outcomes, case, table
 
-NO_WAY_BACK = {kind.__name__ for kind, handler in HANDLERS.items() if handler.undo is None}
+NO_WAY_BACK = {kind.__name__ for kind, handler in handlers().items() if handler.undo is None}
 
 WRITES = {kind.__name__ for kind in (InitializeTensors, ReadTensors, SendTensors)}
 """What they write over is lost, and told."""
@@ -22,7 +22,7 @@ ELSEWHERE = {ConvertOptimizer: "DeepSpeed would have to compile what this one pu
 def test_every_engine_and_every_step_kind_is_made_to_fail() -> None:
     assert {type(one.cfg.engine) for one in ENGINES.values()} == set(get_args(Engine))
     made = {type(one.step) for engine in ENGINES for one in case(engine)[0].steps}
-    assert made == set(HANDLERS) - set(ELSEWHERE)
+    assert made == set(handlers()) - set(ELSEWHERE)
 
 
 @pytest.mark.parametrize("engine", list(ENGINES))

@@ -46,7 +46,7 @@ def send_do(step: SendTensors, target: Target) -> tuple[str, ...]:
     """
     there, rank = tensors(target), own_rank()
     if rank == ROOT:
-        expect([one.name for one in step.tensors if one.name not in target.aside and _lacks(one, there, target)])
+        expect([one.name for one in step.tensors if one.name not in target.stashed and _lacks(one, there, target)])
     target.together()
     lost = () if rank == ROOT else tuple(one.name for one in step.tensors if one.name not in target.unfilled)
     with messages.half_done(lost), torch.no_grad(), _own_lane(step, there, target) as lane:
@@ -93,12 +93,12 @@ def _send_all(step: SendTensors, there: dict[str, Tensor], target: Target, lane:
     with progress("sending weights", sum(_bytes(one, axes, lane) for one in step.tensors)) as lane.advance:
         lane.open()
         for one in step.tensors:
-            aside, own = target.aside.get(one.name), there[one.name]
+            aside, own = target.stashed.get(one.name), there[one.name]
             whole = (aside.held if aside else own).detach() if sends else None
             # What rank 0 has in its place already is sent from there, and not written over.
             into = local(own).detach() if aside or not sends else None
             send(one, axes, whole, into, lane)
-            target.aside.pop(one.name, None)
+            target.stashed.pop(one.name, None)
             del aside, whole  # or it would live until the next one is sent
         lane.drain()
 

@@ -40,7 +40,7 @@ def aside_do(step: StashTensors, target: Target) -> tuple[str, ...]:
             if not held[name].is_meta:
                 _set_aside(name, held[name], target)
         target.together()
-        return tuple(target.aside)
+        return tuple(target.stashed)
     except BaseException:
         aside_undo(step, target, ())
         raise
@@ -49,9 +49,9 @@ def aside_do(step: StashTensors, target: Target) -> tuple[str, ...]:
 def aside_undo(step: StashTensors, target: Target, memo: tuple[str, ...]) -> str | None:
     """Gives every parameter its values again, but for those that were sent and are freed."""
     del step
-    gone = [name for name in memo if name not in target.aside]
-    while target.aside:
-        _, one = target.aside.popitem()
+    gone = [name for name in memo if name not in target.stashed]
+    while target.stashed:
+        _, one = target.stashed.popitem()
         if one.held.is_meta:
             continue  # a failure came before the exchange
         one.held.data = one.held.data.to(one.device)
@@ -62,7 +62,7 @@ def aside_undo(step: StashTensors, target: Target, memo: tuple[str, ...]) -> str
 def _set_aside(name: str, param: Parameter, target: Target) -> None:
     bare = Parameter(torch.empty_like(param, device="meta", requires_grad=False), requires_grad=param.requires_grad)
     vars(bare).update(vars(param))  # what an author has noted on a parameter stays to be read
-    target.aside[name] = Stashed(param=param, held=bare, device=param.device)
+    target.stashed[name] = Stashed(param=param, held=bare, device=param.device)
     try:
         _swap(param, bare)  # from here on ``bare`` is what the parameter was
     except RuntimeError as error:

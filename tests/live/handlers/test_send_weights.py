@@ -309,7 +309,7 @@ def test_rank_0_frees_each_tensor_once_it_is_sent(monkeypatch: pytest.MonkeyPatc
     alive: list[int] = []
     try:
         aside_do(step, target)
-        refs = [StorageWeakRef(one.held.untyped_storage()) for one in target.aside.values()]
+        refs = [StorageWeakRef(one.held.untyped_storage()) for one in target.stashed.values()]
 
         class Counted(Post):
             def sends(self, raw: Tensor, peer: int) -> Work:
@@ -324,7 +324,7 @@ def test_rank_0_frees_each_tensor_once_it_is_sent(monkeypatch: pytest.MonkeyPatc
     finally:
         dist.destroy_process_group()
     assert alive == list(range(len(refs), 0, -1))
-    assert not target.aside
+    assert not target.stashed
 
 
 def sent_of(model: nn.Module) -> tuple[Transfer, ...]:
@@ -432,7 +432,7 @@ def test_setting_aside_is_taken_back_to_the_byte() -> None:
     assert aside_undo(step, target, memo) is None
     assert differences(before, snapshot(target)) == []
     assert vars(model.embed.weight)["note"] == "kept"
-    assert not target.aside
+    assert not target.stashed
 
 
 @pytest.mark.parametrize("kept", ["a loss", "a weak reference"])
@@ -445,7 +445,7 @@ def test_a_parameter_that_something_else_holds_is_named_and_nothing_is_changed(k
     with pytest.raises(RuntimeError, match=rf"^{name}: held by more than the model and its optimizer; let go of"):
         aside_do(StashTensors(params=names, buffers=()), target)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert not target.aside
+    assert not target.stashed
     assert held_by is not None
 
 
@@ -469,7 +469,7 @@ def test_what_was_sent_and_freed_is_told_when_sending_is_taken_back() -> None:
     target = Target(model=Tiny())
     names = tuple(name for name, _ in target.model.named_parameters())
     memo = aside_do(StashTensors(params=names, buffers=()), target)
-    del target.aside["embed.weight"]
+    del target.stashed["embed.weight"]
     said = aside_undo(StashTensors(params=names, buffers=()), target, memo)
     assert said == "embed.weight: sent, and freed on this rank"
     assert target.model.embed.weight.is_meta

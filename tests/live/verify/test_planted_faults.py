@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prepkit import steps as s
-from prepkit.live.handlers import HANDLERS
+from prepkit.live.kinds import handlers
 from tests.support.gang import Gang
 from tests.support.planted_faults import FAULTS, said
 
@@ -15,7 +15,7 @@ SILENT = {s.StartProcessGroup, s.Agree, s.ReleaseOptimizer, s.CheckFiles, s.Move
 
 def test_there_are_at_least_fifteen_faults_and_each_kind_of_step_that_acts_on_objects_has_one() -> None:
     assert len(FAULTS) >= 15
-    assert {fault.kind for fault in FAULTS} == {*HANDLERS} - SILENT
+    assert {fault.kind for fault in FAULTS} == {*handlers()} - SILENT
 
 
 @pytest.mark.parametrize("index", [i for i, f in enumerate(FAULTS) if f.world == 1], ids=lambda i: FAULTS[i].what)
