@@ -72,6 +72,7 @@ def build_plan(
     made = planner.plan(cfg, facts, rules).lash(_reject).unwrap()
     if isinstance(model, Facts):
         return made
+    codec.prepare(made)  # here, while no rank waits for another
     return evolve(made, target=Given(model=model, optimizer=optimizer, scheduler=scheduler, loaders=_loaders(loaders)))
 
 

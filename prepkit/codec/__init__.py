@@ -68,6 +68,14 @@ def plan_digest(plan: Plan) -> str:
     return digest(plan)
 
 
+def prepare(plan: Plan) -> None:
+    """Generates what writes the classes of this plan: a tenth of a millisecond each, which ``apply`` then does not pay.
+
+    Changes no result: a class that is met for the first time is generated when it is met.
+    """
+    codec_converter.prepare((Plan, *(type(planned.step) for planned in plan.steps)))
+
+
 def plan_digests(plan: Plan) -> tuple[str, str]:
     """``digest(plan)`` and ``digest(plan.facts.model)``, at the cost of one walk over the plan."""
     data = to_data(plan)

@@ -8,7 +8,7 @@ True, takes a string for a list, and reports an unknown kind as a missing field.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from functools import cache
 from itertools import repeat
@@ -41,6 +41,12 @@ class MisfitError(ValueError):
 def write(value: object) -> Any:
     """The data form of a value."""
     return _converter().unstructure(value)
+
+
+def prepare(classes: Iterable[type]) -> None:
+    """Generates the functions that write these classes and the classes of their fields, where there are none yet."""
+    for cls in classes:
+        _converter().get_unstructure_hook(cls)
 
 
 def read(data: object, cls: Any, where: str) -> Any:
@@ -208,6 +214,7 @@ def _scalar_writer(cls: type, wider: type) -> Write:
     return lambda value: value if type(value) is cls or not isinstance(value, wider) else cls(value)
 
 
+@cache  # cattrs forgets all it has generated whenever it meets a new kind of tuple, and generates it again
 def _class_writer(cls: type, converter: Converter) -> Write:
     inner: Write = make_dict_unstructure_fn(cls, converter, **_overrides(cls))
     tag = {TAG: cls.__name__}

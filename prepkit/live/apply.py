@@ -15,18 +15,19 @@ from returns.unsafe import unsafe_perform_io
 from prepkit.codec import plan_digests
 from prepkit.facts import Env, LocalFacts
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.live.explain import dossier
-from prepkit.live.handlers import HANDLERS
+from prepkit.live.attestation import verify
+from prepkit.live.explain import plan_differences
 from prepkit.live.interpreter import Done, Halted, interpret
+from prepkit.live.kinds import handlers
 from prepkit.live.model import names
-from prepkit.live.model.state import look
+from prepkit.live.model.state import inspect
 from prepkit.live.model.target import Target
 from prepkit.live.model.unwrap import PREPARED
 from prepkit.live.observe import observe, observe_env
 from prepkit.live.ranks import all_or_none
 from prepkit.live.ranks.all_or_none import RankGuard
 from prepkit.live.training.prepared import Prepared
-from prepkit.live.verify import buffers, verify
+from prepkit.live.verify import buffers
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 from prepkit.plan.drift import Drift, drift, refusals
@@ -64,13 +65,13 @@ def apply(
     (its ``__cause__`` is what the step raised) or another rank has failed (``RankFailed``), and ``NotAsPlanned`` when
     the outcome differs from the plan. What one rank raises here ends the others' apply within seconds.
     """
-    with _company(plan) as others:
+    with _guard(plan) as guard:
         now = observe(model, optimizer=optimizer, scheduler=scheduler, loaders=loaders)
         found = drift(plan.facts, now.facts)
         if refused := (*refusals(found), *(() if _fills(plan) else _weightless(now.local))):
             raise PlanRejected(refused)
         target = Target(model=model, optimizer=optimizer, scheduler=scheduler, loaders=list(loaders))
-        return unsafe_perform_io(_run(plan, target, found, now.facts.env, others).lash(_raise).unwrap())
+        return unsafe_perform_io(_run(plan, target, found, now.facts.env, guard).lash(_raise).unwrap())
 
 
 def run(plan: Plan, target: Target, found: tuple[Drift, ...] = ()) -> IOResult[Prepared, Halted | Attestation]:
@@ -78,39 +79,39 @@ def run(plan: Plan, target: Target, found: tuple[Drift, ...] = ()) -> IOResult[P
 
     Fails with ``Halted`` when a step could not be done, and with ``Attestation`` when a check does not hold afterwards.
     """
-    with _company(plan) as others:
-        return _run(plan, target, found, observe_env(), others)
+    with _guard(plan) as guard:
+        return _run(plan, target, found, observe_env(), guard)
 
 
-def _company(plan: Plan) -> AbstractContextManager[RankGuard | None]:
+def _guard(plan: Plan) -> AbstractContextManager[RankGuard | None]:
     return nullcontext() if plan.world_size == 1 else all_or_none.together(plan.config.timeout_s)
 
 
 def _run(
-    plan: Plan, target: Target, found: tuple[Drift, ...], env: Env, others: RankGuard | None
+    plan: Plan, target: Target, found: tuple[Drift, ...], env: Env, guard: RankGuard | None
 ) -> IOResult[Prepared, Halted | Attestation]:
     made, (mine, model) = plan.provenance, plan_digests(plan)
     target.digests = (("prepkit", made.prepkit), ("plan", mine), ("model", model))
-    target.explain = partial(dossier, plan)
+    target.explain = partial(plan_differences, plan)
     running = dist.is_available() and dist.is_initialized()
-    if others is not None:
-        target.together, target.store = others.meet, others.place
-    before = buffers.fingerprints(look(target).buffers)
+    if guard is not None:
+        target.together, target.store = guard.barrier, guard.rendezvous
+    before = buffers.fingerprints(inspect(target).buffers)
     seen: list[Attestation] = []
 
     def finish() -> None:
         target.together()
         checked = verify(plan, target, before=before)
         seen.append(evolve(checked, plan=mine, made=made, overridden=_ids(plan), env=env, drift=found))
-        if others is not None:
-            others.inside = False  # the last collective is over
+        if guard is not None:
+            guard.with_others = False  # the last collective is over
         if seen[-1].failed:
             raise NotAsPlanned(seen[-1])
         target.together()
-        if others is not None:
-            others.over = "well"
+        if guard is not None:
+            guard.outcome = "well"
 
-    outcome = _interpreted(plan, target, finish, others)
+    outcome = _interpreted(plan, target, finish, guard)
     if isinstance(outcome, Halted):
         return IOFailure(seen[-1] if isinstance(outcome.error, NotAsPlanned) else outcome)
     vars(names.unwrap_root(target.model)[-1])[PREPARED] = _carried(plan)
@@ -134,15 +135,15 @@ def _fills(plan: Plan) -> bool:
     return any(isinstance(planned.step, AllocateTensors) for planned in plan.steps)
 
 
-def _interpreted(plan: Plan, target: Target, finish: Callable[[], None], others: RankGuard | None) -> Done | Halted:
+def _interpreted(plan: Plan, target: Target, finish: Callable[[], None], guard: RankGuard | None) -> Done | Halted:
     steps = tuple(planned.step for planned in plan.steps)
-    if others is None:
-        return interpret(steps, HANDLERS, target, finish=finish)
-    outcome = interpret(steps, HANDLERS, target, others.hear, finish=finish, on_failure=others.tell)
+    if guard is None:
+        return interpret(steps, handlers(), target, finish=finish)
+    outcome = interpret(steps, handlers(), target, guard.on_event, finish=finish, on_failure=guard.report_failure)
     if isinstance(outcome, Halted):
         if outcome.problems:
-            others.tell(ApplyHalted(outcome))
-        if others.ended and others.place is None:
+            guard.report_failure(ApplyHalted(outcome))
+        if guard.group_ended and guard.rendezvous is None:
             outcome = evolve(outcome, remains=(*outcome.remains, ENDED))
     return outcome
 

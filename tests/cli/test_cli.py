@@ -276,7 +276,7 @@ def test_rehearse_runs_the_plan_as_the_rank_asked_for(folder: Path) -> None:
 
 def test_a_rehearsal_that_differs_ends_with_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prepkit.live import rehearse as module
-    from prepkit.live.verify import Check
+    from prepkit.plan.attestation import Check
 
     def differs(plan: Plan, model: object, *, rank: int) -> module.Rehearsal:
         wrong = Check(subject="embed.weight", what="dtype", holds=False, detail="planned a, found b")

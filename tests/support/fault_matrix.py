@@ -48,8 +48,7 @@ from prepkit.config import (
     TorchAO,
     TransformerEngine,
 )
-from prepkit.live import handlers
-from prepkit.live.handlers import HANDLERS
+from prepkit.live import handlers, kinds
 from prepkit.live.interpreter import Done, Halted, Handler, interpret
 from prepkit.live.model.target import Target
 from prepkit.plan import Plan
@@ -258,11 +257,11 @@ def at_boundaries(engine: str) -> Iterator[Outcome]:
     """Before each step, which is after the one before it, and after the last one."""
     plan, target = case(engine)
     with stage(engine):  # torch sets variables of its own the first time that some of it is used
-        assert isinstance(interpret(tuple(one.step for one in plan.steps), HANDLERS, target), Done)
+        assert isinstance(interpret(tuple(one.step for one in plan.steps), kinds.handlers(), target), Done)
     for one in plan.steps:
         kind = type(one.step)
-        yield from fail(engine, "before", {**HANDLERS, kind: evolve(HANDLERS[kind], do=broken)}, no_end)
-    yield from fail(engine, "at the end", HANDLERS, bad_end)
+        yield from fail(engine, "before", {**kinds.handlers(), kind: evolve(kinds.handlers()[kind], do=broken)}, no_end)
+    yield from fail(engine, "at the end", kinds.handlers(), bad_end)
 
 
 def broken(step: Any, target: Any) -> Any:
@@ -347,12 +346,12 @@ def inside_handlers(engine: str, *, lines: bool) -> Iterator[Outcome]:
         counter = Planter(lines=lines)
         _, target = case(engine)
         with stage(engine):
-            table = {**HANDLERS, kind: traced(HANDLERS[kind], counter)}
+            table = {**kinds.handlers(), kind: traced(kinds.handlers()[kind], counter)}
             outcome = interpret(tuple(one.step for one in plan.steps), table, target)
             assert isinstance(outcome, Done), str(outcome)
         for at in counter.chosen():
             planter = Planter(at=at, lines=lines)
-            for one in fail(engine, "", {**HANDLERS, kind: traced(HANDLERS[kind], planter)}, no_end):
+            for one in fail(engine, "", {**kinds.handlers(), kind: traced(kinds.handlers()[kind], planter)}, no_end):
                 yield evolve(one, place=planter.passed[at])
 
 

@@ -222,6 +222,6 @@ def write_kept(target: Target) -> None:
 
 
 def keep_stashed(target: Target) -> None:
-    target.aside["embed.weight"] = Stashed(
+    target.stashed["embed.weight"] = Stashed(
         param=target.model.get_parameter("embed.weight"), held=Parameter(torch.ones(1)), device=torch.device("cpu")
     )

@@ -15,8 +15,8 @@ from torch.optim import AdamW, Optimizer
 from prepkit.config import Config, LoadWeights
 from prepkit.facts import Env
 from prepkit.facts.checkpoint import CheckpointFacts, KeyMapping, WeightConverter
-from prepkit.live.handlers import HANDLERS
 from prepkit.live.interpreter import Done, interpret
+from prepkit.live.kinds import handlers
 from prepkit.live.model.target import Target
 from prepkit.live.observe import observe
 from prepkit.live.observe.checkpoint import observe_checkpoint
@@ -129,6 +129,6 @@ def planned(
 def applied(plan: Plan, model: nn.Module, optimizer: Optimizer | None = None, **given: Any) -> Target:
     """The target after all steps of the plan."""
     target = Target(model=model, optimizer=optimizer, **given)
-    outcome = interpret(tuple(step.step for step in plan.steps), HANDLERS, target)
+    outcome = interpret(tuple(step.step for step in plan.steps), handlers(), target)
     assert isinstance(outcome, Done), str(outcome)
     return target

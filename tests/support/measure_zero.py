@@ -26,8 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from prepkit.config import BF16, AsStored, Config, DeepSpeed, Precision
 from prepkit.facts import Env
-from prepkit.live.handlers import HANDLERS
 from prepkit.live.interpreter import Done, interpret
+from prepkit.live.kinds import handlers
 from prepkit.live.model.target import Target
 from prepkit.live.observe import observe
 from prepkit.plan import Plan
@@ -140,7 +140,7 @@ def rows(case: Case, stage: int, rank: int, world: int) -> list[Row]:
     target = Target(model=made, optimizer=optimizer)
     del optimizer
     steps = tuple(p.step for p in laid.steps if not isinstance(p.step, StartProcessGroup | Agree))
-    outcome = interpret(steps, HANDLERS, target)
+    outcome = interpret(steps, handlers(), target)
     assert isinstance(outcome, Done), str(outcome)
     engine: Any = target.model
     _step(engine, case.accumulation, looks=False)  # from the second step on it is always the same

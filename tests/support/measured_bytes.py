@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.config import DDP, TensorParallel
 from prepkit.facts import Env
-from prepkit.live.handlers import HANDLERS
 from prepkit.live.interpreter import Done, interpret
+from prepkit.live.kinds import handlers
 from prepkit.live.model import fsdp1_flat
 from prepkit.live.model.target import Target
 from prepkit.live.observe import observe
@@ -110,7 +110,7 @@ def measure(case: Case, rank: int, world: int) -> list[Row]:
     planned = made_plan(case, model, optimizer, world)
     target = Target(model=model, optimizer=optimizer)
     skipped = (StartProcessGroup, Agree)
-    outcome = interpret(tuple(p.step for p in planned.steps if not isinstance(p.step, skipped)), HANDLERS, target)
+    outcome = interpret(tuple(p.step for p in planned.steps if not isinstance(p.step, skipped)), handlers(), target)
     assert isinstance(outcome, Done), str(outcome)
     if isinstance(target.model, DistributedDataParallel):
         found = _ddp(target, planned)

@@ -46,7 +46,7 @@ from prepkit.config import (
     TransformerEngine,
 )
 from prepkit.live.apply import run
-from prepkit.live.handlers import HANDLERS
+from prepkit.live.kinds import KINDS
 from prepkit.live.model import deepspeed
 from prepkit.live.model.target import Target
 from prepkit.plan import Plan
@@ -417,13 +417,14 @@ FAULTS: tuple[Planted, ...] = (
 
 @contextmanager
 def planted(fault: Planted) -> Iterator[None]:
-    """The table of handlers with the fault in it."""
-    real = HANDLERS[fault.kind]
-    HANDLERS[fault.kind] = evolve(real, do=lambda step, target: fault.do(step, target, real))
+    """The table of kinds with the fault in it."""
+    row = KINDS[fault.kind]
+    faulty = evolve(row.handler, do=lambda step, target: fault.do(step, target, row.handler))
+    KINDS[fault.kind] = evolve(row, handler=faulty)
     try:
         yield
     finally:
-        HANDLERS[fault.kind] = real
+        KINDS[fault.kind] = row
 
 
 def case(cfg: Config, world: int) -> tuple[Plan, Target]:

@@ -10,25 +10,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from prepkit.live.handlers import HANDLERS
+from prepkit.live.kinds import handlers
 from prepkit.live.model.target import Target
 from prepkit.steps import Step
 
 
 def problems(step: Step, target: Target) -> tuple[str, ...]:
     """What the step's check says."""
-    return HANDLERS[type(step)].ready(step, target)
+    return handlers()[type(step)].ready(step, target)
 
 
 def do(step: Step, target: Target) -> Any:
     """Does a step that is ready, and returns its memo."""
     assert problems(step, target) == ()
-    return HANDLERS[type(step)].do(step, target)
+    return handlers()[type(step)].do(step, target)
 
 
 def undo(step: Step, target: Target, memo: Any) -> None:
     """Takes a step back."""
-    back = HANDLERS[type(step)].undo
+    back = handlers()[type(step)].undo
     assert back is not None
     back(step, target, memo)
 

@@ -66,7 +66,7 @@ def send_do(step: SendTensors, target: Target) -> tuple[str, ...]:
     """
     tensors, rank = named_tensors(target), own_rank()
     if rank == ROOT:
-        require_values([t.name for t in step.tensors if t.name not in target.aside and _lacks(t, tensors, target)])
+        require_values([t.name for t in step.tensors if t.name not in target.stashed and _lacks(t, tensors, target)])
     target.together()
     lost = () if rank == ROOT else tuple(t.name for t in step.tensors if t.name not in target.unfilled)
     with messages.half_done(lost), torch.no_grad(), _own_channel(step, tensors, target) as channel:
@@ -115,12 +115,12 @@ def _send_all(step: SendTensors, tensors: dict[str, Tensor], target: Target, cha
     with progress("sending weights", total) as channel.advance:
         channel.open()
         for transfer in step.tensors:
-            stashed, tensor = target.aside.get(transfer.name), tensors[transfer.name]
+            stashed, tensor = target.stashed.get(transfer.name), tensors[transfer.name]
             values = (stashed.held if stashed else tensor).detach() if sending else None
             # What rank 0 has in its place already is sent from there, and not written over.
             shard = local(tensor).detach() if stashed or not sending else None
             send(transfer, axes, values, shard, channel)
-            target.aside.pop(transfer.name, None)
+            target.stashed.pop(transfer.name, None)
             del stashed, values  # or it would live until the next one is sent
         channel.drain()
 

@@ -2,7 +2,7 @@
 
 In the middle of the steps every rank must look alike: sharding a model that has values on rank 0 and none on the
 others would give rank 0 other objects, and the device memory for a whole model. So before it, every parameter that has
-values changes places with an empty one on meta; the values wait in ``target.aside`` in the memory of the host, where
+values changes places with an empty one on meta; the values wait in ``target.stashed`` in the memory of the host, where
 rank 0 holds one model and every other rank whatever values it brought along, until the step that sends each of them.
 
 ``swap_tensors`` exchanges what two objects *are*: the parameter object stays the one that modules, ties and optimizer
@@ -48,7 +48,7 @@ def stash_do(step: StashTensors, target: Target) -> tuple[str, ...]:
             if not params[name].is_meta:
                 _stash(name, params[name], target)
         target.together()
-        return tuple(target.aside)
+        return tuple(target.stashed)
     except BaseException:
         stash_undo(step, target, ())
         raise
@@ -57,9 +57,9 @@ def stash_do(step: StashTensors, target: Target) -> tuple[str, ...]:
 def stash_undo(step: StashTensors, target: Target, memo: tuple[str, ...]) -> str | None:
     """Gives every parameter its values again, but for those that were sent and are freed."""
     del step
-    sent = [name for name in memo if name not in target.aside]
-    while target.aside:
-        _, stashed = target.aside.popitem()
+    sent = [name for name in memo if name not in target.stashed]
+    while target.stashed:
+        _, stashed = target.stashed.popitem()
         if stashed.held.is_meta:
             continue  # a failure came before the exchange
         stashed.held.data = stashed.held.data.to(stashed.device)
@@ -71,7 +71,7 @@ def _stash(name: str, param: Parameter, target: Target) -> None:
     """One parameter. It is noted in the target first, so that an interruption in between can be taken back."""
     twin = Parameter(torch.empty_like(param, device="meta", requires_grad=False), requires_grad=param.requires_grad)
     vars(twin).update(vars(param))  # what an author has noted on a parameter stays to be read
-    target.aside[name] = Stashed(param=param, held=twin, device=param.device)
+    target.stashed[name] = Stashed(param=param, held=twin, device=param.device)
     try:
         _swap(param, twin)  # from here on ``twin`` is what the parameter was
     except RuntimeError as error:

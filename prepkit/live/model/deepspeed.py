@@ -20,9 +20,9 @@ Compared = tuple[str, object, object]
 """What was looked at, what was planned, and what was found."""
 
 
-def initialised(step: InitializeDeepSpeed, standing: LiveModel) -> Iterator[Compared]:
+def initialised(step: InitializeDeepSpeed, live: LiveModel) -> Iterator[Compared]:
     """Compares the engine's own numbers, and the parameters that its optimizer steps, with the step."""
-    engine: Any = standing.target.model
+    engine: Any = live.target.model
     planned = "MSAMPDeepSpeedEngine" if step.library == "msamp" else "DeepSpeedEngine"
     found = type(engine).__name__
     yield "wrapped", planned, found
@@ -41,9 +41,9 @@ def initialised(step: InitializeDeepSpeed, standing: LiveModel) -> Iterator[Comp
         if name in said:
             yield name, said[name], read()
     if step.optimizer != "none":
-        trained = {name for name, param in standing.params.items() if param.requires_grad}
-        held = {id(param) for param in stepped(standing.target.optimizer)}
-        missed = sorted(name for name in trained if id(standing.params[name]) not in held)
+        trained = {name for name, param in live.params.items() if param.requires_grad}
+        held = {id(param) for param in stepped(live.target.optimizer)}
+        missed = sorted(name for name in trained if id(live.params[name]) not in held)
         yield "trainable parameters that the optimizer does not step", [], missed
 
 
@@ -55,13 +55,13 @@ def stepped(optimizer: Any) -> list[Tensor]:
     return [param for group in groups for param in group]
 
 
-def staged(step: InitializeDeepSpeed) -> tuple[InitializeDeepSpeed, str]:
+def rehearsable_settings(step: InitializeDeepSpeed) -> tuple[InitializeDeepSpeed, str]:
     """The step as a rehearsal runs it: on the CPU, and with buckets that fit a laptop."""
     other = {("zero_optimization", "reduce_bucket_size"): "100000", ("zero_allow_untested_optimizer",): "true"}
     kept = tuple(one for one in step.settings if one.path not in other)
-    staged = tuple(Setting(path=path, value=value) for path, value in other.items())
+    small = tuple(Setting(path=path, value=value) for path, value in other.items())
     why = "zeros on the CPU stand in for the parameters, small buckets for large ones, and any optimizer will do"
-    return evolve(step, device="cpu", settings=(*kept, *staged)), why
+    return evolve(step, device="cpu", settings=(*kept, *small)), why
 
 
 def forget_groups() -> None:

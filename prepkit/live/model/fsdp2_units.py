@@ -17,8 +17,9 @@ def unit_facts(places: Iterable[Site]) -> tuple[UnitFact, ...]:
     """The units of a model with these places, children before parents; none where it is not sharded."""
     found: list[UnitFact] = []
     around: list[UnitFact] = []
+    known: dict[type, bool] = {}  # a class is asked once, however many modules have it
     for site in places:
-        unit = next((module for module in site.stack if is_unit(module)), None) if site.first else None
+        unit = next((module for module in site.stack if _is_unit(module, known)), None) if site.first else None
         if unit is None:
             continue
         while around and around[-1].path and not site.path.startswith(around[-1].path + "."):
@@ -30,6 +31,13 @@ def unit_facts(places: Iterable[Site]) -> tuple[UnitFact, ...]:
 def is_unit(module: object) -> bool:
     """Whether ``fully_shard`` was called on the module."""
     return "FSDPModule" in known_bases(type(module))
+
+
+def _is_unit(module: object, known: dict[type, bool]) -> bool:
+    cls = type(module)
+    if cls not in known:
+        known[cls] = is_unit(module)
+    return known[cls]
 
 
 def unit_fact(path: str, module: Any) -> UnitFact:

@@ -69,8 +69,13 @@ def sites(model: nn.Module) -> list[Site]:
         above[key] = path
         prefix = path + "." if path else ""
         for name, child in module._modules.items():
-            if child is not None:
-                visit(prefix + name, unwrap(child) if child._modules else (child,))  # most modules have none
+            if child is None:
+                continue
+            if child._modules:
+                visit(prefix + name, unwrap(child))
+            else:  # most modules have no children: nothing to unwrap, and nothing that could contain them
+                found.append(Site(prefix + name, (child,), id(child) not in seen))
+                seen.add(id(child))
         del above[key]
 
     visit("", unwrap_root(model))

@@ -56,7 +56,7 @@ class TensorLayout:
         return tuple(f"{name} planned {here}, found {there}" for name, here, there in pairs if here != there)
 
 
-def look(target: Target) -> LiveModel:
+def inspect(target: Target) -> LiveModel:
     """Looks through the target once; linear in modules and parameters."""
     sites = names.sites(target.model)
     return LiveModel(
@@ -72,7 +72,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def planned_form(layout: ParamLayout, axes: tuple[Axis, ...], rank: int) -> TensorLayout:
+def planned_layout(layout: ParamLayout, axes: tuple[Axis, ...], rank: int) -> TensorLayout:
     """How a parameter of this layout lies on ``rank``."""
     return TensorLayout(
         cls=layout.cls,
@@ -84,7 +84,7 @@ def planned_form(layout: ParamLayout, axes: tuple[Axis, ...], rank: int) -> Tens
     )
 
 
-def found_form(tensor: Tensor) -> TensorLayout:
+def actual_layout(tensor: Tensor) -> TensorLayout:
     """How a live tensor lies. The class of a DTensor is ``DTensor``, also where torch puts a Parameter around it."""
     return TensorLayout(
         cls=_cls(tensor),
@@ -111,6 +111,8 @@ def _cls(tensor: Tensor) -> str:
 def local(tensor: Tensor) -> Tensor:
     """The part that this rank holds: of a DTensor its local tensor, else the tensor itself."""
     if isinstance(tensor, DTensor):
+        if not torch.is_grad_enabled():  # as in verification, which asks this of every parameter
+            return tensor.to_local()
         with torch.no_grad():
             return tensor.to_local()
     part: Tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3: the parameter itself is empty until gathered

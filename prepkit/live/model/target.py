@@ -41,7 +41,7 @@ class Target:
     """Names and digests that ``Agree`` compares across ranks."""
     unfilled: set[str] = field(factory=set)
     """Tensors that ``AllocateTensors`` gave storage and no later step has given values."""
-    aside: dict[str, Stashed] = field(factory=dict)
+    stashed: dict[str, Stashed] = field(factory=dict)
     """By name, what ``StashTensors`` has taken out of the model and ``SendTensors`` has yet to send."""
     scaler: torch.amp.GradScaler | None = None
     """Set by ``CreateGradScaler``."""

@@ -1,9 +1,32 @@
 """All ranks or none: what one rank fails at, every rank hears within seconds, wherever it is by then.
 
-Ranks meet at the points that a plan's handlers name. At each of them one word is kept in the rendezvous store, and the
-first word counts (``Store.compare_set``): the last rank to arrive writes that all are there, a rank that fails writes
-why. A rank that waits in a collective has no eyes for the store; the failing one ends its process group after it has
-written, the waiting one gets the error of a closed connection, reads the word, and reports that instead.
+Ranks meet at barriers, at the points that a plan's handlers name (``target.together``). A barrier is a few keys in the
+rendezvous store, outside any collective; the one that counts is its verdict, which is written once
+(``Store.compare_set``): the last rank to arrive writes that all are there, a rank that fails writes why. A rank that
+waits in a collective has no eyes for the store; the failing one therefore ends its process group after it has written,
+the waiting one gets the error of a closed connection, reads the verdict, and reports that in its place.
+
+One rank, from the beginning of an apply to its outcome::
+
+                      a step begins: on_event("do")
+            +-----------------------------------------------+
+            v                                               |
+    +---------------+  barrier()  +---------+  all      +---+--------------+  last step done
+    |  on its own   |------------>|  waits  |---------->| with the others  |------------------> outcome "well"
+    +---------------+             +---------+  are      +------------------+
+            |                          |       there        |    collectives happen in this state, and in no other
+            | raises                   | another rank's     | raises
+            |                          | verdict; or not    |
+            |                          | all came in time   |
+            v                          v                    v
+    +----------------------------------------------------------------------+
+    | report_failure(): writes its verdict, or reads that of a rank that   |
+    | failed before; where it came from "with the others" it also ends the |-----> outcome "badly": this rank raises the
+    | process group, and whoever waits there comes here in turn            |       failure that was the first of all
+    +----------------------------------------------------------------------+
+
+A rank on its own is waited for by nobody but in the next barrier, where its verdict will be read; so its process group
+is left alone. The verdict is written under the last barrier if that one has none yet, else under the next one.
 """
 
 from __future__ import annotations
@@ -29,10 +52,11 @@ from prepkit.live.interpreter import Event
 from prepkit.live.ranks import launcher
 from prepkit.live.ranks.agree import Disagreement
 
-OK = "all are there"
+ALL_THERE = "all are there"
+"""The verdict of a barrier that every rank has reached. Any other is the failure of one rank, as JSON."""
 
-LINGER_S = 5.0
-"""Rank 0 often serves the store: after a failure it waits so long for the others to have read it."""
+GRACE_S = 5.0
+"""Rank 0 often serves the store: after a failure it waits so long for the others to have read the verdict."""
 
 
 class RankFailed(RuntimeError):
@@ -45,108 +69,117 @@ class RankFailed(RuntimeError):
 
 @define(kw_only=True)
 class RankGuard:
-    """The ranks that apply a plan together, as one of them sees them."""
+    """Guards one apply on one rank: brings the ranks together at barriers, and tells them when one has failed.
+
+    Every rank has its own; they talk over ``store``. For the states that a rank goes through see the module.
+    """
 
     store: Store
     rank: int
     world: int
+    """Number of ranks."""
     timeout_s: float
-    place: Store | None = None
+    """How long a barrier waits for a rank that does not come."""
+    rendezvous: Store | None = None
     """The store over which the process group is still to be started; None where one runs."""
-    around: str = field(init=False)
-    """Prefix of the keys of this apply. Each rank counts its applies in the store, so that a new one starts afresh."""
-    met: int = field(default=0, init=False)
-    """How many meetings this rank has been to."""
-    inside: bool = field(default=False, init=False)
+    prefix: str = field(init=False)
+    """Of the keys of this apply. Each rank counts its applies in the store, so that a new one starts afresh."""
+    barriers: int = field(default=0, init=False)
+    """How many barriers this rank has entered; the next one's number."""
+    with_others: bool = field(default=False, init=False)
     """Whether others may be waiting in a collective that this rank has yet to enter or to leave."""
-    ended: bool = field(default=False, init=False)
-    """Whether the process group was ended, with its connections, so that nobody waits in vain."""
-    over: Literal["", "well", "badly"] = field(default="", init=False)
-    """Whether the apply has come to its end, and to which."""
+    group_ended: bool = field(default=False, init=False)
+    """Whether this rank ended the process group, with its connections, so that nobody waits in vain."""
+    outcome: Literal["", "well", "badly"] = field(default="", init=False)
+    """How the apply has ended; empty while it goes on."""
 
     def __attrs_post_init__(self) -> None:
-        self.around = f"{self.store.add(f'applies of {self.rank}', 1)}"
+        self.prefix = f"{self.store.add(f'applies of {self.rank}', 1)}"
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Returns when all ranks are here. Raises ``RankFailed`` when one has failed, or is not here in time."""
-        key = f"{self.around}/{self.met}"
-        self.met += 1
+        key = f"{self.prefix}/{self.barriers}"
+        self.barriers += 1
         try:
             self.store.set(f"{key}/{self.rank}", "here")
             if self.store.add(f"{key}/count", 1) == self.world:
-                self.store.compare_set(f"{key}/word", "", OK)
-            self.store.wait([f"{key}/word"], timedelta(seconds=self.timeout_s))
+                self.store.compare_set(f"{key}/verdict", "", ALL_THERE)
+            self.store.wait([f"{key}/verdict"], timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            raise RankFailed(-1, self._absent(key, error)) from error
-        if (failed := self._read(f"{key}/word")) is not None:
-            raise failed
-        self.inside = True
+            raise RankFailed(-1, self._who_is_missing(key, error)) from error
+        if (failure := self._failure(f"{key}/verdict")) is not None:
+            raise failure
+        self.with_others = True
 
-    def hear(self, event: Event) -> None:
-        """A step that begins is the rank's own affair until it meets the others: none waits for it in a collective."""
+    def on_event(self, event: Event) -> None:
+        """Listens to the interpreter: a step that begins is the rank's own affair until it enters a barrier."""
         if event.moment == "do":
-            self.inside = False
+            self.with_others = False
 
-    def tell(self, error: BaseException) -> BaseException:
-        """Writes that this rank has failed, where no other has before; returns the failure that came first.
+    def report_failure(self, error: BaseException) -> BaseException:
+        """Writes that this rank has failed, unless another has before; returns the failure that came first.
 
-        Ends the process group, with its connections, if others may be waiting in a collective for this rank.
+        Ends the process group, with its connections, if others may be waiting in a collective for this rank. Only the
+        first call of an apply reports; later ones return ``error`` as it is.
         """
-        if self.over:
+        if self.outcome:
             return error
-        self.over = "badly"
-        if isinstance(error, Disagreement):  # every rank knows, and none of them waits
-            self._linger()
+        self.outcome = "badly"
+        if isinstance(error, Disagreement):  # every rank raises it, and none of them waits
+            self._wait_for_readers()
             return error
-        first = error if isinstance(error, RankFailed) and error.rank >= 0 else self._announce(error)
+        first = error if isinstance(error, RankFailed) and error.rank >= 0 else self._write_verdict(error)
         if isinstance(first, RankFailed) and first is not error:
             first.__context__ = error
-        if self.inside and dist.is_initialized():
+        if self.with_others and dist.is_initialized():
             _end_group(error)
-            self.ended = True
-        self._linger()
+            self.group_ended = True
+        self._wait_for_readers()
         return first
 
-    def _announce(self, error: BaseException) -> BaseException:
-        word = json.dumps({"rank": self.rank, "what": f"{type(error).__name__}: {error}"})
-        for number in (self.met - 1, self.met):  # the last meeting, if it did not come about; else the next
+    def _write_verdict(self, error: BaseException) -> BaseException:
+        """The failure that counts: ``error`` where its verdict was the first, else that of the rank before it."""
+        verdict = json.dumps({"rank": self.rank, "what": f"{type(error).__name__}: {error}"})
+        for number in (self.barriers - 1, self.barriers):  # the last barrier, if not all came to it; else the next
             if number < 0:
                 continue
-            key = f"{self.around}/{number}/word"
+            key = f"{self.prefix}/{number}/verdict"
             try:
-                self.store.compare_set(key, "", word)
-                failed = self._read(key)
-            except RuntimeError:  # the store is gone, and with it everybody who could hear
+                self.store.compare_set(key, "", verdict)
+                failure = self._failure(key)
+            except RuntimeError:  # the store is gone, and with it everybody who could read there
                 return error
-            if failed is not None:
-                return error if failed.rank == self.rank else failed
+            if failure is not None:
+                return error if failure.rank == self.rank else failure
         return error
 
-    def _read(self, key: str) -> RankFailed | None:
-        word = self.store.get(key).decode()
-        if word == OK:
+    def _failure(self, key: str) -> RankFailed | None:
+        """What the verdict says; None: all are there."""
+        verdict = self.store.get(key).decode()
+        if verdict == ALL_THERE:
             return None
-        said = json.loads(word)
-        return RankFailed(said["rank"], f"rank {said['rank']} of {self.world} failed: {said['what']}")
+        failure = json.loads(verdict)
+        return RankFailed(failure["rank"], f"rank {failure['rank']} of {self.world} failed: {failure['what']}")
 
-    def _linger(self) -> None:
-        heard = f"{self.around}/heard"
+    def _wait_for_readers(self) -> None:
+        """Rank 0 stays until every rank knows of the failure, at most ``GRACE_S``; the others only say that they do."""
+        key = f"{self.prefix}/heard"
         try:
-            if self.store.add(heard, 1) == self.world:
-                self.store.set(f"{heard} by all", "")
+            if self.store.add(key, 1) == self.world:
+                self.store.set(f"{key} by all", "")
             elif self.rank == 0:
-                self.store.wait([f"{heard} by all"], timedelta(seconds=LINGER_S))
+                self.store.wait([f"{key} by all"], timedelta(seconds=GRACE_S))
         except RuntimeError:  # not all came: they do something else, or have ended
             return
 
-    def _absent(self, key: str, error: Exception) -> str:
+    def _who_is_missing(self, key: str, error: Exception) -> str:
         try:
-            gone = [rank for rank in range(self.world) if not self.store.check([f"{key}/{rank}"])]
+            missing = [rank for rank in range(self.world) if not self.store.check([f"{key}/{rank}"])]
         except RuntimeError:
             return (
                 f"the rendezvous store cannot be reached: {error}; the process that serves it, often rank 0, has ended"
             )
-        who = ", ".join(map(str, gone[:8])) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
+        who = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         return f"not all {self.world} ranks came within {self.timeout_s:.0f} s; missing: {who}; their logs say why"
 
 
@@ -163,13 +196,13 @@ def _end_group(error: BaseException | None) -> None:
 
 
 @define
-class _Slot:
-    """Where nested calls of ``together`` find the company that they share."""
+class _Shared:
+    """Where nested calls of ``together`` find the guard that they share."""
 
-    company: RankGuard | None = None
+    guard: RankGuard | None = None
 
 
-_around: ContextVar[_Slot | None] = ContextVar("_around", default=None)
+_shared: ContextVar[_Shared | None] = ContextVar("_shared", default=None)
 
 
 @contextmanager
@@ -185,24 +218,24 @@ def together(timeout_s: float = 600.0) -> Iterator[RankGuard | None]:
     The other ranks raise ``ApplyHalted`` with a ``RankFailed`` that names this rank and what it raised. ``apply`` does
     the same by itself for what happens inside it. Does nothing in a process on its own.
     """
-    slot = _around.get() or _Slot()
-    if slot.company is None or slot.company.over:
-        slot.company = assemble(timeout_s)
-    token = _around.set(slot)
+    shared = _shared.get() or _Shared()
+    if shared.guard is None or shared.guard.outcome:
+        shared.guard = rank_guard(timeout_s)
+    token = _shared.set(shared)
     try:
-        yield slot.company
+        yield shared.guard
     except BaseException as error:
-        if slot.company is not None and slot.company.over == "well":  # what failed is on the way to the next apply
-            slot.company = assemble(timeout_s)
-        if slot.company is not None:
-            slot.company.tell(error)
+        if shared.guard is not None and shared.guard.outcome == "well":  # what failed is on the way to the next apply
+            shared.guard = rank_guard(timeout_s)
+        if shared.guard is not None:
+            shared.guard.report_failure(error)
         raise
     finally:
-        _around.reset(token)
+        _shared.reset(token)
 
 
-def assemble(timeout_s: float) -> RankGuard | None:
-    """The company of this process; None where it is alone: without a launcher, or in a fake group, without data.
+def rank_guard(timeout_s: float) -> RankGuard | None:
+    """The guard of this process; None where it is alone: without a launcher, or in a fake group, without data.
 
     Waits for the other ranks where the group is still to be started; raises as ``launcher.meeting_place`` does.
     """
@@ -213,6 +246,6 @@ def assemble(timeout_s: float) -> RankGuard | None:
         return RankGuard(store=store, rank=dist.get_rank(), world=dist.get_world_size(), timeout_s=timeout_s)
     if launcher.processes() == 1:
         return None
-    place, rank, world = launcher.meeting_place(timeout_s)
-    store = PrefixStore("prepkit", place)
-    return RankGuard(store=store, rank=rank, world=world, timeout_s=timeout_s, place=place)
+    rendezvous, rank, world = launcher.meeting_place(timeout_s)
+    store = PrefixStore("prepkit", rendezvous)
+    return RankGuard(store=store, rank=rank, world=world, timeout_s=timeout_s, rendezvous=rendezvous)

@@ -22,15 +22,16 @@ from torch.optim import SGD, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public door to its fake group
 
 from prepkit.codec import plan_from_text, plan_to_text
-from prepkit.live.handlers import HANDLERS, ddp
+from prepkit.live.attestation import verify
+from prepkit.live.handlers import ddp
 from prepkit.live.interpreter import Halted, Handler, interpret
+from prepkit.live.kinds import handlers
 from prepkit.live.model import deepspeed
-from prepkit.live.model.state import LiveModel, TensorLayout, found_form, look
+from prepkit.live.model.state import LiveModel, TensorLayout, actual_layout, inspect
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
 from prepkit.live.rehearse.meta import fake_twin, meta_copy, zero_twin
-from prepkit.live.rehearse.substitutes import Skipped, staging
-from prepkit.live.verify import verify
+from prepkit.live.rehearse.rehearsable import Skipped, rehearsable
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Check
 from prepkit.steps import BuildMesh, InitializeDeepSpeed, WrapDDP, WrapFSDP1
@@ -142,7 +143,7 @@ def rehearse_here(plan: Plan, model: Module, *, rank: int = 0, optimizer: Optimi
     _check_rank(plan, rank)
     if dist.is_initialized():
         raise RehearsalFailed("a process group runs in this process; call rehearse, which uses a process of its own")
-    staged, omitted = staging(plan)
+    substituted, omitted = rehearsable(plan)
     flattens = any(isinstance(planned.step, WrapFSDP1) for planned in plan.steps)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if flattens else None
     real = any(isinstance(one.step, InitializeDeepSpeed) for one in plan.steps)  # DeepSpeed flattens real memory
@@ -155,12 +156,12 @@ def rehearse_here(plan: Plan, model: Module, *, rank: int = 0, optimizer: Optimi
     _forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     try:
-        handlers = _faked(mode) if mode else {**HANDLERS, WrapDDP: ddp.WITHOUT_VALUES}
+        table = _faked(mode) if mode else {**handlers(), WrapDDP: ddp.WITHOUT_VALUES}
         with launcher.same_local_rank():
-            outcome = interpret(tuple(planned.step for planned in staged.steps), handlers, target)
+            outcome = interpret(tuple(planned.step for planned in substituted.steps), table, target)
         halted = str(outcome) if isinstance(outcome, Halted) else ""
-        differences = () if halted else verify(staged, target, allow_meta=True).failed
-        return _seen(plan, rank, look(target), omitted, differences, halted)
+        differences = () if halted else verify(substituted, target, allow_meta=True).failed
+        return _seen(plan, rank, inspect(target), omitted, differences, halted)
     finally:
         dist.destroy_process_group()
         _forget_meshes()
@@ -185,13 +186,13 @@ def _faked(mode: FakeTensorMode) -> dict[type, Handler[Any, Target, Any]]:
 
         return act
 
-    return {kind: own if kind is BuildMesh else evolve(own, do=within(own.do)) for kind, own in HANDLERS.items()}
+    return {kind: own if kind is BuildMesh else evolve(own, do=within(own.do)) for kind, own in handlers().items()}
 
 
 def _stand_in(plan: Plan, model: Module) -> Optimizer:
     """An optimizer whose slots hold what the plan's optimizer facts say, with state where there was some."""
     assert plan.facts.optimizer is not None, "the caller has asked"
-    params = look(Target(model=model)).params
+    params = inspect(Target(model=model)).params
     groups = [
         {"params": [params[name] if name else Parameter(torch.empty(1, device="meta")) for name in group.slots]}
         for group in plan.facts.optimizer.groups
@@ -205,21 +206,21 @@ def _stand_in(plan: Plan, model: Module) -> Optimizer:
 def _seen(
     plan: Plan,
     rank: int,
-    standing: LiveModel,
+    live: LiveModel,
     omitted: tuple[Skipped, ...],
     differences: tuple[Check, ...],
     halted: str,
 ) -> Rehearsal:
-    order = [layout.name for layout in plan.layout if layout.name in standing.params]
+    order = [layout.name for layout in plan.layout if layout.name in live.params]
     aliases = {name for group in plan.facts.model.ties for name in group}
-    unknown = [name for name in standing.params if name not in {*order, *aliases}]
-    names = {id(standing.params[name]): name for name in reversed((*order, *unknown))}
-    optimizer = standing.target.optimizer
+    unknown = [name for name in live.params if name not in {*order, *aliases}]
+    names = {id(live.params[name]): name for name in reversed((*order, *unknown))}
+    optimizer = live.target.optimizer
     return Rehearsal(
         rank=rank,
         world_size=plan.world_size,
-        params=tuple((name, found_form(standing.params[name])) for name in (*order, *unknown)),
-        units=standing.units,
+        params=tuple((name, actual_layout(live.params[name])) for name in (*order, *unknown)),
+        units=live.units,
         slots=tuple(
             tuple(names.get(id(param), "") for param in group["params"])
             for group in (optimizer.param_groups if optimizer else ())

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from prepkit.config import Intent
-from prepkit.live.handlers import HANDLERS
 from prepkit.live.interpreter import Halted, interpret
+from prepkit.live.kinds import handlers
 from prepkit.live.model.target import Target
 from prepkit.live.rehearse.meta import fake_twin, meta_copy
 from prepkit.plan import Plan
@@ -40,7 +40,7 @@ def activations(plan: Plan, model: Module, *args: Any, **kwargs: Any) -> int:
     twin, _ = meta_copy(model, None, _twins(mode, dtype, names))
     target = Target(model=twin)
     with mode:
-        outcome = interpret(tuple(_local(plan)), HANDLERS, target)
+        outcome = interpret(tuple(_local(plan)), handlers(), target)
         if isinstance(outcome, Halted):
             raise RuntimeError(str(outcome))  # noqa: TRY004  # a failed step is no wrong type
         inputs = tree_map_only(Tensor, lambda given: _fake(given, dtype), (args, kwargs))

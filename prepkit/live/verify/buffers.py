@@ -49,17 +49,17 @@ def _digest(buffer: Tensor) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def checks(plan: Plan, standing: LiveModel, rank: int, before: Mapping[str, str]) -> Iterator[Check]:
+def checks(plan: Plan, live: LiveModel, rank: int, before: Mapping[str, str]) -> Iterator[Check]:
     """Collective where a group runs that carries data, for every rank of it alike."""
     steps = [planned.step for planned in plan.steps]
-    now = fingerprints(standing.buffers)
+    now = fingerprints(live.buffers)
     if not any(REWRITES[type(step)](step, rank) for step in steps if type(step) in REWRITES):
         sources = {source.name for step in steps if isinstance(step, ReadTensors) for source in step.sources}
-        read = {id(buffer) for name, buffer in standing.buffers.items() if name in sources}  # one may have two names
+        read = {id(buffer) for name, buffer in live.buffers.items() if name in sources}  # one may have two names
         bad = [
             f"{name} holds other values than before the first step"
             for name in before
-            if id(standing.buffers.get(name)) not in read and now.get(name, before[name]) != before[name]
+            if id(live.buffers.get(name)) not in read and now.get(name, before[name]) != before[name]
         ]
         yield each("model", "buffers kept their values", bad)
     apart = any(LEAVES_APART[type(step)](step) for step in steps if type(step) in LEAVES_APART)

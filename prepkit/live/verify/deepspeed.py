@@ -12,9 +12,9 @@ from prepkit.plan.attestation import Check, each, same
 from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
 
 
-def cast(step: CastForward, standing: LiveModel) -> Iterator[Check]:
+def cast(step: CastForward, live: LiveModel) -> Iterator[Check]:
     """The root's forward casts, from and to these dtypes."""
-    own = standing.modules[""][-1]
+    own = live.modules[""][-1]
     forward = own.forward.forward if isinstance(own.forward, FP8Forward) else own.forward  # which is outside it
     if isinstance(forward, CastedForward) and hasattr(own, MARK):
         found = tuple(str(dtype).removeprefix("torch.") for dtype in (forward.dtype, forward.output_dtype))
@@ -23,19 +23,19 @@ def cast(step: CastForward, standing: LiveModel) -> Iterator[Check]:
         yield each("CastForward", "cast forward", [f"{type(own).__name__} has its own forward"])
 
 
-def leaves(step: MarkLeafModules, standing: LiveModel) -> Iterator[Check]:
+def leaves(step: MarkLeafModules, live: LiveModel) -> Iterator[Check]:
     """DeepSpeed's own mark stands on each."""
-    bad = [path for path in step.paths if not any(getattr(m, "_z3_leaf", False) for m in standing.at(path))]
+    bad = [path for path in step.paths if not any(getattr(m, "_z3_leaf", False) for m in live.at(path))]
     yield each("MarkLeafModules", "gathered whole", bad)
 
 
-def converted(step: ConvertOptimizer, standing: LiveModel) -> Iterator[Check]:
+def converted(step: ConvertOptimizer, live: LiveModel) -> Iterator[Check]:
     """The optimizer inside DeepSpeed's is the CPU form."""
-    found = getattr(standing.target.model, "basic_optimizer", standing.target.optimizer)
+    found = getattr(live.target.model, "basic_optimizer", live.target.optimizer)
     yield same("ConvertOptimizer", "class", step.algorithm, type(found).__name__)
 
 
-def initialised(step: InitializeDeepSpeed, standing: LiveModel) -> Iterator[Check]:
+def initialised(step: InitializeDeepSpeed, live: LiveModel) -> Iterator[Check]:
     """The engine's own numbers are the step's, and its optimizer steps what is trained."""
-    for what, planned, found in compared(step, standing):
+    for what, planned, found in compared(step, live):
         yield same("InitializeDeepSpeed", what, planned, found)

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from prepkit.live.model import fsdp1_flat
-from prepkit.live.model.state import LiveModel, found_form, local, planned_form
+from prepkit.live.model.state import LiveModel, actual_layout, local, planned_layout
 from prepkit.plan import Plan
 from prepkit.plan.flat_layout import FlatPart, held
 from prepkit.plan.layout import ParamLayout, coordinate, local_shape
 from prepkit.steps import FlatUnit, RegroupOptimizer, WrapFSDP1
 
 
-def wrong_units(step: WrapFSDP1, standing: LiveModel) -> list[str]:
+def wrong_units(step: WrapFSDP1, live: LiveModel) -> list[str]:
     """Units that are not there, were not planned, or were given another strategy or dtype."""
-    found = fsdp1_flat.units(standing.target.model)
+    found = fsdp1_flat.units(live.target.model)
     planned = {unit.path: unit for unit in step.units}
     bad = [f"{path or 'the root'} is none" for path in sorted(set(planned) - set(found))]
     bad += [f"{path or 'the root'} was not planned" for path in found if path not in planned]
@@ -70,9 +70,9 @@ def flat_names(plan: Plan) -> set[str]:
     return {f"{one.unit}.{FLAT}".lstrip(".") for one in plan.layout if one.flat and not one.flat.original}
 
 
-def wrong_parts(plan: Plan, standing: LiveModel, rank: int) -> Iterator[tuple[str, list[str]]]:
+def wrong_parts(plan: Plan, live: LiveModel, rank: int) -> Iterator[tuple[str, list[str]]]:
     """Name of every flattened parameter, and what differs between its planned and its found place and view."""
-    places = fsdp1_flat.pieces(standing.target.model) if any(one.flat for one in plan.layout) else {}
+    places = fsdp1_flat.pieces(live.target.model) if any(one.flat for one in plan.layout) else {}
     for layout in plan.layout:
         part, piece = layout.flat, places.get(layout.name)
         if part is None:
@@ -82,9 +82,9 @@ def wrong_parts(plan: Plan, standing: LiveModel, rank: int) -> Iterator[tuple[st
             continue
         planned, found = _planned_place(layout, part, plan, rank), _found_place(piece)
         bad = [f"{key} planned {planned[key]}, found {found[key]}" for key in planned if planned[key] != found[key]]
-        param = standing.params.get(layout.name)
+        param = live.params.get(layout.name)
         if param is not None:
-            bad.extend(planned_form(_view(layout, plan, rank), plan.mesh, rank).against(found_form(param)))
+            bad.extend(planned_layout(_view(layout, plan, rank), plan.mesh, rank).against(actual_layout(param)))
         elif part.original:
             bad.append("the model has no such parameter")
         yield layout.name, bad
@@ -119,9 +119,9 @@ def _view(layout: ParamLayout, plan: Plan, rank: int) -> ParamLayout:
     return evolve(layout, shape=local_shape(layout, plan.mesh, rank), flat=None)
 
 
-def wrong_groups(step: RegroupOptimizer, standing: LiveModel) -> list[str]:
+def wrong_groups(step: RegroupOptimizer, live: LiveModel) -> list[str]:
     """Names that are not once in their group, under whatever holds them now: what was trained before still is."""
-    holders, optimizer = fsdp1_flat.holders(standing.target.model), standing.target.optimizer
+    holders, optimizer = fsdp1_flat.holders(live.target.model), live.target.optimizer
     groups = optimizer.param_groups if optimizer else []
     bad = [] if len(groups) == len(step.slots) else [f"there are {len(groups)} groups, not {len(step.slots)}"]
     for index, (slots, group) in enumerate(zip(step.slots, groups, strict=False)):
@@ -130,10 +130,10 @@ def wrong_groups(step: RegroupOptimizer, standing: LiveModel) -> list[str]:
     return bad
 
 
-def wrong_states(standing: LiveModel) -> list[str]:
+def wrong_states(live: LiveModel) -> list[str]:
     """State tensors that do not lie as their parameter does: no cut of one is a cut of the other."""
-    optimizer = standing.target.optimizer
-    held_by = {id(param): name for name, param in reversed(fsdp1_flat.holders(standing.target.model).items())}
+    optimizer = live.target.optimizer
+    held_by = {id(param): name for name, param in reversed(fsdp1_flat.holders(live.target.model).items())}
     return [
         f"{key} of {held_by[id(param)]} has shape {tuple(value.shape)}, the parameter {tuple(local(param).shape)}"
         for param, state in (optimizer.state if optimizer else {}).items()

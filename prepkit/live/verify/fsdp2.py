@@ -14,11 +14,9 @@ from prepkit.plan.attestation import Check, each
 from prepkit.steps import ShardUnits, Unit
 
 
-def checks(step: ShardUnits, standing: LiveModel) -> Iterator[Check]:
+def checks(step: ShardUnits, live: LiveModel) -> Iterator[Check]:
     """Hooks and policies of the units that are there; a missing one has been told already."""
-    found = [
-        (unit, module) for unit in step.units for module in standing.at(unit.path) if isinstance(module, FSDPModule)
-    ]
+    found = [(unit, module) for unit in step.units for module in live.at(unit.path) if isinstance(module, FSDPModule)]
     hooks = [f"{unit.path or 'the root'} has none" for unit, module in found if not _gathers(module)]
     yield each("ShardUnits", "a hook gathers each unit", hooks)
     bad = [f"{unit.path or 'the root'}: {text}" for unit, module in found for text in _policies(step, unit, module)]

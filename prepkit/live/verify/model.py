@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from prepkit.config import DDP, FSDP1, FSDP2, XLA, Intent, Mixed, Single, TensorParallel
 from prepkit.live.model import fsdp1_flat
-from prepkit.live.model.state import LiveModel, found_form, local, planned_form
+from prepkit.live.model.state import LiveModel, actual_layout, local, planned_layout
 from prepkit.live.verify import fsdp1
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Check, each, same
@@ -22,60 +22,58 @@ CASTS_BUFFERS: tuple[type, ...] = (InitializeDeepSpeed,)
 """Step kinds that change the dtype of buffers."""
 
 
-def checks(plan: Plan, standing: LiveModel, rank: int) -> Iterator[Check]:
+def checks(plan: Plan, live: LiveModel, rank: int) -> Iterator[Check]:
     """All of them; reads no tensor's data."""
-    yield from _parameters(plan, standing, rank)
-    yield from _masters(plan, standing)
-    yield from _ties(plan, standing)
-    yield from _buffers(plan, standing)
+    yield from _parameters(plan, live, rank)
+    yield from _masters(plan, live)
+    yield from _ties(plan, live)
+    yield from _buffers(plan, live)
     if not any(isinstance(planned.step, InitializeDeepSpeed) for planned in plan.steps):
-        yield from _slots(plan, standing)  # DeepSpeed's optimizer has slots of its own, and a check of its own
-        yield from _coverage(plan, standing)
-    yield from _scheduler(plan, standing)
+        yield from _slots(plan, live)  # DeepSpeed's optimizer has slots of its own, and a check of its own
+        yield from _coverage(plan, live)
+    yield from _scheduler(plan, live)
 
 
-def _parameters(plan: Plan, standing: LiveModel, rank: int) -> Iterator[Check]:
+def _parameters(plan: Plan, live: LiveModel, rank: int) -> Iterator[Check]:
     for layout in plan.layout:
         if layout.flat is not None or "split" in layout.placements:
             continue  # flat parts are looked at below; DeepSpeed decides which way it splits which layer
-        param = standing.params.get(layout.name)
+        param = live.params.get(layout.name)
         if param is None:
             yield Check(subject=layout.name, what="exists", holds=False, detail="the model has no such parameter")
         else:
-            bad = planned_form(layout, plan.mesh, rank).against(found_form(param))
+            bad = planned_layout(layout, plan.mesh, rank).against(actual_layout(param))
             yield Check(subject=layout.name, what="layout", holds=not bad, detail="; ".join(bad))
-    for name, wrong in fsdp1.wrong_parts(plan, standing, rank):
+    for name, wrong in fsdp1.wrong_parts(plan, live, rank):
         yield Check(subject=name, what="layout", holds=not wrong, detail="; ".join(wrong))
     known = {layout.name for layout in plan.layout} | {name for group in plan.facts.model.ties for name in group}
     known |= fsdp1.flat_names(plan)
-    same_ones = {
-        id(standing.params[name]) for name in known if name in standing.params
-    }  # also where a module is shared
-    unknown = [name for name, param in standing.params.items() if name not in known and id(param) not in same_ones]
+    same_ones = {id(live.params[name]) for name in known if name in live.params}  # also where a module is shared
+    unknown = [name for name, param in live.params.items() if name not in known and id(param) not in same_ones]
     yield each("model", "no parameter that the plan does not know", unknown)
 
 
-def _ties(plan: Plan, standing: LiveModel) -> Iterator[Check]:
+def _ties(plan: Plan, live: LiveModel) -> Iterator[Check]:
     gone = {layout.name for layout in plan.layout if layout.flat is not None and not layout.flat.original}
     for group in plan.facts.model.ties:
         if gone.intersection(group):
             continue  # one flat parameter holds it, once
-        held = {id(standing.params.get(name)) for name in group}
+        held = {id(live.params.get(name)) for name in group}
         found = f"{' and '.join(group)} are no longer one parameter"
         yield Check(subject=group[0], what="tied", holds=len(held) == 1, detail=found if len(held) > 1 else "")
 
 
-def meta(standing: LiveModel) -> Iterator[Check]:
+def meta(live: LiveModel) -> Iterator[Check]:
     """Every tensor has data."""
-    held = {**standing.params, **standing.buffers}
+    held = {**live.params, **live.buffers}
     left = [name for name, tensor in held.items() if local(tensor).device.type == "meta"]  # MS-AMP knows no is_meta
     yield each("model", "nothing is left on meta", left)
 
 
-def _slots(plan: Plan, standing: LiveModel) -> Iterator[Check]:
+def _slots(plan: Plan, live: LiveModel) -> Iterator[Check]:
     """Every slot holds the model's parameter of its name, so what was trained before still is (pain 1)."""
     seen = plan.facts.optimizer
-    optimizer = standing.target.optimizer
+    optimizer = live.target.optimizer
     if any(isinstance(planned.step, RegroupOptimizer) for planned in plan.steps):
         return  # its own check knows what the groups have become
     if seen is None or optimizer is None:
@@ -88,12 +86,12 @@ def _slots(plan: Plan, standing: LiveModel) -> Iterator[Check]:
         f"group {index} slot {place} does not hold the model's {name}"
         for index, (slots, group) in enumerate(zip(groups, optimizer.param_groups, strict=False))
         for place, (name, held) in enumerate(zip(slots, group["params"], strict=False))
-        if name and standing.params.get(name) is not held
+        if name and live.params.get(name) is not held
     ]
     yield each("optimizer", "every slot holds the model's parameter", bad)
 
 
-def _masters(plan: Plan, standing: LiveModel) -> Iterator[Check]:
+def _masters(plan: Plan, live: LiveModel) -> Iterator[Check]:
     """Float32 where the plan's owner of master weights says so; pain 2."""
     cfg = plan.config
     if not (isinstance(cfg.precision, Mixed) and cfg.precision.master_weights and cfg.intent is Intent.TRAINING):
@@ -101,46 +99,42 @@ def _masters(plan: Plan, standing: LiveModel) -> Iterator[Check]:
     if not isinstance(cfg.engine, MASTERS_IN_PLACE):
         return
     bad = [
-        f"{name} is {found_form(param).dtype}"
-        for name, param in standing.params.items()
+        f"{name} is {actual_layout(param).dtype}"
+        for name, param in live.params.items()
         if param.requires_grad and param.is_floating_point() and param.element_size() < 4
     ]
     yield each("model", "trainable parameters are their own master weights", bad)
 
 
-def _buffers(plan: Plan, standing: LiveModel) -> Iterator[Check]:
+def _buffers(plan: Plan, live: LiveModel) -> Iterator[Check]:
     casts = any(isinstance(planned.step, CASTS_BUFFERS) for planned in plan.steps)
     bad = []
     for seen in plan.facts.model.buffers:
-        held = standing.buffers.get(seen.name)
+        held = live.buffers.get(seen.name)
         if held is None:
             bad.append(f"{seen.name} is gone")
         elif (found := (tuple(held.shape), seen.dtype if casts else _dtype(held))) != (seen.shape, seen.dtype):
             bad.append(f"{seen.name} planned {seen.dtype}{list(seen.shape)}, found {found[1]}{list(found[0])}")
     known = {seen.name for seen in plan.facts.model.buffers}
-    bad += [
-        f"{name} was not planned"
-        for name in standing.buffers
-        if name not in known and not _alias(name, standing, known)
-    ]
+    bad += [f"{name} was not planned" for name in live.buffers if name not in known and not _alias(name, live, known)]
     yield each("model", "buffers are those of the plan", bad)
 
 
-def _alias(name: str, standing: LiveModel, known: set[str]) -> bool:
+def _alias(name: str, live: LiveModel, known: set[str]) -> bool:
     """Whether it is a second way to a planned buffer, as a shared module has."""
-    return any(standing.buffers[name] is standing.buffers.get(other) for other in known)
+    return any(live.buffers[name] is live.buffers.get(other) for other in known)
 
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _coverage(plan: Plan, standing: LiveModel) -> Iterator[Check]:
+def _coverage(plan: Plan, live: LiveModel) -> Iterator[Check]:
     """No tensor is stepped that is not the model's, none is frozen, and what the plan trains is stepped."""
-    optimizer = standing.target.optimizer
+    optimizer = live.target.optimizer
     if optimizer is None:
         return
-    names = {id(param): name for name, param in reversed(standing.params.items())}
+    names = {id(param): name for name, param in reversed(live.params.items())}
     held = [param for group in optimizer.param_groups for param in group["params"]]
     foreign = sum(id(param) not in names for param in held)
     seen = plan.facts.optimizer
@@ -150,24 +144,24 @@ def _coverage(plan: Plan, standing: LiveModel) -> Iterator[Check]:
     stepped = {names.get(id(param), "") for param in held}
     missing = [
         name
-        for name, param in standing.params.items()
+        for name, param in live.params.items()
         if param.requires_grad
         and names[id(param)] == name
         and name not in stepped
         and (planned is None or name in planned)
     ]
     yield each("optimizer", "every parameter that is trained is stepped", [f"{name} is not held" for name in missing])
-    yield each("optimizer", "state that was there is kept", _lost(plan, standing, optimizer))
+    yield each("optimizer", "state that was there is kept", _lost(plan, live, optimizer))
 
 
-def _lost(plan: Plan, standing: LiveModel, optimizer: Optimizer) -> list[str]:
+def _lost(plan: Plan, live: LiveModel, optimizer: Optimizer) -> list[str]:
     """Parameters whose state has gone, under whatever holds them now; a rank without a part of one keeps none of it."""
     seen = plan.facts.optimizer
     if seen is None or not seen.stateful:
         return []
     stateful = {id(param) for param, state in optimizer.state.items() if state}
-    places = fsdp1_flat.pieces(standing.target.model)
-    held = {**standing.params, **{name: piece.flat for name, piece in places.items() if not piece.original}}
+    places = fsdp1_flat.pieces(live.target.model)
+    held = {**live.params, **{name: piece.flat for name, piece in places.items() if not piece.original}}
     empty = {name for name, piece in places.items() if piece.original and piece.cut and piece.first == piece.last}
     return [
         f"{name} has lost its state"
@@ -176,11 +170,11 @@ def _lost(plan: Plan, standing: LiveModel, optimizer: Optimizer) -> list[str]:
     ]
 
 
-def _scheduler(plan: Plan, standing: LiveModel) -> Iterator[Check]:
+def _scheduler(plan: Plan, live: LiveModel) -> Iterator[Check]:
     seen = plan.facts.scheduler
     if seen is not None and seen.drives_optimizer:
-        driven = getattr(standing.target.scheduler, "optimizer", None)
-        groups = getattr(standing.target.optimizer, "param_groups", None)  # DeepSpeed shows those of the one inside
-        drives = driven is standing.target.optimizer or getattr(driven, "param_groups", 0) is groups
+        driven = getattr(live.target.scheduler, "optimizer", None)
+        groups = getattr(live.target.optimizer, "param_groups", None)  # DeepSpeed shows those of the one inside
+        drives = driven is live.target.optimizer or getattr(driven, "param_groups", 0) is groups
         detail = "" if drives else "its optimizer is another object; what it changes is never stepped"
         yield Check(subject="scheduler", what="drives the optimizer", holds=drives, detail=detail)

@@ -8,24 +8,24 @@ from attrs import evolve
 from torch import Tensor
 
 from prepkit.live.model import fsdp1_flat
-from prepkit.live.model.state import LiveModel, found_form
+from prepkit.live.model.state import LiveModel, actual_layout
 from prepkit.live.verify import fsdp1
 from prepkit.plan.attestation import Check, each, same
 from prepkit.steps import CreateOptimizer, RebindOptimizer, RegroupOptimizer
 
 
-def regrouped(step: RegroupOptimizer, standing: LiveModel) -> Iterator[Check]:
+def regrouped(step: RegroupOptimizer, live: LiveModel) -> Iterator[Check]:
     """Every name is once in its group, whatever holds it now."""
-    yield each("RegroupOptimizer", "no state is left behind", sorted(standing.target.released))
-    yield each("RegroupOptimizer", "groups hold what they held", fsdp1.wrong_groups(step, standing))
+    yield each("RegroupOptimizer", "no state is left behind", sorted(live.target.released))
+    yield each("RegroupOptimizer", "groups hold what they held", fsdp1.wrong_groups(step, live))
 
 
-def rebound(step: RebindOptimizer, standing: LiveModel) -> Iterator[Check]:
+def rebound(step: RebindOptimizer, live: LiveModel) -> Iterator[Check]:
     """State that was released has been laid out as its parameter lies."""
     del step
-    yield each("RebindOptimizer", "no state is left behind", sorted(standing.target.released))
-    optimizer = standing.target.optimizer
-    held = {id(param): name for name, param in reversed(standing.params.items())}  # a tied one under its first name
+    yield each("RebindOptimizer", "no state is left behind", sorted(live.target.released))
+    optimizer = live.target.optimizer
+    held = {id(param): name for name, param in reversed(live.params.items())}  # a tied one under its first name
     bad = [
         f"{key} of {held[id(param)]} has {difference}"
         for param, state in (optimizer.state if optimizer else {}).items()
@@ -38,19 +38,19 @@ def rebound(step: RebindOptimizer, standing: LiveModel) -> Iterator[Check]:
 
 
 def _apart(param: Tensor, value: Tensor) -> tuple[str, ...]:
-    here, there = found_form(param), found_form(value)
+    here, there = actual_layout(param), actual_layout(value)
     like = evolve(there, placements=here.placements, local_shape=here.local_shape)  # class, dtype and grad may differ
     return like.against(there)
 
 
-def created(step: CreateOptimizer, standing: LiveModel) -> Iterator[Check]:
+def created(step: CreateOptimizer, live: LiveModel) -> Iterator[Check]:
     """Class, parameters and options are those of the step."""
-    optimizer = standing.target.optimizer
-    if hasattr(standing.target.model, "basic_optimizer"):
+    optimizer = live.target.optimizer
+    if hasattr(live.target.model, "basic_optimizer"):
         return  # DeepSpeed has taken it over; what it holds is looked at there
     yield same("CreateOptimizer", "class", step.algorithm, type(optimizer).__name__)
     held = [id(param) for group in (optimizer.param_groups if optimizer else ()) for param in group["params"]]
-    holders = {**standing.params, **fsdp1_flat.holders(standing.target.model)}
+    holders = {**live.params, **fsdp1_flat.holders(live.target.model)}
     wanted: dict[int, str] = {}
     for name in step.names:
         wanted.setdefault(id(holders.get(name)), name)  # what holds several, once

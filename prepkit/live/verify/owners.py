@@ -14,9 +14,9 @@ from prepkit.plan.attestation import Check, each, same
 NOBODY = "nobody"
 
 
-def checks(plan: Plan, standing: LiveModel) -> Iterator[Check]:
+def checks(plan: Plan, live: LiveModel) -> Iterator[Check]:
     """One check per owner. prepkit's own driver does what no engine, scaler or scheduler of another does."""
-    owners, target = plan.owners, standing.target
+    owners, target = plan.owners, live.target
     engine = target.model if "DeepSpeedEngine" in known_bases(type(target.model)) else None
     yield same("owners", "loss scaling", owners.loss_scaling, _scaling(target.scaler, engine))
     yield same("owners", "accumulation", owners.accumulation, "prepkit" if engine is None else "DeepSpeed")
@@ -26,9 +26,7 @@ def checks(plan: Plan, standing: LiveModel) -> Iterator[Check]:
         yield each("owners", "the scheduler ticks for the optimizer that steps", ["it has another one"] * foreign)
     if engine is not None:
         yield from _engine(owners, engine)
-    yield each(
-        "owners", "master weights", list(_low(plan, standing)) if engine is None else list(_copies(plan, engine))
-    )
+    yield each("owners", "master weights", list(_low(plan, live)) if engine is None else list(_copies(plan, engine)))
 
 
 def _scaling(scaler: Any, engine: Any) -> str:
@@ -50,12 +48,12 @@ def _engine(owners: Owners, engine: Any) -> Iterator[Check]:
     yield same("owners", "DeepSpeed clips to", float(most), float(engine.gradient_clipping() or 0.0))
 
 
-def _low(plan: Plan, standing: LiveModel) -> Iterator[str]:
+def _low(plan: Plan, live: LiveModel) -> Iterator[str]:
     """Trained parameters in 16 bits although the plan says that they are their own float32 master weights."""
     if not plan.owners.master_weights.startswith("the parameters themselves, stored in float32"):
         return
     for layout in plan.layout:
-        param = standing.params.get(layout.name)
+        param = live.params.get(layout.name)
         if layout.requires_grad and param is not None and str(param.dtype) in ("torch.bfloat16", "torch.float16"):
             yield f"{layout.name} is trained in {str(param.dtype).removeprefix('torch.')}"
 

@@ -14,14 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from prepkit.config import DDP, CommHook, CompressHook, Config, NoHook, PowerSGDHook
-from prepkit.live.handlers import HANDLERS
+from prepkit.live.attestation import verify
 from prepkit.live.handlers import ddp as handler
 from prepkit.live.interpreter import Halted, interpret
+from prepkit.live.kinds import handlers
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
 from prepkit.live.training.prepared import Prepared
-from prepkit.live.verify import verify
 from prepkit.planner import pieces
 from prepkit.planner.ddp import communication
 from prepkit.steps import ConvertSyncBatchNorm, DDPCommHook, LocalDevice, WrapDDP
@@ -269,7 +269,7 @@ def test_batch_norms_are_found_planned_and_attested() -> None:
     assert step.paths == ("first.1", "second.2")
     without = evolve(made, steps=tuple(one for one in made.steps if not isinstance(one.step, WrapDDP)))
     with gloo_alone():
-        outcome = interpret(tuple(one.step for one in made.steps), HANDLERS, Target(model=model, optimizer=optimizer))
+        outcome = interpret(tuple(one.step for one in made.steps), handlers(), Target(model=model, optimizer=optimizer))
         assert isinstance(outcome, Halted)  # DDP itself takes no SyncBatchNorm on the CPU
         assert outcome.clean
         assert type(model.first[1]) is nn.BatchNorm1d

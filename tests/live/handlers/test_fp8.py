@@ -15,10 +15,10 @@ from torch.optim import AdamW
 
 import prepkit as pk
 from prepkit.config import BF16, DDP, FP8, FSDP1, FSDP2, CheckpointBlocks, ClipNorm, CompileBlocks, Config, TorchAO
+from prepkit.live.attestation import verify
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
 from prepkit.live.rehearse import rehearse_here
-from prepkit.live.verify import verify
 from prepkit.steps import ConvertFP8Linears, PrecomputeFloat8Scales, RebindOptimizer
 from tests.support.fp8_model import FITTING, TOKENS, Wide, loss_of, planned, seeded, stepped
 from tests.support.fragile_model import applied
@@ -297,13 +297,13 @@ def test_a_failure_after_conversion_leaves_the_user_with_the_model_that_was_give
     optimizer = AdamW(model.parameters())
     made = planned(Config(precision=EMULATED), model, optimizer)
     broken = evolve(made.steps[0], step=RebindOptimizer(slots=(("embed.weight", "gone"),)))
-    from prepkit.live.handlers import HANDLERS
     from prepkit.live.interpreter import Halted, interpret
+    from prepkit.live.kinds import handlers
 
-    handlers = dict(HANDLERS)
-    handlers[RebindOptimizer] = evolve(handlers[RebindOptimizer], ready=lambda step, target: ())
+    table = handlers()
+    table[RebindOptimizer] = evolve(table[RebindOptimizer], ready=lambda step, target: ())
     steps = (*(one.step for one in made.steps), broken.step)
-    halted = interpret(steps, handlers, Target(model=model, optimizer=optimizer))
+    halted = interpret(steps, table, Target(model=model, optimizer=optimizer))
     assert isinstance(halted, Halted)
     assert halted.clean
     assert dict(model.named_modules()) == before

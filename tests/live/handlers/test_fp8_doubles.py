@@ -24,14 +24,14 @@ from prepkit.config import (
     MXFP8BlockScaling,
     TransformerEngine,
 )
-from prepkit.live.handlers import HANDLERS
+from prepkit.live.attestation import verify
 from prepkit.live.interpreter import Halted, interpret
+from prepkit.live.kinds import handlers
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
 from prepkit.live.model.unwrap import unwrap
 from prepkit.live.observe import observe
 from prepkit.live.rehearse import rehearse_here
-from prepkit.live.verify import verify
 from prepkit.plan import Plan
 from prepkit.steps import AutocastFP8Forward, ConvertTransformerEngine, InitializeMSAMP
 from tests.support import library_doubles
@@ -387,8 +387,8 @@ def test_a_step_after_ms_amp_that_fails_gives_everything_back(monkeypatch: pytes
         raise RuntimeError("late")
 
     kind = type(made.steps[-1].step)
-    handlers = {**HANDLERS, kind: evolve(HANDLERS[kind], do=fail)}
-    halted = interpret(tuple(one.step for one in made.steps), handlers, Target(model=model, optimizer=optimizer))
+    table = {**handlers(), kind: evolve(handlers()[kind], do=fail)}
+    halted = interpret(tuple(one.step for one in made.steps), table, Target(model=model, optimizer=optimizer))
     assert isinstance(halted, Halted)
     assert halted.clean
     assert dict(model.named_modules()) == before

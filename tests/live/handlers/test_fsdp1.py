@@ -14,8 +14,9 @@ from torch.optim import AdamW, Optimizer
 
 import prepkit as pk
 from prepkit import config as c
-from prepkit.live.handlers import HANDLERS, fsdp1
+from prepkit.live.handlers import fsdp1
 from prepkit.live.interpreter import Halted, interpret
+from prepkit.live.kinds import handlers
 from prepkit.live.model import fsdp1_flat, names
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
@@ -421,7 +422,7 @@ def test_a_failure_says_which_units_stand_and_that_there_is_no_way_back() -> Non
     model = Tiny()
     model.layers[1].inner.bias.data = model.layers[1].inner.bias.data.double()
     with fake_group(2):
-        halted = interpret((wrapping(*BLOCKS),), HANDLERS, Target(model=model, mesh=shard_mesh(2)))
+        halted = interpret((wrapping(*BLOCKS),), handlers(), Target(model=model, mesh=shard_mesh(2)))
     assert isinstance(halted, Halted)
     assert halted.torn
     assert "unit layers.1 could not be wrapped (wrapped before it: layers.0): Must flatten" in str(halted)
@@ -452,7 +453,7 @@ def regrouped(rank: int, change: str) -> tuple[Target, str]:
     target = Target(model=model, optimizer=optimizer, mesh=shard_mesh(2))
     plan = (tuple(map(tuple, slots)),)
     steps = (ReleaseOptimizer(slots=plan[0]), wrapping(*BLOCKS, use_orig_params=False), RegroupOptimizer(slots=plan[0]))
-    outcome = interpret(steps, HANDLERS, target)
+    outcome = interpret(steps, handlers(), target)
     return target, str(outcome) if isinstance(outcome, Halted) else ""
 
 

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD
 
-from prepkit.live.handlers import HANDLERS
 from prepkit.live.interpreter import Halted, interpret
+from prepkit.live.kinds import handlers
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
 from prepkit.steps import AutocastForward, CheckpointModules, CompileModules, ShardUnits, Unit
@@ -126,7 +126,7 @@ def test_a_failure_says_which_units_stand_and_that_there_is_no_way_back(monkeypa
 
     monkeypatch.setattr(fsdp2, "fully_shard", fail_on_third)
     with fake_group(2):
-        halted = interpret((sharding(*BLOCKS),), HANDLERS, Target(model=Tiny(), mesh=shard_mesh(2)))
+        halted = interpret((sharding(*BLOCKS),), handlers(), Target(model=Tiny(), mesh=shard_mesh(2)))
     assert isinstance(halted, Halted)
     assert halted.torn
     assert "unit layers.2 could not be sharded (sharded before it: layers.0, layers.1): uneven" in str(halted)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prepkit.live.handlers import HANDLERS
+from prepkit.live.kinds import handlers
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
 from prepkit.steps import Agree, Axis, BuildMesh, LocalDevice, StartProcessGroup
@@ -158,7 +158,7 @@ def start(rank: int, world: int) -> tuple[int, bool, Any, bool]:
 def disagree(rank: int, world: int) -> str:
     target = Target(model=Tiny(), digests=(("plan", f"of rank {rank}"),))
     try:
-        HANDLERS[Agree].do(Agree(), target)
+        handlers()[Agree].do(Agree(), target)
     except RuntimeError as error:
         return str(error)
     return ""

@@ -310,7 +310,7 @@ def test_rank_0_frees_each_tensor_once_it_is_sent(monkeypatch: pytest.MonkeyPatc
     alive: list[int] = []
     try:
         stash_do(step, target)
-        refs = [StorageWeakRef(one.held.untyped_storage()) for one in target.aside.values()]
+        refs = [StorageWeakRef(one.held.untyped_storage()) for one in target.stashed.values()]
 
         class Counted(InMemoryNetwork):
             def start_send(self, raw: Tensor, peer: int) -> Work:
@@ -325,7 +325,7 @@ def test_rank_0_frees_each_tensor_once_it_is_sent(monkeypatch: pytest.MonkeyPatc
     finally:
         dist.destroy_process_group()
     assert alive == list(range(len(refs), 0, -1))
-    assert not target.aside
+    assert not target.stashed
 
 
 def sent_of(model: nn.Module) -> tuple[Transfer, ...]:
@@ -433,7 +433,7 @@ def test_stashing_is_taken_back_to_the_byte() -> None:
     assert stash_undo(step, target, memo) is None
     assert differences(before, snapshot(target)) == []
     assert vars(model.embed.weight)["note"] == "kept"
-    assert not target.aside
+    assert not target.stashed
 
 
 @pytest.mark.parametrize("kept", ["a loss", "a weak reference"])
@@ -446,7 +446,7 @@ def test_a_parameter_that_something_else_holds_is_named_and_nothing_is_changed(k
     with pytest.raises(RuntimeError, match=rf"^{name}: held by more than the model and its optimizer; let go of"):
         stash_do(StashTensors(params=names, buffers=()), target)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert not target.aside
+    assert not target.stashed
     assert held_by is not None
 
 
@@ -470,7 +470,7 @@ def test_what_was_sent_and_freed_is_told_when_sending_is_taken_back() -> None:
     target = Target(model=Tiny())
     names = tuple(name for name, _ in target.model.named_parameters())
     memo = stash_do(StashTensors(params=names, buffers=()), target)
-    del target.aside["embed.weight"]
+    del target.stashed["embed.weight"]
     said = stash_undo(StashTensors(params=names, buffers=()), target, memo)
     assert said == "embed.weight: sent, and freed on this rank"
     assert target.model.embed.weight.is_meta

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.optim import SGD
 
-from prepkit.live.handlers import HANDLERS
+from prepkit.live.kinds import KINDS
 from prepkit.live.model.target import Target
 from prepkit.steps import (
     Agree,
@@ -91,6 +91,6 @@ def test_nothing_is_done_together_before_all_ranks_are_there(kind: str, monkeypa
         mesh: Any = None if kind in ("StartProcessGroup", "BuildMesh") else shard_mesh(2)
         target = Target(model=model, optimizer=optimizer, mesh=mesh, together=wait)
         with pytest.raises(OneHasFailed):
-            HANDLERS[type(step)].do(step, target)
+            KINDS[type(step)].handler.do(step, target)
         assert dist.is_initialized() is (kind != "StartProcessGroup")
     assert (target.model, target.optimizer, target.mesh) == (model, optimizer, mesh)

@@ -14,11 +14,12 @@ from torch.optim import SGD
 import prepkit as pk
 from prepkit import config
 from prepkit.config import XLA, CheckpointBlocks, Config, KeepLoaders
-from prepkit.live.model.state import look
+from prepkit.live.attestation import verify
+from prepkit.live.kinds import KINDS
+from prepkit.live.model.state import inspect
 from prepkit.live.model.target import Target
 from prepkit.live.observe.env import WORLD_SIZE, observe_env
 from prepkit.live.rehearse import rehearse_here
-from prepkit.live.verify import VERIFIERS, verify
 from prepkit.steps import MoveToXLA, ReduceXLAGradients
 from tests.support import library_doubles
 from tests.support.fp8_model import Wide, loss_of, planned, seeded, stepped
@@ -101,7 +102,8 @@ def test_a_plan_for_the_processes_of_torch_xla_is_applied_and_trains(monkeypatch
     for name in WORLD_SIZE:
         monkeypatch.delenv(name, raising=False)
     calls = library_doubles.torch_xla(monkeypatch, world=4)
-    monkeypatch.setitem(VERIFIERS, MoveToXLA, lambda step, standing: iter(()))  # the double's device is the CPU
+    silent = evolve(KINDS[MoveToXLA], verify=lambda step, live: iter(()))
+    monkeypatch.setitem(KINDS, MoveToXLA, silent)  # the double's device is the CPU
     model = seeded()
     cfg = evolve(CFG, precision=config.BF16(), accumulation=2, overrides=("xla.library-missing",))
     ready = pk.apply(pk.build_plan(cfg, model, optimizer=stepped(model)))
@@ -165,9 +167,7 @@ def test_without_the_library_or_without_an_optimizer_nothing_starts(monkeypatch:
 
 
 def act(step: ReduceXLAGradients, target: Target) -> None:
-    from prepkit.live.handlers import HANDLERS
-
-    HANDLERS[ReduceXLAGradients].do(step, target)
+    KINDS[ReduceXLAGradients].handler.do(step, target)
 
 
 def test_what_is_not_on_xla_or_not_watched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_what_is_not_on_xla_or_not_watched_is_named(monkeypatch: pytest.MonkeyPa
         "ReduceXLAGradients: gradients are averaged before each step: the optimizer has no pre-step hook"
     ]
     there = {"w": SimpleNamespace(device=SimpleNamespace(type="xla"))}
-    (check,) = VERIFIERS[MoveToXLA](MoveToXLA(forked=False), evolve(look(target), params=there, buffers={}))  # type: ignore[arg-type]  # a tensor's device is all that is looked at
+    (check,) = KINDS[MoveToXLA].verify(MoveToXLA(forked=False), evolve(inspect(target), params=there, buffers={}))  # type: ignore[arg-type]  # a tensor's device is all that is looked at
     assert check.holds
 
 

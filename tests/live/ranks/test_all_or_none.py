@@ -16,8 +16,8 @@ from torch import nn
 import prepkit as pk
 from prepkit import config as c
 from prepkit.facts import Env
-from prepkit.live.handlers import HANDLERS
 from prepkit.live.interpreter import Handler
+from prepkit.live.kinds import KINDS
 from prepkit.steps import AutocastForward, BuildMesh, ShardLoader, ShardUnits, StartProcessGroup, WrapDDP, WrapFSDP1
 from tests.support.fragile_model import Tiny
 from tests.support.gang import Gang
@@ -177,7 +177,7 @@ def test_a_process_on_its_own_has_nobody_to_tell() -> None:
 
 def failing(kind: type, moment: str) -> Handler[Any, Any, Any]:
     """The handler of a step kind that fails before its deed, after meeting the others, or after its deed."""
-    real = HANDLERS[kind]
+    real = KINDS[kind].handler
 
     def do(step: Any, target: Any) -> Any:
         if moment == "before":
@@ -192,18 +192,18 @@ def failing(kind: type, moment: str) -> Handler[Any, Any, Any]:
 
 
 def fails_inside(rank: int, world: int, engine: c.Engine, kind: type, moment: str) -> tuple[Heard, bool]:
-    real = HANDLERS[kind]
+    row = KINDS[kind]
     model = Tiny()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(8.0)), batch_size=2)
     cfg = c.Config(engine=engine, precision=c.BF16(), optimizer=c.AdamW())
     plan = pk.build_plan(cfg, model, env=Env(world_size=world), loaders=[loader])
     if rank == 1:
-        HANDLERS[kind] = failing(kind, moment)
+        KINDS[kind] = evolve(row, handler=failing(kind, moment))
     try:
         found = heard(lambda: pk.apply(plan))
     finally:
-        HANDLERS[kind] = real
+        KINDS[kind] = row
     if not isinstance(engine, c.DDP):  # what shards has no way back, and to read it whole takes all ranks
         return found, False
     same = type(model) is Tiny and all(torch.equal(before[name], t) for name, t in model.state_dict().items())

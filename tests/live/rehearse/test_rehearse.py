@@ -36,13 +36,13 @@ from prepkit.config import (
     WrapSize,
 )
 from prepkit.facts import Env
-from prepkit.live.handlers import HANDLERS
+from prepkit.live.kinds import handlers
 from prepkit.live.observe import observe
 from prepkit.live.rehearse import RehearsalFailed, rehearse, rehearse_here
 from prepkit.live.rehearse.meta import meta_copy
 from prepkit.plan import Plan, because
 from prepkit.planner import plan
-from prepkit.steps import CompileModules, ShardUnits, StartProcessGroup, Unit
+from prepkit.steps import CompileModules, ShardUnits, Unit
 from tests.support.fragile_model import TOKENS, WORDS, Tiny, planned, stepped
 from tests.support.gang import Gang
 
@@ -404,7 +404,7 @@ def test_a_step_that_no_handler_knows_cannot_be_rehearsed_silently(monkeypatch: 
     model = Tiny()
     step = CompileModules(paths=("",), backend="eager", mode="default", fullgraph=False, dynamic=None)
     made = planned(Config(), model)
-    monkeypatch.delitem(HANDLERS, CompileModules)
+    known = {kind: handler for kind, handler in handlers().items() if kind is not CompileModules}
+    monkeypatch.setattr("prepkit.live.rehearse.handlers", lambda: known)
     seen = rehearse_here(evolve(made, steps=made.steps + because(step, "to be refused")), model)
     assert "CompileModules has no handler" in seen.halted
-    assert StartProcessGroup in HANDLERS

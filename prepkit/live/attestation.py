@@ -1,0 +1,43 @@
+"""After apply: whether what stands there matches the plan.
+
+Looks at every parameter, every step and every optimizer slot. Reads only, a few microseconds per parameter; and, where
+asked to, every buffer's bytes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from prepkit.live.kinds import KINDS
+from prepkit.live.model.state import inspect
+from prepkit.live.model.target import Target
+from prepkit.live.verify import buffers, model, owners
+from prepkit.plan import Plan
+from prepkit.plan.attestation import Attestation
+
+
+@torch.no_grad()
+def verify(
+    plan: Plan, target: Target, *, allow_meta: bool = False, before: Mapping[str, str] | None = None
+) -> Attestation:
+    """Compares the target with what the plan predicts for this rank.
+
+    Never raises on a difference: it is a failed check. ``allow_meta`` is for rehearsals, where nothing has data.
+    ``before`` holds the ``buffers.fingerprints`` from before the first step: then their values are compared as well,
+    with those and over the ranks, in one small collective that every rank has to take part in.
+    """
+    live = inspect(target)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return Attestation(
+        rank=rank,
+        checks=(
+            *model.checks(plan, live, rank),
+            *(() if allow_meta else model.meta(live)),
+            *(() if before is None else buffers.checks(plan, live, rank, before)),
+            *(() if allow_meta else owners.checks(plan, live)),
+            *(check for planned in plan.steps for check in KINDS[type(planned.step)].verify(planned.step, live)),
+        ),
+    )

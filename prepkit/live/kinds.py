@@ -1,0 +1,249 @@
+"""The kinds of steps: how each is done, how its outcome is verified, and how it is rehearsed.
+
+The one table to write a row in for a new kind. It stands above the handlers, which read their step and the target and
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from attrs import frozen
+
+from prepkit import steps
+from prepkit.live import substitutes
+from prepkit.live.handlers import (
+    allocate,
+    check_files,
+    ddp,
+    deepspeed,
+    fp8,
+    fsdp1,
+    fsdp1_optimizer,
+    fsdp2,
+    grad_scaler,
+    init_weights,
+    loaders,
+    model,
+    optimizer,
+    process_group,
+    read_weights,
+    send_weights,
+    stash,
+    sync_batch_norm,
+    tensor_parallel,
+    transformer_engine,
+    xla,
+)
+from prepkit.live.interpreter import Handler
+from prepkit.live.model.state import LiveModel
+from prepkit.live.model.target import Target
+from prepkit.live.substitutes import Substitute, as_written, skipped
+from prepkit.live.verify import deepspeed as deepspeed_checks
+from prepkit.live.verify import fp8 as fp8_checks
+from prepkit.live.verify import optimizer as optimizer_checks
+from prepkit.live.verify import steps as checks
+from prepkit.live.verify import xla as xla_checks
+from prepkit.plan.attestation import Check
+
+
+@frozen(kw_only=True)
+class Kind:
+    """What ``apply`` and ``rehearse`` know of one kind of step."""
+
+    handler: Handler[Any, Target, Any]
+    """Whether it can be done, how it is done, and how it is undone."""
+    verify: Callable[[Any, LiveModel], Iterator[Check]]
+    """Looks at what the step has left behind; ``checks.nothing`` where that cannot be seen."""
+    rehearse: Callable[[Any], Substitute]
+    """The step that a rehearsal runs in its place, if any, and what of it is not as written."""
+
+
+KINDS: dict[type, Kind] = {
+    steps.StartProcessGroup: Kind(
+        handler=process_group.START,
+        verify=checks.process_group,
+        rehearse=substitutes.fake_group,
+    ),
+    steps.Agree: Kind(
+        handler=process_group.AGREE,
+        verify=checks.nothing,
+        rehearse=skipped("the fake group carries no data, so there is nobody to ask"),
+    ),
+    steps.BuildMesh: Kind(
+        handler=process_group.MESH,
+        verify=checks.mesh,
+        rehearse=substitutes.on_cpu,
+    ),
+    steps.ReleaseOptimizer: Kind(
+        handler=optimizer.RELEASE,
+        verify=checks.nothing,
+        rehearse=as_written,
+    ),
+    steps.UpcastParameters: Kind(
+        handler=model.UPCAST,
+        verify=checks.upcast,
+        rehearse=as_written,
+    ),
+    steps.MoveModel: Kind(
+        handler=model.MOVE,
+        verify=checks.moved,
+        rehearse=substitutes.not_moved,
+    ),
+    steps.AutocastForward: Kind(
+        handler=model.AUTOCAST,
+        verify=checks.autocast,
+        rehearse=substitutes.on_cpu,
+    ),
+    steps.ParallelizeModules: Kind(
+        handler=tensor_parallel.PARALLELIZE,
+        verify=checks.parallelized,
+        rehearse=as_written,
+    ),
+    steps.CheckpointModules: Kind(
+        handler=model.CHECKPOINT,
+        verify=checks.checkpointed,
+        rehearse=as_written,
+    ),
+    steps.CompileModules: Kind(
+        handler=model.COMPILE,
+        verify=checks.compiled,
+        rehearse=as_written,
+    ),
+    steps.ShardUnits: Kind(
+        handler=fsdp2.SHARD,
+        verify=checks.units,
+        rehearse=substitutes.unpinned,
+    ),
+    steps.ConvertSyncBatchNorm: Kind(
+        handler=sync_batch_norm.CONVERT,
+        verify=checks.batch_norms,
+        rehearse=as_written,
+    ),
+    steps.WrapFSDP1: Kind(
+        handler=fsdp1.WRAP,
+        verify=checks.fsdp1_units,
+        rehearse=substitutes.wrap_fsdp1,
+    ),
+    steps.RegroupOptimizer: Kind(
+        handler=fsdp1_optimizer.REGROUP,
+        verify=optimizer_checks.regrouped,
+        rehearse=as_written,
+    ),
+    steps.WrapDDP: Kind(
+        handler=ddp.WRAP,
+        verify=checks.ddp,
+        rehearse=substitutes.wrap_ddp,
+    ),
+    steps.RebindOptimizer: Kind(
+        handler=optimizer.REBIND,
+        verify=optimizer_checks.rebound,
+        rehearse=as_written,
+    ),
+    steps.CreateOptimizer: Kind(
+        handler=optimizer.CREATE,
+        verify=optimizer_checks.created,
+        rehearse=as_written,
+    ),
+    steps.CreateGradScaler: Kind(
+        handler=grad_scaler.SCALER,
+        verify=checks.grad_scaler,
+        rehearse=substitutes.on_cpu,
+    ),
+    steps.ShardLoader: Kind(
+        handler=loaders.LOADER,
+        verify=checks.loader,
+        rehearse=skipped("loaders are not copied"),
+    ),
+    steps.ConvertFP8Linears: Kind(
+        handler=fp8.CONVERT,
+        verify=fp8_checks.converted,
+        rehearse=substitutes.where_torchao_is,
+    ),
+    steps.ConvertTransformerEngine: Kind(
+        handler=transformer_engine.CONVERT,
+        verify=fp8_checks.engine,
+        rehearse=skipped("TransformerEngine runs on a GPU only"),
+    ),
+    steps.AutocastFP8Forward: Kind(
+        handler=transformer_engine.AUTOCAST,
+        verify=fp8_checks.autocast,
+        rehearse=skipped("TransformerEngine runs on a GPU only"),
+    ),
+    steps.InitializeMSAMP: Kind(
+        handler=fp8.MSAMP,
+        verify=fp8_checks.msamp,
+        rehearse=skipped("MS-AMP runs on a GPU only"),
+    ),
+    steps.PrecomputeFloat8Scales: Kind(
+        handler=fp8.SCALES,
+        verify=fp8_checks.scales,
+        rehearse=substitutes.where_torchao_is,
+    ),
+    steps.MoveToXLA: Kind(
+        handler=xla.MOVE,
+        verify=xla_checks.moved,
+        rehearse=skipped("torch_xla has no device without data"),
+    ),
+    steps.ReduceXLAGradients: Kind(
+        handler=xla.REDUCE,
+        verify=xla_checks.reduced,
+        rehearse=skipped("torch_xla has no device without data"),
+    ),
+    steps.CastForward: Kind(
+        handler=deepspeed.CAST,
+        verify=deepspeed_checks.cast,
+        rehearse=as_written,
+    ),
+    steps.MarkLeafModules: Kind(
+        handler=deepspeed.LEAVES,
+        verify=deepspeed_checks.leaves,
+        rehearse=as_written,
+    ),
+    steps.ConvertOptimizer: Kind(
+        handler=deepspeed.CONVERT,
+        verify=deepspeed_checks.converted,
+        rehearse=substitutes.not_compiled,
+    ),
+    steps.InitializeDeepSpeed: Kind(
+        handler=deepspeed.INITIALIZE,
+        verify=deepspeed_checks.initialised,
+        rehearse=substitutes.initialize_deepspeed,
+    ),
+    steps.CheckFiles: Kind(
+        handler=check_files.CHECK,
+        verify=checks.nothing,
+        rehearse=skipped("a meta copy has no values, and gets none"),
+    ),
+    steps.AllocateTensors: Kind(
+        handler=allocate.ALLOCATE,
+        verify=checks.allocated,
+        rehearse=skipped("a meta copy has no values, and gets none"),
+    ),
+    steps.InitializeTensors: Kind(
+        handler=init_weights.INITIALIZE,
+        verify=checks.nothing,
+        rehearse=skipped("a meta copy has no values, and gets none"),
+    ),
+    steps.ReadTensors: Kind(
+        handler=read_weights.READ,
+        verify=checks.nothing,
+        rehearse=skipped("a meta copy has no values, and gets none"),
+    ),
+    steps.StashTensors: Kind(
+        handler=stash.STASH,
+        verify=checks.nothing,
+        rehearse=skipped("a meta copy carries no data, so there is nothing to set aside or to send"),
+    ),
+    steps.SendTensors: Kind(
+        handler=send_weights.SEND,
+        verify=checks.sent,
+        rehearse=skipped("a meta copy carries no data, so there is nothing to set aside or to send"),
+    ),
+}
+
+
+def handlers() -> dict[type, Handler[Any, Target, Any]]:
+    """The handlers alone, as ``interpret`` takes them."""
+    return {step: kind.handler for step, kind in KINDS.items()}
