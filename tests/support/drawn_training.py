@@ -147,7 +147,7 @@ def _drawn(data: st.DataObject, world: int) -> Case | None:
         )
     parts = size_of("tensor", axes(cfg, env) or ())
     if parts > 1:
-        rows = (c.TPLayer("layers.*.mlp", "colwise", output_layout="whole"), c.TPLayer("norm", "replicate"))
+        rows = (c.TPLayer("layers.*.mlp", "colwise", output_layout="replicate"), c.TPLayer("norm", "replicate"))
         cfg = evolve(cfg, tp_plan=c.TPPlan(rows))
     steps = given_ or cfg.optimizer is not None or cfg.intent is c.Intent.INFERENCE
     scheduled = isinstance(cfg.engine, c.DeepSpeed) and look(said(cfg.engine), "scheduler") is not None
