@@ -6,13 +6,23 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint types contracts bench faults drawn clean
+# Two pytest workers, each with gangs of processes of its own: what two cores can use.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# What `make quick` leaves out: real runs, but for one of each engine in tests/test_engines.py, and whole processes.
+REAL := tests/live tests/predict/test_measured.py tests/support tests/test_examples.py tests/tools \
+	property_tests/test_hostile_files.py property_tests/test_reading_law.py property_tests/test_rehearsal_law.py
+
+.PHONY: demo quick test lint types contracts bench faults drawn clean
 
 demo: $(READY)  ## Plan, show and train a language model, and compare the engines
 	$(BIN)/python examples/demo.py
 
-test: $(READY)  ## The whole test suite
-	$(BIN)/python -m pytest
+quick: $(READY)  ## All pure layers and one real run of each engine, in three minutes on two cores
+	$(PYTEST) $(addprefix --ignore=,$(REAL))
+
+test: $(READY)  ## The whole test suite, in fifteen minutes on two cores
+	$(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.deepspeed_cpu import own_extensions
+from tests.support.fork_server import ForkServers
 from tests.support.gang import Gang
 
 
@@ -16,16 +17,24 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session")
-def gang2() -> Iterator[Gang]:
+def fork_servers() -> Iterator[ForkServers]:
+    """What the workers of all gangs are forked from."""
+    servers = ForkServers()
+    yield servers
+    servers.close()
+
+
+@pytest.fixture(scope="session")
+def gang2(fork_servers: ForkServers) -> Iterator[Gang]:
     """Two workers with a gloo process group; started by the first test that runs something on them."""
-    gang = Gang(2)
+    gang = Gang(2, fork_servers)
     yield gang
     gang.close()
 
 
 @pytest.fixture(scope="session")
-def gang4() -> Iterator[Gang]:
+def gang4(fork_servers: ForkServers) -> Iterator[Gang]:
     """Four workers."""
-    gang = Gang(4)
+    gang = Gang(4, fork_servers)
     yield gang
     gang.close()

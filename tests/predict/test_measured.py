@@ -17,7 +17,8 @@ from prepkit.config import BF16, DDP, FSDP1, FSDP2, AsStored, TensorParallel
 from prepkit.predict.ddp import DEFAULT_CAP, FIRST_BUCKET, bucket_sizes
 from prepkit.predict.optimizers import OptimizerInputs, state_formula
 from tests.support.drawn_models import Case, case, cut
-from tests.support.gang import ROOT, Gang
+from tests.support.fork_server import ROOT
+from tests.support.gang import Gang
 from tests.support.measured_bytes import Row, measure
 
 SEEDS = 12

@@ -136,7 +136,7 @@ CUTS = TPPlan(
         TPLayer("embed", "rowwise"),
         TPLayer("blocks.*.up", "colwise"),
         TPLayer("blocks.*.down", "rowwise"),
-        TPLayer("head", "colwise", output_layout="whole"),
+        TPLayer("head", "colwise", output_layout="replicate"),
     )
 )
 """Every layer of the model; norms and scales stay whole on every rank."""

@@ -24,7 +24,7 @@ from prepkit.live.observe import observe, observe_env
 from prepkit.resolve.deepspeed.data import look, said
 from prepkit.resolve.mesh import axes, size_of
 from prepkit.rules import check
-from tests.support.gang import Gang, GangError
+from tests.support.gang import Gang, GangError, gang_of
 
 STEPS = 3
 EXACT, ROUNDED = 2e-4, 0.15
@@ -147,7 +147,7 @@ def _drawn(data: st.DataObject, world: int) -> Case | None:
         )
     parts = size_of("tensor", axes(cfg, env) or ())
     if parts > 1:
-        rows = (c.TPLayer("layers.*.mlp", "colwise", output_layout="whole"), c.TPLayer("norm", "replicate"))
+        rows = (c.TPLayer("layers.*.mlp", "colwise", output_layout="replicate"), c.TPLayer("norm", "replicate"))
         cfg = evolve(cfg, tp_plan=c.TPPlan(rows))
     steps = given_ or cfg.optimizer is not None or cfg.intent is c.Intent.INFERENCE
     scheduled = isinstance(cfg.engine, c.DeepSpeed) and look(said(cfg.engine), "scheduler") is not None
@@ -269,9 +269,6 @@ def judged(gang: Gang, case: Case, nearest: float | None = None) -> str:
 
 def wrong(world: int, number: int, start: int) -> Iterator[tuple[Case, str]]:
     """Every case, with what is wrong; empty where nothing is."""
-    gang = Gang(world)
-    try:
+    with gang_of(world) as gang:
         for case in cases(world, number, start):
             yield case, judged(gang, case)
-    finally:
-        gang.close()

@@ -11,36 +11,39 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
 from attrs import define, field, frozen
 
+from tests.support.fork_server import Forked, ForkServers
 from tests.support.gang_worker import Died, Hung, Outcome, Raised, Returned
+from tests.support.patience import Patience
 
-ROOT = Path(__file__).resolve().parents[2]
-START_S = 180.0
-"""Seconds for all workers to import torch, on a machine that may be busy."""
+START_S = 60.0
+"""Seconds for the servers to import torch and for all workers to be forked."""
 GRACE_S = 5.0
 """Seconds that the other ranks get once one rank has failed; they often wait for it in a collective."""
+LOOK_S = 5.0
+"""Seconds between two looks at how busy the machine is."""
 
 
 class GangError(Exception):
     """At least one rank did not return. ``outcomes`` holds what became of every rank, in rank order."""
 
-    def __init__(self, what: str, outcomes: tuple[Outcome, ...]) -> None:
+    def __init__(self, task: str, outcomes: tuple[Outcome, ...]) -> None:
         self.outcomes = outcomes
-        parts = (f"--- rank {rank} {_told(outcome)}" for rank, outcome in enumerate(outcomes))
-        super().__init__("\n".join((f"{what} did not return on every rank", *parts)))
+        ranks = (f"--- rank {rank} {_outcome_text(outcome)}" for rank, outcome in enumerate(outcomes))
+        super().__init__("\n".join((f"{task} did not return on every rank", *ranks)))
 
 
-def _told(outcome: Outcome) -> str:
+def _outcome_text(outcome: Outcome) -> str:
     match outcome:
         case Returned(value):
             return f"returned {value!r:.200}"
@@ -56,7 +59,7 @@ def _told(outcome: Outcome) -> str:
 class Worker:
     """One process and the wire to it."""
 
-    process: subprocess.Popen[bytes]
+    process: Forked
     wire: Connection
     log: Path
     """Receives stderr and, on ``SIGUSR1``, the stacks of all threads."""
@@ -67,6 +70,8 @@ class Gang:
     """A pool of ``world`` workers. They start at the first run, and anew after a run that left one of them astray."""
 
     world: int
+    servers: ForkServers
+    """What the workers are forked from; gangs share them."""
     workers: list[Worker] = field(factory=list)
     starts: int = 0
     """How often the workers were started."""
@@ -75,7 +80,7 @@ class Gang:
         """``function(rank, world, *args)`` of every rank, in rank order, with the gloo default group up.
 
         ``function`` is a module-level function of a test module; it, its arguments and results travel pickled.
-        Raises ``GangError`` if any rank raises, dies, or is not back after ``timeout`` seconds.
+        Raises ``GangError`` if any rank raises, dies, or is not back after ``timeout`` seconds of an idle machine.
         """
         return self._run(function, args, timeout, grouped=True)
 
@@ -86,12 +91,10 @@ class Gang:
     def close(self) -> None:
         """Kills the workers and forgets them."""
         for worker in self.workers:
-            worker.process.kill()
+            worker.process.send_signal(signal.SIGKILL)
         for worker in self.workers:
-            worker.process.wait()
+            _await_exit(worker.process)
             worker.wire.close()
-            assert worker.process.stdin is not None, "workers are started with a pipe as stdin"
-            worker.process.stdin.close()
             worker.log.unlink(missing_ok=True)
         self.workers.clear()
 
@@ -115,39 +118,58 @@ class Gang:
         return values
 
     def _start(self) -> None:
-        if self.workers and all(worker.process.poll() is None for worker in self.workers):
+        if self.workers and all(worker.process.exit_code() is None for worker in self.workers):
             return
         self.close()
         self.starts += 1
-        self.workers.extend(_spawn(rank, self.world) for rank in range(self.world))
+        self.workers.extend(_spawn(rank, self.world, self.servers) for rank in range(self.world))
         outcomes = self._gather(START_S)
         if not all(isinstance(outcome, Returned) for outcome in outcomes):
             self.close()
             raise GangError("starting the workers", outcomes)
 
     def _gather(self, timeout: float) -> tuple[Outcome, ...]:
-        began = time.monotonic()
-        deadline = began + timeout
+        patience, grace = Patience(timeout), None
         missing = {worker.wire: rank for rank, worker in enumerate(self.workers)}
-        found: dict[int, Outcome] = {}
-        while missing and (left := deadline - time.monotonic()) > 0:
-            for wire in wait(list(missing), left):
+        outcomes: dict[int, Outcome] = {}
+        while missing and (left := min(limit.left() for limit in (patience, grace) if limit)) > 0:
+            for wire in wait(list(missing), min(left, LOOK_S)):
                 assert isinstance(wire, Connection)
                 rank = missing.pop(wire)
-                found[rank] = _outcome(self.workers[rank])
-                if not isinstance(found[rank], Returned):
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-        waited = time.monotonic() - began
-        found |= {rank: Hung(waited, _stacks(self.workers[rank])) for rank in missing.values()}
-        return tuple(found[rank] for rank in range(self.world))
+                outcomes[rank] = _outcome(self.workers[rank])
+                if grace is None and not isinstance(outcomes[rank], Returned):
+                    grace = Patience(GRACE_S)
+        waited = patience.waited()
+        outcomes |= {rank: Hung(waited, _stacks(self.workers[rank])) for rank in missing.values()}
+        return tuple(outcomes[rank] for rank in range(self.world))
+
+
+@contextmanager
+def gang_of(world: int) -> Iterator[Gang]:
+    """A gang with fork servers of its own, which end with the block."""
+    servers = ForkServers()
+    gang = Gang(world, servers)
+    try:
+        yield gang
+    finally:
+        gang.close()
+        servers.close()
 
 
 def _outcome(worker: Worker) -> Outcome:
     try:
         outcome: Outcome = pickle.loads(worker.wire.recv_bytes())
     except (EOFError, OSError):
-        return Died(worker.process.wait(GRACE_S), worker.log.read_text(errors="replace")[-4000:])
+        return Died(_await_exit(worker.process), worker.log.read_text(errors="replace")[-4000:])
     return outcome
+
+
+def _await_exit(process: Forked) -> int | None:
+    """The exit code of a process that is ending, or ``None`` if it has not ended after the grace."""
+    patience = Patience(GRACE_S)
+    while (code := process.exit_code()) is None and patience.left() > 0:
+        time.sleep(0.01)
+    return code
 
 
 def _stacks(worker: Worker) -> str:
@@ -163,20 +185,10 @@ def _stacks(worker: Worker) -> str:
     return worker.log.read_bytes()[before:].decode(errors="replace") or "(no answer to SIGUSR1)"
 
 
-def _spawn(rank: int, world: int) -> Worker:
+def _spawn(rank: int, world: int, servers: ForkServers) -> Worker:
     ours, theirs = Pipe()
     descriptor, name = tempfile.mkstemp(prefix=f"gang-{rank}-", suffix=".log")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"from tests.support.gang_worker import work; work({rank}, {world}, {theirs.fileno()})"],
-        stdin=subprocess.PIPE,  # never written to: its end tells the worker that we are gone
-        stderr=descriptor,
-        pass_fds=(theirs.fileno(),),
-        env=environment,
-        cwd=ROOT,
-    )
+    process = servers.fork(rank, world, theirs, descriptor)
     os.close(descriptor)
     theirs.close()
     return Worker(process, ours, Path(name))

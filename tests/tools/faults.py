@@ -8,18 +8,15 @@ from __future__ import annotations
 import sys
 
 from tests.support import fault_matrix, planted_faults
-from tests.support.gang import Gang
+from tests.support.gang import gang_of
 
 
 def main() -> None:
     """Both tables, on standard output."""
-    gang = Gang(2)
-    try:
+    with gang_of(2) as gang:
         print(f"{planted_faults.table(gang)}\n")
-    finally:
-        gang.close()
     engines = sys.argv[1:] or list(fault_matrix.ENGINES)
-    print(fault_matrix.table([one for engine in engines for one in fault_matrix.all_outcomes(engine)]))
+    print(fault_matrix.table([outcome for engine in engines for outcome in fault_matrix.all_outcomes(engine)]))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from prepkit.config import BF16, DDP, FSDP1, FSDP2, AdamW, Config, DeepSpeed
 from prepkit.findings.text import in_bytes
 from prepkit.predict import predict
 from prepkit.predict.prediction import Category, Prediction
-from tests.support.gang import ROOT
+from tests.support.fork_server import ROOT
 from tests.support.llama_facts import fsdp2, llama
 from tests.support.measure_zero import model as drawn_model
 from tests.support.measured_bytes import Row
@@ -34,16 +34,16 @@ MIDDLE = 64
 
 def rows() -> Iterator[Row]:
     for engine in ("DDP", "FSDP1", "FSDP2", "TensorParallel"):
-        yield from rows_of("staged", engine, str(SEEDS))
+        yield from rows_of("measure_under_fake_group", engine, str(SEEDS))
     for stage in STAGES:
-        yield from rows_of("staged_zero", str(stage))
+        yield from rows_of("measure_zero", str(stage))
 
 
 @cache
 def rows_of(module: str, *words: str) -> tuple[Row, ...]:
     """What a process of its own measured."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "PREPKIT_BUILD_OPS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.predict.{module}", *words]
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.support.{module}", *words]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment)
     return tuple(Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{"))
 
@@ -127,7 +127,7 @@ def beside() -> Iterator[str]:
 def small() -> Iterator[str]:
     """What was measured of one drawn model under ZeRO, after the step: all of it but module buffers and counters."""
     for stage in (2, 3):
-        cases = [row for row in rows_of("staged_zero", str(stage)) if row.world == MIDDLE and row.rank == 0]
+        cases = [row for row in rows_of("measure_zero", str(stage)) if row.world == MIDDLE and row.rank == 0]
         (held,) = (r for r in cases if r.case.endswith("bf16 seed 0 x1") and r.what == "everything before the step")
         numels = [param.numel() for param in drawn_model(0).parameters()]
         words = ("drawn", sum(numels), f"ZeRO {stage}", held.world)

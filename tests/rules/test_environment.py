@@ -1,0 +1,109 @@
+"""The environment: devices, backends, launchers, versions of torch."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+
+from prepkit.config import DDP, FSDP1, FSDP2, Config, Intent, OffloadToCPU
+from prepkit.facts import Env
+from prepkit.rules import check
+from prepkit.testing.tiny import tiny_facts
+from tests.support.rule_findings import rule_ids_in
+
+
+@pytest.mark.parametrize(
+    ("backend", "rules"),
+    [
+        (None, []),
+        ("cpu:gloo,cuda:nccl", []),
+        ("gloo", []),
+        ("nccl", ["environment.offload-backend"]),
+        ("cpu:gloo", ["environment.backend"]),
+        ("cpu:gloo, cuda:nccl", []),
+        ("of-my-own", []),
+    ],
+)
+def test_offloading_needs_a_backend_for_the_cpu_too(backend: str | None, rules: list[str]) -> None:
+    assert rule_ids_in(Config(engine=FSDP2(offload=OffloadToCPU()), backend=backend)) == rules
+
+
+def test_a_device_without_a_known_backend_is_refused_for_engines_of_several_processes_only() -> None:
+    assert rule_ids_in(Config(engine=DDP()), device="mps") == ["environment.backend"]
+    assert rule_ids_in(Config(engine=DDP(), device="cpu"), device="mps") == []
+    assert rule_ids_in(Config(), device="mps", world_size=1) == []
+
+
+def test_the_planner_knows_a_backend_for_every_device_that_passes() -> None:
+    from prepkit.planner.pieces import COLLECTIVES
+
+    refused = {kind for kind in (*COLLECTIVES, "mps", "tpu") if rule_ids_in(Config(engine=DDP()), device=kind)}
+    assert refused == {"mps", "tpu"}
+
+
+@pytest.mark.parametrize(
+    ("device", "fix"),
+    [("cuda", None), ("cpu", None), ("cuda:0", 'Write device="cuda".'), ("xpu", "Leave config.device out")],
+)
+def test_a_device_is_asked_for_by_the_type_that_is_there(device: str, fix: str | None) -> None:
+    cfg, facts = Config(device=device), tiny_facts(device="cuda")
+    fixes = [finding.fix for finding in check(cfg, facts) if finding.rule == "environment.device"]
+    assert [text[: len(fix or "")] for text in fixes] == ([fix] if fix else [])
+
+
+def test_a_device_that_is_not_there_hides_no_finding_about_the_one_that_is() -> None:
+    rules = rule_ids_in(Config(engine=DDP(), device="cuda", backend="nccl"), device="cpu")
+    assert rules == ["environment.device", "environment.backend"]
+
+
+@pytest.mark.parametrize(("tasks", "fires"), [("4", 0), ("2", 0), ("1", 0), ("8", 1), ("3", 1), ("", 0), ("4(x2)", 0)])
+def test_slurm_tasks_divide_the_world_size(tasks: str, fires: int) -> None:
+    rules = rule_ids_in(Config(engine=DDP()), variables=(("SLURM_NTASKS", tasks),))
+    assert rules == ["environment.slurm-tasks"] * fires
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "engine", "fires"),
+    [
+        ("ACCELERATE_USE_FSDP", "True", DDP(), 1),
+        ("ACCELERATE_USE_FSDP", "true", FSDP2(), 0),
+        ("ACCELERATE_USE_FSDP", "false", DDP(), 0),
+        ("ACCELERATE_USE_DEEPSPEED", "1", FSDP2(), 1),
+    ],
+)
+def test_a_launcher_flag_of_another_engine_is_a_warning(name: str, value: str, engine: DDP | FSDP2, fires: int) -> None:
+    assert rule_ids_in(Config(engine=engine), variables=((name, value),)) == ["environment.launcher-flag"] * fires
+
+
+@pytest.mark.parametrize(
+    ("torch", "device", "ranks", "trains", "says"),
+    [
+        ("2.6.0", "cpu", 1, False, "fails where a unit is gathered"),
+        ("2.6.1+cu124", "cpu", 4, True, "fails where a unit is gathered"),
+        ("2.6.0", None, 4, True, ""),
+        ("2.7.0", "cpu", 4, True, "adds the ranks' gradients up"),
+        ("2.8.1+cpu", "cpu", 2, True, "adds the ranks' gradients up"),
+        ("2.8.0", "cpu", 1, True, ""),
+        ("2.8.0", "cpu", 4, False, ""),
+        ("2.9.0", "cpu", 4, True, ""),
+        ("", "cpu", 4, True, ""),
+    ],
+)
+def test_fsdp2_gathers_and_averages_on_the_cpu(
+    torch: str, device: str | None, ranks: int, trains: bool, says: str
+) -> None:
+    intent = Intent.TRAINING if trains else Intent.INFERENCE
+    facts = evolve(tiny_facts(), env=Env(torch=torch, device="cuda", world_size=ranks))
+    findings = check(Config(engine=FSDP2(), device=device, intent=intent), facts)
+    assert [says in finding.what for finding in findings if finding.rule == "environment.fsdp2-on-cpu"] == [
+        True
+    ] * bool(says)
+    assert rule_ids_in(Config(engine=FSDP1(), device=device), torch=torch) == []
+
+
+@pytest.mark.parametrize(
+    ("torch", "fires"),
+    [("2.6.0", 0), ("2.13.0+cpu", 0), ("3.0", 0), ("", 0), ("2.5.1", 1), ("1.13.1", 1), ("nightly", 0)],
+)
+def test_torch_is_compared_by_number(torch: str, fires: int) -> None:
+    assert rule_ids_in(Config(engine=DDP()), torch=torch) == ["environment.torch-version"] * fires

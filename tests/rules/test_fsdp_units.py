@@ -1,0 +1,41 @@
+"""Units of FSDP2: dtypes, frozen parameters."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from prepkit.config import BF16, DDP, FSDP2, Config, WrapBlocks, WrapRoot
+from prepkit.facts import ParamFact
+from prepkit.testing.tiny import tiny_facts, tiny_model
+from tests.support.rule_findings import finding_of, fsdp2_with, rule_ids
+
+
+def test_master_weights_make_the_dtypes_of_a_unit_uniform() -> None:
+    model = tiny_model(extra=(ParamFact(name="layers.0.attn.lora", shape=(4,), dtype="bfloat16"),))
+    cfg, facts = fsdp2_with(WrapBlocks(), model)
+    assert "units.mixed-dtypes" in rule_ids(cfg, facts)
+    assert rule_ids(evolve(cfg, precision=BF16()), facts) == []
+    assert "units.mixed-dtypes" in rule_ids(evolve(cfg, precision=BF16(master_weights=False)), facts)
+
+
+def test_frozen_parameters_may_have_a_dtype_of_their_own() -> None:
+    lora = ParamFact(name="layers.0.attn.lora", shape=(4,), dtype="bfloat16", requires_grad=False)
+    assert rule_ids(*fsdp2_with(WrapBlocks(), tiny_model(extra=(lora,)))) == ["units.mixed-requires-grad"]
+
+
+def test_dtypes_that_differ_between_units_only_are_in_order() -> None:
+    facts = tiny_facts(world=2)
+    params = (evolve(p, dtype="float64") if p.name.startswith("layers.1.") else p for p in facts.model.params)
+    cfg = Config(engine=FSDP2())
+    mixed = evolve(facts, model=evolve(facts.model, params=tuple(params)))
+    assert rule_ids(cfg, mixed) == []
+    assert rule_ids(evolve(cfg, engine=FSDP2(wrap=WrapRoot())), mixed) == ["blocks.one-unit", "units.mixed-dtypes"]
+
+
+def test_units_that_mix_frozen_and_trained_parameters_are_counted_in_one_warning() -> None:
+    model = tiny_model(frozen=("layers.0.attn.weight", "layers.1.attn.weight", "embed.weight"))
+    finding = finding_of("units.mixed-requires-grad", Config(engine=FSDP2()), tiny_facts(model, world=2))
+    assert finding.what.startswith("3 of 3 units mix frozen and trained parameters (`model")
+    assert rule_ids(Config(engine=DDP()), tiny_facts(model, world=2)) == []
+    whole = tiny_model(frozen=("layers.0.attn.weight", "layers.0.mlp.weight"))
+    assert rule_ids(Config(engine=FSDP2()), tiny_facts(whole, world=2)) == []

@@ -1,0 +1,43 @@
+"""The model as it arrives: device maps, models that are wrapped already."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+
+from prepkit.config import DDP, FSDP1, FSDP2, XLA, Config
+from prepkit.facts import Env
+from prepkit.testing.tiny import marked, tiny_facts, tiny_model
+from tests.support.rule_findings import finding_of, rule_ids
+
+
+@pytest.mark.parametrize("value", ["true", "1", "false"])
+def test_only_the_config_keeps_a_device_map_and_a_variable_that_says_so_is_named(value: str) -> None:
+    facts = tiny_facts(
+        evolve(tiny_model(), device_map=(("embed", "cuda:0"), ("head", "cuda:1"))),
+        world=2,
+        variables=(("ACCELERATE_BYPASS_DEVICE_MAP", value),),
+    )
+    fix = finding_of("model.device-map", Config(engine=DDP()), facts).fix
+    assert fix.endswith(f"keep_device_map=True. prepkit does not obey ACCELERATE_BYPASS_DEVICE_MAP={value}.")
+    assert rule_ids(Config(engine=DDP(), keep_device_map=True), facts) == []
+    assert rule_ids(Config(), evolve(facts, env=Env())) == []
+
+
+@pytest.mark.parametrize("engine", [FSDP1(), FSDP2(), XLA()], ids=["fsdp1", "fsdp2", "xla"])
+def test_only_ddp_keeps_a_model_that_is_spread(engine: FSDP1 | FSDP2 | XLA) -> None:
+    spread = evolve(tiny_model(), device_map=(("embed", "cuda:0"), ("head", "cuda:1")))
+    cfg, facts = Config(engine=engine, keep_device_map=True), tiny_facts(spread, world=2)
+    assert "keep_device_map" not in finding_of("model.device-map", cfg, facts).fix
+
+
+def test_a_device_map_of_one_entry_is_no_map() -> None:
+    facts = tiny_facts(evolve(tiny_model(), device_map=(("", "cuda:1"),)), world=2)
+    assert rule_ids(Config(engine=DDP()), facts) == []
+
+
+def test_what_prepkit_has_made_of_a_model_is_said_when_it_comes_again() -> None:
+    model = evolve(marked(tiny_model(), "prepared"), prepared="DDP, BF16, config 0123456789ab")
+    finding = finding_of("model.already-wrapped", Config(), tiny_facts(model))
+    assert "DDP, BF16, config 0123456789ab" in finding.what
+    assert "ready.unwrap(" in finding.fix

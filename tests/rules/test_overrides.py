@@ -1,0 +1,33 @@
+"""Overrides: which findings they accept, and which stand."""
+
+from __future__ import annotations
+
+from prepkit.config import FSDP2, Config, Mesh
+from prepkit.rules import RULES, check, split
+from prepkit.rules.rule import Hit, Rule
+from prepkit.testing.tiny import tiny_facts
+from tests.support.rule_findings import rule_ids
+
+
+def test_an_override_moves_an_error_out_of_what_stands() -> None:
+    cfg = Config(overrides=("mesh.single-many-ranks",))
+    standing, accepted = split(cfg, check(cfg, tiny_facts(world=2)))
+    assert (standing, [finding.rule for finding in accepted]) == ((), ["mesh.single-many-ranks"])
+
+
+def test_an_override_of_a_rule_without_which_there_is_no_plan_is_an_error_that_stands() -> None:
+    cfg = Config(engine=FSDP2(), mesh=Mesh(shard=3), overrides=("mesh.not-world-size", "overrides.unknown"))
+    standing, accepted = split(cfg, check(cfg, tiny_facts(world=8)))
+    assert accepted == ()
+    assert [f.rule for f in standing] == ["mesh.not-world-size", "overrides.unknown", "overrides.unknown"]
+
+
+def test_the_id_of_a_rule_of_the_users_own_is_known_to_the_overrides() -> None:
+    mine = Rule(
+        id="mine.no-training", summary="Never.", check=lambda *_: iter((Hit("config", "It trains."),)), fix="Stop."
+    )
+    cfg = Config(overrides=("mine.no-training",))
+    findings = check(cfg, tiny_facts(), (*RULES, mine))
+    assert [(f.rule, f.fix) for f in findings] == [("mine.no-training", "Stop.")]
+    assert split(cfg, findings, (*RULES, mine)) == ((), findings)
+    assert "overrides.unknown" in rule_ids(cfg)

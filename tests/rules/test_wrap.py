@@ -1,0 +1,59 @@
+"""Selections of modules: names that are not there, containers, sizes."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+
+from prepkit.config import CheckpointBlocks, Config, Wrap, WrapClasses, WrapPaths, WrapSize
+from prepkit.facts import ParamFact
+from prepkit.resolve.modules import select
+from prepkit.rules import RULES
+from prepkit.testing.tiny import tiny_facts, tiny_model
+from tests.support.rule_findings import finding_of, fsdp2_with, rule_ids
+
+
+def test_a_class_in_the_wrong_case_gets_the_right_spelling() -> None:
+    assert (
+        finding_of("wrap.class-not-found", *fsdp2_with(WrapClasses(("block",)))).fix == 'Write WrapClasses(("Block",)).'
+    )
+
+
+def test_a_base_class_is_told_which_class_inherits_from_it() -> None:
+    model = tiny_model()
+    classes = tuple(evolve(cls, mro=("BaseBlock",)) if cls.name == "Block" else cls for cls in model.classes)
+    finding = finding_of(
+        "wrap.class-not-found", *fsdp2_with(WrapClasses(("BaseBlock",)), evolve(model, classes=classes))
+    )
+    assert "`Block` inherits from it" in finding.what
+    assert finding.fix == 'Write WrapClasses(("Block",)).'
+
+
+def test_the_class_of_the_root_is_not_found_below_it() -> None:
+    assert rule_ids(*fsdp2_with(WrapClasses(("Tiny",)))) == ["wrap.class-not-found"]
+
+
+@pytest.mark.parametrize("wrap", [WrapClasses(("ModuleList",)), WrapPaths(("layers",)), WrapPaths(("layer?",))])
+def test_naming_only_containers_is_refused(wrap: Wrap) -> None:
+    assert rule_ids(*fsdp2_with(wrap)) == ["wrap.container"]
+
+
+def test_a_pattern_that_meets_a_container_among_others_passes_it_over() -> None:
+    cfg, facts = fsdp2_with(WrapPaths(("*",)))
+    assert rule_ids(cfg, facts) == []
+    assert select(WrapPaths(("*",)), facts.model) == ("embed", "norm", "head")
+
+
+@pytest.mark.parametrize("wrap", [WrapClasses(()), WrapPaths(()), WrapPaths(("layers.*", " "))])
+def test_a_list_that_names_nothing_is_refused(wrap: Wrap) -> None:
+    assert rule_ids(*fsdp2_with(wrap)) == ["wrap.empty"]
+
+
+def test_mending_a_size_of_zero_leaves_no_selection_that_does_nothing() -> None:
+    model = tiny_model(blocks=0)
+    bare = evolve(model, params=(ParamFact(name="scale", shape=(4,), dtype="float32"),))
+    cfg, facts = Config(checkpointing=CheckpointBlocks(blocks=WrapSize(0))), tiny_facts(bare)
+    (rule,) = [rule for rule in RULES if rule.id == "wrap.size-below-one"]
+    assert rule.repair is not None
+    assert rule_ids(cfg, facts) == ["wrap.size-below-one"]
+    assert rule_ids(rule.repair(cfg, facts), facts) == []

@@ -1,0 +1,33 @@
+"""What the rules say of a config and facts, as their tests ask it."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from prepkit.config import FSDP2, Config, Wrap
+from prepkit.facts import Env, Facts, ModelFacts
+from prepkit.findings import Finding
+from prepkit.rules import check
+from prepkit.testing.tiny import tiny_facts
+
+
+def rule_ids(cfg: Config, facts: Facts | None = None) -> list[str]:
+    """Ids of the rules that fire, in their order; without facts, those of a tiny model on one CPU."""
+    return [finding.rule for finding in check(cfg, facts or tiny_facts())]
+
+
+def rule_ids_in(cfg: Config, **env: object) -> list[str]:
+    """Likewise for a tiny model on four CUDA devices, or in an environment that differs in these fields."""
+    usual = {"world_size": 4, "device": "cuda"}
+    return rule_ids(cfg, evolve(tiny_facts(), env=Env(**{**usual, **env})))  # type: ignore[arg-type]
+
+
+def finding_of(rule: str, cfg: Config, facts: Facts | None = None) -> Finding:
+    """The one finding of this rule."""
+    (finding,) = (finding for finding in check(cfg, facts or tiny_facts()) if finding.rule == rule)
+    return finding
+
+
+def fsdp2_with(wrap: Wrap, model: ModelFacts | None = None) -> tuple[Config, Facts]:
+    """FSDP2 with this selection of units, and the facts of a model on two ranks."""
+    return Config(engine=FSDP2(wrap=wrap)), tiny_facts(model, world=2)

@@ -1,0 +1,65 @@
+"""What a session of tests leaves behind is listed, and the session has failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.leftovers import ROOT, Surroundings, leftovers
+from tests.support.patience import MOST
+
+PASSING = "def test_it() -> None:\n    pass\n"
+LEAVING = """
+import subprocess, sys, tempfile
+
+def test_it() -> None:
+    tempfile.mkdtemp(prefix="forgotten-")
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+"""
+
+
+def session(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
+    """A session of its own over one file, with its temporary files in this folder."""
+    (folder / "test_it.py").write_text(test)
+    (folder / "tmp").mkdir()
+    plugin = ("-p", "tests.support.leftovers", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", "-q", *plugin, "--rootdir", str(folder), "-c", os.devnull, "test_it.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=folder, env=environment, timeout=60 * MOST
+    )
+
+
+def test_a_session_that_cleans_up_passes_and_removes_its_folder(tmp_path: Path) -> None:
+    done = session(tmp_path, PASSING)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_processes_and_files_that_are_left_behind_fail_the_session(tmp_path: Path) -> None:
+    done = session(tmp_path, LEAVING)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("LEFT BEHIND: ")]
+    for line in lines:
+        if line.startswith("LEFT BEHIND: process "):
+            psutil.Process(int(line.split()[3].rstrip(":"))).kill()
+    assert done.returncode == 1
+    assert [line.split()[2] for line in lines] == ["process", "temporary"]
+    assert "time.sleep(600)" in lines[0]
+    assert "/forgotten-" in lines[1]
+
+
+def test_new_files_in_the_working_tree_and_in_the_home_folder_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("home", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tests.support.leftovers.untracked_files", lambda root: frozenset({"old.txt", "new.txt"}))
+    (tmp_path / "home" / ".new").touch()
+    before = Surroundings(tmp_path / "tmp", untracked=frozenset({"old.txt"}), home=frozenset())
+    assert list(leftovers(before)) == ["file in the working tree: new.txt", "file in the home folder: .new"]
