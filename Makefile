@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint types contracts bench faults drawn clean
+.PHONY: demo test lint types contracts bench faults drawn docs clean
 
 demo: $(READY)  ## Plan, show and train a language model, and compare the engines
 	$(BIN)/python examples/demo.py
@@ -34,14 +34,18 @@ faults: $(READY)  ## Tables of planted faults and what catches them, and of what
 drawn: $(READY)  ## Legal configs drawn at random, trained for real on two and four processes
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.tools.drawn
 
+docs: $(READY)  ## The pages of docs/ as a site in build/site; a dead link fails
+	$(BIN)/python -m tests.docs.generate
+	$(BIN)/zensical build --strict --clean
+
 # torch goes first and pinned, so that nothing else decides which build of it is installed; DeepSpeed's own set-up
 # imports it. Its kernels are compiled when they are first needed, not here.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel ninja
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,deepspeed]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,deepspeed,docs]'
 	touch $(READY)
 
 clean:
-	rm -rf .venv demo-out
+	rm -rf .venv demo-out build/site .cache

@@ -12,7 +12,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "ApplyHalted": (
         "`apply` raises it when a step fails. `halted` says which step, what was undone and what stands; `__cause__` is what the step raised. "
         "On the other ranks the cause is `RankFailed`.",
-        "If the message ends with \"everything is as it was\", mend the cause and apply the plan again. If it names something that "
+        'If the message ends with "everything is as it was", mend the cause and apply the plan again. If it names something that '
         "stands, such as shards, build model and optimizer anew first. A process group that you had started yourself may have been "
         "ended, so that no rank waits in it for one that has failed; the message says so, and you start it again.",
     ),
@@ -20,7 +20,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
         "Every step was done, and what stands there is not what the plan says: a defect of prepkit or of torch. "
         "`attestation.failed` holds each difference, and what has a way back was taken back.",
         "Build model and optimizer again before the next `apply`. Report it with the plan file and the attestation, "
-        "`pk.save(error.attestation, \"attestation.json\")`.",
+        '`pk.save(error.attestation, "attestation.json")`.',
     ),
     "RankFailed": (
         "Another rank could not go on, so this one did not either. `rank` is the first one that failed, -1 where it is not known.",
@@ -29,7 +29,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "Disagreement": (
         "The ranks do not hold the same plan and model. It is raised on every rank before anything is changed; `odd` are the ranks outside the "
         "majority, `details` says how each differs.",
-        "Save the plan on two of these ranks, `pk.save(plan, f\"plan-{rank}.json\")`, and run `prepkit diff` on the files. "
+        'Save the plan on two of these ranks, `pk.save(plan, f"plan-{rank}.json")`, and run `prepkit diff` on the files. '
         "The usual causes: another config or environment variable on one node, or a model that is built from a random choice.",
     ),
 }

@@ -163,7 +163,7 @@ def config_page() -> str:
         lines += [f"## {heading}", ""]
         for union, members in sources[name].unions:
             parts = _type(" | ".join(members), known)
-            lines += [f"<a id=\"{union.lower()}\"></a>**`{union}`** is {parts}.", ""]
+            lines += [f'<a id="{union.lower()}"></a>**`{union}`** is {parts}.', ""]
         first_of_all = sorted(sources[name].classes, key=lambda one: one.name != "Config")
         lines += [_section(one, known) for one in first_of_all]
     return "\n".join(lines).rstrip() + "\n"

@@ -38,7 +38,10 @@ def rules_page() -> str:
     lines = [_RULES_HEAD]
     ordered = sorted((*RULES, *PLAN_RULES), key=lambda rule: rule.id.partition(".")[0])  # stable: reporting order stays
     subjects = [(name, tuple(rules)) for name, rules in groupby(ordered, lambda rule: rule.id.partition(".")[0])]
-    lines += [f"{len(ordered)} rules: " + ", ".join(f"[{name}](#{name}) {len(rules)}" for name, rules in subjects) + ".", ""]
+    lines += [
+        f"{len(ordered)} rules: " + ", ".join(f"[{name}](#{name}) {len(rules)}" for name, rules in subjects) + ".",
+        "",
+    ]
     for name, rules in subjects:
         lines += [f"## {name}", "", *map(_rule, rules)]
     return "\n".join(lines).rstrip() + "\n"
@@ -55,7 +58,7 @@ def _rule(rule: Rule) -> str:
         first = _example(rule)
         lines += ["", "```text", f"{first.where}: {first.what}", f"fix: {first.fix}", "```"]
     else:
-        lines += ["- Example: `pk.fits(plan, memory=\"1MiB\")` gives its numbers for any plan."]
+        lines += ['- Example: `pk.fits(plan, memory="1MiB")` gives its numbers for any plan.']
     return "\n".join((*lines, ""))
 
 

@@ -23,7 +23,9 @@ def _source() -> str:
 
 def layers() -> str:
     """The layers contract of ``pyproject.toml`` as boxes on each other, with the comment behind each line."""
-    contract = next(one for one in _project()["tool"]["importlinter"]["contracts"] if one["name"].startswith("Layers: "))
+    contract = next(
+        one for one in _project()["tool"]["importlinter"]["contracts"] if one["name"].startswith("Layers: ")
+    )
     rows = []
     for layer in contract["layers"]:
         comment = re.search(rf'"{re.escape(layer)}",\s*# (.*)', _source())

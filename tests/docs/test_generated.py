@@ -18,7 +18,9 @@ def test_generated_pages_are_what_the_code_says() -> None:
 
 
 def test_every_part_stands_on_some_page() -> None:
-    written = {name for page in DOCS.rglob("*.md") for name in re.findall(r"<!-- generated: (.*?) -->", page.read_text())}
+    written = {
+        name for page in DOCS.rglob("*.md") for name in re.findall(r"<!-- generated: (.*?) -->", page.read_text())
+    }
     assert written == set(PARTS)
 
 
