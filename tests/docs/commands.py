@@ -8,8 +8,8 @@ from prepkit.cli import main
 
 _HEAD = """# Command line
 
-`prepkit COMMAND --help` prints the same. Exit codes: 0 fine, 1 findings or differences, 2 used wrongly. `show`, `diff`, `rules`,
-`report`, and `check` on a plan file never import torch. `--json` prints for scripts.
+`prepkit COMMAND --help` prints the same. Exit codes: 0 fine, 1 findings or differences, 2 used wrongly. `show`,
+`diff`, `rules`, `report`, and `check` on a plan file never import torch. `--json` prints for scripts.
 """
 
 

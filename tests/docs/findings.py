@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -12,24 +13,27 @@ from prepkit.rules import RULES, check
 from prepkit.rules.memory import PLAN_RULES
 from prepkit.rules.rule import Rule
 from prepkit.testing import COUNTEREXAMPLES
-from tests.docs.advice import ADVICE, EXCEPTIONS
 from tests.docs.blocks import ROOT
+
+ADVICE = tomllib.loads((ROOT / "tests/docs/advice.toml").read_text())
+"""``exceptions`` and ``findings``: name or id to ``when`` it is raised, and what to do ``then``."""
 
 _RULES_HEAD = """# Rules
 
-A rule is a value: what has to hold between config and facts, and what to do where it does not. `pk.RULES` holds all of them, in
-the order in which findings are reported; `prepkit rules ID` prints one. An **error** refuses the plan, a **warning** is written into
-it. An error that can be overridden is accepted with `overrides = ["its.id"]` in the config, and recorded in the plan. Where a rule has a
-repair, `Rule.repair` is the fix as a function from config to config.
+A rule is a value: what has to hold between config and facts, and what to do where it does not. `pk.RULES` holds all
+of them, in the order in which findings are reported; `prepkit rules ID` prints one. An **error** refuses the plan, a
+**warning** is written into it. An error that can be overridden is accepted with `overrides = ["its.id"]` in the
+config, and recorded in the plan. Where a rule has a repair, `Rule.repair` is the fix as a function from config to
+config.
 
-*Source* names the rows of the behaviour reference, the users' reports (`pain`) or the library functions that a rule comes from. The example
-below each rule is what it says of the counterexample in `prepkit.testing.COUNTEREXAMPLES`.
+*Source* names the rows of the behaviour reference, the users' reports (`pain`) or the library functions that a rule
+comes from. The example below each rule is what it says of the counterexample in `prepkit.testing.COUNTEREXAMPLES`.
 """
 
 _ERRORS_HEAD = """# Errors
 
-What prepkit raises, and the findings that come from no rule. `PlanRejected.findings` holds every finding; each has an id, a
-severity, a place, what is wrong and what to type. Findings of rules are in the [rules reference](rules.md).
+What prepkit raises, and the findings that come from no rule. `PlanRejected.findings` holds every finding; each has an
+id, a severity, a place, what is wrong and what to type. Findings of rules are in the [rules reference](rules.md).
 """
 
 
@@ -78,16 +82,17 @@ def _example(rule: Rule) -> Finding:
 
 def errors_page() -> str:
     """Exceptions, then the ids of findings that no rule has."""
+    wrong = {*ids()} ^ set(ADVICE["findings"])
+    assert not wrong, f"tests/docs/advice.toml and the source differ in {sorted(wrong)}"
     lines = [_ERRORS_HEAD, "## Exceptions", ""]
-    for name, (when, then) in EXCEPTIONS.items():
-        lines += [f"### {name}", "", when, "", f"**What to do.** {then}", ""]
+    lines += [_advice(*item) for item in ADVICE["exceptions"].items()]
     lines += ["## Findings without a rule", ""]
-    known = {*ids()}
-    wrong = known ^ set(ADVICE)
-    assert not wrong, f"tests/docs/advice.py and the source differ in {sorted(wrong)}"
-    for name, (when, then) in sorted(ADVICE.items()):
-        lines += [f"### {name}", "", when, "", f"**What to do.** {then}", ""]
+    lines += [_advice(*item) for item in sorted(ADVICE["findings"].items())]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _advice(name: str, row: dict[str, str]) -> str:
+    return f"### {name}\n\n{row['when']}\n\n**What to do.** {row['then']}\n"
 
 
 # --- ids in the source ---------------------------------------------------------------------------------------------

@@ -84,11 +84,11 @@ class PageRun:
         wanted = block.notes.get("raises")
         with contextlib.redirect_stdout(out):
             if wanted is None:
-                exec(code, self.namespace)  # noqa: S102  # pages of our own
+                exec(code, self.namespace)
                 self.printed = out.getvalue()
             else:
                 with pytest.raises(Exception) as caught:  # noqa: PT011  # its type is compared below
-                    exec(code, self.namespace)  # noqa: S102
+                    exec(code, self.namespace)
                 assert caught.type.__name__ == wanted, f"{block}: {caught.value!r}"
                 self.printed = str(caught.value)
 

@@ -31,12 +31,16 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageRun]
             del sys.modules[name]
 
 
+def _read(page: Path, reader: PageRun) -> None:
+    for block in blocks(page):
+        reader.do(block)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_does_what_it_says(page: Path, reader: PageRun) -> None:
     before = dict(os.environ)
     try:
-        for block in blocks(page):
-            reader.do(block)
+        _read(page, reader)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -69,8 +73,7 @@ def test_a_page_that_shows_another_outcome_fails(tmp_path: Path, reader: PageRun
     for text, reason in wrong.items():
         page.write_text(text)
         with pytest.raises(Exception, match=reason):
-            for block in blocks(page):
-                reader.do(block)
+            _read(page, reader)
 
 
 def test_a_comment_that_belongs_to_no_block_is_refused(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+import prepkit as pk
 from prepkit.rules import RULES
 from tests.docs import findings
-from tests.docs.advice import ADVICE, EXCEPTIONS
 from tests.docs.blocks import DOCS, ROOT
 from tests.docs.classes import read
 from tests.docs.generate import COMMAND, PARTS, texts
@@ -33,8 +33,12 @@ def test_every_field_of_a_config_class_says_what_it_is() -> None:
 
 
 def test_every_error_has_advice() -> None:
-    assert {*findings.ids()} == set(ADVICE)
-    assert not {rule.id for rule in RULES} & set(ADVICE)
-    for when, then in (*ADVICE.values(), *EXCEPTIONS.values()):
-        assert when.endswith(".")
-        assert then.endswith(".")
+    advice = findings.ADVICE
+    assert {*findings.ids()} == set(advice["findings"])
+    assert not {rule.id for rule in RULES} & set(advice["findings"])
+    assert {
+        name for name in dir(pk) if isinstance(getattr(pk, name), type) and issubclass(getattr(pk, name), Exception)
+    } == set(advice["exceptions"])
+    for row in (*advice["findings"].values(), *advice["exceptions"].values()):
+        assert row["when"].endswith(".")
+        assert row["then"].endswith(".")
