@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from prepkit.findings import Finding
-from prepkit.rules import RULES, check
-from prepkit.rules.memory import PLAN_RULES
+from prepkit.rules import LATE_RULES, RULES, check
 from prepkit.rules.rule import Rule
 from prepkit.testing import COUNTEREXAMPLES
 from tests.docs.blocks import ROOT
@@ -40,7 +39,7 @@ id, a severity, a place, what is wrong and what to type. Findings of rules are i
 def rules_page() -> str:
     """Every rule by its subject, the first word of its id."""
     lines = [_RULES_HEAD]
-    ordered = sorted((*RULES, *PLAN_RULES), key=lambda rule: rule.id.partition(".")[0])  # stable: reporting order stays
+    ordered = sorted((*RULES, *LATE_RULES), key=lambda rule: rule.id.partition(".")[0])  # stable: reporting order stays
     subjects = [(name, tuple(rules)) for name, rules in groupby(ordered, lambda rule: rule.id.partition(".")[0])]
     lines += [
         f"{len(ordered)} rules: " + ", ".join(f"[{name}](#{name}) {len(rules)}" for name, rules in subjects) + ".",
@@ -62,8 +61,15 @@ def _rule(rule: Rule) -> str:
         first = _example(rule)
         lines += ["", "```text", f"{first.where}: {first.what}", f"fix: {first.fix}", "```"]
     else:
-        lines += ['- Example: `pk.fits(plan, memory="1MiB")` gives its numbers for any plan.']
+        lines.append(f"- Asked: {_LATER[rule.id.partition('.')[0]]}")
     return "\n".join((*lines, ""))
+
+
+_LATER = {
+    "memory": 'once there is a plan; `pk.fits(plan, "1MiB")` gives its numbers for any plan.',
+    "first-step": "by the first `ready.step()` that ends a window, before the optimizer acts.",
+}
+"""Subject of the rules that config and facts alone cannot break, to when they are asked."""
 
 
 def _plain(text: str) -> str:
@@ -108,7 +114,7 @@ _PREFIXED = {
 
 def ids() -> Iterator[str]:
     """Ids that findings have and no rule has, as often as the source names them."""
-    ours = {rule.id for rule in (*RULES, *PLAN_RULES)}
+    ours = {rule.id for rule in (*RULES, *LATE_RULES)}
     for path in sorted((ROOT / "prepkit").rglob("*.py")):
         folder = path.relative_to(ROOT / "prepkit").parts[0]
         if folder in ("rules", "testing", "render"):
