@@ -13,7 +13,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 REAL := tests/live tests/predict/test_measured.py tests/support tests/test_examples.py tests/tools \
 	property_tests/test_hostile_files.py property_tests/test_reading_law.py property_tests/test_rehearsal_law.py
 
-.PHONY: demo quick test lint types contracts bench faults drawn clean
+.PHONY: demo quick test lint types contracts bench faults drawn docs clean
 
 demo: $(READY)  ## Plan, show and train a language model, and compare the engines
 	$(BIN)/python examples/demo.py
@@ -44,14 +44,18 @@ faults: $(READY)  ## Tables of planted faults and what catches them, and of what
 drawn: $(READY)  ## Legal configs drawn at random, trained for real on two and four processes
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.tools.drawn
 
+docs: $(READY)  ## The pages of docs/ as a site in build/site; a dead link fails
+	$(BIN)/python -m tests.docs.generate
+	$(BIN)/zensical build --strict --clean
+
 # torch goes first and pinned, so that nothing else decides which build of it is installed; DeepSpeed's own set-up
 # imports it. Its kernels are compiled when they are first needed, not here.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel ninja
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,deepspeed]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,deepspeed,docs]'
 	touch $(READY)
 
 clean:
-	rm -rf .venv demo-out
+	rm -rf .venv demo-out build/site .cache

@@ -1,0 +1,79 @@
+"""Parts of pages about the house: its layers as a picture in text, its rooms, and the versions that it stands on."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from typing import Any
+
+from prepkit.predict.versions import CHECKED
+from tests.docs.blocks import ROOT
+
+_TESTED = ("torch", "transformers", "deepspeed", "accelerate", "torchao", "bitsandbytes", "safetensors", "numpy")
+
+
+def _project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def _source() -> str:
+    return (ROOT / "pyproject.toml").read_text()
+
+
+def layers() -> str:
+    """The layers contract of ``pyproject.toml`` as boxes on each other, with the comment behind each line."""
+    contract = next(
+        one for one in _project()["tool"]["importlinter"]["contracts"] if one["name"].startswith("Layers: ")
+    )
+    rows = []
+    for layer in contract["layers"]:
+        comment = re.search(rf'"{re.escape(layer)}",\s*# (.*)', _source())
+        rows.append((layer.replace("prepkit.", ""), comment[1] if comment else ""))
+    left, right = (max(len(row[side]) for row in rows) for side in (0, 1))
+    edge = f"+-{'-' * left}-+-{'-' * right}-+"
+    lines = [edge]
+    for name, comment in rows:
+        lines += [f"| {name.ljust(left)} | {comment.ljust(right)} |", edge]
+    return "\n".join(("```text", *lines, "```"))
+
+
+def rooms() -> str:
+    """Every folder and file at the top of the package and of ``live``, with the first line of its docstring."""
+    lines = ["| room | what is in it |", "|---|---|"]
+    for folder in (ROOT / "prepkit", ROOT / "prepkit/live"):
+        for path in sorted(folder.iterdir()):
+            inside = path / "__init__.py" if path.is_dir() else path
+            if inside.suffix == ".py" and inside.exists() and not path.name.startswith("__"):
+                text = ast.get_docstring(ast.parse(inside.read_text())) or ""
+                first = " ".join(text.split("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")
+                lines.append(f"| `{path.relative_to(ROOT)}{'/' * path.is_dir()}` | {first} |")
+    return "\n".join(lines)
+
+
+def tested_versions() -> str:
+    """What ``constraints.txt`` pins: the suite runs with these."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    return "\n".join(("| library | version that the suite runs with |", "|---|---|",
+                      *(f"| {name} | {pins[name]} |" for name in _TESTED)))  # fmt: skip
+
+
+def required_versions() -> str:
+    """What ``pyproject.toml`` asks for."""
+    project = _project()["project"]
+    rows = [("python", project["requires-python"])]
+    names = {"": project["dependencies"], **project["optional-dependencies"]}
+    lines = ["| part | needs |", "|---|---|", f"| Python | `{rows[0][1]}` |"]
+    for extra, needs in names.items():
+        part = f"`prepkit[{extra}]`" if extra else "`prepkit`"
+        lines.append(f"| {part} | {', '.join(f'`{need}`' for need in needs)} |")
+    return "\n".join(lines)
+
+
+def checked_predictions() -> str:
+    """``prepkit.predict.versions.CHECKED`` as a table."""
+    lines = ["| engine | compared byte for byte with |", "|---|---|"]
+    for engine, libraries in sorted(CHECKED.items()):
+        said = "; ".join(f"{name} {', '.join(releases)}" for name, releases in libraries.items())
+        lines.append(f"| {engine} | {said} |")
+    return "\n".join(lines)
