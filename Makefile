@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint types contracts bench faults drawn clean
+.PHONY: demo test lint types contracts bench faults drawn mutants clean
 
 demo: $(READY)  ## Plan, show and train a language model, and compare the engines
 	$(BIN)/python examples/demo.py
@@ -33,6 +33,9 @@ faults: $(READY)  ## Tables of planted faults and what catches them, and of what
 
 drawn: $(READY)  ## Legal configs drawn at random, trained for real on two and four processes
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.tools.drawn
+
+mutants: $(READY)  ## Small changes of the source, and how many of them the tests notice; later runs try what has changed
+	$(BIN)/python -m tests.mutants
 
 # torch goes first and pinned, so that nothing else decides which build of it is installed; DeepSpeed's own set-up
 # imports it. Its kernels are compiled when they are first needed, not here.
