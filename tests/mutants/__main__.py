@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -56,7 +57,7 @@ class Job:
     examples: int
     only: tuple[str, ...]
     fresh: bool
-    stale_map: bool
+    fresh_map: bool
     folder: Path
     verdicts: dict[Mutant, Verdict] = field(factory=dict)
     named: dict[str, Mutant] = field(factory=dict)
@@ -97,7 +98,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=(), metavar="TEXT", help="mutants whose id holds one of these")
     parser.add_argument("--tests", nargs="*", metavar="PATH", help="collect these tests only")
     parser.add_argument("--fresh", action="store_true", help="forget the results of earlier runs")
-    parser.add_argument("--stale-map", action="store_true", help="do not measure anew which test runs which line")
+    parser.add_argument("--fresh-map", action="store_true", help="measure anew which test runs which line")
     parser.add_argument("--folder", type=Path, default=ROOT / ".mutants", help="results of earlier runs")
     return parser.parse_args()
 
@@ -117,7 +118,7 @@ def _job(asked: argparse.Namespace, group: Group) -> Job:
         examples=asked.examples,
         only=tuple(asked.only),
         fresh=asked.fresh,
-        stale_map=asked.stale_map,
+        fresh_map=asked.fresh_map,
         folder=asked.folder,
         drawn=drawn(wanted, sample, asked.seed),
         named={row.name: named(row.folder, row.old, row.new) for row in NAMED[group.name]},
@@ -182,18 +183,22 @@ def _scored(job: Job, host: Host, control: Connection, tracer: reaches.Tracer, t
 
 
 def _reach(job: Job, host: Host, tracer: reaches.Tracer, tell: Callable[[str], None]) -> reaches.Reach:
-    file = job.folder / f"{job.group.name}-reach.json"
-    of = digest(reaches.sources(PACKAGE, *job.group.tests, "tests/support", "tests/mutants") + str(job.examples))
-    known = reaches.load(file)
-    if known.of == of or (job.stale_map and known.runs):
-        return known
-    runs = survey(host, job.workers, tell)
-    reach = reaches.Reach(of=of, imports=tracer.lines(), runs=runs)
-    reaches.save(reach, file)
-    for run in runs.values():
-        if not run.passed:
-            tell(f"not used, because it does not pass here without a mutant: {run.test}")
-    return reach
+    """What each test runs: as measured before, and measured now for the tests of files that are new or changed."""
+    file = job.folder / f"{job.group.name}-reach.pickle"
+    names = {test.partition("::")[0] for test in host.items}
+    files = {name: digest((ROOT / name).read_bytes()) for name in names}
+    nothing = job.fresh_map or not file.exists()
+    known_files, known, seen = ({}, {}, reaches.standing()) if nothing else pickle.loads(file.read_bytes())
+    same = {name for name in names if known_files.get(name) == files[name]}
+    runs = {test: run for test, run in known.items() if test in host.items and test.partition("::")[0] in same}
+    if todo := [test for test in host.items if test not in runs]:
+        found = survey(host, todo, job.workers, tell)
+        runs |= found
+        file.write_bytes(pickle.dumps((files, runs, seen)))
+        for run in found.values():
+            if not run.passed:
+                tell(f"not used, because it does not pass here without a mutant: {run.test}")
+    return reaches.Reach(imports=reaches.by_scope(tracer.lines()), runs=runs, seen=seen)
 
 
 def _told(job: Job, seconds: float, tell: Callable[[str], None]) -> int:

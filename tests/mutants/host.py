@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from tests.mutants import gangs, patch
 from tests.mutants.mutant import Mutant
 from tests.mutants.nursery import Ended, Note, Nursery
-from tests.mutants.reach import Lines, Run, Tracer, ranges
+from tests.mutants.reach import Key, Lines, Run, Tracer, by_scope
 
 PROFILE = "mutants"
 """Name of the hypothesis profile: few examples, always the same, and no shrinking."""
@@ -136,11 +136,12 @@ def cold(mutant: Mutant, tests: Sequence[str], limits: Mapping[str, float], note
 # --- without one ---------------------------------------------------------------------------------------------------
 
 
-def survey(host: Host, workers: int, tell: Callable[[str], None]) -> dict[str, Run]:
-    """Every collected test, with the lines that it runs, its time, and whether it passes here."""
+def survey(host: Host, tests: Sequence[str], workers: int, tell: Callable[[str], None]) -> dict[str, Run]:
+    """Each of these tests, with the lines that it runs, its time, and whether it passes here."""
     nursery = Nursery()
     runs: dict[str, Run] = {}
-    waiting = _batches(host)
+    keys: dict[Key, Key] = {}  # equal ones are one, else they fill the memory
+    waiting = _batches(host, tests)
     while waiting or nursery.children:
         while waiting and len(nursery.children) < workers:
             batch = waiting.pop(0)
@@ -148,21 +149,24 @@ def survey(host: Host, workers: int, tell: Callable[[str], None]) -> dict[str, R
         wait(nursery.wires, 1.0)
         for batch, found in nursery.ended():
             done = found.notes if isinstance(found, Ended) else found
-            runs |= {run.test: run for run in done}
+            runs |= {
+                run.test: evolve(run, lines={keys.setdefault(key, key): v for key, v in run.lines.items()})
+                for run in done
+            }
             rest = tuple(test for test in batch if test not in runs)
             if rest:  # the first of them ended the process
                 tell(f"{rest[0]} {found.how}")
                 runs[rest[0]] = Run(test=rest[0], passed=False, seconds=0.0, gang=False, lines={})
             if rest[1:]:
                 waiting.append(rest[1:])
-            tell(f"surveyed {len(runs)} of {len(host.items)} tests")
+            tell(f"surveyed {len(runs)} of {len(tests)} tests")
     return runs
 
 
-def _batches(host: Host) -> list[tuple[str, ...]]:
+def _batches(host: Host, names: Sequence[str]) -> list[tuple[str, ...]]:
     """Tests of one file, with or without worker processes."""
     found = []
-    for _, group in groupby(host.items, key=lambda test: (test.partition("::")[0], _needs_gang(host, test))):
+    for _, group in groupby(names, key=lambda test: (test.partition("::")[0], _needs_gang(host, test))):
         tests = tuple(group)
         found += [tests[start : start + BATCH] for start in range(0, len(tests), BATCH)]
     return found
@@ -186,7 +190,7 @@ def _surveyed(host: Host, tests: Sequence[str], note: Note) -> list[Run]:
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         gang = _needs_gang(host, item.nodeid)
         cpu_s, wall_s = (after - before for before, after in zip(began, _clocks(), strict=True))
-        lines = {path: ranges(found) for path, found in _joined(tracer.lines(), gangs.gathered(folder)).items()}
+        lines = by_scope(_joined(tracer.lines(), gangs.gathered(folder)))
         passed = host.failed is None
         run = Run(test=item.nodeid, passed=passed, seconds=wall_s if gang else cpu_s, gang=gang, lines=lines)
         note(run)

@@ -169,7 +169,7 @@ def attacks_on(
     mutant: Mutant, reach: Reach, group: Group, budget_s: float, kills: dict[str, Counter[str]]
 ) -> Iterator[Attack]:
     """The children that try a mutant, the cheapest first; none if no test runs its code."""
-    runs = reach.tests(mutant)
+    runs = reach.running(mutant)
     alone, gangs = [run for run in runs if not run.gang], [run for run in runs if run.gang]
     early = reach.at_import(mutant)
     if mutant.scope and alone:
