@@ -179,7 +179,10 @@ def _scored(job: Job, host: Host, control: Connection, tracer: reaches.Tracer, t
             score.kills[mutant.path][verdict.test] += 1
     began = time.monotonic()
     score.run(todo)
-    return _told(job, (time.monotonic() - began) / max(1, len(todo)), tell)
+    count = max(1, len(todo))
+    each = (time.monotonic() - began) / count
+    tell(f"{len(todo)} tried: {each:.2f} s each, {score.nursery.cpu_s / count:.2f} s of CPU")
+    return _told(job, tell)
 
 
 def _reach(job: Job, host: Host, tracer: reaches.Tracer, tell: Callable[[str], None]) -> reaches.Reach:
@@ -201,7 +204,7 @@ def _reach(job: Job, host: Host, tracer: reaches.Tracer, tell: Callable[[str], N
     return reaches.Reach(imports=reaches.by_scope(tracer.lines()), runs=runs, seen=seen)
 
 
-def _told(job: Job, seconds: float, tell: Callable[[str], None]) -> int:
+def _told(job: Job, tell: Callable[[str], None]) -> int:
     same = equivalents()
     tell("")
     for name, mutant in job.named.items():
@@ -212,7 +215,7 @@ def _told(job: Job, seconds: float, tell: Callable[[str], None]) -> int:
     for row in table:
         tell(str(row))
     total = table[-1]
-    tell(f"\n{total.equivalent} of {total.tried} called equivalent; {seconds:.2f} s per mutant tried now")
+    tell(f"\n{total.equivalent} of {total.tried} called equivalent")
     for line in report.survivors(sample, same):
         tell(line)
     for line in report.wrong(sample, same):

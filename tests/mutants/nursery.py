@@ -37,6 +37,8 @@ class Child:
     deadline: float
     folder: Path
     noted: list[Any] = field(factory=list)
+    waited_s: float | None = None
+    """CPU seconds, once it has been waited for."""
 
 
 Note = Callable[[Any], None]
@@ -47,6 +49,8 @@ class Nursery:
     """Children by key. Each has a process group and a temporary folder of its own; both go when it ends."""
 
     children: dict[Any, Child] = field(factory=dict)
+    cpu_s: float = 0.0
+    """What the children that have ended took."""
 
     def start(self, key: Any, act: Callable[[Note], Any], wall_s: float) -> None:
         """Forks; the child calls ``act(note)`` and sends what it returns. ``note`` tells how far it is."""
@@ -76,7 +80,7 @@ class Nursery:
         for key, child in list(self.children.items()):
             if (value := _news(child)) is not _NOTHING:
                 del self.children[key]
-                _end(child)
+                self.cpu_s += _end(child)
                 found.append((key, value))
         return found
 
@@ -114,18 +118,20 @@ def _news(child: Child) -> Any:
                 return Ended(f"raised:\n{value}", tuple(child.noted))
             child.noted.append(value)
     except (EOFError, OSError, pickle.UnpicklingError):
-        _, status = os.waitpid(child.pid, 0)
-        child.pid = -child.pid
+        _, status, usage = os.wait4(child.pid, 0)
+        child.waited_s = usage.ru_utime + usage.ru_stime
         how = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "exited"
         return Ended(how, tuple(child.noted))
     return Ended("time-out", tuple(child.noted)) if time.monotonic() > child.deadline else _NOTHING
 
 
-def _end(child: Child) -> None:
+def _end(child: Child) -> float:
+    """With all that it started. The CPU seconds that it took."""
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(abs(child.pid), signal.SIGKILL)
-    if child.pid > 0:
-        with suppress(ChildProcessError):
-            os.waitpid(child.pid, 0)
+        os.killpg(child.pid, signal.SIGKILL)
+    if child.waited_s is None:
+        _, _, usage = os.wait4(child.pid, 0)
+        child.waited_s = usage.ru_utime + usage.ru_stime
     child.wire.close()
     shutil.rmtree(child.folder, ignore_errors=True)
+    return child.waited_s

@@ -79,7 +79,9 @@ class Score:
 
     def _cold_news(self) -> Iterator[tuple[str, Any]]:
         while self.control.poll():
-            yield self.control.recv()
+            key, value, cpu_s = self.control.recv()
+            self.nursery.cpu_s += cpu_s
+            yield key, value
 
     def _next(self, trial: Trial) -> None:
         if not trial.attacks:
@@ -229,5 +231,6 @@ def _serve(control: Connection) -> None:
             except EOFError:
                 return
             nursery.start(key, partial(cold, mutant, tests, limits), wall_s)
-        for ended in nursery.ended():
-            control.send(ended)
+        for key, value in nursery.ended():
+            control.send((key, value, nursery.cpu_s))
+            nursery.cpu_s = 0.0
