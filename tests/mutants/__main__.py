@@ -19,11 +19,11 @@ from attrs import define, evolve, field
 
 from tests.mutants import reach as reaches
 from tests.mutants import report
-from tests.mutants.areas import GROUPS, NAMED, Group
+from tests.mutants.areas import GROUPS, NAMED, Group, named
 from tests.mutants.host import Host, Killed, Verdict, collect, settle, survey
 from tests.mutants.ledger import Entry, Ledger, equivalents, source_digest
 from tests.mutants.mutant import Mutant, digest, drawn
-from tests.mutants.operators import mutants, named
+from tests.mutants.operators import mutants
 from tests.mutants.patch import PACKAGE, ROOT
 from tests.mutants.score import Score, start_cold
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+
 from attrs import frozen
+
+from tests.mutants.mutant import Mutant
+from tests.mutants.patch import ROOT
+from tests.mutants.walk import sites
 
 
 @frozen(kw_only=True)
@@ -104,3 +110,28 @@ NAMED: dict[str, tuple[Named, ...]] = {
         ),
     ),
 }
+
+
+def named(folder: str, old: str, new: str) -> Mutant:
+    """The mutant that puts ``new`` for a text that stands once below a folder. Raises ``LookupError`` otherwise."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    hits = [(file, source) for file in files if old.encode() in (source := file.read_bytes())]
+    if len(hits) != 1 or hits[0][1].count(old.encode()) != 1:
+        raise LookupError(f"{old!r} stands in {[str(file) for file, _ in hits]}, not once below {folder}; mend NAMED")
+    file, source = hits[0]
+    start = source.index(old.encode())
+    line = source[:start].count(b"\n") + 1
+    path = str(file.relative_to(ROOT))
+    lines = range(line, line + old.count("\n") + 1)
+    scope = next((site.scope for site in sites(ast.parse(source)) if getattr(site.node, "lineno", 0) == line), "")
+    return Mutant(
+        path=path,
+        scope=scope,
+        operator="named",
+        start=start,
+        end=start + len(old.encode()),
+        old=old,
+        new=new,
+        line=line,
+        lines=tuple(lines),
+    )

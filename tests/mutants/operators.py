@@ -12,7 +12,6 @@ from typing import Any
 from attrs import evolve, frozen
 
 from tests.mutants.mutant import Mutant
-from tests.mutants.patch import ROOT
 from tests.mutants.walk import Site, sites
 
 COMPARED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
@@ -280,28 +279,3 @@ def _reaching(site: Site, node: Any) -> tuple[int, ...]:
         return tuple(range(node.lineno, node.end_lineno + 1))
     last = site.statement.end_lineno or site.statement.lineno
     return tuple(range(site.statement.lineno, last + 1))
-
-
-def named(folder: str, old: str, new: str) -> Mutant:
-    """The mutant that puts ``new`` for a text that stands once below a folder. Raises ``LookupError`` otherwise."""
-    files = sorted((ROOT / folder).rglob("*.py"))
-    hits = [(file, source) for file in files if old.encode() in (source := file.read_bytes())]
-    if len(hits) != 1 or hits[0][1].count(old.encode()) != 1:
-        raise LookupError(f"{old!r} stands in {[str(file) for file, _ in hits]}, not once below {folder}; mend NAMED")
-    file, source = hits[0]
-    start = source.index(old.encode())
-    line = source[:start].count(b"\n") + 1
-    path = str(file.relative_to(ROOT))
-    lines = range(line, line + old.count("\n") + 1)
-    scope = next((site.scope for site in sites(ast.parse(source)) if getattr(site.node, "lineno", 0) == line), "")
-    return Mutant(
-        path=path,
-        scope=scope,
-        operator="named",
-        start=start,
-        end=start + len(old.encode()),
-        old=old,
-        new=new,
-        line=line,
-        lines=tuple(lines),
-    )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.areas import GROUPS, NAMED
+from tests.mutants.areas import GROUPS, NAMED, named
 from tests.mutants.mutant import Mutant, applied, drawn
-from tests.mutants.operators import mutants, named
+from tests.mutants.operators import mutants
 from tests.mutants.patch import ROOT
 
 
