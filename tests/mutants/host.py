@@ -26,9 +26,9 @@ PROFILE = "mutants"
 IMPORT = "(import)"
 """Stands for a test where a mutant kept the tests from being collected."""
 GANGS = frozenset({"gang2", "gang4"})
-BATCH = 40
+BATCH = 20
 """Tests that are surveyed in one process."""
-BATCH_S = 900.0
+BATCH_S = 3600.0
 """Seconds that they may take together."""
 
 

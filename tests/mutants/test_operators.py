@@ -86,7 +86,7 @@ def test_the_files_that_are_scored_give_code_and_no_two_mutants_of_one_name() ->
         source = file.read_bytes()
         found = mutants(str(file.relative_to(ROOT)), source)
         assert len({mutant.id for mutant in found}) == len(found)
-        for mutant in found[::7]:
+        for mutant in found[::60]:
             ast.parse(applied(mutant, source))
 
 
