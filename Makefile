@@ -13,7 +13,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 REAL := tests/live tests/predict/test_measured.py tests/support tests/test_examples.py tests/tools \
 	property_tests/test_hostile_files.py property_tests/test_reading_law.py property_tests/test_rehearsal_law.py
 
-.PHONY: demo quick test lint types contracts bench faults drawn docs clean
+.PHONY: demo quick test lint types contracts bench faults drawn docs mutants clean
 
 demo: $(READY)  ## Plan, show and train a language model, and compare the engines
 	$(BIN)/python examples/demo.py
@@ -47,6 +47,9 @@ drawn: $(READY)  ## Legal configs drawn at random, trained for real on two and f
 docs: $(READY)  ## The pages of docs/ as a site in build/site; a dead link fails
 	$(BIN)/python -m tests.docs.generate
 	$(BIN)/zensical build --strict --clean
+
+mutants: $(READY)  ## Small changes of the source, and how many the tests notice; later runs try what has changed
+	$(BIN)/python -m tests.mutants
 
 # torch goes first and pinned, so that nothing else decides which build of it is installed; DeepSpeed's own set-up
 # imports it. Its kernels are compiled when they are first needed, not here.

@@ -311,3 +311,10 @@ def test_text_with_a_lone_surrogate_has_a_digest() -> None:
 def test_loading_the_codec_does_not_import_torch() -> None:
     probe = "import sys, prepkit.codec, prepkit.codec.diff; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", [[], {}, None, 3])
+def test_a_kind_that_is_no_name_is_unknown(kind: object) -> None:
+    ((rule, where, what, _),) = refused({"engine": {"kind": kind}})
+    assert (rule, where) == ("codec.unknown-kind", "$.engine.kind")
+    assert what.startswith(f"{kind!r} is not one of ")

@@ -73,3 +73,8 @@ def test_messages_quote_values_shortly() -> None:
     assert shown(10**5000) == "an integer of 16610 bits"
     assert len(brief(["x" * 1000])) == 120
     assert inside("$", "a.b") == "$['a.b']"
+
+
+def test_a_number_of_4000_digits_is_read_and_a_longer_one_is_not() -> None:
+    assert parse("9" * 4000, "$") == int("9" * 4000)
+    assert refused("9" * 4001) == [("codec.wrong-value", "f.json:$", "a number of 4001 digits")]

@@ -231,3 +231,12 @@ def test_an_interrupt_after_a_step_without_a_way_back_leaves_it_standing_but_not
 def test_doubles_of_a_table_have_a_way_back_where_the_table_has_one() -> None:
     doubles, _ = recording(one_way())
     assert (doubles[Wash].undo is None, doubles[Cut].undo is None) == (False, True)
+
+
+def test_two_stories_are_equal_when_the_same_steps_stand_whatever_the_error_objects() -> None:
+    def halted() -> Any:
+        handlers, _ = recording((Wash, Cut), on_do=fails_at("knife", ValueError()), on_undo=fails_at("pan", OSError()))
+        return interpret(PLAN, handlers, None)
+
+    assert halted() == halted()
+    assert halted().error is not halted().error
