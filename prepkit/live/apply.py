@@ -24,7 +24,7 @@ from prepkit.live.model.state import inspect
 from prepkit.live.model.target import Target
 from prepkit.live.model.unwrap import PREPARED
 from prepkit.live.observe import observe, observe_env
-from prepkit.live.ranks import all_or_none
+from prepkit.live.ranks import all_or_none, own_copies
 from prepkit.live.ranks.all_or_none import RankGuard
 from prepkit.live.training.prepared import Prepared
 from prepkit.live.verify import buffers
@@ -91,7 +91,8 @@ def _run(
     plan: Plan, target: Target, found: tuple[Drift, ...], env: Env, guard: RankGuard | None
 ) -> IOResult[Prepared, Halted | Attestation]:
     made, (mine, model) = plan.provenance, plan_digests(plan)
-    target.digests = (("prepkit", made.prepkit), ("plan", mine), ("model", model))
+    alike = () if guard is None else own_copies.digests(plan, target.model)
+    target.digests = (("prepkit", made.prepkit), ("plan", mine), ("model", model), *alike)
     target.explain = partial(plan_differences, plan)
     running = dist.is_available() and dist.is_initialized()
     if guard is not None:

@@ -16,6 +16,16 @@ Digests = tuple[tuple[str, str], ...]
 Explain = Callable[[], tuple[str, Callable[[str], tuple[str, ...]]]]
 """This rank's plan as text, and what differs from another rank's: one line per difference, the first ones first."""
 
+COMPARE = "save the plan on two of these ranks, pk.save(plan, f'plan-{rank}.json'), and run prepkit diff on the files"
+FIXES = {
+    "values": (
+        "give every rank the same values first: torch.manual_seed(0) before the model is built, or one checkpoint for "
+        "all; or plan with weights=SendWeights() for those of rank 0, or InitWeights() for new ones"
+    ),
+    "training modes": "call model.train(), or model.eval(), for the same modules on every rank",
+}
+"""What to do where nothing but this differs; else the plans are to be compared."""
+
 SHOWN = 10
 """Differences of one rank that are told; the rest is counted."""
 
@@ -60,9 +70,8 @@ class Disagreement(RuntimeError):
         else:
             who, verb = ("rank", "differs") if len(self.odd) == 1 else ("ranks", "differ")
             what = f"{who} {spans(self.odd)} of {world} {verb} from the others"
-        fix = (
-            "save the plan on two of these ranks, pk.save(plan, f'plan-{rank}.json'), and run prepkit diff on the files"
-        )
+        unlike = {difference.name for difference in differences}
+        fix = next((text for name, text in FIXES.items() if unlike == {name}), COMPARE)
         told = (
             *(f"  {difference}" for difference in differences),
             *_told(details, _stands_for_most(differences, world)),
