@@ -15,7 +15,7 @@ from prepkit.predict import predict
 from prepkit.resolve.deepspeed.data import stage
 from prepkit.resolve.deepspeed.edit import offloads
 from prepkit.testing import fitting, legal
-from prepkit.testing.strategies.deepspeed import suit
+from prepkit.testing.strategies.deepspeed import facts_for_deepspeed
 from prepkit.testing.strategies.facts import facts
 
 
@@ -26,7 +26,7 @@ def _planned(cfg: Config, seen: Facts) -> Plan:
 @st.composite
 def zeros(draw: st.DrawFn) -> Plan:
     """Plans of the ``DeepSpeed`` engine."""
-    seen = draw(suit(draw(facts(flawed=False))))
+    seen = draw(facts_for_deepspeed(draw(facts(flawed=False))))
     return _planned(draw(fitting(seen, zero=True)), seen)
 
 

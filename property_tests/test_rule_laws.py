@@ -163,11 +163,14 @@ def _classes(hint: Any) -> Iterator[type]:
             yield from _classes(inner)
 
 
-FIELDS = sorted({(cls, name) for cls in _classes(Config) for name in get_type_hints(cls)}, key=str)
+CLASSES = sorted(set(_classes(Config)), key=str)
+FIELDS = sorted({(cls, name) for cls in CLASSES for name in get_type_hints(cls)}, key=str)
 
 
 def _seen(value: Any) -> Iterator[tuple[tuple[type, str], Any]]:
-    """Every field of a config and of the values inside it."""
+    """Every field of a config and of the values inside it, and under no name the classes of them all."""
+    if attrs.has(type(value)):
+        yield (type(value), ""), type(value)
     for field in attrs.fields(type(value)) if attrs.has(type(value)) else ():
         inner = getattr(value, field.name)
         yield (type(value), field.name), inner
@@ -210,4 +213,12 @@ def test_the_field_coverage_test_knows_every_class_of_the_config() -> None:
 @pytest.mark.parametrize("source", ["configs", "legal"])
 @pytest.mark.parametrize(("cls", "name"), FIELDS, ids=[f"{cls.__name__}.{name}" for cls, name in FIELDS])
 def test_every_field_of_every_config_class_is_varied(cls: type, name: str, source: str) -> None:
-    assert len(_met(source)[cls, name]) > 1
+    place = "prepkit/testing/strategies/" + ("configs.py" if source == "configs" else "legal.py or suited.py")
+    assert len(_met(source)[cls, name]) > 1, f"{source}() never varies {cls.__name__}.{name}: vary it in {place}"
+
+
+@pytest.mark.parametrize("source", ["configs", "legal"])
+@pytest.mark.parametrize("cls", CLASSES, ids=[cls.__name__ for cls in CLASSES])
+def test_every_engine_and_every_other_class_of_a_config_is_drawn(cls: type, source: str) -> None:
+    place = "prepkit/testing/strategies/" + ("configs.py" if source == "configs" else "legal.py or suited.py")
+    assert _met(source)[cls, ""], f"{source}() never draws {cls.__name__}: add it in {place}"

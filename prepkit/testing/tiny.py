@@ -30,7 +30,8 @@ LIBRARIES = (
 """What is installed where float8 is to be tried, with versions."""
 
 
-Pair = tuple[Config, Facts]
+Counterexample = tuple[Config, Facts]
+"""A config, and facts for which it is wrong."""
 
 
 CLASSES = tuple(
@@ -133,8 +134,8 @@ def arrived(model: ModelFacts, *, paths: tuple[str, ...] = (), root: UnitFact) -
     inner = evolve(root, reshard_after_forward=True, output_dtype=None)
     units = (*(evolve(inner, path=path) for path in paths), root)
     placements = ("replicate", "shard(0)") if root.copies > 1 else ("shard(0)",)
-    whole = set(packed_params(model))
-    params = (p if p.name in whole else evolve(p, cls="DTensor", placements=placements) for p in model.params)
+    replicated = set(packed_params(model))
+    params = (p if p.name in replicated else evolve(p, cls="DTensor", placements=placements) for p in model.params)
     model = evolve(model, params=tuple(params), units=units)
     for unit in units:
         model = marked(model, "fsdp2", unit.path)

@@ -38,7 +38,11 @@ GOLDEN = Path(__file__).parent / "golden"
 by_rule = pytest.mark.parametrize("rule", RULES, ids=[rule.id for rule in RULES])
 
 
-def test_every_rule_has_a_provoking_pair_and_every_pair_a_rule_in_the_same_order() -> None:
+def test_every_rule_has_a_counterexample_and_every_counterexample_a_rule_in_the_same_order() -> None:
+    missing = [rule.id for rule in RULES if rule.id not in COUNTEREXAMPLES]
+    assert not missing, (
+        f"add {missing} to COUNTEREXAMPLES in the file of their subject in prepkit/testing/counterexamples"
+    )
     assert list(COUNTEREXAMPLES) == [rule.id for rule in RULES]
 
 

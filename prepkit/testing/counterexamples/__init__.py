@@ -1,4 +1,4 @@
-"""For each rule a pair of config and facts on which it fires, by subject."""
+"""For each rule a config and facts on which it fires, by subject."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from prepkit.testing.counterexamples import (
     weights,
     wrap,
 )
-from prepkit.testing.tiny import Pair, tiny_facts
+from prepkit.testing.tiny import Counterexample, tiny_facts
 
 
-def _healthy(make: Callable[[Facts], Pair]) -> Pair:
+def _healthy(make: Callable[[Facts], Counterexample]) -> Counterexample:
     return make(tiny_facts())
 
 
-COUNTEREXAMPLES: dict[str, Callable[[], Pair]] = {
-    **environment.PAIRS,
-    **wrap.PAIRS,
-    **tensor_parallel.PAIRS,
-    **optimizer.PAIRS,
-    **fp8.PAIRS,
-    **ddp_fsdp1.PAIRS,
-    **deepspeed.PAIRS,
-    **compile.PAIRS,
-    **{rule: partial(_healthy, make) for rule, make in weights.PAIRS.items()},
+COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
+    **environment.COUNTEREXAMPLES,
+    **wrap.COUNTEREXAMPLES,
+    **tensor_parallel.COUNTEREXAMPLES,
+    **optimizer.COUNTEREXAMPLES,
+    **fp8.COUNTEREXAMPLES,
+    **ddp_fsdp1.COUNTEREXAMPLES,
+    **deepspeed.COUNTEREXAMPLES,
+    **compile.COUNTEREXAMPLES,
+    **{rule: partial(_healthy, make) for rule, make in weights.COUNTEREXAMPLES.items()},
 }
-"""Rule id to a pair on which the rule fires."""
+"""Rule id to a config and facts on which the rule fires."""

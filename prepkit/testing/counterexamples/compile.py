@@ -1,4 +1,4 @@
-"""Pairs that provoke the rules about compilation, checkpointing and loaders."""
+"""Configs with facts on which rules fire: compilation, checkpointing and loaders."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from prepkit.config import (
     TPPlan,
 )
 from prepkit.facts import ArchitectureFacts
-from prepkit.testing.counterexamples.pairs import env, loaded, of, ranks
-from prepkit.testing.tiny import Pair, marked, tiny_facts, tiny_model
+from prepkit.testing.counterexamples.build import env, loaded, of, ranks
+from prepkit.testing.tiny import Counterexample, marked, tiny_facts, tiny_model
 
-PAIRS: dict[str, Callable[[], Pair]] = {
+COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "compile.unknown-mode": lambda: ranks(Config(compile=CompileModel(mode="max-autotun")), world=1),
     "compile.no-backend": lambda: ranks(Config(compile=CompileModel(backend="")), world=1),
     "compile.foreign-backend": lambda: ranks(Config(compile=CompileModel(backend="indctor")), world=1),
@@ -50,4 +50,4 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "loaders.fewer-than-ranks": lambda: loaded(Config(engine=DDP()), length=1),
     "loaders.same-data": lambda: loaded(Config(engine=DDP(), loaders=KeepLoaders())),
 }
-"""Rule id to a pair on which the rule fires."""
+"""Rule id to a config and facts on which the rule fires."""

@@ -1,4 +1,4 @@
-"""Pairs that provoke the rules about DDP and FSDP1."""
+"""Configs with facts on which rules fire: DDP and FSDP1."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from attrs import evolve
 
 from prepkit.config import BF16, DDP, FSDP1, CompileModel, CompressHook, Config, Mesh, PowerSGDHook
-from prepkit.testing.counterexamples.pairs import NAMES, grouped, param, ranks
-from prepkit.testing.tiny import Pair, marked, tiny_facts, tiny_model, tiny_optimizer, with_batchnorm
+from prepkit.testing.counterexamples.build import NAMES, grouped, param, ranks
+from prepkit.testing.tiny import Counterexample, marked, tiny_facts, tiny_model, tiny_optimizer, with_batchnorm
 
 _FLAT = FSDP1(use_orig_params=False)
 
 
-PAIRS: dict[str, Callable[[], Pair]] = {
+COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "fsdp1.mesh": lambda: ranks(Config(engine=FSDP1(sharding="HYBRID_SHARD"), mesh=Mesh(replicate=8, shard=1))),
     "ddp.bucket-size": lambda: ranks(Config(engine=DDP(bucket_cap_mb=0.0))),
     "ddp.compiled-bucket": lambda: ranks(Config(engine=DDP(bucket_cap_mb=0.5), compile=CompileModel())),
@@ -64,4 +64,4 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     ),
     "fsdp1.no-shard": lambda: ranks(Config(engine=FSDP1(sharding="NO_SHARD"))),
 }
-"""Rule id to a pair on which the rule fires."""
+"""Rule id to a config and facts on which the rule fires."""

@@ -1,4 +1,4 @@
-"""Pairs that provoke the rules about DeepSpeed."""
+"""Configs with facts on which rules fire: DeepSpeed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from attrs import evolve
 
 from prepkit.config import BF16, FP8, FP16, MSAMP, ClipValue, Config, DeepSpeed, Mesh, Schedule
 from prepkit.facts import SchedulerFacts
-from prepkit.testing.counterexamples.pairs import float8, param
-from prepkit.testing.tiny import Pair, tiny_experts, tiny_facts, tiny_loader, tiny_model, tiny_optimizer
+from prepkit.testing.counterexamples.build import float8, param
+from prepkit.testing.tiny import Counterexample, tiny_experts, tiny_facts, tiny_loader, tiny_model, tiny_optimizer
 
 
-def _deepspeed(json: str = "{}", *, stage: int | None = 2, world: int = 2, **more: Any) -> Pair:
+def _deepspeed(json: str = "{}", *, stage: int | None = 2, world: int = 2, **more: Any) -> Counterexample:
     """ZeRO with this JSON; ``more`` are fields of the config, of the engine (``engine_...``) or of the facts."""
     facts = tiny_facts(world=world)
     cfg = Config(engine=DeepSpeed(stage=stage, config=json, micro_batch=4))
@@ -37,7 +37,7 @@ def _deepspeed(json: str = "{}", *, stage: int | None = 2, world: int = 2, **mor
 _MSAMP = Config(precision=FP8(backend=MSAMP()))
 
 
-PAIRS: dict[str, Callable[[], Pair]] = {
+COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "deepspeed.not-json": lambda: _deepspeed('{"zero_optimization": {'),
     "deepspeed.removed-key": lambda: _deepspeed('{"zero_optimization": {"mics_shard_size": 8}}'),
     "deepspeed.unknown-key": lambda: _deepspeed('{"gradient_clipp1ng": 1.0}'),
@@ -103,4 +103,4 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     ),
     "deepspeed.experts": lambda: _deepspeed(stage=3, model=tiny_experts()),
 }
-"""Rule id to a pair on which the rule fires."""
+"""Rule id to a config and facts on which the rule fires."""

@@ -1,4 +1,4 @@
-"""Pairs that provoke the rules about the environment, the mesh and the model that arrives."""
+"""Configs with facts on which rules fire: the environment, the mesh and the model that arrives."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from attrs import evolve
 
 from prepkit.config import BF16, DDP, FSDP2, CheckpointBlocks, CompileModel, Config, Mesh, OffloadToCPU
 from prepkit.facts import ModelFacts, UnitFact
-from prepkit.testing.counterexamples.pairs import NAMES, env, of, param, ranks
-from prepkit.testing.tiny import Pair, arrived, marked, tiny_facts, tiny_model
+from prepkit.testing.counterexamples.build import NAMES, env, of, param, ranks
+from prepkit.testing.tiny import Counterexample, arrived, marked, tiny_facts, tiny_model
 
 
-def _quantised(cfg: Config, *places: str, bitsandbytes: str = "0.50.2", **changes: Any) -> Pair:
+def _quantised(cfg: Config, *places: str, bitsandbytes: str = "0.50.2", **changes: Any) -> Counterexample:
     """A 4-bit model whose map has these devices."""
     device_map = tuple((path, device) for path, device in zip(("embed", "layers"), places, strict=False))
     usual = tiny_facts(evolve(tiny_model(), quantised="4bit", device_map=device_map), device="cuda")
     return cfg, evolve(usual, env=evolve(usual.env, libraries=(("bitsandbytes", bitsandbytes),), **changes))
 
 
-def _arrived(engine: FSDP2, model: ModelFacts, **changes: Any) -> Pair:
+def _arrived(engine: FSDP2, model: ModelFacts, **changes: Any) -> Counterexample:
     """A model that is sharded already, on two ranks."""
     return Config(engine=engine, **changes), tiny_facts(model, world=2)
 
@@ -35,7 +35,7 @@ def _rootless(model: ModelFacts) -> ModelFacts:
     return evolve(model, units=model.units[:-1])
 
 
-PAIRS: dict[str, Callable[[], Pair]] = {
+COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "environment.world-size": lambda: env(Config(), world_size=0),
     "environment.device": lambda: env(Config(device="cuda")),
     "environment.backend": lambda: ranks(Config(engine=DDP(), backend="nccl")),
@@ -86,4 +86,4 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     ),
     "reshard.not-a-factor": lambda: ranks(Config(engine=FSDP2(reshard_after_forward=3))),
 }
-"""Rule id to a pair on which the rule fires."""
+"""Rule id to a config and facts on which the rule fires."""

@@ -1,4 +1,4 @@
-"""Pairs that provoke the rules about float8 and XLA."""
+"""Configs with facts on which rules fire: float8 and XLA."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from prepkit.config import (
     TransformerEngine,
 )
 from prepkit.facts import ArchitectureFacts
-from prepkit.testing.counterexamples.pairs import changed_model, env, float8, with_loader
-from prepkit.testing.tiny import CLASSES, Pair, tiny_model
+from prepkit.testing.counterexamples.build import changed_model, env, float8, with_loader
+from prepkit.testing.tiny import CLASSES, Counterexample, tiny_model
 
 _AO = Config(precision=FP8(backend=TorchAO()))
 
@@ -41,7 +41,7 @@ _FLOAT8 = tuple(
 )
 
 
-PAIRS: dict[str, Callable[[], Pair]] = {
+COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "fp8.library-missing": lambda: float8(_AO, libraries=()),
     "fp8.library-too-old": lambda: float8(_AO, libraries=(("torchao", "0.6.0"),)),
     "fp8.unsupported-device": lambda: float8(_AO, capability=(8, 6)),
@@ -72,4 +72,4 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "xla.clip": lambda: float8(Config(engine=XLA(), clip=ClipNorm(1.0)), device="cpu", world=2),
     "xla.compile": lambda: float8(Config(engine=XLA(), compile=CompileModel()), device="cpu"),
 }
-"""Rule id to a pair on which the rule fires."""
+"""Rule id to a config and facts on which the rule fires."""

@@ -1,4 +1,4 @@
-"""Pairs that provoke the rules about the optimizer, the precision and single values."""
+"""Configs with facts on which rules fire: the optimizer, the precision and single values."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from attrs import evolve
 
 from prepkit.config import BF16, DDP, FP16, FSDP2, SGD, AdamW, ClipNorm, ClipValue, Config, Intent
 from prepkit.facts import GroupFact, SchedulerFacts
-from prepkit.testing.counterexamples.pairs import NAMES, WHOLE, env, of, optimized, ranks
-from prepkit.testing.tiny import Pair, tiny_facts, tiny_model, tiny_optimizer
+from prepkit.testing.counterexamples.build import NAMES, WHOLE, env, of, optimized, ranks
+from prepkit.testing.tiny import Counterexample, tiny_facts, tiny_model, tiny_optimizer
 
-PAIRS: dict[str, Callable[[], Pair]] = {
+COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "optimizer.foreign-parameters": lambda: optimized(Config(), groups=(GroupFact(slots=(None, None, *NAMES)),)),
     "optimizer.held-twice": lambda: optimized(Config(), groups=(WHOLE, GroupFact(slots=("norm.weight",)))),
     "optimizer.two": lambda: optimized(Config(optimizer=AdamW())),
@@ -57,4 +57,4 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "values.nesterov": lambda: ranks(Config(optimizer=SGD(nesterov=True)), world=1, optimizer=None),
     "overrides.unknown": lambda: ranks(Config(overrides=("mesh.single-many-rank",)), world=1),
 }
-"""Rule id to a pair on which the rule fires."""
+"""Rule id to a config and facts on which the rule fires."""

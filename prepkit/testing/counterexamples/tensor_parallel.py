@@ -18,14 +18,14 @@ from prepkit.config import (
     TPPlanFromModel,
 )
 from prepkit.facts import ArchitectureFacts, ModelFacts, ParamFact
-from prepkit.testing.tiny import Pair, tiny_facts, tiny_model, tiny_optimizer
+from prepkit.testing.tiny import Counterexample, tiny_facts, tiny_model, tiny_optimizer
 
 
 def _rows(*rows: tuple[str, str]) -> TPPlan:
     return TPPlan(tuple(TPLayer(pattern, style) for pattern, style in rows))  # type: ignore[arg-type]  # a Literal
 
 
-def _cut(tensor: TensorParallelPlan, model: ModelFacts | None = None, world: int = 2) -> Pair:
+def _parallel(tensor: TensorParallelPlan, model: ModelFacts | None = None, world: int = 2) -> Counterexample:
     return Config(engine=TensorParallel(), tp_plan=tensor), tiny_facts(model, world=world)
 
 
@@ -36,14 +36,14 @@ def _arrives(tp_size: int) -> ModelFacts:
     return evolve(model, params=tuple(cut))
 
 
-def _on_torch(version: str, cfg: Config) -> Pair:
+def _on_torch(version: str, cfg: Config) -> Counterexample:
     """Eight GPUs, and blocks of 12 rows."""
     facts = tiny_facts(tiny_model(width=3), world=8, device="cuda")
     return cfg, evolve(facts, env=evolve(facts.env, torch=version))
 
 
-def _fused() -> Pair:
-    cfg, facts = _cut(_rows(("layers.*.mlp", "colwise")))
+def _fused() -> Counterexample:
+    cfg, facts = _parallel(_rows(("layers.*.mlp", "colwise")))
     held = tiny_optimizer(facts.model)
     (group,) = held.groups
     return cfg, evolve(facts, optimizer=evolve(held, groups=(evolve(group, options=(("fused", True),)),)))
@@ -52,7 +52,7 @@ def _fused() -> Pair:
 _MLP = _rows(("layers.*.mlp", "colwise"))
 _CONV = ParamFact(name="norm.kernel", shape=(4, 4), dtype="float32")
 
-PAIRS: dict[str, Callable[[], Pair]] = {
+COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "mesh.tensor-needs-dtensors": lambda: (
         Config(engine=DDP(), mesh=Mesh(replicate=4, shard=1, tensor=2)),
         tiny_facts(world=8),
@@ -65,19 +65,19 @@ PAIRS: dict[str, Callable[[], Pair]] = {
         Config(engine=FSDP2(), mesh=Mesh(shard=1, tensor=8), tp_plan=_MLP),
         tiny_facts(world=8),
     ),
-    "tensor.no-plan": lambda: _cut(TPPlanFromModel()),
-    "tensor.style-unknown": lambda: _cut(
+    "tensor.no-plan": lambda: _parallel(TPPlanFromModel()),
+    "tensor.style-unknown": lambda: _parallel(
         TPPlanFromModel(),
         evolve(tiny_model(), tensor_plan=(("layers.*.mlp", "colwise"), ("layers.*.experts", "moe_tp_experts"))),
     ),
-    "tensor.pattern-not-found": lambda: _cut(_rows(("layers.*.mlp", "colwise"), ("layer.*.attn", "rowwise"))),
-    "tensor.not-a-layer": lambda: _cut(_rows(("norm", "colwise")), tiny_model(extra=(_CONV,))),
-    "tensor.named-twice": lambda: _cut(_rows(("layers.*.mlp", "colwise"), ("layers.0.*", "colwise"))),
-    "tensor.not-divisible": lambda: _cut(_rows(("layers.*.attn", "colwise"), ("head", "colwise")), world=8),
+    "tensor.pattern-not-found": lambda: _parallel(_rows(("layers.*.mlp", "colwise"), ("layer.*.attn", "rowwise"))),
+    "tensor.not-a-layer": lambda: _parallel(_rows(("norm", "colwise")), tiny_model(extra=(_CONV,))),
+    "tensor.named-twice": lambda: _parallel(_rows(("layers.*.mlp", "colwise"), ("layers.0.*", "colwise"))),
+    "tensor.not-divisible": lambda: _parallel(_rows(("layers.*.attn", "colwise"), ("head", "colwise")), world=8),
     "tensor.uneven-shards": lambda: _on_torch("2.7.1", Config(engine=FSDP2(), mesh=Mesh(tensor=2), tp_plan=_MLP)),
-    "tensor.tie-broken": lambda: _cut(_rows(("embed", "colwise"), ("head", "colwise")), tiny_model(tied=True)),
-    "tensor.size-differs": lambda: _cut(TPPlanFromModel(), _arrives(4)),
+    "tensor.tie-broken": lambda: _parallel(_rows(("embed", "colwise"), ("head", "colwise")), tiny_model(tied=True)),
+    "tensor.size-differs": lambda: _parallel(TPPlanFromModel(), _arrives(4)),
     "tensor.mixed-optimizer": _fused,
     "tensor.not-read": lambda: (Config(tp_plan=_MLP), tiny_facts()),
 }
-"""Rule id to a pair on which the rule fires."""
+"""Rule id to a config and facts on which the rule fires."""

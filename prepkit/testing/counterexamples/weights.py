@@ -28,15 +28,17 @@ def tiny_checkpoint(
 ) -> CheckpointFacts:
     """A checkpoint with every parameter and persistent buffer of the model but those in ``drop``."""
     buffers = [buffer for buffer in model.buffers if buffer.persistent]
-    held: list[ParamFact | BufferFact] = [*model.params, *buffers]
+    stored: list[ParamFact | BufferFact] = [*model.params, *buffers]
     tensors: list[StoredTensor] = []
     ends = [100] * files
-    for index, one in enumerate(held):
-        if one.name not in drop:
+    for index, tensor in enumerate(stored):
+        if tensor.name not in drop:
             file = index % files
-            length = prod(one.shape) * itemsize(one.dtype)
+            length = prod(tensor.shape) * itemsize(tensor.dtype)
             tensors.append(
-                StoredTensor(key=one.name, dtype=one.dtype, shape=one.shape, file=file, start=ends[file], length=length)
+                StoredTensor(
+                    key=tensor.name, dtype=tensor.dtype, shape=tensor.shape, file=file, start=ends[file], length=length
+                )
             )
             ends[file] += length
     return CheckpointFacts(
@@ -51,34 +53,36 @@ def tiny_checkpoint(
 
 
 def in_parts(checkpoint: CheckpointFacts) -> CheckpointFacts:
-    """The same with its first tensor of two dims in rows to be stacked, the next one in two to be joined, or renamed.
+    """The same with its first tensor of two dims in rows to be stacked, the next in two to be joined, or renamed.
 
     A tensor without rows, and one of a single row, stay as they are, but for their names.
     """
-    wide = [one for one in checkpoint.tensors if len(one.shape) == 2][:2]
+    wide = [tensor for tensor in checkpoint.tensors if len(tensor.shape) == 2][:2]
     tensors: list[StoredTensor] = []
-    for one in checkpoint.tensors:
-        if one in wide and one.shape[0] > 1:
-            tensors.extend(_rows(one, wide.index(one)))
-        elif one in wide:
-            tensors.append(evolve(one, key=f"old.{one.key}", place=KeyMapping(name=one.key)))
+    for tensor in checkpoint.tensors:
+        if tensor in wide and tensor.shape[0] > 1:
+            tensors.extend(_rows(tensor, wide.index(tensor)))
+        elif tensor in wide:
+            tensors.append(evolve(tensor, key=f"old.{tensor.key}", place=KeyMapping(name=tensor.key)))
         else:
-            tensors.append(one)
+            tensors.append(tensor)
     recipes = (WeightConverter(sources=("rows.*",), stack=0), WeightConverter(sources=("top", "rest"), join=0))
     return evolve(checkpoint, tensors=tuple(tensors), recipes=recipes)
 
 
-def _rows(one: StoredTensor, recipe: int) -> Iterator[StoredTensor]:
+def _rows(tensor: StoredTensor, recipe: int) -> Iterator[StoredTensor]:
     """The rows of a tensor: each by itself, or the first and the rest of them."""
-    rows, row = one.shape[0], one.length // one.shape[0]
+    rows, row = tensor.shape[0], tensor.length // tensor.shape[0]
     stacked = recipe == 0
     for index, (first, last) in enumerate([(n, n + 1) for n in range(rows)] if stacked else [(0, 1), (1, rows)]):
-        place = KeyMapping(name=one.key, recipe=recipe, source=0 if stacked else index, number=index if stacked else 0)
+        place = KeyMapping(
+            name=tensor.key, recipe=recipe, source=0 if stacked else index, number=index if stacked else 0
+        )
         yield evolve(
-            one,
-            key=f"{one.key}.{index}",
-            shape=one.shape[1:] if stacked else (last - first, *one.shape[1:]),
-            start=one.start + first * row,
+            tensor,
+            key=f"{tensor.key}.{index}",
+            shape=tensor.shape[1:] if stacked else (last - first, *tensor.shape[1:]),
+            start=tensor.start + first * row,
             length=(last - first) * row,
             place=place,
         )
@@ -86,7 +90,9 @@ def _rows(one: StoredTensor, recipe: int) -> Iterator[StoredTensor]:
 
 def _lacking_a_row(facts: Facts) -> tuple[Config, Facts]:
     whole = in_parts(tiny_checkpoint(facts.model))
-    return _load(facts, evolve(whole, tensors=tuple(one for one in whole.tensors if one.key != "embed.weight.1")))
+    return _load(
+        facts, evolve(whole, tensors=tuple(tensor for tensor in whole.tensors if tensor.key != "embed.weight.1"))
+    )
 
 
 def _load(facts: Facts, checkpoint: CheckpointFacts | None) -> tuple[Config, Facts]:
@@ -96,14 +102,14 @@ def _load(facts: Facts, checkpoint: CheckpointFacts | None) -> tuple[Config, Fac
 def _changed(facts: Facts, name: str, **changes: Any) -> tuple[Config, Facts]:
     """Another tensor under this name."""
     whole = tiny_checkpoint(facts.model)
-    tensors = (evolve(one, **changes) if one.key == name else one for one in whole.tensors)
+    tensors = (evolve(tensor, **changes) if tensor.key == name else tensor for tensor in whole.tensors)
     return _load(facts, evolve(whole, tensors=tuple(tensors)))
 
 
 def _more(facts: Facts, key: str) -> Facts:
     """Facts of a checkpoint that holds a tensor a second time, under its key with a prefix."""
     whole = tiny_checkpoint(facts.model)
-    again = tuple(evolve(one, key=key) for one in whole.tensors if key.endswith(f".{one.key}"))
+    again = tuple(evolve(tensor, key=key) for tensor in whole.tensors if key.endswith(f".{tensor.key}"))
     return evolve(facts, checkpoint=evolve(whole, tensors=whole.tensors + again))
 
 
@@ -134,7 +140,7 @@ def _stepped(facts: Facts) -> tuple[Config, Facts]:
     return Config(engine=FSDP2(), weights=SendWeights()), evolve(facts, optimizer=optimizer)
 
 
-PAIRS: dict[str, Callable[[Facts], tuple[Config, Facts]]] = {
+COUNTEREXAMPLES: dict[str, Callable[[Facts], tuple[Config, Facts]]] = {
     "weights.not-filled": lambda facts: (Config(engine=FSDP1(), weights=InitWeights()), facts),
     "weights.state-not-sent": _stepped,
     "weights.not-seen": lambda facts: _load(facts, None),

@@ -1,4 +1,4 @@
-"""Pairs that provoke the rules about what is wrapped, tied, and held together."""
+"""Configs with facts on which rules fire: what is wrapped, tied, and held together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from prepkit.config import (
     WrapSize,
 )
 from prepkit.facts import ArchitectureFacts, Facts, ModelFacts
-from prepkit.testing.counterexamples.pairs import of, param, ranks
-from prepkit.testing.tiny import Pair, tiny_facts, tiny_model
+from prepkit.testing.counterexamples.build import of, param, ranks
+from prepkit.testing.tiny import Counterexample, tiny_facts, tiny_model
 
 
 def _on_torch(version: str, model: ModelFacts) -> Facts:
@@ -34,7 +34,7 @@ def _embeddings(*, declared: bool, tied: bool) -> ModelFacts:
 _LORA = param("layers.0.attn.lora", "bfloat16")
 
 
-PAIRS: dict[str, Callable[[], Pair]] = {
+COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "wrap.empty": lambda: ranks(Config(engine=FSDP2(wrap=WrapClasses(("",))))),
     "wrap.class-not-found": lambda: ranks(Config(engine=FSDP2(wrap=WrapClasses(("BertLayer",))))),
     "wrap.pattern-not-found": lambda: ranks(Config(engine=FSDP2(wrap=WrapPaths(("model.layers.*",))))),
@@ -67,4 +67,4 @@ PAIRS: dict[str, Callable[[], Pair]] = {
         Config(engine=FSDP2()), model=tiny_model(frozen=("layers.0.attn.weight",)), optimizer=None
     ),
 }
-"""Rule id to a pair on which the rule fires."""
+"""Rule id to a config and facts on which the rule fires."""

@@ -44,26 +44,26 @@ def _wraps() -> SearchStrategy[c.Wrap]:
     )
 
 
-def ddps(*, odd: bool = True, accelerated: bool = True, synced: bool = True) -> SearchStrategy[DDP]:
-    """DDP with all its options; ``odd`` adds sizes out of range, ``accelerated`` what only accelerators do.
+def ddps(*, invalid: bool = True, accelerated: bool = True, synced: bool = True) -> SearchStrategy[DDP]:
+    """DDP with all its options; ``invalid`` adds sizes out of range, ``accelerated`` what only accelerators do.
 
     ``synced`` adds synchronised batch norms, where they can be.
     """
-    size = st.sampled_from((25.0, 1.0, 0.5, *((0.0, -1.0) if odd else ())))
-    hooks = comm_hooks(odd=odd, bfloat16=accelerated)
+    size = st.sampled_from((25.0, 1.0, 0.5, *((0.0, -1.0) if invalid else ())))
+    hooks = comm_hooks(invalid=invalid, bfloat16=accelerated)
     flags = {name: st.booleans() for name in _FLAGS}
     syncs = st.sampled_from((False, True) if accelerated and synced else (False,))
     return st.builds(DDP, bucket_cap_mb=size, hook=hooks, sync_batchnorm=syncs, **flags)
 
 
-def comm_hooks(*, odd: bool = True, bfloat16: bool = True) -> SearchStrategy[c.CommHook]:
-    """Every hook; ``bfloat16`` allows what only NCCL and XCCL reduce, ``odd`` adds numbers out of range."""
+def comm_hooks(*, invalid: bool = True, bfloat16: bool = True) -> SearchStrategy[c.CommHook]:
+    """Every hook; ``bfloat16`` allows what only NCCL and XCCL reduce, ``invalid`` adds numbers out of range."""
     low = ("float16", *(("bfloat16",) if bfloat16 else ()))
-    number = st.floats(-0.5 if odd else 0.125, 4.0)
+    number = st.floats(-0.5 if invalid else 0.125, 4.0)
     powersgd = st.builds(
         c.PowerSGDHook,
-        rank=st.integers(0 if odd else 1, 4),
-        start_iter=st.integers(0 if odd else 2, 100),
+        rank=st.integers(0 if invalid else 1, 4),
+        start_iter=st.integers(0 if invalid else 2, 100),
         min_compression_rate=number,
         use_error_feedback=st.booleans(),
         warm_start=st.booleans(),
@@ -108,42 +108,42 @@ def fsdp1s(
     )
 
 
-def precisions(*, odd: bool = True) -> SearchStrategy[c.Precision]:
-    """AsStored, BF16 and FP16; ``odd`` adds float16 beside bfloat16, and loss scales out of range."""
-    return st.just(AsStored()) | bf16s(odd=odd) | fp16s(odd=odd)
+def precisions(*, invalid: bool = True) -> SearchStrategy[c.Precision]:
+    """AsStored, BF16 and FP16; ``invalid`` adds float16 beside bfloat16, and loss scales out of range."""
+    return st.just(AsStored()) | bf16s(invalid=invalid) | fp16s(invalid=invalid)
 
 
-def bf16s(*, odd: bool = True) -> SearchStrategy[BF16]:
-    """BF16 with all its options; ``odd`` adds float16 beside bfloat16."""
-    dtype = st.sampled_from(DTYPES if odd else DTYPES[:2])
+def bf16s(*, invalid: bool = True) -> SearchStrategy[BF16]:
+    """BF16 with all its options; ``invalid`` adds float16 beside bfloat16."""
+    dtype = st.sampled_from(DTYPES if invalid else DTYPES[:2])
     return st.builds(BF16, reduce_dtype=dtype, output_dtype=dtype, master_weights=st.booleans())
 
 
-def fp16s(*, odd: bool = True) -> SearchStrategy[FP16]:
-    """FP16 with all its options; ``odd`` adds loss scales out of range."""
+def fp16s(*, invalid: bool = True) -> SearchStrategy[FP16]:
+    """FP16 with all its options; ``invalid`` adds loss scales out of range."""
     dtype = st.sampled_from(DTYPES)
     return st.builds(
         FP16,
         reduce_dtype=dtype,
         output_dtype=dtype,
         master_weights=st.booleans(),
-        init_scale=st.floats(-1.0 if odd else 1.0, 2.0**16),
-        growth_factor=st.floats(0.5 if odd else 1.125, 4.0),
-        backoff_factor=st.floats(0.125, 1.5 if odd else 0.875),
-        growth_interval=st.integers(-1 if odd else 1, 4000),
+        init_scale=st.floats(-1.0 if invalid else 1.0, 2.0**16),
+        growth_factor=st.floats(0.5 if invalid else 1.125, 4.0),
+        backoff_factor=st.floats(0.125, 1.5 if invalid else 0.875),
+        growth_interval=st.integers(-1 if invalid else 1, 4000),
     )
 
 
-def compiles(blocks: SearchStrategy[c.Wrap] | None, *, odd: bool = True) -> SearchStrategy[c.Compile]:
-    """Every way to compile; ``odd`` adds modes and backends that are not there. No blocks: whole or not."""
-    how = {
-        "backend": st.sampled_from(("inductor", "eager", *([""] if odd else []))),
-        "mode": st.sampled_from((*MODES, *(["fastest"] if odd else []))),
+def compiles(blocks: SearchStrategy[c.Wrap] | None, *, invalid: bool = True) -> SearchStrategy[c.Compile]:
+    """Every way to compile; ``invalid`` adds modes and backends that are not there. No blocks: whole or not."""
+    options = {
+        "backend": st.sampled_from(("inductor", "eager", *([""] if invalid else []))),
+        "mode": st.sampled_from((*MODES, *(["fastest"] if invalid else []))),
         "fullgraph": st.booleans(),
         "dynamic": st.sampled_from((None, True, False)),
     }
-    whole = st.just(c.NoCompile()) | st.builds(c.CompileModel, **how)
-    return whole if blocks is None else whole | st.builds(c.CompileBlocks, blocks=blocks, **how)
+    whole = st.just(c.NoCompile()) | st.builds(c.CompileModel, **options)
+    return whole if blocks is None else whole | st.builds(c.CompileBlocks, blocks=blocks, **options)
 
 
 def checkpointings(blocks: SearchStrategy[c.Wrap]) -> SearchStrategy[c.ActivationCheckpointing]:
@@ -152,18 +152,18 @@ def checkpointings(blocks: SearchStrategy[c.Wrap]) -> SearchStrategy[c.Activatio
     return st.just(c.NoCheckpointing()) | wrapped
 
 
-def optimizer_specs(*, odd: bool = True) -> SearchStrategy[c.OptimizerSpec]:
-    """AdamW and SGD; ``odd`` adds numbers below 0 and nesterov without momentum."""
-    number = st.floats(-0.5 if odd else 0.0, 0.75)
+def optimizer_specs(*, invalid: bool = True) -> SearchStrategy[c.OptimizerSpec]:
+    """AdamW and SGD; ``invalid`` adds numbers below 0 and nesterov without momentum."""
+    number = st.floats(-0.5 if invalid else 0.0, 0.75)
     adamw = st.builds(c.AdamW, lr=number, betas=st.tuples(number, number), eps=number, weight_decay=number)
-    momentum = st.floats(0.0 if odd else 0.125, 0.75)
+    momentum = st.floats(0.0 if invalid else 0.125, 0.75)
     sgd = st.builds(c.SGD, lr=number, momentum=momentum, weight_decay=number, nesterov=st.booleans())
     return adamw | sgd
 
 
-def clips(*, odd: bool = True) -> SearchStrategy[c.Clip]:
-    """Every way to clip; ``odd`` adds limits and norms that are not above 0."""
-    number = st.floats(-1.0 if odd else 0.125, 8.0)
+def clips(*, invalid: bool = True) -> SearchStrategy[c.Clip]:
+    """Every way to clip; ``invalid`` adds limits and norms that are not above 0."""
+    number = st.floats(-1.0 if invalid else 0.125, 8.0)
     return st.just(c.NoClip()) | st.builds(c.ClipNorm, number, number) | st.builds(c.ClipValue, number)
 
 
@@ -173,18 +173,18 @@ def loader_choices() -> SearchStrategy[c.Loaders]:
     return st.just(c.KeepLoaders()) | sharded
 
 
-def tensor_rows(patterns: tuple[str, ...], styles: tuple[str, ...]) -> SearchStrategy[c.TPPlan]:
-    """Plans by hand of one or two rows, each with another pattern, that take and give anything."""
-    how = st.none() | st.sampled_from(("replicate", "features", "heads", "sequence"))
-    row = st.builds(c.TPLayer, st.sampled_from(patterns), st.sampled_from(styles), how, how)
-    rows = st.lists(row, min_size=1, max_size=2, unique_by=lambda one: one.pattern)
-    return st.builds(c.TPPlan, rows.map(tuple))
+def tp_plans(patterns: tuple[str, ...], styles: tuple[str, ...]) -> SearchStrategy[c.TPPlan]:
+    """Plans by hand of one or two layers, each with another pattern and with any input and output layout."""
+    layouts = st.none() | st.sampled_from(("replicate", "features", "heads", "sequence"))
+    layer = st.builds(c.TPLayer, st.sampled_from(patterns), st.sampled_from(styles), layouts, layouts)
+    layers = st.lists(layer, min_size=1, max_size=2, unique_by=lambda layer: layer.pattern)
+    return st.builds(c.TPPlan, layers.map(tuple))
 
 
-def _tensor_plans() -> SearchStrategy[c.TensorParallelPlan]:
+def _tp_plans() -> SearchStrategy[c.TensorParallelPlan]:
     patterns = ("layers.*.attn", "layers.?.mlp", "*", "embed", "hed", "layers")
-    rows = tensor_rows(patterns, ("colwise", "rowwise", "sequence", "replicate"))
-    return st.just(c.TPPlanFromModel()) | st.just(c.TPPlan(())) | rows
+    by_hand = tp_plans(patterns, ("colwise", "rowwise", "sequence", "replicate"))
+    return st.just(c.TPPlanFromModel()) | st.just(c.TPPlan(())) | by_hand
 
 
 def configs() -> SearchStrategy[Config]:
@@ -202,7 +202,7 @@ def configs() -> SearchStrategy[Config]:
             deepspeeds(),
         ),
         mesh=st.none() | st.builds(Mesh, replicate=size, shard=size, tensor=st.just(1) | size),
-        tp_plan=_tensor_plans(),
+        tp_plan=_tp_plans(),
         precision=precisions() | fp8s(fp8_backends()),
         compile=compiles(_wraps()),
         checkpointing=checkpointings(_wraps()),

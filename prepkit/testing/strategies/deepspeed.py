@@ -35,7 +35,7 @@ def _sections() -> SearchStrategy[dict[str, Any]]:
             "cpu_offload": st.booleans(),
         },
     )
-    made = st.fixed_dictionaries(
+    optimizer = st.fixed_dictionaries(
         {},
         optional={
             "type": st.sampled_from(("AdamW", "SGD", "Lamb", "OneBitAdam")),
@@ -60,7 +60,7 @@ def _sections() -> SearchStrategy[dict[str, Any]]:
             "zero_force_ds_cpu_optimizer": st.booleans(),
             "bf16": switched,
             "fp16": switched,
-            "optimizer": made,
+            "optimizer": optimizer,
             "scheduler": schedule,
             "tensor_parallel": st.fixed_dictionaries({"autotp_size": st.sampled_from((0, 2, 3))}),
             "amp": st.just({}),
@@ -93,67 +93,70 @@ def deepspeeds() -> SearchStrategy[DeepSpeed]:
 
 
 @st.composite
-def suit(draw: st.DrawFn, seen: Facts) -> Facts:
+def facts_for_deepspeed(draw: st.DrawFn, facts: Facts) -> Facts:
     """The same facts with a fresh optimizer of torch's and parameters in float32, which few drawn ones have."""
-    model, held = seen.model, seen.optimizer
+    model, optimizer = facts.model, facts.optimizer
     params = tuple(evolve(p, dtype="float32" if p.dtype in ("float16", "bfloat16") else p.dtype) for p in model.params)
-    if held is not None:
-        held = evolve(held, stateful=(), keeps_own_list=False, module="torch.optim.adamw")
-    scheduler = seen.scheduler if draw(st.booleans()) else None  # it leaves no room for a section
-    libraries = dict(seen.env.libraries) | {"deepspeed": "0.19.8"}
-    env = evolve(seen.env, libraries=tuple(sorted(libraries.items())))
-    return evolve(seen, model=evolve(model, params=params), optimizer=held, scheduler=scheduler, env=env)
+    if optimizer is not None:
+        optimizer = evolve(optimizer, stateful=(), keeps_own_list=False, module="torch.optim.adamw")
+    scheduler = facts.scheduler if draw(st.booleans()) else None  # it leaves no room for a section
+    libraries = dict(facts.env.libraries) | {"deepspeed": "0.19.8"}
+    env = evolve(facts.env, libraries=tuple(sorted(libraries.items())))
+    return evolve(facts, model=evolve(model, params=params), optimizer=optimizer, scheduler=scheduler, env=env)
 
 
-def suited(seen: Facts, precision: Precision) -> bool:
+def can_use_deepspeed(facts: Facts, precision: Precision) -> bool:
     """Whether some DeepSpeed config suits these facts: stored in float32 or cast to 16 bits, a fresh optimizer."""
-    held = seen.optimizer
+    optimizer = facts.optimizer
     return (
-        (isinstance(precision, Mixed) or not any(param.dtype in ("float16", "bfloat16") for param in seen.model.params))
-        and all(loader.batch_size for loader in seen.loaders)
-        and not (held and (held.stateful or held.keeps_own_list))
+        (
+            isinstance(precision, Mixed)
+            or not any(param.dtype in ("float16", "bfloat16") for param in facts.model.params)
+        )
+        and all(loader.batch_size for loader in facts.loaders)
+        and not (optimizer and (optimizer.stateful or optimizer.keeps_own_list))
     )
 
 
 @st.composite
-def legal_deepspeeds(draw: st.DrawFn, seen: Facts, trains: bool) -> DeepSpeed:
+def legal_deepspeeds(draw: st.DrawFn, facts: Facts, trains: bool) -> DeepSpeed:
     """An engine that suits the facts. With a schedule, a section for it stands in the JSON."""
     stage = draw(st.integers(0, 3)) if trains else 3
     where: tuple[Literal["none", "cpu"] | None, ...] = (None, "none", "cpu")
-    given = draw(st.sampled_from(where)) if trains and stage > 0 else None
-    sizes = [loader.batch_size for loader in seen.loaders if loader.batch_size]
-    asked: dict[str, Any] = {
+    offload = draw(st.sampled_from(where)) if trains and stage > 0 else None
+    sizes = [loader.batch_size for loader in facts.loaders if loader.batch_size]
+    settings: dict[str, Any] = {
         "zero_optimization": {"stage": draw(st.sampled_from((stage, "auto"))), "overlap_comm": False}
     }
-    explicit = asked["zero_optimization"]["stage"] == "auto" or draw(st.booleans())
+    explicit = settings["zero_optimization"]["stage"] == "auto" or draw(st.booleans())
     schedule = None
-    if trains and seen.scheduler is None and draw(st.sampled_from((True, True, True, False))):
+    if trains and facts.scheduler is None and draw(st.sampled_from((True, True, True, False))):
         schedule = draw(schedules())
         params = {"warmup_num_steps": "auto", "warmup_min_lr": "auto"}
-        asked["scheduler"] = {"type": "WarmupLR", "params": params}
+        settings["scheduler"] = {"type": "WarmupLR", "params": params}
     return DeepSpeed(
         stage=stage if explicit else None,
-        offload_optimizer=given,
+        offload_optimizer=offload,
         offload_param=draw(st.sampled_from((None, "none", "cpu"))) if stage == 3 else None,
         micro_batch=draw(st.sampled_from(sizes) | st.none()) if sizes else draw(st.integers(1, 8)),
         micro_batch_of=draw(_RULES),
         leaf_modules=draw(st.sampled_from(((), ("Linear",)))),
         schedule=schedule,
-        config=json.dumps(asked),
+        config=json.dumps(settings),
     )
 
 
-def fitted(cfg: Config, seen: Facts, draw: st.DrawFn) -> Config:
+def completed_for_deepspeed(cfg: Config, facts: Facts, draw: st.DrawFn) -> Config:
     """The rest of a drawn config as DeepSpeed takes it: the 2-norm, one tick of the scheduler, float32 masters."""
     limit = draw(st.none() | st.floats(0.125, 8.0))
-    if cfg.intent is Intent.TRAINING and seen.optimizer is None and not isinstance(cfg.optimizer, AdamW):
+    if cfg.intent is Intent.TRAINING and facts.optimizer is None and not isinstance(cfg.optimizer, AdamW):
         cfg = evolve(cfg, optimizer=AdamW())
     if isinstance(cfg.precision, Mixed):
         cfg = evolve(cfg, precision=evolve(cfg.precision, master_weights=True))
     if isinstance(cfg.precision, FP16):
         scale = 2.0 ** draw(st.integers(0, 24))
         cfg = evolve(cfg, precision=evolve(cfg.precision, init_scale=scale, growth_factor=2.0, backoff_factor=0.5))
-    if errors(check(cfg, seen, deepspeed_modules.RULES)):  # nothing is trained before the first leaf
+    if errors(check(cfg, facts, deepspeed_modules.RULES)):  # nothing is trained before the first leaf
         assert isinstance(cfg.engine, DeepSpeed), "only such configs are fitted"
         cfg = evolve(cfg, engine=evolve(cfg.engine, leaf_modules=()))
     return evolve(cfg, mesh=None, clip=NoClip() if limit is None else ClipNorm(limit), scheduler_ticks=1)

@@ -60,7 +60,7 @@ _OWN = (("layers.*.mlp", "colwise"), ("norm", "replicated_with_grad_allreduce"),
 
 
 def _extras(*, flawed: bool) -> SearchStrategy[ParamFact]:
-    odd = [
+    unusual = [
         ParamFact(name="norm.scale", shape=(), dtype="float32"),
         ParamFact(name="embed.table", shape=(4,), dtype="int64", requires_grad=False),
         ParamFact(name="layers.packed", shape=(4,), dtype="uint8", requires_grad=False, cls="Params4bit"),
@@ -69,7 +69,7 @@ def _extras(*, flawed: bool) -> SearchStrategy[ParamFact]:
     ]
     biases = [(at, size, dtype) for at in ("norm", "head") for size in (0, 3) for dtype in DTYPES]
     usual = [ParamFact(name=f"{at}.bias", shape=(size,), dtype=dtype) for at, size, dtype in biases]
-    return st.sampled_from([*usual, *(odd if flawed else odd[:2])])
+    return st.sampled_from([*usual, *(unusual if flawed else unusual[:2])])
 
 
 def _samples(*, flawed: bool) -> SearchStrategy[LoaderFacts]:
@@ -114,14 +114,14 @@ def _checkpoints(model: ModelFacts, *, flawed: bool) -> SearchStrategy[Checkpoin
     """Checkpoints of this model in one file or two, some in parts; ``flawed`` adds ones that lack a tensor."""
     drops = st.sampled_from(((), (model.params[0].name,))) if flawed else st.just(())
     paths = st.sampled_from((PATH, "elsewhere"))
-    made = st.builds(tiny_checkpoint, st.just(model), drop=drops, files=st.integers(1, 2), path=paths)
-    return made | made.map(in_parts)
+    checkpoints = st.builds(tiny_checkpoint, st.just(model), drop=drops, files=st.integers(1, 2), path=paths)
+    return checkpoints | checkpoints.map(in_parts)
 
 
 @st.composite
 def _optimizers(draw: st.DrawFn, model: ModelFacts, *, flawed: bool) -> OptimizerFacts:
-    whole = tiny_optimizer(model)
-    (group,) = whole.groups
+    optimizer = tiny_optimizer(model)
+    (group,) = optimizer.groups
     cut = draw(st.integers(0, len(group.slots)))
     groups = tuple(evolve(group, slots=slots) for slots in (group.slots[:cut], group.slots[cut:]) if slots)
     if flawed and draw(st.booleans()):
@@ -129,7 +129,7 @@ def _optimizers(draw: st.DrawFn, model: ModelFacts, *, flawed: bool) -> Optimize
     stateful = tuple(name for name in group.slots if name) if draw(st.booleans()) else ()
     seldom = st.sampled_from((False,) * 7 + (True,))
     module = "bitsandbytes.optim.adamw" if draw(seldom) else "torch.optim.adamw"
-    return evolve(whole, groups=groups, stateful=stateful, module=module, keeps_own_list=draw(seldom))
+    return evolve(optimizer, groups=groups, stateful=stateful, module=module, keeps_own_list=draw(seldom))
 
 
 @st.composite

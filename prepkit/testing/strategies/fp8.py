@@ -65,45 +65,49 @@ def _engine_of_nvidia(
 
 
 @st.composite
-def suited(draw: st.DrawFn, seen: Facts) -> Facts:
+def facts_for_fp8(draw: st.DrawFn, facts: Facts) -> Facts:
     """The facts with sizes that are multiples of 16, often with a new optimizer on a GPU that multiplies in float8."""
     params = tuple(
-        evolve(param, shape=tuple(-(-size // 16) * 16 for size in param.shape)) for param in seen.model.params
+        evolve(param, shape=tuple(-(-size // 16) * 16 for size in param.shape)) for param in facts.model.params
     )
-    model = evolve(seen.model, params=params)
+    model = evolve(facts.model, params=params)
     device = draw(st.sampled_from(("cuda", "cuda", "cuda", "cpu")))
     capability = draw(st.sampled_from((None, (10, 0), (9, 0), (8, 9)))) if device == "cuda" else None
-    optimizer = seen.optimizer
+    optimizer = facts.optimizer
     if any(param.requires_grad for param in params) and draw(st.booleans()):
         optimizer = tiny_optimizer(model)
-    env = evolve(seen.env, device=device, capability=capability, bf16=None)
-    return evolve(seen, model=model, optimizer=optimizer, env=env)
+    env = evolve(facts.env, device=device, capability=capability, bf16=None)
+    return evolve(facts, model=model, optimizer=optimizer, env=env)
 
 
-def legal_fp8(cfg: Config, seen: Facts) -> SearchStrategy[Config]:
+def legal_fp8(cfg: Config, facts: Facts) -> SearchStrategy[Config]:
     """The same config with float8 in the place of BF16, where library, device, engine, model and optimizer allow it."""
-    asked = cfg.precision
-    if not isinstance(asked, BF16) or isinstance(cfg.engine, XLA):
+    precision = cfg.precision
+    if not isinstance(precision, BF16) or isinstance(cfg.engine, XLA):
         return st.just(cfg)
-    wide = FP8(reduce_dtype=asked.reduce_dtype, output_dtype=asked.output_dtype, master_weights=asked.master_weights)
+    wide = FP8(
+        reduce_dtype=precision.reduce_dtype,
+        output_dtype=precision.output_dtype,
+        master_weights=precision.master_weights,
+    )
 
     def applied(backend: c.FP8Backend) -> Config:
         clip = c.NoClip() if isinstance(backend, c.MSAMP) else cfg.clip
         return evolve(cfg, precision=evolve(wide, backend=backend), clip=clip)
 
-    def kept(made: Config) -> Config:
-        return made if Resolved(cfg=made, facts=seen).fp8_linears else cfg
+    def kept(drawn: Config) -> Config:
+        return drawn if Resolved(cfg=drawn, facts=facts).fp8_linears else cfg
 
-    return st.one_of([found.map(applied).map(kept) for found in _fp8_backends(cfg, seen)])
+    return st.one_of([backends.map(applied).map(kept) for backends in _fp8_backends(cfg, facts)])
 
 
-def _fp8_backends(cfg: Config, seen: Facts) -> list[SearchStrategy[c.FP8Backend]]:
+def _fp8_backends(cfg: Config, facts: Facts) -> list[SearchStrategy[c.FP8Backend]]:
     """Strategies for the libraries that these facts allow; torchao can always emulate."""
-    cpu, capability = cfg.device == "cpu" or seen.env.device == "cpu", seen.env.capability
+    cpu, capability = cfg.device == "cpu" or facts.env.device == "cpu", facts.env.capability
     real = not cpu and (capability is None or capability >= ADA)
     recipes = ("tensorwise", "rowwise", *(() if cpu else ("rowwise_with_gw_hp",)))
-    every = linears(seen.model)
-    skips = st.sampled_from(((), ("head",)) if len(every) > 1 else ((),))
+    layers = linears(facts.model)
+    skips = st.sampled_from(((), ("head",)) if len(layers) > 1 else ((),))
 
     def torchao(recipe: str) -> SearchStrategy[c.FP8Backend]:
         gathers = isinstance(cfg.engine, FSDP2) and recipe == "tensorwise"
@@ -114,21 +118,21 @@ def _fp8_backends(cfg: Config, seen: Facts) -> list[SearchStrategy[c.FP8Backend]
             float8_all_gather=st.sampled_from((None, False, *([True] if gathers else []))),
             emulate=st.sampled_from((True, *([False] if real else []))),
             skip=skips,
-            keep_first_and_last=st.sampled_from((False, True) if len(every) > 2 else (False,)),
+            keep_first_and_last=st.sampled_from((False, True) if len(layers) > 2 else (False,)),
             **flags,
         )
 
-    out: list[SearchStrategy[c.FP8Backend]] = [st.sampled_from(recipes).flatmap(torchao)]
-    if real and (cfg.intent is Intent.INFERENCE or seen.optimizer or cfg.optimizer):
-        out.append(delayed(skips))
-        out += [blockwise(skips)] if capability is None or capability >= BLACKWELL else []
-    fresh = seen.optimizer and seen.optimizer.module.startswith("torch.") and not seen.optimizer.stateful
+    choices: list[SearchStrategy[c.FP8Backend]] = [st.sampled_from(recipes).flatmap(torchao)]
+    if real and (cfg.intent is Intent.INFERENCE or facts.optimizer or cfg.optimizer):
+        choices.append(delayed(skips))
+        choices += [blockwise(skips)] if capability is None or capability >= BLACKWELL else []
+    fresh = facts.optimizer and facts.optimizer.module.startswith("torch.") and not facts.optimizer.stateful
     if real and fresh and isinstance(cfg.engine, Single | DDP):
-        out += [st.just(c.MSAMP(opt_level="O1")), st.just(c.MSAMP(opt_level="O2"))] * 4  # few facts suit it
-    return out
+        choices += [st.just(c.MSAMP(opt_level="O1")), st.just(c.MSAMP(opt_level="O2"))] * 4  # few facts suit it
+    return choices
 
 
-def fp8s(backends: SearchStrategy[c.FP8Backend], *, odd: bool = True) -> SearchStrategy[FP8]:
-    """FP8 with these libraries; ``odd`` adds float16 beside bfloat16."""
-    dtype = st.sampled_from(get_args(c.DType) if odd else ("float32", "bfloat16"))
+def fp8s(backends: SearchStrategy[c.FP8Backend], *, invalid: bool = True) -> SearchStrategy[FP8]:
+    """FP8 with these libraries; ``invalid`` adds float16 beside bfloat16."""
+    dtype = st.sampled_from(get_args(c.DType) if invalid else ("float32", "bfloat16"))
     return st.builds(FP8, backend=backends, reduce_dtype=dtype, output_dtype=dtype, master_weights=st.booleans())

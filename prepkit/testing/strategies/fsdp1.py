@@ -17,31 +17,31 @@ from prepkit.testing.strategies.facts import fitting_wraps
 _RULES = (*fsdp1.RULES, *fsdp1_ignored.RULES, *fsdp1_mesh.RULES, *ties.RULES, *fsdp_units.RULES)
 
 
-def suits(cfg: Config, seen: Facts) -> bool:
+def can_use_fsdp1(cfg: Config, facts: Facts) -> bool:
     """Whether the root alone as a unit, with its parameters kept, is legal: then something is."""
-    return not errors(check(evolve(cfg, engine=FSDP1(wrap=c.WrapRoot())), seen, _RULES))
+    return not errors(check(evolve(cfg, engine=FSDP1(wrap=c.WrapRoot())), facts, _RULES))
 
 
-def gone(engine: c.Engine) -> bool:
+def replaces_parameters(engine: c.Engine) -> bool:
     """Whether the model's own parameters give way to flat ones, so that nothing can be compiled."""
     return isinstance(engine, FSDP1) and not engine.use_orig_params
 
 
-def settled(cfg: Config, seen: Facts) -> Config:
+def without_refused_accumulation(cfg: Config, facts: Facts) -> Config:
     """One micro-batch per step where torch cannot keep gradients in between."""
-    return evolve(cfg, accumulation=1) if errors(check(cfg, seen, fsdp1.RULES)) else cfg
+    return evolve(cfg, accumulation=1) if errors(check(cfg, facts, fsdp1.RULES)) else cfg
 
 
-def legal_fsdp1(seen: Facts, base: Config) -> SearchStrategy[FSDP1]:
+def legal_fsdp1(facts: Facts, base: Config) -> SearchStrategy[FSDP1]:
     """FSDP1 for this mesh, precision, device and intent, with arguments that no rule refuses for these facts."""
-    cpu = "cpu" in (base.device, seen.env.device)
+    cpu = "cpu" in (base.device, facts.env.device)
     shardings = [
         sharding
         for sharding in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-        if not errors(check(evolve(base, engine=FSDP1(sharding=sharding)), seen, fsdp1_mesh.RULES))
+        if not errors(check(evolve(base, engine=FSDP1(sharding=sharding)), facts, fsdp1_mesh.RULES))
     ]
     switch = st.just(value=False) if cpu else st.booleans()
-    return st.tuples(st.sampled_from(shardings), _arguments(base, seen)).flatmap(
+    return st.tuples(st.sampled_from(shardings), _arguments(base, facts)).flatmap(
         lambda drawn: fsdp1s(
             st.just(drawn[1][0]),
             (drawn[0],),
@@ -55,16 +55,16 @@ def legal_fsdp1(seen: Facts, base: Config) -> SearchStrategy[FSDP1]:
 
 _Arguments = tuple[c.Wrap, tuple[str, ...], bool]
 _SAFE: _Arguments = (c.WrapRoot(), (), True)
-"""What ``suits`` has found legal: any other combination that a rule refuses gives way to it."""
+"""What ``can_use_fsdp1`` has found legal: any other combination that a rule refuses gives way to it."""
 
 
-def _arguments(base: Config, seen: Facts) -> SearchStrategy[_Arguments]:
+def _arguments(base: Config, facts: Facts) -> SearchStrategy[_Arguments]:
     own = (*fsdp1.RULES, *fsdp1_ignored.RULES, *ties.RULES, *fsdp_units.RULES)
 
     def legal(drawn: _Arguments) -> _Arguments:
         wrap, ignored, original = drawn
         engine = FSDP1(wrap=wrap, ignored=ignored, use_orig_params=original)
-        return _SAFE if errors(check(evolve(base, engine=engine), seen, own)) else drawn
+        return _SAFE if errors(check(evolve(base, engine=engine), facts, own)) else drawn
 
     ignored = st.sampled_from(((), (), ("head",), ("norm", "embed")))
-    return st.tuples(st.sampled_from(fitting_wraps(seen.model)), ignored, st.booleans()).map(legal)
+    return st.tuples(st.sampled_from(fitting_wraps(facts.model)), ignored, st.booleans()).map(legal)

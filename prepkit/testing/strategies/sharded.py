@@ -26,13 +26,13 @@ def sharded_models(model: ModelFacts) -> SearchStrategy[ModelFacts]:
         offload=st.booleans(),
     )
     paths = st.sets(st.sampled_from(("embed", "norm", "head"))).map(lambda drawn: tuple(sorted(drawn)))
-    made = st.builds(lambda root, paths: arrived(model, paths=paths, root=root), roots, paths)
-    return made | made.map(lambda one: evolve(one, units=one.units[:-1]))
+    sharded = st.builds(lambda root, paths: arrived(model, paths=paths, root=root), roots, paths)
+    return sharded | sharded.map(lambda model: evolve(model, units=model.units[:-1]))
 
 
-def can_arrive(cfg: Config, seen: Facts) -> bool:
+def can_arrive(cfg: Config, facts: Facts) -> bool:
     """Whether a model that was sharded as this legal config says can be prepared with it."""
-    resolved = Resolved(cfg=cfg, facts=seen)
+    resolved = Resolved(cfg=cfg, facts=facts)
     return (
         isinstance(cfg.engine, FSDP2)
         and not isinstance(cfg.checkpointing, CheckpointBlocks)
@@ -43,10 +43,10 @@ def can_arrive(cfg: Config, seen: Facts) -> bool:
     )
 
 
-def sharded_for(cfg: Config, seen: Facts) -> Facts:
+def sharded_for(cfg: Config, facts: Facts) -> Facts:
     """The facts with the model as FSDP2 would have left it."""
     assert isinstance(cfg.engine, FSDP2), "can_arrive has asked"
-    resolved = Resolved(cfg=cfg, facts=seen)
+    resolved = Resolved(cfg=cfg, facts=facts)
     dtypes = resolved.compute_dtypes
     root = UnitFact(
         path="",
@@ -58,4 +58,4 @@ def sharded_for(cfg: Config, seen: Facts) -> Facts:
         output_dtype=dtypes.output if dtypes else None,
         offload=isinstance(cfg.engine.offload, OffloadToCPU),
     )
-    return evolve(seen, model=arrived(seen.model, paths=select(cfg.engine.wrap, seen.model), root=root))
+    return evolve(facts, model=arrived(facts.model, paths=select(cfg.engine.wrap, facts.model), root=root))

@@ -1,0 +1,110 @@
+"""Configs with facts for which no rule has an error, by construction: facts first, then a config that suits them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from prepkit import config as c
+from prepkit.config import Config, Intent
+from prepkit.facts import Facts
+from prepkit.plan import Plan
+from prepkit.resolve.mesh import axes, size_of
+from prepkit.resolve.modules import select
+from prepkit.rules import RULES
+from prepkit.testing.strategies.configs import bf16s, checkpointings, clips, loader_choices, optimizer_specs
+from prepkit.testing.strategies.deepspeed import (
+    can_use_deepspeed,
+    completed_for_deepspeed,
+    facts_for_deepspeed,
+    legal_deepspeeds,
+)
+from prepkit.testing.strategies.facts import facts as any_facts
+from prepkit.testing.strategies.facts import fitting_wraps
+from prepkit.testing.strategies.fp8 import facts_for_fp8, legal_fp8
+from prepkit.testing.strategies.fsdp1 import legal_fsdp1, replaces_parameters, without_refused_accumulation
+from prepkit.testing.strategies.sharded import can_arrive, sharded_for
+from prepkit.testing.strategies.suited import (
+    backends_for,
+    can_split_loaders,
+    compiles_for,
+    engine_options,
+    engines_for,
+    meshes_for,
+    precisions_for,
+    tp_plans_for,
+    weights_for,
+)
+
+_OFTEN = st.sampled_from((True, True, True, False))
+_SELDOM = st.sampled_from((False, False, False, True))
+_OVERRIDABLE = tuple(rule.id for rule in RULES if rule.overridable)
+
+
+def plans() -> SearchStrategy[Plan]:
+    """Plans of what ``legal`` draws."""
+    from prepkit.planner import plan  # planner and testing are siblings: only this function needs it
+
+    return legal().map(lambda drawn: plan(*drawn).unwrap())
+
+
+@st.composite
+def legal(draw: st.DrawFn, *, float8: bool | None = None) -> tuple[Config, Facts]:
+    """Configs with facts, without an error finding; warnings may be there. ``float8``: wherever the model allows it."""
+    facts = draw(any_facts(flawed=False))
+    float8 = draw(st.sampled_from((False, False, True))) if float8 is None else float8
+    zero = not float8 and draw(_SELDOM)
+    facts = draw(facts_for_fp8(facts) if float8 else facts_for_deepspeed(facts)) if float8 or zero else facts
+    cfg = draw(fitting(facts, float8=float8, zero=zero))
+    return cfg, sharded_for(cfg, facts) if can_arrive(cfg, facts) and draw(_SELDOM) else facts
+
+
+@st.composite
+def fitting(draw: st.DrawFn, facts: Facts, *, float8: bool = False, zero: bool = False) -> Config:
+    """Configs that are legal for these facts, whose modules are called as those of ``tiny_model``.
+
+    ``float8``, ``zero``: with it, or with DeepSpeed, for facts that suit it.
+    """
+    device = draw(st.sampled_from((None, facts.env.device, *([] if float8 or zero else ["cpu"]))))
+    precision = draw(bf16s(invalid=False) if float8 else precisions_for(facts, device))
+    zero = zero and can_use_deepspeed(facts, precision)
+    trains = facts.optimizer is not None or (any(p.requires_grad for p in facts.model.params) and draw(_OFTEN))
+    intent = Intent.TRAINING if trains else Intent.INFERENCE
+    kind = c.DeepSpeed if zero else draw(st.sampled_from(engines_for(facts, precision, intent, float8=float8)))
+    mesh = draw(st.sampled_from(meshes_for(kind, facts.env.world_size, float8=float8)))
+    tensor_ranks = 1 if zero else size_of("tensor", axes(Config(engine=kind(), mesh=mesh), facts.env) or ())
+    if zero:
+        engine: c.Engine = draw(legal_deepspeeds(facts, trains))
+    elif kind is c.FSDP1:
+        engine = draw(legal_fsdp1(facts, Config(precision=precision, mesh=mesh, device=device, intent=intent)))
+    else:
+        engine = draw(engine_options(kind, facts, mesh, device or facts.env.device))
+    many_xla = isinstance(engine, c.XLA) and facts.env.world_size > 1
+    blocks = [wrap for wrap in fitting_wraps(facts.model) if select(wrap, facts.model)]
+    cfg = Config(
+        engine=engine,
+        mesh=mesh,
+        tp_plan=draw(tp_plans_for(facts.model, tensor_ranks, asked=kind is c.TensorParallel or tensor_ranks > 1)),
+        precision=precision,
+        compile=draw(
+            st.just(c.NoCompile()) if replaces_parameters(engine) else compiles_for(facts.env, blocks, engine)
+        ),
+        checkpointing=draw(checkpointings(st.sampled_from(blocks)) if blocks else st.just(c.NoCheckpointing())),
+        intent=intent,
+        weights=draw(st.just(c.KeepWeights()) if float8 else weights_for(facts, engine)),
+        device=device,
+        keep_device_map=draw(st.booleans()),
+        backend=draw(backends_for(engine, device or facts.env.device)),
+        timeout_s=draw(st.floats(1.0, 3600.0)),
+        optimizer=draw(st.none() | optimizer_specs(invalid=False)) if trains and facts.optimizer is None else None,
+        accumulation=draw(st.integers(1, 8)),
+        clip=draw(clips(invalid=False)) if not many_xla else c.NoClip(),
+        scheduler_ticks=draw(st.integers(0, 4)),
+        loaders=draw(loader_choices() if can_split_loaders(facts) and not many_xla else st.just(c.KeepLoaders())),
+        overrides=tuple(draw(st.lists(st.sampled_from(_OVERRIDABLE), max_size=2, unique=True))),
+    )
+    if isinstance(engine, c.FSDP1):
+        cfg = without_refused_accumulation(cfg, facts)
+    if isinstance(engine, c.DeepSpeed):
+        cfg = completed_for_deepspeed(cfg, facts, draw)
+    return draw(legal_fp8(cfg, facts)) if float8 else cfg

@@ -1,0 +1,166 @@
+"""What suits given facts, field by field of the config: the choices from which ``legal`` builds."""
+
+from __future__ import annotations
+
+from attrs import evolve
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from prepkit import config as c
+from prepkit.config import FP16, AsStored, Config, Intent, Mesh, Mixed, OffloadToCPU, Single
+from prepkit.facts import Env, Facts, ModelFacts
+from prepkit.findings import Severity
+from prepkit.resolve.checkpoint import without_initializer
+from prepkit.resolve.mesh import axes, size_of
+from prepkit.resolve.modules import select
+from prepkit.resolve.resolved import Resolved
+from prepkit.rules.ddp import lost_in_sync
+from prepkit.rules.mesh import nearest
+from prepkit.rules.precision import SCALED
+from prepkit.rules.ties import apart
+from prepkit.rules.weights import RULES as WEIGHTS
+from prepkit.testing.strategies.configs import DTYPES, bf16s, compiles, ddps, fp16s, fsdp2s, tp_plans
+from prepkit.testing.strategies.facts import fitting_wraps
+from prepkit.testing.strategies.fsdp1 import can_use_fsdp1
+
+_FILLED = c.Single | c.DDP | c.FSDP2
+
+
+def _checkpoint_fits(facts: Facts, weights: c.LoadWeights) -> bool:
+    """Whether the checkpoint is of this model still: float8 and ZeRO may have given it other layers since."""
+    checks = (rule.check for rule in WEIGHTS if rule.severity is Severity.ERROR)
+    return not any(hit for check in checks for hit in check(Resolved(cfg=Config(weights=weights), facts=facts)))
+
+
+def weights_for(facts: Facts, engine: c.Engine) -> SearchStrategy[c.Weights]:
+    """Initialisers where each parameter has one, the checkpoint that was seen, and what rank 0 has."""
+    options: list[c.Weights] = [c.KeepWeights()]
+    if not isinstance(engine, _FILLED) or facts.model.quantised or len(facts.model.device_map) > 1:
+        return st.just(c.KeepWeights())
+    if not without_initializer(facts.model, (param.name for param in facts.model.params)):
+        options += [c.InitWeights(0), c.InitWeights(7)]
+    if facts.checkpoint is not None and _checkpoint_fits(facts, c.LoadWeights(facts.checkpoint.path)):
+        loads = [c.LoadWeights(facts.checkpoint.path, rename=rename) for rename in ((), (("^absent[.]", ""),))]
+        options += 2 * loads  # few facts have a checkpoint that fits
+    if not isinstance(engine, Single) and not (facts.optimizer and facts.optimizer.stateful):
+        options.append(c.SendWeights())
+    return st.sampled_from(options)
+
+
+def precisions_for(facts: Facts, device: str | None) -> SearchStrategy[c.Precision]:
+    """AsStored, and 16 bits where the device computes in them; float16 with master weights where it trains float16."""
+    env = facts.env
+    old = env.bf16 is False or (env.capability is not None and env.capability < (8, 0))
+    forced_to_cpu = device == "cpu" != env.device
+    options: list[SearchStrategy[c.Precision]] = []
+    if (device or env.device) in SCALED:
+        narrow = any(param.dtype == "float16" and param.requires_grad for param in facts.model.params)
+        options += [
+            fp16s(invalid=False).map(lambda fp16: evolve(fp16, master_weights=fp16.master_weights or narrow))
+        ] * 2
+    if not old or forced_to_cpu:
+        options += [bf16s(invalid=False)] * 2
+    return st.one_of(*options, st.just(AsStored()))  # which fits all facts, and is drawn often enough
+
+
+def engines_for(facts: Facts, precision: c.Precision, intent: Intent, *, float8: bool) -> tuple[type[c.Engine], ...]:
+    """The engines that can take these facts: FSDP2 only what it can shard, Single only one process."""
+    trained = {param.dtype for param in facts.model.params if param.requires_grad}
+    if isinstance(precision, Mixed) and precision.master_weights and intent is Intent.TRAINING:
+        trained = {"float32"}
+    optimizer = facts.optimizer
+    shardable = (
+        len(trained) <= 1
+        and all(param.shape and param.dtype in DTYPES for param in facts.model.params)
+        and not any(0 in param.shape and param.requires_grad for param in facts.model.params)
+        and not (optimizer and (optimizer.keeps_own_list or optimizer.module.startswith("bitsandbytes")))
+    )
+    alone = facts.env.world_size == 1
+    # FSDP2 has the most to go wrong, and the fewest facts that suit it: where they do, it is drawn most often.
+    flattened = not (optimizer and optimizer.keeps_own_list) and can_use_fsdp1(
+        Config(precision=precision, intent=intent), facts
+    )
+    flat = (c.FSDP1,) * 4 if flattened else ()
+    on_xla = (c.XLA,) if not float8 and not isinstance(precision, FP16) and not facts.model.device_map else ()
+    elementwise = not (optimizer and (optimizer.keeps_own_list or optimizer.module.startswith("bitsandbytes")))
+    parallel = (c.TensorParallel,) if elementwise and not float8 else ()
+    return (*flat, *((c.FSDP2,) * 3 if shardable else ()), *((Single,) if alone else ()), *parallel, c.DDP, *on_xla)
+
+
+def meshes_for(kind: type[c.Engine], world: int, *, float8: bool) -> tuple[Mesh | None, ...]:
+    """Every way to write a layout of the ranks: sizes in full, or with the rest left open."""
+    if kind is Single:
+        return (None, Mesh(), Mesh(replicate=1, shard=1))
+    if kind in (c.XLA, c.DeepSpeed):
+        return (None,)
+    if kind is c.DDP:
+        return (None, Mesh(replicate=world), Mesh(replicate=world, shard=1), Mesh(replicate=-1, shard=1))
+    if kind is c.TensorParallel:
+        return (None, Mesh(shard=1, tensor=-1), Mesh(tensor=world))
+    full = nearest(Mesh(), world)
+    if kind is c.FSDP2 and not float8:
+        full += tuple(mesh for mesh in nearest(Mesh(tensor=2), world) if mesh.tensor > 1)[:4]
+    return (None, *full, *(evolve(mesh, shard=-1) for mesh in full), *(evolve(mesh, replicate=-1) for mesh in full))
+
+
+def engine_options(kind: type[c.Engine], facts: Facts, mesh: Mesh | None, device: str) -> SearchStrategy[c.Engine]:
+    """The engine of this kind with all options that the model, the mesh and the device allow."""
+    if kind is Single:
+        return st.just(Single())
+    if kind is c.DDP:
+        return ddps(invalid=False, accelerated=device in ("cuda", "xpu"), synced=not lost_in_sync(facts.model))
+    if kind is c.XLA:
+        return st.builds(c.XLA, forked=st.booleans())
+    if kind is c.TensorParallel:
+        return st.just(c.TensorParallel())
+    shards = size_of("shard", axes(Config(engine=c.FSDP2(), mesh=mesh), facts.env) or ())
+    factors = [size for size in range(2, shards) if shards % size == 0]
+    wraps = [wrap for wrap in fitting_wraps(facts.model) if not any(apart(select(wrap, facts.model), facts.model))]
+    return fsdp2s(st.sampled_from(wraps), st.sampled_from([True, False, *factors]))
+
+
+def tp_plans_for(model: ModelFacts, tensor_ranks: int, *, asked: bool) -> SearchStrategy[c.TensorParallelPlan]:
+    """Plans that suit so many tensor ranks: whole layers suit any number, split ones what divides their sizes."""
+    plain = tp_plans(("norm",), ("sequence", "replicate"))
+    mlp = next((p.shape for p in model.params if p.name == "layers.0.mlp.weight"), (1, 1))
+    able = tuple(
+        style for style, size in zip(("colwise", "rowwise"), mlp, strict=True) if size > 1 and size % tensor_ranks == 0
+    )
+    split = tp_plans(("norm", "layers.?.mlp"), ("replicate",)) if not able else tp_plans(("layers.*.mlp",), able)
+    has_own = model.tensor_plan and (mlp[0] % tensor_ranks == 0 or len(model.tensor_plan) == 1)
+    return (
+        plain
+        | (split if "layers.0.mlp" in {m.path for m in model.modules} else plain)
+        | (st.just(c.TPPlanFromModel()) if has_own or not asked else plain)
+    )
+
+
+def compiles_for(env: Env, blocks: list[c.Wrap], engine: c.Engine) -> SearchStrategy[c.Compile]:
+    """Every way to compile that the environment and the engine allow."""
+    small = isinstance(engine, c.DDP) and engine.bucket_cap_mb < 1
+    if small or not {name for name, _ in env.variables}.isdisjoint(("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")):
+        return st.just(c.NoCompile())
+    drawn = compiles(st.sampled_from(blocks) if blocks else None, invalid=False)
+    return drawn.map(_for_xla) if isinstance(engine, c.XLA) else drawn
+
+
+def _for_xla(compiled: c.Compile) -> c.Compile:
+    return evolve(compiled, backend="openxla") if isinstance(compiled, c.CompileModel | c.CompileBlocks) else compiled
+
+
+def backends_for(engine: c.Engine, device: str) -> SearchStrategy[str | None]:
+    """Backends that serve the device, and the CPU too where it is offloaded to."""
+    offloads = isinstance(engine, c.FSDP2) and isinstance(engine.offload, OffloadToCPU)
+    alone = () if device == "cpu" or offloads else ("nccl",)
+    return st.sampled_from((None, "gloo", "cpu:gloo,cuda:nccl", *alone))
+
+
+def can_split_loaders(facts: Facts) -> bool:
+    """Whether every loader may be sharded, with any ``drop_last``."""
+    world = facts.env.world_size
+    return world == 1 or all(
+        loader.sampler in ("sequential", "random")
+        and not (loader.iterable or loader.custom_batches)
+        and (loader.length or 0) // world >= (loader.batch_size or 1)
+        for loader in facts.loaders
+    )
