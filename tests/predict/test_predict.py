@@ -263,9 +263,9 @@ def test_405b_on_16384_ranks_takes_milliseconds(engine: Engine) -> None:
     plan = fsdp2("405B", 16384, Config(engine=engine, optimizer=AdamW()))
     times = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.process_time()
         made = predict(plan)
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     assert len(made.classes) <= (2 * 5 + 1 if isinstance(engine, FSDP2) else 2 * 2 * 12 + 1)
     assert min(times) < 0.1, times  # 5 ms on an idle core
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 import prepkit
 from prepkit.cli import main
 from prepkit.codec.files import save
+from tests.support.patience import MOST
 from tests.support.plans import ddp_plan, fsdp2_plan, single_plan
 
 ROOT = Path(prepkit.__file__).parents[1]
@@ -76,7 +77,9 @@ def python(*words: str, stdout: int = subprocess.PIPE, **environment: str) -> su
     buffered = {"PYTHONUNBUFFERED": ""}  # as users run it: the last of the text is written when the interpreter ends
     env = {**os.environ, "PYTHONPATH": str(ROOT), **buffered, **environment}
     command = [sys.executable, *words]
-    return subprocess.run(command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, env=env, timeout=120)
+    return subprocess.run(
+        command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, env=env, timeout=60 * MOST
+    )
 
 
 def fresh(*words: str, prelude: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
