@@ -1,4 +1,8 @@
-"""Applying a plan: observe again, compare, ready, act, verify."""
+"""Applying a plan: observe again, compare, ask every step whether it is ready, do them all, verify the outcome.
+
+With several ranks all of this happens under a ``RankGuard``, so that all ranks end alike. What is raised before the
+first step has acted leaves everything as it was.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ from prepkit.plan.drift import Drift, drift, refusals
 from prepkit.steps import AllocateTensors
 
 ENDED = "the process group was ended, so that no rank waits in it for another that has failed; start it again"
-"""What became of a process group that the plan did not start, after a failure inside a collective."""
+"""Told where a process group was ended after a failure inside a collective, although the plan had not started it."""
 
 
 class ApplyHalted(Exception):
@@ -117,18 +121,21 @@ def _run(
     if isinstance(outcome, Halted):
         return IOFailure(results[-1] if isinstance(outcome.error, NotAsPlanned) else outcome)
     vars(names.unwrap_root(target.model)[-1])[PREPARED] = _carried(plan)
-    return IOSuccess(
-        Prepared(
-            model=target.model,
-            optimizer=target.optimizer,
-            scheduler=target.scheduler,
-            loaders=tuple(target.loaders),
-            scaler=target.scaler,
-            plan=plan,
-            attestation=results[-1],
-            drift=drifts,
-            started=not running and dist.is_available() and dist.is_initialized(),
-        )
+    started = not running and dist.is_available() and dist.is_initialized()
+    return IOSuccess(_prepared(plan, target, results[-1], started=started))
+
+
+def _prepared(plan: Plan, target: Target, attestation: Attestation, *, started: bool) -> Prepared:
+    return Prepared(
+        model=target.model,
+        optimizer=target.optimizer,
+        scheduler=target.scheduler,
+        loaders=tuple(target.loaders),
+        scaler=target.scaler,
+        plan=plan,
+        attestation=attestation,
+        drift=attestation.drift,
+        started=started,
     )
 
 
@@ -138,6 +145,10 @@ def _fills(plan: Plan) -> bool:
 
 
 def _interpreted(plan: Plan, target: Target, finish: Callable[[], None], guard: RankGuard | None) -> Done | Halted:
+    """Interprets the steps, and reports a failure to the other ranks.
+
+    Of a failing step the guard hears before anything is undone; of refused checks only here, as nothing was begun.
+    """
     steps = tuple(planned.step for planned in plan.steps)
     if guard is None:
         return interpret(steps, handlers(), target, finish=finish)

@@ -1,4 +1,4 @@
-"""Steps to deeds: every check first, then every deed in order, and on failure every way back in reverse.
+"""Interprets steps: every check first, then every step in order, and on failure every undo in reverse.
 
 Nothing here knows what a step means. A table of handlers says that, and the target is handed to them unread.
 """
@@ -21,7 +21,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 """What the steps act on."""
 M = TypeVar("M")
-"""What a deed remembers for its way back."""
+"""What ``do`` returns for ``undo``."""
 
 
 @frozen(kw_only=True)
@@ -42,11 +42,12 @@ class HalfDone(Exception):
 
 
 Phase = Literal["ready", "do", "done", "failed", "undone", "undo failed"]
+"""Where a step is: asked, begun, done, or failed; afterwards undone, or its undo raised."""
 
 
 @frozen(kw_only=True)
 class Event:
-    """One phase of an interpretation, for a progress line or a log."""
+    """One step has come into a phase; for a progress line or a log."""
 
     phase: Phase
     index: int

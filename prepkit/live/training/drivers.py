@@ -1,4 +1,8 @@
-"""What a training loop needs of each engine, and clipping over whatever the parameters have become."""
+"""What ``Prepared`` asks of the engine that wraps the model, and clipping over whatever the parameters have become.
+
+Engines differ in four things: how averaging is switched off inside an accumulation window, how gradients are clipped,
+and whether they run backward and the optimizer step themselves, as DeepSpeed does. A ``Driver`` holds these four.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from prepkit.live.training import drivers_fsdp1
 
 @frozen(kw_only=True)
 class Driver:
-    """One engine's switch for gradient averaging, and what it does by itself."""
+    """What one engine does in a training loop; where a field is None, ``Prepared`` does it itself."""
 
     sync: Callable[[Module, bool], None]
     """Says whether the next forward and backward average gradients over the ranks. Called before the forward."""
@@ -36,7 +40,7 @@ class Driver:
 
 @frozen(kw_only=True)
 class Stepped:
-    """What an engine of its own made of one micro-batch."""
+    """What became of one micro-batch in an engine that steps by itself."""
 
     applied: bool
     """Whether parameters were updated: False between the ends of windows, and where a gradient overflowed."""
