@@ -1,4 +1,8 @@
-"""Applying a plan: observe again, compare, ready, act, verify."""
+"""Applying a plan: observe again, compare, ask every step whether it is ready, do them all, verify the outcome.
+
+With several ranks all of this happens under a ``RankGuard``, so that all ranks end alike. What is raised before the
+first step has acted leaves everything as it was.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ from prepkit.plan.drift import Drift, drift, refusals
 from prepkit.steps import AllocateTensors
 
 ENDED = "the process group was ended, so that no rank waits in it for another that has failed; start it again"
-"""What became of a process group that the plan did not start, after a failure inside a collective."""
+"""Told where a process group was ended after a failure inside a collective, although the plan had not started it."""
 
 
 class ApplyHalted(Exception):
@@ -67,20 +71,20 @@ def apply(
     """
     with _guard(plan) as guard:
         now = observe(model, optimizer=optimizer, scheduler=scheduler, loaders=loaders)
-        found = drift(plan.facts, now.facts)
-        if refused := (*refusals(found), *(() if _fills(plan) else _weightless(now.local))):
+        drifts = drift(plan.facts, now.facts)
+        if refused := (*refusals(drifts), *(() if _fills(plan) else _weightless(now.local))):
             raise PlanRejected(refused)
         target = Target(model=model, optimizer=optimizer, scheduler=scheduler, loaders=list(loaders))
-        return unsafe_perform_io(_run(plan, target, found, now.facts.env, guard).lash(_raise).unwrap())
+        return unsafe_perform_io(_run(plan, target, drifts, now.facts.env, guard).lash(_raise).unwrap())
 
 
-def run(plan: Plan, target: Target, found: tuple[Drift, ...] = ()) -> IOResult[Prepared, Halted | Attestation]:
+def run(plan: Plan, target: Target, drifts: tuple[Drift, ...] = ()) -> IOResult[Prepared, Halted | Attestation]:
     """The plan's steps and their verification, without a comparison of facts; for people who compose.
 
     Fails with ``Halted`` when a step could not be done, and with ``Attestation`` when a check does not hold afterwards.
     """
     with _guard(plan) as guard:
-        return _run(plan, target, found, observe_env(), guard)
+        return _run(plan, target, drifts, observe_env(), guard)
 
 
 def _guard(plan: Plan) -> AbstractContextManager[RankGuard | None]:
@@ -88,46 +92,50 @@ def _guard(plan: Plan) -> AbstractContextManager[RankGuard | None]:
 
 
 def _run(
-    plan: Plan, target: Target, found: tuple[Drift, ...], env: Env, guard: RankGuard | None
+    plan: Plan, target: Target, drifts: tuple[Drift, ...], env: Env, guard: RankGuard | None
 ) -> IOResult[Prepared, Halted | Attestation]:
-    made, (mine, model) = plan.provenance, plan_digests(plan)
-    alike = () if guard is None else own_copies.digests(plan, target.model)
-    target.digests = (("prepkit", made.prepkit), ("plan", mine), ("model", model), *alike)
+    provenance, (of_plan, of_model) = plan.provenance, plan_digests(plan)
+    of_copies = () if guard is None else own_copies.digests(plan, target.model)
+    target.digests = (("prepkit", provenance.prepkit), ("plan", of_plan), ("model", of_model), *of_copies)
     target.explain = partial(plan_differences, plan)
     running = dist.is_available() and dist.is_initialized()
     if guard is not None:
         target.together, target.store = guard.barrier, guard.rendezvous
     before = buffers.fingerprints(inspect(target).buffers)
-    seen: list[Attestation] = []
+    results: list[Attestation] = []  # one, once ``finish`` has looked
 
     def finish() -> None:
         target.together()
         checked = verify(plan, target, before=before)
-        seen.append(evolve(checked, plan=mine, made=made, overridden=_ids(plan), env=env, drift=found))
+        result = evolve(checked, plan=of_plan, made=provenance, overridden=_ids(plan), env=env, drift=drifts)
+        results.append(result)
         if guard is not None:
             guard.with_others = False  # the last collective is over
-        if seen[-1].failed:
-            raise NotAsPlanned(seen[-1])
+        if result.failed:
+            raise NotAsPlanned(result)
         target.together()
         if guard is not None:
             guard.outcome = "well"
 
     outcome = _interpreted(plan, target, finish, guard)
     if isinstance(outcome, Halted):
-        return IOFailure(seen[-1] if isinstance(outcome.error, NotAsPlanned) else outcome)
+        return IOFailure(results[-1] if isinstance(outcome.error, NotAsPlanned) else outcome)
     vars(names.unwrap_root(target.model)[-1])[PREPARED] = _carried(plan)
-    return IOSuccess(
-        Prepared(
-            model=target.model,
-            optimizer=target.optimizer,
-            scheduler=target.scheduler,
-            loaders=tuple(target.loaders),
-            scaler=target.scaler,
-            plan=plan,
-            attestation=seen[-1],
-            drift=found,
-            started=not running and dist.is_available() and dist.is_initialized(),
-        )
+    started = not running and dist.is_available() and dist.is_initialized()
+    return IOSuccess(_prepared(plan, target, results[-1], started=started))
+
+
+def _prepared(plan: Plan, target: Target, attestation: Attestation, *, started: bool) -> Prepared:
+    return Prepared(
+        model=target.model,
+        optimizer=target.optimizer,
+        scheduler=target.scheduler,
+        loaders=tuple(target.loaders),
+        scaler=target.scaler,
+        plan=plan,
+        attestation=attestation,
+        drift=attestation.drift,
+        started=started,
     )
 
 
@@ -137,6 +145,10 @@ def _fills(plan: Plan) -> bool:
 
 
 def _interpreted(plan: Plan, target: Target, finish: Callable[[], None], guard: RankGuard | None) -> Done | Halted:
+    """Interprets the steps, and reports a failure to the other ranks.
+
+    Of a failing step the guard hears before anything is undone; of refused checks only here, as nothing was begun.
+    """
     steps = tuple(planned.step for planned in plan.steps)
     if guard is None:
         return interpret(steps, handlers(), target, finish=finish)

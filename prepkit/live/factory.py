@@ -26,18 +26,18 @@ def build(factory: str, device: str = "meta") -> nn.Module:
 
     Raises ``ValueError`` that says what is wrong with the text; what the code behind it raises passes through.
     """
-    found = _attribute(*_parts(factory))
-    if isinstance(found, nn.Module):
-        return found
-    if not callable(found):
-        raise ValueError(f"{factory} is {said(found)}; name a function that returns a torch.nn.Module")  # noqa: TRY004  # as below
-    if needed := _arguments(found):
+    named = _attribute(*_parts(factory))
+    if isinstance(named, nn.Module):
+        return named
+    if not callable(named):
+        raise ValueError(f"{factory} is {said(named)}; name a function that returns a torch.nn.Module")  # noqa: TRY004  # as below
+    if needed := _arguments(named):
         raise ValueError(f"{factory} needs arguments ({needed}); name a function without: def make(): return ...")
     with torch.device(device):
-        made = found()
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"{factory}() returned {said(made)}, not a torch.nn.Module; end it with: return model")  # noqa: TRY004  # the text that was given is wrong
-    return made
+        model = named()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{factory}() returned {said(model)}, not a torch.nn.Module; end it with: return model")  # noqa: TRY004  # the text that was given is wrong
+    return model
 
 
 def _parts(factory: str) -> tuple[str, str]:
@@ -51,14 +51,14 @@ def _parts(factory: str) -> tuple[str, str]:
 
 
 def _attribute(path: str, name: str) -> object:
-    found: object = _module(path)
+    value: object = _module(path)
     where = path + ":"
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{where.rstrip(':')} has no {part!r}{_near(part, dir(found)) or '; check the spelling'}")
-        found = getattr(found, part)
+        if not hasattr(value, part):
+            raise ValueError(f"{where.rstrip(':')} has no {part!r}{_near(part, dir(value)) or '; check the spelling'}")
+        value = getattr(value, part)
         where = f"{where}{part}" if where.endswith(":") else f"{where}.{part}"
-    return found
+    return value
 
 
 def _module(path: str) -> ModuleType:

@@ -49,7 +49,7 @@ from prepkit.plan.attestation import Check
 
 
 @frozen(kw_only=True)
-class Kind:
+class StepKind:
     """What ``apply`` and ``rehearse`` know of one kind of step."""
 
     handler: Handler[Any, Target, Any]
@@ -60,183 +60,183 @@ class Kind:
     """The step that a rehearsal runs in its place, if any, and what of it is not as written."""
 
 
-KINDS: dict[type, Kind] = {
-    steps.StartProcessGroup: Kind(
+KINDS: dict[type, StepKind] = {
+    steps.StartProcessGroup: StepKind(
         handler=process_group.START,
         verify=checks.process_group,
         rehearse=substitutes.fake_group,
     ),
-    steps.Agree: Kind(
+    steps.Agree: StepKind(
         handler=process_group.AGREE,
         verify=checks.nothing,
         rehearse=skipped("the fake group carries no data, so there is nobody to ask"),
     ),
-    steps.BuildMesh: Kind(
+    steps.BuildMesh: StepKind(
         handler=process_group.MESH,
         verify=checks.mesh,
         rehearse=substitutes.on_cpu,
     ),
-    steps.ReleaseOptimizer: Kind(
+    steps.ReleaseOptimizer: StepKind(
         handler=optimizer.RELEASE,
         verify=checks.nothing,
         rehearse=as_written,
     ),
-    steps.UpcastParameters: Kind(
+    steps.UpcastParameters: StepKind(
         handler=model.UPCAST,
         verify=checks.upcast,
         rehearse=as_written,
     ),
-    steps.MoveModel: Kind(
+    steps.MoveModel: StepKind(
         handler=model.MOVE,
         verify=checks.moved,
         rehearse=substitutes.not_moved,
     ),
-    steps.AutocastForward: Kind(
+    steps.AutocastForward: StepKind(
         handler=model.AUTOCAST,
         verify=checks.autocast,
         rehearse=substitutes.on_cpu,
     ),
-    steps.ParallelizeModules: Kind(
+    steps.ParallelizeModules: StepKind(
         handler=tensor_parallel.PARALLELIZE,
         verify=checks.parallelized,
         rehearse=as_written,
     ),
-    steps.CheckpointModules: Kind(
+    steps.CheckpointModules: StepKind(
         handler=model.CHECKPOINT,
         verify=checks.checkpointed,
         rehearse=as_written,
     ),
-    steps.CompileModules: Kind(
+    steps.CompileModules: StepKind(
         handler=model.COMPILE,
         verify=checks.compiled,
         rehearse=as_written,
     ),
-    steps.ShardUnits: Kind(
+    steps.ShardUnits: StepKind(
         handler=fsdp2.SHARD,
         verify=checks.units,
         rehearse=substitutes.unpinned,
     ),
-    steps.ConvertSyncBatchNorm: Kind(
+    steps.ConvertSyncBatchNorm: StepKind(
         handler=sync_batch_norm.CONVERT,
         verify=checks.batch_norms,
         rehearse=as_written,
     ),
-    steps.WrapFSDP1: Kind(
+    steps.WrapFSDP1: StepKind(
         handler=fsdp1.WRAP,
         verify=checks.fsdp1_units,
         rehearse=substitutes.wrap_fsdp1,
     ),
-    steps.RegroupOptimizer: Kind(
+    steps.RegroupOptimizer: StepKind(
         handler=fsdp1_optimizer.REGROUP,
         verify=optimizer_checks.regrouped,
         rehearse=as_written,
     ),
-    steps.WrapDDP: Kind(
+    steps.WrapDDP: StepKind(
         handler=ddp.WRAP,
         verify=checks.ddp,
         rehearse=substitutes.wrap_ddp,
     ),
-    steps.RebindOptimizer: Kind(
+    steps.RebindOptimizer: StepKind(
         handler=optimizer.REBIND,
         verify=optimizer_checks.rebound,
         rehearse=as_written,
     ),
-    steps.CreateOptimizer: Kind(
+    steps.CreateOptimizer: StepKind(
         handler=optimizer.CREATE,
         verify=optimizer_checks.created,
         rehearse=as_written,
     ),
-    steps.CreateGradScaler: Kind(
+    steps.CreateGradScaler: StepKind(
         handler=grad_scaler.SCALER,
         verify=checks.grad_scaler,
         rehearse=substitutes.on_cpu,
     ),
-    steps.ShardLoader: Kind(
+    steps.ShardLoader: StepKind(
         handler=loaders.LOADER,
         verify=checks.loader,
         rehearse=skipped("loaders are not copied"),
     ),
-    steps.ConvertFP8Linears: Kind(
+    steps.ConvertFP8Linears: StepKind(
         handler=fp8.CONVERT,
         verify=fp8_checks.converted,
         rehearse=substitutes.where_torchao_is,
     ),
-    steps.ConvertTransformerEngine: Kind(
+    steps.ConvertTransformerEngine: StepKind(
         handler=transformer_engine.CONVERT,
         verify=fp8_checks.engine,
         rehearse=skipped("TransformerEngine runs on a GPU only"),
     ),
-    steps.AutocastFP8Forward: Kind(
+    steps.AutocastFP8Forward: StepKind(
         handler=transformer_engine.AUTOCAST,
         verify=fp8_checks.autocast,
         rehearse=skipped("TransformerEngine runs on a GPU only"),
     ),
-    steps.InitializeMSAMP: Kind(
+    steps.InitializeMSAMP: StepKind(
         handler=fp8.MSAMP,
         verify=fp8_checks.msamp,
         rehearse=skipped("MS-AMP runs on a GPU only"),
     ),
-    steps.PrecomputeFloat8Scales: Kind(
+    steps.PrecomputeFloat8Scales: StepKind(
         handler=fp8.SCALES,
         verify=fp8_checks.scales,
         rehearse=substitutes.where_torchao_is,
     ),
-    steps.MoveToXLA: Kind(
+    steps.MoveToXLA: StepKind(
         handler=xla.MOVE,
         verify=xla_checks.moved,
         rehearse=skipped("torch_xla has no device without data"),
     ),
-    steps.ReduceXLAGradients: Kind(
+    steps.ReduceXLAGradients: StepKind(
         handler=xla.REDUCE,
         verify=xla_checks.reduced,
         rehearse=skipped("torch_xla has no device without data"),
     ),
-    steps.CastForward: Kind(
+    steps.CastForward: StepKind(
         handler=deepspeed.CAST,
         verify=deepspeed_checks.cast,
         rehearse=as_written,
     ),
-    steps.MarkLeafModules: Kind(
+    steps.MarkLeafModules: StepKind(
         handler=deepspeed.LEAVES,
         verify=deepspeed_checks.leaves,
         rehearse=as_written,
     ),
-    steps.ConvertOptimizer: Kind(
+    steps.ConvertOptimizer: StepKind(
         handler=deepspeed.CONVERT,
         verify=deepspeed_checks.converted,
         rehearse=substitutes.not_compiled,
     ),
-    steps.InitializeDeepSpeed: Kind(
+    steps.InitializeDeepSpeed: StepKind(
         handler=deepspeed.INITIALIZE,
         verify=deepspeed_checks.initialised,
         rehearse=substitutes.initialize_deepspeed,
     ),
-    steps.CheckFiles: Kind(
+    steps.CheckFiles: StepKind(
         handler=check_files.CHECK,
         verify=checks.nothing,
         rehearse=skipped("a meta copy has no values, and gets none"),
     ),
-    steps.AllocateTensors: Kind(
+    steps.AllocateTensors: StepKind(
         handler=allocate.ALLOCATE,
         verify=checks.allocated,
         rehearse=skipped("a meta copy has no values, and gets none"),
     ),
-    steps.InitializeTensors: Kind(
+    steps.InitializeTensors: StepKind(
         handler=init_weights.INITIALIZE,
         verify=checks.nothing,
         rehearse=skipped("a meta copy has no values, and gets none"),
     ),
-    steps.ReadTensors: Kind(
+    steps.ReadTensors: StepKind(
         handler=read_weights.READ,
         verify=checks.nothing,
         rehearse=skipped("a meta copy has no values, and gets none"),
     ),
-    steps.StashTensors: Kind(
+    steps.StashTensors: StepKind(
         handler=stash.STASH,
         verify=checks.nothing,
         rehearse=skipped("a meta copy carries no data, so there is nothing to set aside or to send"),
     ),
-    steps.SendTensors: Kind(
+    steps.SendTensors: StepKind(
         handler=send_weights.SEND,
         verify=checks.sent,
         rehearse=skipped("a meta copy carries no data, so there is nothing to set aside or to send"),

@@ -42,7 +42,7 @@ def regroup_do(step: RegroupOptimizer, target: Target) -> Grouped:
     """
     optimizer = target.optimizer
     assert optimizer is not None, "its check was asked"
-    holders, pieces = fsdp1_flat.holders(target.model), fsdp1_flat.pieces(target.model)
+    holders, pieces = fsdp1_flat.holders(target.model), fsdp1_flat.flat_shards(target.model)
     before = Grouped(tuple(list(group["params"]) for group in optimizer.param_groups), dict(target.released))
     groups: list[list[torch.Tensor]] = []
     group_of: dict[int, int] = {}
@@ -75,7 +75,7 @@ def _on_device(group: dict[str, Any]) -> bool:
 def _joined(
     released: dict[str, ParamState],
     holders: dict[str, Parameter],
-    pieces: dict[str, fsdp1_flat.Piece],
+    pieces: dict[str, fsdp1_flat.FlatShard],
     on_device: dict[int, bool],
 ) -> dict[torch.Tensor, ParamState]:
     """Flat parameter to the joined state of what it holds; a parameter that is still there keeps its own."""
@@ -97,7 +97,7 @@ def _joined(
 
 
 def _join(
-    states: dict[str, ParamState], pieces: dict[str, fsdp1_flat.Piece], param: Parameter, on_device: bool
+    states: dict[str, ParamState], pieces: dict[str, fsdp1_flat.FlatShard], param: Parameter, on_device: bool
 ) -> ParamState:
     first, *others = states
     listed = messages.listed(list(states))
@@ -120,7 +120,7 @@ def _join(
 
 
 def _concatenated(
-    values: dict[str, torch.Tensor], pieces: dict[str, fsdp1_flat.Piece], param: Parameter
+    values: dict[str, torch.Tensor], pieces: dict[str, fsdp1_flat.FlatShard], param: Parameter
 ) -> torch.Tensor:
     """The states end to end, as much of them as this rank holds, 0 in the padding."""
     dtype = next(iter(values.values())).dtype
@@ -133,7 +133,7 @@ def _concatenated(
     return flat
 
 
-def _index(piece: fsdp1_flat.Piece) -> int:
+def _index(piece: fsdp1_flat.FlatShard) -> int:
     """Which shard of its flat parameter this rank holds."""
     return (piece.start + piece.first) // piece.shard
 

@@ -113,7 +113,7 @@ def rebind_do(step: RebindOptimizer, target: Target) -> tuple[Bound, ...]:
     if missing := messages.absent("parameter", _named(step.slots), params):
         raise KeyError(missing[0])
     before: list[Bound] = []
-    pieces = fsdp1_flat.pieces(target.model)
+    pieces = fsdp1_flat.flat_shards(target.model)
     try:
         for group, place, name, tensor in _slots(step.slots, optimizer):
             if name:
@@ -125,7 +125,7 @@ def rebind_do(step: RebindOptimizer, target: Target) -> tuple[Bound, ...]:
         raise
 
 
-def _bind(optimizer: Optimizer, target: Target, slot: Bound, piece: fsdp1_flat.Piece | None) -> None:
+def _bind(optimizer: Optimizer, target: Target, slot: Bound, piece: fsdp1_flat.FlatShard | None) -> None:
     """In an order in which the state is always in one of both places, so that the way back finds it."""
     options = optimizer.param_groups[slot.group]
     on_device = bool(options.get("capturable") or options.get("fused"))

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
-from prepkit.live.model.fsdp1_flat import Piece
+from prepkit.live.model.fsdp1_flat import FlatShard
 from prepkit.live.model.target import Target
 from prepkit.plan.layout import chunk
 
@@ -48,7 +48,9 @@ def _shown(value: object) -> str:
     return f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
-def lay_out(state: ParamState, param: Parameter, *, scalars_on_device: bool, piece: Piece | None = None) -> ParamState:
+def lay_out(
+    state: ParamState, param: Parameter, *, scalars_on_device: bool, piece: FlatShard | None = None
+) -> ParamState:
     """The state as ``param`` lies: same device; for a sharded parameter the same shards, in the state's own dtype.
 
     Communicates nothing: every rank holds the whole tensor and keeps its part. Scalars stay on the CPU unless the
@@ -65,7 +67,7 @@ def lay_out(state: ParamState, param: Parameter, *, scalars_on_device: bool, pie
 
 
 def _place(
-    key: str, value: torch.Tensor, param: Parameter, scalars_on_device: bool, piece: Piece | None
+    key: str, value: torch.Tensor, param: Parameter, scalars_on_device: bool, piece: FlatShard | None
 ) -> torch.Tensor:
     counter = value.ndim == 0 and (param.ndim > 0 or key == "step")
     if counter and not scalars_on_device:

@@ -1,4 +1,4 @@
-"""Steps to deeds: every check first, then every deed in order, and on failure every way back in reverse.
+"""Interprets steps: every check first, then every step in order, and on failure every undo in reverse.
 
 Nothing here knows what a step means. A table of handlers says that, and the target is handed to them unread.
 """
@@ -14,14 +14,14 @@ from attrs import frozen
 
 from prepkit.live.interpreter.halted import Halted, Problem
 
-__all__ = ["Call", "Done", "Event", "HalfDone", "Halted", "Handler", "Moment", "Problem", "interpret", "recording"]
+__all__ = ["Call", "Done", "Event", "HalfDone", "Halted", "Handler", "Phase", "Problem", "interpret", "recording"]
 
 S = TypeVar("S")
 """A step kind."""
 T = TypeVar("T")
 """What the steps act on."""
 M = TypeVar("M")
-"""What a deed remembers for its way back."""
+"""What ``do`` returns for ``undo``."""
 
 
 @frozen(kw_only=True)
@@ -41,14 +41,15 @@ class HalfDone(Exception):
     """Raised by a ``do`` that could not take back all that it had begun; the text says what remains."""
 
 
-Moment = Literal["ready", "do", "done", "failed", "undone", "undo failed"]
+Phase = Literal["ready", "do", "done", "failed", "undone", "undo failed"]
+"""Where a step is: asked, begun, done, or failed; afterwards undone, or its undo raised."""
 
 
 @frozen(kw_only=True)
 class Event:
-    """One moment of an interpretation, for a progress line or a log."""
+    """One step has come into a phase; for a progress line or a log."""
 
-    moment: Moment
+    phase: Phase
     index: int
     step: Any
 
@@ -78,23 +79,23 @@ def interpret(
     What ``on_event`` raises is dropped: a broken log must not leave a model half way.
     """
     steps = tuple(steps)
-    tell = on_event or _nobody
-    problems = _problems(steps, handlers, target, tell)
+    notify = on_event or _ignore
+    problems = _problems(steps, handlers, target, notify)
     if problems:
         return Halted(steps=steps, index=problems[0].index, problems=problems)
     memos: list[Any] = []
     index = 0
     try:
         for index, step in enumerate(steps):  # the handler below reads where the loop stopped
-            _tell(tell, "do", index, step)
+            _notify(notify, "do", index, step)
             memos.append(handlers[type(step)].do(step, target))
-            _tell(tell, "done", index, step)
+            _notify(notify, "done", index, step)
         index = len(steps)
         if finish is not None:
             finish()
     except BaseException as error:
-        said = _heard(on_failure, error)
-        halted = _unwind(steps, index, handlers, target, memos, said, tell, _half(error))
+        cause = _reported(on_failure, error)
+        halted = _unwind(steps, index, handlers, target, memos, cause, notify, _half(error))
         for raised in (error, *(raised for _, raised in halted.undo_errors)):
             if not isinstance(raised, Exception):
                 raised.add_note(str(halted))
@@ -104,14 +105,14 @@ def interpret(
 
 
 def _problems(
-    steps: tuple[Any, ...], handlers: Mapping[type, Handler[Any, T, Any]], target: T, tell: Callable[[Event], None]
+    steps: tuple[Any, ...], handlers: Mapping[type, Handler[Any, T, Any]], target: T, notify: Callable[[Event], None]
 ) -> tuple[Problem, ...]:
-    found: dict[str, Problem] = {}  # by text: two steps that need the same thing say so once
+    problems: dict[str, Problem] = {}  # by text: two steps that need the same thing say so once
     for index, step in enumerate(steps):
-        _tell(tell, "ready", index, step)
+        _notify(notify, "ready", index, step)
         for text in _ask(step, handlers, target):
-            found.setdefault(text, Problem(index=index, step=step, text=text))
-    return tuple(found.values())
+            problems.setdefault(text, Problem(index=index, step=step, text=text))
+    return tuple(problems.values())
 
 
 def _ask(step: Any, handlers: Mapping[type, Handler[Any, T, Any]], target: T) -> tuple[str, ...]:
@@ -128,7 +129,7 @@ def _half(error: BaseException) -> tuple[str, ...]:
     return (str(error),) if isinstance(error, HalfDone) else ()
 
 
-def _heard(on_failure: Callable[[BaseException], BaseException] | None, error: BaseException) -> BaseException:
+def _reported(on_failure: Callable[[BaseException], BaseException] | None, error: BaseException) -> BaseException:
     if on_failure is None:
         return error
     try:
@@ -144,7 +145,7 @@ def _unwind(
     target: T,
     memos: list[Any],
     error: BaseException,
-    tell: Callable[[Event], None],
+    notify: Callable[[Event], None],
     half: tuple[str, ...],
 ) -> Halted:
     done = tuple(range(len(memos)))
@@ -152,17 +153,17 @@ def _unwind(
     errors: list[tuple[int, BaseException]] = []
     remains = list(half)
     if failed < len(steps):
-        _attempt(errors, failed, partial(_tell, tell, "failed", failed, steps[failed]))
+        _attempt(errors, failed, partial(_notify, notify, "failed", failed, steps[failed]))
     for index in reversed(done):
         step, memo = steps[index], memos.pop()
         undo = handlers[type(step)].undo
         if undo is None:
             continue
-        moment: Moment = "undo failed"
+        phase: Phase = "undo failed"
         if _attempt(errors, index, partial(_undo, undo, step, target, memo, remains)):
             undone.append(index)
-            moment = "undone"
-        _attempt(errors, index, partial(_tell, tell, moment, index, step))
+            phase = "undone"
+        _attempt(errors, index, partial(_notify, notify, phase, index, step))
     return Halted(
         steps=steps,
         index=failed,
@@ -190,12 +191,12 @@ def _attempt(errors: list[tuple[int, BaseException]], index: int, act: Callable[
     return True
 
 
-def _tell(tell: Callable[[Event], None], moment: Moment, index: int, step: Any) -> None:
+def _notify(notify: Callable[[Event], None], phase: Phase, index: int, step: Any) -> None:
     with suppress(Exception):
-        tell(Event(moment=moment, index=index, step=step))
+        notify(Event(phase=phase, index=index, step=step))
 
 
-def _nobody(event: Event) -> None:
+def _ignore(event: Event) -> None:
     del event
 
 

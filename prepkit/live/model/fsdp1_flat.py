@@ -16,8 +16,8 @@ from prepkit.live.model import names
 
 
 @frozen(kw_only=True)
-class Piece:
-    """One named parameter in a flat parameter."""
+class FlatShard:
+    """Where one named parameter lies in the flat parameter of its unit, and which of its elements are on this rank."""
 
     flat: Parameter
     """The flat parameter; on this rank its data is one shard."""
@@ -61,29 +61,29 @@ def units(model: Module) -> dict[str, FullyShardedDataParallel]:
     return found
 
 
-def pieces(model: Module) -> dict[str, Piece]:
+def flat_shards(model: Module) -> dict[str, FlatShard]:
     """Canonical name to place of every parameter that lies in a flat parameter; a tied one under its first name."""
-    found: dict[str, Piece] = {}
+    shards: dict[str, FlatShard] = {}
     for path, unit in units(model).items():
         handle: Any = unit._handle
         if handle is not None:
-            found.update(_pieces(path, handle))
-    return found
+            shards.update(_flat_shards(path, handle))
+    return shards
 
 
-def _pieces(path: str, handle: Any) -> dict[str, Piece]:
+def _flat_shards(path: str, handle: Any) -> dict[str, FlatShard]:
     flat = handle.flat_param
     cut = bool(handle.uses_sharded_strategy)
     whole = flat._unpadded_unsharded_size.numel()
     shard = flat._sharded_size.numel() if cut else whole
     rank = handle.rank if cut else 0
     starts = _starts(flat)
-    found: dict[str, Piece] = {}
+    found: dict[str, FlatShard] = {}
     for name, start, shape, stride in zip(flat._fqns, starts, flat._shapes, flat._strides, strict=True):
         first = min(max(rank * shard - start, 0), shape.numel())
         last = min(max((rank + 1) * shard - start, 0), shape.numel())
         inner = names.canonical(name)
-        found[f"{path}.{inner}" if path else inner] = Piece(
+        found[f"{path}.{inner}" if path else inner] = FlatShard(
             flat=flat,
             unit=path,
             start=start,
@@ -111,5 +111,5 @@ def _starts(flat: Any) -> list[int]:
 
 def holders(model: Module) -> dict[str, Parameter]:
     """Canonical name to the parameter that trains what had it: its own, or the flat one that has taken its place."""
-    found = {name: piece.flat for name, piece in pieces(model).items() if not piece.original}
+    found = {name: shard.flat for name, shard in flat_shards(model).items() if not shard.original}
     return {**found, **names.named_parameters(model)} if found else names.named_parameters(model)

@@ -1,4 +1,7 @@
-"""What stands there after apply: modules and tensors under canonical names, in the plan's words. Reads only."""
+"""The model as it is now: modules and tensors under canonical names, and how they lie, in the plan's words. Reads only.
+
+``planned_layout`` says how a parameter is to lie on a rank, ``actual_layout`` how it does.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ class TensorLayout:
 
 
 def inspect(target: Target) -> LiveModel:
-    """Looks through the target once; linear in modules and parameters."""
+    """The target's model as it is now; linear in modules and parameters. Takes no copies: tensors are the live ones."""
     sites = names.sites(target.model)
     return LiveModel(
         target=target,

@@ -1,4 +1,7 @@
-"""The live objects that a plan is applied to, as the handlers see them."""
+"""The live objects that a plan is applied to, and what one step hands on to a later one.
+
+Handlers read their step and this, and nothing else: not the plan, the config or the facts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def _alone() -> None:
 
 @frozen(kw_only=True, eq=False)
 class Stashed:
-    """Values that a parameter had before it was put on meta."""
+    """A parameter that ``StashTensors`` has put on meta, and its values, which wait to be sent to the ranks."""
 
     param: torch.nn.Parameter
     """On meta, the same object as before."""

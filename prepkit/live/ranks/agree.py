@@ -47,8 +47,8 @@ class Difference:
 
     def __str__(self) -> str:
         shown = ((value.rpartition(":")[2][:12] or "none", at) for value, at in self.holders)  # without ``sha256:``
-        told = (f"{value} on rank{'s' * (len(at) > 1)} {spans(at)}" for value, at in shown)
-        return f"{self.name}: {' | '.join(told)}"
+        texts = (f"{value} on rank{'s' * (len(at) > 1)} {spans(at)}" for value, at in shown)
+        return f"{self.name}: {' | '.join(texts)}"
 
 
 Details = tuple[tuple[int, tuple[str, ...]], ...]
@@ -72,11 +72,11 @@ class Disagreement(RuntimeError):
             what = f"{who} {spans(self.odd)} of {world} {verb} from the others"
         unlike = {difference.name for difference in differences}
         fix = next((text for name, text in FIXES.items() if unlike == {name}), COMPARE)
-        told = (
+        lines = (
             *(f"  {difference}" for difference in differences),
-            *_told(details, _stands_for_most(differences, world)),
+            *_detail_lines(details, _stands_for_most(differences, world)),
         )
-        super().__init__("\n".join((what, *told, f"  fix: {fix}")))
+        super().__init__("\n".join((what, *lines, f"  fix: {fix}")))
 
 
 def agree(digests: Digests, explain: Explain | None = None) -> None:
@@ -91,10 +91,10 @@ def agree(digests: Digests, explain: Explain | None = None) -> None:
     if alike(hashlib.sha256(repr(digests).encode()).digest()):
         return
     world = dist.get_world_size()
-    held: list[tuple[Digests, bool]] = [((), False)] * world
-    dist.all_gather_object(held, (digests, explain is not None))
-    differences = compare(tuple(one for one, _ in held))
-    details = _details(explain, differences) if explain and all(can for _, can in held) else ()
+    answers: list[tuple[Digests, bool]] = [((), False)] * world
+    dist.all_gather_object(answers, (digests, explain is not None))
+    differences = compare(tuple(theirs for theirs, _ in answers))
+    details = _details(explain, differences) if explain and all(explains for _, explains in answers) else ()
     raise Disagreement(differences, world, details)
 
 
@@ -109,12 +109,12 @@ def alike(summary: bytes) -> bool:
 def _details(explain: Explain, differences: tuple[Difference, ...]) -> Details:
     """How each rank differs from the first one of the majority. Collective: that one's plan travels to all."""
     text, against = explain()
-    sent = [text]
-    dist.broadcast_object_list(sent, src=_stands_for_most(differences, dist.get_world_size()))
-    mine = against(sent[0]) if text != sent[0] else ()
-    told: list[tuple[str, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(told, (*mine[:SHOWN], *((f"and {len(mine) - SHOWN} more",) if len(mine) > SHOWN else ())))
-    return tuple((rank, lines) for rank, lines in enumerate(told) if lines)
+    majority = [text]
+    dist.broadcast_object_list(majority, src=_stands_for_most(differences, dist.get_world_size()))
+    mine = against(majority[0]) if text != majority[0] else ()
+    by_rank: list[tuple[str, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (*mine[:SHOWN], *((f"and {len(mine) - SHOWN} more",) if len(mine) > SHOWN else ())))
+    return tuple((rank, lines) for rank, lines in enumerate(by_rank) if lines)
 
 
 def _stands_for_most(differences: tuple[Difference, ...], world: int) -> int:
@@ -123,14 +123,14 @@ def _stands_for_most(differences: tuple[Difference, ...], world: int) -> int:
     return min(set(range(world)) - odd, default=0)
 
 
-def _told(details: Details, there: int) -> list[str]:
-    """Ranks that differ in the same way, together."""
-    alike: dict[tuple[str, ...], list[int]] = {}
+def _detail_lines(details: Details, there: int) -> list[str]:
+    """Ranks that differ in the same way, together; ``there`` is the rank that they were compared with."""
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
     for rank, lines in details:
-        alike.setdefault(lines, []).append(rank)
+        ranks_of.setdefault(lines, []).append(rank)
     return [
         text
-        for lines, ranks in alike.items()
+        for lines, ranks in ranks_of.items()
         for text in (
             f"  here on rank{'s' * (len(ranks) > 1)} {spans(tuple(ranks))}, there on rank {there}:",
             *(f"    {line}" for line in lines),
@@ -138,18 +138,18 @@ def _told(details: Details, there: int) -> list[str]:
     ]
 
 
-def compare(held: tuple[Digests, ...]) -> tuple[Difference, ...]:
+def compare(by_rank: tuple[Digests, ...]) -> tuple[Difference, ...]:
     """What differs among the digests that each rank holds, in rank order; names in the order of their first holder."""
-    names = dict.fromkeys(name for digests in held for name, _ in digests)
-    found = []
+    names = dict.fromkeys(name for digests in by_rank for name, _ in digests)
+    differences = []
     for name in names:
-        values = [dict(digests).get(name, "") for digests in held]
+        values = [dict(digests).get(name, "") for digests in by_rank]
         if len(counted := Counter(values).most_common()) > 1:
             holders = tuple(
                 (value, tuple(rank for rank, other in enumerate(values) if other == value)) for value, _ in counted
             )
-            found.append(Difference(name=name, holders=holders))
-    return tuple(found)
+            differences.append(Difference(name=name, holders=holders))
+    return tuple(differences)
 
 
 def spans(ranks: tuple[int, ...]) -> str:

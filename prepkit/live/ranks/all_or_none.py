@@ -113,7 +113,7 @@ class RankGuard:
 
     def on_event(self, event: Event) -> None:
         """Listens to the interpreter: a step that begins is the rank's own affair until it enters a barrier."""
-        if event.moment == "do":
+        if event.phase == "do":
             self.with_others = False
 
     def report_failure(self, error: BaseException) -> BaseException:

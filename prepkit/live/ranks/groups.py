@@ -15,10 +15,10 @@ def end() -> list[Any]:
     the group. Were that thread the last to hold the group it would have to wait for itself, and torch aborts the
     process ("Resource deadlock avoided").
     """
-    held: list[Any] = list(dist.distributed_c10d._world.pg_map)  # torch has no public list of them
+    ended: list[Any] = list(dist.distributed_c10d._world.pg_map)  # torch has no public list of them
     dist.destroy_process_group()
     forget_meshes()
-    return held
+    return ended
 
 
 def forget_meshes() -> None:

@@ -47,14 +47,14 @@ def launch() -> Launch:
 
 def processes() -> int:
     """How many processes the launcher has started; 1 where it has not said all that torch's rendezvous needs."""
-    found = launch()
-    return 1 if found.missing else int(found.world_size or 1)
+    launched = launch()
+    return 1 if launched.missing else int(launched.world_size or 1)
 
 
 def place() -> tuple[int, int]:
     """Rank and number of processes, as the launcher has set them. Raises ``ValueError`` where it has not."""
-    found = launch()
-    return int(found.rank or ""), int(found.world_size or "")
+    launched = launch()
+    return int(launched.rank or ""), int(launched.world_size or "")
 
 
 def meeting_place(timeout_s: float) -> tuple[Store, int, int]:
@@ -64,9 +64,9 @@ def meeting_place(timeout_s: float) -> tuple[Store, int, int]:
     Raises ``torch.distributed.DistError`` where they are not after ``timeout_s`` seconds.
     """
     limit = timedelta(seconds=timeout_s)
-    place: tuple[Store, int, int] = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]  # public, not exported
-    place[0].set_timeout(limit)
-    return place
+    meeting: tuple[Store, int, int] = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]  # public, not exported
+    meeting[0].set_timeout(limit)
+    return meeting
 
 
 def local_rank() -> int:

@@ -25,7 +25,10 @@ class Skipped:
 
 
 def rehearsable(plan: Plan) -> tuple[Plan, tuple[Skipped, ...]]:
-    """The plan as far as it can be rehearsed, and what of it cannot."""
+    """The plan with every step that a rehearsal can run, as it runs it, and what was left out or changed.
+
+    Its layout is what that plan leads to: without the classes of packed weights, and without MS-AMP's dtypes.
+    """
     kept: list[Planned] = []
     skipped: list[Skipped] = []
     for index, planned in enumerate(plan.steps):

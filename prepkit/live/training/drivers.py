@@ -1,4 +1,8 @@
-"""What a training loop needs of each engine, and clipping over whatever the parameters have become."""
+"""What ``Prepared`` asks of the engine that wraps the model, and clipping over whatever the parameters have become.
+
+Engines differ in four things: how averaging is switched off inside an accumulation window, how gradients are clipped,
+and whether they run backward and the optimizer step themselves, as DeepSpeed does. A ``Driver`` holds these four.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from prepkit.live.training import drivers_fsdp1
 
 @frozen(kw_only=True)
 class Driver:
-    """One engine's switch for gradient averaging, and what it does by itself."""
+    """What one engine does in a training loop; where a field is None, ``Prepared`` does it itself."""
 
     sync: Callable[[Module, bool], None]
     """Says whether the next forward and backward average gradients over the ranks. Called before the forward."""
@@ -36,7 +40,7 @@ class Driver:
 
 @frozen(kw_only=True)
 class Stepped:
-    """What an engine of its own made of one micro-batch."""
+    """What became of one micro-batch in an engine that steps by itself."""
 
     applied: bool
     """Whether parameters were updated: False between the ends of windows, and where a gradient overflowed."""
@@ -73,11 +77,11 @@ def _step_deepspeed(model: Any, last: bool) -> Stepped:
     """Called for every micro-batch: the engine counts them, and acts on the last of a window only (W-23)."""
     norm = None
     if last and not (model.zero_optimization() or model.fp16_enabled() or model.bfloat16_enabled()):
-        held = [param for param in model.module.parameters() if param.grad is not None]
-        norm = total_norm(held, 2.0)  # the engine clips in this case, and forgets the norm
+        params = [param for param in model.module.parameters() if param.grad is not None]
+        norm = total_norm(params, 2.0)  # the engine clips in this case, and forgets the norm
     model.step()
-    if last and norm is None and (found := model.get_global_grad_norm()) is not None:
-        norm = torch.as_tensor(found)
+    if last and norm is None and (joint := model.get_global_grad_norm()) is not None:
+        norm = torch.as_tensor(joint)
     return Stepped(applied=bool(model.was_step_applied()), norm=norm)
 
 
@@ -95,7 +99,7 @@ def driver(model: Module) -> Driver:
     """The driver of a prepared model."""
     if "DeepSpeedEngine" in known_bases(type(model)):  # by name, so that DeepSpeed need not be there
         return DEEPSPEED
-    return next(found for kind, found in DRIVERS if isinstance(model, kind))
+    return next(own for kind, own in DRIVERS if isinstance(model, kind))
 
 
 def clip(how: Clip, params: Iterable[Parameter]) -> torch.Tensor | None:
@@ -103,17 +107,17 @@ def clip(how: Clip, params: Iterable[Parameter]) -> torch.Tensor | None:
 
     The norm is over all ranks' shards: on every rank the same whole scalar. Collective for sharded parameters.
     """
-    held = [param for param in params if param.grad is not None]
+    with_grad = [param for param in params if param.grad is not None]
     match how:
         case NoClip():
             return None
         case ClipNorm(max_norm=most, norm_type=power):
-            norm = total_norm(held, power)
-            for group in _alike(held):
+            norm = total_norm(with_grad, power)
+            for group in _by_mesh(with_grad):
                 clip_grads_with_norm_(group, most, norm)
             return norm
         case ClipValue(max_value=most):
-            for group in _alike(held):
+            for group in _by_mesh(with_grad):
                 clip_grad_value_(group, most)
             return None
         case _:
@@ -122,14 +126,14 @@ def clip(how: Clip, params: Iterable[Parameter]) -> torch.Tensor | None:
 
 def total_norm(params: Sequence[Parameter], power: float) -> torch.Tensor:
     """The p-norm of all gradients as one vector, whole ones and shards on any mesh together; 0 without gradients."""
-    norms = [_whole(get_total_norm([_gradient(p) for p in group], power)) for group in _alike(params)]
+    norms = [_whole(get_total_norm([_gradient(p) for p in group], power)) for group in _by_mesh(params)]
     if not norms:
         return torch.zeros(())
     joint: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), power)
     return joint
 
 
-def _alike(params: Sequence[Parameter]) -> list[list[Parameter]]:
+def _by_mesh(params: Sequence[Parameter]) -> list[list[Parameter]]:
     """Plain parameters, and those of each mesh: torch's fused kernels take no mixture."""
     groups: dict[DeviceMesh | None, list[Parameter]] = defaultdict(list)
     for param in params:

@@ -26,27 +26,27 @@ def clip(model: Module, how: Clip, params: Iterable[Parameter]) -> torch.Tensor 
 
     As ``FullyShardedDataParallel.clip_grad_norm_``, but over the optimizer's parameters alone. Collective for a norm.
     """
-    held = [param for param in params if param.grad is not None]
+    with_grad = [param for param in params if param.grad is not None]
     match how:
         case NoClip():
             return None
         case ClipValue(max_value=most):
-            if held:  # a rank whose shards are of frozen parameters alone has none, and torch takes no empty list
-                torch.nn.utils.clip_grad_value_(held, most)
+            if with_grad:  # a rank whose shards are of frozen parameters alone has none, and torch takes no empty list
+                torch.nn.utils.clip_grad_value_(with_grad, most)
             return None
         case ClipNorm(max_norm=most, norm_type=power):
-            norm = total_norm(model, held, power)
-            torch.nn.utils.clip_grads_with_norm_(held, most, norm)
+            norm = total_norm(model, with_grad, power)
+            torch.nn.utils.clip_grads_with_norm_(with_grad, most, norm)
             return norm
 
 
 def total_norm(model: Module, params: list[Parameter], power: float) -> torch.Tensor:
     """The p-norm of all gradients as one vector: shards summed over the ranks that share them, whole ones once."""
     assert isinstance(model, FullyShardedDataParallel), "the table of drivers gives this one FSDP1 models only"
-    cut = {id(p) for piece in _cut(model) for p in piece}
+    shards = {id(param) for params_of_unit in _sharded(model) for param in params_of_unit}
     device: Any = model.compute_device
-    parts = [_norm([p for p in params if (id(p) in cut) is which], power, device) for which in (True, False)]
-    if cut:
+    parts = [_norm([p for p in params if (id(p) in shards) is which], power, device) for which in (True, False)]
+    if shards:
         how = dist.ReduceOp.MAX if isinf(power) else dist.ReduceOp.SUM
         parts[0] = parts[0] if isinf(power) else parts[0] ** power
         dist.all_reduce(parts[0], op=how, group=model.process_group)
@@ -55,7 +55,7 @@ def total_norm(model: Module, params: list[Parameter], power: float) -> torch.Te
     return joint
 
 
-def _cut(model: Module) -> Iterable[tuple[Parameter, ...]]:
+def _sharded(model: Module) -> Iterable[tuple[Parameter, ...]]:
     """The parameters whose gradients are shards."""
     for unit in fsdp1_flat.units(model).values():
         handle = unit._handle

@@ -42,14 +42,14 @@ def gradients(model: Module) -> Iterator[Gradient]:
 
 def _flat(model: Module) -> Iterator[Gradient]:
     """Of FSDP1's flat parameters each rank holds a shard, in which a parameter may have no element."""
-    pieces = fsdp1_flat.pieces(model)
+    shards = fsdp1_flat.flat_shards(model)
     params = names.named_parameters(model)
-    for name, piece in pieces.items():
-        holder = params[name] if piece.original else piece.flat
+    for name, shard in shards.items():
+        holder = params[name] if shard.original else shard.flat
         if holder.requires_grad:
-            yield _of(name, holder, holder.grad, here=piece.last > piece.first)
+            yield _of(name, holder, holder.grad, here=shard.last > shard.first)
     for name, param in params.items():  # of modules that FSDP1 ignores
-        if name not in pieces and param.requires_grad and "_flat_param" not in name:
+        if name not in shards and param.requires_grad and "_flat_param" not in name:
             yield _of(name, param, param.grad)
 
 

@@ -33,24 +33,28 @@ LEAVES_APART: dict[type, Callable[[Any], bool]] = {
 }
 """Step kinds that can mean that every rank keeps buffers of its own, and whether this step does."""
 
+PLAIN = (Tensor,)
+"""Classes whose bytes lie as their shape says."""
+
 
 def fingerprints(named: Mapping[str, Tensor]) -> dict[str, str]:
     """Name to SHA-256 of the bytes; without those on meta and those of tensor subclasses, which lie as they like."""
     return {name: _digest(buffer) for name, buffer in named.items() if not buffer.is_meta and type(buffer) in PLAIN}
 
 
-PLAIN = (Tensor,)
-
-
 def _digest(buffer: Tensor) -> str:
-    held = buffer.detach().cpu().contiguous()
-    size = held.numel() * held.element_size()
-    data = (ctypes.c_char * size).from_address(held.data_ptr()) if size else b""  # no copy, and no numpy
+    on_host = buffer.detach().cpu().contiguous()
+    size = on_host.numel() * on_host.element_size()
+    data = (ctypes.c_char * size).from_address(on_host.data_ptr()) if size else b""  # no copy, and no numpy
     return hashlib.sha256(data).hexdigest()
 
 
 def checks(plan: Plan, live: LiveModel, rank: int, before: Mapping[str, str]) -> Iterator[Check]:
-    """Collective where a group runs that carries data, for every rank of it alike."""
+    """Whether buffers kept the values of ``before``, but for those that a step may write, and are equal on all ranks.
+
+    Collective where a group runs that carries data, for every rank of it alike. ``before``: name to digest, as
+    ``fingerprints`` gave them before the first step.
+    """
     steps = [planned.step for planned in plan.steps]
     now = fingerprints(live.buffers)
     if not any(REWRITES[type(step)](step, rank) for step in steps if type(step) in REWRITES):
@@ -68,12 +72,20 @@ def checks(plan: Plan, live: LiveModel, rank: int, before: Mapping[str, str]) ->
 
 
 def _unequal(mine: dict[str, str]) -> list[str]:
+    """Buffers that are not the same everywhere, and on which ranks. Collective: 32 bytes, or all digests."""
     if alike(hashlib.sha256(repr(sorted(mine.items())).encode()).digest()):
         return []
-    held: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(held, mine)
-    names = dict.fromkeys(name for one in held for name in one)
+    by_rank: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(by_rank, mine)
+    first = by_rank[0]
+    names = dict.fromkeys(name for digests in by_rank for name in digests)
     fix = "build the model with the same seed everywhere, or broadcast its buffers from rank 0, before apply"
-    odd = {name: tuple(rank for rank, one in enumerate(held) if one.get(name) != held[0].get(name)) for name in names}
-    bad = [f"{name} differs between rank 0 and rank{'s' * (len(at) > 1)} {spans(at)}" for name, at in odd.items() if at]
+    odd = {
+        name: tuple(r for r, digests in enumerate(by_rank) if digests.get(name) != first.get(name)) for name in names
+    }
+    bad = [
+        f"{name} differs between rank 0 and rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+        for name, ranks in odd.items()
+        if ranks
+    ]
     return [f"{bad[0]} ({fix})", *bad[1:]] if bad else []

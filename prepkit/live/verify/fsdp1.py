@@ -20,11 +20,11 @@ from prepkit.steps import FlatUnit, RegroupOptimizer, WrapFSDP1
 
 def wrong_units(step: WrapFSDP1, live: LiveModel) -> list[str]:
     """Units that are not there, were not planned, or were given another strategy or dtype."""
-    found = fsdp1_flat.units(live.target.model)
+    wrappers = fsdp1_flat.units(live.target.model)
     planned = {unit.path: unit for unit in step.units}
-    bad = [f"{path or 'the root'} is none" for path in sorted(set(planned) - set(found))]
-    bad += [f"{path or 'the root'} was not planned" for path in found if path not in planned]
-    for path, unit in found.items():
+    bad = [f"{path or 'the root'} is none" for path in sorted(set(planned) - set(wrappers))]
+    bad += [f"{path or 'the root'} was not planned" for path in wrappers if path not in planned]
+    for path, unit in wrappers.items():
         strategy = unit.sharding_strategy.name.lstrip("_")
         if strategy != step.sharding:
             bad.append(f"{path or 'the root'} is {strategy}")
@@ -67,21 +67,21 @@ FLAT = "_flat_param"
 
 def flat_names(plan: Plan) -> set[str]:
     """Names of the parameters that a plan puts into the place of the model's own."""
-    return {f"{one.unit}.{FLAT}".lstrip(".") for one in plan.layout if one.flat and not one.flat.original}
+    return {f"{param.unit}.{FLAT}".lstrip(".") for param in plan.layout if param.flat and not param.flat.original}
 
 
 def wrong_parts(plan: Plan, live: LiveModel, rank: int) -> Iterator[tuple[str, list[str]]]:
     """Name of every flattened parameter, and what differs between its planned and its found place and view."""
-    places = fsdp1_flat.pieces(live.target.model) if any(one.flat for one in plan.layout) else {}
+    shards = fsdp1_flat.flat_shards(live.target.model) if any(param.flat for param in plan.layout) else {}
     for layout in plan.layout:
-        part, piece = layout.flat, places.get(layout.name)
+        part, shard = layout.flat, shards.get(layout.name)
         if part is None:
             continue
-        if piece is None:
+        if shard is None:
             yield layout.name, ["it is in no flat parameter"]
             continue
-        planned, found = _planned_place(layout, part, plan, rank), _found_place(piece)
-        bad = [f"{key} planned {planned[key]}, found {found[key]}" for key in planned if planned[key] != found[key]]
+        planned, actual = _planned_place(layout, part, plan, rank), _actual_place(shard)
+        bad = [f"{key} planned {planned[key]}, found {actual[key]}" for key in planned if planned[key] != actual[key]]
         param = live.params.get(layout.name)
         if param is not None:
             bad.extend(planned_layout(_view(layout, plan, rank), plan.mesh, rank).against(actual_layout(param)))
@@ -102,15 +102,15 @@ def _planned_place(layout: ParamLayout, part: FlatPart, plan: Plan, rank: int) -
     }
 
 
-def _found_place(piece: fsdp1_flat.Piece) -> dict[str, object]:
+def _actual_place(shard: fsdp1_flat.FlatShard) -> dict[str, object]:
     return {
-        "unit": piece.unit,
-        "start": piece.start,
-        "elements per rank": piece.shard,
-        "shape": tuple(piece.shape),
-        "elements here": (piece.first, piece.last),
-        "dtype": str(piece.flat.dtype).removeprefix("torch."),
-        "still a parameter": piece.original,
+        "unit": shard.unit,
+        "start": shard.start,
+        "elements per rank": shard.shard,
+        "shape": tuple(shard.shape),
+        "elements here": (shard.first, shard.last),
+        "dtype": str(shard.flat.dtype).removeprefix("torch."),
+        "still a parameter": shard.original,
     }
 
 
@@ -133,11 +133,11 @@ def wrong_groups(step: RegroupOptimizer, live: LiveModel) -> list[str]:
 def wrong_states(live: LiveModel) -> list[str]:
     """State tensors that do not lie as their parameter does: no cut of one is a cut of the other."""
     optimizer = live.target.optimizer
-    held_by = {id(param): name for name, param in reversed(fsdp1_flat.holders(live.target.model).items())}
+    names = {id(param): name for name, param in reversed(fsdp1_flat.holders(live.target.model).items())}
     return [
-        f"{key} of {held_by[id(param)]} has shape {tuple(value.shape)}, the parameter {tuple(local(param).shape)}"
+        f"{key} of {names[id(param)]} has shape {tuple(value.shape)}, the parameter {tuple(local(param).shape)}"
         for param, state in (optimizer.state if optimizer else {}).items()
-        if id(param) in held_by
+        if id(param) in names
         for key, value in state.items()
         if isinstance(value, Tensor) and value.ndim and value.shape != param.shape
     ]

@@ -16,17 +16,18 @@ from prepkit.steps import ShardUnits, Unit
 
 def checks(step: ShardUnits, live: LiveModel) -> Iterator[Check]:
     """Hooks and policies of the units that are there; a missing one has been told already."""
-    found = [(unit, module) for unit in step.units for module in live.at(unit.path) if isinstance(module, FSDPModule)]
-    hooks = [f"{unit.path or 'the root'} has none" for unit, module in found if not _gathers(module)]
+    units = [(unit, module) for unit in step.units for module in live.at(unit.path) if isinstance(module, FSDPModule)]
+    hooks = [f"{unit.path or 'the root'} has none" for unit, module in units if not _gathers(module)]
     yield each("ShardUnits", "a hook gathers each unit", hooks)
-    bad = [f"{unit.path or 'the root'}: {text}" for unit, module in found for text in _policies(step, unit, module)]
+    bad = [f"{unit.path or 'the root'}: {text}" for unit, module in units for text in _policies(step, unit, module)]
     yield each("ShardUnits", "dtypes, offload and resharding of each unit", bad)
 
 
 def _gathers(module: Any) -> bool:
+    """Whether the unit's own state hears the module's forward begin and end: there it gathers and frees."""
     state = module._get_fsdp_state()
-    hooks = (module._forward_pre_hooks, module._forward_hooks)
-    return all(any(_of(state, hook) for hook in held.values()) for held in hooks)
+    tables = (module._forward_pre_hooks, module._forward_hooks)
+    return all(any(_of(state, hook) for hook in hooks.values()) for hooks in tables)
 
 
 def _of(state: Any, hook: Any) -> bool:
@@ -39,11 +40,12 @@ def _of(state: Any, hook: Any) -> bool:
 
 
 def _policies(step: ShardUnits, unit: Unit, module: Module) -> Iterator[str]:
-    there = unit_fact(unit.path, module)
+    """Where ``fully_shard`` was asked for something else; a unit without parameters has no group that could say."""
+    actual = unit_fact(unit.path, module)
     wanted = (step.param_dtype, step.reduce_dtype, unit.output_dtype)
-    if (found := (there.param_dtype, there.reduce_dtype, there.output_dtype)) != wanted:
-        yield f"parameter, reduction and output dtype planned {wanted}, found {found}"
-    if there.ranks and there.offload != step.offload:
-        yield f"offload planned {step.offload}, found {there.offload}"
-    if there.ranks and bool(there.reshard_after_forward) != bool(unit.reshard_after_forward):
-        yield f"reshard_after_forward planned {unit.reshard_after_forward}, found {there.reshard_after_forward}"
+    if (dtypes := (actual.param_dtype, actual.reduce_dtype, actual.output_dtype)) != wanted:
+        yield f"parameter, reduction and output dtype planned {wanted}, found {dtypes}"
+    if actual.ranks and actual.offload != step.offload:
+        yield f"offload planned {step.offload}, found {actual.offload}"
+    if actual.ranks and bool(actual.reshard_after_forward) != bool(unit.reshard_after_forward):
+        yield f"reshard_after_forward planned {unit.reshard_after_forward}, found {actual.reshard_after_forward}"

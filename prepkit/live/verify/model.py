@@ -23,7 +23,7 @@ CASTS_BUFFERS: tuple[type, ...] = (InitializeDeepSpeed,)
 
 
 def checks(plan: Plan, live: LiveModel, rank: int) -> Iterator[Check]:
-    """All of them; reads no tensor's data."""
+    """Parameters, master weights, ties, buffers, optimizer and scheduler of this rank; reads no tensor's data."""
     yield from _parameters(plan, live, rank)
     yield from _masters(plan, live)
     yield from _ties(plan, live)
@@ -48,8 +48,8 @@ def _parameters(plan: Plan, live: LiveModel, rank: int) -> Iterator[Check]:
         yield Check(subject=name, what="layout", holds=not wrong, detail="; ".join(wrong))
     known = {layout.name for layout in plan.layout} | {name for group in plan.facts.model.ties for name in group}
     known |= fsdp1.flat_names(plan)
-    same_ones = {id(live.params[name]) for name in known if name in live.params}  # also where a module is shared
-    unknown = [name for name, param in live.params.items() if name not in known and id(param) not in same_ones]
+    tied = {id(live.params[name]) for name in known if name in live.params}  # also where a module is shared
+    unknown = [name for name, param in live.params.items() if name not in known and id(param) not in tied]
     yield each("model", "no parameter that the plan does not know", unknown)
 
 
@@ -58,15 +58,15 @@ def _ties(plan: Plan, live: LiveModel) -> Iterator[Check]:
     for group in plan.facts.model.ties:
         if gone.intersection(group):
             continue  # one flat parameter holds it, once
-        held = {id(live.params.get(name)) for name in group}
-        found = f"{' and '.join(group)} are no longer one parameter"
-        yield Check(subject=group[0], what="tied", holds=len(held) == 1, detail=found if len(held) > 1 else "")
+        params = {id(live.params.get(name)) for name in group}
+        detail = f"{' and '.join(group)} are no longer one parameter" if len(params) > 1 else ""
+        yield Check(subject=group[0], what="tied", holds=not detail, detail=detail)
 
 
 def meta(live: LiveModel) -> Iterator[Check]:
     """Every tensor has data."""
-    held = {**live.params, **live.buffers}
-    left = [name for name, tensor in held.items() if local(tensor).device.type == "meta"]  # MS-AMP knows no is_meta
+    tensors = {**live.params, **live.buffers}
+    left = [name for name, tensor in tensors.items() if local(tensor).device.type == "meta"]  # MS-AMP knows no is_meta
     yield each("model", "nothing is left on meta", left)
 
 
@@ -85,8 +85,8 @@ def _slots(plan: Plan, live: LiveModel) -> Iterator[Check]:
     bad = [
         f"group {index} slot {place} does not hold the model's {name}"
         for index, (slots, group) in enumerate(zip(groups, optimizer.param_groups, strict=False))
-        for place, (name, held) in enumerate(zip(slots, group["params"], strict=False))
-        if name and live.params.get(name) is not held
+        for place, (name, param) in enumerate(zip(slots, group["params"], strict=False))
+        if name and live.params.get(name) is not param
     ]
     yield each("optimizer", "every slot holds the model's parameter", bad)
 
@@ -109,13 +109,15 @@ def _masters(plan: Plan, live: LiveModel) -> Iterator[Check]:
 def _buffers(plan: Plan, live: LiveModel) -> Iterator[Check]:
     casts = any(isinstance(planned.step, CASTS_BUFFERS) for planned in plan.steps)
     bad = []
-    for seen in plan.facts.model.buffers:
-        held = live.buffers.get(seen.name)
-        if held is None:
-            bad.append(f"{seen.name} is gone")
-        elif (found := (tuple(held.shape), seen.dtype if casts else _dtype(held))) != (seen.shape, seen.dtype):
-            bad.append(f"{seen.name} planned {seen.dtype}{list(seen.shape)}, found {found[1]}{list(found[0])}")
-    known = {seen.name for seen in plan.facts.model.buffers}
+    for fact in plan.facts.model.buffers:
+        buffer = live.buffers.get(fact.name)
+        if buffer is None:
+            bad.append(f"{fact.name} is gone")
+            continue
+        shape, dtype = tuple(buffer.shape), fact.dtype if casts else _dtype(buffer)
+        if (shape, dtype) != (fact.shape, fact.dtype):
+            bad.append(f"{fact.name} planned {fact.dtype}{list(fact.shape)}, found {dtype}{list(shape)}")
+    known = {fact.name for fact in plan.facts.model.buffers}
     bad += [f"{name} was not planned" for name in live.buffers if name not in known and not _alias(name, live, known)]
     yield each("model", "buffers are those of the plan", bad)
 
@@ -135,13 +137,13 @@ def _coverage(plan: Plan, live: LiveModel) -> Iterator[Check]:
     if optimizer is None:
         return
     names = {id(param): name for name, param in reversed(live.params.items())}
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    foreign = sum(id(param) not in names for param in held)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    foreign = sum(id(param) not in names for param in params)
     seen = plan.facts.optimizer
     allowed = sum(not name for group in seen.groups for name in group.slots) if seen is not None else 0
     yield same("optimizer", "tensors that are not the model's", allowed, foreign)
     planned = {name for group in seen.groups for name in group.slots if name} if seen is not None else None
-    stepped = {names.get(id(param), "") for param in held}
+    stepped = {names.get(id(param), "") for param in params}
     missing = [
         name
         for name, param in live.params.items()
@@ -160,13 +162,13 @@ def _lost(plan: Plan, live: LiveModel, optimizer: Optimizer) -> list[str]:
     if seen is None or not seen.stateful:
         return []
     stateful = {id(param) for param, state in optimizer.state.items() if state}
-    places = fsdp1_flat.pieces(live.target.model)
-    held = {**live.params, **{name: piece.flat for name, piece in places.items() if not piece.original}}
-    empty = {name for name, piece in places.items() if piece.original and piece.cut and piece.first == piece.last}
+    shards = fsdp1_flat.flat_shards(live.target.model)
+    holders = {**live.params, **{name: shard.flat for name, shard in shards.items() if not shard.original}}
+    empty = {name for name, shard in shards.items() if shard.original and shard.cut and shard.first == shard.last}
     return [
         f"{name} has lost its state"
         for name in seen.stateful
-        if name not in empty and id(held.get(name)) not in stateful
+        if name not in empty and id(holders.get(name)) not in stateful
     ]
 
 

@@ -25,11 +25,11 @@ def rebound(step: RebindOptimizer, live: LiveModel) -> Iterator[Check]:
     del step
     yield each("RebindOptimizer", "no state is left behind", sorted(live.target.released))
     optimizer = live.target.optimizer
-    held = {id(param): name for name, param in reversed(live.params.items())}  # a tied one under its first name
+    names = {id(param): name for name, param in reversed(live.params.items())}  # a tied one under its first name
     bad = [
-        f"{key} of {held[id(param)]} has {difference}"
+        f"{key} of {names[id(param)]} has {difference}"
         for param, state in (optimizer.state if optimizer else {}).items()
-        if id(param) in held
+        if id(param) in names
         for key, value in state.items()
         if isinstance(value, Tensor) and value.shape == param.shape
         for difference in _apart(param, value)
@@ -38,9 +38,10 @@ def rebound(step: RebindOptimizer, live: LiveModel) -> Iterator[Check]:
 
 
 def _apart(param: Tensor, value: Tensor) -> tuple[str, ...]:
-    here, there = actual_layout(param), actual_layout(value)
-    like = evolve(there, placements=here.placements, local_shape=here.local_shape)  # class, dtype and grad may differ
-    return like.against(there)
+    of_param, of_state = actual_layout(param), actual_layout(value)
+    # Class, dtype and requires_grad may differ.
+    expected = evolve(of_state, placements=of_param.placements, local_shape=of_param.local_shape)
+    return expected.against(of_state)
 
 
 def created(step: CreateOptimizer, live: LiveModel) -> Iterator[Check]:
@@ -49,19 +50,18 @@ def created(step: CreateOptimizer, live: LiveModel) -> Iterator[Check]:
     if hasattr(live.target.model, "basic_optimizer"):
         return  # DeepSpeed has taken it over; what it holds is looked at there
     yield same("CreateOptimizer", "class", step.algorithm, type(optimizer).__name__)
-    held = [id(param) for group in (optimizer.param_groups if optimizer else ()) for param in group["params"]]
+    slots = [id(param) for group in (optimizer.param_groups if optimizer else ()) for param in group["params"]]
     holders = {**live.params, **fsdp1_flat.holders(live.target.model)}
     wanted: dict[int, str] = {}
     for name in step.names:
         wanted.setdefault(id(holders.get(name)), name)  # what holds several, once
-    yield same("CreateOptimizer", "number of parameters", len(wanted), len(held))
-    bad = [name for (kept, name), found in zip(wanted.items(), held, strict=False) if kept != found]
+    yield same("CreateOptimizer", "number of parameters", len(wanted), len(slots))
+    bad = [name for (key, name), slot in zip(wanted.items(), slots, strict=False) if key != slot]
     yield each("CreateOptimizer", "every slot holds the model's parameter", bad)
     options = optimizer.param_groups[0] if optimizer else {}
-    given = {one.name: options.get(one.name) for one in step.options}
     bad = [
-        f"{one.name} planned {one.value}, found {given[one.name]}"
-        for one in step.options
-        if given[one.name] != one.value
+        f"{option.name} planned {option.value}, found {options.get(option.name)}"
+        for option in step.options
+        if options.get(option.name) != option.value
     ]
     yield each("CreateOptimizer", "options", bad)

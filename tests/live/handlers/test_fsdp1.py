@@ -226,7 +226,7 @@ def computing(rank: int, world: int) -> dict[str, Any]:
     out = ready.model(BATCHES[0])
     ready.backward(out.square().mean())
     ready.step()
-    stored = {str(piece.flat.dtype) for piece in fsdp1_flat.pieces(ready.model).values()}
+    stored = {str(piece.flat.dtype) for piece in fsdp1_flat.flat_shards(ready.model).values()}
     moved = bool((there["layers.0.1"].running_mean != before).any())
     return {
         **seen,
@@ -254,7 +254,7 @@ def upcast(rank: int, world: int) -> dict[str, tuple[str, bool]]:
     cfg = c.Config(engine=c.FSDP1(), precision=c.BF16(), optimizer=c.SGD(lr=0.1))
     ready = pk.apply(pk.build_plan(cfg, model))
     loss_of(ready.model, BATCHES[0]).backward()
-    return {n: (str(p.flat.dtype), p.flat.requires_grad) for n, p in fsdp1_flat.pieces(ready.model).items()}
+    return {n: (str(p.flat.dtype), p.flat.requires_grad) for n, p in fsdp1_flat.flat_shards(ready.model).items()}
 
 
 def test_a_unit_that_trains_something_is_stored_in_float32_whole_and_a_frozen_one_as_it_came(gang2: Gang) -> None:
@@ -272,7 +272,7 @@ def ignoring(rank: int, world: int) -> tuple[list[str], torch.Size, float]:
     ready.backward(loss_of(ready.model, BATCHES[0]))
     ready.step()
     held = names.named_parameters(ready.model)["embed.weight"]
-    return list(fsdp1_flat.pieces(ready.model)), held.shape, float((held - seeded(Tiny).embed.weight).abs().max())
+    return list(fsdp1_flat.flat_shards(ready.model)), held.shape, float((held - seeded(Tiny).embed.weight).abs().max())
 
 
 def test_an_ignored_module_stays_whole_and_takes_along_what_is_tied_to_it(gang2: Gang) -> None:

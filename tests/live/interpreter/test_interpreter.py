@@ -185,7 +185,7 @@ def test_events_tell_every_moment() -> None:
     told: list[Event] = []
     handlers, _ = recording((Wash, Cut), on_do=fails_at("knife", ValueError("rust")))
     interpret(PLAN, handlers, None, told.append)
-    assert [(event.moment, event.index) for event in told] == [
+    assert [(event.phase, event.index) for event in told] == [
         *(("ready", index) for index in range(3)),
         *((moment, index) for index in range(2) for moment in ("do", "done")),
         ("do", 2),
@@ -206,7 +206,7 @@ def test_a_listener_that_raises_changes_nothing() -> None:
 
 def test_an_interrupt_after_the_last_deed_takes_that_deed_back_too() -> None:
     def listener(event: Event) -> None:
-        if event.moment == "done" and event.index == 2:
+        if event.phase == "done" and event.index == 2:
             raise KeyboardInterrupt
 
     handlers, log = recording((Wash, Cut))
@@ -217,7 +217,7 @@ def test_an_interrupt_after_the_last_deed_takes_that_deed_back_too() -> None:
 
 def test_an_interrupt_after_a_step_without_a_way_back_leaves_it_standing_but_not_torn() -> None:
     def listener(event: Event) -> None:
-        if event.moment == "done":
+        if event.phase == "done":
             raise KeyboardInterrupt
 
     handlers, _ = recording(one_way())
