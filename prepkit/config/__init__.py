@@ -14,6 +14,7 @@ from prepkit.config.checkpointing import ActivationCheckpointing, CheckpointBloc
 from prepkit.config.compile import Compile, CompileBlocks, CompileModel, NoCompile
 from prepkit.config.ddp import DDP, CommHook, CompressHook, NoHook, PowerSGDHook
 from prepkit.config.deepspeed import DeepSpeed, Schedule
+from prepkit.config.field_docs import show_fields
 from prepkit.config.fp8 import MSAMP, DelayedScaling, FP8Backend, MXFP8BlockScaling, TorchAO, TransformerEngine
 from prepkit.config.fsdp import FSDP1, FSDP2, KeepOnDevice, Offload, OffloadToCPU, Sharding
 from prepkit.config.loaders import KeepLoaders, Loaders, ShardLoaders
@@ -96,3 +97,6 @@ class Config:
     """What happens to the data loaders."""
     overrides: tuple[str, ...] = ()
     """Ids of rules whose errors are accepted. Each use is recorded in the plan."""
+
+
+show_fields(globals())
