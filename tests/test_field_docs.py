@@ -9,7 +9,7 @@ from attrs import fields
 
 import prepkit as pk
 from prepkit import config
-from prepkit.config.field_docs import field_docs
+from prepkit.field_docs import field_docs
 
 CLASSES = [value for value in vars(config).values() if isinstance(value, type) and hasattr(value, "__attrs_attrs__")]
 
