@@ -60,7 +60,7 @@ NODE = 8
 
 @frozen(kw_only=True)
 class Row:
-    """One layout."""
+    """One engine on one mesh of one world size: what its fullest rank holds and what a rank sends."""
 
     engine: str
     world_size: int
@@ -248,5 +248,5 @@ def sweep_text(rows: tuple[Row, ...], refused: tuple[Refused, ...], limit: int =
 
 
 def sweep_data(rows: tuple[Row, ...], refused: tuple[Refused, ...]) -> dict[str, Any]:
-    """The same for scripts, all of it."""
+    """All rows and refusals as JSON data, for scripts."""
     return {"rows": [asdict(row) for row in rows], "refused": [asdict(entry) for entry in refused]}

@@ -28,13 +28,15 @@ LIMIT = 4
 
 @frozen(kw_only=True)
 class Option:
-    """A change of the config after which the plan fits."""
+    """A changed config whose plan fits, with what a rank then holds and sends."""
 
     config: Config
     diff: tuple[str, ...]
     """What to change, one line per field."""
     floor: int
+    """Bytes that the fullest rank then certainly holds at one moment."""
     ceiling: int
+    """Bytes that it holds at most."""
     sent: int
     """Bytes that a rank sends per step."""
     between: int
@@ -58,7 +60,7 @@ class Option:
 
 @frozen(kw_only=True)
 class Fit:
-    """Whether a plan fits into a memory."""
+    """Whether a plan fits into the memory of a device, how surely, and what else would. True where it fits."""
 
     memory: int
     floor: int
@@ -104,7 +106,7 @@ class Fit:
 
 
 def bounds(prediction: Prediction) -> tuple[int, int]:
-    """Floor and ceiling of the fullest rank's device memory."""
+    """Bytes of device memory that some rank certainly holds at one moment, and that no rank exceeds."""
     return max(ranks.floor() for ranks in prediction.classes), max(ranks.total() for ranks in prediction.classes)
 
 
@@ -205,7 +207,7 @@ def _option(plan: Plan, cfg: Config, moves: tuple[Move, ...], memory: int, again
 
 
 def _diff(old: Config, new: Config) -> tuple[str, ...]:
-    """The fields that differ, as they are typed."""
+    """``name=new instead of old`` for each field that differs, as one would type it."""
     pairs = ((field.name, getattr(old, field.name), getattr(new, field.name)) for field in fields(Config))
     return tuple(f"{name}={typed(b)} instead of {typed(a)}" for name, a, b in pairs if a != b)
 

@@ -34,7 +34,7 @@ from prepkit.rules.fsdp1_mesh import strategy
 
 @frozen
 class Move:
-    """One way to change a config."""
+    """One change of a config that may make a rank hold less."""
 
     about: str
     """The field; two moves about one field exclude each other."""

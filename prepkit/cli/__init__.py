@@ -110,10 +110,10 @@ def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool) -> tuple
     from prepkit.cli.verdict import judge
     from prepkit.importers import IMPORTERS
 
-    if _is_plan(config):
-        raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
     envs = cluster.envs()
     cfg = cli_refusal.attempt(lambda: IMPORTERS["prepkit"](config))
+    if isinstance(cfg, PlanRejected) and _is_plan(config):
+        raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
     how = None if isinstance(cfg, PlanRejected) or not isinstance(cfg.weights, LoadWeights) else cfg.weights
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
     if isinstance(cfg, PlanRejected) or isinstance(facts, PlanRejected):
@@ -137,8 +137,11 @@ def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
 
 
 def _is_plan(file: str) -> bool:
+    """Whether a file that is no config says that it is a plan. Only of one that can be read again: no pipe."""
     from prepkit import codec
 
+    if not Path(file).is_file():
+        return False
     try:
         data = json.loads(Path(file).read_bytes())
     except (ValueError, RecursionError):

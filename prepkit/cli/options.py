@@ -43,7 +43,7 @@ model_option = functools.partial(
 
 @frozen(kw_only=True)
 class Cluster:
-    """The environment options of a command line."""
+    """The cluster that a command line declares; None, or no sizes: what is here."""
 
     sizes: tuple[int, ...]
     device: str | None

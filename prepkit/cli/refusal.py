@@ -26,7 +26,7 @@ def save(value: Plan, file: str) -> None:
 
 
 def write(text: str, file: str) -> None:
-    """Writes a text, likewise."""
+    """Writes a text into a file. Ends the command where the place cannot be written."""
     _writing(lambda: Path(file).write_text(text, encoding="utf-8"), file)
 
 
@@ -38,7 +38,7 @@ def _writing(write_file: Callable[[], object], file: str) -> None:
 
 
 def attempt(call: Callable[[], T]) -> T | PlanRejected:
-    """What it gives, or why it is refused."""
+    """What the call returns, or the ``PlanRejected`` that it raises, as a value."""
     try:
         return call()
     except PlanRejected as refused:

@@ -86,7 +86,7 @@ def plan_digests(plan: Plan) -> tuple[str, str]:
 
 
 def plan_to_text(plan: Plan) -> str:
-    """The text of the plan file."""
+    """The text of the plan file: kind, format number, digests of the plan and its parts, and the plan itself."""
     data = to_data(plan)
     long = {key: data.pop(key) for key in ("facts", "layout")}  # a line per parameter: what is read first stands first
     return readable({"kind": KIND, "format": FORMAT, **_seals(data | long), "plan": data | long}) + "\n"

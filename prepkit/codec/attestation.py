@@ -18,7 +18,7 @@ KIND = "prepkit.attestation"
 
 
 def attestation_to_text(attestation: Attestation) -> str:
-    """The text of the attestation file."""
+    """The text of the attestation file: kind, format number, digest, and the attestation itself."""
     data = to_data(attestation)
     seal = digest_text(canonical(data))
     return readable({"kind": KIND, "format": FORMAT, "digest": seal, "attestation": data}) + "\n"

@@ -39,7 +39,7 @@ class MisfitError(ValueError):
 
 
 def write(value: object) -> Any:
-    """The data form of a value."""
+    """The data form of a value: dicts, lists, strings, numbers, booleans and None, as JSON has them."""
     return _converter().unstructure(value)
 
 

@@ -36,17 +36,17 @@ def is_choice(cls: Any) -> bool:
 
 
 def is_tuple(cls: Any) -> bool:
-    """Whether it is written as a list."""
+    """Whether the type is a tuple, which JSON has as a list."""
     return get_origin(cls) is tuple
 
 
 def is_union(cls: Any) -> bool:
-    """Whether it is ``X | Y``."""
+    """Whether the type is a union, ``X | Y`` or ``X | None``."""
     return get_origin(cls) in (Union, UnionType)
 
 
 def choices(cls: Any) -> tuple[Any, ...]:
-    """The texts of a ``Literal`` or an enum."""
+    """The texts that a ``Literal`` or a ``StrEnum`` allows, in their order."""
     return get_args(cls) or tuple(member.value for member in cls)
 
 

@@ -25,7 +25,7 @@ _WIDTH = 120
 
 
 def refusal(rule: str, where: str, what: str, fix: str) -> Finding:
-    """An error of the codec."""
+    """An error finding with the id ``codec.<rule>``; ``findings.refusals`` lists them all."""
     return Finding(rule=f"codec.{rule}", severity=Severity.ERROR, where=where, what=what, fix=fix)
 
 

@@ -30,6 +30,7 @@ from prepkit.config.tensor_parallel import (
 )
 from prepkit.config.weights import InitWeights, KeepWeights, LoadWeights, SendWeights, Weights
 from prepkit.config.wrapping import Wrap, WrapBlocks, WrapClasses, WrapPaths, WrapRoot, WrapSize
+from prepkit.field_docs import show_fields
 
 
 class Intent(StrEnum):
@@ -96,3 +97,6 @@ class Config:
     """What happens to the data loaders."""
     overrides: tuple[str, ...] = ()
     """Ids of rules whose errors are accepted. Each use is recorded in the plan."""
+
+
+show_fields(globals())

@@ -154,7 +154,7 @@ def in_bytes(number: float) -> str:
 
 
 def local_device(kind: str) -> str:
-    """The device of this process, of that kind."""
+    """A device of this type that each process has for itself, in words."""
     return "the CPU" if kind == "cpu" else f"{kind}:<local rank>"
 
 

@@ -21,7 +21,7 @@ from prepkit.steps import Axis
 
 @frozen(kw_only=True)
 class Provenance:
-    """What the plan was made from."""
+    """What the plan was made from: digests that a file or another rank can be held against, and versions."""
 
     prepkit: str
     """Version of prepkit."""

@@ -11,7 +11,7 @@ from prepkit.plan.drift import Drift
 
 @frozen(kw_only=True)
 class Check:
-    """One thing that was looked at."""
+    """One property of one object that was looked at after apply, and whether it is as planned."""
 
     subject: str
     """A step kind, the name of a parameter, ``optimizer`` or ``model``."""
@@ -59,7 +59,7 @@ class Attestation:
 
 
 def same(subject: str, what: str, planned: object, found: object) -> Check:
-    """A check that two values are equal."""
+    """The check that what stands there equals what was planned; both are shown where they differ."""
     if planned == found:
         return Check(subject=subject, what=what, holds=True)
     return Check(subject=subject, what=what, holds=False, detail=f"planned {planned}, found {found}")

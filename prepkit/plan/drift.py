@@ -19,7 +19,7 @@ DriftKind = Literal["identity", "state", "environment", "note"]
 
 @frozen
 class Drift:
-    """One fact that is not what it was."""
+    """One fact that differs between plan time and apply time, with both values as text."""
 
     nature: DriftKind
     """``identity``: another model; ``state``: the same, changed; ``environment``: another launch; ``note``: no harm."""

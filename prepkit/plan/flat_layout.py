@@ -14,7 +14,7 @@ from attrs import frozen
 
 @frozen(kw_only=True)
 class FlatPart:
-    """One parameter's place in a flat parameter."""
+    """Where one parameter lies in the flat parameter of its FSDP1 unit, and how that one is sharded."""
 
     start: int
     """Its first element in the flat parameter."""
@@ -75,11 +75,11 @@ def flatten(sizes: Sequence[int], *, itemsize: int, ranks: int, cut: bool, origi
     return tuple(FlatPart(start=start, size=whole, shards=shards, original=original) for start in starts)
 
 
-def held(part: FlatPart, numel: int, shard: int) -> tuple[int, int]:
+def local_range(part: FlatPart, numel: int, shard: int) -> tuple[int, int]:
     """First and one past the last of the parameter's own elements that a shard holds; equal when it holds none.
 
     >>> part = FlatPart(start=4, size=16, shards=4, original=True)
-    >>> [held(part, 6, shard) for shard in range(4)]
+    >>> [local_range(part, 6, shard) for shard in range(4)]
     [(0, 0), (0, 4), (4, 6), (6, 6)]
     """
     first = min(max(shard * part.shard - part.start, 0), numel)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from prepkit.plan.flat_layout import FlatPart, held
+from prepkit.plan.flat_layout import FlatPart, local_range
 from prepkit.steps import Axis
 
 Placement = Literal["replicate", "shard(0)", "shard(1)", "strided(0)", "off-mesh", "partition", "split"]
@@ -24,7 +24,7 @@ DeepSpeed, as it sees fit."""
 
 @frozen(kw_only=True)
 class ParamLayout:
-    """One parameter after apply."""
+    """One parameter as it will be after apply: shape, dtype, class, and how it lies on the mesh."""
 
     name: str
     shape: tuple[int, ...]
@@ -104,7 +104,7 @@ def local_shape(layout: ParamLayout, axes: tuple[Axis, ...], rank: int) -> tuple
     [(2, 3), (2, 3), (1, 3), (0, 3)]
     """
     if layout.flat is not None and layout.flat.shards > 1:
-        first, last = held(layout.flat, prod(layout.shape), coordinate(rank, axes)[-1])
+        first, last = local_range(layout.flat, prod(layout.shape), coordinate(rank, axes)[-1])
         return (last - first,)
     if "partition" in layout.placements:  # deepspeed partition_parameters.py: rounded up, the same on every rank
         return (chunk_rows(prod(layout.shape), axes[layout.placements.index("partition")].size),)

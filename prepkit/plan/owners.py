@@ -1,4 +1,4 @@
-"""Who counts, clips, ticks, scales and keeps between two optimizer steps."""
+"""Which library does what between two optimizer steps: each of these things is done once, by the one named here."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from prepkit.config import Clip
 
 @frozen(kw_only=True)
 class Owners:
-    """Who counts, clips, ticks and keeps: the same fields for every engine, so that plans can be compared."""
+    """``prepkit``, ``DeepSpeed`` or ``nobody`` for each duty; the same fields for every engine, so plans compare."""
 
     accumulation: str
-    """Who counts micro-batches."""
+    """Who counts micro-batches, and so decides which one ends with an optimizer step."""
     accumulation_steps: int
     """Micro-batches per optimizer step."""
     clipping: str
-    """Who clips gradients."""
+    """Who clips gradients just before the optimizer steps."""
     clip: Clip
+    """How they are clipped."""
     scheduler: str
-    """Who steps the scheduler."""
+    """Who steps the learning-rate scheduler."""
     scheduler_ticks: int
     """Scheduler steps per optimizer step."""
     master_weights: str

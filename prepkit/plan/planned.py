@@ -9,7 +9,7 @@ from prepkit.steps import Step
 
 @frozen(kw_only=True)
 class Planned:
-    """A step and why it stands there."""
+    """One step of a plan, with the reason for it."""
 
     step: Step
     reason: str

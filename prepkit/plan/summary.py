@@ -17,7 +17,7 @@ from prepkit.steps import Axis
 
 
 def title(cfg: Config, facts: Facts) -> str:
-    """Which engine, for how many ranks."""
+    """First line of a plan's text: which engine, for how many ranks."""
     return f"{type(cfg.engine).__name__} plan for {count(facts.env.world_size, 'rank')}"
 
 

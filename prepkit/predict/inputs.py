@@ -35,7 +35,7 @@ from prepkit.steps import (
 
 @define(kw_only=True, frozen=True, slots=False)
 class Inputs:
-    """Everything that a formula reads. Sizes are in bytes."""
+    """Everything that a formula reads of a plan: its mesh, its units, its dtypes and its optimizer. Sizes in bytes."""
 
     engine: str
     """Name of the engine's class."""

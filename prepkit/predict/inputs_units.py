@@ -115,7 +115,7 @@ def splits(step: object, units: tuple[UnitInstance, ...]) -> bool:
 
 
 def below(path: str, paths: set[str]) -> bool:
-    """Whether one of the paths is that of a module around it."""
+    """Whether one of ``paths`` is that of a module around the one at ``path``."""
     return any(outer in paths for outer in above(path))
 
 

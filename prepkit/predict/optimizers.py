@@ -182,7 +182,7 @@ LIBRARIES: tuple[tuple[str, dict[str, StateFormula]], ...] = (
 
 
 def state_formula(optimizer: OptimizerInputs) -> StateFormula | None:
-    """The formula of an optimizer; None: not predicted."""
+    """The formula of an optimizer's state, by the module and name of its class; None: it is in no table."""
     for module, formulas in LIBRARIES:
         if f"{optimizer.module}.".startswith(f"{module}."):
             return formulas.get(optimizer.name)

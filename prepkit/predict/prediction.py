@@ -36,7 +36,7 @@ CATEGORIES: tuple[Category, ...] = (
 
 
 class Label(StrEnum):
-    """How sure a number is."""
+    """How sure a number of bytes is."""
 
     EXACT = "exact"
     """The bytes that the checked versions allocate or send: measured equal, difference 0."""
@@ -63,7 +63,7 @@ Place = Literal["device", "host"]
 
 @frozen(kw_only=True)
 class Term:
-    """Bytes that one rank holds for one purpose."""
+    """Bytes that one rank holds for one purpose: how many, in which memory, for how long, and how sure that is."""
 
     category: Category
     bytes: int
@@ -89,7 +89,7 @@ class RankClass:
     """Whether these ranks hold no element of any parameter, only padding."""
 
     def and_also(self, terms: tuple[Term, ...]) -> RankClass:
-        """The same ranks with more terms."""
+        """The same ranks, holding these terms as well."""
         return evolve(self, terms=(*self.terms, *terms))
 
     def total(self, place: Place = "device", *labels: Label) -> int:
@@ -135,7 +135,10 @@ class Traffic:
     """Distance of neighbouring ranks: 1 where a group is consecutive ranks."""
 
     def crosses(self, per_node: int) -> bool:
-        """Whether one call reaches over nodes of so many ranks."""
+        """Whether one call has ranks on two nodes, where each node has ``per_node`` consecutive ranks.
+
+        A group spans ``(ranks - 1) * stride + 1`` consecutive ranks. A copy with the host stays on its node.
+        """
         return self.collective != "host copy" and (self.ranks - 1) * self.stride + 1 > per_node
 
     @property
@@ -177,7 +180,7 @@ class Prediction:
 
     @property
     def about(self) -> str:
-        """Whether activations are in the numbers."""
+        """In words, whether activations are in the numbers."""
         counted = any(term.category == "activations" for ranks in self.classes for term in ranks.terms)
         return "activations as estimated" if counted else "activations not counted"
 
@@ -193,7 +196,7 @@ class Prediction:
 
     @property
     def empty_ranks(self) -> int:
-        """Ranks that hold padding only."""
+        """How many ranks hold no element of any parameter, only padding."""
         return sum(ranks.ranks for ranks in self.classes if ranks.empty)
 
     @property

@@ -8,7 +8,7 @@ from prepkit.predict.prediction import Lifetime, Prediction, Term
 
 
 def predict_single(inputs: Inputs) -> Prediction:
-    """Bytes of the ``Single`` engine."""
+    """Bytes of the ``Single`` engine: parameters, gradients until the step, optimizer state, buffers; no traffic."""
     grads = Term(
         category="gradients",
         bytes=inputs.total(trained=True),

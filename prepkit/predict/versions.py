@@ -48,7 +48,7 @@ def _judged(prediction: Prediction, library: str, version: str, checked: tuple[s
 
 
 def bounded(prediction: Prediction) -> Prediction:
-    """The prediction with every exact number called bounded."""
+    """The prediction with ``Label.BOUNDED`` in the place of every ``Label.EXACT``; no number changes."""
     return evolve(
         prediction,
         classes=tuple(evolve(ranks, terms=tuple(map(_doubted, ranks.terms))) for ranks in prediction.classes),

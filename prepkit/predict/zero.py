@@ -11,7 +11,7 @@ from prepkit.predict.zero_traffic import traffic
 
 
 def predict_zero(inputs: Inputs) -> Prediction:
-    """Bytes of the ``DeepSpeed`` engine at stages 1 to 3."""
+    """Bytes of the ``DeepSpeed`` engine at stages 1 to 3; other calls are said to be not predicted, with the reason."""
     zero = inputs.zero
     if zero is None or zero.unknown:
         reason = ", ".join(zero.unknown) if zero else "no call of deepspeed.initialize"

@@ -25,7 +25,7 @@ def padded(zero: Zero, numel: int) -> int:
 
 
 def flat(zero: Zero) -> int:
-    """Elements of all groups, padding included."""
+    """Elements of all optimizer groups, each padded: what every rank holds of the trained parameters."""
     return sum(padded(zero, sum(numels)) for numels in zero.groups)
 
 

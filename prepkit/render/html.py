@@ -35,12 +35,12 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 
 
 def text(value: object) -> str:
-    """Text, safe in HTML."""
+    """The value as text with HTML's special characters escaped."""
     return escape(str(value))
 
 
 def tag(name: str, inside: str, cls: str = "") -> str:
-    """An element; ``inside`` is HTML."""
+    """An element of this name; ``inside`` is HTML already, and is not escaped."""
     return f"<{name}{f' class={chr(34)}{cls}{chr(34)}' if cls else ''}>{inside}</{name}>"
 
 

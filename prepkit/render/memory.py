@@ -77,7 +77,7 @@ def _name(category: Category, place: Place) -> str:
 
 
 def label(ranks: RankClass, category: Category, place: Place) -> str:
-    """The weakest label among the terms of a category."""
+    """How sure the sum of a category is: the weakest label among its terms."""
     labels = [t.label for t in ranks.terms if t.category == category and t.place == place and t.bytes]
     return max(labels, key=tuple(Label).index).value if labels else ""
 

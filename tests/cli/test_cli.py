@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +18,7 @@ from prepkit import codec
 from prepkit.codec.files import save
 from prepkit.config import DDP, Config, Mesh
 from prepkit.plan import Plan
-from tests.support.command_line import FSDP2_CONFIG, MAKE, MODEL, fresh, run, workplace
+from tests.support.command_line import FSDP2_CONFIG, MAKE, MODEL, ROOT, fresh, run, workplace
 from tests.support.plans import ddp_plan
 
 
@@ -223,6 +227,29 @@ def test_a_plan_file_that_is_refused_gives_its_findings(words: tuple[str, ...], 
     as_json = run(*words, "--json")
     assert as_json.exit_code == 1
     assert json.loads(as_json.stdout)["findings"][0]["rule"] == "codec.edited"
+
+
+def test_a_plan_may_come_through_a_pipe(folder: Path) -> None:
+    said = run("show", "ddp.json").stdout
+    text = Path("ddp.json").read_text()
+    code = "from prepkit.cli import main; main()"
+    for words in (["show", "/dev/stdin"], ["check", "/dev/stdin"], ["diff", "/dev/stdin", "ddp.json"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], input=text, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, ""), words
+        assert done.stdout == {"show": said, "diff": "the plans are equal\n"}.get(words[0], done.stdout)
+
+
+def test_a_config_that_can_be_read_once_is_read_once(folder: Path) -> None:
+    text = Path("fsdp2.toml").read_text()
+    os.mkfifo("piped.toml")
+    writer = threading.Thread(target=lambda: Path("piped.toml").write_text(text), daemon=True)
+    writer.start()
+    done = run("check", "piped.toml", *MAKE, "--world-size", "4")
+    assert (done.exit_code, done.stdout) == (0, "a plan exists for world size 4\n")
+    writer.join(timeout=10)
 
 
 def test_a_diff_of_two_bad_files_speaks_of_both(folder: Path) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from prepkit.live.model import fsdp1_flat
 from prepkit.live.model.state import LiveModel, actual_layout, local, planned_layout
 from prepkit.plan import Plan
-from prepkit.plan.flat_layout import FlatPart, held
+from prepkit.plan.flat_layout import FlatPart, local_range
 from prepkit.plan.layout import ParamLayout, coordinate, local_shape
 from prepkit.steps import FlatUnit, RegroupOptimizer, WrapFSDP1
 
@@ -96,7 +96,9 @@ def _planned_place(layout: ParamLayout, part: FlatPart, plan: Plan, rank: int) -
         "start": part.start,
         "elements per rank": part.shard,
         "shape": layout.shape,
-        "elements here": held(part, prod(layout.shape), coordinate(rank, plan.mesh)[-1] if part.shards > 1 else 0),
+        "elements here": local_range(
+            part, prod(layout.shape), coordinate(rank, plan.mesh)[-1] if part.shards > 1 else 0
+        ),
         "dtype": layout.dtype,
         "still a parameter": part.original,
     }
