@@ -37,8 +37,10 @@ def placements(
         return {param.name: _alone(param, tensor.get(param.name)) for param in model.params}
     if not isinstance(cfg.engine, FSDP2):
         return dict.fromkeys((param.name for param in model.params), ())
-    words = {word: _with_shards(mesh, word) for word in (None, *get_args(TPPlacement))}  # one value for all alike
-    return {param.name: words[tensor.get(param.name)] for param in model.params} | dict.fromkeys(unsharded, ())
+    sharded: dict[TPPlacement | None, tuple[Placement, ...]] = {  # one value for all that lie alike
+        word: _with_shards(mesh, word) for word in (None, *get_args(TPPlacement))
+    }
+    return {param.name: sharded[tensor.get(param.name)] for param in model.params} | dict.fromkeys(unsharded, ())
 
 
 def _alone(param: ParamFact, tensor: TPPlacement | None) -> tuple[Placement, ...]:
