@@ -1,4 +1,8 @@
-"""How the tensors of a checkpoint make up one of the model's: which block of it each is, and what is wrong with them.
+"""How the tensors of a checkpoint make up one of the model's: which chunk of it each is, and what is wrong with them.
+
+A mixture of experts may be stored as one matrix per expert and projection, and be one tensor in the model. A
+converter says how: the tensors of each of its sources are *stacked* in a new dimension, in the order of the numbers in
+their keys, and the stacks of all sources are *joined* along another. What is not stacked is a stack of one tensor.
 
 Arithmetic on shapes, after ``torch.stack`` and ``torch.cat``, which transformers calls for ``MergeModulelist`` and
 ``Concatenate`` (``core_model_loading.py``).
@@ -43,27 +47,27 @@ def assemble(name: str, stored: Sequence[StoredTensor], recipe: WeightConverter 
     >>> up = StoredTensor(key="experts.0.up", dtype="int8", shape=(2, 5), file=0, start=0, length=10, place=place)
     >>> gate = StoredTensor(key="experts.0.gate", dtype="int8", shape=(3, 5), file=0, start=10, length=15,
     ...                     place=KeyMapping(name="experts", recipe=0, source=1))
-    >>> made = assemble("experts", (gate, up), recipe)
-    >>> made.shape, made.blocks[1]
+    >>> experts = assemble("experts", (gate, up), recipe)
+    >>> experts.shape, experts.blocks[1]
     ((1, 5, 5), Chunk(offsets=(0, 2, 0), sizes=(1, 3, 5)))
     """
     if recipe is None:
         return AssembledTensor(name=name, stored=tuple(stored[:1]), blocks=(None,), shape=stored[0].shape)
     ordered = tuple(sorted(stored, key=_order))
-    slabs = tuple(_slabs(ordered, recipe))
-    if wrong := _misfit(slabs, recipe):
+    stacks = tuple(_stacks(ordered, recipe))
+    if wrong := _misfit(stacks, recipe):
         return AssembledTensor(name=name, stored=ordered, recipe=recipe, wrong=wrong)
-    shape, blocks = list(_stacked(slabs[0], recipe)), []
+    shape, blocks = list(_stacked(stacks[0], recipe)), []
     offset = 0
-    for slab in slabs:
-        blocks += [_block(slab, index, recipe, offset) for index in range(len(slab))]
-        offset += _stacked(slab, recipe)[recipe.join] if recipe.join is not None else 0
+    for stack in stacks:
+        blocks += [_block(stack, index, recipe, offset) for index in range(len(stack))]
+        offset += _stacked(stack, recipe)[recipe.join] if recipe.join is not None else 0
     if recipe.join is not None:
         shape[recipe.join] = offset
     return AssembledTensor(name=name, stored=ordered, blocks=tuple(blocks), shape=tuple(shape), recipe=recipe)
 
 
-def lacking(filled: AssembledTensor, size: int) -> tuple[str, ...]:
+def lacking(assembled: AssembledTensor, size: int) -> tuple[str, ...]:
     """Keys that a stack of ``size`` tensors should have too, by the numbers in those of the others; none if all count.
 
     >>> place = KeyMapping(name="experts", recipe=0)
@@ -72,42 +76,44 @@ def lacking(filled: AssembledTensor, size: int) -> tuple[str, ...]:
     >>> lacking(AssembledTensor(name="experts", stored=(up,), recipe=converter), 3)
     ('experts.0.up', 'experts.2.up')
     """
-    if filled.recipe is None or filled.recipe.stack in (None, filled.recipe.join):
+    if assembled.recipe is None or assembled.recipe.stack in (None, assembled.recipe.join):
         return ()
-    return tuple(key for slab in _slabs(filled.stored, filled.recipe) for key in _absent(slab, range(size)))
+    return tuple(key for stack in _stacks(assembled.stored, assembled.recipe) for key in _absent(stack, range(size)))
 
 
-def unmatched(filled: AssembledTensor) -> tuple[str, ...]:
+def unmatched(assembled: AssembledTensor) -> tuple[str, ...]:
     """The recipe's patterns that no key has matched."""
-    there = {_place(one).source for one in filled.stored if filled.recipe is not None}
+    matched = {_place(tensor).source for tensor in assembled.stored if assembled.recipe is not None}
     return tuple(
-        pattern for index, pattern in enumerate(filled.recipe.sources if filled.recipe else ()) if index not in there
+        pattern
+        for index, pattern in enumerate(assembled.recipe.sources if assembled.recipe else ())
+        if index not in matched
     )
 
 
-def _place(one: StoredTensor) -> KeyMapping:
-    return one.place or KeyMapping(name=one.key)
+def _place(tensor: StoredTensor) -> KeyMapping:
+    return tensor.place or KeyMapping(name=tensor.key)
 
 
-def _order(one: StoredTensor) -> tuple[int, int]:
-    place = _place(one)
+def _order(tensor: StoredTensor) -> tuple[int, int]:
+    place = _place(tensor)
     return place.source, place.number
 
 
-def _slabs(ordered: Stack, recipe: WeightConverter) -> Iterable[Stack]:
+def _stacks(ordered: Stack, recipe: WeightConverter) -> Iterable[Stack]:
     if recipe.stack is None:
-        return ((one,) for one in ordered)
-    return (tuple(some) for _, some in groupby(ordered, key=lambda one: _place(one).source))
+        return ((tensor,) for tensor in ordered)
+    return (tuple(stack) for _, stack in groupby(ordered, key=lambda tensor: _place(tensor).source))
 
 
-def _stacked(slab: Stack, recipe: WeightConverter) -> tuple[int, ...]:
-    """Shape of what the tensors of a slab make up."""
-    shape = slab[0].shape
-    return shape if recipe.stack is None else (*shape[: recipe.stack], len(slab), *shape[recipe.stack :])
+def _stacked(stack: Stack, recipe: WeightConverter) -> tuple[int, ...]:
+    """Shape of what the tensors of a stack make up."""
+    shape = stack[0].shape
+    return shape if recipe.stack is None else (*shape[: recipe.stack], len(stack), *shape[recipe.stack :])
 
 
-def _block(slab: Stack, index: int, recipe: WeightConverter, offset: int) -> Chunk:
-    shape = _stacked(slab[:1], recipe)
+def _block(stack: Stack, index: int, recipe: WeightConverter, offset: int) -> Chunk:
+    shape = _stacked(stack[:1], recipe)
     start = [0] * len(shape)
     if recipe.stack is not None:
         start[recipe.stack] = index
@@ -116,60 +122,60 @@ def _block(slab: Stack, index: int, recipe: WeightConverter, offset: int) -> Chu
     return Chunk(offsets=tuple(start), sizes=shape)
 
 
-def _misfit(slabs: tuple[Stack, ...], recipe: WeightConverter) -> str:
+def _misfit(stacks: tuple[Stack, ...], recipe: WeightConverter) -> str:
     """Why ``torch.stack`` and ``torch.cat`` would refuse them, or cast them; empty where they would not."""
-    first = slabs[0][0]
-    for one in (one for slab in slabs for one in slab):
-        if one.dtype != first.dtype:
-            return f"`{first.key}` is {first.dtype}, `{one.key}` is {one.dtype}"
-        if len(one.shape) != len(first.shape):
-            return f"`{first.key}` is {list(first.shape)}, `{one.key}` is {list(one.shape)}"
+    first = stacks[0][0]
+    for tensor in (tensor for stack in stacks for tensor in stack):
+        if tensor.dtype != first.dtype:
+            return f"`{first.key}` is {first.dtype}, `{tensor.key}` is {tensor.dtype}"
+        if len(tensor.shape) != len(first.shape):
+            return f"`{first.key}` is {list(first.shape)}, `{tensor.key}` is {list(tensor.shape)}"
     if recipe.stack is not None:
-        if wrong := next((text for slab in slabs if (text := _uneven(slab))), ""):
+        if wrong := next((text for stack in stacks if (text := _uneven(stack))), ""):
             return wrong
-        if recipe.join != recipe.stack and (absent := _unlike(slabs)):
+        if recipe.join != recipe.stack and (absent := _unlike(stacks)):
             return f"the checkpoint lacks {', '.join(f'`{key}`' for key in absent[:3])}"
-    return _unjoined(slabs, recipe)
+    return _unjoined(stacks, recipe)
 
 
-def _uneven(slab: Stack) -> str:
-    other = next((one for one in slab if one.shape != slab[0].shape), slab[0])
-    if other is slab[0]:
+def _uneven(stack: Stack) -> str:
+    other = next((tensor for tensor in stack if tensor.shape != stack[0].shape), stack[0])
+    if other is stack[0]:
         return ""
-    return f"`{slab[0].key}` is {list(slab[0].shape)}, `{other.key}` is {list(other.shape)}"
+    return f"`{stack[0].key}` is {list(stack[0].shape)}, `{other.key}` is {list(other.shape)}"
 
 
-def _unjoined(slabs: tuple[Stack, ...], recipe: WeightConverter) -> str:
-    """What keeps the slabs from being joined."""
-    shapes = [_stacked(slab, recipe) for slab in slabs]
+def _unjoined(stacks: tuple[Stack, ...], recipe: WeightConverter) -> str:
+    """What keeps the stacks from being joined."""
+    shapes = [_stacked(stack, recipe) for stack in stacks]
     dims = len(shapes[0])
     if not all(0 <= dim < dims for dim in (recipe.stack, recipe.join) if dim is not None):
-        return f"`{slabs[0][0].key}` is {list(slabs[0][0].shape)}, which has too few dimensions"
-    for slab, shape in zip(slabs, shapes, strict=True):
+        return f"`{stacks[0][0].key}` is {list(stacks[0][0].shape)}, which has too few dimensions"
+    for stack, shape in zip(stacks, shapes, strict=True):
         if any(shape[dim] != shapes[0][dim] for dim in range(dims) if dim != recipe.join):
-            first, other = slabs[0][0], slab[0]
+            first, other = stacks[0][0], stack[0]
             return (
-                f"{len(slabs[0])} like `{first.key}` are {list(shapes[0])}, "
-                f"{len(slab)} like `{other.key}` are {list(shape)}"
+                f"{len(stacks[0])} like `{first.key}` are {list(shapes[0])}, "
+                f"{len(stack)} like `{other.key}` are {list(shape)}"
             )
     return ""
 
 
-def _unlike(slabs: tuple[Stack, ...]) -> tuple[str, ...]:
-    """Keys that some of the slabs lack, by the numbers in those of the others."""
-    counts = {len(slab) for slab in slabs}
-    if len(slabs) == 1 or counts == {1}:  # the number in a single key is no more than a guess
+def _unlike(stacks: tuple[Stack, ...]) -> tuple[str, ...]:
+    """Keys that some of the stacks lack, by the numbers in those of the others."""
+    counts = {len(stack) for stack in stacks}
+    if len(stacks) == 1 or counts == {1}:  # the number in a single key is no more than a guess
         return ()
-    known = [_numbers(slab) for slab in slabs]
+    known = [_numbers(stack) for stack in stacks]
     if all(numbers == known[0] for numbers in known):
         return ()
     every = [number for numbers in known for number in numbers]
-    return tuple(key for slab in slabs for key in _absent(slab, every))
+    return tuple(key for stack in stacks for key in _absent(stack, every))
 
 
-def _segment(slab: Stack) -> int | None:
+def _segment(stack: Stack) -> int | None:
     """Which segment of the keys numbers them: the last in which they differ, of a single key its last number."""
-    keys = [one.key.split(".") for one in slab]
+    keys = [tensor.key.split(".") for tensor in stack]
     if len({len(key) for key in keys}) > 1:
         return None
     several = [index for index, parts in enumerate(zip(*keys, strict=True)) if len(keys) == 1 or len(set(parts)) > 1]
@@ -177,17 +183,17 @@ def _segment(slab: Stack) -> int | None:
     return differ[-1] if differ else None
 
 
-def _numbers(slab: Stack) -> tuple[int, ...]:
+def _numbers(stack: Stack) -> tuple[int, ...]:
     """Of ``layers.3.experts.7.w1.weight``, beside others of that layer, 7."""
-    segment = _segment(slab)
-    return () if segment is None else tuple(int(one.key.split(".")[segment]) for one in slab)
+    segment = _segment(stack)
+    return () if segment is None else tuple(int(tensor.key.split(".")[segment]) for tensor in stack)
 
 
-def _absent(slab: Stack, numbers: Iterable[int]) -> tuple[str, ...]:
-    """Keys like those of the slab with the numbers that it lacks."""
-    segment = _segment(slab)
+def _absent(stack: Stack, numbers: Iterable[int]) -> tuple[str, ...]:
+    """Keys like those of the stack with the numbers that it lacks."""
+    segment = _segment(stack)
     if segment is None:
         return ()
-    parts = slab[0].key.split(".")
-    lacks = sorted(set(numbers) - set(_numbers(slab)))
+    parts = stack[0].key.split(".")
+    lacks = sorted(set(numbers) - set(_numbers(stack)))
     return tuple(".".join((*parts[:segment], str(number), *parts[segment + 1 :])) for number in lacks)

@@ -33,21 +33,23 @@ def placements(
     if isinstance(cfg.engine, DeepSpeed):
         words = tuple(_ZERO[axis.name] for axis in mesh)
         return dict.fromkeys((param.name for param in model.params), words if {"partition", "split"} & {*words} else ())
-    by_name = {param.name: _placement(cfg, mesh, param, tensor.get(param.name)) for param in model.params}
-    return by_name | dict.fromkeys(unsharded, ())
-
-
-def _placement(
-    cfg: Config, mesh: tuple[Axis, ...], param: ParamFact, tensor: TPPlacement | None
-) -> tuple[Placement, ...]:
     if isinstance(cfg.engine, TensorParallel):
-        if tensor is not None:
-            return (tensor,)
-        return tuple(
-            word for word in get_args(Placement) if (word,) == param.placements
-        )  # of one that arrived parallel
+        return {param.name: _alone(param, tensor.get(param.name)) for param in model.params}
     if not isinstance(cfg.engine, FSDP2):
-        return ()
+        return dict.fromkeys((param.name for param in model.params), ())
+    sharded: dict[TPPlacement | None, tuple[Placement, ...]] = {  # one value for all that lie alike
+        word: _with_shards(mesh, word) for word in (None, *get_args(TPPlacement))
+    }
+    return {param.name: sharded[tensor.get(param.name)] for param in model.params} | dict.fromkeys(unsharded, ())
+
+
+def _alone(param: ParamFact, tensor: TPPlacement | None) -> tuple[Placement, ...]:
+    if tensor is not None:
+        return (tensor,)
+    return tuple(word for word in get_args(Placement) if (word,) == param.placements)  # of one that arrived parallel
+
+
+def _with_shards(mesh: tuple[Axis, ...], tensor: TPPlacement | None) -> tuple[Placement, ...]:
     words: dict[str, Placement] = {
         "replicate": "replicate",
         "shard": "strided(0)" if tensor == "shard(0)" else "shard(0)",  # the tensor axis shards first

@@ -63,7 +63,7 @@ def repeated_blocks(model: ModelFacts) -> tuple[RepeatedBlock, ...]:
         for path, kinds in items.items()
         if len(kinds) > 1 and len(set(kinds)) == 1 and model.classes[kinds[0]].has_forward
     }
-    found: dict[str, list[str]] = {}
+    blocks: dict[str, list[str]] = {}
     inside: set[str] = set()
     for module in model.modules:
         up = parent(module.path)
@@ -71,8 +71,8 @@ def repeated_blocks(model: ModelFacts) -> tuple[RepeatedBlock, ...]:
             inside.add(module.path)
         elif module.path and up in uniform:
             inside.add(module.path)
-            found.setdefault(model.classes[module.cls].name, []).append(module.path)
-    return tuple(RepeatedBlock(cls=name, paths=tuple(paths)) for name, paths in found.items())
+            blocks.setdefault(model.classes[module.cls].name, []).append(module.path)
+    return tuple(RepeatedBlock(cls=name, paths=tuple(paths)) for name, paths in blocks.items())
 
 
 def select(wrap: Wrap, model: ModelFacts) -> tuple[str, ...]:
@@ -124,12 +124,12 @@ def _blocks(model: ModelFacts) -> set[str]:
 
 def _splitting(chosen: set[str], model: ModelFacts) -> set[str]:
     """Modules that hold some names of a tied parameter and not the others (BERT declares its embeddings as a block)."""
-    found: set[str] = set()
-    here = {module.path for module in model.modules}  # a name elsewhere is a second way to the same module
+    splitting: set[str] = set()
+    paths = {module.path for module in model.modules}  # a name elsewhere is a second way to the same module
     for names in model.ties:
-        holders = [chosen.intersection(_ancestors(name)) for name in names if parent(name) in here]
-        found.update(*(holder ^ holders[0] for holder in holders))
-    return found
+        holders = [chosen.intersection(_ancestors(name)) for name in names if parent(name) in paths]
+        splitting.update(*(holder ^ holders[0] for holder in holders))
+    return splitting
 
 
 def _ancestors(path: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from attrs import frozen
 
 from prepkit.config import (
+    FP8,
     FSDP1,
     FSDP2,
     XLA,
@@ -196,7 +197,8 @@ class Resolved:
     @cached_property
     def fp8_linears(self) -> tuple[str, ...]:
         """Paths of the Linears that the float8 library replaces; none without ``FP8``."""
-        return fp8.fp8_linears(self.cfg, self.facts.model, self.linears)
+        every = self.linears if isinstance(self.cfg.precision, FP8) else ()
+        return fp8.fp8_linears(self.cfg, self.facts.model, every)
 
     # --- tensor parallelism ----------------------------------------------------------------------------------------
 
@@ -268,23 +270,20 @@ class Resolved:
     @cached_property
     def layout(self) -> tuple[ParamLayout, ...]:
         """One layout per parameter once prepared, in the order of the facts."""
+        placed, params = self.placements, self.facts.model.params
+        dtypes, classes = dict(self.stored_dtypes), {p.name: "DTensor" if placed[p.name] else p.cls for p in params}
+        if isinstance(self.cfg.engine, DeepSpeed):
+            low = self.compute_dtypes.param if self.compute_dtypes else None
+            dtypes = {p.name: low if low and p.dtype in layout.CAST else p.dtype for p in params}
+            classes = dict.fromkeys(dtypes, "Parameter")
         scaled = layout.scaled_weights(self.cfg, self.fp8_linears)
-        zero = isinstance(self.cfg.engine, DeepSpeed)
-        low = self.compute_dtypes.param if zero and self.compute_dtypes else None
-        dtypes, classes = dict(self.stored_dtypes), {}
-        for param in self.facts.model.params:
-            if low and param.dtype in layout.CAST:
-                dtypes[param.name] = low
-            elif zero:
-                dtypes[param.name] = param.dtype
-            classes[param.name] = "Parameter" if zero else "DTensor" if self.placements[param.name] else param.cls
         dtypes |= dict.fromkeys(scaled, "float16")
         classes |= dict.fromkeys(scaled, "ScalingParameter")
         return layout.layout(
             self.facts.model,
             dtypes=dtypes,
             classes=classes,
-            placed=self.placements,
+            placed=placed,
             unit_of=self.unit_of,
             flat=self.flat_shards,
         )

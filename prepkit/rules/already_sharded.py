@@ -101,8 +101,8 @@ def _precision(resolved: Resolved) -> Iterator[Hit]:
     stands = (root.param_dtype, root.reduce_dtype or root.param_dtype, root.output_dtype or root.param_dtype)
     if stands[0] != param or (param and stands != (param, reduce, output)):
         cast = f"gathered in {stands[0]}, reduced in {stands[1]} and returned in {stands[2]}"
-        said = f"{type(cfg.precision).__name__}() is asked for, and the units are {cast if stands[0] else 'not cast'}."
-        yield Hit("config.precision", said, f"Write precision={_typed(stands)}.")
+        what = f"{type(cfg.precision).__name__}() is asked for, and the units are {cast if stands[0] else 'not cast'}."
+        yield Hit("config.precision", what, f"Write precision={_typed(stands)}.")
 
 
 def _typed(stands: tuple[str | None, str | None, str | None]) -> str:

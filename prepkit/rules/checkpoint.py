@@ -26,8 +26,8 @@ def _frozen_input(resolved: Resolved) -> Iterator[Hit]:
     if not blocks or model.grad_inputs or model.input_embedding is None or resolved.cfg.intent is Intent.INFERENCE:
         return
     inside = f"{model.input_embedding}." if model.input_embedding else ""
-    held = [param for param in model.params if param.name.startswith(inside)]
-    if held and not any(param.requires_grad for param in held):
+    params = [param for param in model.params if param.name.startswith(inside)]
+    if params and not any(param.requires_grad for param in params):
         what = f"The input embedding is frozen, and reentrant checkpointing of {some([at(path) for path in blocks])}"
         yield Hit(at(model.input_embedding), f"{what} passes gradients on only where its input requires one.")
 

@@ -100,8 +100,8 @@ OF_A_BATCH_NORM = frozenset({"weight", "bias", "running_mean", "running_var", "n
 def lost_in_sync(model: ModelFacts) -> tuple[str, ...]:
     """Parameters and buffers of batch norms that a ``SyncBatchNorm`` made from them would not have."""
     norms = set(unsynchronized_batch_norms(model))
-    held = (*(param.name for param in model.params), *(buffer.name for buffer in model.buffers))
-    return tuple(name for name in held if parent(name) in norms and name.rpartition(".")[2] not in OF_A_BATCH_NORM)
+    names = (*(param.name for param in model.params), *(buffer.name for buffer in model.buffers))
+    return tuple(name for name in names if parent(name) in norms and name.rpartition(".")[2] not in OF_A_BATCH_NORM)
 
 
 def _loses(resolved: Resolved) -> Iterator[Hit]:

@@ -20,13 +20,13 @@ _FOR_DEVICE = {"mlu": (0, 15, 2), "musa": (0, 14, 3)}
 def _version(env: Env, library: str) -> tuple[int, ...] | None:
     """The version of a library; None where it is not known."""
     text = env.torch if library == "torch" else dict(env.libraries).get(library, "")
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
-    return tuple(int(part or 0) for part in found.groups()) if found else None
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    return tuple(int(part or 0) for part in match.groups()) if match else None
 
 
 def _older(env: Env, least: tuple[int, ...]) -> bool:
-    found = _version(env, "deepspeed")
-    return found is not None and found < least
+    version = _version(env, "deepspeed")
+    return version is not None and version < least
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -14,21 +14,20 @@ from prepkit.rules.rule import Hit, Rule
 
 def _state(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    held = resolved.facts.optimizer.stateful if resolved.facts.optimizer else ()
-    if isinstance(cfg.engine, DeepSpeed) and held and (stage(cfg.engine) or isinstance(cfg.precision, Mixed)):
-        what = (
-            f"It has state for {count(len(held), 'parameter')}, which DeepSpeed would drop: it steps shards of its own."
-        )
+    stateful = resolved.facts.optimizer.stateful if resolved.facts.optimizer else ()
+    if isinstance(cfg.engine, DeepSpeed) and stateful and (stage(cfg.engine) or isinstance(cfg.precision, Mixed)):
+        params = count(len(stateful), "parameter")
+        what = f"It has state for {params}, which DeepSpeed would drop: it steps shards of its own."
         yield Hit("optimizer", what)
 
 
 def _adagrad(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
-    held = facts.optimizer
-    if not isinstance(resolved.cfg.engine, DeepSpeed) or held is None or not stage(resolved.cfg.engine):
+    optimizer = facts.optimizer
+    if not isinstance(resolved.cfg.engine, DeepSpeed) or optimizer is None or not stage(resolved.cfg.engine):
         return
-    torchs = held.name == "Adagrad" and held.module.startswith("torch") and resolved.deepspeed.convert is None
-    if torchs and (facts.scheduler is not None or len(held.groups) > 1):
+    torchs = optimizer.name == "Adagrad" and optimizer.module.startswith("torch") and resolved.deepspeed.convert is None
+    if torchs and (facts.scheduler is not None or len(optimizer.groups) > 1):
         lost = "the scheduler would go on with the old one" if facts.scheduler else "its groups would get one rate"
         yield Hit("optimizer", f"ZeRO makes torch's Adagrad anew from the options it was made with, and {lost}.")
 

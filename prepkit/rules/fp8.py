@@ -38,9 +38,9 @@ def backend(cfg: Config) -> FP8Backend | None:
     return cfg.precision.backend if isinstance(cfg.precision, FP8) else None
 
 
-def library(found: FP8Backend) -> str:
+def library(backend: FP8Backend) -> str:
     """Its name among the facts' libraries."""
-    match found:
+    match backend:
         case TorchAO():
             return "torchao"
         case TransformerEngine():
@@ -48,7 +48,7 @@ def library(found: FP8Backend) -> str:
         case MSAMP():
             return "msamp"
         case _:
-            assert_never(found)
+            assert_never(backend)
 
 
 def knows_libraries(facts: Facts) -> bool:
@@ -107,7 +107,7 @@ def _nothing(resolved: Resolved) -> Iterator[Hit]:
     if asked is None or resolved.fp8_linears or has_engine_layers(resolved.facts.model):
         return
     every = resolved.linears
-    odd = [f"{one.path} {' x '.join(map(str, one.weight.shape))}" for one in every if not one.fits]
+    odd = [f"{linear.path} {' x '.join(map(str, linear.weight.shape))}" for linear in every if not linear.fits]
     if not every:
         what = "The model has no plain torch.nn.Linear that could compute in float8."
     elif len(odd) == len(every):

@@ -62,13 +62,13 @@ def _engine(resolved: Resolved) -> Iterator[Hit]:
 def _adam(resolved: Resolved) -> Iterator[Hit]:
     if not isinstance(backend(resolved.cfg), MSAMP) or _makes_its_own(resolved):
         return
-    found = resolved.facts.optimizer
-    if found is None:
+    optimizer = resolved.facts.optimizer
+    if optimizer is None:
         what = "MS-AMP replaces model and optimizer together, and none is given."
-    elif not any(found.name == name and found.module.startswith(module) for name, module in ADAMS):
-        what = f"MS-AMP takes Adam, AdamW and FusedAdam, and `{found.name}` is given."
-    elif found.stateful:
-        state = count(len(found.stateful), "parameter")
+    elif not any(optimizer.name == name and optimizer.module.startswith(module) for name, module in ADAMS):
+        what = f"MS-AMP takes Adam, AdamW and FusedAdam, and `{optimizer.name}` is given."
+    elif optimizer.stateful:
+        state = count(len(optimizer.stateful), "parameter")
         what = f"MS-AMP starts its optimizer anew, and the state of {state} would be lost."
     else:
         return

@@ -53,11 +53,11 @@ def _no_shard(resolved: Resolved) -> Iterator[Hit]:
 
 def _tied_gradients(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    engine, found = cfg.engine, resolved.mesh
-    if not isinstance(engine, FSDP1) or not engine.use_orig_params or cfg.accumulation < 2 or found is None:
+    engine, mesh = cfg.engine, resolved.mesh
+    if not isinstance(engine, FSDP1) or not engine.use_orig_params or cfg.accumulation < 2 or mesh is None:
         return
     low = resolved.compute_dtypes.param if resolved.compute_dtypes else None
-    if size_of("shard", found) > 1 or low is None or cfg.intent is not Intent.TRAINING:
+    if size_of("shard", mesh) > 1 or low is None or cfg.intent is not Intent.TRAINING:
         return
     stored, left_out = resolved.stored_dtypes, resolved.ignored_params
     trained = {p.name for p in resolved.facts.model.params if p.requires_grad and p.name not in left_out}
@@ -78,12 +78,12 @@ def _mixed_training(resolved: Resolved) -> tuple[tuple[str, list[str], list[str]
     """Units that hold trainable and frozen parameters, with the names of both."""
     if not isinstance(resolved.cfg.engine, FSDP1):
         return ()
-    found = []
-    for unit, held in resolved.flat_params.items():
-        trained, frozen = ([p.name for p in held if p.requires_grad is on] for on in (True, False))
+    mixed = []
+    for unit, params in resolved.flat_params.items():
+        trained, frozen = ([p.name for p in params if p.requires_grad is on] for on in (True, False))
         if trained and frozen:
-            found.append((unit, trained, frozen))
-    return tuple(found)
+            mixed.append((unit, trained, frozen))
+    return tuple(mixed)
 
 
 def _others(number: int) -> str:
@@ -117,10 +117,10 @@ def _two_groups(resolved: Resolved) -> Iterator[Hit]:
     if not isinstance(resolved.cfg.engine, FSDP1) or resolved.cfg.engine.use_orig_params or facts.optimizer is None:
         return
     group_of = {name: i for i, group in enumerate(facts.optimizer.groups) for name in group.slots if name}
-    for unit, held in resolved.flat_params.items():
-        groups = {group_of.get(p.name) for p in held if p.requires_grad}
+    for unit, params in resolved.flat_params.items():
+        groups = {group_of.get(p.name) for p in params if p.requires_grad}
         if len(groups) > 1:
-            odd = [p.name for p in held if p.requires_grad and group_of.get(p.name) != group_of.get(held[0].name)]
+            odd = [p.name for p in params if p.requires_grad and group_of.get(p.name) != group_of.get(params[0].name)]
             lie = "are in no group" if None in groups else f"lie in {len(groups)} groups"
             what = f"Parameters of the unit {lie} of the optimizer ({some(odd)}): after use_orig_params=False they are"
             yield Hit(at(unit), f"{what} one flat parameter, which can be in one.")
@@ -132,9 +132,9 @@ def _partial_state(resolved: Resolved) -> Iterator[Hit]:
     if not isinstance(resolved.cfg.engine, FSDP1) or resolved.cfg.engine.use_orig_params or facts.optimizer is None:
         return
     stateful = set(facts.optimizer.stateful)
-    for unit, held in resolved.flat_params.items():
-        without = [p.name for p in held if p.name not in stateful]
-        if 0 < len(without) < len(held):
+    for unit, params in resolved.flat_params.items():
+        without = [p.name for p in params if p.name not in stateful]
+        if 0 < len(without) < len(params):
             what = f"Some parameters of the unit have optimizer state, {some(without)} not: they would share one."
             yield Hit(at(unit), what)
             return
@@ -142,14 +142,13 @@ def _partial_state(resolved: Resolved) -> Iterator[Hit]:
 
 def _shaped(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    found = resolved.facts.optimizer
-    if not isinstance(cfg.engine, FSDP1) or found is None or found.name not in _SHAPED:
+    optimizer = resolved.facts.optimizer
+    if not isinstance(cfg.engine, FSDP1) or optimizer is None or optimizer.name not in _SHAPED:
         return
     cut = resolved.facts.env.world_size > 1 and cfg.engine.sharding != "NO_SHARD"
     if cut or not cfg.engine.use_orig_params:
-        what = (
-            f"`{found.name}` computes from each parameter's shape or norm, and would get one-dimensional parts of them."
-        )
+        what = f"`{optimizer.name}` computes from each parameter's shape or norm, and would get one-dimensional parts"
+        what += " of them."
         yield Hit("optimizer", what)
 
 

@@ -34,25 +34,27 @@ def _hybrids(world: int) -> tuple[Mesh, ...]:
 
 def _axes(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    found = resolved.mesh
-    if not isinstance(cfg.engine, FSDP1) or found is None or size_of("tensor", found) > 1:  # another rule's
+    mesh_axes = resolved.mesh
+    if not isinstance(cfg.engine, FSDP1) or mesh_axes is None or size_of("tensor", mesh_axes) > 1:  # another rule's
         return
     sharding, mesh, world = cfg.engine.sharding, cfg.mesh, resolved.facts.env.world_size
-    if is_hybrid(cfg.engine) and (len(found) < 2 or found[1].size == 1):
-        shown = " x ".join(f"{axis.name}={axis.size}" for axis in found)
+    if is_hybrid(cfg.engine) and (len(mesh_axes) < 2 or mesh_axes[1].size == 1):
+        shown = " x ".join(f"{axis.name}={axis.size}" for axis in mesh_axes)
         what = f"{sharding} needs copies of at least 2 shards each, but the mesh is {shown}"
-        alone = len(found) == 2
+        alone = len(mesh_axes) == 2
         what += ": torch would neither shard nor average, and every rank would train a copy of its own." * alone
         options = " or ".join(f"Mesh(replicate={m.replicate}, shard={m.shard})" for m in _hybrids(world)[:3])
         fix = f"Write mesh={options}." if options else 'Write sharding="FULL_SHARD".'
         yield Hit("config.mesh" if mesh else "config.engine.sharding", what + "." * (not alone), fix)
     elif (
-        mesh is not None and sharding == "NO_SHARD" and (mesh.shard > 1 or (mesh.shard == -1 and found[0].size < world))
+        mesh is not None
+        and sharding == "NO_SHARD"
+        and (mesh.shard > 1 or (mesh.shard == -1 and mesh_axes[0].size < world))
     ):
         what = f"shard={mesh.shard}, but under NO_SHARD every rank holds the whole model."
         yield Hit("config.mesh.shard", what, 'Leave mesh out, or write sharding="FULL_SHARD".')
-    elif not is_hybrid(cfg.engine) and len(found) == 2:
-        what = f"replicate={found[0].size}, but {sharding} cuts the model over all ranks once."
+    elif not is_hybrid(cfg.engine) and len(mesh_axes) == 2:
+        what = f"replicate={mesh_axes[0].size}, but {sharding} cuts the model over all ranks once."
         yield Hit("config.mesh.replicate", what, 'Leave mesh out, or write sharding="HYBRID_SHARD".')
 
 

@@ -32,32 +32,32 @@ def trained_dtype(cfg: Config, param: ParamFact) -> str:
 def _dtypes(resolved: Resolved) -> dict[str, dict[str, list[str]]]:
     """Unit to dtype to the parameters that must agree in it: under FSDP2 the trainable ones, under FSDP1 all."""
     cfg = resolved.cfg
-    held: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    names: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     match cfg.engine:
         case FSDP2():
             trainable = tuple(param for param in resolved.facts.model.params if param.requires_grad)
             if len({trained_dtype(cfg, param) for param in trainable}) > 1:
                 owner = resolved.unit_of
                 for param in trainable:
-                    held[owner[param.name]][trained_dtype(cfg, param)].append(param.name)
+                    names[owner[param.name]][trained_dtype(cfg, param)].append(param.name)
         case FSDP1():
             if len({param.dtype for param in resolved.facts.model.params}) > 1:
                 stored = resolved.stored_dtypes
                 for unit, params in resolved.flat_params.items():
                     for param in params:
-                        held[unit][stored[param.name]].append(param.name)
+                        names[unit][stored[param.name]].append(param.name)
         case _:
             pass
-    return held
+    return names
 
 
 def _mixed_dtypes(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
-    held = _dtypes(resolved)
-    mixed = [unit for unit, dtypes in held.items() if len(dtypes) > 1]
+    units = _dtypes(resolved)
+    mixed = [unit for unit, dtypes in units.items() if len(dtypes) > 1]
     if not mixed:
         return
-    dtypes = sorted(held[mixed[0]].items(), key=lambda item: -len(item[1]))
+    dtypes = sorted(units[mixed[0]].items(), key=lambda item: -len(item[1]))
     shown = " and ".join(f"{name} ({count(len(names), 'parameter')}: {some(names)})" for name, names in dtypes)
     others = f" So do {count(len(mixed) - 1, 'other unit')}." if len(mixed) > 1 else ""
     (most, _), (_, odd), *_ = dtypes
@@ -97,12 +97,12 @@ def _not_left_packed(resolved: Resolved) -> Iterator[Hit]:
     """What keeps FSDP2 from leaving packed weights as they are."""
     facts = resolved.facts
     names = resolved.packed_params
-    held = f"{count(len(names), 'packed parameter')} ({some(names)})"
+    packed = f"{count(len(names), 'packed parameter')} ({some(names)})"
     if facts.env.release < IGNORES:
-        what = f"{held} cannot be left whole: fully_shard can do that from torch 2.7 on, this is {facts.env.torch}."
+        what = f"{packed} cannot be left whole: fully_shard can do that from torch 2.7 on, this is {facts.env.torch}."
         yield Hit(at(names[0]), what, "Write `pip install 'torch>=2.7'`, or engine=DDP().")
     elif not isinstance(resolved.cfg.weights, KeepWeights):
-        what = f"{held}: packed when the model was loaded, which {type(resolved.cfg.weights).__name__}() does not do."
+        what = f"{packed}: packed when the model was loaded, which {type(resolved.cfg.weights).__name__}() does not do."
         yield Hit(at(names[0]), what, "Write weights=KeepWeights(), and give the model with its values on every rank.")
 
 
@@ -131,13 +131,13 @@ def _mixed_requires_grad(resolved: Resolved) -> Iterator[Hit]:
         return
     owner = resolved.unit_of
     whole = set(resolved.unsharded_params)
-    held: dict[str, set[bool]] = defaultdict(set)
+    kinds_of: dict[str, set[bool]] = defaultdict(set)
     for param in resolved.facts.model.params:
         if param.name not in whole:
-            held[owner[param.name]].add(param.requires_grad)
-    mixed = [unit for unit, kinds in held.items() if len(kinds) > 1]
+            kinds_of[owner[param.name]].add(param.requires_grad)
+    mixed = [unit for unit, kinds in kinds_of.items() if len(kinds) > 1]
     if mixed:
-        of = f"{len(mixed)} of {count(len(held), 'unit')} {'mixes' if len(mixed) == 1 else 'mix'}"
+        of = f"{len(mixed)} of {count(len(kinds_of), 'unit')} {'mixes' if len(mixed) == 1 else 'mix'}"
         what = f"{of} frozen and trained parameters ({some([at(unit) for unit in mixed])}): "
         yield Hit(at(mixed[0]), what + "what is frozen is cast, gathered and freed together with what is trained.")
 

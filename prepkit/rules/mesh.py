@@ -12,7 +12,6 @@ from prepkit.config.mesh import AXES
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count
-from prepkit.resolve.mesh import axes, size_of
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.fsdp1_mesh import mend_axes
 from prepkit.rules.fsdp2 import mend_reshard
@@ -30,14 +29,14 @@ def nearest(mesh: Mesh, world: int) -> tuple[Mesh, ...]:
 
     low = [size for size in range(1, isqrt(world) + 1) if world % size == 0]
     sizes = sorted({*low, *(world // size for size in low)})
-    found = [
+    meshes = [
         Mesh(replicate=copies, shard=world // cuts // copies, tensor=cuts)
         for cuts in (sizes if mesh.tensor != 1 else [1])
         for copies in sizes
         if world // cuts % copies == 0 and (copies * cuts == 1 or copies * cuts < world)
     ]
-    found.sort(key=lambda one: (distance(one), one.tensor, one.replicate))
-    return tuple(found)
+    meshes.sort(key=lambda other: (distance(other), other.tensor, other.replicate))
+    return tuple(meshes)
 
 
 def _sizes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
@@ -78,9 +77,9 @@ def _below_one(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _two_rests(resolved: Resolved) -> Iterator[Hit]:
-    if resolved.cfg.mesh is not None and len(found := _rests(resolved.cfg.mesh)) > 1:
-        said = " and ".join(f"{name}=-1" for name in found)
-        yield Hit("config.mesh", f"{said} {'both' if len(found) == 2 else 'all'} ask for the rest of the ranks.")
+    if resolved.cfg.mesh is not None and len(names := _rests(resolved.cfg.mesh)) > 1:
+        asked = " and ".join(f"{name}=-1" for name in names)
+        yield Hit("config.mesh", f"{asked} {'both' if len(names) == 2 else 'all'} ask for the rest of the ranks.")
 
 
 def _product(resolved: Resolved) -> Iterator[Hit]:
@@ -148,31 +147,29 @@ def _tensor_alone(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _nothing_sharded(resolved: Resolved) -> Iterator[Hit]:
-    found = resolved.mesh
-    if not isinstance(resolved.cfg.engine, FSDP2) or not found or size_of("shard", found) > 1:
+    if not isinstance(resolved.cfg.engine, FSDP2) or not resolved.mesh or resolved.axis_size("shard") > 1:
         return
-    copies, cuts = size_of("replicate", found), size_of("tensor", found)
-    if copies > 1 and cuts == 1:
-        yield Hit("config.mesh.shard", f"{copies} copies of one shard each: every rank holds the whole model.")
-    elif copies > 1:
-        what = f"{copies} copies of one shard each: beside the tensor ranks nothing is sharded."
-        yield Hit("config.mesh.shard", what, f"Write mesh=Mesh(shard={copies}, tensor={cuts}).")
+    replicas, tensor = resolved.axis_size("replicate"), resolved.axis_size("tensor")
+    if replicas > 1 and tensor == 1:
+        yield Hit("config.mesh.shard", f"{replicas} copies of one shard each: every rank holds the whole model.")
+    elif replicas > 1:
+        what = f"{replicas} copies of one shard each: beside the tensor ranks nothing is sharded."
+        yield Hit("config.mesh.shard", what, f"Write mesh=Mesh(shard={replicas}, tensor={tensor}).")
 
 
 def _nothing_left(resolved: Resolved) -> Iterator[Hit]:
-    cfg, facts = resolved.cfg, resolved.facts
-    found = resolved.mesh
-    if isinstance(cfg.engine, FSDP2) and found and len(found) > 1 and size_of("tensor", found) == facts.env.world_size:
-        what = f"tensor={found[-1].size} takes every rank, and FSDP2 has nothing left to shard over."
+    world, axes = resolved.facts.env.world_size, resolved.mesh or ()
+    if isinstance(resolved.cfg.engine, FSDP2) and len(axes) > 1 and resolved.axis_size("tensor") == world:
+        what = f"tensor={axes[-1].size} takes every rank, and FSDP2 has nothing left to shard over."
         yield Hit("config.mesh.tensor", what)
 
 
 def _shard_copies(cfg: Config, facts: Facts) -> Config:
     """The copies share one model between them; the tensor size stays, so that the data is divided as before."""
-    found = axes(cfg, facts.env)
-    if not found or size_of("tensor", found) == 1:
+    resolved = Resolved(cfg=cfg, facts=facts)
+    if not resolved.mesh or resolved.axis_size("tensor") == 1:
         return _default(cfg, facts)
-    mesh = Mesh(shard=size_of("replicate", found), tensor=size_of("tensor", found))
+    mesh = Mesh(shard=resolved.axis_size("replicate"), tensor=resolved.axis_size("tensor"))
     return mend_reshard(evolve(cfg, mesh=mesh), facts)
 
 

@@ -34,8 +34,8 @@ def _missing(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
     if facts.optimizer is None or resolved.cfg.intent is not Intent.TRAINING:
         return
-    held = set(_held(facts))
-    missed = tuple(p.name for p in facts.model.params if p.requires_grad and p.name not in held)
+    names = set(_held(facts))
+    missed = tuple(p.name for p in facts.model.params if p.requires_grad and p.name not in names)
     if missed:
         what = f"{count(len(missed), 'trainable parameter')} in no group, so never updated: {some(missed)}."
         yield Hit("optimizer", what)
@@ -48,8 +48,8 @@ def _twice(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _frozen(resolved: Resolved) -> Iterator[Hit]:
-    held = set(_held(resolved.facts))
-    frozen = tuple(p.name for p in resolved.facts.model.params if not p.requires_grad and p.name in held)
+    names = set(_held(resolved.facts))
+    frozen = tuple(p.name for p in resolved.facts.model.params if not p.requires_grad and p.name in names)
     if frozen:
         yield Hit("optimizer", f"{count(len(frozen), 'frozen parameter')} in its groups: {some(frozen)}.")
 

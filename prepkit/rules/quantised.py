@@ -23,8 +23,8 @@ def _devices(facts: Facts) -> tuple[str, ...]:
 
 def _multi_backend(facts: Facts) -> bool:
     """Whether bitsandbytes computes on more than CUDA; an environment that does not name its version is trusted."""
-    found = re.match(r"(\d+)\.(\d+)", dict(facts.env.libraries).get("bitsandbytes", "999.0"))
-    return found is not None and (int(found.group(1)), int(found.group(2))) >= _MULTI_BACKEND
+    match = re.match(r"(\d+)\.(\d+)", dict(facts.env.libraries).get("bitsandbytes", "999.0"))
+    return match is not None and (int(match.group(1)), int(match.group(2))) >= _MULTI_BACKEND
 
 
 def _spread(resolved: Resolved) -> Iterator[Hit]:

@@ -57,22 +57,22 @@ def below_root(model: ModelFacts) -> set[int]:
 
 def known_blocks(model: ModelFacts) -> str:
     """The repeated blocks with their numbers and sizes, as a sentence to put behind a message."""
-    found = repeated_blocks(model)
-    if not found:
+    repeated = repeated_blocks(model)
+    if not repeated:
         return "The model has no repeated blocks."
-    first = {block.paths[0]: 0 for block in found}
+    first = {block.paths[0]: 0 for block in repeated}
     for param in model.params:
         for path in first:
             if param.name.startswith(path + "."):
                 first[path] += param.numel
-    shown = (f"`{b.cls}` x{len(b.paths)} ({short(first[b.paths[0]])} parameters each)" for b in found)
+    shown = (f"`{b.cls}` x{len(b.paths)} ({short(first[b.paths[0]])} parameters each)" for b in repeated)
     return f"Repeated blocks: {', '.join(shown)}."
 
 
 def instead(model: ModelFacts) -> str:
     """What to type in the place of a selection that does not fit the model."""
-    found = repeated_blocks(model)
-    return f'WrapClasses(("{found[0].cls}",)) or WrapBlocks()' if found else "WrapRoot()"
+    repeated = repeated_blocks(model)
+    return f'WrapClasses(("{repeated[0].cls}",)) or WrapBlocks()' if repeated else "WrapRoot()"
 
 
 def mend(change: Callable[[Wrap, ModelFacts], Wrap | None]) -> Callable[[Config, Facts], Config]:
@@ -80,16 +80,16 @@ def mend(change: Callable[[Wrap, ModelFacts], Wrap | None]) -> Callable[[Config,
 
     def repair(cfg: Config, facts: Facts) -> Config:
         model = facts.model
-        found = WrapBlocks() if select(WrapBlocks(), model) else None
+        own = WrapBlocks() if select(WrapBlocks(), model) else None
         if isinstance(cfg.engine, FSDP1 | FSDP2):
-            whole = change(cfg.engine.wrap, model) or found or WrapRoot()
+            whole = change(cfg.engine.wrap, model) or own or WrapRoot()
             cfg = evolve(cfg, engine=evolve(cfg.engine, wrap=whole))
         if isinstance(cfg.checkpointing, CheckpointBlocks):
-            mended = change(cfg.checkpointing.blocks, model) or found
+            mended = change(cfg.checkpointing.blocks, model) or own
             kept = evolve(cfg.checkpointing, blocks=mended) if mended else NoCheckpointing()
             cfg = evolve(cfg, checkpointing=kept)
         if isinstance(cfg.compile, CompileBlocks):
-            mended = change(cfg.compile.blocks, model) or found
+            mended = change(cfg.compile.blocks, model) or own
             cfg = evolve(cfg, compile=evolve(cfg.compile, blocks=mended) if mended else whole_model(cfg.compile))
         return cfg
 

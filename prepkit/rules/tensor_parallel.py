@@ -124,12 +124,12 @@ def _divides(resolved: Resolved) -> Iterator[Hit]:
     alike: dict[int, list[str]] = {}
     for name, size in odd.items():
         alike.setdefault(size, []).append(name)
-    said = (
+    texts = (
         f"{names[0]}{f' ({len(names) - 1} more alike)' * (len(names) > 1)} is {size}" for size, names in alike.items()
     )
     fix = f"Cut over {' or '.join(valid)} ranks: every size in the plan divides by these. Or leave the row out."
     where = "config.mesh.tensor" if resolved.cfg.mesh else "config.engine"
-    yield Hit(where, f"{', '.join(said)}: not to be divided over {ranks} tensor ranks.", fix)
+    yield Hit(where, f"{', '.join(texts)}: not to be divided over {ranks} tensor ranks.", fix)
 
 
 def _uneven(resolved: Resolved) -> Iterator[Hit]:
@@ -157,8 +157,8 @@ def _ties(resolved: Resolved) -> Iterator[Hit]:
     for group in resolved.facts.model.ties:
         lies = {name: how.get(name, "replicate") for name in group if parent(name) in here}
         if len(set(lies.values())) > 1:
-            said = ", ".join(f"`{name}` is {word}" for name, word in lies.items())
-            yield Hit(at(group[0]), f"One parameter, but {said}: cut so, it would become several.")
+            text = ", ".join(f"`{name}` is {word}" for name, word in lies.items())
+            yield Hit(at(group[0]), f"One parameter, but {text}: cut so, it would become several.")
 
 
 def _size(resolved: Resolved) -> Iterator[Hit]:

@@ -52,18 +52,18 @@ def _embeddings(model: ModelFacts) -> tuple[str, str, bool] | None:
 
 def _only_declared(resolved: Resolved) -> Iterator[Hit]:
     model = resolved.facts.model
-    found = _embeddings(model)
-    if found and not found[2] and model.architecture.tie_word_embeddings and model.tied_keys:
-        first, second, _tied = found
+    pair = _embeddings(model)
+    if pair and not pair[2] and model.architecture.tie_word_embeddings and model.tied_keys:
+        first, second, _tied = pair
         what = f"model.config.tie_word_embeddings is True, but `{second}` is not `{first}`: each would learn by itself."
         call = "Call model.tie_weights()" if model.has_tie_weights else f"Assign `{first}` to `{second}`"
         yield Hit(at(second), what, f"{call} before planning, or set model.config.tie_word_embeddings = False.")
 
 
 def _undeclared(resolved: Resolved) -> Iterator[Hit]:
-    found = _embeddings(resolved.facts.model)
-    if found and found[2] and resolved.facts.model.architecture.tie_word_embeddings is False:
-        first, second, _tied = found
+    pair = _embeddings(resolved.facts.model)
+    if pair and pair[2] and resolved.facts.model.architecture.tie_word_embeddings is False:
+        first, second, _tied = pair
         what = f"`{second}` is `{first}`, but model.config.tie_word_embeddings is False: a reload would untie them."
         yield Hit(at(second), what)
 

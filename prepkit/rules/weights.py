@@ -32,10 +32,10 @@ def _unfilled(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _state(resolved: Resolved) -> Iterator[Hit]:
-    held = resolved.facts.optimizer
-    if isinstance(resolved.cfg.weights, SendWeights) and held is not None and held.stateful:
-        what = f"`SendWeights` sends what the model holds; the optimizer's state of {some(held.stateful)} is not sent."
-        yield Hit("optimizer", what)
+    optimizer = resolved.facts.optimizer
+    if isinstance(resolved.cfg.weights, SendWeights) and optimizer is not None and optimizer.stateful:
+        what = "`SendWeights` sends what the model holds; the optimizer's state of"
+        yield Hit("optimizer", f"{what} {some(optimizer.stateful)} is not sent.")
 
 
 def _unseen(resolved: Resolved) -> Iterator[Hit]:
@@ -46,9 +46,9 @@ def _unseen(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _unreadable(resolved: Resolved) -> Iterator[Hit]:
-    if (there := resolved.checkpoint) is not None:
-        for problem in there.problems:
-            yield Hit(f"checkpoint.{problem.file}", f"`{problem.file}` in `{there.folder}`: {problem.what}.")
+    if (checkpoint := resolved.checkpoint) is not None:
+        for problem in checkpoint.problems:
+            yield Hit(f"checkpoint.{problem.file}", f"`{problem.file}` in `{checkpoint.folder}`: {problem.what}.")
 
 
 def _uninitialized(resolved: Resolved) -> Iterator[Hit]:

@@ -33,9 +33,9 @@ def _unmatched(model: ModelFacts) -> Callable[[str], bool]:
 
 
 def _container_class(model: ModelFacts) -> Callable[[str], bool]:
-    found = tuple(model.classes[cls] for cls in below_root(model))
-    able = {cls.name for cls in found if cls.has_forward}
-    return lambda name: name not in able and any(cls.name == name for cls in found)
+    classes = tuple(model.classes[cls] for cls in below_root(model))
+    able = {cls.name for cls in classes if cls.has_forward}
+    return lambda name: name not in able and any(cls.name == name for cls in classes)
 
 
 def _container_path(model: ModelFacts) -> Callable[[str], bool]:

@@ -39,12 +39,12 @@ def parse(text: str) -> Data:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> Data:
-    found: Data = {}
+    data: Data = {}
     for key, value in pairs:
-        if key in found:
+        if key in data:
             raise ValueError(f"the key {key!r} appears twice in one object")
-        found[key] = value
-    return found
+        data[key] = value
+    return data
 
 
 def _no_constant(name: str) -> Any:
@@ -85,9 +85,9 @@ def put(data: Data, path: str, value: Any) -> None:
 def drop(data: Data, path: str) -> None:
     """Removes what stands at a dotted path, if anything does (HC-5)."""
     *above, last = path.split(".")
-    found = look(data, ".".join(above)) if above else data
-    if isinstance(found, dict):
-        found.pop(last, None)
+    section = look(data, ".".join(above)) if above else data
+    if isinstance(section, dict):
+        section.pop(last, None)
 
 
 def leaves(data: Data, above: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -104,14 +104,14 @@ def settings(data: Data) -> tuple[Setting, ...]:
     return tuple(Setting(path=path, value=json.dumps(value, sort_keys=True)) for path, value in sorted(leaves(data)))
 
 
-def data_of(found: tuple[Setting, ...]) -> Data:
+def data_of(settings: tuple[Setting, ...]) -> Data:
     """The data again: what ``settings`` was given."""
     data: Data = {}
-    for one in found:
+    for setting in settings:
         section = data
-        for key in one.path[:-1]:
+        for key in setting.path[:-1]:
             section = section.setdefault(key, {})
-        section[one.path[-1]] = json.loads(one.value)
+        section[setting.path[-1]] = json.loads(setting.value)
     return data
 
 
@@ -119,10 +119,10 @@ def stage(engine: DeepSpeed) -> int:
     """The ZeRO stage that the engine or its JSON asks for."""
     if engine.stage is not None:
         return engine.stage
-    found = look(said(engine), "zero_optimization")
-    if isinstance(found, bool):
-        return int(found)  # the oldest form: true is stage 1 (deepspeed/runtime/zero/config.py)
-    named = look(said(engine), "zero_optimization.stage", 0 if isinstance(found, dict) else DEFAULT_STAGE)
+    section = look(said(engine), "zero_optimization")
+    if isinstance(section, bool):
+        return int(section)  # the oldest form: true is stage 1 (deepspeed/runtime/zero/config.py)
+    named = look(said(engine), "zero_optimization.stage", 0 if isinstance(section, dict) else DEFAULT_STAGE)
     return named if isinstance(named, int) else DEFAULT_STAGE
 
 

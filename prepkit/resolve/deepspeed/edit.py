@@ -18,8 +18,8 @@ ZERO = "zero_optimization"
 
 def restaged(engine: DeepSpeed, stage: int) -> DeepSpeed:
     """The engine at another ZeRO stage; below 3 parameters are no longer offloaded, which only 3 can do."""
-    found = _without(evolve(engine, stage=stage), f"{ZERO}.stage")
-    return found if stage == 3 or not offloads(found, "param") else offloaded(found, "param", away=False)
+    edited = _without(evolve(engine, stage=stage), f"{ZERO}.stage")
+    return edited if stage == 3 or not offloads(edited, "param") else offloaded(edited, "param", away=False)
 
 
 def offloads(engine: DeepSpeed, kind: str) -> bool:

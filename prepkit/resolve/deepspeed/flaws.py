@@ -47,8 +47,8 @@ class Draft:
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a dotted path; the default where there is none and where it is ``auto``."""
-        found = look(self.data, path, MISSING)
-        return default if found is MISSING or found == AUTO else found
+        value = look(self.data, path, MISSING)
+        return default if value is MISSING or value == AUTO else value
 
     def is_auto(self, path: str) -> bool:
         """Whether the value is left to others (DP-22)."""

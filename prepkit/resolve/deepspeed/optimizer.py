@@ -190,16 +190,16 @@ def convert(draft: Draft, maker: Maker, device: str) -> Conversion | None:
         draft.fill(forced, value=False, why="DeepSpeed refuses its own CPU Adagrad otherwise")
     if own:
         return None
-    found = _CPU.get((package, name))
+    conversion = _CPU.get((package, name))
     lost = _lost(draft.facts.optimizer) if draft.facts.optimizer else ()
-    if found is None or lost:
+    if conversion is None or lost:
         why = f"has `{', '.join(lost)}`, which DeepSpeed's does not know" if lost else "has no CPU form in DeepSpeed"
         what = f"Optimizer state is offloaded, and `{package}` `{name}` {why}; another would train otherwise."
         fix = f'Use torch.optim.AdamW, or write {{"{forced}": false}} to keep {name}, which is slower.'
         draft.flaw("offload-optimizer", what, fix, "optimizer" if draft.facts.optimizer else "config.optimizer")
         put(draft.data, forced, value=False)
         return None
-    return found
+    return conversion
 
 
 def _lost(seen: OptimizerFacts) -> tuple[str, ...]:

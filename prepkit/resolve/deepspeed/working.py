@@ -134,18 +134,18 @@ def _offload(draft: Draft, stage: int) -> str:
             draft.settle(path, device, f"config.engine.{name}")
         if draft.is_auto(path):
             draft.fill(path, "none", "nothing is offloaded unless asked")
-        found, least = draft.get(path, "none"), 3 if name == "offload_param" else 1
+        chosen, least = draft.get(path, "none"), 3 if name == "offload_param" else 1
         where = f"config.engine.{name}" if device is not None else WHERE
         nvme = f"zero_optimization.{name}.nvme_path"
         if draft.is_auto(nvme):
             drop(draft.data, nvme)  # the text "none" of old templates would become a folder of that name
-        if found not in _DEVICES:
-            draft.flaw("offload", f"`{path}` is {found!r}.", f"Write one of {', '.join(_DEVICES)}.", where)
+        if chosen not in _DEVICES:
+            draft.flaw("offload", f"`{path}` is {chosen!r}.", f"Write one of {', '.join(_DEVICES)}.", where)
             drop(draft.data, path)
-        elif found != "none" and stage < least:
-            what = f"{name} to {found} begins at ZeRO stage {least}, and this is stage {stage}."
+        elif chosen != "none" and stage < least:
+            what = f"{name} to {chosen} begins at ZeRO stage {least}, and this is stage {stage}."
             draft.flaw("offload", what, f"Write stage={least} or higher, or leave {name} out.", where)
-        elif found == "nvme" and not draft.get(nvme):
+        elif chosen == "nvme" and not draft.get(nvme):
             draft.flaw(
                 "offload", f"{name} to nvme has no folder.", f"Write `{nvme}` with a folder on that drive.", where
             )
