@@ -14,9 +14,6 @@ SHARED = {
     "Held": "how a parameter lies on the tensor axis; in init_weights what a call holds on to until it ends",
     "Kind": "each time the type of one field, used in its own module alone",
     "Piece": "in two files of the planner the type of its functions that make a few steps",
-    "Check": "a line of an attestation; in the rules the type of their functions",
-    "Kind": "in live what a kind of step needs; elsewhere the type of one field, used in its own module alone",
-    "Piece": "of a plan, a few steps; of a flat parameter, what a rank holds of one parameter",
 }
 """Names that stand for two things, and why they may."""
 
