@@ -98,7 +98,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 @frozen
-class Before:
+class BeforeMSAMP:
     """Model and optimizer as they were put together before MS-AMP: what is needed to put them together again."""
 
     model: Module = field(repr=False)
@@ -129,7 +129,7 @@ def msamp_ready(step: InitializeMSAMP, target: Target) -> tuple[str, ...]:
     return problems
 
 
-def msamp_do(step: InitializeMSAMP, target: Target) -> Before:
+def msamp_do(step: InitializeMSAMP, target: Target) -> BeforeMSAMP:
     """``msamp.initialize``, which returns another optimizer over the same groups; the scheduler follows it."""
     import msamp
 
@@ -150,8 +150,8 @@ def msamp_do(step: InitializeMSAMP, target: Target) -> Before:
         raise
 
 
-def _before(model: Module, optimizer: Optimizer, scheduler: Any) -> Before:
-    return Before(
+def _before(model: Module, optimizer: Optimizer, scheduler: Any) -> BeforeMSAMP:
+    return BeforeMSAMP(
         model=model,
         optimizer=optimizer,
         modules=tuple((module, dict(module._modules), dict(module._parameters)) for module in model.modules()),
@@ -163,7 +163,7 @@ def _before(model: Module, optimizer: Optimizer, scheduler: Any) -> Before:
     )
 
 
-def msamp_undo(step: InitializeMSAMP, target: Target, memo: Before) -> None:
+def msamp_undo(step: InitializeMSAMP, target: Target, memo: BeforeMSAMP) -> None:
     """Puts children, parameters and slots back where they were; MS-AMP has copied the values, not changed them."""
     target.model, target.optimizer = memo.model, memo.optimizer
     for module, children, params in memo.modules:
@@ -186,4 +186,4 @@ def msamp_undo(step: InitializeMSAMP, target: Target, memo: Before) -> None:
         target.scheduler.optimizer = memo.optimizer
 
 
-MSAMP: Handler[InitializeMSAMP, Target, Before] = Handler(ready=msamp_ready, do=msamp_do, undo=msamp_undo)
+MSAMP: Handler[InitializeMSAMP, Target, BeforeMSAMP] = Handler(ready=msamp_ready, do=msamp_do, undo=msamp_undo)
