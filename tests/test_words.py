@@ -11,7 +11,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 SHARED = {
     "Check": "a line of an attestation; in the rules the type of their functions, which no other folder imports",
-    "Held": "how a parameter lies on the tensor axis; in init_weights what a call holds on to until it ends",
     "Kind": "each time the type of one field, used in its own module alone",
     "Piece": "in two files of the planner the type of its functions that make a few steps",
 }

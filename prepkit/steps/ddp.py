@@ -1,4 +1,4 @@
-"""Whole copies."""
+"""Replicas: every rank holds the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units of shards, and layers cut over ranks."""
+"""Units that are sharded."""
 
 from __future__ import annotations
 

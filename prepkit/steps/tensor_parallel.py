@@ -9,7 +9,7 @@ from attrs import frozen
 
 @frozen(kw_only=True)
 class ParallelStyle:
-    """Modules that are cut alike."""
+    """Modules that are parallelized alike."""
 
     paths: tuple[str, ...]
     style: Literal["colwise", "rowwise", "sequence", "replicate"]
@@ -21,10 +21,11 @@ class ParallelStyle:
 
 @frozen(kw_only=True)
 class ParallelizeModules:
-    """Cuts modules over one axis of the mesh, with hooks that lay out their inputs and outputs; ties stay ties.
+    """Divides modules over one axis of the mesh, with hooks that lay out their inputs and outputs; ties stay ties.
 
     Has no way back: the model has to be built again if a later step fails.
-    Fails if a module is of another kind, cut already or holds a gradient, or if the ranks hold different weights.
+    Fails if a module is of another kind, parallelized already or holds a gradient, or if the ranks hold different
+    weights.
     """
 
     styles: tuple[ParallelStyle, ...]

@@ -105,8 +105,8 @@ class ReadTensors:
 class StashTensors:
     """Puts every parameter on meta, each object staying itself, and keeps what values it had on the host.
 
-    So a model that has values on rank 0 alone is cut and sharded alike everywhere. Buffers stay as they are. Fails on
-    every rank, before anything is changed, if rank 0 lacks the values of a parameter or buffer.
+    So a model that has values on rank 0 alone is parallelized and sharded alike everywhere. Buffers stay as they are.
+    Fails on every rank, before anything is changed, if rank 0 lacks the values of a parameter or buffer.
     """
 
     params: tuple[str, ...]

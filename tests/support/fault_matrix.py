@@ -123,7 +123,7 @@ SOME = 2 if THOROUGH else 0
 """Of the times that a handler passes a line so many are made to fail: the first ones, and always the last."""
 
 CALLS = 24 if THOROUGH else 4
-"""Of the calls into torch that one deed makes so many are made to fail, spread evenly."""
+"""Of the calls into torch that one handler makes so many are made to fail, spread evenly."""
 
 OF_A_REAL_GROUP = (
     *(StartProcessGroup, Agree, BuildMesh, WrapDDP, ShardUnits),
@@ -265,7 +265,7 @@ def at_boundaries(engine: str) -> Iterator[Outcome]:
 
 
 def broken(step: Any, target: Any) -> Any:
-    """A deed that does not begin."""
+    """A ``do`` that does not begin."""
     raise Fault("before")
 
 
@@ -286,7 +286,7 @@ def _leaving(frame: FrameType | None) -> bool:
 
 @define
 class Planter:
-    """Notes the places that a deed passes, or raises at the one with this number."""
+    """Notes the places that a handler passes, or raises at the one with this number."""
 
     at: int = -1
     lines: bool = True
@@ -324,7 +324,7 @@ class Planter:
 
 
 def traced(real: Handler[Any, Any, Any], planter: Planter) -> Handler[Any, Any, Any]:
-    """The handler with its deed under the planter's eyes."""
+    """The handler with its ``do`` under the planter's eyes."""
 
     def do(step: Any, target: Any) -> Any:
         old = sys.gettrace()

@@ -1,4 +1,4 @@
-"""Deeds that are not those of the plan, to be planted in the place of a handler's (``planted``)."""
+"""What a handler may do other than the plan says, to be planted in its place (``planted``)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from prepkit.live.model import names
 from prepkit.live.model.target import Stashed, Target
 from tests.support.fragile_model import Tiny
 
-Deed = Callable[[Any, Target, Handler[Any, Target, Any]], Any]
-"""In the place of a step's deed; gets step, target and the real handler."""
+FaultyDo = Callable[[Any, Target, Handler[Any, Target, Any]], Any]
+"""In the place of a handler's ``do``; gets step, target and the real handler."""
 
 
 def nothing(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
@@ -27,12 +27,12 @@ def nothing(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
     return {} if isinstance(step, s.MoveModel) else ()
 
 
-def changed(**fields: Any) -> Deed:
+def changed(**fields: Any) -> FaultyDo:
     """Does a step with other values than the plan's."""
     return lambda step, target, real: real.do(evolve(step, **fields), target)
 
 
-def afterwards(act: Callable[[Target], None]) -> Deed:
+def afterwards(act: Callable[[Target], None]) -> FaultyDo:
     """Does the step, and something that nobody asked for."""
 
     def do(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
@@ -129,7 +129,7 @@ def long_state(target: Target) -> None:
         state["exp_avg"] = torch.zeros(param.numel() + 1)
 
 
-def create_over_copies(step: Any, target: Target, real: Handler[Any, Target, Any]) -> None:
+def create_over_clones(step: Any, target: Target, real: Handler[Any, Target, Any]) -> None:
     real.do(step, target)
     assert target.optimizer is not None
     (group,) = target.optimizer.param_groups

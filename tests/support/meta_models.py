@@ -25,10 +25,12 @@ CASES: dict[str, pk.Config] = {
     "checkpointed, compiled blocks": pk.Config(
         checkpointing=pk.CheckpointBlocks(), compile=pk.CompileBlocks(backend=EAGER)
     ),
-    "copies of shards": pk.Config(mesh=pk.Mesh(replicate=2, shard=2)),
-    "copies of compiled shards": pk.Config(mesh=pk.Mesh(replicate=2, shard=2), compile=pk.CompileBlocks(backend=EAGER)),
-    "cut layers": pk.Config(mesh=pk.Mesh(shard=2, tensor=2)),
-    "checkpointed cut layers": pk.Config(mesh=pk.Mesh(shard=2, tensor=2), checkpointing=pk.CheckpointBlocks()),
+    "replicas of shards": pk.Config(mesh=pk.Mesh(replicate=2, shard=2)),
+    "replicas of compiled shards": pk.Config(
+        mesh=pk.Mesh(replicate=2, shard=2), compile=pk.CompileBlocks(backend=EAGER)
+    ),
+    "parallelized layers": pk.Config(mesh=pk.Mesh(shard=2, tensor=2)),
+    "checkpointed parallelized layers": pk.Config(mesh=pk.Mesh(shard=2, tensor=2), checkpointing=pk.CheckpointBlocks()),
 }
 ON_TWO, ON_FOUR = list(CASES)[:5], list(CASES)[5:]
 
@@ -81,7 +83,7 @@ def step_of(model: nn.Module, batch: Any) -> float:
 
 
 def together(ready: pk.Prepared, batch: Any, rank: int, world: int, readers: int) -> float:
-    """Mean loss over the ranks of one step, for which the batch is cut among so many readers."""
+    """Mean loss over the ranks of one step, for which the batch is divided among so many readers."""
     share = {key: value.chunk(readers)[rank * readers // world] for key, value in batch.items()}
     loss = ready.model(**share).loss
     ready.backward(loss)
@@ -101,7 +103,7 @@ def trained(rank: int, world: int, family: str, runs: list[tuple[str, str]]) -> 
         model, _ = on_meta(family)
         cfg = evolve(CASES[case], engine=pk.FSDP2(), weights=pk.LoadWeights(path), optimizer=pk.SGD(lr=0.1))
         ready = pk.apply(pk.build_plan(cfg, model))
-        mine = together(ready, batch, rank, world, readers=world // 2 if "cut" in case else world)
+        mine = together(ready, batch, rank, world, readers=world // 2 if "parallelized" in case else world)
         there = held(ready.model)
         assert list(there) == list(expected)
         assert {name: t.dtype for name, t in there.items()} == {name: t.dtype for name, t in expected.items()}

@@ -53,14 +53,14 @@ from prepkit.plan import Plan
 from tests.support import fp8_model, library_doubles
 from tests.support.deepspeed_cpu import lean
 from tests.support.faulty_handlers import (
-    Deed,
+    FaultyDo,
     afterwards,
     another_optimizer,
     bind_old,
     cast_buffer,
     changed,
     compile_twin,
-    create_over_copies,
+    create_over_clones,
     drop_slot,
     exchange_parts,
     exchange_sources,
@@ -135,7 +135,7 @@ class Planted:
     what: str
     kind: type
     cfg: Config
-    do: Deed
+    do: FaultyDo
     caught: str
     """Part of the text of a failed check."""
     world: int = 1
@@ -145,7 +145,7 @@ class Planted:
     """Puts a stand-in for a library in place that needs another device."""
 
 
-def faults(kind: type, cfg: Config, *rows: tuple[str, Deed, str], **more: Any) -> tuple[Planted, ...]:
+def faults(kind: type, cfg: Config, *rows: tuple[str, FaultyDo, str], **more: Any) -> tuple[Planted, ...]:
     """Faults of one step kind: what goes wrong, how, and how it is caught."""
     return tuple(Planted(what=what, kind=kind, cfg=cfg, do=do, caught=caught, **more) for what, do, caught in rows)
 
@@ -286,7 +286,7 @@ FAULTS: tuple[Planted, ...] = (
         evolve(SINGLE, optimizer=AdamW()),
         (
             "the optimizer is created over copies",
-            create_over_copies,
+            create_over_clones,
             "every parameter that is trained is stepped: embed.weight is not held",
         ),
     ),

@@ -19,7 +19,7 @@ from prepkit.steps import AllocateTensors
 
 
 @frozen(eq=False)
-class Unallocated:
+class DevicesBefore:
     """Where everything was."""
 
     devices: dict[str, torch.device]
@@ -35,14 +35,14 @@ def allocate_ready(step: AllocateTensors, target: Target) -> tuple[str, ...]:
     return problems + (launcher.device_problems(step.buffers.type) if step.buffers else ())
 
 
-def allocate_do(step: AllocateTensors, target: Target) -> Unallocated:
+def allocate_do(step: AllocateTensors, target: Target) -> DevicesBefore:
     """Gives every tensor storage on the device and notes in ``target.unfilled`` which have no values yet.
 
     Buffers that have values keep them, which ``to_empty`` would lose. Returns where things were.
     """
     device = launcher.bind(step.device)
     buffer_device = launcher.bind(step.buffers) if step.buffers else device
-    before = Unallocated(
+    before = DevicesBefore(
         devices={name: tensor.device for name, tensor in named_tensors(target).items()},
         buffers=tuple(
             (site.module._buffers, key, buffer)
@@ -60,7 +60,7 @@ def allocate_do(step: AllocateTensors, target: Target) -> Unallocated:
         raise
 
 
-def allocate_undo(step: AllocateTensors, target: Target, memo: Unallocated) -> None:
+def allocate_undo(step: AllocateTensors, target: Target, memo: DevicesBefore) -> None:
     """Puts every tensor back to where it was; what had no values has no storage again."""
     del step
     devices = {id(tensor): memo.devices[name] for name, tensor in named_tensors(target).items()}
@@ -105,6 +105,6 @@ def _swapping() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-ALLOCATE: Handler[AllocateTensors, Target, Unallocated] = Handler(
+ALLOCATE: Handler[AllocateTensors, Target, DevicesBefore] = Handler(
     ready=allocate_ready, do=allocate_do, undo=allocate_undo
 )

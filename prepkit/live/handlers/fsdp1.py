@@ -111,8 +111,7 @@ def _put(target: Target, path: str, old: Module, new: Module) -> None:
         return
     slots = [(parent, name) for parent in target.model.modules() for name, m in parent._modules.items() if m is old]
     for parent, name in slots:
-        if parent is not new:
-            parent.register_module(name, new)
+        parent.register_module(name, new)
 
 
 def _is_container(module: Module) -> bool:

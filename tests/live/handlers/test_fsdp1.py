@@ -369,6 +369,55 @@ def test_every_unit_is_told_the_device_of_the_rank_and_whether_rank_0_is_broadca
     assert given == [(("cuda", 5), sync)] * 2
 
 
+class Wrapped(nn.Module):
+    """Stands in for torch's wrapper, and keeps what it was given."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.module, self.options = module, options
+
+
+def test_mesh_ignored_modules_and_a_unit_of_full_precision_reach_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp1, "FullyShardedDataParallel", Wrapped)
+    model = Tiny()
+    step = wrapping("layers.0", ignored=("layers.2",), param_dtype="bfloat16", use_orig_params=False)
+    full = evolve(step, units=(evolve(step.units[0], full_precision=True), step.units[1]))
+    with fake_group(2):
+        mesh = shard_mesh(2)
+        target: Any = Target(model=model, mesh=mesh)
+        fsdp1.WRAP.do(full, target)
+        root, block = target.model.options, model.layers[0].options
+        assert root["device_mesh"] is block["device_mesh"] is mesh
+    assert root["ignored_states"] == block["ignored_states"] == [model.layers[2]]
+    whole = torch.float32
+    assert block["mixed_precision"] == MixedPrecision(whole, whole, whole, cast_forward_inputs=False)
+    assert root["mixed_precision"] == MixedPrecision(torch.bfloat16)
+    assert root["use_orig_params"] is False
+
+
+@pytest.mark.parametrize("elsewhere", ["a parameter", "a buffer", "nothing"])
+def test_what_is_ignored_is_moved_whole_as_torch_moves_what_it_wraps(
+    monkeypatch: pytest.MonkeyPatch, elsewhere: str
+) -> None:
+    """Meta stands in for the device."""
+    monkeypatch.setattr(fsdp1, "FullyShardedDataParallel", Wrapped)
+    monkeypatch.setattr(launcher, "bind", lambda device: torch.device("meta"))
+    model = Tiny()
+    model.layers[2] = nn.BatchNorm1d(3, device="meta")
+    if elsewhere == "a parameter":
+        model.layers[2].bias = nn.Parameter(torch.zeros(3))
+    if elsewhere == "a buffer":
+        model.layers[2].running_mean = torch.zeros(3)
+    moves: list[nn.Module] = []
+    real = nn.Module.to
+    monkeypatch.setattr(nn.Module, "to", lambda self, *how: (moves.append(self), real(self, *how))[1])
+    with fake_group(2):
+        fsdp1.WRAP.do(wrapping("layers.0", ignored=("layers.2",)), Target(model=model, mesh=shard_mesh(2)))
+    ignored = model.layers[2]
+    assert all(tensor.is_meta for tensor in (*ignored.parameters(), *ignored.buffers()))
+    assert moves == ([] if elsewhere == "nothing" else [ignored])
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

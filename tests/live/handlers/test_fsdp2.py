@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD
 
+from prepkit.live.handlers import fsdp2
 from prepkit.live.interpreter import Halted, interpret
 from prepkit.live.kinds import handlers
 from prepkit.live.model import names
@@ -113,9 +116,46 @@ def test_a_sharded_model_is_refused() -> None:
         assert text == "'' (the root), layers.0: sharded already; apply to a model that was not prepared"
 
 
-def test_a_failure_says_which_units_stand_and_that_there_is_no_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prepkit.live.handlers import fsdp2
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_every_option_reaches_torch(monkeypatch: pytest.MonkeyPatch, accelerator: bool) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(fsdp2, "fully_shard", lambda module, **options: given.append({"module": module, **options}))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
+    step = ShardUnits(
+        units=(
+            Unit(path="layers.0", reshard_after_forward=4, output_dtype="float16"),
+            Unit(path="", reshard_after_forward=False),
+        ),
+        param_dtype="bfloat16",
+        reduce_dtype="float32",
+        offload=True,
+        pin_memory=True,
+        axes=("shard",),
+        ignored=("layers.1.scale",),
+    )
+    with fake_group(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+        model = Tiny()
+        fsdp2.SHARD.do(step, Target(model=model, mesh=mesh))
+        fsdp2.SHARD.do(evolve(step, pin_memory=False, ignored=()), Target(model=model, mesh=mesh))
+        fsdp2.SHARD.do(evolve(step, offload=False), Target(model=model, mesh=mesh))
+        assert all(options["mesh"] == mesh["shard"] for options in given)
+    block, root = given[:2]
+    assert (block["module"], root["module"]) == (model.layers[0], model)
+    assert (block["reshard_after_forward"], root["reshard_after_forward"]) == (4, False)
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16)
+    assert block["mp_policy"] == precision
+    assert root["mp_policy"] == replace(precision, output_dtype=None)
+    assert block["ignored_params"] == {model.layers[1].scale}
+    assert "ignored_params" not in given[2], "torch 2.6 does not know it"
+    assert [given[at]["offload_policy"] for at in (0, 2, 4)] == [
+        CPUOffloadPolicy(pin_memory=accelerator),
+        CPUOffloadPolicy(pin_memory=False),
+        OffloadPolicy(),
+    ]
 
+
+def test_a_failure_says_which_units_stand_and_that_there_is_no_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = fsdp2.fully_shard, []
 
     def fail_on_third(module: nn.Module, **how: Any) -> Any:

@@ -128,6 +128,10 @@ def test_the_scaler_has_the_numbers_of_the_step_and_is_taken_back() -> None:
     assert (*found, target.scaler.get_growth_interval()) == (8.0, 3.0, 0.25, 7)
     undo(SCALER, target, memo)
     assert target.scaler is None
+    own: Any = object()
+    target.scaler = own
+    undo(SCALER, target, do(SCALER, target))
+    assert target.scaler is own
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -52,9 +52,11 @@ def test_shuffling_follows_seed_and_epoch() -> None:
 
 
 def test_everything_else_is_kept_and_the_given_loader_is_untouched() -> None:
-    given = DataLoader(
+    newer = {"in_order": False} if "in_order" in inspect.signature(DataLoader.__init__).parameters else {}
+    given: Any = DataLoader(
         DATA, batch_size=3, num_workers=2, collate_fn=collate, drop_last=True, timeout=5, worker_init_fn=print,
         generator=torch.Generator(), prefetch_factor=4, persistent_workers=True, multiprocessing_context="fork",
+        pin_memory=True, **newer,
     )  # fmt: skip
     before = dict(vars(given))
     target = target_with(given)

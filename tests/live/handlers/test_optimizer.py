@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from prepkit.live.model import names
+from prepkit.live.handlers.optimizer import CREATE, REBIND
+from prepkit.live.model import fsdp1_flat, names
 from prepkit.live.model.target import Target
 from prepkit.steps import (
     CreateOptimizer,
@@ -316,7 +317,49 @@ def test_counters_of_a_capturable_optimizer_go_to_the_device_and_others_stay() -
     assert lay_out(state, param, scalars_on_device=True)["step"].device.type == "meta"
 
 
+@pytest.mark.parametrize(("flag", "device"), [("capturable", "meta"), ("fused", "meta"), ("foreach", "cpu")])
+def test_a_rebind_takes_counters_to_the_device_where_the_group_wants_them_there(flag: str, device: str) -> None:
+    model = Tiny().to("meta")
+    optimizer = SGD([model.embed.weight], lr=0.1)
+    optimizer.param_groups[0][flag] = True
+    released = {"embed.weight": {"step": torch.tensor(2.0), "exp_avg": torch.ones(11, 6)}}
+    target = Target(model=model, optimizer=optimizer, released=released)
+    REBIND.do(RebindOptimizer(slots=(("embed.weight",),)), target)
+    assert optimizer.state[model.embed.weight]["step"].device.type == device
+
+
+def test_a_rebind_leaves_no_state_under_the_tensor_that_stood_there_and_puts_it_back() -> None:
+    model = Tiny()
+    old, state = nn.Parameter(torch.zeros(11, 6)), {"momentum_buffer": torch.ones(11, 6)}
+    optimizer = SGD([old], lr=0.1, momentum=0.9)
+    optimizer.state[old] = state
+    target, step = Target(model=model, optimizer=optimizer), RebindOptimizer(slots=(("embed.weight",),))
+    memo = do(step, target)
+    assert list(optimizer.state) == [model.embed.weight]
+    undo(step, target, memo)
+    assert dict(optimizer.state) == {old: state}
+
+
+def test_a_parameter_whose_state_is_empty_gets_no_entry() -> None:
+    model = Tiny()
+    optimizer = SGD([model.embed.weight], lr=0.1)
+    target = Target(model=model, optimizer=optimizer, released={"embed.weight": {}})
+    do(RebindOptimizer(slots=(("embed.weight",),)), target)
+    assert not optimizer.state
+    assert not target.released
+
+
 # --- create --------------------------------------------------------------------------------------------------------
+
+
+def test_what_holds_several_of_the_named_parameters_is_in_the_group_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tiny()
+    flat = nn.Parameter(torch.zeros(9))
+    monkeypatch.setattr(fsdp1_flat, "holders", lambda model: {"a": flat, "b": flat, "c": model.embed.weight})
+    target = Target(model=model)
+    CREATE.do(CreateOptimizer(algorithm="SGD", names=("a", "c", "b"), options=()), target)
+    (group,) = optimizer_of(target).param_groups
+    assert [id(param) for param in group["params"]] == [id(flat), id(model.embed.weight)]
 
 
 def test_a_created_optimizer_holds_the_named_parameters_with_the_options() -> None:

@@ -55,7 +55,7 @@ def test_experts_in_parts_train_as_the_full_model_checkpointed_and_compiled(
 
 def test_experts_in_parts_become_copies_of_shards(gang4: Gang, tmp_path: Path) -> None:
     path = saved(tmp_path, "mixtral")
-    cases = [(path, "copies of shards"), (path, "copies of compiled shards")]
+    cases = [(path, "replicas of shards"), (path, "replicas of compiled shards")]
     close(gang4.run(trained, "mixtral", cases, timeout=180), 2, 1e-5)
 
 
