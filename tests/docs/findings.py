@@ -33,8 +33,8 @@ What prepkit raises, and the findings that come from no rule. `PlanRejected.find
 id, a severity, a place, what is wrong and what to type. Findings of rules are in the [rules reference](rules.md).
 """
 
-_REFUSALS_HEAD = """Each is about a file, a call or a model, not about a config, and cannot be overridden. `prepkit rules ID`
-prints one; the finding itself says what is wrong, where, and what to type for its case."""
+_REFUSALS_HEAD = """Each is about a file, a call or a model, not about a config, and cannot be overridden. `prepkit
+rules ID` prints one; the finding itself says what is wrong, where, and what to type for its case."""
 
 
 def rules_page() -> str:
