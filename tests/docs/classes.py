@@ -10,6 +10,7 @@ from typing import get_args
 
 from attrs import frozen
 
+import prepkit
 from prepkit.steps import Step
 from tests.docs.blocks import ROOT
 
@@ -62,8 +63,8 @@ def _class(node: ast.ClassDef) -> Class:
     words: list[tuple[str, str]] = []
     for item, after in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            said = after.value if isinstance(after, ast.Expr) else None
-            text = said.value if isinstance(said, ast.Constant) and isinstance(said.value, str) else ""
+            docstring = after.value if isinstance(after, ast.Expr) else None
+            text = docstring.value if isinstance(docstring, ast.Constant) and isinstance(docstring.value, str) else ""
             fields.append(Field(name=item.target.id, type=ast.unparse(item.annotation), default=_default(item.value),
                                 text=" ".join(text.split())))  # fmt: skip
         elif isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
@@ -113,23 +114,28 @@ def _parts(text: str) -> tuple[str, ...]:
     return (text,)
 
 
-def _section(one: Class, known: dict[str, str], level: int = 3) -> str:
-    lines = [f"{'#' * level} {one.name}", "", code(one.text), ""]
-    if one.fields:
+def _section(kind: Class, known: dict[str, str], level: int = 3) -> str:
+    lines = [f"{'#' * level} {kind.name}", "", code(kind.text), ""]
+    if kind.fields:
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-        for row in one.fields:
+        for row in kind.fields:
             default = f"`{row.default}`" if row.default else "has to be given"
             text = code(row.text).replace("|", "\\|")
             lines.append(f"| `{row.name}` | {_type(row.type, known)} | {default} | {text} |")
         lines.append("")
-    if one.words:
-        lines += ["| member | in a file |", "|---|---|", *(f"| `{one.name}.{a}` | `{b!r}` |" for a, b in one.words), ""]
+    if kind.words:
+        lines += [
+            "| member | in a file |",
+            "|---|---|",
+            *(f"| `{kind.name}.{a}` | `{b!r}` |" for a, b in kind.words),
+            "",
+        ]
     return "\n".join(lines)
 
 
 def _known(sources: tuple[Source, ...]) -> dict[str, str]:
     """Name to its anchor: classes, and unions."""
-    names = [one.name for source in sources for one in source.classes]
+    names = [kind.name for source in sources for kind in source.classes]
     return {name: name.lower() for name in (*names, *(name for source in sources for name, _ in source.unions))}
 
 
@@ -166,8 +172,8 @@ def config_page() -> str:
         for union, members in sources[name].unions:
             parts = _type(" | ".join(members), known)
             lines += [f'<a id="{union.lower()}"></a>**`{union}`** is {parts}.', ""]
-        first_of_all = sorted(sources[name].classes, key=lambda one: one.name != "Config")
-        lines += [_section(one, known) for one in first_of_all]
+        public = [kind for kind in sources[name].classes if kind.name in dir(prepkit)]
+        lines += [_section(kind, known) for kind in sorted(public, key=lambda kind: kind.name != "Config")]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -205,8 +211,8 @@ def steps_page() -> str:
     steps = {kind.__name__ for kind in get_args(Step)}
     paths = sorted((ROOT / "prepkit/steps").glob("*.py"))
     for source in map(read, paths):
-        kinds = [one for one in source.classes if one.name in steps]
+        kinds = [kind for kind in source.classes if kind.name in steps]
         if kinds:
             lines += [f"## {source.text.splitlines()[0].rstrip('.')}", ""]
-            lines += [f"### {one.name}\n\n{code(one.text)}\n" for one in kinds]
+            lines += [f"### {kind.name}\n\n{code(kind.text)}\n" for kind in kinds]
     return "\n".join(lines).rstrip() + "\n"

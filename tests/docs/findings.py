@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import re
 import tomllib
-from collections.abc import Iterator
 from itertools import groupby
 
 from prepkit.findings import Finding
+from prepkit.findings.refusals import REFUSALS
 from prepkit.rules import LATE_RULES, RULES, check
 from prepkit.rules.rule import Rule
 from prepkit.testing import COUNTEREXAMPLES
 from tests.docs.blocks import ROOT
 
 ADVICE = tomllib.loads((ROOT / "tests/docs/advice.toml").read_text())
-"""``exceptions`` and ``findings``: name or id to ``when`` it is raised, and what to do ``then``."""
+"""Exception to ``when`` it is raised, and what to do ``then``."""
 
 _RULES_HEAD = """# Rules
 
@@ -35,16 +33,17 @@ What prepkit raises, and the findings that come from no rule. `PlanRejected.find
 id, a severity, a place, what is wrong and what to type. Findings of rules are in the [rules reference](rules.md).
 """
 
+_REFUSALS_HEAD = """Each is about a file, a call or a model, not about a config, and cannot be overridden. `prepkit
+rules ID` prints one; the finding itself says what is wrong, where, and what to type for its case."""
+
 
 def rules_page() -> str:
     """Every rule by its subject, the first word of its id."""
     lines = [_RULES_HEAD]
     ordered = sorted((*RULES, *LATE_RULES), key=lambda rule: rule.id.partition(".")[0])  # stable: reporting order stays
     subjects = [(name, tuple(rules)) for name, rules in groupby(ordered, lambda rule: rule.id.partition(".")[0])]
-    lines += [
-        f"{len(ordered)} rules: " + ", ".join(f"[{name}](#{name}) {len(rules)}" for name, rules in subjects) + ".",
-        "",
-    ]
+    counts = ", ".join(f"[{name}](#{name}) {len(rules)}" for name, rules in subjects)
+    lines += [f"{len(ordered)} rules: {counts}.", ""]
     for name, rules in subjects:
         lines += [f"## {name}", "", *map(_rule, rules)]
     return "\n".join(lines).rstrip() + "\n"
@@ -83,48 +82,16 @@ def _plain(text: str) -> str:
 
 def _example(rule: Rule) -> Finding:
     cfg, facts = COUNTEREXAMPLES[rule.id]()
-    return next(one for one in check(cfg, facts, (rule,)) if one.rule == rule.id)
+    return next(finding for finding in check(cfg, facts, (rule,)) if finding.rule == rule.id)
 
 
 def errors_page() -> str:
     """Exceptions, then the ids of findings that no rule has."""
-    wrong = {*ids()} ^ set(ADVICE["findings"])
-    assert not wrong, f"tests/docs/advice.toml and the source differ in {sorted(wrong)}"
     lines = [_ERRORS_HEAD, "## Exceptions", ""]
-    lines += [_advice(*item) for item in ADVICE["exceptions"].items()]
-    lines += ["## Findings without a rule", ""]
-    lines += [_advice(*item) for item in sorted(ADVICE["findings"].items())]
+    for name, row in ADVICE.items():
+        lines += [f"### {name}", "", row["when"], "", f"**What to do.** {row['then']}", ""]
+    lines += ["## Findings without a rule", "", _REFUSALS_HEAD, ""]
+    for refusal in sorted(REFUSALS, key=lambda refusal: refusal.id):
+        lines += [f"### {refusal.id}", "", f"- Holds otherwise: {_plain(refusal.summary)}"]
+        lines += [f"- What to do: {_plain(refusal.fix)}", f"- Met in: {refusal.raised_by}", ""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _advice(name: str, row: dict[str, str]) -> str:
-    return f"### {name}\n\n{row['when']}\n\n**What to do.** {row['then']}\n"
-
-
-# --- ids in the source ---------------------------------------------------------------------------------------------
-
-_FULL = re.compile(r"(cli|codec|config|diff|model|optimizer|plan)\.[a-z]+(-[a-z]+)+")
-"""An id that the source writes out. Paths such as ``config.optimizer`` have no hyphen."""
-_PREFIXED = {
-    "codec": ("codec", ("refusal", "MisfitError", "flaw")),
-    "importers": ("config", ("_refuse", "_finding")),
-}
-"""Folder to the prefix that its ids get, and to the functions whose first argument is the rest of an id."""
-
-
-def ids() -> Iterator[str]:
-    """Ids that findings have and no rule has, as often as the source names them."""
-    ours = {rule.id for rule in (*RULES, *LATE_RULES)}
-    for path in sorted((ROOT / "prepkit").rglob("*.py")):
-        folder = path.relative_to(ROOT / "prepkit").parts[0]
-        if folder in ("rules", "testing", "render"):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and _FULL.fullmatch(node.value):
-                if node.value not in ours:
-                    yield node.value
-            elif isinstance(node, ast.Call) and folder in _PREFIXED and node.args:
-                prefix, makers = _PREFIXED[folder]
-                first = node.args[0]
-                if ast.unparse(node.func) in makers and isinstance(first, ast.Constant):
-                    yield f"{prefix}.{first.value}"

@@ -28,6 +28,7 @@ PAGES: dict[str, Callable[[], str]] = {
 PARTS: dict[str, Callable[[], str]] = {
     "layers": house.layers,
     "rooms": house.rooms,
+    "adding": house.adding,
     "tested versions": house.tested_versions,
     "required versions": house.required_versions,
     "checked predictions": house.checked_predictions,
@@ -45,8 +46,8 @@ def texts() -> dict[Path, str]:
 
 
 def _filled(page: Path) -> str:
-    def part(found: re.Match[str]) -> str:
-        name = found[1]
+    def part(marks: re.Match[str]) -> str:
+        name = marks[1]
         return f"<!-- generated: {name} -->\n{PARTS[name]()}\n<!-- end of {name} -->"
 
     return re.sub(r"<!-- generated: (.*?) -->\n.*?<!-- end of \1 -->", part, page.read_text(), flags=re.DOTALL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from itertools import takewhile
 from typing import Any
 
 from prepkit.predict.versions import CHECKED
@@ -24,7 +25,9 @@ def _source() -> str:
 def layers() -> str:
     """The layers contract of ``pyproject.toml`` as boxes on each other, with the comment behind each line."""
     contract = next(
-        one for one in _project()["tool"]["importlinter"]["contracts"] if one["name"].startswith("Layers: ")
+        contract
+        for contract in _project()["tool"]["importlinter"]["contracts"]
+        if contract["name"].startswith("Layers: ")
     )
     rows = []
     for layer in contract["layers"]:
@@ -74,6 +77,14 @@ def checked_predictions() -> str:
     """``prepkit.predict.versions.CHECKED`` as a table."""
     lines = ["| engine | compared byte for byte with |", "|---|---|"]
     for engine, libraries in sorted(CHECKED.items()):
-        said = "; ".join(f"{name} {', '.join(releases)}" for name, releases in libraries.items())
-        lines.append(f"| {engine} | {said} |")
+        releases_text = "; ".join(f"{name} {', '.join(releases)}" for name, releases in libraries.items())
+        lines.append(f"| {engine} | {releases_text} |")
     return "\n".join(lines)
+
+
+def adding() -> str:
+    """The table of ``CONTRIBUTING.md`` that says what to edit for one more of a kind."""
+    lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("| to add |"))
+    rows = takewhile(lambda line: line.startswith("|"), lines[start:])
+    return "\n".join(rows)

@@ -19,7 +19,7 @@ ROW = re.compile(r"^\| (?!word |---)(?P<word>[^|]+) \| (?P<meaning>[^|]+) \|(?P<
 
 def unused() -> dict[str, str]:
     """Word that identifiers must not have, to what to say instead."""
-    rows = [found.groupdict() for found in ROW.finditer(PAGE.read_text())]
+    rows = [row.groupdict() for row in ROW.finditer(PAGE.read_text())]
     return {word: row["word"] for row in rows for word in re.findall(r"`(\w+)`", row["rest"])}
 
 
