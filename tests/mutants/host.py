@@ -141,7 +141,7 @@ def cold(mutant: Mutant, tests: Sequence[str], limits: Mapping[str, float], note
 def survey(
     host: Host, tests: Sequence[str], workers: int, tell: Callable[[str], None], keep: Callable[[dict[str, Run]], None]
 ) -> dict[str, Run]:
-    """Each of these tests, with the lines that it runs, its time, and whether it passes here; ``keep`` hears of them."""
+    """Each of these tests, with the lines that it runs, its time, and whether it passes here; kept."""
     standing()  # the children need not parse the package again
     nursery = Nursery()
     runs: dict[str, Run] = {}
