@@ -49,7 +49,6 @@ PURE = Group(
         ),
     ),
     tests=(
-        "property_tests",
         "tests/rules",
         "tests/planner",
         "tests/resolve",
@@ -68,6 +67,7 @@ PURE = Group(
         "tests/test_completeness_predict.py",
         "tests/test_doctests.py",
         "tests/live/interpreter",
+        "property_tests",
         "tests/live/rehearse",
     ),
     sample=1000,
