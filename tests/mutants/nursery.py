@@ -19,7 +19,6 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-
 ROOM = 8 * 2**30
 """Bytes of address space that a child may take."""
 
