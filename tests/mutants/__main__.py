@@ -94,7 +94,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of tests for one mutant")
-    parser.add_argument("--examples", type=int, default=15, help="examples that each law draws")
+    parser.add_argument("--examples", type=int, default=10, help="examples that each law draws")
     parser.add_argument("--only", nargs="*", default=(), metavar="TEXT", help="mutants whose id holds one of these")
     parser.add_argument("--tests", nargs="*", metavar="PATH", help="collect these tests only")
     parser.add_argument("--fresh", action="store_true", help="forget the results of earlier runs")
@@ -195,9 +195,12 @@ def _reach(job: Job, host: Host, tracer: reaches.Tracer, tell: Callable[[str], N
     same = {name for name in names if known_files.get(name) == files[name]}
     runs = {test: run for test, run in known.items() if test in host.items and test.partition("::")[0] in same}
     if todo := [test for test in host.items if test not in runs]:
-        found = survey(host, todo, job.workers, tell)
+
+        def keep(found: dict[str, reaches.Run]) -> None:
+            file.write_bytes(pickle.dumps((files, runs | found, seen)))
+
+        found = survey(host, todo, job.workers, tell, keep)
         runs |= found
-        file.write_bytes(pickle.dumps((files, runs, seen)))
         for run in found.values():
             if not run.passed:
                 tell(f"not used, because it does not pass here without a mutant: {run.test}")

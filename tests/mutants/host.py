@@ -19,7 +19,7 @@ from attrs import define, evolve, field, frozen
 from tests.mutants import gangs, patch
 from tests.mutants.mutant import Mutant
 from tests.mutants.nursery import Ended, Note, Nursery
-from tests.mutants.reach import Key, Lines, Run, Tracer, by_scope
+from tests.mutants.reach import Key, Lines, Run, Tracer, by_scope, standing
 
 PROFILE = "mutants"
 """Name of the hypothesis profile: few examples, always the same, and no shrinking."""
@@ -28,6 +28,8 @@ IMPORT = "(import)"
 GANGS = frozenset({"gang2", "gang4"})
 BATCH = 20
 """Tests that are surveyed in one process."""
+KEPT = 200
+"""After so many they are written to disk."""
 BATCH_S = 3600.0
 """Seconds that they may take together."""
 
@@ -136,8 +138,11 @@ def cold(mutant: Mutant, tests: Sequence[str], limits: Mapping[str, float], note
 # --- without one ---------------------------------------------------------------------------------------------------
 
 
-def survey(host: Host, tests: Sequence[str], workers: int, tell: Callable[[str], None]) -> dict[str, Run]:
-    """Each of these tests, with the lines that it runs, its time, and whether it passes here."""
+def survey(
+    host: Host, tests: Sequence[str], workers: int, tell: Callable[[str], None], keep: Callable[[dict[str, Run]], None]
+) -> dict[str, Run]:
+    """Each of these tests, with the lines that it runs, its time, and whether it passes here; kept."""
+    standing()  # the children need not parse the package again
     nursery = Nursery()
     runs: dict[str, Run] = {}
     keys: dict[Key, Key] = {}  # equal ones are one, else they fill the memory
@@ -148,6 +153,7 @@ def survey(host: Host, tests: Sequence[str], workers: int, tell: Callable[[str],
             nursery.start(batch, partial(_surveyed, host, batch), BATCH_S)
         wait(nursery.wires, 1.0)
         for batch, found in nursery.ended():
+            before = len(runs)
             done = found.notes if isinstance(found, Ended) else found
             runs |= {
                 run.test: evolve(run, lines={keys.setdefault(key, key): v for key, v in run.lines.items()})
@@ -159,6 +165,8 @@ def survey(host: Host, tests: Sequence[str], workers: int, tell: Callable[[str],
                 runs[rest[0]] = Run(test=rest[0], passed=False, seconds=0.0, gang=False, lines={})
             if rest[1:]:
                 waiting.append(rest[1:])
+            if len(runs) // KEPT > before // KEPT or not (waiting or nursery.children):
+                keep(runs)
             tell(f"surveyed {len(runs)} of {len(tests)} tests")
     return runs
 

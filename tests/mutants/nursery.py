@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import shutil
 import signal
 import sys
@@ -17,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from attrs import define, field, frozen
+
+ROOM = 8 * 2**30
+"""Bytes of address space that a child may take."""
 
 
 @frozen
@@ -93,6 +97,7 @@ def _live(wire: Connection, folder: Path, act: Callable[[Note], Any]) -> None:
     code = 1
     try:
         os.setpgid(0, 0)
+        _bound_memory()
         quiet = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(quiet, descriptor)
@@ -106,6 +111,15 @@ def _live(wire: Connection, folder: Path, act: Callable[[Note], Any]) -> None:
     finally:
         sys.stdout = sys.stderr = None  # type: ignore[assignment]  # nothing is flushed twice
         os._exit(code)
+
+
+def _bound_memory() -> None:
+    """A mutant that fills the memory meets ``MemoryError`` before the machine does."""
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        size = int(pages.read_text().split()[0]) * resource.getpagesize()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, hard))
 
 
 def _news(child: Child) -> Any:

@@ -113,6 +113,10 @@ def test_a_child_that_uses_up_its_cpu_seconds_is_ended_with_what_it_noted() -> N
     assert child(act) == Ended("SIGPROF", ("busy",))
 
 
+def test_a_child_that_fills_the_memory_fails_before_the_machine_does() -> None:
+    assert "MemoryError" in child(lambda note: bytearray(2**40)).how
+
+
 def test_a_child_that_waits_for_ever_is_ended() -> None:
     assert child(lambda note: time.sleep(600), wall_s=0.5).how == "time-out"
 
