@@ -117,7 +117,7 @@ NAMES: list[tuple[CommHook, Callable[..., Any], str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "hook", "wrapper"), NAMES, ids=str)
+@pytest.mark.parametrize(("asked", "hook", "wrapper"), NAMES, ids=["fp16", "bf16", "power", "fp16 power", "bf16 power"])
 def test_every_hook_that_config_offers_is_torch_s_own(
     monkeypatch: pytest.MonkeyPatch, asked: CommHook, hook: Callable[..., Any], wrapper: str | None
 ) -> None:
