@@ -102,8 +102,11 @@ class PageRun:
 
     def _command(self, command: str, block: Block) -> tuple[int, str]:
         words = shlex.split(command)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(self.folder), str(ROOT)))}
+        paths = os.pathsep.join((str(self.folder), str(ROOT / "examples"), str(ROOT)))
+        environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(self.folder)}  # torchrun leaves a folder there
         match words:
+            case ["prepkit", "rehearse", *_]:  # in a process of its own: what it starts ends with it
+                return 0, launch([sys.executable, "-m", *words], environment, timeout=SECONDS)
             case ["prepkit", *rest]:
                 done = run_prepkit(*rest)
                 return done.exit_code, done.output
