@@ -17,6 +17,9 @@ def page() -> str:
     """One section per command."""
     lines = [_HEAD]
     for name, command in sorted(main.commands.items()):
-        context = click.Context(command, info_name=f"prepkit {name}", terminal_width=100, max_content_width=100)
+        words = main.context_settings  # of the group: a command keeps the first names of --help that it was asked for
+        context = click.Context(
+            command, info_name=f"prepkit {name}", terminal_width=100, max_content_width=100, **words
+        )
         lines += [f"## prepkit {name}", "", "```text", command.get_help(context), "```", ""]
     return "\n".join(lines)
