@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,63 +23,45 @@ FOLDER = "MUTANTS_LINES"
 
 @define
 class Forked:
-    """As much of ``subprocess.Popen`` as a gang asks of a worker."""
+    """What a gang asks of a worker's process; this process is its parent."""
 
     pid: int
-    stdin: Any
+    lifeline: int
+    """A pipe's end that is never written to: the worker ends when it closes."""
     status: int | None = None
 
-    def poll(self) -> int | None:
-        """The exit code, if it has ended."""
+    def exit_code(self) -> int | None:
+        """The exit code once it has ended, negative for a signal."""
         if self.status is None:
-            with suppress(ChildProcessError):
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                self.status = os.waitstatus_to_exitcode(status) if pid else None
-        return self.status
-
-    def wait(self, timeout: float = 60.0) -> int | None:
-        """The exit code, once it has ended. Raises ``subprocess.TimeoutExpired``."""
-        until = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("worker", timeout)
-            time.sleep(0.01)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
         return self.status
 
     def send_signal(self, number: int) -> None:
-        """As ``os.kill``."""
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """For good."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        """A signal, unless it has ended."""
+        if self.exit_code() is None:
+            os.kill(self.pid, number)
 
 
 def fork_workers() -> None:
     """From now on gangs of this process fork their workers. To be called before the tests, and before any backward."""
-    from tests.support import gang
+    from tests.support import fork_server
 
-    gang._spawn = _spawn  # type: ignore[assignment]
+    fork_server.ForkServers.fork = _fork  # type: ignore[assignment,method-assign]
 
 
-def _spawn(rank: int, world: int) -> Any:
-    from tests.support import gang
-
-    ours, theirs = Pipe()
-    descriptor, name = tempfile.mkstemp(prefix=f"gang-{rank}-", suffix=".log")
+def _fork(servers: object, rank: int, world: int, wire: Connection, log: int) -> Forked:
+    """In place of ``ForkServers.fork``."""
+    del servers
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
-        ours.close()
         os.close(writes)
         os.dup2(reads, 0)
-        os.dup2(descriptor, 2)
-        _work(rank, world, theirs.fileno())
-    os.close(descriptor)
+        os.dup2(log, 2)
+        _work(rank, world, wire.fileno())
     os.close(reads)
-    theirs.close()
-    return gang.Worker(Forked(pid, os.fdopen(writes, "wb")), ours, Path(name))  # type: ignore[arg-type]
+    return Forked(pid, writes)
 
 
 def _work(rank: int, world: int, descriptor: int) -> None:
