@@ -31,7 +31,7 @@ from prepkit.resolve.deepspeed.batch import MICRO, WHOLE
 from prepkit.resolve.deepspeed.data import said
 from prepkit.resolve.deepspeed.edit import offloaded, offloads, restaged
 from prepkit.resolve.mesh import axes
-from prepkit.rules import check, fsdp1_mesh, fsdp2, mesh, split
+from prepkit.rules import check, fsdp1_mesh, mesh, reshard, split
 from prepkit.rules.fsdp1_mesh import strategy
 from prepkit.steps import Axis
 
@@ -179,7 +179,7 @@ def _laid(cfg: Config, facts: Facts, inputs: Inputs) -> Iterator[tuple[tuple[Axi
     """Every mesh that the rules allow, and what ranks hold and send there."""
     for candidate in layouts(cfg, facts.env.world_size):
         mesh_axes = axes(candidate, facts.env)
-        if mesh_axes is None or errors(check(candidate, facts, (*mesh.RULES, *fsdp2.RULES, *fsdp1_mesh.RULES))):
+        if mesh_axes is None or errors(check(candidate, facts, (*mesh.RULES, *reshard.RULES, *fsdp1_mesh.RULES))):
             continue
         yield mesh_axes, predict_inputs(type(cfg.engine), evolve(inputs, mesh=mesh_axes))
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit import codec
-from prepkit.codec import shapes as codec_shapes
+from prepkit.codec import field_types as codec_shapes
 from prepkit.codec.text import inside
 from prepkit.findings import Finding, PlanRejected
 from prepkit.plan import Plan

@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 from prepkit.config import Engine
-from prepkit.live.kinds import KINDS
+from prepkit.live.step_kinds import KINDS
 from prepkit.planner import PLANNERS
 from prepkit.steps import Step
 from tests.support.step_kinds import STEP_KINDS
@@ -25,12 +25,12 @@ VIOLATIONS = {
     "Layers: a file imports only from lines below its own": ("prepkit/facts/env.py", "from prepkit import codec"),
     "Layers inside live": ("prepkit/live/model/names.py", "from prepkit.live import observe"),
     "Layers inside the plan": ("prepkit/plan/layout.py", "from prepkit.plan import drift"),
-    "Layers inside the codec": ("prepkit/codec/text.py", "from prepkit.codec import shapes"),
+    "Layers inside the codec": ("prepkit/codec/text.py", "from prepkit.codec import field_types"),
     "Layers inside the DeepSpeed config": (
         "prepkit/resolve/deepspeed/keys.py",
         "from prepkit.resolve.deepspeed import data",
     ),
-    "Layers inside the command line": ("prepkit/cli/options.py", "from prepkit.cli import refusal"),
+    "Layers inside the command line": ("prepkit/cli/options.py", "from prepkit.cli import plan_files"),
     "Only the codec's converter imports cattrs": ("prepkit/budget/moves.py", "import cattrs"),
     "returns stays at the two edges": ("prepkit/rules/ties.py", "from returns.result import Result"),
 }
@@ -45,7 +45,7 @@ def test_the_kinds_of_steps_are_those_that_saved_plans_know() -> None:
 
 def test_every_kind_of_step_has_a_row() -> None:
     missing = sorted(kind.__name__ for kind in set(get_args(Step)) - set(KINDS))
-    assert not missing, f"prepkit/live/kinds.py: KINDS lacks a row for {', '.join(missing)}"
+    assert not missing, f"prepkit/live/step_kinds.py: KINDS lacks a row for {', '.join(missing)}"
     assert set(KINDS) == set(get_args(Step))
 
 

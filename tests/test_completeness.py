@@ -141,6 +141,6 @@ def test_some_engine_has_each_axis_and_says_how_a_parameter_lies_on_it(axis: str
             layout = Resolved(cfg=cfg, facts=tiny_facts(world=4)).layout
         except KeyError as error:
             pytest.fail(
-                f"{error}: no placement for this axis under {kind.__name__}; add it in prepkit/resolve/layout.py"
+                f"{error}: no placement for this axis under {kind.__name__}; add it in prepkit/resolve/placements.py"
             )
         assert layout

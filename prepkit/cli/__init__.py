@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from attrs import asdict, evolve
 
-from prepkit.cli import bytes as cli_bytes
 from prepkit.cli import model as cli_model
-from prepkit.cli import refusal as cli_refusal
+from prepkit.cli import plan_files as cli_refusal
+from prepkit.cli import report_and_sweep as cli_bytes
 from prepkit.cli import terminal as cli_terminal
 from prepkit.cli.options import FILE, SIZE, Cluster, as_json, cluster_options, model_option
 from prepkit.cli.terminal import say, say_json
@@ -171,7 +171,7 @@ def show(file: str, as_json: bool) -> None:
 def diff(old: str, new: str, as_json: bool) -> None:
     """Show what turns one saved plan, or attestation, into another; exit code 1 if they differ."""
     from prepkit import codec
-    from prepkit.cli import files as cli_files
+    from prepkit.cli import compare as cli_files
 
     before, after = _files((old, new), as_json)
     changes = cli_files.changes(before, after)
@@ -242,7 +242,7 @@ main.add_command(cli_bytes.sweep)
 
 def _files(files: tuple[str, ...], as_json: bool) -> tuple[Plan | Attestation, ...]:
     """The plans and attestations in the files; ends the command likewise."""
-    from prepkit.cli import files as cli_files
+    from prepkit.cli import compare as cli_files
 
     return cli_refusal.readable(cli_files.load(files), as_json)
 

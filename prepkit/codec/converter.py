@@ -21,8 +21,8 @@ from cattrs import BaseValidationError, ClassValidationError, Converter, Iterabl
 from cattrs.errors import AttributeValidationNote, ForbiddenExtraKeysError, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
-from prepkit.codec import shapes as codec_shapes
-from prepkit.codec.shapes import SCALARS, TAG
+from prepkit.codec import field_types as codec_shapes
+from prepkit.codec.field_types import SCALARS, TAG
 from prepkit.codec.text import inside, refusal, shown
 from prepkit.findings import Finding, PlanRejected
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, assert_never
 from attrs import frozen
 
 from prepkit import codec
-from prepkit.codec.shapes import TAG
+from prepkit.codec.field_types import TAG
 from prepkit.codec.text import brief, canonical, inside, shown
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.plan import Plan

@@ -19,10 +19,8 @@ from returns.unsafe import unsafe_perform_io
 from prepkit.codec import plan_digests
 from prepkit.facts import Env, LocalFacts
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.live.attestation import verify
-from prepkit.live.explain import plan_differences
+from prepkit.live.checks import buffers
 from prepkit.live.interpreter import Done, Halted, interpret
-from prepkit.live.kinds import handlers
 from prepkit.live.model import names
 from prepkit.live.model.state import inspect
 from prepkit.live.model.target import Target
@@ -30,8 +28,10 @@ from prepkit.live.model.unwrap import PREPARED
 from prepkit.live.observe import observe, observe_env
 from prepkit.live.ranks import all_or_none, own_copies
 from prepkit.live.ranks.all_or_none import RankGuard
+from prepkit.live.ranks.plan_differences import plan_differences
+from prepkit.live.step_kinds import handlers
 from prepkit.live.training.prepared import Prepared
-from prepkit.live.verify import buffers
+from prepkit.live.verification import verify
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 from prepkit.plan.drift import Drift, drift, refusals

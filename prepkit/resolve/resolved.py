@@ -25,7 +25,7 @@ from prepkit.facts import Facts, ParamFact
 from prepkit.facts.checkpoint import CheckpointFacts
 from prepkit.plan.flat_layout import FlatPart
 from prepkit.plan.layout import ParamLayout, Placement
-from prepkit.resolve import checkpoint, flat_params, fp8, fsdp1, fsdp2, layout, mesh, modules, precision
+from prepkit.resolve import checkpoint, flat_params, fp8, fsdp1, fsdp2, mesh, modules, placements, precision
 from prepkit.resolve import tensor_parallel as tp
 from prepkit.resolve.checkpoint import CheckpointMatch
 from prepkit.resolve.deepspeed.working import WorkingConfig, working_config
@@ -265,7 +265,7 @@ class Resolved:
     def placements(self) -> Mapping[str, tuple[Placement, ...]]:
         """Parameter name to one word per axis of the mesh; none where every rank holds all of it."""
         axes = self.mesh or ()
-        return layout.placements(self.cfg, self.facts.model, axes, self.tp_placements, self.unsharded_params)
+        return placements.placements(self.cfg, self.facts.model, axes, self.tp_placements, self.unsharded_params)
 
     @cached_property
     def layout(self) -> tuple[ParamLayout, ...]:
@@ -274,12 +274,12 @@ class Resolved:
         dtypes, classes = dict(self.stored_dtypes), {p.name: "DTensor" if placed[p.name] else p.cls for p in params}
         if isinstance(self.cfg.engine, DeepSpeed):
             low = self.compute_dtypes.param if self.compute_dtypes else None
-            dtypes = {p.name: low if low and p.dtype in layout.CAST else p.dtype for p in params}
+            dtypes = {p.name: low if low and p.dtype in placements.CAST else p.dtype for p in params}
             classes = dict.fromkeys(dtypes, "Parameter")
-        scaled = layout.scaled_weights(self.cfg, self.fp8_linears)
+        scaled = placements.scaled_weights(self.cfg, self.fp8_linears)
         dtypes |= dict.fromkeys(scaled, "float16")
         classes |= dict.fromkeys(scaled, "ScalingParameter")
-        return layout.layout(
+        return placements.layout(
             self.facts.model,
             dtypes=dtypes,
             classes=classes,

@@ -9,7 +9,7 @@ from prepkit.resolve.resolved import Resolved
 from prepkit.rules import (
     already_sharded,
     blocks,
-    checkpoint,
+    checkpointing,
     compile,  # noqa: A004  # the subject is called what the config calls it
     ddp,
     deepspeed,
@@ -22,7 +22,6 @@ from prepkit.rules import (
     fsdp1,
     fsdp1_ignored,
     fsdp1_mesh,
-    fsdp2,
     fsdp_units,
     loaders,
     mesh,
@@ -31,9 +30,10 @@ from prepkit.rules import (
     overrides,
     precision,
     quantised,
-    ranges,
+    reshard,
     tensor_parallel,
     ties,
+    values,
     weights,
     wrap,
     xla,
@@ -51,7 +51,7 @@ _SUBJECTS: tuple[Rule, ...] = (
     *quantised.RULES,
     *wrap.RULES,
     *blocks.RULES,
-    *fsdp2.RULES,
+    *reshard.RULES,
     *ties.RULES,
     *tensor_parallel.RULES,
     *fsdp_units.RULES,
@@ -68,10 +68,10 @@ _SUBJECTS: tuple[Rule, ...] = (
     *deepspeed_modules.RULES,
     *deepspeed_tools.RULES,
     *compile.RULES,
-    *checkpoint.RULES,
+    *checkpointing.RULES,
     *loaders.RULES,
     *weights.RULES,
-    *ranges.RULES,
+    *values.RULES,
 )
 
 LATE_RULES: tuple[Rule, ...] = (*PLAN_RULES, *FIRST_STEP_RULES)

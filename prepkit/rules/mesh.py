@@ -14,7 +14,7 @@ from prepkit.findings import Severity
 from prepkit.findings.text import count
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.fsdp1_mesh import mend_axes
-from prepkit.rules.fsdp2 import mend_reshard
+from prepkit.rules.reshard import mend_reshard
 from prepkit.rules.rule import Hit, Rule
 
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import attrs
 from hypothesis import strategies as st
 
-from prepkit.codec import shapes as codec_shapes
+from prepkit.codec import field_types as codec_shapes
 from prepkit.plan import Plan
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {

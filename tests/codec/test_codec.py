@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 from prepkit import codec
-from prepkit.codec import shapes as codec_shapes
+from prepkit.codec import field_types as codec_shapes
 from prepkit.config import (
     FSDP2,
     SGD,

@@ -62,7 +62,7 @@ PURE = Group(
         "tests/cli",
         "tests/test_api.py",
         "tests/test_sweep.py",
-        "tests/test_rows.py",
+        "tests/test_behaviour_rows.py",
         "tests/test_completeness.py",
         "tests/test_completeness_predict.py",
         "tests/test_doctests.py",
@@ -75,7 +75,9 @@ PURE = Group(
 )
 HANDLERS = Group(
     name="handlers",
-    areas=(Area(folder="prepkit/live/handlers", near=("tests/live/handlers/test_table.py", "tests/live/handlers")),),
+    areas=(
+        Area(folder="prepkit/live/handlers", near=("tests/live/handlers/test_no_way_back.py", "tests/live/handlers")),
+    ),
     tests=("tests/live",),
     sample=200,
     share=0.85,

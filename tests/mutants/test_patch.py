@@ -53,25 +53,25 @@ def test_a_function_is_mutated_for_those_who_imported_it_before() -> None:
 
 
 def test_properties_and_cached_functions_are_found_behind_their_wrappers() -> None:
-    import prepkit.codec.shapes
+    import prepkit.codec.field_types
     from prepkit.live.interpreter import halted
 
     clean = patch.function_at(sys.modules["prepkit.live.interpreter.halted"], "Halted.clean")
     assert clean is halted.Halted.clean.fget
-    assert patch.function_at(prepkit.codec.shapes, "no.such") is None
-    names = [name for name, value in vars(prepkit.codec.shapes).items() if hasattr(value, "cache_clear")]
+    assert patch.function_at(prepkit.codec.field_types, "no.such") is None
+    names = [name for name, value in vars(prepkit.codec.field_types).items() if hasattr(value, "cache_clear")]
     assert names
     for name in names:
-        assert patch.function_at(prepkit.codec.shapes, name).__name__ == name
+        assert patch.function_at(prepkit.codec.field_types, name).__name__ == name
 
 
 def test_results_that_were_cached_before_the_mutant_are_forgotten() -> None:
-    from prepkit.codec import shapes
+    from prepkit.codec import field_types
 
-    shapes.types()
-    assert shapes.types.cache_info().currsize
+    field_types.types()
+    assert field_types.types.cache_info().currsize
     patch.forget_results()
-    sizes = [value.cache_info().currsize for value in vars(shapes).values() if hasattr(value, "cache_info")]
+    sizes = [value.cache_info().currsize for value in vars(field_types).values() if hasattr(value, "cache_info")]
     assert sizes
     assert set(sizes) == {0}
 

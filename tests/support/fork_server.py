@@ -29,7 +29,7 @@ IMPORTS = (
     "functorch.compile",
     "transformers.models.llama.modeling_llama",
     "prepkit.live.handlers",
-    "prepkit.live.verify",
+    "prepkit.live.checks",
     "tests.support.gang_worker",
 )
 """What nearly every task of a gang imports."""

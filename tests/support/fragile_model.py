@@ -16,10 +16,10 @@ from prepkit.config import Config, LoadWeights
 from prepkit.facts import Env
 from prepkit.facts.checkpoint import CheckpointFacts, KeyMapping, WeightConverter
 from prepkit.live.interpreter import Done, interpret
-from prepkit.live.kinds import handlers
 from prepkit.live.model.target import Target
 from prepkit.live.observe import observe
 from prepkit.live.observe.checkpoint import observe_checkpoint
+from prepkit.live.step_kinds import handlers
 from prepkit.plan import Plan
 from prepkit.planner import plan
 

@@ -129,13 +129,13 @@ def _report(wire: Connection, outcome: Outcome) -> None:
 def _tidy() -> None:
     import torch
 
-    from prepkit.live.ranks import groups
+    from prepkit.live.ranks import end_groups
 
     gc.collect()  # a wrapper that outlives its group frees it at a moment nobody chose
     if torch.distributed.is_initialized():
         _retire(torch.distributed.distributed_c10d._world)
         torch.distributed.destroy_process_group()
-        groups.forget_meshes()
+        end_groups.forget_meshes()
     for name in _launched(0, 1, ""):
         os.environ.pop(name, None)
     if dynamo := sys.modules.get("torch._dynamo"):

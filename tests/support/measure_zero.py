@@ -27,9 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from prepkit.config import BF16, AsStored, Config, DeepSpeed, Precision
 from prepkit.facts import Env
 from prepkit.live.interpreter import Done, interpret
-from prepkit.live.kinds import handlers
 from prepkit.live.model.target import Target
 from prepkit.live.observe import observe
+from prepkit.live.step_kinds import handlers
 from prepkit.plan import Plan
 from prepkit.planner import plan
 from prepkit.predict import predict

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from prepkit.config import DDP, TensorParallel
 from prepkit.facts import Env
 from prepkit.live.interpreter import Done, interpret
-from prepkit.live.kinds import handlers
 from prepkit.live.model import fsdp1_flat
 from prepkit.live.model.target import Target
 from prepkit.live.observe import observe
+from prepkit.live.step_kinds import handlers
 from prepkit.live.training import drivers_fsdp1
 from prepkit.plan import Plan
 from prepkit.planner import plan

@@ -46,9 +46,9 @@ from prepkit.config import (
     TransformerEngine,
 )
 from prepkit.live.apply import run
-from prepkit.live.kinds import KINDS
 from prepkit.live.model import deepspeed
 from prepkit.live.model.target import Target
+from prepkit.live.step_kinds import KINDS
 from prepkit.plan import Plan
 from tests.support import fp8_model, library_doubles
 from tests.support.deepspeed_cpu import lean

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.support import fault_matrix, planted_faults
+from tests.support import failures_midway, planted_faults
 from tests.support.gang import gang_of
 
 
@@ -15,8 +15,8 @@ def main() -> None:
     """Both tables, on standard output."""
     with gang_of(2) as gang:
         print(f"{planted_faults.table(gang)}\n")
-    engines = sys.argv[1:] or list(fault_matrix.ENGINES)
-    print(fault_matrix.table([outcome for engine in engines for outcome in fault_matrix.all_outcomes(engine)]))
+    engines = sys.argv[1:] or list(failures_midway.ENGINES)
+    print(failures_midway.table([outcome for engine in engines for outcome in failures_midway.all_outcomes(engine)]))
 
 
 if __name__ == "__main__":

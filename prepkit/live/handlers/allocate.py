@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import Parameter
 
-from prepkit.live.handlers.tensors import named_tensors
+from prepkit.live.handlers.named_tensors import named_tensors
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
 from prepkit.live.model.target import Target

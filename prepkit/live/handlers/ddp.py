@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.interpreter import HalfDone, Handler
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
@@ -37,12 +37,12 @@ def wrap_ready(step: WrapDDP, target: Target) -> tuple[str, ...]:
     modules = names.named_slots(target.model)
     if inside := [path for path, module in modules.items() if isinstance(module, DistributedDataParallel)]:
         problems += (
-            f"{messages.listed(inside)}: wrapped in DistributedDataParallel already; give the module inside it",
+            f"{problem_texts.listed(inside)}: wrapped in DistributedDataParallel already; give the module inside it",
         )
     params = names.named_parameters(target.model)
     if sharded := [name for name, param in params.items() if isinstance(param, DTensor)]:
         problems += (
-            f"{messages.listed(sharded)}: sharded, DDP needs whole parameters; use FSDP2, or build the model anew",
+            f"{problem_texts.listed(sharded)}: sharded, DDP needs whole parameters; use FSDP2, or build the model anew",
         )
     if not any(param.requires_grad for param in params.values()):
         problems += ("no parameter requires a gradient, so DDP has nothing to average; plan with intent=inference",)

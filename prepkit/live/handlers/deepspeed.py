@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.fp8 import WIDE
 from prepkit.live.handlers.kernel_lock import lock_problems
 from prepkit.live.handlers.swap_layers import library_problems
@@ -74,7 +74,7 @@ CAST: Handler[CastForward, Target, Any] = Handler(ready=cast_ready, do=cast_do, 
 
 def leaves_ready(step: MarkLeafModules, target: Target) -> tuple[str, ...]:
     """Every path must be a module."""
-    return messages.absent("module", step.paths, names.named_modules(target.model))
+    return problem_texts.absent("module", step.paths, names.named_modules(target.model))
 
 
 def leaves_do(step: MarkLeafModules, target: Target) -> dict[str, Any]:
@@ -186,13 +186,15 @@ def initialize_ready(step: InitializeDeepSpeed, target: Target) -> tuple[str, ..
     if isinstance(target.model, engine_class()):
         problems += ("the model is a DeepSpeed engine already; give the module inside it, built anew",)
     elif wrapped := [path for path, m in modules.items() if isinstance(m, FSDPModule) or names.is_root_wrapper(m)]:
-        problems += (f"{messages.listed(wrapped)}: wrapped already; give the model as it was before",)
+        problems += (f"{problem_texts.listed(wrapped)}: wrapped already; give the model as it was before",)
     if sharded := [name for name, param in params.items() if isinstance(param, DTensor)]:
-        problems += (f"{messages.listed(sharded)}: sharded already, DeepSpeed shards whole parameters; build it anew",)
+        problems += (
+            f"{problem_texts.listed(sharded)}: sharded already, DeepSpeed shards whole parameters; build it anew",
+        )
     if empty := [name for name, param in params.items() if param.is_meta]:
-        problems += (f"{messages.listed(empty)}: on meta, without data to hand over; load the weights first",)
-    problems += messages.absent("module", step.kept, modules)
-    problems += messages.absent("parameter", step.names, params) + messages.with_gradient(params, params)
+        problems += (f"{problem_texts.listed(empty)}: on meta, without data to hand over; load the weights first",)
+    problems += problem_texts.absent("module", step.kept, modules)
+    problems += problem_texts.absent("parameter", step.names, params) + problem_texts.with_gradient(params, params)
     if step.optimizer == "section" and target.optimizer is not None:
         problems += ("DeepSpeed makes the optimizer from its config, but one was given; leave one of them out",)
     return (

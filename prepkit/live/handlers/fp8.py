@@ -11,7 +11,7 @@ from torch.nn import Linear, Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.swap_layers import Swapped, layer_problems, library_problems, put_back, swap
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
@@ -119,7 +119,7 @@ class BeforeMSAMP:
 def msamp_ready(step: InitializeMSAMP, target: Target) -> tuple[str, ...]:
     """MS-AMP and an optimizer must be there; under DDP, MS-AMP's own wrapper must stand in the place of torch's."""
     problems = library_problems("msamp", "msamp")
-    problems += messages.absent("module", (*step.linears, *step.kept), names.named_modules(target.model))
+    problems += problem_texts.absent("module", (*step.linears, *step.kept), names.named_modules(target.model))
     if target.optimizer is None:
         problems += ("MS-AMP replaces model and optimizer together; give an optimizer to apply()",)
     ddp = torch.nn.parallel.DistributedDataParallel

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn import Module, ModuleDict, ModuleList
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
@@ -36,21 +36,23 @@ def wrap_ready(step: WrapFSDP1, target: Target) -> tuple[str, ...]:
     """Everything that FSDP1 refuses must be found here: it has no way back (torch ``_flat_param.py``)."""
     modules, params = names.named_slots(target.model), names.named_parameters(target.model)
     paths = [unit.path for unit in step.units]
-    problems = messages.absent("module", (*paths, *step.ignored), modules)
+    problems = problem_texts.absent("module", (*paths, *step.ignored), modules)
     if hollow := [path for path in paths if path in modules and _is_container(modules[path])]:
         problems += (
-            f"{messages.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",
+            f"{problem_texts.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",
         )
     wrapped = [p for p, module in modules.items() if isinstance(module, FullyShardedDataParallel | FSDPModule)]
     if wrapped:
-        problems += (f"{messages.listed(wrapped)}: sharded already; apply to a model that was not prepared",)
+        problems += (f"{problem_texts.listed(wrapped)}: sharded already; apply to a model that was not prepared",)
     if scalars := [name for name, param in params.items() if param.ndim == 0]:
-        problems += (f"{messages.listed(scalars)}: a scalar cannot be flattened; make it a tensor of shape (1,)",)
+        problems += (f"{problem_texts.listed(scalars)}: a scalar cannot be flattened; make it a tensor of shape (1,)",)
     if odd := [name for name, param in params.items() if not param.is_floating_point()]:
-        problems += (f"{messages.listed(odd)}: {params[odd[0]].dtype} cannot be flattened; register it as a buffer",)
+        problems += (
+            f"{problem_texts.listed(odd)}: {params[odd[0]].dtype} cannot be flattened; register it as a buffer",
+        )
     if step.sync_module_states and step.device.type == "cpu":
         problems += ("torch broadcasts module states on an accelerator only; plan with sync_module_states=False",)
-    return problems + messages.with_gradient(params, params) + launcher.device_problems(step.device.type)
+    return problems + problem_texts.with_gradient(params, params) + launcher.device_problems(step.device.type)
 
 
 def wrap_do(step: WrapFSDP1, target: Target) -> None:
@@ -72,8 +74,8 @@ def wrap_do(step: WrapFSDP1, target: Target) -> None:
         try:
             wrapped = _wrap(step, unit, modules[unit.path], target, device, ignored)
         except Exception as error:
-            name = messages.listed([unit.path])
-            progress = f"wrapped before it: {messages.listed(done)}" if done else "it was the first"
+            name = problem_texts.listed([unit.path])
+            progress = f"wrapped before it: {problem_texts.listed(done)}" if done else "it was the first"
             raise RuntimeError(f"unit {name} could not be wrapped ({progress}): {error}") from error
         _put(target, unit.path, modules[unit.path], wrapped)
         done.append(unit.path)

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from torch._subclasses import FakeTensor
 from torch.nn import Parameter
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.optimizer import shape_problems
 from prepkit.live.handlers.optimizer_state import ParamState, lay_out
 from prepkit.live.interpreter import Handler
@@ -32,7 +32,7 @@ def regroup_ready(step: RegroupOptimizer, target: Target) -> tuple[str, ...]:
     """Every name must be a parameter; which unit it falls into is known once the units are wrapped."""
     problems = shape_problems(step.slots, target)
     holders = fsdp1_flat.holders(target.model)
-    return problems + messages.absent("parameter", (n for group in step.slots for n in group if n), holders)
+    return problems + problem_texts.absent("parameter", (n for group in step.slots for n in group if n), holders)
 
 
 def regroup_do(step: RegroupOptimizer, target: Target) -> Grouped:
@@ -91,7 +91,7 @@ def _joined(
         elif param not in joined:
             if missing := [other for other in members if other not in released]:
                 text = "without the state that others of its unit have; create the optimizer after preparing"
-                raise ValueError(f"{messages.listed(missing)}: {text}")
+                raise ValueError(f"{problem_texts.listed(missing)}: {text}")
             joined[param] = _join({n: released[n] for n in members}, pieces, param, on_device[id(param)])
     return joined
 
@@ -100,7 +100,7 @@ def _join(
     states: dict[str, ParamState], pieces: dict[str, fsdp1_flat.FlatShard], param: Parameter, on_device: bool
 ) -> ParamState:
     first, *others = states
-    listed = messages.listed(list(states))
+    listed = problem_texts.listed(list(states))
     if any(states[name].keys() != states[first].keys() for name in others):
         raise ValueError(f"{listed}: have states of different kinds; create the optimizer after preparing")
     joined: ParamState = {}

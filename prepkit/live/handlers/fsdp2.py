@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.fsdp2_chunks import lean_chunks
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
@@ -23,17 +23,17 @@ def shard_ready(step: ShardUnits, target: Target) -> tuple[str, ...]:
         return _other_units(step, target)
     modules, params = names.named_slots(target.model), names.named_parameters(target.model)
     paths = [unit.path for unit in step.units]
-    problems = messages.absent("module", paths, modules)
+    problems = problem_texts.absent("module", paths, modules)
     if hollow := [path for path in paths if path in modules and _is_container(modules[path])]:
         problems += (
-            f"{messages.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",
+            f"{problem_texts.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",
         )
     if sharded := [path for path, module in modules.items() if isinstance(module, FSDPModule)]:
-        problems += (f"{messages.listed(sharded)}: sharded already; apply to a model that was not prepared",)
-    problems += messages.absent("parameter", step.ignored, params)
+        problems += (f"{problem_texts.listed(sharded)}: sharded already; apply to a model that was not prepared",)
+    problems += problem_texts.absent("parameter", step.ignored, params)
     if scalars := [name for name, param in params.items() if param.ndim == 0]:
-        problems += (f"{messages.listed(scalars)}: a scalar cannot be sharded; make it a tensor of shape (1,)",)
-    return problems + messages.with_gradient(params, params)
+        problems += (f"{problem_texts.listed(scalars)}: a scalar cannot be sharded; make it a tensor of shape (1,)",)
+    return problems + problem_texts.with_gradient(params, params)
 
 
 def _other_units(step: ShardUnits, target: Target) -> tuple[str, ...]:
@@ -44,7 +44,9 @@ def _other_units(step: ShardUnits, target: Target) -> tuple[str, ...]:
     differences = (sorted(planned - existing), sorted(existing - planned))
     again = "build the plan again from this model"
     return tuple(
-        f"{messages.listed(paths)}: {text}; {again}" for paths, text in zip(differences, texts, strict=True) if paths
+        f"{problem_texts.listed(paths)}: {text}; {again}"
+        for paths, text in zip(differences, texts, strict=True)
+        if paths
     )
 
 
@@ -64,8 +66,8 @@ def shard_do(step: ShardUnits, target: Target) -> None:
             try:
                 _shard(step, unit, modules[unit.path], target, ignored)
             except Exception as error:
-                name = messages.listed([unit.path])
-                progress = f"sharded before it: {messages.listed(done)}" if done else "it was the first"
+                name = problem_texts.listed([unit.path])
+                progress = f"sharded before it: {problem_texts.listed(done)}" if done else "it was the first"
                 raise RuntimeError(f"unit {name} could not be sharded ({progress}): {error}") from error
             done.append(unit.path)
 

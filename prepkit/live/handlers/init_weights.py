@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.optimizer_state import shard
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
@@ -52,13 +52,15 @@ def initialize_ready(step: InitializeTensors, target: Target) -> tuple[str, ...]
     """Every named parameter, and every named buffer on meta, must be in a module that something initializes."""
     sites = names.sites(target.model)
     tensors = _sites_of_tensors(sites)
-    problems = messages.absent("parameter", step.params, tensors) + messages.absent("buffer", step.buffers, tensors)
+    problems = problem_texts.absent("parameter", step.params, tensors) + problem_texts.absent(
+        "buffer", step.buffers, tensors
+    )
     wanted = [name for name in step.params if name in tensors]
     wanted += [name for name in step.buffers if name in tensors and tensors[name][1].is_meta]
     models = _initializing_models(sites)
     orphans = [n for n in wanted if not _reset_method(tensors[n][0].module) and models[tensors[n][0].path] is None]
     if orphans:
-        text = f"{messages.listed(orphans)}: without values, and nothing initialises it"
+        text = f"{problem_texts.listed(orphans)}: without values, and nothing initialises it"
         problems += (f"{text}; give its module a reset_parameters()",)
     return problems
 
@@ -76,7 +78,7 @@ def initialize_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
     device = next((local(param).device for param in target.model.parameters()), torch.device("cpu"))
     forked = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
     lost = tuple(name for name in step.params if name not in target.unfilled)
-    with torch.random.fork_rng(**forked), torch.no_grad(), messages.half_done(lost):
+    with torch.random.fork_rng(**forked), torch.no_grad(), problem_texts.half_done(lost):
         for unit in step.units:
             inside = [site for site in sites if unit_of[site.path] == unit]
             with _out_of_reach([site for site in sites if unit_of[site.path] != unit]):
@@ -88,7 +90,7 @@ def initialize_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
 def initialize_undo(step: InitializeTensors, target: Target, memo: tuple[str, ...]) -> str | None:
     """What had no values before has none again: no more than a note, as its storage goes with ``AllocateTensors``."""
     target.unfilled |= set(step.params) - set(memo)
-    return messages.overwritten(memo)
+    return problem_texts.overwritten(memo)
 
 
 def _unit_of_each(sites: Sequence[Site], units: frozenset[str]) -> dict[str, str]:
@@ -134,9 +136,10 @@ def _initialize_unit(inside: Sequence[Site], wanted: set[str], models: dict[str,
                 _run_initializers(site.module, models[site.path])
             written.append({n: slot.twin.detach().clone() for n, slot in filled.items() if not _takes_nan(slot.twin)})
     if unwritten := [name for name, slot in filled.items() if _unwritten(name, slot.twin, written)]:
+        listed = problem_texts.listed(unwritten)
         raise NotInitialized(
-            f"{messages.listed(unwritten)}: still without values after reset_parameters() and _init_weights(); write "
-            "them there, or load the weights: LoadWeights(path)"
+            f"{listed}: still without values after reset_parameters() and _init_weights(); write them there, or load "
+            "the weights: LoadWeights(path)"
         )
     for slot in filled.values():
         values = shard(slot.twin.detach(), slot.tensor) if isinstance(slot.tensor, DTensor) else slot.twin

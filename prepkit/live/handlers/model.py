@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.optimizer_state import state_of
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
@@ -32,7 +32,7 @@ def move_ready(step: MoveModel, target: Target) -> tuple[str, ...]:
     empty = [name for name, tensor in _tensors(target.model).items() if tensor.is_meta]
     problems = launcher.device_problems(step.device.type)
     if empty and step.device.type != "meta":
-        problems += (f"{messages.listed(empty)}: on meta, without data to move; load the weights first",)
+        problems += (f"{problem_texts.listed(empty)}: on meta, without data to move; load the weights first",)
     return problems
 
 
@@ -89,11 +89,10 @@ def upcast_ready(step: UpcastParameters, target: Target) -> tuple[str, ...]:
     """Every name must be a parameter that the dtype can hold exactly, or the way back would not be exact either."""
     params, dtype = names.named_parameters(target.model), getattr(torch, step.dtype)
     wide = [n for n in step.names if n in params and torch.promote_types(params[n].dtype, dtype) != dtype]
-    problems = messages.absent("parameter", step.names, params) + messages.with_gradient(step.names, params)
+    problems = problem_texts.absent("parameter", step.names, params) + problem_texts.with_gradient(step.names, params)
     if wide:
-        problems += (
-            f"{messages.listed(wide)}: {params[wide[0]].dtype} does not fit into {step.dtype}; build the plan again",
-        )
+        listed, widest = problem_texts.listed(wide), params[wide[0]].dtype
+        problems += (f"{listed}: {widest} does not fit into {step.dtype}; build the plan again",)
     return problems
 
 
@@ -181,9 +180,9 @@ AUTOCAST: Handler[AutocastForward, Target, Any] = Handler(ready=autocast_ready, 
 def checkpoint_ready(step: CheckpointModules, target: Target) -> tuple[str, ...]:
     """Every path must be a module inside the root that is not wrapped yet."""
     modules = names.named_slots(target.model)
-    problems = messages.absent("module", step.paths, modules)
+    problems = problem_texts.absent("module", step.paths, modules)
     if wrapped := [path for path in step.paths if isinstance(modules.get(path), CheckpointWrapper)]:
-        problems += (f"{messages.listed(wrapped)}: checkpointed already; apply to a model that was not prepared",)
+        problems += (f"{problem_texts.listed(wrapped)}: checkpointed already; apply to a model that was not prepared",)
     if "" in step.paths:
         problems += ("the root cannot be checkpointed, its wrapper would have no parent; name modules inside it",)
     return problems
@@ -234,14 +233,14 @@ CHECKPOINT: Handler[CheckpointModules, Target, None] = Handler(
 def compile_ready(step: CompileModules, target: Target) -> tuple[str, ...]:
     """Every path must be a module that is not compiled yet (CM-1, G-46), and torch must know the backend (K-DY1)."""
     modules = names.named_slots(target.model)
-    problems = messages.absent("module", step.paths, modules)
+    problems = problem_texts.absent("module", step.paths, modules)
     known = torch.compiler.list_backends(exclude_tags=None)
     if step.backend not in known:
         problems += (
             f"torch.compile knows no backend {step.backend!r}; import what registers it, or plan with inductor",
         )
     if compiled := [path for path in step.paths if path in modules and _is_compiled(modules[path])]:
-        problems += (f"{messages.listed(compiled)}: compiled already; give the model before torch.compile",)
+        problems += (f"{problem_texts.listed(compiled)}: compiled already; give the model before torch.compile",)
     return problems
 
 

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.optimizer_state import ParamState, lay_out, unmovable
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import fsdp1_flat, names
@@ -35,8 +35,8 @@ def release_ready(step: ReleaseOptimizer, target: Target) -> tuple[str, ...]:
         if (params.get(name) is not tensor if name else id(tensor) in own)
     ]
     if wrong:
-        text = f"the optimizer no longer holds {messages.listed(wrong)} where the plan says; build the plan again"
-        return (*messages.absent("parameter", _named(step.slots), params), text)
+        text = f"the optimizer no longer holds {problem_texts.listed(wrong)} where the plan says; build the plan again"
+        return (*problem_texts.absent("parameter", _named(step.slots), params), text)
     return tuple(
         text
         for _, _, name, tensor in _slots(step.slots, target.optimizer)
@@ -98,9 +98,11 @@ def rebind_ready(step: RebindOptimizer, target: Target) -> tuple[str, ...]:
         for name in _named(step.slots)
         if name in params and params[name].is_meta and _has_data(target.optimizer.state.get(params[name], {}))
     ]
-    problems = messages.absent("parameter", _named(step.slots), params)
+    problems = problem_texts.absent("parameter", _named(step.slots), params)
     if lost:
-        problems += (f"{messages.listed(lost)}: on meta, but the optimizer has state for it; load the weights first",)
+        problems += (
+            f"{problem_texts.listed(lost)}: on meta, but the optimizer has state for it; load the weights first",
+        )
     return problems
 
 
@@ -110,7 +112,7 @@ def rebind_do(step: RebindOptimizer, target: Target) -> tuple[Bound, ...]:
     Released state is freed one parameter at a time, so the peak is one whole state and the shards of the others.
     """
     optimizer, params = _optimizer(target), names.named_parameters(target.model)
-    if missing := messages.absent("parameter", _named(step.slots), params):
+    if missing := problem_texts.absent("parameter", _named(step.slots), params):
         raise KeyError(missing[0])
     before: list[Bound] = []
     pieces = fsdp1_flat.flat_shards(target.model)
@@ -161,7 +163,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {name: getattr(torch.optim, name) for n
 
 def create_ready(step: CreateOptimizer, target: Target) -> tuple[str, ...]:
     """No optimizer may be there, and every name must be a parameter."""
-    problems = messages.absent("parameter", step.names, names.named_parameters(target.model))
+    problems = problem_texts.absent("parameter", step.names, names.named_parameters(target.model))
     if target.optimizer is not None:
         kind = type(target.optimizer).__name__
         problems += (f"the plan creates {step.algorithm}, but an optimizer ({kind}) was given; leave one of them out",)

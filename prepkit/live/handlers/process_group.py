@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from prepkit.live.interpreter import Handler
 from prepkit.live.model.target import Target
-from prepkit.live.ranks import groups, launcher
+from prepkit.live.ranks import end_groups, launcher
 from prepkit.steps import Agree, BuildMesh, LocalDevice, StartProcessGroup
 
 
@@ -96,7 +96,7 @@ def start_undo(step: StartProcessGroup, target: Target, started: bool) -> None:
     """Ends the group that this step started, and no other."""
     del step
     if started and dist.is_initialized():
-        target.ended += groups.end()
+        target.ended += end_groups.end()
 
 
 def _devices(backend: str) -> dict[str, str]:

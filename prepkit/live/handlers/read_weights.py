@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.check_files import FileError
-from prepkit.live.handlers.tensors import named_tensors
+from prepkit.live.handlers.named_tensors import named_tensors
 from prepkit.live.interpreter import Handler
 from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
@@ -43,11 +43,11 @@ STAGING = 16 * 2**20
 def read_ready(step: ReadTensors, target: Target) -> tuple[str, ...]:
     """Every name must be a parameter or buffer of the shape that the checkpoint gives it, in one or in chunks."""
     tensors = named_tensors(target)
-    problems = messages.absent("tensor", [source.name for source in step.sources], tensors)
+    problems = problem_texts.absent("tensor", [source.name for source in step.sources], tensors)
     odd = [s.name for s in step.sources if s.name in tensors and tuple(tensors[s.name].shape) != s.shape]
     if odd:
         names = tuple(dict.fromkeys(odd))
-        problems += (f"{messages.listed(names)}: not of the shape that the checkpoint has; build the plan again",)
+        problems += (f"{problem_texts.listed(names)}: not of the shape that the checkpoint has; build the plan again",)
     return problems
 
 
@@ -58,7 +58,7 @@ def read_do(step: ReadTensors, target: Target) -> tuple[str, ...]:
     ``FileError`` that names file and tensor.
     """
     lost = tuple(dict.fromkeys(source.name for source in step.sources if source.name not in target.unfilled))
-    with messages.half_done(lost):
+    with problem_texts.half_done(lost):
         _read_all(step, target)
         target.together()
         target.unfilled -= complete(step.sources)
@@ -68,7 +68,7 @@ def read_do(step: ReadTensors, target: Target) -> tuple[str, ...]:
 def read_undo(step: ReadTensors, target: Target, memo: tuple[str, ...]) -> str | None:
     """What had no values before has none again: no more than a note, as its storage goes with ``AllocateTensors``."""
     target.unfilled |= {source.name for source in step.sources} - set(memo)
-    return messages.overwritten(memo)
+    return problem_texts.overwritten(memo)
 
 
 def _read_all(step: ReadTensors, target: Target) -> None:

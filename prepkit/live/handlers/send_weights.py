@@ -33,10 +33,10 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.channel import P2PChannel
+from prepkit.live.handlers.named_tensors import named_tensors
 from prepkit.live.handlers.stash import own_rank, require_values
-from prepkit.live.handlers.tensors import named_tensors
 from prepkit.live.interpreter import Handler
 from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
@@ -51,10 +51,10 @@ from prepkit.steps import Axis, SendTensors, Transfer
 def send_ready(step: SendTensors, target: Target) -> tuple[str, ...]:
     """Every name must be a parameter or buffer of the planned shape."""
     tensors = named_tensors(target)
-    problems = messages.absent("tensor", [transfer.name for transfer in step.tensors], tensors)
+    problems = problem_texts.absent("tensor", [transfer.name for transfer in step.tensors], tensors)
     odd = [t.name for t in step.tensors if t.name in tensors and tuple(tensors[t.name].shape) != t.shape]
     if odd:
-        problems += (f"{messages.listed(odd)}: not of the planned shape; build the plan again from this model",)
+        problems += (f"{problem_texts.listed(odd)}: not of the planned shape; build the plan again from this model",)
     return problems
 
 
@@ -69,7 +69,7 @@ def send_do(step: SendTensors, target: Target) -> tuple[str, ...]:
         require_values([t.name for t in step.tensors if t.name not in target.stashed and _lacks(t, tensors, target)])
     target.together()
     lost = () if rank == ROOT else tuple(t.name for t in step.tensors if t.name not in target.unfilled)
-    with messages.half_done(lost), torch.no_grad(), _own_channel(step, tensors, target) as channel:
+    with problem_texts.half_done(lost), torch.no_grad(), _own_channel(step, tensors, target) as channel:
         _send_all(step, tensors, target, channel)
         target.together()
         target.unfilled -= {transfer.name for transfer in step.tensors}
@@ -80,7 +80,7 @@ def send_undo(step: SendTensors, target: Target, memo: tuple[str, ...]) -> str |
     """What had no values before has none again: its storage goes with ``AllocateTensors``."""
     if own_rank() != ROOT:
         target.unfilled |= {transfer.name for transfer in step.tensors} - set(memo)
-    return messages.overwritten(memo)
+    return problem_texts.overwritten(memo)
 
 
 def _lacks(transfer: Transfer, tensors: dict[str, Tensor], target: Target) -> bool:

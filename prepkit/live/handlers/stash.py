@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from prepkit.live.handlers import messages
-from prepkit.live.handlers.tensors import named_tensors
+from prepkit.live.handlers import problem_texts
+from prepkit.live.handlers.named_tensors import named_tensors
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
 from prepkit.live.model.target import Stashed, Target
@@ -31,7 +31,7 @@ class NoValues(RuntimeError):
 
 def stash_ready(step: StashTensors, target: Target) -> tuple[str, ...]:
     """Every name must be there. That rank 0 has values is asked when all are there, or the others would wait for it."""
-    return messages.absent("tensor", (*step.params, *step.buffers), named_tensors(target))
+    return problem_texts.absent("tensor", (*step.params, *step.buffers), named_tensors(target))
 
 
 def stash_do(step: StashTensors, target: Target) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def stash_undo(step: StashTensors, target: Target, memo: tuple[str, ...]) -> str
             continue  # a failure came before the exchange
         stashed.held.data = stashed.held.data.to(stashed.device)
         _swap(stashed.param, stashed.held)
-    return f"{messages.listed(sent)}: sent, and freed on this rank" if sent else None
+    return f"{problem_texts.listed(sent)}: sent, and freed on this rank" if sent else None
 
 
 def _stash(name: str, param: Parameter, target: Target) -> None:
@@ -95,7 +95,7 @@ def require_values(empty: list[str]) -> None:
     """Raises ``NoValues`` where there are any names of tensors without values."""
     if empty:
         raise NoValues(
-            f"rank {ROOT} has no values of {messages.listed(empty)}, which it is to send; build its model outside "
+            f"rank {ROOT} has no values of {problem_texts.listed(empty)}, which it is to send; build its model outside "
             "torch.device('meta'), or plan with weights=LoadWeights(path) or InitWeights()"
         )
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from attrs import field, frozen
 from torch.nn import Module
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.model import names
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -35,17 +35,21 @@ def library_problems(module: str, package: str) -> tuple[str, ...]:
 def layer_problems(paths: Iterable[str], cls: type[Module], model: Module) -> tuple[str, ...]:
     """What keeps these modules from being replaced: not there, another class, or hooks that would be lost."""
     paths, modules = tuple(paths), names.named_modules(model)
-    problems = messages.absent("module", paths, modules)
+    problems = problem_texts.absent("module", paths, modules)
     layers = {path: modules[path] for path in paths if path in modules}
     if other := [path for path, module in layers.items() if type(module) is not cls]:
         kind = type(layers[other[0]]).__name__
-        problems += (f"{messages.listed(other)}: {kind}, where the plan says {cls.__name__}; build the plan again",)
+        problems += (
+            f"{problem_texts.listed(other)}: {kind}, where the plan says {cls.__name__}; build the plan again",
+        )
     if hooked := [path for path, module in layers.items() if any(getattr(module, name) for name in _HOOKS)]:
-        problems += (f"{messages.listed(hooked)}: hooks would be lost with the layer; register them after preparing",)
+        problems += (
+            f"{problem_texts.listed(hooked)}: hooks would be lost with the layer; register them after preparing",
+        )
     partitioned = [n for path, m in layers.items() for n, p in m.named_parameters(path) if hasattr(p, "ds_id")]
     if partitioned:
         problems += (
-            f"{messages.listed(partitioned)}: partitioned by ZeRO-3; build the model outside deepspeed.zero.Init",
+            f"{problem_texts.listed(partitioned)}: partitioned by ZeRO-3; build the model outside deepspeed.zero.Init",
         )
     return problems
 

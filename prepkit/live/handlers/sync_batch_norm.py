@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
@@ -18,10 +18,10 @@ Memo = tuple[tuple[Module, Module], ...]
 def convert_ready(step: ConvertSyncBatchNorm, target: Target) -> tuple[str, ...]:
     """Every path must be a batch norm that is not synchronised yet."""
     modules = names.named_slots(target.model)
-    problems = messages.absent("module", step.paths, modules)
+    problems = problem_texts.absent("module", step.paths, modules)
     other = [path for path in step.paths if path in modules and not _is_plain(modules[path])]
     if other:
-        problems += (f"{messages.listed(other)}: no plain batch norm; build the plan again from this model",)
+        problems += (f"{problem_texts.listed(other)}: no plain batch norm; build the plan again from this model",)
     return problems
 
 

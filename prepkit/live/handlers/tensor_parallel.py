@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Embedding, Linear, Module, Parameter
 
-from prepkit.live.handlers import messages
+from prepkit.live.handlers import problem_texts
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
@@ -46,15 +46,17 @@ def parallelize_ready(step: ParallelizeModules, target: Target) -> tuple[str, ..
     """Everything that torch's styles refuse must be found here: there is no way back."""
     modules, params = names.named_modules(target.model), names.named_parameters(target.model)
     paths = [path for style in step.styles for path in style.paths]
-    problems = messages.absent("module", paths, modules)
+    problems = problem_texts.absent("module", paths, modules)
     layers = [path for style in step.styles if style.style in ("colwise", "rowwise") for path in style.paths]
     if odd := [path for path in layers if path in modules and not isinstance(modules[path], Linear | Embedding)]:
         problems += (
-            f"{messages.listed(odd)}: neither a Linear nor an Embedding, so it has no rows and columns to cut",
+            f"{problem_texts.listed(odd)}: neither a Linear nor an Embedding, so it has no rows and columns to cut",
         )
     if sharded := [name for name, param in params.items() if isinstance(param, DTensor)]:
-        problems += (f"{messages.listed(sharded)}: cut or sharded already; apply to a model that was not prepared",)
-    return problems + messages.with_gradient(params, params)
+        problems += (
+            f"{problem_texts.listed(sharded)}: cut or sharded already; apply to a model that was not prepared",
+        )
+    return problems + problem_texts.with_gradient(params, params)
 
 
 def parallelize_do(step: ParallelizeModules, target: Target) -> None:
@@ -73,9 +75,8 @@ def parallelize_do(step: ParallelizeModules, target: Target) -> None:
             try:
                 _parallelize(modules[path], style, mesh)
             except Exception as error:
-                raise RuntimeError(
-                    f"module {messages.listed([path])} could not be cut {style.style} ({done} cut before it): {error}"
-                ) from error
+                where = f"module {problem_texts.listed([path])}"
+                raise RuntimeError(f"{where} could not be cut {style.style} ({done} cut before it): {error}") from error
             done += 1
     _tie(target.model, ties)
 
@@ -182,7 +183,7 @@ def _compare(model: Module) -> None:
     try:
         agree(digests)
     except Disagreement as error:
-        differing = messages.listed([difference.name for difference in error.differences])
+        differing = problem_texts.listed([difference.name for difference in error.differences])
         raise RuntimeError(
             f"the ranks hold different weights in {differing}; seed them alike before building the model, "
             "or load the same checkpoint on all of them"

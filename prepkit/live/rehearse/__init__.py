@@ -22,16 +22,16 @@ from torch.optim import SGD, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public door to its fake group
 
 from prepkit.codec import plan_from_text, plan_to_text
-from prepkit.live.attestation import verify
 from prepkit.live.handlers import ddp
 from prepkit.live.interpreter import Halted, Handler, interpret
-from prepkit.live.kinds import handlers
 from prepkit.live.model import deepspeed
 from prepkit.live.model.state import LiveModel, TensorLayout, actual_layout, inspect
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
 from prepkit.live.rehearse.meta import fake_twin, meta_copy, zero_twin
 from prepkit.live.rehearse.rehearsable import Skipped, rehearsable
+from prepkit.live.step_kinds import handlers
+from prepkit.live.verification import verify
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Check
 from prepkit.steps import BuildMesh, InitializeDeepSpeed, WrapDDP, WrapFSDP1

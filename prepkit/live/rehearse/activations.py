@@ -17,9 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from prepkit.config import Intent
 from prepkit.live.interpreter import Halted, interpret
-from prepkit.live.kinds import handlers
 from prepkit.live.model.target import Target
 from prepkit.live.rehearse.meta import fake_twin, meta_copy
+from prepkit.live.step_kinds import handlers
 from prepkit.plan import Plan
 from prepkit.steps import AutocastForward, CheckpointModules, ShardUnits, Step, WrapFSDP1
 

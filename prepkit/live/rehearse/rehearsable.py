@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import evolve, frozen
 
-from prepkit.live.kinds import KINDS
+from prepkit.live.step_kinds import KINDS
 from prepkit.plan import Plan, Planned
 from prepkit.plan.layout import ParamLayout
 from prepkit.steps import InitializeMSAMP, UpcastParameters

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from prepkit.config import XLA, ClipNorm
 from prepkit.live.model.unwrap import unwrap
-from prepkit.live.ranks import groups
+from prepkit.live.ranks import end_groups
 from prepkit.live.training import first_step, saving
 from prepkit.live.training.drivers import Driver, Stepped, driver
 from prepkit.live.training.gradients import Watched, gradients
@@ -205,7 +205,7 @@ class Prepared:
         gc.collect()  # a DDP wrapper refers to itself; one that outlives its group can deadlock when it goes
         if self.started and dist.is_initialized():
             dist.barrier()
-            self._ended += groups.end()
+            self._ended += end_groups.end()
 
     @contextmanager
     def accumulate(self, *, last: bool = False) -> Iterator[None]:

@@ -14,14 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from prepkit.config import DDP, CommHook, CompressHook, Config, NoHook, PowerSGDHook
-from prepkit.live.attestation import verify
 from prepkit.live.handlers import ddp as handler
 from prepkit.live.interpreter import Halted, interpret
-from prepkit.live.kinds import handlers
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
+from prepkit.live.step_kinds import handlers
 from prepkit.live.training.prepared import Prepared
+from prepkit.live.verification import verify
 from prepkit.planner import pieces
 from prepkit.planner.ddp import communication
 from prepkit.steps import ConvertSyncBatchNorm, DDPCommHook, LocalDevice, WrapDDP

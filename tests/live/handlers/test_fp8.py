@@ -15,10 +15,10 @@ from torch.optim import AdamW
 
 import prepkit as pk
 from prepkit.config import BF16, DDP, FP8, FSDP1, FSDP2, CheckpointBlocks, ClipNorm, CompileBlocks, Config, TorchAO
-from prepkit.live.attestation import verify
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
 from prepkit.live.rehearse import rehearse_here
+from prepkit.live.verification import verify
 from prepkit.steps import ConvertFP8Linears, PrecomputeFloat8Scales, RebindOptimizer
 from tests.support.fp8_model import FITTING, TOKENS, Wide, loss_of, planned, seeded, stepped
 from tests.support.fragile_model import applied
@@ -298,7 +298,7 @@ def test_a_failure_after_conversion_leaves_the_user_with_the_model_that_was_give
     made = planned(Config(precision=EMULATED), model, optimizer)
     broken = evolve(made.steps[0], step=RebindOptimizer(slots=(("embed.weight", "gone"),)))
     from prepkit.live.interpreter import Halted, interpret
-    from prepkit.live.kinds import handlers
+    from prepkit.live.step_kinds import handlers
 
     table = handlers()
     table[RebindOptimizer] = evolve(table[RebindOptimizer], ready=lambda step, target: ())

@@ -24,14 +24,14 @@ from prepkit.config import (
     MXFP8BlockScaling,
     TransformerEngine,
 )
-from prepkit.live.attestation import verify
 from prepkit.live.interpreter import Halted, interpret
-from prepkit.live.kinds import handlers
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
 from prepkit.live.model.unwrap import unwrap
 from prepkit.live.observe import observe
 from prepkit.live.rehearse import rehearse_here
+from prepkit.live.step_kinds import handlers
+from prepkit.live.verification import verify
 from prepkit.plan import Plan
 from prepkit.steps import AutocastFP8Forward, ConvertTransformerEngine, InitializeMSAMP
 from tests.support import library_doubles

@@ -16,10 +16,10 @@ import prepkit as pk
 from prepkit import config as c
 from prepkit.live.handlers import fsdp1
 from prepkit.live.interpreter import Halted, interpret
-from prepkit.live.kinds import handlers
 from prepkit.live.model import fsdp1_flat, names
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
+from prepkit.live.step_kinds import handlers
 from prepkit.steps import (
     CheckpointModules,
     FlatUnit,

@@ -17,9 +17,9 @@ from torch.optim import SGD
 
 from prepkit.live.handlers import fsdp2
 from prepkit.live.interpreter import Halted, interpret
-from prepkit.live.kinds import handlers
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
+from prepkit.live.step_kinds import handlers
 from prepkit.steps import AutocastForward, CheckpointModules, CompileModules, ShardUnits, Unit
 from tests.support.fragile_model import TOKENS, Tiny
 from tests.support.gang import Gang

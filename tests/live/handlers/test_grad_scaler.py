@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from prepkit.config import DDP, FP16, FSDP2, ClipNorm, Config, Engine, Single
-from prepkit.live.attestation import verify
 from prepkit.live.handlers import grad_scaler
 from prepkit.live.model.target import Target
 from prepkit.live.training.prepared import Prepared
+from prepkit.live.verification import verify
 from prepkit.steps import CreateGradScaler
 from tests.support.fragile_model import TOKENS, Tiny, applied, planned, stepped
 from tests.support.gang import Gang

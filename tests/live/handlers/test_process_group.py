@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prepkit.live.kinds import handlers
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
+from prepkit.live.step_kinds import handlers
 from prepkit.steps import Agree, Axis, BuildMesh, LocalDevice, StartProcessGroup
 from tests.support.fragile_model import Tiny
 from tests.support.gang import Gang

@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from prepkit.config import BF16, DDP, FSDP1, FSDP2, Config, InitWeights, Single
 from prepkit.facts import Env
-from prepkit.live.attestation import verify
 from prepkit.live.observe import devices as observe_devices
 from prepkit.live.observe import observe
 from prepkit.live.observe.devices import alike
 from prepkit.live.ranks import launcher
 from prepkit.live.rehearse import rehearse_here
 from prepkit.live.training.prepared import Prepared
+from prepkit.live.verification import verify
 from prepkit.planner import plan
 from prepkit.predict import predict
 from prepkit.rules import check

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch.optim import SGD
 
-from prepkit.live.kinds import KINDS
 from prepkit.live.model.target import Target
+from prepkit.live.step_kinds import KINDS
 from prepkit.steps import (
     Agree,
     Axis,

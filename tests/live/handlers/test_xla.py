@@ -14,12 +14,12 @@ from torch.optim import SGD
 import prepkit as pk
 from prepkit import config
 from prepkit.config import XLA, CheckpointBlocks, Config, KeepLoaders
-from prepkit.live.attestation import verify
-from prepkit.live.kinds import KINDS
 from prepkit.live.model.state import inspect
 from prepkit.live.model.target import Target
 from prepkit.live.observe.env import WORLD_SIZE, observe_env
 from prepkit.live.rehearse import rehearse_here
+from prepkit.live.step_kinds import KINDS
+from prepkit.live.verification import verify
 from prepkit.steps import MoveToXLA, ReduceXLAGradients
 from tests.support import library_doubles
 from tests.support.fp8_model import Wide, loss_of, planned, seeded, stepped

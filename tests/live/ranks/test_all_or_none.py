@@ -17,7 +17,7 @@ import prepkit as pk
 from prepkit import config as c
 from prepkit.facts import Env
 from prepkit.live.interpreter import Handler
-from prepkit.live.kinds import KINDS
+from prepkit.live.step_kinds import KINDS
 from prepkit.steps import AutocastForward, BuildMesh, ShardLoader, ShardUnits, StartProcessGroup, WrapDDP, WrapFSDP1
 from tests.support.fragile_model import Tiny
 from tests.support.gang import Gang

@@ -36,10 +36,10 @@ from prepkit.config import (
     WrapSize,
 )
 from prepkit.facts import Env
-from prepkit.live.kinds import handlers
 from prepkit.live.observe import observe
 from prepkit.live.rehearse import RehearsalFailed, rehearse, rehearse_here
 from prepkit.live.rehearse.meta import meta_copy
+from prepkit.live.step_kinds import handlers
 from prepkit.plan import Plan, because
 from prepkit.planner import plan
 from prepkit.steps import CompileModules, ShardUnits, Unit

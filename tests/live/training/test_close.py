@@ -13,7 +13,7 @@ import torch.distributed as dist
 import prepkit as pk
 from prepkit.config import DDP, FSDP2, AdamW, Config, Engine, Single
 from prepkit.facts import Env
-from prepkit.live.ranks import groups
+from prepkit.live.ranks import end_groups
 from prepkit.live.training.prepared import Prepared
 from tests.support.fp8_model import seeded
 from tests.support.fragile_model import TOKENS, Tiny
@@ -70,7 +70,7 @@ def cut_twice(rank: int, world: int, elsewhere: str) -> float:
         ready = pk.apply(pk.build_plan(cfg, model, env=Env(world_size=world)))
         loss = ready.model(TOKENS).square().mean().item()
         ready.close()
-        held = groups.end()
+        held = end_groups.end()
         del held
     return loss
 

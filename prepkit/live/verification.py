@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from prepkit.live.kinds import KINDS
+from prepkit.live.checks import buffers, model, owners
 from prepkit.live.model.state import inspect
 from prepkit.live.model.target import Target
-from prepkit.live.verify import buffers, model, owners
+from prepkit.live.step_kinds import KINDS
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 

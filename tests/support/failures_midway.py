@@ -48,7 +48,7 @@ from prepkit.config import (
     TorchAO,
     TransformerEngine,
 )
-from prepkit.live import handlers, kinds
+from prepkit.live import handlers, step_kinds
 from prepkit.live.interpreter import Done, Halted, Handler, interpret
 from prepkit.live.model.target import Target
 from prepkit.plan import Plan
@@ -257,11 +257,13 @@ def at_boundaries(engine: str) -> Iterator[Outcome]:
     """Before each step, which is after the one before it, and after the last one."""
     plan, target = case(engine)
     with stage(engine):  # torch sets variables of its own the first time that some of it is used
-        assert isinstance(interpret(tuple(one.step for one in plan.steps), kinds.handlers(), target), Done)
+        assert isinstance(interpret(tuple(one.step for one in plan.steps), step_kinds.handlers(), target), Done)
     for one in plan.steps:
         kind = type(one.step)
-        yield from fail(engine, "before", {**kinds.handlers(), kind: evolve(kinds.handlers()[kind], do=broken)}, no_end)
-    yield from fail(engine, "at the end", kinds.handlers(), bad_end)
+        yield from fail(
+            engine, "before", {**step_kinds.handlers(), kind: evolve(step_kinds.handlers()[kind], do=broken)}, no_end
+        )
+    yield from fail(engine, "at the end", step_kinds.handlers(), bad_end)
 
 
 def broken(step: Any, target: Any) -> Any:
@@ -346,12 +348,14 @@ def inside_handlers(engine: str, *, lines: bool) -> Iterator[Outcome]:
         counter = Planter(lines=lines)
         _, target = case(engine)
         with stage(engine):
-            table = {**kinds.handlers(), kind: traced(kinds.handlers()[kind], counter)}
+            table = {**step_kinds.handlers(), kind: traced(step_kinds.handlers()[kind], counter)}
             outcome = interpret(tuple(one.step for one in plan.steps), table, target)
             assert isinstance(outcome, Done), str(outcome)
         for at in counter.chosen():
             planter = Planter(at=at, lines=lines)
-            for one in fail(engine, "", {**kinds.handlers(), kind: traced(kinds.handlers()[kind], planter)}, no_end):
+            for one in fail(
+                engine, "", {**step_kinds.handlers(), kind: traced(step_kinds.handlers()[kind], planter)}, no_end
+            ):
                 yield evolve(one, place=planter.passed[at])
 
 

@@ -7,9 +7,9 @@ from typing import get_args
 import pytest
 
 from prepkit.config import Engine
-from prepkit.live.kinds import KINDS, handlers
+from prepkit.live.step_kinds import KINDS, handlers
 from prepkit.steps import InitializeTensors, ReadTensors, SendTensors
-from tests.support.fault_matrix import CLEAN, ENGINES, Outcome, all_outcomes, case, table
+from tests.support.failures_midway import CLEAN, ENGINES, Outcome, all_outcomes, case, table
 from tests.support.step_kinds import WITHOUT_A_PLACE_WHERE_IT_FAILS
 
 NO_WAY_BACK = {kind.__name__ for kind, handler in handlers().items() if handler.undo is None}
@@ -22,7 +22,7 @@ def test_every_engine_and_every_step_kind_is_made_to_fail() -> None:
     assert {type(one.cfg.engine) for one in ENGINES.values()} == set(get_args(Engine))
     made = {type(one.step) for engine in ENGINES for one in case(engine)[0].steps}
     lacking = sorted(kind.__name__ for kind in set(KINDS) - made - set(WITHOUT_A_PLACE_WHERE_IT_FAILS))
-    assert not lacking, f"tests/support/fault_matrix.py: no engine of ENGINES has {', '.join(lacking)}"
+    assert not lacking, f"tests/support/failures_midway.py: no engine of ENGINES has {', '.join(lacking)}"
     assert made == set(KINDS) - set(WITHOUT_A_PLACE_WHERE_IT_FAILS)
 
 

@@ -14,11 +14,11 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
+from prepkit.live.checks import fsdp1, fsdp2
 from prepkit.live.model.forward import MARK, AutocastedForward
 from prepkit.live.model.forward_fp8 import FP8Forward
 from prepkit.live.model.names import known_bases
 from prepkit.live.model.state import LiveModel, actual_layout
-from prepkit.live.verify import fsdp1, fsdp2
 from prepkit.plan.attestation import Check, each, same
 from prepkit.steps import (
     AllocateTensors,

@@ -12,7 +12,12 @@ from typing import Any
 from attrs import frozen
 
 from prepkit import steps
-from prepkit.live import substitutes
+from prepkit.live import rehearsed_steps
+from prepkit.live.checks import deepspeed as deepspeed_checks
+from prepkit.live.checks import fp8 as fp8_checks
+from prepkit.live.checks import optimizer_steps as optimizer_checks
+from prepkit.live.checks import steps as checks
+from prepkit.live.checks import xla as xla_checks
 from prepkit.live.handlers import (
     allocate,
     check_files,
@@ -39,12 +44,7 @@ from prepkit.live.handlers import (
 from prepkit.live.interpreter import Handler
 from prepkit.live.model.state import LiveModel
 from prepkit.live.model.target import Target
-from prepkit.live.substitutes import Substitute, as_written, skipped
-from prepkit.live.verify import deepspeed as deepspeed_checks
-from prepkit.live.verify import fp8 as fp8_checks
-from prepkit.live.verify import optimizer as optimizer_checks
-from prepkit.live.verify import steps as checks
-from prepkit.live.verify import xla as xla_checks
+from prepkit.live.rehearsed_steps import Substitute, as_written, skipped
 from prepkit.plan.attestation import Check
 
 
@@ -64,7 +64,7 @@ KINDS: dict[type, StepKind] = {
     steps.StartProcessGroup: StepKind(
         handler=process_group.START,
         verify=checks.process_group,
-        rehearse=substitutes.fake_group,
+        rehearse=rehearsed_steps.fake_group,
     ),
     steps.Agree: StepKind(
         handler=process_group.AGREE,
@@ -74,7 +74,7 @@ KINDS: dict[type, StepKind] = {
     steps.BuildMesh: StepKind(
         handler=process_group.MESH,
         verify=checks.mesh,
-        rehearse=substitutes.on_cpu,
+        rehearse=rehearsed_steps.on_cpu,
     ),
     steps.ReleaseOptimizer: StepKind(
         handler=optimizer.RELEASE,
@@ -89,12 +89,12 @@ KINDS: dict[type, StepKind] = {
     steps.MoveModel: StepKind(
         handler=model.MOVE,
         verify=checks.moved,
-        rehearse=substitutes.not_moved,
+        rehearse=rehearsed_steps.not_moved,
     ),
     steps.AutocastForward: StepKind(
         handler=model.AUTOCAST,
         verify=checks.autocast,
-        rehearse=substitutes.on_cpu,
+        rehearse=rehearsed_steps.on_cpu,
     ),
     steps.ParallelizeModules: StepKind(
         handler=tensor_parallel.PARALLELIZE,
@@ -114,7 +114,7 @@ KINDS: dict[type, StepKind] = {
     steps.ShardUnits: StepKind(
         handler=fsdp2.SHARD,
         verify=checks.units,
-        rehearse=substitutes.unpinned,
+        rehearse=rehearsed_steps.unpinned,
     ),
     steps.ConvertSyncBatchNorm: StepKind(
         handler=sync_batch_norm.CONVERT,
@@ -124,7 +124,7 @@ KINDS: dict[type, StepKind] = {
     steps.WrapFSDP1: StepKind(
         handler=fsdp1.WRAP,
         verify=checks.fsdp1_units,
-        rehearse=substitutes.wrap_fsdp1,
+        rehearse=rehearsed_steps.wrap_fsdp1,
     ),
     steps.RegroupOptimizer: StepKind(
         handler=fsdp1_optimizer.REGROUP,
@@ -134,7 +134,7 @@ KINDS: dict[type, StepKind] = {
     steps.WrapDDP: StepKind(
         handler=ddp.WRAP,
         verify=checks.ddp,
-        rehearse=substitutes.wrap_ddp,
+        rehearse=rehearsed_steps.wrap_ddp,
     ),
     steps.RebindOptimizer: StepKind(
         handler=optimizer.REBIND,
@@ -149,7 +149,7 @@ KINDS: dict[type, StepKind] = {
     steps.CreateGradScaler: StepKind(
         handler=grad_scaler.SCALER,
         verify=checks.grad_scaler,
-        rehearse=substitutes.on_cpu,
+        rehearse=rehearsed_steps.on_cpu,
     ),
     steps.ShardLoader: StepKind(
         handler=loaders.LOADER,
@@ -159,7 +159,7 @@ KINDS: dict[type, StepKind] = {
     steps.ConvertFP8Linears: StepKind(
         handler=fp8.CONVERT,
         verify=fp8_checks.converted,
-        rehearse=substitutes.where_torchao_is,
+        rehearse=rehearsed_steps.where_torchao_is,
     ),
     steps.ConvertTransformerEngine: StepKind(
         handler=transformer_engine.CONVERT,
@@ -179,7 +179,7 @@ KINDS: dict[type, StepKind] = {
     steps.PrecomputeFloat8Scales: StepKind(
         handler=fp8.SCALES,
         verify=fp8_checks.scales,
-        rehearse=substitutes.where_torchao_is,
+        rehearse=rehearsed_steps.where_torchao_is,
     ),
     steps.MoveToXLA: StepKind(
         handler=xla.MOVE,
@@ -204,12 +204,12 @@ KINDS: dict[type, StepKind] = {
     steps.ConvertOptimizer: StepKind(
         handler=deepspeed.CONVERT,
         verify=deepspeed_checks.converted,
-        rehearse=substitutes.not_compiled,
+        rehearse=rehearsed_steps.not_compiled,
     ),
     steps.InitializeDeepSpeed: StepKind(
         handler=deepspeed.INITIALIZE,
         verify=deepspeed_checks.initialised,
-        rehearse=substitutes.initialize_deepspeed,
+        rehearse=rehearsed_steps.initialize_deepspeed,
     ),
     steps.CheckFiles: StepKind(
         handler=check_files.CHECK,

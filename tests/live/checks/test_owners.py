@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import prepkit as pk
 from prepkit.config import BF16, FP16, Config
-from prepkit.live.attestation import verify
+from prepkit.live.verification import verify
 from prepkit.planner import plan
 from prepkit.steps import CreateGradScaler
 from prepkit.testing.tiny import tiny_facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prepkit.live.kinds import KINDS
+from prepkit.live.step_kinds import KINDS
 from tests.support.gang import Gang
 from tests.support.planted_faults import FAULTS, said
 from tests.support.step_kinds import WITHOUT_A_PLANTED_FAULT

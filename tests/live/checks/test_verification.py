@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from prepkit.config import BF16, DDP, FSDP2, AdamW, CheckpointBlocks, CompileBlocks, CompileModel, Config, Mesh
-from prepkit.live.attestation import verify
 from prepkit.live.model.forward import MARK
 from prepkit.live.model.target import Target
+from prepkit.live.verification import verify
 from prepkit.plan import Plan
 from prepkit.steps import Axis
 from tests.support.fragile_model import Tiny, applied, planned, stepped

@@ -8,7 +8,7 @@ import click
 
 from prepkit.cli import model as cli_model
 from prepkit.cli import options as cli_options
-from prepkit.cli import refusal as cli_refusal
+from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli.options import FILE, Cluster, activations_option, as_json, cluster_options, memory_option, model_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import PlanRejected

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from attrs import evolve
 from torch import Tensor
 
+from prepkit.live.checks import fsdp1
 from prepkit.live.model import fsdp1_flat
 from prepkit.live.model.state import LiveModel, actual_layout
-from prepkit.live.verify import fsdp1
 from prepkit.plan.attestation import Check, each, same
 from prepkit.steps import CreateOptimizer, RebindOptimizer, RegroupOptimizer
 

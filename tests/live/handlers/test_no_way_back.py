@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import prepkit
-from prepkit.live.kinds import handlers
+from prepkit.live.step_kinds import handlers
 from prepkit.steps import InitializeDeepSpeed, ParallelizeModules, ShardUnits, WrapFSDP1
 
 

@@ -1,0 +1,25 @@
+"""Every importer has a test file of its own, and says what it does not know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prepkit.findings import PlanRejected
+from prepkit.importers import IMPORTERS
+
+
+@pytest.mark.parametrize("name", IMPORTERS)
+def test_every_importer_has_a_test_file_of_its_own(name: str) -> None:
+    module = IMPORTERS[name].__module__.rpartition(".")[2]
+    file = Path(__file__).with_name(f"test_{module}.py")
+    assert file.is_file(), f"the importer of {name!r} in prepkit/importers/{module}.py has no {file.name} here"
+
+
+@pytest.mark.parametrize("name", IMPORTERS)
+def test_a_key_that_no_importer_knows_is_a_finding(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"no_such_key_anywhere": 1}')
+    with pytest.raises(PlanRejected, match="no_such_key_anywhere"):
+        IMPORTERS[name](str(file))
