@@ -21,9 +21,6 @@ def checks(plan: Plan, live: LiveModel) -> Iterator[Check]:
     yield same("owners", "loss scaling", owners.loss_scaling, _scaling(target.scaler, engine))
     yield same("owners", "accumulation", owners.accumulation, "prepkit" if engine is None else "DeepSpeed")
     yield same("owners", "scheduler", owners.scheduler, _scheduler(target.scheduler, engine))
-    if target.scheduler is not None and engine is None:
-        foreign = getattr(target.scheduler, "optimizer", target.optimizer) is not target.optimizer
-        yield each("owners", "the scheduler ticks for the optimizer that steps", ["it has another one"] * foreign)
     if engine is not None:
         yield from _engine(owners, engine)
     yield each("owners", "master weights", list(_low(plan, live)) if engine is None else list(_copies(plan, engine)))
