@@ -145,7 +145,7 @@ CUTS = TPPlan(
 def cut(one: Case, tensor: int, copies: int = 1) -> Case:
     """The case with its layers cut over so many ranks, and with sizes that divide."""
     alone = isinstance(one.cfg.engine, TensorParallel)
-    mesh = None if alone else Mesh(replicate=copies, shard=-1, tp_plan=tensor)
+    mesh = None if alone else Mesh(replicate=copies, shard=-1, tensor=tensor)
     return evolve(
         one,
         cfg=evolve(one.cfg, mesh=mesh, tp_plan=CUTS),

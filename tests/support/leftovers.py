@@ -24,9 +24,9 @@ from tests.support.patience import Patience
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_S = 10.0
 """Seconds that processes get to end after the session."""
-KEPT = ("pytest-of-", "inductor-cache", "prepkit-tiny-")
-"""Names in the folder that are removed with it: pytest's own, torch's compiled code, and a stored model's, kept as long
-as its process (``fragile_model.stored``)."""
+KEPT = ("pytest-of-", "inductor-cache", "prepkit-tiny-", "torchelastic_")
+"""Names in the folder that are removed with it: pytest's own, torch's compiled code, a stored model's, kept as long as
+its process (``fragile_model.stored``), and torchrun's of workers that failed, as some tests want them to."""
 
 
 @frozen

@@ -74,7 +74,7 @@ class Watched:
     def begin(self) -> None:
         """Hooks every trained parameter (``Tensor.register_hook``), which changes no gradient."""
         for name, param in names.named_parameters(self.model).items():
-            if param.requires_grad:
+            if param.requires_grad and hasattr(param, "register_hook"):  # MS-AMP's scaled weights have none
                 self.hooks.append(param.register_hook(self._note(name)))  # type: ignore[no-untyped-call]
 
     def end(self) -> Iterator[Gradient]:
@@ -84,7 +84,8 @@ class Watched:
         self.hooks.clear()
         for name, param in names.named_parameters(self.model).items():
             if param.requires_grad:
-                yield Gradient(name=name, missing=name not in self.seen, largest=self.seen.get(name))
+                missing = name not in self.seen and hasattr(param, "register_hook")
+                yield Gradient(name=name, missing=missing, largest=self.seen.get(name))
 
     def _note(self, name: str) -> Any:
         def note(grad: Tensor) -> None:
