@@ -57,8 +57,9 @@ def look(
     """
     bad = _everywhere(_flags(gradients, scaled=scaled))
     missing, infinite, misplaced = ([g.name for g, flag in zip(gradients, row, strict=True) if flag] for row in bad)
-    apart = _apart(model, gradients) if reduced else []
     unused = isinstance(model, DistributedDataParallel) and model.find_unused_parameters
+    stuck = isinstance(model, DistributedDataParallel) and missing and not unused  # so nothing was averaged
+    apart = _apart(model, gradients) if reduced and not stuck else []
     rows = (
         (NO_GRADIENT, [] if unused else missing, "every trained parameter has a gradient", "without a gradient"),
         (NOT_FINITE, infinite, "every gradient is finite", "with a gradient that is not finite"),

@@ -57,6 +57,10 @@ class Prepared:
     """Whether the gradients of the first window have been looked at."""
     _watched: Watched | None = field(default=None, init=False, repr=False)
     """Notes the gradients of the first window where the engine takes them away as they come."""
+    _backward: bool = field(default=False, init=False, repr=False)
+    """Whether ``backward`` has been called, so that gradients are divided and averaged for ``step`` alone."""
+    _acting: bool = field(default=False, init=False, repr=False)
+    """Whether the optimizer steps because ``step`` says so, or torch makes room for state that is read."""
     _ended: list[Any] = field(factory=list, init=False, repr=False)
     """The groups that ``close`` has ended."""
 
@@ -65,6 +69,8 @@ class Prepared:
         if self._driver.step is not None and self.optimizer is not None:
             self._watched = Watched(self.model)
             self._watched.begin()
+        if self._driver.step is None and self.optimizer is not None:
+            self.optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self._sync()
 
     @property
@@ -77,6 +83,7 @@ class Prepared:
 
         A window that ``accumulate(last=True)`` cuts short is divided by the full number as well.
         """
+        self._backward = True
         if self._driver.backward is not None:
             self._driver.backward(self.model, loss)
             return
@@ -106,7 +113,8 @@ class Prepared:
         if self._driver.step is not None:
             self._step_engine(self._driver.step, ended)
         elif ended:
-            self.skipped = not self._step_optimizer(optimizer)
+            with self._stepping():
+                self.skipped = not self._step_optimizer(optimizer)
             if not self.skipped:
                 self._tick()
             optimizer.zero_grad(set_to_none=True)
@@ -114,6 +122,26 @@ class Prepared:
         self._last = False
         self._sync()
         return ended and not self.skipped
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Inside, the optimizer may step."""
+        self._acting = True
+        try:
+            yield
+        finally:
+            self._acting = False
+
+    def _refuse_foreign_step(self, *_: Any) -> None:
+        """Before every step of the optimizer (``register_step_pre_hook``): gradients may be neither whole nor averaged.
+
+        Who never calls ``ready.backward``, such as a trainer with a loop of its own, steps as it likes.
+        """
+        if self._backward and not self._acting:
+            raise RuntimeError(
+                "optimizer.step() was called after ready.backward(); write ready.step() in its place: it averages over "
+                "the ranks, clips, steps, ticks the scheduler and clears the gradients at the end of each window"
+            )
 
     def _look_at_first_step(self) -> None:
         """Once, before the optimizer acts for the first time; the outcome goes into the attestation."""
@@ -175,11 +203,19 @@ class Prepared:
                 f"{self.pending} of {self.plan.owners.accumulation_steps} micro-batches of this window have run, and a "
                 "checkpoint holds no gradients; save after a step() that returned True"
             )
-        saving.save(folder, self.model, self.optimizer, self._more())
+        with self._stepping():
+            saving.save(folder, self.model, self.optimizer, self._more())
 
     def resume(self, folder: str) -> None:
         """Goes on from what ``save`` has written, on any number of ranks and any mesh. Collective."""
-        saving.resume(folder, self.model, self.optimizer, self._more())
+        if self.pending:
+            raise RuntimeError(
+                f"{self.pending} of {self.plan.owners.accumulation_steps} micro-batches of this window have run, and "
+                "their gradients belong to what is replaced; resume before the first backward, or after a step() that "
+                "returned True"
+            )
+        with self._stepping():
+            saving.resume(folder, self.model, self.optimizer, self._more())
 
     def export(self, folder: str) -> None:
         """Writes the whole model as safetensors, for ``from_pretrained``. Collective; rank 0 holds all of it."""

@@ -87,6 +87,7 @@ def test_a_trained_parameter_without_a_gradient_is_named_on_every_rank_and_nothi
     for text, same, checks in gang2.run(first, engine, timeout=90):
         assert NO_GRADIENT in text
         assert ("find_unused_parameters=True" in text) is (engine == "DDP")
+        assert "replicas-differ" not in text  # which would only follow from it
         assert same
         assert checks == 0
 
@@ -166,3 +167,22 @@ def after_the_first(rank: int, world: int) -> list[int]:
 
 def test_it_is_looked_at_once(gang2: Gang) -> None:
     assert gang2.run(after_the_first, timeout=60) == [[4, 4, 4]] * 2
+
+
+def test_an_optimizer_that_is_stepped_by_hand_after_ready_backward_is_refused() -> None:
+    ready = prepared("Single", Whole)
+    before = values(ready)
+    ready.backward(ready.model(torch.ones(2, 4)).sum())
+    with pytest.raises(RuntimeError, match=r"write ready\.step\(\) in its place"):
+        ready.optimizer.step()
+    assert values(ready) == before
+    assert ready.step()
+    assert values(ready) != before
+
+
+def test_who_has_a_loop_of_their_own_steps_as_they_like() -> None:
+    ready = prepared("Single", Whole)
+    before = values(ready)
+    ready.model(torch.ones(2, 4)).sum().backward()
+    ready.optimizer.step()
+    assert values(ready) != before

@@ -133,6 +133,14 @@ def test_inside_a_window_nothing_is_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_inside_a_window_nothing_is_resumed(tmp_path: Path) -> None:
+    prepared().save(str(tmp_path))
+    ready = prepared(accumulation=2)
+    train(ready, 1)
+    with pytest.raises(RuntimeError, match=r"resume before the first backward, or after a step\(\) that returned True"):
+        ready.resume(str(tmp_path))
+
+
 class Deeper(Partly):
     def __init__(self) -> None:
         super().__init__()
