@@ -192,9 +192,12 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see whether a process is alive")
-def test_workers_busy_or_not_end_when_their_parent_is_killed() -> None:
+def test_workers_busy_or_not_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = [sys.executable, "-c", ABANDON]
-    parent = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=60 * MOST, check=False)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # who is killed tidies nothing up
+    parent = subprocess.run(
+        script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60 * MOST, check=False
+    )
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     pids = [int(pid) for pid in parent.stdout.split()]
     assert len(pids) == 4
