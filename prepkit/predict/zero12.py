@@ -89,6 +89,8 @@ def overlaps(zero: Zero) -> list[Run]:
 
     touched, padding, used = range(3)
     for numels, part in zip(zero.groups, parts(zero), strict=True):
+        if not part:
+            continue  # a group of parameters without elements
         for numel, end in zip(numels, accumulate(numels), strict=True):
             change((end - numel) // part, touched, numel)
             change((end - 1) // part + 1, touched, -numel)

@@ -181,7 +181,7 @@ def test_a_rank_keeps_whole_gradients_of_what_lies_in_its_part_unless_they_add_u
 def test_runs_of_ranks_are_those_of_every_rank_one_by_one(ranks: int) -> None:
     one = inputs_of(fsdp2("8B", 64, zero(2))).zero
     assert one is not None
-    small = evolve(one, ranks=ranks, groups=((5, 1, 300, 17), (64,), (1, 1)))
+    small = evolve(one, ranks=ranks, groups=((5, 1, 300, 17), (64,), (1, 1), (0,)))
     found = overlaps(small)
     for rank in range(ranks):
         whole = padding = used = 0
