@@ -10,14 +10,13 @@ NO_GRADIENT = Rule(
     summary="Every trained parameter has a gradient when the optimizer acts for the first time.",
     check=later,
     fix="Freeze what has no part in the loss, with requires_grad_(False) before build_plan, or let it have one.",
-    source=("DDP-9", "pain 11"),
+    source=("K-H1", "pain 26"),
 )
 NOT_FINITE = Rule(
     id="first-step.not-finite",
     summary="Every gradient of the first window is finite.",
     check=later,
-    fix="Look for the loss that is not finite, or lower the learning rate of a warm start.",
-    source=("pain 29",),
+    fix="Look for the batch, the weight or the layer that is not finite: nothing has been stepped yet.",
 )
 REPLICAS_DIFFER = Rule(
     id="first-step.replicas-differ",
@@ -25,7 +24,7 @@ REPLICAS_DIFFER = Rule(
     check=later,
     fix="Call ready.model itself in training: what goes past its forward is averaged by nobody.",
     overridable=False,
-    source=("DDP-9",),
+    source=("torch DistributedDataParallel.forward",),
 )
 MISPLACED = Rule(
     id="first-step.misplaced",
@@ -33,7 +32,6 @@ MISPLACED = Rule(
     check=later,
     fix="Report it: torch laid the gradient out otherwise than the parameter.",
     overridable=False,
-    source=("M2-12",),
 )
 
 FIRST_STEP_RULES: tuple[Rule, ...] = (NO_GRADIENT, NOT_FINITE, REPLICAS_DIFFER, MISPLACED)

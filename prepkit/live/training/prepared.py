@@ -148,12 +148,12 @@ class Prepared:
         if isinstance(self.plan.config.engine, XLA):  # averages inside the optimizer's step
             self._looked = True
             return
-        watched, self._watched = self._watched, None
+        watched = self._watched
         seen = tuple(gradients(self.model) if watched is None else watched.end())
         scaled = self.plan.owners.loss_scaling != "nobody"
         accepted = self.plan.config.overrides
         checks = first_step.look(self.model, seen, scaled=scaled, accepted=accepted, reduced=watched is None)
-        self._looked = True
+        self._looked, self._watched = True, None  # what was noted is kept while it refuses: the story stays the same
         if self.attestation is not None:
             self.attestation = evolve(self.attestation, checks=(*self.attestation.checks, *checks))
 

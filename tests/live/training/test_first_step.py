@@ -186,3 +186,22 @@ def test_who_has_a_loop_of_their_own_steps_as_they_like() -> None:
     ready.model(torch.ones(2, 4)).sum().backward()
     ready.optimizer.step()
     assert values(ready) != before
+
+
+def refused_twice(rank: int, world: int) -> list[str]:
+    del world
+    ready = prepared("ZeRO 2")
+    ready.backward(ready.model(torch.full((2, 4), rank + 1.0)).sum())
+    texts = []
+    for _ in range(2):
+        try:
+            ready.step()
+        except FirstStepRefused as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_step_that_is_tried_again_is_refused_for_the_same_reason(gang2: Gang) -> None:
+    for first_text, again in gang2.run(refused_twice, timeout=90):
+        assert NO_GRADIENT in first_text
+        assert again == first_text
