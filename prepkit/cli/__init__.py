@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from attrs import asdict, evolve
 
+from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import model as cli_model
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli import report_and_sweep as cli_bytes
 from prepkit.cli import terminal as cli_terminal
-from prepkit.cli.options import FILE, SIZE, Cluster, as_json, cluster_options, model_option
+from prepkit.cli.options import FILE, MOST, SIZE, Cluster, as_json, cluster_options, kind_option, model_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
@@ -50,12 +51,14 @@ def main() -> None:
 @click.argument("config", type=FILE)
 @model_option(required=True)
 @cluster_options
+@kind_option
 @click.option("-o", "--output", help=f"Plan file to write; {SIZE} in it stands for the world size.")
 @as_json
-def plan(config: str, model: str, cluster: Cluster, output: str | None, as_json: bool) -> None:
+def plan(config: str, model: str, cluster: Cluster, kind: str | None, output: str | None, as_json: bool) -> None:
     """Plan a model's preparation, for the environment that is here or a declared one, and show or save the plan.
 
-    Nothing is written if any of the world sizes is refused.
+    CONFIG is a file of prepkit, accelerate or DeepSpeed; one that says how many processes it starts is planned for
+    as many. Nothing is written if any of the world sizes is refused.
     """
     from prepkit import codec
     from prepkit.cli.verdict import findings_data, verdicts_text
@@ -63,7 +66,9 @@ def plan(config: str, model: str, cluster: Cluster, output: str | None, as_json:
 
     if output and len(set(cluster.sizes)) > 1 and SIZE not in output:
         raise click.UsageError(f"several world sizes need several files: write {SIZE} into -o, as in plan-{SIZE}.json")
-    verdicts = _verdicts(config, model, cluster, as_json)
+    asked = tuple(output.replace(SIZE, str(size)) for size in cluster.sizes or (1,)) if output else ()
+    cli_refusal.keep_inputs((config,), asked)
+    verdicts = _verdicts(config, model, cluster, as_json, kind)
     plans = tuple((verdict.world_size, verdict.plan) for verdict in verdicts if verdict.plan is not None)
     legal = len(plans) == len(verdicts)
     files = {size: output.replace(SIZE, str(size)) for size, _ in plans} if output and legal else {}
@@ -86,15 +91,16 @@ def plan(config: str, model: str, cluster: Cluster, output: str | None, as_json:
 @click.argument("file", type=FILE)
 @model_option()
 @cluster_options
+@kind_option
 @as_json
-def check(file: str, model: str | None, cluster: Cluster, as_json: bool) -> None:
+def check(file: str, model: str | None, cluster: Cluster, kind: str | None, as_json: bool) -> None:
     """Check a config against a model, or the config and facts in a plan file against today's rules.
 
     Warnings are shown; only errors that are not overridden give exit code 1.
     """
     from prepkit.cli.verdict import findings_data, verdicts_text
 
-    verdicts = _verdicts(file, model, cluster, as_json) if model else (_verdict_on_file(file, cluster, as_json),)
+    verdicts = _verdicts(file, model, cluster, as_json, kind) if model else (_verdict_on_file(file, cluster, as_json),)
     legal = tuple(str(verdict.world_size) for verdict in verdicts if verdict.plan is not None)
     if as_json:
         say_json({"findings": findings_data(verdicts)})
@@ -105,19 +111,23 @@ def check(file: str, model: str | None, cluster: Cluster, as_json: bool) -> None
     sys.exit(0 if len(legal) == len(verdicts) else 1)
 
 
-def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool) -> tuple[Verdict, ...]:
-    """One per world size. Ends the command if config or model cannot be had, after saying what is wrong with both."""
-    from prepkit.cli.verdict import judge
-    from prepkit.importers import IMPORTERS
+def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: str | None) -> tuple[Verdict, ...]:
+    """One per world size. Ends the command if config or model cannot be had.
 
-    envs = cluster.envs()
-    cfg = cli_refusal.attempt(lambda: IMPORTERS["prepkit"](config))
-    if isinstance(cfg, PlanRejected) and _is_plan(config):
+    The config first: a slip of the pen is told in a moment, and importing a model may take a minute.
+    """
+    from prepkit.cli.verdict import judge
+
+    imported = cli_import.read(config, kind)
+    if isinstance(imported, PlanRejected) and _is_plan(config):
         raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
-    how = None if isinstance(cfg, PlanRejected) or not isinstance(cfg.weights, LoadWeights) else cfg.weights
+    if isinstance(imported, PlanRejected):
+        cli_refusal.refuse((imported,), as_json)
+    envs, cfg = cluster.envs(imported), imported.config
+    how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
-    if isinstance(cfg, PlanRejected) or isinstance(facts, PlanRejected):
-        cli_refusal.refuse((cfg, facts), as_json)
+    if isinstance(facts, PlanRejected):
+        cli_refusal.refuse((facts,), as_json)
     return tuple(judge(cfg, evolve(facts, env=env or facts.env)) for env in envs)
 
 
@@ -210,7 +220,7 @@ def rules(rule_id: str | None, as_json: bool) -> None:
 @main.command()
 @click.argument("file", type=FILE)
 @model_option(required=True)
-@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose part to rehearse.")
+@click.option("--rank", type=click.IntRange(0, MOST), default=0, show_default=True, help="Whose part to rehearse.")
 @as_json
 def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
     """Run a saved plan on a copy of the model without weights, on this machine, and compare what stands there."""
@@ -233,6 +243,7 @@ def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
     sys.exit(0 if outcome.fine else 1)
 
 
+main.add_command(cli_import.import_command)
 main.add_command(cli_bytes.report)
 main.add_command(cli_bytes.sweep)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from attrs import frozen
 
 from prepkit.facts import Env, parse_bytes
+
+if TYPE_CHECKING:
+    from prepkit.importers.imported import Imported
 
 FILE = click.Path(exists=True, dir_okay=False)
 """A file that is there; click ends the command with exit code 2 where it is not."""
@@ -32,12 +35,20 @@ ENGINES = (
 )
 """Names that ``prepkit sweep`` knows; ``sweep.ENGINES`` has what they stand for."""
 
+MOST = 2**31 - 1
+"""Processes that torch counts at most."""
+
 SIZE = "{world_size}"
 """What stands for the world size in the name of a file to write."""
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 model_option = functools.partial(
     click.option, "--model", metavar="PKG.MOD:FACTORY", help="A function without arguments that returns the model."
+)
+
+
+kind_option = click.option(
+    "--from", "kind", metavar="LIBRARY", help="Whose config it is; told by its keys if left out."
 )
 
 
@@ -51,13 +62,22 @@ class Cluster:
     memory: int | None
     torch: str | None
 
-    def envs(self) -> tuple[Env | None, ...]:
-        """One declared environment per world size; ``(None,)``, the environment that is here, when nothing is said."""
+    def envs(self, imported: Imported | None = None) -> tuple[Env | None, ...]:
+        """One declared environment per world size; ``(None,)``, the environment that is here, when nothing is said.
+
+        What the command line leaves open is as an imported config declares it.
+        """
         options = {"device": self.device, "per_node": self.per_node, "memory": self.memory, "torch": self.torch}
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        if not given and not self.sizes:
+        sizes = self.sizes
+        if imported is not None and imported.world_size is not None:
+            sizes = sizes or (imported.world_size,)
+            declared = {"per_node": imported.per_node if sizes == (imported.world_size,) else None}
+            declared["device"] = imported.device  # type: ignore[assignment]  # a name beside a number
+            given = {name: value for name, value in declared.items() if value is not None} | given
+        if not given and not sizes:
             return (None,)
-        return tuple(Env.declare(world_size=size, **given) for size in dict.fromkeys(self.sizes or (1,)))
+        return tuple(Env.declare(world_size=size, **given) for size in dict.fromkeys(sizes or (1,)))
 
 
 def _bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
@@ -86,9 +106,9 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option("--torch", metavar="VERSION", help="torch version there, such as 2.9."),
         memory_option,
-        click.option("--per-node", type=click.IntRange(min=1), help="Processes on one node."),
+        click.option("--per-node", type=click.IntRange(1, MOST), help="Processes on one node."),
         click.option("--device", metavar="TYPE", help="Device type, such as cuda or cpu."),
-        click.option("--world-size", type=click.IntRange(min=1), multiple=True, help="Processes; may be repeated."),
+        click.option("--world-size", type=click.IntRange(1, MOST), multiple=True, help="Processes; may be repeated."),
     ):
         run = option(run)
     return run

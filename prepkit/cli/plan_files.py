@@ -26,15 +26,25 @@ def save(value: Plan, file: str) -> None:
 
 
 def write(text: str, file: str) -> None:
-    """Writes a text into a file. Ends the command where the place cannot be written."""
-    _writing(lambda: Path(file).write_text(text, encoding="utf-8"), file)
+    """Writes a text into a file, whole or not at all. Ends the command where the place cannot be written."""
+    from prepkit.codec import write_text
+
+    _writing(lambda: write_text(text, file), file)
+
+
+def keep_inputs(inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+    """Ends the command where a file that it reads would be written over."""
+    for output in outputs:
+        for file in inputs:
+            if Path(output).exists() and Path(output).samefile(file):
+                raise click.UsageError(f"{output} is read by this command: write to another file")
 
 
 def _writing(write_file: Callable[[], object], file: str) -> None:
     try:
         write_file()
-    except OSError as error:
-        raise click.UsageError(f"{file} cannot be written: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
 def attempt(call: Callable[[], T]) -> T | PlanRejected:

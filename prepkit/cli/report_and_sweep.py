@@ -6,10 +6,20 @@ import sys
 
 import click
 
+from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import model as cli_model
 from prepkit.cli import options as cli_options
 from prepkit.cli import plan_files as cli_refusal
-from prepkit.cli.options import FILE, Cluster, activations_option, as_json, cluster_options, memory_option, model_option
+from prepkit.cli.options import (
+    FILE,
+    Cluster,
+    activations_option,
+    as_json,
+    cluster_options,
+    kind_option,
+    memory_option,
+    model_option,
+)
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import PlanRejected
 
@@ -25,6 +35,7 @@ def report(files: tuple[str, ...], output: str, memory: int | None, activations:
 
     if len(files) > 2:
         raise click.UsageError("a report shows one plan, or two side by side")
+    cli_refusal.keep_inputs(files, (output,))
     cli_refusal.write(
         page(tuple(zip(files, cli_refusal.load(files, as_json=False), strict=True)), memory, activations), output
     )
@@ -35,21 +46,29 @@ def report(files: tuple[str, ...], output: str, memory: int | None, activations:
 @click.argument("config", type=FILE)
 @model_option(required=True)
 @cluster_options
+@kind_option
 @click.option("--engine", "engines", type=click.Choice(cli_options.ENGINES), multiple=True, help="May be repeated.")
 @click.option("--limit", type=click.IntRange(min=1), default=40, show_default=True, help="Rows to show.")
 @as_json
-def sweep(config: str, model: str, cluster: Cluster, engines: tuple[str, ...], limit: int, as_json: bool) -> None:
+def sweep(
+    config: str,
+    model: str,
+    cluster: Cluster,
+    kind: str | None,
+    engines: tuple[str, ...],
+    limit: int,
+    as_json: bool,
+) -> None:
     """Compare world sizes, meshes, engines and ZeRO stages for one model: what fits, what a rank holds and sends."""
     from prepkit import sweep as table
-    from prepkit.importers import IMPORTERS
 
-    env = cluster.envs()[0]
-    cfg, facts = (
-        cli_refusal.attempt(lambda: IMPORTERS["prepkit"](config)),
-        cli_refusal.attempt(lambda: cli_model.facts(model, env)),
-    )
-    if isinstance(cfg, PlanRejected) or isinstance(facts, PlanRejected):
-        cli_refusal.refuse((cfg, facts), as_json)
+    imported = cli_import.read(config, kind)
+    if isinstance(imported, PlanRejected):  # before the model is imported, which may take a minute
+        cli_refusal.refuse((imported,), as_json)
+    cfg, env = imported.config, cluster.envs(imported)[0]
+    facts = cli_refusal.attempt(lambda: cli_model.facts(model, env))
+    if isinstance(facts, PlanRejected):
+        cli_refusal.refuse((facts,), as_json)
     sizes = tuple(dict.fromkeys(cluster.sizes)) or (facts.env.world_size,)
     tables = table.sweep(cfg, facts, sizes, engines or cli_options.ENGINES)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from io import TextIOWrapper
 from typing import IO, Any
@@ -35,7 +36,16 @@ def forgive() -> None:
 def say(text: str, *, err: bool = False) -> None:
     """Prints a text and a line break, in colour on a terminal."""
     stream = sys.stderr if err else sys.stdout
-    _write(painted(text, stream) if stream.isatty() else text, stream)
+    text = harmless(text)
+    _write(painted(text, stream) if stream is not None and stream.isatty() else text, stream)
+
+
+def harmless(text: str) -> str:
+    """The text with its control characters as escapes, line breaks and tabs aside: a name in a file moves no cursor."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def say_json(data: Any) -> None:
@@ -43,13 +53,20 @@ def say_json(data: Any) -> None:
     _write(readable(data), sys.stdout)
 
 
-def _write(text: str, stream: IO[str]) -> None:
-    """A pipe whose reader has left swallows the text: ``prepkit show plan.json | head`` is no fault."""
+def _write(text: str, stream: IO[str] | None) -> None:
+    """A pipe whose reader has left swallows the text: ``prepkit show plan.json | head`` is no fault.
+
+    Neither is a stream that the caller has closed. One that can hold no more ends the command, in words.
+    """
+    if stream is None:
+        return
     try:
         click.echo(text, file=stream)
-    except BrokenPipeError:
+    except OSError as error:
         # What is still buffered would complain again when the interpreter closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise click.ClickException(f"the output cannot be written: {error.strerror}") from None
 
 
 def painted(text: str, stream: IO[str]) -> str:

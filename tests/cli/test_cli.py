@@ -111,15 +111,25 @@ def test_warnings_are_said_when_a_plan_is_written(folder: Path) -> None:
 # --- everything at once --------------------------------------------------------------------------------------------
 
 
-def test_what_is_wrong_with_config_and_model_is_said_in_one_run(folder: Path) -> None:
+@pytest.mark.parametrize("command", [("check",), ("plan",), ("sweep",)])
+def test_a_config_that_cannot_be_read_is_told_before_the_model_is_imported(
+    command: tuple[str, ...], folder: Path
+) -> None:
     Path("c.toml").write_text('engin = "DDP"\naccumulation = 2.0\n')
-    done = run("check", "c.toml", "--model", "model_of_cli_tests:broken", "--world-size", "2")
+    done = run(*command, "c.toml", "--model", "model_of_cli_tests:broken", "--world-size", "2")
     assert done.exit_code == 1
     assert "error codec.unknown-key at c.toml:$.engin:" in done.stderr
     assert "error codec.wrong-type at c.toml:$.accumulation:" in done.stderr
+    assert done.stderr.endswith("2 errors\n")
+
+
+def test_a_model_that_cannot_be_built_says_what_it_raised(folder: Path) -> None:
+    Path("c.toml").write_text('engine = "DDP"\n')
+    done = run("check", "c.toml", "--model", "model_of_cli_tests:broken", "--world-size", "2")
+    assert done.exit_code == 1
     assert "error model.not-built at --model model_of_cli_tests:broken: KeyError: 'no weights here'" in done.stderr
     assert 'python -c "import model_of_cli_tests; model_of_cli_tests.broken()"' in done.stderr
-    assert done.stderr.endswith("3 errors\n")
+    assert done.stderr.endswith("1 error\n")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +158,7 @@ def test_findings_go_to_stdout_as_json(folder: Path) -> None:
     done = run("check", "fsdp2.toml", *MAKE, "--world-size", "3", "--world-size", "4", "--json")
     assert (done.exit_code, done.stderr) == (1, "")
     [found] = json.loads(done.stdout)["findings"]
-    assert found.keys() == {"rule", "severity", "where", "what", "fix", "accepted", "world_sizes"}
+    assert found.keys() == {"rule", "severity", "where", "what", "fix", "accepted", "origin", "world_sizes"}
     assert (found["rule"], found["severity"], found["world_sizes"]) == ("mesh.not-world-size", "error", [3])
     Path("c.toml").write_text("a = 1\nb = 2\n")
     refused = run("check", "c.toml", *MAKE, "--json")

@@ -121,3 +121,54 @@ def test_a_name_that_the_terminal_cannot_show_ends_no_command(folder: Path) -> N
     done = fresh("show", "named.json", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Mod\\xe8le, 13 modules" in done.stdout
+
+
+def test_a_name_that_steers_a_terminal_is_shown_as_its_escapes(folder: Path) -> None:
+    made = ddp_plan()
+    model = made.facts.model
+    named = evolve(model, classes=(evolve(model.classes[0], name="\x1b[2J\x9b0m\rGone"), *model.classes[1:]))
+    save(evolve(made, facts=evolve(made.facts, model=named)), "named.json")
+    done = run("show", "named.json")
+    assert "\\x1b[2J\\x9b0m\\x0dGone, 13 modules" in done.stdout
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", done.stdout)
+
+
+def test_an_output_that_is_full_is_said_and_one_that_is_closed_is_not(folder: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = python("-m", "prepkit", "show", "fsdp2.json", stdout=full)
+    assert (done.returncode, done.stderr) == (1, "Error: the output cannot be written: No space left on device\n")
+    closed = in_shell(f"{sys.executable} -m prepkit show fsdp2.json >&-")
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+def in_shell(command: str) -> subprocess.CompletedProcess[str]:
+    """What the command line did, with what the shell makes of it."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(["/bin/sh", "-c", command], env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_plan_comes_through_a_pipe_as_from_a_file(folder: Path) -> None:
+    done = in_shell(f"cat fsdp2.json | {sys.executable} -m prepkit show /dev/stdin")
+    assert (done.stdout, done.stderr, done.returncode) == (run("show", "fsdp2.json").stdout, "", 0)
+
+
+def test_a_file_that_is_read_is_not_written_over_and_a_device_is_not_replaced(folder: Path) -> None:
+    before = Path("fsdp2.json").read_bytes()
+    done = run("report", "fsdp2.json", "-o", "./fsdp2.json")
+    assert done.exit_code == 2
+    assert "./fsdp2.json is read by this command: write to another file" in done.stderr
+    assert Path("fsdp2.json").read_bytes() == before
+    done = run("plan", "single.json", *MAKE, "-o", "single.json")
+    assert "single.json is read by this command" in done.stderr
+    os.mkfifo("pipe.html")
+    done = run("report", "fsdp2.json", "-o", "pipe.html")
+    assert (done.exit_code, "pipe.html cannot be written" in done.stderr) == (2, True)
+    assert Path("pipe.html").is_fifo()
+
+
+@pytest.mark.parametrize("option", ["--world-size", "--per-node"])
+def test_a_number_beyond_every_cluster_is_used_wrongly(option: str, folder: Path) -> None:
+    for number in ("9" * 30, "9" * 5000):
+        done = run("check", "single.json", *MAKE, option, number)
+        assert done.exit_code == 2
+        assert "Invalid value" in done.stderr

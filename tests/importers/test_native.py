@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,20 @@ from prepkit.config import (
     AdamW,
     CheckpointBlocks,
     ClipNorm,
+    ClipValue,
     CompileBlocks,
     CompileModel,
     Config,
     DeepSpeed,
     Mesh,
+    NoClip,
     TorchAO,
     WrapBlocks,
 )
 from prepkit.findings import Finding, PlanRejected
 from prepkit.importers import IMPORTERS
-from prepkit.importers.native import READERS, read_config
+from prepkit.importers.native import read_config
+from prepkit.importers.source import READERS, read
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 
@@ -86,7 +90,7 @@ def test_every_example_is_tested_and_the_table_reaches_the_reader() -> None:
         "float8.toml",
         "zero3.yaml",
     }
-    assert IMPORTERS["prepkit"](str(EXAMPLES / "single.json")) == SINGLE_EXAMPLE
+    assert IMPORTERS["prepkit"](read(str(EXAMPLES / "single.json"))).config == SINGLE_EXAMPLE
 
 
 def test_toml_yaml_and_json_say_the_same(tmp_path: Path) -> None:
@@ -124,6 +128,63 @@ def test_everything_that_is_wrong_is_said_at_once(name: str, text: str, tmp_path
     assert found.keys() == {f"{path}:$.accumulation", f"{path}:$.clips", f"{path}:$.backend"}
     assert found[f"{path}:$.accumulation"] == ("2.0 stands where a whole number is expected", "write 2")
     assert found[f"{path}:$.clips"][1] == "write 'clip' instead"
+
+
+CLIPS = {
+    "c.toml": ("clip = 1.0", '{ kind = "ClipNorm", max_norm = 1.0 }', '{ kind = "ClipValue", max_value = 1.0 }'),
+    "c.yaml": ("clip: 1.0", "{kind: ClipNorm, max_norm: 1.0}", "{kind: ClipValue, max_value: 1.0}"),
+    "c.json": ('{"clip": 1.0}', '{"kind": "ClipNorm", "max_norm": 1.0}', '{"kind": "ClipValue", "max_value": 1.0}'),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_fix_can_be_typed_as_it_is_in_the_language_of_the_file(name: str, tmp_path: Path) -> None:
+    text, by_norm, by_value = CLIPS[name]
+    [found] = refused(write(tmp_path, name, text))
+    bare = "NoClip" if name.endswith("yaml") else '"NoClip"'
+    assert found.fix == f"write {by_norm} or {by_value} or {bare}"
+    for fix, meant in ((by_norm, ClipNorm(1.0)), (by_value, ClipValue(1.0)), (bare, NoClip())):
+        assert read_config(write(tmp_path, name, text.replace("1.0", fix))).clip == meant
+
+
+CLASSES, PATHS = '{ kind = "WrapClasses", names = ["%s"] }', '{ kind = "WrapPaths", patterns = ["%s"] }'
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "fix"),
+    [
+        (
+            'engine = { kind = "FSDP2", wrap = { kind = "WrapClasses", classes = ["Block"] } }',
+            "engine.wrap.classes",
+            "write 'names' instead",
+        ),
+        (
+            'engine = { kind = "FSDP2", wrap = ["Block"] }',
+            "engine.wrap",
+            f'write {CLASSES % "Block"} or {PATHS % "Block"} or "WrapBlocks" or "WrapRoot"',
+        ),
+        (
+            'engine = { kind = "FSDP2", wrap = "GPTLayer" }',
+            "engine.wrap",
+            f"write {CLASSES % 'GPTLayer'} or {PATHS % 'GPTLayer'}, or one of these names",
+        ),
+        ('optimizer = { kind = "AdamW", learning_rate = 0.1 }', "optimizer.learning_rate", "write 'lr' instead"),
+        (
+            'optimizer = { kind = "AdamW", no_decay = ["bias"] }',
+            "optimizer.no_decay",
+            "remove it: give an optimizer of your own with these groups, as in build_plan(cfg, model, optimizer=...)",
+        ),
+        ("clip = { max_norm = 2.0 }", "clip.kind", 'write { kind = "ClipNorm", max_norm = 2.0 }'),
+        ("gradient_accumulation_steps = 4", "gradient_accumulation_steps", "write 'accumulation' instead"),
+        ('precision = "BF16"\nmixed_precision = "no"', "mixed_precision", "remove it: 'precision' says it"),
+        ('weights = "llama"', "weights", 'write { kind = "LoadWeights", path = "llama" }, or one of these names'),
+        ("mesh = 4", "mesh", "write { replicate = 1, shard = -1, tensor = 1 }"),
+        ('overrides = "a.b"', "overrides", 'put it into a list: ["a.b"]'),
+    ],
+)
+def test_what_was_meant_is_proposed(text: str, where: str, fix: str, tmp_path: Path) -> None:
+    found = refused(path := write(tmp_path, "c.toml", text))
+    assert (f"{path}:$.{where}", fix) in [(one.where, one.fix) for one in found]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +254,42 @@ def test_a_value_that_contains_itself_is_a_finding_and_a_shared_one_is_not(tmp_p
 def test_aliases_of_aliases_are_looked_at_once(tmp_path: Path) -> None:
     levels = [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60)]
     text = "\n".join(["a0: &a0 [x, x]", *levels])  # 2^60 items, written out
-    assert {one.rule for one in refused(write(tmp_path, "c.yaml", text))} == {"codec.unknown-key"}
+    assert {one.rule for one in refused(write(tmp_path, "c.yaml", text))} == {"config.too-large"}
+
+
+HOSTILE: dict[str, tuple[str, str, str]] = {
+    "a key of 50,000 parts": ("c.toml", ".".join("a" * 50_000) + "=1", "config.too-large"),
+    "an integer of 5,000 digits": ("c.toml", "a = " + "9" * 5000, "config.damaged"),
+    "one in YAML": ("c.yaml", "a: " + "9" * 5000, "config.damaged"),
+    "a tag that does not fit": ("c.yaml", "a: !!bool maybe", "config.damaged"),
+    "a list as key": ("c.yaml", "? [a, b]\n: 1", "config.damaged"),
+    "a key that JSON has not": (
+        "c.yaml",
+        "engine: {kind: DeepSpeed, config: {? !!binary YQ== : 1}}",
+        "config.damaged",
+    ),
+    "one key often": ("c.yaml", "a: 1\n" * 5000, "config.too-many"),
+    "DeepSpeed's own in aliases of aliases": (
+        "c.yaml",
+        "engine:\n  kind: DeepSpeed\n  config:\n    a0: &a0 [x, x, x, x]\n"
+        + "\n".join(f"    a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)),
+        "config.too-large",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_small_file_costs_little_and_gives_findings(what: str, tmp_path: Path) -> None:
+    name, text, rule = HOSTILE[what]
+    began = time.process_time()
+    found = refused(write(tmp_path, name, text))
+    assert time.process_time() - began < 5
+    assert rule in {one.rule for one in found}
+    assert len(found) <= 101
+
+
+def test_a_name_with_a_null_is_unreadable() -> None:
+    assert [one.rule for one in refused("a\0.toml")] == ["config.unreadable"]
 
 
 def test_a_byte_order_mark_and_an_upper_case_extension_are_no_matter(tmp_path: Path) -> None:

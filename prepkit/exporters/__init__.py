@@ -1,0 +1,1 @@
+"""A ``Config`` as a file, of prepkit or of others."""

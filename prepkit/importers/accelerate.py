@@ -1,0 +1,256 @@
+"""accelerate's launch config: what ``accelerate config`` writes, in YAML or JSON (behaviour section 10)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attrs import evolve
+
+from prepkit.config import (
+    BF16,
+    DDP,
+    FP8,
+    FP16,
+    MSAMP,
+    XLA,
+    AsStored,
+    CheckpointBlocks,
+    Compile,
+    CompileBlocks,
+    CompileModel,
+    Config,
+    DelayedScaling,
+    Engine,
+    FP8Backend,
+    Mesh,
+    MXFP8BlockScaling,
+    NoCheckpointing,
+    NoCompile,
+    Precision,
+    Single,
+    TensorParallel,
+    TorchAO,
+    TransformerEngine,
+)
+from prepkit.importers.accelerate_deepspeed import deepspeed
+from prepkit.importers.accelerate_fsdp import fsdp, weights
+from prepkit.importers.foreign import Foreign, foreign
+from prepkit.importers.imported import Imported
+from prepkit.importers.source import Source
+
+DEVICES = {
+    "MULTI_GPU": "cuda",
+    "MULTI_CPU": "cpu",
+    "MULTI_XPU": "xpu",
+    "MULTI_NPU": "npu",
+    "MULTI_MLU": "mlu",
+    "MULTI_SDAA": "sdaa",
+    "MULTI_MUSA": "musa",
+    "MULTI_HPU": "hpu",
+    "MULTI_NEURON": "neuron",
+}
+"""Distributed types that are DDP on a kind of device (behaviour section 1.1)."""
+TYPES = ("NO", *DEVICES, "DEEPSPEED", "FSDP", "XLA", "TPU", "MEGATRON_LM", "TP")
+LAUNCHING = (
+    *("compute_environment", "debug", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"),
+    *("same_network", "main_training_function", "enable_cpu_affinity", "gpu_ids", "mpirun_config", "tpu_name"),
+    *("tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file", "commands"),
+    *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version"),
+    *("transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args"),
+)
+"""Keys that start processes, and say nothing of what a process does with the model."""
+_PRECISIONS = ("no", "fp16", "bf16", "fp8")
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_ELSEWHERE = {
+    "fsdp_config": ("FSDP",),
+    "deepspeed_config": ("DEEPSPEED",),
+    "megatron_lm_config": ("MEGATRON_LM",),
+}
+"""Sections to the distributed types under which accelerate reads them."""
+
+
+def read_accelerate(source: Source) -> Imported:
+    """The file as prepkit's config. Raises ``PlanRejected`` with every finding."""
+    return understand(foreign("accelerate", source), source.path)
+
+
+def understand(file: Foreign, path: str) -> Imported:
+    """The same of keys that were read already; ``path`` is where another file that they name may lie beside."""
+    if not file.has("distributed_type"):
+        fix = f"Write one of {', '.join(TYPES)}."
+        file.error("wrong-value", "distributed_type", "accelerate needs it in every config file", fix)
+    kind = file.word("distributed_type", TYPES, "engine") or "NO"
+    file.launching(*LAUNCHING)
+    for section, readers in _ELSEWHERE.items():
+        if kind not in readers and file.section(section):
+            why = f"accelerate reads it under {readers[0]} only, and distributed_type is {kind}"
+            file.without_effect(section, why, f"Write distributed_type: {readers[0]}, or remove the section.")
+    world = file.whole("num_processes") or (1 if kind == "NO" else None)
+    mesh = _mesh(file, kind)
+    engine = _engine(file, kind, world, mesh)
+    config = Config(
+        engine=engine,
+        mesh=None if isinstance(engine, TensorParallel | DDP) else mesh,
+        precision=_precision(file, kind),
+        compile=_compile(file),
+        device=_device(file, kind),
+    )
+    if kind == "FSDP":
+        config = evolve(config, weights=weights(file), checkpointing=_checkpointing(file))
+    if kind == "DEEPSPEED":
+        config = deepspeed(file, config, Path(path))
+    machines = file.whole("num_machines") or 1
+    return file.imported(
+        config,
+        known=LAUNCHING,
+        world_size=world,
+        per_node=world // machines if world and world % machines == 0 else None,
+        device=config.device or DEVICES.get(kind) or {"XLA": "xla", "TPU": "xla"}.get(kind),
+    )
+
+
+def _device(file: Foreign, kind: str) -> str | None:
+    if file.flag("use_cpu"):
+        file.raw("use_cpu", "device")
+        return "cpu"
+    return "cpu" if kind == "MULTI_CPU" else None
+
+
+def _engine(file: Foreign, kind: str, world: int | None, mesh: Mesh | None) -> Engine:
+    match kind:
+        case "NO":
+            return Single()
+        case "FSDP":
+            return fsdp(file)
+        case "XLA" | "TPU":
+            return XLA()
+        case "TP":
+            return TensorParallel()
+        case "MEGATRON_LM":
+            file.covered("megatron_lm_config")
+            what = "Megatron-LM replaces model, optimizer and loop, and prepkit prepares a model that you have"
+            file.error("not-supported", "distributed_type", what, "Write FSDP, with a parallelism_config for tp_size.")
+            return Single()
+        case _:
+            if mesh is not None and mesh.tensor > 1 and mesh.replicate * mesh.shard == 1:
+                return TensorParallel()
+            return Single() if world == 1 else DDP()
+
+
+def _precision(file: Foreign, kind: str) -> Precision:
+    """The precision; under FSDP accelerate reduces in the compute dtype (H-10c), elsewhere in that of the weights."""
+    word = file.word("mixed_precision", _PRECISIONS, "precision") or "no"
+    downcast = file.flag("downcast_bf16")
+    if downcast and kind not in ("XLA", "TPU"):
+        file.without_effect("downcast_bf16", "it is read on TPUs only")
+    backend = _fp8(file, word)
+    if file.flag("fp16") and not file.has("mixed_precision"):
+        word = "fp16"  # how versions before 0.7 wrote it
+    low = {"reduce_dtype": {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}.get(word, "float32")}
+    options = low if kind == "FSDP" else {}
+    match word:
+        case "bf16":
+            return BF16(**options)  # type: ignore[arg-type]  # one of the names of dtypes
+        case "fp16":
+            return FP16(**options)  # type: ignore[arg-type]
+        case "fp8":
+            return FP8(backend=backend, **options)  # type: ignore[arg-type]
+    return AsStored()
+
+
+def _fp8(file: Foreign, word: str) -> FP8Backend:
+    here = "fp8_config"
+    if word != "fp8":
+        if file.section(here):
+            file.without_effect(here, f"accelerate reads it with mixed_precision: fp8 only, and that is {word}")
+        return TorchAO()
+    if not file.section(here):
+        what = "accelerate takes the first library that it finds installed; the plan is for torchao"
+        file.warn("no-effect", here, what, "Write fp8_config with backend: TE, AO or MSAMP.")
+        return TorchAO()
+    at = "precision.backend"
+    backend = file.word(f"{here}.backend", ("TE", "MSAMP", "AO"), at)
+    eval_too = file.flag(f"{here}.use_autocast_during_eval") or False
+    margin = file.whole(f"{here}.margin") or 0
+    form = file.word(f"{here}.fp8_format", ("HYBRID", "E4M3")) or "HYBRID"
+    interval = file.whole(f"{here}.interval") or 1
+    history = file.whole(f"{here}.amax_history_len") or 1024
+    algorithm = file.word(f"{here}.amax_compute_algo", ("max", "most_recent")) or "most_recent"
+    blocks = file.flag(f"{here}.use_mxfp8_block_scaling")
+    wider = _three(file, f"{here}.override_linear_precision")
+    level = file.word(f"{here}.opt_level", ("O1", "O2")) or "O2"
+    pad = file.flag(f"{here}.pad_inner_dim")
+    gather = file.flag(f"{here}.enable_fsdp_float8_all_gather")
+    if backend == "AO":
+        return TorchAO(pad_inner_dim=pad is not False, float8_all_gather=gather)
+    if backend == "MSAMP":
+        return MSAMP(opt_level=level)  # type: ignore[arg-type]
+    delayed = DelayedScaling(
+        margin=margin,
+        fp8_format=form,  # type: ignore[arg-type]
+        interval=interval,
+        amax_history_len=history,
+        amax_compute_algo=algorithm,  # type: ignore[arg-type]
+        override_linear_precision=wider,
+    )
+    recipe = MXFP8BlockScaling(margin=margin, fp8_format=form) if blocks else delayed  # type: ignore[arg-type]
+    return TransformerEngine(recipe=recipe, autocast_during_eval=eval_too)
+
+
+def _three(file: Foreign, name: str) -> tuple[bool, bool, bool]:
+    """Three switches; the older files write the list as text."""
+    value = file.raw(name)
+    if isinstance(value, str):
+        value = [part.strip().lower() == "true" for part in value.strip("[]()").split(",")]
+    if value is None:
+        return (False, False, False)
+    if isinstance(value, list) and len(value) == 3 and all(isinstance(item, bool) for item in value):
+        return (value[0], value[1], value[2])
+    file.error("wrong-type", name, f"{value!r} is not three times true or false", "Write [false, false, false].")
+    return (False, False, False)
+
+
+def _compile(file: Foreign) -> Compile:
+    here = "dynamo_config"
+    old = file.raw("dynamo_backend", "compile")
+    file.section(here)
+    backend = file.raw(f"{here}.dynamo_backend", "compile.backend")
+    mode = file.word(f"{here}.dynamo_mode", _MODES, "compile.mode") or "default"
+    dynamic = file.flag(f"{here}.dynamo_use_dynamic", "compile.dynamic")
+    whole = file.flag(f"{here}.dynamo_use_fullgraph", "compile.fullgraph") or False
+    regional = file.flag(f"{here}.dynamo_use_regional_compilation")
+    name = str(backend or old or "NO").lower()
+    if name in ("no", "false"):
+        return NoCompile()
+    if regional:
+        return CompileBlocks(backend=name, mode=mode, fullgraph=whole, dynamic=dynamic)
+    return CompileModel(backend=name, mode=mode, fullgraph=whole, dynamic=dynamic)
+
+
+def _mesh(file: Foreign, kind: str) -> Mesh | None:
+    here = "parallelism_config"
+    if not file.section(here):
+        return None
+    prefix = f"{here}.{here}"
+    sizes = {name: file.whole(f"{prefix}_{name}_size") or 1 for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    for name, what in (("cp", "context"), ("sp", "sequence")):
+        if sizes[name] > 1:
+            why = f"prepkit cuts no sequences over ranks ({what} parallelism)"
+            fix = f"Write {here}_{name}_size: 1 and give its ranks to dp_shard, or split the batch in the model."
+            file.error("not-supported", f"{prefix}_{name}_size", why, fix)
+    for name in ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"):
+        file.raw(f"{prefix}_{name}")
+    file.raw(f"{prefix}_sp_attn_implementation")
+    for name, axis in (("dp_replicate", "replicate"), ("dp_shard", "shard"), ("tp", "tensor")):
+        file.raw(f"{prefix}_{name}_size", f"mesh.{axis}")
+    if kind == "DEEPSPEED":
+        return None
+    return Mesh(replicate=sizes["dp_replicate"], shard=sizes["dp_shard"], tensor=sizes["tp"])
+
+
+def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:
+    on = file.flag("fsdp_config.fsdp_activation_checkpointing", "checkpointing")
+    if file.flag("fsdp_config.fsdp_activation_checkpointing_offload"):
+        what = "kept activations stay on the device here"
+        file.warn("no-effect", "fsdp_config.fsdp_activation_checkpointing_offload", what, "Remove it.")
+    return CheckpointBlocks(preserve_rng_state=True) if on else NoCheckpointing()

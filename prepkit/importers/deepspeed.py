@@ -1,0 +1,72 @@
+"""DeepSpeed's own JSON: kept as it is, with what it says of precision, clipping and accumulation beside it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from attrs import evolve
+
+from prepkit.config import BF16, FP16, AsStored, ClipNorm, Config, DeepSpeed, NoClip, Precision
+from prepkit.importers.foreign import Foreign, foreign
+from prepkit.importers.imported import Imported
+from prepkit.importers.source import Source
+
+AUTO = "auto"
+_KNOWN_BY = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16")
+_LAUNCHING = (
+    *("steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"),
+    *("flops_profiler", "memory_breakdown", "dump_state", "autotuning", "elasticity", "log_level", "timers"),
+)
+"""Sections that watch or search, and change nothing of what is prepared. DeepSpeed gets them all the same."""
+
+
+def read_deepspeed(source: Source) -> Imported:
+    """The file as prepkit's config; which keys and types DeepSpeed knows is said by rules when a plan is made.
+
+    Raises ``PlanRejected`` for a file that cannot be read.
+    """
+    file = foreign("deepspeed", source)
+    if not any(file.has(name) for name in _KNOWN_BY):
+        what = f"it has none of {', '.join(_KNOWN_BY)}"
+        file.error("wrong-value", "", what, "Give a config of DeepSpeed, or say whose file it is with --from.")
+        return file.imported(Config())
+    return file.imported(from_json(file))
+
+
+def from_json(file: Foreign) -> Config:
+    """The config; every key of the file is one that DeepSpeed is handed."""
+    file.raw("", "engine.config")
+    for key in tuple(file.keys()):
+        file.raw(key, *((f"engine.config.{key}",) if "." not in key else ()))
+    clip = _number(file, "gradient_clipping", "clip")
+    steps = _number(file, "gradient_accumulation_steps", "accumulation")
+    config = Config(
+        engine=DeepSpeed(config=json.dumps(file.data)),
+        precision=_precision(file),
+        clip=ClipNorm(float(clip)) if clip else NoClip(),
+    )
+    return evolve(config, accumulation=int(steps)) if steps and float(steps).is_integer() else config
+
+
+def _precision(file: Foreign) -> Precision:
+    if _on(file, "bf16") or _on(file, "bfloat16"):
+        return BF16(reduce_dtype="float32")
+    if _on(file, "fp16"):
+        return FP16()
+    return AsStored()
+
+
+def _on(file: Foreign, section: str) -> bool:
+    value: Any = file.raw(f"{section}.enabled")
+    if value is True:
+        file.raw(f"{section}.enabled", "precision")
+    return value is True
+
+
+def _number(file: Foreign, name: str, setting: str) -> int | float | None:
+    value = file.raw(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None  # auto, or of a wrong type, which a rule says
+    file.raw(name, setting)
+    return value

@@ -1,0 +1,69 @@
+"""What an importer returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from attrs import frozen
+
+from prepkit.config import Config, Origin
+from prepkit.facts import Env
+from prepkit.findings import Finding
+
+
+@frozen(kw_only=True)
+class Imported:
+    """Another library's file, or variables, as prepkit's config.
+
+    ``build_plan(imported.config, model, env=imported.env)`` plans for the cluster that the file was written for;
+    without ``env`` for what is here.
+    """
+
+    config: Config
+    """The settings; ``config.origins`` says where each was written."""
+    kind: str
+    """Whose file it is: a key of ``IMPORTERS``."""
+    world_size: int | None = None
+    """Processes that the file starts; None: it does not say."""
+    per_node: int | None = None
+    """Processes on one machine; None: it does not say."""
+    device: str | None = None
+    """Device type of the machines; None: it does not say."""
+    not_preparation: tuple[Origin, ...] = ()
+    """What the file says of launching, logging or the run itself: read, and of no concern to preparation."""
+    notes: tuple[Finding, ...] = ()
+    """Warnings: settings that do nothing there either, or that prepkit answers in another way."""
+
+    @property
+    def env(self) -> Env | None:
+        """The cluster that the file declares; None where it does not say how many processes there are."""
+        if self.world_size is None:
+            return None
+        said: dict[str, Any] = {"per_node": self.per_node, "device": self.device}
+        return Env.declare(world_size=self.world_size, **{name: value for name, value in said.items() if value})
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"imported from {self.kind}"
+        width = max((len(origin.setting) for origin in self.config.origins), default=0)
+        for origin in self.config.origins:
+            yield f"  {origin.setting:<{width}}  {_value(self.config, origin.setting)}  from {origin}"
+        said = {"world size": self.world_size, "per node": self.per_node, "device": self.device}
+        declared = ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
+        if declared:
+            yield f"declared: {declared}"
+        if self.not_preparation:
+            yield f"not preparation: {', '.join(origin.key for origin in self.not_preparation)}"
+        yield from map(str, self.notes)
+
+
+def _value(config: Config, setting: str) -> str:
+    """What the config says at a path, on one short line."""
+    value: object = config
+    for name in setting.split(".")[1:]:
+        value = getattr(value, name, value)
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:58]} …"

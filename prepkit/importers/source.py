@@ -1,0 +1,208 @@
+"""A config file as text and as data: TOML, YAML or JSON, told by the extension."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+from attrs import evolve, frozen
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from prepkit.codec import LARGEST
+from prepkit.codec import text as codec_json
+from prepkit.codec.languages import Language
+from prepkit.codec.reading import read_bytes
+from prepkit.findings import Finding, PlanRejected, Severity
+
+VALUES = 100_000
+"""Values of the largest config, with every alias written out."""
+
+MOST = 100
+"""Findings of one file: a hostile one has no say over how many there are."""
+
+DOTS = 500
+"""Dots in one line of TOML: a key of thousands of parts takes the reader a time that grows with their square."""
+
+_MEND = "mend the file at that place"
+_LEAST = "write at least the engine: Single, DDP, FSDP1, FSDP2, XLA or DeepSpeed"
+
+
+@frozen
+class Source:
+    """A config file that has been read, once: it may be a pipe."""
+
+    path: str
+    """As it was named."""
+    text: str
+
+    @property
+    def suffix(self) -> str:
+        """The extension in small letters; one of ``READERS``."""
+        return Path(self.path).suffix.lower()
+
+    def data(self, text: str | None = None) -> dict[str, Any]:
+        """What the file holds, or ``text`` in its place. Raises ``PlanRejected`` for what is damaged or no mapping."""
+        where = f"{self.path}:$"
+        data = READERS[self.suffix](self.text if text is None else text, where)
+        if not isinstance(data, dict):
+            what = f"the top level is a {type(data).__name__}, not a mapping of config fields"
+            _refuse("not-a-mapping", where, what, "write fields such as 'engine' at the top level")
+        return data
+
+
+def read(path: str) -> Source:
+    """The file. Raises ``PlanRejected`` for one that is missing, empty, not UTF-8 or of an unknown extension."""
+    file = Path(path)
+    if file.suffix.lower() not in READERS:
+        ending = f"the extension {file.suffix!r}" if file.suffix else "no extension"
+        _refuse("unknown-extension", path, f"the file has {ending}", f"name it with one of {', '.join(READERS)}")
+    try:
+        raw = read_bytes(path, LARGEST + 1)
+        if len(raw) > LARGEST:
+            _refuse("unreadable", path, f"the file has more than {LARGEST:,} bytes", "give the path of a config file")
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        _refuse("damaged", path, f"byte {error.start} is not UTF-8: {error.reason}", "save the file as UTF-8")
+    except (OSError, ValueError) as error:
+        what = f"the file cannot be read: {getattr(error, 'strerror', None) or error}"
+        _refuse("unreadable", path, what, "give the path of a config file")
+    if not text.strip():
+        _refuse("empty", path, "the file is empty", _LEAST)
+    return Source(path, text)
+
+
+def _toml(text: str, where: str) -> object:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.count(".") > DOTS:
+            _refuse("too-large", where, f"line {number} has more than {DOTS} dots", _MEND)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.fullmatch(r"(.*) \(at (.*)\)", str(error), re.DOTALL)
+        what = f"not TOML at {place[2]}: {place[1]}" if place else f"not TOML: {error}"
+        _refuse("damaged", where, what, _MEND)
+    except ValueError as error:  # an integer of thousands of digits
+        _refuse("damaged", where, f"a value cannot be read: {error}", _MEND)
+    except RecursionError:
+        _refuse_depth(where)
+
+
+def _json(text: str, where: str) -> object:
+    try:
+        return codec_json.parse(text, where)
+    except PlanRejected as refused:
+        mend = {"codec.damaged": _MEND}  # a config file cannot be had by planning again
+        raise PlanRejected(
+            tuple(evolve(finding, fix=mend.get(finding.rule, finding.fix)) for finding in refused.findings)
+        ) from None
+
+
+def _yaml(text: str, where: str) -> object:
+    """YAML 1.2: ``NO`` is a string and ``5e8`` a float (ruamel.yaml's pure safe loader)."""
+    try:
+        node = YAML(typ="safe", pure=True).compose(text)
+        if node is None:
+            _refuse("empty", where, "the file holds comments only", _LEAST)
+        if flaws := tuple(islice(_flaws(node, where, {}), MOST + 1)):
+            raise PlanRejected(_told(flaws, where))
+        if _values(node, {}) > VALUES:
+            what = f"with every alias written out it has more than {VALUES:,} values"
+            _refuse("too-large", where, what, "write it out without the aliases")
+        return YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = " ".join(str(getattr(error, part, None) or "") for part in ("context", "problem")).strip()
+        _refuse("damaged", where, f"not YAML{place}: {problem or str(error).splitlines()[0]}", _MEND)
+    except (ValueError, LookupError, TypeError, OverflowError) as error:  # as a tag asks for: ``!!bool maybe``
+        _refuse("damaged", where, f"a value cannot be read: {error}", _MEND)
+    except RecursionError:
+        _refuse_depth(where)
+
+
+def _told(flaws: tuple[Finding, ...], where: str) -> tuple[Finding, ...]:
+    """The findings, or the first of them and that there are more."""
+    if len(flaws) <= MOST:
+        return flaws
+    more = _finding(
+        "too-many", where, f"more than {MOST} places are wrong; {MOST} of them are told", "mend these first"
+    )
+    return (*flaws[:MOST], more)
+
+
+def _values(node: Node, known: dict[int, int]) -> int:
+    """How many values the node stands for, with every alias written out; each node is gone through once."""
+    if id(node) not in known:
+        match node:
+            case MappingNode(value=pairs):
+                known[id(node)] = 1 + sum(_values(value, known) for _, value in pairs)
+            case SequenceNode(value=items):
+                known[id(node)] = 1 + sum(_values(item, known) for item in items)
+            case _:
+                known[id(node)] = 1
+    return known[id(node)]
+
+
+def _flaws(node: Node, where: str, seen: dict[int, bool]) -> Iterator[Finding]:
+    """Keys that appear twice, and values that contain themselves. Each node once, however often an alias names it."""
+    if seen.setdefault(id(node), True) is False:
+        return
+    match node:
+        case MappingNode(value=pairs):
+            plain = [(key, value) for key, value in pairs if isinstance(key, ScalarNode)]
+            children = [(codec_json.inside(where, key.value), value) for key, value in plain]
+            for key, _ in pairs:
+                if not isinstance(key, ScalarNode):
+                    what = f"a key in line {key.start_mark.line + 1} is a list or a mapping, not text"
+                    yield _finding("damaged", where, what, _MEND)
+            yield from _twice([(key.value, key) for key, _ in plain], where)
+        case SequenceNode(value=items):
+            children = [(codec_json.inside(where, index), item) for index, item in enumerate(items)]
+        case _:
+            children = []
+    for place, child in children:
+        if seen.get(id(child)):
+            yield _finding("recursive", place, "the value contains itself", "write it out without the alias")
+        else:
+            yield from _flaws(child, place, seen)
+    seen[id(node)] = False
+
+
+def _twice(keys: list[tuple[object, Node]], where: str) -> Iterator[Finding]:
+    first: dict[str, int] = {}
+    for key, node in keys:
+        line = node.start_mark.line + 1
+        if str(key) in first:
+            what = f"the key appears twice, in line {first[str(key)]} and in line {line}"
+            yield _finding("duplicate-key", codec_json.inside(where, key), what, "keep one of them")
+        first.setdefault(str(key), line)
+
+
+def _refuse_depth(where: str) -> NoReturn:
+    _refuse("damaged", where, "the values are nested too deeply to be read", _MEND)
+
+
+def refuse_damage(where: str, what: str) -> NoReturn:
+    """Raises ``PlanRejected``: the file has to be mended there."""
+    _refuse("damaged", where, what, _MEND)
+
+
+def _refuse(rule: str, where: str, what: str, fix: str) -> NoReturn:
+    raise PlanRejected((_finding(rule, where, what, fix),))
+
+
+def _finding(rule: str, where: str, what: str, fix: str) -> Finding:
+    return Finding(rule=f"config.{rule}", severity=Severity.ERROR, where=where, what=what, fix=fix)
+
+
+READERS: dict[str, Callable[[str, str], object]] = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml, ".json": _json}
+"""Extension to the function that reads text of that format; the second argument begins the path of every finding."""
+
+LANGUAGES: dict[str, Language] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
+"""Extension to the language in which fixes are typed."""

@@ -1,0 +1,187 @@
+"""The part of transformers' ``TrainingArguments`` that prepares a model.
+
+A YAML or JSON of them, as ``HfArgumentParser`` reads it, and as LLaMA-Factory's and TRL's files hold it beside more.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from prepkit.config import (
+    BF16,
+    DDP,
+    FP16,
+    FSDP2,
+    AsStored,
+    CheckpointBlocks,
+    ClipNorm,
+    CompileModel,
+    Config,
+    DeepSpeed,
+    Engine,
+    NoCheckpointing,
+    NoClip,
+    NoCompile,
+    Precision,
+    SendWeights,
+)
+from prepkit.importers.accelerate_fsdp import fsdp
+from prepkit.importers.deepspeed import from_json, read_deepspeed
+from prepkit.importers.foreign import Foreign, foreign
+from prepkit.importers.imported import Imported
+from prepkit.importers.source import Source, read
+
+_LEGACY = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "no_shard": "NO_SHARD"} | {
+    "hybrid_shard": "HYBRID_SHARD",
+    "hybrid_shard_zero2": "HYBRID_SHARD_ZERO2",
+}
+"""Words of the old ``fsdp: "full_shard auto_wrap"`` to sharding strategies."""
+_MAX_NORM = 1.0
+"""The Trainer clips to this norm where nothing is said (``max_grad_norm``)."""
+
+
+def read_training_arguments(source: Source) -> Imported:
+    """The file as prepkit's config; what concerns data, logging and evaluation is listed as not preparation.
+
+    Raises ``PlanRejected`` with every finding.
+    """
+    file = foreign("transformers", source)
+    return training_arguments(file, Path(source.path))
+
+
+def training_arguments(file: Foreign, path: Path, accumulation: str = "gradient_accumulation_steps") -> Imported:
+    """The same of a file that has other keys beside those of ``TrainingArguments``."""
+    steps = file.whole(accumulation, "accumulation")
+    norm = file.number("max_grad_norm", "clip")
+    clip = _MAX_NORM if norm is None else norm
+    compiled = file.flag("torch_compile", "compile")
+    backend, mode = file.text("torch_compile_backend"), file.text("torch_compile_mode")
+    config = Config(
+        precision=_precision(file),
+        accumulation=1 if steps is None else steps,
+        clip=ClipNorm(clip) if clip > 0 else NoClip(),
+        compile=CompileModel(backend=backend or "inductor", mode=mode or "default") if compiled else NoCompile(),
+        checkpointing=CheckpointBlocks() if file.flag("gradient_checkpointing", "checkpointing") else NoCheckpointing(),
+        device="cpu" if file.flag("use_cpu", *(("device",) if file.data.get("use_cpu") else ())) else None,
+        timeout_s=float(file.number("ddp_timeout", "timeout_s") or 1800.0),
+    )
+    file.raw("gradient_checkpointing_kwargs")
+    config = _engine(file, config, path)
+    _rest(file)
+    return file.imported(config)
+
+
+def _precision(file: Foreign) -> Precision:
+    bf16, fp16 = file.flag("bf16", "precision"), file.flag("fp16", "precision")
+    if bf16 and fp16:
+        file.error("contradiction", "fp16", "bf16 is true as well, and a run has one precision", "Keep one of them.")
+    return BF16() if bf16 else FP16() if fp16 else AsStored()
+
+
+def _engine(file: Foreign, config: Config, path: Path) -> Config:
+    asked = file.raw("fsdp")
+    if file.raw("deepspeed") and asked:
+        file.error("contradiction", "fsdp", "deepspeed is given as well, and one of them shards", "Keep one of them.")
+    if file.raw("deepspeed"):
+        return _deepspeed(file, config, path)
+    if asked not in (None, False, "", []):
+        return _fsdp(file, config, asked, path)
+    if file.raw("fsdp_config"):
+        file.without_effect("fsdp_config", "it is read with `fsdp` only", "Write fsdp: true, or remove it.")
+    return evolve(config, engine=_ddp(file))
+
+
+def _ddp(file: Foreign) -> Engine:
+    unused = file.flag("ddp_find_unused_parameters", "engine.find_unused_parameters")
+    bucket = file.number("ddp_bucket_cap_mb", "engine.bucket_cap_mb")
+    buffers = file.flag("ddp_broadcast_buffers", "engine.broadcast_buffers")
+    static = file.flag("ddp_static_graph", "engine.static_graph")
+    return DDP(
+        find_unused_parameters=bool(unused),
+        bucket_cap_mb=25.0 if bucket is None else bucket,
+        broadcast_buffers=buffers is not False,
+        static_graph=bool(static),
+    )
+
+
+def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
+    """``fsdp_config`` with or without the prefix ``fsdp_``, in the file or in a JSON of its own."""
+    file.raw("fsdp", "engine")
+    section: Any = file.data.get("fsdp_config") or {}
+    if isinstance(section, str):
+        section = _json(file, "fsdp_config", section, path)
+    words = asked.replace(",", " ").split() if isinstance(asked, str) else asked if isinstance(asked, list) else []
+    named = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in section.items()}
+    named.setdefault("fsdp_version", 2)
+    named.setdefault("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    for word in words:
+        if word in _LEGACY:
+            named.setdefault("fsdp_sharding_strategy", _LEGACY[word])
+        elif word == "offload":
+            named["fsdp_offload_params"] = True
+        elif word != "auto_wrap":
+            file.error("wrong-value", "fsdp", f"{word!r} is no word of transformers' fsdp", "Write fsdp: true.")
+    if (offload := named.pop("fsdp_cpu_offload", None)) is not None:
+        named["fsdp_offload_params"] = offload
+    checkpointed = named.pop("fsdp_activation_checkpointing", None)
+    inner = Foreign(
+        kind=file.kind,
+        source=file.source,
+        data={"fsdp_config": named},
+        places={
+            f"fsdp_config.{name}": place
+            for name in named
+            for key in (name, name.removeprefix("fsdp_"))
+            if (place := file.places.get(f"fsdp_config.{key}"))
+        },
+    )
+    for name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
+        inner.raw(f"fsdp_config.fsdp_{name}")
+    engine = fsdp(inner)
+    sent = inner.flag("fsdp_config.fsdp_cpu_ram_efficient_loading")
+    file.covered("fsdp_config")
+    inner.say_unknown()
+    file.origins += inner.origins
+    file.findings += inner.findings
+    config = evolve(config, engine=engine)
+    if isinstance(engine, FSDP2) and sent:
+        config = evolve(config, weights=SendWeights())
+    return evolve(config, checkpointing=CheckpointBlocks()) if checkpointed else config
+
+
+def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
+    found = next((place for place in (Path(name), path.parent / name) if place.is_file()), None)
+    if found is None:
+        what = f"there is no file {name}, neither from here nor beside {path.name}"
+        file.error("missing-file", key, what, "Give the path of the JSON file.")
+        return {}
+    return read(str(found)).data()
+
+
+def _deepspeed(file: Foreign, config: Config, path: Path) -> Config:
+    given = file.raw("deepspeed", "engine")
+    if isinstance(given, dict):
+        data = Foreign(kind=file.kind, source=file.source, data=given)
+        engine = from_json(data).engine
+        file.covered("deepspeed")
+        return evolve(config, engine=engine)
+    found = next((place for place in (Path(str(given)), path.parent / str(given)) if place.is_file()), None)
+    if found is None:
+        what = f"there is no file {given}, neither from here nor beside {path.name}"
+        file.error("missing-file", "deepspeed", what, "Give the path of the JSON file.")
+        return config
+    inner = read_deepspeed(read(str(found))).config
+    assert isinstance(inner.engine, DeepSpeed)
+    file.origins += [origin for origin in inner.origins if origin.setting.startswith("config.engine")]
+    return evolve(config, engine=inner.engine)
+
+
+def _rest(file: Foreign) -> None:
+    """Everything else is about data, logging and the loop, unless it is nearly a key that was looked for."""
+    for key in file.unread():
+        if not get_close_matches(key, file.known(), n=1, cutoff=0.88):
+            file.launching(key)

@@ -1,0 +1,291 @@
+"""accelerate's launch configs: what each key becomes, and what is said of the ones that become nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from prepkit.config import (
+    BF16,
+    DDP,
+    FP8,
+    FP16,
+    FSDP1,
+    FSDP2,
+    CheckpointBlocks,
+    ClipNorm,
+    CompileBlocks,
+    CompileModel,
+    Config,
+    DeepSpeed,
+    DelayedScaling,
+    KeepWeights,
+    Mesh,
+    OffloadToCPU,
+    SendWeights,
+    Single,
+    TensorParallel,
+    TransformerEngine,
+    WrapBlocks,
+    WrapClasses,
+    WrapSize,
+)
+from prepkit.findings import PlanRejected
+from prepkit.importers import Imported, import_config
+
+
+def read(tmp_path: Path, text: str, name: str = "accelerate.yaml") -> Imported:
+    file = tmp_path / name
+    file.write_text(text)
+    return import_config(str(file))
+
+
+def config_of(tmp_path: Path, text: str) -> Config:
+    """The config without the places that its settings come from."""
+    return evolve(read(tmp_path, text).config, origins=())
+
+
+def refused(tmp_path: Path, text: str) -> list[str]:
+    with pytest.raises(PlanRejected) as caught:
+        read(tmp_path, text)
+    return [str(finding).replace(f"{tmp_path}/", "") for finding in caught.value.findings]
+
+
+GPU = "distributed_type: MULTI_GPU\n"
+FSDP2_FILE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_processes: 16
+num_machines: 2
+machine_rank: 0
+mixed_precision: bf16
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer, Head
+  fsdp_reshard_after_forward: false
+  fsdp_offload_params: true
+  fsdp_activation_checkpointing: yes
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
+
+
+def test_fsdp_of_version_2_with_every_key(tmp_path: Path) -> None:
+    assert config_of(tmp_path, FSDP2_FILE) == Config(
+        engine=FSDP2(
+            wrap=WrapClasses(("LlamaDecoderLayer", "Head")), reshard_after_forward=False, offload=OffloadToCPU()
+        ),
+        precision=BF16(reduce_dtype="bfloat16"),
+        checkpointing=CheckpointBlocks(),
+        weights=SendWeights(),
+    )
+
+
+def test_each_setting_says_key_file_line_and_column(tmp_path: Path) -> None:
+    imported = read(tmp_path, FSDP2_FILE)
+    places = {origin.setting: (origin.key, origin.line, origin.column) for origin in imported.config.origins}
+    assert places["config.precision"] == ("mixed_precision", 6, 1)
+    assert places["config.engine.offload"] == ("fsdp_config.fsdp_offload_params", 12, 3)
+    assert places["config.weights"] == ("fsdp_config.fsdp_cpu_ram_efficient_loading", 14, 3)
+
+
+def test_processes_and_machines_become_the_declared_environment(tmp_path: Path) -> None:
+    imported = read(tmp_path, FSDP2_FILE)
+    assert imported.env is not None
+    assert (imported.env.world_size, imported.env.per_node) == (16, 8)
+    skipped = {"compute_environment", "machine_rank", "fsdp_config.fsdp_state_dict_type"}
+    assert {origin.key for origin in imported.not_preparation} == skipped
+
+
+def test_fsdp_of_version_1_with_every_key(tmp_path: Path) -> None:
+    text = """\
+distributed_type: FSDP
+mixed_precision: fp16
+fsdp_config:
+  fsdp_auto_wrap_policy: SIZE_BASED_WRAP
+  fsdp_min_num_params: 1e6
+  fsdp_sharding_strategy: 2
+  fsdp_backward_prefetch: NO_PREFETCH
+  fsdp_forward_prefetch: "true"
+  fsdp_use_orig_params: false
+  fsdp_sync_module_states: false
+  fsdp_limit_all_gathers: no
+  fsdp_offload_params: 1
+  fsdp_ignored_modules: vision
+"""
+    assert config_of(tmp_path, text) == Config(
+        engine=FSDP1(
+            wrap=WrapSize(1_000_000),
+            sharding="SHARD_GRAD_OP",
+            offload=True,
+            backward_prefetch=None,
+            forward_prefetch=True,
+            use_orig_params=False,
+            limit_all_gathers=False,
+            ignored=("vision",),
+        ),
+        precision=FP16(reduce_dtype="float16"),
+        weights=KeepWeights(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("distributed_type: 'NO'", Config(engine=Single())),
+        ("distributed_type: NO\nuse_cpu: true", Config(engine=Single(), device="cpu")),
+        ("distributed_type: false", Config(engine=Single())),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2", Config(engine=DDP())),
+        ("distributed_type: MULTI_CPU\nnum_processes: 2", Config(engine=DDP(), device="cpu")),
+        ("distributed_type: MULTI_GPU\nnum_processes: 1", Config(engine=Single())),
+        ("distributed_type: MULTI_GPU\ndynamo_backend: INDUCTOR", Config(engine=DDP(), compile=CompileModel())),
+        (
+            GPU
+            + "dynamo_config: {dynamo_backend: inductor, dynamo_use_regional_compilation: true,"
+            + " dynamo_mode: max-autotune}",
+            Config(engine=DDP(), compile=CompileBlocks(mode="max-autotune")),
+        ),
+        (
+            "distributed_type: MULTI_GPU\nparallelism_config:\n  parallelism_config_tp_size: 4\n",
+            Config(engine=TensorParallel()),
+        ),
+        (
+            (
+                "distributed_type: FSDP\n"
+                "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
+                "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
+                "  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 2\n"
+            ),
+            Config(engine=FSDP2(wrap=WrapBlocks()), mesh=Mesh(replicate=2, shard=4, tensor=2)),
+        ),
+        (
+            (
+                "distributed_type: MULTI_GPU\nmixed_precision: fp8\n"
+                "fp8_config: {backend: TE, fp8_format: E4M3, margin: 1,"
+                " amax_compute_algo: max, override_linear_precision: '[false, false, true]'}\n"
+            ),
+            Config(
+                engine=DDP(),
+                precision=FP8(
+                    backend=TransformerEngine(
+                        recipe=DelayedScaling(
+                            fp8_format="E4M3", margin=1, override_linear_precision=(False, False, True)
+                        )
+                    )
+                ),
+            ),
+        ),
+    ],
+)
+def test_what_a_file_becomes(tmp_path: Path, text: str, expected: Config) -> None:
+    assert config_of(tmp_path, text) == expected
+
+
+def test_a_deepspeed_section_becomes_the_engine(tmp_path: Path) -> None:
+    text = """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+deepspeed_config:
+  zero_stage: 3
+  zero3_init_flag: true
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  gradient_accumulation_steps: 4
+  gradient_clipping: 1.0
+  deepspeed_moe_layer_cls_names: Experts
+"""
+    assert config_of(tmp_path, text) == Config(
+        engine=DeepSpeed(stage=3, offload_optimizer="cpu", offload_param="none", leaf_modules=("Experts",)),
+        precision=BF16(),
+        accumulation=4,
+        clip=ClipNorm(1.0),
+    )
+
+
+def test_a_deepspeed_file_is_read_where_it_lies_beside_the_yaml(tmp_path: Path) -> None:
+    inner = '{\n  "zero_optimization": {"stage": 2},\n  "bf16": {"enabled": true},\n  "gradient_clipping": 0.5\n}'
+    (tmp_path / "zero.json").write_text(inner)
+    imported = read(tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: zero.json\n")
+    assert imported.config.clip == ClipNorm(0.5)
+    assert isinstance(imported.config.precision, BF16)
+    assert isinstance(imported.config.engine, DeepSpeed)
+    assert json.loads(imported.config.engine.config)["zero_optimization"] == {"stage": 2}
+    clip = next(origin for origin in imported.config.origins if origin.setting == "config.clip")
+    assert (Path(clip.source).name, clip.line) == ("zero.json", 4)
+
+
+def test_everything_wrong_with_a_file_is_said_at_once_with_its_line(tmp_path: Path) -> None:
+    text = """\
+distributed_type: FSPD
+mixed_precission: bf16
+num_processes: many
+fsdp_config:
+  fsdp_version: 3
+"""
+    said = [line.partition("\n")[0] for line in refused(tmp_path, text)]
+    assert said[0].startswith(
+        "error import.wrong-value at accelerate.yaml:1:1 distributed_type: 'FSPD' is none of NO, "
+    )
+    assert said[1].startswith(
+        "warning import.no-effect at accelerate.yaml:4:1 fsdp_config: accelerate reads it under FSDP"
+    )
+    assert said[2:] == [
+        "error import.wrong-type at accelerate.yaml:3:1 num_processes: 'many' is not a number",
+        (
+            "error import.unknown-key at accelerate.yaml:2:1 mixed_precission: accelerate knows no such key, and "
+            "nothing would read it"
+        ),
+    ]
+
+
+def test_an_unknown_key_gets_the_near_spelling(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_versoin: 2\n"
+    assert refused(tmp_path, text)[-1].endswith("fix: Write 'fsdp_config.fsdp_version', or remove it.")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 2}\n", "Megatron-LM replaces"),
+        ("distributed_type: FSDP\nparallelism_config: {parallelism_config_cp_size: 2}\n", "context parallelism"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_ignored_modules: 'a|b'}\n", "regular expression"),
+        ("num_processes: 2\ncompute_environment: LOCAL_MACHINE\n", "accelerate needs it in every config file"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: no.json}\n",
+            "there is no file no.json",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: no.json, zero_stage: 3}\n",
+            "accelerate refuses it beside deepspeed_config_file",
+        ),
+    ],
+)
+def test_what_prepkit_does_not_do_or_accelerate_refuses_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    assert any(said in line for line in refused(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("distributed_type: MULTI_GPU\nfsdp_config: {fsdp_version: 2}\n", "fsdp_config"),
+        ("distributed_type: MULTI_GPU\ndowncast_bf16: 'yes'\n", "downcast_bf16"),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_use_orig_params: true}\n",
+            "fsdp_use_orig_params",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: 1}\n",
+            "fsdp_sharding_strategy",
+        ),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_min_num_params: 7}\n", "fsdp_min_num_params"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2, zero3_init_flag: true}\n", "zero3_init_flag"),
+    ],
+)
+def test_a_key_that_does_nothing_is_a_warning(tmp_path: Path, text: str, key: str) -> None:
+    notes = read(tmp_path, text).notes
+    assert [note.rule for note in notes] == ["import.no-effect"]
+    assert notes[0].where.endswith(key)

@@ -1,0 +1,124 @@
+"""transformers' ``TrainingArguments``, alone or in files of LLaMA-Factory and TRL."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from prepkit.config import (
+    BF16,
+    DDP,
+    FP16,
+    FSDP1,
+    FSDP2,
+    CheckpointBlocks,
+    ClipNorm,
+    CompileModel,
+    Config,
+    DeepSpeed,
+    NoClip,
+    OffloadToCPU,
+    SendWeights,
+    WrapBlocks,
+    WrapClasses,
+)
+from prepkit.findings import PlanRejected
+from prepkit.importers import Imported, import_config
+
+
+def read(tmp_path: Path, text: str) -> Imported:
+    (tmp_path / "args.yaml").write_text(text)
+    return import_config(tmp_path / "args.yaml", "transformers")
+
+
+PLAIN = {"clip": ClipNorm(1.0), "timeout_s": 1800.0}
+"""What the Trainer does where nothing is said."""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("bf16: true", Config(engine=DDP(), precision=BF16(), **PLAIN)),
+        ("fp16: true\nmax_grad_norm: 0", Config(engine=DDP(), precision=FP16(), clip=NoClip(), timeout_s=1800.0)),
+        (
+            (
+                "gradient_accumulation_steps: 8\ngradient_checkpointing: true\n"
+                "ddp_find_unused_parameters: true\nddp_timeout: 60"
+            ),
+            Config(
+                engine=DDP(find_unused_parameters=True),
+                accumulation=8,
+                checkpointing=CheckpointBlocks(),
+                clip=ClipNorm(1.0),
+                timeout_s=60.0,
+            ),
+        ),
+        (
+            "torch_compile: true\ntorch_compile_backend: eager",
+            Config(engine=DDP(), compile=CompileModel(backend="eager"), **PLAIN),
+        ),
+        ("fsdp: true", Config(engine=FSDP2(wrap=WrapBlocks()), **PLAIN)),
+        (
+            (
+                "fsdp: true\nfsdp_config: {transformer_layer_cls_to_wrap: Block, cpu_ram_efficient_loading: true,"
+                " offload_params: true}"
+            ),
+            Config(engine=FSDP2(wrap=WrapClasses(("Block",)), offload=OffloadToCPU()), weights=SendWeights(), **PLAIN),
+        ),
+        (
+            "fsdp: shard_grad_op auto_wrap offload\nfsdp_config: {version: 1, activation_checkpointing: true}",
+            Config(
+                engine=FSDP1(sharding="SHARD_GRAD_OP", offload=True, sync_module_states=True),
+                checkpointing=CheckpointBlocks(),
+                **PLAIN,
+            ),
+        ),
+    ],
+)
+def test_what_the_arguments_become(tmp_path: Path, text: str, expected: Config) -> None:
+    assert evolve(read(tmp_path, text).config, origins=()) == expected
+
+
+def test_deepspeed_is_read_from_the_file_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}')
+    config = read(tmp_path, "bf16: true\ndeepspeed: zero3.json\n").config
+    assert isinstance(config.engine, DeepSpeed)
+    assert json.loads(config.engine.config)["zero_optimization"] == {"stage": 3}
+    assert config.precision == BF16()
+
+
+def test_data_and_logging_are_listed_and_a_slip_of_the_pen_is_refused(tmp_path: Path) -> None:
+    imported = read(tmp_path, "bf16: true\noutput_dir: out\nlogging_steps: 10\nlearning_rate: 1e-4\n")
+    assert {origin.key for origin in imported.not_preparation} == {"output_dir", "logging_steps", "learning_rate"}
+    with pytest.raises(PlanRejected, match="Write 'gradient_accumulation_steps', or remove it"):
+        read(tmp_path, "gradient_acumulation_steps: 4\noutput_dir: out\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bf16: true\nfp16: true", "a run has one precision"),
+        ("fsdp: true\ndeepspeed: {zero_optimization: {stage: 2}}", "one of them shards"),
+        ("fsdp: full_shrad", "'full_shrad' is no word of transformers' fsdp"),
+        ("deepspeed: nowhere.json", "there is no file nowhere.json"),
+        ("fsdp: true\nfsdp_config: {vresion: 2}", "knows no such key"),
+    ],
+)
+def test_contradictions_and_what_is_not_there_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(PlanRejected, match=said):
+        read(tmp_path, text)
+
+
+def test_the_section_alone_does_nothing(tmp_path: Path) -> None:
+    notes = read(tmp_path, "fsdp_config: {version: 2}\n").notes
+    assert [(note.rule, note.where[-11:]) for note in notes] == [("import.no-effect", "fsdp_config")]
+
+
+def test_a_file_of_llama_factory_is_told_by_its_keys(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text("model_name_or_path: some/model\nstage: sft\nfinetuning_type: lora\nbf16: true\noutput_dir: x\n")
+    imported = import_config(file)
+    assert (imported.kind, imported.config.precision) == ("transformers", BF16())
