@@ -1,0 +1,144 @@
+"""Sources whose ranks have to talk: streams that split themselves, and data that rank 0 reads for all.
+
+Both talk in host memory, over a group that gloo serves, so that no accelerator waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define, frozen
+
+from prepkit.live.data.rounds import Tail, length, rounds
+from prepkit.live.data.sources import IndexedSource, StreamSource
+from prepkit.live.data.streams import BatchRead
+
+
+@define(eq=False)
+class ShardsSource:
+    """A stream that gives each rank shards of its own, so that nobody knows how many batches the others have.
+
+    Before each batch the ranks agree on whether there is another, so that none goes on alone into a collective.
+    """
+
+    stream: StreamSource
+    group: Any
+    parts: int
+    all_read: bool
+    """Whether ranks that are at their end read theirs again, without counting it, until all are. Else all stop with the
+    first."""
+
+    @property
+    def loader(self) -> Any:
+        """What is read."""
+        return self.stream.loader
+
+    def reads(self, epoch: int, consumed: int) -> Iterator[BatchRead]:
+        """One pass. Raises ``ValueError`` on every rank where one has no batch at all."""
+        own = self.stream.reads(epoch, consumed // self.parts)
+        ahead, counts = next(own, None), True
+        if not self._agreed(ahead is not None, dist.ReduceOp.MIN):
+            if consumed:
+                return
+            raise ValueError("a rank has no batch: start fewer processes, or cut the data into more shards")
+        more = True
+        while more:
+            assert ahead is not None, "the ranks have agreed that there is one"
+            read, ahead = ahead, next(own, None)
+            more = self._agreed(ahead is not None, dist.ReduceOp.MAX if self.all_read else dist.ReduceOp.MIN)
+            yield read._replace(
+                counted=read.counted if counts else 0, consumed=read.consumed * self.parts, last=not more
+            )
+            if more and ahead is None:
+                own, counts = self.stream.reads(epoch, 0), False
+                ahead = next(own, None)
+
+    def length(self) -> int:
+        """Raises ``TypeError``: the shards are known when they are read."""
+        raise TypeError("a stream that splits itself has no length")
+
+    def state(self) -> Any:
+        """The loader's own state on this rank."""
+        return self.stream.state()
+
+    def restore(self, state: Any) -> None:
+        """Puts this rank's loader to its position."""
+        self.stream.restore(state)
+
+    def _agreed(self, yes: bool, how: Any) -> bool:
+        said = torch.tensor(int(yes))
+        dist.all_reduce(said, op=how, group=self.group)
+        return bool(said)
+
+
+@frozen
+class Failed:
+    """Rank 0 could not read; sent to the others in the place of a batch."""
+
+    text: str
+
+
+@define(eq=False)
+class DispatchedSource:
+    """Rank 0 reads for all ranks, and sends to each its batch (behaviour DL-24)."""
+
+    inner: IndexedSource | StreamSource
+    group: Any
+    parts: int
+    part: int
+    tail: Tail
+
+    @property
+    def loader(self) -> Any:
+        """What rank 0 reads."""
+        return self.inner.loader
+
+    def reads(self, epoch: int, consumed: int) -> Iterator[BatchRead]:
+        """One pass. A failure to read is raised on rank 0, and as a ``RuntimeError`` on the others."""
+        parts: list[int] = [0] * dist.get_world_size(self.group)
+        dist.all_gather_object(parts, self.part, group=self.group)
+        source = self._all_parts(epoch, consumed) if dist.get_rank(self.group) == 0 else None
+        while True:
+            reads, error = None, None
+            try:
+                reads = None if source is None else next(source, None)
+            except Exception as raised:
+                error = raised
+            sent = None if source is None else [Failed(repr(error)) if error else reads and reads[at] for at in parts]
+            got: list[Any] = [None]
+            dist.scatter_object_list(got, sent, src=0, group=self.group)
+            if error is not None:
+                raise error
+            failed = got[0].text if isinstance(got[0], Failed) else None
+            if failed is not None:
+                raise RuntimeError(f"rank 0, which reads for all ranks, failed: {failed}")
+            if got[0] is None:
+                return
+            yield got[0]
+
+    def _all_parts(self, epoch: int, consumed: int) -> Iterator[tuple[BatchRead, ...]]:
+        batches = ([read] for read in self.inner.reads(epoch, consumed))
+        for shares in rounds(batches, self.parts, self.tail, size=None):
+            at = max(share.items[0].consumed for share in shares)
+            yield tuple(
+                share.items[0]._replace(
+                    counted=share.items[0].counted if share.counted else 0, consumed=at, last=share.last
+                )
+                for share in shares
+            )
+
+    def length(self) -> int:
+        """Batches of this rank. Raises ``TypeError`` where nobody knows."""
+        return length(self.inner.length(), 0, self.parts, self.tail, size=None)
+
+    def state(self) -> Any:
+        """Of a loader that rank 0 alone reads nothing is kept but how far it is."""
+
+    def restore(self, state: Any) -> None:
+        """There is nothing to restore."""
+
+
+BatchSource = IndexedSource | StreamSource | ShardsSource | DispatchedSource

@@ -1,0 +1,100 @@
+"""What a training loop iterates over: batches on the device, epochs that advance by themselves, a position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from prepkit.live.data.joint_sources import BatchSource
+from prepkit.live.data.move import to_device
+from prepkit.live.data.streams import BatchRead
+
+
+@define(kw_only=True, eq=False)
+class Loader:
+    """A loader as it was prepared. Attributes that it does not have are those of the loader that it reads.
+
+    Each pass has a number, ``epoch``, which gives the order: the next pass shuffles anew, whether or not this one went
+    to its end. ``state_dict`` says where the pass stands; after ``load_state_dict`` the next loop goes on from there.
+    """
+
+    source: BatchSource
+    device: torch.device | None = None
+    """Where batches arrive; None: they stay where they are."""
+    part: int = 0
+    """Which part of the data this rank reads."""
+    evaluation: bool = False
+    """Whether samples are counted, not trained on."""
+    ends_window: bool = False
+    """Whether the last batch of a pass ends the accumulation window."""
+    epoch: int = 0
+    """Number of the pass under way, or of the next one."""
+    present: BatchRead | None = field(default=None, init=False)
+    """What is known of the batch in use, without the batch; None outside a pass."""
+    watchers: list[Callable[[Loader], None]] = field(factory=list, init=False, repr=False)
+    """Called when ``present`` has changed."""
+    _consumed: int = field(default=0, init=False, repr=False)
+    _begun: bool = field(default=False, init=False, repr=False)
+    """Whether the pass ``epoch`` has been begun in this process, so that the next one is another."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun:
+            self.epoch, self._consumed = self.epoch + 1, 0
+        self._begun = True
+        pinned = bool(getattr(self.source.loader, "pin_memory", False))
+        try:
+            for read in self.source.reads(self.epoch, self._consumed):
+                self._consumed = read.consumed
+                self._tell(read._replace(batch=None))
+                if self.device is None:
+                    yield read.batch
+                else:
+                    yield to_device(read.batch, self.device, non_blocking=pinned)
+            self.epoch, self._consumed, self._begun = self.epoch + 1, 0, False
+        finally:
+            self._tell(None)
+
+    def __len__(self) -> int:
+        """Batches of a whole pass on this rank. Raises ``TypeError`` where nobody knows, as of most streams."""
+        return self.source.length()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("source", "__setstate__"):  # before there is one, as while it is copied
+            raise AttributeError(name)
+        return getattr(self.source.loader, name)
+
+    @property
+    def at_window_end(self) -> bool:
+        """Whether the batch in use is the last of its pass, and ends the accumulation window."""
+        return self.ends_window and self.present is not None and self.present.last
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass has this number, from its start; without effect where that is so already, as after resuming."""
+        if self._begun or epoch != self.epoch:
+            self.epoch, self._consumed, self._begun = epoch, 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass stands after the batch in use, for ``load_state_dict`` on any number of ranks.
+
+        ``loader`` is the loader's own state, of this rank, where it has one (torchdata's ``StatefulDataLoader``).
+        """
+        if self.present is not None and self.present.last:
+            return {"epoch": self.epoch + 1, "consumed": 0, "loader": None}
+        return {"epoch": self.epoch, "consumed": self._consumed, "loader": self.source.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next loop goes on after the batch that was in use; ``len`` stays that of a whole pass.
+
+        Of data with indices none are read twice: what was read is skipped by index. A stream is read up to there again,
+        unless its loader has a state of its own.
+        """
+        self.epoch, self._consumed, self._begun = state["epoch"], state["consumed"], False
+        self.source.restore(state["loader"])
+
+    def _tell(self, read: BatchRead | None) -> None:
+        self.present = read
+        for watcher in self.watchers:
+            watcher(self)

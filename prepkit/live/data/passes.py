@@ -1,0 +1,54 @@
+"""The loaders of one prepared model, as a training loop goes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attrs import define, field
+
+from prepkit.live.data import draws
+from prepkit.live.data.gather import gather_for_metrics
+from prepkit.live.data.loader import Loader
+
+
+@define(eq=False)
+class Passes:
+    """Which loaders are being read, and what that means for the batch in use."""
+
+    loaders: tuple[Any, ...]
+    on_batch: Callable[[], None]
+    """Called when the batch in use may end a window, or no longer does."""
+    under_way: list[Loader] = field(factory=list, init=False)
+    """Loaders with a pass under way, the innermost last."""
+
+    def __attrs_post_init__(self) -> None:
+        for loader in self.loaders:
+            if isinstance(loader, Loader):
+                loader.watchers.append(self._changed)
+
+    @property
+    def end_window(self) -> bool:
+        """Whether the batch in use is the last of a pass that ends the accumulation window."""
+        return any(loader.at_window_end for loader in self.under_way)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass over each loader has this number."""
+        for loader in self.loaders:
+            draws.set_epoch(loader, epoch)
+
+    def gather(self, value: Any) -> Any:
+        """What all ranks have made of the batches in use; see ``gather_for_metrics``."""
+        if not self.under_way:
+            raise RuntimeError("gather_for_metrics belongs inside a loop over one of ready.loaders, batch by batch")
+        loader = self.under_way[-1]
+        assert loader.present is not None, "one that is outside a pass is not in the list"
+        return gather_for_metrics(value, loader.present, loader.part)
+
+    def _changed(self, loader: Loader) -> None:
+        if loader.present is None:
+            self.under_way = [other for other in self.under_way if other is not loader]
+        elif all(other is not loader for other in self.under_way):
+            self.under_way.append(loader)
+        if loader.ends_window:
+            self.on_batch()
