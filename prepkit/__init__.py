@@ -17,9 +17,7 @@ from prepkit.config import FP16 as FP16
 from prepkit.config import FSDP1 as FSDP1
 from prepkit.config import FSDP2 as FSDP2
 from prepkit.config import MSAMP as MSAMP
-from prepkit.config import SGD as SGD
 from prepkit.config import XLA as XLA
-from prepkit.config import AdamW as AdamW
 from prepkit.config import AsStored as AsStored
 from prepkit.config import CheckpointBlocks as CheckpointBlocks
 from prepkit.config import ClipNorm as ClipNorm
@@ -30,6 +28,7 @@ from prepkit.config import CompressHook as CompressHook
 from prepkit.config import Config as Config
 from prepkit.config import DeepSpeed as DeepSpeed
 from prepkit.config import DelayedScaling as DelayedScaling
+from prepkit.config import EachLoader as EachLoader
 from prepkit.config import InitWeights as InitWeights
 from prepkit.config import Intent as Intent
 from prepkit.config import KeepLoaders as KeepLoaders
@@ -59,6 +58,7 @@ from prepkit.config import WrapClasses as WrapClasses
 from prepkit.config import WrapPaths as WrapPaths
 from prepkit.config import WrapRoot as WrapRoot
 from prepkit.config import WrapSize as WrapSize
+from prepkit.config.optimizer import *  # noqa: F403  # the file's table says what there is
 from prepkit.facts import Env as Env
 from prepkit.facts import Facts as Facts
 from prepkit.findings import Finding as Finding
@@ -72,17 +72,22 @@ if TYPE_CHECKING:
     from prepkit.api import check as check
     from prepkit.api import diff as diff
     from prepkit.api import fits as fits
+    from prepkit.api import foreign_uses as foreign_uses
     from prepkit.api import load as load
     from prepkit.api import rehearse as rehearse
     from prepkit.api import save as save
     from prepkit.api import show as show
     from prepkit.codec.diff import patch as patch
+    from prepkit.importers import import_config as import_config
+    from prepkit.importers.imported import Imported as Imported
     from prepkit.importers.native import read_config as read_config
     from prepkit.live.apply import ApplyHalted as ApplyHalted
     from prepkit.live.apply import NotAsPlanned as NotAsPlanned
     from prepkit.live.ranks.agree import Disagreement as Disagreement
-    from prepkit.live.ranks.all_or_none import RankFailed as RankFailed
-    from prepkit.live.ranks.all_or_none import together as together
+    from prepkit.live.ranks.peers import RankFailed as RankFailed
+    from prepkit.live.ranks.together import together as together
+    from prepkit.live.training.preemption import Preempted as Preempted
+    from prepkit.live.training.preemption import save_on_sigterm as save_on_sigterm
     from prepkit.live.training.prepared import Prepared as Prepared
     from prepkit.plan import Plan as Plan
     from prepkit.plan.attestation import Attestation as Attestation
@@ -101,21 +106,26 @@ _LATER = {
     "diff": "prepkit.api",
     "Disagreement": "prepkit.live.ranks.agree",
     "Hit": "prepkit.rules.rule",
+    "Imported": "prepkit.importers.imported",
+    "import_config": "prepkit.importers",
     "fits": "prepkit.api",
+    "foreign_uses": "prepkit.api",
     "load": "prepkit.api",
     "NotAsPlanned": "prepkit.live.apply",
     "patch": "prepkit.codec.diff",
     "Plan": "prepkit.plan",
+    "Preempted": "prepkit.live.training.preemption",
     "Prepared": "prepkit.live.training.prepared",
-    "RankFailed": "prepkit.live.ranks.all_or_none",
+    "RankFailed": "prepkit.live.ranks.peers",
     "read_config": "prepkit.importers.native",
     "rehearse": "prepkit.api",
     "Resolved": "prepkit.resolve.resolved",
     "save": "prepkit.api",
+    "save_on_sigterm": "prepkit.live.training.preemption",
     "show": "prepkit.api",
     "Rule": "prepkit.rules.rule",
     "RULES": "prepkit.rules",
-    "together": "prepkit.live.ranks.all_or_none",
+    "together": "prepkit.live.ranks.together",
 }
 """Name to the module that has it."""
 

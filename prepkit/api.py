@@ -51,7 +51,8 @@ def build_plan(
     """The plan for a model; touches nothing.
 
     ``model`` is an ``nn.Module``, also on the meta device, or ``Facts``. ``optimizer`` is a torch optimizer, or a spec
-    such as ``AdamW(lr=1e-3)`` that is created after wrapping. ``env`` None: the environment that is here.
+    such as ``AdamW(lr=1e-3)`` that is created after wrapping; or a list of several, as ``scheduler`` may be.
+    ``env`` None: the environment that is here.
 
     Raises ``PlanRejected`` with every finding, and ``TypeError`` for objects of the wrong kind.
 
@@ -68,6 +69,7 @@ def build_plan(
       fix: Write mesh=Mesh(replicate=1, shard=4) or Mesh(replicate=2, shard=2), or start as many processes ...
     """
     cfg, optimizer = _spec(cfg, optimizer)
+    rules = _rules(rules)
     facts = _facts(cfg, model, optimizer, scheduler, _loaders(loaders), env)
     made = planner.plan(cfg, facts, rules).lash(_reject).unwrap()
     if isinstance(model, Facts):
@@ -99,6 +101,7 @@ def check(
     """
     cfg, optimizer = _spec(cfg, optimizer)
     facts = _facts(cfg, model, optimizer, scheduler, _loaders(loaders), env)
+    rules = _rules(rules)
     found = _check(cfg, facts, rules)
     return (*found, *planner.over_budget(cfg, facts, rules))
 
@@ -116,6 +119,7 @@ def apply(
     Raises ``PlanRejected`` before anything is touched when the objects are not those of the plan, and
     ``live.ApplyHalted`` when a step fails: its ``halted`` says what stands and what was undone.
     """
+    _plan(plan)
     from prepkit.live.apply import apply as act
 
     given = plan.target or Given(model=None)
@@ -130,6 +134,7 @@ def apply(
 
 def rehearse(plan: Plan, model: Any, *, rank: int = 0) -> Rehearsal:
     """What real torch makes of the plan on one rank, on a meta copy in a process of its own."""
+    _plan(plan)
     from prepkit.live.rehearse import rehearse as run
 
     return run(plan, model, rank=rank)
@@ -149,7 +154,7 @@ def fits(plan: Plan, memory: str | int, *, activations: str | int | None = None)
     >>> fit.verdict, fit.options[0].diff
     ('does not fit', ('engine=FSDP2() instead of DDP()',))
     """
-    return planner.fits(plan, parse_bytes(memory), None if activations is None else parse_bytes(activations))
+    return planner.fits(_plan(plan), parse_bytes(memory), None if activations is None else parse_bytes(activations))
 
 
 def activations(plan: Plan, model: Any, *args: Any, **kwargs: Any) -> int:
@@ -159,9 +164,21 @@ def activations(plan: Plan, model: Any, *args: Any, **kwargs: Any) -> int:
     checkpointing.
     Raises ``RuntimeError`` for a model that cannot run without values.
     """
+    _plan(plan)
     from prepkit.live.rehearse.activations import activations as estimate
 
     return estimate(plan, model, *args, **kwargs)
+
+
+def foreign_uses(plan: Plan, model: Any, *args: Any, **kwargs: Any) -> tuple[Finding, ...]:
+    """Parameters of units that something outside the unit's forward computes with, where torch would fail.
+
+    Runs ``model(*args, **kwargs)`` on a copy without data. Empty where all is well, and under engines without units.
+    Raises ``RuntimeError`` for a model that cannot run without values.
+    """
+    from prepkit.live.rehearse.foreign_use import foreign_uses as find
+
+    return find(plan, model, *args, **kwargs)
 
 
 def save(value: Plan | Attestation, path: str) -> None:
@@ -241,6 +258,18 @@ def _reject(findings: tuple[Finding, ...]) -> Any:
     raise PlanRejected(findings)
 
 
+def _plan(given: Any) -> Plan:
+    if not isinstance(given, Plan):
+        raise TypeError(f"plan is {given!r:.60}; give what pk.build_plan or pk.load returned")
+    return given
+
+
+def _rules(given: Any) -> tuple[Rule, ...]:
+    if not isinstance(given, list | tuple) or not all(isinstance(rule, Rule) for rule in given):
+        raise TypeError(f"rules is {given!r:.60}; give rules, such as rules=(*pk.RULES, mine)")
+    return tuple(given)
+
+
 def _loaders(given: Sequence[Any]) -> tuple[Any, ...]:
     if not isinstance(given, list | tuple):
         raise TypeError(f"loaders is {type(given).__name__}; pass a list of loaders, such as loaders=[loader]")
@@ -248,11 +277,17 @@ def _loaders(given: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _spec(cfg: Config, optimizer: Any) -> tuple[Config, Any]:
-    cfg = codec.from_data(codec.to_data(cfg), Config, "config")  # types are checked here, so that rules can trust them
-    if not isinstance(optimizer, OptimizerSpec):
+    cfg = codec.from_data(
+        codec.to_data(cfg), Config, "config", "python"
+    )  # types are checked here, so that rules can trust them
+    asked = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    if not any(isinstance(one, OptimizerSpec) for one in asked):
         return cfg, optimizer
-    if cfg.optimizer not in (None, optimizer):
-        what = f"config says {cfg.optimizer}, the call says {optimizer}"
+    if not all(isinstance(one, OptimizerSpec) for one in asked):
+        raise TypeError("optimizer is a list of specs and optimizers; give specs alone, or optimizers alone")
+    specs = asked if isinstance(optimizer, list | tuple) else optimizer
+    if cfg.optimizer not in (None, specs):
+        what = f"config says {cfg.optimizer}, the call says {specs}"
         fix = "give the optimizer in one place"
         raise PlanRejected(
             (
@@ -261,10 +296,12 @@ def _spec(cfg: Config, optimizer: Any) -> tuple[Config, Any]:
                 ),
             )
         )
-    return evolve(cfg, optimizer=optimizer), None
+    return evolve(cfg, optimizer=specs), None
 
 
 def _facts(cfg: Config, model: Any, optimizer: Any, scheduler: Any, loaders: tuple[Any, ...], env: Env | None) -> Facts:
+    if env is not None and not isinstance(env, Env):
+        raise TypeError(f"env is {env!r:.60}; give pk.Env.declare(world_size=8, ...), or leave it out")
     if isinstance(model, Facts):
         if optimizer is not None or scheduler is not None or loaders:
             raise TypeError("facts already say what the optimizer, scheduler and loaders are; pass facts alone")

@@ -7,6 +7,7 @@ the key ``kind``, with the name of the class. Fields outside equality (``Plan.ta
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from types import UnionType
 from typing import Any, TypeVar, overload
 
 from prepkit.codec import converter as codec_converter
+from prepkit.codec.consistency import inconsistencies
+from prepkit.codec.languages import Language
+from prepkit.codec.reading import read_bytes
 from prepkit.codec.text import Json, canonical, digest_text, inside, parse, readable, refusal, shown
 from prepkit.findings import Finding, PlanRejected
 from prepkit.plan import Plan
@@ -41,16 +45,17 @@ def to_data(value: object) -> Any:
 
 
 @overload
-def from_data(data: object, cls: type[T], where: str = "$") -> T: ...
+def from_data(data: object, cls: type[T], where: str = "$", language: Language = "json") -> T: ...
 @overload
-def from_data(data: object, cls: UnionType, where: str = "$") -> Any: ...
-def from_data(data: object, cls: Any, where: str = "$") -> Any:
+def from_data(data: object, cls: UnionType, where: str = "$", language: Language = "json") -> Any: ...
+def from_data(data: object, cls: Any, where: str = "$", language: Language = "json") -> Any:
     """The value that the data stands for; exact: no type is turned into another, but a whole number is also a number.
 
     Missing keys take the field's default. For a member of a union whose fields all have defaults its bare name will do:
-    ``{"engine": "FSDP2"}``. Raises ``PlanRejected`` with a finding for every place that does not fit.
+    ``{"engine": "FSDP2"}``. Raises ``PlanRejected`` with a finding for every place that does not fit, and with what to
+    type instead in the language of the file.
     """
-    return codec_converter.read(data, cls, where)
+    return codec_converter.read(data, cls, where, language)
 
 
 def dumps(value: object) -> str:
@@ -96,13 +101,13 @@ def plan_from_text(text: str, where: str = "$") -> Plan:
     """The plan in the text of a plan file. ``where`` begins every path, such as ``plan.json:$``.
 
     Raises ``PlanRejected`` for damaged JSON, another kind of file, another format, keys or types that a plan does not
-    have, and contents that were changed after prepkit wrote them. Nothing that the text names is imported or called.
+    have, contents that were changed after prepkit wrote them, and parts that do not fit each other. Nothing that the
+    text names is imported or called.
     """
     data = _checked_header(parse(text, where), where)
     plan = from_data(data["plan"], Plan, inside(where, "plan"))
-    edited = tuple(_broken_seals(data, where))
-    if edited:
-        raise PlanRejected(edited)
+    if wrong := tuple(_broken_seals(data, where)) or inconsistencies(plan, inside(where, "plan")):
+        raise PlanRejected(wrong)
     return plan
 
 
@@ -112,8 +117,13 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Writes a file whole or not at all. Raises ``OSError`` where the folder cannot be written."""
+    """Writes a file whole or not at all. Raises ``OSError`` where the folder cannot be written.
+
+    Also where something stands there that is no file, such as a device: a new file would take its place.
+    """
     target = Path(os.path.realpath(path))  # a link keeps pointing to the file
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file")
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         with draft.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
@@ -129,8 +139,7 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a file of at most ``LARGEST`` bytes. Raises ``PlanRejected`` for one that cannot be read."""
     try:
-        with Path(path).open("rb") as file:
-            raw = file.read(LARGEST + 1)  # also a device without end, such as /dev/zero, costs no more than this
+        raw = read_bytes(path, LARGEST + 1)  # also a device without end, such as /dev/zero, costs no more than this
     except (OSError, ValueError) as error:
         what = f"the file cannot be read: {getattr(error, 'strerror', None) or error}"
         raise PlanRejected((refusal("unreadable", str(path), what, "give the path of a plan file"),)) from None

@@ -18,24 +18,20 @@ from typing import Any, get_args
 
 import attrs
 from cattrs import BaseValidationError, ClassValidationError, Converter, IterableValidationError
-from cattrs.errors import AttributeValidationNote, ForbiddenExtraKeysError, IterableValidationNote
+from cattrs.errors import AttributeValidationNote, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 from prepkit.codec import field_types as codec_shapes
-from prepkit.codec.field_types import SCALARS, TAG
+from prepkit.codec import misfits
+from prepkit.codec.field_types import SCALARS
+from prepkit.codec.languages import TAG, Language
+from prepkit.codec.misfits import MisfitError
 from prepkit.codec.text import inside, refusal, shown
 from prepkit.findings import Finding, PlanRejected
+from prepkit.findings.text import shorter
 
 Read = Callable[[Any, Any], Any]
 Write = Callable[[Any], Any]
-
-
-class MisfitError(ValueError):
-    """A value that its type does not allow. ``at`` is a key below the place where it was met, or empty."""
-
-    def __init__(self, rule: str, what: str, fix: str, at: str = "") -> None:
-        super().__init__(what)
-        self.rule, self.what, self.fix, self.at = rule, what, fix, at
 
 
 def write(value: object) -> Any:
@@ -49,12 +45,15 @@ def prepare(classes: Iterable[type]) -> None:
         _converter().get_unstructure_hook(cls)
 
 
-def read(data: object, cls: Any, where: str) -> Any:
-    """The value of type ``cls`` that the data stands for. Raises ``PlanRejected`` with all that does not fit."""
+def read(data: object, cls: Any, where: str, language: Language) -> Any:
+    """The value of type ``cls`` that the data stands for. Raises ``PlanRejected`` with all that does not fit.
+
+    ``language``: what fixes are typed in.
+    """
     try:
         return _converter().get_structure_hook(cls)(data, cls)
     except (MisfitError, BaseValidationError) as error:
-        raise PlanRejected(tuple(_findings(error, where))) from None
+        raise PlanRejected(tuple(_findings(error, where, language))) from None
 
 
 @cache
@@ -71,6 +70,7 @@ def _converter() -> Converter:
     converter.register_unstructure_hook(bool, lambda value: value)  # or int's would take it
     for plain, wider in ((int, Integral), (float, Real), (str, str)):
         converter.register_unstructure_hook(plain, _scalar_writer(plain, wider))
+    converter.register_unstructure_hook_factory(codec_shapes.is_tuple, _tuple_writer)
     converter.register_unstructure_hook_factory(codec_shapes.is_union, _union_writer)
     converter.register_unstructure_hook_factory(attrs.has, _class_writer)
     return converter
@@ -78,24 +78,22 @@ def _converter() -> Converter:
 
 # --- in ------------------------------------------------------------------------------------------------------------
 
-MOST = 100
-"""Misfits of one list, or of one object's keys, that are told: a hostile file has no say over memory."""
 
-
-def _wrong_type(value: object, cls: Any) -> MisfitError:
-    what = f"{shown(value)} stands where {codec_shapes.describe(cls)} is expected"
-    return MisfitError("wrong-type", what, codec_shapes.retyped(value, cls))
+_LARGEST = 2**64
+"""What no count, size or seed of torch reaches."""
 
 
 def _read_scalar(value: Any, cls: Any) -> Any:
     if not codec_shapes.fits(cls, value):
-        raise _wrong_type(value, cls)
+        raise misfits.wrong_type(value, cls)
     if cls is NoneType:
         return None
     try:
         scalar = cls(value)
     except OverflowError:
         scalar = math.inf
+    if cls is int and not -_LARGEST < scalar < _LARGEST:
+        raise MisfitError("wrong-value", f"{shown(value)} is too large", "write a number of at most 64 bits")
     if cls is float and not math.isfinite(scalar):
         raise MisfitError("wrong-value", f"{shown(value)} is not a finite number", "write a finite number")
     return scalar
@@ -103,12 +101,10 @@ def _read_scalar(value: Any, cls: Any) -> Any:
 
 def _read_choice(value: Any, cls: Any) -> Any:
     if not isinstance(value, str):
-        raise _wrong_type(value, cls)
+        raise misfits.wrong_type(value, cls)
     known = codec_shapes.choices(cls)
     if value not in known:
-        near = codec_shapes.nearest(value, known)
-        what = f"{shown(value)} is not one of {', '.join(map(repr, known))}"
-        raise MisfitError("wrong-value", what, f"write {near!r}" if near else "write one of them")
+        raise misfits.wrong_choice(value, known)
     return cls(value) if isinstance(cls, type) else str(value)
 
 
@@ -118,31 +114,25 @@ def _tuple_reader(cls: Any, converter: Converter) -> Read:
 
     def read_value(value: Any, _: Any) -> tuple[Any, ...]:
         if not isinstance(value, list):
-            raise _wrong_type(value, cls)
+            raise misfits.wrong_type(value, cls)
         if not endless and len(value) != len(slots):
-            what = f"{shown(value)} has {len(value)} items, not {len(slots)}"
-            raise MisfitError("wrong-value", what, f"write {codec_shapes.describe(cls)}")
+            raise misfits.wrong_length(value, cls, len(slots))
         out: list[Any] = []
-        misfits: list[Exception] = []
+        wrong: list[Exception] = []
         for item, (hook, kind) in zip(value, repeat(slots[0]) if endless else slots, strict=False):
             try:
                 out.append(hook(item, kind))
             except (MisfitError, BaseValidationError) as error:
-                error.add_note(IterableValidationNote("", len(out) + len(misfits), kind))
-                misfits.append(error)
-                if len(misfits) == MOST:
-                    misfits.append(_more(len(value), len(out) + MOST))
+                error.add_note(IterableValidationNote("", len(out) + len(wrong), kind))
+                wrong.append(error)
+                if len(wrong) == misfits.MOST:
+                    wrong.append(misfits.too_many(len(value), len(out) + len(wrong)))
                     break
-        if misfits:
-            raise IterableValidationError("", misfits, cls)
+        if wrong:
+            raise IterableValidationError("", wrong, cls)
         return tuple(out)
 
     return read_value
-
-
-def _more(items: int, looked: int) -> MisfitError:
-    what = f"{MOST} items of {items} do not fit, and {items - looked} were not looked at"
-    return MisfitError("too-many", what, "mend these first, or write the file anew")
 
 
 def _union_reader(cls: Any, converter: Converter) -> Read:
@@ -152,48 +142,51 @@ def _union_reader(cls: Any, converter: Converter) -> Read:
 
     def read_value(value: Any, _: Any) -> Any:
         if kinds and isinstance(value, dict):
-            kind = _kind_of(value, kinds)
+            kind = _kind_of(value, cls, kinds)
             return hooks[kind](value, kind)
         if kinds and isinstance(value, str):  # a bare name is short for an object of that kind with its defaults
-            kind = _kind_named(value, kinds, at="")
+            kind = _kind_named(value, cls, kinds, at=None)
             return hooks[kind]({}, kind)
         for member in members:
             if codec_shapes.fits(member, value):
                 return hooks[member](value, member)
-        raise _wrong_type(value, cls)
+        raise misfits.wrong_type(value, cls)
 
     return read_value
 
 
-def _kind_of(data: dict[Any, Any], kinds: dict[str, type]) -> type:
+def _kind_of(data: dict[Any, Any], cls: Any, kinds: dict[str, type]) -> type:
     """The class that the tag of an object names."""
-    if TAG in data:
-        return _kind_named(data[TAG], kinds, at=TAG)
-    what = f"no key {TAG!r} says which of {', '.join(kinds)} this is"
-    raise MisfitError("missing-key", what, f"add the key {TAG!r} with one of these names", at=TAG)
+    if TAG not in data:
+        raise misfits.no_kind(data, cls, kinds)
+    return _kind_named(data[TAG], cls, kinds, at=TAG)
 
 
-def _kind_named(name: object, kinds: dict[str, type], at: str) -> type:
+def _kind_named(name: object, cls: Any, kinds: dict[str, type], at: str | None) -> type:
     if isinstance(name, str) and name in kinds:
         return kinds[name]
-    what = f"{shown(name)} is not one of {', '.join(kinds)}"
-    near = codec_shapes.nearest(name, kinds) if isinstance(name, str) else ""
-    raise MisfitError("unknown-kind", what, f"write {near!r}" if near else "write one of these names", at)
+    raise misfits.wrong_kind(name, cls, kinds, at)
 
 
 def _class_reader(cls: type, converter: Converter) -> Read:
-    inner: Read = make_dict_structure_fn(
-        cls, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **_overrides(cls)
-    )
+    inner: Read = make_dict_structure_fn(cls, converter, _cattrs_detailed_validation=True, **_overrides(cls))
     own = {cls.__name__: cls} if cls in codec_shapes.tagged() else {}
+    names = dict.fromkeys(field.name for field in codec_shapes.fields(cls))
 
     def read_value(value: Any, _: Any) -> Any:
         if not isinstance(value, dict):
-            raise _wrong_type(value, cls)
+            raise misfits.wrong_type(value, cls)
         if own and TAG in value:
-            _kind_of(value, own)
+            _kind_of(value, cls, own)
             value = {key: item for key, item in value.items() if key != TAG}
-        return inner(value, cls)
+        if value.keys() <= names.keys():
+            return inner(value, cls)
+        unknown = misfits.unknown_keys(cls, value, names)
+        try:
+            inner(value, cls)
+        except ClassValidationError as error:
+            raise ClassValidationError("", [*error.exceptions, *unknown], cls) from None
+        raise ClassValidationError("", unknown, cls)
 
     return read_value
 
@@ -211,24 +204,56 @@ def _scalar_writer(cls: type, wider: type) -> Write:
 
     Anything else is left as it is, for ``canonical`` to refuse with its place: ``Config(accumulation="4")`` is not 4.
     """
-    return lambda value: value if type(value) is cls or not isinstance(value, wider) else cls(value)
+
+    def write_value(value: Any) -> Any:
+        if type(value) is cls or not isinstance(value, wider):
+            return value
+        try:
+            return cls(value)
+        except OverflowError:  # an int that no float holds; refused when it is read
+            return value
+
+    return write_value
 
 
 @cache  # cattrs forgets all it has generated whenever it meets a new kind of tuple, and generates it again
 def _class_writer(cls: type, converter: Converter) -> Write:
     inner: Write = make_dict_unstructure_fn(cls, converter, **_overrides(cls))
-    tag = {TAG: cls.__name__}
-    return (lambda value: tag | inner(value)) if cls in codec_shapes.tagged() else inner
+    tag = {TAG: cls.__name__} if cls in codec_shapes.tagged() else {}
+
+    def write_value(value: Any) -> Any:
+        if not isinstance(value, cls):  # refused when it is read
+            return value
+        return tag | inner(value) if tag else inner(value)
+
+    return write_value
+
+
+def _tuple_writer(cls: Any, converter: Converter) -> Write:
+    """A list; what is neither a tuple nor a list stays as it is, or text would become a list of its characters."""
+    slots = tuple(converter.get_unstructure_hook(item) for item in get_args(cls) if item is not Ellipsis)
+    endless = Ellipsis in get_args(cls)
+
+    def write_value(value: Any) -> Any:
+        if not isinstance(value, tuple | list):
+            return value
+        if endless:
+            write_item = slots[0]
+            return [write_item(item) for item in value]
+        hooks = slots if len(slots) == len(value) else repeat(converter.unstructure)
+        return [hook(item) for hook, item in zip(hooks, value, strict=False)]
+
+    return write_value
 
 
 def _union_writer(cls: Any, converter: Converter) -> Write:
     """By the class of the value; but an int where only floats are meant becomes one, as it will be read."""
-    as_float = float in get_args(cls) and int not in get_args(cls)
+    as_float, write_float = float in get_args(cls) and int not in get_args(cls), _scalar_writer(float, Real)
 
     def write_value(value: Any) -> Any:
         if type(value) is tuple:
             return [write_value(item) for item in value]
-        return float(value) if as_float and type(value) is int else converter.unstructure(value)
+        return write_float(value) if as_float and type(value) is int else converter.unstructure(value)
 
     return write_value
 
@@ -236,42 +261,31 @@ def _union_writer(cls: Any, converter: Converter) -> Write:
 # --- what went wrong -----------------------------------------------------------------------------------------------
 
 
-def _findings(error: Exception, where: str) -> Iterator[Finding]:
+def _findings(error: Exception, where: str, language: Language) -> Iterator[Finding]:
     """One finding per place, in the order of the fields; keys that are not known come after them."""
     match error:
         case MisfitError():
-            yield refusal(error.rule, inside(where, error.at) if error.at else where, error.what, error.fix)
+            place = where if error.at is None else inside(where, error.at)
+            yield refusal(error.rule, place, error.what, error.fix(language))
         case IterableValidationError():
             for below in error.exceptions:
                 note = _note(below, IterableValidationNote)
-                yield from _findings(below, where if note is None else inside(where, note.index))
+                yield from _findings(below, where if note is None else inside(where, note.index), language)
         case ClassValidationError():
             for below in error.exceptions:
-                yield from _in_class(below, error.cl, where)
+                yield from _in_class(below, error.cl, where, language)
         case _:  # raised by the class itself
-            yield refusal("wrong-value", where, str(error), "write a value that the class accepts")
+            yield refusal("wrong-value", where, shorter(str(error)), "write a value that the class accepts")
 
 
-def _in_class(error: Exception, cls: type, where: str) -> Iterator[Finding]:
+def _in_class(error: Exception, cls: type, where: str, language: Language) -> Iterator[Finding]:
     note = _note(error, AttributeValidationNote)
-    if isinstance(error, ForbiddenExtraKeysError):
-        keys = [field.name for field in codec_shapes.fields(cls)]
-        extra = sorted(error.extra_fields, key=repr)
-        if len(extra) > MOST:
-            what = f"{len(extra)} keys of {cls.__name__} are unknown; {MOST} of them are told"
-            yield refusal("too-many", where, what, "write the file anew")
-        for key in extra[:MOST]:
-            near = codec_shapes.nearest(str(key), keys)
-            what = f"{cls.__name__} has no key {shown(key)}, only {', '.join(keys) or 'none at all'}"
-            yield refusal("unknown-key", inside(where, key), what, f"write {near!r} instead" if near else "remove it")
-    elif note is None:
-        yield from _findings(error, where)
+    if note is None:
+        yield from _findings(error, where, language)
     elif isinstance(error, KeyError):
-        key = note.name
-        fix = f"add {key!r}: {codec_shapes.describe(note.type)}"
-        yield refusal("missing-key", inside(where, key), f"{cls.__name__} needs the key {key!r}", fix)
+        yield from _findings(misfits.missing_key(cls, note.name, note.type), where, language)
     else:
-        yield from _findings(error, inside(where, note.name))
+        yield from _findings(error, inside(where, note.name), language)
 
 
 def _note(error: Exception, cls: type) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, assert_never
 from attrs import frozen
 
 from prepkit import codec
-from prepkit.codec.field_types import TAG
+from prepkit.codec.languages import TAG
 from prepkit.codec.text import brief, canonical, inside, shown
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.plan import Plan
@@ -89,7 +89,13 @@ def diff(a: T, b: T) -> tuple[Change, ...]:
 
 
 def patch(a: T, changes: Iterable[Change]) -> T:
-    """The plan after the changes, in their order. Raises ``PlanRejected`` where one does not fit, or gives no plan."""
+    """The plan after the changes, in their order. Raises ``PlanRejected`` where one does not fit, or gives no plan.
+
+    ``TypeError`` for what is no plan or attestation, and for what are no changes.
+    """
+    changes = tuple(changes)
+    if not isinstance(a, Plan | Attestation) or not all(isinstance(change, Change) for change in changes):
+        raise TypeError("patch takes a plan or an attestation, and the changes that pk.diff gave")
     data = codec.to_data(a)
     for change in changes:
         try:

@@ -23,9 +23,6 @@ from prepkit.plan.attestation import Attestation
 ROOTS = (Plan, Observation, Attestation)
 """Every class that has a data form is one of these or stands in a field below them."""
 
-TAG = "kind"
-"""The key that names the class of a union's member."""
-
 SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
 """What to call them."""
 
@@ -126,14 +123,18 @@ def describe(cls: Any) -> str:
     return f"an object with the keys of {cls.__name__}"
 
 
-def nearest(word: str, options: Iterable[str]) -> str:
+_WORD = 200
+"""Characters of a word that are compared: what is longer is no misspelling."""
+
+
+def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
     """The option that was probably meant, or an empty string.
 
     >>> nearest("fsdp", ("Single", "DDP", "FSDP2"))
     'FSDP2'
     """
     known = {option.lower(): option for option in options}
-    close = get_close_matches(word.lower(), known, n=1)
+    close = get_close_matches(word[:_WORD].lower(), known, n=1, cutoff=cutoff)
     return known[close[0]] if close else ""
 
 
@@ -148,9 +149,14 @@ def retyped(value: object, cls: Any) -> str:
                 return f"write {read} without quotes"
     if isinstance(value, float) and value.is_integer() and int in options:
         return f"write {shown(int(value))}"
-    if any(is_tuple(option) and fits(get_args(option)[0], value) for option in options):
-        return f"put it into a list: [{shown(value)}]"
     return f"write {describe(cls)}"
+
+
+def listed(value: object, cls: Any) -> list[object]:
+    """The value as the one item of a list, where one of its type is expected and it is short; else empty."""
+    options = get_args(cls) if is_union(cls) else (cls,)
+    fitting = any(is_tuple(option) and fits(get_args(option)[0], value) for option in options)
+    return [value] if fitting and len(repr(value)) <= _WORD else []
 
 
 def _number(text: str, cls: type[int] | type[float]) -> int | float | None:

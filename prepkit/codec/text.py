@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from attrs import frozen
 
 from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings.text import shorter
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -46,14 +47,12 @@ def shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     short = reprlib.Repr()
     short.maxstring, short.maxlevel, short.maxother = 60, 2, 60
-    text = short.repr(value)
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 2]} …"
+    return shorter(short.repr(value), _WIDTH)
 
 
 def brief(data: Json) -> str:
     """The beginning of the compact text, with the keys in their order."""
-    text = _COMPACT.encode(data)
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 2]} …"
+    return shorter(_COMPACT.encode(data), _WIDTH)
 
 
 # --- out -----------------------------------------------------------------------------------------------------------

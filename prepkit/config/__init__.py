@@ -11,14 +11,17 @@ from enum import StrEnum
 from attrs import frozen
 
 from prepkit.config.checkpointing import ActivationCheckpointing, CheckpointBlocks, NoCheckpointing
+from prepkit.config.clipping import Clip, ClipNorm, ClipValue, NoClip
 from prepkit.config.compile import Compile, CompileBlocks, CompileModel, NoCompile
 from prepkit.config.ddp import DDP, CommHook, CompressHook, NoHook, PowerSGDHook
 from prepkit.config.deepspeed import DeepSpeed, Schedule
 from prepkit.config.fp8 import MSAMP, DelayedScaling, FP8Backend, MXFP8BlockScaling, TorchAO, TransformerEngine
 from prepkit.config.fsdp import FSDP1, FSDP2, KeepOnDevice, Offload, OffloadToCPU, Sharding
-from prepkit.config.loaders import KeepLoaders, Loaders, ShardLoaders
+from prepkit.config.loaders import EachLoader, KeepLoaders, Loaders, ShardLoaders
 from prepkit.config.mesh import Mesh
-from prepkit.config.optimizer import SGD, AdamW, Clip, ClipNorm, ClipValue, NoClip, OptimizerSpec
+from prepkit.config.optimizer import *  # noqa: F403  # the file's table says what there is
+from prepkit.config.optimizer import OptimizerSpec
+from prepkit.config.origin import Origin
 from prepkit.config.precision import BF16, FP8, FP16, AsStored, DType, Mixed, Precision
 from prepkit.config.tensor_parallel import (
     ActivationLayout,
@@ -85,18 +88,28 @@ class Config:
     """Process-group backend, such as ``cpu:gloo,cuda:nccl``. None: the planner's choice for device and offload."""
     timeout_s: float = 600.0
     """Time-out of every collective, in seconds."""
-    optimizer: OptimizerSpec | None = None
-    """An optimizer to create after wrapping. None: the one that is passed to ``build_plan``, if any."""
+    optimizer: OptimizerSpec | tuple[OptimizerSpec, ...] | None = None
+    """An optimizer to create after wrapping, or several. None: what is passed to ``build_plan``, if anything."""
     accumulation: int = 1
     """Micro-batches per optimizer step."""
+    average_each: bool = False
+    """Average gradients after every micro-batch of a window: traffic in the place of memory, where an engine would keep
+    whole gradients until the last (behaviour W-31). ZeRO 2 and 3 always do."""
     clip: Clip = NoClip()
     """Gradient clipping, done by prepkit just before the optimizer steps."""
     scheduler_ticks: int = 1
     """Scheduler steps per optimizer step. accelerate ticks once per rank (behaviour W-16, pain 15)."""
+    total_steps: int | None = None
+    """Optimizer steps that are planned in all, which the scheduler should last for. None: not known."""
+    entry_points: tuple[str, ...] | None = None
+    """Methods of the model, besides ``forward``, that run on the prepared model as its forward does: in its precision,
+    on gathered parameters, with averaged gradients. None: the model's well-known ones, such as ``generate``."""
     loaders: Loaders = ShardLoaders()
     """What happens to the data loaders."""
     overrides: tuple[str, ...] = ()
     """Ids of rules whose errors are accepted. Each use is recorded in the plan."""
+    origins: tuple[Origin, ...] = ()
+    """Where the settings of an imported config were written; empty for one that was written for prepkit."""
 
 
 show_fields(globals())

@@ -40,6 +40,9 @@ class FSDP2:
     The root keeps its parameters, because backward begins with them."""
     offload: Offload = KeepOnDevice()
     """Where the shards live between uses."""
+    ignored: tuple[str, ...] = ()
+    """Shell patterns over dotted paths, as in ``WrapPaths``: modules whose parameters stay whole on every rank, and are
+    not cast. Gradients of trained ones are averaged. A parameter without dimensions stays whole in any case."""
 
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]

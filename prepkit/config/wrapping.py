@@ -16,10 +16,15 @@ class WrapBlocks:
 
 @frozen
 class WrapClasses:
-    """Every module whose class has one of these names; exact text, subclasses do not match (behaviour G-60)."""
+    """Every module whose class has one of these names; exact text, subclasses do not match (behaviour G-60).
+
+    ``WrapClasses(("LlamaDecoderLayer",), paths=("lm_head",))`` means single modules besides.
+    """
 
     names: tuple[str, ...]
     """Class names, such as ``("LlamaDecoderLayer",)``."""
+    paths: tuple[str, ...] = ()
+    """Patterns of further modules, as in ``WrapPaths``."""
 
 
 @frozen

@@ -19,9 +19,10 @@ from prepkit.facts.model import (
     ModelFacts,
     ModuleFact,
     ParamFact,
+    ParamHook,
     UnitFact,
 )
-from prepkit.facts.training import GroupFact, LoaderFacts, OptimizerFacts, Scalar, SchedulerFacts
+from prepkit.facts.training import GroupFact, LoaderFacts, MemberFact, OptimizerFacts, Scalar, SchedulerFacts
 
 
 @frozen(kw_only=True)

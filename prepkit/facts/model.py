@@ -6,8 +6,18 @@ from typing import Literal
 
 from attrs import frozen
 
+WELL_KNOWN = (
+    *("generate", "encode", "decode", "encode_image", "encode_text", "features", "forward_features", "sample"),
+    *("get_text_features", "get_image_features", "get_audio_features", "get_video_features"),
+)
+"""Methods that compute from tensors to tensors as a forward does, under the names that libraries have for them."""
+
 Mark = Literal["compiled", "checkpointed", "reentrant", "ddp", "fsdp1", "fsdp2", "deepspeed", "autocast", "prepared"]
 """What a module already carries."""
+
+
+ParamHook = Literal["register_hook", "register_post_accumulate_grad_hook"]
+"""Who was called to put a hook on a parameter: torch runs the first with the gradient, the second once it is added."""
 
 
 @frozen(kw_only=True)
@@ -144,5 +154,16 @@ class ModelFacts:
     """Whether ``enable_input_require_grads()`` was called, so that frozen embeddings pass gradients on."""
     units: tuple[UnitFact, ...] = ()
     """Units of FSDP2 that the model arrives with, children before parents; empty: it is not sharded so."""
+    methods: tuple[str, ...] = ()
+    """Methods of the root besides ``forward``, sorted: the public ones of its own classes, and the well-known ones that
+    it has from a library (``WELL_KNOWN``)."""
+    param_attributes: tuple[tuple[str, str], ...] = ()
+    """Name of a parameter and of an attribute that somebody has set on it, such as ``_no_weight_decay``."""
+    param_hooks: tuple[tuple[str, ParamHook], ...] = ()
+    """Name of a parameter and a kind of hook that it has."""
+    strided: tuple[str, ...] = ()
+    """Names of the parameters whose elements do not lie in the order of their indices, as those of ``w.t()``."""
+    self_written: tuple[tuple[str, str], ...] = ()
+    """Name of a parameter that its module's own forward changes, and by what, such as ``max_norm=1.0``."""
     prepared: str = ""
     """What prepkit has made of the model already; empty: nothing."""

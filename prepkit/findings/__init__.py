@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from attrs import frozen
+from attrs import field, frozen
+
+from prepkit.findings.text import shorter
 
 
 class Severity(StrEnum):
@@ -21,15 +23,18 @@ class Finding:
     rule: str
     """Id of the rule, for example ``wrap.class-not-found``."""
     severity: Severity
-    where: str
+    where: str = field(converter=shorter)
     """Path of the object: ``config.engine.wrap``, ``model.layers.0.weight``, ``plan.json:$.steps[3].kind``."""
-    what: str
+    what: str = field(converter=shorter)
     """What is wrong with the object, with the values that show it."""
-    fix: str
-    """What to type instead, in the imperative."""
+    fix: str = field(converter=shorter)
+    """What to type instead, in the imperative. Each of the three is cut where it would fill a screen."""
+    origin: str = ""
+    """Key, file, line and column that an imported setting was read from; empty where nothing was imported."""
 
     def __str__(self) -> str:
-        return f"{self.severity.value} {self.rule} at {self.where}: {self.what}\n  fix: {self.fix}"
+        origin = f" ({self.origin})" if self.origin else ""
+        return f"{self.severity.value} {self.rule} at {self.where}{origin}: {self.what}\n  fix: {self.fix}"
 
 
 def errors(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:

@@ -28,7 +28,9 @@ class Refusal:
 _DATA = "pk.load, pk.read_config, prepkit.codec"
 _PLAN_FILE = "pk.load, prepkit show, prepkit diff"
 _CONFIG_FILE = "pk.read_config, prepkit plan, prepkit check"
+_IMPORT = "pk.import_config, prepkit import, prepkit plan, prepkit check"
 _APPLY = "pk.apply, prepkit.live.run"
+_RESUME = "ready.resume"
 _MODEL_OPTION = "prepkit plan, check, rehearse and report with --model"
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -55,6 +57,12 @@ REFUSALS: tuple[Refusal, ...] = (
         id="codec.foreign",
         summary="The file says of itself that it is a plan or an attestation of prepkit.",
         fix="Give a file that pk.save(plan, path) wrote.",
+        raised_by=_PLAN_FILE,
+    ),
+    Refusal(
+        id="codec.inconsistent",
+        summary="The parts of a saved plan fit each other: indices lead somewhere, axes multiply to the ranks.",
+        fix="Plan again; a plan is not edited by hand.",
         raised_by=_PLAN_FILE,
     ),
     Refusal(
@@ -117,6 +125,50 @@ REFUSALS: tuple[Refusal, ...] = (
         fix="Write one of the values that the finding names.",
         raised_by=_DATA,
     ),
+    # --- other libraries' files ---
+    Refusal(
+        id="import.contradiction",
+        summary="No two keys of an imported config say different things of one setting.",
+        fix="Keep one of them.",
+        raised_by=_IMPORT,
+    ),
+    Refusal(
+        id="import.missing-file",
+        summary="A file that an imported config points to is there.",
+        fix="Give its path, from where you are or from the file that points to it.",
+        raised_by=_IMPORT,
+    ),
+    Refusal(
+        id="import.no-effect",
+        summary="Every key of an imported config does something where it stands.",
+        fix="Remove the key.",
+        raised_by=_IMPORT,
+        severity=Severity.WARNING,
+    ),
+    Refusal(
+        id="import.not-supported",
+        summary="An imported config asks for what prepkit does.",
+        fix="Write the nearest way that the finding names.",
+        raised_by=_IMPORT,
+    ),
+    Refusal(
+        id="import.unknown-key",
+        summary="Every key of an imported config is one that its library knows.",
+        fix="Write the name that is proposed, or remove the key.",
+        raised_by=_IMPORT,
+    ),
+    Refusal(
+        id="import.wrong-type",
+        summary="Every value of an imported config has the type that its library takes.",
+        fix="Write the type that the finding names.",
+        raised_by=_IMPORT,
+    ),
+    Refusal(
+        id="import.wrong-value",
+        summary="Every value of an imported config is one that its library knows.",
+        fix="Write one of the values that the finding names.",
+        raised_by=_IMPORT,
+    ),
     # --- config files ---
     Refusal(
         id="config.damaged",
@@ -146,6 +198,24 @@ REFUSALS: tuple[Refusal, ...] = (
         id="config.recursive",
         summary="No value of a YAML file contains itself through an alias.",
         fix="Write it out without the alias.",
+        raised_by=_CONFIG_FILE,
+    ),
+    Refusal(
+        id="config.not-in-toml",
+        summary="A config that is written as TOML has no setting that is null.",
+        fix="Name the file .yaml or .json.",
+        raised_by="prepkit import -o",
+    ),
+    Refusal(
+        id="config.too-large",
+        summary="The config file, with every alias written out, is not larger than any config can be.",
+        fix="Write it out without aliases, or shorter.",
+        raised_by=_CONFIG_FILE,
+    ),
+    Refusal(
+        id="config.too-many",
+        summary="Not more places of one file are wrong than findings are told of.",
+        fix="Mend the places that are told, or write the file anew.",
         raised_by=_CONFIG_FILE,
     ),
     Refusal(
@@ -200,8 +270,20 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         id="plan.other-environment",
-        summary="World size and device are those that were planned for.",
+        summary="World size and device are those of the plan, and the size of a node where the mesh follows it.",
         fix="Launch as the plan says, or plan again for this launch.",
+        raised_by=_APPLY,
+    ),
+    Refusal(
+        id="optimizer.prepared-elsewhere",
+        summary="No optimizer is prepared with two models.",
+        fix="Give each model an optimizer of its own, or put both models into one module.",
+        raised_by="pk.apply",
+    ),
+    Refusal(
+        id="plan.inference-mode",
+        summary="What is to be trained is made and prepared outside torch.inference_mode().",
+        fix="Build the model and call apply outside torch.inference_mode(), or plan with intent=Intent.INFERENCE.",
         raised_by=_APPLY,
     ),
     Refusal(
@@ -209,6 +291,49 @@ REFUSALS: tuple[Refusal, ...] = (
         summary="No parameter is left on the meta device when training is to begin.",
         fix="Plan with weights=LoadWeights(path), InitWeights() or SendWeights(), or build the model off meta.",
         raised_by=_APPLY,
+    ),
+    # --- checkpoints of runs ---
+    Refusal(
+        id="checkpoint.damaged",
+        summary="Every byte of a checkpoint is as it was written.",
+        fix="Go on from the checkpoint that the finding names, or restore the files from a copy.",
+        raised_by=_RESUME,
+    ),
+    Refusal(
+        id="checkpoint.other-config",
+        summary="The model computes as the one that was saved: its config and its modules say the same.",
+        fix="Build the model as the finding says, or accept it with ready.resume(folder, accept=[...]).",
+        raised_by=_RESUME,
+    ),
+    Refusal(
+        id="checkpoint.other-dtype",
+        summary="Parameters are at least as precise as those that were saved.",
+        fix="Build the model in the dtype that was saved, or accept the rounding with accept=[...].",
+        raised_by=_RESUME,
+    ),
+    Refusal(
+        id="checkpoint.other-groups",
+        summary="The optimizer has the groups of parameters that were saved.",
+        fix="Group the parameters as they were, or read the weights alone with only_model=True.",
+        raised_by=_RESUME,
+    ),
+    Refusal(
+        id="checkpoint.other-model",
+        summary="The checkpoint holds the tensors of this model, in their shapes, and no others.",
+        fix="Build the model that was saved, or give the folder of this one.",
+        raised_by=_RESUME,
+    ),
+    Refusal(
+        id="checkpoint.other-optimizer",
+        summary="The checkpoint holds the state of this kind of optimizer.",
+        fix="Use the optimizer that was saved, or read the weights alone with only_model=True.",
+        raised_by=_RESUME,
+    ),
+    Refusal(
+        id="checkpoint.other-scheduler",
+        summary="The scheduler is of the class that was saved.",
+        fix="Build that scheduler, or let the one here begin anew with accept=[...].",
+        raised_by=_RESUME,
     ),
 )
 """Every refusal, in the order in which a user may meet them: files, calls, live objects."""

@@ -10,6 +10,15 @@ from itertools import groupby
 from attrs import frozen
 
 
+def shorter(text: str, most: int = 4000) -> str:
+    """The text, cut where a message would be too long.
+
+    >>> shorter("a name of a million digits", 14)
+    'a name of a …'
+    """
+    return text if len(text) <= most else f"{text[: most - 2].rstrip()} …"
+
+
 def at(path: str) -> str:
     """Where a module or parameter is, for ``Hit.where``.
 

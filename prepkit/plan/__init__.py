@@ -15,7 +15,7 @@ from prepkit.plan.layout import ParamLayout as ParamLayout
 from prepkit.plan.owners import Owners as Owners
 from prepkit.plan.planned import Planned as Planned
 from prepkit.plan.planned import because as because
-from prepkit.plan.summary import about, about_lines, finding_lines, step_lines, title
+from prepkit.plan.summary import about, about_lines, finding_lines, origin_lines, step_lines, title
 from prepkit.steps import Axis
 
 
@@ -70,6 +70,7 @@ class Plan:
                 title(self.config, self.facts),
                 *about_lines(about(self.config, self.facts, self.mesh, self.owners, provenance.assumed)),
             ),
+            tuple(origin_lines(self.config)),
             tuple(step_lines(self.steps)),
             tuple(finding_lines("warnings", self.warnings)),
             tuple(finding_lines("overridden (accepted in config.overrides)", self.overridden)),

@@ -39,7 +39,10 @@ _FIXES: dict[DriftKind, tuple[str, str]] = {
 
 
 def drift(planned: Facts, now: Facts) -> tuple[Drift, ...]:
-    """Every fact that differs, identity first. Facts that the plan only assumed are held to all the same."""
+    """Every fact that differs, identity first. Facts that the plan only assumed are held to all the same.
+
+    A fact that was open when the plan was made differs from nothing: ``planner.since`` asks the rules again with it.
+    """
     return (
         *_identity(planned.model, now.model),
         *_state(planned, now),
@@ -106,10 +109,15 @@ def _state(planned: Facts, now: Facts) -> Iterator[Drift]:
     for unit in new.units:  # one that is gone, or is new, has another mark
         if (was_unit := units.get(unit.path, unit)) != unit:
             yield Drift("state", f"unit {unit.path or '(root)'}", str(was_unit), str(unit))
-    for field in ("device_map", "quantised", "forward", "grad_inputs", "prepared"):
+    if old.param_attributes != new.param_attributes:
+        yield Drift("note", "attributes of parameters", str(old.param_attributes), str(new.param_attributes))
+    for field in ("device_map", "quantised", "forward", "grad_inputs", "prepared", *_OF_PARAMS):
         if getattr(old, field) != getattr(new, field):
             yield Drift("state", f"model.{field}", str(getattr(old, field)), str(getattr(new, field)))
     yield from _objects(planned, now)
+
+
+_OF_PARAMS = ("param_hooks", "strided", "self_written")
 
 
 def _said(marks: tuple[str, ...]) -> str:

@@ -9,12 +9,13 @@ from typing import assert_never
 from prepkit.findings.text import count, in_bytes, listed, local_device
 from prepkit.plan.byte_ranges import bytes_read
 from prepkit.plan.dtypes import itemsize
-from prepkit.plan.step_text_wrapping import copied, flattened, parallelized, sharded
+from prepkit.plan.step_text_wrapping import copied, entry_points, flattened, parallelized, sharded
 from prepkit.steps import (
     Agree,
     AllocateTensors,
     AutocastForward,
     AutocastFP8Forward,
+    AverageGradients,
     Axis,
     BuildMesh,
     CastForward,
@@ -31,6 +32,7 @@ from prepkit.steps import (
     InitializeDeepSpeed,
     InitializeMSAMP,
     InitializeTensors,
+    MakeContiguous,
     MarkLeafModules,
     MoveModel,
     MoveToXLA,
@@ -39,6 +41,7 @@ from prepkit.steps import (
     ReadTensors,
     RebindOptimizer,
     ReduceXLAGradients,
+    RegisterEntryPoints,
     RegroupOptimizer,
     ReleaseOptimizer,
     SendTensors,
@@ -50,6 +53,7 @@ from prepkit.steps import (
     UpcastParameters,
     WrapDDP,
     WrapFSDP1,
+    WrapLoader,
 )
 
 
@@ -66,6 +70,8 @@ def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy coun
             return f"parameters taken out of {_slots(step.slots)}"
         case UpcastParameters():
             return f"{count(len(step.names), 'parameter')} to {step.dtype}: {listed(step.names, limit=2)}"
+        case MakeContiguous():
+            return f"{count(len(step.names), 'parameter')} laid in order: {listed(step.names, limit=2)}"
         case MoveModel():
             return f"parameters and buffers to {local_device(step.device.type)}"
         case AutocastForward():
@@ -78,6 +84,9 @@ def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy coun
             return _compile_modules(step)
         case ShardUnits():
             return sharded(step)
+        case AverageGradients():
+            over = f" over {' x '.join(step.axes)}" if step.axes else " over all ranks"
+            return f"of {listed(step.names)}{over}, once per window"
         case ConvertSyncBatchNorm():
             return f"{listed(step.paths)} ({count(len(step.paths), 'module')})"
         case CreateGradScaler():
@@ -94,6 +103,8 @@ def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy coun
             return _create_optimizer(step)
         case ShardLoader():
             return _shard_loader(step)
+        case WrapLoader():
+            return _wrap_loader(step)
         case CheckFiles():
             return f"{_files(step.files)}: size and header as planned, on every rank"
         case AllocateTensors():
@@ -125,6 +136,8 @@ def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy coun
             return f"floating inputs to {step.dtype}, outputs to {step.output_dtype}"
         case MarkLeafModules():
             return f"{listed(step.paths)} ({count(len(step.paths), 'module')}) gathered whole by ZeRO-3"
+        case RegisterEntryPoints():
+            return entry_points(step)
         case ConvertOptimizer():
             return f"{step.algorithm} takes the optimizer's place" + (", decoupled decay" if step.decoupled else "")
         case InitializeDeepSpeed():
@@ -195,7 +208,11 @@ def _autocast_fp8(step: AutocastFP8Forward) -> str:
 
 def _create_optimizer(step: CreateOptimizer) -> str:
     options = ", ".join(f"{option.name}={option.value}" for option in step.options)
-    return f"{step.algorithm}({options}) over {count(len(step.names), 'parameter')}"
+    text = f"{step.algorithm}({options}) over {count(len(step.names), 'parameter')}"
+    for group in step.groups:
+        own = ", ".join(f"{option.name}={option.value}" for option in group.options)
+        text += f", {len(group.names)} more with {own}"
+    return text
 
 
 def _files(files: tuple[File, ...]) -> str:
@@ -235,9 +252,37 @@ def _initialise_deepspeed(step: InitializeDeepSpeed) -> str:
 
 
 def _shard_loader(step: ShardLoader) -> str:
-    order = f"shuffled with seed {step.seed}" if step.shuffle else "in order"
     tail = "the tail dropped" if step.drop_last else "the tail filled up from the start"
+    if step.spread:
+        tail = "each sample once"
     over = ""
     if step.axes is not None:
         over = f", divided over {' x '.join(step.axes)}" if step.axes else ", undivided"
-    return f"loader {step.index}{over}, {order}, {tail}"
+    elif step.same_data > 1:
+        over = f", {step.same_data} neighbours read the same"
+    size = f", batches of {step.batch_size}" if step.batch_size is not None else ""
+    sent = ", read by rank 0 for all" if step.dispatch else ""
+    return f"loader {step.index}{over}, {_order(step)}{size}, {tail}{sent}"
+
+
+def _order(step: ShardLoader) -> str:
+    match step.split:
+        case "samples":
+            return f"shuffled with seed {step.seed}" if step.shuffle else "in order"
+        case "sampler":
+            return f"by its own sampler with seed {step.seed}"
+        case "batches":
+            return f"in batches of its own sampler with seed {step.seed}"
+        case "stream":
+            return f"a stream that every rank reads, with seed {step.seed}"
+        case "shards":
+            return "a stream in shards, each read by one rank"
+        case _:
+            assert_never(step.split)
+
+
+def _wrap_loader(step: WrapLoader) -> str:
+    where = "unmoved" if step.device is None else f"to {local_device(step.device.type)}"
+    purpose = "evaluation" if step.evaluation else "training"
+    window = ", its end ends the window" if step.ends_window else ""
+    return f"loader {step.index} for {purpose}, batches {where}{window}"

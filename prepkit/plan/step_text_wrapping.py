@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepkit.findings.text import count, listed, local_device
-from prepkit.steps import DDPCommHook, ParallelizeModules, ShardUnits, Unit, WrapDDP, WrapFSDP1
+from prepkit.steps import DDPCommHook, ParallelizeModules, RegisterEntryPoints, ShardUnits, Unit, WrapDDP, WrapFSDP1
 
 
 def parallelized(step: ParallelizeModules) -> str:
@@ -22,14 +22,16 @@ def sharded(step: ShardUnits) -> str:
     parts = "".join(f", {verb} {dtype}" for verb, dtype in dtypes if dtype)
     over = f", over {' x '.join(step.axes)}" if step.axes else ""
     kept = f"; kept {'in pinned' if step.pin_memory else 'in'} host memory" if step.offload else ""
-    kind = "frozen parameter" if step.already_sharded else "packed weight"
-    whole = f"; {count(len(step.ignored), kind)} whole on every rank" if step.ignored else ""
+    norms = sum(unit.full_precision for unit in step.units)
+    full = f"; {count(norms, 'unit')} in float32" if norms else ""
+    whole = f"; {count(len(step.ignored), 'parameter')} whole on every rank" if step.ignored else ""
     return (
         "already " * step.already_sharded
         + " then ".join(part for part in (blocks, root) if part)
         + over
         + parts
         + f"; {_resharding(step.units)}"
+        + full
         + kept
         + whole
     )
@@ -61,6 +63,7 @@ def flattened(step: WrapFSDP1) -> str:
         (f"{count(whole, 'unit')} in float32", whole),
         ("one flat parameter per unit", not step.use_orig_params),
         ("kept in host memory", step.offload),
+        ("storage for what is on meta, unit by unit", step.allocates),
         ("rank 0 is broadcast first", step.sync_module_states),
         ("the next unit of forward is gathered ahead", step.forward_prefetch),
         ("gathered when needed in backward", step.backward_prefetch is None),
@@ -71,6 +74,16 @@ def flattened(step: WrapFSDP1) -> str:
     return f"{blocks} on {local_device(step.device.type)}, {step.sharding}{parts}" + "".join(
         f"; {t}" for t, on in extras if on
     )
+
+
+def entry_points(step: RegisterEntryPoints) -> str:
+    """The methods, and how each call of them runs."""
+    ways = {
+        "units": "around each call the units gather as around forward",
+        "wrapper": "inside the wrapper's forward",
+        "forward": "patched as forward is",
+    }
+    return f"{', '.join(step.names)}: {ways[step.through]}{', all ranks in step' * step.in_step}"
 
 
 def copied(step: WrapDDP) -> str:

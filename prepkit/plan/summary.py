@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from prepkit.config import FP8, FSDP2, Clip, ClipNorm, ClipValue, Config, DeepSpeed, Mixed, NoClip
+from prepkit.config.optimizer import specs
 from prepkit.config.precision import PRECISIONS
 from prepkit.facts import Env, Facts
 from prepkit.findings import Finding
@@ -78,8 +79,8 @@ def _optimizer(cfg: Config, facts: Facts) -> str:
     if optimizer is not None:
         slots = sum(len(group.slots) for group in optimizer.groups)
         return f"{optimizer.name}, {count(slots, 'parameter')} in {count(len(optimizer.groups), 'group')}"
-    spec = cfg.optimizer
-    return f"{type(spec).__name__}, created after the model is prepared" if spec is not None else "none"
+    asked = " and ".join(type(spec).__name__ for spec in specs(cfg.optimizer))
+    return f"{asked}, created after the model is prepared" if asked else "none"
 
 
 def _owners(owners: Owners) -> tuple[tuple[str, str], ...]:
@@ -115,6 +116,13 @@ def step_lines(steps: tuple[Planned, ...]) -> Iterator[str]:
         rows = f"  [{', '.join(planned.behaviour_ids)}]" if planned.behaviour_ids else ""
         yield f"  {number:>{digits}}  {kind}  {effect(planned.step)}"
         yield f"  {'':{digits}}  {'':{width}}  because {planned.reason}{rows}"
+
+
+def origin_lines(cfg: Config) -> Iterator[str]:
+    """Each imported setting, and the key and line that it was read from; nothing for a config of prepkit's own."""
+    if cfg.origins:
+        yield "imported settings"
+        yield from aligned(tuple((origin.setting, str(origin)) for origin in cfg.origins), indent=2)
 
 
 def finding_lines(title: str, findings: tuple[Finding, ...]) -> Iterator[str]:

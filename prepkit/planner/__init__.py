@@ -22,6 +22,7 @@ from prepkit.planner.owners import owners
 from prepkit.planner.pieces import Piece
 from prepkit.planner.single import plan_single
 from prepkit.planner.tensor_parallel import plan_tensor_parallel
+from prepkit.planner.todays_findings import todays_findings
 from prepkit.planner.xla import plan_xla
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES, findings_of, split
@@ -57,6 +58,11 @@ def over_budget(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> t
     """What the rules about memory say, also where the config accepts it; nothing where there is no plan."""
     again = partial(_drafted, facts=facts, rules=rules)
     return again(cfg).map(lambda drafted: budget.findings(drafted, again)).value_or(())
+
+
+def since(plan: Plan, now: Facts) -> tuple[Finding, ...]:
+    """What the rules say of today's facts, and did not say of those that the plan was made from; see its module."""
+    return todays_findings(plan, now, partial(_drafted, facts=now, rules=RULES))
 
 
 def _within_budget(drafted: Plan, rules: tuple[Rule, ...]) -> Result[Plan, tuple[Finding, ...]]:

@@ -7,6 +7,8 @@ from typing import Literal, assert_never
 from prepkit.config import DDP, CommHook, CompressHook, NoHook, PowerSGDHook
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
+from prepkit.planner.entry_points import entry_points
+from prepkit.planner.loaders import prepare_loaders
 from prepkit.planner.pieces import Piece
 from prepkit.resolve.modules import unsynchronized_batch_norms
 from prepkit.resolve.resolved import Resolved
@@ -30,10 +32,11 @@ def plan_ddp(resolved: Resolved) -> Piece:
         + wrap(resolved)  # sees the parameters in the dtype and on the device in which they train
         + fp8.autocast(resolved)  # around the wrapper, whose forward is what the user calls
         + pieces.compile_model(resolved)  # outermost: torch splits the graph at DDP's buckets
+        + entry_points(resolved)  # of the wrapper
         + pieces.move_state(resolved)
         + pieces.create_optimizer(resolved)
         + pieces.grad_scaler(resolved)
-        + pieces.shard_loaders(resolved)
+        + prepare_loaders(resolved)
     )
 
 

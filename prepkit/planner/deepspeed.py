@@ -5,6 +5,8 @@ from __future__ import annotations
 from prepkit.config import FP8, MSAMP, DeepSpeed
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces
+from prepkit.planner.entry_points import entry_points
+from prepkit.planner.loaders import prepare_loaders
 from prepkit.planner.pieces import Piece
 from prepkit.resolve.deepspeed.working import WorkingConfig
 from prepkit.resolve.fp8 import kept_wide
@@ -17,6 +19,7 @@ def plan_deepspeed(resolved: Resolved) -> Piece:
     config = resolved.deepspeed
     return (
         pieces.start_group(resolved)
+        + pieces.contiguous(resolved)  # DeepSpeed sends the model as bytes
         + fp8.convert(resolved)  # before anything is wrapped around the layers that it replaces
         + cast(resolved)  # of the user's model, so that DeepSpeed's hooks see what they expect
         + fp8.autocast(resolved)  # around it, and inside the engine, which calls the module's own forward
@@ -28,7 +31,8 @@ def plan_deepspeed(resolved: Resolved) -> Piece:
         + initialize(resolved, config)  # has no way back: after all that can be refused without it
         + pieces.compile_blocks(resolved)  # compiled code has to see ZeRO's hooks (DS-30)
         + pieces.compile_model(resolved)
-        + pieces.shard_loaders(resolved)
+        + entry_points(resolved)  # of the engine
+        + prepare_loaders(resolved)
     )
 
 

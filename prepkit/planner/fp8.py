@@ -94,7 +94,7 @@ def precompute(resolved: Resolved) -> Piece:
     """Scales of float8 weights, once per optimizer step."""
     cfg = resolved.cfg
     backend = cfg.precision.backend if isinstance(cfg.precision, FP8) else None
-    stepped = resolved.facts.optimizer is not None or cfg.optimizer is not None
+    stepped = resolved.facts.optimizer is not None or bool(cfg.optimizer)
     if not (isinstance(backend, TorchAO) and backend.precompute_scales and all_gather(cfg) and stepped):
         return ()
     return because(PrecomputeFloat8Scales(), "one reduction for all scales instead of one per weight", "X-4")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from prepkit.config import FSDP1
 from prepkit.plan import because
-from prepkit.planner import fp8, pieces
+from prepkit.planner import fp8, pieces, weights
+from prepkit.planner.entry_points import entry_points
+from prepkit.planner.loaders import prepare_loaders
 from prepkit.planner.pieces import Piece
-from prepkit.resolve.fsdp1 import every_batch_norm, ignored_modules
 from prepkit.resolve.resolved import Resolved
+from prepkit.resolve.units import full_precision_units, ignored_modules
 from prepkit.steps import BuildMesh, FlatUnit, LocalDevice, WrapFSDP1
 
 
@@ -15,6 +17,8 @@ def plan_fsdp1(resolved: Resolved) -> Piece:
     """Steps of the ``FSDP1`` engine (behaviour F1-1 … F1-51). Inference is sharded as training is (EV-2)."""
     return (
         pieces.start_group(resolved)
+        + weights.check_files(resolved)  # while nothing has been changed
+        + weights.stash(resolved)  # before the optimizer lets go of the parameters, which stay themselves
         + mesh(resolved)
         + pieces.release_optimizer(resolved)  # flattening replaces the parameters' data under the optimizer
         + pieces.upcast(resolved)  # a flat parameter has one dtype, and freezes it
@@ -23,12 +27,14 @@ def plan_fsdp1(resolved: Resolved) -> Piece:
         + pieces.checkpoint(resolved)  # inside the unit, so that recomputation re-gathers
         + pieces.compile_blocks(resolved)  # a block is compiled as it will run: checkpointed, unsharded
         + wrap(resolved)  # has no way back: after everything that can still fail
+        + weights.fill(resolved)  # each rank's shards alone; before the optimizer's state takes their device
         + fp8.autocast(resolved)  # around the wrapper, whose forward is what the user calls
         + pieces.compile_model(resolved)  # outermost: torch splits the graph at the units
+        + entry_points(resolved)  # of the wrapper
         + pieces.rebind_flat(resolved)
         + pieces.create_optimizer(resolved)
         + pieces.grad_scaler(resolved, sharded=True)  # one verdict on overflow for all shards
-        + pieces.shard_loaders(resolved)
+        + prepare_loaders(resolved)
     )
 
 
@@ -48,7 +54,7 @@ def wrap(resolved: Resolved) -> Piece:
     engine, facts = resolved.cfg.engine, resolved.facts
     assert isinstance(engine, FSDP1), "the planner table gives this planner FSDP1 configs only"
     dtypes = resolved.compute_dtypes
-    norms = every_batch_norm(facts.model) if dtypes else frozenset()
+    norms = full_precision_units(resolved.cfg, facts.model)
     inner = tuple(FlatUnit(path=path, full_precision=path in norms) for path in resolved.units)
     alone = resolved.planned_mesh[-1].size == 1  # torch would switch by itself, and warn once per unit
     step = WrapFSDP1(
@@ -63,8 +69,9 @@ def wrap(resolved: Resolved) -> Piece:
         forward_prefetch=engine.forward_prefetch,
         limit_all_gathers=engine.limit_all_gathers,
         use_orig_params=engine.use_orig_params,
-        sync_module_states=engine.sync_module_states,
+        sync_module_states=engine.sync_module_states and not weights.gives_values(resolved),  # there is nothing to send
         ignored=ignored_modules(engine, facts.model),
+        allocates=weights.gives_values(resolved),
     )
     gathered = "each is gathered alone" if inner else "the whole model is gathered at once"
     units = f"{gathered}; batch norms stay in float32" if norms else gathered

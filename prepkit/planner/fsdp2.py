@@ -6,10 +6,14 @@ from prepkit.config import FSDP2, OffloadToCPU
 from prepkit.facts import ModelFacts
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
+from prepkit.planner.entry_points import entry_points
+from prepkit.planner.loaders import prepare_loaders
 from prepkit.planner.pieces import Piece
 from prepkit.planner.tensor_parallel import parallelize
+from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.resolved import Resolved
-from prepkit.steps import BuildMesh, ShardUnits, Unit
+from prepkit.resolve.units import full_precision_units
+from prepkit.steps import AverageGradients, BuildMesh, ShardUnits, Unit
 
 
 def plan_fsdp2(resolved: Resolved) -> Piece:
@@ -21,6 +25,7 @@ def plan_fsdp2(resolved: Resolved) -> Piece:
         + weights.stash(resolved)  # before the optimizer lets go of the parameters, which stay themselves
         + mesh(resolved)
         + (pieces.release_optimizer(resolved) if moves else ())  # or the old ones keep the whole model in memory
+        + (pieces.contiguous(resolved) if moves else ())  # fully_shard refuses the others
         + pieces.upcast(resolved)  # sharding freezes each parameter's dtype
         + parallelize(resolved)  # what is sharded, compiled and recomputed is a layer's part
         + fp8.convert(resolved)  # a float8 weight keeps its dtype, a sharded layer cannot be replaced any more
@@ -29,12 +34,14 @@ def plan_fsdp2(resolved: Resolved) -> Piece:
         + pieces.compile_blocks(resolved)  # a block is compiled as it will run: checkpointed, unsharded
         + pieces.compile_model(resolved)
         + shard_units(resolved)  # has no way back: after everything that can still fail
+        + entry_points(resolved)  # torch patches them on units only
         + weights.fill(resolved)  # each rank's shards alone; before the optimizer's state takes their device
         + (pieces.rebind_optimizer(resolved) if moves else ())
         + pieces.create_optimizer(resolved)
         + pieces.grad_scaler(resolved)
         + fp8.precompute(resolved)  # watches the optimizer that is there by now
-        + pieces.shard_loaders(resolved)
+        + average_whole(resolved)  # of the objects that the parameters are by now
+        + prepare_loaders(resolved)
     )
 
 
@@ -74,15 +81,37 @@ def shard_units(resolved: Resolved) -> Piece:
     if step.already_sharded:
         return because(step, "the model arrives sharded so, and is left as it is", "M2-1")
     gathered = "each is gathered alone" if len(step.units) > 1 else "the whole model is gathered at once"
-    packed = "; packed weights stay whole" if step.ignored else ""
     rows = ("M2-6", "M2-7", "SS-14") if step.ignored else ()
-    return because(
-        step, f"leaves first, the root takes what is left; {gathered}{packed}", "M2-10", "M2-12", "H-17", *rows
-    )
+    reason = f"leaves first, the root takes what is left; {gathered}{_exceptions(resolved, step)}"
+    return because(step, reason, "M2-10", "M2-12", "H-17", *rows)
+
+
+def _exceptions(resolved: Resolved, step: ShardUnits) -> str:
+    """What is not cast or not cut as everything else, in words."""
+    packed, numbers = set(resolved.packed_params), set(scalars(resolved.facts.model))
+    rest = set(step.ignored) - packed - numbers
+    whole = (("packed weights", packed), ("single numbers", numbers), ("what is ignored", rest))
+    kinds = [words for words, names in whole if names.intersection(step.ignored)]
+    norms = any(unit.full_precision for unit in step.units)
+    return ("; batch norms stay in float32" if norms else "") + (f"; {' and '.join(kinds)} stay whole" if kinds else "")
+
+
+def average_whole(resolved: Resolved) -> Piece:
+    """Gradients of what every rank holds whole: no reduction of a unit has them."""
+    whole = set(resolved.unsharded_params) if resolved.trains and resolved.data_parallel_size > 1 else set()
+    names = tuple(p.name for p in resolved.facts.model.params if p.requires_grad and p.name in whole)
+    if not names:
+        return ()
+    step = AverageGradients(names=names, axes=resolved.data_axes or ())
+    return because(step, "no unit reduces them, and the ranks would drift apart", "F1-49", "pain 9")
 
 
 def _selected(resolved: Resolved, engine: FSDP2) -> tuple[Unit, ...]:
-    inner = (Unit(path=path, reshard_after_forward=engine.reshard_after_forward) for path in resolved.units)
+    norms = full_precision_units(resolved.cfg, resolved.facts.model)
+    inner = (
+        Unit(path=path, reshard_after_forward=engine.reshard_after_forward, full_precision=path in norms)
+        for path in resolved.units
+    )
     # Only the root casts its output: a block's output feeds the next block, which computes in bfloat16 again.
     output = resolved.compute_dtypes.output if resolved.compute_dtypes else None
     return (*inner, Unit(path="", reshard_after_forward=False, output_dtype=output))

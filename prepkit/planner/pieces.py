@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-from typing import assert_never, cast
-
-from attrs import asdict
+from typing import assert_never
 
 from prepkit.config import (
     FP16,
     FSDP1,
-    FSDP2,
     CheckpointBlocks,
     CompileBlocks,
     CompileModel,
-    KeepLoaders,
     NoCheckpointing,
     NoCompile,
-    OffloadToCPU,
 )
+from prepkit.config.optimizer import Group, OptimizerSpec, options
 from prepkit.config.precision import PRECISIONS
 from prepkit.facts import OptimizerFacts
 from prepkit.plan import Planned, because
 from prepkit.planner import fp8
+from prepkit.resolve.created_optimizers import CreatedOptimizer
 from prepkit.resolve.resolved import Resolved
 from prepkit.steps import (
     Agree,
-    Algorithm,
     AutocastForward,
     CheckpointModules,
     CompileModules,
     CreateGradScaler,
     CreateOptimizer,
     LocalDevice,
+    MakeContiguous,
     MoveModel,
+    OptimizerGroup,
     OptimizerOption,
     RebindOptimizer,
     RegroupOptimizer,
     ReleaseOptimizer,
-    ShardLoader,
     StartProcessGroup,
     UpcastParameters,
 )
@@ -67,11 +64,13 @@ def backend(resolved: Resolved) -> tuple[str, str]:
     """Process-group backend, and why."""
     cfg = resolved.cfg
     kind = resolved.compute_device
-    offload = isinstance(cfg.engine, FSDP2) and isinstance(cfg.engine.offload, OffloadToCPU)
     if cfg.backend:
         return cfg.backend, "asked for in config.backend"
-    if offload and kind != "cpu":
-        return f"cpu:gloo,{kind}:{COLLECTIVES[kind]}", "offloaded gradients are clipped and reduced on the CPU as well"
+    if resolved.offloads and kind != "cpu":
+        what = "offloaded gradients are clipped and reduced on the CPU as well"
+        if isinstance(cfg.engine, FSDP1):
+            what = "offloaded shards are saved, and gathered whole, on the CPU as well"
+        return f"cpu:gloo,{kind}:{COLLECTIVES[kind]}", what
     return COLLECTIVES[kind], f"the backend for {kind}"
 
 
@@ -91,6 +90,16 @@ def upcast(resolved: Resolved) -> Piece:
         return ()
     step = UpcastParameters(names=tuple(p.name for p in params), dtype="float32")
     return because(step, "updates smaller than a 16-bit step would be rounded away", "M2-16", "F1-22", "pain 2")
+
+
+def contiguous(resolved: Resolved) -> Piece:
+    """What torch and DeepSpeed shard and send lies in the order of its indices; a transposed weight does not."""
+    whole = set(resolved.unsharded_params)
+    names = tuple(name for name in resolved.facts.model.strided if name not in whole)
+    if not names:
+        return ()
+    reason = f"{type(resolved.cfg.engine).__name__} takes no other order"
+    return because(MakeContiguous(names=names), reason, "P2-8", "DS-19")
 
 
 def move(resolved: Resolved) -> Piece:
@@ -190,14 +199,28 @@ def move_state(resolved: Resolved) -> Piece:
 
 
 def create_optimizer(resolved: Resolved) -> Piece:
-    """The optimizer that the config specifies, over the parameters as they now are."""
-    spec = resolved.cfg.optimizer
-    if spec is None:
-        return ()
-    options = tuple(OptimizerOption(name=name, value=value) for name, value in asdict(spec).items())
-    names = tuple(param.name for param in resolved.facts.model.params if param.requires_grad)
-    step = CreateOptimizer(algorithm=cast("Algorithm", type(spec).__name__), names=names, options=options)
-    return because(step, "made from the parameters as they now are", "G-1", "pain 1")
+    """The optimizers that the config specifies, over the parameters as they now are."""
+    steps = tuple(_create(index, made) for index, made in enumerate(resolved.created_optimizers))
+    return tuple(
+        planned
+        for step in steps
+        for planned in because(step, "made from the parameters as they now are", "G-1", "pain 1")
+    )
+
+
+def _create(index: int, made: CreatedOptimizer) -> CreateOptimizer:
+    groups = ((group.names, group.said) for group in made.groups if group.names)
+    return CreateOptimizer(
+        algorithm=type(made.spec).__name__,
+        names=made.rest,
+        options=_options(made.spec),
+        groups=tuple(OptimizerGroup(names=names, options=_options(said)) for names, said in groups),
+        index=index,
+    )
+
+
+def _options(of: OptimizerSpec | Group) -> tuple[OptimizerOption, ...]:
+    return tuple(OptimizerOption(name=name, value=value) for name, value in options(of).items())
 
 
 def grad_scaler(resolved: Resolved, *, sharded: bool = False) -> Piece:
@@ -215,25 +238,3 @@ def grad_scaler(resolved: Resolved, *, sharded: bool = False) -> Piece:
         growth_interval=how.growth_interval,
     )
     return because(step, "small gradients would be 0 in float16", "ST-23", "pain 29")
-
-
-def shard_loaders(resolved: Resolved) -> Piece:
-    """Each data-parallel rank reads its own part of the data."""
-    cfg = resolved.cfg
-    if isinstance(cfg.loaders, KeepLoaders) or resolved.facts.env.world_size == 1:
-        return ()
-    seed, drop, over = cfg.loaders.seed, cfg.loaders.drop_last, resolved.data_axes
-    reason = "every rank reads its own samples"
-    rows: tuple[str, ...] = ("DL-15",)
-    if over is not None:
-        reason = "tensor ranks read the same samples, all others their own" if over else "all ranks read the same"
-        rows = ("DL-15", "DL-7", "G-47")
-    return tuple(
-        planned
-        for index, loader in enumerate(resolved.facts.loaders)
-        for planned in because(
-            ShardLoader(index=index, shuffle=loader.sampler == "random", seed=seed, drop_last=drop, axes=over),
-            reason,
-            *rows,
-        )
-    )

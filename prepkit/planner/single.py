@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from prepkit.planner import fp8, pieces, weights
+from prepkit.planner.entry_points import entry_points
+from prepkit.planner.loaders import prepare_loaders
 from prepkit.planner.pieces import Piece
 from prepkit.resolve.resolved import Resolved
 
@@ -19,10 +21,11 @@ def plan_single(resolved: Resolved) -> Piece:
         + fp8.autocast(resolved)  # around it: what TransformerEngine calls is the bfloat16 forward
         + pieces.checkpoint(resolved)
         + pieces.compile_blocks(resolved)  # a block is compiled as it will run: checkpointed
+        + entry_points(resolved)  # patched as the forward is by now
         + pieces.compile_model(resolved)  # last: it takes in everything above
         + weights.fill(resolved)  # after all that can be refused, in the dtypes that the cast has given
         + pieces.move_state(resolved)
         + pieces.create_optimizer(resolved)
         + pieces.grad_scaler(resolved)
-        + pieces.shard_loaders(resolved)
+        + prepare_loaders(resolved)
     )

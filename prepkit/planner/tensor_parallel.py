@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from prepkit.config import TPPlanFromModel
 from prepkit.plan import because
-from prepkit.planner import pieces
+from prepkit.planner import pieces, weights
+from prepkit.planner.entry_points import entry_points
+from prepkit.planner.loaders import prepare_loaders
 from prepkit.planner.pieces import Piece
 from prepkit.resolve.resolved import Resolved
 from prepkit.steps import Axis, BuildMesh, ParallelizeModules
@@ -15,19 +17,23 @@ def plan_tensor_parallel(resolved: Resolved) -> Piece:
     parallel = parallelize(resolved)
     return (
         pieces.start_group(resolved)
+        + weights.check_files(resolved)  # while nothing has been changed
+        + weights.stash(resolved)  # before the optimizer lets go of the parameters, which stay themselves
         + mesh(resolved)
         + (pieces.release_optimizer(resolved) if parallel else ())  # the old parameters would keep every layer whole
         + pieces.upcast(resolved)  # keeps each parameter the object that it is, so before it is replaced
         + parallel
-        + pieces.move(resolved)  # after the cut, so that no device ever has to hold the whole model
+        + weights.move(resolved)  # after the cut, so that no device ever has to hold the whole model
         + pieces.autocast(resolved)
         + pieces.checkpoint(resolved)  # around the layers' hooks, so that recomputing communicates again
         + pieces.compile_blocks(resolved)
+        + entry_points(resolved)  # patched as the forward is by now
         + pieces.compile_model(resolved)
+        + weights.fill(resolved)  # each rank's parts alone; before the optimizer's state takes their device
         + (pieces.rebind_optimizer(resolved) if parallel else pieces.move_state(resolved))
         + pieces.create_optimizer(resolved)
         + pieces.grad_scaler(resolved)
-        + pieces.shard_loaders(resolved)
+        + prepare_loaders(resolved)
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
 from posixpath import join
 
-from prepkit.config import FSDP2, InitWeights, KeepWeights, LoadWeights, OffloadToCPU, SendWeights
+from prepkit.config import FSDP1, InitWeights, KeepWeights, LoadWeights, SendWeights
 from prepkit.facts import BufferFact, ParamFact
 from prepkit.facts.checkpoint import CheckpointFacts
 from prepkit.plan import because
@@ -16,6 +17,7 @@ from prepkit.steps import (
     CheckFiles,
     File,
     FileSlice,
+    FlatPlace,
     InitializeTensors,
     LocalDevice,
     ReadTensors,
@@ -55,18 +57,17 @@ def move(resolved: Resolved) -> Piece:
 
 def fill(resolved: Resolved) -> Piece:
     """Storage for what is on meta, then values: computed, read, or both. Nothing where the model keeps its own."""
-    cfg = resolved.cfg
     if not gives_values(resolved):
         return ()
-    offloads = isinstance(cfg.engine, FSDP2) and isinstance(cfg.engine.offload, OffloadToCPU)
     computes = LocalDevice(type=resolved.compute_device)
-    device = LocalDevice(type="cpu") if offloads else computes
-    what = "each rank holds its shards, and never the whole model"
-    if not isinstance(cfg.engine, FSDP2):
-        what = "on the device at once, and not first on the host"
+    device = LocalDevice(type="cpu") if resolved.offloads else computes
+    what = "on the device at once, and not first on the host"
+    if resolved.engine_traits.makes_dtensors:
+        what = "each rank holds its shards, and never the whole model"
     step = AllocateTensors(device=device, buffers=computes if computes != device else None)
+    allocates_itself = isinstance(resolved.cfg.engine, FSDP1)  # unit by unit: it flattens what has storage
     return (
-        because(step, what, "M2-8", "M2-14", "pain 17")
+        (() if allocates_itself else because(step, what, "M2-8", "M2-14", "pain 17"))
         + _initialize(resolved)  # before reading: what a checkpoint holds has the last word
         + _read(resolved)
         + _send(resolved)
@@ -100,6 +101,7 @@ def _read(resolved: Resolved) -> Piece:
             shape=tensor.shape,
             placements=resolved.placements.get(tensor.name, ()),
             chunk=block,
+            flat=_place(resolved, tensor.name),
         )
         for tensor in (match.assembled if match else ())
         for stored, block in zip(tensor.stored, tensor.blocks, strict=True)
@@ -114,13 +116,27 @@ def _send(resolved: Resolved) -> Piece:
         return ()
     facts: list[ParamFact | BufferFact] = [*resolved.facts.model.params, *resolved.facts.model.buffers]
     placements = resolved.placements
+    rows = tuple("partition" if axis.name == "shard" else "replicate" for axis in resolved.planned_mesh)
     tensors = tuple(
-        Transfer(name=fact.name, dtype=fact.dtype, shape=fact.shape, placements=placements.get(fact.name, ()))
-        for fact in facts
+        Transfer(
+            name=fact.name,
+            dtype=fact.dtype,
+            shape=(prod(fact.shape),) if place else fact.shape,
+            placements=rows if place and place.axis else placements.get(fact.name, ()),
+            flat=place,
+        )
+        for fact, place in ((fact, _place(resolved, fact.name)) for fact in facts)
     )
     step = SendTensors(tensors=tensors, axes=resolved.planned_mesh)
     reason = "each part leaves rank 0 once, its first keeper hands it on to others, and none holds more but one piece"
     return because(step, reason, "M2-13", "M2-14", "H-18", "H-19", "G-11", "pain 17")
+
+
+def _place(resolved: Resolved, name: str) -> FlatPlace | None:
+    part = resolved.flat_shards.get(name)
+    if part is None:
+        return None
+    return FlatPlace(start=part.start, shard=part.shard, axis="shard" if part.shards > 1 else "")
 
 
 def _files(checkpoint: CheckpointFacts) -> tuple[File, ...]:

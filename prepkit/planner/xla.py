@@ -5,6 +5,7 @@ from __future__ import annotations
 from prepkit.config import XLA
 from prepkit.plan import because
 from prepkit.planner import pieces
+from prepkit.planner.entry_points import entry_points
 from prepkit.planner.pieces import Piece
 from prepkit.resolve.resolved import Resolved
 from prepkit.steps import MoveToXLA, ReduceXLAGradients
@@ -18,6 +19,7 @@ def plan_xla(resolved: Resolved) -> Piece:
         + pieces.autocast(resolved)
         + pieces.checkpoint(resolved)
         + pieces.compile_blocks(resolved)
+        + entry_points(resolved)  # patched as the forward is by now
         + pieces.compile_model(resolved)
         + pieces.rebind_optimizer(resolved)
         + pieces.create_optimizer(resolved)
@@ -36,6 +38,6 @@ def move(resolved: Resolved) -> Piece:
 def reduce(resolved: Resolved) -> Piece:
     """Gradients averaged where there are several processes and an optimizer."""
     facts = resolved.facts
-    if facts.env.world_size == 1 or (facts.optimizer is None and resolved.cfg.optimizer is None):
+    if facts.env.world_size == 1 or (facts.optimizer is None and not resolved.cfg.optimizer):
         return ()
     return because(ReduceXLAGradients(), f"averages gradients over {facts.env.world_size} processes", "W-5")

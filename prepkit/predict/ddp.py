@@ -41,7 +41,7 @@ def _gradients(inputs: Inputs) -> tuple[Term, ...]:
 
 
 def _traffic(inputs: Inputs) -> tuple[Traffic, ...]:
-    """Gradients are averaged once per optimizer step: the micro-batches before the last run without (DDP-5)."""
+    """Gradients are averaged in the last micro-batch of a step (DDP-5), or in each where that is asked."""
     if inputs.wraps is None or inputs.world_size == 1:
         return ()
     ranks, axis = inputs.world_size, "replicate"
@@ -49,8 +49,8 @@ def _traffic(inputs: Inputs) -> tuple[Traffic, ...]:
     averaged = Traffic(
         collective="all-reduce",
         what="gradients",
-        calls=len(sizes),
-        bytes=_compressed(inputs),
+        calls=inputs.averagings * len(sizes),
+        bytes=inputs.averagings * _compressed(inputs),
         ranks=ranks,
         axis=axis,
     )

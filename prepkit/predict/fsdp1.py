@@ -16,7 +16,7 @@ from attrs import define
 from prepkit.plan.flat_layout import round_up
 from prepkit.predict import notes, replicated
 from prepkit.predict.inputs import Inputs
-from prepkit.predict.optimizers import StateBytes, StateFormula, state_formula
+from prepkit.predict.optimizers import GroupFormula, StateBytes, state_formula
 from prepkit.predict.prediction import Label, Lifetime, Prediction, RankClass, Term
 from prepkit.predict.traffic import traffic
 from prepkit.predict.transient import summed, transient, working
@@ -196,24 +196,23 @@ def _classes(inputs: Inputs, sizes: tuple[FlatSizes, ...], shared: tuple[Term, .
         )
 
 
-def formula(inputs: Inputs) -> StateFormula | None:
+def formula(inputs: Inputs) -> GroupFormula | None:
     """The formula of the optimizer; None: there is none, or it is not predicted."""
     return state_formula(inputs.optimizer) if inputs.optimizer and inputs.trains else None
 
 
 def _changes(inputs: Inputs, size: FlatSizes, shards: int) -> Iterator[tuple[int, int, StateBytes]]:
     """Index of a shard, and by how much its elements of parameters and its optimizer state exceed those of the last."""
-    options = [dict(group) for group in inputs.optimizer.groups] if inputs.optimizer else []
     bytes_of = formula(inputs)
     for param, count in size.content.params:
         if param.start is None:
             state = StateBytes(0)
             if bytes_of and param.group is not None:
-                state = bytes_of(param.shape, param.shape, param.size, options[param.group])
+                state = bytes_of(param.shape, param.shape, param.size, param.group)
             yield 0, param.numel * count, state * count
     group = next((param.group for param, _ in size.placed if param.group is not None), None)
     if bytes_of and group is not None and not inputs.original:
-        yield 0, 0, bytes_of((size.shard,), (size.shard,), size.stored, options[group])
+        yield 0, 0, bytes_of((size.shard,), (size.shard,), size.stored, group)
     for param, start in size.placed:
         steps = bytes_of if inputs.original and param.group is not None else None
         used, before = 0, StateBytes(0)
@@ -221,7 +220,7 @@ def _changes(inputs: Inputs, size: FlatSizes, shards: int) -> Iterator[tuple[int
             low, high = (index * size.shard, (index + 1) * size.shard) if size.sharded else (0, size.padded)
             inside = max(0, min(start + param.numel, high) - max(start, low))
             local = (inside,) if size.sharded else param.shape
-            state = steps(local, local, param.size, options[param.group or 0]) if steps and inside else StateBytes(0)
+            state = steps(local, local, param.size, param.group or 0) if steps and inside else StateBytes(0)
             yield index, inside - used, StateBytes(state.bytes - before.bytes, state.step - before.step, state.label)
             used, before = inside, state
 

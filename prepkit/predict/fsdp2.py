@@ -17,10 +17,13 @@ from prepkit.plan.layout import chunk, chunk_rows
 from prepkit.predict import notes, replicated
 from prepkit.predict.inputs import Inputs
 from prepkit.predict.optimizers import StateBytes, state_formula
-from prepkit.predict.prediction import Label, Lifetime, Prediction, RankClass, Term
+from prepkit.predict.prediction import Label, Lifetime, Prediction, RankClass, Term, Traffic
 from prepkit.predict.traffic import traffic
 from prepkit.predict.transient import summed, transient, working
 from prepkit.predict.unit_contents import ParamKind, UnitContent
+
+FLOAT32 = 4
+"""Bytes of an element of a unit in full precision, and of a whole parameter's gradient while it is averaged."""
 
 
 def alike(sizes: Iterable[int], shards: int) -> tuple[tuple[int, int], ...]:
@@ -50,11 +53,13 @@ class ShardSizes:
 
     def _gathered(self, param: ParamKind) -> int:
         """Bytes of an element while it is gathered."""
+        if self.content.full and param.floating:
+            return FLOAT32
         return self.inputs.gathered_size if self.inputs.gathered_size and param.floating else param.size
 
     def _reduced(self, param: ParamKind) -> int:
         """Bytes of an element of the gradient while it is reduced."""
-        return self.inputs.reduced_size or self._gathered(param)
+        return FLOAT32 if self.content.full else self.inputs.reduced_size or self._gathered(param)
 
     def _padded(self, param: ParamKind) -> int:
         """Elements that every rank allocates; a scalar, which only engines without shards leave alone, is one."""
@@ -109,6 +114,7 @@ def predict_fsdp2(inputs: Inputs) -> Prediction:
         *replicated.module_buffers(inputs),
         *transient(inputs, sizes),
         *_replica_sums(inputs, sizes),
+        *_averaging(inputs),
     )
     classes = tuple(
         RankClass(
@@ -116,7 +122,7 @@ def predict_fsdp2(inputs: Inputs) -> Prediction:
             last=last,
             ranks=(last - first + 1) * (inputs.world_size // shards),
             terms=(*shared, *replicated.optimizer_state(inputs, _state(inputs, shards, first))),
-            empty=not any(_elements(content, shards, first) for content in inputs.contents),
+            empty=not inputs.whole and not any(_elements(content, shards, first) for content in inputs.contents),
         )
         for first, last in alike((param.shape[0] for c in inputs.contents for param, _ in c.params), shards)
     )
@@ -126,7 +132,7 @@ def predict_fsdp2(inputs: Inputs) -> Prediction:
         shards=shards,
         tensor=inputs.axis("tensor"),
         classes=classes,
-        traffic=traffic(inputs, sizes),
+        traffic=(*traffic(inputs, sizes), *_averages(inputs)),
         not_predicted=replicated.not_predicted(inputs),
     )
     return notes.of_shards(inputs, prediction)
@@ -143,13 +149,15 @@ def _state(inputs: Inputs, shards: int, index: int) -> StateBytes | None:
     bytes_of = state_formula(inputs.optimizer) if inputs.optimizer and inputs.trains else None
     if bytes_of is None or inputs.optimizer is None:
         return None
-    options = [dict(group) for group in inputs.optimizer.groups]
     state = StateBytes(0)
     for content, units in inputs.counted.items():
         for param, count in inputs.contents[content].params:
             if param.group is not None:
                 local = (chunk(param.shape[0], shards, index)[1], *param.shape[1:])
-                state += bytes_of(local, param.shape, param.size, options[param.group]) * (count * units)
+                state += bytes_of(local, param.shape, param.size, param.group) * (count * units)
+    for param, count in inputs.whole:
+        if param.group is not None:
+            state += bytes_of(param.shape, param.shape, param.size, param.group) * count
     return state
 
 
@@ -158,8 +166,9 @@ def _kept(inputs: Inputs, sizes: tuple[ShardSizes, ...]) -> tuple[Term, ...]:
     kept: tuple[Term, ...] = (
         Term(category="parameters", bytes=summed(inputs, sizes, "kept"), what="padded shards", place=place),
     )
-    if inputs.ignored:
-        kept += (Term(category="parameters", bytes=inputs.ignored, what="packed weights, whole on every rank"),)
+    if inputs.whole:
+        size = sum(param.numel * param.size * count for param, count in inputs.whole)
+        kept += (Term(category="parameters", bytes=size, what="what no unit shards, whole on every rank"),)
     if not inputs.trains:
         return kept
     # Offloaded gradients are copied one by one and lose their padding, which only a device can show.
@@ -171,7 +180,44 @@ def _kept(inputs: Inputs, sizes: tuple[ShardSizes, ...]) -> tuple[Term, ...]:
         place=place,
         lifetime=Lifetime.STEP,
     )
+    size = sum(param.numel * param.size * count for param, count in inputs.whole if param.trains)
+    if size:
+        what = "of what no unit shards"
+        kept += (Term(category="gradients", bytes=size, what=what, lifetime=Lifetime.STEP),)
     return (*kept, grads)
+
+
+def _averaged(inputs: Inputs) -> int:
+    """Bytes of what is sent to average the gradients of whole parameters: they, and a number for each (``average``)."""
+    trained = [(param, count) for param, count in inputs.whole if param.trains]
+    size = max((FLOAT32, *(param.size for param, _ in trained)))
+    return sum((param.numel + 1) * count for param, count in trained) * size if inputs.trains else 0
+
+
+def _averaging(inputs: Inputs) -> tuple[Term, ...]:
+    ranks = inputs.axis("shard") * inputs.axis("replicate")
+    if ranks == 1 or not _averaged(inputs):
+        return ()
+    return (working(_averaged(inputs), "gradients that no unit reduces, end to end"),)
+
+
+def _averages(inputs: Inputs) -> tuple[Traffic, ...]:
+    """One all-reduce per axis and optimizer step."""
+    shards, tensor = inputs.axis("shard"), inputs.axis("tensor")
+    strides = {"shard": tensor, "replicate": shards * tensor}
+    return tuple(
+        Traffic(
+            collective="all-reduce",
+            what="gradients of whole parameters",
+            calls=1,
+            bytes=_averaged(inputs),
+            ranks=inputs.axis(axis),
+            axis=axis,
+            stride=stride,
+        )
+        for axis, stride in strides.items()
+        if inputs.axis(axis) > 1 and _averaged(inputs)
+    )
 
 
 def _replica_sums(inputs: Inputs, sizes: tuple[ShardSizes, ...]) -> tuple[Term, ...]:

@@ -16,7 +16,16 @@ from prepkit.config import Intent
 from prepkit.plan import Plan
 from prepkit.plan.dtypes import itemsize
 from prepkit.plan.layout import ParamLayout
-from prepkit.predict.inputs_units import ShardingStep, above, below, splits, tensor_cuts, units_of
+from prepkit.predict.inputs_units import (
+    ShardingStep,
+    above,
+    below,
+    created_groups,
+    splits,
+    tensor_cuts,
+    units_of,
+    whole_of,
+)
 from prepkit.predict.not_predicted import left_out, narrower
 from prepkit.predict.optimizers import OptimizerInputs
 from prepkit.predict.unit_contents import ParamKind, UnitContent, UnitInstance
@@ -53,6 +62,8 @@ class Inputs:
     """Micro-batches per optimizer step."""
     torch: str
     """torch version; empty: not known."""
+    average_each: bool = False
+    """Whether gradients are averaged after every micro-batch, and not in the last one of a step."""
     deepspeed: str = ""
     """DeepSpeed's version; empty: not known."""
     device: str = "cpu"
@@ -73,8 +84,8 @@ class Inputs:
     """What takes bytes and is in no number, one phrase each."""
     uneven: bool = False
     """Whether tensor parallelism cuts a parameter into parts of different sizes; then the largest one counts."""
-    ignored: int = 0
-    """Bytes of the parameters that are not sharded though the others are."""
+    whole: tuple[tuple[ParamKind, int], ...] = ()
+    """Parameters that FSDP2 does not shard though it does the others: each kind with how many there are of it."""
     loaded: int = 0
     """Bytes of the whole model as stored."""
     sent: bool = False
@@ -105,6 +116,11 @@ class Inputs:
         zero = self.zero and evolve(self.zero, ranks=self.zero.ranks * world_size // self.world_size)
         return evolve(self, world_size=world_size, zero=zero)
 
+    @property
+    def averagings(self) -> int:
+        """How often gradients are averaged per optimizer step."""
+        return self.accumulation if self.average_each else 1
+
     def axis(self, name: str) -> int:
         """Size of a mesh axis; 1 where there is none of that name."""
         return next((axis.size for axis in self.mesh if axis.name == name), 1)
@@ -132,6 +148,7 @@ def inputs_of(plan: Plan) -> Inputs:
         optimizer=optimizer_of(plan, _optimizer(plan)),
         zero=zero_of(plan),
         accumulation=plan.owners.accumulation_steps,
+        average_each=plan.config.average_each,
         torch=plan.facts.env.torch,
         deepspeed=dict(plan.facts.env.libraries).get("deepspeed", ""),
         device=plan.config.device or plan.facts.env.device,
@@ -145,11 +162,7 @@ def inputs_of(plan: Plan) -> Inputs:
         uneven=any(
             layout.shape[dim] % ranks for layout in plan.layout for dim, ranks in tensor_cuts(layout, plan.mesh)
         ),
-        ignored=sum(
-            stored_bytes(layout)
-            for layout in plan.layout
-            if isinstance(shard, ShardUnits) and layout.name in shard.ignored
-        ),
+        whole=whole_of(plan, sharding),
         loaded=sum(map(stored_bytes, plan.layout)),
         sent=SendTensors in steps,
         narrower=narrower(plan),
@@ -192,11 +205,21 @@ def _size(dtype: str | None) -> int | None:
 
 
 def _optimizer(plan: Plan) -> OptimizerInputs | None:
-    for planned in plan.steps:
-        if isinstance(planned.step, CreateOptimizer):
-            options = tuple((o.name, o.value) for o in planned.step.options if not isinstance(o.value, tuple))
-            return OptimizerInputs(name=planned.step.algorithm, module="torch.optim", groups=(options,))
+    created = [planned.step for planned in plan.steps if isinstance(planned.step, CreateOptimizer)]
+    if created:
+        groups = [(step.algorithm, options) for step in created for _, options in created_groups(step)]
+        return OptimizerInputs(
+            name=" + ".join(step.algorithm for step in created),
+            module="torch.optim",
+            groups=tuple(tuple((o.name, o.value) for o in own if not isinstance(o.value, tuple)) for _, own in groups),
+            classes=tuple(("torch.optim", name) for name, _ in groups),
+        )
     seen = plan.facts.optimizer
     if seen is None:
         return None
-    return OptimizerInputs(name=seen.name, module=seen.module, groups=tuple(group.options for group in seen.groups))
+    return OptimizerInputs(
+        name=seen.name,
+        module=seen.module,
+        groups=tuple(group.options for group in seen.groups),
+        classes=tuple((member.module, member.name) for member in seen.class_of_group) if seen.members else (),
+    )

@@ -11,7 +11,15 @@ from prepkit.plan.dtypes import itemsize
 from prepkit.plan.flat_layout import frees_after_forward
 from prepkit.plan.layout import ParamLayout, chunk_rows, sharded_dim
 from prepkit.predict.unit_contents import ParamKind, UnitContent, UnitInstance
-from prepkit.steps import Axis, CheckpointModules, CreateOptimizer, ParallelizeModules, ShardUnits, WrapFSDP1
+from prepkit.steps import (
+    Axis,
+    CheckpointModules,
+    CreateOptimizer,
+    OptimizerOption,
+    ParallelizeModules,
+    ShardUnits,
+    WrapFSDP1,
+)
 
 ShardingStep = ShardUnits | WrapFSDP1
 """The steps that shard a model."""
@@ -40,6 +48,14 @@ def units_of(plan: Plan, step: ShardingStep | None) -> tuple[tuple[UnitContent, 
     return tuple(indices), tuple(units)
 
 
+def whole_of(plan: Plan, step: ShardingStep | None) -> tuple[tuple[ParamKind, int], ...]:
+    """What FSDP2 leaves whole on every rank: each kind of parameter with how many there are of it."""
+    names = set(step.ignored) if isinstance(step, ShardUnits) else set()
+    groups = _groups(plan) if names else {}
+    kinds = Counter(_kind(layout, groups, plan.mesh, set()) for layout in plan.layout if layout.name in names)
+    return tuple(kinds.items())
+
+
 def _full_gradients(plan: Plan) -> set[str]:
     """Paths of the modules whose weight is cut by rows and gets a gradient of all rows: rowwise embeddings.
 
@@ -62,7 +78,7 @@ def _gathering(step: ShardingStep | None, paths: Iterable[str]) -> dict[str, tup
     """
     match step:
         case ShardUnits(units=units):
-            return {unit.path: (unit.reshard_after_forward, False, False) for unit in units}
+            return {unit.path: (unit.reshard_after_forward, False, unit.full_precision) for unit in units}
         case WrapFSDP1(units=flat, sharding=sharding):
             frees = frees_after_forward(sharding)
             return {unit.path: (frees and bool(unit.path), not frees, unit.full_precision) for unit in flat}
@@ -98,11 +114,18 @@ def _kind(layout: ParamLayout, groups: dict[str, int], mesh: tuple[Axis, ...], f
 
 def _groups(plan: Plan) -> dict[str, int]:
     """Parameter name to the index of the optimizer group that steps it."""
-    created = next((p.step for p in plan.steps if isinstance(p.step, CreateOptimizer)), None)
-    if created is not None:
-        return dict.fromkeys(created.names, 0)
+    created = [p.step for p in plan.steps if isinstance(p.step, CreateOptimizer)]
+    if created:
+        groups = (names for step in created for names, _ in created_groups(step))
+        return {name: index for index, names in enumerate(groups) for name in names}
     seen = plan.facts.optimizer
     return {name: i for i, group in enumerate(seen.groups) for name in group.slots if name} if seen else {}
+
+
+def created_groups(step: CreateOptimizer) -> tuple[tuple[tuple[str, ...], tuple[OptimizerOption, ...]], ...]:
+    """Names and options of each group that the step makes; of an option that is said twice the last one counts."""
+    groups = ((step.names, step.options), *((group.names, (*step.options, *group.options)) for group in step.groups))
+    return tuple((names, options) for names, options in groups if names)
 
 
 def splits(step: object, units: tuple[UnitInstance, ...]) -> bool:

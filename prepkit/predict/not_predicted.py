@@ -9,6 +9,7 @@ from prepkit.steps import (
     AllocateTensors,
     AutocastForward,
     AutocastFP8Forward,
+    AverageGradients,
     BuildMesh,
     CastForward,
     CheckFiles,
@@ -23,6 +24,7 @@ from prepkit.steps import (
     InitializeDeepSpeed,
     InitializeMSAMP,
     InitializeTensors,
+    MakeContiguous,
     MarkLeafModules,
     MoveModel,
     MoveToXLA,
@@ -31,6 +33,7 @@ from prepkit.steps import (
     ReadTensors,
     RebindOptimizer,
     ReduceXLAGradients,
+    RegisterEntryPoints,
     RegroupOptimizer,
     ReleaseOptimizer,
     SendTensors,
@@ -42,6 +45,7 @@ from prepkit.steps import (
     UpcastParameters,
     WrapDDP,
     WrapFSDP1,
+    WrapLoader,
 )
 
 _TRANSFORMER_ENGINE = "TransformerEngine's float8 copies of weights and its histories of scales"
@@ -61,6 +65,7 @@ COUNTED = frozenset(
         Agree,
         AllocateTensors,
         AutocastForward,
+        AverageGradients,
         BuildMesh,
         CastForward,
         CheckFiles,
@@ -72,11 +77,13 @@ COUNTED = frozenset(
         InitializeDeepSpeed,
         InitializeMSAMP,
         InitializeTensors,
+        MakeContiguous,
         MarkLeafModules,
         MoveModel,
         MoveToXLA,
         ReadTensors,
         RebindOptimizer,
+        RegisterEntryPoints,
         ReduceXLAGradients,
         RegroupOptimizer,
         ReleaseOptimizer,
@@ -88,6 +95,7 @@ COUNTED = frozenset(
         UpcastParameters,
         WrapDDP,
         WrapFSDP1,
+        WrapLoader,
     }
 )
 """Step kinds whose bytes are in the formulas, or that bring none within a step of training.
@@ -113,7 +121,7 @@ def left_out(plan: Plan) -> tuple[str, ...]:
     Raises ``LookupError`` for a step kind that is in no table here.
     """
     phrases: dict[str, None] = {}
-    if any(layout.cls in PACKED for layout in plan.layout):
+    if any(param.cls in PACKED for param in plan.facts.model.params):
         phrases["what unpacks packed weights: scales and tables"] = None
     for planned in plan.steps:
         kind = type(planned.step)

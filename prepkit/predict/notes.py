@@ -14,6 +14,7 @@ UNCOUNTED = "Activations, the allocator's rounding, the driver and the libraries
 COUNTED = (
     "Activations are an estimate; the allocator's rounding, the driver and the libraries' workspaces are not counted."
 )
+STATE = "Optimizer state is that of every trained parameter; one that never gets a gradient has none."
 _RANK_0_LOADS = (
     "Loading: rank 0 alone holds the whole model first, {size}; a rank on meta holds what it keeps and one piece of a "
     "tensor."
@@ -24,13 +25,19 @@ WASTE = 0.01
 
 def of_replicated(inputs: Inputs) -> tuple[str, ...]:
     """Sentences about an engine that holds the model whole on every rank."""
-    return (UNCOUNTED, *_loading(inputs))
+    return (UNCOUNTED, *of_state(inputs), *_loading(inputs))
+
+
+def of_state(inputs: Inputs) -> tuple[str, ...]:
+    """On what the figure of the optimizer's state rests."""
+    return (STATE,) if inputs.trains and inputs.optimizer is not None else ()
 
 
 def of_shards(inputs: Inputs, prediction: Prediction) -> Prediction:
     """The prediction of per-parameter shards (FSDP2), with its sentences."""
     sentences = (
         UNCOUNTED,
+        *of_state(inputs),
         *_padding(inputs, prediction),
         *_one_unit(inputs, prediction),
         *_root(inputs, prediction),
@@ -43,6 +50,7 @@ def of_flat(inputs: Inputs, prediction: Prediction) -> Prediction:
     """The prediction of flat parameters (FSDP1), which pad by a few elements only, with its sentences."""
     sentences = (
         UNCOUNTED,
+        *of_state(inputs),
         *_one_unit(inputs, prediction),
         *_root(inputs, prediction),
         *_accumulation(inputs, prediction),
@@ -63,7 +71,8 @@ def _upcast(inputs: Inputs) -> tuple[str, ...]:
 
 
 def _padding(inputs: Inputs, prediction: Prediction) -> tuple[str, ...]:
-    kept = prediction.classes[0].category("parameters")
+    whole = sum(param.numel * param.size * number for param, number in inputs.whole)
+    kept = prediction.classes[0].category("parameters") - whole
     share = inputs.total() / prediction.shards
     if not share or kept / share < 1 + WASTE:
         return ()
@@ -104,7 +113,8 @@ def _accumulation(inputs: Inputs, prediction: Prediction) -> tuple[str, ...]:
         return ()
     sentence = (
         f"Accumulation over {inputs.accumulation} micro-batches averages once, so every rank keeps whole gradients, "
-        f"{in_bytes(whole[0])}, until the last; accumulation=1 with a larger micro-batch keeps shards only."
+        f"{in_bytes(whole[0])}, until the last; average_each=True, or accumulation=1 with a larger micro-batch, "
+        "keeps shards only."
     )
     return (sentence,)
 

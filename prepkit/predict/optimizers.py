@@ -31,6 +31,8 @@ class OptimizerInputs:
     """Module of its class, such as ``torch.optim.adamw``."""
     groups: tuple[tuple[tuple[str, Scalar], ...], ...]
     """Options of each of its ``param_groups``, such as ``("amsgrad", True)``."""
+    classes: tuple[tuple[str, str], ...] = ()
+    """Where several optimizers step: module and name of the class of each group; none: one class has all groups."""
 
 
 @frozen
@@ -122,9 +124,12 @@ TORCH: dict[str, StateFormula] = {
     "NAdam": _like(2, step=2 * STEP),
     "RAdam": _like(2),
     "Adamax": _like(2),
+    "Adadelta": _like(2),
     "Adagrad": _like(1),
     "Adafactor": _adafactor,
     "RMSprop": _rmsprop,
+    "Rprop": _like(2),
+    "Muon": _like(1, step=0),
     "SGD": _sgd,
 }
 """Classes of ``torch.optim``."""
@@ -181,12 +186,27 @@ LIBRARIES: tuple[tuple[str, dict[str, StateFormula]], ...] = (
 """How the class's module begins, and the classes that are known there."""
 
 
-def state_formula(optimizer: OptimizerInputs) -> StateFormula | None:
-    """The formula of an optimizer's state, by the module and name of its class; None: it is in no table."""
-    for module, formulas in LIBRARIES:
-        if f"{optimizer.module}.".startswith(f"{module}."):
-            return formulas.get(optimizer.name)
+def class_formula(module: str, name: str) -> StateFormula | None:
+    """The formula of the state of an optimizer of this class; None: it is in no table."""
+    for library, formulas in LIBRARIES:
+        if f"{module}.".startswith(f"{library}."):
+            return formulas.get(name)
     return None
+
+
+GroupFormula = Callable[[Shape, Shape, int, int], StateBytes]
+"""Local shape, global shape, bytes per element and the index of its group to the bytes of one parameter's state."""
+
+
+def state_formula(optimizer: OptimizerInputs) -> GroupFormula | None:
+    """The formula of the optimizer's state, or of the state of several; None where one of them is in no table."""
+    kinds = optimizer.classes or ((optimizer.module, optimizer.name),) * max(len(optimizer.groups), 1)
+    formulas = [class_formula(module, name) for module, name in kinds]
+    known = [formula for formula in formulas if formula is not None]
+    if len(known) < len(formulas):
+        return None
+    options = [dict(group) for group in optimizer.groups] or [{}]
+    return lambda local, whole, size, group: known[group](local, whole, size, options[group])
 
 
 def steps_on_device(optimizer: OptimizerInputs) -> bool:

@@ -33,11 +33,10 @@ def unsharded_state(inputs: Inputs) -> StateBytes | None:
     bytes_of = state_formula(inputs.optimizer) if inputs.optimizer and inputs.trains else None
     if bytes_of is None or inputs.optimizer is None:
         return None
-    options = [dict(group) for group in inputs.optimizer.groups]
     state = StateBytes(0)
     for param, count in inputs.params():
         if param.group is not None:
-            state += bytes_of(param.shape, param.shape, param.size, options[param.group]) * count
+            state += bytes_of(param.shape, param.shape, param.size, param.group) * count
     return state
 
 

@@ -75,10 +75,10 @@ def _gathers(inputs: Inputs, sizes: tuple[UnitSizes, ...], shards: int) -> list[
 
 
 def _reductions(inputs: Inputs, sizes: tuple[UnitSizes, ...], shards: int, replicas: int) -> list[Traffic]:
-    """Once per optimizer step: the micro-batches before the last keep their gradients whole (G-4, pain 16)."""
+    """In the last micro-batch, before which gradients are kept whole (G-4, pain 16); in each where that is asked."""
     tensor = inputs.axis("tensor")
-    total = summed(inputs, sizes, "reduced")
-    calls = sum(count for index, count in inputs.counted.items() if sizes[index].reduced)
+    total = inputs.averagings * summed(inputs, sizes, "reduced")
+    calls = inputs.averagings * sum(count for index, count in inputs.counted.items() if sizes[index].reduced)
     return [
         Traffic(
             collective="reduce-scatter",

@@ -104,7 +104,7 @@ def _backward(inputs: Inputs, sizes: tuple[UnitSizes, ...]) -> list[Term]:
     roots = [sizes[unit.content] for unit in inputs.units if not unit.path]
     inner = [sizes[unit.content] for unit in inputs.units if unit.path]
     terms: list[Term] = []
-    if inputs.accumulation > 1:
+    if inputs.averagings < inputs.accumulation:
         size = summed(inputs, sizes, "summed_grads")
         terms.append(working(size, "whole gradients of the micro-batches before the last", Label.EXACT))
     terms += [working(root.unsharded_grads, "the root's gradients, whole until backward ends") for root in roots]

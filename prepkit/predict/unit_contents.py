@@ -46,7 +46,7 @@ class UnitContent:
 
     params: tuple[tuple[ParamKind, int], ...]
     full: bool = False
-    """Whether it is gathered and reduced in float32 whatever the others are: a batch norm under FSDP1."""
+    """Whether it is gathered and reduced in float32 whatever the others are: a batch norm."""
 
     def numel(self) -> int:
         """Elements of all parameters."""

@@ -11,8 +11,9 @@ from attrs import frozen
 
 from prepkit.plan import Plan
 from prepkit.plan.dtypes import itemsize
+from prepkit.predict.inputs_units import created_groups
 from prepkit.predict.optimizers import SECTIONS, OptimizerInputs
-from prepkit.steps import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
+from prepkit.steps import ConvertOptimizer, CreateOptimizer, InitializeDeepSpeed, MarkLeafModules
 
 REDUCE_BUCKET = 500_000_000
 """Default ``reduce_bucket_size``, in elements."""
@@ -182,6 +183,10 @@ def _groups(plan: Plan, step: InitializeDeepSpeed) -> tuple[tuple[int, ...], ...
     """Elements of the parameters of each optimizer group; empty parameters and groups without any are left out."""
     numels = {layout.name: prod(layout.shape) for layout in plan.layout if layout.requires_grad}
     optimizer = plan.facts.optimizer
+    created = next((p.step for p in plan.steps if isinstance(p.step, CreateOptimizer)), None)
+    if step.optimizer == "given" and created is not None:
+        made = (tuple(numels[name] for name in names if numels.get(name)) for names, _ in created_groups(created))
+        return tuple(group for group in made if group)
     if step.optimizer != "given" or optimizer is None:
         return (tuple(numel for numel in numels.values() if numel),)
     groups = (tuple(numels[name] for name in group.slots if name and numels.get(name)) for group in optimizer.groups)

@@ -49,10 +49,9 @@ def state(inputs: Inputs, zero: Zero, parts: tuple[int, ...]) -> tuple[Term, ...
     bytes_of = state_formula(inputs.optimizer) if inputs.optimizer else None
     if bytes_of is None or inputs.optimizer is None:
         return ()
-    options = dict(inputs.optimizer.groups[0]) if inputs.optimizer.groups else {}
     total = StateBytes(0)
     for part in parts:
-        total += bytes_of((part,), (part,), MASTER, options)
+        total += bytes_of((part,), (part,), MASTER, 0)
     place = host(inputs, away=zero.offload_state)
     counters = "device" if steps_on_device(inputs.optimizer) else host(inputs, away=True)
     kept = term("optimizer state", total.bytes, f"of {inputs.optimizer.name}, float32", place, total.label)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prepkit.codec import plan_digest
 from prepkit.plan import Plan
-from prepkit.plan.summary import about, about_lines, finding_lines, step_lines, title
+from prepkit.plan.summary import about, about_lines, finding_lines, origin_lines, step_lines, title
 from prepkit.render.layout import layout_lines
 from prepkit.render.memory import memory_lines
 from prepkit.render.tree import tree_lines
@@ -19,6 +19,7 @@ def plan_text(plan: Plan) -> str:
     """A plan on one page: what it is for, its steps with their reasons, what every rank will hold, what to mind."""
     sections = (
         tuple(_header(plan)),
+        tuple(origin_lines(plan.config)),
         tuple(step_lines(plan.steps)),
         tuple(layout_lines(plan)),
         tuple(tree_lines(plan)),

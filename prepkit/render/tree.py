@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from prepkit.findings.text import aligned, collapse, count, in_bytes
 from prepkit.plan import Plan
@@ -31,6 +31,8 @@ class Node:
     gathered: int
     """Bytes of one while it is gathered; 0 where nothing is."""
     inside: tuple[Node, ...]
+    form: int
+    """Equal for nodes that are equal in all but their paths."""
 
 
 def tree_lines(plan: Plan) -> Iterator[str]:
@@ -65,10 +67,11 @@ def tree(plan: Plan) -> Node:
     }
     classes = {m.path: plan.facts.model.classes[m.cls].name for m in plan.facts.model.modules}
     inside: dict[str, list[str]] = {}
+    known = {*marks, *units}
     for path in classes:  # the order of the modules
-        if path and (path in marks or path in units):
-            inside.setdefault(_holder(path, {*marks, *units}), []).append(path)
-    return _node("", units, classes, marks, inside)
+        if path and path in known:
+            inside.setdefault(_holder(path, known), []).append(path)
+    return _node("", units, classes, marks, inside, {})
 
 
 def _holder(path: str, known: set[str]) -> str:
@@ -115,34 +118,30 @@ def _node(
     classes: dict[str, str],
     marks: dict[str, tuple[str, ...]],
     inside: dict[str, list[str]],
+    forms: dict[object, int],
 ) -> Node:
+    """The module at a path with all that is inside it; ``forms`` numbers what has been met, so that it is told once."""
     whole, kept, gathered = sizes.get(path, (0, 0, 0))
-    children = [_node(inner, sizes, classes, marks, inside) for inner in inside.get(path, ())]
+    children = _merged([_node(inner, sizes, classes, marks, inside, forms) for inner in inside.get(path, ())])
+    cls, marked = classes.get(path, ""), marks.get(path, ())
+    form = (cls, marked, whole, kept, gathered, tuple((len(child.paths), child.form) for child in children))
     return Node(
         paths=(path,),
-        cls=classes.get(path, ""),
-        marks=marks.get(path, ()),
+        cls=cls,
+        marks=marked,
         whole=whole,
         kept=kept,
         gathered=gathered,
-        inside=_merged(children),
+        inside=children,
+        form=forms.setdefault(form, len(forms)),
     )
 
 
 def _merged(nodes: list[Node]) -> tuple[Node, ...]:
-    """Equal neighbours as one; two are equal when they differ in their paths only."""
-    alike: dict[object, list[Node]] = {}
+    """Equal ones as one; two are equal when they differ in their paths only."""
+    alike: dict[int, list[Node]] = {}
     for node in nodes:
-        alike.setdefault(_form(node), []).append(node)
+        alike.setdefault(node.form, []).append(node)
     return tuple(
-        Node(
-            paths=tuple(path for node in nodes for path in node.paths),
-            cls=nodes[0].cls, marks=nodes[0].marks, whole=nodes[0].whole, kept=nodes[0].kept,
-            gathered=nodes[0].gathered, inside=nodes[0].inside,
-        )
-        for nodes in alike.values()
-    )  # fmt: skip
-
-
-def _form(node: Node) -> object:
-    return (node.cls, node.marks, node.whole, node.kept, node.gathered, tuple(_form(inner) for inner in node.inside))
+        evolve(nodes[0], paths=tuple(path for node in nodes for path in node.paths)) for nodes in alike.values()
+    )

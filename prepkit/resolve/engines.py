@@ -75,6 +75,7 @@ ENGINES: dict[type[Engine], EngineTraits] = {
         other_axes=("replicate", "tensor"),  # the tensor axis is refused by a rule, which wants to see it
         has_units=True,
         replaces_params=True,
+        gives_values=True,
         takes_reduce_dtype=True,
         refuses_tensor_axis="flattens",
         fp8_backends=(TorchAO, TransformerEngine),
@@ -89,7 +90,7 @@ ENGINES: dict[type[Engine], EngineTraits] = {
         takes_reduce_dtype=True,
         fp8_backends=(TorchAO, TransformerEngine),
     ),
-    TensorParallel: EngineTraits(main_axis="tensor", replaces_params=True, makes_dtensors=True),
+    TensorParallel: EngineTraits(main_axis="tensor", replaces_params=True, makes_dtensors=True, gives_values=True),
     XLA: EngineTraits(
         main_axis="replicate",
         reads_mesh=False,

@@ -8,7 +8,7 @@ from prepkit.config import FSDP1, Config, Mixed
 from prepkit.facts import ModelFacts, ParamFact
 from prepkit.plan.dtypes import itemsize
 from prepkit.plan.flat_layout import FlatPart, flatten
-from prepkit.resolve.fsdp1 import every_batch_norm
+from prepkit.resolve.units import every_batch_norm
 from prepkit.steps import Axis
 
 

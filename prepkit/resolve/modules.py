@@ -84,8 +84,9 @@ def select(wrap: Wrap, model: ModelFacts) -> tuple[str, ...]:
     match wrap:
         case WrapRoot():
             return ()
-        case WrapClasses(names=names):
-            chosen = {m.path for m in able if model.classes[m.cls].name in names}
+        case WrapClasses(names=names, paths=patterns):
+            matched = matcher(patterns)
+            chosen = {m.path for m in able if model.classes[m.cls].name in names or matched(m.path)}
         case WrapBlocks():
             chosen = _blocks(model) & {m.path for m in able}
         case WrapPaths(patterns=patterns):
@@ -176,6 +177,6 @@ def unit_of(paths: tuple[str, ...], model: ModelFacts) -> dict[str, str]:
     owner: dict[str, str] = {"": ""}
     for module in model.modules:
         if module.path:
-            owner[module.path] = module.path if module.path in chosen else owner[parent(module.path)]
+            owner[module.path] = module.path if module.path in chosen else owner.get(parent(module.path), "")
     names = [param.name for param in model.params] + [name for group in model.ties for name in group[1:]]
     return {name: owner.get(parent(name), "") for name in names}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import get_args
 
 from prepkit.config import FP8, FSDP2, MSAMP, Config, DeepSpeed, TensorParallel
 from prepkit.facts import ModelFacts, ParamFact
 from prepkit.plan.flat_layout import FlatPart
 from prepkit.plan.layout import ParamLayout, Placement
+from prepkit.resolve.modules import PACKED
 from prepkit.resolve.tensor_parallel import TPPlacement
 from prepkit.steps import Axis
 
@@ -40,7 +41,13 @@ def placements(
     sharded: dict[TPPlacement | None, tuple[Placement, ...]] = {  # one value for all that lie alike
         word: _with_shards(mesh, word) for word in (None, *get_args(TPPlacement))
     }
-    return {param.name: sharded[tensor.get(param.name)] for param in model.params} | dict.fromkeys(unsharded, ())
+    whole = {name: _whole(mesh, tensor.get(name)) for name in unsharded}
+    return {param.name: sharded[tensor.get(param.name)] for param in model.params} | whole
+
+
+def _whole(mesh: tuple[Axis, ...], tensor: TPPlacement | None) -> tuple[Placement, ...]:
+    """Of what FSDP2 leaves alone: nothing, or the part that the tensor axis has cut."""
+    return () if tensor is None else tuple(tensor if axis.name == "tensor" else "off-mesh" for axis in mesh)
 
 
 def _alone(param: ParamFact, tensor: TPPlacement | None) -> tuple[Placement, ...]:
@@ -66,19 +73,28 @@ def scaled_weights(cfg: Config, fp8_linears: tuple[str, ...]) -> frozenset[str]:
 
 
 def layout(
+    cfg: Config,
     model: ModelFacts,
     *,
-    dtypes: Mapping[str, str],
-    classes: Mapping[str, str],
+    stored: Mapping[str, str],
+    low: str | None,
+    scaled: Collection[str],
     placed: Mapping[str, tuple[Placement, ...]],
     unit_of: Mapping[str, str],
     flat: Mapping[str, FlatPart],
 ) -> tuple[ParamLayout, ...]:
     """One layout per parameter, in the order of the facts. Each mapping is from a parameter's name.
 
-    ``dtypes``: in storage. ``classes``: once prepared. ``placed``: as ``placements`` says. ``unit_of``: the path of its
-    unit; the root where there is none. ``flat``: its place in a flat parameter, if it has one.
+    ``stored``: dtype in storage, before DeepSpeed casts to ``low``. ``scaled``: what MS-AMP scales. ``placed``: as
+    ``placements`` says. ``unit_of``: the path of its unit; the root where there is none. ``flat``: its place in a flat
+    parameter, if it has one.
     """
+    dtypes, classes = dict(stored), {p.name: "DTensor" if placed[p.name] else p.cls for p in model.params}
+    if isinstance(cfg.engine, DeepSpeed):
+        dtypes = {p.name: low if low and p.dtype in CAST else p.dtype for p in model.params}
+        classes = {p.name: p.cls if p.cls in PACKED else "Parameter" for p in model.params}
+    dtypes |= dict.fromkeys(scaled, "float16")
+    classes |= dict.fromkeys(scaled, "ScalingParameter")
     return tuple(
         ParamLayout(
             name=param.name,

@@ -15,8 +15,8 @@ from prepkit.config import (
     CheckpointBlocks,
     CompileBlocks,
     Config,
-    DeepSpeed,
     Intent,
+    OffloadToCPU,
     TPLayer,
     Wrap,
 )
@@ -25,9 +25,22 @@ from prepkit.facts import Facts, ParamFact
 from prepkit.facts.checkpoint import CheckpointFacts
 from prepkit.plan.flat_layout import FlatPart
 from prepkit.plan.layout import ParamLayout, Placement
-from prepkit.resolve import checkpoint, flat_params, fp8, fsdp1, fsdp2, mesh, modules, placements, precision
+from prepkit.resolve import (
+    checkpoint,
+    entry_points,
+    flat_params,
+    fp8,
+    fsdp1,
+    fsdp2,
+    mesh,
+    modules,
+    placements,
+    precision,
+    units,
+)
 from prepkit.resolve import tensor_parallel as tp
 from prepkit.resolve.checkpoint import CheckpointMatch
+from prepkit.resolve.created_optimizers import CreatedOptimizer, created_optimizers
 from prepkit.resolve.deepspeed.working import WorkingConfig, working_config
 from prepkit.resolve.engines import EngineTraits, traits, wrap_of
 from prepkit.steps import Axis, ParallelStyle
@@ -61,6 +74,17 @@ class Resolved:
         if isinstance(self.cfg.engine, XLA):
             return "xla"
         return "cpu" if self.cfg.device == "cpu" else self.facts.env.device
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards and their gradients stay in the memory of the host (FSDP1, FSDP2)."""
+        match self.cfg.engine:
+            case FSDP2(offload=offload):
+                return isinstance(offload, OffloadToCPU)
+            case FSDP1(offload=offloaded):
+                return offloaded
+            case _:
+                return False
 
     @cached_property
     def mesh(self) -> tuple[Axis, ...] | None:
@@ -97,6 +121,11 @@ class Resolved:
         """The complete DeepSpeed config, or what stands against it. Only for the engine ``DeepSpeed``."""
         return working_config(self.cfg, self.facts)
 
+    @cached_property
+    def created_optimizers(self) -> tuple[CreatedOptimizer, ...]:
+        """The optimizers of the config, each with the parameters that it will step."""
+        return created_optimizers(self.cfg, self.facts.model)
+
     # --- modules and units -----------------------------------------------------------------------------------------
 
     @cached_property
@@ -119,10 +148,7 @@ class Resolved:
             return ()
         if self.arrives_sharded:
             return fsdp2.standing_units(self.facts.model)
-        selected = self.selected[wrap]
-        return (
-            fsdp1.flat_units(self.cfg, self.facts.model, selected) if isinstance(self.cfg.engine, FSDP1) else selected
-        )
+        return units.sharded_units(self.cfg, self.facts.model, self.selected[wrap])
 
     @cached_property
     def unit_of(self) -> Mapping[str, str]:
@@ -141,16 +167,24 @@ class Resolved:
 
     @cached_property
     def unsharded_params(self) -> tuple[str, ...]:
-        """Names of the frozen parameters that FSDP2 leaves whole on every rank; none under another engine."""
-        return fsdp2.unsharded_params(self.facts.model) if isinstance(self.cfg.engine, FSDP2) else ()
+        """Names of the parameters that FSDP2 leaves whole on every rank; none under another engine."""
+        engine, dtypes = self.cfg.engine, self.compute_dtypes
+        if not isinstance(engine, FSDP2):
+            return ()
+        return fsdp2.unsharded_params(engine, self.facts.model, dtypes.param if dtypes else None)
 
-    # --- FSDP1 -----------------------------------------------------------------------------------------------------
+    @cached_property
+    def entry_points(self) -> tuple[str, ...]:
+        """Methods besides ``forward`` that run as it does: those that are asked for, or well-known."""
+        return entry_points.named(self.cfg, self.facts.model)
 
     @cached_property
     def ignored_params(self) -> frozenset[str]:
-        """Names of the parameters of modules that FSDP1 ignores; none under another engine."""
+        """Names of the parameters of modules that FSDP1 or FSDP2 ignores; none under another engine."""
         engine = self.cfg.engine
-        return fsdp1.ignored_params(engine, self.facts.model) if isinstance(engine, FSDP1) else frozenset()
+        return units.ignored_params(engine, self.facts.model) if isinstance(engine, FSDP1 | FSDP2) else frozenset()
+
+    # --- FSDP1 -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def flat_params(self) -> Mapping[str, tuple[ParamFact, ...]]:
@@ -270,20 +304,13 @@ class Resolved:
     @cached_property
     def layout(self) -> tuple[ParamLayout, ...]:
         """One layout per parameter once prepared, in the order of the facts."""
-        placed, params = self.placements, self.facts.model.params
-        dtypes, classes = dict(self.stored_dtypes), {p.name: "DTensor" if placed[p.name] else p.cls for p in params}
-        if isinstance(self.cfg.engine, DeepSpeed):
-            low = self.compute_dtypes.param if self.compute_dtypes else None
-            dtypes = {p.name: low if low and p.dtype in placements.CAST else p.dtype for p in params}
-            classes = dict.fromkeys(dtypes, "Parameter")
-        scaled = placements.scaled_weights(self.cfg, self.fp8_linears)
-        dtypes |= dict.fromkeys(scaled, "float16")
-        classes |= dict.fromkeys(scaled, "ScalingParameter")
         return placements.layout(
+            self.cfg,
             self.facts.model,
-            dtypes=dtypes,
-            classes=classes,
-            placed=placed,
+            stored=self.stored_dtypes,
+            low=self.compute_dtypes.param if self.compute_dtypes else None,
+            scaled=placements.scaled_weights(self.cfg, self.fp8_linears),
+            placed=self.placements,
             unit_of=self.unit_of,
             flat=self.flat_shards,
         )

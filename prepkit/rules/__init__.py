@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prepkit.config import Config
+from prepkit.config.origin import origin_of
 from prepkit.facts import Facts
 from prepkit.findings import Finding, Severity
 from prepkit.resolve.resolved import Resolved
@@ -16,34 +17,43 @@ from prepkit.rules import (
     deepspeed_environment,
     deepspeed_modules,
     deepspeed_tools,
+    entry_points,
     environment,
     fp8,
     fp8_engine,
     fsdp1,
-    fsdp1_ignored,
     fsdp1_mesh,
     fsdp_units,
+    ignored,
+    launcher_flags,
     loaders,
     mesh,
     model,
     optimizer,
+    optimizer_engines,
+    optimizer_specs,
     overrides,
+    params,
     precision,
     quantised,
     reshard,
+    scheduler,
     tensor_parallel,
     ties,
+    unknown_torch,
     values,
     weights,
     wrap,
     xla,
 )
 from prepkit.rules.first_step import FIRST_STEP_RULES
+from prepkit.rules.forward import FORWARD_RULES
 from prepkit.rules.memory import PLAN_RULES
-from prepkit.rules.rule import Rule
+from prepkit.rules.rule import Hit, Rule
 
-_SUBJECTS: tuple[Rule, ...] = (
+_OF_ONE_SUBJECT: tuple[Rule, ...] = (
     *environment.RULES,
+    *launcher_flags.RULES,
     *mesh.RULES,
     *fsdp1_mesh.RULES,
     *model.RULES,
@@ -55,13 +65,17 @@ _SUBJECTS: tuple[Rule, ...] = (
     *ties.RULES,
     *tensor_parallel.RULES,
     *fsdp_units.RULES,
+    *optimizer_engines.RULES,
+    *scheduler.RULES,
+    *optimizer_specs.RULES,
+    *params.RULES,
     *optimizer.RULES,
     *precision.RULES,
     *fp8.RULES,
     *fp8_engine.RULES,
     *ddp.RULES,
     *fsdp1.RULES,
-    *fsdp1_ignored.RULES,
+    *ignored.RULES,
     *xla.RULES,
     *deepspeed.RULES,
     *deepspeed_environment.RULES,
@@ -69,12 +83,15 @@ _SUBJECTS: tuple[Rule, ...] = (
     *deepspeed_tools.RULES,
     *compile.RULES,
     *checkpointing.RULES,
+    *entry_points.RULES,
     *loaders.RULES,
     *weights.RULES,
     *values.RULES,
 )
 
-LATE_RULES: tuple[Rule, ...] = (*PLAN_RULES, *FIRST_STEP_RULES)
+_SUBJECTS: tuple[Rule, ...] = (*_OF_ONE_SUBJECT, unknown_torch.about_unknown_torch(_OF_ONE_SUBJECT))
+
+LATE_RULES: tuple[Rule, ...] = (*PLAN_RULES, *FORWARD_RULES, *FIRST_STEP_RULES)
 """Rules that are asked once there is a plan, or gradients; a config may override them as any other."""
 
 RULES: tuple[Rule, ...] = (*_SUBJECTS, overrides.about_overrides(_SUBJECTS))
@@ -94,10 +111,18 @@ def findings_of(resolved: Resolved, rules: tuple[Rule, ...] = RULES) -> tuple[Fi
     known = tuple(
         overrides.about_overrides((*rules, *LATE_RULES)) if rule.id == overrides.ID else rule for rule in rules
     )
-    return tuple(
-        Finding(rule=rule.id, severity=rule.severity, where=hit.where, what=hit.what, fix=hit.fix or rule.fix)
-        for rule in known
-        for hit in rule.check(resolved)
+    return tuple(_finding(resolved.cfg, rule, hit) for rule in known for hit in rule.check(resolved))
+
+
+def _finding(cfg: Config, rule: Rule, hit: Hit) -> Finding:
+    origin = origin_of(cfg.origins, hit.where, hit.what) if cfg.origins else None
+    return Finding(
+        rule=rule.id,
+        severity=rule.severity,
+        where=hit.where,
+        what=hit.what,
+        fix=hit.fix or rule.fix,
+        origin=str(origin or ""),
     )
 
 

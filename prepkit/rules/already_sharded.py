@@ -47,13 +47,6 @@ def _no_root(resolved: Resolved) -> Iterator[Hit]:
         yield Hit("model", what, "Call fully_shard(model) after its modules.")
 
 
-def _left_out(resolved: Resolved) -> Iterator[Hit]:
-    names = [param.name for param in resolved.facts.model.params if param.cls != "DTensor" and param.requires_grad]
-    if names:
-        what = f"{count(len(names), 'trained parameter')} in no unit ({some(names)}): nothing averages their gradients."
-        yield Hit(at(names[0]), what, "Shard them too, or freeze them with requires_grad_(False).")
-
-
 def _placed_otherwise(resolved: Resolved) -> Iterator[Hit]:
     copies = max((unit.copies for unit in resolved.facts.model.units), default=1)
     placed = ("replicate", "shard(0)") if copies > 1 else ("shard(0)",)
@@ -159,6 +152,9 @@ def _kept(resolved: Resolved) -> Iterator[Hit]:
     if set(paths) != set(resolved.selected[cfg.engine.wrap]):
         what = f"{cfg.engine.wrap} would select other units than those that stand: {some(paths) or 'the root alone'}."
         yield Hit("config.engine.wrap", what)
+    cut = {p.name for p in resolved.facts.model.params if p.cls == "DTensor"}
+    if names := [p.name for p in resolved.facts.model.params if p.name in cut & resolved.ignored_params]:
+        yield Hit("config.engine.ignored", f"{some(names)} {'is' if len(names) == 1 else 'are'} sharded already.")
     odd = [unit for unit in _holding(resolved.facts.model) if unit.path and unit.reshard_after_forward != asked]
     if odd:
         what = f"{asked} is asked for; {count(len(odd), 'unit')} ({some([unit.path for unit in odd])}) stand otherwise."
@@ -169,7 +165,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="sharded.not-to-plan",
         summary="A model that arrives sharded by fully_shard is sharded whole, in dimension 0, with one policy.",
-        check=_all(_no_root, _left_out, _placed_otherwise, _two_policies),
+        check=_all(_no_root, _placed_otherwise, _two_policies),
         fix="Pass the model before it is sharded.",
         overridable=False,
         source=("M2-1", "DDP-2"),

@@ -18,8 +18,12 @@ from prepkit.rules.rule import Hit, Rule
 
 def _bucket(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    if isinstance(cfg.engine, DDP) and not (cfg.engine.bucket_cap_mb > 0 and isfinite(cfg.engine.bucket_cap_mb)):
+    if isinstance(cfg.engine, DDP) and not 0 < cfg.engine.bucket_cap_mb < _LARGEST_BUCKET:
         yield Hit("config.engine.bucket_cap_mb", f"{cfg.engine.bucket_cap_mb} MiB is no size of a bucket.")
+
+
+_LARGEST_BUCKET = 2.0**42
+"""MiB from which a number of bytes is none that torch takes."""
 
 
 def _compiled_bucket(resolved: Resolved) -> Iterator[Hit]:
@@ -78,9 +82,10 @@ def _sync_on_cpu(resolved: Resolved) -> Iterator[Hit]:
     paths = unsynchronized_batch_norms(resolved.facts.model)
     on_cpu = resolved.compute_device == "cpu"
     if isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm and paths and on_cpu and _trains(cfg):
-        yield Hit(
-            "config.engine.sync_batchnorm", f"SyncBatchNorm trains on accelerators only; here it is {some(paths)}."
+        what = (
+            f"The model is trained on the CPU, and SyncBatchNorm on accelerators only; it would replace {some(paths)}."
         )
+        yield Hit("config.engine.sync_batchnorm", what)
 
 
 def _nothing_to_sync(resolved: Resolved) -> Iterator[Hit]:

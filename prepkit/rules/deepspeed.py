@@ -89,6 +89,14 @@ RULES: tuple[Rule, ...] = (
         source=("pain 14", "pain 24"),
     ),
     Rule(
+        id="deepspeed.wrong-value",
+        summary="Every number and word of the DeepSpeed config is one that DeepSpeed takes.",
+        check=flaws("wrong-value"),
+        fix="Write a value that DeepSpeed takes.",
+        overridable=False,
+        source=("DP-20", "deepspeed/runtime/zero/config.py"),
+    ),
+    Rule(
         id="deepspeed.no-stage",
         summary="Somebody says which ZeRO stage is meant.",
         check=flaws("no-stage"),

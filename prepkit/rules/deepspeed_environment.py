@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import Config, DeepSpeed, KeepLoaders, NoCompile
+from prepkit.config import Config, DeepSpeed, NoCompile
 from prepkit.facts import Env, Facts
 from prepkit.findings import Severity
 from prepkit.resolve.deepspeed.data import tensor_parallel
@@ -86,19 +86,6 @@ def _no_mesh(cfg: Config, _: Facts) -> Config:
     return evolve(cfg, mesh=None) if isinstance(cfg.engine, DeepSpeed) else cfg
 
 
-def _tensor_loaders(resolved: Resolved) -> Iterator[Hit]:
-    cfg = resolved.cfg
-    if not isinstance(cfg.engine, DeepSpeed) or not resolved.facts.loaders or isinstance(cfg.loaders, KeepLoaders):
-        return
-    if (size := tensor_parallel(cfg.engine)) > 1:
-        what = f"{size} ranks hold one model together and must read the same samples, not parts of their own."
-        yield Hit("config.loaders", what)
-
-
-def _keep(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, loaders=KeepLoaders())
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.installed",
@@ -130,14 +117,6 @@ RULES: tuple[Rule, ...] = (
         overridable=False,
         source=("PC-10",),
         repair=_no_mesh,
-    ),
-    Rule(
-        id="deepspeed.tensor-parallel-loaders",
-        summary="Ranks that hold one model together read the same samples.",
-        check=_tensor_loaders,
-        fix="Write loaders=KeepLoaders(), and split the data by data-parallel rank.",
-        source=("DS-4", "G-47", "G-61"),
-        repair=_keep,
     ),
 )
 """Reporting order: the environment, then what stands beside the model."""

@@ -11,6 +11,9 @@ from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, did_you_mean, some
 from prepkit.resolve.deepspeed.data import look, said, stage
+from prepkit.resolve.fsdp2 import scalars
+from prepkit.resolve.modules import PACKED
+from prepkit.resolve.placements import CAST
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
@@ -39,6 +42,21 @@ def _leaf_inputs(resolved: Resolved) -> Iterator[Hit]:
     if leaf and not facts.model.grad_inputs:
         what = f"Nothing before the leaf `{leaf}` is trained, so that its input needs no gradient, and `{first}` in it"
         yield Hit(at(leaf), f"{what} is: DeepSpeed lets go of the weights of such a leaf before its backward is over.")
+
+
+def _packed(resolved: Resolved) -> Iterator[Hit]:
+    """4-bit and 8-bit weights whose bytes DeepSpeed would cast, or cannot partition."""
+    engine = resolved.cfg.engine
+    if not isinstance(engine, DeepSpeed):
+        return
+    low = resolved.compute_dtypes.param if resolved.compute_dtypes else None
+    packed = [param for param in resolved.facts.model.params if param.cls in PACKED and param.dtype != low]
+    cast = [param for param in packed if low and param.dtype in CAST]
+    bad = packed if stage(engine) == 3 else cast
+    if bad:
+        does = "ZeRO-3 partitions weights of its own dtype alone" if bad is packed else f"DeepSpeed casts them to {low}"
+        names = some([param.name for param in bad])
+        yield Hit(at(bad[0].name), f"{count(len(bad), 'packed weight')} stored as {bad[0].dtype} ({names}): {does}.")
 
 
 def _known_leaves(cfg: Config, facts: Facts) -> Config:
@@ -86,7 +104,22 @@ def _zero_init(resolved: Resolved) -> Iterator[Hit]:
         yield Hit(at(empty[0]), what)
 
 
+def _scalars(resolved: Resolved) -> Iterator[Hit]:
+    names = scalars(resolved.facts.model) if isinstance(resolved.cfg.engine, DeepSpeed) else ()
+    if names:
+        what = f"{some(names)} {'has' if len(names) == 1 else 'have'} no dimension; DeepSpeed sends the model as bytes,"
+        yield Hit(at(names[0]), f"{what} and torch shows no such tensor as bytes.")
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        id="deepspeed.packed",
+        summary="Packed 4-bit and 8-bit weights are stored so that DeepSpeed leaves their bytes as they are.",
+        check=_packed,
+        fix="Load the model with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16) and write precision=BF16(); "
+        "or write DeepSpeed(stage=2) or FSDP2().",
+        source=("M2-7", "deepspeed _configure_distributed_model"),
+    ),
     Rule(
         id="deepspeed.zero-init",
         summary="A model built under zero.Init is prepared with ZeRO stage 3.",
@@ -94,6 +127,13 @@ RULES: tuple[Rule, ...] = (
         fix="Write engine=DeepSpeed(stage=3), or build the model without zero.Init.",
         overridable=False,
         source=("pain 37",),
+    ),
+    Rule(
+        id="deepspeed.scalar",
+        summary="Under DeepSpeed every parameter has at least one dimension.",
+        check=_scalars,
+        fix="Write engine=FSDP2(), which keeps it whole on every rank and averages its gradient, or engine=DDP().",
+        source=("deepspeed DeepSpeedEngine._broadcast_model", "DS-19"),
     ),
     Rule(
         id="deepspeed.leaf-modules",

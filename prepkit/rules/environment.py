@@ -1,4 +1,4 @@
-"""The environment: devices, process-group backends, launchers and versions."""
+"""The environment: devices, process-group backends, Slurm and versions of torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import FSDP1, FSDP2, Config, DeepSpeed, Intent, OffloadToCPU
+from prepkit.config import FSDP2, Config, Intent
 from prepkit.facts import Facts
-from prepkit.findings import Severity
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
@@ -29,7 +28,6 @@ _GATHERS_ON_CPU = (2, 7)
 """Release from which on ``fully_shard`` gathers without an accelerator: before, streams of the CPU record no events."""
 _AVERAGES_ON_CPU = (2, 9)
 """Release from which on gloo divides what ``fully_shard`` asks it to average; 2.7 and 2.8 were seen to only add."""
-_TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
 def _device(resolved: Resolved) -> str:
@@ -77,24 +75,11 @@ def _backend(resolved: Resolved) -> Iterator[Hit]:
 def _offload(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
     device = resolved.compute_device
-    offloads = isinstance(cfg.engine, FSDP2) and isinstance(cfg.engine.offload, OffloadToCPU)
     # A backend that does not even serve the device is the finding of the rule above.
-    if offloads and cfg.backend and _serves(cfg.backend, device) and not _serves(cfg.backend, "cpu"):
-        what = f"`{cfg.backend}` does not serve the CPU, where offloaded gradients are clipped and reduced."
+    if resolved.offloads and cfg.backend and _serves(cfg.backend, device) and not _serves(cfg.backend, "cpu"):
+        work = "gradients are clipped and reduced" if isinstance(cfg.engine, FSDP2) else "shards are saved and gathered"
+        what = f"`{cfg.backend}` does not serve the CPU, where offloaded {work}."
         yield Hit("config.backend", what, f'Leave backend out, or write backend="cpu:gloo,{device}:{cfg.backend}".')
-
-
-def _launcher(resolved: Resolved) -> Iterator[Hit]:
-    cfg = resolved.cfg
-    known = (("ACCELERATE_USE_FSDP", FSDP1 | FSDP2), ("ACCELERATE_USE_DEEPSPEED", DeepSpeed))
-    variables = dict(resolved.facts.env.variables)
-    for name, engine in known:
-        value = variables.get(name, "")
-        if value.lower() in _TRUE and not isinstance(cfg.engine, engine):
-            what = f"{name}={value} is set, but the engine is {type(cfg.engine).__name__}: other libraries read it "
-            yield Hit(
-                f"env.variables.{name}", what + "and load or shard the model in another way.", f"Write `unset {name}`."
-            )
 
 
 def _slurm(resolved: Resolved) -> Iterator[Hit]:
@@ -159,7 +144,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="environment.offload-backend",
-        summary="Under FSDP2 with OffloadToCPU the backend serves the CPU too.",
+        summary="Under FSDP1 and FSDP2 with offload the backend serves the CPU too.",
         check=_offload,
         fix="Leave config.backend out.",
         source=("pain 33", "G-69", "ST-16"),
@@ -186,13 +171,5 @@ RULES: tuple[Rule, ...] = (
         fix="Write `pip install 'torch>=2.9'`, or engine=FSDP1() or DDP().",
         source=("ST-46", "torch fully_shard"),
     ),
-    Rule(
-        id="environment.launcher-flag",
-        summary="No launcher flag in the environment asks for another engine.",
-        check=_launcher,
-        fix="Unset the variable.",
-        severity=Severity.WARNING,
-        source=("pain 25", "ST-6", "ST-7"),
-    ),
 )
-"""Reporting order: what the run stands on, then what was left behind by others."""
+"""Reporting order: what the run stands on."""

@@ -90,7 +90,7 @@ def _clip(resolved: Resolved) -> Iterator[Hit]:
 def _follower(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
     asked = backend(cfg)
-    alone = resolved.facts.optimizer is None and cfg.optimizer is None and cfg.intent is Intent.TRAINING
+    alone = resolved.facts.optimizer is None and not cfg.optimizer and cfg.intent is Intent.TRAINING
     alone = alone and not _makes_its_own(resolved)
     if isinstance(asked, TransformerEngine) and alone and not has_engine_layers(resolved.facts.model):
         what = "TransformerEngine's layers have parameters of their own: an optimizer that is not given keeps the old."

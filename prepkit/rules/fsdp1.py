@@ -13,10 +13,8 @@ from prepkit.findings.text import at, count, some
 from prepkit.resolve.mesh import size_of
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.environment import BACKENDS
+from prepkit.rules.optimizer_engines import SHAPED, classes
 from prepkit.rules.rule import Hit, Rule
-
-_SHAPED = frozenset({"Adafactor", "LAMB", "Lamb", "LARS", "Lars", "Muon", "SOAP", "Shampoo"})
-"""Optimizers that compute from the shape or the norm of each whole parameter."""
 
 
 def _on_cpu(resolved: Resolved) -> bool:
@@ -114,9 +112,11 @@ def _frozen_gradients(resolved: Resolved) -> Iterator[Hit]:
 
 def _two_groups(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
-    if not isinstance(resolved.cfg.engine, FSDP1) or resolved.cfg.engine.use_orig_params or facts.optimizer is None:
+    groups_of = facts.optimizer.groups if facts.optimizer else ()
+    lists = (*(group.slots for group in groups_of), *_created(resolved))
+    if not isinstance(resolved.cfg.engine, FSDP1) or resolved.cfg.engine.use_orig_params or not lists:
         return
-    group_of = {name: i for i, group in enumerate(facts.optimizer.groups) for name in group.slots if name}
+    group_of = {name: i for i, names in enumerate(lists) for name in names if name}
     for unit, params in resolved.flat_params.items():
         groups = {group_of.get(p.name) for p in params if p.requires_grad}
         if len(groups) > 1:
@@ -125,6 +125,12 @@ def _two_groups(resolved: Resolved) -> Iterator[Hit]:
             what = f"Parameters of the unit {lie} of the optimizer ({some(odd)}): after use_orig_params=False they are"
             yield Hit(at(unit), f"{what} one flat parameter, which can be in one.")
             return
+
+
+def _created(resolved: Resolved) -> Iterator[tuple[str, ...]]:
+    """The parameters of each group of each optimizer that the config asks for."""
+    for made in resolved.created_optimizers:
+        yield from (made.rest, *(group.names for group in made.groups))
 
 
 def _partial_state(resolved: Resolved) -> Iterator[Hit]:
@@ -142,14 +148,15 @@ def _partial_state(resolved: Resolved) -> Iterator[Hit]:
 
 def _shaped(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    optimizer = resolved.facts.optimizer
-    if not isinstance(cfg.engine, FSDP1) or optimizer is None or optimizer.name not in _SHAPED:
+    if not isinstance(cfg.engine, FSDP1):
         return
     cut = resolved.facts.env.world_size > 1 and cfg.engine.sharding != "NO_SHARD"
-    if cut or not cfg.engine.use_orig_params:
-        what = f"`{optimizer.name}` computes from each parameter's shape or norm, and would get one-dimensional parts"
-        what += " of them."
-        yield Hit("optimizer", what)
+    for where, _, name in classes(resolved) if cut or not cfg.engine.use_orig_params else ():
+        if name in SHAPED:
+            what = (
+                f"`{name}` computes from each parameter's shape or norm, and would get one-dimensional parts of them."
+            )
+            yield Hit(where, what)
 
 
 def _original(cfg: Config, _: Facts) -> Config:
@@ -209,7 +216,7 @@ RULES: tuple[Rule, ...] = (
         id="fsdp1.shaped-optimizer",
         summary="The optimizer needs no more of a parameter than its elements.",
         check=_shaped,
-        fix="Use AdamW or SGD, or write engine=FSDP2().",
+        fix="Use AdamW or SGD, or write engine=DDP().",
         source=("pain 13", "F1-47"),
     ),
     Rule(
@@ -234,7 +241,7 @@ RULES: tuple[Rule, ...] = (
         check=_buffers,
         fix="Leave buffer_dtype out, or write precision=BF16().",
         severity=Severity.WARNING,
-        source=("F1-25", "F1-43", "pain 24"),
+        source=("F1-43", "pain 24"),
         repair=_stored_buffers,
     ),
     Rule(

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from prepkit.config import FSDP1, FSDP2, Config, Intent, KeepWeights, Mixed
 from prepkit.facts import ParamFact
 from prepkit.findings import Severity
-from prepkit.findings.text import at, count, some
+from prepkit.findings.text import at, count, in_bytes, some
+from prepkit.plan.dtypes import itemsize
+from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.modules import PACKED
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
-LAZY = frozenset({"UninitializedParameter"})
-"""Classes of parameters that have no shape yet."""
 IGNORES = (2, 7)
 """torch from which ``fully_shard`` takes ``ignored_params``."""
+TRAINED_ALONE = (2, 8)
+"""torch from which ``fully_shard`` asks for one dtype among what a unit trains, and not among all that it holds."""
 _FLOATS = ("float", "bfloat", "complex")
 _GATHERED = ("int64", "int32", "int8", "uint8", "bool")
 """What gloo and NCCL gather beside floats, so that FSDP2 shards it: frozen, as integers always are."""
@@ -24,8 +26,13 @@ _LOW = frozenset({"bfloat16", "float16"})
 
 
 def trained_dtype(cfg: Config, param: ParamFact) -> str:
-    """Dtype in which a trainable parameter is stored when it is sharded: float32 where it gets master weights."""
-    master = isinstance(cfg.precision, Mixed) and cfg.precision.master_weights and cfg.intent is Intent.TRAINING
+    """Dtype in which a parameter is stored when it is sharded: float32 where it gets master weights."""
+    master = (
+        param.requires_grad
+        and isinstance(cfg.precision, Mixed)
+        and cfg.precision.master_weights
+        and cfg.intent is Intent.TRAINING
+    )
     return "float32" if master and param.dtype in _LOW else param.dtype
 
 
@@ -35,7 +42,10 @@ def _dtypes(resolved: Resolved) -> dict[str, dict[str, list[str]]]:
     names: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     match cfg.engine:
         case FSDP2():
-            trainable = tuple(param for param in resolved.facts.model.params if param.requires_grad)
+            whole = set(resolved.unsharded_params)
+            among_all = resolved.facts.env.release < TRAINED_ALONE
+            sharded = (p for p in resolved.facts.model.params if p.name not in whole)
+            trainable = tuple(p for p in sharded if p.requires_grad or among_all)
             if len({trained_dtype(cfg, param) for param in trainable}) > 1:
                 owner = resolved.unit_of
                 for param in trainable:
@@ -65,16 +75,30 @@ def _mixed_dtypes(resolved: Resolved) -> Iterator[Hit]:
     trains = any(p.requires_grad for p in facts.model.params if p.name in {n for _, names in dtypes for n in names})
     if trains and {dtype for dtype, _ in dtypes} <= {*_LOW, "float32"}:
         fix = f"Write precision=BF16(), which stores all that is trained in float32, or cast {some(odd)} to {most}."
-    does = "trains" if isinstance(resolved.cfg.engine, FSDP2) else "flattens"
+    old = isinstance(resolved.cfg.engine, FSDP2) and facts.env.release < TRAINED_ALONE
+    if old and not all(
+        p.requires_grad for p in facts.model.params if p.name in {n for _, held in dtypes for n in held}
+    ):
+        alone = 'give what is trained units of its own: wrap=WrapPaths(("...",))'
+        fix = f"Write `pip install 'torch>=2.8'`, which asks this of what is trained alone; or {alone}, or cast them."
+    does = "holds" if old else "trains" if isinstance(resolved.cfg.engine, FSDP2) else "flattens"
     yield Hit(at(mixed[0]), f"The unit {does} parameters of several dtypes: {shown}.{others}", fix)
 
 
 def _scalars(resolved: Resolved) -> Iterator[Hit]:
-    names = [p.name for p in resolved.facts.model.params if p.shape == () and p.cls not in LAZY]
-    if resolved.engine_traits.has_units and names:
-        does = "FSDP2 shards the first one" if isinstance(resolved.cfg.engine, FSDP2) else "FSDP1 flattens none without"
-        what = f"{some(names)} {'has' if len(names) == 1 else 'have'} no dimension, and {does}."
+    names = [name for name in scalars(resolved.facts.model) if name not in resolved.ignored_params]
+    if isinstance(resolved.cfg.engine, FSDP1) and names:
+        what = f"{some(names)} {'has' if len(names) == 1 else 'have'} no dimension, and FSDP1 flattens none without."
         yield Hit(at(names[0]), what)
+
+
+def _left_whole(resolved: Resolved) -> Iterator[Hit]:
+    packed = set(resolved.packed_params)
+    names = [name for name in resolved.unsharded_params if name not in packed]
+    if not names or resolved.facts.env.release >= IGNORES or resolved.arrives_sharded:
+        return
+    what = f"{count(len(names), 'parameter')} to be left whole ({some(names)}): fully_shard can do that from torch 2.7"
+    yield Hit(at(names[0]), f"{what} on, this is {resolved.facts.env.torch}.")
 
 
 def _packed(resolved: Resolved) -> Iterator[Hit]:
@@ -82,7 +106,7 @@ def _packed(resolved: Resolved) -> Iterator[Hit]:
     packed = [param for param in facts.model.params if param.cls in PACKED]
     if not resolved.engine_traits.has_units or not (packed or facts.model.quantised):
         return
-    if isinstance(resolved.cfg.engine, FSDP2) and packed and len(packed) == len(resolved.packed_params):
+    if isinstance(resolved.cfg.engine, FSDP2) and packed and {p.name for p in packed} <= _handled(resolved):
         yield from _not_left_packed(resolved)
         return
     if packed:
@@ -93,12 +117,17 @@ def _packed(resolved: Resolved) -> Iterator[Hit]:
     yield Hit(at(packed[0].name if packed else ""), what + "; sharding and casting would change what the bytes mean.")
 
 
+def _handled(resolved: Resolved) -> set[str]:
+    """Names of the parameters that FSDP2 takes as they are: whole, or packed in the dtype that it gathers."""
+    return {*resolved.unsharded_params, *resolved.packed_params}
+
+
 def _not_left_packed(resolved: Resolved) -> Iterator[Hit]:
     """What keeps FSDP2 from leaving packed weights as they are."""
     facts = resolved.facts
     names = resolved.packed_params
     packed = f"{count(len(names), 'packed parameter')} ({some(names)})"
-    if facts.env.release < IGNORES:
+    if facts.env.release < IGNORES and not {*names}.isdisjoint(resolved.unsharded_params):
         what = f"{packed} cannot be left whole: fully_shard can do that from torch 2.7 on, this is {facts.env.torch}."
         yield Hit(at(names[0]), what, "Write `pip install 'torch>=2.7'`, or engine=DDP().")
     elif not isinstance(resolved.cfg.weights, KeepWeights):
@@ -106,10 +135,34 @@ def _not_left_packed(resolved: Resolved) -> Iterator[Hit]:
         yield Hit(at(names[0]), what, "Write weights=KeepWeights(), and give the model with its values on every rank.")
 
 
+def _packed_whole(resolved: Resolved) -> Iterator[Hit]:
+    """4-bit weights that every rank holds whole, where they would be sharded in another storage dtype."""
+    names = set(resolved.unsharded_params) - resolved.ignored_params
+    whole = [p for p in resolved.facts.model.params if p.name in names and p.cls == "Params4bit"]
+    ranks = resolved.axis_size("shard")
+    if not whole or ranks == 1 or resolved.arrives_sharded:
+        return
+    dtypes = resolved.compute_dtypes
+    gathered = dtypes.param if dtypes else None
+    size = sum(param.numel * itemsize(param.dtype) for param in whole)
+    what = f"{count(len(whole), '4-bit weight')} stored as {whole[0].dtype}, {in_bytes(size)} in all"
+    where = f" while units are gathered in {gathered}" if gathered else ""
+    fix = _STORE.format(gathered or "bfloat16")
+    yield Hit(at(whole[0].name), f"{what}, stay whole on each of {ranks} ranks{where}.", fix)
+
+
+_STORE = (
+    "Load the model with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.{0}), of which every rank holds its shards; "
+    "leave it so if memory allows."
+)
+
+
 def _integers(resolved: Resolved) -> Iterator[Hit]:
     sharded = isinstance(resolved.cfg.engine, FSDP2)
     able = (*_FLOATS, *_GATHERED) if sharded else _FLOATS[:2]  # FSDP1 flattens no complex numbers
-    odd = [p for p in resolved.facts.model.params if not p.dtype.startswith(able) and p.cls not in PACKED]
+    left = {*resolved.unsharded_params, *resolved.ignored_params}
+    params = (p for p in resolved.facts.model.params if p.cls not in PACKED and p.name not in left)
+    odd = [param for param in params if not param.dtype.startswith(able)]
     if resolved.engine_traits.has_units and odd:
         dtypes = ", ".join(sorted({param.dtype for param in odd}))
         names = some([param.name for param in odd])
@@ -120,8 +173,9 @@ def _integers(resolved: Resolved) -> Iterator[Hit]:
 def _empty(resolved: Resolved) -> Iterator[Hit]:
     if not isinstance(resolved.cfg.engine, FSDP2) or resolved.cfg.intent is Intent.INFERENCE:
         return
-    names = [p.name for p in resolved.facts.model.params if p.requires_grad and 0 in p.shape]
-    if names:
+    whole = set(resolved.unsharded_params)
+    params = (p for p in resolved.facts.model.params if p.requires_grad and p.name not in whole)
+    if names := [param.name for param in params if 0 in param.shape]:
         what = f"{some(names)}: trained, and without elements; torch reduces no empty gradient, and backward fails."
         yield Hit(at(names[0]), what)
 
@@ -152,17 +206,32 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="units.scalar",
-        summary="Where parameters are sharded every parameter has at least one dimension.",
+        summary="Under FSDP1 every parameter has at least one dimension.",
         check=_scalars,
-        fix="Give it one element in one dimension: nn.Parameter(torch.zeros(1)).",
-        source=("torch _verify_managed_param",),
+        fix="Write engine=FSDP2(), which keeps it whole on every rank and averages its gradient.",
+        source=("F1-49", "torch FlatParamHandle"),
+    ),
+    Rule(
+        id="units.left-whole",
+        summary="Parameters without dimensions and those of ignored modules are left whole by a torch that can.",
+        check=_left_whole,
+        fix="Write `pip install 'torch>=2.7'`, or engine=DDP().",
+        source=("M2-7", "torch fully_shard ignored_params"),
     ),
     Rule(
         id="units.packed",
-        summary="No packed 4-bit or 8-bit values are cut: FSDP2 leaves frozen ones whole, FSDP1 holds none.",
+        summary="Packed 4-bit and 8-bit values are frozen under FSDP2, and in no flat parameter of FSDP1.",
         check=_packed,
         fix="Freeze the packed weights and write engine=FSDP2(), or engine=DDP().",
         source=("pain 12", "M2-7"),
+    ),
+    Rule(
+        id="units.packed-whole",
+        summary="4-bit weights are stored in the dtype that FSDP2 gathers, and so are sharded.",
+        check=_packed_whole,
+        fix="Load the model with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16).",
+        severity=Severity.WARNING,
+        source=("M2-7", "bitsandbytes Linear4bit"),
     ),
     Rule(
         id="units.integer",

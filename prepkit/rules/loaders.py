@@ -6,110 +6,186 @@ from collections.abc import Callable, Iterator
 
 from attrs import evolve
 
-from prepkit.config import Config, KeepLoaders, ShardLoaders
+from prepkit.config import XLA, Config, EachLoader, KeepLoaders, ShardLoaders
 from prepkit.facts import Facts, LoaderFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import count
+from prepkit.resolve import loaders
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Check, Hit, Rule
 
 _KEEP = "Split the data by rank yourself and write loaders=KeepLoaders()"
 
 
-def _split(resolved: Resolved) -> Iterator[tuple[str, LoaderFacts]]:
+def _split(resolved: Resolved) -> Iterator[tuple[str, LoaderFacts, ShardLoaders]]:
     """The loaders that are split between ranks."""
-    if isinstance(resolved.cfg.loaders, ShardLoaders) and resolved.facts.env.world_size > 1:
+    if resolved.facts.env.world_size > 1:
         for index, loader in enumerate(resolved.facts.loaders):
-            yield f"loaders[{index}]", loader
+            how = loaders.choice(resolved.cfg, index)
+            if isinstance(how, ShardLoaders):
+                yield f"loaders[{index}]", loader, how
 
 
 def _each(test: Callable[[LoaderFacts], bool], what: str) -> Check:
     """A check that says the same of every loader that is to be split and passes a test."""
 
     def check(resolved: Resolved) -> Iterator[Hit]:
-        for where, loader in _split(resolved):
+        for where, loader, _ in _split(resolved):
             if test(loader):
-                yield Hit(where, what)
+                yield Hit(where, what.format(loader=loader))
 
     return check
 
 
-def _no_batch(resolved: Resolved) -> Iterator[Hit]:
-    world = resolved.data_parallel_size
-    tail = isinstance(resolved.cfg.loaders, ShardLoaders) and not resolved.cfg.loaders.drop_last
-    for where, loader in _split(resolved):
-        if loader.length is None:
+def _count(resolved: Resolved) -> Iterator[Hit]:
+    how, given = resolved.cfg.loaders, len(resolved.facts.loaders)
+    if isinstance(how, EachLoader) and len(how.choices) != given:
+        said = f"EachLoader has {count(len(how.choices), 'choice')}, and {count(given, 'loader')} are given."
+        yield Hit("config.loaders", said.replace("1 loader are", "1 loader is"))
+
+
+def _split_batches(resolved: Resolved) -> Iterator[Hit]:
+    parts = resolved.data_parallel_size
+    for where, loader, how in _split(resolved):
+        if not how.split_batches or loader.foreign:
             continue
-        share = (-(-loader.length // world)) if tail else loader.length // world
-        if share == 0:
-            yield Hit(where, f"{count(loader.length, 'sample')} over {world} ranks leave some with none.")
-        elif loader.drop_last and loader.batch_size is not None and share < loader.batch_size:
-            what = f"{count(loader.length, 'sample')} over {world} ranks are {share} each, which drop_last=True drops:"
-            yield Hit(where, f"{what} they fill no batch of {loader.batch_size}.")
+        if loader.batch_size is None:
+            yield Hit(where, "It has no batch_size that could be split over the ranks.")
+        elif loader.batch_size % parts:
+            below = loader.batch_size // parts * parts
+            sizes = " or ".join(str(size) for size in (below, below + parts) if size)
+            yield Hit(
+                where,
+                f"A batch of {loader.batch_size} cannot be split over {parts} ranks.",
+                f"Build the loader with batch_size={sizes}.",
+            )
+
+
+def _no_batch(resolved: Resolved) -> Iterator[Hit]:
+    parts = resolved.data_parallel_size
+    for where, loader, how in _split(resolved):
+        size = loaders.batch_size(how, loader, parts)
+        if loader.custom_batches and loader.batches is not None:
+            drops = how.purpose == "training" and (how.drop_last or loader.drop_last)
+            if loader.batches < (parts if drops else 1):
+                yield Hit(where, f"{count(loader.batches, 'batch')} over {parts} ranks leave some with none.")
+        elif loader.length is not None and not loader.iterable:
+            yield from _too_few(where, loader, how, parts, size)
+
+
+def _too_few(where: str, loader: LoaderFacts, how: ShardLoaders, parts: int, size: int | None) -> Iterator[Hit]:
+    """Samples that make no batch for some rank."""
+    length, samples = loader.length or 0, count(loader.length or 0, "sample")
+    if length == 0 or (length < parts and how.drop_last and how.purpose == "training"):
+        yield Hit(where, f"{samples} over {parts} ranks leave some with none.")
+    elif loader.drop_last and size is not None:
+        least = size if how.purpose == "evaluation" else size * parts
+        if length < least:
+            each = f"{parts} batches of {size}" if how.purpose == "training" else f"a batch of {size}"
+            yield Hit(where, f"{samples} do not fill {each}, and drop_last=True drops what is not full.")
 
 
 def _repeats(resolved: Resolved) -> Iterator[Hit]:
-    world = resolved.data_parallel_size
-    for where, loader in _split(resolved):
-        if loader.length is not None and 0 < loader.length < world:
+    parts = resolved.data_parallel_size
+    for where, loader, how in _split(resolved):
+        if how.purpose == "training" and loader.length is not None and 0 < loader.length < parts:
             samples = count(loader.length, "sample")
-            yield Hit(where, f"{samples} over {world} ranks: some of them are read by several ranks.")
+            yield Hit(where, f"{samples} over {parts} ranks: some of them are read by several ranks.")
 
 
 def _same_data(resolved: Resolved) -> Iterator[Hit]:
-    if isinstance(resolved.cfg.loaders, KeepLoaders) and resolved.facts.env.world_size > 1:
-        for index, loader in enumerate(resolved.facts.loaders):
-            if loader.sampler in ("sequential", "random") and not loader.iterable and not loader.custom_batches:
-                parts = resolved.data_parallel_size
-                what = f"A {loader.sampler} sampler does not split the data: {parts} ranks may read the same."
-                if parts == 1:  # every rank has to read the same, and a sequential sampler does
-                    what = "A random sampler draws on each rank for itself, but tensor ranks have to read the same."
-                if parts > 1 or loader.sampler == "random":
-                    yield Hit(f"loaders[{index}]", what)
+    if resolved.facts.env.world_size == 1:
+        return
+    for index, loader in enumerate(resolved.facts.loaders):
+        if isinstance(loaders.choice(resolved.cfg, index), KeepLoaders) and (what := _unsplit(resolved, loader)):
+            yield Hit(f"loaders[{index}]", what)
 
 
-def _keep(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, loaders=KeepLoaders())
+def _unsplit(resolved: Resolved, loader: LoaderFacts) -> str | None:
+    """Why ranks may read the same, or not the same where they have to; None: nothing says so."""
+    parts = resolved.data_parallel_size
+    if loader.foreign or loader.custom_batches or loader.divided:
+        return None
+    if loader.iterable:
+        return (
+            None if parts == 1 else f"Nothing says that its stream is split by rank: {parts} ranks may read the same."
+        )
+    if loader.sampler not in ("sequential", "random"):
+        return None
+    if parts > 1:
+        return f"A {loader.sampler} sampler does not split the data: {parts} ranks may read the same."
+    if loader.sampler == "random":
+        return "A random sampler draws on each rank for itself, but tensor ranks have to read the same."
+    return None
+
+
+def _keep(cfg: Config, facts: Facts) -> Config:
+    """Keeps all loaders; what is asked of each beside being split stays."""
+    kept = tuple(_kept(loaders.choice(cfg, index)) for index in range(len(facts.loaders)))
+    return evolve(cfg, loaders=EachLoader(kept) if isinstance(cfg.loaders, EachLoader) else KeepLoaders())
+
+
+def _kept(how: ShardLoaders | KeepLoaders) -> KeepLoaders:
+    return KeepLoaders(purpose=how.purpose, to_device=how.to_device, ends_window=how.ends_window)
+
+
+def _for_each(cfg: Config, facts: Facts) -> Config:
+    choices = tuple(loaders.choice(cfg, index) for index in range(len(facts.loaders)))
+    return evolve(cfg, loaders=EachLoader(choices) if not isinstance(cfg.engine, XLA) else KeepLoaders())
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        id="loaders.iterable",
-        summary="A loader that is split by rank has a dataset that can be indexed.",
-        check=_each(lambda loader: loader.iterable, "An iterable dataset cannot be split by a sampler."),
-        fix=f"{_KEEP}, for example with itertools.islice(data, rank, None, world_size).",
-        source=("DL-14", "DL-22"),
-        repair=_keep,
+        id="loaders.count",
+        summary="EachLoader has a choice for every loader.",
+        check=_count,
+        fix="Write one ShardLoaders() or KeepLoaders() for each loader, in their order.",
+        overridable=False,
+        source=("DL-2", "DL-4"),
+        repair=_for_each,
     ),
     Rule(
-        id="loaders.custom-batches",
-        summary="A loader that is split by rank makes its batches from batch_size.",
-        check=_each(lambda loader: loader.custom_batches, "Its own batch sampler would be lost."),
-        fix=f"{_KEEP}, or pass a loader with batch_size and shuffle.",
-        source=("DL-21n", "DL-15"),
-        repair=_keep,
-    ),
-    Rule(
-        id="loaders.custom-sampler",
-        summary="A loader that is split by rank reads in order or at random.",
+        id="loaders.foreign",
+        summary="A loader that is split by rank is a torch DataLoader.",
         check=_each(
-            lambda loader: loader.sampler == "custom" and not loader.custom_batches and not loader.iterable,
-            "Its own sampler would be replaced, and the order that it gives would be lost.",
+            lambda loader: loader.foreign,
+            "It is a {loader.name}, and no torch DataLoader: how it draws cannot be seen.",
         ),
-        fix=f"{_KEEP}, or pass a loader with shuffle=True or False.",
-        source=("DL-15",),
+        fix=f"{_KEEP}, or pass a torch.utils.data.DataLoader.",
+        overridable=False,
+        source=("DL-18",),
+        repair=_keep,
+    ),
+    Rule(
+        id="loaders.own-iteration",
+        summary="A loader that is split by rank iterates as torch's DataLoader does.",
+        check=_each(
+            lambda loader: loader.own_iteration,
+            "{loader.name} has an __iter__ of its own, which may not read by the sampler that it is given.",
+        ),
+        fix=f"{_KEEP}; or accept it in overrides, where it yields what super().__iter__() does, batch by batch.",
+        source=("DL-18", "DL-19"),
         repair=_keep,
     ),
     Rule(
         id="loaders.already-distributed",
         summary="A loader that is split by rank is not split already.",
         check=_each(
-            lambda loader: loader.sampler == "distributed",
-            "It has a DistributedSampler already, which ShardLoaders would replace.",
+            lambda loader: loader.sampler == "distributed" or loader.divided,
+            "It is split by rank already: it has a DistributedSampler, or a stream that was split by node.",
         ),
-        fix="Write loaders=KeepLoaders(), or pass a loader without the DistributedSampler.",
-        source=("DL-1", "DL-15"),
+        fix="Write loaders=KeepLoaders(), or pass a loader over the whole data.",
+        overridable=False,
+        source=("DL-1", "DL-13", "DL-15"),
         repair=_keep,
+    ),
+    Rule(
+        id="loaders.split-batches",
+        summary="A batch that is split over the ranks divides by their number.",
+        check=_split_batches,
+        fix="Pass a loader with batch_size, or leave split_batches out.",
+        overridable=False,
+        source=("DL-8", "DL-9"),
     ),
     Rule(
         id="loaders.no-batch",
@@ -122,7 +198,7 @@ RULES: tuple[Rule, ...] = (
         id="loaders.fewer-than-ranks",
         summary="A loader has at least one sample for every rank.",
         check=_repeats,
-        fix="Start fewer processes if every sample is to count once.",
+        fix='Start fewer processes if every sample is to count once, or write purpose="evaluation" to evaluate.',
         severity=Severity.WARNING,
         source=("DL-21", "DL-27"),
     ),
@@ -130,7 +206,7 @@ RULES: tuple[Rule, ...] = (
         id="loaders.same-data",
         summary="Loaders that are kept as they are read different data on every rank.",
         check=_same_data,
-        fix="Write loaders=ShardLoaders(), unless the dataset itself differs from rank to rank.",
+        fix="Write loaders=ShardLoaders(), unless the data set itself differs from rank to rank.",
         severity=Severity.WARNING,
         source=("DL-12", "G-47"),
     ),

@@ -8,6 +8,7 @@ from attrs import evolve
 
 from prepkit.config import (
     DDP,
+    FSDP2,
     AsStored,
     CheckpointBlocks,
     Config,
@@ -19,8 +20,8 @@ from prepkit.config import (
 )
 from prepkit.facts import Facts, Mark, ModelFacts
 from prepkit.findings.text import at, count, some
+from prepkit.resolve.fsdp2 import LAZY
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.fsdp_units import LAZY
 from prepkit.rules.rule import Hit, Rule
 
 _WRAPPED: tuple[Mark, ...] = ("ddp", "fsdp1", "fsdp2", "deepspeed", "prepared")
@@ -77,9 +78,17 @@ def _dtensors(resolved: Resolved) -> Iterator[Hit]:
         return
     names = [param.name for param in resolved.facts.model.params if param.cls == "DTensor"]
     if names and not isinstance(cfg.engine, Single) and not resolved.arrives_sharded:
-        engine = type(cfg.engine).__name__
-        what = f"{count(len(names), 'parameter')} sharded already ({some(names)}), and {engine} takes plain ones."
-        yield Hit(at(names[0]), what)
+        engine, shown = type(cfg.engine).__name__, f"{count(len(names), 'parameter')} sharded already ({some(names)})"
+        cut = resolved.facts.model.architecture.tp_size
+        if isinstance(cfg.engine, FSDP2) and cut:
+            what = f"{shown}: transformers has cut the layers over {cut} ranks, and FSDP2 shards whole layers."
+            fix = (
+                f"Load it without tp_plan and write mesh=Mesh(shard=-1, tensor={cut}): FSDP2 cuts the same layers, by "
+                "the model's own plan; or write engine=TensorParallel(), which takes the model as it is."
+            )
+            yield Hit(at(names[0]), what, fix)
+        else:
+            yield Hit(at(names[0]), f"{shown}, and {engine} takes plain ones.")
 
 
 def _device_map(resolved: Resolved) -> Iterator[Hit]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from attrs import evolve
 
 from prepkit.config import Config, DeepSpeed, Intent
+from prepkit.config.optimizer import specs
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count, some
@@ -55,15 +56,20 @@ def _frozen(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _two(resolved: Resolved) -> Iterator[Hit]:
-    if resolved.facts.optimizer is not None and resolved.cfg.optimizer is not None:
-        given, asked = resolved.facts.optimizer.name, type(resolved.cfg.optimizer).__name__
+    if resolved.facts.optimizer is not None and resolved.cfg.optimizer:
+        given, asked = resolved.facts.optimizer.name, _asked(resolved.cfg)
         yield Hit("config.optimizer", f"{asked} is asked for, and an optimizer `{given}` is given as well.")
 
 
 def _none(resolved: Resolved) -> Iterator[Hit]:
     cfg, facts = resolved.cfg, resolved.facts
-    if cfg.intent is Intent.TRAINING and facts.optimizer is None and cfg.optimizer is None and not _section(cfg):
+    if cfg.intent is Intent.TRAINING and facts.optimizer is None and not cfg.optimizer and not _section(cfg):
         yield Hit("config.optimizer", "intent is training, but no optimizer is given or asked for.")
+
+
+def _asked(cfg: Config) -> str:
+    """The optimizers of the config in words."""
+    return " + ".join(type(spec).__name__ for spec in specs(cfg.optimizer))
 
 
 def _section(cfg: Config) -> bool:
@@ -73,8 +79,8 @@ def _section(cfg: Config) -> bool:
 
 def _for_inference(resolved: Resolved) -> Iterator[Hit]:
     cfg, facts = resolved.cfg, resolved.facts
-    if cfg.intent is Intent.INFERENCE and (facts.optimizer is not None or cfg.optimizer is not None):
-        name = facts.optimizer.name if facts.optimizer else type(cfg.optimizer).__name__
+    if cfg.intent is Intent.INFERENCE and (facts.optimizer is not None or cfg.optimizer):
+        name = facts.optimizer.name if facts.optimizer else _asked(cfg)
         yield Hit("config.intent", f"intent is inference, but there is an optimizer `{name}`.")
 
 
@@ -87,8 +93,10 @@ def _own_list(resolved: Resolved) -> Iterator[Hit]:
 
 def _unshardable(resolved: Resolved) -> Iterator[Hit]:
     given = resolved.facts.optimizer
-    if resolved.engine_traits.makes_dtensors and given and given.module.partition(".")[0] == "bitsandbytes":
-        yield Hit("optimizer", f"`bitsandbytes` `{given.name}` reads raw memory and cannot step sharded parameters.")
+    for member in given.classes if resolved.engine_traits.makes_dtensors and given else ():
+        if member.module.partition(".")[0] == "bitsandbytes":
+            what = f"`bitsandbytes` `{member.name}` reads raw memory and cannot step sharded parameters."
+            yield Hit("optimizer", what)
 
 
 def _other_scheduler(resolved: Resolved) -> Iterator[Hit]:
@@ -104,7 +112,7 @@ def _lone_scheduler(resolved: Resolved) -> Iterator[Hit]:
     if facts.scheduler and not facts.optimizer:
         if facts.scheduler.factory and (cfg.optimizer or _section(cfg)):
             return  # it is called once the optimizer exists
-        asked = f"; the {type(cfg.optimizer).__name__} asked for does not exist yet" if cfg.optimizer else ""
+        asked = f"; the {_asked(cfg)} asked for does not exist yet" if cfg.optimizer else ""
         yield Hit("scheduler", f"`{facts.scheduler.name}` is given without its optimizer{asked}.")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf, isfinite, isnan
+from math import inf, isfinite, isinf, isnan
 from typing import assert_never
 
-from attrs import asdict, evolve
+from attrs import evolve
 
-from prepkit.config import SGD, ClipNorm, ClipValue, Config, NoClip, OptimizerSpec
-from prepkit.config.optimizer import OPTIMIZERS
+from prepkit.config import SGD, ClipNorm, ClipValue, Config, DeepSpeed, NoClip
+from prepkit.config.optimizer import OPTIMIZERS, Group, OptimizerSpec, OptimizerTraits, options, specs
 from prepkit.facts import Facts
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
@@ -18,6 +18,16 @@ from prepkit.rules.rule import Hit, Rule
 def _accumulation(resolved: Resolved) -> Iterator[Hit]:
     if resolved.cfg.accumulation < 1:
         yield Hit("config.accumulation", f"{resolved.cfg.accumulation} micro-batches make no optimizer step.")
+
+
+def _average_each(resolved: Resolved) -> Iterator[Hit]:
+    if resolved.cfg.average_each and isinstance(resolved.cfg.engine, DeepSpeed) and resolved.deepspeed.stage < 2:
+        stage = resolved.deepspeed.stage
+        yield Hit("config.average_each", f"DeepSpeed averages at the end of a window at ZeRO stage {stage}.")
+
+
+def _in_the_last(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, average_each=False)
 
 
 def _clip(resolved: Resolved) -> Iterator[Hit]:
@@ -45,35 +55,50 @@ def _ticks(resolved: Resolved) -> Iterator[Hit]:
         yield Hit("config.scheduler_ticks", f"{resolved.cfg.scheduler_ticks}: a scheduler cannot step backwards.")
 
 
+def _total(resolved: Resolved) -> Iterator[Hit]:
+    total = resolved.cfg.total_steps
+    if total is not None and total < 1:
+        yield Hit("config.total_steps", f"{total} optimizer steps are no training.")
+
+
 def _timeout(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
     if not (cfg.timeout_s > 0 and isfinite(cfg.timeout_s)):
         yield Hit("config.timeout_s", f"{cfg.timeout_s} seconds is no time to wait for the other ranks.")
 
 
-def _ranges(spec: OptimizerSpec) -> Iterator[tuple[str, float, float]]:
-    """Field of the spec, its value, and the bound that it stays below; one for each number of a pair."""
-    below_one = OPTIMIZERS[type(spec)].below_one
-    for name, value in asdict(spec).items():
-        bound = 1 if name in below_one else inf
+Bounds = tuple[float, float, str]
+"""Least, first that is too much, and the two in words."""
+
+
+def _ranges(of: OptimizerSpec | Group, traits: OptimizerTraits) -> Iterator[tuple[str, float, Bounds]]:
+    """Field, value and range; one for each number of a pair."""
+    for name, value in options(of).items():
+        known = (
+            (0.0, 1.0, "at least 0 and below 1") if name in traits.below_one else (0.0, inf, "at least 0 and finite")
+        )
+        known = (-inf, 5e-324, "at most 0 and finite") if name in traits.up_to_zero else known
         if isinstance(value, tuple):
-            yield from ((f"{name}[{index}]", number, bound) for index, number in enumerate(value))
-        elif not isinstance(value, bool):
-            yield name, value, bound
+            yield from ((f"{name}[{index}]", number, known) for index, number in enumerate(value))
+        elif not isinstance(value, bool | str):
+            yield name, value, known
 
 
 def _optimizer(resolved: Resolved) -> Iterator[Hit]:
-    spec = resolved.cfg.optimizer
-    for name, value, bound in () if spec is None else _ranges(spec):
-        if isnan(value) or not 0 <= value < bound:
-            upper = f" and below {bound:g}" if isfinite(bound) else " and finite"
-            yield Hit(f"config.optimizer.{name}", f"{name}={value:g} has to be at least 0{upper}.")
+    for made in resolved.created_optimizers:
+        traits = OPTIMIZERS[type(made.spec)]
+        places = ((made.where, made.spec), *((f"{made.where}.groups[{i}]", g) for i, g in enumerate(made.spec.groups)))
+        for where, of in places:
+            for name, value, (least, below, words) in _ranges(of, traits):
+                if isnan(value) or isinf(value) or not least <= value < below:
+                    yield Hit(f"{where}.{name}", f"{name}={value:g} has to be {words}.")
 
 
 def _nesterov(resolved: Resolved) -> Iterator[Hit]:
-    cfg = resolved.cfg
-    if isinstance(cfg.optimizer, SGD) and cfg.optimizer.nesterov and not cfg.optimizer.momentum > 0:
-        yield Hit("config.optimizer.nesterov", f"nesterov=True with momentum={cfg.optimizer.momentum:g}.")
+    for made in resolved.created_optimizers:
+        spec = made.spec
+        if isinstance(spec, SGD) and spec.nesterov and not spec.momentum > 0:
+            yield Hit(f"{made.where}.nesterov", f"nesterov=True with momentum={spec.momentum:g}.")
 
 
 def _once(cfg: Config, _: Facts) -> Config:
@@ -92,12 +117,17 @@ def _one_tick(cfg: Config, _: Facts) -> Config:
     return evolve(cfg, scheduler_ticks=1)
 
 
+def _no_total(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, total_steps=None)
+
+
 def _ten_minutes(cfg: Config, _: Facts) -> Config:
     return evolve(cfg, timeout_s=600.0)
 
 
 def _plain_momentum(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, optimizer=evolve(cfg.optimizer, nesterov=False)) if isinstance(cfg.optimizer, SGD) else cfg
+    asked = tuple(evolve(s, nesterov=False) if isinstance(s, SGD) else s for s in specs(cfg.optimizer))
+    return evolve(cfg, optimizer=asked if isinstance(cfg.optimizer, tuple) else asked[0])
 
 
 RULES: tuple[Rule, ...] = (
@@ -108,6 +138,14 @@ RULES: tuple[Rule, ...] = (
         fix="Write accumulation=1 or more.",
         source=("pain 16", "ST-49"),
         repair=_once,
+    ),
+    Rule(
+        id="values.average-each",
+        summary="Averaging in every micro-batch is asked of an engine that can.",
+        check=_average_each,
+        fix="Write stage=2 or 3, which average in every micro-batch, or average_each=False.",
+        source=("W-31", "K-H9"),
+        repair=_in_the_last,
     ),
     Rule(
         id="values.clip",
@@ -132,6 +170,14 @@ RULES: tuple[Rule, ...] = (
         fix="Write scheduler_ticks=1, or 0 if you step the scheduler yourself.",
         source=("pain 15", "W-16"),
         repair=_one_tick,
+    ),
+    Rule(
+        id="values.total-steps",
+        summary="At least one optimizer step is planned.",
+        check=_total,
+        fix="Write total_steps=1 or more, or leave it out.",
+        source=("pain 15",),
+        repair=_no_total,
     ),
     Rule(
         id="values.timeout",

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.config import FP8, KeepWeights, LoadWeights, SendWeights, Single
+from prepkit.config import FP8, FSDP1, KeepWeights, LoadWeights, SendWeights, Single, TorchAO
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.resolve.checkpoint import without_initializer
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import weights_match
 from prepkit.rules.rule import Hit, Rule
+
+_FLOAT8 = "FP8(backend=TorchAO()), whose layers keep the weights as they are"
+
+
+_FLAT = "Write engine=FSDP2(), or initialise on rank 0 and write weights=SendWeights(), or LoadWeights(path)."
 
 
 def _unfilled(resolved: Resolved) -> Iterator[Hit]:
@@ -23,8 +28,13 @@ def _unfilled(resolved: Resolved) -> Iterator[Hit]:
         yield Hit("config.weights", what, "Leave config.weights out: the model keeps its values.")
     elif not resolved.engine_traits.gives_values:
         yield Hit("config.weights", f"{asked_for} with {name}, which takes the values that the model has.")
-    if isinstance(cfg.precision, FP8):
-        yield Hit("config.weights", f"{asked_for} with float8, whose layers are made from the values that are there.")
+    if isinstance(cfg.precision, FP8) and not isinstance(cfg.precision.backend, TorchAO):
+        library = type(cfg.precision.backend).__name__
+        what = f"{asked_for} with {library}, whose layers are made from the values that are there."
+        yield Hit("config.weights", what, f"Give the model its values, and leave config.weights out; or use {_FLOAT8}.")
+    if isinstance(cfg.engine, FSDP1) and resolved.initialized_params:
+        what = f"{count(len(resolved.initialized_params), 'parameter')} to be initialised under FSDP1, whose flat"
+        yield Hit("config.weights", f"{what} parameters no initialiser can write.", _FLAT)
     if facts.model.quantised:
         yield Hit("config.weights", f"{asked_for} for a {facts.model.quantised} model, whose values are packed.")
     elif len(facts.model.device_map) > 1:
@@ -72,8 +82,8 @@ RULES: tuple[Rule, ...] = (
         id="weights.not-filled",
         summary="Values are given to plain models, by engines that fill them shard by shard or whole.",
         check=_unfilled,
-        fix="Give the model its values before it is prepared, and leave config.weights out; or use FSDP2, DDP or "
-        "Single.",
+        fix="Give the model its values before it is prepared, and leave config.weights out; or use FSDP2, "
+        "FSDP1, TensorParallel, DDP or Single.",
         overridable=False,
         source=("M2-13", "PL-3", "Q-13"),
     ),

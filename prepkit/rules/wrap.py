@@ -51,15 +51,28 @@ def _container_path(model: ModelFacts) -> Callable[[str], bool]:
     return check
 
 
+# --- what a selection names ----------------------------------------------------------------------------------------
+
+
+def _classes(wrap: Wrap) -> tuple[str, ...]:
+    return wrap.names if isinstance(wrap, WrapClasses) else ()
+
+
+def _patterns(wrap: Wrap) -> tuple[str, ...]:
+    match wrap:
+        case WrapPaths(patterns=patterns) | WrapClasses(paths=patterns):
+            return patterns
+        case _:
+            return ()
+
+
 # --- checks --------------------------------------------------------------------------------------------------------
 
 
 def _class_not_found(resolved: Resolved) -> Iterator[Hit]:
     model = resolved.facts.model
     for chosen in selections(resolved.cfg):
-        if not isinstance(chosen.wrap, WrapClasses):
-            continue
-        for name in filter(_absent(model), chosen.wrap.names):
+        for name in filter(_absent(model), _classes(chosen.wrap)):
             classes = tuple(model.classes[cls] for cls in sorted(below_root(model)))
             bases = tuple(cls.name for cls in classes if name in cls.mro)
             what = f"No module below the root has the class `{name}`. {known_blocks(model)}"
@@ -74,29 +87,20 @@ def _class_not_found(resolved: Resolved) -> Iterator[Hit]:
 def _pattern_not_found(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
     for chosen in selections(resolved.cfg):
-        if not isinstance(chosen.wrap, WrapPaths):
-            continue
-        for pattern in filter(_unmatched(facts.model), chosen.wrap.patterns):
+        for pattern in filter(_unmatched(facts.model), _patterns(chosen.wrap)):
             what = f"The pattern `{pattern}` matches no module; `*` stays inside one segment of a path."
             lists = {b.paths[0].rpartition(".")[0] + ".*": None for b in repeated_blocks(facts.model)}
             hint = did_you_mean(pattern, (*lists, *(module.path for module in facts.model.modules if module.path)))
             shown = ", ".join(f'"{known}"' for known in lists)
-            yield Hit(
-                chosen.where, what, f"Write WrapPaths(({shown},)).{hint}" if lists else f"Write WrapRoot().{hint}"
-            )
+            written = f"paths=({shown},)" if isinstance(chosen.wrap, WrapClasses) else f"WrapPaths(({shown},))"
+            yield Hit(chosen.where, what, f"Write {written}.{hint}" if lists else f"Write WrapRoot().{hint}")
 
 
 def _container(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
     for chosen in selections(resolved.cfg):
-        match chosen.wrap:
-            case WrapClasses(names=names):
-                bad = tuple(filter(_container_class(facts.model), names))
-            case WrapPaths(patterns=patterns):
-                bad = tuple(filter(_container_path(facts.model), patterns))
-            case _:
-                bad = ()
-        for name in bad:
+        classes = filter(_container_class(facts.model), _classes(chosen.wrap))
+        for name in (*classes, *filter(_container_path(facts.model), _patterns(chosen.wrap))):
             what = f"`{name}` names containers only, which have no forward of their own and cannot be wrapped."
             yield Hit(chosen.where, what, f"Name what is inside: write {instead(facts.model)}.")
 
@@ -108,11 +112,7 @@ def _size(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _names(wrap: Wrap) -> tuple[str, ...] | None:
-    match wrap:
-        case WrapClasses(names=names) | WrapPaths(patterns=names):
-            return names
-        case _:
-            return None
+    return (*_classes(wrap), *_patterns(wrap)) if isinstance(wrap, WrapClasses | WrapPaths) else None
 
 
 def _empty(resolved: Resolved) -> Iterator[Hit]:
@@ -139,19 +139,25 @@ def _without(
     """A repair that drops the names and patterns that a test finds."""
 
     def change(wrap: Wrap, model: ModelFacts) -> Wrap | None:
+        classes, paths = _kept(_classes(wrap), bad_class, model), _kept(_patterns(wrap), bad_path, model)
         match wrap:
-            case WrapClasses(names=names) if bad_class:
-                bad = bad_class(model)
-                kept = tuple(name for name in names if not bad(name))
-                return WrapClasses(kept) if kept else None
-            case WrapPaths(patterns=patterns) if bad_path:
-                bad = bad_path(model)
-                kept = tuple(pattern for pattern in patterns if not bad(pattern))
-                return WrapPaths(kept) if kept else None
+            case WrapClasses():
+                return WrapClasses(classes, paths) if classes or paths else None
+            case WrapPaths():
+                return WrapPaths(paths) if paths else None
             case _:
                 return wrap
 
     return mend(change)
+
+
+def _kept(
+    names: tuple[str, ...], bad: Callable[[ModelFacts], Callable[[str], bool]] | None, model: ModelFacts
+) -> tuple[str, ...]:
+    if bad is None:
+        return names
+    is_bad = bad(model)
+    return tuple(name for name in names if not is_bad(name))
 
 
 def _blank(_: ModelFacts) -> Callable[[str], bool]:
@@ -160,8 +166,8 @@ def _blank(_: ModelFacts) -> Callable[[str], bool]:
 
 def _once(wrap: Wrap, _: ModelFacts) -> Wrap:
     match wrap:
-        case WrapClasses(names=names):
-            return WrapClasses(tuple(dict.fromkeys(names)))
+        case WrapClasses(names=names, paths=paths):
+            return WrapClasses(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(paths)))
         case WrapPaths(patterns=patterns):
             return WrapPaths(tuple(dict.fromkeys(patterns)))
         case _:

@@ -8,6 +8,7 @@ from attrs import evolve
 
 from prepkit.config import XLA, Config, KeepLoaders, NoClip, NoCompile
 from prepkit.facts import Facts
+from prepkit.resolve import loaders
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.fp8 import knows_libraries
 from prepkit.rules.rule import Hit, Rule
@@ -28,8 +29,9 @@ def _mesh(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _loaders(resolved: Resolved) -> Iterator[Hit]:
-    many = resolved.facts.env.world_size > 1 and bool(resolved.facts.loaders)
-    if isinstance(resolved.cfg.engine, XLA) and many and not isinstance(resolved.cfg.loaders, KeepLoaders):
+    count = len(resolved.facts.loaders) if resolved.facts.env.world_size > 1 else 0
+    split = any(not isinstance(loaders.choice(resolved.cfg, index), KeepLoaders) for index in range(count))
+    if isinstance(resolved.cfg.engine, XLA) and split:
         yield Hit("config.loaders", "Under XLA() the processes are torch_xla's, whose ranks torch does not know.")
 
 

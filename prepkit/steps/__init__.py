@@ -9,6 +9,7 @@ from __future__ import annotations
 from prepkit.steps.common import Axis, File, LocalDevice
 from prepkit.steps.ddp import ConvertSyncBatchNorm, DDPCommHook, PowerSGDOptions, WrapDDP
 from prepkit.steps.deepspeed import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules, Setting
+from prepkit.steps.entry_points import RegisterEntryPoints
 from prepkit.steps.fp8 import (
     AutocastFP8Forward,
     ConvertFP8Linears,
@@ -17,22 +18,21 @@ from prepkit.steps.fp8 import (
     PrecomputeFloat8Scales,
 )
 from prepkit.steps.fsdp1 import FlatUnit, RegroupOptimizer, WrapFSDP1
-from prepkit.steps.fsdp2 import ShardUnits, Unit
-from prepkit.steps.loaders import ShardLoader
+from prepkit.steps.fsdp2 import AverageGradients, ShardUnits, Unit
+from prepkit.steps.loaders import ShardLoader, WrapLoader
 from prepkit.steps.model import (
     AutocastForward,
     CastForward,
     CheckpointModules,
     CompileModules,
+    MakeContiguous,
     MoveModel,
     UpcastParameters,
 )
 from prepkit.steps.optimizer import (
-    Algorithm as Algorithm,
-)
-from prepkit.steps.optimizer import (
     CreateGradScaler,
     CreateOptimizer,
+    OptimizerGroup,
     OptimizerOption,
     RebindOptimizer,
     ReleaseOptimizer,
@@ -44,6 +44,7 @@ from prepkit.steps.weights import (
     CheckFiles,
     Chunk,
     FileSlice,
+    FlatPlace,
     InitializeTensors,
     ReadTensors,
     SendTensors,
@@ -58,12 +59,14 @@ Step = (
     | BuildMesh
     | ReleaseOptimizer
     | UpcastParameters
+    | MakeContiguous
     | MoveModel
     | AutocastForward
     | ParallelizeModules
     | CheckpointModules
     | CompileModules
     | ShardUnits
+    | AverageGradients
     | ConvertSyncBatchNorm
     | WrapFSDP1
     | RegroupOptimizer
@@ -72,6 +75,8 @@ Step = (
     | CreateOptimizer
     | CreateGradScaler
     | ShardLoader
+    | WrapLoader
+    | WrapLoader
     | ConvertFP8Linears
     | ConvertTransformerEngine
     | AutocastFP8Forward
@@ -89,4 +94,5 @@ Step = (
     | ReadTensors
     | StashTensors
     | SendTensors
+    | RegisterEntryPoints
 )

@@ -45,6 +45,8 @@ class WrapFSDP1:
     sync_module_states: bool
     ignored: tuple[str, ...]
     """Paths of the modules that stay whole."""
+    allocates: bool = False
+    """Gives storage to what is on meta, unit by unit before each is flattened; a later step gives it values."""
 
 
 @frozen(kw_only=True)

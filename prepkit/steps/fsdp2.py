@@ -14,6 +14,8 @@ class Unit:
     reshard_after_forward: bool | int
     output_dtype: str | None = None
     """Dtype of the module's floating outputs; None leaves them."""
+    full_precision: bool = False
+    """Gathers and reduces in float32, and takes inputs as they come: a batch norm."""
 
 
 @frozen(kw_only=True)
@@ -21,7 +23,7 @@ class ShardUnits:
     """Shards each unit over the mesh with ``fully_shard``, in this order; the root comes last.
 
     Has no way back: the model has to be built again if a later step fails.
-    Fails if a unit is already sharded, a container without forward, or holds a scalar parameter.
+    Fails if a unit is already sharded, a container without forward, or holds a scalar parameter that is not ignored.
     Where the model is ``already_sharded`` nothing is changed: it fails if the model has others.
     """
 
@@ -35,6 +37,20 @@ class ShardUnits:
     axes: tuple[str, ...] = ()
     """Axes of the mesh to shard over; empty: all of them."""
     ignored: tuple[str, ...] = ()
-    """Frozen parameters that stay whole on every rank, on the mesh's device; neither cast nor gathered."""
+    """Parameters that stay whole on every rank, on the mesh's device; neither cast nor gathered."""
     already_sharded: bool = False
     """Whether the model arrives with these units."""
+
+
+@frozen(kw_only=True)
+class AverageGradients:
+    """Averages the gradients of parameters that every rank holds whole, over the ranks that read different data.
+
+    Once per window, before gradients are looked at and clipped; in a loop without ``Prepared`` before the step of any
+    optimizer that holds them. One all-reduce of all of them per axis, in at least float32.
+    Fails if the model has no parameter of one of the names, or the mesh no axis.
+    """
+
+    names: tuple[str, ...]
+    axes: tuple[str, ...] = ()
+    """Axes of the mesh to average over; empty: all of them."""

@@ -8,6 +8,16 @@ from prepkit.steps.common import LocalDevice
 
 
 @frozen(kw_only=True)
+class MakeContiguous:
+    """Lays the elements of parameters in the order of their indices; each stays the object that it is.
+
+    Fails if a parameter holds a gradient.
+    """
+
+    names: tuple[str, ...]
+
+
+@frozen(kw_only=True)
 class UpcastParameters:
     """Casts the named parameters in place, keeping each object, and the optimizer state that has their dtype.
 

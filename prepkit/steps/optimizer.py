@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from attrs import frozen
-
-Algorithm = Literal["AdamW", "SGD"]
-"""Classes of ``torch.optim`` that prepkit creates; each has a spec of the same name in ``config/optimizer.py``."""
 
 
 @frozen(kw_only=True)
@@ -15,7 +10,15 @@ class OptimizerOption:
     """One keyword argument of an optimizer."""
 
     name: str
-    value: bool | float | tuple[float, ...]
+    value: bool | int | float | str | tuple[float, ...]
+
+
+@frozen(kw_only=True)
+class OptimizerGroup:
+    """Parameters that an optimizer steps with some options of their own."""
+
+    names: tuple[str, ...]
+    options: tuple[OptimizerOption, ...]
 
 
 @frozen(kw_only=True)
@@ -47,9 +50,14 @@ class CreateOptimizer:
     Where a flat parameter has taken the place of named ones, it stands for them, once.
     """
 
-    algorithm: Algorithm
+    algorithm: str
+    """Name of the class in ``torch.optim``."""
     names: tuple[str, ...]
     options: tuple[OptimizerOption, ...]
+    groups: tuple[OptimizerGroup, ...] = ()
+    """More of its groups, after that of ``names``, which is left out where there are no names."""
+    index: int = 0
+    """Which of several optimizers it is, in the order in which they are created."""
 
 
 @frozen(kw_only=True)

@@ -16,6 +16,18 @@ class Chunk:
 
 
 @frozen(kw_only=True)
+class FlatPlace:
+    """Where a tensor's elements lie, in a row, in a flat parameter that is cut evenly (FSDP1)."""
+
+    start: int
+    """Its first element in the flat parameter."""
+    shard: int
+    """Elements of the flat parameter on each rank."""
+    axis: str
+    """Mesh axis over which it is cut; empty: every rank holds the whole."""
+
+
+@frozen(kw_only=True)
 class FileSlice:
     """Where the values of one parameter or buffer, or of a block of it, lie, and how it is split.
 
@@ -37,6 +49,8 @@ class FileSlice:
     """One per mesh axis, as in ``ParamLayout``; empty: every rank holds the whole."""
     chunk: Chunk | None = None
     """What of the whole lies here, in row-major order; None: all of it."""
+    flat: FlatPlace | None = None
+    """Its place in a flat parameter; None: it is in none."""
 
 
 @frozen(kw_only=True)
@@ -47,15 +61,18 @@ class Transfer:
     dtype: str
     """Dtype that it travels in: the one that rank 0 has it in."""
     shape: tuple[int, ...]
+    """Of what lies in a flat parameter all elements in a row."""
     placements: tuple[str, ...] = ()
     """One per mesh axis, as in ``ParamLayout``; empty: every rank holds the whole."""
+    flat: FlatPlace | None = None
+    """Its place in a flat parameter; None: it is in none."""
 
 
 @frozen(kw_only=True)
 class CheckFiles:
-    """Compares size and header of every file with the plan's, then waits for the other ranks; changes nothing.
+    """Compares size and header of every file with the plan's, and a sample of each tensor over the ranks.
 
-    Fails on every rank if a file is missing, unreadable, truncated or another one on any rank.
+    Changes nothing. Fails on every rank if a file is missing, unreadable, truncated or another one on any rank.
     """
 
     files: tuple[File, ...]

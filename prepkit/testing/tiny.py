@@ -21,6 +21,7 @@ from prepkit.facts import (
     ParamFact,
     UnitFact,
 )
+from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.modules import packed_params
 
 LIBRARIES = (
@@ -134,7 +135,7 @@ def arrived(model: ModelFacts, *, paths: tuple[str, ...] = (), root: UnitFact) -
     inner = evolve(root, reshard_after_forward=True, output_dtype=None)
     units = (*(evolve(inner, path=path) for path in paths), root)
     placements = ("replicate", "shard(0)") if root.copies > 1 else ("shard(0)",)
-    replicated = set(packed_params(model))
+    replicated = {*packed_params(model), *scalars(model)}
     params = (p if p.name in replicated else evolve(p, cls="DTensor", placements=placements) for p in model.params)
     model = evolve(model, params=tuple(params), units=units)
     for unit in units:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from prepkit.resolve import loaders
 from prepkit.resolve.deepspeed.data import drop, put
 from prepkit.resolve.deepspeed.flaws import WHERE, Draft
 
@@ -17,7 +20,7 @@ def batches(draft: Draft, ranks: int) -> None:
             put(draft.data, path, 1)
     steps = max(1, draft.get(STEPS))  # config.accumulation has a rule of its own
     whole = draft.get(WHOLE)
-    micro = _micro(draft)
+    micro = _micro(draft, ranks)
     if micro is None and whole is not None:
         if whole % (steps * ranks):
             _unreachable(draft, whole, None, steps, ranks)
@@ -36,7 +39,7 @@ def batches(draft: Draft, ranks: int) -> None:
     draft.fill(WHOLE, product, f"{micro} samples x {steps} accumulation x {ranks} ranks")
 
 
-def _micro(draft: Draft) -> int | None:
+def _micro(draft: Draft, ranks: int) -> int | None:
     """The micro batch that engine, JSON or loaders say; disagreements are flaws. None: nobody says."""
     asked = draft.engine.micro_batch
     if asked is not None:
@@ -45,7 +48,7 @@ def _micro(draft: Draft) -> int | None:
                 "batch", f"micro_batch={asked} makes no batch.", "Write at least 1.", "config.engine.micro_batch"
             )
         draft.settle(MICRO, asked, "config.engine.micro_batch")
-    sizes = [loader.batch_size for loader in draft.facts.loaders if loader.batch_size is not None]
+    sizes = list(_sizes(draft, ranks))
     said: int | None = draft.get(MICRO)
     if said is not None:
         if sizes and said not in sizes:
@@ -65,6 +68,15 @@ def _micro(draft: Draft) -> int | None:
     which = f"the {draft.engine.micro_batch_of} of {_listed(sizes)}" if len(set(sizes)) > 1 else "that of the loaders"
     draft.fill(MICRO, size, which)
     return size
+
+
+def _sizes(draft: Draft, ranks: int) -> Iterator[int]:
+    """Samples that a rank gets at once from each loader for training that says so."""
+    for index, loader in enumerate(draft.facts.loaders):
+        how = loaders.choice(draft.cfg, index)
+        size = loaders.batch_size(how, loader, ranks)
+        if size is not None and how.purpose == "training":
+            yield size
 
 
 def _unreachable(draft: Draft, whole: int, micro: int | None, steps: int, ranks: int) -> None:

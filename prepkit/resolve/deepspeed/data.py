@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from math import isfinite
 from typing import Any
 
 from prepkit.config import DeepSpeed
@@ -28,11 +29,16 @@ class NotJsonError(ValueError):
 def parse(text: str) -> Data:
     """The data in the text. Raises ``NotJsonError`` for what is no object, repeats a key, or holds ``NaN``."""
     try:
-        data = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        data = json.loads(
+            text, object_pairs_hook=_once, parse_constant=_no_constant, parse_int=_whole, parse_float=_fraction
+        )
+        _shallow(data)
     except json.JSONDecodeError as error:
         raise NotJsonError(f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
-        raise NotJsonError(str(error) or "nested too deeply") from None
+    except RecursionError:
+        raise NotJsonError(f"nested more than {_DEPTH} levels deep") from None
+    except ValueError as error:
+        raise NotJsonError(str(error)) from None
     if not isinstance(data, dict):
         raise NotJsonError(f"the top level is a {type(data).__name__}, not an object of settings")
     return data
@@ -42,9 +48,40 @@ def _once(pairs: list[tuple[str, Any]]) -> Data:
     data: Data = {}
     for key, value in pairs:
         if key in data:
-            raise ValueError(f"the key {key!r} appears twice in one object")
+            raise ValueError(f"the key {key!r:.60} appears twice in one object")
         data[key] = value
     return data
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits is beyond what DeepSpeed takes")
+    return int(digits)
+
+
+def _fraction(digits: str) -> float:
+    if not isfinite(value := float(digits)):
+        raise ValueError(f"{digits:.20} is beyond what a number holds")
+    return value
+
+
+_DIGITS = 40
+_DEPTH = 50
+"""Levels of sections; DeepSpeed's own keys have four."""
+
+
+def _shallow(data: Any) -> None:
+    """Raises ``ValueError`` for what is nested deeper than any config, level by level: no recursion."""
+    level = [data]
+    for _ in range(_DEPTH):
+        level = [
+            item
+            for held in level
+            for item in (held.values() if isinstance(held, dict) else held if isinstance(held, list) else ())
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested more than {_DEPTH} levels deep")
 
 
 def _no_constant(name: str) -> Any:

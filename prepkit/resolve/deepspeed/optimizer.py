@@ -5,10 +5,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Literal
 
-from attrs import asdict
-
 from prepkit.config import OptimizerSpec
-from prepkit.config.optimizer import OPTIMIZERS
+from prepkit.config.optimizer import OPTIMIZERS, options, specs
 from prepkit.facts import OptimizerFacts
 from prepkit.resolve.deepspeed.data import put
 from prepkit.resolve.deepspeed.flaws import Draft
@@ -54,7 +52,7 @@ _SAME_ONLY_WITHOUT = ("amsgrad", "maximize", "lr_decay", "initial_accumulator_va
 
 def optimizer(draft: Draft) -> Maker:
     """Who makes the optimizer; fills in a section from the spec (DS-15, DS-21, DS-50 … DS-80)."""
-    given, spec = draft.facts.optimizer, draft.cfg.optimizer
+    given, spec = draft.facts.optimizer, _spec(draft)
     if draft.get("optimizer") is None:
         return "none" if given is None and spec is None else "given"
     kind = _type(draft, "optimizer", (*_OWN, *_TORCH))
@@ -81,14 +79,25 @@ def _type(draft: Draft, section: str, known: tuple[str, ...]) -> str:
     return match or kind
 
 
+def _spec(draft: Draft) -> OptimizerSpec | None:
+    """The optimizer that is asked for; of several the first, where a rule refuses that there are several."""
+    return next(iter(specs(draft.cfg.optimizer)), None)
+
+
 def _fill(draft: Draft, spec: OptimizerSpec, kind: str) -> None:
-    if not {kind, kind.lower()} & {*OPTIMIZERS[type(spec)].section_types}:
-        asked = type(spec).__name__
+    known, asked = OPTIMIZERS[type(spec)].section_types, type(spec).__name__
+    if not {kind, kind.lower()} & {*known}:
         what = f"The `optimizer` section asks for {kind}, and config.optimizer for {asked}."
-        draft.flaw("two-optimizers", what, f'Write `optimizer.type`: "{asked}", or leave one of them out.')
+        fix = f'Write `optimizer.type`: "{asked}", or leave one of them out.' if known else "Remove the section."
+        draft.flaw("two-optimizers", what, fix)
         return
-    for name in sorted(asdict(spec), key=lambda name: name not in ("lr", "weight_decay")):  # those of every optimizer
-        value = getattr(spec, name)
+    if spec.names or spec.groups:
+        what = f"The `optimizer` section makes one group of all parameters, and config.optimizer asks for {asked} with"
+        draft.flaw("two-optimizers", f"{what} {'groups' if spec.groups else 'names'}.", "Remove the section.")
+        return
+    said = options(spec)
+    for name in sorted(said, key=lambda name: name not in ("lr", "weight_decay")):  # those of every optimizer
+        value = said[name]
         number = list(value) if isinstance(value, tuple) else value
         draft.settle(f"optimizer.params.{name}", number, f"config.optimizer.{name}")
 
@@ -154,8 +163,8 @@ def _rate(draft: Draft) -> tuple[float | None, str]:
         rates = [dict(group.options).get("lr") for group in draft.facts.optimizer.groups]
         known = [float(rate) for rate in rates if isinstance(rate, int | float)]
         return (max(known), "the optimizer's learning rate") if known else (None, "")
-    if draft.cfg.optimizer is not None:
-        return draft.cfg.optimizer.lr, "config.optimizer.lr"
+    if (spec := _spec(draft)) is not None:
+        return spec.lr, "config.optimizer.lr"
     rate = draft.get("optimizer.params.lr")
     return (rate, "`optimizer.params.lr`") if isinstance(rate, int | float) else (None, "")
 
@@ -176,7 +185,7 @@ def _named(draft: Draft) -> tuple[str, str]:
     """Class and package of the optimizer that is given or will be made."""
     if draft.facts.optimizer is not None:
         return draft.facts.optimizer.name, draft.facts.optimizer.module.partition(".")[0]
-    return type(draft.cfg.optimizer).__name__, "torch"
+    return type(_spec(draft)).__name__, "torch"
 
 
 def convert(draft: Draft, maker: Maker, device: str) -> Conversion | None:

@@ -24,6 +24,7 @@ from prepkit.resolve.deepspeed.data import (
     tensor_parallel,
 )
 from prepkit.resolve.deepspeed.flaws import WHERE, Draft, Flaw
+from prepkit.resolve.deepspeed.limits import within_limits
 from prepkit.resolve.deepspeed.precision import precision
 from prepkit.resolve.deepspeed.schema import left_over, tidy
 from prepkit.steps import Setting
@@ -71,6 +72,7 @@ def working_config(cfg: Config, facts: Facts) -> WorkingConfig:
     except NotJsonError as error:
         draft.flaw("not-json", f"The text is {error}.")
     tidy(draft)
+    within_limits(draft)
     stage = _stage(draft)
     device = _offload(draft, stage)
     precision(draft, stage)
@@ -113,12 +115,7 @@ def _stage(draft: Draft) -> int:
         where = WHERE if asked is None else "config.engine.stage"
         draft.flaw("stage", f"There is no ZeRO stage {stage}.", "Write 0, 1, 2 or 3.", where)
         stage = DEFAULT_STAGE
-    if (
-        stage in (1, 2)
-        and draft.facts.optimizer is None
-        and draft.cfg.optimizer is None
-        and "optimizer" not in draft.data
-    ):
+    if stage in (1, 2) and draft.facts.optimizer is None and not draft.cfg.optimizer and "optimizer" not in draft.data:
         what = f"ZeRO stage {stage} shards the state of an optimizer, and there is none."
         better = "stage=0 or 3" if draft.cfg.intent is Intent.INFERENCE else "optimizer=AdamW(...)"
         draft.flaw("needs-optimizer", what, f"Write {better}.", "config.engine.stage")

@@ -8,9 +8,11 @@ from attrs import evolve
 
 from prepkit.config import (
     DDP,
+    FSDP2,
     CheckpointBlocks,
     CompileModel,
     Config,
+    EachLoader,
     KeepLoaders,
     ShardLoaders,
     TensorParallel,
@@ -22,6 +24,12 @@ from prepkit.testing.counterexamples.build import env, loaded, of, ranks
 from prepkit.testing.tiny import Counterexample, marked, tiny_facts, tiny_model
 
 COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
+    "entry-points.unknown": lambda: of(
+        Config(engine=FSDP2(), entry_points=("generat",)), evolve(tiny_model(), methods=("features", "generate"))
+    ),
+    "entry-points.left-out": lambda: of(
+        Config(engine=FSDP2(), entry_points=("features",)), evolve(tiny_model(), methods=("features", "generate"))
+    ),
     "compile.unknown-mode": lambda: ranks(Config(compile=CompileModel(mode="max-autotun")), world=1),
     "compile.no-backend": lambda: ranks(Config(compile=CompileModel(backend="")), world=1),
     "compile.foreign-backend": lambda: ranks(Config(compile=CompileModel(backend="indctor")), world=1),
@@ -42,9 +50,20 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
         Config(),
         tiny_facts(marked(tiny_model(frozen=("embed.weight",)), "reentrant", "layers.0")),
     ),
-    "loaders.iterable": lambda: loaded(Config(engine=DDP()), iterable=True, length=None),
-    "loaders.custom-batches": lambda: loaded(Config(engine=DDP()), custom_batches=True, batch_size=None),
-    "loaders.custom-sampler": lambda: loaded(Config(engine=DDP()), sampler="custom"),
+    "loaders.count": lambda: loaded(Config(engine=DDP(), loaders=EachLoader((ShardLoaders(), KeepLoaders())))),
+    "loaders.foreign": lambda: loaded(
+        Config(engine=DDP()),
+        name="list",
+        foreign=True,
+        sampler="custom",
+        custom_batches=True,
+        batch_size=None,
+        length=None,
+    ),
+    "loaders.own-iteration": lambda: loaded(Config(engine=DDP()), name="Prefetcher", own_iteration=True),
+    "loaders.split-batches": lambda: loaded(
+        Config(engine=DDP(), loaders=ShardLoaders(split_batches=True)), batch_size=5
+    ),
     "loaders.already-distributed": lambda: loaded(Config(engine=DDP()), sampler="distributed"),
     "loaders.no-batch": lambda: loaded(Config(engine=DDP(), loaders=ShardLoaders(drop_last=True)), length=1),
     "loaders.fewer-than-ranks": lambda: loaded(Config(engine=DDP()), length=1),

@@ -45,12 +45,12 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "fsdp1.shaped-optimizer": lambda: ranks(
         Config(engine=FSDP1()), optimizer=tiny_optimizer(tiny_model(), "Muon", "torch.optim._muon")
     ),
-    "fsdp1.ignored-not-found": lambda: ranks(Config(engine=FSDP1(ignored=("layer.*", "heads")))),
+    "units.ignored-not-found": lambda: ranks(Config(engine=FSDP1(ignored=("layer.*", "heads")))),
     "fsdp1.ignored-trains": lambda: ranks(Config(engine=FSDP1(ignored=("layers.*",)))),
     "fsdp1.sync-on-cpu": lambda: ranks(Config(engine=FSDP1(sync_module_states=True))),
     "fsdp1.offload-on-cpu": lambda: ranks(Config(engine=FSDP1(offload=True))),
     "fsdp1.buffer-dtype-ignored": lambda: ranks(Config(engine=FSDP1(buffer_dtype="bfloat16"))),
-    "fsdp1.ignored-dtype": lambda: (
+    "units.ignored-dtype": lambda: (
         Config(engine=FSDP1(ignored=("head",)), precision=BF16()),
         tiny_facts(tiny_model(frozen=("head.weight",)), world=8),
     ),

@@ -10,7 +10,7 @@ from attrs import evolve
 from prepkit.config import BF16, FP8, FP16, MSAMP, ClipValue, Config, DeepSpeed, Mesh, Schedule
 from prepkit.facts import SchedulerFacts
 from prepkit.testing.counterexamples.build import float8, param
-from prepkit.testing.tiny import Counterexample, tiny_experts, tiny_facts, tiny_loader, tiny_model, tiny_optimizer
+from prepkit.testing.tiny import Counterexample, tiny_experts, tiny_facts, tiny_model, tiny_optimizer
 
 
 def _deepspeed(json: str = "{}", *, stage: int | None = 2, world: int = 2, **more: Any) -> Counterexample:
@@ -42,11 +42,16 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "deepspeed.removed-key": lambda: _deepspeed('{"zero_optimization": {"mics_shard_size": 8}}'),
     "deepspeed.unknown-key": lambda: _deepspeed('{"gradient_clipp1ng": 1.0}'),
     "deepspeed.wrong-type": lambda: _deepspeed('{"zero_optimization": {"reduce_bucket_size": 15099494.4}}'),
+    "deepspeed.wrong-value": lambda: _deepspeed('{"zero_optimization": {"reduce_bucket_size": -5}}'),
     "deepspeed.no-stage": lambda: _deepspeed('{"gradient_clipping": 0.0}', stage=None),
     "deepspeed.stage": lambda: _deepspeed(stage=4),
     "deepspeed.two-places": lambda: _deepspeed('{"gradient_accumulation_steps": 10}'),
     "deepspeed.precision": lambda: _deepspeed('{"fp16": {"enabled": true}}'),
     "deepspeed.stored-16-bit": lambda: _deepspeed(model=tiny_model(dtype="bfloat16")),
+    "deepspeed.packed": lambda: _deepspeed(
+        model=tiny_model(extra=(param("norm.packed", "float32", requires_grad=False, cls="Params4bit"),)),
+        precision=BF16(),
+    ),
     "deepspeed.master-weights": lambda: _deepspeed(precision=BF16(master_weights=False)),
     "deepspeed.loss-scale": lambda: _deepspeed(precision=FP16(init_scale=1000.0), env_device="cuda"),
     "deepspeed.clip": lambda: _deepspeed(clip=ClipValue(1.0)),
@@ -72,10 +77,8 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "deepspeed.accelerator": lambda: _deepspeed(device="cpu", env_device="cuda"),
     "deepspeed.hpu-lazy": lambda: _deepspeed(engine_offload_optimizer="cpu", env_device="hpu"),
     "deepspeed.mesh": lambda: _deepspeed(mesh=Mesh(replicate=2)),
-    "deepspeed.tensor-parallel-loaders": lambda: _deepspeed(
-        '{"tensor_parallel": {"autotp_size": 2}}', loaders=(tiny_loader(),)
-    ),
     "deepspeed.zero-init": lambda: _deepspeed(model=tiny_model(extra=(param("norm.bias", cls="ZeroParameter"),))),
+    "deepspeed.scalar": lambda: _deepspeed(stage=3, model=tiny_model(extra=(param("norm.scale", shape=()),))),
     "deepspeed.leaf-modules": lambda: _deepspeed(stage=3, engine_leaf_modules=("Blok",)),
     "deepspeed.leaf-inputs": lambda: _deepspeed(
         stage=3, engine_leaf_modules=("Block",), model=tiny_model(frozen=("embed.weight",))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from attrs import evolve
 
-from prepkit.config import BF16, DDP, FP16, FSDP2, SGD, AdamW, ClipNorm, ClipValue, Config, Intent
+from prepkit.config import BF16, DDP, FP16, FSDP2, SGD, AdamW, ClipNorm, ClipValue, Config, DeepSpeed, Intent
 from prepkit.facts import GroupFact, SchedulerFacts
 from prepkit.testing.counterexamples.build import NAMES, WHOLE, env, of, optimized, ranks
 from prepkit.testing.tiny import Counterexample, tiny_facts, tiny_model, tiny_optimizer
@@ -48,13 +48,16 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "scheduler.factory": lambda: ranks(
         Config(), world=1, scheduler=SchedulerFacts(name="halving", drives_optimizer=False, factory=True)
     ),
+    "values.average-each": lambda: ranks(Config(engine=DeepSpeed(stage=1, micro_batch=1), average_each=True)),
     "values.accumulation": lambda: ranks(Config(accumulation=0), world=1),
     "values.clip": lambda: ranks(Config(clip=ClipValue(-1.0)), world=1),
     "values.norm-type": lambda: ranks(Config(clip=ClipNorm(1.0, norm_type=0.0)), world=1),
     "values.scheduler-ticks": lambda: ranks(Config(scheduler_ticks=-1), world=1),
+    "values.total-steps": lambda: ranks(Config(total_steps=0), world=1),
     "values.timeout": lambda: ranks(Config(timeout_s=0.0), world=1),
     "values.optimizer": lambda: ranks(Config(optimizer=AdamW(betas=(0.9, 1.0))), world=1, optimizer=None),
     "values.nesterov": lambda: ranks(Config(optimizer=SGD(nesterov=True)), world=1, optimizer=None),
+    "environment.torch-unknown": lambda: env(Config(engine=FSDP2()), torch=""),
     "overrides.unknown": lambda: ranks(Config(overrides=("mesh.single-many-rank",)), world=1),
 }
 """Rule id to a config and facts on which the rule fires."""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from attrs import evolve
 
 from prepkit.config import (
+    DDP,
+    FSDP1,
     FSDP2,
     CheckpointBlocks,
     CompileBlocks,
@@ -34,6 +36,13 @@ def _embeddings(*, declared: bool, tied: bool) -> ModelFacts:
 _LORA = param("layers.0.attn.lora", "bfloat16")
 
 
+def _hooked() -> ModelFacts:
+    return evolve(
+        tiny_model(),
+        param_hooks=(("norm.weight", "register_hook"), ("head.weight", "register_post_accumulate_grad_hook")),
+    )
+
+
 COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "wrap.empty": lambda: ranks(Config(engine=FSDP2(wrap=WrapClasses(("",))))),
     "wrap.class-not-found": lambda: ranks(Config(engine=FSDP2(wrap=WrapClasses(("BertLayer",))))),
@@ -54,10 +63,18 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "ties.only-declared": lambda: of(Config(), _embeddings(declared=True, tied=False)),
     "ties.undeclared": lambda: of(Config(), _embeddings(declared=False, tied=True)),
     "units.mixed-dtypes": lambda: of(Config(engine=FSDP2()), tiny_model(extra=(_LORA,))),
-    "units.scalar": lambda: of(Config(engine=FSDP2()), tiny_model(extra=(param("norm.scale", shape=()),))),
+    "units.scalar": lambda: of(Config(engine=FSDP1()), tiny_model(extra=(param("norm.scale", shape=()),))),
+    "units.left-whole": lambda: (
+        Config(engine=FSDP2(ignored=("norm",))),
+        _on_torch("2.6.0", tiny_model(extra=(param("head.scale", shape=()),))),
+    ),
     "units.packed": lambda: (
         Config(engine=FSDP2()),
         _on_torch("2.6.0", tiny_model(extra=(param("norm.packed", "uint8", requires_grad=False, cls="Params4bit"),))),
+    ),
+    "units.packed-whole": lambda: ranks(
+        Config(engine=FSDP2()),
+        model=tiny_model(extra=(param("norm.packed", "uint8", requires_grad=False, cls="Params4bit"),)),
     ),
     "units.integer": lambda: of(
         Config(engine=FSDP2()), tiny_model(extra=(param("embed.table", "int16", requires_grad=False),))
@@ -66,5 +83,14 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "units.mixed-requires-grad": lambda: ranks(
         Config(engine=FSDP2()), model=tiny_model(frozen=("layers.0.attn.weight",)), optimizer=None
     ),
+    "params.self-written": lambda: of(
+        Config(engine=FSDP2()), evolve(tiny_model(), self_written=(("embed.weight", "max_norm=1"),))
+    ),
+    "params.hooks-lost": lambda: of(Config(engine=FSDP2()), _hooked()),
+    "params.attributes-lost": lambda: of(
+        Config(engine=FSDP1(use_orig_params=False)),
+        evolve(tiny_model(), param_attributes=(("norm.weight", "_no_weight_decay"),)),
+    ),
+    "params.hooks-local": lambda: ranks(Config(engine=DDP()), model=_hooked()),
 }
 """Rule id to a config and facts on which the rule fires."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args, get_origin
+
+from attrs import fields, resolve_types
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -21,6 +24,7 @@ from prepkit.config import (
     Single,
     TensorParallel,
 )
+from prepkit.config.optimizer import OPTIMIZERS, SELECTS
 from prepkit.rules import RULES
 from prepkit.rules.compile import MODES
 from prepkit.testing.counterexamples.weights import PATH
@@ -38,7 +42,7 @@ def _wraps() -> SearchStrategy[c.Wrap]:
     return st.one_of(
         st.just(c.WrapBlocks()),
         st.just(c.WrapRoot()),
-        st.builds(c.WrapClasses, names),
+        st.builds(c.WrapClasses, names, st.just(()) | paths.map(tuple)),
         st.builds(c.WrapPaths, paths.map(tuple)),
         st.builds(c.WrapSize, st.integers(-1, 200)),
     )
@@ -76,10 +80,15 @@ def comm_hooks(*, invalid: bool = True, bfloat16: bool = True) -> SearchStrategy
     return st.just(c.NoHook()) | compress | powersgd | powersgd | (compress if bfloat16 else powersgd)
 
 
-def fsdp2s(wraps: SearchStrategy[c.Wrap], reshard: SearchStrategy[bool | int]) -> SearchStrategy[FSDP2]:
-    """FSDP2 with these selections and ways to reshard, on the device or offloaded."""
+def fsdp2s(
+    wraps: SearchStrategy[c.Wrap],
+    reshard: SearchStrategy[bool | int],
+    ignored: SearchStrategy[tuple[str, ...]] | None = None,
+) -> SearchStrategy[FSDP2]:
+    """FSDP2 with these selections and ways to reshard, on the device or offloaded; ``ignored`` as in ``fsdp1s``."""
     offload = st.just(c.KeepOnDevice()) | st.builds(OffloadToCPU, pin_memory=st.booleans())
-    return st.builds(FSDP2, wrap=wraps, reshard_after_forward=reshard, offload=offload)
+    patterns = st.lists(st.sampled_from(_PATTERNS), max_size=2).map(tuple) if ignored is None else ignored
+    return st.builds(FSDP2, wrap=wraps, reshard_after_forward=reshard, offload=offload, ignored=patterns)
 
 
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -152,13 +161,47 @@ def checkpointings(blocks: SearchStrategy[c.Wrap]) -> SearchStrategy[c.Activatio
     return st.just(c.NoCheckpointing()) | wrapped
 
 
-def optimizer_specs(*, invalid: bool = True) -> SearchStrategy[c.OptimizerSpec]:
-    """AdamW and SGD; ``invalid`` adds numbers below 0 and nesterov without momentum."""
-    number = st.floats(-0.5 if invalid else 0.0, 0.75)
-    adamw = st.builds(c.AdamW, lr=number, betas=st.tuples(number, number), eps=number, weight_decay=number)
-    momentum = st.floats(0.0 if invalid else 0.125, 0.75)
-    sgd = st.builds(c.SGD, lr=number, momentum=momentum, weight_decay=number, nesterov=st.booleans())
-    return adamw | sgd
+def optimizer_specs(*, invalid: bool = True, without: frozenset[str] = frozenset()) -> SearchStrategy[c.OptimizerSpec]:
+    """Every spec with all of its options; ``invalid`` adds numbers out of range, and patterns that match nothing.
+
+    Without it matrices need no optimizer of their own, and nesterov comes with momentum.
+    """
+    kinds = [kind for kind, row in OPTIMIZERS.items() if invalid or not (row.only_matrices or kind.__name__ in without)]
+    return st.one_of(*(_spec(kind, invalid=invalid) for kind in kinds))
+
+
+def _spec(kind: type, *, invalid: bool) -> SearchStrategy[c.OptimizerSpec]:
+    drawn = {
+        field.name: _option(field.name, field.type, kind, invalid=invalid) for field in fields(resolve_types(kind))
+    }
+    if invalid:
+        patterns = st.lists(st.sampled_from(("*norm*", "layers.*", "*", "no.*")), max_size=2).map(tuple)
+        options = {"lr": st.none() | st.floats(-0.5, 0.75), "weight_decay": st.none() | st.floats(-0.5, 0.75)}
+        drawn["names"] = st.just(()) | patterns
+        groups = st.builds(c.Group, names=patterns, momentum=st.none() | st.floats(0.0, 0.75), **options)
+        drawn["groups"] = st.just(()) | st.lists(groups, max_size=2).map(tuple)
+    return st.builds(kind, **drawn)
+
+
+def _option(name: str, kind: object, spec: type, *, invalid: bool) -> SearchStrategy[object]:
+    """Any value of an option of this type, by the ranges that the spec's row says."""
+    least = 0.125 if name == "momentum" else 0.0
+    number = st.floats(-0.5 if invalid else least, 0.75)
+    if name in OPTIMIZERS[spec].up_to_zero:
+        number = st.floats(-0.75, 0.5 if invalid else 0.0)
+    if name in SELECTS:
+        return st.just(())
+    if kind is bool:
+        return st.booleans()
+    if kind is float:
+        return number
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    return st.tuples(*(number for _ in get_args(kind)))
+
+
+def _several_optimizers() -> SearchStrategy[tuple[c.OptimizerSpec, ...]]:
+    return st.lists(optimizer_specs(), min_size=2, max_size=2).map(tuple)
 
 
 def clips(*, invalid: bool = True) -> SearchStrategy[c.Clip]:
@@ -167,10 +210,21 @@ def clips(*, invalid: bool = True) -> SearchStrategy[c.Clip]:
     return st.just(c.NoClip()) | st.builds(c.ClipNorm, number, number) | st.builds(c.ClipValue, number)
 
 
-def loader_choices() -> SearchStrategy[c.Loaders]:
-    """Both ways to treat loaders."""
-    sharded = st.builds(c.ShardLoaders, seed=st.integers(0, 3), drop_last=st.booleans())
-    return st.just(c.KeepLoaders()) | sharded
+def loader_choices(count: int | None = None, *, split: bool = True) -> SearchStrategy[c.Loaders]:
+    """Every way to treat loaders, or so many of them; ``split``: also with batches that are split over the ranks."""
+    purposes = st.sampled_from(("training", "evaluation"))
+    common = {"purpose": purposes, "to_device": st.booleans(), "ends_window": st.booleans()}
+    sharded = st.builds(
+        c.ShardLoaders,
+        seed=st.integers(0, 3),
+        drop_last=st.booleans(),
+        split_batches=st.booleans() if split else st.none().map(bool),
+        dispatch=st.booleans(),
+        **common,
+    )
+    one = st.builds(c.KeepLoaders, **common) | sharded
+    each = st.lists(one, min_size=count or 0, max_size=2 if count is None else count)
+    return one | each.map(tuple).map(c.EachLoader)
 
 
 def tp_plans(patterns: tuple[str, ...], styles: tuple[str, ...]) -> SearchStrategy[c.TPPlan]:
@@ -212,13 +266,25 @@ def configs() -> SearchStrategy[Config]:
         keep_device_map=st.booleans(),
         backend=st.sampled_from((None, "gloo", "nccl", "cpu:gloo,cuda:nccl", "own")),
         timeout_s=st.sampled_from((600.0, 1.0, 0.0)),
-        optimizer=st.none() | optimizer_specs(),
+        optimizer=st.none() | optimizer_specs() | _several_optimizers(),
         accumulation=st.integers(0, 4),
+        average_each=st.booleans(),
         clip=clips(),
         scheduler_ticks=st.integers(-1, 4),
+        total_steps=st.none() | st.integers(-1, 4000),
+        entry_points=st.sampled_from((None, (), ("generate",), ("forward", "generat"))),
         loaders=loader_choices(),
         overrides=st.lists(st.sampled_from((*_IDS, "no.such-rule")), max_size=2, unique=True).map(tuple),
+        origins=st.just(()) | st.lists(_origins(), max_size=3).map(tuple),
     )
+
+
+def _origins() -> SearchStrategy[c.Origin]:
+    number = st.none() | st.integers(1, 40)
+    settings = st.sampled_from(("config.engine", "config.engine.wrap", "config.mesh", "config.precision"))
+    keys = st.sampled_from(("mixed_precision", "fsdp_config.fsdp_version", "WORLD_SIZE"))
+    sources = st.sampled_from(("accelerate.yaml", "environment"))
+    return st.builds(c.Origin, setting=settings, key=keys, source=sources, line=number, column=number)
 
 
 def weights() -> SearchStrategy[c.Weights]:

@@ -12,6 +12,7 @@ from hypothesis.strategies import SearchStrategy
 from prepkit.config import FP16, AdamW, ClipNorm, Config, DeepSpeed, Intent, Mixed, NoClip, Precision, Schedule
 from prepkit.facts import Facts
 from prepkit.findings import errors
+from prepkit.resolve.fsdp2 import scalars
 from prepkit.rules import check, deepspeed_modules
 
 _DEVICES = ("none", "cpu", "nvme")
@@ -96,7 +97,10 @@ def deepspeeds() -> SearchStrategy[DeepSpeed]:
 def facts_for_deepspeed(draw: st.DrawFn, facts: Facts) -> Facts:
     """The same facts with a fresh optimizer of torch's and parameters in float32, which few drawn ones have."""
     model, optimizer = facts.model, facts.optimizer
-    params = tuple(evolve(p, dtype="float32" if p.dtype in ("float16", "bfloat16") else p.dtype) for p in model.params)
+    params = tuple(
+        evolve(p, dtype="float32" if p.dtype in ("float16", "bfloat16") else p.dtype, shape=p.shape or (1,))
+        for p in model.params
+    )
     if optimizer is not None:
         optimizer = evolve(optimizer, stateful=(), keeps_own_list=False, module="torch.optim.adamw")
     scheduler = facts.scheduler if draw(st.booleans()) else None  # it leaves no room for a section
@@ -113,6 +117,7 @@ def can_use_deepspeed(facts: Facts, precision: Precision) -> bool:
             isinstance(precision, Mixed)
             or not any(param.dtype in ("float16", "bfloat16") for param in facts.model.params)
         )
+        and not scalars(facts.model)
         and all(loader.batch_size for loader in facts.loaders)
         and not (optimizer and (optimizer.stateful or optimizer.keeps_own_list))
     )

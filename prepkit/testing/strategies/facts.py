@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from prepkit import config as c
-from prepkit.facts import Env, Facts, GroupFact, LoaderFacts, ModelFacts, OptimizerFacts, ParamFact, SchedulerFacts
+from prepkit.facts import (
+    Env,
+    Facts,
+    GroupFact,
+    LoaderFacts,
+    MemberFact,
+    ModelFacts,
+    OptimizerFacts,
+    ParamFact,
+    SchedulerFacts,
+)
 from prepkit.facts.checkpoint import CheckpointFacts
 from prepkit.testing.counterexamples.weights import PATH, in_parts, tiny_checkpoint
 from prepkit.testing.strategies.configs import DTYPES
@@ -64,12 +74,16 @@ def _extras(*, flawed: bool) -> SearchStrategy[ParamFact]:
         ParamFact(name="norm.scale", shape=(), dtype="float32"),
         ParamFact(name="embed.table", shape=(4,), dtype="int64", requires_grad=False),
         ParamFact(name="layers.packed", shape=(4,), dtype="uint8", requires_grad=False, cls="Params4bit"),
+        ParamFact(name="layers.stored", shape=(4, 1), dtype="bfloat16", requires_grad=False, cls="Params4bit"),
         ParamFact(name="head.lazy", shape=(), dtype="float32", cls="UninitializedParameter"),
         ParamFact(name="head.sharded", shape=(4,), dtype="float32", cls="DTensor"),
     ]
     biases = [(at, size, dtype) for at in ("norm", "head") for size in (0, 3) for dtype in DTYPES]
     usual = [ParamFact(name=f"{at}.bias", shape=(size,), dtype=dtype) for at, size, dtype in biases]
     return st.sampled_from([*usual, *(unusual if flawed else unusual[:2])])
+
+
+_SELDOM = st.integers(0, 7).map(lambda number: number == 7)
 
 
 def _samples(*, flawed: bool) -> SearchStrategy[LoaderFacts]:
@@ -81,6 +95,14 @@ def _samples(*, flawed: bool) -> SearchStrategy[LoaderFacts]:
         iterable=st.booleans(),
         custom_batches=st.booleans(),
         drop_last=st.booleans(),
+        batches=st.none() | st.integers(0, 64),
+        foreign=_SELDOM,
+        own_iteration=_SELDOM,
+        shards=st.none() | st.integers(1, 8),
+        divided=_SELDOM,
+        stateful=st.booleans(),
+        pin_memory=st.booleans(),
+        workers=st.integers(0, 2),
     )
 
 
@@ -99,7 +121,8 @@ def facts(draw: st.DrawFn, *, flawed: bool = True) -> Facts:
         drives = not flawed or draw(st.booleans())
         factory = flawed and draw(st.sampled_from((False, False, True)))
         name = draw(st.sampled_from(("StepLR", "WarmupLR")))
-        scheduler = SchedulerFacts(name=name, drives_optimizer=drives, factory=factory)
+        ends = draw(st.none() | st.integers(1, 4000)) if flawed else None
+        scheduler = SchedulerFacts(name=name, drives_optimizer=drives, factory=factory, horizon=ends)
     return Facts(
         model=model,
         optimizer=optimizer,
@@ -129,7 +152,11 @@ def _optimizers(draw: st.DrawFn, model: ModelFacts, *, flawed: bool) -> Optimize
     stateful = tuple(name for name in group.slots if name) if draw(st.booleans()) else ()
     seldom = st.sampled_from((False,) * 7 + (True,))
     module = "bitsandbytes.optim.adamw" if draw(seldom) else "torch.optim.adamw"
-    return evolve(optimizer, groups=groups, stateful=stateful, module=module, keeps_own_list=draw(seldom))
+    members: tuple[MemberFact, ...] = ()
+    if flawed and len(groups) > 1 and draw(st.booleans()):
+        members = tuple(MemberFact(name="AdamW", module=module, groups=count) for count in (1, len(groups) - 1))
+    own = draw(seldom)
+    return evolve(optimizer, groups=groups, stateful=stateful, module=module, keeps_own_list=own, members=members)
 
 
 @st.composite
@@ -157,6 +184,7 @@ def fitting_wraps(model: ModelFacts) -> tuple[c.Wrap, ...]:
         named += (
             c.WrapClasses(("Block",)),
             c.WrapClasses(("Block", "Linear")),
+            c.WrapClasses(("Block",), paths=("head",)),
             c.WrapPaths(("layers.*", "layers.0.mlp")),
         )
     return (c.WrapRoot(), c.WrapBlocks(), *named, *sizes)

@@ -10,11 +10,11 @@ from prepkit import config as c
 from prepkit.config import FSDP1, Config
 from prepkit.facts import Facts
 from prepkit.findings import errors
-from prepkit.rules import check, fsdp1, fsdp1_ignored, fsdp1_mesh, fsdp_units, ties
+from prepkit.rules import check, fsdp1, fsdp1_mesh, fsdp_units, ignored, ties
 from prepkit.testing.strategies.configs import fsdp1s
 from prepkit.testing.strategies.facts import fitting_wraps
 
-_RULES = (*fsdp1.RULES, *fsdp1_ignored.RULES, *fsdp1_mesh.RULES, *ties.RULES, *fsdp_units.RULES)
+_RULES = (*fsdp1.RULES, *ignored.RULES, *fsdp1_mesh.RULES, *ties.RULES, *fsdp_units.RULES)
 
 
 def can_use_fsdp1(cfg: Config, facts: Facts) -> bool:
@@ -59,12 +59,12 @@ _SAFE: _Arguments = (c.WrapRoot(), (), True)
 
 
 def _arguments(base: Config, facts: Facts) -> SearchStrategy[_Arguments]:
-    own = (*fsdp1.RULES, *fsdp1_ignored.RULES, *ties.RULES, *fsdp_units.RULES)
+    own = (*fsdp1.RULES, *ignored.RULES, *ties.RULES, *fsdp_units.RULES)
 
     def legal(drawn: _Arguments) -> _Arguments:
-        wrap, ignored, original = drawn
-        engine = FSDP1(wrap=wrap, ignored=ignored, use_orig_params=original)
+        wrap, left_out, original = drawn
+        engine = FSDP1(wrap=wrap, ignored=left_out, use_orig_params=original)
         return _SAFE if errors(check(evolve(base, engine=engine), facts, own)) else drawn
 
-    ignored = st.sampled_from(((), (), ("head",), ("norm", "embed")))
-    return st.tuples(st.sampled_from(fitting_wraps(facts.model)), ignored, st.booleans()).map(legal)
+    patterns = st.sampled_from(((), (), ("head",), ("norm", "embed")))
+    return st.tuples(st.sampled_from(fitting_wraps(facts.model)), patterns, st.booleans()).map(legal)

@@ -35,6 +35,7 @@ def can_arrive(cfg: Config, facts: Facts) -> bool:
     resolved = Resolved(cfg=cfg, facts=facts)
     return (
         isinstance(cfg.engine, FSDP2)
+        and not cfg.engine.ignored
         and not isinstance(cfg.checkpointing, CheckpointBlocks)
         and not isinstance(cfg.precision, FP8)
         and not isinstance(cfg.weights, SendWeights)

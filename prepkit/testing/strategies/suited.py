@@ -19,11 +19,11 @@ from prepkit.rules.mesh import nearest
 from prepkit.rules.precision import SCALED
 from prepkit.rules.ties import apart
 from prepkit.rules.weights import RULES as WEIGHTS
-from prepkit.testing.strategies.configs import DTYPES, bf16s, compiles, ddps, fp16s, fsdp2s, tp_plans
+from prepkit.testing.strategies.configs import DTYPES, bf16s, compiles, ddps, fp16s, fsdp2s, loader_choices, tp_plans
 from prepkit.testing.strategies.facts import fitting_wraps
 from prepkit.testing.strategies.fsdp1 import can_use_fsdp1
 
-_FILLED = c.Single | c.DDP | c.FSDP2
+_FILLED = c.Single | c.DDP | c.FSDP1 | c.FSDP2 | c.TensorParallel
 
 
 def _checkpoint_fits(facts: Facts, weights: c.LoadWeights) -> bool:
@@ -37,7 +37,9 @@ def weights_for(facts: Facts, engine: c.Engine) -> SearchStrategy[c.Weights]:
     options: list[c.Weights] = [c.KeepWeights()]
     if not isinstance(engine, _FILLED) or facts.model.quantised or len(facts.model.device_map) > 1:
         return st.just(c.KeepWeights())
-    if not without_initializer(facts.model, (param.name for param in facts.model.params)):
+    if not isinstance(engine, c.FSDP1) and not without_initializer(
+        facts.model, (param.name for param in facts.model.params)
+    ):
         options += [c.InitWeights(0), c.InitWeights(7)]
     if facts.checkpoint is not None and _checkpoint_fits(facts, c.LoadWeights(facts.checkpoint.path)):
         loads = [c.LoadWeights(facts.checkpoint.path, rename=rename) for rename in ((), (("^absent[.]", ""),))]
@@ -71,7 +73,7 @@ def engines_for(facts: Facts, precision: c.Precision, intent: Intent, *, float8:
     optimizer = facts.optimizer
     shardable = (
         len(trained) <= 1
-        and all(param.shape and param.dtype in DTYPES for param in facts.model.params)
+        and all(param.dtype in DTYPES for param in facts.model.params)
         and not any(0 in param.shape and param.requires_grad for param in facts.model.params)
         and not (optimizer and (optimizer.keeps_own_list or optimizer.module.startswith("bitsandbytes")))
     )
@@ -116,7 +118,8 @@ def engine_options(kind: type[c.Engine], facts: Facts, mesh: Mesh | None, device
     shards = size_of("shard", axes(Config(engine=c.FSDP2(), mesh=mesh), facts.env) or ())
     factors = [size for size in range(2, shards) if shards % size == 0]
     wraps = [wrap for wrap in fitting_wraps(facts.model) if not any(apart(select(wrap, facts.model), facts.model))]
-    return fsdp2s(st.sampled_from(wraps), st.sampled_from([True, False, *factors]))
+    ignored = st.sampled_from(((), (), (), ("head",), ("norm", "embed")))
+    return fsdp2s(st.sampled_from(wraps), st.sampled_from([True, False, *factors]), ignored)
 
 
 def tp_plans_for(model: ModelFacts, tensor_ranks: int, *, asked: bool) -> SearchStrategy[c.TensorParallelPlan]:
@@ -150,17 +153,30 @@ def _for_xla(compiled: c.Compile) -> c.Compile:
 
 def backends_for(engine: c.Engine, device: str) -> SearchStrategy[str | None]:
     """Backends that serve the device, and the CPU too where it is offloaded to."""
-    offloads = isinstance(engine, c.FSDP2) and isinstance(engine.offload, OffloadToCPU)
+    offloads = (isinstance(engine, c.FSDP2) and isinstance(engine.offload, OffloadToCPU)) or (
+        isinstance(engine, c.FSDP1) and engine.offload
+    )
     alone = () if device == "cpu" or offloads else ("nccl",)
     return st.sampled_from((None, "gloo", "cpu:gloo,cuda:nccl", *alone))
 
 
-def can_split_loaders(facts: Facts) -> bool:
-    """Whether every loader may be sharded, with any ``drop_last``."""
+def loaders_for(facts: Facts, *, zero: bool) -> SearchStrategy[c.Loaders]:
+    """What may be done with these loaders; ``zero``: with DeepSpeed, which counts those for training."""
     world = facts.env.world_size
-    return world == 1 or all(
-        loader.sampler in ("sequential", "random")
-        and not (loader.iterable or loader.custom_batches)
+    split = world == 1 or all(
+        not (loader.foreign or loader.own_iteration or loader.divided or loader.sampler == "distributed")
         and (loader.length or 0) // world >= (loader.batch_size or 1)
+        and (not loader.custom_batches or (loader.batches or 0) >= world)
         for loader in facts.loaders
     )
+    choices = (
+        loader_choices(len(facts.loaders), split=world == 1)
+        if split
+        else st.builds(c.KeepLoaders, to_device=st.booleans())
+    )
+    return choices.filter(_all_train) if zero else choices
+
+
+def _all_train(how: c.Loaders) -> bool:
+    each = how.choices if isinstance(how, c.EachLoader) else (how,)
+    return all(one.purpose == "training" for one in each)

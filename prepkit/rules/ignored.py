@@ -1,4 +1,4 @@
-"""Modules that FSDP1 leaves out of its units."""
+"""Modules that FSDP1 and FSDP2 leave out of their units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import FSDP1, Config, Intent
+from prepkit.config import FSDP1, FSDP2, Config, Intent
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count, did_you_mean, some
@@ -16,7 +16,7 @@ from prepkit.rules.rule import Hit, Rule
 
 
 def _unmatched(resolved: Resolved) -> tuple[str, ...]:
-    if not isinstance(resolved.cfg.engine, FSDP1):
+    if not isinstance(resolved.cfg.engine, FSDP1 | FSDP2) or not resolved.cfg.engine.ignored:
         return ()
     paths = tuple(module.path for module in resolved.facts.model.modules if module.path)
     return tuple(pattern for pattern in resolved.cfg.engine.ignored if not any(map(matcher((pattern,)), paths)))
@@ -42,24 +42,26 @@ def _ignored_trains(resolved: Resolved) -> Iterator[Hit]:
 def _ignored_dtype(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
     low = resolved.compute_dtypes.param if resolved.compute_dtypes else None
-    if not isinstance(resolved.cfg.engine, FSDP1) or low is None:
+    left_out, stored = resolved.ignored_params, resolved.stored_dtypes
+    if not left_out or low is None or resolved.arrives_sharded:
         return
-    left_out = resolved.ignored_params
-    names = [p.name for p in facts.model.params if p.name in left_out and "float" in p.dtype and p.dtype != low]
+    params = (p for p in facts.model.params if p.name in left_out and p.shape)  # a single number widens no tensor
+    names = [p.name for p in params if "float" in p.dtype and stored[p.name] != low]
     if names:
         what = f"{count(len(names), 'ignored parameter')} not in {low} ({some(names)}): layers that take what comes out"
         yield Hit("config.engine.ignored", f"{what} of their modules, and compute in {low}, may refuse it.")
 
 
 def _known_patterns(cfg: Config, facts: Facts) -> Config:
-    assert isinstance(cfg.engine, FSDP1), "only FSDP1 ignores modules"
+    assert isinstance(cfg.engine, FSDP1 | FSDP2), "no other engine ignores modules"
     bad = _unmatched(Resolved(cfg=cfg, facts=facts))
-    return evolve(cfg, engine=evolve(cfg.engine, ignored=tuple(p for p in cfg.engine.ignored if p not in bad)))
+    known = tuple(pattern for pattern in cfg.engine.ignored if pattern not in bad)
+    return evolve(cfg, engine=evolve(cfg.engine, ignored=known))
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        id="fsdp1.ignored-not-found",
+        id="units.ignored-not-found",
         summary="Every pattern of ignored modules matches one.",
         check=_ignored_not_found,
         fix="Leave it out, or write the path of a module.",
@@ -68,18 +70,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fsdp1.ignored-trains",
-        summary="Nothing that is ignored is trained.",
+        summary="Nothing that FSDP1 ignores is trained.",
         check=_ignored_trains,
-        fix="Call requires_grad_(False) on them, or leave them out of ignored.",
+        fix="Write engine=FSDP2(ignored=...), which averages them; or call requires_grad_(False) on them.",
         source=("F1-49", "pain 9"),
     ),
     Rule(
-        id="fsdp1.ignored-dtype",
-        summary="What FSDP1 ignores has the dtype that the units compute in.",
+        id="units.ignored-dtype",
+        summary="What is ignored has the dtype that the units compute in.",
         check=_ignored_dtype,
         fix="Cast the ignored modules to that dtype, or leave out of config.engine.ignored what is tied to a layer.",
         severity=Severity.WARNING,
-        source=("F1-49", "pain 8", "torch FlatParamHandle"),
+        source=("F1-49", "pain 8", "torch FlatParamHandle", "torch fully_shard ignored_params"),
     ),
 )
 """Reporting order: the names, then what is ignored."""

@@ -1,0 +1,98 @@
+"""The learning-rate scheduler against the steps that are planned, and what it wants to know at each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import evolve
+
+from prepkit.config import Config, DeepSpeed
+from prepkit.facts import Facts
+from prepkit.findings import Severity
+from prepkit.findings.text import count
+from prepkit.resolve.resolved import Resolved
+from prepkit.rules.rule import Hit, Rule
+
+
+def _planned(resolved: Resolved) -> tuple[str, int, int] | None:
+    """Name of the scheduler, ticks that it is made for, and ticks that are planned; None where one is not known."""
+    cfg, scheduler = resolved.cfg, resolved.facts.scheduler
+    if cfg.total_steps is None or cfg.total_steps < 1 or cfg.scheduler_ticks < 1:
+        return None
+    if scheduler is not None and scheduler.horizon is not None:
+        return scheduler.name, scheduler.horizon, cfg.total_steps * cfg.scheduler_ticks
+    schedule = cfg.engine.schedule if isinstance(cfg.engine, DeepSpeed) else None
+    if scheduler is None and schedule is not None and schedule.total_steps is not None:
+        return "the schedule of config.engine", schedule.total_steps, cfg.total_steps
+    return None
+
+
+def _told(resolved: Resolved, name: str, made: int, ticks: int) -> str:
+    cfg = resolved.cfg
+    said = name if " " in name else f"`{name}`"
+    per = f" of {count(cfg.scheduler_ticks, 'tick')}" if ticks != cfg.total_steps else ""
+    return f"{said} is made for {count(made, 'tick')}, and {cfg.total_steps} optimizer steps{per} are planned"
+
+
+def _runs_out(resolved: Resolved) -> Iterator[Hit]:
+    found = _planned(resolved)
+    if found is None:
+        return
+    name, made, ticks = found
+    raises = name == "OneCycleLR"
+    if made < ticks - (0 if raises else max(1, ticks // 100)):
+        last = made // (ticks // (resolved.cfg.total_steps or 1))
+        then = "it raises ValueError" if raises else "the rate is at its end, or begins anew"
+        fix = f"Make it for {ticks} ticks, or write total_steps={last}."
+        yield Hit("scheduler", f"{_told(resolved, name, made, ticks)}: after step {last} {then}.", fix)
+
+
+def _never_ends(resolved: Resolved) -> Iterator[Hit]:
+    found = _planned(resolved)
+    if found is None:
+        return
+    name, made, ticks = found
+    if made > ticks + max(1, ticks // 100):
+        fix = f"Make it for {ticks} ticks, or write the total_steps that you mean."
+        yield Hit("scheduler", f"{_told(resolved, name, made, ticks)}: it stops at {ticks / made:.0%} of its way.", fix)
+
+
+def _metric(resolved: Resolved) -> Iterator[Hit]:
+    scheduler = resolved.facts.scheduler
+    if scheduler is not None and scheduler.needs_metric and resolved.cfg.scheduler_ticks:
+        ticks = count(resolved.cfg.scheduler_ticks, "time")
+        what = f"`{scheduler.name}` steps on a metric, and ready.step() would step it {ticks} without one."
+        yield Hit("config.scheduler_ticks", what)
+
+
+def _no_ticks(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, scheduler_ticks=0)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="scheduler.metric",
+        summary="A scheduler that steps on a metric is stepped by the user.",
+        check=_metric,
+        fix="Write scheduler_ticks=0, and call ready.scheduler.step(metric) with a metric that is equal on every rank.",
+        overridable=False,
+        source=("torch.optim.lr_scheduler.ReduceLROnPlateau.step",),
+        repair=_no_ticks,
+    ),
+    Rule(
+        id="scheduler.runs-out",
+        summary="The scheduler lasts for the steps that are planned.",
+        check=_runs_out,
+        fix="Make it for as many ticks as there are steps.",
+        source=("pain 15", "W-16"),
+    ),
+    Rule(
+        id="scheduler.never-ends",
+        summary="The scheduler comes to its end within the steps that are planned.",
+        check=_never_ends,
+        fix="Make it for as many ticks as there are steps.",
+        severity=Severity.WARNING,
+        source=("pain 15",),
+    ),
+)
+"""Reporting order: what would raise, then what would train otherwise."""
