@@ -6,19 +6,23 @@ first step has acted leaves everything as it was.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from attrs import evolve
 from returns.io import IOFailure, IOResult, IOSuccess
 from returns.unsafe import unsafe_perform_io
 
+from prepkit import planner
 from prepkit.codec import plan_digests
+from prepkit.config import Intent
 from prepkit.facts import Env, LocalFacts
-from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings import Finding, PlanRejected, Severity, errors
 from prepkit.live.checks import buffers
 from prepkit.live.interpreter import Done, Halted, interpret
 from prepkit.live.model import names
@@ -26,16 +30,19 @@ from prepkit.live.model.state import inspect
 from prepkit.live.model.target import Target
 from prepkit.live.model.unwrap import PREPARED
 from prepkit.live.observe import observe, observe_env
-from prepkit.live.ranks import all_or_none, own_copies
+from prepkit.live.observe.given import one_optimizer, one_scheduler
+from prepkit.live.ranks import launcher, own_copies
 from prepkit.live.ranks.all_or_none import RankGuard
 from prepkit.live.ranks.plan_differences import plan_differences
+from prepkit.live.ranks.together import together
 from prepkit.live.step_kinds import handlers
+from prepkit.live.training import owned_optimizers
 from prepkit.live.training.prepared import Prepared
 from prepkit.live.verification import verify
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 from prepkit.plan.drift import Drift, drift, refusals
-from prepkit.steps import AllocateTensors
+from prepkit.steps import AllocateTensors, WrapFSDP1
 
 ENDED = "the process group was ended, so that no rank waits in it for another that has failed; start it again"
 """Told where a process group was ended after a failure inside a collective, although the plan had not started it."""
@@ -65,15 +72,22 @@ def apply(
 ) -> Prepared:
     """Does what the plan says to these objects, and verifies the outcome, on all ranks or on none.
 
-    Raises ``PlanRejected`` before anything is touched when they are not the plan's, ``ApplyHalted`` when a step fails
+    Raises ``PlanRejected`` before anything is touched when they are not the plan's, or when a rule refuses them with
+    facts that were open or other when the plan was made (new warnings are logged); ``ApplyHalted`` when a step fails
     (its ``__cause__`` is what the step raised) or another rank has failed (``RankFailed``), and ``NotAsPlanned`` when
     the outcome differs from the plan. What one rank raises here ends the others' apply within seconds.
     """
     with _guard(plan) as guard:
+        optimizer, scheduler = one_optimizer(optimizer), one_scheduler(scheduler)
         now = observe(model, optimizer=optimizer, scheduler=scheduler, loaders=loaders)
         drifts = drift(plan.facts, now.facts)
-        if refused := (*refusals(drifts), *(() if _fills(plan) else _weightless(now.local))):
-            raise PlanRejected(refused)
+        elsewhere = owned_optimizers.claimed_elsewhere(optimizer, model)
+        weightless = () if _fills(plan) else _weightless(now.local)
+        refused = (*refusals(drifts), *weightless, *elsewhere, *_inferring(plan, model))
+        found = () if refused else planner.since(plan, now.facts)
+        if refused or errors(found):
+            raise PlanRejected((*refused, *found))
+        _tell((*plan.warnings, *found))
         target = Target(model=model, optimizer=optimizer, scheduler=scheduler, loaders=list(loaders))
         return unsafe_perform_io(_run(plan, target, drifts, now.facts.env, guard).lash(_raise).unwrap())
 
@@ -88,7 +102,7 @@ def run(plan: Plan, target: Target, drifts: tuple[Drift, ...] = ()) -> IOResult[
 
 
 def _guard(plan: Plan) -> AbstractContextManager[RankGuard | None]:
-    return nullcontext() if plan.world_size == 1 else all_or_none.together(plan.config.timeout_s)
+    return nullcontext() if plan.world_size == 1 else together(plan.config.timeout_s)
 
 
 def _run(
@@ -100,8 +114,9 @@ def _run(
     target.explain = partial(plan_differences, plan)
     running = dist.is_available() and dist.is_initialized()
     if guard is not None:
-        target.together, target.store = guard.barrier, guard.rendezvous
+        target.together, target.watch, target.store = guard.barrier, guard.watch, guard.rendezvous
     before = buffers.fingerprints(inspect(target).buffers)
+    params = owned_optimizers.parameters_before(target.model, exchanged=_fills(plan))
     results: list[Attestation] = []  # one, once ``finish`` has looked
 
     def finish() -> None:
@@ -115,17 +130,21 @@ def _run(
             raise NotAsPlanned(result)
         target.together()
         if guard is not None:
-            guard.outcome = "well"
+            guard.report_success()
 
     outcome = _interpreted(plan, target, finish, guard)
     if isinstance(outcome, Halted):
         return IOFailure(results[-1] if isinstance(outcome.error, NotAsPlanned) else outcome)
     vars(names.unwrap_root(target.model)[-1])[PREPARED] = _carried(plan)
     started = not running and dist.is_available() and dist.is_initialized()
-    return IOSuccess(_prepared(plan, target, results[-1], started=started))
+    prepared = _prepared(plan, target, results[-1], guard, started=started)
+    owned_optimizers.own(prepared, params)
+    return IOSuccess(prepared)
 
 
-def _prepared(plan: Plan, target: Target, attestation: Attestation, *, started: bool) -> Prepared:
+def _prepared(
+    plan: Plan, target: Target, attestation: Attestation, guard: RankGuard | None, *, started: bool
+) -> Prepared:
     return Prepared(
         model=target.model,
         optimizer=target.optimizer,
@@ -135,13 +154,16 @@ def _prepared(plan: Plan, target: Target, attestation: Attestation, *, started: 
         plan=plan,
         attestation=attestation,
         drift=attestation.drift,
+        peers=None if guard is None else guard.peers,
         started=started,
+        whole_gradients=target.whole_gradients,
     )
 
 
 def _fills(plan: Plan) -> bool:
     """Whether a step gives storage and others values to what has none; that they do is checked afterwards."""
-    return any(isinstance(planned.step, AllocateTensors) for planned in plan.steps)
+    steps = [planned.step for planned in plan.steps]
+    return any(isinstance(s, AllocateTensors) or (isinstance(s, WrapFSDP1) and s.allocates) for s in steps)
 
 
 def _interpreted(plan: Plan, target: Target, finish: Callable[[], None], guard: RankGuard | None) -> Done | Halted:
@@ -182,6 +204,29 @@ def _weightless(local: LocalFacts) -> Iterator[Finding]:
                 "build the model without torch.device('meta')"
             )
             yield Finding(rule="plan.no-weights", severity=Severity.ERROR, where="model", what=what, fix=fix)
+
+
+def _inferring(plan: Plan, model: Any) -> Iterator[Finding]:
+    """What is made under ``torch.inference_mode()`` takes no part in any backward, afterwards either."""
+    if plan.config.intent is not Intent.TRAINING:
+        return
+    made = next((name for name, param in model.named_parameters() if param.is_inference()), None)
+    if torch.is_inference_mode_enabled():
+        where, what = "torch.inference_mode", "apply is called inside it, and what it makes could never be trained"
+        fix = "call apply outside torch.inference_mode(), or plan with intent=Intent.INFERENCE"
+    elif made is not None:
+        where, what = f"model.{made}", "was made under torch.inference_mode(), and can never be trained"
+        fix = "build the model outside torch.inference_mode(), or plan with intent=Intent.INFERENCE"
+    else:
+        return
+    yield Finding(rule="plan.inference-mode", severity=Severity.ERROR, where=where, what=what, fix=fix)
+
+
+def _tell(found: tuple[Finding, ...]) -> None:
+    """Warnings of the plan, and those that nobody could give when it was made, once for all ranks."""
+    if launcher.rank() == 0:
+        for finding in found:
+            logging.getLogger("prepkit").warning("%s", finding)
 
 
 def _raise(failure: Halted | Attestation) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prepkit.live.observe import said
+from prepkit.live.observe.given import said
 
 
 def build(factory: str, device: str = "meta") -> nn.Module:

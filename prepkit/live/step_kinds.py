@@ -14,15 +14,20 @@ from attrs import frozen
 from prepkit import steps
 from prepkit.live import rehearsed_steps
 from prepkit.live.checks import deepspeed as deepspeed_checks
+from prepkit.live.checks import entry_points as entry_checks
 from prepkit.live.checks import fp8 as fp8_checks
+from prepkit.live.checks import fsdp2 as fsdp2_checks
+from prepkit.live.checks import loaders as loader_checks
 from prepkit.live.checks import optimizer_steps as optimizer_checks
 from prepkit.live.checks import steps as checks
 from prepkit.live.checks import xla as xla_checks
 from prepkit.live.handlers import (
     allocate,
+    average_gradients,
     check_files,
     ddp,
     deepspeed,
+    entry_points,
     fp8,
     fsdp1,
     fsdp1_optimizer,
@@ -86,6 +91,11 @@ KINDS: dict[type, StepKind] = {
         verify=checks.upcast,
         rehearse=as_written,
     ),
+    steps.MakeContiguous: StepKind(
+        handler=model.CONTIGUOUS,
+        verify=checks.contiguous,
+        rehearse=as_written,
+    ),
     steps.MoveModel: StepKind(
         handler=model.MOVE,
         verify=checks.moved,
@@ -115,6 +125,11 @@ KINDS: dict[type, StepKind] = {
         handler=fsdp2.SHARD,
         verify=checks.units,
         rehearse=rehearsed_steps.unpinned,
+    ),
+    steps.AverageGradients: StepKind(
+        handler=average_gradients.AVERAGE,
+        verify=fsdp2_checks.averaged,
+        rehearse=as_written,
     ),
     steps.ConvertSyncBatchNorm: StepKind(
         handler=sync_batch_norm.CONVERT,
@@ -152,8 +167,13 @@ KINDS: dict[type, StepKind] = {
         rehearse=rehearsed_steps.on_cpu,
     ),
     steps.ShardLoader: StepKind(
-        handler=loaders.LOADER,
-        verify=checks.loader,
+        handler=loaders.SHARD,
+        verify=loader_checks.divided,
+        rehearse=skipped("loaders are not copied"),
+    ),
+    steps.WrapLoader: StepKind(
+        handler=loaders.WRAP,
+        verify=loader_checks.wrapped,
         rehearse=skipped("loaders are not copied"),
     ),
     steps.ConvertFP8Linears: StepKind(
@@ -210,6 +230,11 @@ KINDS: dict[type, StepKind] = {
         handler=deepspeed.INITIALIZE,
         verify=deepspeed_checks.initialised,
         rehearse=rehearsed_steps.initialize_deepspeed,
+    ),
+    steps.RegisterEntryPoints: StepKind(
+        handler=entry_points.REGISTER,
+        verify=entry_checks.checks,
+        rehearse=as_written,
     ),
     steps.CheckFiles: StepKind(
         handler=check_files.CHECK,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from prepkit.live.model.fsdp2_units import unit_fact
 from prepkit.live.model.state import LiveModel
-from prepkit.plan.attestation import Check, each
-from prepkit.steps import ShardUnits, Unit
+from prepkit.plan.attestation import Check, each, same
+from prepkit.steps import AverageGradients, ShardUnits, Unit
 
 
 def checks(step: ShardUnits, live: LiveModel) -> Iterator[Check]:
@@ -43,9 +44,25 @@ def _policies(step: ShardUnits, unit: Unit, module: Module) -> Iterator[str]:
     """Where ``fully_shard`` was asked for something else; a unit without parameters has no group that could say."""
     actual = unit_fact(unit.path, module)
     wanted = (step.param_dtype, step.reduce_dtype, unit.output_dtype)
+    if unit.full_precision:
+        wanted = ("float32", "float32", None)
     if (dtypes := (actual.param_dtype, actual.reduce_dtype, actual.output_dtype)) != wanted:
         yield f"parameter, reduction and output dtype planned {wanted}, found {dtypes}"
     if actual.ranks and actual.offload != step.offload:
         yield f"offload planned {step.offload}, found {actual.offload}"
     if actual.ranks and bool(actual.reshard_after_forward) != bool(unit.reshard_after_forward):
         yield f"reshard_after_forward planned {unit.reshard_after_forward}, found {actual.reshard_after_forward}"
+
+
+def averaged(step: AverageGradients, live: LiveModel) -> Iterator[Check]:
+    """The planned parameters, and no others, are handed over to be averaged, over all ranks that read other data."""
+    watched = live.target.whole_gradients
+    held = {id(param) for param in watched.params} if watched else set()
+    bad = [name for name in step.names if id(live.params.get(name)) not in held]
+    bad += [] if watched and watched.watches else ["no optimizer is watched"]
+    yield each("AverageGradients", "what every rank holds whole is averaged", bad)
+    mesh = live.target.mesh
+    axes = (step.axes or mesh.mesh_dim_names or ()) if mesh is not None else ()
+    wanted = [mesh[axis].size() for axis in axes if mesh is not None and mesh[axis].size() > 1]
+    found = [dist.get_world_size(group) for group in watched.groups] if watched else []
+    yield same("AverageGradients", "sizes of the groups", wanted, found)

@@ -24,6 +24,7 @@ def checks(plan: Plan, live: LiveModel, rank: int) -> Iterator[Check]:
     """Parameters, master weights, ties, buffers, optimizer and scheduler of this rank; reads no tensor's data."""
     yield from _parameters(plan, live, rank)
     yield from _masters(plan, live)
+    yield from _attributes(plan, live)
     yield from _ties(plan, live)
     yield from _buffers(plan, live)
     if not any(isinstance(planned.step, InitializeDeepSpeed) for planned in plan.steps):
@@ -49,6 +50,14 @@ def _parameters(plan: Plan, live: LiveModel, rank: int) -> Iterator[Check]:
     tied = {id(live.params[name]) for name in known if name in live.params}  # also where a module is shared
     unknown = [name for name, param in live.params.items() if name not in known and id(param) not in tied]
     yield each("model", "no parameter that the plan does not know", unknown)
+
+
+def _attributes(plan: Plan, live: LiveModel) -> Iterator[Check]:
+    """What somebody has set on parameters is on those that took their place."""
+    wanted = [(name, key) for name, key in plan.facts.model.param_attributes if name in live.params]
+    if wanted:
+        bad = [f"{name}.{key} is gone" for name, key in wanted if not hasattr(live.params[name], key)]
+        yield each("model", "attributes set on parameters are there", bad)
 
 
 def _ties(plan: Plan, live: LiveModel) -> Iterator[Check]:

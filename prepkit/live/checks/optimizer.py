@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from torch.optim import Optimizer
 
 from prepkit.live.model import fsdp1_flat
+from prepkit.live.model import joint_optimizer as joint
+from prepkit.live.model.joint_scheduler import members as scheduler_members
 from prepkit.live.model.state import LiveModel
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Check, each, same
@@ -79,8 +81,12 @@ def scheduler(plan: Plan, live: LiveModel) -> Iterator[Check]:
     """The scheduler ticks for the optimizer that stands there."""
     seen = plan.facts.scheduler
     if seen is not None and seen.drives_optimizer:
-        driven = getattr(live.target.scheduler, "optimizer", None)
-        groups = getattr(live.target.optimizer, "param_groups", None)  # DeepSpeed shows those of the one inside
-        drives = driven is live.target.optimizer or getattr(driven, "param_groups", 0) is groups
+        optimizer = live.target.optimizer
+        groups = getattr(optimizer, "param_groups", None)  # DeepSpeed shows those of the one inside
+        standing = (optimizer, *(joint.members(optimizer) if optimizer is not None else ()))
+        driven = [getattr(each, "optimizer", None) for each in scheduler_members(live.target.scheduler)]
+        drives = all(
+            any(one is each for each in standing) or getattr(one, "param_groups", 0) is groups for one in driven
+        )
         detail = "" if drives else "its optimizer is another object; what it changes is never stepped"
         yield Check(subject="scheduler", what="drives the optimizer", holds=drives, detail=detail)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prepkit.live.checks import fsdp1
 from prepkit.live.model import fsdp1_flat
+from prepkit.live.model.joint_optimizer import members
 from prepkit.live.model.state import LiveModel, actual_layout
 from prepkit.plan.attestation import Check, each, same
 from prepkit.steps import CreateOptimizer, RebindOptimizer, RegroupOptimizer
@@ -46,22 +47,27 @@ def _apart(param: Tensor, value: Tensor) -> tuple[str, ...]:
 
 def created(step: CreateOptimizer, live: LiveModel) -> Iterator[Check]:
     """Class, parameters and options are those of the step."""
-    optimizer = live.target.optimizer
     if hasattr(live.target.model, "basic_optimizer"):
         return  # DeepSpeed has taken it over; what it holds is looked at there
+    standing = members(live.target.optimizer)
+    optimizer = standing[step.index] if step.index < len(standing) else None
     yield same("CreateOptimizer", "class", step.algorithm, type(optimizer).__name__)
-    slots = [id(param) for group in (optimizer.param_groups if optimizer else ()) for param in group["params"]]
+    groups = optimizer.param_groups if optimizer else []
+    slots = [id(param) for group in groups for param in group["params"]]
     holders = {**live.params, **fsdp1_flat.holders(live.target.model)}
+    planned = [(step.names, step.options), *((group.names, (*step.options, *group.options)) for group in step.groups)]
+    planned = [(names, options) for names, options in planned if names]
     wanted: dict[int, str] = {}
-    for name in step.names:
+    for name in (name for names, _ in planned for name in names):
         wanted.setdefault(id(holders.get(name)), name)  # what holds several, once
     yield same("CreateOptimizer", "number of parameters", len(wanted), len(slots))
     bad = [name for (key, name), slot in zip(wanted.items(), slots, strict=False) if key != slot]
     yield each("CreateOptimizer", "every slot holds the model's parameter", bad)
-    options = optimizer.param_groups[0] if optimizer else {}
+    yield same("CreateOptimizer", "groups", len(planned), len(groups))
     bad = [
-        f"{option.name} planned {option.value}, found {options.get(option.name)}"
-        for option in step.options
-        if options.get(option.name) != option.value
+        f"{name} planned {value}, found {group.get(name)}"
+        for (_, options), group in zip(planned, groups, strict=False)
+        for name, value in {option.name: option.value for option in options}.items()
+        if group.get(name) != value
     ]
     yield each("CreateOptimizer", "options", bad)

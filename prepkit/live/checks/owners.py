@@ -67,6 +67,7 @@ def _copies(plan: Plan, engine: Any) -> Iterator[str]:
         "fp32_groups",
     )
     groups = [group for name in kept for group in getattr(engine.optimizer, name, None) or ()]
+    parts = [part for group in groups for part in (group if isinstance(group, list) else [group])]  # unfused: one each
     if not groups:
         yield f"{type(engine.optimizer).__name__} keeps none"
-    yield from (f"a group of them is {group.dtype}" for group in groups if str(group.dtype) != "torch.float32")
+    yield from (f"a group of them is {part.dtype}" for part in parts if str(part.dtype) != "torch.float32")

@@ -6,19 +6,17 @@ What is looked at in one library only is in a file of its own beside this one (`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data.distributed import DistributedSampler
 
 from prepkit.live.checks import fsdp1, fsdp2
 from prepkit.live.model.forward import MARK, AutocastedForward
 from prepkit.live.model.forward_fp8 import FP8Forward
 from prepkit.live.model.names import known_bases
-from prepkit.live.model.state import LiveModel, actual_layout
+from prepkit.live.model.state import LiveModel, actual_layout, local
 from prepkit.plan.attestation import Check, each, same
 from prepkit.steps import (
     AllocateTensors,
@@ -28,10 +26,10 @@ from prepkit.steps import (
     CompileModules,
     ConvertSyncBatchNorm,
     CreateGradScaler,
+    MakeContiguous,
     MoveModel,
     ParallelizeModules,
     SendTensors,
-    ShardLoader,
     ShardUnits,
     StartProcessGroup,
     Step,
@@ -73,6 +71,12 @@ def upcast(step: UpcastParameters, live: LiveModel) -> Iterator[Check]:
     found = {name: actual_layout(live.params[name]).dtype for name in step.names if name in live.params}
     bad = [f"{name} is {dtype}" for name, dtype in found.items() if dtype != step.dtype]
     yield each("UpcastParameters", f"parameters are {step.dtype}", bad)
+
+
+def contiguous(step: MakeContiguous, live: LiveModel) -> Iterator[Check]:
+    """What this rank holds of every such parameter lies in order."""
+    bad = [name for name in step.names if name in live.params and not local(live.params[name]).is_contiguous()]
+    yield each("MakeContiguous", "elements lie in the order of their indices", bad)
 
 
 def moved(step: MoveModel, live: LiveModel) -> Iterator[Check]:
@@ -151,6 +155,8 @@ def fsdp1_units(step: WrapFSDP1, live: LiveModel) -> Iterator[Check]:
     """FSDP1 wrappers stand where they were planned, and optimizer state lies as its parameter does."""
     yield each("WrapFSDP1", "units", fsdp1.wrong_units(step, live))
     yield each("WrapFSDP1", "state lies as its parameter does", fsdp1.wrong_states(live))
+    if step.allocates:
+        yield each("WrapFSDP1", "everything that was on meta has values", sorted(live.target.unfilled))
 
 
 def ddp(step: WrapDDP, live: LiveModel) -> Iterator[Check]:
@@ -165,27 +171,6 @@ def ddp(step: WrapDDP, live: LiveModel) -> Iterator[Check]:
         yield same("WrapDDP", name, getattr(step, name), getattr(model, name))
     yield same("WrapDDP", "bytes of a bucket", int(step.bucket_cap_mb * 2**20), model.bucket_bytes_cap)
     yield same("WrapDDP", "communication hooks", int(step.hook is not None), len(model._comm_hooks))
-
-
-def loader(step: ShardLoader, live: LiveModel) -> Iterator[Check]:
-    """The loader reads this rank's part of the data, in the planned way."""
-    sampler = live.target.loaders[step.index].sampler
-    yield same("ShardLoader", f"sampler of loader {step.index}", "DistributedSampler", type(sampler).__name__)
-    if isinstance(sampler, DistributedSampler):
-        wanted = (*_reader(step, live), step.shuffle, step.seed, step.drop_last)
-        found = (sampler.num_replicas, sampler.rank, sampler.shuffle, sampler.seed, sampler.drop_last)
-        yield same("ShardLoader", "parts, part, shuffle, seed, drop_last", wanted, found)
-
-
-def _reader(step: ShardLoader, live: LiveModel) -> tuple[int, int]:
-    """Number of parts of the data, and this rank's: ranks that differ only in other axes than the step's share one."""
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    mesh = live.target.mesh
-    if step.axes is None or mesh is None:
-        return world, rank
-    sizes = [mesh[axis].size() for axis in step.axes]
-    places = [mesh.get_local_rank(axis) for axis in step.axes]
-    return prod(sizes), sum(place * prod(sizes[at + 1 :]) for at, place in enumerate(places))
 
 
 def allocated(step: AllocateTensors, live: LiveModel) -> Iterator[Check]:

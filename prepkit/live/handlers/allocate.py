@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from prepkit.live.handlers.named_tensors import named_tensors
 from prepkit.live.interpreter import Handler
@@ -70,6 +71,22 @@ def allocate_undo(step: AllocateTensors, target: Target, memo: DevicesBefore) ->
     target.unfilled -= memo.devices.keys()
 
 
+def allocate_inside(module: Module, device: torch.device) -> None:
+    """Gives storage on the device to what is on meta in a module; each parameter stays the object that it is."""
+    for param in module.parameters():
+        if param.is_meta:
+            attributes = dict(vars(param))
+            real = Parameter(torch.empty_like(param, device=device, requires_grad=False), param.requires_grad)
+            torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]  # torch has no types here
+            _give_back(param, attributes)
+    real_of: dict[int, tuple[Tensor, Tensor]] = {}
+    for inner in module.modules():
+        for key, buffer in inner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                made = real_of.setdefault(id(buffer), (buffer, torch.empty_like(buffer, device=device)))
+                inner._buffers[key] = made[1]
+
+
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device: without values where it has none, or where the device holds none."""
     if tensor.is_meta or device.type == "meta":
@@ -90,8 +107,22 @@ def _replace_each(target: Target, change: Callable[[Tensor], Tensor]) -> None:
             return change(tensor)
         return changed.setdefault(id(tensor), (tensor, change(tensor)))[1]
 
+    noted = {param: dict(vars(param)) for param in target.model.parameters()}
     with _swapping():
         target.model._apply(once)  # type: ignore[no-untyped-call]  # torch has no types here
+    for param, attributes in noted.items():
+        _give_back(param, attributes)
+
+
+def _give_back(param: Parameter, attributes: dict[str, Any]) -> None:
+    """What torch's exchange of contents takes from a parameter: its attributes, and the effect of its hooks.
+
+    The hooks are still in its tables; setting a table anew ties them to the new content.
+    """
+    vars(param).update(attributes)
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(param, table, None):
+            setattr(param, table, hooks)
 
 
 @contextmanager

@@ -22,10 +22,10 @@ from prepkit.live.handlers.kernel_lock import lock_problems
 from prepkit.live.handlers.swap_layers import library_problems
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
-from prepkit.live.model.deepspeed import Ranks, forget_groups
+from prepkit.live.model.deepspeed import Ranks, forget_groups, without_shared_memory
 from prepkit.live.model.forward import MARK, CastedForward
 from prepkit.live.model.target import Target
-from prepkit.live.ranks import launcher
+from prepkit.live.ranks import group_limits, launcher
 from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules, Setting
 
 LEAF = "_z3_leaf"
@@ -130,6 +130,8 @@ def convert_do(step: ConvertOptimizer, target: Target) -> Optimizer:
     # The first group's numbers are the defaults too: the kernel is created with them.
     known = {key: groups[0][key] for key in ("lr", "betas", "eps", "weight_decay") if key in groups[0]}
     new = _cpu_class(step.algorithm)(groups, **known, **options)
+    new._optimizer_step_pre_hooks.update(old._optimizer_step_pre_hooks)
+    new._optimizer_step_post_hooks.update(old._optimizer_step_post_hooks)
     try:
         target.optimizer = new
         _bind(target.scheduler, old, new)
@@ -197,9 +199,9 @@ def initialize_ready(step: InitializeDeepSpeed, target: Target) -> tuple[str, ..
     problems += problem_texts.absent("parameter", step.names, params) + problem_texts.with_gradient(params, params)
     if step.optimizer == "section" and target.optimizer is not None:
         problems += ("DeepSpeed makes the optimizer from its config, but one was given; leave one of them out",)
-    return (
-        problems + _device_problems(step.device) + launcher.device_problems(step.device) + lock_problems(_kernels(step))
-    )
+    kernels = _kernels(step)
+    devices = _device_problems(step.device, compiles=bool(kernels)) + launcher.device_problems(step.device)
+    return problems + devices + lock_problems(kernels)
 
 
 def _msamp_problems(step: InitializeDeepSpeed) -> tuple[str, ...]:
@@ -214,32 +216,24 @@ def engine_class() -> type:
     return engine
 
 
-def _device_problems(device: str) -> tuple[str, ...]:
+def _device_problems(device: str, *, compiles: bool) -> tuple[str, ...]:
     from deepspeed.accelerator import get_accelerator
 
     works_on = get_accelerator().device_name()
     if works_on == device:
-        return launcher.compiler_problems() if device == "cpu" and _compiles_collectives() else ()
+        return launcher.compiler_problems() if device == "cpu" and compiles else ()
     fix = f"type export DS_ACCELERATOR={device}, which it reads when it is first imported"
     return (f"DeepSpeed works on {works_on}, and the plan computes on {device}; {fix}",)
 
 
-def _compiles_collectives() -> bool:
-    """Whether DeepSpeed compiles its shared-memory collectives when it meets a process group (``comm/torch.py``)."""
-    from deepspeed import ops
-
-    return bool(ops.__compatible_ops__.get("deepspeed_shm_comm", False))
-
-
 def _kernels(step: InitializeDeepSpeed) -> tuple[str, ...]:
     """What DeepSpeed compiles, or loads compiled, while it initializes."""
-    collectives = ("deepspeed_shm_comm",) if step.device == "cpu" and _compiles_collectives() else ()
     if step.optimizer != "section":
-        return collectives
+        return ()
     config = config_of(step.settings)
     offloaded = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
     kind = str(config.get("optimizer", {}).get("type", "")).lower().removesuffix("w")
-    return (*collectives, f"cpu_{kind}" if offloaded else f"fused_{kind}")  # such as cpu_adam, fused_lion
+    return (f"cpu_{kind}" if offloaded else f"fused_{kind}",)  # such as cpu_adam, fused_lion
 
 
 def config_of(settings: tuple[Setting, ...]) -> dict[str, Any]:
@@ -268,15 +262,16 @@ def initialize_do(step: InitializeDeepSpeed, target: Target) -> None:
         vars(names.named_modules(target.model)[path])[WIDE] = True
     target.together()
     try:
-        engine, optimizer, _, scheduler = library.initialize(
-            model=target.model,
-            optimizer=target.optimizer,
-            model_parameters=[params[name] for name in step.names] or None,
-            lr_scheduler=target.scheduler if step.scheduler == "handed over" else None,
-            mpu=split,
-            config=config_of(step.settings),
-            dist_init_required=False,
-        )
+        with group_limits.as_default_group(), without_shared_memory():
+            engine, optimizer, _, scheduler = library.initialize(
+                model=target.model,
+                optimizer=target.optimizer,
+                model_parameters=[params[name] for name in step.names] or None,
+                lr_scheduler=target.scheduler if step.scheduler == "handed over" else None,
+                mpu=split,
+                config=config_of(step.settings),
+                dist_init_required=False,
+            )
     except (AssertionError, ValueError, TypeError, KeyError) as error:
         raise RuntimeError(f"{library.__name__}.initialize refused: {type(error).__name__}: {error}") from error
     target.model, target.optimizer = engine, optimizer

@@ -16,6 +16,8 @@ from torch.distributed.fsdp import (
 from torch.nn import Module, ModuleDict, ModuleList
 
 from prepkit.live.handlers import problem_texts
+from prepkit.live.handlers.allocate import allocate_inside
+from prepkit.live.handlers.named_tensors import named_tensors
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
@@ -66,12 +68,18 @@ def wrap_do(step: WrapFSDP1, target: Target) -> None:
     modules = names.named_slots(target.model)
     ignored = [modules[path] for path in step.ignored]
     target.together()  # sync_module_states is a collective of each unit
+    if step.allocates:
+        target.unfilled |= {name for name, tensor in named_tensors(target).items() if tensor.is_meta}
+        for module in ignored:
+            allocate_inside(module, device)
     for module in ignored:  # FSDP1 moves everything else (F1-6)
         if any(tensor.device != device for tensor in chain(module.parameters(), module.buffers())):
             module.to(device)
     done: list[str] = []
     for unit in step.units:
         try:
+            if step.allocates:  # what the units inside have flattened is no longer on meta
+                allocate_inside(modules[unit.path], device)
             wrapped = _wrap(step, unit, modules[unit.path], target, device, ignored)
         except Exception as error:
             name = problem_texts.listed([unit.path])

@@ -11,7 +11,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Parameter
 from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.fsdp2_chunks import lean_chunks
 from prepkit.live.interpreter import Handler
-from prepkit.live.model import names
+from prepkit.live.model import names, param_extras
 from prepkit.live.model.fsdp2_units import unit_facts
 from prepkit.live.model.target import Target
 from prepkit.steps import ShardUnits, Unit
@@ -31,8 +31,8 @@ def shard_ready(step: ShardUnits, target: Target) -> tuple[str, ...]:
     if sharded := [path for path, module in modules.items() if isinstance(module, FSDPModule)]:
         problems += (f"{problem_texts.listed(sharded)}: sharded already; apply to a model that was not prepared",)
     problems += problem_texts.absent("parameter", step.ignored, params)
-    if scalars := [name for name, param in params.items() if param.ndim == 0]:
-        problems += (f"{problem_texts.listed(scalars)}: a scalar cannot be sharded; make it a tensor of shape (1,)",)
+    if scalars := [name for name, param in params.items() if param.ndim == 0 and name not in set(step.ignored)]:
+        problems += (f"{problem_texts.listed(scalars)}: a scalar cannot be sharded; plan it among the ignored ones",)
     return problems + problem_texts.with_gradient(params, params)
 
 
@@ -60,6 +60,7 @@ def shard_do(step: ShardUnits, target: Target) -> None:
     if target.mesh is None:
         raise RuntimeError("there is no device mesh to shard over; BuildMesh has to come before ShardUnits")
     modules, ignored = names.named_slots(target.model), _ignored_params(step, target)
+    kept = param_extras.every_attribute(target.model)
     done: list[str] = []
     with lean_chunks():
         for unit in step.units:
@@ -70,6 +71,7 @@ def shard_do(step: ShardUnits, target: Target) -> None:
                 progress = f"sharded before it: {problem_texts.listed(done)}" if done else "it was the first"
                 raise RuntimeError(f"unit {name} could not be sharded ({progress}): {error}") from error
             done.append(unit.path)
+    param_extras.carry_over(target.model, kept)
 
 
 def _ignored_params(step: ShardUnits, target: Target) -> set[Parameter]:
@@ -78,9 +80,14 @@ def _ignored_params(step: ShardUnits, target: Target) -> set[Parameter]:
         return set()
     modules, params = names.named_modules(target.model), names.named_parameters(target.model)
     device = target.mesh.device_type if target.mesh is not None else "cpu"
-    elsewhere = [name for name in step.ignored if params[name].device.type not in (device, "meta")]
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in elsewhere):
-        modules[path].to(torch.device(device))  # a packed weight takes what unpacks it along
+    for name in step.ignored:
+        param = params[name]
+        if param.device.type in (device, "meta"):
+            continue
+        if type(param) is Parameter:
+            param.data = param.data.to(device)  # alone: its module may be the model
+        else:
+            modules[name.rpartition(".")[0]].to(torch.device(device))  # a packed weight takes what unpacks it along
     params = names.named_parameters(target.model)
     return {params[name] for name in step.ignored}
 
@@ -91,6 +98,8 @@ def _shard(step: ShardUnits, unit: Unit, module: Module, target: Target, ignored
         reduce_dtype=_dtype(step.reduce_dtype),
         output_dtype=_dtype(unit.output_dtype),
     )
+    if unit.full_precision:  # its inputs stay: kernels take float32 statistics with bfloat16 activations (pain 40)
+        precision = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
     more: dict[str, Any] = {"ignored_params": ignored} if ignored else {}  # torch 2.6 does not know it
     # torch can pin host memory only where it has an accelerator to pin it for.
     pin = step.pin_memory and torch.accelerator.is_available()

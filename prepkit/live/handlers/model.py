@@ -22,7 +22,14 @@ from prepkit.live.model import names
 from prepkit.live.model.forward import MARK, AutocastedForward
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
-from prepkit.steps import AutocastForward, CheckpointModules, CompileModules, MoveModel, UpcastParameters
+from prepkit.steps import (
+    AutocastForward,
+    CheckpointModules,
+    CompileModules,
+    MakeContiguous,
+    MoveModel,
+    UpcastParameters,
+)
 
 # --- move ----------------------------------------------------------------------------------------------------------
 
@@ -71,6 +78,36 @@ def _put_back(model: Module, devices: dict[str, torch.device]) -> None:
 
 
 MOVE: Handler[MoveModel, Target, dict[str, torch.device]] = Handler(ready=move_ready, do=move_do, undo=move_undo)
+
+# --- lay in order --------------------------------------------------------------------------------------------------
+
+
+def contiguous_ready(step: MakeContiguous, target: Target) -> tuple[str, ...]:
+    """Every name must be a parameter, without a gradient in the old order."""
+    params = names.named_parameters(target.model)
+    return problem_texts.absent("parameter", step.names, params) + problem_texts.with_gradient(step.names, params)
+
+
+def contiguous_do(step: MakeContiguous, target: Target) -> dict[str, torch.Tensor]:
+    """Copies the values; returns what each parameter held."""
+    params = names.named_parameters(target.model)
+    before = {name: params[name].data for name in step.names}
+    for name in step.names:
+        params[name].data = before[name].contiguous()
+    return before
+
+
+def contiguous_undo(step: MakeContiguous, target: Target, memo: dict[str, torch.Tensor]) -> None:
+    """Gives each parameter what it held."""
+    del step
+    params = names.named_parameters(target.model)
+    for name, data in memo.items():
+        params[name].data = data
+
+
+CONTIGUOUS: Handler[MakeContiguous, Target, dict[str, torch.Tensor]] = Handler(
+    ready=contiguous_ready, do=contiguous_do, undo=contiguous_undo
+)
 
 # --- upcast --------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from prepkit.live.model import names
+from prepkit.live.model import fsdp1_flat, names
+from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
 
 
@@ -18,3 +19,10 @@ def named_tensors(target: Target) -> dict[str, Tensor]:
                 seen.add(id(buffer))
                 tensors[f"{site.path}.{key}" if site.path else key] = buffer
     return tensors
+
+
+def named_parts(target: Target) -> dict[str, Tensor]:
+    """Canonical name to what this rank holds of each tensor: its shard, or its elements in a flat parameter, a view."""
+    flat = fsdp1_flat.flat_shards(target.model)
+    parts = {name: local(tensor).detach() for name, tensor in named_tensors(target).items() if name not in flat}
+    return parts | {name: shard.held() for name, shard in flat.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from attrs import field, frozen
@@ -14,8 +14,9 @@ from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.optimizer_state import ParamState, lay_out, unmovable
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import fsdp1_flat, names
+from prepkit.live.model.joint_optimizer import joined, members
 from prepkit.live.model.target import Target
-from prepkit.steps import Algorithm, CreateOptimizer, RebindOptimizer, ReleaseOptimizer
+from prepkit.steps import CreateOptimizer, OptimizerOption, RebindOptimizer, ReleaseOptimizer
 
 Slots = tuple[tuple[str, ...], ...]
 
@@ -128,10 +129,14 @@ def rebind_do(step: RebindOptimizer, target: Target) -> tuple[Bound, ...]:
 
 
 def _bind(optimizer: Optimizer, target: Target, slot: Bound, piece: fsdp1_flat.FlatShard | None) -> None:
-    """In an order in which the state is always in one of both places, so that the way back finds it."""
+    """In an order in which the state is always in one of both places, so that the way back finds it.
+
+    The slot comes before its state: of several optimizers the one that steps a parameter takes its state.
+    """
     options = optimizer.param_groups[slot.group]
     on_device = bool(options.get("capturable") or options.get("fused"))
     state = target.released.get(slot.name, slot.state)
+    options["params"][slot.place] = slot.param
     if state is not None:
         optimizer.state[slot.param] = lay_out(state, slot.param, scalars_on_device=on_device, piece=piece)
         target.released.pop(slot.name, None)
@@ -139,7 +144,6 @@ def _bind(optimizer: Optimizer, target: Target, slot: Bound, piece: fsdp1_flat.F
             optimizer.state.pop(slot.tensor, None)
         if not optimizer.state[slot.param]:
             del optimizer.state[slot.param]
-    options["params"][slot.place] = slot.param
 
 
 def rebind_undo(step: RebindOptimizer, target: Target, memo: tuple[Bound, ...]) -> None:
@@ -157,31 +161,51 @@ def rebind_undo(step: RebindOptimizer, target: Target, memo: tuple[Bound, ...]) 
 
 # --- create --------------------------------------------------------------------------------------------------------
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {name: getattr(torch.optim, name) for name in get_args(Algorithm)}
-"""What a plan can create; the names are those of the step."""
+
+def optimizer_class(name: str) -> type[Optimizer] | None:
+    """The class of ``torch.optim`` with this name; None where it has none, in this release or at all."""
+    found = getattr(torch.optim, name, None)
+    return found if isinstance(found, type) and issubclass(found, Optimizer) else None
 
 
 def create_ready(step: CreateOptimizer, target: Target) -> tuple[str, ...]:
-    """No optimizer may be there, and every name must be a parameter."""
-    problems = problem_texts.absent("parameter", step.names, names.named_parameters(target.model))
+    """No optimizer may be there, torch must know its class, and every name must be a parameter."""
+    problems = problem_texts.absent("parameter", _created_names(step), names.named_parameters(target.model))
     if target.optimizer is not None:
         kind = type(target.optimizer).__name__
         problems += (f"the plan creates {step.algorithm}, but an optimizer ({kind}) was given; leave one of them out",)
+    if optimizer_class(step.algorithm) is None:
+        problems += (f"torch {torch.__version__} has no torch.optim.{step.algorithm}; plan with another optimizer",)
     return problems
 
 
 def create_do(step: CreateOptimizer, target: Target) -> None:
-    """One group with the named parameters, in their order; what stands for several of them, once."""
+    """A group with the named parameters, in their order, and those with options of their own.
+
+    What stands for several parameters (FSDP1) is held once. Raises ``ValueError`` where it falls into two groups.
+    """
     holders = fsdp1_flat.holders(target.model)
-    options: dict[str, Any] = {option.name: option.value for option in step.options}
-    make: Any = OPTIMIZERS[step.algorithm]
-    target.optimizer = make(list(dict.fromkeys(holders[name] for name in step.names)), **options)
+    make: Any = optimizer_class(step.algorithm)
+    groups = [(step.names, _keywords(())), *((group.names, _keywords(group.options)) for group in step.groups)]
+    held = [dict.fromkeys(holders[name] for name in of) for of, _ in groups]
+    if sum(map(len, held)) != len({id(param) for params in held for param in params}):
+        raise ValueError("a flat parameter falls into two groups of the optimizer; put its unit into one group")
+    filled = [{"params": list(params), **own} for params, (_, own) in zip(held, groups, strict=True) if params]
+    target.optimizer = joined((*members(target.optimizer), make(filled, **_keywords(step.options))))
 
 
 def create_undo(step: CreateOptimizer, target: Target, memo: None) -> None:
     """Forgets it."""
-    del step, memo
-    target.optimizer = None
+    del memo
+    target.optimizer = joined(members(target.optimizer)[: step.index])
+
+
+def _created_names(step: CreateOptimizer) -> tuple[str, ...]:
+    return (*step.names, *(name for group in step.groups for name in group.names))
+
+
+def _keywords(options: tuple[OptimizerOption, ...]) -> dict[str, Any]:
+    return {option.name: option.value for option in options}
 
 
 # --- shared --------------------------------------------------------------------------------------------------------

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from math import prod
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, but not exported for checkers
+from torch.distributed import DistError, HashStore, PrefixStore  # type: ignore[attr-defined]  # public, but not exported for checkers
 from torch.distributed.device_mesh import init_device_mesh
 
 from prepkit.live.interpreter import Handler
 from prepkit.live.model.target import Target
-from prepkit.live.ranks import end_groups, launcher
+from prepkit.live.ranks import end_groups, group_limits, launcher
+from prepkit.live.ranks.within import within
 from prepkit.steps import Agree, BuildMesh, LocalDevice, StartProcessGroup
+
+FORMING_S = 5.0
+"""Seconds after its own time-out at which torch has to have given up forming a group."""
 
 
 def start_ready(step: StartProcessGroup, target: Target) -> tuple[str, ...]:
@@ -56,6 +62,9 @@ def _launch_problems(step: StartProcessGroup) -> tuple[str, ...]:
         if step.world_size == 1:
             return ()
         return (f"the plan is for {step.world_size} ranks, but this process was started alone; type {run}",)
+    if launch.missing and launch.by_mpi:
+        here = f"MPI started {launch.world_size} processes on several nodes, and MASTER_ADDR is not set"
+        return (f"{here}; type mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT={launcher.PORT} ...",)
     if launch.missing:
         return (f"the launcher's {', '.join(launch.missing)} are not set; start with {run}, or unset the others",)
     if launch.world_size != str(step.world_size):
@@ -73,23 +82,40 @@ def start_do(step: StartProcessGroup, target: Target) -> bool:
         launcher.bind(device)
     target.together()  # before the group is formed: a rank that has failed will not come to form it
     try:
-        _start(step, target.store)
+        _start(step, target)
         return dist.is_initialized()  # no constant: Python would return one from outside the try
     except BaseException:
         start_undo(step, target, dist.is_initialized())
         raise
 
 
-def _start(step: StartProcessGroup, store: Store | None) -> None:
+def _start(step: StartProcessGroup, target: Target) -> None:
+    store = target.store
     timeout = timedelta(seconds=step.timeout_s)
     if store is not None:
         rank, world = launcher.place()
         shared = PrefixStore("default_pg", store)
-        dist.init_process_group(step.backend, store=shared, rank=rank, world_size=world, timeout=timeout)
+        form = partial(
+            dist.init_process_group, step.backend, store=shared, rank=rank, world_size=world, timeout=timeout
+        )
+        _formed(form, step, target)
     elif launcher.launch().launched:
         dist.init_process_group(step.backend, timeout=timeout)
     else:
         dist.init_process_group(step.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _formed(form: Callable[[], None], step: StartProcessGroup, target: Target) -> None:
+    """Forms the group in a thread, and looks after the other ranks meanwhile: torch waits for each until its time-out.
+
+    torch's own error names a key of the store; it is the cause of what is raised.
+    """
+    ranks = f"the process group of {step.world_size} ranks"
+    try:
+        within(step.timeout_s + FORMING_S, form, f"forming {ranks}", target.watch)
+    except DistError as error:
+        late = f"{ranks} was not formed within {step.timeout_s:g} s: a rank that was there before does not answer"
+        raise RuntimeError(f"{late}; the connections between the machines, or that rank's log, say why") from error
 
 
 def start_undo(step: StartProcessGroup, target: Target, started: bool) -> None:
@@ -154,7 +180,8 @@ def mesh_do(step: BuildMesh, target: Target) -> None:
     launcher.bind(LocalDevice(type=step.device))
     sizes, names = tuple(axis.size for axis in step.axes), tuple(axis.name for axis in step.axes)
     target.together()
-    target.mesh = init_device_mesh(step.device, sizes, mesh_dim_names=names)
+    with group_limits.as_default_group():
+        target.mesh = init_device_mesh(step.device, sizes, mesh_dim_names=names)
 
 
 def mesh_undo(step: BuildMesh, target: Target, memo: None) -> None:

@@ -27,14 +27,13 @@ from torch import Tensor
 
 from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.check_files import FileError
-from prepkit.live.handlers.named_tensors import named_tensors
+from prepkit.live.handlers.named_tensors import named_parts, named_tensors
 from prepkit.live.interpreter import Handler
-from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
 from prepkit.live.progress import progress
-from prepkit.plan.byte_ranges import Range, complete, filled_slices, local_slices, ranges
+from prepkit.plan.byte_ranges import BoxRead, Range, complete, reads
 from prepkit.plan.dtypes import itemsize
-from prepkit.steps import Axis, FileSlice, ReadTensors
+from prepkit.steps import FileSlice, ReadTensors
 
 STAGING = 16 * 2**20
 """Bytes of the one buffer that values pass through on their way to another dtype, device, or order."""
@@ -73,24 +72,24 @@ def read_undo(step: ReadTensors, target: Target, memo: tuple[str, ...]) -> str |
 
 def _read_all(step: ReadTensors, target: Target) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    tensors = named_tensors(target)
-    reads = [(source, ranges(source, step.axes, rank)) for source in step.sources]
-    total = sum(part.length for _, parts in reads for part in parts)
+    parts = named_parts(target)
+    planned = [(source, reads(source, step.axes, rank)) for source in step.sources]
+    total = sum(part.length for _, boxes in planned for box in boxes for part in box.ranges)
     staging = Staging()
     with ExitStack() as stack:
         advance = stack.enter_context(progress("reading weights", total))
         descriptors = [stack.enter_context(_descriptor(file.path)) for file in step.files]
-        for source, parts in sorted(reads, key=lambda pair: (pair[0].file, pair[0].start)):
+        for source, boxes in sorted(planned, key=lambda pair: (pair[0].file, pair[0].start)):
             file = step.files[source.file]
             try:
-                into = _filled_part(local(tensors[source.name]).detach(), source, step.axes, rank)
-                _fill(into, source, parts, descriptors[source.file], staging)
+                _check_size(parts[source.name], boxes)
+                for box in boxes:
+                    into = _filled_part(parts[source.name], box)
+                    _fill(into, source, box.ranges, descriptors[source.file], staging)
             except (FileError, OSError) as error:
                 reason = getattr(error, "strerror", None) or error
-                raise FileError(
-                    f"{file.path}: `{source.key}` {reason}; restore the file, and build the model anew"
-                ) from None
-            advance(sum(part.length for part in parts))
+                raise FileError(f"{file.path}: `{source.key}` {reason}; restore the file") from None
+            advance(sum(part.length for box in boxes for part in box.ranges))
 
 
 @contextmanager
@@ -99,7 +98,7 @@ def _descriptor(path: str) -> Iterator[int]:
     try:
         number = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise FileError(f"{path} cannot be read: {error.strerror}; restore it, and build the model anew") from None
+        raise FileError(f"{path} cannot be read: {error.strerror}; restore it") from None
     try:
         yield number
     finally:
@@ -119,16 +118,21 @@ class Staging:
         return self._buffer[: count * dtype.itemsize].view(dtype)
 
 
-def _filled_part(shard: Tensor, source: FileSlice, axes: tuple[Axis, ...], rank: int) -> Tensor:
-    """What of the shard the source fills: a view. Raises ``FileError`` for a shard of another size than planned."""
-    planned = prod(part.size for part in local_slices(source, axes, rank))
-    if planned != shard.numel():
-        raise FileError(f"does not fit: this rank holds {shard.numel():,} elements, the plan reads {planned:,}")
-    if source.chunk is None:
-        return shard
-    for dim, part in enumerate(filled_slices(source, axes, rank)):
-        shard = shard.narrow(dim, part.start, part.size)
-    return shard
+def _check_size(part: Tensor, boxes: Sequence[BoxRead]) -> None:
+    """Raises ``FileError`` for a part of another size than planned."""
+    planned = sum(prod(box.box) for box in boxes)
+    if planned != part.numel():
+        raise FileError(f"does not fit: this rank holds {part.numel():,} elements, the plan reads {planned:,}")
+
+
+def _filled_part(part: Tensor, read: BoxRead) -> Tensor:
+    """What of the rank's part is read: a view."""
+    if read.offset is not None:
+        part = part[read.offset : read.offset + prod(read.box)].view(read.box)
+    for dim, filled in enumerate(read.filled):
+        if filled.size < read.box[dim]:
+            part = part.narrow(dim, filled.start, filled.size)
+    return part
 
 
 def _fill(into: Tensor, source: FileSlice, parts: Sequence[Range], descriptor: int, staging: Staging) -> None:

@@ -35,10 +35,9 @@ from torch.distributed.tensor import DTensor
 
 from prepkit.live.handlers import problem_texts
 from prepkit.live.handlers.channel import P2PChannel
-from prepkit.live.handlers.named_tensors import named_tensors
+from prepkit.live.handlers.named_tensors import named_parts, named_tensors
 from prepkit.live.handlers.stash import own_rank, require_values
 from prepkit.live.interpreter import Handler
-from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
 from prepkit.live.progress import progress
 from prepkit.live.ranks.agree import wire
@@ -52,7 +51,8 @@ def send_ready(step: SendTensors, target: Target) -> tuple[str, ...]:
     """Every name must be a parameter or buffer of the planned shape."""
     tensors = named_tensors(target)
     problems = problem_texts.absent("tensor", [transfer.name for transfer in step.tensors], tensors)
-    odd = [t.name for t in step.tensors if t.name in tensors and tuple(tensors[t.name].shape) != t.shape]
+    known = [transfer for transfer in step.tensors if transfer.name in tensors]
+    odd = [t.name for t in known if (tensors[t.name].numel(),) != t.shape != tuple(tensors[t.name].shape)]
     if odd:
         problems += (f"{problem_texts.listed(odd)}: not of the planned shape; build the plan again from this model",)
     return problems
@@ -67,10 +67,11 @@ def send_do(step: SendTensors, target: Target) -> tuple[str, ...]:
     tensors, rank = named_tensors(target), own_rank()
     if rank == ROOT:
         require_values([t.name for t in step.tensors if t.name not in target.stashed and _lacks(t, tensors, target)])
+    parts = named_parts(target)
     target.together()
     lost = () if rank == ROOT else tuple(t.name for t in step.tensors if t.name not in target.unfilled)
-    with problem_texts.half_done(lost), torch.no_grad(), _own_channel(step, tensors, target) as channel:
-        _send_all(step, tensors, target, channel)
+    with problem_texts.half_done(lost), torch.no_grad(), _own_channel(parts, target) as channel:
+        _send_all(step, parts, target, channel)
         target.together()
         target.unfilled -= {transfer.name for transfer in step.tensors}
         return lost
@@ -85,17 +86,17 @@ def send_undo(step: SendTensors, target: Target, memo: tuple[str, ...]) -> str |
 
 def _lacks(transfer: Transfer, tensors: dict[str, Tensor], target: Target) -> bool:
     """Whether the model itself has no whole values either."""
-    return transfer.name in target.unfilled or isinstance(tensors[transfer.name], DTensor)
+    return transfer.name in target.unfilled or isinstance(tensors.get(transfer.name), DTensor)
 
 
 @contextmanager
-def _own_channel(step: SendTensors, tensors: dict[str, Tensor], target: Target) -> Iterator[P2PChannel]:
+def _own_channel(parts: dict[str, Tensor], target: Target) -> Iterator[P2PChannel]:
     """A channel in a process group of all ranks for these messages alone, which nothing else holds.
 
     A rank that fails closes its connections by letting go of the group, so that no other waits for what never comes; of
     the default group it could not, as the sharded model holds that.
     """
-    first = next((local(tensors[transfer.name]).device for transfer in step.tensors), torch.device("cpu"))
+    first = next((part.device for part in parts.values()), torch.device("cpu"))
     channel = P2PChannel(device=wire(first), group=dist.new_group())
     try:
         yield channel
@@ -107,7 +108,7 @@ def _own_channel(step: SendTensors, tensors: dict[str, Tensor], target: Target) 
     dist.destroy_process_group(group)
 
 
-def _send_all(step: SendTensors, tensors: dict[str, Tensor], target: Target, channel: P2PChannel) -> None:
+def _send_all(step: SendTensors, parts: dict[str, Tensor], target: Target, channel: P2PChannel) -> None:
     """The side of this rank in every transfer. A stashed tensor is let go of as soon as its messages are started."""
     sending = own_rank() == ROOT
     axes = step.axes or (Axis(name="all", size=dist.get_world_size()),)
@@ -115,10 +116,10 @@ def _send_all(step: SendTensors, tensors: dict[str, Tensor], target: Target, cha
     with progress("sending weights", total) as channel.advance:
         channel.open()
         for transfer in step.tensors:
-            stashed, tensor = target.stashed.get(transfer.name), tensors[transfer.name]
-            values = (stashed.held if stashed else tensor).detach() if sending else None
+            stashed, part = target.stashed.get(transfer.name), parts[transfer.name]
+            values = (stashed.held.detach() if stashed else part).reshape(transfer.shape) if sending else None
             # What rank 0 has in its place already is sent from there, and not written over.
-            shard = local(tensor).detach() if stashed or not sending else None
+            shard = part if stashed or not sending else None
             send(transfer, axes, values, shard, channel)
             target.stashed.pop(transfer.name, None)
             del stashed, values  # or it would live until the next one is sent

@@ -12,6 +12,12 @@ from torch.nn import Module
 from prepkit.live.handlers import problem_texts
 from prepkit.live.model import names
 
+_TABLES = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Where torch keeps the hooks of a module."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -70,6 +76,13 @@ def swap(model: Module, paths: Iterable[str], make: Callable[[Module], Module]) 
     except BaseException:
         put_back(model, tuple(swapped))
         raise
+
+
+def carry_over(old: Module, new: Module) -> None:
+    """Hooks that were put on the old module, and attributes that were set on it, on the one that takes its place."""
+    for key, value in vars(old).items():
+        if (key in _TABLES and value) or key not in vars(new):
+            vars(new)[key] = value
 
 
 def put_back(model: Module, swapped: tuple[Swapped, ...]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prepkit.live.handlers import problem_texts
+from prepkit.live.handlers import problem_texts, swap_layers
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
@@ -33,6 +33,7 @@ def convert_do(step: ConvertSyncBatchNorm, target: Target) -> Memo:
         for old in dict.fromkeys(modules[path] for path in step.paths):
             new = SyncBatchNorm.convert_sync_batchnorm(old)  # type: ignore[no-untyped-call]  # torch has no types
             new.train(old.training)
+            swap_layers.carry_over(old, new)
             done.append((old, new))
             _put(target, old, new)
         return tuple(done)

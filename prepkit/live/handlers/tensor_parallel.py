@@ -20,7 +20,7 @@ from torch.nn import Embedding, Linear, Module, Parameter
 
 from prepkit.live.handlers import problem_texts
 from prepkit.live.interpreter import Handler
-from prepkit.live.model import names
+from prepkit.live.model import names, param_extras
 from prepkit.live.model.target import Target
 from prepkit.live.ranks.agree import Disagreement, agree
 from prepkit.steps import ParallelizeModules, ParallelStyle
@@ -68,7 +68,7 @@ def parallelize_do(step: ParallelizeModules, target: Target) -> None:
     mesh = _axis(step, target)
     target.together()  # the comparison is a collective
     _compare(target.model)
-    ties = _ties(target.model)
+    ties, kept = _ties(target.model), param_extras.every_attribute(target.model)
     modules, done = names.named_modules(target.model), 0
     for style in step.styles:
         for path in style.paths:
@@ -79,6 +79,7 @@ def parallelize_do(step: ParallelizeModules, target: Target) -> None:
                 raise RuntimeError(f"{where} could not be cut {style.style} ({done} cut before it): {error}") from error
             done += 1
     _tie(target.model, ties)
+    param_extras.carry_over(target.model, kept)
 
 
 def _axis(step: ParallelizeModules, target: Target) -> DeviceMesh:

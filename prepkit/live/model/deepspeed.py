@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -62,6 +63,30 @@ def rehearsable_settings(step: InitializeDeepSpeed) -> tuple[InitializeDeepSpeed
     small = tuple(Setting(path=path, value=value) for path, value in other.items())
     why = "zeros on the CPU stand in for the parameters, small buckets for large ones, and any optimizer will do"
     return evolve(step, device="cpu", settings=(*kept, *small)), why
+
+
+SHARED_MEMORY = "deepspeed_shm_comm"
+"""DeepSpeed's name of its collectives over shared memory (``op_builder/cpu/comm.py``)."""
+
+
+@contextmanager
+def without_shared_memory() -> Iterator[None]:
+    """Inside, DeepSpeed meets the process group without its own collectives for CPUs (``comm/torch.py``).
+
+    They serve inference alone, take minutes to compile, and wait in shared memory for the other ranks without a limit.
+    The group's own collectives do the same (``inference_all_reduce``).
+    """
+    from deepspeed import ops
+
+    before = ops.__compatible_ops__.get(SHARED_MEMORY)
+    ops.__compatible_ops__[SHARED_MEMORY] = False
+    try:
+        yield
+    finally:
+        if before is None:
+            del ops.__compatible_ops__[SHARED_MEMORY]
+        else:
+            ops.__compatible_ops__[SHARED_MEMORY] = before
 
 
 def forget_groups() -> None:

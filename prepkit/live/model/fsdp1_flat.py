@@ -40,6 +40,11 @@ class FlatShard:
     original: bool
     """Whether the named parameter is still there, as a view."""
 
+    def held(self) -> torch.Tensor:
+        """The named parameter's elements on this rank, in a row: a view of the flat parameter."""
+        begin = 0 if self.first else self.start % self.shard if self.cut else self.start
+        return self.flat.detach().view(-1)[begin : begin + self.last - self.first]
+
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """The elements of a tensor of the named parameter's shape that are on this rank; a view where it can be."""
         return self.line(whole)[self.first : self.last]

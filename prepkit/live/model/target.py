@@ -6,12 +6,15 @@ Handlers read their step and this, and nothing else: not the plan, the config or
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field, frozen
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not exported for checkers
 from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from prepkit.live.model.whole_gradients import WholeGradients
 
 
 def _alone() -> None:
@@ -48,11 +51,15 @@ class Target:
     """By name, what ``StashTensors`` has taken out of the model and ``SendTensors`` has yet to send."""
     scaler: torch.amp.GradScaler | None = None
     """Set by ``CreateGradScaler``."""
+    whole_gradients: WholeGradients | None = None
+    """Set by ``AverageGradients``: what averages gradients that no unit reduces."""
     released: dict[str, Any] = field(factory=dict)
     """State taken out by ``ReleaseOptimizer`` for ``RebindOptimizer``: parameter name to state."""
     together: Callable[[], None] = _alone
     """A handler calls it between what it does by itself and what it does with all ranks: returns when all are there,
     and raises ``RankFailed`` on each when one of them has failed before."""
+    watch: Callable[[], None] = _alone
+    """Raises ``RankFailed`` where a rank has failed or ended; for waits that are no meeting and no collective."""
     store: Store | None = None
     """Where the ranks meet before there is a process group; ``StartProcessGroup`` starts the group over it."""
     ended: list[Any] = field(factory=list)

@@ -6,6 +6,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from prepkit.live.model import names
+from prepkit.live.model.bare_tree import SAVE
+from prepkit.live.model.entry_point import MARK as ENTRIES
 from prepkit.live.model.forward import MARK, AutocastedForward, CastedForward
 from prepkit.live.model.forward_fp8 import MARK as FP8_MARK
 from prepkit.live.model.forward_fp8 import FP8Forward
@@ -23,6 +25,8 @@ def unwrap(model: Module, *, keep_autocast: bool = True, keep_compiled: bool = T
     """
     inner = names.unwrap_root(model)[-1]
     if not keep_autocast:
+        for name in vars(inner).pop(ENTRIES, ()):
+            vars(inner).pop(name, None)
         _restore_forward(inner, FP8_MARK, FP8Forward)  # the outer one first (TE-1)
         _restore_forward(inner, MARK, AutocastedForward, CastedForward)
     if not keep_compiled:
@@ -31,6 +35,7 @@ def unwrap(model: Module, *, keep_autocast: bool = True, keep_compiled: bool = T
     taken = isinstance(inner, FSDPModule) or "DeepSpeedEngine" in names.known_bases(type(model))
     if not (keep_autocast or keep_compiled or taken):
         vars(inner).pop(PREPARED, None)
+        vars(inner).pop(SAVE, None)
     return inner
 
 

@@ -17,10 +17,12 @@ from prepkit.facts.checkpoint import CheckpointFacts
 from prepkit.live.model.names import Site, first_names, parameters_at, sites
 from prepkit.live.observe.checkpoint import observe_checkpoint
 from prepkit.live.observe.checkpoint_mapping import mapped
-from prepkit.live.observe.env import LOCAL_RANK, RANK, from_launcher, is_running, observe_env
+from prepkit.live.observe.env import is_running, observe_env
+from prepkit.live.observe.given import one_optimizer, one_scheduler, said
 from prepkit.live.observe.loaders import loader_facts
 from prepkit.live.observe.model import Named, model_facts
 from prepkit.live.observe.optimizer import optimizer_facts, scheduler_facts
+from prepkit.live.ranks.launcher import LOCAL_RANK, RANK, from_launcher
 
 __all__ = ["observe", "observe_env"]
 
@@ -28,7 +30,7 @@ __all__ = ["observe", "observe_env"]
 def observe(
     model: nn.Module,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     scheduler: Any = None,
     loaders: Sequence[Any] = (),
     env: Env | None = None,
@@ -43,7 +45,8 @@ def observe(
 
     Raises ``TypeError`` for an object of the wrong kind, and ``ValueError`` for a model that contains itself.
     """
-    _expect(model, optimizer, scheduler, loaders)
+    optimizer, scheduler = one_optimizer(optimizer), one_scheduler(scheduler)
+    _expect(model, scheduler, loaders)
     places = sites(model)
     named = parameters_at(places)
     first = first_names(named)
@@ -64,11 +67,9 @@ def _checkpoint(asked: str | LoadWeights, model: nn.Module, seen: ModelFacts) ->
     return mapped(observe_checkpoint(how.path), how, model, seen)
 
 
-def _expect(model: object, optimizer: object, scheduler: object, loaders: object) -> None:
+def _expect(model: object, scheduler: object, loaders: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {said(model)}; pass a torch.nn.Module, which may be on the meta device")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is {said(optimizer)}; pass a torch.optim.Optimizer over the model's parameters")
     if isinstance(scheduler, type) or not (scheduler is None or _steps(scheduler) or callable(scheduler)):
         raise TypeError(f"scheduler is {said(scheduler)}; pass one of torch's, or any object with step()")
     if not isinstance(loaders, Sequence):
@@ -80,13 +81,6 @@ def _expect(model: object, optimizer: object, scheduler: object, loaders: object
 
 def _steps(scheduler: object) -> bool:
     return callable(getattr(scheduler, "step", None))
-
-
-def said(given: object) -> str:
-    """What was given, as a person would say it."""
-    if isinstance(given, type):
-        return f"the class {given.__name__} itself, not an instance of it"
-    return f"{' '.join(repr(given).split()):.60} ({type(given).__name__})"
 
 
 def _local(places: Iterable[Site], named: Named, first: Mapping[int, str]) -> LocalFacts:

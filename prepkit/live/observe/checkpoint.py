@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from prepkit.codec import LARGEST
+from prepkit.codec.reading import read_bytes
 from prepkit.facts.checkpoint import CheckpointFacts, StoredFile, StoredProblem, StoredTensor
 from prepkit.live.safetensors_header import PREFIX, HeaderError, header_digest, header_size, parse_header
 
@@ -46,6 +49,8 @@ def observe_checkpoint(path: str) -> CheckpointFacts:
 
 def head(path: str | Path) -> bytes:
     """The first bytes of a safetensors file, up to its first tensor. Raises ``OSError`` and ``HeaderError``."""
+    if not stat.S_ISREG(Path(path).stat().st_mode):
+        raise HeaderError("it is no regular file; give the path of a file")  # one that waits for a writer among them
     with Path(path).open("rb") as file:
         prefix = file.read(PREFIX)
         return prefix + file.read(header_size(prefix))
@@ -68,7 +73,7 @@ def _found(path: Path) -> Path:
 def _index(path: Path) -> dict[str, str]:
     """Key to file name, as the index gives them."""
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = json.loads(read_bytes(path, LARGEST))
     except ValueError:
         raise HeaderError("it is no JSON; restore the index") from None
     match data:

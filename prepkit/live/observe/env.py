@@ -13,18 +13,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from prepkit.facts import Env
-
-WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Number of processes, by launcher: torchrun, Open MPI, MPICH and Intel MPI, MVAPICH; the first that is set counts."""
-
-PER_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
-"""Processes on this node, likewise."""
-
-RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
-"""This process among all, likewise."""
-
-LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
-"""This process on its node, likewise."""
+from prepkit.live.ranks.launcher import LOCAL_RANK, PER_NODE, WORLD_SIZE, from_launcher
 
 LIBRARIES = (
     "bitsandbytes",
@@ -42,20 +31,28 @@ LIBRARIES = (
 VARIABLES = (
     # accelerate's, which transformers reads deep inside from_pretrained as well
     "ACCELERATE_BYPASS_DEVICE_MAP",
+    "ACCELERATE_DOWNCAST_BF16",
     "ACCELERATE_DYNAMO_BACKEND",
     "ACCELERATE_DYNAMO_MODE",
     "ACCELERATE_FP8_BACKEND",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCELERATE_MIXED_PRECISION",
     "ACCELERATE_TORCH_DEVICE",
     "ACCELERATE_USE_CPU",
     "ACCELERATE_USE_DEEPSPEED",
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
     "DS_ACCELERATOR",
     "FSDP_CPU_RAM_EFFICIENT_LOADING",
     "FSDP_OFFLOAD_PARAMS",
     "FSDP_STATE_DICT_TYPE",
     "FSDP_VERSION",
+    "PARALLELISM_CONFIG_CP_SIZE",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+    "PARALLELISM_CONFIG_SP_SIZE",
+    "PARALLELISM_CONFIG_TP_SIZE",
     "PT_HPU_LAZY_MODE",
     # a Slurm job is often started with one variable and launched with another
     "SLURM_NTASKS",
@@ -109,19 +106,6 @@ def _xla_processes() -> int | None:
     if runtime is None or core is None or not core._xla_get_replication_devices_count():
         return None
     return int(runtime.world_size())
-
-
-def from_launcher(names: tuple[str, ...], least: int) -> int | None:
-    """The first of these variables that is set; None if none is. ``ValueError`` if it is no number >= ``least``."""
-    for name in names:
-        if (text := os.environ.get(name)) is not None:
-            if not text.strip().isdecimal() or int(text) < least:
-                raise ValueError(
-                    f"environment variable {name} is {text!r}, and should be a whole number of at least {least}; "
-                    f"start with torchrun, which sets it, or type: unset {name}"
-                )
-            return int(text)
-    return None
 
 
 @frozen(kw_only=True)

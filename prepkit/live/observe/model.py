@@ -19,6 +19,8 @@ from prepkit.live.model.state import placements
 from prepkit.live.model.unwrap import PREPARED
 from prepkit.live.observe.architecture import architecture, ask, peek, tensor_plan
 from prepkit.live.observe.devices import device_map
+from prepkit.live.observe.methods import methods
+from prepkit.live.observe.params import extras
 
 RESETS = ("reset_parameters", "_reset_parameters")
 """Methods that initialise what a module itself holds; torch's attention has the second."""
@@ -77,6 +79,8 @@ def model_facts(places: Sequence[Site], named: Named, first: Mapping[int, str]) 
         tensor_plan=tensor_plan(core),
         grad_inputs=any(_passes_gradients(site.module) for site in places),
         units=unit_facts(places),
+        methods=methods(core),
+        **extras(places, named, first),
         prepared=str(core.__dict__.get(PREPARED, "")),
     )
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from prepkit.facts import GroupFact, OptimizerFacts, Scalar, SchedulerFacts
+from prepkit.facts import GroupFact, MemberFact, OptimizerFacts, Scalar, SchedulerFacts
+from prepkit.live.model.joint_optimizer import members
+from prepkit.live.model.joint_scheduler import members as scheduler_members
 
 PUBLIC = frozenset({"param_groups", "state", "defaults"})
 """Attributes in which every torch optimizer keeps its parameters, and in which they can be replaced."""
@@ -18,13 +20,23 @@ def optimizer_facts(optimizer: torch.optim.Optimizer, first: Mapping[int, str]) 
     """Facts of an optimizer; ``first`` is ``names.first_names`` of the model."""
     held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     stateful = {id(tensor) for tensor, state in optimizer.state.items() if state}
+    several = members(optimizer)
+    one = several[0] if len(several) == 1 else None
     return OptimizerFacts(
-        name=type(optimizer).__name__,
-        module=type(optimizer).__module__,
+        name=" + ".join(type(each).__name__ for each in several),
+        module=type(one).__module__ if one is not None else "",
         groups=tuple(_group(group, first) for group in optimizer.param_groups),
         stateful=tuple(name for key, name in first.items() if key in stateful),
-        keeps_own_list=any(_holds(value, held) for name, value in vars(optimizer).items() if name not in PUBLIC),
+        keeps_own_list=any(
+            _holds(value, held) for each in several for name, value in vars(each).items() if name not in PUBLIC
+        ),
+        members=() if one is not None else tuple(map(_member, several)),
     )
+
+
+def _member(optimizer: torch.optim.Optimizer) -> MemberFact:
+    kind = type(optimizer)
+    return MemberFact(name=kind.__name__, module=kind.__module__, groups=len(optimizer.param_groups))
 
 
 def scheduler_facts(scheduler: object, optimizer: torch.optim.Optimizer | None) -> SchedulerFacts:
@@ -32,8 +44,39 @@ def scheduler_facts(scheduler: object, optimizer: torch.optim.Optimizer | None) 
     if not callable(getattr(scheduler, "step", None)):
         name = getattr(scheduler, "__qualname__", type(scheduler).__name__)
         return SchedulerFacts(name=name, drives_optimizer=False, factory=True)
-    drives = optimizer is not None and getattr(scheduler, "optimizer", None) is optimizer
-    return SchedulerFacts(name=type(scheduler).__name__, drives_optimizer=drives)
+    several = scheduler_members(scheduler)
+    drives = all(_drives(each, optimizer) for each in several)
+    horizons = {horizon(each) for each in several}
+    return SchedulerFacts(
+        name=" + ".join(type(each).__name__ for each in several),
+        drives_optimizer=drives,
+        horizon=horizons.pop() if len(horizons) == 1 else None,
+        needs_metric=any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in several),
+    )
+
+
+HORIZONS = {"OneCycleLR": "total_steps", "CosineAnnealingLR": "T_max", "PolynomialLR": "total_iters"}
+"""Schedulers of torch that go to an end, and the attribute that says after how many ticks."""
+
+
+def horizon(scheduler: object) -> int | None:
+    """After how many ticks it is at its end; None where it has none that can be read.
+
+    transformers' schedules are ``LambdaLR`` over a partial function with ``num_training_steps`` among its keywords.
+    """
+    ticks: object = getattr(scheduler, HORIZONS.get(type(scheduler).__name__, ""), None)
+    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        said = {getattr(each, "keywords", {}).get("num_training_steps") for each in scheduler.lr_lambdas}
+        ticks = said.pop() if len(said) == 1 else None
+    if isinstance(scheduler, torch.optim.lr_scheduler.SequentialLR):
+        last = horizon(scheduler._schedulers[-1])
+        ticks = None if last is None else scheduler._milestones[-1] + last
+    return int(ticks) if isinstance(ticks, int | float) and ticks == int(ticks) else None
+
+
+def _drives(scheduler: object, optimizer: torch.optim.Optimizer | None) -> bool:
+    driven = getattr(scheduler, "optimizer", None)
+    return driven is not None and any(driven is each for each in (optimizer, *members(optimizer)))
 
 
 def _group(group: Mapping[str, Any], first: Mapping[int, str]) -> GroupFact:

@@ -31,26 +31,19 @@ is left alone. The verdict is written under the last barrier if that one has non
 
 from __future__ import annotations
 
-import gc
 import json
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from datetime import timedelta
+import time
 from typing import Literal
 
 import torch.distributed as dist
 from attrs import define, field
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not exported for checkers
-from torch.distributed.distributed_c10d import (  # torch has no public door to either
-    _abort_process_group,
-    _get_default_store,
-)
 
 from prepkit.live.interpreter import Event
-from prepkit.live.ranks import launcher
+from prepkit.live.ranks import end_groups, rendezvous
 from prepkit.live.ranks.agree import Disagreement
+from prepkit.live.ranks.peers import Peers, RankFailed, lost_connection
+from prepkit.live.ranks.within import PatientStore, own_connection
 
 ALL_THERE = "all are there"
 """The verdict of a barrier that every rank has reached. Any other is the failure of one rank, as JSON."""
@@ -59,12 +52,14 @@ GRACE_S = 5.0
 """Rank 0 often serves the store: after a failure it waits so long for the others to have read the verdict."""
 
 
-class RankFailed(RuntimeError):
-    """Another rank could not go on, so this one did not either. ``rank`` is the first that failed; -1: not known."""
+WATCHED = 8
+"""How many ranks that follow in number a waiting rank looks after: most are on its machine, where it sees their end."""
 
-    def __init__(self, rank: int, what: str) -> None:
-        self.rank = rank
-        super().__init__(what)
+LOOK_S = 1.0
+"""Seconds between two looks at them."""
+
+LONGEST_PAUSE_S = 0.1
+"""Between two looks whether all are there."""
 
 
 @define(kw_only=True)
@@ -84,6 +79,10 @@ class RankGuard:
     """The store over which the process group is still to be started; None where one runs."""
     prefix: str = field(init=False)
     """Of the keys of this apply. Each rank counts its applies in the store, so that a new one starts afresh."""
+    keys: PatientStore = field(init=False, repr=False)
+    """The part of the store under ``prefix``."""
+    peers: Peers = field(init=False, repr=False)
+    """The other ranks, while this apply goes on and afterwards."""
     barriers: int = field(default=0, init=False)
     """How many barriers this rank has entered; the next one's number."""
     with_others: bool = field(default=False, init=False)
@@ -94,27 +93,83 @@ class RankGuard:
     """How the apply has ended; empty while it goes on."""
 
     def __attrs_post_init__(self) -> None:
-        self.prefix = f"{self.store.add(f'applies of {self.rank}', 1)}"
+        self.prefix = str(PatientStore(self.store, self.timeout_s).add(f"applies of {self.rank}", 1))
+        self.keys = PatientStore(PrefixStore(self.prefix, self.store), self.timeout_s)
+        self.peers = Peers(self.keys, self.rank, self.world)
+        self.peers.sign()
+        self.peers.beat()
+        if self.rendezvous is not None:  # the keys of a group that has ended would lead the next one astray
+            self.rendezvous = PrefixStore(f"group of {self.prefix}", own_connection(self.rendezvous) or self.rendezvous)
 
     def barrier(self) -> None:
-        """Returns when all ranks are here. Raises ``RankFailed`` when one has failed, or is not here in time."""
-        key = f"{self.prefix}/{self.barriers}"
+        """Returns when all ranks are here. Raises ``RankFailed`` when one has failed or ended, or is not in time."""
+        key = str(self.barriers)
         self.barriers += 1
         try:
-            self.store.set(f"{key}/{self.rank}", "here")
-            if self.store.add(f"{key}/count", 1) == self.world:
-                self.store.compare_set(f"{key}/verdict", "", ALL_THERE)
-            self.store.wait([f"{key}/verdict"], timedelta(seconds=self.timeout_s))
+            self._wait_for_verdict(key)
+            failure = self._failure(f"{key}/verdict")
+        except RankFailed:
+            raise
         except RuntimeError as error:
-            raise RankFailed(-1, self._who_is_missing(key, error)) from error
-        if (failure := self._failure(f"{key}/verdict")) is not None:
+            raise RankFailed(-1, self._unreachable(error)) from error
+        if failure is not None:
             raise failure
         self.with_others = True
+
+    def _wait_for_verdict(self, key: str) -> None:
+        """Says that this rank is here, and waits until the barrier has a verdict."""
+        self.keys.set(f"{key}/{self.rank}", "here")
+        if self.keys.add(f"{key}/count", 1) == self.world:
+            self.keys.compare_set(f"{key}/verdict", "", ALL_THERE)
+        began = time.monotonic()
+        look_again, pause = began + LOOK_S, 0.001
+        while not self.keys.check([f"{key}/verdict"]):
+            now = time.monotonic()
+            if now > look_again:
+                look_again = now + LOOK_S
+                self._look(key, late=now > began + self.timeout_s)
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_PAUSE_S)
+
+    def watch(self) -> None:
+        """Raises ``RankFailed`` where a rank has failed or ended since the last barrier: for waits elsewhere."""
+        key = f"{self.barriers}/verdict"
+        if not hasattr(self.store, "clone"):  # the one connection waits for what is watched
+            return
+        for rank, how in self.peers.ended(self._following()[:WATCHED]):
+            self.keys.compare_set(key, "", json.dumps({"rank": rank, "what": how}))
+            break
+        if self.keys.check([key]) and (failure := self._failure(key)) is not None:
+            raise failure
+
+    def _following(self) -> list[int]:
+        return [(self.rank + ahead) % self.world for ahead in range(1, self.world)]
+
+    def _look(self, key: str, *, late: bool) -> None:
+        """Gives the barrier a verdict where a rank that is missing has ended; raises ``RankFailed`` when it is late."""
+        watched = sorted(self._following()) if late else self._following()[:WATCHED]
+        missing = [rank for rank in watched if not self.keys.check([f"{key}/{rank}"])]
+        for rank, how in self.peers.ended(missing):
+            verdict = json.dumps({"rank": rank, "what": how})
+            self.keys.compare_set(f"{key}/verdict", "", verdict)
+            return
+        if late and not missing:  # one has ended between saying that it is here and being counted
+            self.keys.compare_set(f"{key}/verdict", "", ALL_THERE)
+        elif late:
+            only = missing[0] if len(missing) == 1 else -1
+            raise RankFailed(only, rendezvous.late(missing, self.world, self.timeout_s))
 
     def on_event(self, event: Event) -> None:
         """Listens to the interpreter: a step that begins is the rank's own affair until it enters a barrier."""
         if event.phase == "do":
             self.with_others = False
+
+    def report_success(self) -> Peers:
+        """All ranks are done with the apply. Returns them, for whoever loses one of them later."""
+        self.outcome = "well"
+        self.peers.rest()
+        self.peers.read_signs()
+        return self.peers
 
     def report_failure(self, error: BaseException) -> BaseException:
         """Writes that this rank has failed, unless another has before; returns the failure that came first.
@@ -125,6 +180,7 @@ class RankGuard:
         if self.outcome:
             return error
         self.outcome = "badly"
+        self.peers.rest()
         if isinstance(error, Disagreement):  # every rank raises it, and none of them waits
             self._wait_for_readers()
             return error
@@ -132,30 +188,46 @@ class RankGuard:
         if isinstance(first, RankFailed) and first is not error:
             first.__context__ = error
         if self.with_others and dist.is_initialized():
-            _end_group(error)
+            end_groups.disconnect(error)
             self.group_ended = True
         self._wait_for_readers()
         return first
 
     def _write_verdict(self, error: BaseException) -> BaseException:
-        """The failure that counts: ``error`` where its verdict was the first, else that of the rank before it."""
-        verdict = json.dumps({"rank": self.rank, "what": f"{type(error).__name__}: {error}"})
+        """The failure that counts: ``error`` where its verdict was the first, else that of the rank before it.
+
+        A rank that fails because the connection to another is lost looks for that one first, and reports it instead.
+        """
+        what = f"{type(error).__name__}: {error}"
+        told = {"rank": self.rank, "what": what}
+        if self.with_others and lost_connection(error) and (lost := self._wait_for_culprit(error)) is not None:
+            told, error = {"rank": lost.rank, "what": str(lost)}, lost
         for number in (self.barriers - 1, self.barriers):  # the last barrier, if not all came to it; else the next
             if number < 0:
                 continue
-            key = f"{self.prefix}/{number}/verdict"
+            key = f"{number}/verdict"
             try:
-                self.store.compare_set(key, "", verdict)
+                self.keys.compare_set(key, "", json.dumps(told))
                 failure = self._failure(key)
             except RuntimeError:  # the store is gone, and with it everybody who could read there
                 return error
             if failure is not None:
-                return error if failure.rank == self.rank else failure
+                return error if failure.rank == told["rank"] else failure
         return error
+
+    def _wait_for_culprit(self, error: BaseException) -> RankFailed | None:
+        """The rank that has ended, unless one that failed for a reason of its own says so first."""
+        try:
+            if self.keys.check([f"{self.barriers}/verdict"]):
+                return None
+        except RuntimeError:
+            return self.peers.lost(error)
+        lost = self.peers.lost(error)
+        return lost if lost is not None and lost.rank >= 0 else None
 
     def _failure(self, key: str) -> RankFailed | None:
         """What the verdict says; None: all are there."""
-        verdict = self.store.get(key).decode()
+        verdict = self.keys.get(key)
         if verdict == ALL_THERE:
             return None
         failure = json.loads(verdict)
@@ -163,89 +235,15 @@ class RankGuard:
 
     def _wait_for_readers(self) -> None:
         """Rank 0 stays until every rank knows of the failure, at most ``GRACE_S``; the others only say that they do."""
-        key = f"{self.prefix}/heard"
+        until = time.monotonic() + GRACE_S
         try:
-            if self.store.add(key, 1) == self.world:
-                self.store.set(f"{key} by all", "")
-            elif self.rank == 0:
-                self.store.wait([f"{key} by all"], timedelta(seconds=GRACE_S))
+            heard = self.keys.add("heard", 1)
+            while self.rank == 0 and heard < self.world and time.monotonic() < until:
+                time.sleep(LONGEST_PAUSE_S)
+                heard = self.keys.add("heard", 0)
         except RuntimeError:  # not all came: they do something else, or have ended
             return
 
-    def _who_is_missing(self, key: str, error: Exception) -> str:
-        try:
-            missing = [rank for rank in range(self.world) if not self.store.check([f"{key}/{rank}"])]
-        except RuntimeError:
-            return (
-                f"the rendezvous store cannot be reached: {error}; the process that serves it, often rank 0, has ended"
-            )
-        who = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        return f"not all {self.world} ranks came within {self.timeout_s:.0f} s; missing: {who}; their logs say why"
-
-
-def _end_group(error: BaseException | None) -> None:
-    """Closes this rank's connections: gloo's ``abort`` closes none (torch 2.13), the end of the group's object does."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)  # they hold half-made wrappers, and these hold the group
-        error = error.__cause__ or error.__context__
-    if "nccl" in str(dist.get_backend_config()):
-        _abort_process_group()  # its kernels would keep an orderly end waiting
-    else:
-        dist.destroy_process_group()
-    gc.collect()  # a half-made DistributedDataParallel refers to itself
-
-
-@define
-class _Shared:
-    """Where nested calls of ``together`` find the guard that they share."""
-
-    guard: RankGuard | None = None
-
-
-_shared: ContextVar[_Shared | None] = ContextVar("_shared", default=None)
-
-
-@contextmanager
-def together(timeout_s: float = 600.0) -> Iterator[RankGuard | None]:
-    """All ranks or none: what this rank raises inside ends the ``apply`` of every other one within seconds.
-
-    Put it around everything that leads to ``apply``: reading the config, building model and plan::
-
-        with pk.together():
-            plan = pk.build_plan(cfg, make_model(), optimizer=optimizer)
-            ready = pk.apply(plan)
-
-    The other ranks raise ``ApplyHalted`` with a ``RankFailed`` that names this rank and what it raised. ``apply`` does
-    the same by itself for what happens inside it. Does nothing in a process on its own.
-    """
-    shared = _shared.get() or _Shared()
-    if shared.guard is None or shared.guard.outcome:
-        shared.guard = rank_guard(timeout_s)
-    token = _shared.set(shared)
-    try:
-        yield shared.guard
-    except BaseException as error:
-        if shared.guard is not None and shared.guard.outcome == "well":  # what failed is on the way to the next apply
-            shared.guard = rank_guard(timeout_s)
-        if shared.guard is not None:
-            shared.guard.report_failure(error)
-        raise
-    finally:
-        _shared.reset(token)
-
-
-def rank_guard(timeout_s: float) -> RankGuard | None:
-    """The guard of this process; None where it is alone: without a launcher, or in a fake group, without data.
-
-    Waits for the other ranks where the group is still to be started; raises as ``launcher.meeting_place`` does.
-    """
-    if dist.is_initialized():
-        if dist.get_world_size() == 1 or "fake" in str(dist.get_backend_config()):
-            return None
-        store = PrefixStore("prepkit", _get_default_store())
-        return RankGuard(store=store, rank=dist.get_rank(), world=dist.get_world_size(), timeout_s=timeout_s)
-    if launcher.processes() == 1:
-        return None
-    rendezvous, rank, world = launcher.meeting_place(timeout_s)
-    store = PrefixStore("prepkit", rendezvous)
-    return RankGuard(store=store, rank=rank, world=world, timeout_s=timeout_s, rendezvous=rendezvous)
+    def _unreachable(self, error: Exception) -> str:
+        what = "the rendezvous store cannot be reached; the process that serves it, often rank 0, has ended or stopped"
+        return f"{what}: {error}"

@@ -1,8 +1,11 @@
-"""The end of process groups."""
+"""The end of process groups, and of what torch leaves behind with them."""
 
 from __future__ import annotations
 
+import gc
+import inspect
 import sys
+import traceback
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +21,36 @@ def end() -> list[Any]:
     ended: list[Any] = list(dist.distributed_c10d._world.pg_map)  # torch has no public list of them
     dist.destroy_process_group()
     forget_meshes()
+    restore_excepthook()
     return ended
+
+
+def disconnect(error: BaseException | None) -> None:
+    """Closes this rank's connections: gloo's ``abort`` closes none (torch 2.13), the end of the group's object does."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)  # they hold half-made wrappers, and these hold the group
+        error = error.__cause__ or error.__context__
+    if "nccl" in str(dist.get_backend_config()):
+        dist.distributed_c10d._abort_process_group()  # its kernels would keep an orderly end waiting
+    else:
+        dist.destroy_process_group()
+    restore_excepthook()
+    gc.collect()  # a half-made DistributedDataParallel refers to itself
+
+
+def restore_excepthook() -> None:
+    """Takes off the hooks that torch has put around ``sys.excepthook``, one with every default group that it started.
+
+    Each would put the rank before every line of an uncaught exception once more. A hook that somebody else has put
+    around torch's stays, and torch's with it.
+    """
+    hook = sys.excepthook
+    while getattr(hook, "__qualname__", "") == "init_process_group.<locals>._distributed_excepthook":
+        inner = inspect.getclosurevars(hook).nonlocals.get("old_hook")
+        if inner is None:
+            break
+        hook = inner
+    sys.excepthook = hook
 
 
 def forget_meshes() -> None:

@@ -11,27 +11,66 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not exported for checkers
 
 from prepkit.steps import LocalDevice
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torch's ``env://`` rendezvous reads (torch ``distributed/rendezvous.py``)."""
 
+WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Number of processes, by launcher: torchrun, Open MPI, MPICH and Intel MPI, MVAPICH; the first that is set counts."""
+
+PER_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+"""Processes on this node, likewise."""
+
+RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+"""This process among all, likewise."""
+
+LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
+"""This process on its node, likewise."""
+
+PORT = "29500"
+"""Where the ranks of one node meet that mpirun has started without ``MASTER_PORT``; torch's own default."""
+
+
+def from_launcher(names: tuple[str, ...], least: int) -> int | None:
+    """The first of these variables that is set; None if none is. ``ValueError`` if it is no number >= ``least``."""
+    for name in names:
+        if (text := os.environ.get(name)) is not None:
+            if not (text.strip().isdecimal() and len(text) < _DIGITS) or int(text) < least:
+                raise ValueError(
+                    f"environment variable {name} is {text!r:.60}, and should be a whole number of at least {least}; "
+                    f"start with torchrun, which sets it, or type: unset {name}"
+                )
+            return int(text)
+    return None
+
+
+_DIGITS = 19
+"""A number of processes has fewer digits; one of thousands would not even be read."""
+
 
 @frozen(kw_only=True)
 class Launch:
-    """The variables of ``VARIABLES`` as they are set; None for those that are not."""
+    """What a launcher has said of ``VARIABLES``, in its own variables or in those of MPI; None where it has not."""
 
     rank: str | None
     world_size: str | None
-    missing: tuple[str, ...]
+    address: str | None
+    port: str | None
+    by_mpi: bool = False
+    """Whether rank and number of ranks are those of MPI: torch's ``env://`` would not find them."""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Which of ``VARIABLES`` are not known."""
+        known = (self.rank, self.world_size, self.address, self.port)
+        return tuple(name for name, value in zip(VARIABLES, known, strict=True) if not value)
 
     @property
     def launched(self) -> bool:
@@ -40,9 +79,25 @@ class Launch:
 
 
 def launch() -> Launch:
-    """What the environment says now."""
-    missing = tuple(name for name in VARIABLES if not os.environ.get(name))
-    return Launch(rank=os.environ.get("RANK"), world_size=os.environ.get("WORLD_SIZE"), missing=missing)
+    """What the environment says now.
+
+    mpirun sets neither address nor port. On one node the ranks meet at ``localhost``; on several the address has to be
+    passed on. One process that mpirun has started is on its own.
+    """
+    said = {name: os.environ.get(name) or None for name in VARIABLES}
+    by_mpi = said["RANK"] is None and said["WORLD_SIZE"] is None and from_launcher(RANK[1:], 0) is not None
+    world = from_launcher(WORLD_SIZE[1:], 1) if by_mpi else None
+    if world is None or world == 1:
+        address, port = said["MASTER_ADDR"], said["MASTER_PORT"]
+        return Launch(rank=said["RANK"], world_size=said["WORLD_SIZE"], address=address, port=port)
+    one_node = from_launcher(PER_NODE, 1) == world
+    return Launch(
+        rank=str(from_launcher(RANK[1:], 0)),
+        world_size=str(world),
+        address=said["MASTER_ADDR"] or ("localhost" if one_node else None),
+        port=said["MASTER_PORT"] or PORT,
+        by_mpi=True,
+    )
 
 
 def processes() -> int:
@@ -57,22 +112,47 @@ def place() -> tuple[int, int]:
     return int(launched.rank or ""), int(launched.world_size or "")
 
 
-def meeting_place(timeout_s: float) -> tuple[Store, int, int]:
-    """Store, rank and number of ranks of torch's ``env://`` rendezvous: what ``init_process_group`` would open itself.
+def rank() -> int:
+    """The rank in the running group, else what the launcher has set, else 0."""
+    return dist.get_rank() if dist.is_initialized() else int(launch().rank or 0)
 
-    Rank 0 serves the store, unless the launcher does (torchrun), and waits until all ranks are connected.
-    Raises ``torch.distributed.DistError`` where they are not after ``timeout_s`` seconds.
+
+@frozen(kw_only=True)
+class Address:
+    """Where the ranks of a launch have their store, and who this process is there."""
+
+    host: str
+    port: int
+    rank: int
+    world: int
+    served: bool
+    """Whether the launcher serves the store, as torchrun does; else rank 0 does."""
+    attempt: str
+    """Of a launcher that starts the processes again after a failure."""
+    libuv: bool
+
+
+def address() -> Address:
+    """As torch's ``env://`` rendezvous reads it (``distributed/rendezvous.py``), or MPI has said.
+
+    Raises ``ValueError`` where something is no number.
     """
-    limit = timedelta(seconds=timeout_s)
-    meeting: tuple[Store, int, int] = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]  # public, not exported
-    meeting[0].set_timeout(limit)
-    return meeting
+    launched, (mine, world) = launch(), place()
+    return Address(
+        host=launched.address or "",
+        port=int(launched.port or ""),
+        rank=mine,
+        world=world,
+        served=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        libuv=os.environ.get("USE_LIBUV", "1") == "1",
+    )
 
 
 def local_rank() -> int:
-    """``LOCAL_RANK``; without it the rank, which is right on one node; 0 for a process on its own."""
-    rank = dist.get_rank() if dist.is_initialized() else int(launch().rank or 0)
-    return dist.get_node_local_rank(fallback_rank=rank)
+    """``LOCAL_RANK``, or MPI's; without either the rank, which is right on one node; 0 for a process on its own."""
+    said = from_launcher(LOCAL_RANK, 0)
+    return rank() if said is None else said
 
 
 def name_local_rank() -> None:

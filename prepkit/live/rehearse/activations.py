@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from prepkit.config import Intent
+from prepkit.findings.text import count, some
 from prepkit.live.interpreter import Halted, interpret
+from prepkit.live.model.names import named_parameters
 from prepkit.live.model.target import Target
 from prepkit.live.rehearse.meta import fake_twin, meta_copy
 from prepkit.live.step_kinds import handlers
@@ -33,6 +37,18 @@ def activations(plan: Plan, model: Module, *args: Any, **kwargs: Any) -> int:
 
     Raises ``RuntimeError`` where the forward needs values, as a model that branches on them does.
     """
+    with without_data(plan, model, (args, kwargs)) as (twin, inputs):
+        most, without = _tracked(twin, inputs, trains=plan.config.intent is Intent.TRAINING)
+    _tell(without)
+    return most
+
+
+@contextmanager
+def without_data(plan: Plan, model: Module, given: tuple[Any, Any]) -> Iterator[tuple[Module, tuple[Any, Any]]]:
+    """A copy of the model and of what it is ``given``, as the plan computes with them on a rank, without data.
+
+    Raises ``RuntimeError`` where what is done inside needs values.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     dtype = _computed(plan)
     stored = {layout.name: getattr(torch, layout.dtype) for layout in plan.layout}
@@ -43,13 +59,18 @@ def activations(plan: Plan, model: Module, *args: Any, **kwargs: Any) -> int:
         outcome = interpret(tuple(_local(plan)), handlers(), target)
         if isinstance(outcome, Halted):
             raise RuntimeError(str(outcome))  # noqa: TRY004  # a failed step is no wrong type
-        inputs = tree_map_only(Tensor, lambda given: _fake(given, dtype), (args, kwargs))
         try:
-            return _tracked(target.model, inputs, trains=plan.config.intent is Intent.TRAINING)
+            yield target.model, tree_map_only(Tensor, lambda tensor: _fake(tensor, dtype), given)
         except (torch._subclasses.fake_tensor.DataDependentOutputException, NotImplementedError) as error:
-            raise RuntimeError(
-                f"{type(model).__name__} cannot be run without data, so its activations are not counted: {error}"
-            ) from error
+            raise RuntimeError(f"{type(model).__name__} cannot be run without data: {error}") from error
+
+
+def _tell(without: tuple[str, ...]) -> None:
+    """The prediction counts optimizer state for what never gets a gradient, and an optimizer makes none for it."""
+    if without:
+        names = f"{count(len(without), 'trained parameter')} got no gradient from this micro-batch: {some(without)}"
+        rest = "the predicted optimizer state counts what an optimizer would keep for them, and it keeps nothing"
+        logging.getLogger("prepkit").warning("%s; %s", names, rest)
 
 
 def _local(plan: Plan) -> Iterator[Step]:
@@ -126,24 +147,27 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= size
 
 
-def _tracked(model: Module, inputs: tuple[Any, Any], *, trains: bool) -> int:
+def _tracked(model: Module, inputs: tuple[Any, Any], *, trains: bool) -> tuple[int, tuple[str, ...]]:
+    """Bytes at the highest moment, and the trained parameters that got no gradient."""
     args, kwargs = inputs
     given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     live = Live((*model.parameters(), *model.buffers(), *given))
+    without = {id(param): name for name, param in named_parameters(model).items() if param.requires_grad}
+
+    def forget(param: Tensor) -> None:
+        """Gradients of parameters are counted elsewhere."""
+        param.grad = None
+        without.pop(id(param), None)
+
     trained = [param for param in model.parameters() if param.requires_grad]
-    hooks = [param.register_post_accumulate_grad_hook(_forget) for param in trained]  # type: ignore[no-untyped-call]
+    hooks = [param.register_post_accumulate_grad_hook(forget) for param in trained]  # type: ignore[no-untyped-call]
     with live, torch.set_grad_enabled(trains):
         made = model(*args, **kwargs)
         if trains:
             _loss(made).backward()  # type: ignore[no-untyped-call]
     for hook in hooks:
         hook.remove()
-    return live.most
-
-
-def _forget(param: Tensor) -> None:
-    """Gradients of parameters are counted elsewhere."""
-    param.grad = None
+    return live.most, tuple(without.values()) if trains else ()
 
 
 def _loss(made: Any) -> Tensor:

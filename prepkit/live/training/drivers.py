@@ -32,6 +32,8 @@ class Driver:
     """Says whether the next forward and backward average gradients over the ranks. Called before the forward."""
     clip: Callable[[Module, Clip, Iterable[Parameter]], torch.Tensor | None] = lambda _, how, params: clip(how, params)
     """Clips the gradients of these parameters in place; returns their joint norm where it had to be known."""
+    settle: Callable[[Module], None] = lambda _: None
+    """Frees what a forward without a backward has left gathered: the next forward would use it after the step."""
     backward: Callable[[Module, torch.Tensor], None] | None = None
     """Divides the loss and runs backward; None: the caller does."""
     step: Callable[[Module, bool], Stepped] | None = None
@@ -61,6 +63,13 @@ def _sync_fsdp2(model: Module, on: bool) -> None:
     model.set_requires_gradient_sync(on)
 
 
+def reshard(model: Module) -> None:
+    """Frees the gathered parameters of every unit of FSDP2; those that are sharded already cost a look."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _sync_nothing(model: Module, on: bool) -> None:
     del model, on
 
@@ -87,7 +96,7 @@ def _step_deepspeed(model: Any, last: bool) -> Stepped:
 
 DRIVERS: tuple[tuple[type, Driver], ...] = (
     (DistributedDataParallel, Driver(sync=_sync_ddp)),
-    (FSDPModule, Driver(sync=_sync_fsdp2)),
+    (FSDPModule, Driver(sync=_sync_fsdp2, settle=reshard)),
     (FullyShardedDataParallel, Driver(sync=drivers_fsdp1.sync, clip=drivers_fsdp1.clip)),
     (Module, Driver(sync=_sync_nothing)),
 )

@@ -56,10 +56,15 @@ def _flat(model: Module) -> Iterator[Gradient]:
 def _of(name: str, param: Parameter, grad: Tensor | None, *, here: bool = True) -> Gradient:
     if grad is None:
         return Gradient(name=name, missing=here and local(param).numel() > 0, largest=None)
-    part = local(grad).detach()
+    part = _values(local(grad).detach())
     largest = part.abs().max().float() if part.numel() else None
     placed = grad.placements == param.placements if isinstance(grad, DTensor) and isinstance(param, DTensor) else True
     return Gradient(name=name, missing=False, largest=largest, misplaced=not placed or grad.dtype != param.dtype)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The numbers that are there: of a sparse gradient (``nn.Embedding(sparse=True)``) those of its rows."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 @define
@@ -90,7 +95,7 @@ class Watched:
     def _note(self, name: str) -> Any:
         def note(grad: Tensor) -> None:
             if grad.numel():
-                largest = grad.detach().abs().max().float()
+                largest = _values(grad.detach()).abs().max().float()
                 before = self.seen.get(name)
                 self.seen[name] = largest if before is None else torch.maximum(before, largest)
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,14 +12,22 @@ import torch.distributed as dist
 from attrs import define, evolve, field
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils.data.distributed import DistributedSampler
 
 from prepkit.config import XLA, ClipNorm
+from prepkit.live.checkpoints import session
+from prepkit.live.data.passes import Passes
+from prepkit.live.model import joint_optimizer
+from prepkit.live.model.bare_tree import guard_save
 from prepkit.live.model.unwrap import unwrap
+from prepkit.live.model.whole_gradients import WholeGradients
 from prepkit.live.ranks import end_groups
-from prepkit.live.training import first_step, saving
+from prepkit.live.ranks.peers import Peers, named, names_lost_rank
+from prepkit.live.training import closures, export, first_step, owned_optimizers
+from prepkit.live.training.closures import Closure
 from prepkit.live.training.drivers import Driver, Stepped, driver
+from prepkit.live.training.ema import Ema
 from prepkit.live.training.gradients import Watched, gradients
+from prepkit.live.training.loop_order import LoopOrder
 from prepkit.plan import Plan
 from prepkit.plan.drift import Drift
 
@@ -42,6 +50,10 @@ class Prepared:
     """Facts that were not as planned and do no harm, such as another library version."""
     scaler: torch.amp.GradScaler | None = None
     """Scales the loss of float16 training; None for every other precision. Save its ``state_dict()`` with the rest."""
+    whole_gradients: WholeGradients | None = field(default=None, repr=False)
+    """Averages what every rank holds whole beside sharded parameters; None: there is nothing of that kind."""
+    peers: Peers | None = field(default=None, repr=False)
+    """The other ranks: where one is lost while training, what is raised names it. None: alone."""
     started: bool = False
     """Whether apply has started the process group, so that ``close`` ends it."""
     skipped: bool = field(default=False, init=False)
@@ -57,33 +69,64 @@ class Prepared:
     """Whether the gradients of the first window have been looked at."""
     _watched: Watched | None = field(default=None, init=False, repr=False)
     """Notes the gradients of the first window where the engine takes them away as they come."""
-    _backward: bool = field(default=False, init=False, repr=False)
-    """Whether ``backward`` has been called, so that gradients are divided and averaged for ``step`` alone."""
+    _order: LoopOrder = field(factory=LoopOrder, init=False, repr=False)
+    """Whether forward, backward and step follow each other."""
     _acting: bool = field(default=False, init=False, repr=False)
     """Whether the optimizer steps because ``step`` says so, or torch makes room for state that is read."""
+    _watch: Any = field(default=None, init=False, repr=False)
+    """Refuses optimizers that the plan does not know, until ``close``."""
+    steps: int = field(default=0, init=False)
+    """Optimizer steps that were taken, those before a ``resume`` included."""
+    epoch: int = field(default=0, init=False)
+    """What ``set_epoch`` was told last; ``resume`` puts it back."""
+    at_window: Callable[[], None] | None = field(default=None, init=False, repr=False)
+    """Called by ``step`` on every rank, whenever a window has ended; see ``training.preemption``."""
+    _checkpoints: session.Checkpoints = field(init=False, repr=False)
+    _passes: Passes = field(init=False, repr=False)
     _ended: list[Any] = field(factory=list, init=False, repr=False)
     """The groups that ``close`` has ended."""
 
     def __attrs_post_init__(self) -> None:
         self._driver = driver(self.model)
+        self._order.watch(self.model)
+        guard_save(self.model)
+        self._checkpoints = session.of(self.model)
         if self._driver.step is not None and self.optimizer is not None:
             self._watched = Watched(self.model)
             self._watched.begin()
         if self._driver.step is None and self.optimizer is not None:
-            self.optimizer.register_step_pre_hook(self._refuse_foreign_step)
+            for optimizer in self.optimizers:
+                optimizer.register_step_pre_hook(self._refuse_foreign_step)
+        self._passes = Passes(self.loaders, self._sync)
         self._sync()
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Each of the optimizers that ``step`` steps; ``optimizer`` stands for all of them where there are several."""
+        return joint_optimizer.members(self.optimizer)
+
+    @property
+    def engine_steps(self) -> bool:
+        """Whether the engine clips, steps and clears by itself, as DeepSpeed's does."""
+        return self._driver.step is not None
 
     @property
     def pending(self) -> int:
         """Micro-batches since the last optimizer step: those whose gradients wait for the end of their window."""
-        return self._seen
+        return self._seen + self._order.begun
 
-    def backward(self, loss: torch.Tensor) -> None:
+    @names_lost_rank
+    def backward(self, loss: torch.Tensor, *, more: bool = False) -> None:
         """Adds the gradients of one micro-batch. Divides the loss by the plan's number of micro-batches.
 
-        A window that ``accumulate(last=True)`` cuts short is divided by the full number as well.
+        A window that ``accumulate(last=True)`` cuts short is divided by the full number as well. Once per micro-batch;
+        ``more`` says that another loss of the same micro-batch follows, with a forward of its own; DeepSpeed takes one.
+        Raises ``LoopOutOfOrder`` where ``step`` was forgotten, or DDP's forward has not run.
         """
-        self._backward = True
+        taken = self._driver.backward is not None
+        if more and taken:
+            raise RuntimeError("DeepSpeed counts micro-batches by their backward; add the losses up for one")
+        self._order.before_backward(self.model, more=more, keeps=not taken)
         if self._driver.backward is not None:
             self._driver.backward(self.model, loss)
             return
@@ -92,36 +135,40 @@ class Prepared:
             loss = self.scaler.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types
 
-    def step(self) -> bool:
+    @names_lost_rank
+    def step(self, closure: Closure | None = None) -> bool:
         """Ends one micro-batch; True when it was the window's last and the optimizer has stepped.
 
         Then clips, steps the optimizer, ticks the scheduler and clears the gradients, in this order. Where float16
         gradients overflowed neither optimizer nor scheduler steps, ``skipped`` is True and the loss scale goes down
-        (behaviour W-5, W-14).
+        (behaviour W-5, W-14). ``closure``, for LBFGS, computes the loss, calls ``backward`` with it and returns it.
         Raises ``RuntimeError`` without an optimizer; and ``FirstStepRefused`` on every rank, with nothing stepped,
-        where the gradients of the first window would train wrongly (``training.first_step``).
+        where the gradients of the first window would train wrongly (``training.first_step``). ``LoopOutOfOrder``
+        without a ``backward`` in this micro-batch.
         """
-        optimizer = self.optimizer
-        if optimizer is None:
-            raise RuntimeError(
-                "there is no optimizer to step: the plan was made without one; build it with optimizer=..., "
-                "or with Config(optimizer=AdamW(...)), or leave out ready.step() for inference"
-            )
+        optimizer = closures.stepped(self, closure)
         ended = self._at_boundary()
-        if ended and not self._looked:
-            self._look_at_first_step()
+        if closure is None:
+            self._order.before_step(self.model, ended=ended)
+            if ended:
+                self._look_at_gradients()
         if self._driver.step is not None:
             self._step_engine(self._driver.step, ended)
         elif ended:
             with self._stepping():
-                self.skipped = not self._step_optimizer(optimizer)
+                self.skipped = not self._step_optimizer(optimizer, closure)
             if not self.skipped:
                 self._tick()
             optimizer.zero_grad(set_to_none=True)
         self._seen = 0 if ended else self._seen + 1
         self._last = False
+        self._order.after_step(ended=ended)
         self._sync()
-        return ended and not self.skipped
+        stepped = ended and not self.skipped
+        self.steps += stepped
+        if ended and self.at_window is not None:
+            self.at_window()
+        return stepped
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -137,16 +184,18 @@ class Prepared:
 
         Who never calls ``ready.backward``, such as a trainer with a loop of its own, steps as it likes.
         """
-        if self._backward and not self._acting:
+        if self._order.used and not self._acting:
             raise RuntimeError(
                 "optimizer.step() was called after ready.backward(); write ready.step() in its place: it averages over "
                 "the ranks, clips, steps, ticks the scheduler and clears the gradients at the end of each window"
             )
 
-    def _look_at_first_step(self) -> None:
-        """Once, before the optimizer acts for the first time; the outcome goes into the attestation."""
-        if isinstance(self.plan.config.engine, XLA):  # averages inside the optimizer's step
-            self._looked = True
+    def _look_at_gradients(self) -> None:
+        """Averages those of whole parameters; looks once, before the first step, and puts it into the attestation."""
+        self._driver.settle(self.model)
+        if self.whole_gradients is not None:
+            self.whole_gradients.average()
+        if self._looked or isinstance(self.plan.config.engine, XLA):  # which averages inside the optimizer's step
             return
         watched = self._watched
         seen = tuple(gradients(self.model) if watched is None else watched.end())
@@ -157,12 +206,18 @@ class Prepared:
         if self.attestation is not None:
             self.attestation = evolve(self.attestation, checks=(*self.attestation.checks, *checks))
 
-    def _step_optimizer(self, optimizer: Optimizer) -> bool:
+    def _clip(self, optimizer: Optimizer) -> None:
+        self.grad_norm = self._driver.clip(self.model, self.plan.owners.clip, _parameters(optimizer))
+
+    def _step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> bool:
         """Clips and steps; False where the scaler found an overflow, on every rank alike."""
         scaler = self.scaler
+        if closure is not None:
+            optimizer.step(closures.repeated(closure, optimizer, self._look_at_gradients, self._clip))
+            return True
         if scaler is not None:
             scaler.unscale_(optimizer)  # a norm of scaled gradients would be clipped to nothing
-        self.grad_norm = self._driver.clip(self.model, self.plan.owners.clip, _parameters(optimizer))
+        self._clip(optimizer)
         if scaler is None:
             optimizer.step()
             return True
@@ -186,58 +241,72 @@ class Prepared:
                 self.scheduler.step()
 
     def unwrap(self, *, keep_autocast: bool = True, keep_compiled: bool = True) -> Module:
-        """The module that was given, out of its wrappers, for saving; without both also out of prepkit's hands.
-
-        See ``live.unwrap``. What is sharded in place stays sharded.
-        """
+        """The module that was given, out of its wrappers (``live.unwrap``). What is sharded in place stays sharded."""
         return unwrap(self.model, keep_autocast=keep_autocast, keep_compiled=keep_compiled)
 
-    def save(self, folder: str) -> None:
-        """Writes model, optimizer, scheduler and scaler, every rank its shards. Collective; see ``training.saving``.
+    def ema(self, decay: float = 0.999) -> Ema:
+        """A moving average of the trained parameters from here on, in the parts that each rank holds; see ``Ema``."""
+        return Ema(self.model, decay)
 
-        The checkpoint that lay in the folder counts until the new one is whole. Raises ``RuntimeError`` inside an
-        accumulation window: its gradients are in no checkpoint.
+    @names_lost_rank
+    def save(self, folder: str, *, keep: int = 1, wait: bool = True) -> None:
+        """Writes all that another run needs to go on, every rank its shards. Collective; see ``live.checkpoints``.
+
+        The checkpoints that lay in the folder count until the new one is whole; then all but the last ``keep`` go.
+        Without ``wait`` it returns once all is copied to host memory, and training goes on; what goes wrong then is
+        raised by the next ``save``, ``finish_saving`` or ``close``. Raises ``CheckpointFailed`` on every rank, and
+        ``RuntimeError`` inside an accumulation window, whose gradients are in no checkpoint.
         """
-        if self.pending:
-            raise RuntimeError(
-                f"{self.pending} of {self.plan.owners.accumulation_steps} micro-batches of this window have run, and a "
-                "checkpoint holds no gradients; save after a step() that returned True"
-            )
+        self._between_windows("a checkpoint holds no gradients; save after a step() that returned True")
         with self._stepping():
-            saving.save(folder, self.model, self.optimizer, self._more())
+            self._checkpoints.save(self, folder, keep=keep, wait=wait)
 
-    def resume(self, folder: str) -> None:
-        """Goes on from what ``save`` has written, on any number of ranks and any mesh. Collective."""
-        if self.pending:
-            raise RuntimeError(
-                f"{self.pending} of {self.plan.owners.accumulation_steps} micro-batches of this window have run, and "
-                "their gradients belong to what is replaced; resume before the first backward, or after a step() that "
-                "returned True"
-            )
+    @names_lost_rank
+    def finish_saving(self) -> None:
+        """Waits for a checkpoint that is being written. Raises ``CheckpointFailed`` where it could not be."""
+        self._checkpoints.writer.finish()
+
+    @names_lost_rank
+    def check_saving(self, folder: str) -> None:
+        """Makes the folder; raises ``CheckpointFailed`` now for what would keep ``save`` from working. Collective."""
+        self._checkpoints.check(self, folder)
+
+    @names_lost_rank
+    def resume(self, folder: str, *, accept: Collection[str] = (), only_model: bool = False) -> None:
+        """Goes on from the newest whole checkpoint in the folder, on any number of ranks, mesh and engine. Collective.
+
+        Raises ``CheckpointFailed`` on every rank with all that does not fit, before anything is changed; ``accept``
+        has the ids of what may pass (``checkpoints.fits``). ``only_model`` reads the weights alone.
+        """
+        what = "their gradients belong to what is replaced; resume before the first backward, or after a step() that"
+        self._between_windows(f"{what} returned True")
         with self._stepping():
-            saving.resume(folder, self.model, self.optimizer, self._more())
+            self._checkpoints.resume(self, folder, accept=accept, only_model=only_model)
 
+    def _between_windows(self, otherwise: str) -> None:
+        if self.pending:
+            begun = f"{self.pending} of {self.plan.owners.accumulation_steps} micro-batches of this window have run"
+            raise RuntimeError(f"{begun}, and {otherwise}")
+
+    @names_lost_rank
     def export(self, folder: str) -> None:
         """Writes the whole model as safetensors, for ``from_pretrained``. Collective; rank 0 holds all of it."""
-        self._more()
-        saving.export(folder, self.model)
+        export.export(folder, self.model)
 
-    def _more(self) -> dict[str, Any]:
-        """What is saved beside model and optimizer. Raises ``RuntimeError`` for an engine that has its own format."""
-        if self._driver.step is not None:
-            name = type(self.model).__name__
-            ours = "prepkit.live.training.deepspeed_files has save(ready, folder), resume and export for it"
-            raise RuntimeError(f"a {name} has checkpoints of its own; {ours}")
-        return {"scheduler": self.scheduler, "scaler": self.scaler}
-
+    @names_lost_rank
     def close(self) -> None:
         """Lets go of the wrapper, then ends the process group if apply has started it. For the end of training.
 
         Afterwards ``model`` is the module that was given; keep no other reference to the wrapper. Collective where
         the group is ended: every rank waits for the others, so that none loses its last collective.
         """
+        self._checkpoints.writer.close()
+        owned_optimizers.release(self)
         self.model = unwrap(self.model)
         self._driver = driver(self.model)
+        if self.whole_gradients is not None:
+            self.whole_gradients.unwatch()
+            self.whole_gradients = None
         gc.collect()  # a DDP wrapper refers to itself; one that outlives its group can deadlock when it goes
         if self.started and dist.is_initialized():
             dist.barrier()
@@ -252,24 +321,31 @@ class Prepared:
         self._last = last
         self._sync()
         try:
-            yield
+            with named(self.peers):
+                yield
         finally:
             self._last = False
             self._sync()
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffles every sharded loader anew; the same epoch gives the same order (torch ``DistributedSampler``)."""
-        for loader in self.loaders:
-            sampler = getattr(loader, "sampler", None)
-            if isinstance(sampler, DistributedSampler):
-                sampler.set_epoch(epoch)
+        """The next pass over each loader has this number, which gives its order. They advance by themselves too."""
+        self.epoch = epoch
+        self._passes.set_epoch(epoch)
+
+    def gather_for_metrics(self, value: Any) -> Any:
+        """What all ranks have made of the batches in use, each sample once (``live.data.gather``). Collective."""
+        return self._passes.gather(value)
+
+    @property
+    def _averages_each(self) -> bool:
+        return self.plan.config.average_each and not self.engine_steps
 
     def _at_boundary(self) -> bool:
-        return self._last or self._seen + 1 >= self.plan.owners.accumulation_steps
+        return self._last or self._passes.end_window or self._seen + 1 >= self.plan.owners.accumulation_steps
 
     def _sync(self) -> None:
-        """Gradients are averaged in the last backward of a window only; DDP wants to know before the forward."""
-        self._driver.sync(self.model, self._at_boundary())
+        """Gradients are averaged in a window's last backward, or in each; DDP wants to know before the forward."""
+        self._driver.sync(self.model, self._at_boundary() or self._averages_each)
 
 
 def _parameters(optimizer: Optimizer) -> list[Parameter]:

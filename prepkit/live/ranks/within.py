@@ -1,0 +1,109 @@
+"""Waits that end: calls into torch that may never return, with a limit of their own.
+
+The client of a rendezvous store waits without a limit where the process that serves it has stopped without ending
+(torch ``TCPStore``, a ``recv`` without time-out). The call is left to a thread, which stays behind where it does not
+return.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from attrs import define, field
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not exported for checkers
+
+T = TypeVar("T")
+"""What the call returns."""
+
+
+class NoAnswer(RuntimeError):
+    """A call that did not return in time."""
+
+
+LOOK_S = 0.5
+"""Seconds between two calls of ``meanwhile``."""
+
+
+def within(seconds: float, act: Callable[[], T], what: str, meanwhile: Callable[[], object] | None = None) -> T:
+    """What ``act`` returns or raises; ``NoAnswer`` that says ``what`` where it does neither in so many seconds.
+
+    ``meanwhile`` is called every ``LOOK_S``; what it raises ends the wait.
+    """
+    answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def call() -> None:
+        try:
+            answers.put((act(), None))
+        except BaseException as error:  # carried over to the thread that waits
+            answers.put((None, error))
+
+    threading.Thread(target=call, name=f"prepkit: {what}", daemon=True).start()
+    until = time.monotonic() + seconds
+    while True:
+        left = until - time.monotonic()
+        try:
+            value, error = answers.get(timeout=max(left if meanwhile is None else min(left, LOOK_S), 0.0))
+            break
+        except Empty:
+            if time.monotonic() >= until:
+                raise NoAnswer(f"{what}: no answer within {seconds:.0f} s") from None
+        if meanwhile is not None:
+            meanwhile()
+    if error is not None:
+        raise error
+    answer: T = value
+    return answer
+
+
+def own_connection(store: Store) -> Store | None:
+    """The same store over another connection: one waits while a call goes on. None before torch 2.9, which has none."""
+    clone = getattr(store, "clone", None)
+    return None if clone is None else clone()
+
+
+@define
+class PatientStore:
+    """A rendezvous store whose every answer comes within ``limit_s`` seconds, or ``NoAnswer``.
+
+    After the first answer that did not come no other is waited for: the stopped thread keeps the connection.
+    """
+
+    store: Store
+    limit_s: float
+    _silent: bool = field(default=False, init=False)
+
+    def set(self, key: str, value: str) -> None:
+        """Writes."""
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> str:
+        """The value of a key that is there."""
+        value: bytes = self._ask("get", key)
+        return value.decode()
+
+    def add(self, key: str, number: int) -> int:
+        """Adds to the number of a key that begins at 0, and returns it."""
+        count: int = self._ask("add", key, number)
+        return count
+
+    def compare_set(self, key: str, old: str, new: str) -> None:
+        """Writes ``new`` where the key has the value ``old``; ``""``: is not there."""
+        self._ask("compare_set", key, old, new)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there."""
+        there: bool = self._ask("check", list(keys))
+        return there
+
+    def _ask(self, verb: str, *args: Any) -> Any:
+        if self._silent:
+            raise NoAnswer("the rendezvous store has not answered before")
+        try:
+            return within(self.limit_s, lambda: getattr(self.store, verb)(*args), "the rendezvous store")
+        except NoAnswer:
+            self._silent = True
+            raise

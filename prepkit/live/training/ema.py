@@ -1,0 +1,77 @@
+"""An exponential moving average of what is trained, shard by shard: no copy of the model, and nothing is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from prepkit.live.model import names
+from prepkit.live.model.state import local
+from prepkit.live.training.drivers import reshard
+
+
+@define
+class Ema:
+    """``average = decay * average + (1 - decay) * parameter`` after every optimizer step (torch ``swa_utils``).
+
+    torch's ``AveragedModel`` copies the model, which ``fully_shard`` forbids. Here each rank averages the parts that it
+    holds of the trained parameters, in their dtype; parameters and averages lie alike, so that both can be saved, and
+    put in each other's place. Buffers are the model's own.
+    """
+
+    model: Module
+    decay: float = 0.999
+    averages: dict[str, Tensor] = field(init=False, repr=False)
+    """Canonical name to the average, a DTensor where the parameter is one."""
+
+    def __attrs_post_init__(self) -> None:
+        if any(hasattr(param, "ds_tensor") for param in self.model.parameters()):
+            raise RuntimeError("ZeRO-3 keeps parameters in buffers of its own; average under FSDP2, or at ZeRO 0 to 2")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"a decay of {self.decay} is no average; write one from 0 to below 1, such as 0.999")
+        self.averages = {name: param.detach().clone() for name, param in self._trained().items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes the parameters into the average: after every ``ready.step()`` that returned True."""
+        pairs = [(local(self.averages[name]), local(param.detach())) for name, param in self._trained().items()]
+        held = [pair for pair in pairs if pair[0].numel()]
+        if held:
+            average = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]  # torch has no types
+            average([one for one, _ in held], [other for _, other in held], 1)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the model computes with the averages, for evaluation and export; afterwards with its own values."""
+        own = {name: param.detach().clone() for name, param in self._trained().items()}
+        self._put(self.averages)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averages themselves, each rank's parts, as ``torch.distributed.checkpoint`` saves and loads them."""
+        return dict(self.averages)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes averages over. Raises ``KeyError`` for a name that is missing."""
+        for name, average in self.averages.items():
+            local(average).copy_(local(state[name]))
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The trained parameters as they lie between steps: units that a forward has left gathered are freed first."""
+        reshard(self.model)
+        return {name: param for name, param in names.named_parameters(self.model).items() if param.requires_grad}
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        for name, param in self._trained().items():
+            local(param.detach()).copy_(local(values[name]))

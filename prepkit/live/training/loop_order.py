@@ -1,0 +1,104 @@
+"""The order of a training loop: forward, ``backward``, ``step``. Slips that would train wrongly without a word raise.
+
+Gradients are averaged, divided and scaled only where each of the three is called as often, and through the object, that
+the engine expects. What has run is counted here, once per call and without looking at any gradient, so that every
+window is held to it and not the first one alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import define
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+_ENTRY = 'write Config(entry_points=("<method>",)) and call ready.model.<method>(...)'
+
+
+class LoopOutOfOrder(RuntimeError):
+    """Forward, ``backward`` and ``step`` do not follow each other so that the gradients would be right."""
+
+
+@define
+class LoopOrder:
+    """What has run since the last ``step``, and since the end of the last window."""
+
+    used: bool = False
+    """Whether ``backward`` has ever been called, so that gradients are divided and averaged for ``step`` alone."""
+    _armed: bool = False
+    """Whether DDP's forward has run since the last backward: its reducer averages one backward per forward."""
+    _backwards: int = 0
+    """Calls of ``backward`` in this micro-batch."""
+    _more: bool = False
+    """Whether the last of them has announced another one."""
+    _averaged: bool = False
+    """Whether DDP has averaged the gradients of this window."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether this micro-batch has had a backward, so that its gradients wait for ``step``."""
+        return self._backwards > 0
+
+    def watch(self, model: Module) -> None:
+        """Hears DDP's forward end; every other engine averages in hooks of the parameters or of its units."""
+        if isinstance(model, DistributedDataParallel):
+            model.register_forward_hook(self.forward_ran)
+
+    def forward_ran(self, model: Module, *_: Any) -> None:
+        """DDP's forward has run. Only one that a backward can follow makes the reducer wait for gradients."""
+        if torch.is_grad_enabled() and model.require_backward_grad_sync:
+            self._armed = True
+
+    def before_backward(self, model: Module, *, more: bool, keeps: bool = True) -> None:
+        """Raises ``LoopOutOfOrder`` where ``step`` was forgotten, or DDP's reducer would sleep through the backward.
+
+        ``keeps``: gradients lie in ``.grad`` until ``step``, so that a micro-batch whose gradients the user has thrown
+        away can be told from one whose ``step`` was forgotten.
+        """
+        if self._backwards and not self._more and (not keeps or _any_gradient(model)):
+            raise LoopOutOfOrder(
+                "ready.backward() was called again without ready.step() since; write ready.step() after every "
+                "micro-batch, also where it does not end a window: it counts them. Where one micro-batch has several "
+                "losses, add them up for one backward, or write ready.backward(loss, more=True) for all but the last"
+            )
+        if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
+            if not self._armed:
+                raise LoopOutOfOrder(
+                    "DistributedDataParallel averages one backward per forward of its own, and none has run since the "
+                    "last backward: these gradients would be each rank's alone. Call ready.model(...) itself; for "
+                    f"another method than forward {_ENTRY}"
+                )
+            self._armed, self._averaged = False, True
+        self.used, self._more = True, more
+        self._backwards += 1
+
+    def before_step(self, model: Module, *, ended: bool) -> None:
+        """Raises ``LoopOutOfOrder`` where no ``backward`` of this micro-batch was prepkit's, or DDP averaged none."""
+        if not self._backwards:
+            raise LoopOutOfOrder(
+                "ready.step() was called without ready.backward(loss) since the last step; gradients of a "
+                "loss.backward() by hand are not divided by the number of micro-batches, not scaled under float16, and "
+                "not taken by DeepSpeed. Write ready.backward(loss) in its place; leave out both for a batch without "
+                "a loss, and end a window early with ready.accumulate(last=True)"
+            )
+        if self._more:
+            raise LoopOutOfOrder(
+                "ready.backward(loss, more=True) has announced another backward of this micro-batch, and ready.step() "
+                "came first; leave out more=True for the last loss"
+            )
+        if ended and isinstance(model, DistributedDataParallel) and not self._averaged:
+            raise LoopOutOfOrder(
+                "DistributedDataParallel has averaged no gradient of this window, because its no_sync() was used; "
+                "leave it to ready.step() and Config(accumulation=...) which micro-batches average"
+            )
+
+    def after_step(self, *, ended: bool) -> None:
+        """The next micro-batch begins."""
+        self._backwards = 0
+        self._averaged = self._averaged and not ended
+
+
+def _any_gradient(model: Module) -> bool:
+    return any(param.grad is not None for param in model.parameters())
