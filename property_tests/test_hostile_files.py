@@ -19,14 +19,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepkit.api import build_plan
+from prepkit.cli.verdict import judge
 from prepkit.codec import FORMAT, KIND, LARGEST, from_data, load_plan, plan_from_text, plan_to_text, to_data
 from prepkit.codec.attestation import attestation_from_text, attestation_to_text
 from prepkit.codec.text import canonical, digest_text
-from prepkit.config import Config
+from prepkit.config import Config, DeepSpeed
 from prepkit.facts import Facts
 from prepkit.findings import PlanRejected
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation, Check
+from prepkit.render.text import text_of
+from prepkit.testing import tiny_facts
 from tests.support.plans import fsdp2_plan
 
 PER_EXAMPLE = 20
@@ -182,6 +186,50 @@ def test_data_that_was_bent_gives_findings_and_nothing_else(number: int, cls: ty
 
 
 # --- the watch works, and memory is bounded ------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+def test_a_plan_that_was_forged_is_shown_and_checked_or_refused_with_the_place() -> None:
+    """Every place of two plans with each odd value, and digests that were made anew: nothing raw from deep inside."""
+    shown = refused = 0
+    for seed in (fsdp2_plan(), build_plan(Config(engine=DeepSpeed(stage=3, micro_batch=4)), tiny_facts(world=4))):
+        data = to_data(seed)
+        for held, key in one_of_each_place(data):
+            before = held[key]
+            for odd in (-1, 0, "", []):
+                held[key] = odd
+                try:
+                    made = plan_from_text(resealed(data))
+                    text_of(made)
+                    judge(made.config, made.facts)
+                    shown += 1
+                except PlanRejected as wrong:
+                    refused += all(found.where and found.what for found in wrong.findings)
+            held[key] = before
+    assert shown > 100
+    assert refused > 400
+
+
+def one_of_each_place(data: Any) -> list[tuple[Any, Any]]:
+    """Every container with each of its keys, of the items of a list the first alone."""
+    found: list[tuple[Any, Any]] = []
+    rest = [data]
+    while rest:
+        held = rest.pop()
+        keys = list(held) if isinstance(held, dict) else [0] if isinstance(held, list) and held else ()
+        found += [(held, key) for key in keys]
+        rest += [held[key] for key in keys]
+    return found
+
+
+def resealed(plan: Any) -> str:
+    """A plan file with the right digests for whatever is in it. Raises ``PlanRejected`` for what JSON has not."""
+    parts = {key: digest_text(canonical(value)) for key, value in plan.items() if key != "steps"}
+    steps = [digest_text(canonical(step)) for step in plan["steps"]] if isinstance(plan["steps"], list) else []
+    digests = {**parts, "steps": steps}
+    return json.dumps(
+        {"kind": KIND, "format": FORMAT, "digest": digest_text(canonical(plan)), "digests": digests, "plan": plan}
+    )
 
 
 def test_the_watch_sees_an_import_an_evaluation_and_an_opened_file() -> None:

@@ -26,6 +26,7 @@ DEEPSPEED = (
     "InitializeDeepSpeed",
     "CompileModules",
     "ShardLoader",
+    "WrapLoader",
 )
 """The order under DeepSpeed, which takes the optimizer with the model, and is compiled as it stands."""
 ORDER = (
@@ -54,6 +55,7 @@ ORDER = (
     "CreateOptimizer",
     "CreateGradScaler",
     "ShardLoader",
+    "WrapLoader",
 )
 """The one order that all engines keep, but for ``PLACED``."""
 PLACED = {

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from prepkit.facts.checkpoint import WeightConverter
 from prepkit.live.handlers import read_weights
-from prepkit.plan.byte_ranges import complete, filled_slices, ranges
+from prepkit.plan.byte_ranges import complete, filled_slices, ranges, reads
 from prepkit.resolve.checkpoint_parts import assemble, lacking
-from prepkit.steps import Axis
+from prepkit.steps import Axis, FileSlice, FlatPlace
 from property_tests.support.split_tensors import InParts, cuts, in_parts, part_of
 
 ITEM = 4
@@ -76,13 +76,15 @@ def opened(data: bytes) -> Iterator[int]:
         yield file.fileno()
 
 
-def filled(case: InParts, placements: tuple[str, ...], axes: tuple[Axis, ...], rank: int, like: Tensor) -> Tensor:
+def filled(case: InParts, sources: tuple[FileSlice, ...], axes: tuple[Axis, ...], rank: int, like: Tensor) -> Tensor:
     """What the handler reads into a tensor that holds other values."""
     staging = read_weights.Staging()
     with opened(case.data) as descriptor:
-        for source in case.sources(placements):
-            into = read_weights._filled_part(like, source, axes, rank)
-            read_weights._fill(into, source, ranges(source, axes, rank), descriptor, staging)
+        for source in sources:
+            boxes = reads(source, axes, rank)
+            read_weights._check_size(like, boxes)
+            for box in boxes:
+                read_weights._fill(read_weights._filled_part(like, box), source, box.ranges, descriptor, staging)
     return like
 
 
@@ -101,7 +103,21 @@ def test_the_handler_reads_into_any_storage_through_any_buffer(
     if turned:  # not contiguous, as a view of something transposed
         like = torch.full(expected.shape[::-1], -1, dtype=dtype).permute(tuple(reversed(range(expected.dim()))))
     with patch.object(read_weights, "STAGING", staging):
-        assert torch.equal(filled(case, placements, axes, rank, like), expected.to(dtype))
+        assert torch.equal(filled(case, tuple(case.sources(placements)), axes, rank, like), expected.to(dtype))
+
+
+@given(in_parts(), st.integers(0, 9), st.integers(1, 30), st.integers(1, 4), st.integers(4, 60))
+def test_the_ranks_read_their_elements_of_a_flat_parameter_wherever_it_is_cut(
+    case: InParts, start: int, shard: int, ranks: int, staging: int
+) -> None:
+    place = FlatPlace(start=start, shard=shard, axis="shard")
+    sources = tuple(evolve(source, flat=place) for source in case.sources(()))
+    row = torch.cat((torch.zeros(start, dtype=torch.int32), case.whole.flatten()))
+    for rank in range(ranks):
+        expected = row[max(rank * shard, start) : max((rank + 1) * shard, start)]
+        with patch.object(read_weights, "STAGING", staging):
+            found = filled(case, sources, (Axis(name="shard", size=ranks),), rank, torch.full_like(expected, -1))
+        assert torch.equal(found, expected)
 
 
 @given(in_parts(), st.data())

@@ -9,6 +9,7 @@ import torch
 from attrs import evolve
 
 import prepkit as pk
+from prepkit.live.observe import observe_env
 from prepkit.testing import tiny_facts
 
 BATCH = torch.arange(12.0).reshape(3, 4)
@@ -50,6 +51,52 @@ def test_a_plan_from_a_file_is_applied_to_the_objects_given(tmp_path: Path) -> N
     ready = pk.apply(pk.load(str(tmp_path / "plan.json")), model=live, optimizer=adam(live))
     assert ready.model is live
     assert not ready.attestation.failed
+
+
+def test_a_config_of_wrong_types_is_refused_with_the_call_to_write() -> None:
+    with pytest.raises(pk.PlanRejected) as refused:
+        pk.build_plan(pk.Config(clip=1.0, mesh=4, overrides="mesh.x"), model())  # type: ignore[arg-type]
+    assert {finding.where: finding.fix for finding in refused.value.findings} == {
+        "config.mesh": "write Mesh(replicate=1, shard=-1, tensor=1)",
+        "config.clip": "write ClipNorm(max_norm=1.0) or ClipValue(max_value=1.0) or NoClip()",
+        "config.overrides": "put it into a list: ['mesh.x']",
+    }
+
+
+def test_what_a_plan_left_open_is_asked_again_where_it_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = model()
+    here = observe_env()
+    cfg = pk.Config(engine=pk.FSDP2(wrap=pk.WrapRoot()), device="cpu")
+    made = pk.build_plan(cfg, live, optimizer=adam(live), env=evolve(here, torch=""))
+    assert "environment.torch-unknown" in [finding.rule for finding in made.warnings]
+    monkeypatch.setattr("prepkit.live.observe.observe_env", lambda: evolve(here, torch="2.6.0"))
+    with pytest.raises(pk.PlanRejected, match=r"environment\.fsdp2-on-cpu at env\.torch: torch 2\.6\.0"):
+        pk.apply(made)
+    assert type(live) is torch.nn.Sequential
+    assert type(live[0].weight) is torch.nn.Parameter
+
+
+def test_a_warning_that_only_apply_can_give_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = pk.build_plan(pk.Config(optimizer=pk.AdamW()), model())
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert pk.apply(made).attestation.failed == ()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("warning environment.launcher-flag at env.variables.ACCELERATE_MIXED_PREC")
+
+
+def test_what_is_to_be_trained_is_not_prepared_under_inference_mode() -> None:
+    made = pk.build_plan(pk.Config(), model())
+    with torch.inference_mode():
+        with pytest.raises(pk.PlanRejected, match=r"plan\.inference-mode at torch\.inference_mode"):
+            pk.apply(made)
+        inside = model()
+    with pytest.raises(pk.PlanRejected, match=r"plan\.inference-mode at model\.0\.weight"):
+        pk.apply(made, model=inside)
+    with torch.inference_mode():
+        pk.apply(pk.build_plan(pk.Config(intent=pk.Intent.INFERENCE), inside))
+    assert pk.apply(made).attestation.failed == ()
 
 
 def test_an_optimizer_spec_may_be_given_in_the_call_or_in_the_config() -> None:

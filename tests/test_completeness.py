@@ -18,7 +18,8 @@ from hypothesis.errors import NoSuchExample
 import prepkit
 from prepkit.config import Config, Engine, Mesh, Mixed, OptimizerSpec, Precision
 from prepkit.config.mesh import AXES
-from prepkit.config.optimizer import OPTIMIZERS
+from prepkit.config.optimizer import OPTIMIZERS, SELECTS
+from prepkit.config.optimizer import __all__ as exported
 from prepkit.config.precision import PRECISIONS
 from prepkit.live.model.names import ROOTS
 from prepkit.planner import PLANNERS
@@ -26,7 +27,6 @@ from prepkit.predict import PREDICTORS
 from prepkit.predict.optimizers import TORCH
 from prepkit.resolve.engines import ENGINES
 from prepkit.resolve.resolved import Resolved
-from prepkit.steps import Algorithm
 from prepkit.sweep import ENGINES as SWEPT
 from prepkit.testing import configs, tiny_facts
 
@@ -72,7 +72,11 @@ TABLES = (
         named(kind for kind, traits in PRECISIONS.items() if traits.compute_dtype is not None),
     ),
     Table("OPTIMIZERS in prepkit/config/optimizer.py", named(OPTIMIZERS), SPECS),
-    Table("Algorithm in prepkit/steps/optimizer.py", get_args(Algorithm), SPECS),
+    Table(
+        "__all__ in prepkit/config/optimizer.py",
+        [name for name in exported if name != "Group"],
+        SPECS,
+    ),
     Table("AXES in prepkit/config/mesh.py", [axis.name for axis in AXES], [field.name for field in fields(Mesh)]),
 )
 
@@ -96,7 +100,7 @@ def test_the_fields_of_a_spec_are_options_of_the_torch_class_of_its_name(spec: t
     kind = getattr(torch.optim, spec.__name__, None)
     assert kind is not None, f"torch.optim has no {spec.__name__}: name the spec in config/optimizer.py as torch does"
     options = inspect.signature(kind).parameters
-    foreign = [field.name for field in fields(spec) if field.name not in options]
+    foreign = [field.name for field in fields(spec) if field.name not in (*options, *SELECTS)]
     assert not foreign, f"torch.optim.{spec.__name__} has no {', '.join(foreign)}: rename them in config/optimizer.py"
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from prepkit import codec
 from prepkit.codec import field_types as codec_shapes
+from prepkit.codec.languages import TAG
 from prepkit.config import (
     FSDP2,
     SGD,
@@ -50,9 +51,10 @@ def test_a_plan_returns_from_its_data_as_it_was() -> None:
 def test_a_union_member_is_written_with_its_kind_and_a_lone_class_without() -> None:
     assert codec.to_data(FSDP2(wrap=WrapClasses(("A", "B")))) == {
         "kind": "FSDP2",
-        "wrap": {"kind": "WrapClasses", "names": ["A", "B"]},
+        "wrap": {"kind": "WrapClasses", "names": ["A", "B"], "paths": []},
         "reshard_after_forward": True,
         "offload": {"kind": "KeepOnDevice"},
+        "ignored": [],
     }
     assert codec.to_data(Mesh()) == {"replicate": 1, "shard": -1, "tensor": 1}
     assert codec.to_data(Agree()) == {"kind": "Agree"}
@@ -61,7 +63,7 @@ def test_a_union_member_is_written_with_its_kind_and_a_lone_class_without() -> N
 def test_no_field_hides_the_tag() -> None:
     classes = [cls for cls in codec_shapes.types() if isinstance(cls, type) and attrs.has(cls)]
     assert classes
-    assert not [cls for cls in classes if codec_shapes.TAG in attrs.fields_dict(cls)]
+    assert not [cls for cls in classes if TAG in attrs.fields_dict(cls)]
 
 
 def test_the_live_target_is_in_no_data_and_no_digest() -> None:
@@ -79,14 +81,14 @@ def test_a_bare_name_stands_for_a_kind_with_its_defaults() -> None:
 
 def test_a_bare_name_of_a_kind_that_needs_more_says_what_it_needs() -> None:
     assert refused({"clip": "ClipNorm"}) == [
-        ("codec.missing-key", "$.clip.max_norm", "ClipNorm needs the key 'max_norm'", "add 'max_norm': a number")
+        ("codec.missing-key", "$.clip.max_norm", "ClipNorm needs the key 'max_norm'", 'add "max_norm": <a number>')
     ]
 
 
 def test_every_unknown_key_is_reported_in_order() -> None:
     assert [where for _, where, _, _ in refused({"mesh": {"z": 1, "a": 2, 3: 4, "shard": 8}})] == [
-        "$.mesh.a",
         "$.mesh.z",
+        "$.mesh.a",
         "$.mesh[3]",
     ]
 
@@ -130,7 +132,7 @@ def test_every_mistake_is_reported_at_once_with_its_place() -> None:
                 "codec.unknown-kind",
                 "$.engine",
                 "'FSDP3' is not one of Single, DDP, FSDP2, FSDP1, TensorParallel, XLA, DeepSpeed",
-                "write 'FSDP2'",
+                'write "FSDP2"',
             ),
         ),
         (
@@ -139,7 +141,7 @@ def test_every_mistake_is_reported_at_once_with_its_place() -> None:
                 "codec.unknown-kind",
                 "$.engine.kind",
                 "'fsdp2' is not one of Single, DDP, FSDP2, FSDP1, TensorParallel, XLA, DeepSpeed",
-                "write 'FSDP2'",
+                'write "FSDP2"',
             ),
         ),
         (
@@ -148,7 +150,7 @@ def test_every_mistake_is_reported_at_once_with_its_place() -> None:
                 "codec.missing-key",
                 "$.engine.kind",
                 "no key 'kind' says which of Single, DDP, FSDP2, FSDP1, TensorParallel, XLA, DeepSpeed this is",
-                "add the key 'kind' with one of these names",
+                'write {"kind": "FSDP2", "wrap": "WrapRoot"} or {"kind": "FSDP1", "wrap": "WrapRoot"}',
             ),
         ),
         (
@@ -188,7 +190,7 @@ def test_every_mistake_is_reported_at_once_with_its_place() -> None:
                 "codec.wrong-type",
                 "$.overrides",
                 "'mesh.size' stands where a list (of text) is expected",
-                "put it into a list: ['mesh.size']",
+                'put it into a list: ["mesh.size"]',
             ),
         ),
         (
@@ -206,7 +208,7 @@ def test_every_mistake_is_reported_at_once_with_its_place() -> None:
                 "codec.wrong-value",
                 "$.precision.reduce_dtype",
                 "'bf16' is not one of 'float32', 'bfloat16', 'float16'",
-                "write 'bfloat16'",
+                'write "bfloat16"',
             ),
         ),
     ],
@@ -281,7 +283,7 @@ def test_every_step_kind_is_tagged_and_every_class_that_plans_hold_is_known() ->
 
 def test_canonical_text_has_sorted_keys_no_spaces_and_letters_as_they_are() -> None:
     assert codec.dumps(Mesh(shard=4)) == '{"replicate":1,"shard":4,"tensor":1}'
-    assert codec.dumps(WrapClasses(("Größe",))) == '{"kind":"WrapClasses","names":["Größe"]}'
+    assert codec.dumps(WrapClasses(("Größe",))) == '{"kind":"WrapClasses","names":["Größe"],"paths":[]}'
     assert (
         codec.digest(Mesh(shard=4)) == "sha256:" + hashlib.sha256(b'{"replicate":1,"shard":4,"tensor":1}').hexdigest()
     )

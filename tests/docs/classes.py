@@ -154,8 +154,10 @@ _SUBJECTS = (
     ("checkpointing", "Recomputing activations"),
     ("compile", "torch.compile"),
     ("weights", "Where weights come from"),
-    ("optimizer", "Optimizer and clipping"),
+    ("optimizer", "Optimizers"),
+    ("clipping", "Gradient clipping"),
     ("loaders", "Data loaders"),
+    ("origin", "Where imported settings were written"),
 )
 
 

@@ -76,7 +76,7 @@ class PageRun:
     def _config(self, block: Block) -> None:
         path = self.folder / f"block-{block.line}.{block.language}"
         path.write_text(block.text)
-        pk.read_config(str(path))
+        pk.import_config(path)
 
     def _python(self, block: Block) -> None:
         code = compile("\n" * block.line + block.text, block.page, "exec", dont_inherit=True)

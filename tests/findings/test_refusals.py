@@ -21,6 +21,9 @@ PREFIXES = {
     "constant": "",
     "_refuse": "config.",
     "_finding": "config.",
+    "error": "import.",
+    "warn": "import.",
+    "_say": "import.",
 }
 """Functions of codec and importers that take an id without its subject, and the subject."""
 
@@ -35,7 +38,7 @@ def _text(node: ast.AST | None) -> str | None:
 
 def _ids(path: Path) -> Iterator[tuple[str, int]]:
     """Ids that the file makes findings with, as far as they stand there in letters, and their lines."""
-    short = path.parent.name in ("codec", "importers")
+    short = path.parent.name in ("codec", "importers", "exporters")
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):
             continue
@@ -44,6 +47,8 @@ def _ids(path: Path) -> Iterator[tuple[str, int]]:
         first = _text(node.args[0]) if node.args else None
         if name == "Finding" and keyword:
             yield keyword, node.lineno
+        elif path.parent.name == "checkpoints" and name == "refused" and first:
+            yield f"checkpoint.{first}", node.lineno
         elif short and name in PREFIXES and first and "." not in first:
             yield PREFIXES[name] + first, node.lineno
 
@@ -81,6 +86,12 @@ def test_no_refusal_has_the_id_of_a_rule_or_of_another_refusal() -> None:
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.id)
 def test_a_refusal_says_what_holds_what_helps_and_where_it_is_met(refusal: object) -> None:
     page = rule_text(refusal)  # type: ignore[arg-type]
-    assert [line.split()[0] for line in page.splitlines()] == ["error", "holds", "fix", "override", "met"]
+    assert [line.split()[0] for line in page.splitlines()] == [
+        refusal.severity.value,
+        "holds",
+        "fix",
+        "override",
+        "met",
+    ]
     assert refusal.summary.endswith(".")  # type: ignore[attr-defined]
     assert refusal.fix.endswith(".")  # type: ignore[attr-defined]

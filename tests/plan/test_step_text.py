@@ -13,6 +13,7 @@ from prepkit.steps import (
     AllocateTensors,
     AutocastForward,
     AutocastFP8Forward,
+    AverageGradients,
     Axis,
     BuildMesh,
     CastForward,
@@ -34,6 +35,7 @@ from prepkit.steps import (
     InitializeMSAMP,
     InitializeTensors,
     LocalDevice,
+    MakeContiguous,
     MarkLeafModules,
     MoveModel,
     MoveToXLA,
@@ -45,6 +47,7 @@ from prepkit.steps import (
     ReadTensors,
     RebindOptimizer,
     ReduceXLAGradients,
+    RegisterEntryPoints,
     RegroupOptimizer,
     ReleaseOptimizer,
     SendTensors,
@@ -59,6 +62,7 @@ from prepkit.steps import (
     UpcastParameters,
     WrapDDP,
     WrapFSDP1,
+    WrapLoader,
 )
 
 POWERSGD = PowerSGDOptions(
@@ -172,6 +176,29 @@ STEPS: tuple[tuple[Step, str], ...] = (
         "the root, over replicate x shard; kept gathered until backward",
     ),
     (
+        ShardUnits(
+            units=(
+                Unit(path="norm", reshard_after_forward=True, full_precision=True),
+                Unit(path="", reshard_after_forward=False),
+            ),
+            param_dtype="bfloat16",
+            reduce_dtype=None,
+            offload=False,
+            pin_memory=False,
+            ignored=("scale", "h.0.w"),
+        ),
+        (
+            "norm (1 unit) then the root, gathered in bfloat16; freed after forward; 1 unit in float32; "
+            "2 parameters whole on every rank"
+        ),
+    ),
+    (MakeContiguous(names=("h.0.w", "h.1.w", "z", "y")), "4 parameters laid in order: h.0..1.w, z and 1 more"),
+    (AverageGradients(names=("scale", "h.0.w")), "of scale, h.0.w over all ranks, once per window"),
+    (
+        AverageGradients(names=("scale",), axes=("replicate", "shard")),
+        "of scale over replicate x shard, once per window",
+    ),
+    (
         WrapDDP(
             device=LocalDevice(type="cuda"),
             broadcast_buffers=True,
@@ -206,6 +233,12 @@ STEPS: tuple[tuple[Step, str], ...] = (
         ),
         ("the model, buckets of 1 MiB, gradients through bf16_compress_wrapper(powerSGD_hook) of rank 2 from step 10"),
     ),
+    (
+        RegisterEntryPoints(names=("generate", "embed"), through="units", in_step=True),
+        "generate, embed: around each call the units gather as around forward, all ranks in step",
+    ),
+    (RegisterEntryPoints(names=("embed",), through="wrapper"), "embed: inside the wrapper's forward"),
+    (RegisterEntryPoints(names=("embed",), through="forward"), "embed: patched as forward is"),
     (ConvertSyncBatchNorm(paths=("h.0.norm", "h.1.norm")), "h.0..1.norm (2 modules)"),
     (
         CreateGradScaler(
@@ -234,6 +267,33 @@ STEPS: tuple[tuple[Step, str], ...] = (
     (
         ShardLoader(index=2, shuffle=False, seed=7, drop_last=True, axes=()),
         "loader 2, undivided, in order, the tail dropped",
+    ),
+    (
+        ShardLoader(index=0, shuffle=False, seed=7, drop_last=False, same_data=2, split="stream", batch_size=3),
+        (
+            "loader 0, 2 neighbours read the same, a stream that every rank reads, with seed 7, batches of 3, "
+            "the tail filled up from the start"
+        ),
+    ),
+    (
+        ShardLoader(index=0, shuffle=False, seed=7, drop_last=False, split="batches", spread=True, dispatch=True),
+        "loader 0, in batches of its own sampler with seed 7, each sample once, read by rank 0 for all",
+    ),
+    (
+        ShardLoader(index=0, shuffle=False, seed=7, drop_last=False, split="sampler"),
+        "loader 0, by its own sampler with seed 7, the tail filled up from the start",
+    ),
+    (
+        ShardLoader(index=0, shuffle=False, seed=7, drop_last=True, split="shards"),
+        "loader 0, a stream in shards, each read by one rank, the tail dropped",
+    ),
+    (
+        WrapLoader(index=1, device=LocalDevice(type="cuda"), ends_window=True, evaluation=False),
+        "loader 1 for training, batches to cuda:<local rank>, its end ends the window",
+    ),
+    (
+        WrapLoader(index=1, device=None, ends_window=False, evaluation=True),
+        "loader 1 for evaluation, batches unmoved",
     ),
     (
         ConvertFP8Linears(

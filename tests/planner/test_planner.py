@@ -22,12 +22,14 @@ from prepkit.config import (
     CompileModel,
     Config,
     DType,
+    EachLoader,
     Engine,
     Intent,
     KeepLoaders,
     Mesh,
     OffloadToCPU,
     Precision,
+    ShardLoaders,
     Single,
     TorchAO,
     WrapPaths,
@@ -52,6 +54,7 @@ from prepkit.steps import (
     UpcastParameters,
     WrapDDP,
     WrapFSDP1,
+    WrapLoader,
 )
 from prepkit.testing import tiny_facts, tiny_loader, tiny_model
 from prepkit.testing.tiny import LIBRARIES, tiny_optimizer
@@ -163,6 +166,11 @@ def test_every_accelerator_kind_has_its_collectives_and_its_local_device(device:
 
 
 def test_offload_on_an_accelerator_asks_for_a_cpu_backend_as_well() -> None:
+    flat = planned(Config(engine=FSDP1(offload=True)), tiny_facts(world=2, device="cuda"))
+    assert only(flat, StartProcessGroup).backend == "cpu:gloo,cuda:nccl"
+    assert (
+        only(planned(Config(engine=FSDP1()), tiny_facts(world=2, device="cuda")), StartProcessGroup).backend == "nccl"
+    )
     offload = Config(engine=FSDP2(offload=OffloadToCPU()))
     made = planned(offload, tiny_facts(world=2, device="cuda"))
     assert only(made, StartProcessGroup).backend == "cpu:gloo,cuda:nccl"
@@ -198,7 +206,58 @@ def test_loaders_are_sharded_unless_they_are_kept() -> None:
     facts = tiny_facts(world=2, loader=tiny_loader(sampler="random"))
     assert only(planned(Config(engine=DDP()), facts), ShardLoader).shuffle
     assert "ShardLoader" not in kinds(planned(Config(engine=DDP(), loaders=KeepLoaders()), facts))
-    assert "ShardLoader" not in kinds(planned(Config(engine=DDP()), evolve(facts, env=evolve(facts.env, world_size=1))))
+    alone = evolve(facts, env=evolve(facts.env, world_size=1))
+    assert only(planned(Config(), alone), ShardLoader).shuffle  # the order is the same on any number of ranks
+    in_order = evolve(alone, loaders=(tiny_loader(sampler="sequential"),))
+    assert "ShardLoader" not in kinds(planned(Config(), in_order))
+
+
+def test_every_loader_is_wrapped_for_its_purpose() -> None:
+    facts = evolve(tiny_facts(world=2, device="cuda"), loaders=(tiny_loader(), tiny_loader(length=37)))
+    choices = EachLoader((ShardLoaders(), ShardLoaders(purpose="evaluation", to_device=False)))
+    made = planned(Config(engine=DDP(), loaders=choices), facts)
+    train, evaluate = (one.step for one in made.steps if isinstance(one.step, WrapLoader))
+    assert (train.device, train.ends_window, train.evaluation) == (LocalDevice(type="cuda"), True, False)
+    assert (evaluate.device, evaluate.ends_window, evaluate.evaluation) == (None, False, True)
+    assert [one.step.spread for one in made.steps if isinstance(one.step, ShardLoader)] == [False, True]
+    kept = planned(Config(engine=DDP(), loaders=KeepLoaders(ends_window=False)), facts)
+    assert [one.step.ends_window for one in kept.steps if isinstance(one.step, WrapLoader)] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "split"),
+    [
+        ({}, 2, "samples"),
+        ({"sampler": "custom"}, 2, "sampler"),
+        ({"custom_batches": True, "batches": 9, "batch_size": None}, 2, "batches"),
+        ({"iterable": True}, 2, "stream"),
+        ({"iterable": True, "shards": 4}, 2, "shards"),
+        ({"iterable": True, "shards": 4}, 3, "stream"),
+    ],
+)
+def test_a_loader_is_divided_as_it_draws(changes: dict[str, Any], world: int, split: str) -> None:
+    facts = tiny_facts(world=world, loader=tiny_loader(**changes))
+    assert only(planned(Config(engine=DDP()), facts), ShardLoader).split == split
+    sent = only(planned(Config(engine=DDP(), loaders=ShardLoaders(dispatch=True)), facts), ShardLoader)
+    assert (sent.dispatch, sent.split) == (True, "stream" if changes.get("iterable") else split)
+
+
+def test_a_plan_says_how_many_samples_are_read_twice() -> None:
+    def reason(length: int, how: ShardLoaders) -> str:
+        facts = tiny_facts(world=4, loader=tiny_loader(length=length, batch_size=2))
+        made = planned(Config(engine=DDP(), loaders=how), facts)
+        return next(one.reason for one in made.steps if isinstance(one.step, ShardLoader))
+
+    assert reason(10, ShardLoaders()).endswith("; 2 of 10 samples are read twice")
+    assert "twice" not in reason(12, ShardLoaders()) + reason(10, ShardLoaders(drop_last=True))
+    assert "twice" not in reason(37, ShardLoaders(purpose="evaluation"))
+    assert "1 of 3 samples are read twice; gather_for_metrics" in reason(3, ShardLoaders(purpose="evaluation"))
+
+
+def test_a_batch_is_split_over_the_ranks_where_that_is_asked_for() -> None:
+    facts = tiny_facts(world=2, loader=tiny_loader(batch_size=4))
+    cfg = Config(engine=DDP(), loaders=ShardLoaders(split_batches=True))
+    assert only(planned(cfg, facts), ShardLoader).batch_size == 2
 
 
 def test_the_root_alone_holds_everything_when_nothing_is_wrapped() -> None:

@@ -131,7 +131,7 @@ def test_bitsandbytes_state_is_as_predicted(name: str, shape: tuple[int, ...]) -
     optimizer.step()
     rule = state_formula(OptimizerInputs(name=name, module=type(optimizer).__module__, groups=()))
     assert rule is not None
-    assert rule(shape, shape, 4, {}).bytes == _stored(optimizer.state[param])
+    assert rule(shape, shape, 4, 0).bytes == _stored(optimizer.state[param])
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "Adam8bit", "AdamW4bit", "AdamWFp8"])
@@ -144,7 +144,7 @@ def test_torchao_state_is_as_predicted(name: str, shape: tuple[int, ...]) -> Non
     parts = [getattr(b, part) for b in buffers for part in ("codes", "scale", "qmap") if hasattr(b, part)] or buffers
     rule = state_formula(OptimizerInputs(name=name, module=type(optimizer).__module__, groups=()))
     assert rule is not None
-    assert rule(shape, shape, 4, {}).bytes == sum(part.untyped_storage().nbytes() for part in parts)
+    assert rule(shape, shape, 4, 0).bytes == sum(part.untyped_storage().nbytes() for part in parts)
 
 
 @pytest.mark.parametrize("shape", [(5,), (7, 3), (2, 3, 4)], ids=str)
@@ -155,7 +155,7 @@ def test_adafactor_keeps_a_row_and_a_column(shape: tuple[int, ...]) -> None:
     optimizer.step()
     rule = state_formula(OptimizerInputs(name="Adafactor", module="torch.optim._adafactor", groups=()))
     assert rule is not None
-    state = rule(shape, shape, 4, {})
+    state = rule(shape, shape, 4, 0)
     assert state.bytes + state.step == _stored(optimizer.state[param])
     assert state.bytes < 4 * prod(shape) or len(shape) == 1
 

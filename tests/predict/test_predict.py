@@ -54,6 +54,10 @@ def said(made: Prediction, start: str) -> str:
     return next((note for note in made.notes if note.startswith(start)), "")
 
 
+def reduced(made: Prediction) -> int:
+    return sum(entry.bytes for entry in made.traffic if entry.what.startswith("gradients"))
+
+
 def only(made: Prediction, what: str) -> Term:
     (found,) = {term for one in made.classes for term in one.terms if term.what.startswith(what)}
     return found
@@ -342,6 +346,12 @@ def test_one_unit_accumulation_offload_and_the_second_copy_of_gradients_are_said
     whole = sum(param.numel * 4 for param in facts.model.params)
     assert only(kept, "whole gradients").bytes == whole
     assert said(kept, "Accumulation over 3 micro-batches")
+    each = predict(make(Config(engine=FSDP2(), accumulation=3, average_each=True, optimizer=AdamW()), facts))
+    assert said(each, "Accumulation over") == ""
+    assert each.fullest.total() == kept.fullest.total() - whole
+    assert reduced(each) == 3 * reduced(kept) > 0
+    copies = Config(engine=DDP(), accumulation=3, optimizer=AdamW())
+    assert reduced(predict(make(evolve(copies, average_each=True), facts))) == 3 * reduced(predict(make(copies, facts)))
     away = predict(make(Config(engine=FSDP2(offload=OffloadToCPU()), optimizer=AdamW()), facts))
     assert said(away, "Host memory").endswith("a node of 4 ranks.")
     assert not away.fullest.category("parameters", "device")

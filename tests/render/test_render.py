@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from math import prod
 
 import pytest
+import torch
 from attrs import evolve
+from torch import nn
 
+from prepkit import api
 from prepkit.config import (
     BF16,
     FSDP2,
@@ -14,6 +18,7 @@ from prepkit.config import (
     AdamW,
     Config,
     Mesh,
+    WrapPaths,
 )
 from prepkit.facts import (
     Env,
@@ -21,6 +26,7 @@ from prepkit.facts import (
     ParamFact,
 )
 from prepkit.findings import Finding, Severity
+from prepkit.plan import Plan
 from prepkit.plan.dtypes import itemsize
 from prepkit.plan.layout import local_shape
 from prepkit.render.findings import findings_text
@@ -140,3 +146,29 @@ def test_a_rule_says_whether_it_can_be_overridden_and_repaired_and_gives_its_exa
         "              fix: b"
     )
     assert "no: no plan exists unless it holds" in rule_text(evolve(rule, overridable=False))
+
+
+def test_the_text_of_a_large_plan_takes_time_in_proportion_to_its_modules() -> None:
+    """Four times the modules may take six times the time; a text that looks at all units for each takes sixteen."""
+    few, many = (plan_of_lists(count) for count in (10, 40))
+    assert seconds(many) < 6 * max(seconds(few), 0.01)
+
+
+def seconds(plan: Plan) -> float:
+    """The fastest of three, in CPU time."""
+    times = []
+    for _ in range(3):
+        began = time.process_time()
+        plan_text(plan)
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def plan_of_lists(lists: int) -> Plan:
+    """A plan with 100 units in each of so many units."""
+    with torch.device("meta"):
+        model = nn.Sequential(
+            *(nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(100)) for _ in range(lists))
+        )
+    cfg = Config(engine=FSDP2(wrap=WrapPaths(("*.*",))))
+    return api.build_plan(cfg, model, env=Env.declare(world_size=2, torch="2.13"))

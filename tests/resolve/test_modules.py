@@ -58,6 +58,7 @@ def test_repeated_blocks_are_the_items_of_uniform_lists() -> None:
         (WrapBlocks(), ("blocks.0", "blocks.1")),
         (WrapClasses(("Linear",)), ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "tail.0", "head")),
         (WrapClasses(("ModuleList",)), ()),
+        (WrapClasses(("ModuleList",), paths=("head", "blocks.1.*")), ("blocks.1.up", "blocks.1.down", "head")),
         (WrapPaths(("blocks.*", "head")), ("blocks.0", "blocks.1", "head")),
         (WrapPaths(("blocks.*", "blocks.0.up")), ("blocks.0.up", "blocks.0", "blocks.1")),
         (WrapSize(9), ("blocks.0", "blocks.1", "tail")),

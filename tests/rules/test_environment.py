@@ -7,7 +7,12 @@ from attrs import evolve
 
 from prepkit.config import DDP, FSDP1, FSDP2, Config, Intent, OffloadToCPU
 from prepkit.facts import Env
-from prepkit.rules import check
+from prepkit.findings import Severity
+from prepkit.resolve.resolved import Resolved
+from prepkit.rules import RULES, check
+from prepkit.rules.rule import Rule
+from prepkit.rules.unknown_torch import BY_RELEASE, ID, OLDEST
+from prepkit.testing import COUNTEREXAMPLES
 from prepkit.testing.tiny import tiny_facts
 from tests.support.rule_findings import rule_ids_in
 
@@ -25,7 +30,8 @@ from tests.support.rule_findings import rule_ids_in
     ],
 )
 def test_offloading_needs_a_backend_for_the_cpu_too(backend: str | None, rules: list[str]) -> None:
-    assert rule_ids_in(Config(engine=FSDP2(offload=OffloadToCPU()), backend=backend)) == rules
+    for engine in (FSDP2(offload=OffloadToCPU()), FSDP1(offload=True)):
+        assert rule_ids_in(Config(engine=engine, backend=backend)) == rules
 
 
 def test_a_device_without_a_known_backend_is_refused_for_engines_of_several_processes_only() -> None:
@@ -63,19 +69,6 @@ def test_slurm_tasks_divide_the_world_size(tasks: str, fires: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "engine", "fires"),
-    [
-        ("ACCELERATE_USE_FSDP", "True", DDP(), 1),
-        ("ACCELERATE_USE_FSDP", "true", FSDP2(), 0),
-        ("ACCELERATE_USE_FSDP", "false", DDP(), 0),
-        ("ACCELERATE_USE_DEEPSPEED", "1", FSDP2(), 1),
-    ],
-)
-def test_a_launcher_flag_of_another_engine_is_a_warning(name: str, value: str, engine: DDP | FSDP2, fires: int) -> None:
-    assert rule_ids_in(Config(engine=engine), variables=((name, value),)) == ["environment.launcher-flag"] * fires
-
-
-@pytest.mark.parametrize(
     ("torch", "device", "ranks", "trains", "says"),
     [
         ("2.6.0", "cpu", 1, False, "fails where a unit is gathered"),
@@ -107,3 +100,24 @@ def test_fsdp2_gathers_and_averages_on_the_cpu(
 )
 def test_torch_is_compared_by_number(torch: str, fires: int) -> None:
     assert rule_ids_in(Config(engine=DDP()), torch=torch) == ["environment.torch-version"] * fires
+
+
+@pytest.mark.parametrize("torch", ["", "nightly"])
+def test_a_torch_that_is_not_known_is_said_where_an_old_one_would_be_refused(torch: str) -> None:
+    facts = evolve(tiny_facts(), env=Env(torch=torch, world_size=4))
+    (found,) = check(Config(engine=FSDP2()), facts)
+    assert (found.rule, found.severity) == (ID, Severity.WARNING)
+    assert "Under torch 2.6 `environment.fsdp2-on-cpu` would say: torch 2.6.0 shards on the CPU" in found.what
+    assert rule_ids_in(Config(engine=DDP()), torch=torch) == []
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.id not in (ID, "environment.torch-version")])
+def test_a_rule_that_reads_the_release_is_asked_with_the_oldest_where_none_is_known(rule: Rule) -> None:
+    cfg, facts = COUNTEREXAMPLES[rule.id]()
+    unknown, old = (evolve(facts, env=evolve(facts.env, torch=torch)) for torch in ("", OLDEST))
+    says = {
+        torch: [hit.where for hit in rule.check(Resolved(cfg=cfg, facts=f))]
+        for torch, f in (("unknown", unknown), ("old", old))
+    }
+    if set(says["old"]) - set(says["unknown"]):
+        assert rule.id in BY_RELEASE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from prepkit.config import BF16, DDP, FSDP2, Config, WrapBlocks, WrapRoot
+from prepkit.config import BF16, DDP, FSDP1, FSDP2, AsStored, Config, DeepSpeed, WrapBlocks, WrapRoot
 from prepkit.facts import ParamFact
 from prepkit.testing.tiny import tiny_facts, tiny_model
 from tests.support.rule_findings import finding_of, fsdp2_with, rule_ids
@@ -39,3 +39,29 @@ def test_units_that_mix_frozen_and_trained_parameters_are_counted_in_one_warning
     assert rule_ids(Config(engine=DDP()), tiny_facts(model, world=2)) == []
     whole = tiny_model(frozen=("layers.0.attn.weight", "layers.0.mlp.weight"))
     assert rule_ids(Config(engine=FSDP2()), tiny_facts(whole, world=2)) == []
+
+
+def test_a_frozen_base_in_bfloat16_beside_adapters_in_float32_needs_torch_2_8() -> None:
+    base = tuple(param.name for param in tiny_model().params)
+    adapter = ParamFact(name="layers.0.attn.lora", shape=(4,), dtype="float32")
+    cfg, facts = fsdp2_with(WrapBlocks(), tiny_model(dtype="bfloat16", frozen=base, extra=(adapter,)))
+    for torch, refused in (("2.6.0", True), ("2.7.1", True), ("2.8.0", False), ("2.13.0+cpu", False)):
+        known = evolve(facts, env=evolve(facts.env, torch=torch, device="cuda"))
+        for precision in (AsStored(), BF16()):
+            assert ("units.mixed-dtypes" in rule_ids(evolve(cfg, precision=precision), known)) is refused
+    old = evolve(facts, env=evolve(facts.env, torch="2.7.1", device="cuda"))
+    finding = finding_of("units.mixed-dtypes", cfg, old)
+    assert "The unit holds parameters of several dtypes" in finding.what
+    assert "torch>=2.8" in finding.fix
+
+
+def test_single_numbers_and_ignored_modules_are_left_out_of_what_a_unit_must_agree_in() -> None:
+    scale = ParamFact(name="norm.scale", shape=(), dtype="bfloat16")
+    facts = tiny_facts(tiny_model(extra=(scale,)), world=2)
+    low = "precision.steps-in-16-bit"
+    assert rule_ids(Config(engine=FSDP2()), facts) == [low]
+    assert "units.scalar" in rule_ids(Config(engine=FSDP1()), facts)
+    assert "deepspeed.scalar" in rule_ids(Config(engine=DeepSpeed(stage=3, micro_batch=2)), facts)
+    odd = tiny_facts(tiny_model(extra=(evolve(scale, name="head.scale", shape=(4,)),)), world=2)
+    assert rule_ids(Config(engine=FSDP2()), odd) == ["units.mixed-dtypes", low]
+    assert rule_ids(Config(engine=FSDP2(ignored=("head",))), odd) == [low]

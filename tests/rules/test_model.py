@@ -6,7 +6,7 @@ import pytest
 from attrs import evolve
 
 from prepkit.config import DDP, FSDP1, FSDP2, XLA, Config
-from prepkit.facts import Env
+from prepkit.facts import ArchitectureFacts, Env
 from prepkit.testing.tiny import marked, tiny_facts, tiny_model
 from tests.support.rule_findings import finding_of, rule_ids
 
@@ -41,3 +41,14 @@ def test_what_prepkit_has_made_of_a_model_is_said_when_it_comes_again() -> None:
     finding = finding_of("model.already-wrapped", Config(), tiny_facts(model))
     assert "DDP, BF16, config 0123456789ab" in finding.what
     assert "ready.unwrap(" in finding.fix
+
+
+def test_a_model_that_transformers_has_cut_is_told_how_fsdp2_cuts_the_same_layers() -> None:
+    model = tiny_model()
+    cut = tuple(evolve(p, cls="DTensor", placements=("shard(0)",)) if "layers" in p.name else p for p in model.params)
+    parallel = evolve(model, params=cut, architecture=ArchitectureFacts(tp_size=2))
+    finding = finding_of("model.sharded-parameters", Config(engine=FSDP2()), tiny_facts(parallel, world=4))
+    assert "transformers has cut the layers over 2 ranks, and FSDP2 shards whole layers" in finding.what
+    assert "write mesh=Mesh(shard=-1, tensor=2)" in finding.fix
+    other = finding_of("model.sharded-parameters", Config(engine=DDP()), tiny_facts(parallel, world=4))
+    assert other.what.endswith("and DDP takes plain ones.")

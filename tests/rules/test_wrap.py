@@ -57,3 +57,10 @@ def test_mending_a_size_of_zero_leaves_no_selection_that_does_nothing() -> None:
     assert rule.repair is not None
     assert rule_ids(cfg, facts) == ["wrap.size-below-one"]
     assert rule_ids(rule.repair(cfg, facts), facts) == []
+
+
+def test_classes_and_paths_can_be_named_together_and_each_is_looked_at() -> None:
+    assert rule_ids(*fsdp2_with(WrapClasses(("Block",), paths=("head",)))) == []
+    assert rule_ids(*fsdp2_with(WrapClasses((), paths=("head",)))) == []
+    finding = finding_of("wrap.pattern-not-found", *fsdp2_with(WrapClasses(("Block",), paths=("hed",))))
+    assert finding.fix == 'Write paths=("layers.*",). Did you mean `head`?'

@@ -65,7 +65,7 @@ from prepkit.steps import (
 )
 from tests.support import fp8_model, library_doubles
 from tests.support.fragile_model import STORED, Tiny, planned, stepped, tiny_on_meta
-from tests.support.planted_faults import CUT, LAID, NORMED, ZERO, WithNorm, bare, eight_bits
+from tests.support.planted_faults import CUT, LAID, NORMED, STRIDED, ZERO, WithNorm, bare, eight_bits, transposed
 from tests.support.snapshot import differences, snapshot
 
 FILES = Config(weights=STORED, optimizer=AdamW(), overrides=("weights.missing-keys",))
@@ -90,6 +90,8 @@ class Case:
 ENGINES: dict[str, Case] = {
     "Single": Case(FULL, 1),
     "Single, created optimizer": Case(evolve(FULL, optimizer=AdamW(), compile=CompileModel(backend="eager")), 1),
+    "Single, entry points": Case(Config(precision=BF16(), entry_points=("embedded",)), 1),
+    "FSDP1, entry points": Case(Config(engine=FSDP1(), entry_points=("embedded",)), 4),
     "Single, float16": Case(Config(precision=FP16(), overrides=("precision.fp16-unsupported",)), 1),
     "DDP": Case(evolve(FULL, engine=DDP()), 4),
     "DDP, synchronised norms": Case(NORMED, 4),
@@ -98,6 +100,8 @@ ENGINES: dict[str, Case] = {
     "FSDP1, flat optimizer": Case(LAID, 4),
     "FSDP2": Case(evolve(FULL, engine=FSDP2()), 4),
     "FSDP2, HSDP": Case(evolve(FULL, engine=FSDP2(), mesh=Mesh(replicate=2, shard=2)), 4),
+    "FSDP2, transposed weights": Case(STRIDED, 4),
+    "FSDP2, parts left whole": Case(Config(engine=FSDP2(ignored=("layers.*.outer",)), optimizer=AdamW()), 4),
     "FSDP2, real group": Case(evolve(FULL, engine=FSDP2(), optimizer=AdamW()), 1),
     "FSDP2, sent by rank 0": Case(evolve(FULL, engine=FSDP2(), weights=SendWeights(), optimizer=AdamW()), 4),
     "DDP, sent by rank 0": Case(Config(engine=DDP(), weights=SendWeights(), optimizer=AdamW()), 4),
@@ -211,6 +215,8 @@ def _tiny(one: Case) -> tuple[Module, Optimizer | None]:
     model = WithNorm() if cfg is NORMED else Tiny(torch.bfloat16)
     if cfg is LAID:
         model.requires_grad_()
+    if cfg is STRIDED:
+        transposed(model)
     return model, None if cfg.optimizer else stepped(model, groups=1 if cfg is LAID else 2)
 
 

@@ -84,6 +84,20 @@ def upcast_but_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -
     return real.do(evolve(step, names=step.names[1:]), target)
 
 
+def average_but_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
+    return real.do(evolve(step, names=step.names[1:]), target)
+
+
+def transpose(target: Target) -> None:
+    outer = target.model.get_parameter("layers.1.outer.weight")
+    outer.data = outer.data.t().contiguous().t()
+
+
+def ungrouped(target: Target) -> None:
+    assert target.whole_gradients is not None
+    target.whole_gradients.groups = ()
+
+
 def shard_but_one(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
     return real.do(evolve(step, units=step.units[1:]), target)
 
@@ -154,7 +168,13 @@ def unwrap_checkpoint(step: Any, target: Target, real: Handler[Any, Target, Any]
 
 def same_rank(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
     memo = real.do(step, target)
-    target.loaders[step.index].sampler.rank = 0
+    target.loaders[step.index].source.batches.part = 0
+    return memo
+
+
+def unwrapped_loader(step: Any, target: Target, real: Handler[Any, Target, Any]) -> Any:
+    memo = real.do(step, target)
+    target.loaders[step.index] = target.loaders[step.index].source.loader
     return memo
 
 

@@ -60,6 +60,11 @@ class Tiny(nn.Module):
         logits: Tensor = self.head(x)
         return logits
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Another way into the model than its forward."""
+        x: Tensor = self.embed(tokens)
+        return x
+
 
 TOKENS = torch.arange(8).reshape(2, 4)
 

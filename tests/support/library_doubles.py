@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from prepkit.live.observe import env
+
 Calls = list[tuple[Any, ...]]
 
 
@@ -113,8 +115,15 @@ class LayerNorm(nn.Module):
         return nn.functional.layer_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.bias, self.eps)
 
 
+def _seems_installed(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    """The environment has the library, as it would have the real one."""
+    real = env._libraries
+    monkeypatch.setattr(env, "_libraries", lambda: (*real(), (library, "2.0")))
+
+
 def transformer_engine(monkeypatch: pytest.MonkeyPatch, *, older: bool = False) -> Calls:
     """Puts the double in place; the calls are ``("autocast", enabled, recipe, whether bfloat16 autocast runs)``."""
+    _seems_installed(monkeypatch, "transformer_engine")
     calls: Calls = []
 
     @contextmanager
@@ -185,6 +194,7 @@ def msamp(monkeypatch: pytest.MonkeyPatch, *, own_ddp: bool = True, fails: bool 
 
     Those under DeepSpeed are ``("deepspeed.initialize", optimizer class, section)``, around DeepSpeed's own for real.
     """
+    _seems_installed(monkeypatch, "msamp")
     calls: Calls = []
 
     def replace(module: nn.Module) -> nn.Module:

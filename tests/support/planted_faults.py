@@ -56,6 +56,7 @@ from tests.support.faulty_handlers import (
     FaultyDo,
     afterwards,
     another_optimizer,
+    average_but_one,
     bind_old,
     cast_buffer,
     changed,
@@ -80,11 +81,14 @@ from tests.support.faulty_handlers import (
     send_but_one,
     shard_but_one,
     stash_but_one,
+    transpose,
+    ungrouped,
     unhook,
     unhook_layer,
     uninitialize,
     untie,
     unwrap_checkpoint,
+    unwrapped_loader,
     upcast_but_one,
     whole_state,
     write_kept,
@@ -96,6 +100,9 @@ from tests.support.gang import Gang
 
 FULL = Config(precision=BF16(), compile=CompileBlocks(backend="eager"), checkpointing=CheckpointBlocks())
 SINGLE, WHOLE, SHARDED = evolve(FULL, engine=Single()), evolve(FULL, engine=DDP()), evolve(FULL, engine=FSDP2())
+WHOLE_PARTS = Config(engine=FSDP2(ignored=("layers.*.outer",)))
+STRIDED = Config(engine=FSDP2(), checkpointing=CheckpointBlocks())
+"""For a model with transposed weights."""
 FLAT = evolve(FULL, engine=FSDP1())
 LAID = Config(engine=FSDP1(use_orig_params=False), precision=BF16())
 HALF = Config(precision=FP16(), overrides=("precision.fp16-unsupported",))
@@ -261,6 +268,21 @@ FAULTS: tuple[Planted, ...] = (
         ("a block is replaced by a fresh one after sharding", afterwards(replace_block), "found Parameter"),
     ),
     *faults(
+        s.MakeContiguous,
+        STRIDED,
+        ("transposed weights stay so", nothing, "lie in the order of their indices: layers.0.outer.weight"),
+        ("one of them stays so", afterwards(transpose), "lie in the order of their indices: layers.1.outer.weight"),
+        without=(s.ShardUnits,),
+    ),
+    *faults(
+        s.AverageGradients,
+        WHOLE_PARTS,
+        ("nobody averages what stays whole", nothing, "what every rank holds whole is averaged: layers.0.outer.weight"),
+        ("a parameter is not averaged", average_but_one, "is averaged: layers.0.outer.weight"),
+        ("it is averaged over no ranks", afterwards(ungrouped), "sizes of the groups: planned [2], found []"),
+        world=2,
+    ),
+    *faults(
         s.WrapDDP,
         WHOLE,
         ("DDP does not wrap", nothing, "WrapDDP: wrapped: the model is a Tiny"),
@@ -298,8 +320,17 @@ FAULTS: tuple[Planted, ...] = (
     *faults(
         s.ShardLoader,
         WHOLE,
-        ("a loader is not split", nothing, "planned DistributedSampler, found SequentialSampler"),
-        ("both ranks read the same part", same_rank, "parts, part, shuffle, seed, drop_last"),
+        ("a loader is not split", nothing, "found (1, 0, 'own', None, None)"),
+        ("both ranks read the same part", same_rank, "parts, part, order and seed of loader 0"),
+        ("a loader has another order", changed(seed=8), "parts, part, order and seed of loader 0"),
+        world=2,
+    ),
+    *faults(
+        s.WrapLoader,
+        WHOLE,
+        ("a loader is not wrapped", unwrapped_loader, "loader 0: planned Loader, found DataLoader"),
+        ("batches stay on the host", changed(device=None), "device of loader 0: planned cpu, found None"),
+        ("the last batch does not end the window", changed(ends_window=False), "ends windows, evaluation and part"),
         world=2,
     ),
     *faults(
@@ -316,6 +347,21 @@ FAULTS: tuple[Planted, ...] = (
         s.WrapDDP,
         evolve(WHOLE, engine=DDP(hook=CompressHook(dtype="float16"))),
         ("DDP forgets the communication hook", changed(hook=None), "communication hooks: planned 1, found 0"),
+    ),
+    *faults(
+        s.RegisterEntryPoints,
+        evolve(SHARDED, entry_points=("embedded",)),
+        ("a method stays outside the units", nothing, "methods run as forward does: embedded runs as the class has it"),
+    ),
+    *faults(
+        s.RegisterEntryPoints,
+        evolve(WHOLE, entry_points=("embedded",)),
+        ("a method is not run by the wrapper", changed(through="forward"), "embedded runs as the class has it"),
+    ),
+    *faults(
+        s.RegisterEntryPoints,
+        evolve(SINGLE, entry_points=("embedded",)),
+        ("a method runs outside autocast", nothing, "embedded runs as the class has it"),
     ),
     *faults(
         s.ConvertSyncBatchNorm, NORMED, ("batch norms stay apart", nothing, "synchronised: norm"), without=(s.WrapDDP,)
@@ -427,6 +473,13 @@ def planted(fault: Planted) -> Iterator[None]:
         KINDS[fault.kind] = row
 
 
+def transposed(model: nn.Module) -> None:
+    """Every block's last weight lies as a transposed one."""
+    for index in range(3):
+        outer = model.get_parameter(f"layers.{index}.outer.weight")
+        outer.data = outer.data.t().contiguous().t()
+
+
 def case(cfg: Config, world: int) -> tuple[Plan, Target]:
     """A model in bfloat16 with an optimizer that has stepped, and its plan."""
     if isinstance(cfg.precision, FP8) or isinstance(cfg.engine, XLA | TensorParallel | DeepSpeed):
@@ -446,6 +499,8 @@ def case(cfg: Config, world: int) -> tuple[Plan, Target]:
     model = make(torch.bfloat16 if isinstance(cfg.precision, BF16) else torch.float32)
     if cfg is LAID:  # units of one flat parameter, which is trained as a whole and in one group
         model.requires_grad_()
+    if cfg is STRIDED:
+        transposed(model)
     optimizer = None if cfg.optimizer else stepped(model, groups=1 if cfg is LAID else 2)
     scheduler = None if optimizer is None else StepLR(optimizer, 1)
     loader: Any = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2)
@@ -467,7 +522,11 @@ def said(rank: int, world: int, index: int | None) -> list[str]:
         lean()
         return [
             text
-            for cfg in ((SINGLE, HALF, EIGHT, FILES) if world == 1 else (WHOLE, SHARDED, FLAT, LAID, CUT, ZERO, SENT))
+            for cfg in (
+                (SINGLE, HALF, EIGHT, FILES)
+                if world == 1
+                else (WHOLE, SHARDED, WHOLE_PARTS, FLAT, LAID, CUT, ZERO, SENT)
+            )
             for text in outcome_of(cfg, world)
         ]
     one = FAULTS[index]

@@ -16,12 +16,13 @@ from prepkit.steps import (
 )
 
 STEP_KINDS = """
-Agree AutocastFP8Forward AutocastForward BuildMesh CastForward CheckpointModules CompileModules ConvertFP8Linears
-ConvertOptimizer ConvertSyncBatchNorm ConvertTransformerEngine CreateGradScaler CreateOptimizer InitializeDeepSpeed
-InitializeMSAMP MarkLeafModules MoveModel MoveToXLA ParallelizeModules PrecomputeFloat8Scales RebindOptimizer
-ReduceXLAGradients RegroupOptimizer ReleaseOptimizer ShardLoader ShardUnits StartProcessGroup UpcastParameters WrapDDP
-WrapFSDP1
-AllocateTensors CheckFiles InitializeTensors ReadTensors SendTensors StashTensors
+Agree AutocastFP8Forward AutocastForward AverageGradients BuildMesh CastForward CheckpointModules CompileModules
+ConvertFP8Linears ConvertOptimizer ConvertSyncBatchNorm ConvertTransformerEngine CreateGradScaler CreateOptimizer
+InitializeDeepSpeed InitializeMSAMP MakeContiguous MarkLeafModules MoveModel MoveToXLA ParallelizeModules
+PrecomputeFloat8Scales
+RebindOptimizer ReduceXLAGradients RegroupOptimizer ReleaseOptimizer ShardLoader ShardUnits StartProcessGroup
+UpcastParameters WrapDDP WrapFSDP1 WrapLoader
+AllocateTensors CheckFiles InitializeTensors ReadTensors RegisterEntryPoints SendTensors StashTensors
 """
 """The kinds that files of format 1 may hold. Removing or renaming one needs another format number."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import prepkit as pk
 from prepkit.config import BF16, FP16, Config
+from prepkit.live.checks import owners
 from prepkit.live.verification import verify
 from prepkit.planner import plan
 from prepkit.steps import CreateGradScaler
@@ -89,3 +91,10 @@ def test_small_gradients_of_tensor_parallel_float16_do_not_vanish(gang2: Gang) -
     for largest, failed in gang2.run(scaled, timeout=60):
         assert largest > 0
         assert failed == []
+
+
+def test_copies_of_an_optimizer_that_keeps_each_parameter_apart_are_looked_at() -> None:
+    plan: Any = SimpleNamespace(owners=SimpleNamespace(master_weights="DeepSpeed's float32 copies"))
+    kept = [[torch.zeros(1)], [torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)]]  # FP16_UnfusedOptimizer's
+    engine = SimpleNamespace(optimizer=SimpleNamespace(fp32_groups=kept))
+    assert list(owners._copies(plan, engine)) == ["a group of them is torch.bfloat16"]

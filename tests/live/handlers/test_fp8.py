@@ -73,17 +73,18 @@ def test_a_layer_in_two_places_is_converted_once_for_both() -> None:
     assert kinds(model)["layers.1.outer"] == "Float8Linear"
 
 
+@pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_every_recipe_reaches_the_layer_with_its_options(recipe: str) -> None:
+def test_every_recipe_reaches_the_layer_with_its_options(recipe: str, pad: bool) -> None:
     from torchao.float8 import Float8LinearConfig
 
     model = Wide()
-    do(step("layers.1.inner", recipe=recipe, pad=False), Target(model=model))
+    do(step("layers.1.inner", recipe=recipe, pad=pad), Target(model=model))
     found = model.get_submodule("layers.1.inner").config
     asked = Float8LinearConfig.from_recipe_name(recipe)
     assert found.cast_config_input == asked.cast_config_input
     assert found.cast_config_weight == asked.cast_config_weight
-    assert (found.emulate, found.pad_inner_dim, found.enable_fsdp_float8_all_gather) == (True, False, False)
+    assert (found.emulate, found.pad_inner_dim, found.enable_fsdp_float8_all_gather) == (True, pad, False)
 
 
 class Sub(nn.Linear):

@@ -103,7 +103,7 @@ def test_what_fully_shard_would_refuse_half_way_is_refused_before_it_begins() ->
     assert problems(sharding("layers", "nose"), Target(model=Scaled())) == (
         "the model has no module nose; build the plan again from this model",
         "layers: a container without forward cannot be a unit; wrap the modules inside it",
-        "scale: a scalar cannot be sharded; make it a tensor of shape (1,)",
+        "scale: a scalar cannot be sharded; plan it among the ignored ones",
         "layers.0.weight: holds a gradient that would be lost; call optimizer.zero_grad() first",
     )
 

@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import cpp_extension
 
 from prepkit.live.handlers import deepspeed, kernel_lock
 from prepkit.live.handlers.kernel_lock import LONGEST_BUILD_S, lock_problems
+from prepkit.live.model.deepspeed import SHARED_MEMORY
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
+from prepkit.live.ranks.group_limits import default_limit
 from prepkit.steps import ConvertOptimizer, InitializeDeepSpeed, Setting
 from tests.support.deepspeed_cpu import lean, own_extensions
-from tests.support.single_step import problems
+from tests.support.single_step import do, gloo_alone, problems
 
 
 @pytest.fixture
@@ -144,14 +148,30 @@ def test_initializing_is_refused_while_the_kernel_of_its_own_optimizer_is_locked
     assert problems(initializing(), target) == ()
 
 
-def test_initializing_is_refused_while_the_collectives_are_locked_unless_they_are_not_compiled(
+def test_deepspeed_meets_its_group_without_collectives_that_wait_for_ever_and_its_groups_have_the_default_one_s_limit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("deepspeed", reason="the extra prepkit[deepspeed] is not installed")
     lean()
-    lock = planted(folder, "deepspeed_shm_comm")
+    import deepspeed as library
+    from deepspeed import ops
+    from deepspeed.comm.torch import build_shm_op
+
+    monkeypatch.setattr(ops, "__compatible_ops__", {**ops.__compatible_ops__, SHARED_MEMORY: True})
+    planted(folder, SHARED_MEMORY)
     target = Target(model=nn.Linear(2, 2))
     assert problems(initializing(), target) == ()
-    monkeypatch.setattr(deepspeed, "_compiles_collectives", lambda: True)
-    monkeypatch.setattr(launcher, "compiler_problems", tuple)
-    assert problems(initializing(), target) == (text_of(lock),)
+    seen: list[Any] = []
+
+    def initialize(**_: Any) -> None:
+        limit = default_limit()
+        assert limit is not None
+        made: Any = dist.new_group([0])
+        seen.append((build_shm_op(), made._get_backend(torch.device("cpu")).options._timeout == limit))
+        raise ValueError("seen enough")
+
+    monkeypatch.setattr(library, "initialize", initialize)
+    with gloo_alone(), pytest.raises(RuntimeError, match="seen enough"):
+        do(initializing(), target)
+    assert seen == [(None, True)]
+    assert ops.__compatible_ops__[SHARED_MEMORY] is True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import prepkit as pk
 from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
 from prepkit.live.step_kinds import handlers
@@ -22,7 +24,7 @@ ONE = StartProcessGroup(backend="gloo", world_size=1, timeout_s=30.0)
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*launcher.VARIABLES, "LOCAL_RANK"):
+    for name in (*launcher.VARIABLES, *launcher.WORLD_SIZE, *launcher.PER_NODE, *launcher.RANK, *launcher.LOCAL_RANK):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -64,6 +66,61 @@ def test_a_launch_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert problems(TWO, nothing()) == (
         "WORLD_SIZE is 3, the plan is for 2 ranks; start 2 processes, or build the plan again here",
     )
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
+def test_mpirun_on_one_node_says_all_that_a_start_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    assert problems(TWO, nothing()) == ()
+    assert (launcher.place(), launcher.local_rank(), launcher.processes()) == ((1, 2), 1, 2)
+
+
+def test_mpirun_on_several_nodes_is_told_what_to_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).items():
+        monkeypatch.setenv(name, value)
+    (text,) = problems(TWO, nothing())
+    assert text.startswith("MPI started 2 processes on several nodes, and MASTER_ADDR is not set; ")
+    assert text.endswith("type mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...")
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    assert problems(TWO, nothing()) == ()
+    assert launcher.local_rank() == 0
+
+
+def test_one_process_that_mpirun_started_is_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "1")
+    target = nothing()
+    undo(ONE, target, do(ONE, target))
+    assert launcher.processes() == 1
+
+
+def applied_under_mpirun(rank: int, world: int) -> tuple[int, float]:
+    """Size of the group and the averaged gradient of rank + 1, where MPI's variables alone say rank and size."""
+    port, names = os.environ["MASTER_PORT"], (*launcher.VARIABLES, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    mpi = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": world, "OMPI_COMM_WORLD_LOCAL_SIZE": world}
+    os.environ.update({name: str(value) for name, value in mpi.items()} | {"MASTER_PORT": port})
+    try:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        cfg = pk.Config(engine=pk.DDP(), device="cpu", timeout_s=30.0)
+        ready = pk.apply(pk.build_plan(cfg, model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0)))
+        size = dist.get_world_size()
+        ready.backward(ready.model(torch.full((1, 1), rank + 1.0)).sum())
+        ready.step()
+        ready.close()
+        return size, float(model.weight)
+    finally:
+        for name in (*mpi, "MASTER_PORT"):
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def test_processes_that_mpirun_started_train_as_under_torchrun(gang2: Gang) -> None:
+    assert gang2.run_fresh(applied_under_mpirun) == [(2, -0.5)] * 2
 
 
 def test_a_running_group_of_another_size_or_backend_is_refused() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from prepkit.config import BF16, DDP, FSDP1, FSDP2, Config, InitWeights, Single
+import prepkit as pk
+from prepkit.config import BF16, DDP, FSDP1, FSDP2, AdamW, AsStored, Config, DeepSpeed, InitWeights, Single
 from prepkit.facts import Env
 from prepkit.live.observe import devices as observe_devices
 from prepkit.live.observe import observe
@@ -32,10 +33,10 @@ WIDE = 64
 class Adapted(nn.Module):
     """A frozen packed layer, and a low-rank adapter beside it that is trained."""
 
-    def __init__(self, bits: int) -> None:
+    def __init__(self, bits: int, stored: torch.dtype = torch.uint8) -> None:
         super().__init__()
         if bits == 4:
-            self.base = bnb.nn.Linear4bit(WIDE, WIDE, bias=False, quant_type="nf4")
+            self.base = bnb.nn.Linear4bit(WIDE, WIDE, bias=False, quant_type="nf4", quant_storage=stored)
         else:
             self.base = bnb.nn.Linear8bitLt(WIDE, WIDE, bias=False, has_fp16_weights=False)
         self.down = nn.Linear(WIDE, 4, bias=False)
@@ -46,9 +47,9 @@ class Adapted(nn.Module):
         return out
 
 
-def packed(bits: int) -> Adapted:
+def packed(bits: int, stored: torch.dtype = torch.uint8) -> Adapted:
     torch.manual_seed(bits)
-    return Adapted(bits).to("cpu")  # which packs
+    return Adapted(bits, stored).to("cpu")  # which packs
 
 
 BITS = pytest.mark.parametrize("bits", [4, 8])
@@ -95,13 +96,15 @@ def test_what_is_packed_is_ignored_and_everything_else_sharded(bits: int) -> Non
     assert lies["base.weight"] == (("Params4bit", ()) if bits == 4 else ("Int8Params", ()))
     assert lies["up.weight"] == ("DTensor", ("shard(0)",))
     terms = {one.what: one.bytes for one in predict(made).at(1).terms if one.category == "parameters"}
-    assert terms["packed weights, whole on every rank"] == model.base.weight.numel()
+    assert terms["what no unit shards, whole on every rank"] == model.base.weight.numel()
     assert terms["padded shards"] == 2 * 4 * WIDE * 4 // 2
 
 
-def train(rank: int, world: int, bits: int, engine: Any) -> tuple[list[str], bool, bool, list[float]]:
+def train(
+    rank: int, world: int, bits: int, engine: Any, stored: torch.dtype = torch.uint8
+) -> tuple[list[str], bool, bool, list[float]]:
     """Failed checks, whether the bytes are as they were, whether the adapter moved, and the adapter itself."""
-    model = packed(bits)
+    model = packed(bits, stored)
     bytes_ = model.base.weight.detach().clone()
     optimizer = torch.optim.SGD([model.down.weight, model.up.weight], lr=0.1)
     before = model.up.weight.detach().clone()
@@ -114,7 +117,13 @@ def train(rank: int, world: int, bits: int, engine: Any) -> tuple[list[str], boo
     inner = ready.unwrap()
     up = inner.up.weight
     moved = up.full_tensor() if isinstance(up, DTensor) else up
-    kept = torch.equal(inner.base.weight, bytes_) and type(inner.base.weight).__name__ in ("Params4bit", "Int8Params")
+    base: Any = inner.base.weight
+    if isinstance(base, DTensor):
+        assert base.to_local().numel() == bytes_.numel() // world, "a shard of the packed weight"
+        base = base.full_tensor()
+    else:
+        assert type(base).__name__ in ("Params4bit", "Int8Params")
+    kept = torch.equal(base.view(torch.uint8), bytes_.view(torch.uint8))
     return failed, kept, not torch.equal(before, moved), moved.flatten()[:4].tolist()
 
 
@@ -138,6 +147,93 @@ def test_an_adapter_is_sharded_by_fsdp2_learns_what_ddp_learns_and_the_bytes_sta
     assert one[3] == other[3] == pytest.approx(copied[3], rel=1e-2)  # bfloat16 gathered, or under autocast
 
 
+STORED = torch.bfloat16
+"""Storage of 4-bit weights that is gathered as it is, so that they can be sharded."""
+
+
+def test_four_bit_weights_in_the_gathered_dtype_are_sharded_and_others_stay_whole_with_a_word() -> None:
+    def whole(stored: torch.dtype, precision: Any) -> tuple[tuple[str, ...], list[str]]:
+        model = packed(4, stored)
+        optimizer = torch.optim.SGD([model.down.weight, model.up.weight], lr=0.1)
+        cfg = Config(engine=FSDP2(), precision=precision)
+        made = planned(cfg, model, optimizer, world=2)
+        (step,) = (one.step for one in made.steps if isinstance(one.step, ShardUnits))
+        return step.ignored, [one.rule for one in made.warnings if one.rule == "units.packed-whole"]
+
+    assert whole(STORED, BF16()) == whole(STORED, AsStored()) == whole(torch.float32, AsStored()) == ((), [])
+    for stored, precision in ((torch.uint8, BF16()), (torch.float32, BF16()), (torch.uint8, AsStored())):
+        assert whole(stored, precision) == (("base.weight",), ["units.packed-whole"])
+
+
+def test_shards_of_packed_weights_are_counted_to_the_byte() -> None:
+    model = packed(4, STORED)
+    optimizer = torch.optim.SGD([model.down.weight, model.up.weight], lr=0.1)
+    made = planned(Config(engine=FSDP2(), precision=BF16()), model, optimizer, world=2)
+    terms = {one.what: one.bytes for one in predict(made).at(1).terms if one.category == "parameters"}
+    assert terms == {"padded shards": (2 * 4 * WIDE * 4 + WIDE * WIDE // 2) // 2}
+    assert "what unpacks packed weights: scales and tables" in predict(made).not_predicted
+    lies = {one.name: (one.cls, one.placements) for one in made.layout}
+    assert lies["base.weight"] == ("DTensor", ("shard(0)",))
+
+
+def test_packed_weights_are_sharded_by_fsdp2_and_the_adapter_learns_what_ddp_learns(gang2: Gang) -> None:
+    one, other = gang2.run(train, 4, FSDP2(), STORED)
+    assert one[:3] == other[:3] == ([], True, True)
+    copied, _ = gang2.run(train, 4, DDP(), STORED)
+    assert one[3] == other[3] == pytest.approx(copied[3], rel=1e-2)  # bfloat16 gathered, or under autocast
+
+
+def train_with_deepspeed(rank: int, world: int, stage: int | None, stored: torch.dtype) -> tuple[list[float], bool]:
+    """Losses of four steps, and whether the packed bytes are as they were. Without a stage: under DDP."""
+    model = packed(4, stored)
+    bytes_ = model.base.weight.detach().clone()
+    engine = DDP() if stage is None else DeepSpeed(stage=stage, micro_batch=8)
+    cfg = Config(engine=engine, precision=BF16(), optimizer=AdamW(lr=0.01))
+    ready = pk.apply(pk.build_plan(cfg, model))
+    losses = []
+    for step in range(4):
+        x = torch.randn(8, WIDE, generator=torch.Generator().manual_seed(rank + 10 * step))
+        loss = ready.model(x).float().square().mean()
+        losses.append(float(loss.detach()))
+        ready.backward(loss)
+        ready.step()
+    weight: Any = ready.unwrap().base.weight
+    if stage == 3:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        assert weight.ds_tensor.numel() == bytes_.numel() // world, "a shard of the packed weight"
+        with GatheredParameters([weight]):
+            kept = torch.equal(weight.detach().view(torch.uint8).flatten(), bytes_.view(torch.uint8).flatten())
+    else:
+        kept = torch.equal(weight.detach().view(torch.uint8), bytes_.view(torch.uint8))
+    ready.close()
+    return losses, kept
+
+
+@pytest.mark.parametrize(("stage", "stored"), [(2, torch.uint8), (3, STORED)])
+def test_an_adapter_beside_packed_weights_learns_under_zero_what_it_learns_under_ddp(
+    gang2: Gang, stage: int, stored: torch.dtype
+) -> None:
+    for (losses, kept), (plain, _) in zip(
+        gang2.run(train_with_deepspeed, stage, stored), gang2.run(train_with_deepspeed, None, stored), strict=True
+    ):
+        assert kept
+        assert losses == pytest.approx(plain, rel=2e-2)
+        assert losses != plain[:1] * 4
+
+
+def test_packed_weights_that_zero_would_cast_or_cannot_partition_are_refused() -> None:
+    def refused(stage: int, stored: torch.dtype) -> bool:
+        return "deepspeed.packed" in errors(
+            packed(4, stored), Config(engine=DeepSpeed(stage=stage), precision=BF16()), 2
+        )
+
+    bad = [(3, torch.uint8), (3, torch.float32), (2, torch.float32)]
+    fine = [(2, torch.uint8), (2, STORED), (3, STORED)]
+    assert [refused(*one) for one in bad] == [True] * 3
+    assert [refused(*one) for one in fine] == [False] * 3
+
+
 @BITS
 def test_a_plan_for_packed_weights_is_rehearsed_without_a_difference(bits: int) -> None:
     model = packed(bits)
@@ -145,6 +241,11 @@ def test_a_plan_for_packed_weights_is_rehearsed_without_a_difference(bits: int) 
     assert rehearse_here(planned(Config(), model, optimizer), model, optimizer=optimizer).fine
     sharded = planned(Config(engine=FSDP2()), model, optimizer, world=8)
     assert rehearse_here(sharded, model, optimizer=optimizer, rank=5).fine
+    if bits == 4:
+        model = packed(4, STORED)
+        optimizer = torch.optim.SGD([model.down.weight, model.up.weight], lr=0.1)
+        sharded = planned(Config(engine=FSDP2()), model, optimizer, world=8)
+        assert rehearse_here(sharded, model, optimizer=optimizer, rank=5).fine
 
 
 # --- device maps ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -267,12 +268,16 @@ def refusal(rank: int, world: int, path: str, harm: str, family: str) -> tuple[s
     real = check_files._difference
     if rank == 1 and harm == "not here":  # this rank has not mounted the folder
         check_files._difference = lambda file: real(evolve(file, path=file.path.replace(path, "/nowhere")))
+    sampled = check_files._sampled
+    if rank == 1 and harm == "other values":  # another checkpoint of the same model stands here under the same path
+        other = f"{path}-of-rank-1"
+        check_files._sampled = lambda file: sampled(evolve(file, path=file.path.replace(path, other)))
     try:
         pk.apply(plan)
     except pk.ApplyHalted as halted:
         return told(halted), not any(hasattr(p, "placements") for p in model.parameters())
     finally:
-        check_files._difference = real
+        check_files._difference, check_files._sampled = real, sampled
     return "", True
 
 
@@ -310,6 +315,21 @@ def test_a_file_that_changed_is_an_error_on_every_rank_before_anything_is_sharde
         assert untouched
 
 
+def test_a_checkpoint_whose_values_are_others_on_one_rank_is_refused_with_file_and_ranks(
+    gang2: Gang, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "one")
+    shutil.copytree(path, f"{path}-of-rank-1")
+    file = sorted((tmp_path / "one-of-rank-1").glob("*.safetensors"))[-1]
+    bytes_ = bytearray(file.read_bytes())
+    bytes_[-1] ^= 1
+    file.write_bytes(bytes_)
+    for text, untouched in gang2.run(refusal, path, "other values", "llama", timeout=30):
+        assert f"{path}/{file.name} has other values on rank 0 and other values on rank 1" in text, text
+        assert text.count(".safetensors") == 1, "the files that are alike are not named"
+        assert untouched
+
+
 def cut_while_reading(rank: int, world: int, path: str) -> str:
     del world
     model, _ = on_meta("llama")
@@ -338,6 +358,7 @@ def test_a_file_that_ends_while_it_is_read_is_an_error_on_every_rank_with_file_a
     for text in (first, second):
         assert "model.safetensors: `" in text
         assert "the file was truncated" in text
+        assert "anew" not in text, "what is to be done says the end of the story, which knows what stands"
 
 
 # --- findings at plan time -----------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from prepkit.facts import Env
 from prepkit.live.observe import env as here
 from prepkit.live.observe import observe
 from prepkit.live.observe.env import observe_env
+from prepkit.live.ranks import launcher
+from prepkit.rules.launcher_flags import FLAGS
 
 RANKED = {"RANK": "5", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "1"}
 
@@ -25,7 +27,7 @@ RANKED = {"RANK": "5", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "1"}
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher, no variable that counts."""
-    for name in (*here.WORLD_SIZE, *here.PER_NODE, *here.RANK, *here.LOCAL_RANK, *here.VARIABLES):
+    for name in (*launcher.WORLD_SIZE, *launcher.PER_NODE, *launcher.RANK, *launcher.LOCAL_RANK, *here.VARIABLES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -35,7 +37,7 @@ def test_without_a_launcher_it_is_one_process() -> None:
     assert (found.torch, found.python) == (torch.__version__, platform.python_version())
 
 
-@pytest.mark.parametrize("name", here.WORLD_SIZE)
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
 def test_each_launcher_says_how_many_processes_there_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "16")
     assert observe_env().world_size == 16
@@ -94,8 +96,12 @@ def test_the_variables_that_matter_are_recorded_sorted_and_no_other(monkeypatch:
 
 
 def test_no_variable_of_the_table_differs_from_rank_to_rank_or_holds_a_secret() -> None:
-    assert set(here.VARIABLES).isdisjoint({*here.RANK, *here.LOCAL_RANK, *RANKED, "HIP_VISIBLE_DEVICES"})
+    assert set(here.VARIABLES).isdisjoint({*launcher.RANK, *launcher.LOCAL_RANK, *RANKED, "HIP_VISIBLE_DEVICES"})
     assert not [name for name in here.VARIABLES if "TOKEN" in name or "KEY" in name]
+
+
+def test_every_flag_that_a_rule_knows_is_recorded() -> None:
+    assert set(FLAGS) <= set(here.VARIABLES)
 
 
 def test_installed_libraries_are_found_with_their_versions_within_ten_milliseconds() -> None:

@@ -122,7 +122,8 @@ def test_a_scheduler_drives_the_optimizer_that_it_holds_and_no_other(make: Any) 
     name = type(scheduler).__name__
     for optimizer, drives in ((own, True), (other, False), (None, False)):
         found = observe(net, optimizer=optimizer, scheduler=scheduler, env=Env()).facts.scheduler
-        assert found == SchedulerFacts(name=name, drives_optimizer=drives)
+        metric = name == "ReduceLROnPlateau"
+        assert found == SchedulerFacts(name=name, drives_optimizer=drives, needs_metric=metric)
 
 
 # --- loaders -------------------------------------------------------------------------------------------------------
@@ -130,6 +131,18 @@ def test_a_scheduler_drives_the_optimizer_that_it_holds_and_no_other(make: Any) 
 
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
+        raise AssertionError("observing draws nothing")
+
+
+class Sharded(Stream):
+    num_shards, _distributed = 6, (0, 2)
+
+    def shard(self, num_shards: int, index: int) -> None:
+        raise AssertionError("observing divides nothing")
+
+
+class Eager(DataLoader[int]):
+    def __iter__(self) -> Any:
         raise AssertionError("observing draws nothing")
 
 
@@ -157,23 +170,38 @@ LOADERS = [
         LoaderFacts(batch_size=2, length=10, sampler="distributed"),
     ),
     (DataLoader(DATA, 2, sampler=Own(DATA)), LoaderFacts(batch_size=2, length=10, sampler="custom")),
-    (DataLoader(DATA, 2, sampler=SubsetRandomSampler([1])), LoaderFacts(batch_size=2, length=10, sampler="custom")),
+    (DataLoader(DATA, 2, sampler=SubsetRandomSampler([1])), LoaderFacts(batch_size=2, length=1, sampler="custom")),
     (
         DataLoader(DATA, 2, sampler=RandomSampler(DATA, replacement=True)),
         LoaderFacts(batch_size=2, length=10, sampler="custom"),
     ),
     (
         DataLoader(DATA, 2, sampler=RandomSampler(DATA, num_samples=3)),
-        LoaderFacts(batch_size=2, length=10, sampler="custom"),
+        LoaderFacts(batch_size=2, length=3, sampler="custom"),
     ),
     (
         DataLoader(DATA, batch_sampler=Pairs(SequentialSampler(DATA), 2, drop_last=False)),
-        LoaderFacts(batch_size=None, length=10, sampler="sequential", custom_batches=True),
+        LoaderFacts(batch_size=None, length=10, sampler="sequential", custom_batches=True, batches=5),
+    ),
+    (
+        DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 3, drop_last=True), num_workers=2),
+        LoaderFacts(batch_size=3, length=10, sampler="random", drop_last=True, workers=2),
+    ),
+    (
+        Eager(DATA, 4, pin_memory=True),
+        LoaderFacts(name="Eager", batch_size=4, length=10, sampler="sequential", own_iteration=True, pin_memory=True),
+    ),
+    (
+        DataLoader(Sharded(), 3),
+        LoaderFacts(batch_size=3, length=None, sampler="sequential", iterable=True, shards=6, divided=True),
     ),
     (DataLoader(DATA, batch_size=None), LoaderFacts(batch_size=None, length=10, sampler="sequential")),
     (DataLoader(Stream(), 3), LoaderFacts(batch_size=3, length=None, sampler="sequential", iterable=True)),
-    (DataLoader(Unsized(), 3, sampler=[1]), LoaderFacts(batch_size=3, length=None, sampler="custom")),
-    ([torch.zeros(1)], LoaderFacts(batch_size=None, length=None, sampler="custom", custom_batches=True)),
+    (DataLoader(Unsized(), 3, sampler=[1]), LoaderFacts(batch_size=3, length=1, sampler="custom")),
+    (
+        [torch.zeros(1)],
+        LoaderFacts(batch_size=None, length=None, sampler="custom", custom_batches=True, name="list", foreign=True),
+    ),
 ]
 
 

@@ -225,8 +225,6 @@ CASES = [
     )
     for case in INSIDE
     for fresh in (False, True)
-    # While the group is being formed, ranks wait in the store's own calls, which only their time-out ends.
-    if not (fresh and case[1:] == (StartProcessGroup, "inside"))
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -117,3 +119,30 @@ def test_an_estimate_counts_in_the_ceiling_and_never_in_what_is_certain() -> Non
     tight = without.fullest.total() + 10**6
     assert pk.fits(plan, tight, activations=10**6)
     assert pk.fits(plan, tight - 1, activations=10**6).verdict == "may not fit"
+
+
+class Idle(nn.Module):
+    """Has a layer that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+def test_what_gets_no_gradient_is_named_because_the_predicted_state_counts_it(caplog: pytest.LogCaptureFixture) -> None:
+    model = Idle()
+    plan = pk.build_plan(Config(optimizer=pk.AdamW()), model)
+    assert any("one that never gets a gradient has none" in note for note in predict(plan).notes)
+    with caplog.at_level(logging.WARNING, logger="prepkit"):
+        pk.activations(plan, model, torch.ones(2, 4))
+    (record,) = caplog.records
+    assert (
+        "2 trained parameters got no gradient from this micro-batch: `idle.weight`, `idle.bias`" in record.getMessage()
+    )
+    caplog.clear()
+    pk.activations(plan, model.used, torch.ones(2, 4))
+    assert not caplog.records

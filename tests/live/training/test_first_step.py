@@ -119,10 +119,12 @@ def test_where_all_is_well_the_attestation_says_so(gang2: Gang, engine: str) -> 
         assert (text, same, checks) == ("", False, 4)
 
 
-def past_the_wrapper(rank: int, world: int) -> str:
+def apart(rank: int, world: int) -> str:
     del world
     ready = prepared("DDP", Whole)
-    ready.backward(ready.unwrap()(torch.full((2, 4), rank + 1.0)).sum())
+    ready.backward(ready.model(torch.full((2, 4), rank + 1.0)).sum())
+    for param in ready.model.parameters():  # as a hook of the user's might
+        param.grad *= rank + 1.0
     try:
         ready.step()
     except FirstStepRefused as error:
@@ -130,8 +132,8 @@ def past_the_wrapper(rank: int, world: int) -> str:
     return ""
 
 
-def test_a_forward_past_ddp_is_seen_by_gradients_that_differ(gang2: Gang) -> None:
-    for text in gang2.run(past_the_wrapper, timeout=60):
+def test_gradients_that_differ_over_the_replicas_are_seen(gang2: Gang) -> None:
+    for text in gang2.run(apart, timeout=60):
         assert "first-step.replicas-differ" in text
         assert "Call ready.model itself in training" in text
 

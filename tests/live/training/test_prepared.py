@@ -13,7 +13,19 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from prepkit.config import DDP, FSDP2, Clip, ClipNorm, ClipValue, Config, Engine, NoClip, Single
+from prepkit.config import (
+    DDP,
+    FSDP2,
+    Clip,
+    ClipNorm,
+    ClipValue,
+    Config,
+    Engine,
+    KeepLoaders,
+    NoClip,
+    ShardLoaders,
+    Single,
+)
 from prepkit.live.model import names
 from prepkit.live.training.drivers import clip, total_norm
 from prepkit.live.training.prepared import Prepared
@@ -77,8 +89,10 @@ def prepare(cfg: Config, world: int) -> Prepared:
     )
 
 
-def train(rank: int, world: int, engine: Engine, how: Clip) -> tuple[dict[str, Tensor], list[float], list[bool], float]:
-    ready = prepare(Config(engine=engine, accumulation=MICRO, clip=how), world)
+def train(
+    rank: int, world: int, engine: Engine, how: Clip, *, each: bool = False
+) -> tuple[dict[str, Tensor], list[float], list[bool], float]:
+    ready = prepare(Config(engine=engine, accumulation=MICRO, clip=how, average_each=each), world)
     norms, stepped_ = [], []
     for window in batches():
         for tokens in window:
@@ -123,9 +137,9 @@ def test_one_process_equals_the_plain_loop(how: Clip) -> None:
 # --- gradient averaging --------------------------------------------------------------------------------------------
 
 
-def averaged(rank: int, world: int, engine: Engine, last: int | None = None) -> list[bool]:
+def averaged(rank: int, world: int, engine: Engine, last: int | None = None, *, each: bool = False) -> list[bool]:
     """For the first micro-batches of a window of three, of which ``last`` ends it: does every rank see one gradient?"""
-    ready = prepare(Config(engine=engine, accumulation=3), world)
+    ready = prepare(Config(engine=engine, accumulation=3, average_each=each), world)
     found = []
     for index, tokens in enumerate(batches()[0]):
         with ready.accumulate(last=index == last):
@@ -146,6 +160,21 @@ def same_everywhere(tensor: Tensor) -> bool:
 @pytest.mark.parametrize("engine", [DDP(), FSDP2()], ids=["ddp", "fsdp2"])
 def test_gradients_are_averaged_at_the_end_of_a_window_only(gang2: Gang, engine: Engine) -> None:
     assert gang2.run(averaged, engine) == [[False, False]] * 2
+
+
+def in_each(rank: int, world: int, engine: Engine) -> tuple[list[bool], Any]:
+    """Whether every rank sees one gradient after each micro-batch, and what training ends with."""
+    found = averaged(rank, world, engine, each=True)
+    return found, train(rank, world, engine, NORM, each=True)
+
+
+@pytest.mark.parametrize("engine", [DDP(), FSDP2()], ids=["ddp", "fsdp2"])
+def test_averaging_in_every_micro_batch_gives_the_same_and_keeps_no_whole_gradients(
+    gang2: Gang, engine: Engine
+) -> None:
+    for found, trained in gang2.run(in_each, engine):
+        assert found == [True, True]
+        assert_equals_the_plain_loop(trained, NORM)
 
 
 @pytest.mark.parametrize("engine", [DDP(), FSDP2()], ids=["ddp", "fsdp2"])
@@ -174,11 +203,12 @@ def test_an_early_end_that_raised_is_forgotten() -> None:
     assert ready.step() is False
 
 
-def test_the_scheduler_ticks_as_often_as_the_plan_says() -> None:
-    ready = prepare(Config(scheduler_ticks=2), 1)
+@pytest.mark.parametrize("ticks", [1, 2])
+def test_the_scheduler_ticks_as_often_as_the_plan_says(ticks: int) -> None:
+    ready = prepare(Config(scheduler_ticks=ticks), 1)
     ready.backward(loss_of(ready.model, batches()[0, 0]))
     assert ready.step()
-    assert ready.scheduler.last_epoch == 2
+    assert ready.scheduler.last_epoch == ticks
 
 
 def test_gradients_are_cleared_after_a_step_and_kept_before_it() -> None:
@@ -209,6 +239,49 @@ def test_a_new_epoch_reaches_the_sharded_loaders_and_passes_the_others_by() -> N
     ready.set_epoch(5)
     assert sampler.epoch == 5
     assert list(sampler) != first
+
+
+# --- loaders -------------------------------------------------------------------------------------------------------
+
+
+def looped(cfg: Config, batches: int) -> tuple[Prepared, list[bool]]:
+    """What ``step`` said in one pass over so many batches."""
+    model, optimizer = fresh()
+    loader = DataLoader(torch.arange(4 * batches) % 4, batch_size=4)  # type: ignore[arg-type]  # it is a data set
+    plan = planned(cfg, model, optimizer, loaders=(loader,))
+    target = applied(plan, model, optimizer, loaders=[loader])
+    ready = Prepared(model=target.model, optimizer=target.optimizer, loaders=tuple(target.loaders), plan=plan)
+    stepped = []
+    for batch in ready.loaders[0]:
+        ready.backward(loss_of(ready.model, batch.reshape(1, 4)))
+        stepped.append(ready.step())
+    return ready, stepped
+
+
+def test_the_last_batch_of_a_pass_ends_the_window() -> None:
+    ready, stepped = looped(Config(accumulation=4), 6)
+    assert stepped == [False, False, False, True, False, True]
+    assert ready.pending == 0
+
+
+@pytest.mark.parametrize("how", [ShardLoaders(ends_window=False), KeepLoaders(purpose="evaluation")])
+def test_a_window_goes_on_in_the_next_pass_where_the_config_says_so(how: ShardLoaders | KeepLoaders) -> None:
+    ready, stepped = looped(Config(accumulation=4, loaders=how), 6)
+    assert stepped == [False, False, False, True, False, False]
+    assert ready.pending == 2
+
+
+def test_metrics_are_gathered_inside_a_loop_and_by_sample() -> None:
+    ready, _ = looped(Config(), 2)
+    with pytest.raises(RuntimeError, match=r"inside a loop over one of ready\.loaders"):
+        ready.gather_for_metrics(torch.zeros(4))
+    for batch in ready.loaders[0]:
+        assert ready.gather_for_metrics({"x": batch, "loss": batch.sum()})["x"].tolist() == batch.tolist()
+        assert ready.gather_for_metrics(["a", "b", "c", "d"]) == ["a", "b", "c", "d"]
+        with pytest.raises(ValueError, match=r"shape \(2,\) for a batch of 4 samples; give it one row per sample"):
+            ready.gather_for_metrics(batch[:2])
+        with pytest.raises(ValueError, match="takes tensors or a list with an item per sample, not 3"):
+            ready.gather_for_metrics(3)
 
 
 # --- clipping ------------------------------------------------------------------------------------------------------

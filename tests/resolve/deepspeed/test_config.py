@@ -22,7 +22,7 @@ from prepkit.config import (
     OptimizerSpec,
     Precision,
 )
-from prepkit.facts import ArchitectureFacts, Facts, LoaderFacts, OptimizerFacts
+from prepkit.facts import ArchitectureFacts, Facts, LoaderFacts, OptimizerFacts, SchedulerFacts
 from prepkit.findings import errors
 from prepkit.plan import Plan
 from prepkit.planner import plan
@@ -426,3 +426,11 @@ def test_inference_needs_no_optimizer_at_stages_zero_and_three() -> None:
     for stage, fine in ((0, True), (1, False), (2, False), (3, True)):
         cfg = Config(engine=DeepSpeed(stage=stage, micro_batch=4), intent=Intent.INFERENCE, clip=NoClip())
         assert (not errors(check(cfg, facts))) is fine
+
+
+def test_a_scheduler_that_deepspeed_makes_or_is_given_ticks_once() -> None:
+    section = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+    given = evolve(tiny_facts(world=2), scheduler=SchedulerFacts(name="WarmupLR", drives_optimizer=False, factory=True))
+    for said, facts in ((section, None), ({}, given)):
+        assert "scheduler-ticks" not in rules(worked(said, facts))
+        assert "scheduler-ticks" in rules(worked(said, facts, cfg_scheduler_ticks=3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-Answers = tuple[str, ...]
+from tests.support.behaviour_rows.answers import Answers
 
 COMBINATION = "test test_a_combination_is_planned_with_its_owner_or_refused_with_every_reason"
 LITERAL = "test test_sections_with_literal_values_need_no_objects"
@@ -21,7 +21,7 @@ INITIALISE: dict[str, Answers] = {
         "test test_a_model_that_deepspeed_splits_learns_what_one_process_learns",
         "deviation the mesh is DeepSpeed's own; prepkit builds none beside it",
     ),
-    "DS-4": ("step ShardLoader", "rule deepspeed.tensor-parallel-loaders"),
+    "DS-4": ("step ShardLoader", "test test_tensor_ranks_of_deepspeed_read_the_same_samples"),
     "DS-5": (
         "test test_the_micro_batch_is_that_of_the_loader",
         "test test_loaders_with_batches_of_their_own_and_no_loader_at_all_leave_the_micro_batch_to_the_user",

@@ -1,0 +1,81 @@
+"""A parameter that another module's forward uses is named before anything is sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prepkit as pk
+
+
+class Child(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+class Parent(nn.Module):
+    """Its own forward uses a child's weight, before or after it has called the child, or not at all."""
+
+    def __init__(self, *uses: str) -> None:
+        super().__init__()
+        self.child, self.other = Child(), Child()
+        self.uses = uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "before" in self.uses:
+            x = nn.functional.linear(x, self.child.inner.weight)
+        x = self.other(self.child(x))
+        if "after" in self.uses:
+            x = nn.functional.linear(x, self.child.inner.weight)
+        return x
+
+
+CLUSTER = pk.Env.declare(world_size=2, device="cuda", torch="2.13", bf16=True)
+CHILDREN = pk.WrapClasses(("Child",))
+
+
+def uses(engine: Any, model: nn.Module, **options: Any) -> list[tuple[str, str]]:
+    cfg = pk.Config(engine=engine, optimizer=pk.SGD(), **options)
+    plan = pk.build_plan(cfg, model, env=CLUSTER)
+    return [(found.rule, found.where) for found in pk.foreign_uses(plan, model, torch.ones(2, 4))]
+
+
+NAMED = [("forward.used-elsewhere", "model.child.inner.weight")]
+
+
+@pytest.mark.parametrize("engine", [pk.FSDP2(wrap=CHILDREN), pk.FSDP1(wrap=CHILDREN)], ids=["fsdp2", "fsdp1"])
+def test_a_childs_weight_in_its_parents_forward_is_a_finding(engine: Any) -> None:
+    assert uses(engine, Parent("before")) == NAMED
+    assert uses(engine, Parent("after"), checkpointing=pk.CheckpointBlocks(blocks=CHILDREN)) == NAMED
+    assert uses(engine, Parent(), checkpointing=pk.CheckpointBlocks(blocks=CHILDREN)) == []
+    with torch.device("meta"):
+        assert uses(engine, Parent("before")) == NAMED
+
+
+def test_what_stays_gathered_may_be_used_after_the_units_own_forward() -> None:
+    kept = pk.FSDP2(wrap=CHILDREN, reshard_after_forward=False)
+    assert uses(kept, Parent("after")) == []
+    assert uses(kept, Parent("before", "after")) == NAMED
+    assert uses(pk.FSDP1(wrap=CHILDREN, sharding="SHARD_GRAD_OP"), Parent("after")) == []
+
+
+def test_engines_without_units_and_the_root_alone_have_none() -> None:
+    assert uses(pk.DDP(), Parent("before")) == []
+    assert uses(pk.FSDP2(wrap=pk.WrapRoot()), Parent("before")) == []
+
+
+def test_the_finding_names_module_and_parameter() -> None:
+    model = Parent("before")
+    plan = pk.build_plan(pk.Config(engine=pk.FSDP2(wrap=CHILDREN), optimizer=pk.SGD()), model, env=CLUSTER)
+    (finding,) = pk.foreign_uses(plan, model, torch.ones(2, 4))
+    assert finding.what.startswith("The forward of the root computes with `child.inner.weight`")
+    assert "the unit `child` alone" in finding.what
+    assert "Leave `child` out" in finding.fix

@@ -1,0 +1,139 @@
+"""Forward, backward and step in another order, or past the wrapper, raise in every window and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import prepkit as pk
+from prepkit.live.training.loop_order import LoopOutOfOrder
+from tests.support.gang import Gang
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(self.inner(x))
+        return out
+
+
+def prepared(engine: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    cfg = pk.Config(engine=engine, optimizer=pk.SGD(lr=0.1), **options)
+    return pk.apply(pk.build_plan(cfg, Layers()))
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.full((2, 4), rank + 1.0)
+
+
+def told(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except LoopOutOfOrder as error:
+        return str(error)
+    return ""
+
+
+def window(ready: Any, rank: int) -> bool:
+    ready.backward(ready.model(batch(rank)).sum())
+    stepped: bool = ready.step()
+    return stepped
+
+
+def past_ddp(rank: int, world: int) -> tuple[str, str, bool, bool]:
+    """Of a later window: a forward past DDP, the second backward of one forward; and whether anything was changed."""
+    del world
+    ready = prepared(pk.DDP())
+    assert window(ready, rank)
+    before = [param.detach().clone() for param in ready.model.parameters()]
+    bypassed = told(lambda: ready.backward(ready.unwrap()(batch(rank)).sum()))
+    loss = ready.model(batch(rank)).sum()
+    ready.backward(loss, more=True)
+    second = told(lambda: ready.backward(ready.unwrap()(batch(rank)).sum()))
+    same = all(torch.equal(one, other) for one, other in zip(before, ready.model.parameters(), strict=True))
+    ready.backward(ready.model(batch(rank)).sum())
+    return bypassed, second, same, ready.step()
+
+
+def test_what_ddp_would_not_average_raises_in_every_window(gang2: Gang) -> None:
+    for bypassed, second, same, stepped in gang2.run(past_ddp, timeout=60):
+        assert "these gradients would be each rank's alone. Call ready.model(...) itself" in bypassed
+        assert 'Config(entry_points=("<method>",))' in bypassed
+        assert second == bypassed
+        assert same
+        assert stepped
+
+
+def unsynced(rank: int, world: int) -> str:
+    del world
+    ready = prepared(pk.DDP())
+    with ready.model.no_sync():
+        ready.backward(ready.model(batch(rank)).sum())
+    return told(ready.step)
+
+
+def test_a_window_that_no_sync_left_unaveraged_is_not_stepped(gang2: Gang) -> None:
+    for text in gang2.run(unsynced, timeout=60):
+        assert "its no_sync() was used" in text
+
+
+def losses(rank: int, world: int, engine: Any, calls: int) -> list[float]:
+    """The parameters' sums after one window of two micro-batches with two losses each, in one backward or in two."""
+    del world
+    ready = prepared(engine, accumulation=2)
+    for at in range(2):
+        if calls == 2:
+            ready.backward(ready.model(batch(rank + at)).sum(), more=True)
+            ready.backward(ready.model(batch(rank + at)).square().sum())
+        else:
+            out = ready.model(batch(rank + at))
+            ready.backward(out.sum() + out.square().sum())
+        assert ready.step() is (at == 1)
+    return [float(getattr(p, "_local_tensor", p).detach().sum()) for p in ready.model.parameters()]
+
+
+@pytest.mark.parametrize("engine", [pk.DDP(), pk.FSDP2()], ids=["ddp", "fsdp2"])
+def test_several_losses_of_one_micro_batch_are_their_sum(gang2: Gang, engine: Any) -> None:
+    at_once = gang2.run(losses, engine, 1, timeout=60)
+    assert gang2.run(losses, engine, 2, timeout=60) == [pytest.approx(sums, rel=1e-5) for sums in at_once]
+
+
+def test_a_forgotten_step_is_noticed_at_the_next_backward_and_when_saving() -> None:
+    ready = prepared(pk.Single())
+    ready.backward(ready.model(batch(0)).sum())
+    assert ready.pending == 1
+    with pytest.raises(RuntimeError, match="a checkpoint holds no gradients"):
+        ready.save("nowhere")
+    with pytest.raises(LoopOutOfOrder, match=r"called again without ready\.step\(\) since"):
+        ready.backward(ready.model(batch(0)).sum())
+    assert ready.step()
+    assert ready.pending == 0
+
+
+def test_a_micro_batch_whose_gradients_were_thrown_away_needs_no_step() -> None:
+    ready = prepared(pk.Single())
+    ready.backward(ready.model(batch(0)).sum())
+    ready.optimizer.zero_grad()
+    assert window(ready, 0)
+
+
+def test_a_step_after_a_backward_by_hand_is_refused() -> None:
+    ready = prepared(pk.Single(), accumulation=2)
+    ready.model(batch(0)).sum().backward()
+    with pytest.raises(LoopOutOfOrder, match=r"without ready\.backward\(loss\) since the last step"):
+        ready.step()
+
+
+def test_an_announced_backward_has_to_come() -> None:
+    ready = prepared(pk.Single())
+    ready.backward(ready.model(batch(0)).sum(), more=True)
+    with pytest.raises(LoopOutOfOrder, match="has announced another backward"):
+        ready.step()

@@ -1,0 +1,142 @@
+"""Optimizers under engines, schedulers against steps: what the table and the facts say is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from torch.optim import lr_scheduler
+
+import prepkit as pk
+from prepkit.config import Config
+from prepkit.facts import Facts, MemberFact
+from prepkit.live.observe.optimizer import horizon, scheduler_facts
+from prepkit.resolve.optimizer_table import FAILS, MEASURED, OTHERWISE, RAISES, places
+from prepkit.rules import check
+from prepkit.testing.tiny import tiny_facts
+from tests.support.rule_findings import rule_ids
+
+PLACES: dict[str, Config] = {
+    "DDP": Config(engine=pk.DDP()),
+    "FSDP1": Config(engine=pk.FSDP1()),
+    "FSDP1, flat": Config(engine=pk.FSDP1(use_orig_params=False)),
+    "FSDP2": Config(engine=pk.FSDP2()),
+    "FSDP2, offloaded": Config(engine=pk.FSDP2(offload=pk.OffloadToCPU())),
+    "TensorParallel": Config(engine=pk.TensorParallel()),
+    **{f"ZeRO {stage}": Config(engine=pk.DeepSpeed(stage=stage)) for stage in range(4)},
+}
+REFUSE = {"optimizer.under-engine", "fsdp1.shaped-optimizer"}
+
+
+def given(key: str) -> Facts:
+    library, _, name = key.partition(".")
+    facts = tiny_facts(world=2)
+    assert facts.optimizer is not None
+    return evolve(facts, optimizer=evolve(facts.optimizer, name=name, module=f"{library}.some"))
+
+
+@pytest.mark.parametrize("key", FAILS)
+def test_every_engine_under_which_an_optimizer_fails_is_refused_and_no_other(key: str) -> None:
+    for place, cfg in PLACES.items():
+        assert places(cfg) == (place,)
+        refused = REFUSE & set(rule_ids(cfg, given(key)))
+        assert bool(refused) == (place in FAILS[key]), f"{key} under {place}: {refused or 'no finding'}"
+
+
+def test_layers_that_are_cut_under_fsdp2_count_as_both() -> None:
+    cfg = Config(engine=pk.FSDP2(), mesh=pk.Mesh(shard=2, tensor=2))
+    assert places(cfg) == ("FSDP2", "TensorParallel")
+    assert {place for row in FAILS.values() for place in row} <= {*MEASURED}
+    assert {how for row in FAILS.values() for how in row.values()} == {RAISES, OTHERWISE}
+
+
+def test_one_of_several_optimizers_is_refused_by_its_place() -> None:
+    facts = tiny_facts(world=2)
+    assert facts.optimizer is not None
+    (group,) = facts.optimizer.groups
+    two = (evolve(group, slots=group.slots[:2]), evolve(group, slots=group.slots[2:]))
+    members = tuple(MemberFact(name=name, module="torch.optim.x", groups=1) for name in ("AdamW", "Rprop"))
+    several = evolve(facts, optimizer=evolve(facts.optimizer, groups=two, members=members, module=""))
+    (found,) = check(Config(engine=pk.FSDP2()), several)
+    assert (found.rule, found.where) == ("optimizer.under-engine", "optimizer[1]")
+
+
+def test_an_asked_for_optimizer_is_held_against_the_table_as_a_given_one() -> None:
+    facts = tiny_facts(world=2, optimizer=False)
+    assert "optimizer.under-engine" in rule_ids(Config(engine=pk.FSDP2(), optimizer=pk.Adafactor()), facts)
+    assert "fsdp1.shaped-optimizer" in rule_ids(Config(engine=pk.FSDP1(), optimizer=pk.Adafactor()), facts)
+    assert not REFUSE & set(rule_ids(Config(engine=pk.DDP(), optimizer=pk.Adafactor()), facts))
+
+
+def test_lamb_of_any_library_is_refused_where_zero_steps_parts_of_all_parameters() -> None:
+    assert "optimizer.under-engine" in rule_ids(Config(engine=pk.DeepSpeed(stage=2)), given("apex.LAMB"))
+    assert "optimizer.under-engine" not in rule_ids(Config(engine=pk.DeepSpeed(stage=0)), given("apex.LAMB"))
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+def _partial(optimizer: torch.optim.Optimizer) -> Any:
+    from functools import partial
+
+    def rate(step: int, *, num_training_steps: int) -> float:
+        return max(0.0, 1 - step / num_training_steps)
+
+    return lr_scheduler.LambdaLR(optimizer, partial(rate, num_training_steps=70))  # as transformers makes them
+
+
+@pytest.mark.parametrize(
+    ("make", "ticks"),
+    [
+        (lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=50), 50),
+        (lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=40), 40),
+        (lambda o: lr_scheduler.PolynomialLR(o, total_iters=30), 30),
+        (lambda o: lr_scheduler.LinearLR(o, total_iters=5), None),  # a warm-up: what follows is meant
+        (lambda o: lr_scheduler.LambdaLR(o, lambda _: 1.0), None),
+        (_partial, 70),
+        (
+            lambda o: lr_scheduler.SequentialLR(
+                o, [lr_scheduler.LinearLR(o, total_iters=5), lr_scheduler.CosineAnnealingLR(o, T_max=40)], [5]
+            ),
+            45,
+        ),
+    ],
+)
+def test_the_horizon_of_a_scheduler_is_read_where_it_has_one(make: Any, ticks: int | None) -> None:
+    assert horizon(make(_optimizer())) == ticks
+
+
+def test_a_scheduler_is_refused_when_it_runs_out_and_warned_of_when_it_never_ends() -> None:
+    optimizer = _optimizer()
+    for ticks, steps, per, rules in (
+        (100, 100, 1, []),
+        (100, 99, 1, []),
+        (100, 101, 1, ["scheduler.runs-out"]),  # OneCycleLR raises at the tick after its last
+        (400, 100, 4, []),
+        (100, 100, 4, ["scheduler.runs-out"]),
+        (100, 50, 1, ["scheduler.never-ends"]),
+        (100, 50, 0, []),
+    ):
+        seen = scheduler_facts(lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=ticks), optimizer)
+        facts = evolve(tiny_facts(), scheduler=seen)
+        found = check(Config(total_steps=steps, scheduler_ticks=per), facts)
+        assert [finding.rule for finding in found] == rules, (ticks, steps, per)
+
+
+def test_a_scheduler_that_wants_a_metric_is_stepped_by_the_user() -> None:
+    optimizer = _optimizer()
+    seen = scheduler_facts(lr_scheduler.ReduceLROnPlateau(optimizer), optimizer)
+    facts = evolve(tiny_facts(), scheduler=seen)
+    assert rule_ids(Config(), facts) == ["scheduler.metric"]
+    assert rule_ids(Config(scheduler_ticks=0), facts) == []
+
+
+def test_a_closure_makes_all_gradients_of_a_step() -> None:
+    facts = given("torch.LBFGS")
+    one = evolve(facts, env=evolve(facts.env, world_size=1))
+    assert "optimizer.closure" not in rule_ids(Config(), one)
+    assert "optimizer.closure" in rule_ids(Config(accumulation=2), one)
+    assert "optimizer.closure" in rule_ids(Config(engine=pk.DeepSpeed(stage=0)), facts)

@@ -1,0 +1,151 @@
+"""Section 10: the settings that reach those functions; most are told with the row that acts on them."""
+
+from __future__ import annotations
+
+from tests.support.behaviour_rows.answers import (
+    FLAG,
+    MOVED,
+    NO_CONTEXT_PARALLEL,
+    TYPED,
+    Answers,
+)
+
+FLAGS = "test test_a_flag_is_a_warning_where_the_config_says_otherwise_and_silent_where_it_agrees"
+
+ARGUMENTS: dict[str, Answers] = {
+    "K-1": ("row PR-2",),
+    "K-2": ("row ST-20", FLAG, FLAGS),
+    "K-3": ("row ST-50", FLAG, FLAGS),
+    "K-4": ("rule environment.device", FLAG, FLAGS),
+    "K-5": ("row W-12",),
+    "K-6": ("row DL-16",),
+    "K-7": ("row CM-1",),
+    "K-8": ("row PC-1", "rule environment.launcher-flag"),
+    "K-9": ("row ST-7", FLAG),
+    "K-10": ("row ST-6", FLAG),
+    "K-11": ("row ST-40",),
+    "K-12": ("row DM-2",),
+    "K-13": ("rule fp8.launcher-flag", "test test_a_launcher_flag_is_compared_in_any_case"),
+    "K-14": ("row ST-10", FLAG),
+    "K-15": (NO_CONTEXT_PARALLEL,),
+    "K-16": (FLAG, FLAGS, "deviation XLA computes in the precision of the config"),
+    "K-17": ("rule deepspeed.hpu-lazy", "test test_a_lazy_hpu_offloads_nothing"),
+    "K-18": ("row DP-5",),
+    "K-19": ("row XL-1",),
+    "K-20": (
+        "test test_each_launcher_says_how_many_processes_there_are",
+        "test test_mpirun_on_one_node_says_all_that_a_start_needs",
+    ),
+}
+
+FSDP: dict[str, Answers] = {
+    "K-F1": (
+        "deviation FSDP1() and FSDP2() are two engines with fields of their own",
+        "test test_an_unknown_kind_anywhere_is_a_finding_at_its_path",
+    ),
+    "K-F2": ("row F1-40", "test test_a_strategy_gives_the_mesh_its_axes"),
+    "K-F3": ("rule reshard.not-a-factor", "test test_every_option_reaches_torch"),
+    "K-F4": ("test test_every_option_reaches_torch", "rule fsdp1.offload-on-cpu"),
+    "K-F5": ("test test_what_is_asked_for_reaches_torch", TYPED),
+    "K-F6": (
+        "test test_a_precision_gives_the_dtypes_in_which_flat_parameters_are_computed_reduced_and_buffered",
+        TYPED,
+    ),
+    "K-F7": ("row H-11a", "rule wrap.size-below-one"),
+    "K-F8": ("rule wrap.class-not-found", "test test_a_class_in_the_wrong_case_gets_the_right_spelling"),
+    "K-F9": ("rule wrap.size-below-one",),
+    "K-F10": ("rule units.ignored-not-found", "row M2-6"),
+    "K-F11": (
+        "test test_what_two_ranks_saved_goes_on_on_other_meshes_and_engines",
+        "test test_an_export_is_what_from_pretrained_loads",
+        "deviation ready.save writes shards and ready.export the whole: nothing is chosen beforehand",
+    ),
+    "K-F12": ("test test_what_is_asked_for_reaches_torch",),
+    "K-F13": ("row F1-47",),
+    "K-F14": ("row F1-4",),
+    "K-F15": (
+        "rule fsdp1.sync-on-cpu",
+        "test test_every_unit_is_told_the_device_of_the_rank_and_whether_rank_0_is_broadcast",
+    ),
+    "K-F16": ("test test_what_is_asked_for_reaches_torch", TYPED),
+    "K-F17": ("row F1-8", "step CheckpointModules"),
+    "K-F18": ("pending memory: activations that are recomputed are not offloaded",),
+    "K-F19": ("row M2-13", "step SendTensors"),
+}
+
+DEEPSPEED_PLUGIN: dict[str, Answers] = {
+    "K-DS1": ("row DP-2",),
+    "K-DS2": ("row DS-10",),
+    "K-DS3": ("row DS-12",),
+    "K-DS4": ("rule deepspeed.no-stage", "rule deepspeed.stage"),
+    "K-DS5": ("row DS-7",),
+    "K-DS6": ("row DS-26",),
+    "K-DS7": ("row DS-26",),
+    "K-DS8": ("rule deepspeed.offload",),
+    "K-DS9": ("rule deepspeed.offload",),
+    "K-DS10": ("row DP-40",),
+    "K-DS11": (
+        "test test_a_resumed_run_goes_on_as_if_nothing_had_been",
+        "deviation an export asks for no key of the JSON",
+    ),
+    "K-DS12": ("row DS-19",),
+    "K-DS13": ("row DP-12",),
+    "K-DS14": ("test test_ms_amp_gets_a_section_of_its_own_and_its_own_initialize",),
+    "K-DS15": ("row DS-26",),
+    "K-DS16": ("rule deepspeed.tensor-parallel",),
+}
+
+COMPILE_PLUGIN: dict[str, Answers] = {
+    "K-DY1": ("row CM-3", "test test_every_option_of_compiling_reaches_torch_and_deepspeed"),
+    "K-DY2": ("rule compile.unknown-mode", "test test_every_option_of_compiling_reaches_torch_and_deepspeed"),
+    "K-DY3": ("test test_every_option_of_compiling_reaches_torch_and_deepspeed",),
+    "K-DY4": ("test test_every_option_of_compiling_reaches_torch_and_deepspeed", "rule compile.dynamic-cut"),
+    "K-DY5": ("pending memory: torch.compile(options=...)",),
+    "K-DY6": ("rule compile.switched-off", "deviation what is not to be compiled is not asked for"),
+    "K-DY7": ("row CM-4",),
+}
+
+HANDLERS: dict[str, Answers] = {
+    "K-H1": ("row DDP-4", "test test_every_option_reaches_the_wrapper"),
+    "K-H2": ("row AMP-2",),
+    "K-H3": ("test test_the_scaler_has_the_numbers_of_the_step_and_is_taken_back", "rule precision.loss-scale"),
+    "K-H4": (
+        "rule values.timeout",
+        "step StartProcessGroup",
+        "test test_a_two_dimensional_mesh_keeps_the_time_out_of_the_plan",
+        "deviation 600 s for every backend",
+    ),
+    "K-H5": (
+        "test test_only_what_was_asked_for_is_passed_to_older_libraries",
+        "test test_block_scaling_gets_no_history_and_may_run_in_evaluation",
+    ),
+    "K-H6": ("test test_every_recipe_reaches_the_layer_with_its_options",),
+    "K-H7": ("step InitializeMSAMP", "test test_ms_amp_takes_model_and_optimizer_together"),
+    "K-H8": ("deviation the combined recipe is not offered: each library has its own options",),
+    "K-H9": ("row W-30", "row W-31", "row G-18"),
+    "K-H10": ("row DL-10", "row DL-26", MOVED),
+}
+
+MESH_FIELDS: dict[str, Answers] = {
+    "K-PC1": ("row PC-1", "row PC-2"),
+    "K-PC2": ("row PC-1", "row PC-2"),
+    "K-PC3": ("row PC-1", "row PC-2"),
+    "K-PC4": (NO_CONTEXT_PARALLEL,),
+    "K-PC5": (NO_CONTEXT_PARALLEL,),
+    "K-PC6": (NO_CONTEXT_PARALLEL,),
+    "K-PC7": (NO_CONTEXT_PARALLEL,),
+    "K-PC8": (NO_CONTEXT_PARALLEL,),
+    "K-PC9": (NO_CONTEXT_PARALLEL,),
+    "K-PC10": (NO_CONTEXT_PARALLEL,),
+    "K-PC11": (NO_CONTEXT_PARALLEL,),
+    "K-PC12": ("deviation the flag that only gives a warning is not offered",),
+}
+
+KNOBS: dict[str, Answers] = {
+    **ARGUMENTS,
+    **FSDP,
+    **DEEPSPEED_PLUGIN,
+    **COMPILE_PLUGIN,
+    **HANDLERS,
+    **MESH_FIELDS,
+}

@@ -1,0 +1,47 @@
+"""Section 11: what has changed since the seeds; each row is answered where the behaviour stands."""
+
+from __future__ import annotations
+
+from tests.support.behaviour_rows.answers import FLAG, NO_CONTEXT_PARALLEL, Answers
+
+SINCE: dict[str, Answers] = {
+    "SS-1": ("row BK-2",),
+    "SS-2": ("test test_what_is_placed_by_whom",),
+    "SS-3": ("row K-13",),
+    "SS-4": ("rule quantised.other-device", "row Q-6"),
+    "SS-5": ("rule mesh.ddp-alone", "row DDP-1"),
+    "SS-6": ("row TP-1", "row H-3"),
+    "SS-7": ("rule units.ignored-not-found",),
+    "SS-8": ("row PR-12", "row PR-13"),
+    "SS-9": ("row P2-6",),
+    "SS-10": ("test test_released_slots_hold_distinct_empty_parameters_and_no_state",),
+    "SS-11": ("test test_shards_of_cut_layers_on_four_processes_learn_what_one_process_learns",),
+    "SS-12": ("rule ties.split", "rule optimizer.foreign-parameters"),
+    "SS-13": ("test test_two_axes_replicate_and_shard", "row M2-5"),
+    "SS-14": ("row M2-6",),
+    "SS-15": ("test test_frozen_parameters_are_not_upcast", "row M2-15"),
+    "SS-16": ("row M2-11",),
+    "SS-17": ("rule weights.not-filled", "row M2-13"),
+    "SS-18": ("row H-19",),
+    "SS-19": ("row H-16",),
+    "SS-20": ("test test_declared_blocks_go_before_repeated_ones", "row H-12a"),
+    "SS-21": (NO_CONTEXT_PARALLEL,),
+    "SS-22": ("test test_numbers_of_spec_and_schedule_reach_the_sections",),
+    "SS-23": ("deviation the communication dtype under ROCm is what the JSON says",),
+    "SS-24": ("row DP-12",),
+    "SS-25": ("row ST-48",),
+    "SS-26": (NO_CONTEXT_PARALLEL,),
+    "SS-27": ("test test_weights_are_gathered_in_float8_where_they_can_be", "row X-4"),
+    "SS-28": ("test test_norms_need_a_bias_to_be_taken", "rule fp8.unsupported-blocks"),
+    "SS-29": ("rule fp8.msamp-deprecated",),
+    "SS-30": ("row K-F6", "row K-F19"),
+    "SS-31": ("test test_every_accelerator_kind_has_its_collectives_and_its_local_device", "row ST-4"),
+    "SS-32": ("rule precision.fp16-unsupported", "rule precision.bf16-unsupported"),
+    "SS-33": ("test test_every_accelerator_gets_torch_s_scaler_for_its_type",),
+    "SS-34": (FLAG, "test test_what_the_launcher_writes_when_nobody_asked_says_nothing"),
+    "SS-35": ("row CM-4", "row G-46"),
+    "SS-36": ("row DL-7", "row DL-21n"),
+    "SS-37": ("row W-32",),
+    "SS-38": ("test test_whole_and_sharded_gradients_have_one_norm_together",),
+    "SS-39": ("test test_a_meta_copy_keeps_ties_buffers_and_the_optimizer_s_hold",),
+}

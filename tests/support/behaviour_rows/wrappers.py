@@ -1,0 +1,76 @@
+"""Section 7: optimizer, scheduler, the engine of DeepSpeed, accumulation."""
+
+from __future__ import annotations
+
+from tests.support.behaviour_rows.answers import LOOP, NO_SINGLETON, NO_WRAPPER, Answers
+
+OPTIMIZER: dict[str, Answers] = {
+    "W-1": (
+        NO_WRAPPER,
+        "test test_without_a_release_every_slot_and_all_state_stay_the_same_objects",
+        "deviation LOMO, which steps inside backward, is not offered",
+    ),
+    "W-2": (NO_WRAPPER, "test test_a_scheduler_made_before_still_drives_the_optimizer_after"),
+    "W-3": ("step RebindOptimizer", "test test_counters_of_a_capturable_optimizer_go_to_the_device_and_others_stay"),
+    "W-4": ("test test_gradients_are_cleared_after_a_step_and_kept_before_it",),
+    "W-5": (
+        LOOP,
+        "test test_a_window_that_overflows_steps_neither_optimizer_nor_scheduler_and_halves_the_scale",
+        "test test_gradients_are_averaged_once_before_each_step",
+        "deviation ready.step takes no closure",
+    ),
+    "W-6": ("test test_a_window_that_overflows_steps_neither_optimizer_nor_scheduler_and_halves_the_scale",),
+    "W-7": (NO_WRAPPER, "deviation whoever has an optimizer with train and eval calls them on it"),
+    "W-8": ("step MoveToXLA", "test test_the_optimizer_follows_its_parameters_by_name_with_its_state"),
+    "W-9": (NO_WRAPPER,),
+}
+
+SCHEDULER: dict[str, Answers] = {
+    "W-10": (NO_WRAPPER, "test test_the_scheduler_ticks_as_often_as_the_plan_says"),
+    "W-11": ("rule scheduler.other-optimizer", "rule scheduler.without-optimizer"),
+    "W-12": ("rule values.scheduler-ticks", "deviation the scheduler ticks after optimizer steps alone"),
+    "W-13": (
+        "test test_gradients_are_cleared_after_a_step_and_kept_before_it",
+        "test test_two_processes_equal_the_plain_loop",
+    ),
+    "W-14": ("test test_a_window_that_overflows_steps_neither_optimizer_nor_scheduler_and_halves_the_scale",),
+    "W-15": ("row W-16",),
+    "W-16": (
+        "test test_the_scheduler_ticks_as_often_as_the_plan_says",
+        "deviation scheduler_ticks per optimizer step, 1 by default, however many processes run",
+    ),
+    "W-17": ("deviation no warning of torch is silenced", "test test_reading_an_architecture_warns_of_nothing"),
+}
+
+ENGINE: dict[str, Answers] = {
+    "W-20": ("test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler",),
+    "W-22": (
+        "rule deepspeed.scheduler-ticks",
+        "test test_a_scheduler_that_deepspeed_makes_or_is_given_ticks_once",
+        "test test_optimizer_and_scheduler_of_the_config_are_made_and_stepped_by_deepspeed",
+    ),
+    "W-23": (
+        "test test_a_window_that_ends_early_loses_no_micro_batch",
+        "test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler",
+    ),
+    "W-24": ("test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler",),
+    "W-25": (LOOP, "test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler"),
+}
+
+ACCUMULATION: dict[str, Answers] = {
+    "W-30": (
+        "test test_a_window_that_is_ended_early_is_averaged_and_stepped",
+        "test test_the_last_batch_of_a_pass_ends_the_window",
+    ),
+    "W-31": (
+        "test test_gradients_are_averaged_at_the_end_of_a_window_only",
+        "test test_averaging_in_every_micro_batch_gives_the_same_and_keeps_no_whole_gradients",
+    ),
+    "W-32": (
+        "test test_gradients_are_averaged_at_the_end_of_a_window_only",
+        "test test_a_window_that_no_sync_left_unaveraged_is_not_stepped",
+    ),
+    "W-33": (NO_SINGLETON, "test test_two_engines_in_one_program_are_driven_each_by_its_own"),
+}
+
+WRAPPERS: dict[str, Answers] = {**OPTIMIZER, **SCHEDULER, **ENGINE, **ACCUMULATION}
