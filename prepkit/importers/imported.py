@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attrs import frozen
+from attrs import fields, frozen, has
 
 from prepkit.config import Config, Origin
 from prepkit.facts import Env
@@ -48,9 +48,12 @@ class Imported:
 
     def _lines(self) -> Iterator[str]:
         yield f"imported from {self.kind}"
-        width = max((len(origin.setting) for origin in self.config.origins), default=0)
+        written: dict[str, list[str]] = {}
         for origin in self.config.origins:
-            yield f"  {origin.setting:<{width}}  {_value(self.config, origin.setting)}  from {origin}"
+            written.setdefault(origin.setting, []).append(str(origin))
+        width = max(map(len, written), default=0)
+        for setting, places in written.items():
+            yield f"  {setting:<{width}}  {_value(self.config, setting)}  from {', '.join(places)}"
         said = {"world size": self.world_size, "per node": self.per_node, "device": self.device}
         declared = ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
         if declared:
@@ -65,5 +68,15 @@ def _value(config: Config, setting: str) -> str:
     value: object = config
     for name in setting.split(".")[1:]:
         value = getattr(value, name, value)
-    text = repr(value)
+    text = _brief(value)
     return text if len(text) <= 60 else f"{text[:58]} …"
+
+
+def _brief(value: object) -> str:
+    """``repr``, without the fields that have their defaults."""
+    if not has(type(value)):
+        return repr(value)
+    said = [(one.name, getattr(value, one.name)) for one in fields(type(value)) if one.repr]
+    plain = {one.name: one.default for one in fields(type(value))}
+    inside = ", ".join(f"{name}={_brief(held)}" for name, held in said if held != plain[name])
+    return f"{type(value).__name__}({inside})"

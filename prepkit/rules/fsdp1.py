@@ -112,8 +112,8 @@ def _frozen_gradients(resolved: Resolved) -> Iterator[Hit]:
 
 def _two_groups(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
-    groups_of = facts.optimizer.groups if facts.optimizer else ()
-    lists = (*(group.slots for group in groups_of), *_created(resolved))
+    given = facts.optimizer
+    lists = tuple(group.slots for group in given.groups) if given else tuple(_created(resolved))
     if not isinstance(resolved.cfg.engine, FSDP1) or resolved.cfg.engine.use_orig_params or not lists:
         return
     group_of = {name: i for i, names in enumerate(lists) for name in names if name}

@@ -17,14 +17,23 @@ from prepkit.rules.rule import Hit, Rule
 def _planned(resolved: Resolved) -> tuple[str, int, int] | None:
     """Name of the scheduler, ticks that it is made for, and ticks that are planned; None where one is not known."""
     cfg, scheduler = resolved.cfg, resolved.facts.scheduler
-    if cfg.total_steps is None or cfg.total_steps < 1 or cfg.scheduler_ticks < 1:
+    ticks = 1 if cfg.scheduler_ticks < 0 else cfg.scheduler_ticks  # values.scheduler-ticks says so
+    if cfg.total_steps is None or cfg.total_steps < 1 or not ticks:
         return None
     if scheduler is not None and scheduler.horizon is not None:
-        return scheduler.name, scheduler.horizon, cfg.total_steps * cfg.scheduler_ticks
-    schedule = cfg.engine.schedule if isinstance(cfg.engine, DeepSpeed) else None
-    if scheduler is None and schedule is not None and schedule.total_steps is not None:
-        return "the schedule of config.engine", schedule.total_steps, cfg.total_steps
+        return scheduler.name, scheduler.horizon, cfg.total_steps * ticks
+    if scheduler is None and (made := _of_section(resolved)) is not None:
+        return "the schedule of config.engine", made, cfg.total_steps
     return None
+
+
+def _of_section(resolved: Resolved) -> int | None:
+    """Optimizer steps that DeepSpeed's own scheduler is made for; ``WarmupLR`` is made for none."""
+    if not isinstance(resolved.cfg.engine, DeepSpeed):
+        return None
+    said = {setting.path: setting.value for setting in resolved.deepspeed.settings}
+    value = said.get(("scheduler", "params", "total_num_steps"), "")
+    return int(value) if value.isdigit() else None
 
 
 def _told(resolved: Resolved, name: str, made: int, ticks: int) -> str:

@@ -124,8 +124,10 @@ def _empty(resolved: Resolved) -> Iterator[Hit]:
 
 def _twice(resolved: Resolved) -> Iterator[Hit]:
     for chosen in selections(resolved.cfg):
-        times = Counter(_names(chosen.wrap) or ())
-        if again := tuple(name for name, number in times.items() if number > 1):
+        if _names(chosen.wrap) is None:
+            continue
+        times = (Counter(_classes(chosen.wrap)), Counter(_patterns(chosen.wrap)))
+        if again := tuple(name for counted in times for name, number in counted.items() if number > 1):
             yield Hit(chosen.where, f"{some(again)} is named more than once.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from attrs import evolve
 from torch.optim import lr_scheduler
 
 import prepkit as pk
-from prepkit.config import Config
+from prepkit.config import Config, DeepSpeed, Schedule
 from prepkit.facts import Facts, MemberFact
 from prepkit.live.observe.optimizer import horizon, scheduler_facts
 from prepkit.resolve.optimizer_table import FAILS, MEASURED, OTHERWISE, RAISES, places
@@ -124,6 +125,26 @@ def test_a_scheduler_is_refused_when_it_runs_out_and_warned_of_when_it_never_end
         facts = evolve(tiny_facts(), scheduler=seen)
         found = check(Config(total_steps=steps, scheduler_ticks=per), facts)
         assert [finding.rule for finding in found] == rules, (ticks, steps, per)
+
+
+@pytest.mark.parametrize(
+    ("params", "schedule", "rules"),
+    [
+        ({"total_num_steps": 100}, None, []),
+        ({"total_num_steps": 40}, None, ["scheduler.runs-out"]),
+        ({"total_num_steps": "auto"}, Schedule(total_steps=40), ["scheduler.runs-out"]),
+        ({"total_num_steps": "auto"}, Schedule(total_steps=400), ["scheduler.never-ends"]),
+        ({"warmup_num_steps": "auto"}, Schedule(total_steps=40), []),  # WarmupLR stays at its rate: it has no total
+    ],
+)
+def test_a_scheduler_of_deepspeed_is_held_against_the_planned_steps(
+    params: dict[str, Any], schedule: Schedule | None, rules: list[str]
+) -> None:
+    kind = "WarmupDecayLR" if "total_num_steps" in params else "WarmupLR"
+    section = {"scheduler": {"type": kind, "params": params}}
+    engine = DeepSpeed(stage=1, micro_batch=1, schedule=schedule, config=json.dumps(section))
+    found = check(Config(engine=engine, total_steps=100), tiny_facts(world=2))
+    assert [finding.rule for finding in found if finding.rule.startswith("scheduler.")] == rules
 
 
 def test_a_scheduler_that_wants_a_metric_is_stepped_by_the_user() -> None:

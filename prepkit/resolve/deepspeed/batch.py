@@ -51,7 +51,7 @@ def _micro(draft: Draft, ranks: int) -> int | None:
     sizes = list(_sizes(draft, ranks))
     said: int | None = draft.get(MICRO)
     if said is not None:
-        if sizes and said not in sizes:
+        if sizes and said not in sizes and (asked is None or asked > 0):
             what = f"`{MICRO}` is {said}, and the loaders give {_listed(sizes)}: DeepSpeed would count wrongly."
             fix = f'Write "auto" or remove it, or build the loader with batch_size={said}.'
             draft.flaw("two-places", what, fix, "config.engine.micro_batch" if asked is not None else WHERE)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args, get_origin
-
-from attrs import fields, resolve_types
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -24,12 +21,12 @@ from prepkit.config import (
     Single,
     TensorParallel,
 )
-from prepkit.config.optimizer import OPTIMIZERS, SELECTS
 from prepkit.rules import RULES
 from prepkit.rules.compile import MODES
 from prepkit.testing.counterexamples.weights import PATH
 from prepkit.testing.strategies.deepspeed import deepspeeds
 from prepkit.testing.strategies.fp8 import fp8_backends, fp8s
+from prepkit.testing.strategies.optimizers import optimizer_specs, several_optimizers
 
 DTYPES = ("float32", "bfloat16", "float16")
 _IDS = tuple(rule.id for rule in RULES)
@@ -161,49 +158,6 @@ def checkpointings(blocks: SearchStrategy[c.Wrap]) -> SearchStrategy[c.Activatio
     return st.just(c.NoCheckpointing()) | wrapped
 
 
-def optimizer_specs(*, invalid: bool = True, without: frozenset[str] = frozenset()) -> SearchStrategy[c.OptimizerSpec]:
-    """Every spec with all of its options; ``invalid`` adds numbers out of range, and patterns that match nothing.
-
-    Without it matrices need no optimizer of their own, and nesterov comes with momentum.
-    """
-    kinds = [kind for kind, row in OPTIMIZERS.items() if invalid or not (row.only_matrices or kind.__name__ in without)]
-    return st.one_of(*(_spec(kind, invalid=invalid) for kind in kinds))
-
-
-def _spec(kind: type, *, invalid: bool) -> SearchStrategy[c.OptimizerSpec]:
-    drawn = {
-        field.name: _option(field.name, field.type, kind, invalid=invalid) for field in fields(resolve_types(kind))
-    }
-    if invalid:
-        patterns = st.lists(st.sampled_from(("*norm*", "layers.*", "*", "no.*")), max_size=2).map(tuple)
-        options = {"lr": st.none() | st.floats(-0.5, 0.75), "weight_decay": st.none() | st.floats(-0.5, 0.75)}
-        drawn["names"] = st.just(()) | patterns
-        groups = st.builds(c.Group, names=patterns, momentum=st.none() | st.floats(0.0, 0.75), **options)
-        drawn["groups"] = st.just(()) | st.lists(groups, max_size=2).map(tuple)
-    return st.builds(kind, **drawn)
-
-
-def _option(name: str, kind: object, spec: type, *, invalid: bool) -> SearchStrategy[object]:
-    """Any value of an option of this type, by the ranges that the spec's row says."""
-    least = 0.125 if name == "momentum" else 0.0
-    number = st.floats(-0.5 if invalid else least, 0.75)
-    if name in OPTIMIZERS[spec].up_to_zero:
-        number = st.floats(-0.75, 0.5 if invalid else 0.0)
-    if name in SELECTS:
-        return st.just(())
-    if kind is bool:
-        return st.booleans()
-    if kind is float:
-        return number
-    if get_origin(kind) is Literal:
-        return st.sampled_from(get_args(kind))
-    return st.tuples(*(number for _ in get_args(kind)))
-
-
-def _several_optimizers() -> SearchStrategy[tuple[c.OptimizerSpec, ...]]:
-    return st.lists(optimizer_specs(), min_size=2, max_size=2).map(tuple)
-
-
 def clips(*, invalid: bool = True) -> SearchStrategy[c.Clip]:
     """Every way to clip; ``invalid`` adds limits and norms that are not above 0."""
     number = st.floats(-1.0 if invalid else 0.125, 8.0)
@@ -266,7 +220,7 @@ def configs() -> SearchStrategy[Config]:
         keep_device_map=st.booleans(),
         backend=st.sampled_from((None, "gloo", "nccl", "cpu:gloo,cuda:nccl", "own")),
         timeout_s=st.sampled_from((600.0, 1.0, 0.0)),
-        optimizer=st.none() | optimizer_specs() | _several_optimizers(),
+        optimizer=st.none() | optimizer_specs() | several_optimizers(),
         accumulation=st.integers(0, 4),
         average_each=st.booleans(),
         clip=clips(),
@@ -275,8 +229,13 @@ def configs() -> SearchStrategy[Config]:
         entry_points=st.sampled_from((None, (), ("generate",), ("forward", "generat"))),
         loaders=loader_choices(),
         overrides=st.lists(st.sampled_from((*_IDS, "no.such-rule")), max_size=2, unique=True).map(tuple),
-        origins=st.just(()) | st.lists(_origins(), max_size=3).map(tuple),
+        origins=origins(),
     )
+
+
+def origins() -> SearchStrategy[tuple[c.Origin, ...]]:
+    """Where settings were read from: nowhere, or keys of a file or variables."""
+    return st.just(()) | st.lists(_origins(), max_size=3).map(tuple)
 
 
 def _origins() -> SearchStrategy[c.Origin]:

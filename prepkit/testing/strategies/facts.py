@@ -62,7 +62,8 @@ def model_facts(draw: st.DrawFn, *, flawed: bool = True) -> ModelFacts:
     if draw(st.booleans()):
         model = with_batchnorm(model)
     cache = draw(st.sampled_from((None, True, False)))
-    return evolve(model, architecture=evolve(model.architecture, use_cache=cache))
+    methods = draw(st.sampled_from(((), ("features", "generate"), ("encode",))))
+    return evolve(model, architecture=evolve(model.architecture, use_cache=cache), methods=methods)
 
 
 _OWN = (("layers.*.mlp", "colwise"), ("norm", "replicated_with_grad_allreduce"), ("layers", "moe_tp_experts"))

@@ -11,9 +11,8 @@ from prepkit.facts import Facts
 from prepkit.plan import Plan
 from prepkit.resolve.mesh import axes, size_of
 from prepkit.resolve.modules import select
-from prepkit.resolve.optimizer_table import FAILS, places
 from prepkit.rules import RULES
-from prepkit.testing.strategies.configs import bf16s, checkpointings, clips, optimizer_specs
+from prepkit.testing.strategies.configs import bf16s, checkpointings, clips, origins
 from prepkit.testing.strategies.deepspeed import (
     can_use_deepspeed,
     completed_for_deepspeed,
@@ -24,12 +23,14 @@ from prepkit.testing.strategies.facts import facts as any_facts
 from prepkit.testing.strategies.facts import fitting_wraps
 from prepkit.testing.strategies.fp8 import facts_for_fp8, legal_fp8
 from prepkit.testing.strategies.fsdp1 import legal_fsdp1, replaces_parameters, without_refused_accumulation
+from prepkit.testing.strategies.optimizers import optimizers_for
 from prepkit.testing.strategies.sharded import can_arrive, sharded_for
 from prepkit.testing.strategies.suited import (
     backends_for,
     compiles_for,
     engine_options,
     engines_for,
+    entry_points_for,
     loaders_for,
     meshes_for,
     precisions_for,
@@ -58,13 +59,6 @@ def legal(draw: st.DrawFn, *, float8: bool | None = None) -> tuple[Config, Facts
     facts = draw(facts_for_fp8(facts) if float8 else facts_for_deepspeed(facts)) if float8 or zero else facts
     cfg = draw(fitting(facts, float8=float8, zero=zero))
     return cfg, sharded_for(cfg, facts) if can_arrive(cfg, facts) and draw(_SELDOM) else facts
-
-
-def _optimizers_under(engine: c.Engine) -> st.SearchStrategy[c.OptimizerSpec]:
-    """Those that train under it as they do alone."""
-    where = places(Config(engine=engine))
-    bad = {name.removeprefix("torch.") for name, row in FAILS.items() if any(place in row for place in where)}
-    return optimizer_specs(invalid=False, without=frozenset(bad))
 
 
 @st.composite
@@ -104,13 +98,17 @@ def fitting(draw: st.DrawFn, facts: Facts, *, float8: bool = False, zero: bool =
         keep_device_map=draw(st.booleans()),
         backend=draw(backends_for(engine, device or facts.env.device)),
         timeout_s=draw(st.floats(1.0, 3600.0)),
-        optimizer=draw(st.none() | _optimizers_under(engine)) if trains and facts.optimizer is None else None,
+        optimizer=draw(st.none() | optimizers_for(facts, Config(engine=engine, mesh=mesh, precision=precision)))
+        if trains and facts.optimizer is None
+        else None,
         accumulation=draw(st.integers(1, 8)),
         average_each=False if isinstance(engine, c.DeepSpeed) else draw(st.booleans()),
         clip=draw(clips(invalid=False)) if not many_xla else c.NoClip(),
         scheduler_ticks=draw(st.integers(0, 4)),
         total_steps=draw(st.none() | st.integers(1, 4000)),
         loaders=draw(loaders_for(facts, zero=zero) if not many_xla else st.just(c.KeepLoaders())),
+        entry_points=draw(entry_points_for(facts.model)),
+        origins=draw(origins()),
         overrides=tuple(draw(st.lists(st.sampled_from(_OVERRIDABLE), max_size=2, unique=True))),
     )
     if isinstance(engine, c.FSDP1):

@@ -180,3 +180,8 @@ def loaders_for(facts: Facts, *, zero: bool) -> SearchStrategy[c.Loaders]:
 def _all_train(how: c.Loaders) -> bool:
     each = how.choices if isinstance(how, c.EachLoader) else (how,)
     return all(one.purpose == "training" for one in each)
+
+
+def entry_points_for(model: ModelFacts) -> SearchStrategy[tuple[str, ...] | None]:
+    """The well-known ones, none, or any of the model's methods."""
+    return st.none() | st.lists(st.sampled_from(model.methods), unique=True).map(tuple) if model.methods else st.none()
