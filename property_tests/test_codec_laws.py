@@ -18,6 +18,7 @@ from prepkit.codec import field_types as codec_shapes
 from prepkit.codec.text import inside
 from prepkit.findings import Finding, PlanRejected
 from prepkit.plan import Plan
+from prepkit.testing import plans
 from property_tests.support.any_value import MODULES, classes, neighbours, values
 from tests.support.sample_plan import sample_plan
 
@@ -61,7 +62,7 @@ def test_the_round_trip_through_json_is_the_identity(module: str, data: st.DataO
     assert (read, repr(read)) == (value, repr(value))
 
 
-@given(values(Plan))
+@given(plans())
 def test_the_round_trip_through_the_plan_file_is_the_identity(plan: Plan) -> None:
     text = codec.plan_to_text(plan)
     assert repr(codec.plan_from_text(text)) == repr(plan)
@@ -183,7 +184,7 @@ def test_another_format_number_is_refused_before_anything_else(number: object) -
     assert {found.where.split(".")[1][:6] for found in caught.value.findings} == {"format"}
 
 
-@given(values(Plan), st.data())
+@given(plans(), st.data())
 def test_an_edit_of_any_part_is_refused_with_the_part(plan: Plan, data: st.DataObject) -> None:
     text = json.loads(codec.plan_to_text(plan))
     part = data.draw(st.sampled_from(sorted(text["plan"])))

@@ -25,6 +25,7 @@ DEEPSPEED = (
     "ConvertOptimizer",
     "InitializeDeepSpeed",
     "CompileModules",
+    "RegisterEntryPoints",
     "ShardLoader",
     "WrapLoader",
 )
@@ -37,6 +38,7 @@ ORDER = (
     "BuildMesh",
     "ReleaseOptimizer",
     "MoveModel",
+    "MakeContiguous",
     "UpcastParameters",
     "ParallelizeModules",
     "ConvertSyncBatchNorm",
@@ -54,6 +56,7 @@ ORDER = (
     "RegroupOptimizer",
     "CreateOptimizer",
     "CreateGradScaler",
+    "AverageGradients",
     "ShardLoader",
     "WrapLoader",
 )
@@ -66,9 +69,19 @@ PLACED = {
     "PrecomputeFloat8Scales",
     "MoveToXLA",
     "ReduceXLAGradients",
+    "RegisterEntryPoints",
 }
-"""Float8 and XLA have laws of their own; the compilation of a whole model goes around DDP and FSDP1, and the
-move of a model whose layers are cut waits until they are."""
+"""Float8, XLA and entry points have laws of their own; the compilation of a whole model goes around DDP and FSDP1, and
+the move of a model whose layers are cut waits until they are."""
+ASIDE = {
+    "CreateOptimizer",
+    "CreateGradScaler",
+    "PrecomputeFloat8Scales",
+    "AverageGradients",
+    "ShardLoader",
+    "WrapLoader",
+}
+"""What changes no module."""
 SHARDS = {"ShardUnits", "WrapFSDP1"}
 CUTS = {"ParallelizeModules"}
 REBINDS = {"RebindOptimizer", "RegroupOptimizer"}
@@ -100,6 +113,14 @@ def test_steps_keep_their_order(made: Plan) -> None:
     own |= {"MoveModel"} if "ParallelizeModules" in names else set()
     found = [order.index(kind) for kind in kinds(made) if kind not in own]
     assert found == sorted(found)
+
+
+@given(plans())
+def test_entry_points_go_through_what_is_around_the_model_by_then(made: Plan) -> None:
+    names = kinds(made)
+    if "RegisterEntryPoints" in names:
+        later = set(names[names.index("RegisterEntryPoints") + 1 :])
+        assert later <= ASIDE | REBINDS | WRITES | {"AllocateTensors"}
 
 
 @given(plans())

@@ -19,6 +19,7 @@ from prepkit.facts import Facts
 from prepkit.findings import Finding, Severity, errors
 from prepkit.rules import RULES, check, split
 from prepkit.rules.rule import Rule
+from prepkit.testing.strategies.optimizers import optimizers_for
 
 IDS = [rule.id for rule in RULES]
 PAIRS = st.tuples(testing.configs(), testing.facts())
@@ -200,6 +201,9 @@ def _met(source: str) -> dict[tuple[type, str], set[str]]:
     pairs = testing.legal() | testing.legal(float8=True)  # few facts suit all of float8
     drawn, often = (testing.configs(), 1600) if source == "configs" else (pairs.map(lambda pair: pair[0]), 1000)
     met: dict[tuple[type, str], set[str]] = defaultdict(set)
+    if source == "legal":  # few engines take every optimizer, and few pairs ask for one
+        asked = optimizers_for(testing.tiny_facts(optimizer=False), Config())
+        _look(asked.map(lambda optimizer: Config(optimizer=optimizer)), often, 0, met)
     for number in range(ROUNDS):
         _look(drawn, often, number, met)
         if all(len(met[field]) > 1 for field in FIELDS):

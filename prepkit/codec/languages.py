@@ -41,6 +41,8 @@ def typed(data: object, language: Language = "json") -> str:
             return f"{name}({_pairs(fields, '=', language)})" if language == "python" else typed(fields, language)
         case dict():
             return _OBJECTS[language](data, language)
+        case tuple() if language == "python":
+            return repr(data)
         case list():
             return f"[{', '.join(typed(item, language) for item in data)}]"
         case str():

@@ -58,10 +58,22 @@ def _with_defaults(cls: Any) -> Iterator[Untagged]:
     """The one class that may stand there with its defaults, where it has few fields and needs none."""
     for option in get_args(cls) if field_types.is_union(cls) else (cls,):
         if attrs.has(option) and not _required(option) and len(field_types.fields(option)) <= _FEW:
-            yield Untagged(option.__name__, {field.name: field.default for field in field_types.fields(option)})
+            held = _fields(option())
+            if len(repr(held)) <= _SHORT:
+                yield Untagged(option.__name__, held)
+
+
+def _form(value: object) -> object:
+    """A default as data."""
+    return {TAG: type(value).__name__, **_fields(value)} if attrs.has(type(value)) else value
+
+
+def _fields(value: Any) -> dict[str, object]:
+    return {field.name: _form(getattr(value, field.name)) for field in field_types.fields(type(value))}
 
 
 _FEW = 4
+_SHORT = 100
 
 
 def _holding(value: object, member: type) -> Iterator[dict[str, Any]]:

@@ -177,6 +177,8 @@ class OptimizerTraits:
     """Fields whose numbers have to be below 1; all numbers have to be at least 0 and finite."""
     up_to_zero: tuple[str, ...] = ()
     """Fields whose numbers have to be at most 0."""
+    from_one: tuple[str, ...] = ()
+    """Fields whose numbers have to be at least 1."""
     section_types: tuple[str, ...] = ()
     """Types in the ``optimizer`` section of a DeepSpeed config that compute what the spec does."""
     since: tuple[int, int] = (2, 6)
@@ -191,7 +193,7 @@ OPTIMIZERS: dict[type, OptimizerTraits] = {
     Adam: OptimizerTraits(below_one=("betas",)),
     RMSprop: OptimizerTraits(below_one=("alpha",), section_types=("RMSprop",)),
     Adagrad: OptimizerTraits(),
-    Adafactor: OptimizerTraits(up_to_zero=("beta2_decay",), section_types=("Adafactor",)),
+    Adafactor: OptimizerTraits(up_to_zero=("beta2_decay",), from_one=("d",), section_types=("Adafactor",)),
     Muon: OptimizerTraits(since=(2, 9), only_matrices=True),
 }
 """One row for each member of ``OptimizerSpec``; ``tests/test_completeness.py`` sees that none is missing."""

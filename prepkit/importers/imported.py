@@ -72,11 +72,10 @@ def _value(config: Config, setting: str) -> str:
     return text if len(text) <= 60 else f"{text[:58]} …"
 
 
-def _brief(value: object) -> str:
+def _brief(value: Any) -> str:
     """``repr``, without the fields that have their defaults."""
     if not has(type(value)):
         return repr(value)
-    said = [(one.name, getattr(value, one.name)) for one in fields(type(value)) if one.repr]
-    plain = {one.name: one.default for one in fields(type(value))}
-    inside = ", ".join(f"{name}={_brief(held)}" for name, held in said if held != plain[name])
+    said = [(one, getattr(value, one.name)) for one in fields(type(value))]
+    inside = ", ".join(f"{one.name}={_brief(held)}" for one, held in said if held != one.default)
     return f"{type(value).__name__}({inside})"

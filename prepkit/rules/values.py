@@ -78,6 +78,7 @@ def _ranges(of: OptimizerSpec | Group, traits: OptimizerTraits) -> Iterator[tupl
             (0.0, 1.0, "at least 0 and below 1") if name in traits.below_one else (0.0, inf, "at least 0 and finite")
         )
         known = (-inf, 5e-324, "at most 0 and finite") if name in traits.up_to_zero else known
+        known = (1.0, inf, "at least 1 and finite") if name in traits.from_one else known
         if isinstance(value, tuple):
             yield from ((f"{name}[{index}]", number, known) for index, number in enumerate(value))
         elif not isinstance(value, bool | str):

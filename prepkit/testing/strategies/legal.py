@@ -98,8 +98,8 @@ def fitting(draw: st.DrawFn, facts: Facts, *, float8: bool = False, zero: bool =
         keep_device_map=draw(st.booleans()),
         backend=draw(backends_for(engine, device or facts.env.device)),
         timeout_s=draw(st.floats(1.0, 3600.0)),
-        optimizer=draw(st.none() | optimizers_for(facts, Config(engine=engine, mesh=mesh, precision=precision)))
-        if trains and facts.optimizer is None
+        optimizer=draw(optimizers_for(facts, Config(engine=engine, mesh=mesh, precision=precision)))
+        if trains and facts.optimizer is None and draw(_OFTEN)
         else None,
         accumulation=draw(st.integers(1, 8)),
         average_each=False if isinstance(engine, c.DeepSpeed) else draw(st.booleans()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from attrs import evolve, fields, resolve_types
 from hypothesis import strategies as st
@@ -53,7 +53,7 @@ def _grouped(draw: st.DrawFn, kinds: list[type], names: list[str]) -> c.Optimize
     kind = draw(st.sampled_from(kinds))
     spec = draw(_spec(kind, invalid=False))
     spec = evolve(spec, names=draw(st.sampled_from(((), ("*",)))))
-    if draw(st.booleans()):
+    if draw(_SEVERAL):
         return spec
     known = {field.name for field in fields(kind)}
     rate, decay = st.none() | st.floats(0.0, 0.75), st.none() | st.floats(0.125, 0.75)
@@ -63,7 +63,7 @@ def _grouped(draw: st.DrawFn, kinds: list[type], names: list[str]) -> c.Optimize
         "momentum": decay,
         "betas": st.none() | st.tuples(decay, decay).filter(all),
     }
-    own = {name: draw(drawn) for name, drawn in options.items() if name in known}
+    own: dict[str, Any] = {name: draw(drawn) for name, drawn in options.items() if name in known}
     some = draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True))
     return evolve(spec, groups=(c.Group(names=tuple(some), **own),))
 
@@ -88,6 +88,8 @@ def _option(name: str, kind: object, spec: type, *, invalid: bool) -> SearchStra
     number = st.floats(-0.5 if invalid else least, 0.75)
     if name in OPTIMIZERS[spec].up_to_zero:
         number = st.floats(-0.75, 0.5 if invalid else 0.0)
+    if name in OPTIMIZERS[spec].from_one:
+        number = st.floats(0.5 if invalid else 1.0, 2.0)
     if name in SELECTS:
         return st.just(())
     if kind is bool:
