@@ -231,6 +231,4 @@ def test_every_class_of_a_config_is_drawn_and_every_field_of_it_varied(source: s
     met = _met(source)
     missing = [cls.__name__ for cls in CLASSES if not met[cls, ""]]
     constant = [f"{cls.__name__}.{name}" for cls, name in FIELDS if len(met[cls, name]) < 2]
-    assert (missing, constant) == ([], []), f"{source}() never draws these classes or never varies these fields: {place}"
-        f"{source}() never draws these classes, or never varies these fields: {place}"
-    )
+    assert (missing, constant) == ([], []), f"{source}() never draws or varies these: see {place}"
