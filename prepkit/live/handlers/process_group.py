@@ -86,6 +86,7 @@ def start_do(step: StartProcessGroup, target: Target) -> bool:
         return dist.is_initialized()  # no constant: Python would return one from outside the try
     except BaseException:
         start_undo(step, target, dist.is_initialized())
+        end_groups.forget_unformed()
         raise
 
 

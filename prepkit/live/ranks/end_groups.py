@@ -25,6 +25,16 @@ def end() -> list[Any]:
     return ended
 
 
+def forget_unformed() -> None:
+    """Gives back the name of a default group that was given up while it was formed.
+
+    torch numbers groups by a counter of each process: a rank that is one ahead would look for the others' next group
+    under another key of the store, until its time-out. The end of a group that was formed resets the counter too.
+    """
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
+
+
 def disconnect(error: BaseException | None) -> None:
     """Closes this rank's connections: gloo's ``abort`` closes none (torch 2.13), the end of the group's object does."""
     while error is not None:

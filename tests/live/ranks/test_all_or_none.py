@@ -242,6 +242,19 @@ def test_a_rank_that_fails_inside_a_step_ends_the_other_with_its_own_error(
         assert same1
 
 
+def starts_again(rank: int, world: int) -> tuple[str, float]:
+    """One rank gives up the forming of the group, the other never came to it; then both start one."""
+    found, _ = fails_inside(rank, world, c.DDP(), StartProcessGroup, "inside")
+    prepared(c.Config(engine=c.DDP()), Tiny(), world)
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return found[0], total.item()
+
+
+def test_a_group_that_was_given_up_does_not_stand_in_the_way_of_the_next(gang2: Gang) -> None:
+    assert gang2.run_fresh(starts_again) == [("ApplyHalted", 2.0), ("ApplyHalted", 2.0)]
+
+
 def dies(rank: int, world: int) -> Heard:
     """Rank 1 never comes; the other waits no longer than the config says."""
     cfg = c.Config(engine=c.DDP(), timeout_s=2.0)
