@@ -74,6 +74,7 @@ the move of a model whose layers are cut waits until they are."""
 ASIDE = {
     "CreateOptimizer",
     "CreateGradScaler",
+    "ReduceXLAGradients",
     "PrecomputeFloat8Scales",
     "AverageGradients",
     "ShardLoader",
