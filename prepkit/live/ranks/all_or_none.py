@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from typing import Literal
 
 import torch.distributed as dist
@@ -43,7 +44,7 @@ from prepkit.live.interpreter import Event
 from prepkit.live.ranks import end_groups, rendezvous
 from prepkit.live.ranks.agree import Disagreement
 from prepkit.live.ranks.peers import Peers, RankFailed, lost_connection
-from prepkit.live.ranks.within import PatientStore, own_connection
+from prepkit.live.ranks.within import PatientStore, own_connection, within
 
 ALL_THERE = "all are there"
 """The verdict of a barrier that every rank has reached. Any other is the failure of one rank, as JSON."""
@@ -99,7 +100,9 @@ class RankGuard:
         self.peers.sign()
         self.peers.beat()
         if self.rendezvous is not None:  # the keys of a group that has ended would lead the next one astray
-            self.rendezvous = PrefixStore(f"group of {self.prefix}", own_connection(self.rendezvous) or self.rendezvous)
+            connect = partial(own_connection, self.rendezvous)
+            own = within(self.timeout_s, connect, "the rendezvous store")
+            self.rendezvous = PrefixStore(f"group of {self.prefix}", own or self.rendezvous)
 
     def barrier(self) -> None:
         """Returns when all ranks are here. Raises ``RankFailed`` when one has failed or ended, or is not in time."""

@@ -116,8 +116,7 @@ class Peers:
 
     def beat(self) -> None:
         """Begins to beat, over a connection of its own; torch before 2.9 gives none, and nothing beats."""
-        if (store := own_connection(self.store.store)) is not None:
-            threading.Thread(target=_beat, args=(store, f"beat/{self.rank}", self._quiet), daemon=True).start()
+        threading.Thread(target=_beat, args=(self.store.store, f"beat/{self.rank}", self._quiet), daemon=True).start()
 
     def rest(self) -> None:
         """Beats no longer."""
@@ -195,10 +194,11 @@ class Peers:
             pass
 
 
-def _beat(store: Store, key: str, quiet: threading.Event) -> None:
+def _beat(shared: Store, key: str, quiet: threading.Event) -> None:
     count = 0
     with suppress(RuntimeError):  # the store has gone, and with it everybody who could read there
-        while not quiet.is_set():
+        store = own_connection(shared)  # here, because a process that serves the store and is stopped never connects
+        while store is not None and not quiet.is_set():
             count += 1
             store.set(key, str(count))
             quiet.wait(BEAT_S)

@@ -190,10 +190,14 @@ def stops(rank: int, world: int, note: str) -> Heard:
     """Rank 0, which serves the store, is stopped while rank 1 waits; afterwards it goes on."""
     guard = rank_guard(2.0)
     assert guard is not None
+    other = Path(f"{note} of the other's guard")
     if rank == 0:
+        while not other.exists():
+            time.sleep(0.01)
         Path(note).write_text(str(os.getpid()), encoding="utf-8")
         os.kill(os.getpid(), signal.SIGSTOP)
         return "", "", 0.0
+    other.touch()
     while not (Path(note).exists() and peers._stat(int(Path(note).read_text(encoding="utf-8") or "0"))[0] == "T"):
         time.sleep(0.01)
     found = heard(guard.barrier)
