@@ -28,6 +28,8 @@ class Group:
     areas: tuple[Area, ...]
     tests: tuple[str, ...]
     """Files and folders whose tests are collected."""
+    tables: tuple[str, ...] = ()
+    """Those of them that read tables as data, and so run no function of the file that holds one."""
     sample: int
     share: float
     """The part of the sample that has to be killed."""
@@ -70,6 +72,7 @@ PURE = Group(
         "property_tests",
         "tests/live/rehearse",
     ),
+    tables=("tests/rules/test_rules.py", "tests/test_completeness", "tests/test_behaviour_rows.py", "tests/findings"),
     sample=1000,
     share=0.95,
 )

@@ -183,9 +183,15 @@ def attacks_on(
         found = [run for run in reach.of_file(mutant.path) if not run.gang]
         near = [run for run in found if run.test.startswith(area.near)]
         far = [run for run in found if not run.test.startswith(area.near)]
-        for some in (near, far):
+        for some in (near, _readers(group, reach, {run.test for run in found}), far):
             if some:
                 yield _attack("cold", _ordered(some, mutant, kills), budget_s)
+
+
+def _readers(group: Group, reach: Reach, others: set[str]) -> list[Run]:
+    """Tests that read tables, and are not among the others."""
+    runs = (run for run in reach.runs.values() if run.passed and not run.gang)
+    return [run for run in runs if run.test not in others and any(map(run.test.startswith, group.tables))]
 
 
 def _ordered(runs: list[Run], mutant: Mutant, kills: dict[str, Counter[str]]) -> list[Run]:

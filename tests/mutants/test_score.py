@@ -71,6 +71,14 @@ def test_what_runs_at_import_is_tried_by_tests_nearby_and_then_by_others() -> No
     assert tried(MUTANT, known) == [near, far]
 
 
+def test_tests_that_read_tables_try_a_table_though_they_run_nothing_of_its_file() -> None:
+    other = scopes("prepkit/codec/converter.py")["read"].key
+    reads = evolve(run("tests/rules/test_rules.py::every_rule", set()), lines={other: ((1, 1),)})
+    known = reach(run("tests/codec/test_text.py::b", {1}), reads, evolve(reads, test="tests/cli/test_cli.py::c"))
+    near, table = ("cold", ("tests/codec/test_text.py::b",)), ("cold", ("tests/rules/test_rules.py::every_rule",))
+    assert tried(evolve(MUTANT, scope=""), known) == [near, table]
+
+
 def test_tests_that_killed_its_neighbours_come_first_and_the_budget_holds() -> None:
     known = reach(run("a", {2}, 1.0), run("b", {2}, 2.0), run("c", {2}, 3.0))
     kills = defaultdict(Counter, {PATH: Counter(c=1), f"{PATH} brief": Counter(b=1)})

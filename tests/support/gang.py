@@ -28,7 +28,7 @@ from tests.support.patience import Patience
 
 START_S = 60.0
 """Seconds for the servers to import torch and for all workers to be forked."""
-GRACE_S = 20.0
+GRACE_S = 10.0
 """Seconds that the other ranks get once one rank has failed; they often wait for it in a collective."""
 LOOK_S = 5.0
 """Seconds between two looks at how busy the machine is."""
