@@ -40,6 +40,6 @@ def _is_strided(param: nn.Parameter) -> bool:
 def _self_written(places: Sequence[Site], first: Mapping[int, str]) -> Iterator[tuple[str, str]]:
     """Embeddings with ``max_norm`` shorten the rows that they look up, in place (torch ``F.embedding``)."""
     for site in places:
-        most = getattr(site.module, "max_norm", None)
-        if site.first and isinstance(site.module, nn.Embedding | nn.EmbeddingBag) and most is not None:
-            yield first[id(site.module.weight)], f"max_norm={float(most):g}"
+        module = site.module
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and site.first and module.max_norm is not None:
+            yield first[id(module.weight)], f"max_norm={float(module.max_norm):g}"
