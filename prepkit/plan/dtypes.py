@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """Bytes of one element of a torch dtype, by the bits in its name; packed 4-bit types fill a byte.
 
