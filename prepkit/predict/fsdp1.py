@@ -227,7 +227,7 @@ def _changes(inputs: Inputs, size: FlatSizes, shards: int) -> Iterator[tuple[int
 
 def _borders(size: FlatSizes, start: int, end: int, shards: int) -> list[int]:
     """Indices of the shards that hold more or less of the elements from start to end than the shard before them."""
-    if not size.sharded or not size.shard:
+    if not size.shard:
         return [0]
     touched = (start // size.shard, end // size.shard)
     return sorted({index for first in touched for index in (first, first + 1) if index < shards} | {0})

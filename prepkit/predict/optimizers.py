@@ -17,6 +17,9 @@ from prepkit.predict.prediction import Label
 STEP = 4
 """Bytes of torch's ``step`` tensor, one float32 per parameter; on the host unless fused or capturable."""
 
+QUANTISED = 4096
+"""Elements from which on bitsandbytes and torchao quantise a state; in bitsandbytes the default of ``min_8bit_size``."""
+
 Shape = tuple[int, ...]
 Options = dict[str, Scalar]
 
@@ -93,12 +96,12 @@ def _adafactor(local: Shape, whole: Shape, size: int, _: Options) -> StateBytes:
 def _bitsandbytes(states: int, bits: int) -> StateFormula:
     """``init_state``: float32, or 8 bits with one float32 per 256 elements; small parameters stay in float32.
 
-    Estimated, because the groups do not show ``min_8bit_size``: its default, 4096, is assumed.
+    Estimated, because the groups do not show ``min_8bit_size``: its default is assumed.
     """
 
     def formula(local: Shape, _: Shape, __: int, ___: Options) -> StateBytes:
         count = prod(local)
-        if bits == 32 or count < 4096:
+        if bits == 32 or count < QUANTISED:
             return StateBytes(states * count * 4)
         return StateBytes(states * (count + 4 * -(-count // 256)), label=Label.ESTIMATED)
 
@@ -111,7 +114,7 @@ def _torchao(bits: int, block: int, table: int) -> StateFormula:
     def formula(local: Shape, _: Shape, size: int, options: Options) -> StateBytes:
         count = prod(local)
         states = 3 if options.get("amsgrad") else 2
-        if count < 4096 or count % block:
+        if count < QUANTISED or count % block:
             return StateBytes(states * count * size, STEP)
         return StateBytes(states * (count * bits // 8 + count // block * 4 + table), STEP)
 

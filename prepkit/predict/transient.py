@@ -91,8 +91,6 @@ def _inner(inputs: Inputs, inner: list[UnitInstance], sizes: tuple[UnitSizes, ..
 def _chain(inner: list[UnitInstance], sizes: tuple[UnitSizes, ...]) -> int:
     """The most that a unit and the units around it hold: a nested unit runs while they are gathered."""
     own = {unit.path: sizes[unit.content].gathered for unit in inner}
-    if not any("." in path for path in own):
-        return max(own.values())
     most = 0
     for path, size in own.items():
         most = max(most, size + sum(own.get(outer, 0) for outer in above(path)))

@@ -25,10 +25,10 @@ CHECKED: dict[str, dict[str, tuple[str, ...]]] = {
 def judged(prediction: Prediction, versions: dict[str, str]) -> Prediction:
     """The prediction as it is for checked libraries; with another one, with every exact number called bounded.
 
-    A version that is not known, or empty, is taken for the newest checked one, and a note says so.
+    An empty version, one that is not known, is taken for the newest checked one, and a note says so.
     """
     for library, checked in CHECKED.get(prediction.engine, {}).items():
-        prediction = _judged(prediction, library, versions.get(library, ""), checked)
+        prediction = _judged(prediction, library, versions[library], checked)
     return prediction
 
 
