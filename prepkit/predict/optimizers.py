@@ -18,7 +18,7 @@ STEP = 4
 """Bytes of torch's ``step`` tensor, one float32 per parameter; on the host unless fused or capturable."""
 
 QUANTISED = 4096
-"""Elements from which on bitsandbytes and torchao quantise a state; in bitsandbytes the default of ``min_8bit_size``."""
+"""Elements from which on bitsandbytes (``min_8bit_size``) and torchao quantise a state."""
 
 Shape = tuple[int, ...]
 Options = dict[str, Scalar]

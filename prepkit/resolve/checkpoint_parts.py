@@ -83,7 +83,7 @@ def lacking(assembled: AssembledTensor, size: int) -> tuple[str, ...]:
 
 def unmatched(assembled: AssembledTensor) -> tuple[str, ...]:
     """The recipe's patterns that no key has matched."""
-    matched = {_place(tensor).source for tensor in assembled.stored if assembled.recipe is not None}
+    matched = {_place(tensor).source for tensor in assembled.stored}
     return tuple(
         pattern
         for index, pattern in enumerate(assembled.recipe.sources if assembled.recipe else ())

@@ -24,7 +24,7 @@ def flat_shards(
     ``flat_params``: path of a unit to what it flattens, in order. ``stored_dtypes``: name to dtype in storage.
     """
     assert isinstance(cfg.engine, FSDP1), "only FSDP1 flattens"
-    ranks, sharded = (mesh[-1].size, mesh[-1].name == "shard") if mesh else (1, False)
+    ranks, sharded = (mesh[-1].size if mesh else 1), "shard" in {axis.name for axis in mesh[-1:]}
     norms = every_batch_norm(model)
     places: dict[str, FlatPart] = {}
     for path, params in flat_params.items():

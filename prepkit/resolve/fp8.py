@@ -90,7 +90,7 @@ def _every_linear(model: ModelFacts) -> tuple[tuple[str, bool], ...]:
     return tuple(
         (module.path, weight in tied or params[weight].cls != "Parameter")
         for module in model.modules
-        if module.path and (weight := f"{module.path}.weight") in params and _is_linear(model, module)
+        if (weight := f"{module.path}.weight") in params and _is_linear(model, module)
     )
 
 

@@ -9,6 +9,7 @@ from prepkit.config import (
     DDP,
     FSDP2,
     Config,
+    DeepSpeed,
     Mesh,
     Single,
     TensorParallel,
@@ -107,6 +108,8 @@ REPLICATE, SHARD, TENSOR = (
     Axis(name=name, size=size) for name, size in (("replicate", 2), ("shard", 4), ("tensor", 2))
 )
 
+SPLIT = {"tensor_parallel": {"autotp_size": 2}}
+
 
 @pytest.mark.parametrize(
     ("cfg", "world", "expected"),
@@ -125,6 +128,10 @@ REPLICATE, SHARD, TENSOR = (
         (Config(engine=FSDP2(), mesh=Mesh(shard=4, tensor=-1)), 8, (SHARD, TENSOR)),
         (Config(engine=FSDP2(), mesh=Mesh(shard=4, tensor=-1)), 4, (SHARD,)),
         (Config(engine=FSDP2(), mesh=Mesh(tensor=3)), 8, None),
+        (Config(engine=DeepSpeed(stage=1)), 8, (evolve(REPLICATE, size=8),)),
+        (Config(engine=DeepSpeed(stage=3)), 8, (evolve(SHARD, size=8),)),
+        (Config(engine=DeepSpeed(stage=3, config=SPLIT)), 8, (SHARD, TENSOR)),
+        (Config(engine=DeepSpeed(stage=3, config=SPLIT)), 7, None),
         (Config(engine=TensorParallel()), 2, (TENSOR,)),
         (Config(engine=TensorParallel(), mesh=Mesh(tensor=2)), 2, (TENSOR,)),
     ],

@@ -94,6 +94,29 @@ def test_the_models_own_plan_is_mapped_and_what_torch_lacks_is_refused_by_path_a
     assert finding.where == "model.layers.*.mlp"
 
 
+@pytest.mark.parametrize(
+    ("path", "own", "expected"),
+    [
+        ("layers.*.attn", "colwise", ("colwise", "replicate", "features")),
+        ("layers.*.attn", "colwise_rep", ("colwise", "replicate", "replicate")),
+        ("layers.*.attn", "colwise_gather_output", ("colwise", "replicate", "replicate")),
+        ("embed", "embedding_colwise", ("colwise", "replicate", "replicate")),
+        ("layers.*.attn", "rowwise", ("rowwise", "features", "replicate")),
+        ("layers.*.attn", "rowwise_rep", ("rowwise", "replicate", "replicate")),
+        ("layers.*.attn", "rowwise_split_input", ("rowwise", "replicate", "replicate")),
+        ("embed", "embedding_rowwise", ("rowwise", "replicate", "replicate")),
+        ("norm", "sequence_parallel", ("sequence", "sequence", "sequence")),
+        ("norm", "replicated_with_grad_allreduce", ("replicate", "heads", "heads")),
+    ],
+)
+def test_each_style_of_transformers_has_the_layouts_that_it_has_there(
+    path: str, own: str, expected: tuple[str, str, str]
+) -> None:
+    facts = tiny_facts(evolve(tiny_model(), tensor_plan=((path, own),)), world=2)
+    (style,) = Resolved(cfg=Config(engine=TensorParallel()), facts=facts).parallel_styles
+    assert (style.style, style.input_layout, style.output_layout) == expected
+
+
 def attention(heads: int, kv_heads: int) -> ModelFacts:
     """One attention of width 64 with its projections."""
     names = ("q_proj", "k_proj", "o_proj")

@@ -37,10 +37,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def within_limits(draft: Draft) -> None:
-    """Says which values are refused, and goes on without them."""
+    """Says which values are refused, and goes on without them; those of another type are gone already (``tidy``)."""
     for path, (least, most) in LIMITS.items():
         number = look(draft.data, path)
-        if isinstance(number, int | float) and not isinstance(number, bool) and not least <= number <= most:
+        if isinstance(number, int | float) and not least <= number <= most:
             shown = f"{number:g}" if isinstance(number, float) or abs(number) < 10**15 else "too large"
             asked = f"from {least} to {most}" if most == 1 else f"of at least {least}, and below 2^63"
             _say(draft, path, f"`{path}` is {shown}, and DeepSpeed takes a number {asked}.", "Write such a number")

@@ -137,12 +137,11 @@ def ticks(draft: Draft, stepper: Stepper) -> None:
 def _numbers(draft: Draft) -> None:
     """Fills only what is ``auto``: the keys of one schedule are no keys of another."""
     numbers = draft.engine.schedule
-    rate, place = _rate(draft)
     said: dict[str, tuple[object, str]] = {"warmup_min_lr": (numbers.min_lr if numbers else 0.0, "from zero")}
-    if rate is not None:
-        said["warmup_max_lr"] = (rate, place)
+    if (rate := _rate(draft)) is not None:
+        said["warmup_max_lr"] = rate
+    place = "config.engine.schedule"
     if numbers is not None:
-        place = "config.engine.schedule"
         said["warmup_min_lr"] = (numbers.min_lr, place)
         said["warmup_num_steps"] = (max(1, numbers.warmup_steps), f"{place}, at least 1")  # 0 is refused by WarmupLR
         if numbers.max_lr is not None:
@@ -157,16 +156,16 @@ def _numbers(draft: Draft) -> None:
             draft.settle(path, value, place)
 
 
-def _rate(draft: Draft) -> tuple[float | None, str]:
-    """Learning rate of the optimizer, and where it stands."""
+def _rate(draft: Draft) -> tuple[float, str] | None:
+    """Learning rate of the optimizer, and where it stands; None: nobody says."""
     if draft.facts.optimizer is not None:
         rates = [dict(group.options).get("lr") for group in draft.facts.optimizer.groups]
         known = [float(rate) for rate in rates if isinstance(rate, int | float)]
-        return (max(known), "the optimizer's learning rate") if known else (None, "")
+        return (max(known), "the optimizer's learning rate") if known else None
     if (spec := _spec(draft)) is not None:
         return spec.lr, "config.optimizer.lr"
     rate = draft.get("optimizer.params.lr")
-    return (rate, "`optimizer.params.lr`") if isinstance(rate, int | float) else (None, "")
+    return (rate, "`optimizer.params.lr`") if isinstance(rate, int | float) else None
 
 
 def untested(draft: Draft, maker: Maker, stage: int) -> None:

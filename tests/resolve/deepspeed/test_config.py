@@ -6,21 +6,26 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from attrs import evolve
 
 from prepkit.config import (
     BF16,
+    FP8,
     FP16,
+    MSAMP,
     SGD,
     AdamW,
     ClipNorm,
     Config,
     DeepSpeed,
+    EachLoader,
     Intent,
     KeepLoaders,
     NoClip,
     OptimizerSpec,
     Precision,
+    ShardLoaders,
 )
 from prepkit.facts import ArchitectureFacts, Facts, LoaderFacts, OptimizerFacts, SchedulerFacts
 from prepkit.findings import errors
@@ -76,6 +81,12 @@ def test_text_that_is_no_object_of_settings_is_refused_with_the_reason(text: str
     assert rules(working_config(Config(engine=DeepSpeed(config=text)), tiny_facts())) >= {"not-json"}
 
 
+def test_sections_may_lie_fifty_levels_deep() -> None:
+    assert list(parse('{"a": ' * 49 + "{}" + "}" * 49)) == ["a"]
+    with pytest.raises(NotJsonError, match="nested more than 50 levels deep"):
+        parse('{"a": ' * 50 + "{}" + "}" * 50)
+
+
 def test_dotted_paths_are_looked_up_set_and_dropped() -> None:
     found: dict[str, Any] = {"bf16": {"enabled": True}, "fp16": 1}
     assert (look(found, "bf16.enabled"), look(found, "fp16.enabled", 0), look(found, "a.b")) == (True, 0, None)
@@ -109,6 +120,10 @@ def test_whole_floats_become_integers_and_fractions_are_refused() -> None:
         ({"zero_optimization": {"reduce_bucket": 1}}, "Write `reduce_bucket_size`"),
         ({"stage3_max_live_parameters": 1}, "Write `zero_optimization.stage3_max_live_parameters`, or remove it."),
         ({"nonsense_of_mine": {}}, "Remove it."),
+        (
+            {"pin_memory": True},
+            "Write `zero_optimization.offload_optimizer.pin_memory` or `zero_optimization.offload_param.pin_memory`,",
+        ),
     ],
 )
 def test_an_unknown_key_is_told_with_the_nearest_known_one_also_of_another_section(
@@ -117,6 +132,47 @@ def test_an_unknown_key_is_told_with_the_nearest_known_one_also_of_another_secti
     (flaw,) = worked(said).flaws
     assert flaw.rule == "deepspeed.unknown-key"
     assert flaw.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("said", "what", "fix"),
+    [
+        ({"wall_clock_breakdown": "True"}, "true or false", " without quotes: true"),
+        ({"wall_clock_breakdown": "yes"}, "true or false", ""),
+        ({"wall_clock_breakdown": 1}, "true or false", ""),
+        ({"steps_per_print": "10"}, "a whole number", " without quotes: 10"),
+        ({"steps_per_print": 1.5}, "a whole number", ", such as 2"),
+        ({"gradient_clipping": "a"}, "a number", ""),
+        ({"zero_optimization": {"reduce_bucket_size": False}}, "a whole number", ""),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_told_with_the_type_that_is_expected(
+    said: dict[str, Any], what: str, fix: str
+) -> None:
+    (flaw,) = worked(said).flaws
+    assert flaw.rule == "deepspeed.wrong-type"
+    assert f"where DeepSpeed expects {what}" in flaw.what
+    assert flaw.fix.startswith(f"Write {what}{fix}.")
+
+
+@pytest.mark.parametrize(
+    ("path", "fine", "wrong"),
+    [
+        ("communication_data_type", "FP32", "int8"),
+        ("seq_parallel_communication_data_type", "bf16", "int8"),
+        ("checkpoint.tag_validation", "warn", "never"),
+        ("zero_optimization.offload_optimizer.ratio", 1.0, 1.01),
+        ("zero_optimization.offload_optimizer.ratio", 0.0, -0.1),
+        ("zero_optimization.reduce_bucket_size", 1, 0),
+        ("zero_optimization.sub_group_size", 2**63 - 1, 2**63),
+    ],
+)
+def test_values_that_deepspeed_refuses_are_told(path: str, fine: Any, wrong: Any) -> None:
+    for value, expected in ((fine, set()), (wrong, {"wrong-value"})):
+        said: dict[str, Any] = {}
+        put(said, path, value)
+        assert rules(worked(said)) == expected
 
 
 def test_auto_is_found_in_lists_too() -> None:
@@ -197,6 +253,13 @@ def test_the_micro_batch_is_that_of_the_smallest_loader_unless_the_largest_is_as
     assert numbers(batch({}, world=2, loaders=loaders))[0] == 2
     assert numbers(batch({}, world=2, loaders=loaders, micro_batch_of="largest"))[0] == 8
     assert rules(batch({}, world=2, loaders=loaders, micro_batch=4)) == {"two-places"}
+
+
+def test_loaders_for_evaluation_do_not_count_and_a_batch_of_nothing_is_refused_once() -> None:
+    loaders = (tiny_loader(batch_size=8), tiny_loader(batch_size=2))
+    each = EachLoader((ShardLoaders(), ShardLoaders(purpose="evaluation")))
+    assert numbers(batch({}, world=2, loaders=loaders, cfg_loaders=each))[0] == 8
+    assert rules(batch({}, world=2, loaders=loaders, micro_batch=0)) == {"batch"}
 
 
 def test_loaders_with_batches_of_their_own_and_no_loader_at_all_leave_the_micro_batch_to_the_user() -> None:
@@ -284,6 +347,21 @@ def test_float16_has_deepspeeds_own_scaler_with_the_numbers_of_the_config() -> N
     assert (made.owners.loss_scaling, {one.dtype for one in made.layout}) == ("DeepSpeed", {"float16"})
 
 
+@pytest.mark.parametrize(("stage", "sums"), [(0, None), (1, "fp32"), (2, "fp32"), (3, "fp32")])
+def test_micro_batches_add_up_as_they_are_reduced_where_zero_shards(stage: int, sums: str | None) -> None:
+    got = data(worked(stage=stage, cfg_precision=BF16()))
+    assert (look(got, "communication_data_type"), look(got, "data_types.grad_accum_dtype")) == ("fp32", sums)
+
+
+def test_ms_amp_does_not_follow_an_offloaded_optimizer() -> None:
+    cfg = FP8(backend=MSAMP())
+    assert "msamp" not in rules(worked(cfg_precision=cfg))
+    told = [
+        flaw.where for flaw in worked(cfg_precision=cfg, offload_optimizer="cpu").flaws if flaw.rule.endswith("msamp")
+    ]
+    assert told == ["config.engine.offload_optimizer"]
+
+
 def test_weights_without_a_float32_copy_take_deepspeeds_own_switch() -> None:
     bare = BF16(master_weights=False)
     switch = {"bf16": {"bf16_master_weights_and_grads": True}}
@@ -340,17 +418,29 @@ def test_an_offloaded_optimizer_without_a_cpu_form_is_refused_unless_it_is_kept(
     assert (kept.flaws, kept.convert) == ((), None)
 
 
-def test_options_that_the_cpu_form_does_not_know_are_refused() -> None:
-    seen = tiny_optimizer(tiny_model())
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("AdamW", "amsgrad", True),
+        ("AdamW", "maximize", True),
+        ("Adagrad", "lr_decay", 0.1),
+        ("Adagrad", "initial_accumulator_value", 0.5),
+    ],
+)
+def test_options_that_the_cpu_form_does_not_know_are_refused(name: str, option: str, value: Any) -> None:
+    seen = tiny_optimizer(tiny_model(), name, f"torch.optim.{name.lower()}")
     (group,) = seen.groups
-    odd = evolve(seen, groups=(evolve(group, options=(*group.options, ("amsgrad", True))),))
+    odd = evolve(seen, groups=(evolve(group, options=(*group.options, (option, value))),))
     (flaw,) = offloaded(odd).flaws
-    assert "amsgrad" in flaw.what
+    assert f"has `{option}`, which DeepSpeed's does not know" in flaw.what
+    off = evolve(seen, groups=(evolve(group, options=(*group.options, (option, type(value)()))),))
+    assert not offloaded(off).flaws
 
 
 def test_a_specified_optimizer_is_offloaded_likewise() -> None:
     assert offloaded(None, AdamW()).convert == ("DeepSpeedCPUAdam", True)
-    assert rules(offloaded(None, SGD())) == {"offload-optimizer"}
+    (flaw,) = offloaded(None, SGD()).flaws
+    assert (flaw.rule, flaw.where) == ("deepspeed.offload-optimizer", "config.optimizer")
     facts = tiny_facts(world=2, optimizer=False)
     cfg = Config(engine=DeepSpeed(stage=2, micro_batch=4, offload_optimizer="cpu"), optimizer=AdamW())
     assert [type(one.step) for one in planned(cfg, facts).steps][-2:] == [ConvertOptimizer, InitializeDeepSpeed]
@@ -363,6 +453,31 @@ def test_a_specified_optimizer_is_offloaded_likewise() -> None:
 def test_zero_is_told_of_optimizers_that_it_was_not_tested_with(name: str, module: str, wanted: bool | None) -> None:
     found = worked({}, evolve(tiny_facts(world=2), optimizer=tiny_optimizer(tiny_model(), name, module)))
     assert data(found).get("zero_allow_untested_optimizer") is wanted
+
+
+TORCH = sorted(
+    name for name, cls in vars(torch.optim).items() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+)
+
+
+@pytest.mark.parametrize("name", [name for name in TORCH if name not in ("Optimizer", "LBFGS", "SparseAdam")])
+def test_a_section_may_name_any_optimizer_of_torch(name: str) -> None:
+    (flaw,) = worked({"optimizer": {"type": name, "params": {}}}).flaws
+    assert flaw.what == f"The `optimizer` section asks for {name}, and an optimizer `AdamW` is given as well."
+    assert rules(worked({"optimizer": {"type": f"{name}x"}}, tiny_facts(optimizer=False))) == {"unknown-type"}
+
+
+def test_a_section_of_the_users_own_begins_where_it_says_without_a_schedule() -> None:
+    section = {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.1, "warmup_max_lr": "auto"}}}
+    found = worked(section)
+    assert not found.flaws
+    assert data(found)["scheduler"]["params"] == {"warmup_min_lr": 0.1, "warmup_max_lr": 1e-3}
+
+
+def test_a_device_that_is_switched_off_in_one_place_and_on_in_the_other_is_told() -> None:
+    said = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert rules(worked(said, offload_optimizer="none")) == {"two-places"}
+    assert look(data(worked(offload_optimizer="none")), "zero_optimization.offload_optimizer") is None
 
 
 def test_offloading_begins_where_there_is_something_to_offload_and_has_a_place() -> None:
