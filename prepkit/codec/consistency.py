@@ -95,30 +95,32 @@ def _layout(layout: ParamLayout, mesh: tuple[Axis, ...]) -> Iterator[tuple[str, 
 def _steps(plan: Plan, where: str) -> Iterator[Finding]:
     for index, planned in enumerate(plan.steps):
         place = inside(inside(inside(where, "steps"), index), "step")
-        for field, what in _step(planned.step, plan):
-            yield _wrong(inside(place, field), what)
+        yield from _step(planned.step, plan, place)
 
 
-def _step(step: Step, plan: Plan) -> Iterator[tuple[str, str]]:
+def _step(step: Step, plan: Plan, where: str) -> Iterator[Finding]:
     match step:
         case ShardUnits(units=units):
             if not units:
-                yield "units", "nothing is sharded"
+                yield _wrong(inside(where, "units"), "nothing is sharded")
             for unit in units:
                 if not isinstance(unit.reshard_after_forward, bool) and unit.reshard_after_forward < 1:
-                    yield "units", f"{shown(unit.path)} is resharded to {unit.reshard_after_forward} ranks"
+                    yield _wrong(
+                        inside(where, "units"), f"{shown(unit.path)} is resharded to {unit.reshard_after_forward} ranks"
+                    )
         case WrapFSDP1(units=()):
-            yield "units", "nothing is sharded"
+            yield _wrong(inside(where, "units"), "nothing is sharded")
         case WrapDDP(bucket_cap_mb=size) if not 0 < size < _LARGEST_BUCKET:
-            yield "bucket_cap_mb", f"{size:g} MiB is no size of a bucket"
+            yield _wrong(inside(where, "bucket_cap_mb"), f"{size:g} MiB is no size of a bucket")
         case InitializeDeepSpeed(data_parallel=ranks):
             if ranks < 1 or plan.world_size % ranks:
-                yield "data_parallel", f"{ranks} does not divide {plan.world_size} ranks"
+                yield _wrong(inside(where, "data_parallel"), f"{ranks} does not divide {plan.world_size} ranks")
             if not plan.layout:
-                yield "names", "there is no parameter to train"
+                yield _wrong(inside(where, "names"), "there is no parameter to train")
             for number, setting in enumerate(step.settings):
                 if not _is_json(setting.value):
-                    yield f"settings[{number}].value", f"{shown(setting.value)} is not JSON"
+                    place = inside(inside(inside(where, "settings"), number), "value")
+                    yield _wrong(place, f"{shown(setting.value)} is not JSON")
         case _:
             pass
 

@@ -142,8 +142,6 @@ def _list(path: KeyPath, a: list[Any], b: list[Any]) -> Iterator[Change]:
     """
     equal = _anchors([canonical(item) for item in a], [canonical(item) for item in b])
     for (i0, j0), (i1, j1) in pairwise([(-1, -1), *equal, (len(a), len(b))]):
-        if (i1, j1) == (i0 + 1, j0 + 1):
-            continue
         alike = _anchors([_name(item) for item in a[i0 + 1 : i1]], [_name(item) for item in b[j0 + 1 : j1]])
         pairs = [(i0 + 1 + i, j0 + 1 + j) for i, j in alike]
         for (i2, j2), (i3, j3) in pairwise([(i0, j0), *pairs, (i1, j1)]):

@@ -35,7 +35,6 @@ OTHER_NAMES = {
     "sharding_strategy": "sharding",
     "auto_wrap_policy": "wrap",
     "fsdp_version": "engine",
-    "timeout": "timeout_s",
 }
 """What others call a field of prepkit's: accelerate, transformers, DeepSpeed, torch."""
 

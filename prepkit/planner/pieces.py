@@ -184,8 +184,9 @@ def rebind_optimizer(resolved: Resolved) -> Piece:
 
 def rebind_flat(resolved: Resolved) -> Piece:
     """After FSDP1: by name where the parameters are still there, else by the flat parameter that holds them."""
-    facts = resolved.facts
-    if facts.optimizer is None or (isinstance(resolved.cfg.engine, FSDP1) and resolved.cfg.engine.use_orig_params):
+    engine, facts = resolved.cfg.engine, resolved.facts
+    assert isinstance(engine, FSDP1), "only FSDP1 flattens"
+    if facts.optimizer is None or engine.use_orig_params:
         return rebind_optimizer(resolved)
     step = RegroupOptimizer(slots=_slots(facts.optimizer))
     reason = "flat parameters have taken the place of the model's own, and nothing else would train"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from posixpath import join
 
-from prepkit.config import FSDP1, InitWeights, KeepWeights, LoadWeights, SendWeights
+from prepkit.config import FSDP1, InitWeights, KeepWeights, SendWeights
 from prepkit.facts import BufferFact, ParamFact
 from prepkit.facts.checkpoint import CheckpointFacts
 from prepkit.plan import because
@@ -88,7 +88,7 @@ def _initialize(resolved: Resolved) -> Piece:
 
 
 def _read(resolved: Resolved) -> Piece:
-    if (checkpoint := resolved.checkpoint) is None or not isinstance(resolved.cfg.weights, LoadWeights):
+    if (checkpoint := resolved.checkpoint) is None:
         return ()
     match = resolved.checkpoint_match
     sources = tuple(

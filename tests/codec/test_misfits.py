@@ -1,0 +1,157 @@
+"""What is refused at the edges of what a file may hold, and what a message then shows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from attrs import evolve
+
+from prepkit import codec
+from prepkit.codec.attestation import FORMAT, KIND, attestation_from_text
+from prepkit.codec.consistency import inconsistencies
+from prepkit.codec.diff import _anchors
+from prepkit.codec.languages import Language, assigned, typed
+from prepkit.codec.misfits import MisfitError, wrong_type
+from prepkit.codec.samples import OTHER_NAMES, samples
+from prepkit.codec.text import shown
+from prepkit.config import FSDP1, FSDP2, AdamW, Config, DeepSpeed, Wrap
+from prepkit.findings import PlanRejected
+from prepkit.plan import Plan, because
+from prepkit.steps import InitializeDeepSpeed
+from prepkit.steps.deepspeed import Setting
+from prepkit.testing import tiny_facts, tiny_loader
+from tests.support.plans import make
+from tests.support.sample_plan import sample_plan
+
+
+def test_keys_that_an_attestation_does_not_have_are_told_in_their_order() -> None:
+    names = [f"key{number}" for number in range(8)]
+    text = json.dumps({"kind": KIND, "format": FORMAT} | dict.fromkeys(reversed(names)))
+    with pytest.raises(PlanRejected) as caught:
+        attestation_from_text(text)
+    assert [found.where for found in caught.value.findings] == [
+        f"$.{name}" for name in ("attestation", "digest", *names)
+    ]
+
+
+# --- plans whose parts do not fit ----------------------------------------------------------------------------------
+
+
+def wrong(plan: Plan) -> list[tuple[str, str]]:
+    return [(found.where, found.what) for found in inconsistencies(plan, "$")]
+
+
+def with_shape(size: int) -> Plan:
+    plan = sample_plan()
+    first, *rest = plan.facts.model.params
+    params = (evolve(first, shape=(size,)), *rest)
+    return evolve(plan, facts=evolve(plan.facts, model=evolve(plan.facts.model, params=params)))
+
+
+def test_places_of_what_does_not_fit_are_those_in_the_file() -> None:
+    plan = sample_plan()
+    bare = evolve(plan.facts, model=evolve(plan.facts.model, modules=plan.facts.model.modules[1:]))
+    assert wrong(evolve(plan, facts=bare))[0][0] == "$.facts.model.modules"
+    assert wrong(with_shape(2**62)) == [("$.facts.model.params[0].shape", f"({2**62},) is no shape")]
+    assert wrong(with_shape(2**62 - 1)) == wrong(plan) == []
+
+
+@pytest.mark.parametrize(("size", "fits"), [(None, True), (1, True), (0, False)])
+def test_a_loader_has_batches_of_its_own_or_of_at_least_one_sample(size: int | None, fits: bool) -> None:
+    plan = sample_plan()
+    found = wrong(evolve(plan, facts=evolve(plan.facts, loaders=(tiny_loader(batch_size=size),))))
+    assert found == ([] if fits else [("$.facts.loaders[0].batch_size", "batches of 0 samples")])
+
+
+@pytest.mark.parametrize(("value", "fits"), [("1", True), ('"a"', True), ("a", False), ("[" * 10**5, False)])
+def test_settings_of_deepspeed_are_json(value: str, fits: bool) -> None:
+    plan = make(Config(engine=DeepSpeed(stage=2, micro_batch=1)), tiny_facts(world=2))
+    (step,) = (one.step for one in plan.steps if isinstance(one.step, InitializeDeepSpeed))
+    odd = because(evolve(step, settings=(Setting(path=("a",), value=value),)), "asked")
+    found = wrong(evolve(plan, steps=odd))
+    assert [where for where, _ in found] == ([] if fits else ["$.steps[0].step.settings[0].value"])
+
+
+# --- messages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "fits"), [(2**64 - 1, True), (2**64, False), (1 - 2**64, True), (-(2**64), False)])
+def test_whole_numbers_have_at_most_64_bits(number: int, fits: bool) -> None:
+    data = codec.to_data(Config()) | {"accumulation": number}
+    if fits:
+        assert codec.from_data(data, Config).accumulation == number
+    else:
+        with pytest.raises(PlanRejected, match="is too large"):
+            codec.from_data(data, Config)
+
+
+def test_long_numbers_are_shown_by_their_bits() -> None:
+    assert [shown(10**40 - 1), shown(10**40)] == ["9" * 40, "an integer of 133 bits"]
+
+
+def test_a_misfit_is_an_error_whose_text_is_what_does_not_fit() -> None:
+    error = wrong_type("x", int)
+    assert isinstance(error, MisfitError)
+    assert str(error) == error.what == "'x' stands where a whole number is expected"
+
+
+@pytest.mark.parametrize(
+    ("language", "expected"), [("toml", "lr = "), ("yaml", "lr: "), ("json", '"lr": '), ("python", "lr=")]
+)
+def test_a_field_is_given_its_value_as_each_language_does(language: Language, expected: str) -> None:
+    assert assigned("lr", language) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [((0.9, 0.95), "(0.9, 0.95)"), ([1, "a"], "[1, 'a']"), (None, "None"), (True, "True"), ({"a": 1}, "dict(a=1)")],
+)
+def test_data_is_typed_as_python_writes_it(data: object, expected: str) -> None:
+    assert typed(data, "python") == expected
+
+
+FIELDS: dict[type, dict[str, str]] = {
+    Config: {
+        "clip_grad_norm": "clip",
+        "gradient_clipping": "clip",
+        "max_grad_norm": "clip",
+        "gradient_accumulation_steps": "accumulation",
+        "accumulation_steps": "accumulation",
+        "mixed_precision": "precision",
+        "gradient_checkpointing": "checkpointing",
+        "activation_checkpointing": "checkpointing",
+        "torch_compile": "compile",
+        "strategy": "engine",
+        "fsdp_version": "engine",
+        "timeout": "timeout_s",
+    },
+    FSDP1: {"sharding_strategy": "sharding"},
+    FSDP2: {"cpu_offload": "offload", "auto_wrap_policy": "wrap"},
+    DeepSpeed: {"zero_stage": "stage"},
+    AdamW: {"learning_rate": "lr", "weight_decay_rate": "weight_decay", "wd": "weight_decay"},
+}
+
+
+def test_names_of_other_libraries_are_answered_with_prepkit_s() -> None:
+    for cls, names in FIELDS.items():
+        for name, field in names.items():
+            with pytest.raises(PlanRejected) as caught:
+                codec.from_data({name: 3}, cls)
+            fixes = [found.fix for found in caught.value.findings if found.rule == "codec.unknown-key"]
+            assert fixes == [f"write {field!r} instead"]
+    assert {name for names in FIELDS.values() for name in names} == {*OTHER_NAMES, "timeout"}
+
+
+def test_an_object_stands_for_members_that_have_its_keys_and_need_no_others() -> None:
+    bare = ({"kind": "WrapBlocks"}, {"kind": "WrapRoot"})
+    assert samples({"paths": ["a"]}, Wrap) == bare
+    assert samples({"names": ["a"]}, Wrap) == ({"kind": "WrapClasses", "names": ["a"]}, *bare)
+
+
+# --- differences ---------------------------------------------------------------------------------------------------
+
+
+def test_equal_items_meet_one_for_one_in_their_order() -> None:
+    assert _anchors(["a", "a", "b", "a"], ["a", "b", "a", "a"]) == [(0, 0), (1, 2), (3, 3)]
+    assert _anchors(["a", "a"], ["a", "a", "a"]) == [(0, 0), (1, 1)]
