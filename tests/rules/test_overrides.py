@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from prepkit.config import FSDP2, Config, Mesh
-from prepkit.rules import RULES, check, split
+from prepkit.config import DDP, FSDP2, Config, Mesh
+from prepkit.rules import LATE_RULES, RULES, check, split
 from prepkit.rules.rule import Hit, Rule
 from prepkit.testing.tiny import tiny_facts
 from tests.support.rule_findings import rule_ids
@@ -31,3 +31,18 @@ def test_the_id_of_a_rule_of_the_users_own_is_known_to_the_overrides() -> None:
     assert [(f.rule, f.fix) for f in findings] == [("mine.no-training", "Stop.")]
     assert split(cfg, findings, (*RULES, mine)) == ((), findings)
     assert "overrides.unknown" in rule_ids(cfg)
+
+
+def test_a_warning_stands_though_it_is_overridden() -> None:
+    cfg = Config(engine=DDP(), overrides=("mesh.ddp-alone",))
+    standing, accepted = split(cfg, check(cfg, tiny_facts()))
+    assert ([finding.rule for finding in standing], accepted) == (["mesh.ddp-alone"], ())
+
+
+def test_rules_of_a_finished_plan_and_of_the_first_step_can_be_overridden_as_well() -> None:
+    late = {
+        *("memory.exceeds-device", "memory.may-exceed-device", "forward.used-elsewhere"),
+        *("first-step.no-gradient", "first-step.not-finite"),
+    }
+    assert {rule.id for rule in LATE_RULES if rule.overridable} == late
+    assert rule_ids(Config(overrides=tuple(sorted(late)))) == []

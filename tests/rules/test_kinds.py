@@ -1,0 +1,108 @@
+"""What each rule is, by hand: whether it refuses, gives way to an override, and mends the config."""
+
+from __future__ import annotations
+
+from prepkit.findings import Severity
+from prepkit.rules import LATE_RULES, RULES
+
+
+def _ids(table: dict[str, str]) -> set[str]:
+    """Subject to names, as whole ids."""
+    return {f"{subject}.{name}" for subject, names in table.items() for name in names.split()}
+
+
+WARNINGS = _ids(
+    {
+        "environment": "launcher-flag torch-unknown",
+        "mesh": "ddp-alone",
+        "sharded": "kept",
+        "wrap": "named-twice",
+        "blocks": "one-unit nested declared-absent",
+        "ties": "undeclared",
+        "tensor": "not-read",
+        "units": "packed-whole mixed-requires-grad ignored-dtype",
+        "scheduler": "never-ends",
+        "optimizer": "pattern none misses-parameters frozen-parameters",
+        "params": "hooks-local",
+        "precision": "reduce-dtype-ignored steps-in-16-bit no-master-weights",
+        "fp8": "idle-in-eval launcher-flag msamp-deprecated",
+        "ddp": "unused-in-static-graph no-batchnorm",
+        "fsdp1": "buffer-dtype-ignored frozen-gradients no-shard",
+        "deepspeed": "stage-0-16-bit accelerator experts",
+        "compile": "foreign-backend dynamic-cut",
+        "checkpoint": "cache",
+        "entry-points": "left-out",
+        "loaders": "fewer-than-ranks same-data",
+        "weights": "tied-twice buffer-not-computed",
+        "memory": "may-exceed-device",
+    }
+)
+"""What is said, and refuses nothing."""
+
+NEEDED = _ids(
+    {
+        "environment": "world-size device backend",
+        "mesh": "size-below-one two-rests not-world-size ddp-does-not-shard tensor-needs-dtensors tensor-alone",
+        "fsdp1": "mesh",
+        "sharded": "not-to-plan differs too-late",
+        "tensor": "no-plan not-a-layer named-twice tie-broken",
+        "optimizer": "closure newer-torch several empty group-option two",
+        "scheduler": "metric factory",
+        "fp8": "engine all-gather msamp-engine msamp-optimizer",
+        "ddp": "sync-batchnorm-loses",
+        "deepspeed": "not-json removed-key wrong-type wrong-value stage two-places precision loss-scale max-grad-norm "
+        "batch no-micro-batch hidden-size auto offload tensor-parallel msamp mesh zero-init leaf-modules "
+        "needs-optimizer two-optimizers two-schedulers unknown-type schedule-alone scheduler-ticks "
+        "untested-optimizer",
+        "loaders": "count foreign already-distributed split-batches",
+        "weights": "not-filled state-not-sent not-seen unreadable rename shape parts dtype no-initialiser",
+        "overrides": "unknown",
+        "first-step": "replicas-differ misplaced",
+    }
+)
+"""Without these there is no plan: an override does not help."""
+
+MENDED = _ids(
+    {
+        "environment": "device offload-backend",
+        "mesh": "size-below-one two-rests not-world-size single-has-none ddp-does-not-shard tensor-needs-dtensors "
+        "tensor-alone nothing-sharded",
+        "fsdp1": "mesh mixed-requires-grad unit-in-two-groups partial-state compiled-flat sync-on-cpu offload-on-cpu "
+        "buffer-dtype-ignored",
+        "model": "already-compiled already-checkpointed",
+        "wrap": "empty class-not-found pattern-not-found container size-below-one named-twice",
+        "blocks": "none-selected",
+        "reshard": "not-a-factor",
+        "tensor": "not-read",
+        "scheduler": "metric",
+        "optimizer": "two",
+        "precision": "fp16-trains-fp16 loss-scale float16 reduce-dtype-ignored no-master-weights",
+        "fp8": "library-missing library-too-old unsupported-device recipe-on-cpu skip-not-found nothing-to-convert "
+        "already-converted tensor-parallel idle-in-eval engine all-gather msamp-engine msamp-optimizer msamp-clip "
+        "optimizer-missing msamp-deprecated",
+        "ddp": "bucket-size compiled-bucket unused-in-static-graph reentrant-unused hook-dtype powersgd "
+        "sync-batchnorm-on-cpu sync-batchnorm-loses no-batchnorm",
+        "units": "ignored-not-found",
+        "xla": "mesh loaders clip compile",
+        "deepspeed": "no-stage master-weights clip mesh leaf-modules experts",
+        "compile": "unknown-mode no-backend foreign-backend dynamic-cut switched-off",
+        "checkpoint": "cache",
+        "entry-points": "unknown",
+        "loaders": "count foreign own-iteration already-distributed",
+        "values": "accumulation average-each clip norm-type scheduler-ticks total-steps timeout nesterov",
+        "overrides": "unknown",
+    }
+)
+"""What the config alone can mend."""
+
+
+def test_these_rules_warn_and_all_others_refuse() -> None:
+    assert {rule.id for rule in (*RULES, *LATE_RULES) if rule.severity is Severity.WARNING} == WARNINGS
+
+
+def test_these_rules_hold_whatever_is_overridden_and_all_others_give_way() -> None:
+    assert {rule.id for rule in (*RULES, *LATE_RULES) if not rule.overridable} == NEEDED
+
+
+def test_these_rules_mend_the_config_and_no_others() -> None:
+    assert {rule.id for rule in (*RULES, *LATE_RULES) if rule.repair is not None} == MENDED
