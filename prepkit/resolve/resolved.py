@@ -106,7 +106,7 @@ class Resolved:
         """Number of shares that the data is divided into: ranks that differ on the tensor axis only read the same."""
         size = self.facts.env.world_size
         for name in SAME_DATA:
-            size //= self.axis_size(name)
+            size //= max(1, self.axis_size(name))  # 0 in a world without ranks
         return size
 
     @property

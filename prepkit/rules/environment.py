@@ -57,7 +57,7 @@ def _serves(backend: str, device: str) -> bool:
     parts = dict(part.strip().partition(":")[::2] for part in backend.split(","))
     if all(parts.values()):
         return device in parts
-    return any(device in _SERVES.get(name, (device,)) for name in parts)
+    return device in _SERVES.get(backend.strip(), (device,))
 
 
 def _backend(resolved: Resolved) -> Iterator[Hit]:

@@ -113,7 +113,7 @@ def _sizes(resolved: Resolved) -> dict[str, int]:
 
 def _divides(resolved: Resolved) -> Iterator[Hit]:
     ranks = resolved.tensor_parallel_size
-    if not resolved.parallelizes or ranks < 1:
+    if ranks < 1:  # environment.world-size says so
         return
     sizes = _sizes(resolved)
     odd = {name: size for name, size in sizes.items() if size % ranks}

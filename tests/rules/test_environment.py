@@ -5,16 +5,30 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from prepkit.config import DDP, FSDP1, FSDP2, Config, Intent, OffloadToCPU
+from prepkit.config import (
+    DDP,
+    FSDP1,
+    FSDP2,
+    Config,
+    DeepSpeed,
+    Engine,
+    Intent,
+    OffloadToCPU,
+    TPLayer,
+    TPPlan,
+    TPPlanFromModel,
+)
 from prepkit.facts import Env
 from prepkit.findings import Severity
+from prepkit.resolve.engines import ENGINES
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES, check
+from prepkit.rules.environment import BACKENDS
 from prepkit.rules.rule import Rule
 from prepkit.rules.unknown_torch import BY_RELEASE, ID, OLDEST
 from prepkit.testing import COUNTEREXAMPLES
-from prepkit.testing.tiny import tiny_facts
-from tests.support.rule_findings import rule_ids_in
+from prepkit.testing.tiny import tiny_facts, tiny_loader
+from tests.support.rule_findings import rule_ids, rule_ids_in
 
 
 @pytest.mark.parametrize(
@@ -34,6 +48,24 @@ def test_offloading_needs_a_backend_for_the_cpu_too(backend: str | None, rules: 
         assert rule_ids_in(Config(engine=engine, backend=backend)) == rules
 
 
+SERVED = {
+    "nccl": {"cuda"},
+    "xccl": {"xpu"},
+    "hccl": {"npu", "hpu"},
+    "cncl": {"mlu"},
+    "tccl": {"sdaa"},
+    "mccl": {"musa"},
+    "gloo": {"cpu", "cuda"},
+    "of-my-own": BACKENDS,
+}
+
+
+@pytest.mark.parametrize("backend", SERVED)
+def test_a_backend_is_refused_on_every_device_that_it_does_not_serve(backend: str) -> None:
+    refused = {kind for kind in BACKENDS if rule_ids_in(Config(engine=DDP(), backend=backend), device=kind)}
+    assert BACKENDS - refused == SERVED[backend]
+
+
 def test_a_device_without_a_known_backend_is_refused_for_engines_of_several_processes_only() -> None:
     assert rule_ids_in(Config(engine=DDP()), device="mps") == ["environment.backend"]
     assert rule_ids_in(Config(engine=DDP(), device="cpu"), device="mps") == []
@@ -49,7 +81,13 @@ def test_the_planner_knows_a_backend_for_every_device_that_passes() -> None:
 
 @pytest.mark.parametrize(
     ("device", "fix"),
-    [("cuda", None), ("cpu", None), ("cuda:0", 'Write device="cuda".'), ("xpu", "Leave config.device out")],
+    [
+        ("cuda", None),
+        ("cpu", None),
+        ("cuda:0", 'Write device="cuda".'),
+        ("cpu:0", 'Write device="cpu".'),
+        ("xpu", "Leave config.device out"),
+    ],
 )
 def test_a_device_is_asked_for_by_the_type_that_is_there(device: str, fix: str | None) -> None:
     cfg, facts = Config(device=device), tiny_facts(device="cuda")
@@ -62,7 +100,9 @@ def test_a_device_that_is_not_there_hides_no_finding_about_the_one_that_is() -> 
     assert rules == ["environment.device", "environment.backend"]
 
 
-@pytest.mark.parametrize(("tasks", "fires"), [("4", 0), ("2", 0), ("1", 0), ("8", 1), ("3", 1), ("", 0), ("4(x2)", 0)])
+@pytest.mark.parametrize(
+    ("tasks", "fires"), [("4", 0), ("2", 0), ("1", 0), ("8", 1), ("3", 1), ("0", 1), ("", 0), ("4(x2)", 0)]
+)
 def test_slurm_tasks_divide_the_world_size(tasks: str, fires: int) -> None:
     rules = rule_ids_in(Config(engine=DDP()), variables=(("SLURM_NTASKS", tasks),))
     assert rules == ["environment.slurm-tasks"] * fires
@@ -121,3 +161,11 @@ def test_a_rule_that_reads_the_release_is_asked_with_the_oldest_where_none_is_kn
     }
     if set(says["old"]) - set(says["unknown"]):
         assert rule.id in BY_RELEASE
+
+
+@pytest.mark.parametrize("world", [0, -1])
+@pytest.mark.parametrize("engine", [*(kind() for kind in ENGINES), DeepSpeed(stage=3)], ids=str)
+def test_a_world_without_ranks_is_a_finding_under_every_engine(engine: Engine, world: int) -> None:
+    facts = tiny_facts(world=world, loader=tiny_loader())
+    for plan in (TPPlanFromModel(), TPPlan((TPLayer("layers.*.mlp", "colwise"),))):
+        assert "environment.world-size" in rule_ids(Config(engine=engine, tp_plan=plan), facts)
