@@ -9,7 +9,7 @@ from prepkit.config import Config, Wrap, WrapClasses, WrapPaths, WrapSize
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import did_you_mean, near, some
-from prepkit.resolve.modules import matcher, repeated_blocks, select
+from prepkit.resolve.modules import matcher, parent, repeated_blocks, select
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 from prepkit.rules.selections import below_root, instead, known_blocks, mend, selections
@@ -89,7 +89,7 @@ def _pattern_not_found(resolved: Resolved) -> Iterator[Hit]:
     for chosen in selections(resolved.cfg):
         for pattern in filter(_unmatched(facts.model), _patterns(chosen.wrap)):
             what = f"The pattern `{pattern}` matches no module; `*` stays inside one segment of a path."
-            lists = {b.paths[0].rpartition(".")[0] + ".*": None for b in repeated_blocks(facts.model)}
+            lists = {f"{parent(path)}.*": None for block in repeated_blocks(facts.model) for path in block.paths}
             hint = did_you_mean(pattern, (*lists, *(module.path for module in facts.model.modules if module.path)))
             shown = ", ".join(f'"{known}"' for known in lists)
             written = f"paths=({shown},)" if isinstance(chosen.wrap, WrapClasses) else f"WrapPaths(({shown},))"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from prepkit.config import CheckpointBlocks, Config, Wrap, WrapClasses, WrapPaths, WrapSize
-from prepkit.facts import ParamFact
+from prepkit.config import FSDP2, CheckpointBlocks, Config, Wrap, WrapBlocks, WrapClasses, WrapPaths, WrapRoot, WrapSize
+from prepkit.facts import ModuleFact, ParamFact
 from prepkit.resolve.modules import select
 from prepkit.rules import RULES
 from prepkit.testing.tiny import tiny_facts, tiny_model
-from tests.support.rule_findings import finding_of, fsdp2_with, rule_ids
+from tests.support.rule_findings import finding_of, fsdp2_with, mended, rule_ids
 
 
 def test_a_class_in_the_wrong_case_gets_the_right_spelling() -> None:
@@ -64,3 +64,31 @@ def test_classes_and_paths_can_be_named_together_and_each_is_looked_at() -> None
     assert rule_ids(*fsdp2_with(WrapClasses((), paths=("head",)))) == []
     finding = finding_of("wrap.pattern-not-found", *fsdp2_with(WrapClasses(("Block",), paths=("hed",))))
     assert finding.fix == 'Write paths=("layers.*",). Did you mean `head`?'
+
+
+@pytest.mark.parametrize(
+    ("wrap", "kept"),
+    [
+        (WrapSize(1), WrapSize(1)),
+        (WrapRoot(), WrapRoot()),
+        (WrapBlocks(), WrapBlocks()),
+        (WrapClasses(("Blok", "Block")), WrapClasses(("Block",))),
+        (WrapClasses(("Blok",), paths=("head",)), WrapClasses((), paths=("head",))),
+        (WrapPaths(("head",)), WrapPaths(("head",))),
+    ],
+    ids=str,
+)
+def test_a_class_that_is_not_found_is_left_out_and_every_other_selection_stays(wrap: Wrap, kept: Wrap) -> None:
+    cfg = Config(engine=FSDP2(wrap=wrap), checkpointing=CheckpointBlocks(blocks=WrapClasses(("Blok",))))
+    done = mended("wrap.class-not-found", cfg)
+    assert done.engine == FSDP2(wrap=kept)
+    assert done.checkpointing == CheckpointBlocks(blocks=WrapBlocks())
+
+
+def test_a_pattern_that_is_not_found_is_told_every_list_of_blocks() -> None:
+    model = tiny_model()
+    cls = {module.path: module.cls for module in model.modules}
+    late = (("late", cls["layers"]), *((f"late.{index}", cls["layers.0"]) for index in range(2)))
+    model = evolve(model, modules=(*model.modules, *(ModuleFact(path=path, cls=kind) for path, kind in late)))
+    fix = finding_of("wrap.pattern-not-found", *fsdp2_with(WrapPaths(("layer.*",)), model)).fix
+    assert fix.startswith('Write WrapPaths(("layers.*", "late.*",)). ')

@@ -7,7 +7,7 @@ from attrs import evolve
 from prepkit.config import FSDP2, Config, Wrap
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Finding
-from prepkit.rules import check
+from prepkit.rules import RULES, check
 from prepkit.testing.tiny import tiny_facts
 
 
@@ -31,3 +31,10 @@ def finding_of(rule: str, cfg: Config, facts: Facts | None = None) -> Finding:
 def fsdp2_with(wrap: Wrap, model: ModelFacts | None = None) -> tuple[Config, Facts]:
     """FSDP2 with this selection of units, and the facts of a model on two ranks."""
     return Config(engine=FSDP2(wrap=wrap)), tiny_facts(model, world=2)
+
+
+def mended(rule: str, cfg: Config, facts: Facts | None = None) -> Config:
+    """The config as the repair of this rule leaves it."""
+    (repair,) = (known.repair for known in RULES if known.id == rule)
+    assert repair is not None, f"{rule} has no repair"
+    return repair(cfg, facts or tiny_facts())
