@@ -44,10 +44,6 @@ def _masters(cfg: Config, _: Facts) -> Config:
     )
 
 
-def _one_tick(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, scheduler_ticks=1)
-
-
 def _stored(resolved: Resolved) -> Iterator[Hit]:
     if isinstance(resolved.cfg.engine, DeepSpeed) and isinstance(resolved.cfg.precision, AsStored):
         low = next((p for p in resolved.facts.model.params if p.dtype in ("bfloat16", "float16")), None)

@@ -36,12 +36,16 @@ def _leaf_inputs(resolved: Resolved) -> Iterator[Hit]:
     cfg, facts = resolved.cfg, resolved.facts
     if not isinstance(cfg.engine, DeepSpeed) or stage(cfg.engine) != 3 or cfg.intent is not Intent.TRAINING:
         return
-    first = next((param.name for param in facts.model.params if param.requires_grad), "")
+    trained = [param.name for param in facts.model.params if param.requires_grad]
+    if not trained:
+        return
     marked = {index for index, cls in enumerate(facts.model.classes) if cls.name in cfg.engine.leaf_modules}
-    leaf = next((m.path for m in facts.model.modules if m.cls in marked and first.startswith(f"{m.path}.")), "")
+    leaf = next((m.path for m in facts.model.modules if m.cls in marked and trained[0].startswith(f"{m.path}.")), "")
     if leaf and not facts.model.grad_inputs:
-        what = f"Nothing before the leaf `{leaf}` is trained, so that its input needs no gradient, and `{first}` in it"
-        yield Hit(at(leaf), f"{what} is: DeepSpeed lets go of the weights of such a leaf before its backward is over.")
+        what = f"Nothing before the leaf `{leaf}` is trained, so that its input needs no gradient, and `{trained[0]}`"
+        yield Hit(
+            at(leaf), f"{what} in it is: DeepSpeed lets go of the weights of such a leaf before its backward is over."
+        )
 
 
 def _packed(resolved: Resolved) -> Iterator[Hit]:

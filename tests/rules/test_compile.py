@@ -1,0 +1,27 @@
+"""Compilation: the backends that torch brings, and what a config without one is mended to."""
+
+from __future__ import annotations
+
+import pytest
+from torch._dynamo import list_backends
+
+from prepkit.config import DDP, XLA, CompileBlocks, CompileModel, Config, Engine
+from prepkit.rules.compile import BACKENDS
+from tests.support.rule_findings import mended, rule_ids
+
+
+def test_every_backend_that_torch_offers_is_known_to_be_its_own() -> None:
+    assert set(list_backends()) <= set(BACKENDS) <= set(list_backends(exclude_tags=()))
+    for backend in BACKENDS:
+        assert rule_ids(Config(compile=CompileModel(backend=backend))) == []
+    assert rule_ids(Config(compile=CompileModel(backend="inductr"))) == ["compile.foreign-backend"]
+
+
+@pytest.mark.parametrize(("engine", "backend"), [(XLA(), "openxla"), (DDP(), "inductor")], ids=["xla", "ddp"])
+@pytest.mark.parametrize("asked", [CompileModel(backend=" "), CompileBlocks(backend=" ")], ids=["model", "blocks"])
+def test_a_backend_without_a_name_is_mended_to_the_usual_one_of_the_engine(
+    engine: Engine, backend: str, asked: CompileModel | CompileBlocks
+) -> None:
+    compiled = mended("compile.no-backend", Config(engine=engine, compile=asked)).compile
+    assert isinstance(compiled, type(asked))
+    assert compiled.backend == backend
