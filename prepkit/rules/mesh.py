@@ -167,7 +167,7 @@ def _nothing_left(resolved: Resolved) -> Iterator[Hit]:
 def _shard_copies(cfg: Config, facts: Facts) -> Config:
     """The copies share one model between them; the tensor size stays, so that the data is divided as before."""
     resolved = Resolved(cfg=cfg, facts=facts)
-    if not resolved.mesh or resolved.axis_size("tensor") == 1:
+    if resolved.axis_size("tensor") == 1:
         return _default(cfg, facts)
     mesh = Mesh(shard=resolved.axis_size("replicate"), tensor=resolved.axis_size("tensor"))
     return mend_reshard(evolve(cfg, mesh=mesh), facts)

@@ -67,7 +67,7 @@ def _closure(resolved: Resolved) -> Iterator[Hit]:
             yield Hit(where, f"`LBFGS` makes its gradients anew within a step, and accumulation={cfg.accumulation}.")
         elif PRECISIONS[type(cfg.precision)].scales_loss:
             yield Hit(where, "`LBFGS` makes its gradients anew within a step, and float16 scales the loss.")
-        elif resolved.facts.optimizer is not None and resolved.facts.optimizer.members:
+        elif where.endswith("]"):  # one of several
             yield Hit(where, "`LBFGS` makes its gradients anew within a step, and is given beside another optimizer.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from attrs import evolve
 
 from prepkit.config import BF16, DDP, FSDP1, FSDP2, AsStored, Config, DeepSpeed, WrapBlocks, WrapRoot
@@ -65,3 +66,28 @@ def test_single_numbers_and_ignored_modules_are_left_out_of_what_a_unit_must_agr
     odd = tiny_facts(tiny_model(extra=(evolve(scale, name="head.scale", shape=(4,)),)), world=2)
     assert rule_ids(Config(engine=FSDP2()), odd) == ["units.mixed-dtypes", low]
     assert rule_ids(Config(engine=FSDP2(ignored=("head",))), odd) == [low]
+
+
+def test_frozen_parameters_of_other_units_do_not_change_how_mixed_dtypes_are_mended() -> None:
+    lora = ParamFact(name="layers.0.attn.lora", shape=(4,), dtype="bfloat16")
+    cfg, facts = fsdp2_with(WrapBlocks(), tiny_model(extra=(lora,), frozen=("layers.1.attn.weight",)))
+    old = evolve(facts, env=evolve(facts.env, torch="2.7.1", device="cuda"))
+    assert finding_of("units.mixed-dtypes", cfg, old).fix.startswith("Write precision=BF16(), ")
+
+
+@pytest.mark.parametrize(
+    ("trained", "ignored", "fires"), [(True, (), 1), (False, (), 0), (True, ("norm",), 0), (False, ("norm",), 0)]
+)
+def test_an_empty_parameter_is_refused_where_its_gradient_would_be_reduced(
+    trained: bool, ignored: tuple[str, ...], fires: int
+) -> None:
+    empty = ParamFact(name="norm.none", shape=(0, 4), dtype="float32", requires_grad=trained)
+    rules = rule_ids(Config(engine=FSDP2(ignored=ignored)), tiny_facts(tiny_model(extra=(empty,)), world=2))
+    assert rules.count("units.empty") == fires
+
+
+@pytest.mark.parametrize(("ignored", "fires"), [((), 1), (("norm",), 0)])
+def test_a_single_number_that_is_ignored_is_not_flattened(ignored: tuple[str, ...], fires: int) -> None:
+    scale = ParamFact(name="norm.scale", shape=(), dtype="float32")
+    rules = rule_ids(Config(engine=FSDP1(ignored=ignored)), tiny_facts(tiny_model(extra=(scale,)), world=2))
+    assert rules.count("units.scalar") == fires

@@ -22,6 +22,7 @@ from tests.support.rule_findings import finding_of, rule_ids
         (Config(engine=DDP(), mesh=Mesh(replicate=8)), 8, []),
         (Config(engine=DDP(), mesh=Mesh(replicate=-1, shard=1)), 8, []),
         (Config(engine=DDP(), mesh=Mesh(replicate=3)), 8, ["mesh.not-world-size"]),
+        (Config(engine=DDP(), mesh=Mesh(replicate=4, shard=1)), 8, ["mesh.not-world-size"]),
         (Config(engine=DDP(), mesh=Mesh(replicate=4, shard=2)), 8, ["mesh.ddp-does-not-shard"]),
         (Config(engine=DDP(), mesh=Mesh()), 8, ["mesh.ddp-does-not-shard"]),
         (Config(mesh=Mesh()), 1, []),

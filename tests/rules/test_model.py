@@ -6,8 +6,8 @@ import pytest
 from attrs import evolve
 
 from prepkit.config import DDP, FSDP1, FSDP2, XLA, Config
-from prepkit.facts import ArchitectureFacts, Env
-from prepkit.testing.tiny import marked, tiny_facts, tiny_model
+from prepkit.facts import ArchitectureFacts, Env, Mark, UnitFact
+from prepkit.testing.tiny import arrived, marked, tiny_facts, tiny_model
 from tests.support.rule_findings import finding_of, rule_ids
 
 
@@ -52,3 +52,16 @@ def test_a_model_that_transformers_has_cut_is_told_how_fsdp2_cuts_the_same_layer
     assert "write mesh=Mesh(shard=-1, tensor=2)" in finding.fix
     other = finding_of("model.sharded-parameters", Config(engine=DDP()), tiny_facts(parallel, world=4))
     assert other.what.endswith("and DDP takes plain ones.")
+
+
+@pytest.mark.parametrize("mark", ["ddp", "fsdp1", "fsdp2", "deepspeed", "prepared"])
+def test_a_model_that_is_wrapped_is_refused_whatever_wraps_it(mark: Mark) -> None:
+    assert rule_ids(Config(), tiny_facts(marked(tiny_model(), mark))) == ["model.already-wrapped"]
+
+
+@pytest.mark.parametrize("mark", ["ddp", "fsdp1", "deepspeed", "prepared"])
+def test_units_of_fully_shard_stand_and_every_other_wrapper_is_refused_beside_them(mark: Mark) -> None:
+    units = arrived(tiny_model(), root=UnitFact(path="", ranks=2, reshard_after_forward=False))
+    cfg = Config(engine=FSDP2())
+    assert "model.already-wrapped" not in rule_ids(cfg, tiny_facts(units, world=2))
+    assert "model.already-wrapped" in rule_ids(cfg, tiny_facts(marked(units, mark), world=2))

@@ -17,7 +17,7 @@ from prepkit.live.observe.optimizer import horizon, scheduler_facts
 from prepkit.resolve.optimizer_table import FAILS, MEASURED, OTHERWISE, RAISES, places
 from prepkit.rules import check
 from prepkit.testing.tiny import tiny_facts
-from tests.support.rule_findings import rule_ids
+from tests.support.rule_findings import finding_of, rule_ids
 
 PLACES: dict[str, Config] = {
     "DDP": Config(engine=pk.DDP()),
@@ -120,6 +120,8 @@ def test_a_scheduler_is_refused_when_it_runs_out_and_warned_of_when_it_never_end
         (100, 100, 4, ["scheduler.runs-out"]),
         (100, 50, 1, ["scheduler.never-ends"]),
         (100, 50, 0, []),
+        (10_100, 10_000, 1, []),  # one in a hundred is rounding
+        (10_101, 10_000, 1, ["scheduler.never-ends"]),
     ):
         seen = scheduler_facts(lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=ticks), optimizer)
         facts = evolve(tiny_facts(), scheduler=seen)
@@ -161,3 +163,23 @@ def test_a_closure_makes_all_gradients_of_a_step() -> None:
     assert "optimizer.closure" not in rule_ids(Config(), one)
     assert "optimizer.closure" in rule_ids(Config(accumulation=2), one)
     assert "optimizer.closure" in rule_ids(Config(engine=pk.DeepSpeed(stage=0)), facts)
+
+
+def test_an_optimizer_that_steps_with_a_closure_stands_alone() -> None:
+    facts = tiny_facts()
+    assert facts.optimizer is not None
+    (group,) = facts.optimizer.groups
+    two = (evolve(group, slots=group.slots[:2]), evolve(group, slots=group.slots[2:]))
+    members = tuple(MemberFact(name=name, module="torch.optim.x", groups=1) for name in ("AdamW", "LBFGS"))
+    several = evolve(facts, optimizer=evolve(facts.optimizer, groups=two, members=members, module=""))
+    found = finding_of("optimizer.closure", Config(), several)
+    assert (found.where, "beside another optimizer" in found.what) == ("optimizer[1]", True)
+
+
+@pytest.mark.parametrize("engine", [pk.Single(), *(cfg.engine for cfg in PLACES.values()), pk.XLA()], ids=str)
+def test_an_optimizer_with_a_list_of_its_own_is_refused_where_parameters_are_replaced(engine: pk.Engine) -> None:
+    facts = tiny_facts(world=2)
+    assert facts.optimizer is not None
+    keeps = evolve(facts, optimizer=evolve(facts.optimizer, keeps_own_list=True))
+    stays = isinstance(engine, pk.Single | pk.DDP | pk.XLA)
+    assert ("optimizer.keeps-own-list" in rule_ids(Config(engine=engine), keeps)) is not stays

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from prepkit.config import BF16, DDP, FP16, XLA, Config, Intent
+from prepkit.config import BF16, DDP, FP16, XLA, AsStored, Config, Intent
 from prepkit.testing.tiny import tiny_facts, tiny_model
 from tests.support.rule_findings import finding_of, rule_ids, rule_ids_in
 
@@ -37,7 +37,11 @@ def test_bfloat16_on_xla_is_no_matter_of_the_gpu_beside_it() -> None:
 
 @pytest.mark.parametrize(
     ("device", "asked", "fires"),
-    [("cpu", None, 1), ("cuda", None, 0), ("cuda", "cpu", 1), ("mps", None, 0), ("neuron", None, 1), ("hpu", None, 0)],
+    [
+        *((device, None, 1) for device in ("cpu", "neuron")),
+        *((device, None, 0) for device in ("cuda", "xpu", "npu", "hpu", "mlu", "musa", "sdaa", "mps")),
+        ("cuda", "cpu", 1),
+    ],
 )
 def test_float16_is_refused_where_no_loss_is_scaled(device: str, asked: str | None, fires: int) -> None:
     rules = rule_ids_in(Config(precision=FP16(), device=asked), device=device, world_size=1)
@@ -70,3 +74,14 @@ def test_a_loss_scale_that_torch_refuses_or_that_never_moves_is_refused(wrong: d
     facts = tiny_facts(device="cuda")
     finding = finding_of("precision.loss-scale", Config(precision=FP16(**wrong)), facts)  # type: ignore[arg-type]
     assert finding.where == f"config.precision.{next(iter(wrong))}"
+
+
+@pytest.mark.parametrize("precision", [AsStored(), FP16()], ids=str)
+def test_a_device_without_bfloat16_computes_in_other_dtypes(precision: AsStored | FP16) -> None:
+    assert rule_ids_in(Config(engine=DDP(), precision=precision), capability=(7, 5), bf16=False) == []
+
+
+def test_a_model_in_16_bits_is_warned_of_only_where_it_is_trained() -> None:
+    facts = tiny_facts(tiny_model(dtype="bfloat16"), optimizer=False)
+    assert rule_ids(Config(intent=Intent.INFERENCE), facts) == []
+    assert "precision.steps-in-16-bit" in rule_ids(Config(), facts)

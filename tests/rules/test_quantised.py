@@ -7,6 +7,7 @@ from attrs import evolve
 
 from prepkit.config import DDP, Config
 from prepkit.facts import Env, Facts, ParamFact
+from prepkit.rules import check
 from prepkit.testing.tiny import tiny_facts, tiny_model
 from tests.support.rule_findings import rule_ids
 
@@ -42,7 +43,9 @@ def packed(*devices: str, bitsandbytes: str = "0.50.2", world: int = 1, device: 
     ids=str,
 )
 def test_packed_weights_lie_where_they_are_computed_with(facts: Facts, rules: list[str]) -> None:
-    assert rule_ids(Config(), facts) == rules
+    found = check(Config(), facts)
+    assert [finding.rule for finding in found] == rules
+    assert {finding.where for finding in found} <= {"model.hf_device_map"}
 
 
 def test_a_packed_model_on_several_devices_is_refused_in_several_processes_also_when_the_map_is_kept() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from prepkit.config import FSDP2, Config
 from prepkit.testing.tiny import tiny_facts
-from tests.support.rule_findings import rule_ids
+from tests.support.rule_findings import mended, rule_ids
 
 
 @pytest.mark.parametrize(
@@ -15,3 +15,15 @@ from tests.support.rule_findings import rule_ids
 def test_a_number_to_reshard_to_is_a_proper_factor_of_the_shard_size(size: bool | int, fires: int) -> None:
     cfg = Config(engine=FSDP2(reshard_after_forward=size))
     assert rule_ids(cfg, tiny_facts(world=8)) == ["reshard.not-a-factor"] * fires
+
+
+@pytest.mark.parametrize("asked", [True, False, 2, 4])
+def test_what_the_shard_size_allows_is_left_as_it_is(asked: bool | int) -> None:
+    cfg = Config(engine=FSDP2(reshard_after_forward=asked))
+    assert mended("reshard.not-a-factor", cfg, tiny_facts(world=8)) == cfg
+
+
+@pytest.mark.parametrize(("asked", "mends_to"), [(1, False), (8, True), (3, True)])
+def test_a_number_that_is_no_factor_is_mended_to_what_torch_reads_in_it(asked: int, mends_to: bool) -> None:
+    cfg = Config(engine=FSDP2(reshard_after_forward=asked))
+    assert mended("reshard.not-a-factor", cfg, tiny_facts(world=8)).engine == FSDP2(reshard_after_forward=mends_to)
