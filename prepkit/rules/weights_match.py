@@ -54,7 +54,7 @@ def _missing(resolved: Resolved) -> Iterator[Hit]:
         what += f" They are there {prefix[0]}."
         yield Hit(at(match.missing[0]), what, f"Write LoadWeights(path, rename=(({prefix[1]}),)).")
         return
-    if close := near(match.missing[0], match.unexpected, limit=1):
+    if close := near(match.missing[0], match.unexpected):
         what += f" It has `{close[0]}`."
     yield Hit(at(match.missing[0]), what)
 

@@ -78,6 +78,8 @@ def test_a_flag_is_a_warning_where_the_config_says_otherwise_and_silent_where_it
     [
         ("ACCELERATE_MIXED_PRECISION", "no"),
         ("ACCELERATE_DYNAMO_BACKEND", "no"),
+        ("ACCELERATE_DYNAMO_BACKEND", ""),
+        ("ACCELERATE_MIXED_PRECISION", ""),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1"),
         ("ACCELERATE_USE_FSDP", "false"),
         ("ACCELERATE_USE_CPU", "false"),

@@ -12,7 +12,7 @@ from prepkit.facts import Env, LoaderFacts
 from prepkit.findings import Severity
 from prepkit.rules import check
 from prepkit.testing.tiny import tiny_facts, tiny_loader
-from tests.support.rule_findings import rule_ids
+from tests.support.rule_findings import mended, rule_ids
 
 FOREIGN = tiny_loader(foreign=True, custom_batches=True, batch_size=None, length=None, sampler="custom")
 
@@ -115,3 +115,10 @@ def test_under_xla_every_loader_is_kept() -> None:
     mixed, kept = EachLoader((KeepLoaders(), ShardLoaders())), EachLoader((KeepLoaders(), KeepLoaders()))
     assert "xla.loaders" in rule_ids(Config(engine=XLA(), loaders=mixed), facts)
     assert "xla.loaders" not in rule_ids(Config(engine=XLA(), loaders=kept), facts)
+
+
+def test_a_loader_that_is_kept_instead_of_split_stays_what_it_was_otherwise() -> None:
+    facts = tiny_facts(world=2, loader=tiny_loader(own_iteration=True))
+    asked = ShardLoaders(purpose="evaluation", to_device=False, ends_window=False)
+    kept = mended("loaders.own-iteration", Config(engine=DDP(), loaders=EachLoader((asked,))), facts).loaders
+    assert kept == EachLoader((KeepLoaders(purpose="evaluation", to_device=False, ends_window=False),))
