@@ -53,8 +53,17 @@ def _precision(file: Foreign) -> Precision:
     if _on(file, "bf16") or _on(file, "bfloat16"):
         return BF16(reduce_dtype="float32")
     if _on(file, "fp16"):
-        return FP16()
+        power = _number(file, "fp16.initial_scale_power", "precision.init_scale")
+        window = _number(file, "fp16.loss_scale_window", "precision.growth_interval")
+        scaled = FP16(growth_interval=_WINDOW if window is None else int(window))
+        return scaled if power is None or not 0 < power < _MOST else evolve(scaled, init_scale=2.0**power)
     return AsStored()
+
+
+_WINDOW = 1000
+"""DeepSpeed's own ``loss_scale_window`` (``runtime/fp16/loss_scaler``)."""
+_MOST = 128
+"""Powers of two that a float32 no longer holds; a rule refuses what is left."""
 
 
 def _on(file: Foreign, section: str) -> bool:

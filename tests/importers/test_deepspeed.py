@@ -50,13 +50,27 @@ def test_each_setting_says_line_and_column(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "precision"),
     [
-        ({"fp16": {"enabled": True}}, FP16()),
+        ({"fp16": {"enabled": True}}, FP16(growth_interval=1000)),  # DeepSpeed's own default
+        (
+            {"fp16": {"enabled": True, "loss_scale_window": 500, "initial_scale_power": 12}},
+            FP16(growth_interval=500, init_scale=4096.0),
+        ),
+        ({"fp16": {"enabled": True, "loss_scale_window": "auto"}}, FP16(growth_interval=1000)),
         ({"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, AsStored()),
         ({"bfloat16": {"enabled": True}}, BF16()),
     ],
 )
 def test_the_section_that_is_on_says_the_precision(tmp_path: Path, section: dict, precision: object) -> None:
     assert read(tmp_path, json.dumps({"zero_optimization": {"stage": 1}} | section)).config.precision == precision
+
+
+def test_the_loss_scale_of_the_file_stands_in_one_place(tmp_path: Path) -> None:
+    from prepkit import api
+
+    section = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2}
+    text = json.dumps({"zero_optimization": {"stage": 1}, "fp16": section})
+    rules = [finding.rule for finding in api.check(read(tmp_path, text).config, tiny_facts(world=2))]
+    assert "deepspeed.two-places" not in rules
 
 
 def test_what_is_auto_is_left_to_the_plan(tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ def _settle(ready: Prepared, source: WholeCheckpoint, facts: RunFacts) -> None:
         ready.scaler.load_state_dict(shared["scaler"])
     state.set_engine_state(ready.model, shared.get("engine"))
     if saved is not None:
-        ready.steps, ready.epoch = saved.steps, saved.epoch
+        ready.steps = saved.steps
+        ready.set_epoch(saved.epoch)
     own = source.own or {"loaders": []}
     same_ranks = source.own is not None and saved is not None and saved.run.world_size == facts.world_size
     local_state.set_positions(ready.loaders, own["loaders"], shared.get("loaders", []), same_ranks=same_ranks)

@@ -71,6 +71,11 @@ class Loader:
         """Whether the batch in use is the last of its pass, and ends the accumulation window."""
         return self.ends_window and self.present is not None and self.present.last
 
+    @property
+    def open_epoch(self) -> int:
+        """Number of the first pass that has batches left: after the last batch of one, that of the next."""
+        return self.epoch + (self.present is not None and self.present.last)
+
     def set_epoch(self, epoch: int) -> None:
         """The next pass has this number, from its start; without effect where that is so already, as after resuming."""
         if self._begun or epoch != self.epoch:
@@ -81,8 +86,8 @@ class Loader:
 
         ``loader`` is the loader's own state, of this rank, where it has one (torchdata's ``StatefulDataLoader``).
         """
-        if self.present is not None and self.present.last:
-            return {"epoch": self.epoch + 1, "consumed": 0, "loader": None}
+        if self.open_epoch > self.epoch:
+            return {"epoch": self.open_epoch, "consumed": 0, "loader": None}
         return {"epoch": self.epoch, "consumed": self._consumed, "loader": self.source.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -32,6 +32,12 @@ class Passes:
         """Whether the batch in use is the last of a pass that ends the accumulation window."""
         return any(loader.at_window_end for loader in self.under_way)
 
+    @property
+    def epoch(self) -> int | None:
+        """Number of the first pass over the training data that has batches left; None: no loader here counts them."""
+        counted = (one.open_epoch for one in self.loaders if isinstance(one, Loader) and not one.evaluation)
+        return next(counted, None)
+
     def set_epoch(self, epoch: int) -> None:
         """The next pass over each loader has this number."""
         for loader in self.loaders:

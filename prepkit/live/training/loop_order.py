@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from attrs import define
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 _ENTRY = 'write Config(entry_points=("<method>",)) and call ready.model.<method>(...)'
@@ -25,6 +25,8 @@ class LoopOutOfOrder(RuntimeError):
 class LoopOrder:
     """What has run since the last ``step``, and since the end of the last window."""
 
+    shows_gradients: bool = True
+    """Whether ``.grad`` holds a window's gradients between micro-batches, as under neither FSDP1 nor ZeRO."""
     used: bool = False
     """Whether ``backward`` has ever been called, so that gradients are divided and averaged for ``step`` alone."""
     _armed: bool = False
@@ -35,6 +37,10 @@ class LoopOrder:
     """Whether the last of them has announced another one."""
     _averaged: bool = False
     """Whether DDP has averaged the gradients of this window."""
+    _kept: Parameter | None = None
+    """A parameter that had a gradient when the last micro-batch ended inside a window; None: none had, as in FSDP2."""
+    _ticked: int | None = None
+    """Where the scheduler stood after the last window; None: nobody looked, or it was put elsewhere since."""
 
     @property
     def begun(self) -> bool:
@@ -62,6 +68,11 @@ class LoopOrder:
                 "ready.backward() was called again without ready.step() since; write ready.step() after every "
                 "micro-batch, also where it does not end a window: it counts them. Where one micro-batch has several "
                 "losses, add them up for one backward, or write ready.backward(loss, more=True) for all but the last"
+            )
+        if not self._backwards and self._kept is not None and self._kept.grad is None:
+            raise LoopOutOfOrder(
+                "the gradients of this window's first micro-batches are gone: optimizer.zero_grad() was called inside "
+                "it. Remove that call: ready.step() clears the gradients at the end of each window"
             )
         if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
             if not self._armed:
@@ -94,10 +105,29 @@ class LoopOrder:
                 "leave it to ready.step() and Config(accumulation=...) which micro-batches average"
             )
 
-    def after_step(self, *, ended: bool) -> None:
+    def before_tick(self, scheduler: Any) -> None:
+        """Raises ``LoopOutOfOrder`` where somebody else has stepped the scheduler since ``after_tick``."""
+        at = getattr(scheduler, "last_epoch", None)
+        if self._ticked is not None and at != self._ticked:
+            raise LoopOutOfOrder(
+                f"the scheduler was stepped beside ready.step(), from {self._ticked} to {at}: remove scheduler.step(), "
+                "or write Config(scheduler_ticks=0) and step it yourself"
+            )
+
+    def after_tick(self, scheduler: Any) -> None:
+        """Notes where the scheduler stands."""
+        self._ticked = getattr(scheduler, "last_epoch", None)
+
+    def after_resume(self) -> None:
+        """The scheduler stands elsewhere, and no window is open."""
+        self._ticked = self._kept = None
+
+    def after_step(self, model: Module, *, ended: bool) -> None:
         """The next micro-batch begins."""
         self._backwards = 0
         self._averaged = self._averaged and not ended
+        look = self.shows_gradients and not ended
+        self._kept = next((p for p in model.parameters() if p.grad is not None), None) if look else None
 
 
 def _any_gradient(model: Module) -> bool:

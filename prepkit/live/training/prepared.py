@@ -13,7 +13,7 @@ from attrs import define, evolve, field
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from prepkit.config import XLA, ClipNorm
+from prepkit.config import FSDP1, XLA, ClipNorm
 from prepkit.live.checkpoints import session
 from prepkit.live.data.passes import Passes
 from prepkit.live.model import joint_optimizer
@@ -77,7 +77,7 @@ class Prepared:
     """Refuses optimizers that the plan does not know, until ``close``."""
     steps: int = field(default=0, init=False)
     """Optimizer steps that were taken, those before a ``resume`` included."""
-    epoch: int = field(default=0, init=False)
+    _told_epoch: int = field(default=0, init=False, repr=False)
     """What ``set_epoch`` was told last; ``resume`` puts it back."""
     at_window: Callable[[], None] | None = field(default=None, init=False, repr=False)
     """Called by ``step`` on every rank, whenever a window has ended; see ``training.preemption``."""
@@ -88,6 +88,7 @@ class Prepared:
 
     def __attrs_post_init__(self) -> None:
         self._driver = driver(self.model)
+        self._order.shows_gradients = not (self.engine_steps or isinstance(self.plan.config.engine, FSDP1))
         self._order.watch(self.model)
         guard_save(self.model)
         self._checkpoints = session.of(self.model)
@@ -104,6 +105,15 @@ class Prepared:
     def optimizers(self) -> tuple[Optimizer, ...]:
         """Each of the optimizers that ``step`` steps; ``optimizer`` stands for all of them where there are several."""
         return joint_optimizer.members(self.optimizer)
+
+    @property
+    def epoch(self) -> int:
+        """The first epoch that has batches left: that of the first loader of training data, which ``resume`` puts back.
+
+        Where no such loader was prepared it is what ``set_epoch`` was told last.
+        """
+        counted = self._passes.epoch
+        return self._told_epoch if counted is None else counted
 
     @property
     def engine_steps(self) -> bool:
@@ -151,6 +161,7 @@ class Prepared:
         if closure is None:
             self._order.before_step(self.model, ended=ended)
             if ended:
+                self._order.before_tick(self._ticked_here)
                 self._look_at_gradients()
         if self._driver.step is not None:
             self._step_engine(self._driver.step, ended)
@@ -162,7 +173,7 @@ class Prepared:
             optimizer.zero_grad(set_to_none=True)
         self._seen = 0 if ended else self._seen + 1
         self._last = False
-        self._order.after_step(ended=ended)
+        self._order.after_step(self.model, ended=ended)
         self._sync()
         stepped = ended and not self.skipped
         self.steps += stepped
@@ -235,10 +246,17 @@ class Prepared:
         if done.applied and self.plan.owners.scheduler == "prepkit":
             self._tick()
 
+    @property
+    def _ticked_here(self) -> Any:
+        """The scheduler that ``step`` ticks; None where nobody does, or the user or the engine."""
+        owners = self.plan.owners
+        return self.scheduler if owners.scheduler == "prepkit" and owners.scheduler_ticks else None
+
     def _tick(self) -> None:
-        if self.scheduler is not None:
+        if (scheduler := self._ticked_here) is not None:
             for _ in range(self.plan.owners.scheduler_ticks):
-                self.scheduler.step()
+                scheduler.step()
+            self._order.after_tick(scheduler)
 
     def unwrap(self, *, keep_autocast: bool = True, keep_compiled: bool = True) -> Module:
         """The module that was given, out of its wrappers (``live.unwrap``). What is sharded in place stays sharded."""
@@ -282,6 +300,7 @@ class Prepared:
         self._between_windows(f"{what} returned True")
         with self._stepping():
             self._checkpoints.resume(self, folder, accept=accept, only_model=only_model)
+        self._order.after_resume()
 
     def _between_windows(self, otherwise: str) -> None:
         if self.pending:
@@ -329,7 +348,7 @@ class Prepared:
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass over each loader has this number, which gives its order. They advance by themselves too."""
-        self.epoch = epoch
+        self._told_epoch = epoch
         self._passes.set_epoch(epoch)
 
     def gather_for_metrics(self, value: Any) -> Any:

@@ -247,3 +247,35 @@ def test_a_run_goes_on_inside_a_pass_on_more_ranks_than_have_saved_it(gang2: Gan
     (first, epoch), (second, other) = gang2.run(going_on, pk.DDP(), str(tmp_path), 0)
     assert (len(first), len(second), epoch, other) == (2, 2, 0, 0)
     assert sorted(read + first + second) == list(range(12))
+
+
+def epochs(rank: int, world: int, told: bool, folder: str) -> tuple[list[int], int, int]:
+    """The epochs that a loop goes through that is ended after each, and resumed from what it saved there."""
+    del rank, world
+    seen = []
+    for _ in range(4):
+        torch.manual_seed(5)
+        loaders = [DataLoader(samples(12), batch_size=4, shuffle=True) for _ in range(2)]  # type: ignore[arg-type]  # a data set
+        choices = EachLoader((ShardLoaders(purpose="evaluation"), ShardLoaders()))
+        cfg = Config(engine=pk.Single(), optimizer=pk.SGD(), loaders=choices)
+        ready = pk.apply(pk.build_plan(cfg, nn.Linear(4, 2), loaders=loaders))
+        if Path(folder).exists():
+            ready.resume(folder)
+        for epoch in range(ready.epoch, 3):
+            if told:
+                ready.set_epoch(epoch)
+            seen.append(epoch)
+            for inputs, _ in ready.loaders[1]:
+                ready.backward(ready.model(inputs).square().mean())
+                ready.step()
+            list(ready.loaders[0])
+            ready.save(folder)
+            break
+    return seen, ready.steps, ready.epoch
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
+def test_a_run_that_ends_between_epochs_goes_on_with_the_next_and_ends_when_all_are_done(
+    tmp_path: Path, told: bool
+) -> None:
+    assert epochs(0, 1, told, str(tmp_path / "run")) == ([0, 1, 2], 9, 3)

@@ -137,3 +137,70 @@ def test_an_announced_backward_has_to_come() -> None:
     ready.backward(ready.model(batch(0)).sum(), more=True)
     with pytest.raises(LoopOutOfOrder, match="has announced another backward"):
         ready.step()
+
+
+@pytest.mark.parametrize("place", ["after step", "before the forward"])
+def test_gradients_that_are_cleared_inside_a_window_are_missed_before_more_are_added(place: str) -> None:
+    ready = prepared(pk.Single(), accumulation=3)
+    assert not window(ready, 0)
+    ready.optimizer.zero_grad()
+    loss = ready.model(batch(0)).sum()
+    assert "optimizer.zero_grad() was called inside it" in told(lambda: ready.backward(loss))
+    again = prepared(pk.Single(), accumulation=3)
+    stepped = []
+    for _ in range(6):
+        if place == "before the forward" and not again.pending:
+            again.optimizer.zero_grad()
+        stepped.append(window(again, 0))
+        if place == "after step" and stepped[-1]:
+            again.optimizer.zero_grad()
+    assert stepped == 2 * [False, False, True], "at the end of a window it clears nothing"
+
+
+def cleared(rank: int, world: int, engine: Any) -> tuple[str, list[bool]]:
+    """A window of two in which nobody clears anything, and one in which somebody does."""
+    ready = prepared(engine, accumulation=2, average_each=True)
+    whole = [window(ready, rank) for _ in range(4)]
+    window(ready, rank)
+    ready.optimizer.zero_grad()
+    loss = ready.model(batch(rank)).sum()
+    return told(lambda: ready.backward(loss)), whole
+
+
+@pytest.mark.parametrize("engine", [pk.DDP(), pk.FSDP2(), pk.FSDP1()], ids=["ddp", "fsdp2", "fsdp1"])
+def test_it_is_missed_wherever_gradients_stand_between_micro_batches(gang2: Gang, engine: Any) -> None:
+    for text, whole in gang2.run(cleared, engine):
+        assert whole == [False, True, False, True]
+        assert ("zero_grad" in text) == (not isinstance(engine, pk.FSDP1))
+
+
+def scheduled(ticks: int) -> Any:
+    torch.manual_seed(0)
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    plan = pk.build_plan(pk.Config(scheduler_ticks=ticks), model, optimizer=optimizer, scheduler=scheduler)
+    return pk.apply(plan)
+
+
+def test_a_scheduler_that_is_stepped_twice_is_refused_before_the_optimizer_acts() -> None:
+    ready = scheduled(1)
+    assert window(ready, 0)
+    ready.scheduler.step()
+    before = [param.detach().clone() for param in ready.model.parameters()]
+    assert "the scheduler was stepped beside ready.step(), from 1 to 2" in told(lambda: window(ready, 0))
+    assert all(map(torch.equal, before, ready.model.parameters()))
+
+
+def test_a_scheduler_of_the_user_s_own_may_be_stepped_at_will(tmp_path: Any) -> None:
+    ready = scheduled(0)
+    for _ in range(3):
+        assert window(ready, 0)
+        ready.scheduler.step()
+    ours = scheduled(1)
+    window(ours, 0)
+    ours.save(str(tmp_path))
+    window(ours, 0)
+    ours.resume(str(tmp_path))
+    assert window(ours, 0), "resume puts the scheduler back"
+    assert ours.scheduler.last_epoch == 2
