@@ -72,7 +72,13 @@ PURE = Group(
         "property_tests",
         "tests/live/rehearse",
     ),
-    tables=("tests/rules/test_rules.py", "tests/test_completeness", "tests/test_behaviour_rows.py", "tests/findings"),
+    tables=(
+        "tests/rules/test_rules.py",
+        "tests/rules/test_kinds.py",
+        "tests/test_completeness",
+        "tests/test_behaviour_rows.py",
+        "tests/findings",
+    ),
     sample=1000,
     share=0.95,
 )

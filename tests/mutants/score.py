@@ -185,7 +185,7 @@ def attacks_on(
         far = [run for run in found if not run.test.startswith(area.near)]
         for some in (near, _readers(group, reach, {run.test for run in found}), far):
             if some:
-                yield _attack("cold", _ordered(some, mutant, kills), budget_s)
+                yield _attack("cold", _ordered(some, mutant, kills), 3 * budget_s)  # every test runs every table
 
 
 def _readers(group: Group, reach: Reach, others: set[str]) -> list[Run]:
