@@ -116,11 +116,16 @@ def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
         section = _json(file, "fsdp_config", section, path)
     words = asked.replace(",", " ").split() if isinstance(asked, str) else asked if isinstance(asked, list) else []
     named = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in section.items()}
+    written = {f"fsdp_config.{name}" for name in named}
     named.setdefault("fsdp_version", 2)
     named.setdefault("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     for word in words:
-        if word in _LEGACY:
+        if word in _LEGACY and named["fsdp_version"] == 1:
             named.setdefault("fsdp_sharding_strategy", _LEGACY[word])
+        elif word in _LEGACY:
+            if word != "full_shard":  # which is what version 2 does
+                why = f"FSDP of version 2 reads fsdp_config.reshard_after_forward in place of {word}"
+                file.without_effect("fsdp", why, "Write fsdp: true.")
         elif word == "offload":
             named["fsdp_offload_params"] = True
         elif word != "auto_wrap":
@@ -145,7 +150,7 @@ def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     sent = inner.flag("fsdp_config.fsdp_cpu_ram_efficient_loading")
     file.covered("fsdp_config")
     inner.say_unknown()
-    file.origins += inner.origins
+    file.origins += [origin for origin in inner.origins if origin.key in written]  # the others are defaults
     file.findings += inner.findings
     config = evolve(config, engine=engine)
     if isinstance(engine, FSDP2) and sent:

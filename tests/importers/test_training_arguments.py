@@ -117,6 +117,15 @@ def test_the_section_alone_does_nothing(tmp_path: Path) -> None:
     assert [(note.rule, note.where[-11:]) for note in notes] == [("import.no-effect", "fsdp_config")]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"), [("full_shard auto_wrap", []), ("shard_grad_op", ["in place of shard_grad_op"])]
+)
+def test_nothing_is_said_of_keys_that_nobody_wrote(tmp_path: Path, words: str, said: list[str]) -> None:
+    imported = read(tmp_path, f'output_dir: out\nfsdp: "{words}"\n')
+    assert {origin.key for origin in imported.config.origins} == {"fsdp"}
+    assert [text in str(note) for note, text in zip(imported.notes, said, strict=True)] == [True] * len(said)
+
+
 def test_a_file_of_llama_factory_is_told_by_its_keys(tmp_path: Path) -> None:
     file = tmp_path / "sft.yaml"
     file.write_text("model_name_or_path: some/model\nstage: sft\nfinetuning_type: lora\nbf16: true\noutput_dir: x\n")
