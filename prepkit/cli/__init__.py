@@ -22,7 +22,7 @@ from prepkit.cli.options import FILE, MOST, SIZE, Cluster, as_json, cluster_opti
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
-from prepkit.findings.refusals import Refusal
+from prepkit.findings.refusal import Refusal
 from prepkit.version import VERSION
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepkit.findings.refusals import Refusal
+from prepkit.findings.refusal import Refusal
 from prepkit.findings.text import aligned
 from prepkit.rules.rule import Rule
 
