@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from attrs import define, field
 
 from prepkit.live.data import draws
@@ -21,6 +23,8 @@ class Passes:
     """Called when the batch in use may end a window, or no longer does."""
     under_way: list[Loader] = field(factory=list, init=False)
     """Loaders with a pass under way, the innermost last."""
+    read: bool = field(default=False, init=False)
+    """Whether any of them was read in this process."""
 
     def __attrs_post_init__(self) -> None:
         for loader in self.loaders:
@@ -51,7 +55,18 @@ class Passes:
         assert loader.present is not None, "one that is outside a pass is not in the list"
         return gather_for_metrics(value, loader.present, loader.part)
 
+    def warn_unread(self) -> None:
+        """At the first optimizer step, of loaders that are split: who iterates those that were given reads all data."""
+        if not self.read and dist.is_initialized() and dist.get_rank() == 0:
+            warnings.warn(
+                "no batch of ready.loaders was read before the first step: where the loop iterates the loaders that "
+                "were given to build_plan, every rank trains on all samples. Write `for batch in ready.loaders[0]:`, "
+                "or give build_plan no loaders",
+                stacklevel=3,
+            )
+
     def _changed(self, loader: Loader) -> None:
+        self.read = True
         if loader.present is None:
             self.under_way = [other for other in self.under_way if other is not loader]
         elif all(other is not loader for other in self.under_way):

@@ -30,6 +30,7 @@ from prepkit.live.training.gradients import Watched, gradients
 from prepkit.live.training.loop_order import LoopOrder
 from prepkit.plan import Plan
 from prepkit.plan.drift import Drift
+from prepkit.steps import ShardLoader
 
 
 @define(kw_only=True)
@@ -208,6 +209,8 @@ class Prepared:
             self.whole_gradients.average()
         if self._looked or isinstance(self.plan.config.engine, XLA):  # which averages inside the optimizer's step
             return
+        if self.plan.world_size > 1 and any(isinstance(planned.step, ShardLoader) for planned in self.plan.steps):
+            self._passes.warn_unread()
         watched = self._watched
         seen = tuple(gradients(self.model) if watched is None else watched.end())
         scaled = self.plan.owners.loss_scaling != "nobody"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -279,3 +280,23 @@ def test_a_run_that_ends_between_epochs_goes_on_with_the_next_and_ends_when_all_
     tmp_path: Path, told: bool
 ) -> None:
     assert epochs(0, 1, told, str(tmp_path / "run")) == ([0, 1, 2], 9, 3)
+
+
+def unread(rank: int, world: int, which: str) -> list[str]:
+    """What is warned of where a loop iterates the loader that was given, or the prepared one."""
+    del rank, world
+    loader = DataLoader(samples(8), batch_size=2)  # type: ignore[arg-type]  # a data set
+    ready = pk.apply(pk.build_plan(Config(engine=pk.DDP(), optimizer=pk.SGD()), nn.Linear(4, 2), loaders=[loader]))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for inputs, _ in loader if which == "given" else ready.loaders[0]:
+            ready.backward(ready.model(inputs).square().mean())
+            ready.step()
+    return [str(one.message) for one in told if "ready.loaders" in str(one.message)]
+
+
+def test_a_loop_over_the_loader_that_was_given_is_warned_of_once(gang2: Gang) -> None:
+    first, second = gang2.run(unread, "given")
+    assert (len(first), second) == (1, [])
+    assert "every rank trains on all samples" in first[0]
+    assert gang2.run(unread, "prepared") == [[], []]
