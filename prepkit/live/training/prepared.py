@@ -253,7 +253,8 @@ class Prepared:
     def _ticked_here(self) -> Any:
         """The scheduler that ``step`` ticks; None where nobody does, or the user or the engine."""
         owners = self.plan.owners
-        return self.scheduler if owners.scheduler == "prepkit" and owners.scheduler_ticks else None
+        engine_ticks = self.engine_steps and owners.scheduler != "prepkit"
+        return None if engine_ticks or not owners.scheduler_ticks else self.scheduler
 
     def _tick(self) -> None:
         if (scheduler := self._ticked_here) is not None:
