@@ -334,10 +334,10 @@ def cut_while_reading(rank: int, world: int, path: str) -> str:
     del world
     model, _ = on_meta("llama")
     plan = pk.build_plan(pk.Config(engine=pk.FSDP2(), weights=pk.LoadWeights(path)), model)
-    if rank == 1:  # this rank's disk loses the file after the check
+    if rank == 1:  # this rank's disk, a copy, loses the file after the check
         real = read_weights._pread
         read_weights._pread = lambda number, into, start: (os.truncate(number, start), real(number, into, start))[1]  # type: ignore[assignment]
-        os_open, read_weights.os.open = os.open, lambda name, flags: os_open(name, os.O_RDWR)  # type: ignore[assignment]
+        os_open, read_weights.os.open = os.open, lambda name, _: os_open(shutil.copy(name, f"{name}.own"), os.O_RDWR)  # type: ignore[assignment]
     try:
         pk.apply(plan)
     except pk.ApplyHalted as halted:
