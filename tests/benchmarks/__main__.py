@@ -19,7 +19,7 @@ from tests.benchmarks.weights import loading
 from tests.benchmarks.worlds import worlds
 from tests.support.launch import torchrun
 
-ROUNDS = 5
+ROUNDS = 10
 STEPS = 48
 """Pairs of steps: one step differs from the next by a quarter, and one part in a hundred is to be seen."""
 

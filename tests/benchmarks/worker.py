@@ -142,7 +142,7 @@ def measure(engine: str, way: str) -> dict[str, float]:
             seconds = time.perf_counter() - began
         verified = 100 * sum(spent) / seconds
         del plan
-        inner = _engine_step(ready.model) if engine in ZERO else _hand_step(ready.model, ready.optimizer)
+        inner = _engine_step(ready.model) if engine in ZERO else _hand_step_inside(ready)
         steps = {"step": _prepared_step(ready), "step by hand": inner}
     elif helper is not None:
         model, optimizer = helper.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -212,6 +212,17 @@ def _hand_step(model: Any, optimizer: torch.optim.Optimizer) -> Any:
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    return step
+
+
+def _hand_step_inside(ready: Any) -> Any:
+    """The step by hand on prepared objects, whose optimizer refuses to step outside ``ready.step``."""
+    by_hand = _hand_step(ready.model, ready.optimizer)
+
+    def step(tokens: torch.Tensor) -> None:
+        with ready._stepping():
+            by_hand(tokens)
 
     return step
 
