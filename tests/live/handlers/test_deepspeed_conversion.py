@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attrs import evolve
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Adagrad, AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 
 from prepkit.live.model.target import Target
-from prepkit.steps import ConvertOptimizer, InitializeDeepSpeed
+from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed
 from tests.support.deepspeed_cpu import lean
-from tests.support.single_step import do, problems, undo
+from tests.support.single_step import do, fake_group, problems, shard_mesh, undo
 
 pytest.importorskip("deepspeed", reason="the extra prepkit[deepspeed] is not installed")
 
@@ -56,6 +58,9 @@ def test_the_cpu_optimizer_gets_the_groups_and_the_first_ones_numbers_and_the_sc
     """Every option that its kernel knows, and none of torch's own."""
     model = nn.Linear(2, 2)
     given = two_groups(model)
+    heard: list[str] = []
+    given.register_step_pre_hook(lambda *_: heard.append("before"))
+    given.register_step_post_hook(lambda *_: heard.append("after"))
     inner = [StepLR(given, 1), LinearLR(given)]
     target = Target(model=model, optimizer=given, scheduler=SequentialLR(given, list(inner), milestones=[1]))
     memo = do(CONVERT, target)
@@ -73,6 +78,12 @@ def test_the_cpu_optimizer_gets_the_groups_and_the_first_ones_numbers_and_the_sc
     assert (first["lr"], second["lr"]) == (given.param_groups[0]["lr"], given.param_groups[1]["lr"])
     assert not {"foreach", "maximize", "amsgrad", "fused", "decoupled_weight_decay"} & first.keys()
     assert all(schedule.optimizer is target.optimizer for schedule in (target.scheduler, *inner))
+    for hook in (
+        *target.optimizer._optimizer_step_pre_hooks.values(),
+        *target.optimizer._optimizer_step_post_hooks.values(),
+    ):
+        hook(target.optimizer, (), {})
+    assert heard == ["before", "after"]
     undo(CONVERT, target, memo)
     assert target.optimizer is given
     assert all(schedule.optimizer is given for schedule in (target.scheduler, *inner))
@@ -95,6 +106,37 @@ def test_an_optimizer_with_state_is_not_converted_and_a_fresh_one_is() -> None:
     target.optimizer.step()  # type: ignore[union-attr]  # given above
     (said,) = problems(CONVERT, target)
     assert said == "the optimizer (AdamW) has state, which DeepSpeed's CPU form would not take; pass a fresh one"
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "Lion"])
+def test_a_stale_lock_is_looked_for_on_the_kernel_that_is_compiled(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / f"cpu_{name.lower()}" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    step = ConvertOptimizer(algorithm=f"DeepSpeedCPU{name}", decoupled=False)  # type: ignore[arg-type]  # one of three
+    (said,) = problems(step, Target(model=nn.Linear(2, 2)))
+    assert str(lock) in said
+
+
+def test_what_is_cast_already_is_not_cast_again() -> None:
+    step = CastForward(dtype="bfloat16", output_dtype="float32")
+    target = Target(model=nn.Linear(2, 2))
+    do(step, target)
+    assert problems(step, target) == (
+        "the model's forward is cast by prepkit already; apply to a model that was not prepared",
+    )
+
+
+def test_sharded_parameters_are_not_handed_over() -> None:
+    lean()
+    model = nn.Linear(2, 2)
+    with fake_group(2):
+        fully_shard(model, mesh=shard_mesh(2))
+        said = problems(INITIALIZE, Target(model=model))
+    assert "weight, bias: sharded already, DeepSpeed shards whole parameters; build it anew" in said
 
 
 def test_another_device_than_deepspeed_works_on_is_said_with_what_to_type() -> None:

@@ -12,7 +12,14 @@ from torch.utils.data import DataLoader
 
 from prepkit.live.model.target import Target
 from prepkit.live.step_kinds import handlers
-from prepkit.steps import CheckpointModules, ShardLoader, Step, WrapLoader
+from prepkit.steps import (
+    CheckpointModules,
+    ConvertSyncBatchNorm,
+    CreateGradScaler,
+    ShardLoader,
+    Step,
+    WrapLoader,
+)
 from tests.support.fragile_model import Tiny
 from tests.support.single_step import do, fake_group
 
@@ -42,6 +49,37 @@ def test_an_interrupted_loader_is_the_given_one_again(step: Step) -> None:
     with fake_group(2), pytest.raises(KeyboardInterrupt):
         do(step, target)
     assert target.loaders == [given]
+
+
+class Interrupted(Target):
+    """A target one of whose attributes is interrupted just after a step has set it."""
+
+    __slots__ = ("armed",)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == getattr(self, "armed", None):
+            self.armed = None
+            raise KeyboardInterrupt
+
+
+BATCH_NORM = nn.BatchNorm1d(2)
+CASES = {
+    "scaler": CreateGradScaler(
+        device="cpu", sharded=False, init_scale=2.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1
+    ),
+    "model": ConvertSyncBatchNorm(paths=("",)),
+}
+
+
+@pytest.mark.parametrize("changed", CASES)
+def test_what_an_interrupted_step_has_set_is_taken_back(changed: str) -> None:
+    target = Interrupted(model=BATCH_NORM)
+    target.armed = changed
+    with pytest.raises(KeyboardInterrupt):
+        handlers()[type(CASES[changed])].do(CASES[changed], target)
+    assert target.scaler is None
+    assert target.model is BATCH_NORM
 
 
 def test_modules_that_were_checkpointed_before_a_failure_are_taken_back() -> None:

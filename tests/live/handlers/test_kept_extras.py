@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from prepkit.live.model.target import Target
 from prepkit.steps import (
     AllocateTensors,
+    AverageGradients,
     ConvertSyncBatchNorm,
     FlatUnit,
     InitializeMSAMP,
@@ -20,7 +21,7 @@ from prepkit.steps import (
     WrapFSDP1,
 )
 from tests.support import library_doubles
-from tests.support.single_step import do, gloo_alone, problems, shard_mesh, undo
+from tests.support.single_step import do, fake_group, gloo_alone, shard_mesh, undo
 
 CPU = LocalDevice(type="cpu")
 
@@ -67,20 +68,28 @@ def test_modules_that_fsdp1_leaves_whole_get_storage_too() -> None:
         assert not any(param.is_meta for param in target.model.parameters())
 
 
-def test_a_batch_norm_keeps_its_hooks_and_what_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing(*_: Any, **__: Any) -> None:
+    """A hook."""
+
+
+def test_a_batch_norm_keeps_every_hook_and_what_torch_has_noted_of_it() -> None:
     """torch calls a hook by what the module says of it: full ones get gradients of inputs and outputs."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     norm = nn.BatchNorm1d(3)
-    norm.register_full_backward_hook(lambda module, inputs, outputs: None)
+    norm.register_forward_hook(nothing, with_kwargs=True, always_call=True)
+    norm.register_forward_pre_hook(nothing, with_kwargs=True)
+    norm.register_full_backward_hook(nothing)
+    norm.register_full_backward_pre_hook(nothing)
+    norm.register_state_dict_post_hook(nothing)
+    norm.register_state_dict_pre_hook(nothing)
+    norm.register_load_state_dict_pre_hook(nothing)
+    norm.register_load_state_dict_post_hook(nothing)
     target = Target(model=nn.Sequential(norm))
-    step = ConvertSyncBatchNorm(paths=("0",))
-    handler_problems = problems(step, target)
-    assert not [text for text in handler_problems if "0:" in text]
-    do(step, target)
+    do(ConvertSyncBatchNorm(paths=("0",)), target)
     (converted,) = target.model.children()
     assert isinstance(converted, nn.SyncBatchNorm)
-    assert converted._is_full_backward_hook is True
-    assert list(converted._backward_hooks) == list(norm._backward_hooks)
+    noted = {key: value for key, value in vars(norm).items() if "hook" in key and value}
+    assert len(noted) == 12, "every table that torch has"
+    assert {key: vars(converted)[key] for key in noted} == noted
 
 
 class Writes(nn.Linear):
@@ -119,3 +128,14 @@ def test_what_ddp_is_to_leave_out_and_who_drives_the_optimizer_are_as_before_ms_
     undo(step, target, memo)
     assert vars(model)[IGNORED] == ["0.bias"]
     assert scheduler.optimizer is optimizer
+
+
+def test_an_optimizer_is_watched_no_longer_once_averaging_is_undone() -> None:
+    model = nn.Linear(2, 2)
+    step = AverageGradients(names=("weight",))
+    with fake_group(2):
+        target = Target(model=model, optimizer=SGD(model.parameters(), lr=1.0), mesh=shard_mesh(2))
+        memo = do(step, target)
+        assert target.whole_gradients is memo
+        undo(step, target, memo)
+    assert target.whole_gradients is None

@@ -15,10 +15,13 @@ from prepkit.steps import (
     FlatUnit,
     InitializeMSAMP,
     LocalDevice,
+    MakeContiguous,
     ParallelizeModules,
     ParallelStyle,
     ShardUnits,
     StartProcessGroup,
+    StashTensors,
+    Step,
     WrapFSDP1,
     WrapLoader,
 )
@@ -105,3 +108,42 @@ def test_a_device_is_bound_before_its_group_is_formed(monkeypatch: pytest.Monkey
     step = StartProcessGroup(backend="nccl", world_size=1, timeout_s=5)
     with pytest.raises(LookupError, match="cuda"):
         handlers()[StartProcessGroup].do(step, Target(model=nn.Identity()))
+
+
+ABSENT: dict[str, Step] = {
+    "parameter": MakeContiguous(names=("nowhere",)),
+    "tensor": StashTensors(params=(), buffers=("nowhere",)),
+}
+
+
+@pytest.mark.parametrize("kind", ABSENT)
+def test_a_name_that_the_model_does_not_have_is_said_with_what_it_would_be(kind: str) -> None:
+    (said,) = problems(ABSENT[kind], Target(model=nn.Linear(2, 2)))
+    assert "nowhere" in said
+    assert kind in said
+
+
+def test_ignored_parameters_that_are_not_there_are_said() -> None:
+    step = ShardUnits(
+        units=(), param_dtype=None, reduce_dtype=None, offload=False, pin_memory=False, ignored=("nowhere",)
+    )
+    assert any("nowhere" in text and "parameter" in text for text in problems(step, Target(model=nn.Linear(2, 2))))
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("cpu:gloo,xpu:xccl", "xpu"), ("xpu:xccl,cpu:gloo", "xpu"), ("cpu:gloo", None), ("gloo", None)],
+)
+def test_the_device_that_is_bound_is_the_one_of_the_backend(
+    backend: str, device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[str] = []
+    monkeypatch.setattr(launcher, "bind", lambda device: bound.append(device.type))
+
+    def failing() -> None:
+        raise LookupError
+
+    target = Target(model=nn.Identity(), together=failing)
+    with pytest.raises(LookupError):
+        handlers()[StartProcessGroup].do(StartProcessGroup(backend=backend, world_size=1, timeout_s=5), target)
+    assert bound == ([device] if device else [])

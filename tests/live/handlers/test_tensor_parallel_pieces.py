@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from prepkit.live.handlers import tensor_parallel
 from prepkit.live.model.target import Target
 from prepkit.live.step_kinds import handlers
-from prepkit.steps import ParallelizeModules, ParallelStyle
+from prepkit.steps import ParallelizeModules, ParallelStyle, ShardLoader
 from tests.support.single_step import fake_group
 
 WIDTH = 4
@@ -66,3 +67,22 @@ def test_a_module_that_cannot_be_cut_is_named_with_how_many_were() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
     with fake_group(2), pytest.raises(RuntimeError, match=r"^module 1 could not be cut colwise \(1 cut before it\): "):
         cut(model, style("0", "colwise"), style("1", "colwise"))
+
+
+def test_without_the_axis_of_the_plan_nothing_is_cut() -> None:
+    step = ParallelizeModules(styles=(style("0", "colwise"),), axis="tensor")
+    target = Target(model=nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    with pytest.raises(RuntimeError, match="there is no device mesh with an axis 'tensor'"):
+        handlers()[ParallelizeModules].do(step, target)
+    with fake_group(2):
+        target.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        with pytest.raises(RuntimeError, match="there is no device mesh with an axis 'tensor'"):
+            handlers()[ParallelizeModules].do(step, target)
+    assert type(target.model[0].weight) is nn.Parameter  # type: ignore[index, union-attr]  # a Sequential
+
+
+def test_a_loader_is_not_divided_over_a_mesh_that_is_not_there() -> None:
+    step = ShardLoader(index=0, shuffle=False, seed=3, drop_last=False, axes=("shard",))
+    target = Target(model=nn.Identity(), loaders=[DataLoader([1, 2])])
+    with pytest.raises(RuntimeError, match="there is no device mesh to divide the data over"):
+        handlers()[ShardLoader].do(step, target)
