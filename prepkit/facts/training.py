@@ -43,6 +43,8 @@ class OptimizerFacts:
     """Its groups; of several the groups of the first, then those of the second, and so on."""
     stateful: tuple[str, ...] = ()
     """Names of the parameters that already have state."""
+    initial_state: bool = False
+    """Whether that state is what the class begins with, as torch's Adagrad does: no step was made."""
     keeps_own_list: bool = False
     """Whether it holds parameters outside its groups and state, as LBFGS does: those cannot be rebound."""
     members: tuple[MemberFact, ...] = ()

@@ -14,9 +14,11 @@ from prepkit.rules.rule import Hit, Rule
 
 def _state(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    stateful = resolved.facts.optimizer.stateful if resolved.facts.optimizer else ()
-    if isinstance(cfg.engine, DeepSpeed) and stateful and (stage(cfg.engine) or isinstance(cfg.precision, Mixed)):
-        params = count(len(stateful), "parameter")
+    optimizer = resolved.facts.optimizer
+    if optimizer is None or optimizer.initial_state or not optimizer.stateful:
+        return
+    if isinstance(cfg.engine, DeepSpeed) and (stage(cfg.engine) or isinstance(cfg.precision, Mixed)):
+        params = count(len(optimizer.stateful), "parameter")
         what = f"It has state for {params}, which DeepSpeed would drop: it steps shards of its own."
         yield Hit("optimizer", what)
 

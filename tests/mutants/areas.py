@@ -87,7 +87,7 @@ HANDLERS = Group(
     areas=(
         Area(folder="prepkit/live/handlers", near=("tests/live/handlers/test_no_way_back.py", "tests/live/handlers")),
     ),
-    tests=("tests/live",),
+    tests=("tests/live", "tests/test_doctests.py"),
     sample=200,
     share=0.85,
 )

@@ -98,3 +98,14 @@ def test_zero_without_a_stage_is_mended_to_the_one_that_shards_gradients_and_no_
     facts = tiny_facts(world=2)
     assert rule_ids(Config(engine=unsaid), facts) == ["deepspeed.no-stage"]
     assert mended("deepspeed.no-stage", Config(engine=unsaid), facts).engine == evolve(unsaid, stage=2)
+
+
+@pytest.mark.parametrize(("initial", "fires"), [(False, 1), (True, 0)])
+def test_zero_takes_an_optimizer_whose_state_no_step_has_made(initial: bool, fires: int) -> None:
+    """torch's Adagrad has state from its constructor."""
+    model = tiny_model()
+    optimizer = evolve(
+        tiny_optimizer(model, "Adagrad", "torch.optim.adagrad"), stateful=("norm.weight",), initial_state=initial
+    )
+    facts = evolve(tiny_facts(model), optimizer=optimizer)
+    assert rule_ids(Config(engine=DeepSpeed(stage=2)), facts).count("deepspeed.optimizer-state") == fires

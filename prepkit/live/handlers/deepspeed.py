@@ -25,6 +25,7 @@ from prepkit.live.model import names
 from prepkit.live.model.deepspeed import Ranks, forget_groups, without_shared_memory
 from prepkit.live.model.forward import MARK, CastedForward
 from prepkit.live.model.target import Target
+from prepkit.live.model.unstepped import unstepped
 from prepkit.live.ranks import group_limits, launcher
 from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules, Setting
 
@@ -114,7 +115,7 @@ def convert_ready(step: ConvertOptimizer, target: Target) -> tuple[str, ...]:
 
     It may not be there yet either: an earlier step can create it.
     """
-    if target.optimizer is not None and target.optimizer.state:
+    if target.optimizer is not None and not all(map(unstepped, target.optimizer.state.values())):
         kind = type(target.optimizer).__name__
         return (f"the optimizer ({kind}) has state, which DeepSpeed's CPU form would not take; pass a fresh one",)
     return missing() or lock_problems((CPU_KERNELS[step.algorithm],))

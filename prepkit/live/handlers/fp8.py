@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch.nn import Linear, Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -97,22 +97,20 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute in which torch's DDP finds the names that it leaves out, and in which MS-AMP puts its own."""
 
 
-@frozen
+@frozen(repr=False)
 class BeforeMSAMP:
     """Model and optimizer as they were put together before MS-AMP: what is needed to put them together again."""
 
-    model: Module = field(repr=False)
-    optimizer: Optimizer = field(repr=False)
-    modules: tuple[tuple[Module, dict[str, Module | None], dict[str, torch.nn.Parameter | None]], ...] = field(
-        repr=False
-    )
+    model: Module
+    optimizer: Optimizer
+    modules: tuple[tuple[Module, dict[str, Module | None], dict[str, torch.nn.Parameter | None]], ...]
     """Each module with its children and parameters."""
-    slots: tuple[tuple[torch.Tensor, ...], ...] = field(repr=False)
+    slots: tuple[tuple[torch.Tensor, ...], ...]
     defaults: dict[str, Any]
-    groups: tuple[dict[str, Any], ...] = field(repr=False)
+    groups: tuple[dict[str, Any], ...]
     """Options of each group."""
-    ignored: Any = None
-    scheduled: bool = False
+    ignored: Any
+    scheduled: bool
     """The scheduler drives the optimizer."""
 
 
@@ -159,7 +157,7 @@ def _before(model: Module, optimizer: Optimizer, scheduler: Any) -> BeforeMSAMP:
         defaults=dict(optimizer.defaults),
         groups=tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups),
         ignored=getattr(model, _IGNORED, None),
-        scheduled=scheduler is not None and getattr(scheduler, "optimizer", None) is optimizer,
+        scheduled=getattr(scheduler, "optimizer", None) is optimizer,
     )
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch._subclasses import FakeTensor
 from torch.nn import Parameter
 
@@ -19,13 +19,13 @@ from prepkit.live.model.target import Target
 from prepkit.steps import RegroupOptimizer
 
 
-@frozen
+@frozen(repr=False)
 class Grouped:
     """What the optimizer held before."""
 
     params: tuple[list[Any], ...]
     """Per group."""
-    released: dict[str, ParamState] = field(repr=False)
+    released: dict[str, ParamState]
 
 
 def regroup_ready(step: RegroupOptimizer, target: Target) -> tuple[str, ...]:

@@ -130,8 +130,7 @@ def _filled_part(part: Tensor, read: BoxRead) -> Tensor:
     if read.offset is not None:
         part = part[read.offset : read.offset + prod(read.box)].view(read.box)
     for dim, filled in enumerate(read.filled):
-        if filled.size < read.box[dim]:
-            part = part.narrow(dim, filled.start, filled.size)
+        part = part.narrow(dim, filled.start, filled.size)
     return part
 
 

@@ -69,7 +69,7 @@ def stash_undo(step: StashTensors, target: Target, memo: tuple[str, ...]) -> str
 
 def _stash(name: str, param: Parameter, target: Target) -> None:
     """One parameter. It is noted in the target first, so that an interruption in between can be taken back."""
-    twin = Parameter(torch.empty_like(param, device="meta", requires_grad=False), requires_grad=param.requires_grad)
+    twin = Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
     vars(twin).update(vars(param))  # what an author has noted on a parameter stays to be read
     target.stashed[name] = Stashed(param=param, held=twin, device=param.device)
     try:

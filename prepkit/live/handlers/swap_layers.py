@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from importlib import import_module
 
-from attrs import field, frozen
+from attrs import frozen
 from torch.nn import Module
 
 from prepkit.live.handlers import problem_texts
@@ -21,12 +21,12 @@ _TABLES = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-@frozen
+@frozen(repr=False)
 class Swapped:
     """One layer that was replaced."""
 
-    old: Module = field(repr=False)
-    new: Module = field(repr=False)
+    old: Module
+    new: Module
 
 
 def library_problems(module: str, package: str) -> tuple[str, ...]:

@@ -52,7 +52,6 @@ def convert_undo(step: ConvertSyncBatchNorm, target: Target, memo: Memo) -> None
 def _put(target: Target, old: Module, new: Module) -> None:
     if target.model is old:
         target.model = new
-        return
     slots = [(parent, name) for parent in target.model.modules() for name, m in parent._modules.items() if m is old]
     for parent, name in slots:
         parent.register_module(name, new)

@@ -155,10 +155,11 @@ def _place_gradient(placements: tuple[Placement, ...], grad: Tensor) -> Tensor:
 
 
 def _ties(model: Module) -> list[list[str]]:
+    """All names of each parameter."""
     names_of: dict[int, list[str]] = defaultdict(list)
     for name, param in names.all_parameter_names(model).items():
         names_of[id(param)].append(name)
-    return [group for group in names_of.values() if len(group) > 1]
+    return list(names_of.values())
 
 
 def _tie(model: Module, ties: Iterable[list[str]]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from prepkit.facts import GroupFact, MemberFact, OptimizerFacts, Scalar, SchedulerFacts
 from prepkit.live.model.joint_optimizer import members
 from prepkit.live.model.joint_scheduler import members as scheduler_members
+from prepkit.live.model.unstepped import unstepped
 
 PUBLIC = frozenset({"param_groups", "state", "defaults"})
 """Attributes in which every torch optimizer keeps its parameters, and in which they can be replaced."""
@@ -27,6 +28,7 @@ def optimizer_facts(optimizer: torch.optim.Optimizer, first: Mapping[int, str]) 
         module=type(one).__module__ if one is not None else "",
         groups=tuple(_group(group, first) for group in optimizer.param_groups),
         stateful=tuple(name for key, name in first.items() if key in stateful),
+        initial_state=bool(stateful) and all(unstepped(state) for state in optimizer.state.values() if state),
         keeps_own_list=any(
             _holds(value, held) for each in several for name, value in vars(each).items() if name not in PUBLIC
         ),

@@ -156,8 +156,9 @@ def _optimizers(draw: st.DrawFn, model: ModelFacts, *, flawed: bool) -> Optimize
     members: tuple[MemberFact, ...] = ()
     if flawed and len(groups) > 1 and draw(st.booleans()):
         members = tuple(MemberFact(name="AdamW", module=module, groups=count) for count in (1, len(groups) - 1))
-    own = draw(seldom)
-    return evolve(optimizer, groups=groups, stateful=stateful, module=module, keeps_own_list=own, members=members)
+    own, initial = draw(seldom), bool(stateful) and draw(seldom)
+    optimizer = evolve(optimizer, groups=groups, stateful=stateful, initial_state=initial)
+    return evolve(optimizer, module=module, keeps_own_list=own, members=members)
 
 
 @st.composite

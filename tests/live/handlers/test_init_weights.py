@@ -181,6 +181,30 @@ def test_a_method_that_reaches_into_another_unit_is_an_error_and_writes_nothing(
         assert "an initialiser calls zero_ on a parameter of shape (3, 3) that another unit holds" in text
 
 
+class Looking(Reaching):
+    """The root looks at what its blocks hold, and writes its own."""
+
+    seen: tuple[object, ...] = ()
+
+    def reset_parameters(self) -> None:
+        weight = self.blocks[0].weight
+        self.seen = weight.dtype, weight.device.type, tuple(weight.shape), tuple(weight.size()), weight.numel()
+        nn.init.zeros_(self.own)
+
+
+def looking(rank: int, world: int) -> tuple[object, ...]:
+    del rank, world
+    model = on_meta(Looking).to(torch.bfloat16)
+    wrap = pk.WrapPaths(("blocks.0",))
+    ready = pk.apply(pk.build_plan(pk.Config(engine=pk.FSDP2(wrap=wrap), weights=WEIGHTS), model))
+    seen: tuple[object, ...] = ready.model.seen
+    return seen
+
+
+def test_a_method_may_ask_what_another_unit_holds_which_costs_no_memory(gang2: Gang) -> None:
+    assert gang2.run(looking) == [(torch.bfloat16, "meta", (3, 3), (3, 3), 9)] * 2
+
+
 def test_a_buffer_on_meta_that_nothing_computes_is_refused_before_anything_is_changed() -> None:
     def make() -> nn.Module:
         model = nn.Sequential(nn.Linear(3, 3))

@@ -311,10 +311,14 @@ def test_counters_of_a_capturable_optimizer_go_to_the_device_and_others_stay() -
     from prepkit.live.handlers.optimizer_state import lay_out
 
     param = nn.Parameter(torch.empty(3, device="meta"))
-    state = {"step": torch.tensor(2.0), "exp_avg": torch.ones(3), "seen": None}
+    state = {"step": torch.tensor(2.0), "mu_product": torch.tensor(0.5), "exp_avg": torch.ones(3), "seen": None}
     placed = lay_out(state, param, scalars_on_device=False)
+    assert placed["mu_product"].device.type == "cpu"
     assert (placed["step"].device.type, placed["exp_avg"].device.type, placed["seen"]) == ("cpu", "meta", None)
     assert lay_out(state, param, scalars_on_device=True)["step"].device.type == "meta"
+    scalar = nn.Parameter(torch.tensor(1.0, device="meta"))
+    placed = lay_out({"step": torch.tensor(2.0), "exp_avg": torch.tensor(1.0)}, scalar, scalars_on_device=False)
+    assert (placed["step"].device.type, placed["exp_avg"].device.type) == ("cpu", "meta"), "a scalar has no counters"
 
 
 @pytest.mark.parametrize(("flag", "device"), [("capturable", "meta"), ("fused", "meta"), ("foreach", "cpu")])

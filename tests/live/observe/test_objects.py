@@ -236,3 +236,17 @@ def test_an_object_of_the_wrong_kind_is_named_with_what_to_pass(given: dict[str,
 def test_a_single_loader_is_not_taken_for_a_sequence_of_loaders() -> None:
     with pytest.raises(TypeError, match=r"pass a tuple of loaders: loaders=\(loader,\)"):
         observe(nn.Linear(1, 1), loaders=DataLoader(DATA), env=Env())  # type: ignore[arg-type]
+
+
+def test_the_state_that_adagrad_begins_with_is_told_from_that_of_a_step() -> None:
+    model = Net()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    fresh = optimizer_facts(model, optimizer)
+    assert fresh.stateful
+    assert fresh.initial_state
+    next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+    optimizer.step()
+    stepped = optimizer_facts(model, optimizer)
+    assert stepped.stateful
+    assert not stepped.initial_state
+    assert not optimizer_facts(model, torch.optim.AdamW(model.parameters())).initial_state, "which has none"

@@ -1,0 +1,149 @@
+"""What steps refuse before anything is changed, one step at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from prepkit.live.model.target import Target
+from prepkit.live.ranks import launcher
+from prepkit.live.step_kinds import handlers
+from prepkit.steps import (
+    FlatUnit,
+    InitializeMSAMP,
+    LocalDevice,
+    MakeContiguous,
+    ParallelizeModules,
+    ParallelStyle,
+    ShardUnits,
+    StartProcessGroup,
+    StashTensors,
+    Step,
+    WrapFSDP1,
+    WrapLoader,
+)
+from tests.support.single_step import fake_group, problems, shard_mesh
+
+
+def test_batches_do_not_go_to_a_device_that_is_not_there() -> None:
+    target = Target(model=nn.Identity(), loaders=[[1]])
+    step = WrapLoader(index=0, device=LocalDevice(type="cpu"), ends_window=False, evaluation=False)
+    assert problems(step, target) == ()
+    assert problems(evolve(step, device=LocalDevice(type="xpu")), target) != ()
+
+
+@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+def test_a_layer_without_rows_and_columns_is_not_cut(style: str) -> None:
+    cut = ParallelStyle(paths=("0", "1"), style=style, input_layout="replicate", output_layout="replicate")  # type: ignore[arg-type]  # one of two literals
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    assert problems(ParallelizeModules(styles=(cut,), axis="tensor"), Target(model=model)) == (
+        "1: neither a Linear nor an Embedding, so it has no rows and columns to cut",
+    )
+
+
+def test_a_library_that_is_not_there_is_named_with_its_package() -> None:
+    step = InitializeMSAMP(opt_level="O1", linears=(), kept=(), reduced=False)
+    said = problems(step, Target(model=nn.Linear(2, 2)))
+    assert any(text.startswith("msamp cannot be imported: ") and text.endswith("pip install msamp") for text in said)
+
+
+class Running(nn.ModuleList):
+    """A list that has a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def wrapped(path: str) -> WrapFSDP1:
+    return WrapFSDP1(
+        units=(FlatUnit(path=path), FlatUnit(path="")),
+        sharding="FULL_SHARD",
+        device=LocalDevice(type="cpu"),
+        param_dtype=None,
+        reduce_dtype=None,
+        buffer_dtype=None,
+        offload=False,
+        backward_prefetch=None,
+        forward_prefetch=False,
+        limit_all_gathers=True,
+        use_orig_params=True,
+        sync_module_states=False,
+        ignored=(),
+    )
+
+
+def test_a_list_of_modules_is_a_unit_where_it_has_a_forward() -> None:
+    runs = nn.Sequential(Running([nn.Linear(2, 2)]))
+    assert problems(wrapped("0"), Target(model=runs)) == ()
+    hollow = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
+    assert problems(wrapped("0"), Target(model=hollow)) == (
+        "0: a container without forward cannot be a unit; wrap the modules inside it",
+    )
+
+
+def test_units_that_nobody_planned_are_listed_in_order() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    with fake_group(2):
+        for layer in model:
+            fully_shard(layer, mesh=shard_mesh(2))
+        step = ShardUnits(
+            units=(), param_dtype=None, reduce_dtype=None, offload=False, pin_memory=False, already_sharded=True
+        )
+        (said,) = problems(step, Target(model=model))
+    assert said.startswith("0, 1, 2")
+
+
+def test_a_device_is_bound_before_its_group_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nccl takes the device that is current when the group is formed."""
+
+    def bind(device: LocalDevice) -> torch.device:
+        raise LookupError(device.type)
+
+    monkeypatch.setattr(launcher, "bind", bind)
+    step = StartProcessGroup(backend="nccl", world_size=1, timeout_s=5)
+    with pytest.raises(LookupError, match="cuda"):
+        handlers()[StartProcessGroup].do(step, Target(model=nn.Identity()))
+
+
+ABSENT: dict[str, Step] = {
+    "parameter": MakeContiguous(names=("nowhere",)),
+    "tensor": StashTensors(params=(), buffers=("nowhere",)),
+}
+
+
+@pytest.mark.parametrize("kind", ABSENT)
+def test_a_name_that_the_model_does_not_have_is_said_with_what_it_would_be(kind: str) -> None:
+    (said,) = problems(ABSENT[kind], Target(model=nn.Linear(2, 2)))
+    assert "nowhere" in said
+    assert kind in said
+
+
+def test_ignored_parameters_that_are_not_there_are_said() -> None:
+    step = ShardUnits(
+        units=(), param_dtype=None, reduce_dtype=None, offload=False, pin_memory=False, ignored=("nowhere",)
+    )
+    assert any("nowhere" in text and "parameter" in text for text in problems(step, Target(model=nn.Linear(2, 2))))
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("cpu:gloo,xpu:xccl", "xpu"), ("xpu:xccl,cpu:gloo", "xpu"), ("cpu:gloo", None), ("gloo", None)],
+)
+def test_the_device_that_is_bound_is_the_one_of_the_backend(
+    backend: str, device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[str] = []
+    monkeypatch.setattr(launcher, "bind", lambda device: bound.append(device.type))
+
+    def failing() -> None:
+        raise LookupError
+
+    target = Target(model=nn.Identity(), together=failing)
+    with pytest.raises(LookupError):
+        handlers()[StartProcessGroup].do(StartProcessGroup(backend=backend, world_size=1, timeout_s=5), target)
+    assert bound == ([device] if device else [])
