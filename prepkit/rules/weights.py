@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.config import FP8, FSDP1, KeepWeights, LoadWeights, SendWeights, Single, TorchAO
+from prepkit.config import FP8, KeepWeights, LoadWeights, SendWeights, Single, TorchAO
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.resolve.checkpoint import without_initializer
@@ -13,9 +13,6 @@ from prepkit.rules import weights_match
 from prepkit.rules.rule import Hit, Rule
 
 _FLOAT8 = "FP8(backend=TorchAO()), whose layers keep the weights as they are"
-
-
-_FLAT = "Write engine=FSDP2(), or initialise on rank 0 and write weights=SendWeights(), or LoadWeights(path)."
 
 
 def _unfilled(resolved: Resolved) -> Iterator[Hit]:
@@ -32,9 +29,6 @@ def _unfilled(resolved: Resolved) -> Iterator[Hit]:
         library = type(cfg.precision.backend).__name__
         what = f"{asked_for} with {library}, whose layers are made from the values that are there."
         yield Hit("config.weights", what, f"Give the model its values, and leave config.weights out; or use {_FLOAT8}.")
-    if isinstance(cfg.engine, FSDP1) and resolved.initialized_params:
-        what = f"{count(len(resolved.initialized_params), 'parameter')} to be initialised under FSDP1, whose flat"
-        yield Hit("config.weights", f"{what} parameters no initialiser can write.", _FLAT)
     if facts.model.quantised:
         yield Hit("config.weights", f"{asked_for} for a {facts.model.quantised} model, whose values are packed.")
     elif len(facts.model.device_map) > 1:
