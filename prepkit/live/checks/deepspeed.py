@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prepkit.live.model import zero3
 from prepkit.live.model.deepspeed import initialised as compared
 from prepkit.live.model.forward import MARK, CastedForward
 from prepkit.live.model.forward_fp8 import FP8Forward
 from prepkit.live.model.state import LiveModel
 from prepkit.plan.attestation import Check, each, same
-from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
+from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules, PartitionParameters
 
 
 def cast(step: CastForward, live: LiveModel) -> Iterator[Check]:
@@ -33,6 +34,14 @@ def converted(step: ConvertOptimizer, live: LiveModel) -> Iterator[Check]:
     """The optimizer inside DeepSpeed's is the CPU form."""
     found = getattr(live.target.model, "basic_optimizer", live.target.optimizer)
     yield same("ConvertOptimizer", "class", step.algorithm, type(found).__name__)
+
+
+def partitioned(step: PartitionParameters, live: LiveModel) -> Iterator[Check]:
+    """Each parameter is one of ZeRO-3's, and has values; how large its part is is the layout's to say."""
+    del step
+    whole = sorted(name for name, param in live.params.items() if not zero3.is_partitioned(param))
+    yield each("PartitionParameters", "divided over the ranks", whole)
+    yield each("PartitionParameters", "everything that was on meta has values", sorted(live.target.unfilled))
 
 
 def initialised(step: InitializeDeepSpeed, live: LiveModel) -> Iterator[Check]:
