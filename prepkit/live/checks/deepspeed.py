@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.live.model import zero3
 from prepkit.live.model.deepspeed import initialised as compared
 from prepkit.live.model.forward import MARK, CastedForward
 from prepkit.live.model.forward_fp8 import FP8Forward
@@ -37,10 +36,8 @@ def converted(step: ConvertOptimizer, live: LiveModel) -> Iterator[Check]:
 
 
 def partitioned(step: PartitionParameters, live: LiveModel) -> Iterator[Check]:
-    """Each parameter is one of ZeRO-3's, and has values; how large its part is is the layout's to say."""
+    """What got a part got values too; that each is in parts, and how large they are, is the layout's to say."""
     del step
-    whole = sorted(name for name, param in live.params.items() if not zero3.is_partitioned(param))
-    yield each("PartitionParameters", "divided over the ranks", whole)
     yield each("PartitionParameters", "everything that was on meta has values", sorted(live.target.unfilled))
 
 

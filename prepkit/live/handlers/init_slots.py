@@ -47,7 +47,7 @@ def flattened(model: Module) -> Flattened:
 
 
 @frozen(eq=False)
-class Place:
+class TensorPlace:
     """A name in a module, and what stands there."""
 
     name: str
@@ -66,15 +66,15 @@ class Place:
         return self.holder.get(self.key, ABSENT), self.attributes.get(self.key, ABSENT)
 
 
-def places(site: Site, flat: Flattened) -> Iterator[Place]:
+def places(site: Site, flat: Flattened) -> Iterator[TensorPlace]:
     """Those of one module, parameters first, flat ones left out."""
     attributes = vars(site.module)
     for holder in (site.module._parameters, site.module._buffers):
         for key, tensor in holder.items():
             if tensor is not None and id(tensor) not in flat.flat:
-                yield Place(_join(site.path, key), holder, key, tensor, attributes)
+                yield TensorPlace(_join(site.path, key), holder, key, tensor, attributes)
     for key, name in flat.absent.get(id(site.module), ()):
-        yield Place(name, site.module._parameters, key, None, attributes)
+        yield TensorPlace(name, site.module._parameters, key, None, attributes)
 
 
 def _join(path: str, key: str) -> str:
@@ -87,7 +87,7 @@ class Slot:
 
     name: str
     """First name of the tensor; tied ones have several slots and one name."""
-    place: Place
+    place: TensorPlace
     twin: Tensor
     """What the initializers write: whole and real if the tensor is wanted, else on meta, where writing does nothing."""
     shard: FlatShard | None
@@ -118,7 +118,7 @@ def slots(inside: Sequence[Site], wanted: set[str], flat: Flattened) -> Iterator
             yield Slot(name, place, twin, flat.shards.get(name))
 
 
-def whole_shape(place: Place, flat: Flattened) -> torch.Size:
+def whole_shape(place: TensorPlace, flat: Flattened) -> torch.Size:
     """Of the tensor as its author wrote it."""
     if (there := flat.shards.get(place.name)) is not None:
         return there.shape
@@ -149,10 +149,10 @@ def _made(shape: torch.Size, like: Tensor, device: torch.device, *, real: bool, 
 
 
 @contextmanager
-def instead(pairs: Iterable[tuple[Place, Tensor]], sites: Sequence[Site], flat: Flattened) -> Iterator[None]:
+def instead(pairs: Iterable[tuple[TensorPlace, Tensor]], sites: Sequence[Site], flat: Flattened) -> Iterator[None]:
     """Meanwhile the modules hold these tensors under their own names, and no flat parameter."""
     with _without_flat(sites, flat):
-        before: list[tuple[Place, tuple[Any, Any]]] = []
+        before: list[tuple[TensorPlace, tuple[Any, Any]]] = []
         try:
             for place, tensor in pairs:
                 before.append((place, place.stands_there()))

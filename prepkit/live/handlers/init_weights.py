@@ -28,7 +28,16 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from prepkit.live.handlers import problem_texts
-from prepkit.live.handlers.init_slots import Flattened, Place, Slot, flattened, instead, places, slots, whole_shape
+from prepkit.live.handlers.init_slots import (
+    Flattened,
+    Slot,
+    TensorPlace,
+    flattened,
+    instead,
+    places,
+    slots,
+    whole_shape,
+)
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
 from prepkit.live.model.names import Site
@@ -196,7 +205,7 @@ def _out_of_reach(others: Sequence[Site], flat: Flattened) -> Iterator[None]:
         yield
 
 
-def _stand_in(place: Place, flat: Flattened) -> Tensor:
+def _stand_in(place: TensorPlace, flat: Flattened) -> Tensor:
     """As large as the whole, without memory."""
     empty: Any = torch.empty(whole_shape(place, flat), dtype=getattr(place.tensor, "dtype", None), device="meta")
     stand_in: Tensor = empty.as_subclass(OtherUnitsParameter)

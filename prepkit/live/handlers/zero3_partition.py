@@ -68,7 +68,7 @@ def _init(step: PartitionParameters) -> Any:
 
 
 def _partition(param: Parameter, init: Any, device: torch.device) -> None:
-    """Whole on the device for a moment; the padding behind its last element is zeros, where DeepSpeed leaves anything."""
+    """Whole on the device for a moment; what pads the last part is zeros, where DeepSpeed leaves anything."""
     if param.is_meta:
         swap_content(param, torch.empty_like(param, device=device, requires_grad=False))
     else:

@@ -23,7 +23,7 @@ from prepkit.testing.strategies.configs import DTYPES, bf16s, compiles, ddps, fp
 from prepkit.testing.strategies.facts import fitting_wraps
 from prepkit.testing.strategies.fsdp1 import can_use_fsdp1
 
-_FILLED = c.Single | c.DDP | c.FSDP1 | c.FSDP2 | c.TensorParallel
+_FILLED = c.Single | c.DDP | c.FSDP1 | c.FSDP2 | c.TensorParallel | c.DeepSpeed
 
 
 def _checkpoint_fits(facts: Facts, weights: c.LoadWeights) -> bool:

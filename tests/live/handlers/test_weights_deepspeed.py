@@ -1,4 +1,4 @@
-"""A model without values is filled before DeepSpeed gets it: as the plain model, and at ZeRO-3 never whole on a rank."""
+"""A model without values is filled before DeepSpeed gets it, at ZeRO-3 part by part, and learns as the plain one."""
 
 from __future__ import annotations
 
