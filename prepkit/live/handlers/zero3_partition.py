@@ -49,10 +49,7 @@ def partition_do(step: PartitionParameters, target: Target) -> None:
     with group_limits.as_default_group(), without_shared_memory(), torch.no_grad():
         init = _init(step)
         for name, param in names.named_parameters(target.model).items():
-            try:
-                _partition(param, init, device)
-            except Exception as error:
-                raise RuntimeError(f"{name} could not be divided, those before it are: {error}") from error
+            _partition(name, param, init, device)
     _move_buffers(target.model, device)
 
 
@@ -67,16 +64,22 @@ def _init(step: PartitionParameters) -> Any:
     return Init(module=Module(), config_dict_or_path=deepspeed.config_of(step.settings))
 
 
-def _partition(param: Parameter, init: Any, device: torch.device) -> None:
+def _partition(name: str, param: Parameter, init: Any, device: torch.device) -> None:
+    try:
+        _divide(param, init, device)
+    except Exception as error:
+        raise RuntimeError(f"{name} could not be divided, those before it are: {error}") from error
+
+
+def _divide(param: Any, init: Any, device: torch.device) -> None:
     """Whole on the device for a moment; what pads the last part is zeros, where DeepSpeed leaves anything."""
     if param.is_meta:
         swap_content(param, torch.empty_like(param, device=device, requires_grad=False))
     else:
         param.data = param.data.to(device)
     init._convert_to_deepspeed_param(param)
-    divided: Any = param
-    divided.partition()
-    divided.ds_tensor[zero3.held(param).numel() :].zero_()
+    param.partition()
+    param.ds_tensor[zero3.held(param).numel() :].zero_()
 
 
 def _move_buffers(model: Module, device: torch.device) -> None:
