@@ -7,8 +7,9 @@ depends on the shape, and a rank that ran it on its shard would draw something e
    tensor that is to get values is real; all others are on meta, where writing has no effect, so that what has values
    keeps them. The parameters of all other units are replaced by stand-ins that refuse to be written or read.
 2. The twins are filled with NaN, which no initializer writes. The initializers run in the order in which a constructor
-   would: children before parents, and for each module its own before the model's. Each module starts from a seed made
-   of the step's seed and its path, so that every rank draws the same values, whatever the units and the ranks are.
+   would: children before parents, for each module its own before the model's, and that of an adapter last. Each module
+   starts from a seed made of the step's seed and its path, so that every rank draws the same values, whatever the units
+   and the ranks are.
 3. Where a NaN is left, an initializer forgot an element: an error. Integers have no NaN, so those twins are filled with
    0 and then, in a second run, with 1: what differs between the runs was not written.
 4. Every rank copies its own shard out of the twin, the old tensors come back into their modules, and the twins go.
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from prepkit.live.handlers import problem_texts
+from prepkit.live.handlers.init_adapters import Configs, adapter_configs, adapter_problems, reset_adapters
 from prepkit.live.handlers.init_slots import (
     Flattened,
     Slot,
@@ -69,7 +71,7 @@ def initialize_ready(step: InitializeTensors, target: Target) -> tuple[str, ...]
     if orphans:
         text = f"{problem_texts.listed(orphans)}: without values, and nothing initialises it"
         problems += (f"{text}; give its module a reset_parameters()",)
-    return problems
+    return problems + adapter_problems(sites, wanted)
 
 
 def initialize_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
@@ -86,11 +88,11 @@ def initialize_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
     forked = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
     lost = tuple(name for name in step.params if name not in target.unfilled)
     with torch.random.fork_rng(**forked), torch.no_grad(), problem_texts.half_done(lost):
-        flat = flattened(target.model)
+        flat, adapters = flattened(target.model), adapter_configs(sites)
         for unit in step.units:
             inside = [site for site in sites if unit_of[site.path] == unit]
             with _out_of_reach([site for site in sites if unit_of[site.path] != unit], flat):
-                _initialize_unit(inside, wanted, models, step.seed, flat)
+                _initialize_unit(inside, wanted, models, step.seed, flat, adapters)
         target.unfilled -= wanted
         return lost
 
@@ -111,7 +113,12 @@ def _unit_of_each(sites: Sequence[Site], units: frozenset[str]) -> dict[str, str
 
 
 def _initialize_unit(
-    inside: Sequence[Site], wanted: set[str], models: dict[str, Module | None], seed: int, flat: Flattened
+    inside: Sequence[Site],
+    wanted: set[str],
+    models: dict[str, Module | None],
+    seed: int,
+    flat: Flattened,
+    adapters: dict[str, Configs],
 ) -> None:
     """Steps 1 to 4 for the modules of one unit. Does nothing where none of its tensors is wanted."""
     there = tuple(slots(inside, wanted, flat))
@@ -128,6 +135,7 @@ def _initialize_unit(
             for site in runs:
                 torch.manual_seed(_module_seed(seed, site.path))
                 _run_initializers(site.module, models[site.path])
+                reset_adapters(site.module, adapters[site.path])
             written.append({n: slot.twin.detach().clone() for n, slot in filled.items() if not _takes_nan(slot.twin)})
     if unwritten := [name for name, slot in filled.items() if _unwritten(name, slot.twin, written)]:
         listed = problem_texts.listed(unwritten)

@@ -57,7 +57,7 @@ def losses(ready: pk.Prepared, rank: int, steps: int) -> list[float]:
 
 def frozen_first_block(model: Any) -> Any:
     for param in model.model.layers[0].parameters():
-        param.requires_grad_(False)
+        param.requires_grad = False
     return model
 
 
