@@ -8,7 +8,7 @@ from attrs import asdict
 from hypothesis import given
 
 from prepkit import codec
-from prepkit.config import DDP, FSDP1, XLA, Config, Single, TensorParallel
+from prepkit.config import DDP, FSDP1, XLA, Config, DeepSpeed, Single, TensorParallel
 from prepkit.facts import Facts
 from prepkit.plan import Plan
 from prepkit.plan.layout import local_shape
@@ -18,9 +18,16 @@ from prepkit.testing import legal, plans
 DEEPSPEED = (
     "StartProcessGroup",
     "Agree",
+    "CheckFiles",
+    "StashTensors",
     "CastForward",
     "CheckpointModules",
     "MarkLeafModules",
+    "PartitionParameters",
+    "AllocateTensors",
+    "InitializeTensors",
+    "ReadTensors",
+    "SendTensors",
     "CreateOptimizer",
     "ConvertOptimizer",
     "InitializeDeepSpeed",
@@ -139,7 +146,7 @@ def test_what_has_no_way_back_comes_after_all_that_changes_the_model(made: Plan)
     for index, name in enumerate(names):
         if name in NO_WAY_BACK:
             # The whole model is the wrapper; whether the float8 autocast can be made was asked before.
-            wrapped = isinstance(made.config.engine, DDP | FSDP1)
+            wrapped = isinstance(made.config.engine, DDP | FSDP1 | DeepSpeed)
             around = {"CompileModules", "AutocastFP8Forward"} if wrapped else set()
             assert not (changes - around) & set(names[index:])
 

@@ -42,7 +42,7 @@ from prepkit.live.verification import verify
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 from prepkit.plan.drift import Drift, drift, refusals
-from prepkit.steps import AllocateTensors, WrapFSDP1
+from prepkit.steps import AllocateTensors, PartitionParameters, WrapFSDP1
 
 ENDED = "the process group was ended, so that no rank waits in it for another that has failed; start it again"
 """Told where a process group was ended after a failure inside a collective, although the plan had not started it."""
@@ -163,7 +163,8 @@ def _prepared(
 def _fills(plan: Plan) -> bool:
     """Whether a step gives storage and others values to what has none; that they do is checked afterwards."""
     steps = [planned.step for planned in plan.steps]
-    return any(isinstance(s, AllocateTensors) or (isinstance(s, WrapFSDP1) and s.allocates) for s in steps)
+    storage = (AllocateTensors, PartitionParameters)
+    return any(isinstance(s, storage) or (isinstance(s, WrapFSDP1) and s.allocates) for s in steps)
 
 
 def _interpreted(plan: Plan, target: Target, finish: Callable[[], None], guard: RankGuard | None) -> Done | Halted:

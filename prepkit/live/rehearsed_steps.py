@@ -12,7 +12,7 @@ from attrs import evolve
 
 from prepkit.live.handlers.ddp import can_send_nothing
 from prepkit.live.handlers.swap_layers import library_problems
-from prepkit.live.model.deepspeed import rehearsable_settings
+from prepkit.live.model.deepspeed import rehearsable, rehearsable_settings
 from prepkit.steps import (
     AutocastForward,
     BuildMesh,
@@ -22,6 +22,7 @@ from prepkit.steps import (
     InitializeDeepSpeed,
     LocalDevice,
     MoveModel,
+    PartitionParameters,
     PrecomputeFloat8Scales,
     ShardUnits,
     StartProcessGroup,
@@ -93,6 +94,12 @@ def where_torchao_is(step: ConvertFP8Linears | PrecomputeFloat8Scales) -> Substi
 def not_compiled(step: ConvertOptimizer) -> Substitute:
     """The optimizer stays as it is."""
     return None, f"{step.algorithm} would have to be compiled; the optimizer stands in for it"
+
+
+def partition_parameters(step: PartitionParameters) -> Substitute:
+    """The step itself on the CPU, for zeros that stand in for the parameters."""
+    small = rehearsable(step.settings)
+    return evolve(step, device=LocalDevice(type="cpu"), settings=small), "zeros on the CPU are divided"
 
 
 def initialize_deepspeed(step: InitializeDeepSpeed) -> Substitute:

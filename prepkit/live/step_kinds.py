@@ -45,6 +45,7 @@ from prepkit.live.handlers import (
     tensor_parallel,
     transformer_engine,
     xla,
+    zero3_partition,
 )
 from prepkit.live.interpreter import Handler
 from prepkit.live.model.state import LiveModel
@@ -225,6 +226,11 @@ KINDS: dict[type, StepKind] = {
         handler=deepspeed.CONVERT,
         verify=deepspeed_checks.converted,
         rehearse=rehearsed_steps.not_compiled,
+    ),
+    steps.PartitionParameters: StepKind(
+        handler=zero3_partition.PARTITION,
+        verify=deepspeed_checks.partitioned,
+        rehearse=rehearsed_steps.partition_parameters,
     ),
     steps.InitializeDeepSpeed: StepKind(
         handler=deepspeed.INITIALIZE,

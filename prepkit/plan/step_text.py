@@ -37,6 +37,7 @@ from prepkit.steps import (
     MoveModel,
     MoveToXLA,
     ParallelizeModules,
+    PartitionParameters,
     PrecomputeFloat8Scales,
     ReadTensors,
     RebindOptimizer,
@@ -140,6 +141,9 @@ def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy coun
             return entry_points(step)
         case ConvertOptimizer():
             return f"{step.algorithm} takes the optimizer's place" + (", decoupled decay" if step.decoupled else "")
+        case PartitionParameters():
+            where = local_device(step.device.type)
+            return f"each rank holds its part of every parameter, and the buffers on {where}, without values yet"
         case InitializeDeepSpeed():
             return _initialise_deepspeed(step)
         case _:

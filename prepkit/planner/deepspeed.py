@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from prepkit.config import FP8, MSAMP, DeepSpeed
 from prepkit.plan import because
-from prepkit.planner import fp8, pieces
+from prepkit.planner import fp8, pieces, weights
 from prepkit.planner.entry_points import entry_points
 from prepkit.planner.loaders import prepare_loaders
 from prepkit.planner.pieces import Piece
 from prepkit.resolve.deepspeed.working import WorkingConfig
 from prepkit.resolve.fp8 import kept_wide
 from prepkit.resolve.resolved import Resolved
-from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
+from prepkit.steps import (
+    CastForward,
+    ConvertOptimizer,
+    InitializeDeepSpeed,
+    LocalDevice,
+    MarkLeafModules,
+    PartitionParameters,
+)
 
 
 def plan_deepspeed(resolved: Resolved) -> Piece:
@@ -19,12 +26,16 @@ def plan_deepspeed(resolved: Resolved) -> Piece:
     config = resolved.deepspeed
     return (
         pieces.start_group(resolved)
+        + weights.check_files(resolved)  # while nothing has been changed
+        + stash(resolved, config)  # before what rank 0 alone has is divided
         + pieces.contiguous(resolved)  # DeepSpeed sends the model as bytes
         + fp8.convert(resolved)  # before anything is wrapped around the layers that it replaces
         + cast(resolved)  # of the user's model, so that DeepSpeed's hooks see what they expect
         + fp8.autocast(resolved)  # around it, and inside the engine, which calls the module's own forward
         + pieces.checkpoint(resolved)  # inside ZeRO's hooks, so that recomputation gathers again
         + leaves(resolved, config)  # read when ZeRO-3 puts its hooks in
+        + partition(resolved, config)  # what has no values; has no way back
+        + weights.fill(resolved)  # what DeepSpeed is given: at ZeRO-3 parts, else the whole on every rank
         + (pieces.create_optimizer(resolved) if config.optimizer == "given" else ())  # before ZeRO takes the parameters
         + (pieces.rebind_optimizer(resolved) if fp8.follows(resolved) else ())  # likewise
         + convert(config)
@@ -55,6 +66,20 @@ def leaves(resolved: Resolved, config: WorkingConfig) -> Piece:
     return because(MarkLeafModules(paths=paths), "what it calls inside depends on the data", "DS-19", "pain 31")
 
 
+def stash(resolved: Resolved, config: WorkingConfig) -> Piece:
+    """At ZeRO-3 no rank holds the whole on its device; below it rank 0 sends from where its values are."""
+    return weights.stash(resolved) if config.stage == 3 else ()
+
+
+def partition(resolved: Resolved, config: WorkingConfig) -> Piece:
+    """ZeRO-3's parts, for values that come later. Where the model has its values, DeepSpeed divides it by itself."""
+    if config.stage != 3 or not weights.gives_values(resolved):
+        return ()
+    step = PartitionParameters(device=LocalDevice(type=resolved.compute_device), settings=config.settings)
+    reason = "each rank holds its parts and one whole parameter at a time, and never the whole model"
+    return because(step, reason, "DS-19", "M2-8", "M2-14", "pain 17")
+
+
 def convert(config: WorkingConfig) -> Piece:
     """DeepSpeed's CPU form in the place of the optimizer whose state is offloaded."""
     if config.convert is None:
@@ -76,6 +101,7 @@ def initialize(resolved: Resolved, config: WorkingConfig) -> Piece:
         names=trained if config.optimizer == "section" else (),
         scheduler=config.scheduler,
         settings=config.settings,
+        filled=weights.gives_values(resolved),
         library="msamp" if _is_msamp(resolved) else "deepspeed",
         kept=kept_wide(resolved.facts.model) if _is_msamp(resolved) else (),
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from math import prod
 from posixpath import join
 
-from prepkit.config import FSDP1, InitWeights, KeepWeights, SendWeights
+from prepkit.config import FSDP1, DeepSpeed, InitWeights, KeepWeights, SendWeights, WrapBlocks
 from prepkit.facts import BufferFact, ParamFact
 from prepkit.facts.checkpoint import CheckpointFacts
 from prepkit.plan import because
+from prepkit.plan.layout import chunk_rows
 from prepkit.planner import pieces
 from prepkit.planner.pieces import Piece
+from prepkit.resolve.modules import select
 from prepkit.resolve.resolved import Resolved
 from prepkit.steps import (
     AllocateTensors,
@@ -65,7 +67,8 @@ def fill(resolved: Resolved) -> Piece:
     if resolved.engine_traits.makes_dtensors:
         what = "each rank holds its shards, and never the whole model"
     step = AllocateTensors(device=device, buffers=computes if computes != device else None)
-    allocates_itself = isinstance(resolved.cfg.engine, FSDP1)  # unit by unit: it flattens what has storage
+    # Unit by unit, or parameter by parameter: FSDP1 flattens, and ZeRO-3 divides, what has storage.
+    allocates_itself = isinstance(resolved.cfg.engine, FSDP1) or _partitioned(resolved)
     return (
         (() if allocates_itself else because(step, what, "M2-8", "M2-14", "pain 17"))
         + _initialize(resolved)  # before reading: what a checkpoint holds has the last word
@@ -80,7 +83,9 @@ def _initialize(resolved: Resolved) -> Piece:
     if not params and not buffers:
         return ()
     seed = cfg.weights.seed if isinstance(cfg.weights, InitWeights) else 0
-    step = InitializeTensors(params=params, buffers=buffers, units=(*resolved.units, ""), seed=seed)
+    # ZeRO-3 has no units; its parameters are whole by blocks, or every rank would hold the whole model.
+    units = select(WrapBlocks(), resolved.facts.model) if _partitioned(resolved) else resolved.units
+    step = InitializeTensors(params=params, buffers=buffers, units=(*units, ""), seed=seed)
     reason = "one seed for each module's path: the same values on every rank, for every world size"
     if not params:
         reason = "buffers that no checkpoint holds are computed by their own modules, should they be on meta"
@@ -99,11 +104,12 @@ def _read(resolved: Resolved) -> Piece:
             start=stored.start,
             dtype=stored.dtype,
             shape=tensor.shape,
-            placements=resolved.placements.get(tensor.name, ()),
+            placements=() if place else resolved.placements.get(tensor.name, ()),
             chunk=block,
-            flat=_place(resolved, tensor.name),
+            flat=place,
         )
         for tensor in (match.assembled if match else ())
+        for place in (_place(resolved, tensor.name, tensor.shape),)
         for stored, block in zip(tensor.stored, tensor.blocks, strict=True)
     )
     step = ReadTensors(files=_files(checkpoint), sources=sources, axes=resolved.planned_mesh)
@@ -125,14 +131,22 @@ def _send(resolved: Resolved) -> Piece:
             placements=rows if place and place.axis else placements.get(fact.name, ()),
             flat=place,
         )
-        for fact, place in ((fact, _place(resolved, fact.name)) for fact in facts)
+        for fact, place in ((fact, _place(resolved, fact.name, fact.shape)) for fact in facts)
     )
     step = SendTensors(tensors=tensors, axes=resolved.planned_mesh)
     reason = "each part leaves rank 0 once, its first keeper hands it on to others, and none holds more but one piece"
     return because(step, reason, "M2-13", "M2-14", "H-18", "H-19", "G-11", "pain 17")
 
 
-def _place(resolved: Resolved, name: str) -> FlatPlace | None:
+def _partitioned(resolved: Resolved) -> bool:
+    """Whether ZeRO-3 divides every parameter over the ranks."""
+    return isinstance(resolved.cfg.engine, DeepSpeed) and resolved.deepspeed.stage == 3
+
+
+def _place(resolved: Resolved, name: str, shape: tuple[int, ...]) -> FlatPlace | None:
+    if "partition" in resolved.placements.get(name, ()):
+        # deepspeed partition_parameters.py _partition_param: of each parameter equal runs of elements, the last padded
+        return FlatPlace(start=0, shard=chunk_rows(prod(shape), resolved.axis_size("shard")), axis="shard")
     part = resolved.flat_shards.get(name)
     if part is None:
         return None

@@ -104,6 +104,7 @@ ENGINES: dict[type[Engine], EngineTraits] = {
         other_axes=("tensor",),
         reads_mesh=False,
         replaces_params=True,
+        gives_values=True,
         takes_reduce_dtype=True,
         root_wrapper="DeepSpeedEngine",
         fp8_backends=(TorchAO, TransformerEngine, MSAMP),

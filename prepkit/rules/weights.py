@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.config import FP8, FSDP1, KeepWeights, LoadWeights, SendWeights, Single, TorchAO
+from prepkit.config import FP8, DeepSpeed, KeepWeights, LoadWeights, SendWeights, Single, TorchAO
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.resolve.checkpoint import without_initializer
@@ -13,9 +13,6 @@ from prepkit.rules import weights_match
 from prepkit.rules.rule import Hit, Rule
 
 _FLOAT8 = "FP8(backend=TorchAO()), whose layers keep the weights as they are"
-
-
-_FLAT = "Write engine=FSDP2(), or initialise on rank 0 and write weights=SendWeights(), or LoadWeights(path)."
 
 
 def _unfilled(resolved: Resolved) -> Iterator[Hit]:
@@ -32,13 +29,40 @@ def _unfilled(resolved: Resolved) -> Iterator[Hit]:
         library = type(cfg.precision.backend).__name__
         what = f"{asked_for} with {library}, whose layers are made from the values that are there."
         yield Hit("config.weights", what, f"Give the model its values, and leave config.weights out; or use {_FLOAT8}.")
-    if isinstance(cfg.engine, FSDP1) and resolved.initialized_params:
-        what = f"{count(len(resolved.initialized_params), 'parameter')} to be initialised under FSDP1, whose flat"
-        yield Hit("config.weights", f"{what} parameters no initialiser can write.", _FLAT)
+    if isinstance(cfg.engine, DeepSpeed):
+        for what, fix in _deepspeed_parts(resolved):
+            yield Hit("config.weights", f"{asked_for} with {what}", f"{fix}; or {_GIVE}.")
     if facts.model.quantised:
         yield Hit("config.weights", f"{asked_for} for a {facts.model.quantised} model, whose values are packed.")
     elif len(facts.model.device_map) > 1:
         yield Hit("config.weights", f"{asked_for} for a model that a device map has spread over several devices.")
+
+
+_GIVE = "give the model its values, and leave config.weights out"
+
+
+def _deepspeed_parts(resolved: Resolved) -> Iterator[tuple[str, str]]:
+    """Layouts of DeepSpeed's whose parts are made from values that are there, with what to write instead."""
+    config = resolved.deepspeed
+    if resolved.axis_size("tensor") > 1:
+        yield "`tensor_parallel`, which cuts the values that the layers have.", "Remove `tensor_parallel`"
+    if config.stage != 3:
+        return
+    said = {".".join(setting.path).removeprefix("zero_optimization."): setting.value for setting in config.settings}
+    if said.get("offload_param.device") == '"nvme"':
+        yield "parameters on NVMe, where DeepSpeed writes the values that they have.", 'Write offload_param="cpu"'
+    if said.get("zero_hpz_partition_size", "1") not in ("0", "1"):
+        yield (
+            "`zero_hpz_partition_size`, a second copy of the values that are there.",
+            _remove("zero_hpz_partition_size"),
+        )
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if said.get(key) == "true":
+            yield f"`{key}`, which quantises the values that are there.", _remove(key)
+
+
+def _remove(key: str) -> str:
+    return f"Remove `zero_optimization.{key}`"
 
 
 def _state(resolved: Resolved) -> Iterator[Hit]:
@@ -83,7 +107,7 @@ RULES: tuple[Rule, ...] = (
         summary="Values are given to plain models, by engines that fill them shard by shard or whole.",
         check=_unfilled,
         fix="Give the model its values before it is prepared, and leave config.weights out; or use FSDP2, "
-        "FSDP1, TensorParallel, DDP or Single.",
+        "FSDP1, TensorParallel, DDP, DeepSpeed or Single.",
         overridable=False,
         source=("M2-13", "PL-3", "Q-13"),
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from prepkit.steps.common import Axis, File, LocalDevice
 from prepkit.steps.ddp import ConvertSyncBatchNorm, DDPCommHook, PowerSGDOptions, WrapDDP
-from prepkit.steps.deepspeed import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules, Setting
+from prepkit.steps.deepspeed import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules, PartitionParameters, Setting
 from prepkit.steps.entry_points import RegisterEntryPoints
 from prepkit.steps.fp8 import (
     AutocastFP8Forward,
@@ -87,6 +87,7 @@ Step = (
     | CastForward
     | MarkLeafModules
     | ConvertOptimizer
+    | PartitionParameters
     | InitializeDeepSpeed
     | CheckFiles
     | AllocateTensors

@@ -6,6 +6,8 @@ from typing import Literal
 
 from attrs import frozen
 
+from prepkit.steps.common import LocalDevice
+
 
 @frozen(kw_only=True)
 class MarkLeafModules:
@@ -37,6 +39,22 @@ class Setting:
 
 
 @frozen(kw_only=True)
+class PartitionParameters:
+    """Divides each parameter over the ranks as ``deepspeed.zero.Init`` does, before DeepSpeed sees the model (ZeRO-3).
+
+    One after the other: a rank holds its parts and one whole parameter. What is on meta has no values yet: a later step
+    fills its part. Buffers are whole on the device; each parameter stays the object that it is. Nothing is sent.
+
+    Has no way back: the model has to be built again if a later step fails.
+    Fails if DeepSpeed is missing, works on another device, or has divided a parameter before.
+    """
+
+    device: LocalDevice
+    settings: tuple[Setting, ...]
+    """The complete config, as ``InitializeDeepSpeed`` has it: where parts lie, and how they are gathered."""
+
+
+@frozen(kw_only=True)
 class InitializeDeepSpeed:
     """Hands model, optimizer and scheduler to ``deepspeed.initialize`` with this config, whole as it stands here.
 
@@ -64,5 +82,7 @@ class InitializeDeepSpeed:
     """The complete config, sorted by path."""
     library: Literal["deepspeed", "msamp"] = "deepspeed"
     """Whose ``initialize`` is called: ``deepspeed``'s, or that of ``msamp.deepspeed``."""
+    filled: bool = False
+    """Earlier steps give the model its values, so that it may be on meta; parts of parameters are cast here."""
     kept: tuple[str, ...] = ()
     """Paths of Linears that MS-AMP is told to leave, as in ``InitializeMSAMP``."""

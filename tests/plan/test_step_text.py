@@ -42,6 +42,7 @@ from prepkit.steps import (
     OptimizerOption,
     ParallelizeModules,
     ParallelStyle,
+    PartitionParameters,
     PowerSGDOptions,
     PrecomputeFloat8Scales,
     ReadTensors,
@@ -383,6 +384,10 @@ STEPS: tuple[tuple[Step, str], ...] = (
     (
         ConvertOptimizer(algorithm="DeepSpeedCPUAdam", decoupled=True),
         "DeepSpeedCPUAdam takes the optimizer's place, decoupled decay",
+    ),
+    (
+        PartitionParameters(device=LocalDevice(type="cuda"), settings=()),
+        "each rank holds its part of every parameter, and the buffers on cuda:<local rank>, without values yet",
     ),
     (
         InitializeDeepSpeed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from prepkit.config import DDP, FSDP2, Config, DeepSpeed, Engine, InitWeights, LoadWeights, SendWeights, Single
+from prepkit.config import DDP, FSDP2, XLA, Config, DeepSpeed, Engine, InitWeights, LoadWeights, SendWeights, Single
 from prepkit.facts import Facts
 from prepkit.facts.checkpoint import KeyMapping, WeightConverter
 from prepkit.findings import Finding
@@ -27,7 +27,9 @@ def of(rule: str, cfg: Config, facts: Facts) -> list[Finding]:
         (Single(), "`SendWeights` with Single, where there is no other rank to send to."),
         (DDP(), None),
         (FSDP2(), None),
-        (DeepSpeed(stage=2, micro_batch=2), "`SendWeights` with DeepSpeed, which takes the values that the model has."),
+        (DeepSpeed(stage=2, micro_batch=2), None),
+        (DeepSpeed(stage=3, micro_batch=2), None),
+        (XLA(), "`SendWeights` with XLA, which takes the values that the model has."),
     ],
     ids=str,
 )
@@ -38,6 +40,38 @@ def test_weights_are_sent_where_there_is_another_rank_and_an_engine_that_fills(
     found = of("weights.not-filled", Config(engine=engine, weights=SendWeights()), facts)
     assert [finding.what for finding in found] == ([what] if what else [])
     assert {finding.where for finding in found} <= {"config.weights"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "what"),
+    [
+        (3, {"offload_param": {"device": "nvme", "nvme_path": "/nvme"}}, "parameters on NVMe, where DeepSpeed writes"),
+        (3, {"offload_param": {"device": "cpu"}}, ""),
+        (3, {"zero_hpz_partition_size": 2}, "`zero_hpz_partition_size`, a second copy of the values that are there."),
+        (3, {"zero_hpz_partition_size": 1}, ""),
+        (3, {"zero_quantized_weights": True}, "`zero_quantized_weights`, which quantises the values that are there."),
+        (3, {"zero_quantized_weights": False}, ""),
+        (3, {"zero_quantized_nontrainable_weights": True}, "`zero_quantized_nontrainable_weights`, which quantises"),
+        (2, {"zero_quantized_weights": True, "zero_hpz_partition_size": 2}, ""),
+    ],
+    ids=str,
+)
+def test_parts_that_deepspeed_makes_from_values_are_refused_without_them(
+    stage: int, zero: dict[str, object], what: str
+) -> None:
+    engine = DeepSpeed(stage=stage, micro_batch=2, config={"zero_optimization": zero})
+    facts = tiny_facts(world=2, device="cuda")
+    found = of("weights.not-filled", Config(engine=engine, weights=InitWeights()), facts)
+    assert [finding.what.startswith(f"`InitWeights` with {what}") for finding in found] == ([True] if what else [])
+    assert not of("weights.not-filled", Config(engine=engine), facts)
+
+
+def test_layers_that_deepspeed_cuts_are_refused_without_values() -> None:
+    engine = DeepSpeed(stage=1, micro_batch=2, config={"tensor_parallel": {"autotp_size": 2}})
+    found = of("weights.not-filled", Config(engine=engine, weights=InitWeights()), tiny_facts(world=4, device="cuda"))
+    assert [finding.fix for finding in found] == [
+        "Remove `tensor_parallel`; or give the model its values, and leave config.weights out."
+    ]
 
 
 @pytest.mark.parametrize(("stateful", "fires"), [((), 0), (("norm.weight",), 1)])

@@ -42,6 +42,7 @@ from prepkit.config import (
     CompileBlocks,
     CompileModel,
     Config,
+    InitWeights,
     KeepLoaders,
     Mesh,
     SendWeights,
@@ -59,6 +60,7 @@ from prepkit.steps import (
     CheckpointModules,
     InitializeDeepSpeed,
     MarkLeafModules,
+    PartitionParameters,
     ShardUnits,
     StartProcessGroup,
     WrapDDP,
@@ -112,6 +114,7 @@ ENGINES: dict[str, Case] = {
     "TensorParallel": Case(CUT, 2, wide=True),
     "FSDP2, cut over tensor ranks": Case(evolve(CUT, engine=FSDP2(), mesh=Mesh(shard=2, tensor=2)), 4, wide=True),
     "DeepSpeed": Case(ZERO, wide=True, double=bare),
+    "DeepSpeed, initialised in parts": Case(evolve(ZERO, weights=InitWeights(0)), wide=True, double=bare),
     "FSDP2, torchao": Case(Config(engine=FSDP2(), precision=FP8(backend=TorchAO(emulate=True))), 4, wide=True),
     "Single, TransformerEngine": Case(
         eight_bits(TransformerEngine()), wide=True, double=library_doubles.transformer_engine
@@ -131,7 +134,7 @@ CALLS = 24 if THOROUGH else 4
 
 OF_A_REAL_GROUP = (
     *(StartProcessGroup, Agree, BuildMesh, WrapDDP, ShardUnits),
-    *(CastForward, MarkLeafModules, CheckpointModules, InitializeDeepSpeed),
+    *(CastForward, MarkLeafModules, CheckpointModules, PartitionParameters, InitializeDeepSpeed),
 )
 """Steps to fail inside under a real group, which takes long to start; the others fail under a fake one."""
 

@@ -241,6 +241,11 @@ def write_kept(target: Target) -> None:
     held.kept.add_(1)
 
 
+def forget_values(target: Target) -> None:
+    """A part that no later step fills."""
+    target.unfilled.add("a part")
+
+
 def keep_stashed(target: Target) -> None:
     target.stashed["embed.weight"] = Stashed(
         param=target.model.get_parameter("embed.weight"), held=Parameter(torch.ones(1)), device=torch.device("cpu")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -65,6 +65,7 @@ from tests.support.faulty_handlers import (
     drop_slot,
     exchange_parts,
     exchange_sources,
+    forget_values,
     freeze,
     keep_stashed,
     leave_on_meta,
@@ -116,6 +117,7 @@ ZERO = Config(
     precision=BF16(),
     checkpointing=CheckpointBlocks(),
 )
+PARTS = evolve(ZERO, weights=InitWeights(0))
 FILLED = Config(weights=InitWeights(0))
 FILES = Config(weights=STORED, overrides=("weights.missing-keys",))
 SENT = Config(engine=FSDP2(), weights=SendWeights())
@@ -410,6 +412,14 @@ FAULTS: tuple[Planted, ...] = (
         ("cutting tears a tie", afterwards(untie), "embed.weight and head.weight are no longer one parameter"),
         world=2,
     ),
+    *faults(
+        s.PartitionParameters,
+        PARTS,
+        ("nothing is divided", nothing, "cannot be called on meta tensors"),
+        ("a part stays without values", afterwards(forget_values), "everything that was on meta has values: a part"),
+        world=2,
+        double=bare,
+    ),
     *faults(s.CastForward, ZERO, ("inputs are not cast", nothing, "Wide has its own forward"), world=2, double=bare),
     *faults(
         s.MarkLeafModules, ZERO, ("no module is a leaf", nothing, "gathered whole: layers.0"), world=2, double=bare
@@ -510,7 +520,8 @@ def case(cfg: Config, world: int) -> tuple[Plan, Target]:
 
 def wide_case(cfg: Config, world: int) -> tuple[Plan, Target]:
     """A model whose layers fit float8, with an optimizer that has not stepped, and its plan."""
-    model = fp8_model.seeded()
+    with torch.device("meta") if cfg is PARTS else nullcontext():
+        model = fp8_model.seeded()
     optimizer = torch.optim.AdamW(model.parameters())
     ranks = 2 if isinstance(cfg.engine, XLA) else world  # of one process there is nothing to average
     return fp8_model.planned(cfg, model, optimizer, world_size=ranks), Target(model=model, optimizer=optimizer)
@@ -525,7 +536,7 @@ def said(rank: int, world: int, index: int | None) -> list[str]:
             for cfg in (
                 (SINGLE, HALF, EIGHT, FILES)
                 if world == 1
-                else (WHOLE, SHARDED, WHOLE_PARTS, FLAT, LAID, CUT, ZERO, SENT)
+                else (WHOLE, SHARDED, WHOLE_PARTS, FLAT, LAID, CUT, ZERO, PARTS, SENT)
             )
             for text in outcome_of(cfg, world)
         ]

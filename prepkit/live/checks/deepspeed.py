@@ -9,7 +9,7 @@ from prepkit.live.model.forward import MARK, CastedForward
 from prepkit.live.model.forward_fp8 import FP8Forward
 from prepkit.live.model.state import LiveModel
 from prepkit.plan.attestation import Check, each, same
-from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
+from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules, PartitionParameters
 
 
 def cast(step: CastForward, live: LiveModel) -> Iterator[Check]:
@@ -33,6 +33,12 @@ def converted(step: ConvertOptimizer, live: LiveModel) -> Iterator[Check]:
     """The optimizer inside DeepSpeed's is the CPU form."""
     found = getattr(live.target.model, "basic_optimizer", live.target.optimizer)
     yield same("ConvertOptimizer", "class", step.algorithm, type(found).__name__)
+
+
+def partitioned(step: PartitionParameters, live: LiveModel) -> Iterator[Check]:
+    """What got a part got values too; that each is in parts, and how large they are, is the layout's to say."""
+    del step
+    yield each("PartitionParameters", "everything that was on meta has values", sorted(live.target.unfilled))
 
 
 def initialised(step: InitializeDeepSpeed, live: LiveModel) -> Iterator[Check]:

@@ -75,16 +75,21 @@ def allocate_inside(module: Module, device: torch.device) -> None:
     """Gives storage on the device to what is on meta in a module; each parameter stays the object that it is."""
     for param in module.parameters():
         if param.is_meta:
-            attributes = dict(vars(param))
-            real = Parameter(torch.empty_like(param, device=device, requires_grad=False), param.requires_grad)
-            torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]  # torch has no types here
-            _give_back(param, attributes)
+            swap_content(param, torch.empty_like(param, device=device, requires_grad=False))
     real_of: dict[int, tuple[Tensor, Tensor]] = {}
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
             if buffer is not None and buffer.is_meta:
                 made = real_of.setdefault(id(buffer), (buffer, torch.empty_like(buffer, device=device)))
                 inner._buffers[key] = made[1]
+
+
+def swap_content(param: Parameter, data: Tensor) -> None:
+    """Puts other data, also on another device, into a parameter that stays the object that it is."""
+    attributes = dict(vars(param))
+    other = Parameter(data, param.requires_grad)
+    torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]  # torch has no types here
+    _give_back(param, attributes)
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:

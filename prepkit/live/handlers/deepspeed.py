@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from prepkit.live.handlers.fp8 import WIDE
 from prepkit.live.handlers.kernel_lock import lock_problems
 from prepkit.live.handlers.swap_layers import library_problems
 from prepkit.live.interpreter import Handler
-from prepkit.live.model import names
+from prepkit.live.model import names, zero3
 from prepkit.live.model.deepspeed import Ranks, forget_groups, without_shared_memory
 from prepkit.live.model.forward import MARK, CastedForward
 from prepkit.live.model.target import Target
@@ -29,6 +30,8 @@ from prepkit.live.model.unstepped import unstepped
 from prepkit.live.ranks import group_limits, launcher
 from prepkit.steps import CastForward, ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules, Setting
 
+CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What is cast to the dtype that DeepSpeed computes in; packed weights are left as they are."""
 LEAF = "_z3_leaf"
 """Attribute of a module that ZeRO-3 gathers whole (deepspeed/utils/z3_leaf_module.py)."""
 TORCH_ONLY = frozenset(
@@ -194,14 +197,14 @@ def initialize_ready(step: InitializeDeepSpeed, target: Target) -> tuple[str, ..
         problems += (
             f"{problem_texts.listed(sharded)}: sharded already, DeepSpeed shards whole parameters; build it anew",
         )
-    if empty := [name for name, param in params.items() if param.is_meta]:
+    if (empty := [name for name, param in params.items() if param.is_meta]) and not step.filled:
         problems += (f"{problem_texts.listed(empty)}: on meta, without data to hand over; load the weights first",)
     problems += problem_texts.absent("module", step.kept, modules)
     problems += problem_texts.absent("parameter", step.names, params) + problem_texts.with_gradient(params, params)
     if step.optimizer == "section" and target.optimizer is not None:
         problems += ("DeepSpeed makes the optimizer from its config, but one was given; leave one of them out",)
     kernels = _kernels(step)
-    devices = _device_problems(step.device, compiles=bool(kernels)) + launcher.device_problems(step.device)
+    devices = device_problems(step.device, compiles=bool(kernels)) + launcher.device_problems(step.device)
     return problems + devices + lock_problems(kernels)
 
 
@@ -217,7 +220,8 @@ def engine_class() -> type:
     return engine
 
 
-def _device_problems(device: str, *, compiles: bool) -> tuple[str, ...]:
+def device_problems(device: str, *, compiles: bool) -> tuple[str, ...]:
+    """One text where DeepSpeed works on another device, or cannot compile for it."""
     from deepspeed.accelerator import get_accelerator
 
     works_on = get_accelerator().device_name()
@@ -262,6 +266,8 @@ def initialize_do(step: InitializeDeepSpeed, target: Target) -> None:
     for path in step.kept:
         vars(names.named_modules(target.model)[path])[WIDE] = True
     target.together()
+    if step.dtype is not None:
+        _cast_parts(params.values(), getattr(torch, step.dtype))
     try:
         with group_limits.as_default_group(), without_shared_memory():
             engine, optimizer, _, scheduler = library.initialize(
@@ -278,6 +284,15 @@ def initialize_do(step: InitializeDeepSpeed, target: Target) -> None:
     target.model, target.optimizer = engine, optimizer
     if step.scheduler != "outside":
         target.scheduler = scheduler
+
+
+def _cast_parts(params: Iterable[Any], dtype: torch.dtype) -> None:
+    """DeepSpeed takes parameters that are divided already for cast; its float32 copies come from the parts."""
+    for param in params:
+        if zero3.is_partitioned(param) and param.dtype in CASTABLE:
+            param.data = param.data.to(dtype)
+            part = param.ds_tensor.data.to(dtype)
+            param.ds_tensor.data = part.pin_memory() if param.ds_tensor.is_pinned() else part
 
 
 INITIALIZE: Handler[InitializeDeepSpeed, Target, None] = Handler(ready=initialize_ready, do=initialize_do)

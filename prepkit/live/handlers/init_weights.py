@@ -7,8 +7,9 @@ depends on the shape, and a rank that ran it on its shard would draw something e
    tensor that is to get values is real; all others are on meta, where writing has no effect, so that what has values
    keeps them. The parameters of all other units are replaced by stand-ins that refuse to be written or read.
 2. The twins are filled with NaN, which no initializer writes. The initializers run in the order in which a constructor
-   would: children before parents, and for each module its own before the model's. Each module starts from a seed made
-   of the step's seed and its path, so that every rank draws the same values, whatever the units and the ranks are.
+   would: children before parents, for each module its own before the model's, and that of an adapter last. Each module
+   starts from a seed made of the step's seed and its path, so that every rank draws the same values, whatever the units
+   and the ranks are.
 3. Where a NaN is left, an initializer forgot an element: an error. Integers have no NaN, so those twins are filled with
    0 and then, in a second run, with 1: what differs between the runs was not written.
 4. Every rank copies its own shard out of the twin, the old tensors come back into their modules, and the twins go.
@@ -24,13 +25,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from prepkit.live.handlers import problem_texts
-from prepkit.live.handlers.optimizer_state import shard
+from prepkit.live.handlers.init_adapters import Configs, adapter_configs, adapter_problems, reset_adapters
+from prepkit.live.handlers.init_slots import (
+    Flattened,
+    Slot,
+    TensorPlace,
+    flattened,
+    instead,
+    places,
+    slots,
+    whole_shape,
+)
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
 from prepkit.live.model.names import Site
@@ -62,7 +71,7 @@ def initialize_ready(step: InitializeTensors, target: Target) -> tuple[str, ...]
     if orphans:
         text = f"{problem_texts.listed(orphans)}: without values, and nothing initialises it"
         problems += (f"{text}; give its module a reset_parameters()",)
-    return problems
+    return problems + adapter_problems(sites, wanted)
 
 
 def initialize_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
@@ -79,10 +88,11 @@ def initialize_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
     forked = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
     lost = tuple(name for name in step.params if name not in target.unfilled)
     with torch.random.fork_rng(**forked), torch.no_grad(), problem_texts.half_done(lost):
+        flat, adapters = flattened(target.model), adapter_configs(sites)
         for unit in step.units:
             inside = [site for site in sites if unit_of[site.path] == unit]
-            with _out_of_reach([site for site in sites if unit_of[site.path] != unit]):
-                _initialize_unit(inside, wanted, models, step.seed)
+            with _out_of_reach([site for site in sites if unit_of[site.path] != unit], flat):
+                _initialize_unit(inside, wanted, models, step.seed, flat, adapters)
         target.unfilled -= wanted
         return lost
 
@@ -102,38 +112,30 @@ def _unit_of_each(sites: Sequence[Site], units: frozenset[str]) -> dict[str, str
     return unit_of
 
 
-@frozen(eq=False)
-class Slot:
-    """One place of a module that holds a tensor, and what stands there while initializers run."""
-
-    name: str
-    """First name of the tensor; tied ones have several slots and one name."""
-    holder: dict[str, Any]
-    """``_parameters`` or ``_buffers`` of the module."""
-    key: str
-    """Its name in the holder."""
-    tensor: Tensor
-    """What stood there, and stands there afterwards: a shard, or whole."""
-    twin: Tensor
-    """What the initializers write: whole and real if the tensor is wanted, else on meta, where writing does nothing."""
-
-
-def _initialize_unit(inside: Sequence[Site], wanted: set[str], models: dict[str, Module | None], seed: int) -> None:
+def _initialize_unit(
+    inside: Sequence[Site],
+    wanted: set[str],
+    models: dict[str, Module | None],
+    seed: int,
+    flat: Flattened,
+    adapters: dict[str, Configs],
+) -> None:
     """Steps 1 to 4 for the modules of one unit. Does nothing where none of its tensors is wanted."""
-    slots = tuple(_slots(inside, wanted))
-    filled = {slot.name: slot for slot in slots if slot.name in wanted}
+    there = tuple(slots(inside, wanted, flat))
+    filled = {slot.name: slot for slot in there if slot.name in wanted}
     if not filled:
         return
     runs = _modules_to_run(inside, tuple(filled.values()))
     passes = 1 if all(_takes_nan(slot.twin) for slot in filled.values()) else 2
     written: list[dict[str, Tensor]] = []
-    with _twins_in_place(slots):
+    with instead([(slot.place, slot.twin) for slot in there], inside, flat):
         for fill in range(passes):
             for slot in filled.values():
                 _blank(slot.twin, fill)
             for site in runs:
                 torch.manual_seed(_module_seed(seed, site.path))
                 _run_initializers(site.module, models[site.path])
+                reset_adapters(site.module, adapters[site.path])
             written.append({n: slot.twin.detach().clone() for n, slot in filled.items() if not _takes_nan(slot.twin)})
     if unwritten := [name for name, slot in filled.items() if _unwritten(name, slot.twin, written)]:
         listed = problem_texts.listed(unwritten)
@@ -142,8 +144,7 @@ def _initialize_unit(inside: Sequence[Site], wanted: set[str], models: dict[str,
             "the weights: LoadWeights(path)"
         )
     for slot in filled.values():
-        values = shard(slot.twin.detach(), slot.tensor) if isinstance(slot.tensor, DTensor) else slot.twin
-        local(slot.tensor).copy_(local(values))
+        slot.keep()
 
 
 def _modules_to_run(inside: Sequence[Site], filled: Sequence[Slot]) -> list[Site]:
@@ -152,49 +153,13 @@ def _modules_to_run(inside: Sequence[Site], filled: Sequence[Slot]) -> list[Site
     All modules of the unit; where only buffers are wanted, those alone that hold one of them, since an initializer of
     another module would draw numbers for nothing.
     """
-    any_param = any(isinstance(slot.tensor, Parameter) for slot in filled)
-    holders = {id(slot.holder) for slot in filled}
+    any_param = any(isinstance(slot.twin, Parameter) for slot in filled)
+    holders = {id(slot.place.holder) for slot in filled}
     return [
         site
         for site in reversed(inside)
         if any_param or not holders.isdisjoint((id(site.module._parameters), id(site.module._buffers)))
     ]
-
-
-def _slots(inside: Sequence[Site], wanted: set[str]) -> Iterator[Slot]:
-    """Every slot of a unit with its twin; a tied tensor has several slots and one twin."""
-    twins: dict[int, tuple[str, Tensor]] = {}
-    for site in inside:
-        for holder in (site.module._parameters, site.module._buffers):
-            for key, tensor in holder.items():
-                if tensor is not None:
-                    name = f"{site.path}.{key}" if site.path else key
-                    if id(tensor) not in twins:
-                        twins[id(tensor)] = name, _twin(tensor, real=name in wanted)
-                    yield Slot(twins[id(tensor)][0], holder, key, tensor, twins[id(tensor)][1])
-
-
-def _twin(tensor: Tensor, *, real: bool) -> Tensor:
-    """A new object, without flags of the past such as transformers' ``_is_hf_initialized``.
-
-    On meta unless ``real``; a plain tensor's has its storage, so that nothing is there twice.
-    """
-    twin = tensor.detach()
-    if not real or isinstance(tensor, DTensor):
-        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=local(tensor).device if real else "meta")
-    return Parameter(twin, tensor.requires_grad) if isinstance(tensor, Parameter) else twin
-
-
-@contextmanager
-def _twins_in_place(slots: Sequence[Slot]) -> Iterator[None]:
-    """Meanwhile the modules hold the twins."""
-    try:
-        for slot in slots:
-            slot.holder[slot.key] = slot.twin
-        yield
-    finally:
-        for slot in slots:
-            slot.holder[slot.key] = slot.tensor
 
 
 # --- initializers --------------------------------------------------------------------------------------------------
@@ -241,22 +206,18 @@ class OtherUnitsParameter(Tensor):
 
 
 @contextmanager
-def _out_of_reach(others: Sequence[Site]) -> Iterator[None]:
+def _out_of_reach(others: Sequence[Site], flat: Flattened) -> Iterator[None]:
     """Meanwhile an initializer that reaches into other units fails, where it would write only this rank's part."""
-    params = [
-        (site.module._parameters, key, param)
-        for site in others
-        for key, param in site.module._parameters.items()
-        if param is not None
-    ]
-    try:
-        for holder, key, param in params:
-            empty: Any = torch.empty(param.shape, dtype=param.dtype, device="meta")
-            holder[key] = empty.as_subclass(OtherUnitsParameter)
+    params = [place for site in others for place in places(site, flat) if place.holder is site.module._parameters]
+    with instead(((place, _stand_in(place, flat)) for place in params), others, flat):
         yield
-    finally:
-        for holder, key, param in params:
-            holder[key] = param
+
+
+def _stand_in(place: TensorPlace, flat: Flattened) -> Tensor:
+    """As large as the whole, without memory."""
+    empty: Any = torch.empty(whole_shape(place, flat), dtype=getattr(place.tensor, "dtype", None), device="meta")
+    stand_in: Tensor = empty.as_subclass(OtherUnitsParameter)
+    return stand_in
 
 
 # --- was it written? -----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from prepkit.live.model import fsdp1_flat, names
+from prepkit.live.model import fsdp1_flat, names, zero3
 from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
 
@@ -22,7 +22,14 @@ def named_tensors(target: Target) -> dict[str, Tensor]:
 
 
 def named_parts(target: Target) -> dict[str, Tensor]:
-    """Canonical name to what this rank holds of each tensor: its shard, or its elements in a flat parameter, a view."""
+    """Canonical name to what this rank holds of each tensor: its shard, or its elements in a row, a view.
+
+    In a row lie those of a flat parameter (FSDP1) and those of a partitioned one (ZeRO-3).
+    """
     flat = fsdp1_flat.flat_shards(target.model)
-    parts = {name: local(tensor).detach() for name, tensor in named_tensors(target).items() if name not in flat}
+    parts = {name: _own(tensor) for name, tensor in named_tensors(target).items() if name not in flat}
     return parts | {name: shard.held() for name, shard in flat.items()}
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return zero3.held(tensor) if zero3.is_partitioned(tensor) else local(tensor).detach()

@@ -58,11 +58,15 @@ def stepped(optimizer: Any) -> list[Tensor]:
 
 def rehearsable_settings(step: InitializeDeepSpeed) -> tuple[InitializeDeepSpeed, str]:
     """The step as a rehearsal runs it: on the CPU, and with buckets that fit a laptop."""
-    other = {("zero_optimization", "reduce_bucket_size"): "100000", ("zero_allow_untested_optimizer",): "true"}
-    kept = tuple(one for one in step.settings if one.path not in other)
-    small = tuple(Setting(path=path, value=value) for path, value in other.items())
     why = "zeros on the CPU stand in for the parameters, small buckets for large ones, and any optimizer will do"
-    return evolve(step, device="cpu", settings=(*kept, *small)), why
+    return evolve(step, device="cpu", settings=rehearsable(step.settings)), why
+
+
+def rehearsable(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    """The settings with small buckets, under which any optimizer will do."""
+    other = {("zero_optimization", "reduce_bucket_size"): "100000", ("zero_allow_untested_optimizer",): "true"}
+    kept = tuple(one for one in settings if one.path not in other)
+    return (*kept, *(Setting(path=path, value=value) for path, value in other.items()))
 
 
 SHARED_MEMORY = "deepspeed_shm_comm"

@@ -114,6 +114,28 @@ def _starts(flat: Any) -> list[int]:
     return starts
 
 
+def absent_keys(model: Module) -> dict[int, tuple[tuple[str, str], ...]]:
+    """Identity of a module to the keys that FSDP1 has taken from it, each with its parameter's first name.
+
+    Without ``use_orig_params`` a module holds no parameter under a name that its author wrote; a tied one is missing in
+    each of its modules (torch ``FlatParamHandle._param_infos``, ``_shared_param_infos``).
+    """
+    missing: dict[int, list[tuple[str, str]]] = {}
+    for path, unit in units(model).items():
+        handle: Any = unit._handle
+        if handle is None or handle._use_orig_params:
+            continue
+        named: dict[tuple[int, str], str] = {}
+        for fqn, info in zip(handle.flat_param._fqns, handle.flat_param._param_infos, strict=True):
+            name = names.canonical(fqn)
+            named[id(info.module), info.param_name] = f"{path}.{name}" if path else name
+            missing.setdefault(id(info.module), []).append((info.param_name, named[id(info.module), info.param_name]))
+        for tied in handle.flat_param._shared_param_infos:
+            name = named[id(tied.prim_module), tied.prim_param_name]
+            missing.setdefault(id(tied.module), []).append((tied.param_name, name))
+    return {module: tuple(keys) for module, keys in missing.items()}
+
+
 def holders(model: Module) -> dict[str, Parameter]:
     """Canonical name to the parameter that trains what had it: its own, or the flat one that has taken its place."""
     found = {name: shard.flat for name, shard in flat_shards(model).items() if not shard.original}

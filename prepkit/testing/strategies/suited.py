@@ -23,7 +23,7 @@ from prepkit.testing.strategies.configs import DTYPES, bf16s, compiles, ddps, fp
 from prepkit.testing.strategies.facts import fitting_wraps
 from prepkit.testing.strategies.fsdp1 import can_use_fsdp1
 
-_FILLED = c.Single | c.DDP | c.FSDP1 | c.FSDP2 | c.TensorParallel
+_FILLED = c.Single | c.DDP | c.FSDP1 | c.FSDP2 | c.TensorParallel | c.DeepSpeed
 
 
 def _checkpoint_fits(facts: Facts, weights: c.LoadWeights) -> bool:
@@ -37,9 +37,7 @@ def weights_for(facts: Facts, engine: c.Engine) -> SearchStrategy[c.Weights]:
     options: list[c.Weights] = [c.KeepWeights()]
     if not isinstance(engine, _FILLED) or facts.model.quantised or len(facts.model.device_map) > 1:
         return st.just(c.KeepWeights())
-    if not isinstance(engine, c.FSDP1) and not without_initializer(
-        facts.model, (param.name for param in facts.model.params)
-    ):
+    if not without_initializer(facts.model, (param.name for param in facts.model.params)):
         options += [c.InitWeights(0), c.InitWeights(7)]
     if facts.checkpoint is not None and _checkpoint_fits(facts, c.LoadWeights(facts.checkpoint.path)):
         loads = [c.LoadWeights(facts.checkpoint.path, rename=rename) for rename in ((), (("^absent[.]", ""),))]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import prepkit
 from prepkit.live.step_kinds import handlers
-from prepkit.steps import InitializeDeepSpeed, ParallelizeModules, ShardUnits, WrapFSDP1
+from prepkit.steps import InitializeDeepSpeed, ParallelizeModules, PartitionParameters, ShardUnits, WrapFSDP1
 
 
 def test_only_cutting_and_sharding_have_no_way_back() -> None:
-    final = {ParallelizeModules, ShardUnits, WrapFSDP1, InitializeDeepSpeed}
+    final = {ParallelizeModules, ShardUnits, WrapFSDP1, PartitionParameters, InitializeDeepSpeed}
     assert {kind for kind, handler in handlers().items() if handler.undo is None} == final
 
 

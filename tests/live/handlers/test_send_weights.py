@@ -525,7 +525,7 @@ def test_the_prediction_says_which_rank_holds_the_model_first() -> None:
     ("cfg", "said"),
     [
         (pk.Config(weights=SEND), "no other rank to send to"),
-        (pk.Config(engine=pk.DeepSpeed(stage=3), weights=SEND), "`SendWeights` with DeepSpeed"),
+        (pk.Config(engine=pk.XLA(), weights=SEND), "`SendWeights` with XLA"),
     ],
 )
 def test_an_engine_that_sends_nothing_is_refused_with_what_to_write(cfg: pk.Config, said: str) -> None:

@@ -19,7 +19,9 @@ from prepkit.steps import (
     CheckFiles,
     InitializeDeepSpeed,
     InitializeMSAMP,
+    LocalDevice,
     ParallelizeModules,
+    PartitionParameters,
     ReadTensors,
     SendTensors,
     StartProcessGroup,
@@ -54,6 +56,7 @@ STEPS: dict[str, Step] = {
     "StashTensors": StashTensors(params=(), buffers=()),
     "SendTensors": SendTensors(tensors=(), axes=()),
     "InitializeMSAMP": InitializeMSAMP(opt_level="O2", linears=(), kept=(), reduced=False),
+    "PartitionParameters": PartitionParameters(device=LocalDevice(type="cpu"), settings=()),
     "InitializeDeepSpeed": InitializeDeepSpeed(
         device="cpu",
         data_parallel=2,
@@ -72,7 +75,7 @@ def surroundings(kind: str, patches: pytest.MonkeyPatch) -> Iterator[None]:
     """A fake group, but where the step starts one; libraries that the step calls."""
     if kind == "InitializeMSAMP":
         library_doubles.msamp(patches)
-    if kind == "InitializeDeepSpeed":
+    if kind in ("PartitionParameters", "InitializeDeepSpeed"):
         pytest.importorskip("deepspeed", reason="the extra prepkit[deepspeed] is not installed")
         patches.setenv("LOCAL_RANK", "0")
         lean()

@@ -21,8 +21,7 @@ def found(gang: Gang, folder: Path, cfg: pk.Config, family: str, *, readers: int
 
 def every(rank: int, world: int, cfg: pk.Config, family: str, path: str, readers: int) -> dict[str, float]:
     """The largest difference of each kind, over all sources of values that the engine takes."""
-    sources = ("files", "rank 0") if isinstance(cfg.engine, pk.FSDP1) else FROM
-    runs = [filled(rank, world, cfg, family, source, path, readers) for source in sources]
+    runs = [filled(rank, world, cfg, family, source, path, readers) for source in FROM]
     return {key: max(run[key] for run in runs) for key in runs[0]}
 
 
