@@ -22,12 +22,13 @@ from prepkit.live.model.unwrap import unwrap
 from prepkit.live.model.whole_gradients import WholeGradients
 from prepkit.live.ranks import end_groups
 from prepkit.live.ranks.peers import Peers, named, names_lost_rank
-from prepkit.live.training import closures, export, first_step, owned_optimizers
+from prepkit.live.training import closures, export, first_step, owned_optimizers, token_loss
 from prepkit.live.training.closures import Closure
 from prepkit.live.training.drivers import Driver, Stepped, driver
 from prepkit.live.training.ema import Ema
 from prepkit.live.training.gradients import Watched, gradients
 from prepkit.live.training.loop_order import LoopOrder
+from prepkit.live.training.token_loss import Count, TokenWindow
 from prepkit.plan import Plan
 from prepkit.plan.drift import Drift
 from prepkit.steps import ShardLoader
@@ -72,6 +73,8 @@ class Prepared:
     """Notes the gradients of the first window where the engine takes them away as they come."""
     _order: LoopOrder = field(factory=LoopOrder, init=False, repr=False)
     """Whether forward, backward and step follow each other."""
+    _tokens: TokenWindow = field(factory=TokenWindow, init=False, repr=False)
+    """What the losses of the window under way are means over."""
     _acting: bool = field(default=False, init=False, repr=False)
     """Whether the optimizer steps because ``step`` says so, or torch makes room for state that is read."""
     _watch: Any = field(default=None, init=False, repr=False)
@@ -122,22 +125,31 @@ class Prepared:
         return self._driver.step is not None
 
     @property
+    def in_step(self) -> bool:
+        """Whether ``step`` is under way, as inside a closure."""
+        return self._acting
+
+    @property
     def pending(self) -> int:
         """Micro-batches since the last optimizer step: those whose gradients wait for the end of their window."""
         return self._seen + self._order.begun
 
     @names_lost_rank
-    def backward(self, loss: torch.Tensor, *, more: bool = False) -> None:
+    def backward(self, loss: torch.Tensor, *, more: bool = False, mean_over: Count | None = None) -> None:
         """Adds the gradients of one micro-batch. Divides the loss by the plan's number of micro-batches.
 
-        A window that ``accumulate(last=True)`` cuts short is divided by the full number as well. Once per micro-batch;
+        A window that ``accumulate(last=True)`` cuts short is divided by the full number as well. With ``mean_over`` the
+        loss is a mean over so many tokens, and counts as many: the gradients of the window are those of the mean over
+        all of its tokens, on all ranks (``training.token_loss``). Once per micro-batch;
         ``more`` says that another loss of the same micro-batch follows, with a forward of its own; DeepSpeed takes one.
         Raises ``LoopOutOfOrder`` where ``step`` was forgotten, or DDP's forward has not run.
         """
         taken = self._driver.backward is not None
         if more and taken:
             raise RuntimeError("DeepSpeed counts micro-batches by their backward; add the losses up for one")
+        self._tokens.check(self, mean_over, more=more)
         self._order.before_backward(self.model, more=more, keeps=not taken)
+        loss = self._tokens.weighed(loss, mean_over)
         if self._driver.backward is not None:
             self._driver.backward(self.model, loss)
             return
@@ -161,11 +173,15 @@ class Prepared:
         ended = self._at_boundary()
         if closure is None:
             self._order.before_step(self.model, ended=ended)
-            if ended:
-                self._order.before_tick(self._ticked_here)
-                self._look_at_gradients()
+        factor = self._tokens.end(self.plan.owners.accumulation_steps) if ended else None
+        if closure is None and ended:
+            self._order.before_tick(self._ticked_here)
+            if factor is not None and not self.engine_steps:
+                token_loss.multiply_gradients(_parameters(optimizer), factor)
+            self._look_at_gradients()
         if self._driver.step is not None:
-            self._step_engine(self._driver.step, ended)
+            with token_loss.multiplied_by_engine(self.model, factor):
+                self._step_engine(self._driver.step, ended)
         elif ended:
             with self._stepping():
                 self.skipped = not self._step_optimizer(optimizer, closure)
