@@ -31,6 +31,7 @@ from prepkit.resolve.deepspeed.batch import MICRO, WHOLE
 from prepkit.resolve.deepspeed.data import said
 from prepkit.resolve.deepspeed.edit import offloaded, offloads, restaged
 from prepkit.resolve.mesh import axes
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules import check, fsdp1_mesh, mesh, reshard, split
 from prepkit.rules.fsdp1_mesh import strategy
 from prepkit.steps import Axis
@@ -79,6 +80,8 @@ class Row:
     """Bytes that a rank sends per step."""
     copied: int
     empty_ranks: int
+    accumulation: int = 1
+    """Micro-batches per optimizer step: as asked, or what the global batch gives at this size."""
 
 
 @frozen(kw_only=True)
@@ -104,7 +107,7 @@ def sweep(
         engine = _engine(cfg, facts, name)
         if isinstance(engine, FSDP1):
             engine = strategy(engine, hybrid=False)  # legal at every size; the meshes come after
-        inputs: dict[int, Inputs] = {}
+        inputs: dict[tuple[int, int], Inputs] = {}
         for world in worlds:
             world_facts = evolve(facts, env=evolve(facts.env, world_size=world, memory=None))
             reasons: list[str] = []
@@ -115,11 +118,13 @@ def sweep(
                     reasons.append(refusing[0].what)
                     continue
                 # What a job takes from the model is the same at every size, as long as layers are cut alike.
-                key = world if isinstance(engine, TensorParallel) else tensor
+                steps = Resolved(cfg=candidate, facts=world_facts).accumulation
+                key = (world if isinstance(engine, TensorParallel) else tensor, steps)
                 inputs[key] = (inputs.get(key) or inputs_of(planner.plan(candidate, world_facts).unwrap())).over(world)
                 for mesh_axes, prediction in _laid(candidate, world_facts, inputs[key]):
                     reasons += prediction.not_predicted[:1] if not prediction.classes else ()
-                    rows += [_row(name, prediction, mesh_axes, facts.env.memory)] if prediction.classes else []
+                    if prediction.classes:
+                        rows.append(_row(name, prediction, mesh_axes, facts.env.memory, steps))
             refused += [Refused(engine=name, world_size=world, why=why) for why in reasons[:1]]
     order = {"fits": 0, "": 0, "may not fit": 1, "does not fit": 2}
     return tuple(sorted(rows, key=lambda row: (order[row.verdict], row.sent, row.ceiling))), tuple(refused)
@@ -184,7 +189,7 @@ def _laid(cfg: Config, facts: Facts, inputs: Inputs) -> Iterator[tuple[tuple[Axi
         yield mesh_axes, predict_inputs(type(cfg.engine), evolve(inputs, mesh=mesh_axes))
 
 
-def _row(name: str, prediction: Prediction, mesh_axes: tuple[Axis, ...], memory: int | None) -> Row:
+def _row(name: str, prediction: Prediction, mesh_axes: tuple[Axis, ...], memory: int | None, steps: int) -> Row:
     sizes = {axis.name: axis.size for axis in mesh_axes}
     floor, ceiling = (
         max(ranks.floor() for ranks in prediction.classes),
@@ -206,11 +211,13 @@ def _row(name: str, prediction: Prediction, mesh_axes: tuple[Axis, ...], memory:
         sent=prediction.sent,
         copied=prediction.copied,
         empty_ranks=prediction.empty_ranks,
+        accumulation=steps,
     )
 
 
 def sweep_text(rows: tuple[Row, ...], refused: tuple[Refused, ...], limit: int = 40) -> str:
     """The table, its first ``limit`` rows, and what was refused."""
+    accumulates = any(row.accumulation > 1 for row in rows)
     head = (
         "engine",
         "ranks",
@@ -222,6 +229,7 @@ def sweep_text(rows: tuple[Row, ...], refused: tuple[Refused, ...], limit: int =
         "sent a step",
         "copied",
         "",
+        *(("accumulation",) if accumulates else ()),
     )
     cells = tuple(
         (
@@ -235,6 +243,7 @@ def sweep_text(rows: tuple[Row, ...], refused: tuple[Refused, ...], limit: int =
             in_bytes(row.sent),
             in_bytes(row.copied) if row.copied else "",
             f"{count(row.empty_ranks, 'empty rank')}" if row.empty_ranks else "",
+            *((f"{row.accumulation:,}",) if accumulates else ()),
         )
         for row in rows[:limit]
     )

@@ -26,4 +26,7 @@ def test_help_of_a_config_class_has_its_own_docstring_and_those_of_its_fields(cl
 
 def test_no_field_of_the_config_is_without_words() -> None:
     assert set(field_docs(pk.Config)) == {field.name for field in fields(pk.Config)}
-    assert "    accumulation: Micro-batches per optimizer step." in (pk.Config.__doc__ or "").splitlines()
+    assert (
+        "    accumulation: Micro-batches per optimizer step. None: 1, or what ``global_batch`` gives."
+        in (pk.Config.__doc__ or "").splitlines()
+    )

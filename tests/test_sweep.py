@@ -30,6 +30,7 @@ from prepkit.facts import parse_bytes
 from prepkit.predict import predict
 from prepkit.rules.fsdp1_mesh import strategy
 from prepkit.sweep import ENGINES, sweep, sweep_text
+from prepkit.testing.tiny import tiny_loader
 from tests.cli.test_terminal import NO_TORCH
 from tests.support.command_line import MAKE, fresh, run, workplace
 from tests.support.llama_facts import facts
@@ -147,6 +148,26 @@ def test_a_number_to_reshard_to_keeps_only_the_meshes_that_allow_it() -> None:
     assert {row.shard for row in found} == {8, 16}
 
 
+def test_a_global_batch_keeps_the_worlds_that_reach_it_and_each_says_its_accumulation() -> None:
+    """What a row sends and holds is that of its own accumulation, though the model is gone through once per engine."""
+    cfg, loader = evolve(CFG, global_batch=64), tiny_loader(batch_size=4, length=None)
+    seen = evolve(facts("8B", 1), loaders=(loader,))
+    found, refused = sweep(cfg, seen, (2, 3, 6, 8, 16), ("fsdp2", "zero2", "zero3"))
+    wanted = {2: 8, 8: 2, 16: 1}
+    assert {(row.engine, row.world_size, row.accumulation) for row in found} == {
+        (name, world, steps) for name in ("fsdp2", "zero2", "zero3") for world, steps in wanted.items()
+    }
+    assert {(one.engine, one.world_size) for one in refused} == {
+        (name, world) for name in ("fsdp2", "zero2", "zero3") for world in (3, 6)
+    }
+    for world, steps in wanted.items():
+        alone, _ = sweep(evolve(CFG, accumulation=steps), seen, (world,), ("zero2", "fsdp2"))
+        assert {row for row in found if row.world_size == world and row.engine != "zero3"} == set(alone)
+    lines = sweep_text(found, refused).splitlines()
+    assert lines[0].split()[-1] == "accumulation"
+    assert "fsdp2 over 3, 6 ranks: 64 samples are no whole number of micro-batches" in "\n".join(lines)
+
+
 def test_thousands_of_rows_take_seconds() -> None:
     worlds = tuple(range(8, 1200, 8))
     began = time.process_time()
@@ -194,6 +215,18 @@ def test_sweep_prints_the_table_or_json(folder: Path) -> None:
     assert [one["engine"] for one in data["refused"]][:2] == ["single", "single"]
     assert run(*words[:-4], "--memory", "0.1KB", "--device", "cpu").exit_code == 1
     assert run(*words, "--engine", "zero9").exit_code == 2
+
+
+def test_a_global_batch_is_swept_and_checked_with_the_batch_size_that_is_declared(folder: Path) -> None:
+    Path("global.toml").write_text('global_batch = 64\nengine = "DDP"\n')
+    words = ("global.toml", *MAKE, "--device", "cpu", "--world-size", "3", "--world-size", "8")
+    shown = run("sweep", *words, "--engine", "ddp", "--batch-size", "4")
+    assert [line.split()[-1] for line in shown.stdout.splitlines() if line.startswith("ddp   ")] == ["2"]
+    assert "ddp over 3 ranks: 64 samples" in shown.stdout
+    checked = run("check", *words, "--batch-size", "4")
+    assert checked.exit_code == 1
+    assert "a plan exists for world size 8" in checked.stdout
+    assert "global-batch.unknown" in run("check", *words).stderr
 
 
 def test_report_writes_one_page_for_one_plan_or_two(folder: Path) -> None:

@@ -184,4 +184,7 @@ def _reduced(cfg: Config) -> Config | None:
 
 
 def _at_once(cfg: Config) -> Config | None:
-    return evolve(cfg, accumulation=1) if isinstance(cfg.engine, FSDP1 | FSDP2) else None
+    accumulates = cfg.accumulation not in (None, 1) or cfg.global_batch is not None
+    if not accumulates or not isinstance(cfg.engine, FSDP1 | FSDP2):
+        return None
+    return evolve(cfg, accumulation=1, global_batch=None)

@@ -128,14 +128,14 @@ def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: st
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
     if isinstance(facts, PlanRejected):
         cli_refusal.refuse((facts,), as_json)
-    return tuple(judge(cfg, evolve(facts, env=env or facts.env)) for env in envs)
+    return tuple(judge(cfg, evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders)) for env in envs)
 
 
 def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
     from prepkit import codec
     from prepkit.cli.verdict import judge
 
-    if cluster.envs() != (None,):
+    if cluster.envs() != (None,) or cluster.declared_loaders:
         raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
     loaded = cli_refusal.attempt(lambda: codec.load_plan(file))
     if isinstance(loaded, PlanRejected):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import frozen
 
-from prepkit.facts import Env, parse_bytes
+from prepkit.facts import Env, LoaderFacts, parse_bytes
 
 if TYPE_CHECKING:
     from prepkit.importers.imported import Imported
@@ -61,6 +61,14 @@ class Cluster:
     per_node: int | None
     memory: int | None
     torch: str | None
+    batch_size: int | None = None
+    """Samples that a rank reads at once."""
+
+    @property
+    def declared_loaders(self) -> tuple[LoaderFacts, ...]:
+        """One loader of which the batch size alone is known; none where that is not said."""
+        size = self.batch_size
+        return () if size is None else (LoaderFacts(batch_size=size, length=None, sampler="sequential"),)
 
     def envs(self, imported: Imported | None = None) -> tuple[Env | None, ...]:
         """One declared environment per world size; ``(None,)``, the environment that is here, when nothing is said.
@@ -100,10 +108,13 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(world_size: tuple[int, ...], **rest: Any) -> None:
-        declared = {name: rest.pop(name) for name in ("device", "per_node", "memory", "torch")}
+        declared = {name: rest.pop(name) for name in ("device", "per_node", "memory", "torch", "batch_size")}
         command(cluster=Cluster(sizes=world_size, **declared), **rest)
 
     for option in (
+        click.option(
+            "--batch-size", type=click.IntRange(1, MOST), help="Samples that a rank reads at once, for global_batch."
+        ),
         click.option("--torch", metavar="VERSION", help="torch version there, such as 2.9."),
         memory_option,
         click.option("--per-node", type=click.IntRange(1, MOST), help="Processes on one node."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import click
+from attrs import evolve
 
 from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import model as cli_model
@@ -70,7 +71,7 @@ def sweep(
     if isinstance(facts, PlanRejected):
         cli_refusal.refuse((facts,), as_json)
     sizes = tuple(dict.fromkeys(cluster.sizes)) or (facts.env.world_size,)
-    tables = table.sweep(cfg, facts, sizes, engines or cli_options.ENGINES)
+    tables = table.sweep(cfg, evolve(facts, loaders=cluster.declared_loaders), sizes, engines or cli_options.ENGINES)
     if as_json:
         say_json(table.sweep_data(*tables))
     else:

@@ -90,8 +90,11 @@ class Config:
     """Time-out of every collective, in seconds."""
     optimizer: OptimizerSpec | tuple[OptimizerSpec, ...] | None = None
     """An optimizer to create after wrapping, or several. None: what is passed to ``build_plan``, if anything."""
-    accumulation: int = 1
-    """Micro-batches per optimizer step."""
+    accumulation: int | None = None
+    """Micro-batches per optimizer step. None: 1, or what ``global_batch`` gives."""
+    global_batch: int | None = None
+    """Samples per optimizer step over all data ranks, from which ``accumulation`` follows: the loaders say how many a
+    rank reads at once, the mesh how many ranks read (pain 4). None: whatever the three multiply to."""
     average_each: bool = False
     """Average gradients after every micro-batch of a window: traffic in the place of memory, where an engine would keep
     whole gradients until the last (behaviour W-31). ZeRO 2 and 3 always do."""

@@ -47,7 +47,7 @@ def deepspeed(file: Foreign, config: Config, path: Path) -> Config:
     )
     steps = file.whole(f"{_HERE}gradient_accumulation_steps", "accumulation")
     clip = file.number(f"{_HERE}gradient_clipping", "clip")
-    config = evolve(config, engine=engine, accumulation=1 if steps is None else steps)
+    config = evolve(config, engine=engine, accumulation=steps)
     return evolve(config, clip=ClipNorm(clip)) if clip else config
 
 
@@ -100,5 +100,6 @@ def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tu
         engine=engine,
         precision=precision,
         accumulation=inner.config.accumulation,
+        global_batch=inner.config.global_batch,
         clip=inner.config.clip,
     )

@@ -46,7 +46,22 @@ def from_json(file: Foreign) -> Config:
         precision=_precision(file),
         clip=ClipNorm(float(clip)) if clip else NoClip(),
     )
-    return evolve(config, accumulation=int(steps)) if steps and float(steps).is_integer() else config
+    if steps and float(steps).is_integer():
+        return evolve(config, accumulation=int(steps))
+    return config if steps is not None else evolve(config, global_batch=_global_batch(file))
+
+
+def _global_batch(file: Foreign) -> int | None:
+    """``train_batch_size`` where the micro batch stands beside it, so that the accumulation follows from the ranks.
+
+    As DeepSpeed does it (``DeepSpeedConfig._set_batch_related_parameters``); of the global batch alone it makes the
+    micro batch, which needs nothing of prepkit.
+    """
+    whole, micro = file.raw("train_batch_size"), file.raw("train_micro_batch_size_per_gpu")
+    if type(whole) is not int or type(micro) is not int or whole < 1 or micro < 1:
+        return None
+    file.raw("train_batch_size", "global_batch")
+    return whole
 
 
 def _precision(file: Foreign) -> Precision:

@@ -62,7 +62,7 @@ def training_arguments(file: Foreign, path: Path, accumulation: str = "gradient_
     backend, mode = file.text("torch_compile_backend"), file.text("torch_compile_mode")
     config = Config(
         precision=_precision(file),
-        accumulation=1 if steps is None else steps,
+        accumulation=steps,
         clip=ClipNorm(clip) if clip > 0 else NoClip(),
         compile=CompileModel(backend=backend or "inductor", mode=mode or "default") if compiled else NoCompile(),
         checkpointing=CheckpointBlocks() if file.flag("gradient_checkpointing", "checkpointing") else NoCheckpointing(),

@@ -27,3 +27,5 @@ class Owners:
     """Where the float32 copy of low-precision trainable parameters lives, or why there is none."""
     loss_scaling: str = "nobody"
     """Who scales the loss, unscales the gradients and skips steps that overflowed."""
+    global_batch: int | None = None
+    """Samples per optimizer step over all data ranks; None: nobody says how many a rank reads at once."""

@@ -87,6 +87,7 @@ def _owners(owners: Owners) -> tuple[tuple[str, str], ...]:
     ticks = f", {count(owners.scheduler_ticks, 'tick')} per step"
     return (
         ("accumulation", f"{owners.accumulation}, {count(owners.accumulation_steps, 'micro-batch')} per step"),
+        ("global batch", f"{count(owners.global_batch, 'sample')} per step" if owners.global_batch else ""),
         ("clipping", f"{owners.clipping}{_clip(owners.clip)}"),
         ("scheduler", owners.scheduler + (ticks if owners.scheduler != "nobody" else "")),
         ("master weights", owners.master_weights),

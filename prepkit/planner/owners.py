@@ -19,7 +19,8 @@ def owners(resolved: Resolved) -> Owners:
     scales = PRECISIONS[type(cfg.precision)].scales_loss and resolved.trains
     return Owners(
         accumulation=owner,
-        accumulation_steps=cfg.accumulation,
+        accumulation_steps=resolved.accumulation,
+        global_batch=resolved.samples_per_step,
         clipping="nobody" if isinstance(cfg.clip, NoClip) else owner,
         clip=cfg.clip,
         scheduler=ticks,

@@ -32,6 +32,7 @@ from prepkit.resolve import (
     fp8,
     fsdp1,
     fsdp2,
+    global_batch,
     mesh,
     modules,
     placements,
@@ -108,6 +109,21 @@ class Resolved:
         for name in SAME_DATA:
             size //= max(1, self.axis_size(name))  # 0 in a world without ranks
         return size
+
+    @cached_property
+    def batch(self) -> global_batch.Batch:
+        """How many samples a rank reads at once, and how many ranks read."""
+        return global_batch.batch(self.cfg, self.facts, self.data_parallel_size)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step: as asked, or what the global batch gives."""
+        return global_batch.accumulation(self.cfg, self.batch)
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Samples per optimizer step over all data ranks; None: nobody says how many a rank reads at once."""
+        return global_batch.samples(self.cfg, self.batch)
 
     @property
     def data_axes(self) -> tuple[str, ...] | None:

@@ -24,6 +24,7 @@ from prepkit.rules import (
     fsdp1,
     fsdp1_mesh,
     fsdp_units,
+    global_batch,
     ignored,
     launcher_flags,
     loaders,
@@ -85,6 +86,7 @@ _OF_ONE_SUBJECT: tuple[Rule, ...] = (
     *checkpointing.RULES,
     *entry_points.RULES,
     *loaders.RULES,
+    *global_batch.RULES,
     *weights.RULES,
     *values.RULES,
 )

@@ -52,7 +52,7 @@ def _no_shard(resolved: Resolved) -> Iterator[Hit]:
 def _tied_gradients(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
     engine, mesh = cfg.engine, resolved.mesh
-    if not isinstance(engine, FSDP1) or not engine.use_orig_params or cfg.accumulation < 2 or mesh is None:
+    if not isinstance(engine, FSDP1) or not engine.use_orig_params or resolved.accumulation < 2 or mesh is None:
         return
     low = resolved.compute_dtypes.param if resolved.compute_dtypes else None
     if size_of("shard", mesh) > 1 or low is None or cfg.intent is not Intent.TRAINING:

@@ -98,9 +98,9 @@ def _offload(resolved: Resolved, value: str) -> str:
 
 
 def _accumulation(resolved: Resolved, value: str) -> str:
-    if value.strip() in ("", "auto", "1", str(resolved.cfg.accumulation)):
+    if value.strip() in ("", "auto", "1", str(resolved.accumulation)):
         return ""
-    return f"accumulation is {resolved.cfg.accumulation}"
+    return f"accumulation is {resolved.accumulation}"
 
 
 def _parallelism(resolved: Resolved, value: str) -> str:

@@ -63,8 +63,8 @@ def _closure(resolved: Resolved) -> Iterator[Hit]:
             continue
         if isinstance(cfg.engine, DeepSpeed | XLA):
             yield Hit(where, f"`LBFGS` steps with a closure, which {type(cfg.engine).__name__} does not pass on.")
-        elif cfg.accumulation > 1:
-            yield Hit(where, f"`LBFGS` makes its gradients anew within a step, and accumulation={cfg.accumulation}.")
+        elif (steps := resolved.accumulation) > 1:
+            yield Hit(where, f"`LBFGS` makes its gradients anew within a step, and accumulation={steps}.")
         elif PRECISIONS[type(cfg.precision)].scales_loss:
             yield Hit(where, "`LBFGS` makes its gradients anew within a step, and float16 scales the loss.")
         elif where.endswith("]"):  # one of several

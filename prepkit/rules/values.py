@@ -11,13 +11,21 @@ from attrs import evolve
 from prepkit.config import SGD, ClipNorm, ClipValue, Config, DeepSpeed, NoClip
 from prepkit.config.optimizer import OPTIMIZERS, Group, OptimizerSpec, OptimizerTraits, options, specs
 from prepkit.facts import Facts
+from prepkit.findings.text import count
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 
 def _accumulation(resolved: Resolved) -> Iterator[Hit]:
-    if resolved.cfg.accumulation < 1:
-        yield Hit("config.accumulation", f"{resolved.cfg.accumulation} micro-batches make no optimizer step.")
+    asked = resolved.cfg.accumulation
+    if asked is not None and asked < 1:
+        yield Hit("config.accumulation", f"{asked} micro-batches make no optimizer step.")
+
+
+def _global_batch(resolved: Resolved) -> Iterator[Hit]:
+    asked = resolved.cfg.global_batch
+    if asked is not None and asked < 1:
+        yield Hit("config.global_batch", f"{count(asked, 'sample')} make no optimizer step.")
 
 
 def _average_each(resolved: Resolved) -> Iterator[Hit]:
@@ -106,6 +114,10 @@ def _once(cfg: Config, _: Facts) -> Config:
     return evolve(cfg, accumulation=1)
 
 
+def _no_global_batch(cfg: Config, _: Facts) -> Config:
+    return evolve(cfg, global_batch=None)
+
+
 def _no_clip(cfg: Config, _: Facts) -> Config:
     return evolve(cfg, clip=NoClip())
 
@@ -139,6 +151,14 @@ RULES: tuple[Rule, ...] = (
         fix="Write accumulation=1 or more.",
         source=("pain 16", "ST-49"),
         repair=_once,
+    ),
+    Rule(
+        id="values.global-batch",
+        summary="An optimizer step takes at least one sample.",
+        check=_global_batch,
+        fix="Write global_batch=1 or more, or leave it out.",
+        source=("pain 4",),
+        repair=_no_global_batch,
     ),
     Rule(
         id="values.average-each",

@@ -182,7 +182,7 @@ def test_every_mistake_is_reported_at_once_with_its_place() -> None:
         ),
         (
             {"accumulation": 2.0},
-            ("codec.wrong-type", "$.accumulation", "2.0 stands where a whole number is expected", "write 2"),
+            ("codec.wrong-type", "$.accumulation", "2.0 stands where a whole number or null is expected", "write 2"),
         ),
         (
             {"overrides": "mesh.size"},

@@ -73,10 +73,37 @@ def test_the_loss_scale_of_the_file_stands_in_one_place(tmp_path: Path) -> None:
     assert "deepspeed.two-places" not in rules
 
 
+@pytest.mark.parametrize(
+    ("numbers", "wanted"),
+    [
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, (None, 64)),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"},
+            (None, 64),
+        ),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, (2, None)),
+        ({"train_batch_size": 64}, (None, None)),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}, (None, None)),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4}, (None, None)),
+    ],
+)
+def test_a_global_batch_beside_a_micro_batch_gives_the_accumulation_of_any_number_of_ranks(
+    tmp_path: Path, numbers: dict[str, object], wanted: tuple[int | None, int | None]
+) -> None:
+    """As DeepSpeed works it out; of the global batch alone it works out the micro batch."""
+    from prepkit import api
+
+    config = read(tmp_path, json.dumps({"zero_optimization": {"stage": 1}, **numbers})).config
+    assert (config.accumulation, config.global_batch) == wanted
+    if wanted == (None, 64):
+        assert api.build_plan(config, tiny_facts(world=2)).owners.accumulation_steps == 8
+        assert [found.rule for found in api.check(config, tiny_facts(world=3))] == ["global-batch.unreachable"]
+
+
 def test_what_is_auto_is_left_to_the_plan(tmp_path: Path) -> None:
     text = '{"zero_optimization": {"stage": 1}, "gradient_clipping": "auto", "gradient_accumulation_steps": "auto"}'
     config = read(tmp_path, text).config
-    assert (config.clip, config.accumulation) == (NoClip(), 1)
+    assert (config.clip, config.accumulation, config.global_batch) == (NoClip(), None, None)
 
 
 def test_findings_of_rules_name_the_key_and_its_line(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_everything_that_is_wrong_is_said_at_once(name: str, text: str, tmp_path
     path = write(tmp_path, name, text)
     found = {finding.where: (finding.what, finding.fix) for finding in refused(path)}
     assert found.keys() == {f"{path}:$.accumulation", f"{path}:$.clips", f"{path}:$.backend"}
-    assert found[f"{path}:$.accumulation"] == ("2.0 stands where a whole number is expected", "write 2")
+    assert found[f"{path}:$.accumulation"] == ("2.0 stands where a whole number or null is expected", "write 2")
     assert found[f"{path}:$.clips"][1] == "write 'clip' instead"
 
 

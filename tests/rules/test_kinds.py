@@ -55,6 +55,7 @@ NEEDED = _ids(
         "needs-optimizer two-optimizers two-schedulers unknown-type schedule-alone scheduler-ticks "
         "untested-optimizer",
         "loaders": "count foreign already-distributed split-batches",
+        "global-batch": "unknown loaders-differ two-places unreachable",
         "weights": "not-filled state-not-sent not-seen unreadable rename shape parts dtype no-initialiser",
         "overrides": "unknown",
         "first-step": "replicas-differ misplaced",
@@ -89,7 +90,7 @@ MENDED = _ids(
         "checkpoint": "cache",
         "entry-points": "unknown",
         "loaders": "count foreign own-iteration already-distributed",
-        "values": "accumulation average-each clip norm-type scheduler-ticks total-steps timeout nesterov",
+        "values": "accumulation global-batch average-each clip norm-type scheduler-ticks total-steps timeout nesterov",
         "overrides": "unknown",
     }
 )

@@ -87,7 +87,7 @@ def _gathered(leaf: Tensor, at: int, told: list[Told], order: list[int]) -> Tens
     mine = leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach()
     if not dist.is_initialized():
         return mine[: told[0].kept(rows[0])]
-    device = _travels_on(mine)
+    device = travels_on(mine)
     sent = mine.new_zeros((max(rows), *mine.shape[1:]), device=device)
     sent[: mine.shape[0]] = mine.to(device)
     everyone = [torch.empty_like(sent) for _ in told]
@@ -95,7 +95,7 @@ def _gathered(leaf: Tensor, at: int, told: list[Told], order: list[int]) -> Tens
     return torch.cat([everyone[rank][: told[rank].kept(rows[rank])] for rank in order]).to(leaf.device)
 
 
-def _travels_on(tensor: Tensor) -> torch.device:
+def travels_on(tensor: Tensor) -> torch.device:
     """Where the default group can send it: NCCL takes no tensor of the host."""
     if tensor.device.type != "cpu" or "gloo" in str(dist.get_backend_config()) or not torch.accelerator.is_available():
         return tensor.device

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from attrs import define
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,9 +49,22 @@ class LoopOrder:
         return self._backwards > 0
 
     def watch(self, model: Module) -> None:
-        """Hears DDP's forward end; every other engine averages in hooks of the parameters or of its units."""
+        """Hears DDP's forward end, and FSDP1's begin; other engines average in hooks of the parameters or units."""
         if isinstance(model, DistributedDataParallel):
             model.register_forward_hook(self.forward_ran)
+        if isinstance(model, FullyShardedDataParallel):
+            model.register_forward_pre_hook(self.before_forward)
+
+    def before_forward(self, model: Module, *_: Any) -> None:
+        """Raises ``LoopOutOfOrder`` where FSDP1 holds averaged gradients that a forward without gradients would lose.
+
+        Seen in torch 2.13: what the last backward of a window has averaged is gone after such a forward.
+        """
+        if self._backwards and not torch.is_grad_enabled() and model._sync_gradients:
+            raise LoopOutOfOrder(
+                "a forward without gradients ran between ready.backward() and ready.step(), where FSDP1 loses the "
+                "gradients of the window; move it behind ready.step()"
+            )
 
     def forward_ran(self, model: Module, *_: Any) -> None:
         """DDP's forward has run. Only one that a backward can follow makes the reducer wait for gradients."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -14,20 +15,24 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from prepkit.config import FSDP1, XLA, ClipNorm
+from prepkit.config.mesh import SAME_DATA
 from prepkit.live.checkpoints import session
 from prepkit.live.data.passes import Passes
+from prepkit.live.data.reduce import How, gather_over_ranks, reduce_over_ranks
 from prepkit.live.model import joint_optimizer
 from prepkit.live.model.bare_tree import guard_save
 from prepkit.live.model.unwrap import unwrap
 from prepkit.live.model.whole_gradients import WholeGradients
 from prepkit.live.ranks import end_groups
 from prepkit.live.ranks.peers import Peers, named, names_lost_rank
-from prepkit.live.training import closures, export, first_step, owned_optimizers
+from prepkit.live.training import closures, export, first_step, owned_optimizers, token_loss
 from prepkit.live.training.closures import Closure
 from prepkit.live.training.drivers import Driver, Stepped, driver
 from prepkit.live.training.ema import Ema
+from prepkit.live.training.evaluation import Evaluation
 from prepkit.live.training.gradients import Watched, gradients
 from prepkit.live.training.loop_order import LoopOrder
+from prepkit.live.training.token_loss import Count, TokenWindow
 from prepkit.plan import Plan
 from prepkit.plan.drift import Drift
 from prepkit.steps import ShardLoader
@@ -72,6 +77,10 @@ class Prepared:
     """Notes the gradients of the first window where the engine takes them away as they come."""
     _order: LoopOrder = field(factory=LoopOrder, init=False, repr=False)
     """Whether forward, backward and step follow each other."""
+    _tokens: TokenWindow = field(factory=TokenWindow, init=False, repr=False)
+    """What the losses of the window under way are means over."""
+    _evaluation: Evaluation = field(factory=Evaluation, init=False, repr=False)
+    """Whether ``evaluating()`` is open."""
     _acting: bool = field(default=False, init=False, repr=False)
     """Whether the optimizer steps because ``step`` says so, or torch makes room for state that is read."""
     _watch: Any = field(default=None, init=False, repr=False)
@@ -122,22 +131,37 @@ class Prepared:
         return self._driver.step is not None
 
     @property
+    def in_step(self) -> bool:
+        """Whether ``step`` is under way, as inside a closure."""
+        return self._acting
+
+    @property
+    def in_micro_batch(self) -> bool:
+        """Whether ``backward`` has been called, and the ``step`` that ends its micro-batch has not."""
+        return self._order.begun
+
+    @property
     def pending(self) -> int:
         """Micro-batches since the last optimizer step: those whose gradients wait for the end of their window."""
         return self._seen + self._order.begun
 
     @names_lost_rank
-    def backward(self, loss: torch.Tensor, *, more: bool = False) -> None:
+    def backward(self, loss: torch.Tensor, *, more: bool = False, mean_over: Count | None = None) -> None:
         """Adds the gradients of one micro-batch. Divides the loss by the plan's number of micro-batches.
 
-        A window that ``accumulate(last=True)`` cuts short is divided by the full number as well. Once per micro-batch;
+        A window that ``accumulate(last=True)`` cuts short is divided by the full number as well. With ``mean_over`` the
+        loss is a mean over so many tokens, and counts as many: the gradients of the window are those of the mean over
+        all of its tokens, on all ranks (``training.token_loss``). Once per micro-batch;
         ``more`` says that another loss of the same micro-batch follows, with a forward of its own; DeepSpeed takes one.
         Raises ``LoopOutOfOrder`` where ``step`` was forgotten, or DDP's forward has not run.
         """
+        self._evaluation.refuse("ready.backward()")
         taken = self._driver.backward is not None
         if more and taken:
             raise RuntimeError("DeepSpeed counts micro-batches by their backward; add the losses up for one")
+        self._tokens.check(self, mean_over, more=more)
         self._order.before_backward(self.model, more=more, keeps=not taken)
+        loss = self._tokens.weighed(loss, mean_over)
         if self._driver.backward is not None:
             self._driver.backward(self.model, loss)
             return
@@ -157,15 +181,20 @@ class Prepared:
         where the gradients of the first window would train wrongly (``training.first_step``). ``LoopOutOfOrder``
         without a ``backward`` in this micro-batch.
         """
+        self._evaluation.refuse("ready.step()")
         optimizer = closures.stepped(self, closure)
         ended = self._at_boundary()
         if closure is None:
             self._order.before_step(self.model, ended=ended)
-            if ended:
-                self._order.before_tick(self._ticked_here)
-                self._look_at_gradients()
+        factor = self._tokens.end(self.plan.owners.accumulation_steps) if ended else None
+        if closure is None and ended:
+            self._order.before_tick(self._ticked_here)
+            if factor is not None and not self.engine_steps:
+                token_loss.multiply_gradients(_parameters(optimizer), factor)
+            self._look_at_gradients()
         if self._driver.step is not None:
-            self._step_engine(self._driver.step, ended)
+            with token_loss.multiplied_by_engine(self.model, factor):
+                self._step_engine(self._driver.step, ended)
         elif ended:
             with self._stepping():
                 self.skipped = not self._step_optimizer(optimizer, closure)
@@ -279,6 +308,7 @@ class Prepared:
         raised by the next ``save``, ``finish_saving`` or ``close``. Raises ``CheckpointFailed`` on every rank, and
         ``RuntimeError`` inside an accumulation window, whose gradients are in no checkpoint.
         """
+        self._evaluation.refuse_saving("ready.save()")
         self._between_windows("a checkpoint holds no gradients; save after a step() that returned True")
         with self._stepping():
             self._checkpoints.save(self, folder, keep=keep, wait=wait)
@@ -300,6 +330,7 @@ class Prepared:
         Raises ``CheckpointFailed`` on every rank with all that does not fit, before anything is changed; ``accept``
         has the ids of what may pass (``checkpoints.fits``). ``only_model`` reads the weights alone.
         """
+        self._evaluation.refuse_saving("ready.resume()")
         what = "their gradients belong to what is replaced; resume before the first backward, or after a step() that"
         self._between_windows(f"{what} returned True")
         with self._stepping():
@@ -350,10 +381,27 @@ class Prepared:
             self._last = False
             self._sync()
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, modules are in eval mode and nothing has a gradient; behind it all is as before. On every rank.
+
+        ``backward`` and ``step`` raise ``LoopOutOfOrder`` inside (``training.evaluation``).
+        """
+        with named(self.peers), self._evaluation.running(self, self._driver.settle):
+            yield
+
     def set_epoch(self, epoch: int) -> None:
         """The next pass over each loader has this number, which gives its order. They advance by themselves too."""
         self._told_epoch = epoch
         self._passes.set_epoch(epoch)
+
+    def reduce(self, value: Any, how: How = "mean") -> Any:
+        """Numbers and tensors, nested or not, as mean, sum, max or min over the data ranks. Collective."""
+        return reduce_over_ranks(value, how, _same_data(self.plan))
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each data rank gives, as a list with an item per rank; for what is small. Collective."""
+        return gather_over_ranks(value, _same_data(self.plan))
 
     def gather_for_metrics(self, value: Any) -> Any:
         """What all ranks have made of the batches in use, each sample once (``live.data.gather``). Collective."""
@@ -369,6 +417,11 @@ class Prepared:
     def _sync(self) -> None:
         """Gradients are averaged in a window's last backward, or in each; DDP wants to know before the forward."""
         self._driver.sync(self.model, self._at_boundary() or self._averages_each)
+
+
+def _same_data(plan: Plan) -> int:
+    """Neighbouring ranks that read the same samples: those that differ on the last axes of the mesh alone."""
+    return prod(axis.size for axis in plan.mesh if axis.name in SAME_DATA)
 
 
 def _parameters(optimizer: Optimizer) -> list[Parameter]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from prepkit.resolve import loaders
+from prepkit.resolve import global_batch
 from prepkit.resolve.deepspeed.data import drop, put
 from prepkit.resolve.deepspeed.flaws import WHERE, Draft
 
@@ -13,9 +11,14 @@ MICRO, STEPS, WHOLE = "train_micro_batch_size_per_gpu", "gradient_accumulation_s
 
 def batches(draft: Draft, ranks: int) -> None:
     """Settles all three numbers for so many data-parallel ranks (DS-5 … DS-13, pain 4)."""
-    draft.settle(STEPS, draft.cfg.accumulation, "config.accumulation")
+    asked = draft.cfg.global_batch
+    accumulation = global_batch.accumulation(draft.cfg, global_batch.batch(draft.cfg, draft.facts, ranks))
+    derived = draft.cfg.accumulation is None and asked is not None
+    draft.settle(STEPS, accumulation, "config.global_batch (its accumulation)" if derived else "config.accumulation")
+    if asked is not None and asked > 0:
+        draft.settle(WHOLE, asked, "config.global_batch")
     for path in (MICRO, STEPS, WHOLE):
-        if draft.get(path, 1) < 1 and (path, draft.get(path)) != (STEPS, draft.cfg.accumulation):
+        if draft.get(path, 1) < 1 and (path, draft.get(path)) != (STEPS, accumulation):
             draft.flaw("batch", f"`{path}` = {draft.get(path)} makes no batch.", "Write at least 1.")
             put(draft.data, path, 1)
     steps = max(1, draft.get(STEPS))  # config.accumulation has a rule of its own
@@ -48,7 +51,7 @@ def _micro(draft: Draft, ranks: int) -> int | None:
                 "batch", f"micro_batch={asked} makes no batch.", "Write at least 1.", "config.engine.micro_batch"
             )
         draft.settle(MICRO, asked, "config.engine.micro_batch")
-    sizes = list(_sizes(draft, ranks))
+    sizes = global_batch.loader_sizes(draft.cfg, draft.facts, ranks)
     said: int | None = draft.get(MICRO)
     if said is not None:
         if sizes and said not in sizes and (asked is None or asked > 0):
@@ -70,17 +73,14 @@ def _micro(draft: Draft, ranks: int) -> int | None:
     return size
 
 
-def _sizes(draft: Draft, ranks: int) -> Iterator[int]:
-    """Samples that a rank gets at once from each loader for training that says so."""
-    for index, loader in enumerate(draft.facts.loaders):
-        how = loaders.choice(draft.cfg, index)
-        size = loaders.batch_size(how, loader, ranks)
-        if size is not None and how.purpose == "training":
-            yield size
-
-
 def _unreachable(draft: Draft, whole: int, micro: int | None, steps: int, ranks: int) -> None:
-    """Names the nearest numbers that multiply, by each of the factors that could change."""
+    """Names the nearest numbers that multiply, by each of the factors that could change.
+
+    Of ``config.global_batch`` the rules of its own say it, for every engine.
+    """
+    if draft.cfg.global_batch is not None:
+        drop(draft.data, WHOLE)
+        return
     one = (micro or 1) * (1 if micro else steps) * ranks
     below, above = whole // one * one, (whole // one + 1) * one
     shown = f"{micro or 'micro'} x {steps} accumulation x {ranks} ranks"
@@ -97,5 +97,5 @@ def _unreachable(draft: Draft, whole: int, micro: int | None, steps: int, ranks:
     drop(draft.data, WHOLE)
 
 
-def _listed(sizes: list[int]) -> str:
+def _listed(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))

@@ -12,6 +12,7 @@ from prepkit.testing.counterexamples import (
     deepspeed,
     environment,
     fp8,
+    global_batch,
     optimizer,
     optimizer_specs,
     tensor_parallel,
@@ -35,6 +36,7 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     **ddp_fsdp1.COUNTEREXAMPLES,
     **deepspeed.COUNTEREXAMPLES,
     **compile.COUNTEREXAMPLES,
+    **global_batch.COUNTEREXAMPLES,
     **{rule: partial(_healthy, make) for rule, make in weights.COUNTEREXAMPLES.items()},
 }
 """Rule id to a config and facts on which the rule fires."""

@@ -50,6 +50,7 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     ),
     "values.average-each": lambda: ranks(Config(engine=DeepSpeed(stage=1, micro_batch=1), average_each=True)),
     "values.accumulation": lambda: ranks(Config(accumulation=0), world=1),
+    "values.global-batch": lambda: ranks(Config(global_batch=0), world=1),
     "values.clip": lambda: ranks(Config(clip=ClipValue(-1.0)), world=1),
     "values.norm-type": lambda: ranks(Config(clip=ClipNorm(1.0, norm_type=0.0)), world=1),
     "values.scheduler-ticks": lambda: ranks(Config(scheduler_ticks=-1), world=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attrs import evolve
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -11,6 +12,7 @@ from prepkit.facts import Facts
 from prepkit.plan import Plan
 from prepkit.resolve.mesh import axes, size_of
 from prepkit.resolve.modules import select
+from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES
 from prepkit.testing.strategies.configs import bf16s, checkpointings, clips, origins
 from prepkit.testing.strategies.deepspeed import (
@@ -115,4 +117,14 @@ def fitting(draw: st.DrawFn, facts: Facts, *, float8: bool = False, zero: bool =
         cfg = without_refused_accumulation(cfg, facts)
     if isinstance(engine, c.DeepSpeed):
         cfg = completed_for_deepspeed(cfg, facts, draw)
-    return draw(legal_fp8(cfg, facts)) if float8 else cfg
+    cfg = draw(legal_fp8(cfg, facts)) if float8 else cfg
+    return _with_global_batch(cfg, facts, draw)
+
+
+def _with_global_batch(cfg: c.Config, facts: Facts, draw: st.DrawFn) -> c.Config:
+    """Sometimes the samples of the drawn window in the place of, or beside, its number of micro-batches."""
+    whole = Resolved(cfg=cfg, facts=facts).batch.at_once
+    if whole is None or isinstance(cfg.engine, c.DeepSpeed) or not draw(_OFTEN):
+        return cfg
+    written = cfg.accumulation if draw(st.booleans()) else None
+    return evolve(cfg, global_batch=whole * (cfg.accumulation or 1), accumulation=written)

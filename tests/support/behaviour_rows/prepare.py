@@ -19,7 +19,10 @@ PREPARE: dict[str, Answers] = {
     "PR-8": (ON_ONE_MODULE, "test test_one_config_prepares_two_models_of_other_classes"),
     "PR-9": ("deviation a plan has a model: a loader alone needs none",),
     "PR-21": (ON_ONE_MODULE, "rule optimizer.misses-parameters", "rule optimizer.foreign-parameters"),
-    "PR-10": ("rule optimizer.misses-parameters", "pending optimizers"),
+    "PR-10": (
+        "rule optimizer.misses-parameters",
+        "test test_two_optimizers_train_what_they_train_by_hand_and_a_checkpoint_holds_both",
+    ),
     "PR-11": ("step MoveToXLA", "test test_the_optimizer_follows_its_parameters_by_name_with_its_state"),
     "PR-12": ("deviation IPEX is not offered: it has ended, and torch has what it did",),
     "PR-13": ("step ParallelizeModules", "row X-1"),

@@ -20,7 +20,10 @@ OPTIMIZER: dict[str, Answers] = {
         "deviation ready.step takes no closure",
     ),
     "W-6": ("test test_a_window_that_overflows_steps_neither_optimizer_nor_scheduler_and_halves_the_scale",),
-    "W-7": (NO_WRAPPER, "deviation whoever has an optimizer with train and eval calls them on it"),
+    "W-7": (
+        NO_WRAPPER,
+        "test test_an_optimizer_with_a_mode_of_its_own_follows_and_its_weights_are_not_saved_meanwhile",
+    ),
     "W-8": ("step MoveToXLA", "test test_the_optimizer_follows_its_parameters_by_name_with_its_state"),
     "W-9": (NO_WRAPPER,),
 }
