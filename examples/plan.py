@@ -21,7 +21,7 @@ def plan(config: str, processes: int, steps: int) -> pk.Plan:
     with torch.device("meta"):
         model = small()
     optimizer, scheduler = tools(model)
-    parts = pk.build_plan(cfg, model, optimizer=optimizer, env=env).data_parallel_size
+    parts = pk.build_plan(cfg, model, optimizer=optimizer, loaders=[samples(steps, BATCH)], env=env).data_parallel_size
     loader = samples(steps, BATCH // parts)
     return pk.build_plan(cfg, model, optimizer=optimizer, scheduler=scheduler, loaders=[loader], env=env)
 

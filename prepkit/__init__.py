@@ -84,11 +84,16 @@ if TYPE_CHECKING:
     from prepkit.live.apply import ApplyHalted as ApplyHalted
     from prepkit.live.apply import NotAsPlanned as NotAsPlanned
     from prepkit.live.ranks.agree import Disagreement as Disagreement
+    from prepkit.live.ranks.main_first import main_process_first as main_process_first
     from prepkit.live.ranks.peers import RankFailed as RankFailed
     from prepkit.live.ranks.together import together as together
     from prepkit.live.training.preemption import Preempted as Preempted
     from prepkit.live.training.preemption import save_on_sigterm as save_on_sigterm
     from prepkit.live.training.prepared import Prepared as Prepared
+    from prepkit.live.training.trackers import JsonLines as JsonLines
+    from prepkit.live.training.trackers import MLflow as MLflow
+    from prepkit.live.training.trackers import TensorBoard as TensorBoard
+    from prepkit.live.training.trackers import WandB as WandB
     from prepkit.plan import Plan as Plan
     from prepkit.plan.attestation import Attestation as Attestation
     from prepkit.resolve.resolved import Resolved as Resolved
@@ -110,7 +115,10 @@ _LATER = {
     "import_config": "prepkit.importers",
     "fits": "prepkit.api",
     "foreign_uses": "prepkit.api",
+    "JsonLines": "prepkit.live.training.trackers",
     "load": "prepkit.api",
+    "main_process_first": "prepkit.live.ranks.main_first",
+    "MLflow": "prepkit.live.training.trackers",
     "NotAsPlanned": "prepkit.live.apply",
     "patch": "prepkit.codec.diff",
     "Plan": "prepkit.plan",
@@ -125,7 +133,9 @@ _LATER = {
     "show": "prepkit.api",
     "Rule": "prepkit.rules.rule",
     "RULES": "prepkit.rules",
+    "TensorBoard": "prepkit.live.training.trackers",
     "together": "prepkit.live.ranks.together",
+    "WandB": "prepkit.live.training.trackers",
 }
 """Name to the module that has it."""
 

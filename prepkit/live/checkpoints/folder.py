@@ -92,6 +92,15 @@ def find(folder: str) -> list[Path]:
     raise CheckpointFailed(f"it holds no whole checkpoint; {why}")
 
 
+def nothing_finished(folder: str) -> bool:
+    """Whether there is no folder, or nothing in it that was ever a whole checkpoint."""
+    here = Path(folder)
+    if not here.exists():
+        return True
+    known = any((here / name).exists() for name in (LATEST, MANIFEST, metadata.FILE))
+    return not known and not any(_number(path) for path in here.iterdir())
+
+
 def _number(path: Path) -> int:
     """The number of a finished checkpoint; 0 for anything else."""
     head = path.name.partition("-step-")[0]

@@ -67,6 +67,26 @@ def open_source(folder: str) -> WholeCheckpoint:
     return on_every_rank(lambda: _read(path), failed)
 
 
+def nothing_saved(folder: str) -> bool:
+    """Whether no checkpoint was ever finished in the folder, as before the first start. Collective, by rank 0's word.
+
+    Checkpoints that are there and damaged are something: going on without them would train anew over them.
+    """
+    found: list[Any] = []
+
+    def look() -> None:
+        if _rank() == 0:
+            found.append(folders.nothing_finished(folder))
+
+    on_every_rank(look, f"{folder} could not be read")
+    chosen: list[Any] = found or [None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(chosen, src=0)
+    if chosen[0] and _rank() == 0:
+        LOG.info("%s holds no checkpoint: training begins anew", folder)
+    return bool(chosen[0])
+
+
 def _choose(folder: str) -> tuple[Path, str]:
     """The first that is whole, and what to say where it is not the one that was asked for."""
     torn: list[str] = []

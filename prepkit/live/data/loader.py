@@ -36,6 +36,8 @@ class Loader:
     """What is known of the batch in use, without the batch; None outside a pass."""
     watchers: list[Callable[[Loader], None]] = field(factory=list, init=False, repr=False)
     """Called when ``present`` has changed."""
+    before_batch: Callable[[], None] | None = field(default=None, init=False, repr=False)
+    """Called before a batch is read of training data, while it can still be left to another run."""
     _consumed: int = field(default=0, init=False, repr=False)
     _begun: bool = field(default=False, init=False, repr=False)
     """Whether the pass ``epoch`` has been begun in this process, so that the next one is another."""
@@ -46,7 +48,7 @@ class Loader:
         self._begun = True
         pinned = bool(getattr(self.source.loader, "pin_memory", False))
         try:
-            for read in self.source.reads(self.epoch, self._consumed):
+            for read in self._announced(self.source.reads(self.epoch, self._consumed)):
                 self._consumed = read.consumed
                 self._tell(read._replace(batch=None))
                 if self.device is None:
@@ -56,6 +58,15 @@ class Loader:
             self.epoch, self._consumed, self._begun = self.epoch + 1, 0, False
         finally:
             self._tell(None)
+
+    def _announced(self, reads: Iterator[BatchRead]) -> Iterator[BatchRead]:
+        """Calls ``before_batch`` at the start of a pass and between two batches; at its end the pass is over first."""
+        while True:
+            if self.before_batch is not None and not (self.present and self.present.last):
+                self.before_batch()
+            if (read := next(reads, None)) is None:
+                return
+            yield read
 
     def __len__(self) -> int:
         """Batches of a whole pass on this rank. Raises ``TypeError`` where nobody knows, as of most streams."""
@@ -70,6 +81,14 @@ class Loader:
     def at_window_end(self) -> bool:
         """Whether the batch in use is the last of its pass, and ends the accumulation window."""
         return self.ends_window and self.present is not None and self.present.last
+
+    @property
+    def batches_read(self) -> int:
+        """Batches of this rank that the next loop leaves out, as after ``load_state_dict``; 0 for a stream."""
+        batches = getattr(self.source, "batches", None)
+        if self._begun or batches is None:
+            return 0
+        return int(self._consumed // (batches.parts * (batches.size or 1)))
 
     @property
     def open_epoch(self) -> int:

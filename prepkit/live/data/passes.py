@@ -47,6 +47,13 @@ class Passes:
         for loader in self.loaders:
             draws.set_epoch(loader, epoch)
 
+    def before_batch(self, act: Callable[[], None] | None) -> bool:
+        """``act`` is called whenever a batch of training data is about to be read; False: no loader here will call."""
+        training = [loader for loader in self.loaders if isinstance(loader, Loader) and not loader.evaluation]
+        for loader in training:
+            loader.before_batch = act
+        return bool(training)
+
     def gather(self, value: Any) -> Any:
         """What all ranks have made of the batches in use; see ``gather_for_metrics``."""
         if not self.under_way:

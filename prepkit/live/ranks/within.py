@@ -99,6 +99,10 @@ class PatientStore:
         there: bool = self._ask("check", list(keys))
         return there
 
+    def delete(self, key: str) -> None:
+        """Takes a key away, whether or not it is there."""
+        self._ask("delete_key", key)
+
     def _ask(self, verb: str, *args: Any) -> Any:
         if self._silent:
             raise NoAnswer("the rendezvous store has not answered before")

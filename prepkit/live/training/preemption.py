@@ -32,6 +32,8 @@ class _Signals:
 
     told: bool = False
     """Whether this one was."""
+    decided: bool = False
+    """Whether all have heard of it, and leave as soon as it suits the loop."""
     group: Any = None
     asked: Any = None
     """The question of the last window, which the ranks answer each other while the next one runs."""
@@ -57,12 +59,14 @@ class _Signals:
 
 @contextmanager
 def save_on_sigterm(ready: Prepared, folder: str, *, keep: int = 1) -> Iterator[None]:
-    """Around the training loop: SIGTERM to any rank saves at the end of the next window but one, and leaves.
+    """Around the training loop: SIGTERM to any rank saves after the end of the next window but one, and leaves.
 
-    Then every rank raises ``Preempted``, whose exit code is 143. Give the job two windows and the time of a save until
-    it is killed (Slurm ``--signal``, Kubernetes ``terminationGracePeriodSeconds``). Ranks tell each other on a group
-    of their own on gloo, in the background of a window. Collective; for the main thread. Raises ``CheckpointFailed``
-    for a folder that could not be saved into.
+    Where training loaders were prepared it leaves before the next batch is read, so that what the loop does with the
+    last step, such as logging, is done; else inside ``step``. Then every rank raises ``Preempted``, whose exit code is
+    143. Give the job two windows, what follows them, and the time of a save until it is killed (Slurm ``--signal``,
+    Kubernetes ``terminationGracePeriodSeconds``). Ranks tell each other on a group of their own on gloo, in the
+    background of a window. Collective; for the main thread. Raises ``CheckpointFailed`` for a folder that could not be
+    saved into.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("save_on_sigterm handles a signal, which Python lets the main thread do only; call it there")
@@ -79,16 +83,23 @@ def save_on_sigterm(ready: Prepared, folder: str, *, keep: int = 1) -> Iterator[
         raise Preempted(CODE)
 
     def at_window() -> None:
-        if signals.ask():
+        overdue, signals.decided = signals.decided, signals.decided or signals.ask()
+        if overdue or (signals.decided and not between_batches):
+            leave()
+
+    def before_batch() -> None:
+        if signals.decided and not ready.pending:
             leave()
 
     before = signal.signal(signal.SIGTERM, told)
     ready.at_window = at_window
+    between_batches = ready.before_batch(before_batch)
     try:
         yield
         ready.at_window = None
-        if not ready.pending and (signals.ask() or signals.heard()):
+        if not ready.pending and (signals.decided or signals.ask() or signals.heard()):
             leave()
     finally:
         ready.at_window = None
+        ready.before_batch(None)
         signal.signal(signal.SIGTERM, before)

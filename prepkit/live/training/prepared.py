@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -16,23 +16,25 @@ from torch.optim import Optimizer
 
 from prepkit.config import FSDP1, XLA, ClipNorm
 from prepkit.config.mesh import SAME_DATA
-from prepkit.live.checkpoints import session
+from prepkit.live.checkpoints import resuming, session
 from prepkit.live.data.passes import Passes
 from prepkit.live.data.reduce import How, gather_over_ranks, reduce_over_ranks
 from prepkit.live.model import joint_optimizer
 from prepkit.live.model.bare_tree import guard_save
 from prepkit.live.model.unwrap import unwrap
 from prepkit.live.model.whole_gradients import WholeGradients
-from prepkit.live.ranks import end_groups
+from prepkit.live.ranks import end_groups, launcher, named_barrier
 from prepkit.live.ranks.peers import Peers, named, names_lost_rank
-from prepkit.live.training import closures, export, first_step, owned_optimizers, token_loss
+from prepkit.live.training import closures, export, first_step, owned_optimizers, terminal, token_loss
 from prepkit.live.training.closures import Closure
 from prepkit.live.training.drivers import Driver, Stepped, driver
 from prepkit.live.training.ema import Ema
 from prepkit.live.training.evaluation import Evaluation
 from prepkit.live.training.gradients import Watched, gradients
 from prepkit.live.training.loop_order import LoopOrder
+from prepkit.live.training.run_log import RunLog
 from prepkit.live.training.token_loss import Count, TokenWindow
+from prepkit.live.training.trackers import TrackerSpec
 from prepkit.plan import Plan
 from prepkit.plan.drift import Drift
 from prepkit.steps import ShardLoader
@@ -93,6 +95,7 @@ class Prepared:
     """Called by ``step`` on every rank, whenever a window has ended; see ``training.preemption``."""
     _checkpoints: session.Checkpoints = field(init=False, repr=False)
     _passes: Passes = field(init=False, repr=False)
+    _log: RunLog = field(init=False, repr=False)
     _ended: list[Any] = field(factory=list, init=False, repr=False)
     """The groups that ``close`` has ended."""
 
@@ -109,6 +112,7 @@ class Prepared:
             for optimizer in self.optimizers:
                 optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self._passes = Passes(self.loaders, self._sync)
+        self._log = RunLog(self.is_main_process, self.plan.config)
         self._sync()
 
     @property
@@ -324,18 +328,24 @@ class Prepared:
         self._checkpoints.check(self, folder)
 
     @names_lost_rank
-    def resume(self, folder: str, *, accept: Collection[str] = (), only_model: bool = False) -> None:
+    def resume(
+        self, folder: str, *, accept: Collection[str] = (), only_model: bool = False, missing_ok: bool = False
+    ) -> bool:
         """Goes on from the newest whole checkpoint in the folder, on any number of ranks, mesh and engine. Collective.
 
         Raises ``CheckpointFailed`` on every rank with all that does not fit, before anything is changed; ``accept``
-        has the ids of what may pass (``checkpoints.fits``). ``only_model`` reads the weights alone.
+        has the ids of what may pass (``checkpoints.fits``). ``only_model`` reads the weights alone. ``missing_ok``:
+        returns False where no checkpoint was finished in the folder yet, or there is no such folder.
         """
         self._evaluation.refuse_saving("ready.resume()")
         what = "their gradients belong to what is replaced; resume before the first backward, or after a step() that"
         self._between_windows(f"{what} returned True")
+        if missing_ok and resuming.nothing_saved(folder):
+            return False
         with self._stepping():
             self._checkpoints.resume(self, folder, accept=accept, only_model=only_model)
         self._order.after_resume()
+        return True
 
     def _between_windows(self, otherwise: str) -> None:
         if self.pending:
@@ -355,6 +365,7 @@ class Prepared:
         the group is ended: every rank waits for the others, so that none loses its last collective.
         """
         self._checkpoints.writer.close()
+        self._log.finish()
         owned_optimizers.release(self)
         self.model = unwrap(self.model)
         self._driver = driver(self.model)
@@ -365,6 +376,49 @@ class Prepared:
         if self.started and dist.is_initialized():
             dist.barrier()
             self._ended += end_groups.end()
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0, which prints and writes what stands once."""
+        return launcher.rank() == 0
+
+    def print(self, *values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
+        """``print`` on the main process alone, above a bar of ``progress`` that is open."""
+        terminal.show(self.is_main_process, values, sep, end, file)
+
+    def progress(self, iterable: Iterable[Any], **options: Any) -> Any:
+        """The items, with a bar of tqdm on the main process where a person looks; ``options`` are tqdm's.
+
+        A loader that goes on inside a pass begins its bar there. ``disable=False`` shows the bar in a file as well.
+        """
+        return terminal.bar(self.is_main_process, iterable, options)
+
+    def log_to(self, *specs: TrackerSpec) -> None:
+        """``log`` writes there from here on: ``JsonLines``, ``TensorBoard``, ``WandB``, ``MLflow``, or a function.
+
+        A function makes a tracker, as ``lambda: wandb.init(project="x")`` does (``live.training.trackers``). Only the
+        main process opens one; after ``resume``, so that it knows the step. Raises on every rank for what is no
+        tracker (``TypeError``), or where its package is not installed (``ModuleNotFoundError``).
+        """
+        self._log.to(specs, self.steps)
+
+    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
+        """Writes numbers, words and tensors of one element on the main process; ``step`` None: ``steps``.
+
+        They are those of the main process: average over the ranks before. None is left out. Not collective; raises
+        ``TypeError`` on every rank that calls it for a value that is no single one.
+        """
+        self._log.log(values, self.steps if step is None else step)
+
+    @names_lost_rank
+    def barrier(self, name: str = "", *, timeout_s: float = 600.0) -> None:
+        """Returns when every rank is here, with the same ``name``; host threads meet, devices are not waited for.
+
+        Raises ``RankFailed`` on every rank, naming those that are not there in time, have ended, or came to a barrier
+        of another name. Nobody hangs: no process group is asked.
+        """
+        if self.peers is not None:
+            named_barrier.barrier(self.peers, name, timeout_s)
 
     @contextmanager
     def accumulate(self, *, last: bool = False) -> Iterator[None]:
@@ -402,6 +456,10 @@ class Prepared:
     def gather(self, value: Any) -> list[Any]:
         """What each data rank gives, as a list with an item per rank; for what is small. Collective."""
         return gather_over_ranks(value, _same_data(self.plan))
+
+    def before_batch(self, act: Callable[[], None] | None) -> bool:
+        """``act`` is called before a batch of the training loaders is read. False: there are none."""
+        return self._passes.before_batch(act)
 
     def gather_for_metrics(self, value: Any) -> Any:
         """What all ranks have made of the batches in use, each sample once (``live.data.gather``). Collective."""

@@ -1,0 +1,77 @@
+"""What one run logs: checked on every rank, read and written on the main process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch.distributed.tensor import DTensor
+
+from prepkit.codec import to_data
+from prepkit.config import Config
+from prepkit.live.training import trackers
+from prepkit.live.training.trackers import Tracker, TrackerSpec
+
+
+@define
+class RunLog:
+    """The trackers of one ``Prepared``. No call is collective."""
+
+    main: bool
+    """Whether this is the main process."""
+    config: Config
+    open: list[Tracker] = field(factory=list, init=False)
+
+    def to(self, specs: tuple[TrackerSpec, ...], step: int) -> None:
+        """As ``Prepared.log_to``."""
+        for spec in specs:
+            trackers.check(spec)
+        if self.main:
+            settings = dict(_flat(to_data(self.config), ""))
+            self.open.extend(trackers.opened(spec, step, settings) for spec in specs)
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """As ``Prepared.log``."""
+        for name, value in values.items():
+            _check(name, value)
+        if self.open:
+            plain = {name: _plain(value) for name, value in values.items() if value is not None}
+            for tracker in self.open:
+                tracker.log(plain, step=step)
+
+    def finish(self) -> None:
+        """Closes what is open."""
+        while self.open:
+            self.open.pop().finish()
+
+
+def _check(name: str, value: Any) -> None:
+    """On every rank alike: what only the main one found out would end it alone."""
+    if isinstance(value, DTensor):
+        raise TypeError(f"{name!r} is a DTensor, which ranks read together; log {name}.full_tensor() on every rank")
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise TypeError(f"{name!r} has shape {list(value.shape)}; log single values, such as its mean()")
+    if not isinstance(value, torch.Tensor | int | float | str | None):
+        fix = "log numbers, words and tensors of one element"
+        raise TypeError(f"{name!r} is of {type(value).__name__}; {fix}")
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """A config as single values under dotted names."""
+    match value:
+        case dict():
+            for name, part in value.items():
+                yield from _flat(part, f"{path}.{name}" if path else name)
+        case list():
+            for at, part in enumerate(value):
+                yield from _flat(part, f"{path}.{at}")
+        case None:
+            return
+        case _:
+            yield path, value

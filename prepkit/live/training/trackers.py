@@ -1,0 +1,179 @@
+"""Where the values of a run are written: a file of JSON lines, TensorBoard, Weights & Biases, MLflow.
+
+A tracker is anything with ``log(values, step=...)`` and ``finish()``, as the ``Run`` of Weights & Biases is by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from attrs import define, frozen
+
+
+class Tracker(Protocol):
+    """What values are written to, on the main process alone."""
+
+    def log(self, values: dict[str, Any], *, step: int) -> object:
+        """Writes plain numbers and words under their names; ``step`` is that of the optimizer."""
+        ...
+
+    def finish(self) -> object:
+        """Everything is written when it returns."""
+        ...
+
+
+@frozen
+class JsonLines:
+    """A file with one JSON object per line: ``{"step": 12, "loss": 2.5}``. Needs no package.
+
+    A file that is there is gone on with. Steps that a killed run took after its last checkpoint are taken again and
+    stand in it twice; the last line of a step is the one that counts.
+    """
+
+    path: str
+
+    def open(self, step: int, settings: Mapping[str, Any]) -> Tracker:
+        """Opens the file, and makes its folder; a line that a killed run left unfinished is cut off."""
+        del step, settings
+        path = Path(self.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
+            with path.open("r+b") as file:
+                file.truncate(text.rfind(b"\n") + 1)
+        return _OpenJsonLines(path.open("a", encoding="utf-8"))
+
+
+@frozen(kw_only=True)
+class TensorBoard:
+    """Event files in a folder (torch ``SummaryWriter``). Needs the package ``tensorboard``.
+
+    A run that goes on hides the steps that it will take again (``purge_step``). What is no number is left out.
+    """
+
+    folder: str
+
+    def open(self, step: int, settings: Mapping[str, Any]) -> Tracker:
+        """Starts an event file, and writes the config as a text."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: Any = SummaryWriter(self.folder, purge_step=step + 1 if step else None)
+        writer.add_text("config", "\n".join(f"    {name} = {value}" for name, value in settings.items()), step)
+        return _OpenTensorBoard(writer)
+
+
+@frozen(kw_only=True)
+class WandB:
+    """A run of Weights & Biases. Needs the package ``wandb``.
+
+    Give it an ``id``, so that a run that goes on is the same one there; W&B leaves out steps that it has already. For
+    other options of ``wandb.init`` write ``ready.log_to(lambda: wandb.init(...))``.
+    """
+
+    project: str
+    name: str | None = None
+    id: str | None = None
+
+    def open(self, step: int, settings: Mapping[str, Any]) -> Tracker:
+        """Starts the run with the config, or goes on with that of the ``id``."""
+        del step
+        import wandb
+
+        resume = None if self.id is None else "allow"
+        run: Tracker = wandb.init(
+            project=self.project, name=self.name, id=self.id, resume=resume, config=dict(settings)
+        )
+        return run
+
+
+@frozen(kw_only=True)
+class MLflow:
+    """A run of MLflow, at its tracking URI. Needs the package ``mlflow``. What is no number is left out.
+
+    ``run_id``: that of a run to go on with; MLflow says it when a run starts.
+    """
+
+    experiment: str | None = None
+    name: str | None = None
+    run_id: str | None = None
+
+    def open(self, step: int, settings: Mapping[str, Any]) -> Tracker:
+        """Starts the run with the config as parameters, or goes on with that of ``run_id``."""
+        del step
+        import mlflow
+
+        if self.experiment is not None:
+            mlflow.set_experiment(self.experiment)
+        mlflow.start_run(run_id=self.run_id, run_name=self.name)
+        if self.run_id is None:  # MLflow refuses another value for a parameter that a run has
+            mlflow.log_params({name: str(value) for name, value in settings.items()})
+        return _OpenMLflow(mlflow)
+
+
+Open = Callable[[], Tracker]
+"""Something of the user's own that makes a tracker, called on the main process."""
+
+TrackerSpec = JsonLines | TensorBoard | WandB | MLflow | Open
+"""What ``ready.log_to`` takes."""
+
+PACKAGES = {TensorBoard: "tensorboard", WandB: "wandb", MLflow: "mlflow"}
+"""What a tracker needs besides prepkit."""
+
+
+def check(spec: Any) -> None:
+    """Raises where it is no tracker, or its package is not here; on every rank, before the main one opens it."""
+    package = PACKAGES.get(type(spec))
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"{type(spec).__name__} needs {package}: pip install {package}", name=package)
+    if not (callable(spec) or isinstance(spec, JsonLines) or package is not None):
+        what = f"{spec!r:.60} cannot be logged to"
+        raise TypeError(f'{what}; give pk.JsonLines("log.jsonl"), or a function that makes a tracker')
+
+
+def opened(spec: TrackerSpec, step: int, settings: Mapping[str, Any]) -> Tracker:
+    """The tracker itself; ``step`` is the optimizer's, from which a run goes on."""
+    if isinstance(spec, JsonLines | TensorBoard | WandB | MLflow):
+        return spec.open(step, settings)
+    return spec()
+
+
+@define
+class _OpenJsonLines:
+    file: TextIO
+
+    def log(self, values: dict[str, Any], *, step: int) -> None:
+        self.file.write(f"{json.dumps({'step': step, **values})}\n")
+        self.file.flush()  # a run that is killed keeps what it has logged
+
+    def finish(self) -> None:
+        self.file.close()
+
+
+@define
+class _OpenTensorBoard:
+    writer: Any
+
+    def log(self, values: dict[str, Any], *, step: int) -> None:
+        for name, value in _numbers(values).items():
+            self.writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+@define
+class _OpenMLflow:
+    mlflow: Any
+
+    def log(self, values: dict[str, Any], *, step: int) -> None:
+        self.mlflow.log_metrics(_numbers(values), step=step)
+
+    def finish(self) -> None:
+        self.mlflow.end_run()
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
