@@ -1,6 +1,6 @@
 """The part of transformers' ``TrainingArguments`` that prepares a model.
 
-A YAML or JSON of them, as ``HfArgumentParser`` reads it, and as LLaMA-Factory's and TRL's files hold it beside more.
+A YAML or JSON of them, as ``HfArgumentParser`` reads it, and as TRL's files hold it beside more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""transformers' ``TrainingArguments``, alone or in files of LLaMA-Factory and TRL."""
+"""transformers' ``TrainingArguments``, alone or in files of TRL."""
 
 from __future__ import annotations
 
@@ -124,10 +124,3 @@ def test_nothing_is_said_of_keys_that_nobody_wrote(tmp_path: Path, words: str, s
     imported = read(tmp_path, f'output_dir: out\nfsdp: "{words}"\n')
     assert {origin.key for origin in imported.config.origins} == {"fsdp"}
     assert [text in str(note) for note, text in zip(imported.notes, said, strict=True)] == [True] * len(said)
-
-
-def test_a_file_of_llama_factory_is_told_by_its_keys(tmp_path: Path) -> None:
-    file = tmp_path / "sft.yaml"
-    file.write_text("model_name_or_path: some/model\nstage: sft\nfinetuning_type: lora\nbf16: true\noutput_dir: x\n")
-    imported = import_config(file)
-    assert (imported.kind, imported.config.precision) == ("transformers", BF16())
