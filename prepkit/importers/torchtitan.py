@@ -169,7 +169,7 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:
 def _compile(file: Foreign) -> CompileBlocks | NoCompile:
     older = file.flag("training.compile", *(("compile",) if file.raw("training.compile") else ()))
     on = file.flag("compile.enable", *(("compile",) if file.raw("compile.enable") else ()))
-    parts = file.names("compile.components")
+    parts = file.names("compile.components", "compile")
     backend = file.text("compile.backend", "compile.backend")
     if not (older or on) or (parts is not None and "model" not in parts):
         return NoCompile()
@@ -217,8 +217,10 @@ def _accumulation(file: Foreign, sizes: Mesh) -> int:
     local = file.whole("training.local_batch_size") or file.whole("training.batch_size") or 8
     asked = file.whole(name)
     if asked is None or asked < 0:
+        file.launching("training.local_batch_size", "training.batch_size")
         return 1
-    file.raw(name, "accumulation")
+    for key in ("training.local_batch_size", "training.batch_size", name):
+        file.raw(key, "accumulation")
     if sizes.shard < 1:
         what = "micro-batches per step follow from it and from how many ranks there are, which the file does not say"
         file.error("wrong-value", name, what, f"Write {_HERE}data_parallel_shard_degree as a number.")

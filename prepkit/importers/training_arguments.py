@@ -11,11 +11,11 @@ from typing import Any
 
 from attrs import evolve
 
+from prepkit.codec.text import shown
 from prepkit.config import (
     BF16,
     DDP,
     FP16,
-    FSDP2,
     AsStored,
     CheckpointBlocks,
     ClipNorm,
@@ -114,9 +114,12 @@ def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     section: Any = file.data.get("fsdp_config") or {}
     if isinstance(section, str):
         section = _json(file, "fsdp_config", section, path)
+    if not isinstance(section, dict):
+        file.error("wrong-type", "fsdp_config", f"{shown(section)} is no section", "Write keys below it, or remove it.")
+        section = {}
     words = asked.replace(",", " ").split() if isinstance(asked, str) else asked if isinstance(asked, list) else []
     named = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in section.items()}
-    written = {f"fsdp_config.{name}" for name in named}
+    typed = {f"fsdp_config.fsdp_{str(key).removeprefix('fsdp_')}": f"fsdp_config.{key}" for key in section}
     named.setdefault("fsdp_version", 2)
     named.setdefault("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     for word in words:
@@ -137,12 +140,8 @@ def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
         kind=file.kind,
         source=file.source,
         data={"fsdp_config": named},
-        places={
-            f"fsdp_config.{name}": place
-            for name in named
-            for key in (name, name.removeprefix("fsdp_"))
-            if (place := file.places.get(f"fsdp_config.{key}"))
-        },
+        places={name: place for name, key in typed.items() if (place := file.places.get(key))},
+        shown_as=typed,
     )
     for name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
         inner.raw(f"fsdp_config.fsdp_{name}")
@@ -150,10 +149,10 @@ def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     sent = inner.flag("fsdp_config.fsdp_cpu_ram_efficient_loading")
     file.covered("fsdp_config")
     inner.say_unknown()
-    file.origins += [origin for origin in inner.origins if origin.key in written]  # the others are defaults
+    file.origins += [origin for origin in inner.origins if origin.key in typed.values()]  # the others are defaults
     file.findings += inner.findings
     config = evolve(config, engine=engine)
-    if isinstance(engine, FSDP2) and sent:
+    if sent:
         config = evolve(config, weights=SendWeights())
     return evolve(config, checkpointing=CheckpointBlocks()) if checkpointed else config
 

@@ -124,3 +124,19 @@ def test_nothing_is_said_of_keys_that_nobody_wrote(tmp_path: Path, words: str, s
     imported = read(tmp_path, f'output_dir: out\nfsdp: "{words}"\n')
     assert {origin.key for origin in imported.config.origins} == {"fsdp"}
     assert [text in str(note) for note, text in zip(imported.notes, said, strict=True)] == [True] * len(said)
+
+
+def test_keys_of_the_section_are_named_as_they_were_written(tmp_path: Path) -> None:
+    config = read(
+        tmp_path, "fsdp: true\nfsdp_config: {cpu_ram_efficient_loading: true, fsdp_offload_params: true}\n"
+    ).config
+    keys = {origin.setting: (origin.key, origin.line) for origin in config.origins}
+    assert keys["config.engine.offload"] == ("fsdp_config.fsdp_offload_params", 2)
+    with pytest.raises(PlanRejected, match=r"fsdp_config\.vresion: transformers knows no such key"):
+        read(tmp_path, "fsdp: true\nfsdp_config: {vresion: 2}")
+
+
+@pytest.mark.parametrize("value", ["[1]", "1.5", "true"])
+def test_a_section_that_is_none_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(PlanRejected, match="is no section"):
+        read(tmp_path, f"fsdp: true\nfsdp_config: {value}\n")
