@@ -6,7 +6,19 @@ from pathlib import Path
 
 from attrs import evolve
 
-from prepkit.config import BF16, FP8, MSAMP, CheckpointBlocks, Config, FP8Backend, TorchAO, TransformerEngine
+from prepkit.config import (
+    BF16,
+    FP8,
+    FSDP1,
+    FSDP2,
+    MSAMP,
+    CheckpointBlocks,
+    Config,
+    DType,
+    FP8Backend,
+    TorchAO,
+    TransformerEngine,
+)
 from prepkit.importers.foreign import Foreign, foreign
 from prepkit.importers.imported import Imported
 from prepkit.importers.source import Source
@@ -41,9 +53,10 @@ def read_llama_factory(source: Source) -> Imported:
 
 
 def _precise(config: Config, float8: FP8Backend | None, *, pure: bool) -> Config:
+    reduce: DType = "bfloat16" if isinstance(config.engine, FSDP1 | FSDP2) else "float32"
     if float8 is not None:
-        return evolve(config, precision=FP8(backend=float8, master_weights=not pure))
-    return evolve(config, precision=BF16(master_weights=False)) if pure else config
+        return evolve(config, precision=FP8(backend=float8, reduce_dtype=reduce, master_weights=not pure))
+    return evolve(config, precision=BF16(reduce_dtype=reduce, master_weights=False)) if pure else config
 
 
 def _checkpointed(file: Foreign) -> bool:

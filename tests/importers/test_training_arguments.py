@@ -61,6 +61,14 @@ PLAIN = {"clip": ClipNorm(1.0), "timeout_s": 1800.0}
             Config(engine=DDP(), compile=CompileModel(backend="eager"), **PLAIN),
         ),
         ("fsdp: true", Config(engine=FSDP2(wrap=WrapBlocks()), **PLAIN)),
+        ("fsdp: true\nbf16: true", Config(engine=FSDP2(), precision=BF16(reduce_dtype="bfloat16"), **PLAIN)),
+        (
+            "fsdp: true\nfsdp_config: {version: 1, reshard_after_forward: hybrid_shard, cpu_offload: true}",
+            Config(
+                engine=FSDP1(sharding="HYBRID_SHARD", offload=True, sync_module_states=True, backward_prefetch=None),
+                **PLAIN,
+            ),
+        ),
         (
             (
                 "fsdp: true\nfsdp_config: {transformer_layer_cls_to_wrap: Block, cpu_ram_efficient_loading: true,"
@@ -71,7 +79,7 @@ PLAIN = {"clip": ClipNorm(1.0), "timeout_s": 1800.0}
         (
             "fsdp: shard_grad_op auto_wrap offload\nfsdp_config: {version: 1, activation_checkpointing: true}",
             Config(
-                engine=FSDP1(sharding="SHARD_GRAD_OP", offload=True, sync_module_states=True),
+                engine=FSDP1(sharding="SHARD_GRAD_OP", offload=True, sync_module_states=True, backward_prefetch=None),
                 checkpointing=CheckpointBlocks(),
                 **PLAIN,
             ),
@@ -140,3 +148,20 @@ def test_keys_of_the_section_are_named_as_they_were_written(tmp_path: Path) -> N
 def test_a_section_that_is_none_is_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(PlanRejected, match="is no section"):
         read(tmp_path, f"fsdp: true\nfsdp_config: {value}\n")
+
+
+def test_recomputation_under_its_newer_name(tmp_path: Path) -> None:
+    assert read(tmp_path, "activation_checkpointing: true\n").config.checkpointing == CheckpointBlocks()
+    text = "activation_checkpointing: true\ngradient_checkpointing: false\n"
+    both = read(tmp_path, f"{text}activation_checkpointing_kwargs: {{every_n_layers: 2}}\n")
+    assert both.config.checkpointing == CheckpointBlocks()
+    assert [note.where.rpartition(" ")[2] for note in both.notes] == [
+        "gradient_checkpointing",
+        "activation_checkpointing_kwargs",
+    ]
+
+
+def test_options_of_recomputation_are_no_unknown_keys(tmp_path: Path) -> None:
+    text = "gradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: false}\n"
+    imported = read(tmp_path, text)
+    assert (imported.config.checkpointing, imported.notes) == (CheckpointBlocks(), ())
