@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from prepkit.api import save as save
     from prepkit.api import show as show
     from prepkit.codec.diff import patch as patch
+    from prepkit.exporters import export_config as export_config
     from prepkit.importers import import_config as import_config
     from prepkit.importers.imported import Imported as Imported
     from prepkit.importers.native import read_config as read_config
@@ -112,6 +113,7 @@ _LATER = {
     "Disagreement": "prepkit.live.ranks.agree",
     "Hit": "prepkit.rules.rule",
     "Imported": "prepkit.importers.imported",
+    "export_config": "prepkit.exporters",
     "import_config": "prepkit.importers",
     "fits": "prepkit.api",
     "foreign_uses": "prepkit.api",

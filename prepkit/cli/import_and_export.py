@@ -1,4 +1,4 @@
-"""Commands that bring configs in from other libraries."""
+"""Commands that bring configs in from other libraries, and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import click
 
 from prepkit.cli import plan_files as cli_refusal
-from prepkit.cli.options import FILE, as_json, kind_option
+from prepkit.cli.options import FILE, MOST, as_json, kind_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import PlanRejected
 from prepkit.importers.imported import Imported
@@ -75,3 +75,51 @@ def import_command(config: str | None, kind: str | None, env: bool, output: str 
         say(f"wrote {output}", err=True)
     else:
         say(str(imported))
+
+
+@click.command("export")
+@click.argument("config", type=FILE)
+@kind_option
+@click.option("--to", required=True, metavar="LIBRARY", help="accelerate, deepspeed or transformers.")
+@click.option("--world-size", type=click.IntRange(1, MOST), help="Processes in all; else as many as CONFIG says.")
+@click.option("--per-node", type=click.IntRange(1, MOST), help="Processes on one machine.")
+@click.option("--partial", is_flag=True, help="Leave out, and say, what that library's file cannot say.")
+@click.option("-o", "--output", help="File to write; without it the text is printed.")
+def export_command(
+    config: str,
+    kind: str | None,
+    to: str,
+    world_size: int | None,
+    per_node: int | None,
+    partial: bool,  # as click calls it
+    output: str | None,
+) -> None:
+    """Write a config, of prepkit or of any library that is imported, as a file of another library.
+
+    The file is read back: each setting that does not come back as it was is named, and nothing is written unless
+    --partial is given.
+    """
+    from prepkit.exporters import EXPORTERS, export_config
+    from prepkit.render.findings import findings_text
+
+    if to not in EXPORTERS:
+        raise click.UsageError(f"--to {to}: there is no such exporter; write one of {', '.join(EXPORTERS)}")
+    imported = read(config, kind)
+    if isinstance(imported, PlanRejected):
+        cli_refusal.refuse((imported,), as_json=False)
+    cli_refusal.keep_inputs((config,), (output,) if output else ())
+    size, node = world_size or imported.world_size, per_node or imported.per_node
+    try:
+        made = cli_refusal.attempt(
+            lambda: export_config(imported.config, to, output or "", world_size=size, per_node=node, partial=partial)
+        )
+    except OSError as error:
+        raise click.UsageError(f"{output} cannot be written: {error.strerror}") from None
+    if isinstance(made, PlanRejected):
+        cli_refusal.refuse((made,), as_json=False)
+    if made.left_out:
+        say(findings_text(made.left_out), err=True)
+    if output:
+        say("\n".join(f"wrote {name}" for name in (output, *(name for name, _ in made.beside))), err=True)
+    else:
+        say("\n".join((made.text.rstrip("\n"), *(f"# {name}\n{text}" for name, text in made.beside))))

@@ -9,6 +9,7 @@ _DATA = "pk.load, pk.read_config, prepkit.codec"
 _PLAN_FILE = "pk.load, prepkit show, prepkit diff"
 _CONFIG_FILE = "pk.read_config, prepkit plan, prepkit check"
 _IMPORT = "pk.import_config, prepkit import, prepkit plan, prepkit check"
+_EXPORT = "pk.export_config, prepkit export"
 
 REFUSED_FILES: tuple[Refusal, ...] = (
     # --- files that prepkit wrote ---
@@ -145,6 +146,24 @@ REFUSED_FILES: tuple[Refusal, ...] = (
         summary="Every value of an imported config is one that its library knows.",
         fix="Write one of the values that the finding names.",
         raised_by=_IMPORT,
+    ),
+    Refusal(
+        id="export.not-expressible",
+        summary="Every setting of an exported config is one that the other library's file can say.",
+        fix="Write what it can say, or leave it out with partial=True (--partial) and see to it in your script.",
+        raised_by=_EXPORT,
+    ),
+    Refusal(
+        id="export.unknown-extension",
+        summary="An exported file has an extension that its library reads.",
+        fix="Name it with one of the extensions that the finding names.",
+        raised_by=_EXPORT,
+    ),
+    Refusal(
+        id="export.unknown-library",
+        summary="The library that a config is exported to is one of those that there is an exporter for.",
+        fix="Write accelerate, deepspeed or transformers.",
+        raised_by=_EXPORT,
     ),
     # --- config files ---
     Refusal(

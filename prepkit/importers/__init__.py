@@ -9,9 +9,11 @@ from prepkit.importers.accelerate import read_accelerate
 from prepkit.importers.axolotl import read_axolotl
 from prepkit.importers.deepspeed import read_deepspeed
 from prepkit.importers.imported import Imported
+from prepkit.importers.llama_factory import read_llama_factory
 from prepkit.importers.native import read_prepkit
 from prepkit.importers.recognise import kind_of
 from prepkit.importers.source import Source, read
+from prepkit.importers.torchtitan import read_torchtitan
 from prepkit.importers.training_arguments import read_training_arguments
 
 IMPORTERS: dict[str, Callable[[Source], Imported]] = {
@@ -19,6 +21,8 @@ IMPORTERS: dict[str, Callable[[Source], Imported]] = {
     "accelerate": read_accelerate,
     "deepspeed": read_deepspeed,
     "axolotl": read_axolotl,
+    "llamafactory": read_llama_factory,
+    "torchtitan": read_torchtitan,
     "transformers": read_training_arguments,
 }
 """Whose file it is to the function that understands it; each raises ``PlanRejected`` with every finding."""

@@ -144,8 +144,11 @@ def _precision(file: Foreign, kind: str) -> Precision:
     if downcast and kind not in ("XLA", "TPU"):
         file.without_effect("downcast_bf16", "it is read on TPUs only")
     backend = _fp8(file, word)
-    if file.flag("fp16") and not file.has("mixed_precision"):
-        word = "fp16"  # how versions before 0.7 wrote it
+    if file.flag("fp16"):  # how versions before 0.7 wrote it
+        if file.has("mixed_precision"):
+            file.without_effect("fp16", "mixed_precision is there, and says it")
+        else:
+            word = "fp16" if file.raw("fp16", "precision") else word
     low = {"reduce_dtype": {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}.get(word, "float32")}
     options = low if kind == "FSDP" else {}
     match word:
@@ -170,17 +173,18 @@ def _fp8(file: Foreign, word: str) -> FP8Backend:
         return TorchAO()
     at = "precision.backend"
     backend = file.word(f"{here}.backend", ("TE", "MSAMP", "AO"), at)
-    eval_too = file.flag(f"{here}.use_autocast_during_eval") or False
-    margin = file.whole(f"{here}.margin") or 0
-    form = file.word(f"{here}.fp8_format", ("HYBRID", "E4M3")) or "HYBRID"
-    interval = file.whole(f"{here}.interval") or 1
-    history = file.whole(f"{here}.amax_history_len") or 1024
-    algorithm = file.word(f"{here}.amax_compute_algo", ("max", "most_recent")) or "most_recent"
-    blocks = file.flag(f"{here}.use_mxfp8_block_scaling")
+    eval_too = file.flag(f"{here}.use_autocast_during_eval", at) or False
+    margin = file.whole(f"{here}.margin", at) or 0
+    form = file.word(f"{here}.fp8_format", ("HYBRID", "E4M3"), at) or "HYBRID"
+    interval = file.whole(f"{here}.interval", at) or 1
+    history = file.whole(f"{here}.amax_history_len", at) or 1024
+    algorithm = file.word(f"{here}.amax_compute_algo", ("max", "most_recent"), at) or "most_recent"
+    blocks = file.flag(f"{here}.use_mxfp8_block_scaling", at)
     wider = _three(file, f"{here}.override_linear_precision")
-    level = file.word(f"{here}.opt_level", ("O1", "O2")) or "O2"
-    pad = file.flag(f"{here}.pad_inner_dim")
-    gather = file.flag(f"{here}.enable_fsdp_float8_all_gather")
+    level = file.word(f"{here}.opt_level", ("O1", "O2"), at) or "O2"
+    pad = file.flag(f"{here}.pad_inner_dim", at)
+    gather = file.flag(f"{here}.enable_fsdp_float8_all_gather", at)
+    _other_backends(file, backend)
     if backend == "AO":
         return TorchAO(pad_inner_dim=pad is not False, float8_all_gather=gather)
     if backend == "MSAMP":
@@ -197,9 +201,26 @@ def _fp8(file: Foreign, word: str) -> FP8Backend:
     return TransformerEngine(recipe=recipe, autocast_during_eval=eval_too)
 
 
+_OF_BACKENDS = {
+    "TE": (
+        *("margin", "fp8_format", "interval", "amax_history_len", "amax_compute_algo", "use_mxfp8_block_scaling"),
+        *("override_linear_precision", "use_autocast_during_eval"),
+    ),
+    "MSAMP": ("opt_level",),
+    "AO": ("pad_inner_dim", "enable_fsdp_float8_all_gather"),
+}
+
+
+def _other_backends(file: Foreign, backend: str | None) -> None:
+    """Says which keys another library would read."""
+    for other, names in _OF_BACKENDS.items():
+        for name in names if backend is not None and other != backend else ():
+            file.without_effect(f"fp8_config.{name}", f"it is for backend: {other}, and that is {backend}")
+
+
 def _three(file: Foreign, name: str) -> tuple[bool, bool, bool]:
     """Three switches; the older files write the list as text."""
-    value = file.raw(name)
+    value = file.raw(name, "precision.backend")
     if isinstance(value, str):
         value = [part.strip().lower() == "true" for part in value.strip("[]()").split(",")]
     if value is None:
@@ -238,9 +259,8 @@ def _mesh(file: Foreign, kind: str) -> Mesh | None:
             why = f"prepkit cuts no sequences over ranks ({what} parallelism)"
             fix = f"Write {here}_{name}_size: 1 and give its ranks to dp_shard, or split the batch in the model."
             file.error("not-supported", f"{prefix}_{name}_size", why, fix)
-    for name in ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable"):
-        file.raw(f"{prefix}_{name}")
-    file.raw(f"{prefix}_sp_attn_implementation")
+    said = ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable")
+    file.launching(*(f"{prefix}_{name}" for name in (*said, "sp_attn_implementation")))
     for name, axis in (("dp_replicate", "replicate"), ("dp_shard", "shard"), ("tp", "tensor")):
         file.raw(f"{prefix}_{name}_size", f"mesh.{axis}")
     if kind == "DEEPSPEED":

@@ -33,6 +33,8 @@ def deepspeed(file: Foreign, config: Config, path: Path) -> Config:
     experts = file.names(f"{_HERE}deepspeed_moe_layer_cls_names", "engine.leaf_modules") or ()
     stage = file.whole(f"{_HERE}zero_stage", "engine.stage")
     init = file.flag(f"{_HERE}zero3_init_flag")
+    if init and (stage == 3 or file.has(f"{_HERE}deepspeed_config_file")):
+        file.launching(f"{_HERE}zero3_init_flag")  # how the model is built; one on meta is filled by config.weights
     json_file = file.text(f"{_HERE}deepspeed_config_file", "engine.config")
     if json_file is not None:
         return _from_file(file, config, path, json_file, experts)
@@ -53,7 +55,8 @@ def deepspeed(file: Foreign, config: Config, path: Path) -> Config:
 
 def _device(file: Foreign, what: str) -> Device | None:
     path = f"{_HERE}offload_{what}_nvme_path"
-    file.text(path)
+    if file.text(path) not in (None, "none"):
+        file.raw(path, "engine.config")
     word = file.word(f"{_HERE}offload_{what}_device", _DEVICES, f"engine.offload_{what}")
     return cast("Device | None", word)
 

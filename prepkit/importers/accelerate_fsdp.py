@@ -45,9 +45,12 @@ def fsdp(file: Foreign) -> FSDP1 | FSDP2:
 def weights(file: Foreign) -> Weights:
     """Rank 0's values for all, where the file lets the others load nothing (M2-13, F1-47)."""
     name = f"{_HERE}fsdp_cpu_ram_efficient_loading"
+    sent = file.flag(name, "weights")
     second = file.whole(f"{_HERE}fsdp_version") == 2
-    sent = file.flag(name, *(("weights",) if second else ()))
-    return SendWeights() if sent and second else KeepWeights()
+    if sent and not second and file.flag(f"{_HERE}fsdp_sync_module_states") is False:
+        what = "rank 0 alone has values then, and fsdp_sync_module_states: false keeps them there"
+        file.error("contradiction", name, what, "Write fsdp_sync_module_states: true, or false here.")
+    return SendWeights() if sent else KeepWeights()
 
 
 def _wrap(file: Foreign) -> Wrap:

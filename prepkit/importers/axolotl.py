@@ -41,7 +41,7 @@ def read_axolotl(source: Source) -> Imported:
     imported = training_arguments(file, Path(source.path))
     config = imported.config
     if full and isinstance(config.precision, BF16):
-        config = evolve(config, precision=BF16(master_weights=False))
+        config = evolve(config, precision=evolve(config.precision, master_weights=False))
     if sizes and isinstance(config.engine, FSDP2):
         config = evolve(config, mesh=Mesh(**{"shard": -1} | sizes))
     return evolve(imported, config=config)

@@ -71,7 +71,7 @@ def _precision(file: Foreign) -> Precision:
         power = _number(file, "fp16.initial_scale_power", "precision.init_scale")
         window = _number(file, "fp16.loss_scale_window", "precision.growth_interval")
         scaled = FP16(growth_interval=_WINDOW if window is None else int(window))
-        return scaled if power is None or not 0 < power < _MOST else evolve(scaled, init_scale=2.0**power)
+        return scaled if power is None or not 0 <= power < _MOST else evolve(scaled, init_scale=2.0**power)
     return AsStored()
 
 

@@ -198,9 +198,10 @@ class Foreign:
     def say_unknown(self, known: Sequence[str] = ()) -> None:
         """Says which keys nobody has asked for, with the nearest of those that somebody has."""
         candidates = sorted({*known, *self._read})
+        read = frozenset(self._read)  # as it is now: what is said below counts as read
         for key in self.keys():
             parents = [key[:place] for place, letter in enumerate(key) if letter == "."]
-            if key in self._read or any(parent not in self._read for parent in parents):
+            if key in read or any(parent not in read for parent in parents):
                 continue  # below an unknown one, which is said once
             near = get_close_matches(key, candidates, n=1, cutoff=0.75)
             fix = f"Write {near[0]!r}, or remove it." if near else "Remove it."

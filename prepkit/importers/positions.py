@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+
+from prepkit.importers.source import composed
 
 LineColumn = tuple[int, int]
 """Line and column, from 1."""
@@ -36,7 +37,7 @@ def positions(text: str, suffix: str) -> dict[str, LineColumn]:
         return dict(_toml(text))
     try:
         source = re.sub(r"\t", " ", plain_json(text)) if suffix == ".json" else text
-        node = YAML(typ="safe", pure=True).compose(source)
+        node = composed(source)
     except (YAMLError, ValueError, RecursionError):
         return {}
     return dict(_below(node, "", set())) if node is not None else {}

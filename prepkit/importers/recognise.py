@@ -6,10 +6,15 @@ from prepkit.findings import PlanRejected
 from prepkit.importers.foreign import lenient
 from prepkit.importers.source import Source
 
-# a file of LLaMA-Factory or TRL is one of ``TrainingArguments`` with more keys
+# a file of axolotl, LLaMA-Factory or TRL is one of ``TrainingArguments`` with more keys: theirs are asked for first
 MARKS: dict[str, tuple[str, ...]] = {
     "axolotl": ("base_model",),
     "accelerate": ("distributed_type", "compute_environment", "fsdp_config", "deepspeed_config"),
+    "llamafactory": (
+        *("finetuning_type", "pure_bf16", "disable_gradient_checkpointing", "dataset_dir", "cutoff_len"),
+        *("lora_target", "quantization_bit", "flash_attn"),
+    ),
+    "torchtitan": ("job", "parallelism", "activation_checkpoint", "lr_scheduler", "training"),
     "transformers": (
         "output_dir",
         "per_device_train_batch_size",

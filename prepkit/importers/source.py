@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 
 from attrs import evolve, frozen
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.error import ReusedAnchorWarning, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from prepkit.codec import LARGEST
@@ -106,7 +107,7 @@ def _json(text: str, where: str) -> object:
 def _yaml(text: str, where: str) -> object:
     """YAML 1.2: ``NO`` is a string and ``5e8`` a float (ruamel.yaml's pure safe loader)."""
     try:
-        node = YAML(typ="safe", pure=True).compose(text)
+        node = composed(text)
         if node is None:
             _refuse("empty", where, "the file holds comments only", _LEAST)
         if flaws := tuple(islice(_flaws(node, where, {}), MOST + 1)):
@@ -114,7 +115,8 @@ def _yaml(text: str, where: str) -> object:
         if _values(node, {}) > VALUES:
             what = f"with every alias written out it has more than {VALUES:,} values"
             _refuse("too-large", where, what, "write it out without the aliases")
-        return YAML(typ="safe", pure=True).load(text)
+        with warnings.catch_warnings(action="ignore", category=ReusedAnchorWarning):
+            return YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -124,6 +126,13 @@ def _yaml(text: str, where: str) -> object:
         _refuse("damaged", where, f"a value cannot be read: {error}", _MEND)
     except RecursionError:
         _refuse_depth(where)
+
+
+def composed(text: str) -> Node | None:
+    """The nodes of a YAML text; None where it holds comments only. An anchor may be given anew, as YAML 1.2 has it."""
+    with warnings.catch_warnings(action="ignore", category=ReusedAnchorWarning):
+        node: Node | None = YAML(typ="safe", pure=True).compose(text)
+    return node
 
 
 def _told(flaws: tuple[Finding, ...], where: str) -> tuple[Finding, ...]:

@@ -1,6 +1,6 @@
 """The part of transformers' ``TrainingArguments`` that prepares a model.
 
-A YAML or JSON of them, as ``HfArgumentParser`` reads it, and as LLaMA-Factory's and TRL's files hold it beside more.
+A YAML or JSON of them, as ``HfArgumentParser`` reads it, and as TRL's files hold it beside more.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from attrs import evolve
 
+from prepkit.codec.text import shown
 from prepkit.config import (
     BF16,
     DDP,
     FP16,
-    FSDP2,
     AsStored,
     CheckpointBlocks,
     ClipNorm,
@@ -65,14 +65,28 @@ def training_arguments(file: Foreign, path: Path, accumulation: str = "gradient_
         accumulation=steps,
         clip=ClipNorm(clip) if clip > 0 else NoClip(),
         compile=CompileModel(backend=backend or "inductor", mode=mode or "default") if compiled else NoCompile(),
-        checkpointing=CheckpointBlocks() if file.flag("gradient_checkpointing", "checkpointing") else NoCheckpointing(),
+        checkpointing=_checkpointing(file),
         device="cpu" if file.flag("use_cpu", *(("device",) if file.data.get("use_cpu") else ())) else None,
         timeout_s=float(file.number("ddp_timeout", "timeout_s") or 1800.0),
     )
-    file.raw("gradient_checkpointing_kwargs")
     config = _engine(file, config, path)
     _rest(file)
     return file.imported(config)
+
+
+def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:
+    """Under the name that transformers has had since 5, or the older one."""
+    new, old = "activation_checkpointing", "gradient_checkpointing"
+    for end in ("", "_kwargs"):
+        if file.raw(f"{new}{end}") is not None and file.has(f"{old}{end}"):
+            file.without_effect(f"{old}{end}", f"{new}{end} is there, and is read in its place")
+        file.covered(f"{new}{end}")
+        file.covered(f"{old}{end}")
+    name = new if file.raw(new) is not None else old
+    options = file.raw(f"{name}_kwargs", "checkpointing")
+    if isinstance(options, dict) and options.get("every_n_layers") not in (None, 1):
+        file.warn("no-effect", f"{name}_kwargs", "every block is recomputed (every_n_layers)", "Remove it.")
+    return CheckpointBlocks() if file.flag(name, "checkpointing") else NoCheckpointing()
 
 
 def _precision(file: Foreign) -> Precision:
@@ -114,11 +128,40 @@ def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     section: Any = file.data.get("fsdp_config") or {}
     if isinstance(section, str):
         section = _json(file, "fsdp_config", section, path)
+    if not isinstance(section, dict):
+        file.error("wrong-type", "fsdp_config", f"{shown(section)} is no section", "Write keys below it, or remove it.")
+        section = {}
     words = asked.replace(",", " ").split() if isinstance(asked, str) else asked if isinstance(asked, list) else []
     named = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in section.items()}
-    written = {f"fsdp_config.{name}" for name in named}
+    typed = {f"fsdp_config.fsdp_{str(key).removeprefix('fsdp_')}": f"fsdp_config.{key}" for key in section}
     named.setdefault("fsdp_version", 2)
     named.setdefault("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    _renamed(file, words, named, typed)
+    checkpointed = named.pop("fsdp_activation_checkpointing", None)
+    inner = Foreign(
+        kind=file.kind,
+        source=file.source,
+        data={"fsdp_config": named},
+        places={name: place for name, key in typed.items() if (place := file.places.get(key))},
+        shown_as=typed,
+    )
+    for name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
+        inner.raw(f"fsdp_config.fsdp_{name}")
+    engine = fsdp(inner)
+    sent = inner.flag("fsdp_config.fsdp_cpu_ram_efficient_loading")
+    file.covered("fsdp_config")
+    inner.say_unknown()
+    file.origins += [origin for origin in inner.origins if origin.key in typed.values()]  # the others are defaults
+    file.findings += inner.findings
+    config = evolve(config, engine=engine, precision=_reduced(config.precision))
+    if sent:
+        config = evolve(config, weights=SendWeights())
+    return evolve(config, checkpointing=CheckpointBlocks()) if checkpointed else config
+
+
+def _renamed(file: Foreign, words: list[Any], named: dict[str, Any], typed: dict[str, str]) -> None:
+    """The Trainer's words and names as accelerate's keys, in place."""
+    _strategy(named, typed)
     for word in words:
         if word in _LEGACY and named["fsdp_version"] == 1:
             named.setdefault("fsdp_sharding_strategy", _LEGACY[word])
@@ -132,30 +175,27 @@ def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
             file.error("wrong-value", "fsdp", f"{word!r} is no word of transformers' fsdp", "Write fsdp: true.")
     if (offload := named.pop("fsdp_cpu_offload", None)) is not None:
         named["fsdp_offload_params"] = offload
-    checkpointed = named.pop("fsdp_activation_checkpointing", None)
-    inner = Foreign(
-        kind=file.kind,
-        source=file.source,
-        data={"fsdp_config": named},
-        places={
-            f"fsdp_config.{name}": place
-            for name in named
-            for key in (name, name.removeprefix("fsdp_"))
-            if (place := file.places.get(f"fsdp_config.{key}"))
-        },
-    )
-    for name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
-        inner.raw(f"fsdp_config.fsdp_{name}")
-    engine = fsdp(inner)
-    sent = inner.flag("fsdp_config.fsdp_cpu_ram_efficient_loading")
-    file.covered("fsdp_config")
-    inner.say_unknown()
-    file.origins += [origin for origin in inner.origins if origin.key in written]  # the others are defaults
-    file.findings += inner.findings
-    config = evolve(config, engine=engine)
-    if isinstance(engine, FSDP2) and sent:
-        config = evolve(config, weights=SendWeights())
-    return evolve(config, checkpointing=CheckpointBlocks()) if checkpointed else config
+        typed["fsdp_config.fsdp_offload_params"] = typed["fsdp_config.fsdp_cpu_offload"]
+
+
+def _strategy(named: dict[str, Any], typed: dict[str, str]) -> None:
+    """Version 1 has its strategy where version 2 has a switch, and other defaults than accelerate."""
+    if named["fsdp_version"] == 1:
+        named.setdefault("fsdp_backward_prefetch", "NO_PREFETCH")
+        if isinstance(strategy := named.get("fsdp_reshard_after_forward"), str):
+            named["fsdp_sharding_strategy"] = strategy.upper()
+            typed["fsdp_config.fsdp_sharding_strategy"] = typed["fsdp_config.fsdp_reshard_after_forward"]
+            del named["fsdp_reshard_after_forward"]
+
+
+def _reduced(precision: Precision) -> Precision:
+    """Under FSDP the Trainer's accelerate reduces gradients in the compute dtype (H-10c)."""
+    match precision:
+        case BF16():
+            return evolve(precision, reduce_dtype="bfloat16")
+        case FP16():
+            return evolve(precision, reduce_dtype="float16")
+    return precision
 
 
 def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
@@ -170,10 +210,9 @@ def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
 def _deepspeed(file: Foreign, config: Config, path: Path) -> Config:
     given = file.raw("deepspeed", "engine")
     if isinstance(given, dict):
-        data = Foreign(kind=file.kind, source=file.source, data=given)
-        engine = from_json(data).engine
+        inner = from_json(Foreign(kind=file.kind, source=file.source, data=given))
         file.covered("deepspeed")
-        return evolve(config, engine=engine)
+        return _with_json(config, inner)
     found = next((place for place in (Path(str(given)), path.parent / str(given)) if place.is_file()), None)
     if found is None:
         what = f"there is no file {given}, neither from here nor beside {path.name}"
@@ -182,7 +221,13 @@ def _deepspeed(file: Foreign, config: Config, path: Path) -> Config:
     inner = read_deepspeed(read(str(found))).config
     assert isinstance(inner.engine, DeepSpeed)
     file.origins += [origin for origin in inner.origins if origin.setting.startswith("config.engine")]
-    return evolve(config, engine=inner.engine)
+    return _with_json(config, inner)
+
+
+def _with_json(config: Config, inner: Config) -> Config:
+    """The arguments with DeepSpeed's own config, whose loss scale counts where both ask for one precision."""
+    same = type(inner.precision) is type(config.precision)
+    return evolve(config, engine=inner.engine, precision=inner.precision if same else config.precision)
 
 
 def _rest(file: Foreign) -> None:

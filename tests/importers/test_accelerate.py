@@ -289,3 +289,23 @@ def test_a_key_that_does_nothing_is_a_warning(tmp_path: Path, text: str, key: st
     notes = read(tmp_path, text).notes
     assert [note.rule for note in notes] == ["import.no-effect"]
     assert notes[0].where.endswith(key)
+
+
+def test_rank_0_sends_its_values_under_both_versions_of_fsdp(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1, fsdp_cpu_ram_efficient_loading: true}\n"
+    assert config_of(tmp_path, text).weights == SendWeights()
+    kept = text.replace("}", ", fsdp_sync_module_states: false}")
+    assert ["rank 0 alone has values" in finding for finding in refused(tmp_path, kept)] == [True]
+
+
+def test_keys_of_another_float8_library_are_said(tmp_path: Path) -> None:
+    text = "distributed_type: NO\nmixed_precision: fp8\nfp8_config: {backend: AO, margin: 1, pad_inner_dim: false}\n"
+    imported = read(tmp_path, text)
+    assert [note.what for note in imported.notes] == ["it is for backend: TE, and that is AO"]
+    assert "fp8_config.pad_inner_dim" in {origin.key for origin in imported.config.origins}
+
+
+def test_an_unknown_section_is_said_once(tmp_path: Path) -> None:
+    said = refused(tmp_path, f"{GPU}fsdp_confg: {{fsdp_version: 2, fsdp_offload_params: true}}\n")
+    assert len(said) == 1
+    assert "Write 'fsdp_config'" in said[0]

@@ -34,7 +34,7 @@ dp_shard_size: 4
     assert imported.kind == "axolotl"
     assert config.engine == FSDP2(wrap=WrapClasses(("LlamaDecoderLayer",)), reshard_after_forward=False)
     assert (config.mesh, config.accumulation) == (Mesh(replicate=2, shard=4), 2)
-    assert (config.precision, config.checkpointing) == (BF16(), CheckpointBlocks())
+    assert (config.precision, config.checkpointing) == (BF16(reduce_dtype="bfloat16"), CheckpointBlocks())
     assert {origin.key for origin in imported.not_preparation} == {"base_model", "micro_batch_size"}
     assert [note.where.rpartition(" ")[2] for note in imported.notes] == ["bf16"]
 

@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
 
-from prepkit.findings import PlanRejected, Severity
-from prepkit.importers import Imported, import_config
+from tests.tools.corpus import JUSTIFIED, Row, examined, main, rows, table
 
-CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
-
-
-def rows() -> list[dict[str, str]]:
-    if not (CORPUS / "index.csv").is_file():
-        return []
-    with (CORPUS / "index.csv").open() as file:
-        return list(csv.DictReader(file))
+FOUND = tuple(rows())
 
 
-JUSTIFIED = {
-    "config.duplicate-key": "the library's reader takes the last of two silently",
-    "import.missing-file": "accelerate fails at launch, where the file is not there either",
-    "import.not-supported": "Megatron-LM, and sequences cut over ranks",
-}
-"""Why prepkit refuses a file that the library itself accepts."""
+@pytest.mark.skipif(not FOUND, reason="the folder of collected configs is not beside the project")
+@pytest.mark.parametrize("row", FOUND, ids=lambda row: row.file[-60:])
+def test_each_file_becomes_a_config_or_justified_findings(row: Row) -> None:
+    assert not row.unexplained
+    assert row.findings or row.keys
 
 
-@pytest.mark.skipif(not rows(), reason="the folder of collected configs is not beside the project")
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row["file"][-60:])
-def test_each_file_becomes_a_config_or_justified_findings(row: dict[str, str]) -> None:
-    file = CORPUS / row["file"]
-    accepted = "true" in (row["accelerate_ok"], row["deepspeed_ok"])
-    outcome = attempt(file)
-    if isinstance(outcome, PlanRejected):
-        errors = {finding.rule for finding in outcome.findings if finding.severity is Severity.ERROR}
-        assert not accepted or errors <= JUSTIFIED.keys(), str(outcome)
-    else:
-        assert outcome.kind == row["kind"]
-        assert outcome.config.origins
+@pytest.mark.skipif(not FOUND, reason="the folder of collected configs is not beside the project")
+def test_every_reason_stands_for_some_file() -> None:
+    assert {rule for row in FOUND if row.accepted for rule in row.errors} == JUSTIFIED.keys()
 
 
-def attempt(file: Path) -> Imported | PlanRejected:
-    try:
-        return import_config(file)
-    except PlanRejected as refused:
-        return refused
+def folder(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "index.csv").write_text("file,kind,accelerate_ok,deepspeed_ok\none.yaml,accelerate,true,\n")
+    (tmp_path / "one.yaml").write_text(text)
+    return tmp_path
+
+
+def test_the_table_counts_files_rules_and_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 2\ndebug: false\n"))]) == 0
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["accelerate", "config", "1"] in said
+    assert {("accelerate", "setting", "1"), ("accelerate", "silent", "1")} <= set(map(tuple, said))
+    assert said[-1] == ["unexplained:", "0"]
+
+
+def test_a_refusal_without_a_reason_is_unexplained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder(tmp_path, "distributed_type: MULTI_GPU\nnum_proceses: 2\n"))]) == 1
+    assert "one.yaml: refused by import.unknown-key" in capsys.readouterr().out
+
+
+def test_a_key_that_is_read_and_lost_is_unexplained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.tools.corpus.SILENT", {})
+    row = next(rows(folder(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 2\n")))
+    assert row.unexplained == ("key num_processes",)
+    assert "unexplained: 1" in table([row])
+
+
+def test_a_crash_is_unexplained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.tools.corpus.import_config", lambda path: {}["no such key"])
+    row = examined(tmp_path / "one.yaml", "one.yaml", "accelerate")
+    assert (row.outcome, row.unexplained) == ("crash", ("KeyError: 'no such key'",))
+
+
+def test_a_folder_without_files_is_used_wrongly(tmp_path: Path) -> None:
+    assert main([str(tmp_path)]) == 2

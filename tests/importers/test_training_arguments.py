@@ -1,4 +1,4 @@
-"""transformers' ``TrainingArguments``, alone or in files of LLaMA-Factory and TRL."""
+"""transformers' ``TrainingArguments``, alone or in files of TRL."""
 
 from __future__ import annotations
 
@@ -61,6 +61,14 @@ PLAIN = {"clip": ClipNorm(1.0), "timeout_s": 1800.0}
             Config(engine=DDP(), compile=CompileModel(backend="eager"), **PLAIN),
         ),
         ("fsdp: true", Config(engine=FSDP2(wrap=WrapBlocks()), **PLAIN)),
+        ("fsdp: true\nbf16: true", Config(engine=FSDP2(), precision=BF16(reduce_dtype="bfloat16"), **PLAIN)),
+        (
+            "fsdp: true\nfsdp_config: {version: 1, reshard_after_forward: hybrid_shard, cpu_offload: true}",
+            Config(
+                engine=FSDP1(sharding="HYBRID_SHARD", offload=True, sync_module_states=True, backward_prefetch=None),
+                **PLAIN,
+            ),
+        ),
         (
             (
                 "fsdp: true\nfsdp_config: {transformer_layer_cls_to_wrap: Block, cpu_ram_efficient_loading: true,"
@@ -71,7 +79,7 @@ PLAIN = {"clip": ClipNorm(1.0), "timeout_s": 1800.0}
         (
             "fsdp: shard_grad_op auto_wrap offload\nfsdp_config: {version: 1, activation_checkpointing: true}",
             Config(
-                engine=FSDP1(sharding="SHARD_GRAD_OP", offload=True, sync_module_states=True),
+                engine=FSDP1(sharding="SHARD_GRAD_OP", offload=True, sync_module_states=True, backward_prefetch=None),
                 checkpointing=CheckpointBlocks(),
                 **PLAIN,
             ),
@@ -126,8 +134,34 @@ def test_nothing_is_said_of_keys_that_nobody_wrote(tmp_path: Path, words: str, s
     assert [text in str(note) for note, text in zip(imported.notes, said, strict=True)] == [True] * len(said)
 
 
-def test_a_file_of_llama_factory_is_told_by_its_keys(tmp_path: Path) -> None:
-    file = tmp_path / "sft.yaml"
-    file.write_text("model_name_or_path: some/model\nstage: sft\nfinetuning_type: lora\nbf16: true\noutput_dir: x\n")
-    imported = import_config(file)
-    assert (imported.kind, imported.config.precision) == ("transformers", BF16())
+def test_keys_of_the_section_are_named_as_they_were_written(tmp_path: Path) -> None:
+    config = read(
+        tmp_path, "fsdp: true\nfsdp_config: {cpu_ram_efficient_loading: true, fsdp_offload_params: true}\n"
+    ).config
+    keys = {origin.setting: (origin.key, origin.line) for origin in config.origins}
+    assert keys["config.engine.offload"] == ("fsdp_config.fsdp_offload_params", 2)
+    with pytest.raises(PlanRejected, match=r"fsdp_config\.vresion: transformers knows no such key"):
+        read(tmp_path, "fsdp: true\nfsdp_config: {vresion: 2}")
+
+
+@pytest.mark.parametrize("value", ["[1]", "1.5", "true"])
+def test_a_section_that_is_none_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(PlanRejected, match="is no section"):
+        read(tmp_path, f"fsdp: true\nfsdp_config: {value}\n")
+
+
+def test_recomputation_under_its_newer_name(tmp_path: Path) -> None:
+    assert read(tmp_path, "activation_checkpointing: true\n").config.checkpointing == CheckpointBlocks()
+    text = "activation_checkpointing: true\ngradient_checkpointing: false\n"
+    both = read(tmp_path, f"{text}activation_checkpointing_kwargs: {{every_n_layers: 2}}\n")
+    assert both.config.checkpointing == CheckpointBlocks()
+    assert [note.where.rpartition(" ")[2] for note in both.notes] == [
+        "gradient_checkpointing",
+        "activation_checkpointing_kwargs",
+    ]
+
+
+def test_options_of_recomputation_are_no_unknown_keys(tmp_path: Path) -> None:
+    text = "gradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: false}\n"
+    imported = read(tmp_path, text)
+    assert (imported.config.checkpointing, imported.notes) == (CheckpointBlocks(), ())

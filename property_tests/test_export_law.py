@@ -1,0 +1,46 @@
+"""A config that another library's file can say is read back as it was; what a file cannot say is named, all of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prepkit.config import Config, DeepSpeed, NoClip
+from prepkit.exporters import EXPORTERS, export_config
+from prepkit.exporters.deepspeed import folded
+from prepkit.exporters.exported import differences
+from prepkit.facts import Facts
+from prepkit.importers import import_config
+from prepkit.testing.strategies.legal import legal
+
+FOLDED = tuple(
+    f"config.engine.{name}" for name in ("stage", "offload_optimizer", "offload_param", "micro_batch", "config")
+)
+"""Fields of ``DeepSpeed`` that are written into its JSON, or its section, and come back in one form."""
+
+
+@given(drawn=legal(), to=st.sampled_from(tuple(EXPORTERS)))
+def test_a_legal_config_comes_back_but_for_what_is_named(
+    tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Config, Facts], to: str
+) -> None:
+    config, facts = drawn
+    assert isinstance(config, Config)
+    size = facts.env.world_size
+    file = tmp_path_factory.getbasetemp() / f"config{EXPORTERS[to][1][0]}"
+    made = export_config(config, to, file, partial=True, world_size=size)
+    back = evolve(import_config(file, to).config, origins=())
+    named = tuple(finding.where for finding in made.left_out)
+    lost = [where for where, _, _ in differences(evolve(config, origins=()), back, "config")]
+    assert all(where.startswith((*FOLDED, *named)) for where in lost), (lost, named)
+    both = isinstance(config.engine, DeepSpeed) and isinstance(back.engine, DeepSpeed)
+    if both and back.engine.config != "{}" and "config.engine.config" not in named:
+        bare = evolve(config, accumulation=1, clip=NoClip()) if to == "transformers" else config
+        assert json.loads(back.engine.config) in (folded(bare), json.loads(config.engine.config)), (to, back.engine)
+
+    again = export_config(back, to, file, world_size=size)  # which it can say: nothing is refused
+    assert evolve(import_config(file, to).config, origins=()) == back
+    assert again.left_out == ()

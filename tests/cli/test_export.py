@@ -1,0 +1,57 @@
+"""``prepkit export``: what is printed, what is written, and what ends it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prepkit.importers import import_config
+from tests.support.command_line import run, workplace
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from workplace(tmp_path, monkeypatch)
+
+
+def test_a_file_of_another_library_is_printed_or_written_with_what_lies_beside_it(folder: Path) -> None:
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    words = ("export", "ds.json", "--to", "accelerate", "--world-size", "4")
+    printed = run(*words)
+    assert (printed.exit_code, printed.stderr) == (0, "")
+    assert "deepspeed_config_file: deepspeed.json" in printed.stdout
+    written = run(*words, "-o", "back.yaml")
+    assert (written.exit_code, written.stdout) == (0, "")
+    assert written.stderr.split() == ["wrote", "back.yaml", "wrote", "deepspeed.json"]
+    assert json.loads(Path("deepspeed.json").read_text()) == {"zero_optimization": {"stage": 1}}
+    assert import_config("back.yaml").world_size == 4
+
+
+def test_nothing_is_written_where_something_would_be_left_out(folder: Path) -> None:
+    Path("c.toml").write_text('engine = "DDP"\noptimizer = { kind = "AdamW" }\n')
+    words = ("export", "c.toml", "--to", "accelerate", "-o", "back.yaml")
+    done = run(*words)
+    assert (done.exit_code, Path("back.yaml").exists()) == (1, False)
+    assert "error export.not-expressible at config.optimizer:" in done.stderr
+    partial = run(*words, "--partial")
+    assert (partial.exit_code, Path("back.yaml").exists()) == (0, True)
+    assert "warning export.not-expressible at config.optimizer:" in partial.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("c.toml", "--to", "axolotl"), "there is no such exporter"),
+        (("c.toml", "--to", "accelerate", "-o", "no/such/folder.yaml"), "cannot be written"),
+        (("c.yaml", "--to", "accelerate", "-o", "c.yaml"), "is read by this command"),
+    ],
+)
+def test_wrong_use_ends_with_2(folder: Path, words: tuple[str, ...], said: str) -> None:
+    Path("c.toml").write_text('engine = "DDP"\n')
+    Path("c.yaml").write_text("engine: DDP\n")
+    done = run("export", *words)
+    assert done.exit_code == 2
+    assert said in done.stderr
