@@ -26,7 +26,7 @@ ready.log_to(pk.JsonLines(f"{args.folder}/log.jsonl"))
 for tokens in (bar := ready.progress(ready.loaders[0], desc="training")):
     loss = ready.model(tokens)
     ready.backward(loss)
-    loss = ready.gather_for_metrics(loss.detach()).mean()
+    loss = ready.reduce(loss.detach())
     ready.step()
     ready.log({"loss": loss, "norm": ready.grad_norm})
     bar.set_postfix(loss=f"{float(loss):.2f}")

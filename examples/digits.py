@@ -41,10 +41,8 @@ ready.log_to(pk.JsonLines(f"{args.folder}/log.jsonl"))
 
 def accuracy() -> torch.Tensor:
     """Share of the held-out digits that are recognised, each counted once over all ranks."""
-    ready.model.eval()
-    with torch.no_grad():
+    with ready.evaluating():
         right = [ready.gather_for_metrics(ready.model(x).argmax(1) == y) for x, y in ready.loaders[1]]
-    ready.model.train()
     return torch.cat(right).float().mean()
 
 
@@ -53,7 +51,7 @@ while ready.steps < args.steps:
         loss = functional.cross_entropy(ready.model(x), y)
         ready.backward(loss)
         ready.step()
-        ready.log({"loss": ready.gather_for_metrics(loss.detach()).mean()})
+        ready.log({"loss": ready.reduce(loss.detach())})
         if ready.steps >= args.steps:
             break
     ready.log({"accuracy": accuracy()})

@@ -40,7 +40,7 @@ while judges.steps < args.steps:
         draws.step()
         for param in judges.model.parameters():
             param.requires_grad_(requires_grad=True)
-        losses = [values.mean() for values in judges.gather_for_metrics((judged.detach(), fooled.detach()))]
+        losses = judges.reduce((judged.detach(), fooled.detach()))
         judges.log({"critic": losses[0], "generator": losses[1]})
         if judges.steps >= args.steps:
             break

@@ -36,7 +36,7 @@ for tokens in ready.progress(ready.loaders[0], desc="training"):
     loss = ready.model(input_ids=tokens, labels=tokens).loss
     ready.backward(loss)
     ready.step()
-    ready.log({"loss": ready.gather_for_metrics(loss.detach()).mean()})
+    ready.log({"loss": ready.reduce(loss.detach())})
 
 ready.export(f"{args.folder}/adapter")
 ready.barrier("the adapter is written")

@@ -35,15 +35,12 @@ with pk.save_on_sigterm(ready, folder, keep=2):
         for batch in ready.progress(ready.loaders[0], desc=f"epoch {epoch}"):
             loss = ready.model(batch)
             ready.backward(loss)
-            loss = ready.gather_for_metrics(loss.detach()).mean()
             if ready.step():
-                ready.log({"loss": loss, "norm": ready.grad_norm})
+                ready.log({"loss": ready.reduce(loss.detach()), "norm": ready.grad_norm})
                 if ready.steps % 3 == 0:
-                    ready.model.eval()
-                    with torch.no_grad():
-                        losses = [ready.gather_for_metrics(ready.model(batch)) for batch in ready.loaders[1]]
-                    ready.model.train()
-                    ready.log({"held out": torch.cat(losses).mean()})
+                    with ready.evaluating():
+                        losses = [ready.reduce(ready.model(batch)) for batch in ready.loaders[1]]
+                    ready.log({"held out": torch.stack(losses).mean()})
                     ready.save(folder, keep=2, wait=False)
 
 ready.save(folder, keep=2)

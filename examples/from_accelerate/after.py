@@ -26,17 +26,15 @@ ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, scheduler=schedu
 ready.resume(folder, missing_ok=True)
 
 for _ in range(ready.epoch, 2):
-    ready.model.train()
     for batch in ready.loaders[0]:
         loss = ready.model(batch)
         ready.backward(loss)
-        loss = ready.gather_for_metrics(loss.detach()).mean()
         if ready.step():
+            loss = ready.reduce(loss.detach())
             ready.print(json.dumps({"step": ready.steps, "loss": loss.item()}))
             if ready.steps % 3 == 0:
                 ready.save(folder, keep=2)
-    ready.model.eval()
-    with torch.no_grad():
+    with ready.evaluating():
         losses = [ready.gather_for_metrics(ready.model(batch)) for batch in ready.loaders[1]]
     ready.print(json.dumps({"step": ready.steps, "held out": torch.cat(losses).mean().item()}))
 
