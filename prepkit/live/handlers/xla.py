@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -17,14 +17,14 @@ from prepkit.live.model.target import Target
 from prepkit.steps import MoveToXLA, ReduceXLAGradients
 
 
-@frozen
+@frozen(repr=False)
 class Placed:
     """One tensor of one module before the move: the object, and what it held."""
 
-    module: Module = field(repr=False)
+    module: Module
     name: str
-    tensor: torch.Tensor = field(repr=False)
-    data: torch.Tensor = field(repr=False)
+    tensor: torch.Tensor
+    data: torch.Tensor
 
 
 def move_ready(step: MoveToXLA, target: Target) -> tuple[str, ...]:

@@ -44,8 +44,12 @@ class Recorded(Optimizer):
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     lean()
-    for module, name in (("adam", "DeepSpeedCPUAdam"), ("adagrad", "DeepSpeedCPUAdagrad")):
-        monkeypatch.setattr(f"deepspeed.ops.{module}.{name}", Recorded)
+    for module, name in (
+        ("adam", "DeepSpeedCPUAdam"),
+        ("adagrad", "DeepSpeedCPUAdagrad"),
+        ("lion", "DeepSpeedCPULion"),
+    ):
+        monkeypatch.setattr(f"deepspeed.ops.{module}.{name}", type(name, (Recorded,), {}))
 
 
 def two_groups(model: nn.Linear) -> AdamW:
@@ -87,6 +91,15 @@ def test_the_cpu_optimizer_gets_the_groups_and_the_first_ones_numbers_and_the_sc
     undo(CONVERT, target, memo)
     assert target.optimizer is given
     assert all(schedule.optimizer is given for schedule in (target.scheduler, *inner))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"])
+def test_the_class_is_the_one_that_was_planned(name: str) -> None:
+    model = nn.Linear(2, 2)
+    target = Target(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.25))
+    do(ConvertOptimizer(algorithm=name, decoupled=True), target)  # type: ignore[arg-type]  # one of three
+    assert type(target.optimizer).__name__ == name
 
 
 @pytest.mark.usefixtures("kernels")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from attrs import evolve
@@ -16,16 +18,21 @@ from prepkit.steps import (
     InitializeMSAMP,
     LocalDevice,
     MakeContiguous,
+    MoveToXLA,
     ParallelizeModules,
     ParallelStyle,
+    PrecomputeFloat8Scales,
+    RegisterEntryPoints,
+    SendTensors,
     ShardUnits,
     StartProcessGroup,
     StashTensors,
     Step,
+    Transfer,
     WrapFSDP1,
     WrapLoader,
 )
-from tests.support.single_step import fake_group, problems, shard_mesh
+from tests.support.single_step import do, fake_group, problems, shard_mesh
 
 
 def test_batches_do_not_go_to_a_device_that_is_not_there() -> None:
@@ -147,3 +154,43 @@ def test_the_device_that_is_bound_is_the_one_of_the_backend(
     with pytest.raises(LookupError):
         handlers()[StartProcessGroup].do(StartProcessGroup(backend=backend, world_size=1, timeout_s=5), target)
     assert bound == ([device] if device else [])
+
+
+def test_entry_points_are_registered_once() -> None:
+    step = RegisterEntryPoints(names=("extra_repr",), through="forward")
+    target = Target(model=nn.Linear(2, 2))
+    do(step, target)
+    said = "its methods are entry points already; apply to a model that was not prepared"
+    assert said in problems(step, target)
+
+
+def test_scales_are_not_computed_without_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    (said,) = problems(PrecomputeFloat8Scales(), Target(model=nn.Linear(2, 2)))
+    assert said.startswith("torchao.float8 cannot be imported: ")
+    assert said.endswith("type: pip install torchao")
+
+
+def test_a_tensor_of_another_shape_is_not_sent() -> None:
+    transfers = tuple(
+        Transfer(name=name, shape=shape, dtype="float32", placements=())
+        for name, shape in (("weight", (3, 2)), ("bias", (2,)))
+    )
+    said = problems(SendTensors(tensors=transfers, axes=()), Target(model=nn.Linear(2, 2)))
+    assert said == ("weight: not of the planned shape; build the plan again from this model",)
+
+
+def test_what_is_on_meta_does_not_move_to_an_xla_device() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    said = problems(MoveToXLA(forked=False), Target(model=model))
+    assert "weight is on meta, without data to move; load the weights first" in said
+
+
+def test_devices_of_an_optimizer_that_are_not_the_models_are_listed_in_order() -> None:
+    held = [nn.Parameter(torch.empty(1, device=torch.device("meta"))), nn.Parameter(torch.empty(1))]
+    optimizer = torch.optim.SGD([held[1], held[0]], lr=1.0)
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    said = problems(MoveToXLA(forked=False), Target(model=model, optimizer=optimizer))
+    assert any("the optimizer holds parameters on cpu, the model's are on meta" in text for text in said)
