@@ -77,7 +77,7 @@ def partition(resolved: Resolved, config: WorkingConfig) -> Piece:
         return ()
     step = PartitionParameters(device=LocalDevice(type=resolved.compute_device), settings=config.settings)
     reason = "each rank holds its parts and one whole parameter at a time, and never the whole model"
-    return because(step, reason, "DS-19", "M2-8", "M2-14", "pain 17")
+    return because(step, reason, "DP-10", "M2-8", "M2-14", "pain 17")
 
 
 def convert(config: WorkingConfig) -> Piece:

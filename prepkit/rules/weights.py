@@ -30,6 +30,9 @@ def _unfilled(resolved: Resolved) -> Iterator[Hit]:
         what = f"{asked_for} with {library}, whose layers are made from the values that are there."
         yield Hit("config.weights", what, f"Give the model its values, and leave config.weights out; or use {_FLOAT8}.")
     if isinstance(cfg.engine, DeepSpeed):
+        if divided := [param.name for param in facts.model.params if param.cls == "ZeroParameter"]:
+            what = f"{asked_for} for {count(len(divided), 'parameter')} that zero.Init has divided already."
+            yield Hit(at(divided[0]), what, f"Build the model with torch.device('meta') in its place; or {_KEEP}.")
         for what, fix in _deepspeed_parts(resolved):
             yield Hit("config.weights", f"{asked_for} with {what}", f"{fix}; or {_GIVE}.")
     if facts.model.quantised:
@@ -38,6 +41,7 @@ def _unfilled(resolved: Resolved) -> Iterator[Hit]:
         yield Hit("config.weights", f"{asked_for} for a model that a device map has spread over several devices.")
 
 
+_KEEP = "leave config.weights out, and load what is divided with the library that divided it"
 _GIVE = "give the model its values, and leave config.weights out"
 
 

@@ -6,7 +6,7 @@ import pytest
 from attrs import evolve
 
 from prepkit.config import DDP, FSDP2, XLA, Config, DeepSpeed, Engine, InitWeights, LoadWeights, SendWeights, Single
-from prepkit.facts import Facts
+from prepkit.facts import Facts, ParamFact
 from prepkit.facts.checkpoint import KeyMapping, WeightConverter
 from prepkit.findings import Finding
 from prepkit.rules import check
@@ -63,6 +63,15 @@ def test_parts_that_deepspeed_makes_from_values_are_refused_without_them(
     facts = tiny_facts(world=2, device="cuda")
     found = of("weights.not-filled", Config(engine=engine, weights=InitWeights()), facts)
     assert [finding.what.startswith(f"`InitWeights` with {what}") for finding in found] == ([True] if what else [])
+    assert not of("weights.not-filled", Config(engine=engine), facts)
+
+
+def test_parameters_that_zero_init_has_divided_are_loaded_by_whoever_divided_them() -> None:
+    model = tiny_model(extra=(ParamFact(name="norm.bias", shape=(4,), dtype="float32", cls="ZeroParameter"),))
+    engine, facts = DeepSpeed(stage=3, micro_batch=2), tiny_facts(model, world=2, device="cuda")
+    (found,) = of("weights.not-filled", Config(engine=engine, weights=InitWeights()), facts)
+    assert found.what == "`InitWeights` for 1 parameter that zero.Init has divided already."
+    assert found.where == "model.norm.bias"
     assert not of("weights.not-filled", Config(engine=engine), facts)
 
 

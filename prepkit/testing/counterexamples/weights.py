@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import evolve
 
-from prepkit.config import FSDP2, XLA, Config, InitWeights, LoadWeights, SendWeights
+from prepkit.config import FSDP2, XLA, Config, InitWeights, KeepLoaders, LoadWeights, SendWeights
 from prepkit.facts import BufferFact, Facts, ModelFacts, ParamFact
 from prepkit.facts.checkpoint import (
     CheckpointFacts,
@@ -141,7 +141,10 @@ def _stepped(facts: Facts) -> tuple[Config, Facts]:
 
 
 COUNTEREXAMPLES: dict[str, Callable[[Facts], tuple[Config, Facts]]] = {
-    "weights.not-filled": lambda facts: (Config(engine=XLA(), weights=InitWeights()), facts),
+    "weights.not-filled": lambda facts: (
+        Config(engine=XLA(), weights=InitWeights(), loaders=KeepLoaders()),
+        evolve(facts, env=evolve(facts.env, libraries=(("torch_xla", "2.9.0"),))),
+    ),
     "weights.state-not-sent": _stepped,
     "weights.not-seen": lambda facts: _load(facts, None),
     "weights.unreadable": _damaged,

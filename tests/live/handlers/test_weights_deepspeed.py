@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from prepkit.live.model.target import Target
 from prepkit.live.step_kinds import handlers
 from tests.benchmarks.worker import memory, reset_peak
 from tests.live.handlers.test_deepspeed import mean
+from tests.live.handlers.test_read_weights import Counting
 from tests.support.deepspeed_cpu import lean
-from tests.support.filled_models import FROM, filled
+from tests.support.filled_models import FROM, filled, values
+from tests.support.fragile_model import applied, planned
 from tests.support.gang import Gang
-from tests.support.meta_models import on_meta, saved
+from tests.support.meta_models import held, on_meta, saved
 from tests.support.transformers_models import build
 
 pytest.importorskip("deepspeed", reason="the extra prepkit[deepspeed] is not installed")
@@ -136,6 +139,73 @@ def test_bfloat16_and_its_float32_copies_come_from_the_file_as_those_of_a_model_
         assert read[2] == "torch.float32"
 
 
+class Uneven(Counting):
+    """Parameters that do not divide by the ranks: of one element, of an odd number, and frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Parameter(torch.ones(1))
+        self.still = nn.Parameter(torch.ones(7), requires_grad=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "still"):
+            nn.init.constant_(self.single, 5.0)
+            nn.init.normal_(self.still)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = super().forward(x) * self.single + self.still.sum()
+        return made
+
+
+def uneven_on_meta() -> Uneven:
+    """Without values, but for the buffer that nothing computes."""
+    with torch.device("meta"):
+        model = Uneven()
+    for side in (model.left, model.right):
+        side.register_buffer("shared", model.left.shared if side is model.right else torch.ones(2))
+    return model
+
+
+def uneven(rank: int, world: int, path: str, config: dict[str, Any]) -> list[str]:
+    """Names of what is not as in the whole model, by the source of its values; and what pads parts."""
+    del world
+    lean()
+    bad = []
+    for weights in (pk.LoadWeights(path), pk.SendWeights(), pk.InitWeights(3)):
+        torch.manual_seed(1)
+        whole = Uneven()
+        if isinstance(weights, pk.InitWeights):
+            whole = uneven_on_meta()
+            applied(planned(pk.Config(weights=weights), whole), whole)
+        torch.manual_seed(1)
+        model = Uneven() if isinstance(weights, pk.SendWeights) and rank == 0 else uneven_on_meta()
+        engine = pk.DeepSpeed(stage=3, micro_batch=2, config={"zero_optimization": config})
+        ready = pk.apply(pk.build_plan(pk.Config(engine=engine, weights=weights, optimizer=pk.SGD(lr=0.1)), model))
+        inner: Any = ready.unwrap()
+        assert inner.left.shared is inner.right.shared
+        expected, there = held(whole), values(ready.model)
+        assert set(there) == set(expected)
+        assert {n: t.dtype for n, t in there.items()} == {n: t.dtype for n, t in expected.items()}
+        wrong = [name for name, tensor in there.items() if not torch.equal(tensor, expected[name])]
+        bad += [f"{weights}: {name}" for name in wrong]
+        ready.backward(ready.model(torch.rand(2, 3)).sum())
+        assert ready.step()
+        ready.close()
+    return bad
+
+
+@pytest.mark.parametrize("config", [{}, {"offload_param": {"device": "cpu"}}], ids=str)
+def test_parameters_that_do_not_divide_and_buffers_of_every_kind_arrive(
+    gang2: Gang, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    torch.manual_seed(1)
+    model, path = Uneven(), str(tmp_path / "uneven.safetensors")
+    save_file({k: v.clone() for k, v in model.state_dict().items() if k != "right.shared"}, path)
+    assert gang2.run(uneven, path, config, timeout=90) == [[], []]
+
+
 class Deep(nn.Module):
     """32 blocks of 4 MiB each."""
 
@@ -147,27 +217,48 @@ class Deep(nn.Module):
 MIB = 2**20
 
 
-def peak(rank: int, world: int, stage: int, weights: pk.Weights) -> float:
-    """MiB of the process above the start, at most, until DeepSpeed is given the model."""
+ZERO_1, ZERO_3 = (pk.DeepSpeed(stage=stage, micro_batch=2) for stage in (1, 3))
+
+
+def inferred(rank: int, world: int, path: str) -> float:
+    """How far from the plain model's outputs."""
+    del rank, world
+    lean()
+    full, batch = build("llama-tied")
+    cfg = pk.Config(engine=ZERO_3, weights=pk.LoadWeights(path), intent=pk.Intent.INFERENCE)
+    ready = pk.apply(pk.build_plan(cfg, on_meta("llama-tied")[0]))
+    with torch.no_grad():
+        return float((ready.model(**batch).logits - full(**batch).logits).abs().max())
+
+
+def test_a_model_from_files_answers_as_the_plain_one(gang2: Gang, tmp_path: Path) -> None:
+    assert max(gang2.run(inferred, saved(tmp_path, "llama-tied"), timeout=60)) < 1e-6
+
+
+def peak(rank: int, world: int, engine: pk.Engine, weights: pk.Weights) -> float:
+    """MiB of the process above the start, at most, until the model has its values."""
     del rank, world
     lean()
     with torch.device("meta"):
         model = Deep()
-    cfg = pk.Config(engine=pk.DeepSpeed(stage=stage, micro_batch=2), weights=weights, optimizer=pk.SGD(lr=0.1))
+    cfg = pk.Config(engine=engine, weights=weights, optimizer=pk.SGD(lr=0.1))
     steps = [one.step for one in pk.build_plan(cfg, model).steps]
     kinds = [type(step).__name__ for step in steps]
-    gc.collect()  # what a test before has left
+    gc.collect()  # what a test before has left, and the allocator has kept of it
+    ctypes.CDLL(None).malloc_trim(0)
     reset_peak()
     before = memory("VmRSS")
-    outcome = interpret(tuple(steps[: kinds.index("InitializeDeepSpeed")]), handlers(), Target(model=model))
+    outcome = interpret(tuple(steps[: kinds.index("CreateOptimizer")]), handlers(), Target(model=model))
     assert isinstance(outcome, Done), str(outcome)
     return memory("VmHWM") - before
 
 
 def test_a_rank_of_zero_3_holds_its_parts_and_one_block_and_never_the_whole(gang2: Gang, tmp_path: Path) -> None:
+    """So does one of FSDP1 that initialises, with some blocks more that the allocator keeps of flattening."""
     save_file(Deep().state_dict(), tmp_path / "model.safetensors")
     files, whole, block = pk.LoadWeights(str(tmp_path)), 128, 4
-    assert min(gang2.run(peak, 1, files, timeout=60)) > 0.95 * whole, "the measure sees a whole model"
-    for weights in (files, pk.InitWeights()):
-        for most in gang2.run(peak, 3, weights, timeout=60):
-            assert whole / 2 - 1 < most < whole / 2 + 3 * block
+    assert min(gang2.run(peak, ZERO_1, files, timeout=60)) > 0.95 * whole, "the measure sees a whole model"
+    new = pk.InitWeights()
+    for engine, weights, blocks in ((ZERO_3, files, 1), (ZERO_3, new, 3), (pk.FSDP1(), new, 6)):
+        for most in gang2.run(peak, engine, weights, timeout=60):
+            assert whole / 2 - 1 < most < whole / 2 + blocks * block

@@ -160,7 +160,11 @@ PLUGIN: dict[str, Answers] = {
     "DP-7": (TWO_PLACES, "test test_a_setting_in_two_places_that_disagree_names_both"),
     "DP-8": (REAL, "test test_clipping_is_always_written_because_deepspeeds_own_default_clips"),
     "DP-9": ("deviation steps_per_print is what the user writes, else DeepSpeed's default",),
-    "DP-10": ("deviation zero.Init is the user's to enter; a model that was built under it is recognised",),
+    "DP-10": (
+        "step PartitionParameters",
+        "test test_a_rank_of_zero_3_holds_its_parts_and_one_block_and_never_the_whole",
+        "deviation without a flag: a model on meta is divided, one that was built under zero.Init is recognised",
+    ),
     "DP-11": ("rule deepspeed.zero-init",),
     "DP-12": ("rule deepspeed.msamp", "test test_ms_amp_gets_a_section_of_its_own_and_its_own_initialize"),
     "DP-13": (NO_PLUGIN,),
