@@ -133,6 +133,7 @@ def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     if (offload := named.pop("fsdp_cpu_offload", None)) is not None:
         named["fsdp_offload_params"] = offload
     checkpointed = named.pop("fsdp_activation_checkpointing", None)
+    offloaded = bool(named.pop("fsdp_activation_checkpointing_offload", None))
     inner = Foreign(
         kind=file.kind,
         source=file.source,
@@ -155,7 +156,7 @@ def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     config = evolve(config, engine=engine)
     if isinstance(engine, FSDP2) and sent:
         config = evolve(config, weights=SendWeights())
-    return evolve(config, checkpointing=CheckpointBlocks()) if checkpointed else config
+    return evolve(config, checkpointing=CheckpointBlocks(offload=offloaded)) if checkpointed else config
 
 
 def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
