@@ -101,6 +101,15 @@ def test_processes_and_machines_become_the_declared_environment(tmp_path: Path) 
     assert {origin.key for origin in imported.not_preparation} == skipped
 
 
+def test_inputs_of_recomputed_blocks_go_to_host_memory_as_accelerate_has_it(tmp_path: Path) -> None:
+    on, off = "  fsdp_activation_checkpointing: yes\n", "  fsdp_activation_checkpointing_offload: true\n"
+    assert config_of(tmp_path, FSDP2_FILE.replace(on, on + off)).checkpointing == CheckpointBlocks(offload=True)
+    with pytest.raises(PlanRejected, match="accelerate refuses it without fsdp_activation_checkpointing"):
+        read(tmp_path, FSDP2_FILE.replace(on, off))
+    first = "distributed_type: FSDP\nfsdp_config:\n" + on + off
+    assert [note.where for note in read(tmp_path, first).notes if "version 1" in note.what] != []
+
+
 def test_fsdp_of_version_1_with_every_key(tmp_path: Path) -> None:
     text = """\
 distributed_type: FSDP
@@ -204,6 +213,16 @@ deepspeed_config:
         accumulation=4,
         clip=ClipNorm(1.0),
     )
+
+
+def test_the_switch_for_saving_16_bit_weights_is_read_and_changes_nothing(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n"
+    without = config_of(tmp_path, text)
+    for value in ("true", "false"):
+        imported = read(tmp_path, f"{text}  zero3_save_16bit_model: {value}\n")
+        assert evolve(imported.config, origins=()) == without
+        assert {"deepspeed_config.zero3_save_16bit_model"} == {one.key for one in imported.not_preparation}
+        assert imported.notes == ()
 
 
 def test_a_deepspeed_file_is_read_where_it_lies_beside_the_yaml(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from prepkit.live.model.fsdp2_units import unit_fact
 from prepkit.live.model.state import LiveModel
+from prepkit.live.model.whole_gradients import WholeGradients
 from prepkit.plan.attestation import Check, each, same
 from prepkit.steps import AverageGradients, ShardUnits, Unit
 
@@ -48,6 +49,9 @@ def _policies(step: ShardUnits, unit: Unit, module: Module) -> Iterator[str]:
         wanted = ("float32", "float32", None)
     if (dtypes := (actual.param_dtype, actual.reduce_dtype, actual.output_dtype)) != wanted:
         yield f"parameter, reduction and output dtype planned {wanted}, found {dtypes}"
+    casts = step.cast_forward_inputs and not unit.full_precision
+    if not step.already_sharded and actual.cast_forward_inputs != casts:
+        yield f"cast_forward_inputs planned {casts}, found {actual.cast_forward_inputs}"
     if actual.ranks and actual.offload != step.offload:
         yield f"offload planned {step.offload}, found {actual.offload}"
     if actual.ranks and bool(actual.reshard_after_forward) != bool(unit.reshard_after_forward):
@@ -56,7 +60,8 @@ def _policies(step: ShardUnits, unit: Unit, module: Module) -> Iterator[str]:
 
 def averaged(step: AverageGradients, live: LiveModel) -> Iterator[Check]:
     """The planned parameters, and no others, are handed over to be averaged, over all ranks that read other data."""
-    watched = live.target.whole_gradients
+    whole = live.target.whole_gradients
+    watched = whole if isinstance(whole, WholeGradients) else None
     held = {id(param) for param in watched.params} if watched else set()
     bad = [name for name in step.names if id(live.params.get(name)) not in held]
     bad += [] if watched and watched.watches else ["no optimizer is watched"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attrs import evolve
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -81,11 +82,18 @@ def fsdp2s(
     wraps: SearchStrategy[c.Wrap],
     reshard: SearchStrategy[bool | int],
     ignored: SearchStrategy[tuple[str, ...]] | None = None,
+    casts: SearchStrategy[bool] | None = None,
 ) -> SearchStrategy[FSDP2]:
-    """FSDP2 with these selections and ways to reshard, on the device or offloaded; ``ignored`` as in ``fsdp1s``."""
+    """FSDP2 with these selections and ways to reshard, on the device or offloaded; ``ignored`` as in ``fsdp1s``.
+
+    Units cast their inputs unless ``casts`` draws otherwise: a model has to be written for that.
+    """
+    inputs = st.just(value=True) if casts is None else casts
     offload = st.just(c.KeepOnDevice()) | st.builds(OffloadToCPU, pin_memory=st.booleans())
     patterns = st.lists(st.sampled_from(_PATTERNS), max_size=2).map(tuple) if ignored is None else ignored
-    return st.builds(FSDP2, wrap=wraps, reshard_after_forward=reshard, offload=offload, ignored=patterns)
+    return st.builds(
+        FSDP2, wrap=wraps, reshard_after_forward=reshard, offload=offload, ignored=patterns, cast_forward_inputs=inputs
+    )
 
 
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -140,6 +148,14 @@ def fp16s(*, invalid: bool = True) -> SearchStrategy[FP16]:
     )
 
 
+OPTIONS = (
+    (),
+    (c.CompileOption(name="max_autotune", value=False),),
+    (c.CompileOption(name="max_fusion_size", value=8),),
+)
+"""Options that every inductor knows."""
+
+
 def compiles(blocks: SearchStrategy[c.Wrap] | None, *, invalid: bool = True) -> SearchStrategy[c.Compile]:
     """Every way to compile; ``invalid`` adds modes and backends that are not there. No blocks: whole or not."""
     options = {
@@ -147,14 +163,37 @@ def compiles(blocks: SearchStrategy[c.Wrap] | None, *, invalid: bool = True) -> 
         "mode": st.sampled_from((*MODES, *(["fastest"] if invalid else []))),
         "fullgraph": st.booleans(),
         "dynamic": st.sampled_from((None, True, False)),
+        "recompile_limit": st.sampled_from((None, 4, *([0] if invalid else []))),
+        "isolate_recompiles": st.booleans(),
     }
+    options["options"] = st.sampled_from((*OPTIONS, *([OPTIONS[1] * 2] if invalid else [])))
     whole = st.just(c.NoCompile()) | st.builds(c.CompileModel, **options)
-    return whole if blocks is None else whole | st.builds(c.CompileBlocks, blocks=blocks, **options)
+    drawn = whole if blocks is None else whole | st.builds(c.CompileBlocks, blocks=blocks, **options)
+    return drawn if invalid else drawn.map(_with_fitting_options)
 
 
-def checkpointings(blocks: SearchStrategy[c.Wrap]) -> SearchStrategy[c.ActivationCheckpointing]:
-    """Every way to checkpoint."""
-    wrapped = st.builds(c.CheckpointBlocks, blocks=blocks, preserve_rng_state=st.booleans())
+def _with_fitting_options(drawn: c.Compile) -> c.Compile:
+    """Only inductor takes options here, and in the place of a mode."""
+    if isinstance(drawn, c.NoCompile) or (drawn.backend == "inductor" and drawn.mode == "default"):
+        return drawn
+    return evolve(drawn, options=())
+
+
+def checkpointings(
+    blocks: SearchStrategy[c.Wrap], *, invalid: bool = True, compiled: bool = False
+) -> SearchStrategy[c.ActivationCheckpointing]:
+    """Every way to checkpoint; ``invalid`` adds operators that are none, and numbers of blocks that mean none.
+
+    Blocks that are ``compiled`` offload nothing.
+    """
+    wrapped = st.builds(
+        c.CheckpointBlocks,
+        blocks=blocks,
+        preserve_rng_state=st.booleans(),
+        every=st.just(1) if not invalid else st.integers(0, 3),
+        keep_ops=st.sampled_from(((), ("aten.mm",), ("aten.addmm.default", *(["mm"] if invalid else [])))),
+        offload=st.just(value=False) if compiled else st.booleans(),
+    )
     return st.just(c.NoCheckpointing()) | wrapped
 
 
@@ -203,8 +242,8 @@ def configs() -> SearchStrategy[Config]:
         engine=st.one_of(
             st.just(Single()),
             ddps(),
-            fsdp2s(_wraps(), st.booleans() | st.integers(-1, 8)),
-            fsdp1s(_wraps()),
+            fsdp2s(_wraps(), st.booleans() | st.integers(-1, 8), casts=st.booleans()),
+            fsdp1s(_wraps(), cast_forward_inputs=st.booleans(), cast_root_forward_inputs=st.booleans()),
             st.just(TensorParallel()),
             st.builds(XLA, forked=st.booleans()),
             deepspeeds(),

@@ -85,15 +85,20 @@ def fitting(draw: st.DrawFn, facts: Facts, *, float8: bool = False, zero: bool =
         engine = draw(engine_options(kind, facts, mesh, device or facts.env.device))
     many_xla = isinstance(engine, c.XLA) and facts.env.world_size > 1
     blocks = [wrap for wrap in fitting_wraps(facts.model) if select(wrap, facts.model)]
+    uncompiled = replaces_parameters(engine)
+    compiled = draw(st.just(c.NoCompile()) if uncompiled else compiles_for(facts.env, blocks, engine))
+    wrapped = (
+        checkpointings(st.sampled_from(blocks), invalid=False, compiled=not isinstance(compiled, c.NoCompile))
+        if blocks
+        else st.just(c.NoCheckpointing())
+    )
     cfg = Config(
         engine=engine,
         mesh=mesh,
         tp_plan=draw(tp_plans_for(facts.model, tensor_ranks, asked=kind is c.TensorParallel or tensor_ranks > 1)),
         precision=precision,
-        compile=draw(
-            st.just(c.NoCompile()) if replaces_parameters(engine) else compiles_for(facts.env, blocks, engine)
-        ),
-        checkpointing=draw(checkpointings(st.sampled_from(blocks)) if blocks else st.just(c.NoCheckpointing())),
+        compile=compiled,
+        checkpointing=draw(wrapped),
         intent=intent,
         weights=draw(st.just(c.KeepWeights()) if float8 else weights_for(facts, engine)),
         device=device,
@@ -104,8 +109,8 @@ def fitting(draw: st.DrawFn, facts: Facts, *, float8: bool = False, zero: bool =
         if trains and facts.optimizer is None and draw(_OFTEN)
         else None,
         accumulation=draw(st.integers(1, 8)),
-        average_each=False if isinstance(engine, c.DeepSpeed) else draw(st.booleans()),
-        clip=draw(clips(invalid=False)) if not many_xla else c.NoClip(),
+        average_each=False if isinstance(engine, c.DeepSpeed | c.XLA) else draw(st.booleans()),
+        clip=draw(clips(invalid=False)),
         scheduler_ticks=draw(st.integers(0, 4)),
         total_steps=draw(st.none() | st.integers(1, 4000)),
         loaders=draw(loaders_for(facts, zero=zero) if not many_xla else st.just(c.KeepLoaders())),
