@@ -204,6 +204,12 @@ def autocast() -> Table:
     return table
 
 
+def _loop() -> Table:
+    from tests.benchmarks.loop import loop
+
+    return loop()
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "plan": plan,
     "imports": imports,
@@ -212,6 +218,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "autocast": autocast,
     "worlds": worlds,
     "loading": loading,
+    "loop": _loop,
 }
 
 

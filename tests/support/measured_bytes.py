@@ -192,7 +192,7 @@ def _fsdp1(target: Target, planned: Plan) -> dict[str, int]:
     micro = planned.owners.accumulation_steps
     with counted() as sent:
         for index in range(micro):
-            drivers_fsdp1.sync(model, index == micro - 1)
+            drivers_fsdp1.sync(fsdp1_flat.units(model).values(), index == micro - 1)
             _backward(model)
             if index == 0 and micro > 1 and any(handle.uses_sharded_strategy for handle in handles.values()):
                 found["whole gradients"] = held(

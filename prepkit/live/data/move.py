@@ -32,6 +32,13 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
         return leaf
 
     def inner(part: Any) -> Any:
+        kind = type(part)
+        if kind is tuple or kind is list:  # most batches: pytree takes longer than the move itself
+            return kind([inner(item) for item in part])
+        if kind is dict:
+            return {key: inner(value) for key, value in part.items()}
+        if isinstance(part, torch.Tensor):
+            return move(part)
         return pytree.tree_map(move, part, is_leaf=_moves_itself)
 
     return inner(batch)

@@ -219,9 +219,14 @@ def named(peers: Peers | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if peers is not None and (failure := peers.lost(error)) is not None:
+        if (failure := _named_by(peers, error)) is not None:
             raise failure from error
         raise
+
+
+def _named_by(peers: Peers | None, error: RuntimeError) -> RankFailed | None:
+    """What names the lost rank in the place of this error; None: no rank was lost."""
+    return None if peers is None else peers.lost(error)
 
 
 def names_lost_rank(method: Callable[P, T]) -> Callable[P, T]:
@@ -230,7 +235,11 @@ def names_lost_rank(method: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         owner: Any = args[0]
-        with named(owner.peers):
+        try:
             return method(*args, **kwargs)
+        except RuntimeError as error:
+            if (failure := _named_by(owner.peers, error)) is not None:
+                raise failure from error
+            raise
 
     return call

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, assert_never
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from prepkit.config import Clip, ClipNorm, ClipValue, NoClip
+from prepkit.live.model import fsdp1_flat
 from prepkit.live.model.names import known_bases
 from prepkit.live.training import drivers_fsdp1
 
@@ -58,9 +59,9 @@ def _sync_ddp(model: Module, on: bool) -> None:
     model.require_backward_grad_sync = on or learns  # what ``no_sync`` sets; DDP reads it in forward
 
 
-def _sync_fsdp2(model: Module, on: bool) -> None:
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(on)
+def _sync_fsdp2(units: tuple[FSDPModule, ...], on: bool) -> None:
+    for unit in units:
+        unit.set_requires_gradient_sync(on, recurse=False)
 
 
 def reshard(model: Module) -> None:
@@ -96,19 +97,26 @@ def _step_deepspeed(model: Any, last: bool) -> Stepped:
 
 DRIVERS: tuple[tuple[type, Driver], ...] = (
     (DistributedDataParallel, Driver(sync=_sync_ddp)),
-    (FSDPModule, Driver(sync=_sync_fsdp2, settle=reshard)),
-    (FullyShardedDataParallel, Driver(sync=drivers_fsdp1.sync, clip=drivers_fsdp1.clip)),
+    (FSDPModule, Driver(sync=_sync_nothing, settle=reshard)),
+    (FullyShardedDataParallel, Driver(sync=_sync_nothing, clip=drivers_fsdp1.clip)),
     (Module, Driver(sync=_sync_nothing)),
 )
 DEEPSPEED = Driver(sync=_sync_deepspeed, backward=_backward_deepspeed, step=_step_deepspeed)
-"""Class of the outermost module to its driver; the first that fits."""
+"""Class of the outermost module to its driver; the first that fits. Units are looked up once (``driver``)."""
 
 
 def driver(model: Module) -> Driver:
     """The driver of a prepared model."""
     if "DeepSpeedEngine" in known_bases(type(model)):  # by name, so that DeepSpeed need not be there
         return DEEPSPEED
-    return next(own for kind, own in DRIVERS if isinstance(model, kind))
+    found = next(own for kind, own in DRIVERS if isinstance(model, kind))
+    if isinstance(model, FSDPModule):  # a walk through all modules in every micro-batch would be part of its time
+        units = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
+        return evolve(found, sync=lambda _, on: _sync_fsdp2(units, on))
+    if isinstance(model, FullyShardedDataParallel):
+        wrapped = tuple(fsdp1_flat.units(model).values())
+        return evolve(found, sync=lambda _, on: drivers_fsdp1.sync(wrapped, on))
+    return found
 
 
 def clip(how: Clip, params: Iterable[Parameter]) -> torch.Tensor | None:

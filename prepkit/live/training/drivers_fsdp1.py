@@ -15,9 +15,9 @@ from prepkit.config import Clip, ClipNorm, ClipValue, NoClip
 from prepkit.live.model import fsdp1_flat
 
 
-def sync(model: Module, on: bool) -> None:
+def sync(units: Iterable[FullyShardedDataParallel], on: bool) -> None:
     """Sets what ``FullyShardedDataParallel.no_sync`` sets; every unit reads it in backward."""
-    for unit in fsdp1_flat.units(model).values():
+    for unit in units:
         unit._sync_gradients = on  # type: ignore[assignment]  # torch gives nn.Module's attributes no types
 
 

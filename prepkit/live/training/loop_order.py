@@ -40,6 +40,8 @@ class LoopOrder:
     """Whether DDP has averaged the gradients of this window."""
     _kept: Parameter | None = None
     """A parameter that had a gradient when the last micro-batch ended inside a window; None: none had, as in FSDP2."""
+    _usual: Parameter | None = None
+    """The parameter that had a gradient when somebody last looked: asking it first saves a walk through the model."""
     _ticked: int | None = None
     """Where the scheduler stood after the last window; None: nobody looked, or it was put elsewhere since."""
 
@@ -140,8 +142,11 @@ class LoopOrder:
         """The next micro-batch begins."""
         self._backwards = 0
         self._averaged = self._averaged and not ended
-        look = self.shows_gradients and not ended
-        self._kept = next((p for p in model.parameters() if p.grad is not None), None) if look else None
+        self._kept = None
+        if self.shows_gradients and not ended:
+            if self._usual is None or self._usual.grad is None:
+                self._usual = next((p for p in model.parameters() if p.grad is not None), None)
+            self._kept = self._usual
 
 
 def _any_gradient(model: Module) -> bool:
