@@ -8,20 +8,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader
 
 from prepkit.api import apply, build_plan
 from prepkit.compat.accelerate_arguments import config_of
 from prepkit.compat.accelerate_loop import Loop, SteppedOptimizer, SteppedScheduler
-from prepkit.compat.not_offered import NotOffered
+from prepkit.compat.accelerate_objects import only, place_of
+from prepkit.compat.accelerate_ranks import gathered, reduced, start_group
+from prepkit.compat.not_offered import OTHERWISE, NotOffered
 from prepkit.config import ClipNorm, ClipValue, Config, ShardLoaders
 from prepkit.findings import PlanRejected
 from prepkit.live.observe.env import observe_env
@@ -29,32 +27,7 @@ from prepkit.live.ranks import launcher
 from prepkit.live.training.prepared import Prepared
 from prepkit.plan import Plan
 
-__all__ = ["Accelerator", "NotOffered", "PlanRejected"]
-
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-OTHERWISE = {
-    "no_sync": "a window's gradients are averaged once anyway; write `with accelerator.accumulate(model):`",
-    "trigger_sync_in_backward": "each forward has its backward; write `with accelerator.accumulate(model):`",
-    "join_uneven_inputs": "every rank has as many batches",
-    "autocast": "the prepared model computes in its precision by itself; write torch.autocast for anything else",
-    "profile": "write torch.profiler.profile",
-    "log": "call your tracker on the main process",
-    "init_trackers": "make your tracker on the main process",
-    "get_tracker": "keep your tracker in a variable",
-    "trackers": "keep your trackers in a variable",
-    "register_for_checkpointing": "save your objects beside the checkpoint",
-    "register_save_state_pre_hook": "call your function before save_state",
-    "register_load_state_pre_hook": "call your function before load_state",
-    "skip_first_batches": "load_state puts the loaders back; or write loader.load_state_dict(state)",
-    "get_state_dict": "save_model writes the whole model as safetensors",
-    "pad_across_processes": "gather_for_metrics takes tensors of any first dimension",
-    "split_between_processes": "slice by accelerator.process_index",
-    "state": "write accelerator.num_processes, accelerator.device and the like",
-    "gradient_state": "write accelerator.sync_gradients",
-    "set_trigger": "write torch.distributed.all_reduce of a flag",
-    "check_trigger": "write torch.distributed.all_reduce of a flag",
-}
-"""Members that scripts use, and what to write in their place."""
+__all__ = ["OTHERWISE", "Accelerator", "NotOffered", "PlanRejected"]
 
 
 class Accelerator:
@@ -128,8 +101,8 @@ class Accelerator:
             raise NotOffered("prepare(device_placement=...)", "give Accelerator(device_placement=...)")
         if self._loop is not None:
             raise NotOffered("a second prepare", "give all objects to one call; another model has its Accelerator")
-        places = [_place(given) for given in objects]
-        model, optimizer, scheduler = (_only(objects, places, kind) for kind in ("model", "optimizer", "scheduler"))
+        places = [place_of(given) for given in objects]
+        model, optimizer, scheduler = (only(objects, places, kind) for kind in ("model", "optimizer", "scheduler"))
         loaders = [given for given, place in zip(objects, places, strict=True) if place == "loader"]
         if model is None:
             raise NotOffered("prepare without a model", "give model, optimizer, scheduler and loaders to one call")
@@ -179,7 +152,7 @@ class Accelerator:
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of a window."""
-        return self.config.accumulation
+        return self.config.accumulation or 1
 
     # --- processes ---
 
@@ -224,19 +197,9 @@ class Accelerator:
         if self.num_processes == 1:
             return
         if not dist.is_initialized():
-            self._start()
+            start_group(self.device, self.config.timeout_s)
+            self._started = True
         dist.barrier()
-
-    def _start(self) -> None:
-        """The group that a plan takes over; it has gloo beside the device's own, for whatever is offloaded."""
-        backend = _BACKENDS.get(self.device.type)
-        if backend is None:
-            what = "call it after accelerator.prepare, which starts the process group"
-            raise NotOffered(f"waiting before prepare on {self.device.type}", what)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        dist.init_process_group(backend, timeout=timedelta(seconds=self.config.timeout_s))
-        self._started = True
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -265,7 +228,7 @@ class Accelerator:
 
     def gather(self, value: Any) -> Any:
         """Tensors of equal shape of all ranks, one after the other in their first dimension."""
-        return tree_map(self._gathered, value)
+        return tree_map(gathered, value)
 
     def gather_for_metrics(self, value: Any) -> Any:
         """``ready.gather_for_metrics``: each sample once."""
@@ -273,26 +236,7 @@ class Accelerator:
 
     def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Tensors, summed or averaged over the ranks."""
-        if reduction not in ("sum", "mean"):
-            raise NotOffered(f"reduce({reduction!r})", "write sum or mean")
-        return tree_map(lambda inner: self._reduced(inner, reduction, scale), value)
-
-    def _gathered(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or self.num_processes == 1:
-            return value
-        value = value.detach().contiguous()
-        value = value[None] if value.ndim == 0 else value
-        parts = [torch.empty_like(value) for _ in range(self.num_processes)]
-        dist.all_gather(parts, value)
-        return torch.cat(parts)
-
-    def _reduced(self, value: Any, reduction: str, scale: float) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        total = value.detach().clone()
-        if self.num_processes > 1:
-            dist.all_reduce(total)
-        return total * scale / (self.num_processes if reduction == "mean" else 1)
+        return tree_map(lambda inner: reduced(inner, reduction, scale), value)
 
     # --- files ---
 
@@ -335,23 +279,3 @@ class Accelerator:
         self.end_training()
         self._loop = None
         return [None for _ in objects]
-
-
-def _place(given: Any) -> str:
-    kinds = {
-        "model": torch.nn.Module,
-        "optimizer": Optimizer,
-        "scheduler": LRScheduler | ReduceLROnPlateau,
-        "loader": DataLoader,
-    }
-    for place, kind in kinds.items():
-        if isinstance(given, kind):
-            return place
-    raise NotOffered(f"prepare({type(given).__name__})", "give modules, optimizers, schedulers and DataLoaders")
-
-
-def _only(objects: tuple[Any, ...], places: list[str], kind: str) -> Any:
-    found = [given for given, place in zip(objects, places, strict=True) if place == kind]
-    if len(found) > 1:
-        raise NotOffered(f"prepare with {len(found)} of kind {kind}", "give each model an Accelerator of its own")
-    return found[0] if found else None
