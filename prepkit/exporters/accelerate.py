@@ -39,7 +39,7 @@ from prepkit.config import (
     WrapClasses,
     WrapSize,
 )
-from prepkit.exporters.deepspeed import deepspeed_file, folded
+from prepkit.exporters.deepspeed import deepspeed_file, folded, steps_of
 from prepkit.exporters.exported import Unread
 
 JSON_NAME = "deepspeed.json"
@@ -181,7 +181,7 @@ def _with_deepspeed(config: Config, data: dict[str, Any], engine: DeepSpeed) -> 
     experts = {"deepspeed_moe_layer_cls_names": ",".join(engine.leaf_modules)} if engine.leaf_modules else {}
     if engine.config == "{}" and engine.micro_batch is None:
         stage = 2 if engine.stage is None else engine.stage
-        section: dict[str, Any] = {"zero_stage": stage, "gradient_accumulation_steps": config.accumulation}
+        section: dict[str, Any] = {"zero_stage": stage, "gradient_accumulation_steps": steps_of(config)}
         for name in ("optimizer", "param"):
             if (device := getattr(engine, f"offload_{name}")) is not None:
                 section[f"offload_{name}_device"] = device

@@ -49,11 +49,16 @@ def folded(config: Config) -> dict[str, Any]:
     section = PRECISIONS[type(config.precision)].deepspeed_section
     if section is not None:
         data[section] = {**(data.get(section) or {}), "enabled": True, **_scaling(config)}
-    if config.accumulation != 1:
-        data["gradient_accumulation_steps"] = config.accumulation
+    if steps_of(config) != 1:
+        data["gradient_accumulation_steps"] = steps_of(config)
     if isinstance(config.clip, ClipNorm):
         data["gradient_clipping"] = config.clip.max_norm
     return data
+
+
+def steps_of(config: Config) -> int:
+    """Micro-batches per optimizer step where loaders and ranks have no say: 1 if nothing is said."""
+    return 1 if config.accumulation is None else config.accumulation
 
 
 def _scaling(config: Config) -> dict[str, int]:

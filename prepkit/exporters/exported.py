@@ -55,10 +55,13 @@ def exported(kind: str, draft: Unread, suffix: str) -> Exported:
         except PlanRejected as refused_back:
             places = (evolve(said, where=said.where.replace(f"{folder}/", "")) for said in refused_back.findings)
             raise PlanRejected(tuple(places)) from None
-    said = evolve(read.config, origins=())
-    asked = evolve(draft.means, origins=())
-    left_out = tuple(_finding(kind, *difference) for difference in differences(asked, said, "config"))
+    left_out = tuple(_finding(kind, *found) for found in differences(plain(draft.means), plain(read.config), "config"))
     return Exported(kind=kind, text=text, beside=beside, left_out=left_out)
+
+
+def plain(config: Config) -> Config:
+    """The config without its origins, with the one micro-batch per step that None means without ``global_batch``."""
+    return evolve(config, origins=(), accumulation=1 if config.accumulation is None else config.accumulation)
 
 
 def differences(asked: Any, said: Any, where: str) -> Iterator[tuple[str, Any, Any]]:

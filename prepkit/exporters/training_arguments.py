@@ -20,13 +20,13 @@ from prepkit.config import (
     NoClip,
 )
 from prepkit.exporters.accelerate import fsdp_section
-from prepkit.exporters.deepspeed import folded, with_json
+from prepkit.exporters.deepspeed import folded, steps_of, with_json
 from prepkit.exporters.exported import Unread
 
 
 def training_arguments_file(config: Config, world_size: int | None, per_node: int | None) -> Unread:  # noqa: ARG001
     """The arguments. ``output_dir`` and all that concerns data and logging are yours to add."""
-    data: dict[str, Any] = {"gradient_accumulation_steps": config.accumulation, "ddp_timeout": _whole(config.timeout_s)}
+    data: dict[str, Any] = {"gradient_accumulation_steps": steps_of(config), "ddp_timeout": _whole(config.timeout_s)}
     data["max_grad_norm"] = config.clip.max_norm if isinstance(config.clip, ClipNorm) else 0.0
     if isinstance(config.precision, BF16 | FP16):
         data["bf16" if isinstance(config.precision, BF16) else "fp16"] = True

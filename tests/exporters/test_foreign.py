@@ -34,6 +34,7 @@ from prepkit.config import (
     WrapSize,
 )
 from prepkit.exporters import EXPORTERS, Exported, export_config
+from prepkit.exporters.exported import plain
 from prepkit.findings import PlanRejected
 from prepkit.importers import import_config
 
@@ -90,7 +91,7 @@ def test_what_is_written_is_read_as_the_same(tmp_path: Path, to: str, config: Co
     again = export_config(evolve(imported.config, origins=()), to, world_size=8, per_node=8)
     assert (again.text, again.beside) == (made.text, made.beside)
     if not isinstance(config.engine, DeepSpeed):  # whose fields are written into its JSON
-        assert evolve(imported.config, origins=()) == config
+        assert plain(imported.config) == plain(config)
 
 
 @pytest.mark.parametrize("config", SAID["accelerate"], ids=IDS[: len(SAID["accelerate"])])
@@ -109,7 +110,7 @@ def test_deepspeeds_own_class_parses_it(tmp_path: Path, config: Config) -> None:
     data: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1} | json.loads(file.read_text())
     parsed = runtime.DeepSpeedConfig(data)
     assert parsed.zero_config.stage == (config.engine.stage or data["zero_optimization"]["stage"])  # type: ignore[union-attr]
-    assert parsed.gradient_accumulation_steps == config.accumulation
+    assert parsed.gradient_accumulation_steps == (config.accumulation or 1)
     assert parsed.bfloat16_config.enabled is isinstance(config.precision, BF16)
     assert parsed.float16_config.enabled is isinstance(config.precision, FP16)
 
@@ -124,7 +125,7 @@ def test_the_trainers_own_class_takes_it(tmp_path: Path, config: Config, monkeyp
     file, _ = written(tmp_path, "transformers", config)
     data = ruamel.yaml.YAML(typ="safe").load(file.read_text())
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **data)
-    assert args.gradient_accumulation_steps == config.accumulation
+    assert args.gradient_accumulation_steps == (config.accumulation or 1)
     assert bool(args.fsdp) is not isinstance(config.engine, DDP)
 
 
@@ -148,6 +149,14 @@ def test_what_a_file_cannot_say_is_named_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
     partial = export_config(config, to, partial=True)
     assert [finding.where for finding in partial.left_out] == [finding.where for finding in caught.value.findings]
+
+
+def test_nothing_said_of_micro_batches_is_one_and_a_global_batch_is_named() -> None:
+    assert (
+        "gradient_accumulation_steps: 1\n" in export_config(Config(engine=DDP(), timeout_s=60.0), "transformers").text
+    )
+    with pytest.raises(PlanRejected, match=r"at config\.global_batch"):
+        export_config(Config(engine=DDP(), global_batch=64), "accelerate")
 
 
 def test_a_library_or_an_extension_that_is_not_there_is_refused() -> None:

@@ -146,6 +146,11 @@ class Prepared:
         return self._order.begun
 
     @property
+    def ends_window(self) -> bool:
+        """Whether the micro-batch that runs now is the last of its window, so that ``step`` will step the optimizer."""
+        return self._at_boundary()
+
+    @property
     def pending(self) -> int:
         """Micro-batches since the last optimizer step: those whose gradients wait for the end of their window."""
         return self._seen + self._order.begun
