@@ -176,6 +176,6 @@ def _cycle(path: str, ancestor: str, module: nn.Module) -> str:
 def _multiplied(path: str, module: nn.Module) -> str:
     return (
         f"modules that are shared have more than {MOST_REPEATED:,} places, {path} ({type(module).__name__}) among "
-        f"them: each level that holds the one below it twice doubles their names. Hold a shared module in one place, and "
-        f"keep further references to it out of the module tree, for example in a tuple: self.again = (module,)"
+        "them: each level that holds the one below it twice doubles their names. Hold a shared module in one place, "
+        "and keep further references to it out of the module tree, for example in a tuple: self.again = (module,)"
     )

@@ -14,7 +14,7 @@ from attrs import define, evolve, field
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from prepkit.config import FSDP1, XLA, ClipNorm
+from prepkit.config import FSDP1, XLA, ClipNorm, ShardLoaders
 from prepkit.config.mesh import SAME_DATA
 from prepkit.live.checkpoints import resuming, session
 from prepkit.live.data.passes import Passes
@@ -244,6 +244,8 @@ class Prepared:
             return
         if self.plan.world_size > 1 and any(isinstance(planned.step, ShardLoader) for planned in self.plan.steps):
             self._passes.warn_unread()
+        elif self.plan.data_parallel_size > 1 and isinstance(self.plan.config.loaders, ShardLoaders):
+            self._passes.warn_none(self.plan.data_parallel_size)
         watched = self._watched
         seen = tuple(gradients(self.model) if watched is None else watched.end())
         scaled = self.plan.owners.loss_scaling != "nobody"
