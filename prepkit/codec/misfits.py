@@ -8,7 +8,7 @@ from typing import Any
 from prepkit.codec import field_types, samples
 from prepkit.codec.languages import TAG, Language, assigned, typed
 from prepkit.codec.text import shown
-from prepkit.config.keywords import OTHER_NAMES
+from prepkit.findings.keywords import OTHER_NAMES
 
 Fix = Callable[[Language], str]
 """What to type, in the language of the file."""

@@ -9,7 +9,7 @@ import attrs
 
 from prepkit.codec import field_types
 from prepkit.codec.languages import TAG, Untagged
-from prepkit.config.keywords import OTHER_NAMES
+from prepkit.findings.keywords import OTHER_NAMES
 
 LONGEST = 200
 """Characters of a given value that a sample repeats; one that is longer is nobody's slip of the pen."""

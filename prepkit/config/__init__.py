@@ -17,7 +17,6 @@ from prepkit.config.ddp import DDP, CommHook, CompressHook, NoHook, PowerSGDHook
 from prepkit.config.deepspeed import DeepSpeed, Schedule
 from prepkit.config.fp8 import MSAMP, DelayedScaling, FP8Backend, MXFP8BlockScaling, TorchAO, TransformerEngine
 from prepkit.config.fsdp import FSDP1, FSDP2, KeepOnDevice, Offload, OffloadToCPU, Sharding
-from prepkit.config.keywords import explain_keywords
 from prepkit.config.loaders import EachLoader, KeepLoaders, Loaders, ShardLoaders
 from prepkit.config.mesh import Mesh
 from prepkit.config.optimizer import *  # noqa: F403  # the file's table says what there is
@@ -35,6 +34,7 @@ from prepkit.config.tensor_parallel import (
 from prepkit.config.weights import InitWeights, KeepWeights, LoadWeights, SendWeights, Weights
 from prepkit.config.wrapping import Wrap, WrapBlocks, WrapClasses, WrapPaths, WrapRoot, WrapSize
 from prepkit.field_docs import show_fields
+from prepkit.findings.keywords import explain_keywords
 
 
 class Intent(StrEnum):

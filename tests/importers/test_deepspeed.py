@@ -121,3 +121,9 @@ def test_a_file_with_no_key_of_deepspeed_is_not_taken_for_one(tmp_path: Path) ->
     (tmp_path / "x.json").write_text('{"no_such": 1}')
     with pytest.raises(PlanRejected, match="it has none of train_batch_size"):
         import_config(str(tmp_path / "x.json"), "deepspeed")
+
+
+def test_what_is_shown_of_a_key_is_its_own_value_and_not_the_whole_file_again(tmp_path: Path) -> None:
+    lines = {line.split()[0]: line for line in str(read(tmp_path, TEXT)).splitlines()[1:]}
+    assert '  {"stage": 2, "reduce_bucket_size": 500000000.0}  from' in lines["config.engine.config.zero_optimization"]
+    assert '  "auto"  from' in lines["config.engine.config.train_micro_batch_size_per_gpu"]

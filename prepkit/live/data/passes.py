@@ -77,8 +77,9 @@ class Passes:
         if not self.loaders and dist.is_initialized() and dist.get_rank() == 0:
             warnings.warn(
                 f"build_plan was given no loader, and {readers} ranks train: unless the loop divides its data itself, "
-                "as a DistributedSampler does, every rank trains on all samples. Write build_plan(..., loaders=[loader]) "
-                "and `for batch in ready.loaders[0]:`, or Config(loaders=pk.KeepLoaders()) where data are divided",
+                "as a DistributedSampler does, every rank trains on all samples. Write "
+                "build_plan(..., loaders=[loader]) and `for batch in ready.loaders[0]:`, or "
+                "Config(loaders=pk.KeepLoaders()) where data are divided",
                 stacklevel=3,
             )
 

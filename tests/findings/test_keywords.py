@@ -10,7 +10,7 @@ import pytest
 from attrs import evolve, fields
 
 import prepkit as pk
-from prepkit.config import keywords
+from prepkit.findings import keywords
 
 
 @pytest.mark.parametrize(
