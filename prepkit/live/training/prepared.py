@@ -173,6 +173,7 @@ class Prepared:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types
+        self._order.after_backward(self.model)
 
     @names_lost_rank
     def step(self, closure: Closure | None = None) -> bool:
@@ -190,6 +191,8 @@ class Prepared:
         ended = self._at_boundary()
         if closure is None:
             self._order.before_step(self.model, ended=ended)
+            if ended:
+                self._order.before_first_step(self.model, scaled=self.scaler is not None)
         factor = self._tokens.end(self.plan.owners.accumulation_steps) if ended else None
         if closure is None and ended:
             self._order.before_tick(self._ticked_here)
