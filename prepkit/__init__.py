@@ -67,6 +67,7 @@ from prepkit.findings import PlanRejected as PlanRejected
 from prepkit.findings import Severity as Severity
 
 if TYPE_CHECKING:
+    from prepkit.api import Example as Example
     from prepkit.api import activations as activations
     from prepkit.api import apply as apply
     from prepkit.api import build_plan as build_plan
@@ -112,6 +113,7 @@ _LATER = {
     "check": "prepkit.api",
     "diff": "prepkit.api",
     "Disagreement": "prepkit.live.ranks.agree",
+    "Example": "prepkit.api",
     "Hit": "prepkit.rules.rule",
     "Imported": "prepkit.importers.imported",
     "export_config": "prepkit.exporters",

@@ -38,6 +38,13 @@ class Given:
     loaders: tuple[Any, ...] = ()
 
 
+class Example:
+    """What the model is called with for one micro-batch: ``Example(batch)``, ``Example(**batch)``. On any device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+
+
 def build_plan(
     cfg: Config,
     model: Any,
@@ -47,14 +54,17 @@ def build_plan(
     loaders: Sequence[Any] = (),
     env: Env | None = None,
     rules: tuple[Rule, ...] = RULES,
+    example: Example | None = None,
 ) -> Plan:
     """The plan for a model; touches nothing.
 
     ``model`` is an ``nn.Module``, also on the meta device, or ``Facts``. ``optimizer`` is a torch optimizer, or a spec
     such as ``AdamW(lr=1e-3)`` that is created after wrapping; or a list of several, as ``scheduler`` may be.
-    ``env`` None: the environment that is here.
+    ``env`` None: the environment that is here. With an ``example``, the forward runs once on a copy without data, and
+    what it does with sharded parameters is found too (``foreign_uses``).
 
-    Raises ``PlanRejected`` with every finding, and ``TypeError`` for objects of the wrong kind.
+    Raises ``PlanRejected`` with every finding, ``TypeError`` for objects of the wrong kind, and ``RuntimeError`` for a
+    model whose forward cannot run on the example without values.
 
     >>> from prepkit.config import FSDP2, Mesh
     >>> from prepkit.testing.tiny import tiny_facts
@@ -72,6 +82,8 @@ def build_plan(
     rules = _rules(rules)
     facts = _facts(cfg, model, optimizer, scheduler, _loaders(loaders), env)
     made = planner.plan(cfg, facts, rules).lash(_reject).unwrap()
+    if example is not None:
+        made = _tried(made, model, rules, example)
     if isinstance(model, Facts):
         return made
     codec.prepare(made)  # here, while no rank waits for another
@@ -251,7 +263,21 @@ def diff(a: T, b: T) -> tuple[Change, ...]:
     return value_diff(a, b)
 
 
+_split = rules.split
 _check: Callable[[Config, Facts, tuple[Rule, ...]], tuple[Finding, ...]] = rules.check
+
+
+def _tried(made: Plan, model: Any, rules: tuple[Rule, ...], example: Example) -> Plan:
+    """The plan, with what its forward has shown and the config accepts; ``PlanRejected`` for what it does not."""
+    if isinstance(model, Facts):
+        raise TypeError("facts have no forward to run the example through; give the model, or leave out the example")
+    if not isinstance(example, Example):
+        raise TypeError(f"example is {type(example).__name__}; write example=pk.Example(batch), as the model is called")
+    findings = foreign_uses(made, model, *example.args, **example.kwargs)
+    standing, overridden = _split(made.config, findings, rules)
+    if standing:
+        raise PlanRejected((*made.warnings, *standing))
+    return evolve(made, overridden=(*made.overridden, *overridden)) if overridden else made
 
 
 def _reject(findings: tuple[Finding, ...]) -> Any:

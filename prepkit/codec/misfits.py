@@ -8,6 +8,7 @@ from typing import Any
 from prepkit.codec import field_types, samples
 from prepkit.codec.languages import TAG, Language, assigned, typed
 from prepkit.codec.text import shown
+from prepkit.findings.keywords import OTHER_NAMES
 
 Fix = Callable[[Language], str]
 """What to type, in the language of the file."""
@@ -98,7 +99,7 @@ def _instead(cls: type, key: object, data: dict[Any, Any]) -> str:
     word = str(key)[: samples.LONGEST]
     if near := samples.meant(word, data[key], cls, data):
         return f"write {near!r} instead"
-    if (known := samples.OTHER_NAMES.get(word.lower())) in data:
+    if (known := OTHER_NAMES.get(word.lower())) in data:
         return f"remove it: {known!r} says it"
     if word in samples.OF_GROUPS:
         return "remove it: give an optimizer of your own with these groups, as in build_plan(cfg, model, optimizer=...)"

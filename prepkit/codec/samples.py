@@ -9,34 +9,13 @@ import attrs
 
 from prepkit.codec import field_types
 from prepkit.codec.languages import TAG, Untagged
+from prepkit.findings.keywords import OTHER_NAMES
 
 LONGEST = 200
 """Characters of a given value that a sample repeats; one that is longer is nobody's slip of the pen."""
 
 MOST = 8
 """Samples of one message."""
-
-OTHER_NAMES = {
-    "learning_rate": "lr",
-    "weight_decay_rate": "weight_decay",
-    "wd": "weight_decay",
-    "clip_grad_norm": "clip",
-    "gradient_clipping": "clip",
-    "max_grad_norm": "clip",
-    "gradient_accumulation_steps": "accumulation",
-    "accumulation_steps": "accumulation",
-    "mixed_precision": "precision",
-    "gradient_checkpointing": "checkpointing",
-    "activation_checkpointing": "checkpointing",
-    "torch_compile": "compile",
-    "strategy": "engine",
-    "zero_stage": "stage",
-    "cpu_offload": "offload",
-    "sharding_strategy": "sharding",
-    "auto_wrap_policy": "wrap",
-    "fsdp_version": "engine",
-}
-"""What others call a field of prepkit's: accelerate, transformers, DeepSpeed, torch."""
 
 OF_GROUPS = ("no_decay", "no_weight_decay", "param_groups", "groups", "params")
 """Keys by which other configs sort parameters into groups; here that is the optimizer's own."""

@@ -34,6 +34,7 @@ from prepkit.config.tensor_parallel import (
 from prepkit.config.weights import InitWeights, KeepWeights, LoadWeights, SendWeights, Weights
 from prepkit.config.wrapping import Wrap, WrapBlocks, WrapClasses, WrapPaths, WrapRoot, WrapSize
 from prepkit.field_docs import show_fields
+from prepkit.findings.keywords import explain_keywords
 
 
 class Intent(StrEnum):
@@ -116,3 +117,4 @@ class Config:
 
 
 show_fields(globals())
+explain_keywords(globals())

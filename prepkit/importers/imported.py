@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,9 +67,15 @@ class Imported:
 def _value(config: Config, setting: str) -> str:
     """What the config says at a path, on one short line."""
     value: object = config
-    for name in setting.split(".")[1:]:
+    names = setting.split(".")[1:]
+    for at, name in enumerate(names):
+        if isinstance(value, str):  # DeepSpeed's own JSON: what it says there, and not the whole of it again
+            return _short(json.dumps(json.loads(value).get(".".join(names[at:])), ensure_ascii=False))
         value = getattr(value, name, value)
-    text = _brief(value)
+    return _short(_brief(value))
+
+
+def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:58]} …"
 
 

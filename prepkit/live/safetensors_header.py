@@ -103,6 +103,8 @@ def _tensors(data: dict[str, Any], begin: int, file: int) -> Iterator[StoredTens
     for key, entry in data.items():
         if key == "__metadata__":
             continue
+        if not is_unicode(key):
+            raise HeaderError(f"it has the name {key!a:.200}, which is no Unicode text; the file is damaged")
         match entry:
             case {"dtype": str(kind), "shape": list(shape), "data_offsets": [int(first), int(last)]}:
                 pass
@@ -115,3 +117,12 @@ def _tensors(data: dict[str, Any], begin: int, file: int) -> Iterator[StoredTens
         if kind in DTYPES and last - first != length:
             raise HeaderError(f"`{key}` is {name}{shape}, and has {last - first:,} bytes, not {length:,}")
         yield StoredTensor(key=key, dtype=name, shape=tuple(shape), file=file, start=begin + first, length=last - first)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether the text can be written anywhere: JSON may escape one half of a surrogate pair, which nothing can print.
+
+    >>> is_unicode("layer.weight"), is_unicode("layer" + chr(0xD800))
+    (True, False)
+    """
+    return not any("\ud800" <= char <= "\udfff" for char in text)

@@ -16,7 +16,11 @@ from prepkit.config import Config, InitWeights, LoadWeights
 from prepkit.facts import Facts, ModelFacts
 from prepkit.facts.checkpoint import CheckpointFacts, StoredTensor, WeightConverter
 from prepkit.resolve.checkpoint_parts import AssembledTensor, assemble
+from prepkit.resolve.expression_cost import cost
 from prepkit.resolve.modules import parent
+
+LONGEST_NAME = 300
+"""Characters of a name that ``rename`` still looks at; those of models have a hundred or two."""
 
 
 @frozen(kw_only=True)
@@ -127,23 +131,29 @@ def requested_checkpoint(cfg: Config, facts: Facts) -> CheckpointFacts | None:
 def renamed(how: LoadWeights, key: str) -> str:
     """The name in the model that a key of the checkpoint stands for.
 
+    A name of more than ``LONGEST_NAME`` characters is renamed no further: it is no model's, and costs without bound.
+
     >>> renamed(LoadWeights("x", rename=(("^policy[.]", ""), ("[.]gamma$", ".weight"))), "policy.norm.gamma")
     'norm.weight'
     """
     for pattern, replacement in how.rename:
+        if len(key) > LONGEST_NAME:
+            break
         key = re.sub(pattern, replacement, key)
     return key
 
 
 def unreadable(how: LoadWeights) -> tuple[tuple[str, str], ...]:
-    """The pairs of ``rename`` that are no regular expression and replacement, each with why."""
+    """The pairs of ``rename`` that are no regular expression and replacement, or cost too much, each with why."""
     reasons = []
     for pattern, replacement in how.rename:
         try:
-            re.compile(pattern)
+            if why := cost(pattern, replacement):
+                reasons.append((pattern, why))
+                continue
             re.sub(f"(?:{pattern})|", replacement, "")
-        except (re.error, IndexError) as error:
-            reasons.append((pattern, str(error)))
+        except (re.error, IndexError, RecursionError, OverflowError) as error:
+            reasons.append((pattern, f"no regular expression: {error}"))
     return tuple(reasons)
 
 

@@ -29,7 +29,7 @@ def _rename(resolved: Resolved) -> Iterator[Hit]:
         return
     where = "config.weights.rename"
     for pattern, why in unreadable(resolved.cfg.weights):
-        yield Hit(where, f"`{pattern}` and its replacement are no regular expression: {why}.")
+        yield Hit(where, f"`{pattern}` and its replacement are {why}.")
     checkpoint, match = resolved.checkpoint, _readable_match(resolved)
     if checkpoint is not None and match is not None and match.ambiguous:
         what = f"Several tensors of the checkpoint are renamed to {some([name for name, _ in match.ambiguous])}"

@@ -66,7 +66,7 @@ def _rule(rule: Rule) -> str:
 
 _LATER = {
     "memory": 'once there is a plan; `pk.fits(plan, "1MiB")` gives its numbers for any plan.',
-    "forward": "by `pk.foreign_uses(plan, model, batch)`, which runs the forward once without data.",
+    "forward": "by `build_plan(..., example=pk.Example(batch))` or `pk.foreign_uses(plan, model, batch)`.",
     "first-step": "by the first `ready.step()` that ends a window, before the optimizer acts.",
 }
 """Subject of the rules that config and facts alone cannot break, to when they are asked."""

@@ -130,3 +130,9 @@ def test_checkpoints_on_the_cpu_are_said_to_be_for_models_that_make_them_by_them
     assert note.fix.startswith("Write checkpointing=CheckpointBlocks(offload=True)")
     assert read(tmp_path, off).notes == ()
     assert "cpu_checkpointing" in read(tmp_path, on).config.engine.config
+
+
+def test_what_is_shown_of_a_key_is_its_own_value_and_not_the_whole_file_again(tmp_path: Path) -> None:
+    lines = {line.split()[0]: line for line in str(read(tmp_path, TEXT)).splitlines()[1:]}
+    assert '  {"stage": 2, "reduce_bucket_size": 500000000.0}  from' in lines["config.engine.config.zero_optimization"]
+    assert '  "auto"  from' in lines["config.engine.config.train_micro_batch_size_per_gpu"]

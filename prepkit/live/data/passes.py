@@ -72,6 +72,17 @@ class Passes:
                 stacklevel=3,
             )
 
+    def warn_none(self, readers: int) -> None:
+        """The same where no loader was given: the loop has one that prepkit knows nothing of."""
+        if not self.loaders and dist.is_initialized() and dist.get_rank() == 0:
+            warnings.warn(
+                f"build_plan was given no loader, and {readers} ranks train: unless the loop divides its data itself, "
+                "as a DistributedSampler does, every rank trains on all samples. Write "
+                "build_plan(..., loaders=[loader]) and `for batch in ready.loaders[0]:`, or "
+                "Config(loaders=pk.KeepLoaders()) where data are divided",
+                stacklevel=3,
+            )
+
     def _changed(self, loader: Loader) -> None:
         self.read = True
         if loader.present is None:

@@ -15,6 +15,9 @@ from torch import nn
 SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """The attribute in which each wrapper keeps what it wraps: ``OptimizedModule``, ``CheckpointWrapper``, FSDP1."""
 
+MOST_REPEATED = 100_000
+"""Places of shared modules beyond their first: each level that holds the one below it twice doubles them."""
+
 ROOTS = frozenset({"DistributedDataParallel", "DeepSpeedEngine"})
 """Classes that keep the model in ``module`` and are looked through at the root."""
 
@@ -53,19 +56,25 @@ class Site:
 def sites(model: nn.Module) -> list[Site]:
     """Every place, in ``named_modules`` order, a shared module once per path. Linear in the number of places.
 
-    Raises ``ValueError`` if a module contains itself.
+    Raises ``ValueError`` if a module contains itself, or shared modules have more than ``MOST_REPEATED`` places.
     """
     found: list[Site] = []
     seen: set[int] = set()
     above: dict[int, str] = {}
+
+    def note(path: str, stack: tuple[nn.Module, ...]) -> None:
+        first = id(stack[-1]) not in seen
+        seen.add(id(stack[-1]))
+        found.append(Site(path, stack, first))
+        if not first and len(found) - len(seen) > MOST_REPEATED:
+            raise ValueError(_multiplied(path, stack[-1]))
 
     def visit(path: str, stack: tuple[nn.Module, ...]) -> None:
         module = stack[-1]
         key = id(module)
         if key in above:
             raise ValueError(_cycle(path, above[key], module))
-        found.append(Site(path, stack, key not in seen))
-        seen.add(key)
+        note(path, stack)
         above[key] = path
         prefix = path + "." if path else ""
         for name, child in module._modules.items():
@@ -74,8 +83,7 @@ def sites(model: nn.Module) -> list[Site]:
             if child._modules:
                 visit(prefix + name, unwrap(child))
             else:  # most modules have no children: nothing to unwrap, and nothing that could contain them
-                found.append(Site(prefix + name, (child,), id(child) not in seen))
-                seen.add(id(child))
+                note(prefix + name, (child,))
         del above[key]
 
     visit("", unwrap_root(model))
@@ -162,4 +170,12 @@ def _cycle(path: str, ancestor: str, module: nn.Module) -> str:
     return (
         f"{path} is the same {type(module).__name__} as {ancestor or 'the root'}, which contains it, so the model has "
         f"no end; keep such a reference out of the module tree, for example in a tuple: self.outer = (module,)"
+    )
+
+
+def _multiplied(path: str, module: nn.Module) -> str:
+    return (
+        f"modules that are shared have more than {MOST_REPEATED:,} places, {path} ({type(module).__name__}) among "
+        "them: each level that holds the one below it twice doubles their names. Hold a shared module in one place, "
+        "and keep further references to it out of the module tree, for example in a tuple: self.again = (module,)"
     )

@@ -11,7 +11,14 @@ from typing import Any
 from prepkit.codec import LARGEST
 from prepkit.codec.reading import read_bytes
 from prepkit.facts.checkpoint import CheckpointFacts, StoredFile, StoredProblem, StoredTensor
-from prepkit.live.safetensors_header import PREFIX, HeaderError, header_digest, header_size, parse_header
+from prepkit.live.safetensors_header import (
+    PREFIX,
+    HeaderError,
+    header_digest,
+    header_size,
+    is_unicode,
+    parse_header,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,7 +33,7 @@ def observe_checkpoint(path: str) -> CheckpointFacts:
     try:
         place = _found(Path(path))
         index = _index(place) if place.name.endswith(".json") else None
-    except (OSError, HeaderError) as error:
+    except (OSError, ValueError) as error:
         problem = StoredProblem(file=Path(path).name, what=_said(error))
         return CheckpointFacts(path=path, folder=str(Path(path).parent), problems=(problem,))
     files: list[StoredFile] = []
@@ -35,7 +42,7 @@ def observe_checkpoint(path: str) -> CheckpointFacts:
     for name in [place.name] if index is None else sorted(set(index.values())):
         try:
             file, held, end = _read(place.parent / name, len(files))
-        except (OSError, HeaderError) as error:
+        except (OSError, ValueError) as error:
             problems.append(StoredProblem(file=name, what=_said(error)))
             continue
         files.append(file)
@@ -76,8 +83,12 @@ def _index(path: Path) -> dict[str, str]:
         data: Any = json.loads(read_bytes(path, LARGEST))
     except ValueError:
         raise HeaderError("it is no JSON; restore the index") from None
+    except RecursionError:
+        raise HeaderError("its JSON is nested too deeply for an index; restore the index") from None
     match data:
         case {"weight_map": dict(names)} if names and all(_plain(name) for name in names.values()):
+            if odd := next((text for pair in names.items() for text in pair if not is_unicode(text)), None):
+                raise HeaderError(f"it has the name {odd!a}, which is no Unicode text; restore the index")
             return {str(key): str(name) for key, name in names.items()}
     raise HeaderError("it has no `weight_map` from tensors to file names; restore the index")
 
@@ -123,4 +134,6 @@ def _misplaced(index: dict[str, str], files: list[StoredFile], tensors: list[Sto
 def _said(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror or error}"
-    return str(error)
+    if isinstance(error, HeaderError):
+        return str(error)
+    return f"cannot be read: no file can have this name ({error})"  # a NUL, or a character that no byte stands for

@@ -7,6 +7,7 @@ window is held to it and not the first one alone.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ class LoopOrder:
     """A parameter that had a gradient when the last micro-batch ended inside a window; None: none had, as in FSDP2."""
     _usual: Parameter | None = None
     """The parameter that had a gradient when somebody last looked: asking it first saves a walk through the model."""
+    _written: tuple[int, ...] | None = None
+    """How often each gradient had been written after the last backward; None: nobody looked."""
+    _changes_looked_at: bool = False
     _ticked: int | None = None
     """Where the scheduler stood after the last window; None: nobody looked, or it was put elsewhere since."""
 
@@ -101,6 +105,31 @@ class LoopOrder:
         self.used, self._more = True, more
         self._backwards += 1
 
+    def after_backward(self, model: Module) -> None:
+        """Notes how often each gradient was written, until ``before_first_step`` has looked."""
+        if self.shows_gradients and not self._changes_looked_at:
+            self._written = _writes(model)
+
+    def before_first_step(self, model: Module, *, scaled: bool) -> None:
+        """Tells, once, of gradients that something else has written since the last backward.
+
+        Warns, as what was written may be meant; raises ``LoopOutOfOrder`` where the loss is scaled, so that a norm or a
+        sum of such gradients is none.
+        """
+        if self._changes_looked_at:
+            return
+        self._changes_looked_at = True
+        if self._written is None or self._written == _writes(model):
+            return
+        what = (
+            "the gradients were written between ready.backward() and ready.step(), as clip_grad_norm_() and a "
+            "loss.backward() beside it do. Remove that call: write Config(clip=pk.ClipNorm(1.0)), by which "
+            "ready.step() clips, and add losses up for one ready.backward(loss)"
+        )
+        if scaled:
+            raise LoopOutOfOrder(f"{what}. Under float16 they are still multiplied by the loss scale")
+        warnings.warn(what, stacklevel=5)
+
     def before_step(self, model: Module, *, ended: bool) -> None:
         """Raises ``LoopOutOfOrder`` where no ``backward`` of this micro-batch was prepkit's, or DDP averaged none."""
         if not self._backwards:
@@ -151,3 +180,12 @@ class LoopOrder:
 
 def _any_gradient(model: Module) -> bool:
     return any(param.grad is not None for param in model.parameters())
+
+
+def _writes(model: Module) -> tuple[int, ...]:
+    """The version counter of each gradient, which torch raises at every write in place.
+
+    Of a DTensor that of its part, to which fully_shard adds; torch counts no operation on the DTensor itself.
+    """
+    grads = (getattr(param.grad, "_local_tensor", param.grad) for param in model.parameters())
+    return tuple(-1 if grad is None else grad._version for grad in grads)

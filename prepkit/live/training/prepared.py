@@ -14,7 +14,7 @@ from attrs import define, evolve, field
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from prepkit.config import FSDP1, XLA, ClipNorm
+from prepkit.config import FSDP1, XLA, ClipNorm, ShardLoaders
 from prepkit.config.mesh import SAME_DATA
 from prepkit.live.checkpoints import resuming, session
 from prepkit.live.data.passes import Passes
@@ -179,6 +179,7 @@ class Prepared:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types
+        self._order.after_backward(self.model)
 
     @names_lost_rank
     def step(self, closure: Closure | None = None) -> bool:
@@ -196,6 +197,8 @@ class Prepared:
         ended = self._at_boundary()
         if closure is None:
             self._order.before_step(self.model, ended=ended)
+            if ended:
+                self._order.before_first_step(self.model, scaled=self.scaler is not None)
         factor = self._tokens.end(self.plan.owners.accumulation_steps) if ended else None
         if closure is None and ended:
             self._order.before_tick(self._ticked_here)
@@ -250,6 +253,8 @@ class Prepared:
             return
         if self.plan.world_size > 1 and any(isinstance(planned.step, ShardLoader) for planned in self.plan.steps):
             self._passes.warn_unread()
+        elif self.plan.data_parallel_size > 1 and isinstance(self.plan.config.loaders, ShardLoaders):
+            self._passes.warn_none(self.plan.data_parallel_size)
         watched = self._watched
         seen = tuple(gradients(self.model) if watched is None else watched.end())
         scaled = self.plan.owners.loss_scaling != "nobody"

@@ -286,10 +286,13 @@ def unread(rank: int, world: int, which: str) -> list[str]:
     """What is warned of where a loop iterates the loader that was given, or the prepared one."""
     del rank, world
     loader = DataLoader(samples(8), batch_size=2)  # type: ignore[arg-type]  # a data set
-    ready = pk.apply(pk.build_plan(Config(engine=pk.DDP(), optimizer=pk.SGD()), nn.Linear(4, 2), loaders=[loader]))
+    how = KeepLoaders() if which == "divided" else ShardLoaders()
+    cfg = Config(engine=pk.DDP(), optimizer=pk.SGD(), loaders=how)
+    given = [loader] if which in ("given", "prepared") else []
+    ready = pk.apply(pk.build_plan(cfg, nn.Linear(4, 2), loaders=given))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for inputs, _ in loader if which == "given" else ready.loaders[0]:
+        for inputs, _ in ready.loaders[0] if which == "prepared" else loader:
             ready.backward(ready.model(inputs).square().mean())
             ready.step()
     return [str(one.message) for one in told if "ready.loaders" in str(one.message)]
@@ -300,3 +303,10 @@ def test_a_loop_over_the_loader_that_was_given_is_warned_of_once(gang2: Gang) ->
     assert (len(first), second) == (1, [])
     assert "every rank trains on all samples" in first[0]
     assert gang2.run(unread, "prepared") == [[], []]
+
+
+def test_a_loop_over_a_loader_that_nobody_was_given_is_warned_of_once_unless_its_data_are_divided(gang2: Gang) -> None:
+    first, second = gang2.run(unread, "none")
+    assert (len(first), second) == (1, [])
+    assert first[0].startswith("build_plan was given no loader, and 2 ranks train: ")
+    assert gang2.run(unread, "divided") == [[], []]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -145,3 +146,21 @@ def test_a_class_of_the_users_own_that_is_called_like_a_wrapper_is_not_looked_th
             self.module = nn.Linear(2, 2)
 
     assert list(names.named_parameters(DistributedDataParallel())) == ["module.weight", "module.bias"]
+
+
+def test_modules_that_double_their_places_at_each_level_are_refused_in_a_second() -> None:
+    """Sixty levels would have more names than any machine has bytes."""
+
+    def doubled(levels: int) -> nn.Module:
+        module: nn.Module = nn.Linear(2, 2)
+        for _ in range(levels):
+            above = nn.Module()
+            above.a = above.b = module
+            module = above
+        return module
+
+    assert len(names.sites(doubled(10))) == 2**11 - 1
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=r"more than 100,000 places, a[.a-z]* \(\w+\) among them: .* self.again"):
+        names.sites(doubled(60))
+    assert time.monotonic() - begun < 10

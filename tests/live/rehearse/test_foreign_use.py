@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import prepkit as pk
+from prepkit.testing import tiny_facts
 
 
 class Child(nn.Module):
@@ -79,3 +80,28 @@ def test_the_finding_names_module_and_parameter() -> None:
     assert finding.what.startswith("The forward of the root computes with `child.inner.weight`")
     assert "the unit `child` alone" in finding.what
     assert "Leave `child` out" in finding.fix
+
+
+def test_a_plan_that_is_given_an_example_asks_the_forward_itself() -> None:
+    model, batch = Parent("before"), torch.ones(2, 4)
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    cfg = pk.Config(engine=pk.FSDP2(wrap=CHILDREN), optimizer=pk.SGD())
+    for example in (pk.Example(batch), pk.Example(x=batch)):
+        with pytest.raises(pk.PlanRejected) as refused:
+            pk.build_plan(cfg, model, env=CLUSTER, example=example)
+        assert [found.where for found in refused.value.findings if found.rule == NAMED[0][0]] == [NAMED[0][1]]
+    accepted = pk.Config(engine=cfg.engine, optimizer=cfg.optimizer, overrides=("forward.used-elsewhere",))
+    plan = pk.build_plan(accepted, model, env=CLUSTER, example=pk.Example(batch))
+    assert [(found.rule, found.where) for found in plan.overridden] == NAMED
+    assert pk.build_plan(cfg, Parent(), env=CLUSTER, example=pk.Example(batch)) == pk.build_plan(
+        cfg, Parent(), env=CLUSTER
+    )
+    assert all(torch.equal(param, weights[name]) for name, param in model.named_parameters())
+
+
+def test_an_example_that_is_none_is_told_what_to_write() -> None:
+    cfg = pk.Config(engine=pk.FSDP2(wrap=CHILDREN), optimizer=pk.SGD())
+    with pytest.raises(TypeError, match="example is Tensor; write example=pk"):
+        pk.build_plan(cfg, Parent(), env=CLUSTER, example=torch.ones(2, 4))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="facts have no forward"):
+        pk.build_plan(pk.Config(engine=pk.FSDP2()), tiny_facts(world=4), example=pk.Example())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -204,3 +205,44 @@ def test_a_scheduler_of_the_user_s_own_may_be_stepped_at_will(tmp_path: Any) -> 
     ours.resume(str(tmp_path))
     assert window(ours, 0), "resume puts the scheduler back"
     assert ours.scheduler.last_epoch == 2
+
+
+def written(rank: int, world: int, engine: Any, which: str) -> list[str]:
+    """What is warned of in two windows in which something else has written the gradients, or nothing has."""
+    del world
+    ready = prepared(engine)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            loss = ready.model(batch(rank)).sum()
+            ready.backward(loss)
+            if which == "clipped":
+                nn.utils.clip_grad_norm_(ready.model.parameters(), 1e-3)
+            if which == "beside":
+                ready.model(batch(rank)).sum().backward()
+            ready.step()
+    return [str(one.message) for one in heard if "ready.backward()" in str(one.message)]
+
+
+@pytest.mark.parametrize("engine", [pk.Single(), pk.DDP(), pk.FSDP2()], ids=lambda engine: type(engine).__name__)
+def test_gradients_that_something_else_has_written_are_warned_of_once(engine: Any, gang2: Gang) -> None:
+    def said(which: str) -> list[str]:
+        if isinstance(engine, pk.Single):
+            return written(0, 1, engine, which)
+        first, second = gang2.run(written, engine, which, timeout=60)
+        assert first == second
+        return list(first)
+
+    assert said("nothing") == []
+    for which in (
+        ("beside",) if isinstance(engine, pk.FSDP2) else ("clipped", "beside")
+    ):  # torch counts no clipping there
+        (what,) = said(which)
+        assert "Remove that call: write Config(clip=pk.ClipNorm(1.0))" in what
+
+
+def test_scaled_gradients_that_something_else_has_written_are_refused() -> None:
+    ready = prepared(pk.Single(), precision=pk.FP16(), overrides=("precision.fp16-unsupported",))
+    ready.backward(ready.model(batch(0)).sum())
+    nn.utils.clip_grad_norm_(ready.model.parameters(), 1.0)
+    assert "still multiplied by the loss scale" in told(ready.step)
