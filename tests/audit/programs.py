@@ -21,7 +21,7 @@ Outcome = tuple[float, tuple[tuple[str, str, str], ...]]
 
 @contextmanager
 def launched(rank: int, world: int) -> Iterator[None]:
-    """The variables that a launcher sets, which accelerate and DeepSpeed read, and torch's compiler as it was after it."""
+    """The variables that a launcher sets, for accelerate and DeepSpeed; afterwards all is as before."""
     before, off = dict(os.environ), torch._dynamo.config.disable
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29511}
     if torch.distributed.is_initialized():
