@@ -40,7 +40,7 @@ def _not_averaged(facts: PreparedFacts) -> Iterator[Hit]:
         what = f"{count(facts.world_size, 'rank')} run, and nothing averages the gradients of the model: no wrapper."
         yield Hit("model", what)
     else:
-        what = f"{len(alone)} of {count(trained, 'trained parameter')} are averaged by nobody: {names}."
+        what = f"Nobody averages {len(alone)} of {count(trained, 'trained parameter')}: {names}."
         fix = "Wrap what is trained once it is complete: everything inside one DDP, or inside the units of FSDP."
         yield Hit(at(alone[0].name), what, fix)
 
@@ -91,8 +91,8 @@ def _part(facts: PreparedFacts) -> Iterator[Hit]:
     if found:
         one = found[0]
         what = (
-            f"{count(len(found), 'parameter')} are averaged over {count(one.ranks, 'rank')} of {facts.world_size} "
-            f"(by {' and '.join(one.averaged_by)}): {some([param.name for param in found])}."
+            f"Averaged over {count(one.ranks, 'rank')} of {facts.world_size}, by {' and '.join(one.averaged_by)}: "
+            f"{count(len(found), 'parameter')}, {some([param.name for param in found])}."
         )
         yield Hit(at(one.name), what)
 

@@ -16,9 +16,7 @@ from prepkit.rules.rule import Hit
 def _eval(facts: PreparedFacts) -> Iterator[Hit]:
     sleeping = (*facts.dropout, *facts.normalised)
     if facts.optimizers and not facts.training and sleeping:
-        what = (
-            f"The model is in evaluation mode, so that {count(len(sleeping), 'module')} do not train: {some(sleeping)}."
-        )
+        what = f"The model is in evaluation mode, and so {count(len(sleeping), 'module')} not in use: {some(sleeping)}."
         yield Hit("model", what)
 
 
@@ -62,14 +60,14 @@ def _unlike(facts: PreparedFacts) -> Iterator[Hit]:
 def _nan(facts: PreparedFacts) -> Iterator[Hit]:
     if facts.nan:
         yield Hit(
-            at(facts.nan[0]), f"{count(len(facts.nan), 'tensor')} hold NaN before the first step: {some(facts.nan)}."
+            at(facts.nan[0]), f"NaN before the first step, in {count(len(facts.nan), 'tensor')}: {some(facts.nan)}."
         )
 
 
 def _meta(facts: PreparedFacts) -> Iterator[Hit]:
     empty = tuple(param.name for param in facts.params if param.device == "meta")
     if empty and len(empty) < len(facts.params):
-        what = f"{len(empty)} of {count(len(facts.params), 'parameter')} have no data: {some(empty)}."
+        what = f"No data for {len(empty)} of {count(len(facts.params), 'parameter')}: {some(empty)}."
         yield Hit(at(empty[0]), what)
 
 

@@ -33,7 +33,7 @@ def _optimizers(facts: PreparedFacts) -> Iterator[Hit]:
 
 def _values(facts: PreparedFacts) -> Iterator[Hit]:
     if facts.parted:
-        what = f"{count(len(facts.parted), 'tensor')} of every rank have other values by rank: {some(facts.parted)}."
+        what = f"Every rank holds {count(len(facts.parted), 'tensor')} with values of its own: {some(facts.parted)}."
         yield Hit(at(facts.parted[0]), what)
 
 
@@ -41,7 +41,9 @@ def _alike(facts: PreparedFacts) -> Iterator[Hit]:
     groups = {rank.tensor_ranks: rank.generator for rank in facts.ranks}
     active = facts.dropout and facts.training
     if active and len(groups) > 1 and len(set(groups.values())) == 1:
-        what = f"All ranks' generators are in one state: {count(len(facts.dropout), 'module')} drop the same elements."
+        what = (
+            f"All ranks' generators are in one state: the same elements drop in {count(len(facts.dropout), 'module')}."
+        )
         yield Hit("env", what)
 
 

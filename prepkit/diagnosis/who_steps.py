@@ -33,8 +33,8 @@ def _orphans(facts: PreparedFacts) -> Iterator[Hit]:
         shapes = ", ".join(str(list(shape)) for shape in optimizer.orphans[:3])
         what = (
             f"`{optimizer.name}` steps {count(len(optimizer.orphans), 'tensor')} that the model does not have "
-            f"(shapes {shapes}{', …' * (len(optimizer.orphans) > 3)}), and {len(missed)} of the model's "
-            f"{len(_trained(facts))} trained parameters are stepped by nobody: {some(missed)}."
+            f"(shapes {shapes}{', …' * (len(optimizer.orphans) > 3)}), and nobody steps {len(missed)} of "
+            f"the model's {len(_trained(facts))} trained parameters: {some(missed)}."
         )
         yield Hit(_where(facts, index), what)
 
@@ -43,7 +43,7 @@ def _misses(facts: PreparedFacts) -> Iterator[Hit]:
     missed = _missed(facts)
     if not facts.optimizers or not missed or any(one.orphans for one in facts.optimizers):
         return
-    what = f"{count(len(missed), 'parameter')} get gradients and are stepped by nobody: {some(missed)}."
+    what = f"Nobody steps {count(len(missed), 'trained parameter')}: {some(missed)}."
     yield Hit("optimizer", what)
 
 
@@ -61,9 +61,7 @@ def _nothing_trains(facts: PreparedFacts) -> Iterator[Hit]:
 def _lost(facts: PreparedFacts) -> Iterator[Hit]:
     for index, optimizer in enumerate(facts.optimizers):
         if optimizer.lost:
-            what = (
-                f"`{optimizer.name}` has state of {count(optimizer.lost, 'tensor')} that stand in none of its groups."
-            )
+            what = f"`{optimizer.name}` has state of {count(optimizer.lost, 'tensor')} outside its groups."
             yield Hit(_where(facts, index), what)
 
 
@@ -72,7 +70,7 @@ def _twice(facts: PreparedFacts) -> Iterator[Hit]:
     twice = tuple(name for name, number in counted.items() if number > 1)
     if twice:
         names = " and ".join(f"`{one.name}`" for one in facts.optimizers if set(one.held) & set(twice))
-        yield Hit("optimizer", f"{names} step the same {count(len(twice), 'parameter')}: {some(twice)}.")
+        yield Hit("optimizer", f"{names} both step {count(len(twice), 'parameter')}: {some(twice)}.")
 
 
 def _zero(facts: PreparedFacts) -> Iterator[Hit]:
@@ -93,14 +91,14 @@ def _stored(facts: PreparedFacts, dtype: str) -> tuple[str, ...]:
 
 def _float16(facts: PreparedFacts) -> Iterator[Hit]:
     if low := _stored(facts, "float16"):
-        what = f"{count(len(low), 'trained parameter')} are stored in float16, without master weights: {some(low)}."
+        what = f"Stored in float16, without master weights: {count(len(low), 'trained parameter')}, {some(low)}."
         yield Hit("model", what)
 
 
 def _bfloat16(facts: PreparedFacts) -> Iterator[Hit]:
     if low := _stored(facts, "bfloat16"):
         what = (
-            f"{count(len(low), 'trained parameter')} are stored in bfloat16, without master weights: {some(low)}. An "
+            f"Stored in bfloat16, without master weights: {count(len(low), 'trained parameter')}, {some(low)}. An "
             "update below 1/256 of a weight is rounded away."
         )
         yield Hit("model", what)

@@ -41,9 +41,7 @@ def _checkpointed_twice(facts: PreparedFacts) -> Iterator[Hit]:
     nested = tuple(path for path in _checkpointed(facts) if path and _above(path) & paths)
     hits = tuple(dict.fromkeys((*twice, *nested)))
     if hits:
-        yield Hit(
-            at(hits[0]), f"{count(len(hits), 'module')} are checkpointed inside what is checkpointed: {some(hits)}."
-        )
+        yield Hit(at(hits[0]), f"Checkpointed inside what is checkpointed: {some(hits)}.")
 
 
 def _above(path: str) -> set[str]:
@@ -76,7 +74,7 @@ def _reentrant(facts: PreparedFacts) -> Iterator[Hit]:
     reentrant = tuple(module.path for module in model.modules if "reentrant" in module.marks)
     if reentrant and frozen and not model.grad_inputs:
         what = (
-            f"`{name}` is frozen and {count(len(reentrant), 'module')} have use_reentrant=True: no input "
+            f"`{name}` is frozen under use_reentrant=True ({count(len(reentrant), 'module')}): no input "
             "requires a gradient, so that nothing inside gets one."
         )
         yield Hit(at(reentrant[0]), what)
@@ -85,9 +83,7 @@ def _reentrant(facts: PreparedFacts) -> Iterator[Hit]:
 def _off(facts: PreparedFacts) -> Iterator[Hit]:
     compiled = tuple(module.path for module in facts.model.modules if "compiled" in module.marks)
     if facts.compile_off and compiled:
-        what = (
-            f"torch compiles nothing in this process, and {count(len(compiled), 'module')} are to be: {some(compiled)}."
-        )
+        what = f"torch compiles nothing in this process, not what is to be compiled: {some(compiled)}."
         yield Hit(at(compiled[0]), what)
 
 
