@@ -148,14 +148,6 @@ def audit(
     digests. ``env`` None: the process group that is here; with one the rules see that many ranks.
 
     Raises ``TypeError`` for objects of the wrong kind.
-
-    >>> import torch
-    >>> model = torch.nn.Linear(4, 4)
-    >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> model.weight = torch.nn.Parameter(torch.ones(4, 4))
-    >>> print(audit(model, optimizer).findings[0])
-    error audit.orphans at optimizer: `AdamW` steps 1 tensor that the model does not have (shapes [4, 4]), and 1 of ...
-      fix: Make the optimizer after the model is wrapped, sharded, copied or changed: AdamW(model.parameters()).
     """
     from prepkit.live.audit import audit as look
 

@@ -88,10 +88,11 @@ def _off(facts: PreparedFacts) -> Iterator[Hit]:
 
 
 def _one_unit(facts: PreparedFacts) -> Iterator[Hit]:
+    parents = {module.path.rpartition(".")[0] for module in facts.model.modules}
     blocks = Counter(
         (module.path.rpartition(".")[0], module.cls)
         for module in facts.model.modules
-        if module.path.rpartition(".")[2].isdigit()
+        if module.path.rpartition(".")[2].isdigit() and module.path in parents
     )
     repeated = [place for place, number in blocks.items() if number > 1]
     if facts.units == ("",) and facts.world_size > 1 and repeated:

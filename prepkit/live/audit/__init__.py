@@ -36,7 +36,16 @@ def audit(
     env: Env | None = None,
     ask_ranks: bool = True,
 ) -> Audit:
-    """What is wrong with objects that are ready to be trained, whoever has prepared them; see ``pk.audit``."""
+    """What is wrong with objects that are ready to be trained, whoever has prepared them; see ``pk.audit``.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model.weight = torch.nn.Parameter(torch.ones(4, 4))
+    >>> print(audit(model, optimizer).findings[0])
+    error audit.orphans at optimizer: `AdamW` steps 1 tensor that the model does not have (shapes [4, 4]), and nobody ...
+      fix: Make the optimizer after the model is wrapped, sharded, copied or changed: AdamW(model.parameters()).
+    """
     begun = time.perf_counter()
     facts = look(model, optimizer, scheduler, loaders, env=env, ask_ranks=ask_ranks)
     findings = findings_of(facts)

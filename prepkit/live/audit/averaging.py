@@ -16,12 +16,11 @@ from prepkit.facts.prepared import Averager, DDPFacts, PreparedParam
 from prepkit.live.model.names import known_bases
 from prepkit.live.observe.model import dtype_name
 
-Named = dict[str, nn.Parameter]
 Covered = dict[int, list[tuple[Averager, int]]]
 """``id`` of a parameter to who averages it, and over how many ranks."""
 
 
-def prepared_params(model: nn.Module, named: Named) -> tuple[PreparedParam, ...]:
+def prepared_params(model: nn.Module, named: dict[str, nn.Parameter]) -> tuple[PreparedParam, ...]:
     """Every parameter with who averages its gradient; ``named`` holds each once."""
     covered = _covered(model)
     return tuple(_param(name, param, covered.get(id(param), [])) for name, param in named.items())
