@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from prepkit.api import Example as Example
     from prepkit.api import activations as activations
     from prepkit.api import apply as apply
+    from prepkit.api import audit as audit
     from prepkit.api import build_plan as build_plan
     from prepkit.api import check as check
     from prepkit.api import diff as diff
@@ -80,6 +81,8 @@ if TYPE_CHECKING:
     from prepkit.api import save as save
     from prepkit.api import show as show
     from prepkit.codec.diff import patch as patch
+    from prepkit.diagnosis import AUDIT_RULES as AUDIT_RULES
+    from prepkit.diagnosis import Audit as Audit
     from prepkit.exporters import export_config as export_config
     from prepkit.importers import import_config as import_config
     from prepkit.importers.imported import Imported as Imported
@@ -107,6 +110,9 @@ if TYPE_CHECKING:
 _LATER = {
     "activations": "prepkit.api",
     "apply": "prepkit.api",
+    "audit": "prepkit.api",
+    "Audit": "prepkit.diagnosis",
+    "AUDIT_RULES": "prepkit.diagnosis",
     "ApplyHalted": "prepkit.live.apply",
     "Attestation": "prepkit.plan.attestation",
     "build_plan": "prepkit.api",

@@ -14,6 +14,7 @@ from prepkit.codec import files
 from prepkit.codec.diff import Change
 from prepkit.codec.diff import diff as value_diff
 from prepkit.config import Config, LoadWeights, OptimizerSpec
+from prepkit.diagnosis import Audit
 from prepkit.facts import Env, Facts, parse_bytes
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.plan import Plan
@@ -144,6 +145,27 @@ def apply(
     )
 
 
+def audit(
+    model: Any,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    loaders: Sequence[Any] = (),
+    *,
+    env: Env | None = None,
+) -> Audit:
+    """What is wrong with objects that are ready to be trained, whoever has prepared them. Changes nothing.
+
+    ``model`` is what the loop calls, wrappers included: DDP, FSDP, a DeepSpeed engine, what accelerate or a Trainer has
+    made. ``optimizer`` may be a list. Call it on every rank, before the first step: ranks tell each other a few
+    digests. ``env`` None: the process group that is here; with one the rules see that many ranks.
+
+    Raises ``TypeError`` for objects of the wrong kind.
+    """
+    from prepkit.live.audit import audit as look
+
+    return look(model, optimizer, scheduler, _loaders(loaders), env=env)
+
+
 def rehearse(plan: Plan, model: Any, *, rank: int = 0) -> Rehearsal:
     """What real torch makes of the plan on one rank, on a meta copy in a process of its own."""
     _plan(plan)
@@ -225,8 +247,10 @@ def load(path: str) -> Any:
     return files.load(path)
 
 
-def show(value: Plan | Attestation | tuple[Finding, ...] | tuple[Change, ...], *, file: TextIO | None = None) -> None:
-    """Prints the whole page of a plan: steps, layout, tree, memory, traffic; or an attestation, findings or changes.
+def show(
+    value: Plan | Attestation | Audit | tuple[Finding, ...] | tuple[Change, ...], *, file: TextIO | None = None
+) -> None:
+    """Prints the whole page of a plan: steps, layout, tree, memory, traffic; or another of the values named.
 
     ``file`` None: to standard output. Raises ``TypeError`` for anything else.
 
@@ -238,7 +262,7 @@ def show(value: Plan | Attestation | tuple[Finding, ...] | tuple[Change, ...], *
     1 error
     >>> show(42)
     Traceback (most recent call last):
-    TypeError: int cannot be shown; give a plan, an attestation, findings, or the changes of pk.diff
+    TypeError: int cannot be shown; give a plan, an attestation, an audit, findings, or the changes of pk.diff
     """
     from prepkit.render.text import text_of
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from attrs import asdict, evolve
 
+from prepkit.cli import audit as cli_audit
 from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import model as cli_model
 from prepkit.cli import plan_files as cli_refusal
@@ -21,6 +22,7 @@ from prepkit.cli import terminal as cli_terminal
 from prepkit.cli.options import FILE, MOST, SIZE, Cluster, as_json, cluster_options, kind_option, model_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
+from prepkit.diagnosis.rule import AuditRule
 from prepkit.findings import PlanRejected
 from prepkit.findings.refusal import Refusal
 from prepkit.version import VERSION
@@ -197,11 +199,12 @@ def diff(old: str, new: str, as_json: bool) -> None:
 @as_json
 def rules(rule_id: str | None, as_json: bool) -> None:
     """List every rule, and every reason for which a file, a call or a model is refused; or say all about one."""
+    from prepkit.diagnosis import AUDIT_RULES
     from prepkit.findings.refusals import REFUSALS
     from prepkit.render.rules import rule_text, rules_text
     from prepkit.rules import LATE_RULES, RULES
 
-    every: tuple[Rule | Refusal, ...] = (*RULES, *LATE_RULES, *REFUSALS)
+    every: tuple[Rule | AuditRule | Refusal, ...] = (*RULES, *LATE_RULES, *AUDIT_RULES, *REFUSALS)
     known = {rule.id: rule for rule in every}
     if rule_id is not None and rule_id not in known:
         from difflib import get_close_matches
@@ -243,6 +246,7 @@ def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
     sys.exit(0 if outcome.fine else 1)
 
 
+main.add_command(cli_audit.audit)
 main.add_command(cli_import.import_command)
 main.add_command(cli_import.export_command)
 main.add_command(cli_bytes.report)
@@ -259,16 +263,18 @@ def _files(files: tuple[str, ...], as_json: bool) -> tuple[Plan | Attestation, .
     return cli_refusal.readable(cli_files.load(files), as_json)
 
 
-def _rule_data(rule: Rule | Refusal) -> dict[str, Any]:
+def _rule_data(rule: Rule | AuditRule | Refusal) -> dict[str, Any]:
     texts = {"id": rule.id, "severity": rule.severity.value, "summary": rule.summary, "fix": rule.fix}
     if isinstance(rule, Refusal):
         return texts | {"overridable": False, "repairs": False, "source": (rule.raised_by,)}
+    if isinstance(rule, AuditRule):
+        return texts | {"overridable": False, "repairs": False, "source": rule.source}
     return texts | {"overridable": rule.overridable, "repairs": rule.repair is not None, "source": rule.source}
 
 
-def _example(rule: Rule | Refusal) -> str:
+def _example(rule: Rule | AuditRule | Refusal) -> str:
     """Where to get a config that breaks the rule; drawing one here would need hypothesis."""
-    if isinstance(rule, Refusal):
+    if isinstance(rule, Refusal | AuditRule):
         return ""
     if rule.id.startswith("memory."):
         return "pk.fits(plan, memory='1MiB') breaks it, and says what would fit"

@@ -10,10 +10,11 @@ from prepkit.findings.text import shorter
 
 
 class Severity(StrEnum):
-    """How much a finding weighs: an error refuses the plan, a warning is written into it."""
+    """How much a finding weighs: an error refuses the plan, a warning is written into it, a note asks nothing."""
 
     ERROR = "error"
     WARNING = "warning"
+    NOTE = "note"
 
 
 @frozen(kw_only=True)

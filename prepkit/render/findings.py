@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prepkit.findings import Finding, errors
+from collections import Counter
+
+from prepkit.findings import Finding, Severity
 from prepkit.findings.text import count
 
 
@@ -10,7 +12,6 @@ def findings_text(findings: tuple[Finding, ...]) -> str:
     """Every finding, and their number at the end."""
     if not findings:
         return "no findings"
-    refusing = len(errors(findings))
-    counts = ((refusing, "error"), (len(findings) - refusing, "warning"))
-    summary = ", ".join(count(number, noun) for number, noun in counts if number)
+    counted = Counter(finding.severity for finding in findings)
+    summary = ", ".join(count(counted[severity], severity.value) for severity in Severity if counted[severity])
     return "\n".join((*map(str, findings), summary))

@@ -1,26 +1,41 @@
-"""Rules, and refusals of files and calls, as text."""
+"""Rules, those of audits, and refusals of files and calls, as text."""
 
 from __future__ import annotations
 
+from typing import assert_never
+
+from prepkit.diagnosis.rule import AuditRule
 from prepkit.findings.refusal import Refusal
 from prepkit.findings.text import aligned
 from prepkit.rules.rule import Rule
 
 
-def rules_text(rules: tuple[Rule | Refusal, ...]) -> str:
+def rules_text(rules: tuple[Rule | AuditRule | Refusal, ...]) -> str:
     """One line each: id, severity, and what holds when it is silent."""
     return "\n".join(aligned(tuple((rule.id, rule.severity.value, rule.summary) for rule in rules)))
 
 
-def rule_text(rule: Rule | Refusal, example: str = "") -> str:
+def rule_text(rule: Rule | AuditRule | Refusal, example: str = "") -> str:
     """All that one says of itself; ``example`` is a finding of it, or a line that says how to see one."""
     rows = (
         ("holds", rule.summary),
         ("fix", rule.fix),
-        *(_refusal_rows(rule) if isinstance(rule, Refusal) else _rule_rows(rule)),
+        *_rows(rule),
         ("example", example.replace("\n", "\n" + " " * 12)),
     )
     return "\n".join((f"{rule.severity.value} {rule.id}", *aligned(tuple(row for row in rows if row[1]), indent=2)))
+
+
+def _rows(rule: Rule | AuditRule | Refusal) -> tuple[tuple[str, str], ...]:
+    match rule:
+        case Rule():
+            return _rule_rows(rule)
+        case AuditRule():
+            return (("asked", "by pk.audit and prepkit audit"), ("source", ", ".join(rule.source)))
+        case Refusal():
+            return _refusal_rows(rule)
+        case _:
+            assert_never(rule)
 
 
 def _rule_rows(rule: Rule) -> tuple[tuple[str, str], ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tomllib
 from itertools import groupby
 
+from prepkit.diagnosis import AUDIT_RULES
+from prepkit.diagnosis.rule import AuditRule
 from prepkit.findings import Finding
 from prepkit.findings.refusals import REFUSALS
 from prepkit.rules import LATE_RULES, RULES, check
@@ -27,6 +29,10 @@ config.
 comes from. The example below each rule is what it says of the counterexample in `prepkit.testing.COUNTEREXAMPLES`.
 """
 
+_AUDIT_HEAD = f"""{len(AUDIT_RULES)} more rules are about a model that something else has prepared, asked of what stands
+there before its first step, by `pk.audit` and `prepkit audit`: [how](../howto/audit.md). They refuse no plan,
+so that none is overridden."""
+
 _ERRORS_HEAD = """# Errors
 
 What prepkit raises, and the findings that come from no rule. `PlanRejected.findings` holds every finding; each has an
@@ -46,7 +52,14 @@ def rules_page() -> str:
     lines += [f"{len(ordered)} rules: {counts}.", ""]
     for name, rules in subjects:
         lines += [f"## {name}", "", *map(_rule, rules)]
+    lines += ["## audit", "", _AUDIT_HEAD, "", *map(_audit_rule, AUDIT_RULES)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _audit_rule(rule: AuditRule) -> str:
+    lines = [f"### {rule.id}", "", f"{rule.severity.value.capitalize()}.", ""]
+    lines += [f"- Holds: {_plain(rule.summary)}", f"- Fix: {_plain(rule.fix)}"]
+    return "\n".join((*lines, *((f"- Source: {', '.join(rule.source)}",) if rule.source else ()), ""))
 
 
 def _rule(rule: Rule) -> str:

@@ -1,0 +1,47 @@
+"""What an audit comes to."""
+
+from __future__ import annotations
+
+from attrs import field, frozen
+
+from prepkit.facts.prepared import PreparedFacts
+from prepkit.findings import Finding, Severity
+from prepkit.findings.text import count, short
+
+
+@frozen(kw_only=True)
+class Audit:
+    """What stands there, and everything that is wrong with it."""
+
+    facts: PreparedFacts
+    findings: tuple[Finding, ...]
+    """Every finding: errors, warnings and notes, in the order of the rules."""
+    seconds: float = field(default=0.0, eq=False)
+    """How long it took to look."""
+
+    @property
+    def fine(self) -> bool:
+        """Whether nothing above a note was found."""
+        return all(finding.severity is Severity.NOTE for finding in self.findings)
+
+    def __str__(self) -> str:
+        said = [str(finding) for finding in self.findings]
+        return "\n".join((_head(self.facts), *(said or ["nothing is wrong that can be told before the first step"])))
+
+
+def _head(facts: PreparedFacts) -> str:
+    """What stands there, in one line."""
+    root = facts.model.classes[facts.model.modules[0].cls].name
+    elements = sum(param.numel for param in facts.model.params)
+    trained = sum(param.numel for param in facts.model.params if param.requires_grad)
+    ways = sorted({way for param in facts.params for way in param.averaged_by})
+    parts = (
+        f"{root}, {short(elements)} parameters, {short(trained)} trained",
+        f"{', '.join(ways) or 'no wrapper'} over {count(facts.world_size, 'rank')}",
+        *((f"{count(len(facts.units), 'unit')}",) if facts.units else ()),
+        *(one.name for one in facts.optimizers),
+        *((facts.scheduler.name,) if facts.scheduler else ()),
+        *((count(len(facts.loaders), "loader"),) if facts.loaders else ()),
+        *(() if facts.ranks or facts.world_size == 1 else ("the other ranks were not asked",)),
+    )
+    return f"audit of {'; '.join(parts)}"

@@ -1,0 +1,179 @@
+"""What was seen of a model that something else has prepared: who averages, who steps, and what ranks differ in."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+from prepkit.facts.model import ModelFacts
+from prepkit.facts.training import LoaderFacts
+
+Averager = Literal["ddp", "fsdp1", "fsdp2", "dtensor", "deepspeed", "hook"]
+"""What sees to it that a parameter's gradient is that of several ranks; a hook on the parameter may do anything."""
+
+Wrapper = Literal["ddp", "compiled", "checkpointed", "fsdp1", "deepspeed"]
+"""A module that stands around another."""
+
+
+@frozen(kw_only=True)
+class PreparedParam:
+    """One parameter as it lies now; tied ones once."""
+
+    name: str
+    dtype: str
+    requires_grad: bool = True
+    device: str = "cpu"
+    """Kind of its device: ``cpu``, ``cuda``, ``meta``."""
+    averaged_by: tuple[Averager, ...] = ()
+    ranks: int = 1
+    """Over how many ranks its gradient is averaged, or its elements are divided."""
+
+
+@frozen(kw_only=True)
+class WrappedModule:
+    """A place at which wrappers stand, outermost first; a unit of ``fully_shard`` is no wrapper."""
+
+    path: str
+    wrappers: tuple[Wrapper, ...]
+
+
+@frozen(kw_only=True)
+class DDPFacts:
+    """One ``DistributedDataParallel``."""
+
+    path: str
+    reduced: int | None
+    """Parameters that its reducer was built with; None: this torch does not say."""
+    known: int
+    """Parameters that it has seen and that train now."""
+    frozen: tuple[str, ...] = ()
+    """Names of those that it has seen and that do not train now."""
+
+
+@frozen(kw_only=True)
+class PreparedOptimizer:
+    """One optimizer, out of the wrappers of accelerate and DeepSpeed."""
+
+    name: str
+    held: tuple[str, ...]
+    """Names of the model's parameters that it steps."""
+    orphans: tuple[tuple[int, ...], ...] = ()
+    """Shapes of tensors that it steps and the model does not have."""
+    lost: int = 0
+    """Entries of its state whose tensor stands in none of its groups."""
+    rates: tuple[float, ...] = ()
+    """Learning rate of each group."""
+    scheduled: bool = False
+    """Whether a scheduler has been put on it (``initial_lr`` in a group)."""
+    rounds: bool = False
+    """Whether it rounds updates stochastically, or keeps masters of its own."""
+    engine: bool = False
+    """Whether it is that of the DeepSpeed engine, which keeps master weights."""
+
+
+@frozen(kw_only=True)
+class PreparedScheduler:
+    """One learning-rate scheduler."""
+
+    name: str
+    drives_optimizer: bool
+    horizon: int | None = None
+    """Ticks that it is made for; None: none, or not known."""
+    ticks: int = 1
+    """Ticks for each optimizer step, as accelerate's wrapper makes them; 1 where it is called by hand."""
+    by_batch: bool = False
+    """Whether its class is made to be ticked with every batch, as ``OneCycleLR``."""
+
+
+Division = Literal["", "sampler", "accelerate", "dataset"]
+"""What gives each rank its samples: nothing, a ``DistributedSampler``, accelerate's shards, the data set itself."""
+
+
+@frozen(kw_only=True)
+class PreparedLoader:
+    """One loader, and how its samples are divided over ranks."""
+
+    seen: LoaderFacts
+    division: Division = ""
+    replicas: int = 1
+    """Into how many parts the samples are divided."""
+    part: int = 0
+    """Which of them this rank reads."""
+    batches: int | None = None
+    """Batches of a pass on this rank; None: not known."""
+    data: str = ""
+    """A digest of what can be told of the data set without reading it; empty: nothing can."""
+
+
+@frozen(kw_only=True)
+class EngineFacts:
+    """What a DeepSpeed engine was told by its JSON."""
+
+    stage: int
+    micro_batch: int | None
+    accumulation: int
+    scheduler: str | None = None
+    """Class of the scheduler that the engine ticks by itself."""
+    clipping: float = 0.0
+
+
+@frozen(kw_only=True)
+class RankFacts:
+    """What one rank tells the others: small, whatever the model's size."""
+
+    rank: int
+    names: str
+    """Digest of the names of parameters."""
+    model: str
+    """Digest of names, shapes, dtypes and of what trains."""
+    optimizer: str
+    """Digest of groups and their options."""
+    values: str
+    """Digest of the values that all ranks of a group should hold alike."""
+    generator: str
+    """Digest of the states of the random generators."""
+    tensor_ranks: tuple[int, ...] = ()
+    """Ranks that hold parts of the same layers; this rank alone where no layer is cut."""
+    loaders: tuple[tuple[int, int, str, str], ...] = ()
+    """Per loader: replicas, part, division and digest of its data set."""
+
+
+@frozen(kw_only=True)
+class PreparedFacts:
+    """A prepared model and what stands beside it, as one rank sees it."""
+
+    model: ModelFacts
+    params: tuple[PreparedParam, ...]
+    wrapped: tuple[WrappedModule, ...] = ()
+    ddp: tuple[DDPFacts, ...] = ()
+    units: tuple[str, ...] = ()
+    """Paths of the units of FSDP1 and FSDP2."""
+    optimizers: tuple[PreparedOptimizer, ...] = ()
+    scheduler: PreparedScheduler | None = None
+    loaders: tuple[PreparedLoader, ...] = ()
+    engine: EngineFacts | None = None
+    training: bool = True
+    """Whether the root is in training mode."""
+    evaluating: tuple[str, ...] = ()
+    """Outermost modules in evaluation mode below a root that trains, with dropout and with parameters that train."""
+    dropout: tuple[str, ...] = ()
+    """Modules that drop elements in training, whatever mode they are in."""
+    normalised: tuple[str, ...] = ()
+    """Modules that normalise by their batch in training."""
+    nan: tuple[str, ...] = ()
+    """Tensors with NaN among their elements on this rank."""
+    elsewhere: tuple[str, ...] = ()
+    """Modules whose ``forward`` runs another object's."""
+    compile_off: bool = False
+    """Whether torch compiles nothing in this process."""
+    accumulation: int | None = None
+    """Micro-batches per step that accelerate counts; None: it is not in use."""
+    world_size: int = 1
+    rank: int = 0
+    backend: str = ""
+    """Backends of the default group in torch's words, such as ``cpu:gloo,cuda:nccl``."""
+    ranks: tuple[RankFacts, ...] = ()
+    """What every rank has told, in their order; empty: they were not asked."""
+    parted: tuple[str, ...] = ()
+    """Tensors whose values differ over ranks that should hold them alike."""

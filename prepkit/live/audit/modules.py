@@ -1,0 +1,141 @@
+"""Modules as a library has left them: modes, wrappers, forwards of other objects, tensors without sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prepkit.facts.prepared import WrappedModule, Wrapper
+from prepkit.live.model.names import Site, known_bases
+from prepkit.live.model.state import local
+
+WRAPPERS: tuple[tuple[str, Wrapper], ...] = (
+    ("DistributedDataParallel", "ddp"),
+    ("OptimizedModule", "compiled"),
+    ("CheckpointWrapper", "checkpointed"),
+    ("FullyShardedDataParallel", "fsdp1"),
+    ("DeepSpeedEngine", "deepspeed"),
+)
+"""Class of torch or DeepSpeed that stands around a module, and its word."""
+
+DEEP = 8
+"""Calls that are followed from a forward that was put in the place of a module's own."""
+
+
+def wrapped(places: list[Site]) -> tuple[WrappedModule, ...]:
+    """Every place with wrappers, outermost first; a module that checkpoints itself counts as its own wrapper."""
+    found = (
+        WrappedModule(path=site.path, wrappers=tuple(word for module in site.stack for word in _words(module)))
+        for site in places
+        if site.first
+    )
+    return tuple(one for one in found if one.wrappers)
+
+
+def _words(module: nn.Module) -> Iterator[Wrapper]:
+    bases = known_bases(type(module))
+    yield from (word for name, word in WRAPPERS if name in bases)
+    layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+    if layer and vars(module).get("gradient_checkpointing"):  # transformers; the flag above the layers does nothing
+        yield "checkpointed"
+
+
+def units(places: list[Site]) -> tuple[str, ...]:
+    """Paths of the units of FSDP1 and FSDP2 that hold parameters of their own."""
+    kinds = {"FullyShardedDataParallel", "FSDPModule"}
+    return tuple(
+        site.path for site in places if site.first and any(kinds & known_bases(type(module)) for module in site.stack)
+    )
+
+
+def dropping(places: list[Site]) -> tuple[str, ...]:
+    """Modules that drop elements when they train."""
+    return tuple(
+        site.path
+        for site in places
+        if site.first and isinstance(site.module, nn.modules.dropout._DropoutNd) and site.module.p > 0
+    )
+
+
+def normalised(places: list[Site]) -> tuple[str, ...]:
+    """Batch norms that see the batch of one rank alone."""
+    return tuple(
+        site.path
+        for site in places
+        if site.first
+        and isinstance(site.module, nn.modules.batchnorm._BatchNorm)
+        and not isinstance(site.module, nn.SyncBatchNorm)
+    )
+
+
+def evaluating(places: list[Site], dropout: tuple[str, ...]) -> tuple[str, ...]:
+    """Outermost modules in evaluation mode that hold dropout and parameters that train."""
+    found: list[str] = []
+    for site in places:
+        inside = any(site.path.startswith(f"{path}.") for path in found)
+        if site.module.training or not site.first or inside or not site.path:
+            continue
+        drops = any(path == site.path or path.startswith(f"{site.path}.") for path in dropout)
+        if drops and any(param.requires_grad for param in site.module.parameters()):
+            found.append(site.path)
+    return tuple(found)
+
+
+def with_nan(tensors: dict[str, Tensor]) -> tuple[str, ...]:
+    """Names of the tensors with NaN among the elements of this rank; those without data have none."""
+    return tuple(name for name, tensor in tensors.items() if _has_nan(local(tensor)))
+
+
+def _has_nan(part: Tensor) -> bool:
+    if part.device.type == "meta" or not part.numel() or not (part.is_floating_point() or part.is_complex()):
+        return False
+    return bool(torch.isnan(part.detach().sum(dtype=torch.float64 if part.is_floating_point() else None)).item()) and (
+        bool(torch.isnan(part.detach()).any().item())  # a sum of both infinities is NaN too
+    )
+
+
+def elsewhere(places: list[Site]) -> tuple[str, ...]:
+    """Modules with a forward of their own that leads to modules, and to none of this model."""
+    here = {id(module) for site in places for module in site.stack}
+    found: list[str] = []
+    for site in places:
+        for module in site.stack if site.first else ():
+            forward = vars(module).get("forward")
+            owners = list(_owners(forward, DEEP)) if forward is not None else []
+            if owners and not any(id(owner) in here for owner in owners):
+                found.append(site.path)
+    return tuple(found)
+
+
+def _owners(call: Any, depth: int) -> Iterator[nn.Module]:
+    """The modules that a callable computes with, as far as it can be told without calling it."""
+    if depth == 0:
+        return
+    match call:
+        case nn.Module():
+            yield call
+        case MethodType():
+            yield from _owners(call.__self__, depth - 1)
+            yield from _owners(call.__func__, depth - 1)
+        case partial():
+            for one in (call.func, *call.args, *call.keywords.values()):
+                yield from _owners(one, depth - 1)
+        case FunctionType():
+            for one in (*_cells(call.__closure__), getattr(call, "__wrapped__", None)):
+                yield from _owners(one, depth - 1)
+        case _ if callable(call) and not isinstance(call, type) and hasattr(call, "__dict__"):
+            for one in vars(call).values():
+                yield from _owners(one, depth - 1)
+
+
+def _cells(closure: tuple[CellType, ...] | None) -> Iterator[Any]:
+    for cell in closure or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue

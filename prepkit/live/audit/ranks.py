@@ -1,0 +1,137 @@
+"""What ranks tell each other in an audit: one small exchange, and a second one where values differ."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import evolve
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from prepkit.facts.prepared import PreparedFacts, RankFacts
+from prepkit.live.audit.fingerprint import fingerprint
+from prepkit.live.audit.optimizers import inner
+from prepkit.live.model.names import Site
+
+
+def compared(facts: PreparedFacts, places: list[Site], optimizers: list[Any]) -> PreparedFacts:
+    """The facts with what every rank has told. Collective, where the default group has several ranks and carries data.
+
+    What travels: a few digests per rank; where values part, one number per tensor as well. Raises what torch raises
+    when a rank does not come.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or "fake" in str(dist.get_backend_config()):
+        return facts
+    values = _values(facts, places)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, _told(facts, places, optimizers, values))
+    ranks: tuple[RankFacts, ...] = tuple(gathered)
+    return evolve(facts, ranks=ranks, parted=_parted(ranks, values))
+
+
+def _told(facts: PreparedFacts, places: list[Site], optimizers: list[Any], values: dict[str, int]) -> RankFacts:
+    names = tuple(param.name for param in facts.model.params)
+    return RankFacts(
+        rank=dist.get_rank(),
+        names=_digest(names),
+        model=_digest((_params(facts), facts.model.ties, tuple(buffer.name for buffer in facts.model.buffers))),
+        optimizer=_digest(tuple(_options(one) for one in optimizers)),
+        values=_digest(values),
+        generator=_generator(facts),
+        tensor_ranks=tensor_ranks(places),
+        loaders=tuple((one.replicas, one.part, one.division, one.data) for one in facts.loaders),
+    )
+
+
+def _params(facts: PreparedFacts) -> list[object]:
+    """Parameters as every rank should see them; a view of FSDP1 has the shape of this rank's part."""
+    cut = {param.name for param in facts.params if "fsdp1" in param.averaged_by}
+    return [evolve(param, shape=()) if param.name in cut else param for param in facts.model.params]
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _options(given: Any) -> Any:
+    optimizer = inner(given)
+    return type(optimizer).__name__, tuple(
+        tuple((key, value) for key, value in sorted(group.items()) if isinstance(value, bool | int | float | str))
+        for group in optimizer.param_groups
+    )
+
+
+def _generator(facts: PreparedFacts) -> str:
+    kinds = {param.device for param in facts.params}
+    states = [torch.get_rng_state()]
+    if "cuda" in kinds:
+        states = [torch.cuda.get_rng_state()]  # dropout draws where the activations are
+    return _digest((tuple(fingerprint(state) for state in states), _digest(random.getstate()) if not kinds else ""))
+
+
+def tensor_ranks(places: list[Site]) -> tuple[int, ...]:
+    """Ranks that hold parts of the layers that this rank holds parts of, the units of FSDP2 aside."""
+    from prepkit.live.model.fsdp2_units import is_unit
+
+    sharded = any(is_unit(module) for site in places for module in site.stack)
+    widest: tuple[int, ...] = (dist.get_rank(),)
+    for site in places:
+        for param in site.module._parameters.values():
+            if isinstance(param, DTensor):
+                mesh = param.device_mesh
+                if sharded and mesh.ndim == 1:
+                    continue
+                ranks = _last_axis(mesh) if sharded else tuple(mesh.mesh.reshape(-1).tolist())
+                widest = ranks if len(ranks) > len(widest) else widest
+    return widest
+
+
+def _last_axis(mesh: Any) -> tuple[int, ...]:
+    """Tensor parallelism is the innermost axis under FSDP2 (torch ``fully_shard``: the mesh of shards comes first)."""
+    if mesh.mesh_dim_names and not any("tp" in name or "tensor" in name for name in mesh.mesh_dim_names[-1:]):
+        return ()
+    return tuple(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
+
+
+def _values(facts: PreparedFacts, places: list[Site]) -> dict[str, int]:
+    """Fingerprints of the parameters and buffers that every rank holds whole and should hold alike."""
+    averaged = {param.name: param.averaged_by for param in facts.params}
+    found: dict[str, int] = {}
+    for site in places:
+        if not site.first:
+            continue
+        for name, tensor in (*site.module._parameters.items(), *_lasting(site.module)):
+            path = f"{site.path}.{name}" if site.path else name
+            part = _whole(tensor) if tensor is not None and "fsdp1" not in averaged.get(path, ()) else None
+            if part is not None and part.device.type != "meta" and getattr(tensor, "allreduce", True):
+                found[path] = fingerprint(part)
+    return found
+
+
+def _lasting(module: nn.Module) -> tuple[tuple[str, Tensor | None], ...]:
+    """Buffers, without what batch norms count: each rank counts its own batches."""
+    return () if isinstance(module, nn.modules.batchnorm._NormBase) else tuple(module._buffers.items())
+
+
+def _whole(tensor: Tensor) -> Tensor | None:
+    """The tensor's data where this rank has all of it; None for a part."""
+    if hasattr(tensor, "ds_tensor"):
+        return None
+    if isinstance(tensor, DTensor):
+        whole = all(placement.is_replicate() for placement in tensor.placements)
+        return tensor._local_tensor if whole else None  # to_local() would enter the graph of autograd
+    return tensor
+
+
+def _parted(ranks: tuple[RankFacts, ...], values: dict[str, int]) -> tuple[str, ...]:
+    """Names of what differs. Collective only where digests do, which every rank sees alike."""
+    if len({rank.values for rank in ranks}) == 1 or len({rank.names for rank in ranks}) > 1:
+        return ()
+    gathered: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(gathered, values)
+    first: dict[str, int] = gathered[0]
+    return tuple(name for name in first if len({other.get(name) for other in gathered}) > 1)

@@ -1,0 +1,138 @@
+"""Errors that can be decided before the first step, frozen before the audit was written.
+
+Each is made for real with the library that makes it; ``python -m tests.tools.audit`` prints which rule finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import frozen
+
+from tests.audit import by_hand, by_libraries, by_sharding
+from tests.audit.case import Case
+
+
+@frozen
+class PlantedError:
+    """One error: its program, what is wrong in it, and the rule that has to say so."""
+
+    make: Callable[[int, int], Case]
+    """The program up to its first step, on this rank of so many."""
+    rule: str
+    library: str
+    ranks: int
+    what: str
+
+    @property
+    def id(self) -> str:
+        return self.make.__name__
+
+
+ERRORS: tuple[PlantedError, ...] = (
+    # --- whose parameters the optimizer holds ---
+    PlantedError(by_hand.optimizer_of_the_copy, "audit.orphans", "torch", 1, "the optimizer steps a model's original"),
+    PlantedError(by_hand.head_replaced, "audit.orphans", "torch", 1, "a layer was replaced under the optimizer"),
+    PlantedError(by_sharding.fsdp1_after_the_optimizer, "audit.orphans", "torch", 2, "flat parameters came later"),
+    PlantedError(by_sharding.fsdp2_after_the_optimizer, "audit.orphans", "torch", 2, "shards came later"),
+    PlantedError(
+        by_libraries.trainer_given_another_models_optimizer,
+        "audit.orphans",
+        "transformers",
+        1,
+        "another model's optimizer",
+    ),
+    PlantedError(by_hand.unfrozen_later, "audit.missed", "torch", 1, "unfrozen once the optimizer was made"),
+    PlantedError(by_hand.all_frozen, "audit.nothing-trains", "torch", 1, "everything is frozen"),
+    PlantedError(
+        by_libraries.adapter_loaded_for_inference, "audit.nothing-trains", "peft", 1, "an adapter made for inference"
+    ),
+    PlantedError(by_hand.trained_state_left_behind, "audit.state-lost", "torch", 1, "state under the old parameters"),
+    PlantedError(by_hand.two_optimizers_one_parameter, "audit.stepped-twice", "torch", 1, "two step one parameter"),
+    PlantedError(by_hand.rate_of_zero, "audit.rate-zero", "torch", 1, "a learning rate of zero that nothing raises"),
+    # --- the model itself ---
+    PlantedError(by_hand.still_in_eval, "audit.eval-mode", "torch", 1, "evaluation mode in training"),
+    PlantedError(by_hand.part_still_in_eval, "audit.part-in-eval", "torch", 1, "a part of it in evaluation mode"),
+    PlantedError(by_hand.float16_weights, "audit.float16-weights", "torch", 1, "float16 weights without masters"),
+    PlantedError(by_hand.bfloat16_weights, "audit.bfloat16-weights", "torch", 1, "bfloat16 weights without masters"),
+    PlantedError(by_hand.one_block_in_another_dtype, "audit.unlike-dtypes", "torch", 1, "one block of another dtype"),
+    PlantedError(by_hand.buffer_never_filled, "audit.nan", "torch", 1, "a buffer of NaN"),
+    PlantedError(by_hand.half_on_meta, "audit.left-on-meta", "torch", 1, "a layer without data among others"),
+    PlantedError(by_libraries.tie_that_broke, "audit.tie-broken", "transformers", 1, "the config says tied"),
+    # --- wrappers ---
+    PlantedError(by_hand.ddp_in_ddp, "audit.wrapped-twice", "torch", 2, "DDP in DDP"),
+    PlantedError(by_libraries.prepared_by_two_accelerators, "audit.wrapped-twice", "accelerate", 2, "DDP in DDP"),
+    PlantedError(by_hand.checkpointed_twice, "audit.checkpointed-twice", "torch", 1, "recomputed twice"),
+    PlantedError(
+        by_hand.checkpointed_inside_checkpointed, "audit.checkpointed-twice", "torch", 1, "recomputed twice, inside"
+    ),
+    PlantedError(by_hand.checkpointed_as_a_whole, "audit.checkpointed-whole", "torch", 1, "nothing is saved"),
+    PlantedError(by_sharding.fsdp1_under_checkpoints, "audit.checkpoint-outside", "torch", 2, "inside out"),
+    PlantedError(
+        by_libraries.lora_under_reentrant_checkpoints,
+        "audit.reentrant-frozen",
+        "peft",
+        1,
+        "no gradient reaches adapters",
+    ),
+    PlantedError(by_hand.compile_switched_off, "audit.compile-off", "torch", 1, "compiled code that never runs"),
+    PlantedError(by_hand.forward_of_the_original, "audit.forward-elsewhere", "torch", 1, "a copy runs its original"),
+    PlantedError(
+        by_hand.forward_bound_to_the_original, "audit.forward-elsewhere", "torch", 1, "a method of another object"
+    ),
+    PlantedError(by_sharding.fsdp2_in_one_unit, "audit.one-unit", "torch", 2, "one unit holds everything"),
+    PlantedError(by_sharding.fsdp1_in_one_unit, "audit.one-unit", "torch", 2, "one unit holds everything"),
+    # --- who averages ---
+    PlantedError(by_hand.no_wrapper, "audit.not-averaged", "torch", 2, "no wrapper on two ranks"),
+    PlantedError(by_hand.head_beside_ddp, "audit.not-averaged", "torch", 2, "a layer outside DDP"),
+    PlantedError(by_hand.unfrozen_after_ddp, "audit.not-averaged", "torch", 2, "unfrozen after DDP"),
+    PlantedError(by_hand.head_replaced_after_ddp, "audit.not-averaged", "torch", 2, "replaced after DDP"),
+    PlantedError(by_sharding.fsdp2_leaves_the_head, "audit.not-averaged", "torch", 2, "ignored by fully_shard"),
+    PlantedError(by_libraries.model_not_prepared, "audit.not-averaged", "accelerate", 2, "model not prepared"),
+    PlantedError(by_hand.frozen_after_ddp, "audit.ddp-frozen", "torch", 2, "frozen things in DDP buckets"),
+    PlantedError(by_sharding.fsdp2_over_one_rank, "audit.averaged-over-part", "torch", 2, "a mesh of one rank"),
+    PlantedError(by_sharding.fsdp1_hybrid_of_n_by_1, "audit.averaged-over-part", "torch", 2, "HYBRID_SHARD on (n, 1)"),
+    # --- ranks that part ---
+    PlantedError(by_hand.frozen_on_one_rank, "audit.ranks-models", "torch", 2, "ranks train other parameters"),
+    PlantedError(by_hand.rate_by_rank, "audit.ranks-optimizers", "torch", 2, "a rate for each rank"),
+    PlantedError(by_hand.weights_read_on_rank_0_after_ddp, "audit.ranks-values", "torch", 2, "one rank read weights"),
+    PlantedError(by_hand.one_bit_of_one_rank, "audit.ranks-values", "torch", 2, "one bit of one element"),
+    PlantedError(
+        by_sharding.replicated_part_of_tensor_ranks_differs, "audit.ranks-values", "torch", 2, "a head by rank"
+    ),
+    PlantedError(by_hand.buffer_of_one_rank, "audit.ranks-values", "torch", 2, "a buffer by rank"),
+    PlantedError(by_sharding.buffer_of_one_rank_under_fsdp2, "audit.ranks-values", "torch", 2, "a buffer by rank"),
+    PlantedError(by_hand.dropout_alike, "audit.dropout-alike", "torch", 2, "every rank drops the same elements"),
+    PlantedError(by_sharding.tensor_ranks_with_other_dropout, "audit.dropout-unlike", "torch", 2, "tensor ranks part"),
+    # --- loaders ---
+    PlantedError(by_hand.same_samples, "audit.same-samples", "torch", 2, "no distributed sampler"),
+    PlantedError(by_hand.shuffled_alike, "audit.same-samples", "torch", 2, "shuffled, but not divided"),
+    PlantedError(by_hand.sampler_of_rank_0, "audit.same-samples", "torch", 2, "rank 0's sampler everywhere"),
+    PlantedError(by_hand.sampler_of_one_process, "audit.same-samples", "torch", 2, "a sampler for one process"),
+    PlantedError(by_libraries.loader_not_prepared, "audit.same-samples", "accelerate", 2, "loader not prepared"),
+    PlantedError(by_sharding.tensor_ranks_with_other_samples, "audit.tensor-samples", "torch", 2, "tensor ranks part"),
+    # --- the scheduler ---
+    PlantedError(
+        by_hand.scheduler_of_another_optimizer, "audit.scheduler-elsewhere", "torch", 1, "of another optimizer"
+    ),
+    PlantedError(
+        by_libraries.scheduler_of_an_optimizer_never_prepared, "audit.scheduler-elsewhere", "accelerate", 2, "likewise"
+    ),
+    PlantedError(by_hand.schedule_run_out, "audit.scheduler-early", "torch", 1, "ends within the first pass"),
+    PlantedError(
+        by_libraries.scheduler_for_prepared_batches, "audit.scheduler-early", "accelerate", 2, "ticks by rank"
+    ),
+    # --- two owners, DeepSpeed ---
+    PlantedError(by_libraries.two_schedulers, "audit.two-schedulers", "deepspeed", 2, "one in the JSON, one by hand"),
+    PlantedError(by_libraries.loader_of_another_batch_size, "audit.micro-batch", "deepspeed", 2, "JSON against loader"),
+    PlantedError(
+        by_libraries.stepped_past_the_engine, "audit.past-engine", "deepspeed", 2, "not the engine's optimizer"
+    ),
+    PlantedError(by_libraries.two_who_accumulate, "audit.two-accumulate", "accelerate, deepspeed", 2, "4 against 1"),
+)
+
+NOT_MADE: tuple[tuple[str, str], ...] = (
+    ("audit.backend", "GPU tensors on gloo, or offloaded ones on nccl alone: needs a GPU; its rule is held on facts"),
+    ("Fabric", "Lightning is not among the tested libraries; its wrapper is torch's DDP or FSDP inside"),
+)
+"""What no program here makes, and why."""

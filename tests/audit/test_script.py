@@ -1,0 +1,139 @@
+"""``prepkit audit SCRIPT`` runs real scripts up to their first step, and says what is wrong at that point."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.audit.case import ROOT
+from tests.support.launch import torchrun
+
+MODEL = """
+import sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+"""
+
+LOOP = """
+for x, y in loader:
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    print("went on")
+"""
+
+ORPHANS = f"""{MODEL}
+optimizer = torch.optim.AdamW(model.parameters(), lr=float(sys.argv[1]))
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=3)
+model[2] = nn.Linear(8, 2)
+loader = DataLoader(data, batch_size=4)
+{LOOP}"""
+
+FINE = f"""{MODEL}
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=8)
+loader = DataLoader(data, batch_size=4)
+{LOOP}"""
+
+RANKS = f"""{MODEL}
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+loader = DataLoader(data, batch_size=4)
+{LOOP}"""
+
+TRAINER = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, vocab_size=64, num_attention_heads=2)
+model = LlamaForCausalLM(config)
+optimizer = torch.optim.AdamW(model.parameters())
+model.lm_head = torch.nn.Linear(16, 64, bias=False)
+data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(16)]
+arguments = TrainingArguments("out", use_cpu=True, report_to=[], per_device_train_batch_size=2)
+Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None)).train()
+"""
+
+ACCELERATE = f"""{MODEL}
+from accelerate import Accelerator
+ours = Accelerator(cpu=True)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(data, batch_size=4, shuffle=True)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)  # three passes, as one rank sees them
+model, optimizer, loader, scheduler = ours.prepare(model, optimizer, loader, scheduler)
+for x, y in loader:
+    ours.backward((model(x) - y).square().mean())
+    optimizer.step()
+"""
+
+
+def run(folder: Path, text: str, *words: str, launcher: tuple[str, ...] = (sys.executable,)) -> tuple[int, str, str]:
+    (folder / "train.py").write_text(text)
+    command = [*launcher, "-m", "prepkit", "audit", *words]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=folder, timeout=120, env=environment()
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_a_script_with_an_error_ends_with_1_before_it_steps(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, ORPHANS, "train.py", "0.001")
+    assert code == 1, err
+    assert "went on" not in out
+    assert "error audit.orphans at optimizer" in out
+    assert "warning audit.scheduler-early at scheduler: `OneCycleLR` is made for 3 ticks, and a pass has 8 steps" in out
+
+
+def test_a_script_with_nothing_wrong_ends_with_0(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, FINE, "--json", "train.py")
+    assert (code, json.loads(out)["findings"]) == (0, []), err
+
+
+def test_a_script_that_never_steps_or_fails_by_itself_says_so(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path, "import sys; sys.exit(0)", "train.py")
+    assert code == 2
+    assert "train.py ended without an optimizer step" in err
+    code, _, err = run(tmp_path, "raise KeyError('mine')", "train.py")
+    assert code == 1
+    assert "KeyError: 'mine'" in err
+
+
+def test_ranks_of_torchrun_are_audited_together(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, RANKS, "train.py", launcher=tuple(torchrun(2)))
+    assert code == 1, err
+    assert out.count("audit of Sequential, 58 parameters, 58 trained; ddp over 2 ranks") == 1
+    assert "error audit.same-samples at loaders[0]: 2 ranks read all of its samples, in one order" in out
+
+
+def test_a_trainer_is_audited_at_its_first_step(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    code, out, err = run(tmp_path, TRAINER, "train.py")
+    assert code == 1, err
+    assert "audit of LlamaForCausalLM" in out
+    assert "error audit.orphans at optimizer" in out
+    assert "`lm_head.weight`" in out
+
+
+def test_wrappers_of_accelerate_are_found_around_what_steps(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    code, out, err = run(tmp_path, ACCELERATE, "train.py", launcher=tuple(torchrun(2)))
+    assert code == 0, err
+    assert "; AdamW; CosineAnnealingLR; 1 loader" in out
+    assert "warning audit.scheduler-early at scheduler" in out
