@@ -39,18 +39,18 @@ def plan_tensor_parallel(resolved: Resolved) -> Piece:
 
 def mesh(resolved: Resolved) -> Piece:
     """The device mesh, of one axis."""
-    axes = (Axis(name="tensor", size=resolved.tensor_parallel_size),)
+    axes = (Axis(name="tensor", size=resolved.tp.size),)
     reason = "every layer of the plan is cut over all ranks"
     return because(BuildMesh(device=resolved.compute_device, axes=axes), reason, "TP-1", "PC-8")
 
 
 def parallelize(resolved: Resolved) -> Piece:
     """The layers that are cut; none where the model arrives parallel (TP-5), or the mesh has no tensor axis."""
-    styles = resolved.parallel_styles
+    styles = resolved.tp.styles
     if not styles:
         return ()
     whose = (
         "the model's own plan" if isinstance(resolved.cfg.tp_plan, TPPlanFromModel) else "the rows of config.tp_plan"
     )
     step = ParallelizeModules(styles=styles, axis="tensor")
-    return because(step, f"{whose}, over {resolved.tensor_parallel_size} ranks", "TP-1", "X-1", "G-33")
+    return because(step, f"{whose}, over {resolved.tp.size} ranks", "TP-1", "X-1", "G-33")

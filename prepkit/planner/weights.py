@@ -36,7 +36,7 @@ def gives_values(resolved: Resolved) -> bool:
 
 def check_files(resolved: Resolved) -> Piece:
     """A look at the files before anything is changed, as sharding has no way back."""
-    if (checkpoint := resolved.checkpoint) is None:
+    if (checkpoint := resolved.values.checkpoint) is None:
         return ()
     reason = "a file that is missing or another one on any rank is an error on every rank, before anything is changed"
     return because(CheckFiles(files=_files(checkpoint)), reason, "G-62", "G-67")
@@ -79,7 +79,7 @@ def fill(resolved: Resolved) -> Piece:
 
 def _initialize(resolved: Resolved) -> Piece:
     cfg = resolved.cfg
-    params, buffers = resolved.initialized_params, resolved.computed_buffers
+    params, buffers = resolved.values.initialized_params, resolved.values.computed_buffers
     if not params and not buffers:
         return ()
     seed = cfg.weights.seed if isinstance(cfg.weights, InitWeights) else 0
@@ -93,9 +93,9 @@ def _initialize(resolved: Resolved) -> Piece:
 
 
 def _read(resolved: Resolved) -> Piece:
-    if (checkpoint := resolved.checkpoint) is None:
+    if (checkpoint := resolved.values.checkpoint) is None:
         return ()
-    match = resolved.checkpoint_match
+    match = resolved.values.match
     sources = tuple(
         FileSlice(
             name=tensor.name,

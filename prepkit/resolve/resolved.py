@@ -17,16 +17,13 @@ from prepkit.config import (
     Config,
     Intent,
     OffloadToCPU,
-    TPLayer,
     Wrap,
 )
 from prepkit.config.mesh import SAME_DATA
 from prepkit.facts import Facts, ParamFact
-from prepkit.facts.checkpoint import CheckpointFacts
 from prepkit.plan.flat_layout import FlatPart
 from prepkit.plan.layout import ParamLayout, Placement
 from prepkit.resolve import (
-    checkpoint,
     entry_points,
     flat_params,
     fp8,
@@ -39,12 +36,12 @@ from prepkit.resolve import (
     precision,
     units,
 )
-from prepkit.resolve import tensor_parallel as tp
-from prepkit.resolve.checkpoint import CheckpointMatch
 from prepkit.resolve.created_optimizers import CreatedOptimizer, created_optimizers
 from prepkit.resolve.deepspeed.working import WorkingConfig, working_config
 from prepkit.resolve.engines import EngineTraits, traits, wrap_of
-from prepkit.steps import Axis, ParallelStyle
+from prepkit.resolve.sharded_layers import ShardedLayers
+from prepkit.resolve.weight_sources import WeightSources
+from prepkit.steps import Axis
 
 
 @frozen(kw_only=True)
@@ -264,62 +261,17 @@ class Resolved:
 
     # --- tensor parallelism ----------------------------------------------------------------------------------------
 
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Number of ranks that a layer is sharded over."""
-        return tp.tensor_parallel_size(self.cfg, self.facts.env, self.mesh or ())
-
     @cached_property
-    def parallelizes(self) -> bool:
-        """Whether the plan shards layers. A model that arrives parallel is only verified (TP-5)."""
-        return tp.parallelizes(self.cfg, self.facts.model, self.tensor_parallel_size)
-
-    @cached_property
-    def tp_layers(self) -> tuple[TPLayer, ...]:
-        """The layers of the tensor-parallel plan, whether or not anything is sharded by it."""
-        return tp.tp_layers(self.cfg, self.facts.model)
-
-    @cached_property
-    def tp_modules(self) -> tuple[tp.TPModule, ...]:
-        """Every module that the plan names, once per layer that names it; none where no layer is sharded."""
-        return tp.tp_modules(self.tp_layers, self.facts.model) if self.parallelizes else ()
-
-    @cached_property
-    def tp_placements(self) -> Mapping[str, tp.TPPlacement]:
-        """Parameter name, also of ties, to how it lies on the tensor axis; empty where no layer is sharded."""
-        return tp.tp_placements(self.tp_modules, self.facts.model)
-
-    @cached_property
-    def tp_shards(self) -> tuple[tuple[ParamFact, int], ...]:
-        """Every parameter that is sharded on the tensor axis, with the dimension in which it is."""
-        return tp.tp_shards(self.tp_placements, self.facts.model)
-
-    @cached_property
-    def parallel_styles(self) -> tuple[ParallelStyle, ...]:
-        """What the step ``ParallelizeModules`` does; empty where no layer is sharded."""
-        return tp.parallel_styles(self.tp_modules)
+    def tp(self) -> ShardedLayers:
+        """The layers that lie in parts over the tensor-parallel ranks."""
+        return ShardedLayers(cfg=self.cfg, facts=self.facts, mesh=self.mesh or ())
 
     # --- values ----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def checkpoint(self) -> CheckpointFacts | None:
-        """The checkpoint that is loaded, with its keys renamed; None where none is, or it was not seen."""
-        return checkpoint.requested_checkpoint(self.cfg, self.facts)
-
-    @cached_property
-    def checkpoint_match(self) -> CheckpointMatch | None:
-        """That checkpoint held against the model."""
-        return checkpoint.match(self.facts.model, self.checkpoint) if self.checkpoint else None
-
-    @cached_property
-    def initialized_params(self) -> tuple[str, ...]:
-        """Names of the parameters that get their values from initializers."""
-        return checkpoint.initialized_params(self.cfg, self.facts.model, self.checkpoint_match)
-
-    @cached_property
-    def computed_buffers(self) -> tuple[str, ...]:
-        """Names of the buffers that the model has to compute where they are on meta."""
-        return checkpoint.computed_buffers(self.cfg, self.facts.model, self.checkpoint_match)
+    def values(self) -> WeightSources:
+        """Where parameters and buffers get their values."""
+        return WeightSources(cfg=self.cfg, facts=self.facts)
 
     # --- the outcome -----------------------------------------------------------------------------------------------
 
@@ -327,7 +279,7 @@ class Resolved:
     def placements(self) -> Mapping[str, tuple[Placement, ...]]:
         """Parameter name to one word per axis of the mesh; none where every rank holds all of it."""
         axes = self.mesh or ()
-        return placements.placements(self.cfg, self.facts.model, axes, self.tp_placements, self.unsharded_params)
+        return placements.placements(self.cfg, self.facts.model, axes, self.tp.placements, self.unsharded_params)
 
     @cached_property
     def layout(self) -> tuple[ParamLayout, ...]:

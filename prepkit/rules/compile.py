@@ -67,7 +67,7 @@ def _limit(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _dynamic(resolved: Resolved) -> Iterator[Hit]:
-    if (asked := _asked(resolved.cfg)) and asked.dynamic and resolved.parallelizes:
+    if (asked := _asked(resolved.cfg)) and asked.dynamic and resolved.tp.planned:
         what = "dynamic=True, and layers that are cut: torch 2.13 was seen to recurse without end while it traces them."
         yield Hit("config.compile.dynamic", what)
 

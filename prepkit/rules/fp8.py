@@ -145,7 +145,7 @@ def _parallel(resolved: Resolved) -> Iterator[Hit]:
         yield Hit(
             "model", f"Its layers are cut over {arrived} ranks already (tensor parallel); float8 takes whole ones."
         )
-    elif isinstance(resolved.cfg.engine, FSDP2) and (ranks := resolved.tensor_parallel_size) > 1:
+    elif isinstance(resolved.cfg.engine, FSDP2) and (ranks := resolved.tp.size) > 1:
         yield Hit("config.precision", f"Layers would be cut over {ranks} tensor ranks; float8 takes whole ones.")
 
 

@@ -17,11 +17,11 @@ def _replaced(resolved: Resolved) -> frozenset[str]:
     match resolved.cfg.engine:
         case FSDP2():
             whole = set() if resolved.arrives_sharded else names - set(resolved.unsharded_params)
-            return frozenset(whole) | resolved.tp_placements.keys()
+            return frozenset(whole) | resolved.tp.placements.keys()
         case FSDP1():
             return frozenset(names - resolved.ignored_params)
         case TensorParallel():
-            return frozenset(resolved.tp_placements)
+            return frozenset(resolved.tp.placements)
         case _:
             return frozenset()
 

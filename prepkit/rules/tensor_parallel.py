@@ -29,17 +29,15 @@ _WORDS = frozenset({"foreach", "fused"})
 
 def _no_plan(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    if resolved.parallelizes and not resolved.tp_layers:
+    if resolved.tp.planned and not resolved.tp.layers:
         what = (
             "config.tp_plan has no rows" if isinstance(cfg.tp_plan, TPPlan) else "The model brings no plan of its own"
         )
-        yield Hit(
-            "config.tp_plan", f"{what}, and {resolved.tensor_parallel_size} tensor ranks would all compute the same."
-        )
+        yield Hit("config.tp_plan", f"{what}, and {resolved.tp.size} tensor ranks would all compute the same.")
 
 
 def _style(resolved: Resolved) -> Iterator[Hit]:
-    if not resolved.parallelizes or not isinstance(resolved.cfg.tp_plan, TPPlanFromModel):
+    if not resolved.tp.planned or not isinstance(resolved.cfg.tp_plan, TPPlanFromModel):
         return
     for pattern, style in resolved.facts.model.tensor_plan:
         if style not in SERVED and style not in UNTOUCHED:
@@ -47,7 +45,7 @@ def _style(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _pattern(resolved: Resolved) -> Iterator[Hit]:
-    if not resolved.parallelizes or not isinstance(resolved.cfg.tp_plan, TPPlan):
+    if not resolved.tp.planned or not isinstance(resolved.cfg.tp_plan, TPPlan):
         return
     paths = [module.path for module in resolved.facts.model.modules if module.path]
     for index, layer in enumerate(resolved.cfg.tp_plan.layers):
@@ -58,11 +56,11 @@ def _pattern(resolved: Resolved) -> Iterator[Hit]:
 
 def _layer(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
-    if not resolved.parallelizes:
+    if not resolved.tp.planned:
         return
     classes = {module.path: facts.model.classes[module.cls].name for module in facts.model.modules}
     flat = _flat(facts.model)
-    for layer, group in groupby(resolved.tp_modules, lambda module: module.layer):
+    for layer, group in groupby(resolved.tp.modules, lambda module: module.layer):
         bad = [module for module in group if not _able(module, flat)]
         if bad:
             names, are = some([module.path or "the model itself" for module in bad]), "is" if len(bad) == 1 else "are"
@@ -90,10 +88,10 @@ def _takes(style: str) -> str:
 
 
 def _twice(resolved: Resolved) -> Iterator[Hit]:
-    if not resolved.parallelizes:
+    if not resolved.tp.planned:
         return
     seen: dict[str, str] = {}
-    for module in resolved.tp_modules:
+    for module in resolved.tp.modules:
         first = seen.setdefault(module.path, module.layer.pattern)
         if first != module.layer.pattern:
             yield Hit(at(module.path), f"Named by two rows: `{first}` and `{module.layer.pattern}`.")
@@ -102,17 +100,17 @@ def _twice(resolved: Resolved) -> Iterator[Hit]:
 def _sizes(resolved: Resolved) -> dict[str, int]:
     """What the tensor ranks have to divide: every sharded dimension once, and the heads of attentions; name to size."""
     sizes: dict[str, int] = {}
-    for param, dim in resolved.tp_shards:
+    for param, dim in resolved.tp.sharded_params:
         sizes.setdefault(f"dimension {dim} of `{param.name}`", param.shape[dim])
     model = resolved.facts.model
-    if attention_layers(resolved.tp_modules, model):
+    if attention_layers(resolved.tp.modules, model):
         heads = {"heads": model.architecture.heads, "kv_heads": model.architecture.kv_heads}
         sizes |= {f"model.config's {name}": number for name, number in heads.items() if number}
     return sizes
 
 
 def _divides(resolved: Resolved) -> Iterator[Hit]:
-    ranks = resolved.tensor_parallel_size
+    ranks = resolved.tp.size
     if ranks < 1:  # environment.world-size says so
         return
     sizes = _sizes(resolved)
@@ -134,10 +132,10 @@ def _divides(resolved: Resolved) -> Iterator[Hit]:
 
 def _uneven(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
-    if not isinstance(resolved.cfg.engine, FSDP2) or not resolved.parallelizes or facts.env.release >= _EVEN_BEFORE:
+    if not isinstance(resolved.cfg.engine, FSDP2) or not resolved.tp.planned or facts.env.release >= _EVEN_BEFORE:
         return
-    parts = resolved.tensor_parallel_size * resolved.axis_size("shard")
-    odd = [param for param, dim in resolved.tp_shards if dim == 0 and param.shape[0] % max(1, parts)]
+    parts = resolved.tp.size * resolved.axis_size("shard")
+    odd = [param for param, dim in resolved.tp.sharded_params if dim == 0 and param.shape[0] % max(1, parts)]
     if odd:
         first, more = odd[0], f" ({count(len(odd) - 1, 'more parameter')} alike)" if len(odd) > 1 else ""
         what = f"{first.shape[0]} rows of `{first.name}`{more} do not divide by {parts}, tensor ranks times shards"
@@ -150,9 +148,9 @@ _EVEN_BEFORE = (2, 8)
 
 
 def _ties(resolved: Resolved) -> Iterator[Hit]:
-    if not resolved.parallelizes:
+    if not resolved.tp.planned:
         return
-    how = resolved.tp_placements
+    how = resolved.tp.placements
     here = {module.path for module in resolved.facts.model.modules}
     for group in resolved.facts.model.ties:
         lies = {name: how.get(name, "replicate") for name in group if parent(name) in here}
@@ -163,7 +161,7 @@ def _ties(resolved: Resolved) -> Iterator[Hit]:
 
 def _size(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
-    size, ranks = facts.model.architecture.tp_size, resolved.tensor_parallel_size
+    size, ranks = facts.model.architecture.tp_size, resolved.tp.size
     if not isinstance(resolved.cfg.engine, TensorParallel):
         return
     if is_parallel(facts.model) and size is None:
@@ -173,9 +171,9 @@ def _size(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _mixed(resolved: Resolved) -> Iterator[Hit]:
-    if not resolved.parallelizes or resolved.facts.optimizer is None:
+    if not resolved.tp.planned or resolved.facts.optimizer is None:
         return
-    how = resolved.tp_placements
+    how = resolved.tp.placements
     for index, group in enumerate(resolved.facts.optimizer.groups):
         asked = [name for name, value in group.options if name in _WORDS and value is True]
         cut = {name in how for name in group.slots if name}
@@ -188,7 +186,7 @@ def _mixed(resolved: Resolved) -> Iterator[Hit]:
 
 def _unread(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    if isinstance(cfg.tp_plan, TPPlan) and not resolved.parallelizes:
+    if isinstance(cfg.tp_plan, TPPlan) and not resolved.tp.planned:
         arrives = isinstance(cfg.engine, TensorParallel)
         why = "the model arrives cut already" if arrives else "the mesh has no tensor axis"
         yield Hit("config.tp_plan", f"{count(len(cfg.tp_plan.layers), 'row')} without effect: {why}.")

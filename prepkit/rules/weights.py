@@ -78,19 +78,19 @@ def _state(resolved: Resolved) -> Iterator[Hit]:
 
 def _unseen(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
-    if isinstance(resolved.cfg.weights, LoadWeights) and resolved.checkpoint is None:
+    if isinstance(resolved.cfg.weights, LoadWeights) and resolved.values.checkpoint is None:
         seen = f"the facts are about `{facts.checkpoint.path}`" if facts.checkpoint else "the facts hold no checkpoint"
         yield Hit("config.weights.path", f"`{resolved.cfg.weights.path}` is to be loaded, but {seen}.")
 
 
 def _unreadable(resolved: Resolved) -> Iterator[Hit]:
-    if (checkpoint := resolved.checkpoint) is not None:
+    if (checkpoint := resolved.values.checkpoint) is not None:
         for problem in checkpoint.problems:
             yield Hit(f"checkpoint.{problem.file}", f"`{problem.file}` in `{checkpoint.folder}`: {problem.what}.")
 
 
 def _uninitialized(resolved: Resolved) -> Iterator[Hit]:
-    names = without_initializer(resolved.facts.model, resolved.initialized_params)
+    names = without_initializer(resolved.facts.model, resolved.values.initialized_params)
     if names:
         what = f"Nothing initialises {count(len(names), 'parameter')}: {some(names)}. "
         yield Hit(
@@ -99,7 +99,7 @@ def _uninitialized(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _buffers(resolved: Resolved) -> Iterator[Hit]:
-    names = without_initializer(resolved.facts.model, resolved.computed_buffers)
+    names = without_initializer(resolved.facts.model, resolved.values.computed_buffers)
     if names:
         what = f"Nothing computes {count(len(names), 'buffer')} that no checkpoint holds: {some(names)}."
         yield Hit(at(names[0]), what + " Where they are on meta, apply refuses the model.")

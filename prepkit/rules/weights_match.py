@@ -20,8 +20,8 @@ _CASTS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 def _readable_match(resolved: Resolved) -> CheckpointMatch | None:
     """The checkpoint against the model where its files can be read: else what it lacks says nothing."""
-    checkpoint = resolved.checkpoint
-    return resolved.checkpoint_match if checkpoint is not None and not checkpoint.problems else None
+    checkpoint = resolved.values.checkpoint
+    return resolved.values.match if checkpoint is not None and not checkpoint.problems else None
 
 
 def _rename(resolved: Resolved) -> Iterator[Hit]:
@@ -30,7 +30,7 @@ def _rename(resolved: Resolved) -> Iterator[Hit]:
     where = "config.weights.rename"
     for pattern, why in unreadable(resolved.cfg.weights):
         yield Hit(where, f"`{pattern}` and its replacement are {why}.")
-    checkpoint, match = resolved.checkpoint, _readable_match(resolved)
+    checkpoint, match = resolved.values.checkpoint, _readable_match(resolved)
     if checkpoint is not None and match is not None and match.ambiguous:
         what = f"Several tensors of the checkpoint are renamed to {some([name for name, _ in match.ambiguous])}"
         if all(tensor.place is None for tensor in checkpoint.tensors):
@@ -91,7 +91,7 @@ def _unexpected(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _shape(resolved: Resolved) -> Iterator[Hit]:
-    if (match := resolved.checkpoint_match) is None:
+    if (match := resolved.values.match) is None:
         return
     shapes = _shapes(resolved.facts.model)
     wrong = [tensor for tensor in match.assembled if not tensor.recipe and tensor.shape != shapes[tensor.name]]
@@ -133,7 +133,7 @@ def _why(tensor: AssembledTensor, shape: tuple[int, ...]) -> str:
 
 
 def _dtype(resolved: Resolved) -> Iterator[Hit]:
-    if (match := resolved.checkpoint_match) is None:
+    if (match := resolved.values.match) is None:
         return
     model = resolved.facts.model
     dtypes = {param.name: param.dtype for param in model.params} | {buf.name: buf.dtype for buf in model.buffers}
@@ -145,7 +145,7 @@ def _dtype(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _twice(resolved: Resolved) -> Iterator[Hit]:
-    for read, left in resolved.checkpoint_match.tied_twice if resolved.checkpoint_match else ():
+    for read, left in resolved.values.match.tied_twice if resolved.values.match else ():
         yield Hit(at(left), f"`{left}` and `{read}` are one parameter, and the checkpoint has both: `{read}` is read.")
 
 

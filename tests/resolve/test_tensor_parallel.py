@@ -86,7 +86,7 @@ def test_the_models_own_plan_is_mapped_and_what_torch_lacks_is_refused_by_path_a
     model = evolve(tiny_model(), tensor_plan=own)
     cfg = Config(engine=TensorParallel())
     resolved = Resolved(cfg=cfg, facts=tiny_facts(model, world=2))
-    assert [style.style for style in resolved.parallel_styles] == ["rowwise", "colwise"]
+    assert [style.style for style in resolved.tp.styles] == ["rowwise", "colwise"]
     assert rules(cfg, tiny_facts(model, world=2)) == []
     model = evolve(model, tensor_plan=(*own, ("layers.*.mlp", "packed_colwise")))
     (finding,) = (f for f in check(cfg, tiny_facts(model, world=2)) if f.rule == "tensor.style-unknown")
@@ -113,7 +113,7 @@ def test_each_style_of_transformers_has_the_layouts_that_it_has_there(
     path: str, own: str, expected: tuple[str, str, str]
 ) -> None:
     facts = tiny_facts(evolve(tiny_model(), tensor_plan=((path, own),)), world=2)
-    (style,) = Resolved(cfg=Config(engine=TensorParallel()), facts=facts).parallel_styles
+    (style,) = Resolved(cfg=Config(engine=TensorParallel()), facts=facts).tp.styles
     assert (style.style, style.input_layout, style.output_layout) == expected
 
 
@@ -197,9 +197,9 @@ def test_without_a_tensor_axis_the_models_own_plan_is_not_looked_at() -> None:
     odd = evolve(tiny_model(), tensor_plan=(("layers", "moe_tp_experts"),))
     cfg = Config(engine=FSDP2(), tp_plan=TPPlanFromModel())
     resolved = Resolved(cfg=cfg, facts=tiny_facts(odd, world=8))
-    assert not resolved.parallelizes
+    assert not resolved.tp.planned
     assert rules(cfg, tiny_facts(odd, world=8)) == []
-    assert resolved.tp_placements == {}
+    assert resolved.tp.placements == {}
 
 
 def test_data_is_counted_by_readers_and_not_by_ranks() -> None:
