@@ -132,7 +132,7 @@ def test_a_survivor_is_tried_again_when_any_test_changes(tmp_path: Path) -> None
 
 
 def test_counts_by_file_and_the_share_of_those_that_can_be_killed() -> None:
-    other = evolve(MUTANT, path="prepkit/api.py")
+    other = evolve(MUTANT, path="prepkit/api/acting.py")
     verdicts = {
         MUTANT: Killed("a", ""),
         evolve(MUTANT, new="3"): Survived(),
