@@ -21,7 +21,7 @@ def save(value: Plan | Attestation, path: str) -> None:
 
     Raises ``OSError`` where the folder cannot be written, and ``TypeError`` for anything else.
 
-    >>> from prepkit.config import DDP
+    >>> from prepkit.config import DDP, Config
     >>> from prepkit.api import build_plan
     >>> from prepkit.testing.tiny import tiny_facts
     >>> plan = build_plan(Config(engine=DDP()), tiny_facts(world=4))
@@ -57,7 +57,7 @@ def show(
 
     ``file`` None: to standard output. Raises ``TypeError`` for anything else.
 
-    >>> from prepkit.config import Single
+    >>> from prepkit.config import Config, Single
     >>> from prepkit.api import check
     >>> from prepkit.testing.tiny import tiny_facts
     >>> show(check(Config(engine=Single()), tiny_facts(world=4)))
@@ -78,7 +78,7 @@ def diff(a: T, b: T) -> tuple[Change, ...]:
 
     Raises ``TypeError`` for a plan and an attestation.
 
-    >>> from prepkit.config import FSDP2
+    >>> from prepkit.config import FSDP2, Config
     >>> from prepkit.api import build_plan
     >>> from prepkit.testing.tiny import tiny_facts
     >>> a, b = (build_plan(Config(engine=FSDP2(reshard_after_forward=x)), tiny_facts(world=4)) for x in (True, False))
