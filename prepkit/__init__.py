@@ -24,6 +24,7 @@ from prepkit.config import ClipNorm as ClipNorm
 from prepkit.config import ClipValue as ClipValue
 from prepkit.config import CompileBlocks as CompileBlocks
 from prepkit.config import CompileModel as CompileModel
+from prepkit.config import CompileOption as CompileOption
 from prepkit.config import CompressHook as CompressHook
 from prepkit.config import Config as Config
 from prepkit.config import DeepSpeed as DeepSpeed

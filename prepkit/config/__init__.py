@@ -12,7 +12,7 @@ from attrs import frozen
 
 from prepkit.config.checkpointing import ActivationCheckpointing, CheckpointBlocks, NoCheckpointing
 from prepkit.config.clipping import Clip, ClipNorm, ClipValue, NoClip
-from prepkit.config.compile import Compile, CompileBlocks, CompileModel, NoCompile
+from prepkit.config.compile import Compile, CompileBlocks, CompileModel, CompileOption, NoCompile
 from prepkit.config.ddp import DDP, CommHook, CompressHook, NoHook, PowerSGDHook
 from prepkit.config.deepspeed import DeepSpeed, Schedule
 from prepkit.config.fp8 import MSAMP, DelayedScaling, FP8Backend, MXFP8BlockScaling, TorchAO, TransformerEngine

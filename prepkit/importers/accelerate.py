@@ -269,8 +269,13 @@ def _mesh(file: Foreign, kind: str) -> Mesh | None:
 
 
 def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:
-    on = file.flag("fsdp_config.fsdp_activation_checkpointing", "checkpointing")
-    if file.flag("fsdp_config.fsdp_activation_checkpointing_offload"):
-        what = "kept activations stay on the device here"
-        file.warn("no-effect", "fsdp_config.fsdp_activation_checkpointing_offload", what, "Remove it.")
-    return CheckpointBlocks(preserve_rng_state=True) if on else NoCheckpointing()
+    key = "fsdp_config.fsdp_activation_checkpointing"
+    on = file.flag(key, "checkpointing")
+    offload = file.flag(f"{key}_offload", *(("checkpointing.offload",) if on else ())) or False
+    if offload and not on:
+        what = "accelerate refuses it without fsdp_activation_checkpointing: only what is recomputed is offloaded"
+        file.error("contradiction", f"{key}_offload", what, "Write fsdp_activation_checkpointing: true, or remove it.")
+    if offload and file.whole("fsdp_config.fsdp_version") != 2:
+        what = "accelerate refuses it under FSDP of version 1; here it works under each"
+        file.warn("no-effect", f"{key}_offload", what, "Leave it, or write fsdp_version: 2.")
+    return CheckpointBlocks(preserve_rng_state=True, offload=offload) if on else NoCheckpointing()

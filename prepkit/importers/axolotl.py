@@ -6,7 +6,7 @@ from pathlib import Path
 
 from attrs import evolve
 
-from prepkit.config import BF16, FSDP2, Mesh
+from prepkit.config import BF16, FSDP2, CheckpointBlocks, Mesh
 from prepkit.importers.foreign import Foreign, foreign
 from prepkit.importers.imported import Imported
 from prepkit.importers.source import Source
@@ -15,6 +15,8 @@ from prepkit.importers.training_arguments import training_arguments
 _SIZES = (("dp_replicate_size", "replicate"), ("dp_shard_size", "shard"), ("tensor_parallel_size", "tensor"))
 _AUTO = ("bf16", "fp16", "tf32")
 """Switches that may be ``auto``: as the GPU has it."""
+_OFFLOADED = ("unsloth", "offload", "offload_disk")
+"""Words of ``gradient_checkpointing`` that recompute from inputs kept off the device."""
 
 
 def read_axolotl(source: Source) -> Imported:
@@ -29,9 +31,11 @@ def read_axolotl(source: Source) -> Imported:
     full = data.get("bf16") == "full"
     if full:
         data["bf16"] = True
-    if data.get("gradient_checkpointing") in ("unsloth", "offload", "offload_disk"):
-        what = f"activations are recomputed, and not kept in host memory ({data['gradient_checkpointing']})"
-        file.warn("no-effect", "gradient_checkpointing", what, "Write true.")
+    offload = data.get("gradient_checkpointing") in _OFFLOADED
+    if offload:
+        if data["gradient_checkpointing"] == "offload_disk":
+            what = "inputs of recomputed blocks are kept in host memory, and not on a disk"
+            file.warn("no-effect", "gradient_checkpointing", what, "Write offload.")
         data["gradient_checkpointing"] = True
     if (version := data.pop("fsdp_version", None)) is not None and isinstance(data.get("fsdp_config"), dict):
         data["fsdp_config"].setdefault("fsdp_version", version)
@@ -40,6 +44,8 @@ def read_axolotl(source: Source) -> Imported:
     sizes = _sizes(file)
     imported = training_arguments(file, Path(source.path))
     config = imported.config
+    if offload and isinstance(config.checkpointing, CheckpointBlocks):
+        config = evolve(config, checkpointing=evolve(config.checkpointing, offload=True))
     if full and isinstance(config.precision, BF16):
         config = evolve(config, precision=evolve(config.precision, master_weights=False))
     if sizes and isinstance(config.engine, FSDP2):

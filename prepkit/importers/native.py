@@ -30,8 +30,15 @@ def read_prepkit(source: Source) -> Imported:
 
 
 def _spelt(data: dict[str, object]) -> dict[str, object]:
-    """DeepSpeed's own config may be nested in ours as it is; what a ``Config`` keeps is its text."""
-    engine = data.get("engine")
+    """What Python takes as a mapping a file may write as one.
+
+    DeepSpeed's own config is nested in ours as it is, and a ``Config`` keeps its text; options of ``torch.compile`` are
+    names with values, and a ``Config`` keeps them one by one.
+    """
+    engine, compiled = data.get("engine"), data.get("compile")
     if isinstance(engine, dict) and isinstance(engine.get("config"), dict):
-        return {**data, "engine": {**engine, "config": json.dumps(engine["config"], default=str)}}
+        data = {**data, "engine": {**engine, "config": json.dumps(engine["config"], default=str)}}
+    if isinstance(compiled, dict) and isinstance(compiled.get("options"), dict):
+        pairs = [{"name": name, "value": value} for name, value in compiled["options"].items()]
+        data = {**data, "compile": {**compiled, "options": pairs}}
     return data

@@ -138,6 +138,7 @@ def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     named.setdefault("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     _renamed(file, words, named, typed)
     checkpointed = named.pop("fsdp_activation_checkpointing", None)
+    offloaded = bool(named.pop("fsdp_activation_checkpointing_offload", None))
     inner = Foreign(
         kind=file.kind,
         source=file.source,
@@ -156,7 +157,7 @@ def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     config = evolve(config, engine=engine, precision=_reduced(config.precision))
     if sent:
         config = evolve(config, weights=SendWeights())
-    return evolve(config, checkpointing=CheckpointBlocks()) if checkpointed else config
+    return evolve(config, checkpointing=CheckpointBlocks(offload=offloaded)) if checkpointed else config
 
 
 def _renamed(file: Foreign, words: list[Any], named: dict[str, Any], typed: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ from prepkit import steps
 from prepkit.live import rehearsed_steps
 from prepkit.live.checks import deepspeed as deepspeed_checks
 from prepkit.live.checks import entry_points as entry_checks
+from prepkit.live.checks import forward as forward_checks
 from prepkit.live.checks import fp8 as fp8_checks
 from prepkit.live.checks import fsdp2 as fsdp2_checks
 from prepkit.live.checks import loaders as loader_checks
@@ -25,6 +26,8 @@ from prepkit.live.handlers import (
     allocate,
     average_gradients,
     check_files,
+    checkpointing,
+    compilation,
     ddp,
     deepspeed,
     entry_points,
@@ -113,13 +116,13 @@ KINDS: dict[type, StepKind] = {
         rehearse=as_written,
     ),
     steps.CheckpointModules: StepKind(
-        handler=model.CHECKPOINT,
-        verify=checks.checkpointed,
+        handler=checkpointing.CHECKPOINT,
+        verify=forward_checks.checkpointed,
         rehearse=as_written,
     ),
     steps.CompileModules: StepKind(
-        handler=model.COMPILE,
-        verify=checks.compiled,
+        handler=compilation.COMPILE,
+        verify=forward_checks.compiled,
         rehearse=as_written,
     ),
     steps.ShardUnits: StepKind(

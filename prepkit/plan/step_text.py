@@ -167,14 +167,19 @@ def _start_process_group(step: StartProcessGroup) -> str:
 
 def _checkpoint_modules(step: CheckpointModules) -> str:
     rng = "" if step.preserve_rng_state else "; dropout is not replayed"
-    return f"{listed(step.paths)} ({count(len(step.paths), 'module')}){rng}"
+    kept = f"; outputs of {listed(step.keep_ops)} kept" if step.keep_ops else ""
+    host = "; inputs in host memory" if step.offload else ""
+    return f"{listed(step.paths)} ({count(len(step.paths), 'module')}){kept}{host}{rng}"
 
 
 def _compile_modules(step: CompileModules) -> str:
     what = "the whole model" if step.paths == ("",) else f"{listed(step.paths)} ({count(len(step.paths), 'module')})"
     shapes = {None: "", True: ", dynamic shapes", False: ", static shapes"}[step.dynamic]
     breaks = ", no graph breaks" if step.fullgraph else ""
-    return f"{what} with {step.backend}, mode {step.mode}{breaks}{shapes}"
+    options = "".join(f", {option.name}={option.value}" for option in step.options)
+    limit = "" if step.recompile_limit is None else f", at most {count(step.recompile_limit, 'compilation')}"
+    apart = ", counted apart" if step.isolate_recompiles else ""
+    return f"{what} with {step.backend}, mode {step.mode}{options}{breaks}{shapes}{limit}{apart}"
 
 
 def _create_grad_scaler(step: CreateGradScaler) -> str:

@@ -23,6 +23,7 @@ from prepkit.resolve.resolved import Resolved
 from prepkit.steps import (
     Agree,
     AutocastForward,
+    BackendOption,
     CheckpointModules,
     CompileModules,
     CreateGradScaler,
@@ -125,14 +126,24 @@ def checkpoint(resolved: Resolved) -> Piece:
     match resolved.cfg.checkpointing:
         case NoCheckpointing():
             return ()
-        case CheckpointBlocks(blocks=blocks, preserve_rng_state=keep):
-            paths = resolved.selected[blocks]
-            step = CheckpointModules(paths=paths, preserve_rng_state=keep)
-            return (
-                because(step, "activations of each block are recomputed in backward", "P2-5", "H-16") if paths else ()
-            )
+        case CheckpointBlocks() as how:
+            return _checkpoint(how, resolved.checkpointed)
         case _:
             assert_never(resolved.cfg.checkpointing)
+
+
+def _checkpoint(how: CheckpointBlocks, paths: tuple[str, ...]) -> Piece:
+    if not paths:
+        return ()
+    reason = "activations of each block are recomputed in backward"
+    source = ["P2-5", "H-16"]
+    if how.offload:
+        reason += ", from inputs that leave the device"
+        source.append("K-F18")
+    step = CheckpointModules(
+        paths=paths, preserve_rng_state=how.preserve_rng_state, keep_ops=how.keep_ops, offload=how.offload
+    )
+    return because(step, reason, *source)
 
 
 def compile_blocks(resolved: Resolved) -> Piece:
@@ -156,8 +167,18 @@ def compile_model(resolved: Resolved) -> Piece:
 
 
 def _compile(how: CompileModel | CompileBlocks, paths: tuple[str, ...], reason: str, row: str) -> Piece:
-    step = CompileModules(paths=paths, backend=how.backend, mode=how.mode, fullgraph=how.fullgraph, dynamic=how.dynamic)
-    return because(step, reason + ", in place, so that names and hooks stay", row)
+    step = CompileModules(
+        paths=paths,
+        backend=how.backend,
+        mode=how.mode,
+        fullgraph=how.fullgraph,
+        dynamic=how.dynamic,
+        options=tuple(BackendOption(name=option.name, value=option.value) for option in how.options),
+        recompile_limit=how.recompile_limit,
+        isolate_recompiles=how.isolate_recompiles,
+    )
+    rows = (row, "K-DY5") if how.options else (row,)
+    return because(step, reason + ", in place, so that names and hooks stay", *rows)
 
 
 def _slots(optimizer: OptimizerFacts) -> tuple[tuple[str, ...], ...]:

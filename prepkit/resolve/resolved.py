@@ -157,6 +157,18 @@ class Resolved:
         return {wrap: modules.select(wrap, self.facts.model) for wrap in wraps}
 
     @cached_property
+    def checkpointed(self) -> tuple[str, ...]:
+        """Paths of the modules whose activations are recomputed: each ``every``-th in the order of the model."""
+        how = self.cfg.checkpointing
+        if not isinstance(how, CheckpointBlocks):
+            return ()
+        chosen = frozenset(self.selected[how.blocks])
+        if how.every == 1:
+            return self.selected[how.blocks]
+        ordered = tuple(module.path for module in self.facts.model.modules if module.path in chosen)
+        return ordered[how.every - 1 :: how.every] if how.every > 1 else ()
+
+    @cached_property
     def units(self) -> tuple[str, ...]:
         """Paths of the units below the root, children before parents; none where the engine makes none."""
         wrap = wrap_of(self.cfg)

@@ -9,7 +9,7 @@ from attrs import evolve
 from prepkit.config import XLA, CompileBlocks, CompileModel, Config, NoCompile
 from prepkit.facts import Facts
 from prepkit.findings import Severity
-from prepkit.findings.text import did_you_mean
+from prepkit.findings.text import did_you_mean, some
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
@@ -17,6 +17,8 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 """Modes that every torch since 2.6 knows."""
 BACKENDS = ("inductor", "cudagraphs", "openxla", "tvm", "eager", "aot_eager", "aot_ts", "ts")
 """Backends that torch itself brings, those for finding mistakes included; others register themselves when imported."""
+TAKE_NO_OPTIONS = frozenset(BACKENDS) - {"inductor", "tvm"}
+"""torch's own backends that ignore ``options``, or fail at them in the first forward."""
 _SWITCHES = (("TORCH_COMPILE_DISABLE", "1"), ("TORCHDYNAMO_DISABLE", "1"))
 
 
@@ -42,6 +44,28 @@ def _foreign_backend(resolved: Resolved) -> Iterator[Hit]:
         yield Hit("config.compile.backend", what, fix + did_you_mean(asked.backend, BACKENDS))
 
 
+def _options(resolved: Resolved) -> Iterator[Hit]:
+    asked = _asked(resolved.cfg)
+    if asked is None or not asked.options:
+        return
+    names = [option.name for option in asked.options]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield Hit("config.compile.options", f"{some(twice)}: given more than once.", "Give each option once.")
+    if asked.mode != "default":
+        what = f'torch takes a mode or options, and not both: mode="{asked.mode}" is a set of options of its own.'
+        yield Hit("config.compile.mode", what, 'Write mode="default", or leave options out.')
+    if asked.backend in TAKE_NO_OPTIONS:
+        what = f"The backend `{asked.backend}` takes no options."
+        yield Hit("config.compile.options", what, 'Leave options out, or write backend="inductor".')
+
+
+def _limit(resolved: Resolved) -> Iterator[Hit]:
+    asked = _asked(resolved.cfg)
+    if asked and asked.recompile_limit is not None and asked.recompile_limit < 1:
+        what = f"recompile_limit={asked.recompile_limit} would compile nothing."
+        yield Hit("config.compile.recompile_limit", what)
+
+
 def _dynamic(resolved: Resolved) -> Iterator[Hit]:
     if (asked := _asked(resolved.cfg)) and asked.dynamic and resolved.parallelizes:
         what = "dynamic=True, and layers that are cut: torch 2.13 was seen to recurse without end while it traces them."
@@ -58,6 +82,16 @@ def _disabled(resolved: Resolved) -> Iterator[Hit]:
 def _default_mode(cfg: Config, _: Facts) -> Config:
     asked = _asked(cfg)
     return evolve(cfg, compile=evolve(asked, mode="default")) if asked else cfg
+
+
+def _without_options(cfg: Config, _: Facts) -> Config:
+    asked = _asked(cfg)
+    return evolve(cfg, compile=evolve(asked, options=())) if asked else cfg
+
+
+def _usual_limit(cfg: Config, _: Facts) -> Config:
+    asked = _asked(cfg)
+    return evolve(cfg, compile=evolve(asked, recompile_limit=None)) if asked else cfg
 
 
 def _usual_backend(cfg: Config, _: Facts) -> Config:
@@ -99,6 +133,22 @@ RULES: tuple[Rule, ...] = (
         severity=Severity.WARNING,
         source=("CM-3", "K-DY1"),
         repair=_usual_backend,
+    ),
+    Rule(
+        id="compile.options",
+        summary="Options of torch.compile are given once, to a backend that takes them, and in the place of a mode.",
+        check=_options,
+        fix="Leave options out.",
+        source=("K-DY5", "torch.compile"),
+        repair=_without_options,
+    ),
+    Rule(
+        id="compile.recompile-limit",
+        summary="At least one compilation of a function is allowed.",
+        check=_limit,
+        fix="Write recompile_limit=None, or compile=NoCompile().",
+        source=("K-DY5", "torch.compile"),
+        repair=_usual_limit,
     ),
     Rule(
         id="compile.dynamic-cut",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 
 from prepkit.config import (
     FSDP1,
@@ -98,4 +98,4 @@ def mend(change: Callable[[Wrap, ModelFacts], Wrap | None]) -> Callable[[Config,
 
 def whole_model(how: CompileBlocks) -> CompileModel:
     """The same compilation, of the whole model."""
-    return CompileModel(backend=how.backend, mode=how.mode, fullgraph=how.fullgraph, dynamic=how.dynamic)
+    return CompileModel(**{field.name: getattr(how, field.name) for field in fields(CompileModel)})

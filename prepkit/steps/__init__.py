@@ -22,6 +22,7 @@ from prepkit.steps.fsdp2 import AverageGradients, ShardUnits, Unit
 from prepkit.steps.loaders import ShardLoader, WrapLoader
 from prepkit.steps.model import (
     AutocastForward,
+    BackendOption,
     CastForward,
     CheckpointModules,
     CompileModules,

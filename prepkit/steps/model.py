@@ -46,15 +46,33 @@ class AutocastForward:
 
 @frozen(kw_only=True)
 class CheckpointModules:
-    """Puts a non-reentrant checkpoint wrapper in the place of each module. Fails if one is already checkpointed."""
+    """Puts a non-reentrant checkpoint wrapper in the place of each module.
+
+    Fails if one is already checkpointed, or torch has no operator of a name.
+    """
 
     paths: tuple[str, ...]
     preserve_rng_state: bool
+    keep_ops: tuple[str, ...] = ()
+    """Operators whose outputs are kept, as ``aten.mm`` or ``aten.mm.default``; everything else is recomputed."""
+    offload: bool = False
+    """Whether the inputs of the modules wait in host memory."""
+
+
+@frozen(kw_only=True)
+class BackendOption:
+    """One entry of ``torch.compile(options=...)``."""
+
+    name: str
+    value: bool | int | float | str
 
 
 @frozen(kw_only=True)
 class CompileModules:
-    """Compiles each module in place, so that names and hooks stay. Fails if one is already compiled."""
+    """Compiles each module in place, so that names and hooks stay.
+
+    Fails if one is already compiled, or torch does not know the backend, an option or an argument.
+    """
 
     paths: tuple[str, ...]
     """``("",)`` is the whole model."""
@@ -62,6 +80,10 @@ class CompileModules:
     mode: str
     fullgraph: bool
     dynamic: bool | None
+    options: tuple[BackendOption, ...] = ()
+    recompile_limit: int | None = None
+    """Compilations of one function before it runs eagerly; None: torch's own."""
+    isolate_recompiles: bool = False
 
 
 @frozen(kw_only=True)

@@ -101,6 +101,15 @@ def test_processes_and_machines_become_the_declared_environment(tmp_path: Path) 
     assert {origin.key for origin in imported.not_preparation} == skipped
 
 
+def test_inputs_of_recomputed_blocks_go_to_host_memory_as_accelerate_has_it(tmp_path: Path) -> None:
+    on, off = "  fsdp_activation_checkpointing: yes\n", "  fsdp_activation_checkpointing_offload: true\n"
+    assert config_of(tmp_path, FSDP2_FILE.replace(on, on + off)).checkpointing == CheckpointBlocks(offload=True)
+    with pytest.raises(PlanRejected, match="accelerate refuses it without fsdp_activation_checkpointing"):
+        read(tmp_path, FSDP2_FILE.replace(on, off))
+    first = "distributed_type: FSDP\nfsdp_config:\n" + on + off
+    assert [note.where for note in read(tmp_path, first).notes if "version 1" in note.what] != []
+
+
 def test_fsdp_of_version_1_with_every_key(tmp_path: Path) -> None:
     text = """\
 distributed_type: FSDP

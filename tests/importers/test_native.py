@@ -300,3 +300,16 @@ def test_every_extension_reads_an_empty_mapping_as_the_defaults(tmp_path: Path) 
     for extension in READERS:
         text = "# defaults\n" if extension == ".toml" else "{}"
         assert read_config(write(tmp_path, f"c{extension}", text)) == Config()
+
+
+def test_options_of_the_compiler_are_written_as_a_table_or_one_by_one(tmp_path: Path) -> None:
+    wanted = Config(compile=CompileModel(options={"max_autotune": True, "max_fusion_size": 8}))
+    table = "{max_autotune = true, max_fusion_size = 8}"
+    pairs = '[{name = "max_autotune", value = true}, {name = "max_fusion_size", value = 8}]'
+    for written in (table, pairs):
+        path = tmp_path / "options.toml"
+        path.write_text(f'compile = {{kind = "CompileModel", options = {written}}}\n')
+        assert read_config(str(path)) == wanted
+    path.write_text('compile = {kind = "CompileModel", options = {max_autotune = [1]}}\n')
+    with pytest.raises(PlanRejected, match=r"options"):
+        read_config(str(path))

@@ -15,6 +15,7 @@ from prepkit.steps import (
     AutocastFP8Forward,
     AverageGradients,
     Axis,
+    BackendOption,
     BuildMesh,
     CastForward,
     CheckFiles,
@@ -114,6 +115,23 @@ STEPS: tuple[tuple[Step, str], ...] = (
     ),
     (CheckpointModules(paths=("h.0", "h.1"), preserve_rng_state=True), "h.0..1 (2 modules)"),
     (CheckpointModules(paths=("h.0",), preserve_rng_state=False), "h.0 (1 module); dropout is not replayed"),
+    (
+        CheckpointModules(paths=("h.0",), preserve_rng_state=True, keep_ops=("aten.mm",), offload=True),
+        "h.0 (1 module); outputs of aten.mm kept; inputs in host memory",
+    ),
+    (
+        CompileModules(
+            paths=("",),
+            backend="inductor",
+            mode="default",
+            fullgraph=False,
+            dynamic=None,
+            options=(BackendOption(name="max_autotune", value=True),),
+            recompile_limit=4,
+            isolate_recompiles=True,
+        ),
+        "the whole model with inductor, mode default, max_autotune=True, at most 4 compilations, counted apart",
+    ),
     (
         CompileModules(paths=("",), backend="inductor", mode="default", fullgraph=False, dynamic=None),
         "the whole model with inductor, mode default",

@@ -243,6 +243,9 @@ FAULTS: tuple[Planted, ...] = (
         s.CheckpointModules,
         SINGLE,
         ("nothing is checkpointed", nothing, "CheckpointModules: wrapped: layers.0; layers.1; layers.2"),
+        ("inputs leave the device", changed(offload=True), "layers.0 calls another function than torch's checkpoint"),
+        ("what is recomputed is kept", changed(keep_ops=("aten.mm",)), "layers.0 keeps the outputs of aten.mm"),
+        ("dropout is not replayed", changed(preserve_rng_state=False), "layers.0 replays dropout: False"),
     ),
     *faults(
         s.CompileModules,

@@ -8,22 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch.distributed as dist
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.nn import Module, SyncBatchNorm
+from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.live.checks import fsdp1, fsdp2
 from prepkit.live.model.forward import MARK, AutocastedForward
 from prepkit.live.model.forward_fp8 import FP8Forward
-from prepkit.live.model.names import known_bases
 from prepkit.live.model.state import LiveModel, actual_layout, local
 from prepkit.plan.attestation import Check, each, same
 from prepkit.steps import (
     AllocateTensors,
     AutocastForward,
     BuildMesh,
-    CheckpointModules,
-    CompileModules,
     ConvertSyncBatchNorm,
     CreateGradScaler,
     MakeContiguous,
@@ -105,27 +101,6 @@ def parallelized(step: ParallelizeModules, live: LiveModel) -> Iterator[Check]:
     there = {path: stack[-1] for cut in step.styles for path in cut.paths if (stack := live.at(path))}
     bad = [path for path, own in there.items() if not (own._forward_pre_hooks and own._forward_hooks)]
     yield each("ParallelizeModules", "input and output are laid out", bad)
-
-
-def checkpointed(step: CheckpointModules, live: LiveModel) -> Iterator[Check]:
-    """A checkpoint wrapper stands at every planned path."""
-    bad = [path for path in step.paths if not any(isinstance(m, CheckpointWrapper) for m in live.at(path))]
-    yield each("CheckpointModules", "wrapped", bad)
-
-
-def compiled(step: CompileModules, live: LiveModel) -> Iterator[Check]:
-    """A call of every planned module runs compiled code."""
-    bad = [path or "the model" for path in step.paths if not any(map(_runs_compiled, live.at(path)))]
-    yield each("CompileModules", "compiled code is bound", bad)
-
-
-def _runs_compiled(module: Module) -> bool:
-    """Whether a call of the module runs what was compiled from this very module, and not from a twin."""
-    if "DeepSpeedEngine" in known_bases(type(module)):
-        return bool(getattr(module, "is_compiled", False))  # it compiles the module inside
-    compiled = module._compiled_call_impl
-    source = getattr(compiled, "_torchdynamo_orig_callable", None)  # torch's wrapper names what it was made from
-    return compiled is not None and getattr(source, "__self__", module) is module
 
 
 def units(step: ShardUnits, live: LiveModel) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""What torch does to a plain module, in place: move, upcast, autocast, checkpoint, compile."""
+"""What torch does to a plain module, in place: move, lay in order, upcast, autocast."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
@@ -24,8 +19,6 @@ from prepkit.live.model.target import Target
 from prepkit.live.ranks import launcher
 from prepkit.steps import (
     AutocastForward,
-    CheckpointModules,
-    CompileModules,
     MakeContiguous,
     MoveModel,
     UpcastParameters,
@@ -210,113 +203,3 @@ def autocast_undo(step: AutocastForward, target: Target, memo: Any) -> None:
 
 
 AUTOCAST: Handler[AutocastForward, Target, Any] = Handler(ready=autocast_ready, do=autocast_do, undo=autocast_undo)
-
-# --- checkpoint ----------------------------------------------------------------------------------------------------
-
-
-def checkpoint_ready(step: CheckpointModules, target: Target) -> tuple[str, ...]:
-    """Every path must be a module inside the root that is not wrapped yet."""
-    modules = names.named_slots(target.model)
-    problems = problem_texts.absent("module", step.paths, modules)
-    if wrapped := [path for path in step.paths if isinstance(modules.get(path), CheckpointWrapper)]:
-        problems += (f"{problem_texts.listed(wrapped)}: checkpointed already; apply to a model that was not prepared",)
-    if "" in step.paths:
-        problems += ("the root cannot be checkpointed, its wrapper would have no parent; name modules inside it",)
-    return problems
-
-
-def checkpoint_do(step: CheckpointModules, target: Target) -> None:
-    """Puts a wrapper into every slot of every parent that holds the module."""
-    modules = names.named_slots(target.model)
-    done: list[str] = []
-    try:
-        for path in step.paths:
-            inner = modules[path]
-            wrapper = checkpoint_wrapper(inner, CheckpointImpl.NO_REENTRANT, preserve_rng_state=step.preserve_rng_state)
-            wrapper.training = inner.training
-            done.append(path)
-            _replace(target.model, inner, wrapper)
-    except BaseException:
-        _unwrap(target.model, tuple(done))
-        raise
-
-
-def checkpoint_undo(step: CheckpointModules, target: Target, memo: None) -> None:
-    """Puts every module back into its slots."""
-    del memo
-    _unwrap(target.model, step.paths)
-
-
-def _unwrap(model: Module, paths: tuple[str, ...]) -> None:
-    modules = names.named_slots(model)
-    for path in reversed(paths):
-        if isinstance(wrapper := modules[path], CheckpointWrapper):
-            _replace(model, wrapper, wrapper._checkpoint_wrapped_module)
-
-
-def _replace(model: Module, old: Module, new: Module) -> None:
-    slots = [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is old]
-    for parent, name in slots:
-        parent.register_module(name, new)
-
-
-CHECKPOINT: Handler[CheckpointModules, Target, None] = Handler(
-    ready=checkpoint_ready, do=checkpoint_do, undo=checkpoint_undo
-)
-
-# --- compile -------------------------------------------------------------------------------------------------------
-
-
-def compile_ready(step: CompileModules, target: Target) -> tuple[str, ...]:
-    """Every path must be a module that is not compiled yet (CM-1, G-46), and torch must know the backend (K-DY1)."""
-    modules = names.named_slots(target.model)
-    problems = problem_texts.absent("module", step.paths, modules)
-    known = torch.compiler.list_backends(exclude_tags=None)
-    if step.backend not in known:
-        problems += (
-            f"torch.compile knows no backend {step.backend!r}; import what registers it, or plan with inductor",
-        )
-    if compiled := [path for path in step.paths if path in modules and _is_compiled(modules[path])]:
-        problems += (f"{problem_texts.listed(compiled)}: compiled already; give the model before torch.compile",)
-    return problems
-
-
-def compile_do(step: CompileModules, target: Target) -> None:
-    """``Module.compile`` on each: the module keeps its class, names and hooks. Compiling itself waits for first use."""
-    modules = names.named_slots(target.model)
-    mode = {} if step.mode == "default" else {"mode": step.mode}  # backends other than inductor take no mode
-    try:
-        for path in step.paths:
-            how = {"fullgraph": step.fullgraph, "dynamic": step.dynamic, **mode}
-            if _is_deepspeed(modules[path]):
-                modules[path].compile(
-                    backend=step.backend, compile_kwargs=how
-                )  # its own method, with its own signature
-            else:
-                modules[path].compile(backend=step.backend, **how)
-    except BaseException:
-        compile_undo(step, target, None)
-        raise
-
-
-def compile_undo(step: CompileModules, target: Target, memo: None) -> None:
-    """Drops the compiled calls; ``Module.compile`` keeps nothing else."""
-    del memo
-    modules = names.named_slots(target.model)
-    for path in step.paths:
-        module = modules[path]
-        if _is_deepspeed(module):
-            vars(module)["_is_compiled"] = False
-            module = module.get_submodule("module")
-        vars(module).pop("_compiled_call_impl", None)
-
-
-def _is_deepspeed(module: Module) -> bool:
-    return "DeepSpeedEngine" in names.known_bases(type(module))
-
-
-def _is_compiled(module: Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
-COMPILE: Handler[CompileModules, Target, None] = Handler(ready=compile_ready, do=compile_do, undo=compile_undo)

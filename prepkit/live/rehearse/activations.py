@@ -33,7 +33,8 @@ def activations(plan: Plan, model: Module, *args: Any, **kwargs: Any) -> int:
 
     Runs ``model(*args, **kwargs)`` and its backward on a copy without data, with what the plan does to the forward:
     dtypes, autocast, checkpointing. Compilation and the allocator are not in it, and kernels of an accelerator may keep
-    more or less than those of the CPU. Neither the model nor the arguments are touched.
+    more or less than those of the CPU. Inputs of blocks that ``offload`` sends to host memory are counted as if they
+    stayed. Neither the model nor the arguments are touched.
 
     Raises ``RuntimeError`` where the forward needs values, as a model that branches on them does.
     """
@@ -80,7 +81,7 @@ def _local(plan: Plan) -> Iterator[Step]:
             case AutocastForward():
                 yield evolve(planned.step, device="cpu")
             case CheckpointModules():
-                yield planned.step
+                yield evolve(planned.step, offload=False)  # a tensor without data is on no device
 
 
 def _twins(

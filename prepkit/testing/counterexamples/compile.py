@@ -33,6 +33,8 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "compile.unknown-mode": lambda: ranks(Config(compile=CompileModel(mode="max-autotun")), world=1),
     "compile.no-backend": lambda: ranks(Config(compile=CompileModel(backend="")), world=1),
     "compile.foreign-backend": lambda: ranks(Config(compile=CompileModel(backend="indctor")), world=1),
+    "compile.options": lambda: ranks(Config(compile=CompileModel(mode="max-autotune", options={"a": 1})), world=1),
+    "compile.recompile-limit": lambda: ranks(Config(compile=CompileModel(recompile_limit=0)), world=1),
     "compile.dynamic-cut": lambda: ranks(
         Config(
             engine=TensorParallel(),
@@ -42,6 +44,17 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
         world=2,
     ),
     "compile.switched-off": lambda: env(Config(compile=CompileModel()), variables=(("TORCHDYNAMO_DISABLE", "1"),)),
+    "checkpoint.every": lambda: of(Config(checkpointing=CheckpointBlocks(every=4)), tiny_model()),
+    "checkpoint.operator": lambda: of(Config(checkpointing=CheckpointBlocks(keep_ops=("mm",))), tiny_model()),
+    "checkpoint.offload-compiled": lambda: env(
+        Config(checkpointing=CheckpointBlocks(offload=True), compile=CompileModel())
+    ),
+    "checkpoint.offload-on-cpu": lambda: ranks(
+        Config(checkpointing=CheckpointBlocks(offload=True), device="cpu"), world=1
+    ),
+    "checkpoint.kept-on-device": lambda: env(
+        Config(checkpointing=CheckpointBlocks(offload=True, keep_ops=("aten.mm",)))
+    ),
     "checkpoint.cache": lambda: of(
         Config(checkpointing=CheckpointBlocks()),
         evolve(tiny_model(), architecture=ArchitectureFacts(use_cache=True)),

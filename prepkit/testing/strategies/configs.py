@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attrs import evolve
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -140,6 +141,14 @@ def fp16s(*, invalid: bool = True) -> SearchStrategy[FP16]:
     )
 
 
+OPTIONS = (
+    (),
+    (c.CompileOption(name="max_autotune", value=False),),
+    (c.CompileOption(name="max_fusion_size", value=8),),
+)
+"""Options that every inductor knows."""
+
+
 def compiles(blocks: SearchStrategy[c.Wrap] | None, *, invalid: bool = True) -> SearchStrategy[c.Compile]:
     """Every way to compile; ``invalid`` adds modes and backends that are not there. No blocks: whole or not."""
     options = {
@@ -147,14 +156,37 @@ def compiles(blocks: SearchStrategy[c.Wrap] | None, *, invalid: bool = True) -> 
         "mode": st.sampled_from((*MODES, *(["fastest"] if invalid else []))),
         "fullgraph": st.booleans(),
         "dynamic": st.sampled_from((None, True, False)),
+        "recompile_limit": st.sampled_from((None, 4, *([0] if invalid else []))),
+        "isolate_recompiles": st.booleans(),
     }
+    options["options"] = st.sampled_from((*OPTIONS, *([OPTIONS[1] * 2] if invalid else [])))
     whole = st.just(c.NoCompile()) | st.builds(c.CompileModel, **options)
-    return whole if blocks is None else whole | st.builds(c.CompileBlocks, blocks=blocks, **options)
+    drawn = whole if blocks is None else whole | st.builds(c.CompileBlocks, blocks=blocks, **options)
+    return drawn if invalid else drawn.map(_with_fitting_options)
 
 
-def checkpointings(blocks: SearchStrategy[c.Wrap]) -> SearchStrategy[c.ActivationCheckpointing]:
-    """Every way to checkpoint."""
-    wrapped = st.builds(c.CheckpointBlocks, blocks=blocks, preserve_rng_state=st.booleans())
+def _with_fitting_options(drawn: c.Compile) -> c.Compile:
+    """Only inductor takes options here, and in the place of a mode."""
+    if isinstance(drawn, c.NoCompile) or (drawn.backend == "inductor" and drawn.mode == "default"):
+        return drawn
+    return evolve(drawn, options=())
+
+
+def checkpointings(
+    blocks: SearchStrategy[c.Wrap], *, invalid: bool = True, compiled: bool = False
+) -> SearchStrategy[c.ActivationCheckpointing]:
+    """Every way to checkpoint; ``invalid`` adds operators that are none, and numbers of blocks that mean none.
+
+    Blocks that are ``compiled`` offload nothing.
+    """
+    wrapped = st.builds(
+        c.CheckpointBlocks,
+        blocks=blocks,
+        preserve_rng_state=st.booleans(),
+        every=st.just(1) if not invalid else st.integers(0, 3),
+        keep_ops=st.sampled_from(((), ("aten.mm",), ("aten.addmm.default", *(["mm"] if invalid else [])))),
+        offload=st.just(value=False) if compiled else st.booleans(),
+    )
     return st.just(c.NoCheckpointing()) | wrapped
 
 

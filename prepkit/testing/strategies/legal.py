@@ -85,15 +85,20 @@ def fitting(draw: st.DrawFn, facts: Facts, *, float8: bool = False, zero: bool =
         engine = draw(engine_options(kind, facts, mesh, device or facts.env.device))
     many_xla = isinstance(engine, c.XLA) and facts.env.world_size > 1
     blocks = [wrap for wrap in fitting_wraps(facts.model) if select(wrap, facts.model)]
+    uncompiled = replaces_parameters(engine)
+    compiled = draw(st.just(c.NoCompile()) if uncompiled else compiles_for(facts.env, blocks, engine))
+    wrapped = (
+        checkpointings(st.sampled_from(blocks), invalid=False, compiled=not isinstance(compiled, c.NoCompile))
+        if blocks
+        else st.just(c.NoCheckpointing())
+    )
     cfg = Config(
         engine=engine,
         mesh=mesh,
         tp_plan=draw(tp_plans_for(facts.model, tensor_ranks, asked=kind is c.TensorParallel or tensor_ranks > 1)),
         precision=precision,
-        compile=draw(
-            st.just(c.NoCompile()) if replaces_parameters(engine) else compiles_for(facts.env, blocks, engine)
-        ),
-        checkpointing=draw(checkpointings(st.sampled_from(blocks)) if blocks else st.just(c.NoCheckpointing())),
+        compile=compiled,
+        checkpointing=draw(wrapped),
         intent=intent,
         weights=draw(st.just(c.KeepWeights()) if float8 else weights_for(facts, engine)),
         device=device,

@@ -146,7 +146,11 @@ def compiles_for(env: Env, blocks: list[c.Wrap], engine: c.Engine) -> SearchStra
 
 
 def _for_xla(compiled: c.Compile) -> c.Compile:
-    return evolve(compiled, backend="openxla") if isinstance(compiled, c.CompileModel | c.CompileBlocks) else compiled
+    return (
+        evolve(compiled, backend="openxla", options=())
+        if isinstance(compiled, c.CompileModel | c.CompileBlocks)
+        else compiled
+    )
 
 
 def backends_for(engine: c.Engine, device: str) -> SearchStrategy[str | None]:

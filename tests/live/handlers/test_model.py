@@ -17,10 +17,20 @@ from attrs import define, evolve, frozen
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 
+from prepkit.live.checks import forward
 from prepkit.live.model import names
 from prepkit.live.model.forward import cast_floats
+from prepkit.live.model.state import inspect as inspect_model
 from prepkit.live.model.target import Target
-from prepkit.steps import AutocastForward, CheckpointModules, CompileModules, LocalDevice, MoveModel, UpcastParameters
+from prepkit.steps import (
+    AutocastForward,
+    BackendOption,
+    CheckpointModules,
+    CompileModules,
+    LocalDevice,
+    MoveModel,
+    UpcastParameters,
+)
 from tests.support.fragile_model import TOKENS, Tiny, stepped
 from tests.support.single_step import do, problems, undo
 
@@ -473,6 +483,50 @@ def test_every_option_of_compiling_reaches_torch_and_deepspeed(
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: given.append(options))
     do(step, Target(model=Tiny()))
     assert given == [expected]
+
+
+MORE = evolve(
+    CompileModules(paths=("",), mode="default", **ASKED),  # type: ignore[arg-type]
+    options=(BackendOption(name="max_autotune", value=False), BackendOption(name="max_fusion_size", value=8)),
+    recompile_limit=3,
+    isolate_recompiles=True,
+)
+
+
+def test_options_and_limits_of_compiling_are_given_to_torch_as_it_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: given.append(options))
+    do(MORE, Target(model=Tiny()))
+    more = {"options": {"max_autotune": False, "max_fusion_size": 8}, "recompile_limit": 3, "isolate_recompiles": True}
+    assert given == [{**ASKED, **more}]
+
+
+def test_inductor_compiles_with_the_options_and_they_are_verified() -> None:
+    step, model = evolve(MORE, backend="inductor"), Tiny()
+    do(step, Target(model=model))
+    live = inspect_model(Target(model=model))
+    assert [check.holds for check in forward.compiled(step, live)] == [True, True]
+    other = evolve(step, options=(BackendOption(name="max_fusion_size", value=9),))
+    (bad,) = (check for check in forward.compiled(other, live) if not check.holds)
+    assert bad.detail == "the model: max_fusion_size planned 9, found 8"
+
+
+def test_options_that_inductor_would_refuse_are_told_before_anything_is_compiled() -> None:
+    wrong = (BackendOption(name="max_fusion_sze", value=8), BackendOption(name="max_fusion_size", value="8"))
+    first, second = problems(evolve(MORE, backend="inductor", options=wrong), Target(model=Tiny()))
+    assert first.endswith("it knows none of that name; did you mean max_fusion_size?")
+    assert "Unexpected type of attr max_fusion_size" in second
+
+
+def test_an_argument_that_this_torch_does_not_have_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(model: Any = None, *, fullgraph: Any, dynamic: Any, backend: Any, mode: Any, options: Any) -> None: ...
+
+    monkeypatch.setattr(torch, "compile", older)
+    texts = problems(MORE, Target(model=Tiny()))
+    assert [text.partition(" has no argument ")[2].partition(";")[0] for text in texts] == [
+        "recompile_limit",
+        "isolate_recompiles",
+    ]
 
 
 def test_a_checkpointed_block_is_compiled_with_its_wrapper() -> None:

@@ -77,7 +77,11 @@ CASES: dict[str, tuple[str, pk.Config, int]] = {
     "qwen3": ("qwen3", ALONE, 20),
     "qwen3-compiled": ("qwen3", evolve(ALONE, compile=pk.CompileBlocks(backend="aot_eager")), 20),
     "by-hand": ("toy", evolve(ALONE, tp_plan=PLAIN_ROWS), 10),
-    "sequence": ("toy", evolve(ALONE, tp_plan=SEQUENCE_ROWS), 16),
+    "sequence": (
+        "toy",
+        evolve(ALONE, tp_plan=SEQUENCE_ROWS, checkpointing=pk.CheckpointBlocks(offload=True, keep_ops=("aten.mm",))),
+        16,
+    ),
     "replicated": ("toy", evolve(ALONE, tp_plan=REPLICATED), 16),
 }
 

@@ -92,6 +92,16 @@ def test_checkpointing_and_bfloat16_keep_less() -> None:
     assert half < 0.7 * plain
 
 
+def test_every_second_block_and_kept_products_keep_more_than_nothing() -> None:
+    model = Model()
+    plain, again = of(model), of(model, checkpointing=CheckpointBlocks())
+    second = of(model, checkpointing=CheckpointBlocks(every=2))
+    kept = of(model, checkpointing=CheckpointBlocks(keep_ops=("aten.addmm",)))
+    assert again < second < plain
+    assert again < kept
+    assert of(model, checkpointing=CheckpointBlocks(offload=True)) == again  # its inputs are counted as if they stayed
+
+
 def test_a_forward_without_backward_keeps_next_to_nothing() -> None:
     assert of(Model(), intent=pk.Intent.INFERENCE) < of(Model()) / 2
 

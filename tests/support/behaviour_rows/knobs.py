@@ -69,7 +69,12 @@ FSDP: dict[str, Answers] = {
     ),
     "K-F16": ("test test_what_is_asked_for_reaches_torch", TYPED),
     "K-F17": ("row F1-8", "step CheckpointModules"),
-    "K-F18": ("pending memory: activations that are recomputed are not offloaded",),
+    "K-F18": (
+        "test test_inputs_of_offloaded_blocks_leave_the_device_in_forward",
+        "test test_what_is_recomputed_kept_or_offloaded_changes_no_loss",
+        "test test_inputs_of_recomputed_blocks_go_to_host_memory_as_accelerate_has_it",
+        "rule checkpoint.offload-compiled",
+    ),
     "K-F19": ("row M2-13", "step SendTensors"),
 }
 
@@ -100,7 +105,11 @@ COMPILE_PLUGIN: dict[str, Answers] = {
     "K-DY2": ("rule compile.unknown-mode", "test test_every_option_of_compiling_reaches_torch_and_deepspeed"),
     "K-DY3": ("test test_every_option_of_compiling_reaches_torch_and_deepspeed",),
     "K-DY4": ("test test_every_option_of_compiling_reaches_torch_and_deepspeed", "rule compile.dynamic-cut"),
-    "K-DY5": ("pending memory: torch.compile(options=...)",),
+    "K-DY5": (
+        "test test_inductor_compiles_with_the_options_and_they_are_verified",
+        "test test_options_and_limits_of_compiling_are_given_to_torch_as_it_takes_them",
+        "rule compile.options",
+    ),
     "K-DY6": ("rule compile.switched-off", "deviation what is not to be compiled is not asked for"),
     "K-DY7": ("row CM-4",),
 }
