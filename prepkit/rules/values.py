@@ -8,7 +8,7 @@ from typing import assert_never
 
 from attrs import evolve
 
-from prepkit.config import SGD, ClipNorm, ClipValue, Config, DeepSpeed, NoClip
+from prepkit.config import SGD, XLA, ClipNorm, ClipValue, Config, DeepSpeed, NoClip
 from prepkit.config.optimizer import OPTIMIZERS, Group, OptimizerSpec, OptimizerTraits, options, specs
 from prepkit.facts import Facts
 from prepkit.findings.text import count
@@ -32,6 +32,11 @@ def _average_each(resolved: Resolved) -> Iterator[Hit]:
     if resolved.cfg.average_each and isinstance(resolved.cfg.engine, DeepSpeed) and resolved.deepspeed.stage < 2:
         stage = resolved.deepspeed.stage
         yield Hit("config.average_each", f"DeepSpeed averages at the end of a window at ZeRO stage {stage}.")
+    if resolved.cfg.average_each and isinstance(resolved.cfg.engine, XLA) and resolved.facts.env.world_size > 1:
+        what = (
+            "XLA() averages whole gradients once, before the optimizer steps; in each micro-batch would save nothing."
+        )
+        yield Hit("config.average_each", what, "Write average_each=False.")
 
 
 def _in_the_last(cfg: Config, _: Facts) -> Config:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import XLA, Config, KeepLoaders, NoClip, NoCompile
+from prepkit.config import XLA, Config, KeepLoaders, NoCompile
 from prepkit.facts import Facts
 from prepkit.resolve import loaders
 from prepkit.resolve.resolved import Resolved
@@ -35,15 +35,6 @@ def _loaders(resolved: Resolved) -> Iterator[Hit]:
         yield Hit("config.loaders", "Under XLA() the processes are torch_xla's, whose ranks torch does not know.")
 
 
-def _clip(resolved: Resolved) -> Iterator[Hit]:
-    facts = resolved.facts
-    if isinstance(resolved.cfg.engine, XLA) and facts.env.world_size > 1 and not isinstance(resolved.cfg.clip, NoClip):
-        what = (
-            "Gradients are averaged when the optimizer steps, and would be clipped before that, each rank's by itself."
-        )
-        yield Hit("config.clip", what)
-
-
 def _compile(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
     if isinstance(cfg.engine, XLA) and not isinstance(cfg.compile, NoCompile) and cfg.compile.backend in NOT_FOR_XLA:
@@ -61,10 +52,6 @@ def _no_mesh(cfg: Config, _: Facts) -> Config:
 
 def _kept(cfg: Config, _: Facts) -> Config:
     return evolve(cfg, loaders=KeepLoaders())
-
-
-def _unclipped(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, clip=NoClip())
 
 
 RULES: tuple[Rule, ...] = (
@@ -91,14 +78,6 @@ RULES: tuple[Rule, ...] = (
         "the loader in its MpDeviceLoader, which ends every step.",
         source=("DL-2", "DL-18"),
         repair=_kept,
-    ),
-    Rule(
-        id="xla.clip",
-        summary="Under XLA in several processes gradients are not clipped.",
-        check=_clip,
-        fix="Write clip=NoClip().",
-        source=("W-5",),
-        repair=_unclipped,
     ),
     Rule(
         id="xla.compile",

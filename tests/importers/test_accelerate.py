@@ -215,6 +215,16 @@ deepspeed_config:
     )
 
 
+def test_the_switch_for_saving_16_bit_weights_is_read_and_changes_nothing(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n"
+    without = config_of(tmp_path, text)
+    for value in ("true", "false"):
+        imported = read(tmp_path, f"{text}  zero3_save_16bit_model: {value}\n")
+        assert evolve(imported.config, origins=()) == without
+        assert {"deepspeed_config.zero3_save_16bit_model"} == {one.key for one in imported.not_preparation}
+        assert imported.notes == ()
+
+
 def test_a_deepspeed_file_is_read_where_it_lies_beside_the_yaml(tmp_path: Path) -> None:
     inner = '{\n  "zero_optimization": {"stage": 2},\n  "bf16": {"enabled": true},\n  "gradient_clipping": 0.5\n}'
     (tmp_path / "zero.json").write_text(inner)

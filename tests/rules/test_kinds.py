@@ -84,7 +84,7 @@ MENDED = _ids(
         "ddp": "bucket-size compiled-bucket unused-in-static-graph reentrant-unused hook-dtype powersgd "
         "sync-batchnorm-on-cpu sync-batchnorm-loses no-batchnorm",
         "units": "ignored-not-found",
-        "xla": "mesh loaders clip compile",
+        "xla": "mesh loaders compile",
         "deepspeed": "no-stage master-weights clip mesh leaf-modules experts",
         "compile": "unknown-mode no-backend foreign-backend options recompile-limit dynamic-cut switched-off",
         "checkpoint": "every operator offload-compiled offload-on-cpu kept-on-device cache",

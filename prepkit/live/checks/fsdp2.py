@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from prepkit.live.model.fsdp2_units import unit_fact
 from prepkit.live.model.state import LiveModel
+from prepkit.live.model.whole_gradients import WholeGradients
 from prepkit.plan.attestation import Check, each, same
 from prepkit.steps import AverageGradients, ShardUnits, Unit
 
@@ -56,7 +57,8 @@ def _policies(step: ShardUnits, unit: Unit, module: Module) -> Iterator[str]:
 
 def averaged(step: AverageGradients, live: LiveModel) -> Iterator[Check]:
     """The planned parameters, and no others, are handed over to be averaged, over all ranks that read other data."""
-    watched = live.target.whole_gradients
+    whole = live.target.whole_gradients
+    watched = whole if isinstance(whole, WholeGradients) else None
     held = {id(param) for param in watched.params} if watched else set()
     bad = [name for name in step.names if id(live.params.get(name)) not in held]
     bad += [] if watched and watched.watches else ["no optimizer is watched"]

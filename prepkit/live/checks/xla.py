@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prepkit.live.model.state import LiveModel
+from prepkit.live.model.xla_gradients import XLAGradients
 from prepkit.plan.attestation import Check, each
 from prepkit.steps import MoveToXLA, ReduceXLAGradients
 
@@ -21,5 +22,8 @@ def reduced(step: ReduceXLAGradients, live: LiveModel) -> Iterator[Check]:
     """A hook of the optimizer averages the gradients before each step."""
     del step
     hooks = getattr(live.target.optimizer, "_optimizer_step_pre_hooks", None)
+    whole = live.target.whole_gradients
     bad = [] if hooks else ["the optimizer has no pre-step hook"]
+    if not isinstance(whole, XLAGradients) or whole.optimizer is not live.target.optimizer:
+        bad.append("nobody averages what is clipped")
     yield each("ReduceXLAGradients", "gradients are averaged before each step", bad)

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from attrs import field, frozen
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from prepkit.live.handlers.swap_layers import library_problems
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
+from prepkit.live.model.xla_gradients import XLAGradients
 from prepkit.steps import MoveToXLA, ReduceXLAGradients
 
 
@@ -88,30 +87,22 @@ def reduce_ready(step: ReduceXLAGradients, target: Target) -> tuple[str, ...]:
     return library_problems("torch_xla", "torch_xla")
 
 
-def reduce_do(step: ReduceXLAGradients, target: Target) -> RemovableHandle:
-    """A hook before ``optimizer.step``: sums all gradients over the processes, divided by their number (W-5)."""
+def reduce_do(step: ReduceXLAGradients, target: Target) -> XLAGradients:
+    """Sums all gradients over the processes, divided by their number (W-5): before they are clipped, or the step."""
     del step
     if target.optimizer is None:
         raise RuntimeError("there is no optimizer to watch; its gradients would stay each process's own")
-    return target.optimizer.register_step_pre_hook(average)
+    gradients = XLAGradients(optimizer=target.optimizer)
+    gradients.watch()
+    target.whole_gradients = gradients
+    return gradients
 
 
-def average(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Averages the gradients of the optimizer's parameters in place."""
-    del args, kwargs
-    import torch_xla.core.xla_model as xm
-    import torch_xla.runtime as xr
-
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    xm.all_reduce("sum", gradients, scale=1.0 / xr.world_size())
-
-
-def reduce_undo(step: ReduceXLAGradients, target: Target, memo: RemovableHandle) -> None:
+def reduce_undo(step: ReduceXLAGradients, target: Target, memo: XLAGradients) -> None:
     """Takes the hook away."""
-    del step, target
-    memo.remove()
+    del step
+    target.whole_gradients = None
+    memo.unwatch()
 
 
-REDUCE: Handler[ReduceXLAGradients, Target, RemovableHandle] = Handler(
-    ready=reduce_ready, do=reduce_do, undo=reduce_undo
-)
+REDUCE: Handler[ReduceXLAGradients, Target, XLAGradients] = Handler(ready=reduce_ready, do=reduce_do, undo=reduce_undo)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from prepkit.live.model.whole_gradients import WholeGradients
+    from prepkit.live.model.xla_gradients import XLAGradients
 
 
 def _alone() -> None:
@@ -51,7 +52,7 @@ class Target:
     """By name, what ``StashTensors`` has taken out of the model and ``SendTensors`` has yet to send."""
     scaler: torch.amp.GradScaler | None = None
     """Set by ``CreateGradScaler``."""
-    whole_gradients: WholeGradients | None = None
+    whole_gradients: WholeGradients | XLAGradients | None = None
     """Set by ``AverageGradients``: what averages gradients that no unit reduces."""
     released: dict[str, Any] = field(factory=dict)
     """State taken out by ``ReleaseOptimizer`` for ``RebindOptimizer``: parameter name to state."""

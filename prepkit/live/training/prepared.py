@@ -23,6 +23,7 @@ from prepkit.live.model import joint_optimizer
 from prepkit.live.model.bare_tree import guard_save
 from prepkit.live.model.unwrap import unwrap
 from prepkit.live.model.whole_gradients import WholeGradients
+from prepkit.live.model.xla_gradients import XLAGradients
 from prepkit.live.ranks import end_groups, launcher, named_barrier
 from prepkit.live.ranks.peers import Peers, named, names_lost_rank
 from prepkit.live.training import closures, export, first_step, owned_optimizers, terminal, token_loss
@@ -58,7 +59,7 @@ class Prepared:
     """Facts that were not as planned and do no harm, such as another library version."""
     scaler: torch.amp.GradScaler | None = None
     """Scales the loss of float16 training; None for every other precision. Save its ``state_dict()`` with the rest."""
-    whole_gradients: WholeGradients | None = field(default=None, repr=False)
+    whole_gradients: WholeGradients | XLAGradients | None = field(default=None, repr=False)
     """Averages what every rank holds whole beside sharded parameters; None: there is nothing of that kind."""
     peers: Peers | None = field(default=None, repr=False)
     """The other ranks: where one is lost while training, what is raised names it. None: alone."""
@@ -240,7 +241,7 @@ class Prepared:
         self._driver.settle(self.model)
         if self.whole_gradients is not None:
             self.whole_gradients.average()
-        if self._looked or isinstance(self.plan.config.engine, XLA):  # which averages inside the optimizer's step
+        if self._looked or isinstance(self.plan.config.engine, XLA):  # torch knows no group of its processes
             return
         if self.plan.world_size > 1 and any(isinstance(planned.step, ShardLoader) for planned in self.plan.steps):
             self._passes.warn_unread()

@@ -69,7 +69,6 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "xla.library-missing": lambda: float8(Config(engine=XLA()), device="cpu", libraries=()),
     "xla.mesh": lambda: float8(Config(engine=XLA(), mesh=Mesh()), device="cpu"),
     "xla.loaders": lambda: with_loader(float8(Config(engine=XLA()), device="cpu", world=2)),
-    "xla.clip": lambda: float8(Config(engine=XLA(), clip=ClipNorm(1.0)), device="cpu", world=2),
     "xla.compile": lambda: float8(Config(engine=XLA(), compile=CompileModel()), device="cpu"),
 }
 """Rule id to a config and facts on which the rule fires."""

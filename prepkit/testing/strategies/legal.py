@@ -109,8 +109,8 @@ def fitting(draw: st.DrawFn, facts: Facts, *, float8: bool = False, zero: bool =
         if trains and facts.optimizer is None and draw(_OFTEN)
         else None,
         accumulation=draw(st.integers(1, 8)),
-        average_each=False if isinstance(engine, c.DeepSpeed) else draw(st.booleans()),
-        clip=draw(clips(invalid=False)) if not many_xla else c.NoClip(),
+        average_each=False if isinstance(engine, c.DeepSpeed | c.XLA) else draw(st.booleans()),
+        clip=draw(clips(invalid=False)),
         scheduler_ticks=draw(st.integers(0, 4)),
         total_steps=draw(st.none() | st.integers(1, 4000)),
         loaders=draw(loaders_for(facts, zero=zero) if not many_xla else st.just(c.KeepLoaders())),

@@ -104,6 +104,36 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(
     assert loaded.load_state_dict(held, strict=False).missing_keys == ["head.weight"]
 
 
+def exported(rank: int, world: int, gather: bool, folder: str) -> bool:
+    """Writes the model after half of the run; whether DeepSpeed itself would have gathered it."""
+    import json
+
+    key = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": gather}}
+    cfg = engine(BASE, stage=3)
+    said = json.loads(cfg.engine.config)  # type: ignore[union-attr]
+    said["zero_optimization"] = said.get("zero_optimization", {}) | key["zero_optimization"]
+    ready = prepare(evolve(cfg, engine=evolve(cfg.engine, config=said)))
+    trained(ready, batches()[:2], rank, world)
+    ready.export(folder)
+    return bool(ready.model.zero_gather_16bit_weights_on_model_save())
+
+
+def test_a_zero_3_run_is_exported_whole_whatever_the_json_says_of_saving_16_bit_weights(
+    gang2: Gang, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    held = []
+    for gather in (False, True):
+        folder = tmp_path / str(gather)
+        assert gang2.run(exported, gather, str(folder), timeout=120) == [gather] * 2
+        held.append(load_file(folder / "model.safetensors"))
+    torch.testing.assert_close(held[0], held[1], rtol=0, atol=0)
+    assert {name: tensor.shape for name, tensor in held[0].items()} == {
+        name: tensor.shape for name, tensor in Tiny().state_dict().items() if name != "head.weight"
+    }
+
+
 def too_early(rank: int, world: int, folder: str) -> None:
     ready = prepare(engine(BASE, stage=2))
     ready.backward(loss_of(ready.model, batches()[0, 0].chunk(world)[rank]))

@@ -8,22 +8,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from attrs import evolve
 from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
 import prepkit as pk
 from prepkit import config
-from prepkit.config import XLA, CheckpointBlocks, Config, KeepLoaders
+from prepkit.config import XLA, CheckpointBlocks, Clip, ClipNorm, ClipValue, Config, KeepLoaders
 from prepkit.live.model.state import inspect
 from prepkit.live.model.target import Target
 from prepkit.live.observe.env import WORLD_SIZE, observe_env
 from prepkit.live.rehearse import rehearse_here
 from prepkit.live.step_kinds import KINDS
+from prepkit.live.training.prepared import Prepared
 from prepkit.live.verification import verify
 from prepkit.steps import MoveToXLA, ReduceXLAGradients
+from tests.live.training.test_prepared import MICRO, WINDOWS, batches, fresh, plain_loop
+from tests.live.training.test_prepared import loss_of as tokens_loss
 from tests.support import library_doubles
 from tests.support.fp8_model import Wide, loss_of, planned, seeded, stepped
 from tests.support.fragile_model import applied
+from tests.support.gang import Gang
 from tests.support.single_step import do, problems, undo
 
 CFG = Config(engine=XLA(), loaders=KeepLoaders())
@@ -170,6 +176,43 @@ def act(step: ReduceXLAGradients, target: Target) -> None:
     KINDS[ReduceXLAGradients].handler.do(step, target)
 
 
+def clipped(rank: int, world: int, how: Clip) -> tuple[dict[str, torch.Tensor], list[float], int]:
+    """Weights and norms after training over processes whose double of torch_xla reduces over gloo, and its calls."""
+    reduced = []
+
+    def all_reduce(kind: str, inputs: list[torch.Tensor], scale: float = 1.0) -> None:
+        reduced.append(kind)
+        for tensor in inputs:
+            dist.all_reduce(tensor)
+            tensor.mul_(scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        library_doubles.torch_xla(patch, world=world)
+        patch.setattr(sys.modules["torch_xla.core.xla_model"], "all_reduce", all_reduce)
+        model, optimizer = fresh()
+        scheduler = StepLR(optimizer, 1, 0.5)
+        made = planned(evolve(CFG, accumulation=MICRO, clip=how), model, optimizer, world_size=world)
+        target = applied(made, model, optimizer, scheduler=scheduler)
+        given = {"optimizer": target.optimizer, "scheduler": scheduler, "whole_gradients": target.whole_gradients}
+        ready = Prepared(model=target.model, plan=made, **given)
+        norms = []
+        for window in batches():
+            for tokens in window:
+                ready.backward(tokens_loss(ready.model, tokens.chunk(world)[rank]))
+                ready.step()
+            norms += [] if ready.grad_norm is None else [float(ready.grad_norm)]
+    return {name: p.detach() for name, p in ready.model.named_parameters()}, norms, len(reduced)
+
+
+@pytest.mark.parametrize("how", [ClipNorm(0.05), ClipValue(0.01)], ids=["norm", "value"])
+def test_xla_processes_clip_what_they_have_averaged(gang2: Gang, how: Clip) -> None:
+    expected, expected_norms = plain_loop(how)
+    for weights, norms, reduced in gang2.run(clipped, how):
+        assert reduced == WINDOWS  # once per window: not again in the optimizer's step
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_what_is_not_on_xla_or_not_watched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     library_doubles.torch_xla(monkeypatch)
     model = seeded()
@@ -183,6 +226,8 @@ def test_what_is_not_on_xla_or_not_watched_is_named(monkeypatch: pytest.MonkeyPa
     assert [str(c) for c in verify(made, target).failed][1:] == [
         "ReduceXLAGradients: gradients are averaged before each step: the optimizer has no pre-step hook"
     ]
+    target.whole_gradients = None
+    assert str(verify(made, target).failed[-1]).endswith("nobody averages what is clipped")
     there = {"w": SimpleNamespace(device=SimpleNamespace(type="xla"))}
     (check,) = KINDS[MoveToXLA].verify(MoveToXLA(forked=False), evolve(inspect(target), params=there, buffers={}))  # type: ignore[arg-type]  # a tensor's device is all that is looked at
     assert check.holds

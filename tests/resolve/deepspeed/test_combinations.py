@@ -152,6 +152,16 @@ def test_sections_with_literal_values_need_no_objects(sections: dict[str, Any], 
     assert not errors(check(cfg, facts)), row
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_scheduler_section_without_any_optimizer_is_refused_for_that_alone_once_its_values_are_literal(
+    stage: int,
+) -> None:
+    """DS-59: with values that are auto those are told as well."""
+    for section, refused in ((LITERAL_SCHEDULER, {NUMBERS}), (SCHEDULER, {NUMBERS, UNSAID})):
+        cfg, facts = pair({"scheduler": section}, "-", "-", stage=stage)
+        assert {finding.rule for finding in errors(check(cfg, facts))} == refused
+
+
 def test_literal_sections_and_a_function_are_refused_where_one_would_win_silently() -> None:
     cfg, facts = pair({"optimizer": LITERAL_OPTIMIZER, "scheduler": LITERAL_SCHEDULER}, "-", "Dc")
     assert {finding.rule for finding in errors(check(cfg, facts))} == {TWICE}  # DS-80

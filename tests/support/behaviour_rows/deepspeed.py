@@ -122,7 +122,11 @@ TRUTH_TABLE: dict[str, Answers] = {
     "DS-56": (COMBINATION, "deviation the function is called, by DeepSpeed, with the optimizer (G-38)"),
     "DS-57": (COMBINATION,),
     "DS-58": (COMBINATION, "deviation a spec needs no section: torch's optimizer is created and handed over"),
-    "DS-59": (COMBINATION, LITERAL),
+    "DS-59": (
+        COMBINATION,
+        "test test_a_scheduler_section_without_any_optimizer_is_refused_for_that_alone_once_its_values_are_literal",
+        "deviation refused with literal values too: DeepSpeed would make a schedule for the rate of no optimizer",
+    ),
     "DS-60": (COMBINATION, "rule deepspeed.two-schedulers"),
     "DS-61": (COMBINATION, "deviation refused: the schedule would set the rate of no optimizer"),
     "DS-62": (COMBINATION, "rule deepspeed.two-schedulers"),

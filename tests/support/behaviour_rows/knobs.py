@@ -90,7 +90,8 @@ DEEPSPEED_PLUGIN: dict[str, Answers] = {
     "K-DS9": ("rule deepspeed.offload",),
     "K-DS10": ("row DP-40",),
     "K-DS11": (
-        "test test_a_resumed_run_goes_on_as_if_nothing_had_been",
+        "test test_the_switch_for_saving_16_bit_weights_is_read_and_changes_nothing",
+        "test test_a_zero_3_run_is_exported_whole_whatever_the_json_says_of_saving_16_bit_weights",
         "deviation an export asks for no key of the JSON",
     ),
     "K-DS12": ("row DS-19",),
