@@ -43,6 +43,9 @@ class FSDP2:
     ignored: tuple[str, ...] = ()
     """Shell patterns over dotted paths, as in ``WrapPaths``: modules whose parameters stay whole on every rank, and are
     not cast. Gradients of trained ones are averaged. A parameter without dimensions stays whole in any case."""
+    cast_forward_inputs: bool = True
+    """Cast the floating inputs of every unit to the compute dtype of ``precision``. False for a model that casts them
+    by itself, or wants some of them in float32 (torch ``MixedPrecisionPolicy``)."""
 
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
@@ -71,5 +74,9 @@ class FSDP1:
     """Broadcast the parameters and buffers of rank 0 before sharding; on an accelerator only."""
     ignored: tuple[str, ...] = ()
     """Shell patterns over dotted paths, as in ``WrapPaths``: modules that stay whole, and that nobody averages."""
+    cast_forward_inputs: bool = False
+    """Cast the floating inputs of every unit below the root to the compute dtype (torch ``MixedPrecision``)."""
+    cast_root_forward_inputs: bool = True
+    """The same for the root, whose inputs are the model's."""
     buffer_dtype: DType | None = None
     """Dtype to which ``BF16`` casts floating buffers; None leaves them as they are stored."""

@@ -97,6 +97,8 @@ class UnitFact:
     output_dtype: str | None = None
     offload: bool = False
     """Whether the shards lie in host memory."""
+    cast_forward_inputs: bool = True
+    """Whether it casts its floating inputs to ``param_dtype``."""
 
 
 @frozen(kw_only=True)

@@ -39,6 +39,10 @@ def from_json(file: Foreign) -> Config:
     file.raw("", "engine.config")
     for key in tuple(file.keys()):
         file.raw(key, *((f"engine.config.{key}",) if "." not in key else ()))
+    if file.raw("activation_checkpointing.cpu_checkpointing") is True:
+        what = "DeepSpeed does it in models that call deepspeed.checkpointing.checkpoint by themselves, and in no other"
+        fix = "Write checkpointing=CheckpointBlocks(offload=True) beside the engine, or leave it to such a model."
+        file.warn("no-effect", "activation_checkpointing.cpu_checkpointing", what, fix)
     clip = _number(file, "gradient_clipping", "clip")
     steps = _number(file, "gradient_accumulation_steps", "accumulation")
     config = Config(

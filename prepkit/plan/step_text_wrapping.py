@@ -25,6 +25,7 @@ def sharded(step: ShardUnits) -> str:
     norms = sum(unit.full_precision for unit in step.units)
     full = f"; {count(norms, 'unit')} in float32" if norms else ""
     whole = f"; {count(len(step.ignored), 'parameter')} whole on every rank" if step.ignored else ""
+    inputs = "" if step.cast_forward_inputs else "; inputs as they come"
     return (
         "already " * step.already_sharded
         + " then ".join(part for part in (blocks, root) if part)
@@ -34,6 +35,7 @@ def sharded(step: ShardUnits) -> str:
         + full
         + kept
         + whole
+        + inputs
     )
 
 
@@ -69,6 +71,8 @@ def flattened(step: WrapFSDP1) -> str:
         ("gathered when needed in backward", step.backward_prefetch is None),
         ("gathered after the present gradients", step.backward_prefetch == "BACKWARD_POST"),
         ("gathered as early as the CPU asks", not step.limit_all_gathers),
+        ("inputs of units cast", step.cast_forward_inputs),
+        ("inputs of the root as they come", not step.cast_root_forward_inputs),
         (f"left whole: {listed(step.ignored)}", step.ignored),
     )
     return f"{blocks} on {local_device(step.device.type)}, {step.sharding}{parts}" + "".join(

@@ -71,6 +71,8 @@ def wrap(resolved: Resolved) -> Piece:
         use_orig_params=engine.use_orig_params,
         sync_module_states=engine.sync_module_states and not weights.gives_values(resolved),  # there is nothing to send
         ignored=ignored_modules(engine, facts.model),
+        cast_forward_inputs=engine.cast_forward_inputs,
+        cast_root_forward_inputs=engine.cast_root_forward_inputs,
         allocates=weights.gives_values(resolved),
     )
     gathered = "each is gathered alone" if inner else "the whole model is gathered at once"

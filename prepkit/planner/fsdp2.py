@@ -76,6 +76,7 @@ def shard_units(resolved: Resolved) -> Piece:
         pin_memory=isinstance(offload, OffloadToCPU) and offload.pin_memory and resolved.compute_device != "cpu",
         axes=resolved.data_axes or (),
         ignored=resolved.unsharded_params,
+        cast_forward_inputs=model.units[-1].cast_forward_inputs if model.units else engine.cast_forward_inputs,
         already_sharded=resolved.arrives_sharded,
     )
     if step.already_sharded:

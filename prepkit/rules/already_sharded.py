@@ -96,6 +96,11 @@ def _precision(resolved: Resolved) -> Iterator[Hit]:
         cast = f"gathered in {stands[0]}, reduced in {stands[1]} and returned in {stands[2]}"
         what = f"{type(cfg.precision).__name__}() is asked for, and the units are {cast if stands[0] else 'not cast'}."
         yield Hit("config.precision", what, f"Write precision={_typed(stands)}.")
+    assert isinstance(cfg.engine, FSDP2), "only FSDP2 takes a sharded model"
+    if param and root.cast_forward_inputs != cfg.engine.cast_forward_inputs:
+        does = "cast" if root.cast_forward_inputs else "do not cast"
+        what = f"The units {does} their inputs, and the config says otherwise."
+        yield Hit("config.engine.cast_forward_inputs", what, f"Write cast_forward_inputs={root.cast_forward_inputs}.")
 
 
 def _typed(stands: tuple[str | None, str | None, str | None]) -> str:

@@ -7,7 +7,7 @@ from math import inf
 
 from attrs import evolve
 
-from prepkit.config import BF16, FP8, FP16, AsStored, Config, Intent, Mixed
+from prepkit.config import BF16, FP8, FP16, FSDP1, FSDP2, AsStored, Config, Intent, Mixed
 from prepkit.config.precision import PRECISIONS
 from prepkit.facts import Facts, ParamFact
 from prepkit.findings import Severity
@@ -145,6 +145,25 @@ def _usual_scale(cfg: Config, _: Facts) -> Config:
     )
 
 
+def _usual_casts(cfg: Config, _: Facts) -> Config:
+    match cfg.engine:
+        case FSDP2():
+            return evolve(cfg, engine=evolve(cfg.engine, cast_forward_inputs=True))
+        case FSDP1():
+            usual = evolve(cfg.engine, cast_forward_inputs=False, cast_root_forward_inputs=True)
+            return evolve(cfg, engine=usual)
+    return cfg
+
+
+def _casts_nothing(resolved: Resolved) -> Iterator[Hit]:
+    cfg, engine = resolved.cfg, resolved.cfg.engine
+    casts = isinstance(engine, FSDP1) and (engine.cast_forward_inputs or not engine.cast_root_forward_inputs)
+    keeps = isinstance(engine, FSDP2) and not engine.cast_forward_inputs
+    if resolved.compute_dtypes is None and (casts or keeps):
+        what = f"{type(cfg.precision).__name__}() casts nothing: inputs come as they are whatever this says."
+        yield Hit("config.engine.cast_forward_inputs", what)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="precision.bf16-unsupported",
@@ -183,6 +202,15 @@ RULES: tuple[Rule, ...] = (
         fix='Write "float32" or "bfloat16".',
         source=("pain 29", "G-65"),
         repair=_as_float32,
+    ),
+    Rule(
+        id="precision.casts-nothing",
+        summary="Casting of inputs is asked for where there is a dtype to cast to.",
+        check=_casts_nothing,
+        fix="Leave cast_forward_inputs and cast_root_forward_inputs out, or write precision=BF16().",
+        severity=Severity.WARNING,
+        source=("torch MixedPrecisionPolicy", "torch MixedPrecision"),
+        repair=_usual_casts,
     ),
     Rule(
         id="precision.reduce-dtype-ignored",

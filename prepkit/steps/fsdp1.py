@@ -45,6 +45,9 @@ class WrapFSDP1:
     sync_module_states: bool
     ignored: tuple[str, ...]
     """Paths of the modules that stay whole."""
+    cast_forward_inputs: bool = False
+    """Whether units below the root cast their floating inputs to ``param_dtype``."""
+    cast_root_forward_inputs: bool = True
     allocates: bool = False
     """Gives storage to what is on meta, unit by unit before each is flattened; a later step gives it values."""
 

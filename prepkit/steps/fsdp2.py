@@ -38,6 +38,8 @@ class ShardUnits:
     """Axes of the mesh to shard over; empty: all of them."""
     ignored: tuple[str, ...] = ()
     """Parameters that stay whole on every rank, on the mesh's device; neither cast nor gathered."""
+    cast_forward_inputs: bool = True
+    """Whether units cast their floating inputs to ``param_dtype``."""
     already_sharded: bool = False
     """Whether the model arrives with these units."""
 

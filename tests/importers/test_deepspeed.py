@@ -121,3 +121,12 @@ def test_a_file_with_no_key_of_deepspeed_is_not_taken_for_one(tmp_path: Path) ->
     (tmp_path / "x.json").write_text('{"no_such": 1}')
     with pytest.raises(PlanRejected, match="it has none of train_batch_size"):
         import_config(str(tmp_path / "x.json"), "deepspeed")
+
+
+def test_checkpoints_on_the_cpu_are_said_to_be_for_models_that_make_them_by_themselves(tmp_path: Path) -> None:
+    text = '{"bf16": {"enabled": true}, "activation_checkpointing": {"cpu_checkpointing": true}}'
+    on, off = text, text.replace('cpu_checkpointing": true', 'cpu_checkpointing": false')
+    (note,) = read(tmp_path, on).notes
+    assert note.fix.startswith("Write checkpointing=CheckpointBlocks(offload=True)")
+    assert read(tmp_path, off).notes == ()
+    assert "cpu_checkpointing" in read(tmp_path, on).config.engine.config

@@ -24,7 +24,7 @@ WARNINGS = _ids(
         "scheduler": "never-ends",
         "optimizer": "pattern none misses-parameters frozen-parameters",
         "params": "hooks-local",
-        "precision": "reduce-dtype-ignored steps-in-16-bit no-master-weights",
+        "precision": "casts-nothing reduce-dtype-ignored steps-in-16-bit no-master-weights",
         "fp8": "idle-in-eval launcher-flag msamp-deprecated",
         "ddp": "unused-in-static-graph no-batchnorm",
         "fsdp1": "buffer-dtype-ignored frozen-gradients no-shard",
@@ -77,7 +77,7 @@ MENDED = _ids(
         "tensor": "not-read",
         "scheduler": "metric",
         "optimizer": "two",
-        "precision": "fp16-trains-fp16 loss-scale float16 reduce-dtype-ignored no-master-weights",
+        "precision": "fp16-trains-fp16 loss-scale float16 casts-nothing reduce-dtype-ignored no-master-weights",
         "fp8": "library-missing library-too-old unsupported-device recipe-on-cpu skip-not-found nothing-to-convert "
         "already-converted tensor-parallel idle-in-eval engine all-gather msamp-engine msamp-optimizer msamp-clip "
         "optimizer-missing msamp-deprecated",

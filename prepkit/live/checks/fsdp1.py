@@ -44,6 +44,10 @@ def _differs(step: WrapFSDP1, planned: FlatUnit, unit: FullyShardedDataParallel)
     for verb, here, there in zip(("computes in", "reduces in", "keeps buffers in"), wanted, found, strict=True):
         if here != there:
             yield f"{verb} {there}"
+    casts = (step.cast_forward_inputs and not planned.full_precision, step.cast_root_forward_inputs)
+    if (dtypes.cast_forward_inputs, dtypes.cast_root_forward_inputs) != casts:
+        both = (dtypes.cast_forward_inputs, dtypes.cast_root_forward_inputs)
+        yield f"inputs cast planned {casts}, found {both}, for units and for a root"
     prefetch = unit.backward_prefetch
     options = {
         "offload": unit.cpu_offload.offload_params,

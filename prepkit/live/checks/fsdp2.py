@@ -49,6 +49,9 @@ def _policies(step: ShardUnits, unit: Unit, module: Module) -> Iterator[str]:
         wanted = ("float32", "float32", None)
     if (dtypes := (actual.param_dtype, actual.reduce_dtype, actual.output_dtype)) != wanted:
         yield f"parameter, reduction and output dtype planned {wanted}, found {dtypes}"
+    casts = step.cast_forward_inputs and not unit.full_precision
+    if not step.already_sharded and actual.cast_forward_inputs != casts:
+        yield f"cast_forward_inputs planned {casts}, found {actual.cast_forward_inputs}"
     if actual.ranks and actual.offload != step.offload:
         yield f"offload planned {step.offload}, found {actual.offload}"
     if actual.ranks and bool(actual.reshard_after_forward) != bool(unit.reshard_after_forward):

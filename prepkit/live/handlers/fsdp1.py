@@ -94,10 +94,18 @@ def _wrap(
 ) -> FullyShardedDataParallel:
     if unit.full_precision:  # its inputs stay: kernels take float32 statistics with bfloat16 activations (pain 40)
         full = torch.float32
-        precision = MixedPrecision(full, full, full, cast_forward_inputs=False)
+        precision = MixedPrecision(
+            full, full, full, cast_forward_inputs=False, cast_root_forward_inputs=step.cast_root_forward_inputs
+        )
     else:
         param, reduce, buffer = map(_dtype, (step.param_dtype, step.reduce_dtype, step.buffer_dtype))
-        precision = MixedPrecision(param, reduce, buffer)
+        precision = MixedPrecision(
+            param,
+            reduce,
+            buffer,
+            cast_forward_inputs=step.cast_forward_inputs,
+            cast_root_forward_inputs=step.cast_root_forward_inputs,
+        )
     return FullyShardedDataParallel(
         module,
         device_mesh=target.mesh,

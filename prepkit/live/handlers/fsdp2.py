@@ -97,6 +97,7 @@ def _shard(step: ShardUnits, unit: Unit, module: Module, target: Target, ignored
         param_dtype=_dtype(step.param_dtype),
         reduce_dtype=_dtype(step.reduce_dtype),
         output_dtype=_dtype(unit.output_dtype),
+        cast_forward_inputs=step.cast_forward_inputs,
     )
     if unit.full_precision:  # its inputs stay: kernels take float32 statistics with bfloat16 activations (pain 40)
         precision = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)

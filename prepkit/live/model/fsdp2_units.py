@@ -55,6 +55,7 @@ def unit_fact(path: str, module: Any) -> UnitFact:
         reduce_dtype=_name(policy.reduce_dtype),
         output_dtype=_name(policy.output_dtype),
         offload=type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy",
+        cast_forward_inputs=policy.cast_forward_inputs,
     )
 
 

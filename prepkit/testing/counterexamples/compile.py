@@ -44,6 +44,7 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
         world=2,
     ),
     "compile.switched-off": lambda: env(Config(compile=CompileModel()), variables=(("TORCHDYNAMO_DISABLE", "1"),)),
+    "precision.casts-nothing": lambda: ranks(Config(engine=FSDP2(cast_forward_inputs=False))),
     "checkpoint.every": lambda: of(Config(checkpointing=CheckpointBlocks(every=4)), tiny_model()),
     "checkpoint.operator": lambda: of(Config(checkpointing=CheckpointBlocks(keep_ops=("mm",))), tiny_model()),
     "checkpoint.offload-compiled": lambda: env(

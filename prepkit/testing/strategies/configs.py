@@ -82,11 +82,18 @@ def fsdp2s(
     wraps: SearchStrategy[c.Wrap],
     reshard: SearchStrategy[bool | int],
     ignored: SearchStrategy[tuple[str, ...]] | None = None,
+    casts: SearchStrategy[bool] | None = None,
 ) -> SearchStrategy[FSDP2]:
-    """FSDP2 with these selections and ways to reshard, on the device or offloaded; ``ignored`` as in ``fsdp1s``."""
+    """FSDP2 with these selections and ways to reshard, on the device or offloaded; ``ignored`` as in ``fsdp1s``.
+
+    Units cast their inputs unless ``casts`` draws otherwise: a model has to be written for that.
+    """
+    inputs = st.just(value=True) if casts is None else casts
     offload = st.just(c.KeepOnDevice()) | st.builds(OffloadToCPU, pin_memory=st.booleans())
     patterns = st.lists(st.sampled_from(_PATTERNS), max_size=2).map(tuple) if ignored is None else ignored
-    return st.builds(FSDP2, wrap=wraps, reshard_after_forward=reshard, offload=offload, ignored=patterns)
+    return st.builds(
+        FSDP2, wrap=wraps, reshard_after_forward=reshard, offload=offload, ignored=patterns, cast_forward_inputs=inputs
+    )
 
 
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -235,8 +242,8 @@ def configs() -> SearchStrategy[Config]:
         engine=st.one_of(
             st.just(Single()),
             ddps(),
-            fsdp2s(_wraps(), st.booleans() | st.integers(-1, 8)),
-            fsdp1s(_wraps()),
+            fsdp2s(_wraps(), st.booleans() | st.integers(-1, 8), casts=st.booleans()),
+            fsdp1s(_wraps(), cast_forward_inputs=st.booleans(), cast_root_forward_inputs=st.booleans()),
             st.just(TensorParallel()),
             st.builds(XLA, forked=st.booleans()),
             deepspeeds(),

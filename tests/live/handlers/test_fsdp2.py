@@ -15,13 +15,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD
 
+from prepkit.config import BF16, FSDP1, FSDP2, Config, WrapPaths
 from prepkit.live.handlers import fsdp2
 from prepkit.live.interpreter import Halted, interpret
 from prepkit.live.model import names
 from prepkit.live.model.target import Target
 from prepkit.live.step_kinds import handlers
-from prepkit.steps import AutocastForward, CheckpointModules, CompileModules, ShardUnits, Unit
-from tests.support.fragile_model import TOKENS, Tiny
+from prepkit.live.verification import verify
+from prepkit.steps import AutocastForward, CheckpointModules, CompileModules, ShardUnits, Unit, WrapFSDP1
+from tests.support.fragile_model import TOKENS, Tiny, applied, planned
 from tests.support.gang import Gang
 from tests.support.single_step import do, fake_group, gloo_alone, problems, shard_mesh
 
@@ -66,6 +68,42 @@ def test_units_compute_in_the_planned_dtype_and_the_root_returns_its_own() -> No
         assert model.embed.weight.dtype == torch.float32
         assert model(TOKENS).dtype == torch.float32
     assert seen == {"inner": torch.bfloat16}
+
+
+class TakesFloats(nn.Module):
+    """Notes the dtype of a float32 input of each of its units, and casts what it multiplies by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.dtype)
+        made: Tensor = self.inner(x.to(self.inner.weight.dtype))
+        return made.float()
+
+
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("engine", [FSDP1(), FSDP2()], ids=["fsdp1", "fsdp2"])
+def test_units_cast_their_inputs_or_take_them_as_they_come(engine: FSDP1 | FSDP2, casts: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(TakesFloats(), TakesFloats())
+    first, second = model
+    how = {"cast_forward_inputs": casts} | ({"cast_root_forward_inputs": casts} if isinstance(engine, FSDP1) else {})
+    asked = evolve(engine, wrap=WrapPaths(("0", "1")), **how)  # type: ignore[arg-type]
+    with gloo_alone():
+        optimizer = SGD(model.parameters(), lr=0.1)
+        made = planned(Config(engine=asked, precision=BF16()), model, optimizer)
+        target = applied(made, model, optimizer)
+        assert not verify(made, target).failed
+        target.model(torch.ones(2, 3))
+        assert first.seen + second.seen == [torch.bfloat16 if casts else torch.float32] * 2
+        (index,) = (i for i, p in enumerate(made.steps) if isinstance(p.step, ShardUnits | WrapFSDP1))
+        other = evolve(made.steps[index].step, cast_forward_inputs=not casts)
+        steps = (*made.steps[:index], evolve(made.steps[index], step=other), *made.steps[index + 1 :])
+        (told,) = verify(evolve(made, steps=steps), target).failed
+        assert "cast" in str(told)
 
 
 def test_a_checkpointed_block_becomes_a_unit_as_its_wrapper_and_keeps_its_names() -> None:
