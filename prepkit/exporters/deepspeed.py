@@ -51,6 +51,8 @@ def folded(config: Config) -> dict[str, Any]:
         data[section] = {**(data.get(section) or {}), "enabled": True, **_scaling(config)}
     if steps_of(config) != 1:
         data["gradient_accumulation_steps"] = steps_of(config)
+    elif config.global_batch is not None and type(data.get("train_micro_batch_size_per_gpu")) is int:
+        data["train_batch_size"] = config.global_batch  # alone DeepSpeed would make the micro batch of it
     if isinstance(config.clip, ClipNorm):
         data["gradient_clipping"] = config.clip.max_norm
     return data

@@ -63,6 +63,7 @@ SAID = {
         Config(engine=DeepSpeed(stage=3, offload_optimizer="cpu", micro_batch=2), precision=BF16(), accumulation=2),
         Config(engine=DeepSpeed(config={"zero_optimization": {"stage": 1}}), clip=ClipNorm(0.5)),
         Config(engine=DeepSpeed(), precision=FP16(init_scale=1024.0, growth_interval=100)),
+        Config(engine=DeepSpeed(stage=1, micro_batch=2), global_batch=64),
     ),
     "transformers": (
         Config(engine=DDP(find_unused_parameters=True, bucket_cap_mb=10.0), precision=BF16(), timeout_s=60.0),
@@ -110,7 +111,10 @@ def test_deepspeeds_own_class_parses_it(tmp_path: Path, config: Config) -> None:
     data: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1} | json.loads(file.read_text())
     parsed = runtime.DeepSpeedConfig(data)
     assert parsed.zero_config.stage == (config.engine.stage or data["zero_optimization"]["stage"])  # type: ignore[union-attr]
-    assert parsed.gradient_accumulation_steps == (config.accumulation or 1)
+    if config.global_batch is None:
+        assert parsed.gradient_accumulation_steps == (config.accumulation or 1)
+    else:  # in one process, as here
+        assert (parsed.train_batch_size, parsed.gradient_accumulation_steps) == (64, 32)
     assert parsed.bfloat16_config.enabled is isinstance(config.precision, BF16)
     assert parsed.float16_config.enabled is isinstance(config.precision, FP16)
 
@@ -135,6 +139,7 @@ def test_the_trainers_own_class_takes_it(tmp_path: Path, config: Config, monkeyp
         ("accelerate", Config(engine=FSDP2(), precision=BF16()), ["config.precision.reduce_dtype"]),
         ("accelerate", Config(optimizer=AdamW(), clip=ClipNorm(1.0)), ["config.optimizer", "config.clip"]),
         ("accelerate", Config(engine=FSDP2(wrap=WrapClasses(("A",), paths=("head",)))), ["config.engine.wrap.paths"]),
+        ("accelerate", Config(engine=DDP(), global_batch=64), ["config.global_batch"]),
         ("deepspeed", Config(engine=DDP()), ["config.engine"]),
         ("transformers", Config(engine=DDP(static_graph=True), timeout_s=1.0, intent="inference"), ["config.intent"]),  # type: ignore[arg-type]
     ],
