@@ -23,7 +23,7 @@ from prepkit.compat.not_offered import OTHERWISE, NotOffered
 from prepkit.config import ClipNorm, ClipValue, Config, ShardLoaders
 from prepkit.findings import PlanRejected
 from prepkit.live.observe.env import observe_env
-from prepkit.live.ranks import launcher
+from prepkit.live.ranks import end_groups, launcher
 from prepkit.live.training.prepared import Prepared
 from prepkit.plan import Plan
 
@@ -68,6 +68,7 @@ class Accelerator:
         )
         self._loop: Loop | None = None
         self._started = False
+        self._ended: list[Any] = []  # groups, which a thread of gloo may still use
 
     def __getattr__(self, name: str) -> Any:
         if name in OTHERWISE:
@@ -271,7 +272,7 @@ class Accelerator:
             self.ready.close()
         if self._started and dist.is_initialized():
             dist.barrier()
-            dist.destroy_process_group()
+            self._ended += end_groups.end()
         self._started = False
 
     def free_memory(self, *objects: Any) -> Any:

@@ -96,9 +96,9 @@ class SteppedOptimizer:
         self._loop.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # as torch has it
-        """Nothing: gradients are cleared when the optimizer has stepped."""
-        if self._loop.ready.pending and not self._loop.inside:
-            raise NotOffered(f"zero_grad(set_to_none={set_to_none}) inside a window", "step first, or leave it out")
+        """Nothing: gradients are cleared when the optimizer has stepped, and kept inside a window, as in accelerate."""
+        if self._loop.boundary and self._loop.ready.in_micro_batch:
+            raise NotOffered(f"zero_grad(set_to_none={set_to_none}) before the step", "call optimizer.step() first")
 
     def train(self) -> None:
         """Nothing, as for every optimizer but those that average themselves."""

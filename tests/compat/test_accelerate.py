@@ -89,6 +89,23 @@ def test_clipping_holds_for_the_window_in_which_it_is_asked_for(accelerator: Acc
         accelerator.clip_grad_norm_([model.weight], 0.5)
 
 
+def test_gradients_are_kept_inside_a_window_and_not_thrown_away_at_its_end() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = accelerator.prepare(*tools())
+    (first, second), before = tuple(loader), model.weight.detach().clone()
+    for batch in (first, second):
+        optimizer.zero_grad()  # at the top of the loop, as many scripts have it
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            if accelerator.sync_gradients:
+                with pytest.raises(NotOffered, match=r"call optimizer\.step\(\) first"):
+                    optimizer.zero_grad()
+                optimizer.step()
+    mean = (first.sum(0) + second.sum(0)) / 2
+    assert torch.allclose(model.weight.detach(), before - 0.1 * mean, atol=1e-6)
+    accelerator.end_training()
+
+
 def test_a_checkpoint_is_saved_and_read(accelerator: Accelerator, tmp_path: Path) -> None:
     model, optimizer, loader = accelerator.prepare(*tools())
     accelerator.save_state(str(tmp_path / "state"))
