@@ -113,7 +113,7 @@ def test_what_is_left_is_said() -> None:
     assert len(set(chain.from_iterable(waiting.values()))) <= MOST_PENDING
 
 
-MOST_PENDING = 1
+MOST_PENDING = 0
 """Rows that wait today; the number only goes down."""
 
 

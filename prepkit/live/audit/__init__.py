@@ -43,7 +43,7 @@ def audit(
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> model.weight = torch.nn.Parameter(torch.ones(4, 4))
     >>> print(audit(model, optimizer).findings[0])
-    error audit.orphans at optimizer: `AdamW` steps 1 tensor that the model does not have ...
+    error audit.orphans at optimizer: `AdamW` steps 1 tensor that the model does not have (shapes [4, 4]), and ...
       fix: Make the optimizer after the model is wrapped, sharded, copied or changed: AdamW(model.parameters()).
     """
     begun = time.perf_counter()
