@@ -221,7 +221,7 @@ def _hand_step_inside(ready: Any) -> Any:
     by_hand = _hand_step(ready.model, ready.optimizer)
 
     def step(tokens: torch.Tensor) -> None:
-        with ready._stepping():
+        with ready._end.allowed():
             by_hand(tokens)
 
     return step

@@ -11,10 +11,10 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from attrs import define, evolve, field
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
-from prepkit.config import FSDP1, XLA, ClipNorm, ShardLoaders
+from prepkit.config import FSDP1
 from prepkit.config.mesh import SAME_DATA
 from prepkit.live.checkpoints import resuming, session
 from prepkit.live.data.passes import Passes
@@ -26,19 +26,19 @@ from prepkit.live.model.whole_gradients import WholeGradients
 from prepkit.live.model.xla_gradients import XLAGradients
 from prepkit.live.ranks import end_groups, launcher, named_barrier
 from prepkit.live.ranks.peers import Peers, named, names_lost_rank
-from prepkit.live.training import closures, export, first_step, owned_optimizers, terminal, token_loss
+from prepkit.live.training import closures, export, owned_optimizers, terminal, token_loss
 from prepkit.live.training.closures import Closure
-from prepkit.live.training.drivers import Driver, Stepped, driver
+from prepkit.live.training.drivers import Driver, driver
 from prepkit.live.training.ema import Ema
 from prepkit.live.training.evaluation import Evaluation
-from prepkit.live.training.gradients import Watched, gradients
+from prepkit.live.training.first_look import FirstLook
 from prepkit.live.training.loop_order import LoopOrder
+from prepkit.live.training.optimizer_step import OptimizerStep, parameters
 from prepkit.live.training.run_log import RunLog
 from prepkit.live.training.token_loss import Count, TokenWindow
 from prepkit.live.training.trackers import TrackerSpec
 from prepkit.plan import Plan
 from prepkit.plan.drift import Drift
-from prepkit.steps import ShardLoader
 
 
 @define(kw_only=True)
@@ -65,27 +65,20 @@ class Prepared:
     """The other ranks: where one is lost while training, what is raised names it. None: alone."""
     started: bool = False
     """Whether apply has started the process group, so that ``close`` ends it."""
-    skipped: bool = field(default=False, init=False)
-    """Whether the last window ended without an optimizer step, because a gradient overflowed."""
-    grad_norm: torch.Tensor | None = field(default=None, init=False)
-    """Joint norm of the gradients at the last optimizer step, before clipping; None unless the plan clips by norm."""
-    _driver: Driver = field(init=False, repr=False)
+    _end: OptimizerStep = field(init=False, repr=False)
+    """Clips, steps and ticks."""
+    _first: FirstLook = field(init=False, repr=False)
+    """Looks at the gradients of the first window."""
     _seen: int = field(default=0, init=False, repr=False)
     """Micro-batches since the last optimizer step."""
     _last: bool = field(default=False, init=False, repr=False)
     """Whether the present micro-batch ends the window before it is full."""
-    _looked: bool = field(default=False, init=False, repr=False)
-    """Whether the gradients of the first window have been looked at."""
-    _watched: Watched | None = field(default=None, init=False, repr=False)
-    """Notes the gradients of the first window where the engine takes them away as they come."""
     _order: LoopOrder = field(factory=LoopOrder, init=False, repr=False)
     """Whether forward, backward and step follow each other."""
     _tokens: TokenWindow = field(factory=TokenWindow, init=False, repr=False)
     """What the losses of the window under way are means over."""
     _evaluation: Evaluation = field(factory=Evaluation, init=False, repr=False)
     """Whether ``evaluating()`` is open."""
-    _acting: bool = field(default=False, init=False, repr=False)
-    """Whether the optimizer steps because ``step`` says so, or torch makes room for state that is read."""
     _watch: Any = field(default=None, init=False, repr=False)
     """Refuses optimizers that the plan does not know, until ``close``."""
     steps: int = field(default=0, init=False)
@@ -101,20 +94,40 @@ class Prepared:
     """The groups that ``close`` has ended."""
 
     def __attrs_post_init__(self) -> None:
-        self._driver = driver(self.model)
+        self._end = OptimizerStep(
+            plan=self.plan,
+            driver=driver(self.model),
+            order=self._order,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+        )
+        self._first = FirstLook(plan=self.plan)
         self._order.shows_gradients = not (self.engine_steps or isinstance(self.plan.config.engine, FSDP1))
         self._order.watch(self.model)
         guard_save(self.model)
         self._checkpoints = session.of(self.model)
         if self._driver.step is not None and self.optimizer is not None:
-            self._watched = Watched(self.model)
-            self._watched.begin()
+            self._first.watch(self.model)
         if self._driver.step is None and self.optimizer is not None:
             for optimizer in self.optimizers:
-                optimizer.register_step_pre_hook(self._refuse_foreign_step)
+                optimizer.register_step_pre_hook(self._end.refuse_foreign)
         self._passes = Passes(self.loaders, self._sync)
         self._log = RunLog(self.is_main_process, self.plan.config)
         self._sync()
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last window ended without an optimizer step, because a gradient overflowed."""
+        return self._end.skipped
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Norm of all gradients at the last optimizer step, before clipping; None unless the plan clips by norm."""
+        return self._end.grad_norm
+
+    @property
+    def _driver(self) -> Driver:
+        return self._end.driver
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -138,7 +151,7 @@ class Prepared:
     @property
     def in_step(self) -> bool:
         """Whether ``step`` is under way, as inside a closure."""
-        return self._acting
+        return self._end.acting
 
     @property
     def in_micro_batch(self) -> bool:
@@ -201,19 +214,15 @@ class Prepared:
                 self._order.before_first_step(self.model, scaled=self.scaler is not None)
         factor = self._tokens.end(self.plan.owners.accumulation_steps) if ended else None
         if closure is None and ended:
-            self._order.before_tick(self._ticked_here)
+            self._order.before_tick(self._end.ticked_here)
             if factor is not None and not self.engine_steps:
-                token_loss.multiply_gradients(_parameters(optimizer), factor)
+                token_loss.multiply_gradients(parameters(optimizer), factor)
             self._look_at_gradients()
         if self._driver.step is not None:
             with token_loss.multiplied_by_engine(self.model, factor):
-                self._step_engine(self._driver.step, ended)
+                self._end.by_engine(self.model, ended=ended)
         elif ended:
-            with self._stepping():
-                self.skipped = not self._step_optimizer(optimizer, closure)
-            if not self.skipped:
-                self._tick()
-            optimizer.zero_grad(set_to_none=True)
+            self._end.by_optimizer(self.model, optimizer, closure, self._look_at_gradients)
         self._seen = 0 if ended else self._seen + 1
         self._last = False
         self._order.after_step(self.model, ended=ended)
@@ -224,87 +233,14 @@ class Prepared:
             self.at_window()
         return stepped
 
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """Inside, the optimizer may step."""
-        self._acting = True
-        try:
-            yield
-        finally:
-            self._acting = False
-
-    def _refuse_foreign_step(self, *_: Any) -> None:
-        """Before every step of the optimizer (``register_step_pre_hook``): gradients may be neither whole nor averaged.
-
-        Who never calls ``ready.backward``, such as a trainer with a loop of its own, steps as it likes.
-        """
-        if self._order.used and not self._acting:
-            raise RuntimeError(
-                "optimizer.step() was called after ready.backward(); write ready.step() in its place: it averages over "
-                "the ranks, clips, steps, ticks the scheduler and clears the gradients at the end of each window"
-            )
-
     def _look_at_gradients(self) -> None:
         """Averages those of whole parameters; looks once, before the first step, and puts it into the attestation."""
         self._driver.settle(self.model)
         if self.whole_gradients is not None:
             self.whole_gradients.average()
-        if self._looked or isinstance(self.plan.config.engine, XLA):  # torch knows no group of its processes
-            return
-        if self.plan.world_size > 1 and any(isinstance(planned.step, ShardLoader) for planned in self.plan.steps):
-            self._passes.warn_unread()
-        elif self.plan.data_parallel_size > 1 and isinstance(self.plan.config.loaders, ShardLoaders):
-            self._passes.warn_none(self.plan.data_parallel_size)
-        watched = self._watched
-        seen = tuple(gradients(self.model) if watched is None else watched.end())
-        scaled = self.plan.owners.loss_scaling != "nobody"
-        accepted = self.plan.config.overrides
-        checks = first_step.look(self.model, seen, scaled=scaled, accepted=accepted, reduced=watched is None)
-        self._looked, self._watched = True, None  # what was noted is kept while it refuses: the story stays the same
-        if self.attestation is not None:
+        checks = self._first.look(self.model, self._passes)
+        if self.attestation is not None and checks:
             self.attestation = evolve(self.attestation, checks=(*self.attestation.checks, *checks))
-
-    def _clip(self, optimizer: Optimizer) -> None:
-        self.grad_norm = self._driver.clip(self.model, self.plan.owners.clip, _parameters(optimizer))
-
-    def _step_optimizer(self, optimizer: Optimizer, closure: Closure | None) -> bool:
-        """Clips and steps; False where the scaler found an overflow, on every rank alike."""
-        scaler = self.scaler
-        if closure is not None:
-            optimizer.step(closures.repeated(closure, optimizer, self._look_at_gradients, self._clip))
-            return True
-        if scaler is not None:
-            scaler.unscale_(optimizer)  # a norm of scaled gradients would be clipped to nothing
-        self._clip(optimizer)
-        if scaler is None:
-            optimizer.step()
-            return True
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        return scaler.get_scale() >= scale  # it goes down after an overflow only; torch has no other public sign
-
-    def _step_engine(self, step: Callable[[Module, bool], Stepped], ended: bool) -> None:
-        """The engine clips, steps and clears by itself; the scheduler is ours unless the plan says otherwise."""
-        done = step(self.model, ended)
-        if ended:
-            self.skipped = not done.applied
-            self.grad_norm = done.norm if isinstance(self.plan.owners.clip, ClipNorm) else None
-        if done.applied and self.plan.owners.scheduler == "prepkit":
-            self._tick()
-
-    @property
-    def _ticked_here(self) -> Any:
-        """The scheduler that ``step`` ticks; None where nobody does, or the user or the engine."""
-        owners = self.plan.owners
-        engine_ticks = self.engine_steps and owners.scheduler != "prepkit"
-        return None if engine_ticks or not owners.scheduler_ticks else self.scheduler
-
-    def _tick(self) -> None:
-        if (scheduler := self._ticked_here) is not None:
-            for _ in range(self.plan.owners.scheduler_ticks):
-                scheduler.step()
-            self._order.after_tick(scheduler)
 
     def unwrap(self, *, keep_autocast: bool = True, keep_compiled: bool = True) -> Module:
         """The module that was given, out of its wrappers (``live.unwrap``). What is sharded in place stays sharded."""
@@ -325,7 +261,7 @@ class Prepared:
         """
         self._evaluation.refuse_saving("ready.save()")
         self._between_windows("a checkpoint holds no gradients; save after a step() that returned True")
-        with self._stepping():
+        with self._end.allowed():
             self._checkpoints.save(self, folder, keep=keep, wait=wait)
 
     @names_lost_rank
@@ -353,7 +289,7 @@ class Prepared:
         self._between_windows(f"{what} returned True")
         if missing_ok and resuming.nothing_saved(folder):
             return False
-        with self._stepping():
+        with self._end.allowed():
             self._checkpoints.resume(self, folder, accept=accept, only_model=only_model)
         self._order.after_resume()
         return True
@@ -379,7 +315,7 @@ class Prepared:
         self._log.finish()
         owned_optimizers.release(self)
         self.model = unwrap(self.model)
-        self._driver = driver(self.model)
+        self._end.driver = driver(self.model)
         if self.whole_gradients is not None:
             self.whole_gradients.unwatch()
             self.whole_gradients = None
@@ -491,7 +427,3 @@ class Prepared:
 def _same_data(plan: Plan) -> int:
     """Neighbouring ranks that read the same samples: those that differ on the last axes of the mesh alone."""
     return prod(axis.size for axis in plan.mesh if axis.name in SAME_DATA)
-
-
-def _parameters(optimizer: Optimizer) -> list[Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
