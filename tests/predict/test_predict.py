@@ -352,6 +352,10 @@ def test_one_unit_accumulation_offload_and_the_second_copy_of_gradients_are_said
     assert reduced(each) == 3 * reduced(kept) > 0
     copies = Config(engine=DDP(), accumulation=3, optimizer=AdamW())
     assert reduced(predict(make(evolve(copies, average_each=True), facts))) == 3 * reduced(predict(make(copies, facts)))
+    flat = Config(engine=FSDP1(), accumulation=3, optimizer=AdamW())
+    last, every = (predict(make(evolve(flat, average_each=each), facts)) for each in (False, True))
+    assert reduced(every) == 3 * reduced(last) > 0
+    assert every.fullest.total() < last.fullest.total()
     away = predict(make(Config(engine=FSDP2(offload=OffloadToCPU()), optimizer=AdamW()), facts))
     assert said(away, "Host memory").endswith("a node of 4 ranks.")
     assert not away.fullest.category("parameters", "device")

@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from prepkit.config import (
     DDP,
+    FSDP1,
     FSDP2,
     Clip,
     ClipNorm,
@@ -166,6 +167,34 @@ def in_each(rank: int, world: int, engine: Engine) -> tuple[list[bool], Any]:
     """Whether every rank sees one gradient after each micro-batch, and what training ends with."""
     found = averaged(rank, world, engine, each=True)
     return found, train(rank, world, engine, NORM, each=True)
+
+
+def flat_runs(rank: int, world: int) -> list[tuple[int, Any, list[float]]]:
+    """Of FSDP1 without and with averages in every micro-batch: reductions, this rank's weights, and norms."""
+    from torch.distributed.fsdp import _runtime_utils
+
+    real, runs = _runtime_utils._reduce_grad, []
+    for each in (False, True):
+        calls: list[int] = []
+
+        def counted(*args: Any, calls: list[int] = calls, **kwargs: Any) -> Any:
+            calls.append(1)
+            return real(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_runtime_utils, "_reduce_grad", counted)
+            weights, norms, *_ = train(rank, world, FSDP1(), NORM, each=each)
+        runs.append((len(calls), weights, norms))
+    return runs
+
+
+def test_flat_units_average_in_every_micro_batch_and_learn_the_same(gang2: Gang) -> None:
+    expected = plain_loop(NORM)[1]
+    for (last, weights, norms), (every, weights_each, norms_each) in gang2.run(flat_runs):
+        assert every == MICRO * last > 0
+        assert norms == pytest.approx(expected, rel=1e-5)
+        assert norms_each == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(weights_each, weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("engine", [DDP(), FSDP2()], ids=["ddp", "fsdp2"])
