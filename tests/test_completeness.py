@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable
-from typing import get_args
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TypeGuard, get_args, get_type_hints
 
 import pytest
 import torch
-from attrs import evolve, fields, frozen
+from attrs import evolve, fields, frozen, has
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
 
 import prepkit
+from prepkit import config
 from prepkit.config import Config, Engine, Mesh, Mixed, OptimizerSpec, Precision
 from prepkit.config.mesh import AXES
 from prepkit.config.optimizer import OPTIMIZERS, SELECTS
@@ -148,3 +151,28 @@ def test_some_engine_has_each_axis_and_says_how_a_parameter_lies_on_it(axis: str
                 f"{error}: no placement for this axis under {kind.__name__}; add it in prepkit/resolve/placements.py"
             )
         assert layout
+
+
+def test_every_class_of_config_can_stand_in_a_config() -> None:
+    """One that was written and is in no union would be offered and never taken."""
+    modules = [import_module(f"prepkit.config.{found.name}") for found in iter_modules(config.__path__)]
+    written = {cls for module in (config, *modules) for cls in vars(module).values() if is_config_class(cls)}
+    reached: set[type] = set()
+    ahead: list[object] = [Config]
+    while ahead:
+        kind = ahead.pop()
+        ahead += get_args(kind)
+        if is_config_class(kind) and kind not in reached:
+            reached.add(kind)
+            ahead += get_type_hints(kind).values()
+    missing = named(written - reached)
+    assert not missing, f"{', '.join(sorted(missing))}: in no field and no union of the config; add it to its union"
+
+
+def is_config_class(value: object) -> TypeGuard[type]:
+    return (
+        isinstance(value, type)
+        and has(value)
+        and value.__module__.startswith("prepkit.config")
+        and not value.__name__.endswith("Traits")
+    )

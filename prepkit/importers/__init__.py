@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from attrs import frozen
+
 from prepkit.importers.accelerate import read_accelerate
 from prepkit.importers.axolotl import read_axolotl
 from prepkit.importers.deepspeed import read_deepspeed
@@ -16,16 +18,47 @@ from prepkit.importers.source import Source, read
 from prepkit.importers.torchtitan import read_torchtitan
 from prepkit.importers.training_arguments import read_training_arguments
 
-IMPORTERS: dict[str, Callable[[Source], Imported]] = {
-    "prepkit": read_prepkit,
-    "accelerate": read_accelerate,
-    "deepspeed": read_deepspeed,
-    "axolotl": read_axolotl,
-    "llamafactory": read_llama_factory,
-    "torchtitan": read_torchtitan,
-    "transformers": read_training_arguments,
+
+@frozen
+class Importer:
+    """How the files of one library are told and understood."""
+
+    read: Callable[[Source], Imported]
+    """Raises ``PlanRejected`` with every finding."""
+    marks: tuple[str, ...]
+    """Keys that stand at the top of its files, and of none that is asked for before."""
+
+
+# a file of axolotl, LLaMA-Factory or TRL is one of ``TrainingArguments`` with more keys: theirs are asked for first
+IMPORTERS: dict[str, Importer] = {
+    "prepkit": Importer(read_prepkit, ("engine",)),
+    "axolotl": Importer(read_axolotl, ("base_model",)),
+    "accelerate": Importer(
+        read_accelerate, ("distributed_type", "compute_environment", "fsdp_config", "deepspeed_config")
+    ),
+    "llamafactory": Importer(
+        read_llama_factory,
+        (
+            *("finetuning_type", "pure_bf16", "disable_gradient_checkpointing", "dataset_dir", "cutoff_len"),
+            *("lora_target", "quantization_bit", "flash_attn"),
+        ),
+    ),
+    "torchtitan": Importer(
+        read_torchtitan, ("job", "parallelism", "activation_checkpoint", "lr_scheduler", "training")
+    ),
+    "transformers": Importer(
+        read_training_arguments,
+        ("output_dir", "per_device_train_batch_size", "model_name_or_path", "fsdp", "gradient_checkpointing"),
+    ),
+    "deepspeed": Importer(
+        read_deepspeed,
+        (
+            *("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "gradient_clipping"),
+            *("gradient_accumulation_steps", "zero_allow_untested_optimizer", "fp16", "bf16"),
+        ),
+    ),
 }
-"""Whose file it is to the function that understands it; each raises ``PlanRejected`` with every finding."""
+"""Whose file it is to how it is read; a file is the first's whose mark it shows."""
 
 
 def import_config(path: str | Path, kind: str | None = None) -> Imported:
@@ -35,4 +68,5 @@ def import_config(path: str | Path, kind: str | None = None) -> Imported:
     values of a wrong type, keys that contradict each other, and what prepkit does not do.
     """
     source = read(str(path))
-    return IMPORTERS[kind or kind_of(source)](source)
+    marks = {name: importer.marks for name, importer in IMPORTERS.items()}
+    return IMPORTERS[kind or kind_of(source, marks)].read(source)

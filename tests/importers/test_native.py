@@ -90,7 +90,7 @@ def test_every_example_is_tested_and_the_table_reaches_the_reader() -> None:
         "float8.toml",
         "zero3.yaml",
     }
-    assert IMPORTERS["prepkit"](read(str(EXAMPLES / "single.json"))).config == SINGLE_EXAMPLE
+    assert IMPORTERS["prepkit"].read(read(str(EXAMPLES / "single.json"))).config == SINGLE_EXAMPLE
 
 
 def test_toml_yaml_and_json_say_the_same(tmp_path: Path) -> None:

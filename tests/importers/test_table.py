@@ -13,7 +13,7 @@ from prepkit.importers.source import read
 
 @pytest.mark.parametrize("name", IMPORTERS)
 def test_every_importer_has_a_test_file_of_its_own(name: str) -> None:
-    module = IMPORTERS[name].__module__.rpartition(".")[2]
+    module = IMPORTERS[name].read.__module__.rpartition(".")[2]
     file = Path(__file__).with_name(f"test_{module}.py")
     assert file.is_file(), f"the importer of {name!r} in prepkit/importers/{module}.py has no {file.name} here"
 
@@ -23,7 +23,16 @@ def test_a_key_that_no_importer_knows_is_a_finding_or_is_listed(name: str, tmp_p
     file = tmp_path / "config.json"
     file.write_text('{"no_such_key_anywhere": 1}')
     try:
-        accounted = str(IMPORTERS[name](read(str(file))).not_preparation)
+        accounted = str(IMPORTERS[name].read(read(str(file))).not_preparation)
     except PlanRejected as refused:
         accounted = str(refused)
     assert "no_such_key_anywhere" in accounted
+
+
+def test_no_importer_hides_another_by_its_marks() -> None:
+    """A file is the first's whose mark it shows, so a mark that stands twice would never be the second's."""
+    told: set[str] = set()
+    for name, importer in IMPORTERS.items():
+        assert importer.marks, f"{name!r}: nobody would take a file for one of its; give its row in IMPORTERS marks"
+        assert not told.intersection(importer.marks), name
+        told.update(importer.marks)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from prepkit.facts import Facts
+from prepkit.rules import RULES
 from prepkit.testing.counterexamples import (
     compile,  # noqa: A004  # the subject is called what the config calls it
     ddp_fsdp1,
@@ -40,3 +41,9 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     **{rule: partial(_healthy, make) for rule, make in weights.COUNTEREXAMPLES.items()},
 }
 """Rule id to a config and facts on which the rule fires."""
+
+if _missing := [rule.id for rule in RULES if rule.id not in COUNTEREXAMPLES]:
+    raise LookupError(
+        f"{', '.join(_missing)}: no counterexample; add one to COUNTEREXAMPLES in the file of its subject in "
+        "prepkit/testing/counterexamples"
+    )
