@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 
 from prepkit.compat.not_offered import NotOffered
 from prepkit.config import Clip, ClipNorm, ClipValue
@@ -70,7 +70,7 @@ class Loop:
             self._clip_with(clip)
 
     def _clip_with(self, clip: Clip) -> None:
-        self.ready.plan = evolve(self.ready.plan, owners=evolve(self.ready.plan.owners, clip=clip))
+        self.ready._end.clip = clip
 
 
 @define(slots=False)

@@ -140,7 +140,9 @@ def _drawn(data: st.DataObject, world: int) -> Case | None:
     env = evolve(observe_env(), world_size=world, per_node=world)
     facts = observe(model, optimizer=_usual(model) if given_ else None, env=env).facts
     cfg = data.draw(testing.fitting(facts, zero=data.draw(st.sampled_from((False, False, False, True)))))
-    cfg = evolve(cfg, device=None, backend=None, timeout_s=60.0, overrides=(), accumulation=min(cfg.accumulation, 3))
+    cfg = evolve(
+        cfg, device=None, backend=None, timeout_s=60.0, overrides=(), accumulation=min(cfg.accumulation or 1, 3)
+    )
     if not isinstance(cfg.compile, c.NoCompile):  # inductor proves nothing more, and takes long
         cfg = evolve(
             cfg, compile=evolve(cfg.compile, backend="aot_eager", mode="default", fullgraph=False, dynamic=None)
@@ -189,7 +191,7 @@ def trained(rank: int, world: int, case: Case) -> list[float]:
     ready: Any = pk.apply(pk.build_plan(cfg, model, optimizer=_usual(model) if case.given else None))
     losses = []
     for step in range(STEPS):
-        for micro in range(cfg.accumulation):
+        for micro in range(cfg.accumulation or 1):
             tokens = _batch(rank // case.parts, step, micro, case.sizes.vocab)
             loss = _loss(ready.model(tokens), tokens)
             losses.append(loss.item())
@@ -208,13 +210,13 @@ def by_hand(case: Case, readers: int) -> list[list[float]]:
     optimizer = _asked(cfg, model) if trains else None
     losses: list[list[float]] = [[] for _ in range(readers)]
     for step in range(STEPS):
-        for micro in range(cfg.accumulation):
+        for micro in range(cfg.accumulation or 1):
             for reader, seen in enumerate(losses):
                 tokens = _batch(reader, step, micro, case.sizes.vocab)
                 loss = _loss(model(tokens), tokens)
                 seen.append(loss.item())
                 if trains:
-                    (loss / readers / cfg.accumulation).backward()  # type: ignore[no-untyped-call]  # torch has no types
+                    (loss / readers / (cfg.accumulation or 1)).backward()  # type: ignore[no-untyped-call]  # torch has no types
         if optimizer is not None:
             _clip(cfg.clip, model)
             optimizer.step()

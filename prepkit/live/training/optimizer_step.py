@@ -11,7 +11,7 @@ from attrs import define
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from prepkit.config import ClipNorm
+from prepkit.config import Clip, ClipNorm
 from prepkit.live.training import closures
 from prepkit.live.training.closures import Closure
 from prepkit.live.training.drivers import Driver
@@ -26,6 +26,8 @@ class OptimizerStep:
     plan: Plan
     driver: Driver
     order: LoopOrder
+    clip: Clip
+    """The plan's; a loop that says it per window, as accelerate's does, puts another here."""
     scheduler: Any
     scaler: torch.amp.GradScaler | None
     skipped: bool = False
@@ -68,7 +70,7 @@ class OptimizerStep:
 
     def _stepped(self, model: Module, optimizer: Optimizer, closure: Closure | None, look: Callable[[], None]) -> bool:
         def clip(held: Optimizer) -> None:
-            self.grad_norm = self.driver.clip(model, self.plan.owners.clip, parameters(held))
+            self.grad_norm = self.driver.clip(model, self.clip, parameters(held))
 
         scaler = self.scaler
         if closure is not None:
@@ -91,7 +93,7 @@ class OptimizerStep:
         done = self.driver.step(model, ended)
         if ended:
             self.skipped = not done.applied
-            self.grad_norm = done.norm if isinstance(self.plan.owners.clip, ClipNorm) else None
+            self.grad_norm = done.norm if isinstance(self.clip, ClipNorm) else None
         if done.applied and self.plan.owners.scheduler == "prepkit":
             self._tick()
 

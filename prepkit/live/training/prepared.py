@@ -98,6 +98,7 @@ class Prepared:
             plan=self.plan,
             driver=driver(self.model),
             order=self._order,
+            clip=self.plan.owners.clip,
             scheduler=self.scheduler,
             scaler=self.scaler,
         )

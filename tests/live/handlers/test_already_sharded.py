@@ -111,9 +111,9 @@ def _batch(rank: int, step: int) -> Tensor:
 
 
 def _by_hand(model: Any, optimizer: torch.optim.Optimizer, cfg: pk.Config, rank: int = 0) -> None:
-    for micro in range(cfg.accumulation):
-        model.set_requires_gradient_sync(micro == cfg.accumulation - 1)
-        (model(_batch(rank, micro)).float().square().mean() / cfg.accumulation).backward()
+    for micro in range(cfg.accumulation or 1):
+        model.set_requires_gradient_sync(micro == (cfg.accumulation or 1) - 1)
+        (model(_batch(rank, micro)).float().square().mean() / (cfg.accumulation or 1)).backward()
     for param in model.parameters():
         if not isinstance(param, DTensor) and param.grad is not None:
             dist.all_reduce(param.grad, op=dist.ReduceOp.SUM)
@@ -140,7 +140,7 @@ def trained(rank: int, world: int, way: str) -> tuple[bool, bool, float, list[st
     same = ready.model is model and before == [id(param) for param in ready.model.parameters()]
     for _ in range(2):
         _by_hand(hand, theirs, cfg, rank)
-        for micro in range(cfg.accumulation):
+        for micro in range(cfg.accumulation or 1):
             ready.backward(ready.model(_batch(rank, micro)).float().square().mean())
             ready.step()
     gap = max(float((a - b).abs().max()) for a, b in zip(_values(ready.model), _values(hand), strict=True))

@@ -127,9 +127,9 @@ def by_hand(cfg: c.Config, kind: type[nn.Module], warm: bool) -> Learnt:
     if warm:
         warm_up(model, optimizer)
     norms = []
-    for start in range(2, 6, cfg.accumulation):
-        for tokens in BATCHES[start : start + cfg.accumulation]:
-            (loss_of(model, tokens) / cfg.accumulation).backward()
+    for start in range(2, 6, cfg.accumulation or 1):
+        for tokens in BATCHES[start : start + (cfg.accumulation or 1)]:
+            (loss_of(model, tokens) / (cfg.accumulation or 1)).backward()
         held = [p for p in model.parameters() if p.grad is not None]
         match cfg.clip:
             case c.ClipNorm(max_norm=most, norm_type=power):
@@ -152,7 +152,7 @@ def prepared(rank: int, world: int, cfg: c.Config, kind: type[nn.Module], warm: 
     norms = []
     for index, tokens in enumerate(BATCHES[2:], 1):
         averages = {unit._sync_gradients for unit in fsdp1_flat.units(ready.model).values()}
-        assert averages == {index % cfg.accumulation == 0}
+        assert averages == {index % (cfg.accumulation or 1) == 0}
         ready.backward(loss_of(ready.model, tokens.chunk(world)[rank]))
         if ready.step() and ready.grad_norm is not None:
             norms.append(float(ready.grad_norm))
