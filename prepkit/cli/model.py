@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from typing import Any
 
@@ -17,10 +18,16 @@ def build(reference: str) -> Any:
     """The ``nn.Module``, on meta. Raises ``PlanRejected`` where the path leads nowhere or the user's code raises."""
     from prepkit.live import factory
 
+    logging.getLogger("torchao").addFilter(_concerns_us)
     try:
         return factory.build(reference)
     except Exception as error:
         raise PlanRejected((_finding(reference, error, factory.__file__),)) from error
+
+
+def _concerns_us(record: logging.LogRecord) -> bool:
+    """torchao, which transformers imports, says at import which kernels this machine has no use for."""
+    return not record.getMessage().startswith("Failed to load")
 
 
 def facts(reference: str, env: Env | None, checkpoint: LoadWeights | None = None) -> Facts:

@@ -1,0 +1,32 @@
+"""What another library says while the user's model is imported."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from prepkit.cli.model import build
+
+MODULE = """
+import logging
+import torch
+
+def model():
+    log = logging.getLogger("torchao")
+    log.warning("Failed to load _C_mxfp8.so: no such kernel")
+    log.warning("something else")
+    return torch.nn.Linear(2, 2)
+"""
+
+
+def test_kernels_that_torchao_does_not_find_are_no_news_and_all_else_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers imports torchao, which would say it of every kernel and in every process."""
+    (tmp_path / "logging_model.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        build("logging_model:model")
+    assert [record.getMessage() for record in caplog.records if record.name == "torchao"] == ["something else"]
