@@ -142,7 +142,9 @@ def test_a_wrong_value_in_one_place_is_found_there_or_fits(value: Plan, wrong: A
     holder[key] = wrong
     place = inside(where, key)
     owner = place.rpartition(".")[0] if place.endswith(".kind") else place
-    assert all(found.where.startswith(owner) for found in findings(form, Plan))
+    for found in findings(form, Plan):
+        checks_itself = found.rule == "codec.wrong-value" and place.startswith(found.where)  # names the field in words
+        assert found.where.startswith(owner) or checks_itself
 
 
 # --- plan file -----------------------------------------------------------------------------------------------------

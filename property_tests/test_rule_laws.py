@@ -191,6 +191,18 @@ def _seen(value: Any) -> Iterator[tuple[tuple[type, str], Any]]:
             yield from _seen(item)
 
 
+OF_THE_MODEL = {
+    "FSDP1.cast_forward_inputs",
+    "FSDP1.cast_root_forward_inputs",
+    "FSDP2.cast_forward_inputs",
+}
+"""Not varied where configs have to train: a model that casts its own inputs has to be written for it."""
+
+
+def _varied(source: str) -> list[tuple[type, str]]:
+    return [(cls, name) for cls, name in FIELDS if source == "configs" or f"{cls.__name__}.{name}" not in OF_THE_MODEL]
+
+
 ROUNDS = 12  # most sources vary every field in the first
 
 
@@ -204,7 +216,7 @@ def _met(source: str) -> dict[tuple[type, str], set[str]]:
         _look(asked.map(lambda optimizer: Config(optimizer=optimizer)), often, 0, met)
     for number in range(ROUNDS):
         _look(drawn, often, number, met)
-        if all(len(met[field]) > 1 for field in FIELDS):
+        if all(len(met[field]) > 1 for field in _varied(source)):
             break
     return met
 
@@ -230,5 +242,5 @@ def test_every_class_of_a_config_is_drawn_and_every_field_of_it_varied(source: s
     place = "prepkit/testing/strategies/" + ("configs.py" if source == "configs" else "legal.py or suited.py")
     met = _met(source)
     missing = [cls.__name__ for cls in CLASSES if not met[cls, ""]]
-    constant = [f"{cls.__name__}.{name}" for cls, name in FIELDS if len(met[cls, name]) < 2]
+    constant = [f"{cls.__name__}.{name}" for cls, name in _varied(source) if len(met[cls, name]) < 2]
     assert (missing, constant) == ([], []), f"{source}() never draws or varies these: see {place}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,17 @@ from tests.support.gang import Gang
 def pytest_configure() -> None:
     """Before anything is collected: some tests ask which kernels are compiled."""
     own_extensions()
+
+
+@pytest.fixture(autouse=True)
+def launcher_variables() -> Iterator[None]:
+    """What DeepSpeed is told of this process by ``LOCAL_RANK`` is told to nobody after the test."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    yield
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

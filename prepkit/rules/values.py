@@ -116,7 +116,7 @@ def _nesterov(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _once(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, accumulation=1)
+    return evolve(cfg, accumulation=1 if cfg.global_batch is None else None)
 
 
 def _no_global_batch(cfg: Config, _: Facts) -> Config:

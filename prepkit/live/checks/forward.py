@@ -53,10 +53,13 @@ def compiled(step: CompileModules, live: LiveModel) -> Iterator[Check]:
 
 
 def _options(step: CompileModules, live: LiveModel, path: str) -> Iterator[str]:
+    """Those that differ; under ``fullgraph`` torch does not tell which it has (``torch._dynamo.optimize_assert``)."""
     calls = [m._compiled_call_impl for m in live.at(path) if m._compiled_call_impl is not None]
     for call in calls:
-        config: dict[str, Any] = call.get_compiler_config()  # type: ignore[attr-defined]  # torch's optimize sets it
+        config: dict[str, Any] | None = call.get_compiler_config()  # type: ignore[attr-defined]  # torch's optimize
         for option in step.options:
+            if config is None:
+                continue
             found = config.get(option.name.replace("-", "_"))
             if found != option.value:
                 yield f"{path or 'the model'}: {option.name} planned {option.value!r}, found {found!r}"

@@ -87,11 +87,10 @@ def fitting(draw: st.DrawFn, facts: Facts, *, float8: bool = False, zero: bool =
     blocks = [wrap for wrap in fitting_wraps(facts.model) if select(wrap, facts.model)]
     uncompiled = replaces_parameters(engine)
     compiled = draw(st.just(c.NoCompile()) if uncompiled else compiles_for(facts.env, blocks, engine))
-    wrapped = (
-        checkpointings(st.sampled_from(blocks), invalid=False, compiled=not isinstance(compiled, c.NoCompile))
-        if blocks
-        else st.just(c.NoCheckpointing())
-    )
+    wrapped: SearchStrategy[c.ActivationCheckpointing] = st.just(c.NoCheckpointing())
+    if blocks:
+        how = checkpointings(st.sampled_from(blocks), invalid=False, compiled=not isinstance(compiled, c.NoCompile))
+        wrapped = how.map(lambda one: _some_block(one, facts))
     cfg = Config(
         engine=engine,
         mesh=mesh,
@@ -133,3 +132,10 @@ def _with_global_batch(cfg: c.Config, facts: Facts, draw: st.DrawFn) -> c.Config
         return cfg
     written = cfg.accumulation if draw(st.booleans()) else None
     return evolve(cfg, global_batch=whole * (cfg.accumulation or 1), accumulation=written)
+
+
+def _some_block(how: c.ActivationCheckpointing, facts: Facts) -> c.ActivationCheckpointing:
+    """Every n-th block, where there are n of them."""
+    if isinstance(how, c.CheckpointBlocks) and how.every > len(select(how.blocks, facts.model)):
+        return evolve(how, every=1)
+    return how

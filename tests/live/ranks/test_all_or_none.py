@@ -63,7 +63,7 @@ def odd_one(rank: int, world: int, odd: int, how: str) -> Heard:
 
 
 TOLD = {
-    "config": ("config.optimizer.lr: 0.001 there, 0.5 here", "config.accumulation: None there, 4 here"),
+    "config": ("config.optimizer.lr: 0.001 there, 0.5 here", "config.accumulation: none there, 4 here"),
     "model": ("parameter embed.weight: float32[11, 6] there, absent here",),
     "dtype": ("parameter layers.1.inner.weight: float32[5, 6] there, bfloat16[5, 6] here",),
     "frozen": ("layers.2.outer.weight.requires_grad: True there, False here",),
