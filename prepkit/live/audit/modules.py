@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from prepkit.facts.prepared import WrappedModule, Wrapper
+from prepkit.live.model.local_part import local
 from prepkit.live.model.names import Site, known_bases
-from prepkit.live.model.state import local
 
 WRAPPERS: tuple[tuple[str, Wrapper], ...] = (
     ("DistributedDataParallel", "ddp"),

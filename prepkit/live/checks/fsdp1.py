@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from prepkit.live.model import fsdp1_flat
-from prepkit.live.model.state import LiveModel, actual_layout, local, planned_layout
+from prepkit.live.model.local_part import local
+from prepkit.live.model.state import LiveModel, actual_layout, planned_layout
 from prepkit.plan import Plan
 from prepkit.plan.flat_layout import FlatPart, local_range
 from prepkit.plan.layout import ParamLayout, coordinate, local_shape

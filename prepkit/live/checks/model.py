@@ -8,7 +8,8 @@ from torch import Tensor
 
 from prepkit.config import DDP, FSDP1, FSDP2, XLA, Intent, Mixed, Single, TensorParallel
 from prepkit.live.checks import fsdp1, optimizer
-from prepkit.live.model.state import LiveModel, actual_layout, local, planned_layout
+from prepkit.live.model.local_part import local
+from prepkit.live.model.state import LiveModel, actual_layout, planned_layout
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Check, each
 from prepkit.steps import InitializeDeepSpeed

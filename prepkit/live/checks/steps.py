@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from prepkit.live.checks import fsdp1, fsdp2
 from prepkit.live.model.forward import MARK, AutocastedForward
 from prepkit.live.model.forward_fp8 import FP8Forward
-from prepkit.live.model.state import LiveModel, actual_layout, local
+from prepkit.live.model.local_part import local
+from prepkit.live.model.state import LiveModel, actual_layout
 from prepkit.plan.attestation import Check, each, same
 from prepkit.steps import (
     AllocateTensors,

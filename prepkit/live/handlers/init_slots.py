@@ -19,8 +19,8 @@ from torch.nn import Module, Parameter
 from prepkit.live.handlers.optimizer_state import shard
 from prepkit.live.model import fsdp1_flat, zero3
 from prepkit.live.model.fsdp1_flat import FlatShard
+from prepkit.live.model.local_part import local
 from prepkit.live.model.names import Site
-from prepkit.live.model.state import local
 
 ABSENT = object()
 """Stands for a name that a module does not hold."""

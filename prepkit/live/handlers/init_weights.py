@@ -42,8 +42,8 @@ from prepkit.live.handlers.init_slots import (
 )
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
+from prepkit.live.model.local_part import local
 from prepkit.live.model.names import Site
-from prepkit.live.model.state import local
 from prepkit.live.model.target import Target
 from prepkit.steps import InitializeTensors
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from prepkit.live.model import fsdp1_flat, names, zero3
-from prepkit.live.model.state import local
+from prepkit.live.model.local_part import local
 from prepkit.live.model.target import Target
 
 

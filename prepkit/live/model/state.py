@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import torch
 from attrs import frozen
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -14,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import Module, Parameter
 
 from prepkit.live.model import names
+from prepkit.live.model.local_part import local
 from prepkit.live.model.target import Target
 from prepkit.plan.layout import ParamLayout, local_shape
 from prepkit.steps import Axis
@@ -109,17 +109,6 @@ def _cls(tensor: Tensor) -> str:
         return "DTensor"
     name = type(tensor).__name__
     return "Parameter" if name == "FakeTensor" and isinstance(tensor, Parameter) else name  # a rehearsal's
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part that this rank holds: of a DTensor its local tensor, else the tensor itself."""
-    if isinstance(tensor, DTensor):
-        if not torch.is_grad_enabled():  # as in verification, which asks this of every parameter
-            return tensor.to_local()
-        with torch.no_grad():
-            return tensor.to_local()
-    part: Tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3: the parameter itself is empty until gathered
-    return part
 
 
 def _placement(placement: Placement) -> str:

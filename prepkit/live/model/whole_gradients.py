@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from prepkit.live.model.state import local
+from prepkit.live.model.local_part import local
 
 
 @define(eq=False)

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from prepkit.live.model.joint_optimizer import members
 
 if TYPE_CHECKING:
-    from prepkit.live.training.prepared import Prepared
+    from prepkit.live.training.loop_view import LoopView
 
 Closure = Callable[[], Any]
 
@@ -47,7 +47,7 @@ def mean_over_ranks(loss: Tensor) -> Tensor:
     return joint / dist.get_world_size()
 
 
-def stepped(ready: Prepared, closure: Closure | None) -> Optimizer:
+def stepped(ready: LoopView, closure: Closure | None) -> Optimizer:
     """The optimizer that ``ready.step(closure)`` steps.
 
     Raises ``RuntimeError`` where there is none, where a closure is wanted and none is given, or given and has no place.

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from prepkit.live.model import names
-from prepkit.live.model.state import local
+from prepkit.live.model.local_part import local
 from prepkit.live.training.drivers import reshard
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from prepkit.live.training.loop_order import LoopOutOfOrder
 
 if TYPE_CHECKING:
-    from prepkit.live.training.prepared import Prepared
+    from prepkit.live.training.loop_view import LoopView
 
 
 @define(eq=False)
@@ -43,7 +43,7 @@ class Evaluation:
             )
 
     @contextmanager
-    def running(self, ready: Prepared, settle: Callable[[Module], None]) -> Iterator[None]:
+    def running(self, ready: LoopView, settle: Callable[[Module], None]) -> Iterator[None]:
         """Inside, modules are in eval mode, optimizers with an ``eval`` as well, and nothing has a gradient.
 
         Collective at its start where DDP has buffers: all ranks take those of rank 0, once, and no forward inside waits

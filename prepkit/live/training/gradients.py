@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from prepkit.live.model import fsdp1_flat, names
-from prepkit.live.model.state import local
+from prepkit.live.model.local_part import local
 
 
 @frozen(kw_only=True)

@@ -21,7 +21,7 @@ from prepkit.live.model import names
 from prepkit.live.model.joint_optimizer import members
 
 if TYPE_CHECKING:
-    from prepkit.live.training.prepared import Prepared
+    from prepkit.live.training.loop_view import LoopView
 
 OWNER = "_prepkit_prepared"
 """Attribute of an optimizer: a weak reference to the ``Prepared`` that steps it."""
@@ -37,7 +37,7 @@ def parameters_before(model: Module, *, exchanged: bool = False) -> WeakIdKeyDic
     return WeakIdKeyDictionary({param: name for name, param in params.items()})
 
 
-def own(prepared: Prepared, before: WeakIdKeyDictionary) -> None:
+def own(prepared: LoopView, before: WeakIdKeyDictionary) -> None:
     """From now on ``prepared`` steps its optimizers, and others over its model are refused, until it is closed or gone.
 
     ``before`` are the parameters that the model had when it was given (``parameters_before``).
@@ -47,7 +47,7 @@ def own(prepared: Prepared, before: WeakIdKeyDictionary) -> None:
     prepared._watch = _watched(prepared, before)
 
 
-def release(prepared: Prepared) -> None:
+def release(prepared: LoopView) -> None:
     """Its optimizers may be prepared with another model, and nothing is refused any more."""
     for optimizer in prepared.optimizers:
         if vars(optimizer).get(OWNER, _nobody)() is prepared:
@@ -83,7 +83,7 @@ def claimed_elsewhere(optimizer: Optimizer | None, model: Module) -> tuple[Findi
     return tuple(found)
 
 
-def _watched(prepared: Prepared, before: WeakIdKeyDictionary) -> RemovableHandle:
+def _watched(prepared: LoopView, before: WeakIdKeyDictionary) -> RemovableHandle:
     """Before any optimizer of this process steps: refuses one that the plan does not know and that would go wrong."""
     owner = weakref.ref(prepared)
     unrelated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -102,12 +102,12 @@ def _known(optimizer: Optimizer, prepared: Optimizer | None) -> bool:
     return optimizer is prepared or any(optimizer is member for member in members(prepared))
 
 
-def _averages_for_step(ready: Prepared) -> bool:
+def _averages_for_step(ready: LoopView) -> bool:
     """Whether gradients are divided, averaged and cleared for ``ready.step()``, so that no other may use them."""
-    return ready._order.used and ready.optimizer is not None and not ready.engine_steps
+    return ready.in_use and ready.optimizer is not None and not ready.engine_steps
 
 
-def _refuse(optimizer: Optimizer, ready: Prepared, before: WeakIdKeyDictionary) -> bool:
+def _refuse(optimizer: Optimizer, ready: LoopView, before: WeakIdKeyDictionary) -> bool:
     """Raises ``RuntimeError``, or says whether it has nothing to do with the model, now and later."""
     held = [param for group in optimizer.param_groups for param in group["params"]]
     standing = {id(param): name for name, param in names.named_parameters(ready.model).items()}

@@ -155,6 +155,11 @@ class Prepared:
         return self._end.acting
 
     @property
+    def in_use(self) -> bool:
+        """Whether ``backward`` was ever called: a trainer with a loop of its own never does."""
+        return self._order.used
+
+    @property
     def in_micro_batch(self) -> bool:
         """Whether ``backward`` has been called, and the ``step`` that ends its micro-batch has not."""
         return self._order.begun

@@ -21,11 +21,11 @@ from torch.nn import Parameter
 
 from prepkit.config import XLA
 from prepkit.live.data.gather import travels_on
-from prepkit.live.model.state import local
+from prepkit.live.model.local_part import local
 from prepkit.live.training.loop_order import LoopOutOfOrder
 
 if TYPE_CHECKING:
-    from prepkit.live.training.prepared import Prepared
+    from prepkit.live.training.loop_view import LoopView
 
 Count = float | Tensor
 """How many tokens a mean is over: a number, or a tensor with one."""
@@ -42,7 +42,7 @@ class TokenWindow:
     unit: Tensor | None = None
     """What counts as weight 1: a power of two, the same on every rank. None: no window had weights yet."""
 
-    def check(self, ready: Prepared, mean_over: Count | None, *, more: bool) -> None:
+    def check(self, ready: LoopView, mean_over: Count | None, *, more: bool) -> None:
         """Raises for a number of tokens that cannot be taken here; changes nothing.
 
         ``LoopOutOfOrder`` where the window has losses with and without one; ``TypeError`` or ``ValueError`` for what is
@@ -100,7 +100,7 @@ def _check_number(mean_over: Any) -> None:
         raise ValueError(what)
 
 
-def _refused(ready: Prepared, *, more: bool) -> str | None:
+def _refused(ready: LoopView, *, more: bool) -> str | None:
     """Why gradients of this loss could not be multiplied once, at the end of its window."""
     if more:
         return "mean_over weighs the one loss of a micro-batch, and more=True announces another; add them up for one"
