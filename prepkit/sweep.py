@@ -100,6 +100,13 @@ def sweep(
 
     ``facts.env`` says everything about the cluster but its size. The rules are asked once per engine and world size,
     those about the mesh for each mesh; predictions are those of ``predict``.
+
+    >>> from prepkit.testing.tiny import tiny_facts
+    >>> rows, refused = sweep(Config(), tiny_facts(), worlds=(2, 4), engines=("single", "ddp"))
+    >>> [(row.engine, row.world_size) for row in rows]
+    [('ddp', 2), ('ddp', 4)]
+    >>> print(refused[0].engine, "-", refused[0].why)
+    single - 2 processes run, and Single() would train a copy in each ...
     """
     rows: list[Row] = []
     refused: list[Refused] = []

@@ -66,6 +66,19 @@ def import_config(path: str | Path, kind: str | None = None) -> Imported:
 
     Raises ``PlanRejected`` with every finding: a file that cannot be read, unknown keys (with a near spelling),
     values of a wrong type, keys that contradict each other, and what prepkit does not do.
+
+    >>> from prepkit.findings import PlanRejected
+    >>> file = Path(folder, "deepspeed.json")
+    >>> _ = file.write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}')
+    >>> imported = import_config(file)
+    >>> imported.kind, imported.config.clip
+    ('deepspeed', ClipNorm(max_norm=1.0, norm_type=2.0))
+    >>> _ = file.write_text('{"distributed_type": "MULTI_CPU", "mixed_precison": "bf16"}')
+    >>> try:
+    ...     import_config(file)
+    ... except PlanRejected as refused:
+    ...     print(refused.findings[0])
+    error import.unknown-key at ...
     """
     source = read(str(path))
     marks = {name: importer.marks for name, importer in IMPORTERS.items()}

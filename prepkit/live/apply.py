@@ -76,6 +76,18 @@ def apply(
     facts that were open or other when the plan was made (new warnings are logged); ``ApplyHalted`` when a step fails
     (its ``__cause__`` is what the step raised) or another rank has failed (``RankFailed``), and ``NotAsPlanned`` when
     the outcome differs from the plan. What one rank raises here ends the others' apply within seconds.
+
+    >>> from prepkit.config import AdamW, Config
+    >>> model = torch.nn.Linear(2, 2)
+    >>> plan = planner.plan(Config(optimizer=AdamW()), observe(model).facts).unwrap()
+    >>> ready = apply(plan, model=model)
+    >>> type(ready.optimizer).__name__, all(check.holds for check in ready.attestation.checks)
+    ('AdamW', True)
+    >>> try:
+    ...     apply(plan, model=torch.nn.Linear(3, 2))
+    ... except PlanRejected as refused:
+    ...     print(refused.findings[0].rule)
+    plan.other-model
     """
     with _guard(plan) as guard:
         optimizer, scheduler = one_optimizer(optimizer), one_scheduler(scheduler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, get_args
 
 from attrs import evolve, frozen
 
@@ -21,17 +21,7 @@ Category = Literal[
 ]
 """What bytes are for. The last three come and go within a step; the others stay."""
 
-CATEGORIES: tuple[Category, ...] = (
-    "parameters",
-    "gradients",
-    "master weights",
-    "optimizer state",
-    "buckets",
-    "module buffers",
-    "gathered units",
-    "working buffers",
-    "activations",
-)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 """In the order in which they are shown."""
 
 
