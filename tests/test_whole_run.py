@@ -54,7 +54,7 @@ runpy.run_path({str(EXAMPLES / "whole_run.py")!r}, run_name="__main__")
 
 def await_step(folder: Path, step: int, launched: psutil.Popen) -> None:
     log = folder / "log.jsonl"
-    until = time.monotonic() + 90
+    until = time.monotonic() + 180
     while not (log.exists() and f'{{"step": {step}, ' in log.read_text()):
         assert launched.poll() is None, "it ended too early"
         assert time.monotonic() < until, "it takes too long"

@@ -116,7 +116,7 @@ def _nesterov(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _once(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, accumulation=1 if cfg.global_batch is None else None)
+    return evolve(cfg, accumulation=1, global_batch=None)  # which of the two was meant nobody can tell
 
 
 def _no_global_batch(cfg: Config, _: Facts) -> Config:

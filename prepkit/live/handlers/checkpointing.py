@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from prepkit.live.handlers import problem_texts
 from prepkit.live.interpreter import Handler
 from prepkit.live.model import names
+from prepkit.live.model.deepspeed import replaced_linear
 from prepkit.live.model.target import Target
 from prepkit.steps import CheckpointModules
 
@@ -64,6 +65,10 @@ def checkpoint_ready(step: CheckpointModules, target: Target) -> tuple[str, ...]
     if unknown := [name for name in step.keep_ops if not overloads(name)]:
         what = "torch has no such operator; import the library that defines it, or write keep_ops as torch.ops has them"
         problems += (f"{problem_texts.listed(unknown)}: {what}, such as aten.mm.default",)
+    if step.keep_ops and replaced_linear() and not any(hasattr(param, "ds_id") for param in target.model.parameters()):
+        left = "ZeRO-3 of an earlier run in this process has left a linear of its own in the place of torch's"
+        wrong = "kept outputs would give wrong gradients"
+        problems += (f"{left}, {wrong}; call ready.close() of that run first, or leave keep_ops out",)
     return problems
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor
@@ -91,6 +92,20 @@ def without_shared_memory() -> Iterator[None]:
             del ops.__compatible_ops__[SHARED_MEMORY]
         else:
             ops.__compatible_ops__[SHARED_MEMORY] = before
+
+
+def give_back_linear() -> None:
+    """Puts torch's ``linear`` back, for which ZeRO-3 has put one of its own that saves no gathered weight.
+
+    It would stay for all models of the process, and compute wrong gradients where a block keeps outputs of operators.
+    """
+    if replaced_linear():
+        torch.nn.functional.linear = torch._C._nn.linear
+
+
+def replaced_linear() -> bool:
+    """Whether ZeRO-3's stands there."""
+    return getattr(torch.nn.functional.linear, "__module__", None) == "deepspeed.runtime.zero.linear"
 
 
 def forget_groups() -> None:

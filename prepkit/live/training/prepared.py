@@ -21,6 +21,7 @@ from prepkit.live.data.passes import Passes
 from prepkit.live.data.reduce import How, gather_over_ranks, reduce_over_ranks
 from prepkit.live.model import joint_optimizer
 from prepkit.live.model.bare_tree import guard_save
+from prepkit.live.model.deepspeed import give_back_linear
 from prepkit.live.model.unwrap import unwrap
 from prepkit.live.model.whole_gradients import WholeGradients
 from prepkit.live.model.xla_gradients import XLAGradients
@@ -319,6 +320,8 @@ class Prepared:
         """
         self._checkpoints.writer.close()
         self._log.finish()
+        if self.engine_steps:
+            give_back_linear()
         owned_optimizers.release(self)
         self.model = unwrap(self.model)
         self._end.driver = driver(self.model)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prepkit import config as c
 from prepkit.live.handlers import checkpointing
+from prepkit.live.model.deepspeed import give_back_linear
 from prepkit.live.model.target import Target
 from prepkit.steps import CheckpointModules
 from tests.live.handlers.test_compiled_runs import COUNTS, counted
@@ -154,3 +155,20 @@ def test_what_is_recomputed_kept_or_offloaded_changes_no_loss(gang2: Gang, name:
     for plain, *others in gang2.run(losses, name, timeout=120):
         assert len(plain) > 1
         assert others == [plain] * (len(HOW) - 1)
+
+
+def test_outputs_are_not_kept_of_the_linear_that_zero_3_has_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut layers would learn something else, without a word."""
+
+    def zero3_linear_wrap(*args: Any) -> Any:
+        return torch._C._nn.linear(*args)
+
+    zero3_linear_wrap.__module__ = "deepspeed.runtime.zero.linear"
+    monkeypatch.setattr(nn.functional, "linear", zero3_linear_wrap)
+    kept = evolve(ALL, keep_ops=("aten.mm",))
+    (said,) = problems(kept, Target(model=Tiny()))
+    assert said.endswith("call ready.close() of that run first, or leave keep_ops out")
+    assert problems(ALL, Target(model=Tiny())) == ()
+    give_back_linear()
+    assert nn.functional.linear is torch._C._nn.linear
+    assert problems(kept, Target(model=Tiny())) == ()

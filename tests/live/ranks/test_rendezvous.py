@@ -103,7 +103,7 @@ import prepkit as pk
 from tests.support.fragile_model import TOKENS, Tiny
 
 for number in range(3):
-    cfg = pk.Config(engine=(pk.DDP(), pk.FSDP2(), pk.DDP())[number], optimizer=pk.AdamW(), timeout_s=20.0)
+    cfg = pk.Config(engine=(pk.DDP(), pk.FSDP2(), pk.DDP())[number], optimizer=pk.AdamW(), timeout_s=60.0)
     torch.manual_seed(0)
     ready = pk.apply(pk.build_plan(cfg, Tiny()))
     ready.backward(ready.model(TOKENS).float().square().mean())
