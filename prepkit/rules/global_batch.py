@@ -20,8 +20,14 @@ def _asked(resolved: Resolved) -> int | None:
     return None if resolved.mesh is None else asked
 
 
+def _derived(resolved: Resolved) -> bool:
+    """Whether the accumulation is to follow from the global batch, whatever the ranks are."""
+    asked = resolved.cfg.global_batch
+    return asked is not None and asked >= 1 and resolved.cfg.accumulation is None
+
+
 def _unknown(resolved: Resolved) -> Iterator[Hit]:
-    if _asked(resolved) is None or resolved.batch.sizes or resolved.cfg.accumulation is not None:
+    if not _derived(resolved) or resolved.batch.sizes:
         return
     given = count(len(resolved.facts.loaders), "loader")
     what = f"of the {given} none for training says how many" if resolved.facts.loaders else "no loader is given"
@@ -35,7 +41,7 @@ def _unknown(resolved: Resolved) -> Iterator[Hit]:
 
 def _differ(resolved: Resolved) -> Iterator[Hit]:
     sizes = resolved.batch.sizes
-    if _asked(resolved) is None or len(sizes) < 2 or resolved.cfg.accumulation is not None:
+    if not _derived(resolved) or len(sizes) < 2:
         return
     yield Hit(
         _WHERE,

@@ -142,7 +142,7 @@ def test_numbers_that_other_rules_refuse_are_left_to_them() -> None:
     assert rule_ids(Config(engine=DDP(), global_batch=0), facts(4)) == ["values.global-batch"]
     assert rule_ids(Config(engine=DDP(), global_batch=64, accumulation=0), facts(4)) == ["values.accumulation"]
     wrong = Config(engine=FSDP2(), mesh=Mesh(shard=3), global_batch=7)
-    assert rule_ids(wrong, facts(4)) == ["mesh.not-world-size"]
+    assert rule_ids(wrong, facts(4)) == ["mesh.not-world-size"], "how many ranks read is not known"
 
 
 def test_deepspeeds_own_numbers_beside_it_are_held_against_it_and_said_once() -> None:
