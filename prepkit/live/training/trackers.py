@@ -37,13 +37,21 @@ class JsonLines:
     path: str
 
     def open(self, step: int, settings: Mapping[str, Any]) -> Tracker:
-        """Opens the file, and makes its folder; a line that a killed run left unfinished is cut off."""
+        """Opens the file, and makes its folder; a line that a killed run left unfinished is cut off.
+
+        Raises ``ValueError``, with the file as it was, where the last line is none of JSON.
+        """
         del step, settings
         path = Path(self.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
+            kept = text.rfind(b"\n") + 1
+            if not text[kept:].startswith(b"{"):
+                raise ValueError(
+                    f"{path} is no file of JSON lines: it ends with {text[kept:][:40]!r}; name another file"
+                )
             with path.open("r+b") as file:
-                file.truncate(text.rfind(b"\n") + 1)
+                file.truncate(kept)
         return _OpenJsonLines(path.open("a", encoding="utf-8"))
 
 

@@ -202,3 +202,11 @@ def test_only_the_main_process_writes_and_nobody_waits_for_it(gang2: Gang, tmp_p
     assert "2/2" in main["said"]
     assert "alone" in main["said"]
     assert lines(tmp_path / "log.jsonl") == [{"step": 0, "loss": 0.0}, {"step": 0, "loss": 9.0}]
+
+
+def test_a_file_that_holds_something_else_is_refused_and_stays(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes, without a newline")
+    with pytest.raises(ValueError, match="is no file of JSON lines: it ends with b'my notes"):
+        pk.JsonLines(str(notes)).open(0, {})
+    assert notes.read_text() == "my notes, without a newline"
