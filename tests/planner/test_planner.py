@@ -117,6 +117,11 @@ def test_fsdp2_checkpoints_before_it_compiles_before_it_shards_between_release_a
     assert (shard.param_dtype, shard.reduce_dtype) == ("bfloat16", "float32")
 
 
+@pytest.mark.parametrize("engine", [FSDP1(), FSDP2()], ids=["fsdp1", "fsdp2"])
+def test_nothing_is_checkpointed_that_nobody_asked_to_checkpoint(engine: Engine) -> None:
+    assert "CheckpointModules" not in kinds(planned(Config(engine=engine), tiny_facts(world=2)))
+
+
 def test_frozen_parameters_are_not_upcast() -> None:
     model = tiny_model(dtype="bfloat16", frozen=("embed.weight",))
     made = planned(Config(engine=FSDP2(), precision=BF16()), tiny_facts(model, world=2))
@@ -163,6 +168,17 @@ def test_every_accelerator_kind_has_its_collectives_and_its_local_device(device:
     made = planned(Config(engine=DDP()), tiny_facts(world=2, device=device))
     assert only(made, StartProcessGroup).backend == BACKENDS[device]
     assert only(made, WrapDDP).device == LocalDevice(type=device) == only(made, MoveModel).device
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+def test_flat_units_are_made_on_the_local_device_of_every_kind(device: str) -> None:
+    made = planned(Config(engine=FSDP1()), tiny_facts(world=2, device=device))
+    assert only(made, WrapFSDP1).device == LocalDevice(type=device)
+
+
+def test_a_backend_that_is_asked_for_is_started_whatever_the_device() -> None:
+    made = planned(Config(engine=DDP(), backend="smddp"), tiny_facts(world=2, device="cuda"))
+    assert only(made, StartProcessGroup).backend == "smddp"
 
 
 def test_offload_on_an_accelerator_asks_for_a_cpu_backend_as_well() -> None:

@@ -74,6 +74,14 @@ def test_a_selection_gives_children_before_parents_and_never_the_root(wrap: Wrap
     assert select(wrap, lm()) == paths
 
 
+def test_of_two_classes_with_one_name_both_are_meant() -> None:
+    model = lm()
+    others = (*model.classes, ClassFact(name="Block", module="elsewhere"))
+    modules = tuple(evolve(m, cls=len(CLASSES)) if m.path == "blocks.1" else m for m in model.modules)
+    both = select(WrapClasses(("Block",)), evolve(model, classes=others, modules=modules))
+    assert both == ("blocks.0", "blocks.1")
+
+
 def test_declared_blocks_go_before_repeated_ones() -> None:
     assert select(WrapBlocks(), lm(declared=("Embedding", "Absent"))) == ("embed", "tail.1")
 

@@ -29,6 +29,11 @@ def test_a_base_class_is_told_which_class_inherits_from_it() -> None:
     assert finding.fix == 'Write WrapClasses(("Block",)).'
 
 
+@pytest.mark.parametrize("name", [" Block", "Block ", "Bloc"])
+def test_a_class_is_found_under_its_exact_name_alone(name: str) -> None:
+    assert rule_ids(*fsdp2_with(WrapClasses((name,)))) == ["wrap.class-not-found"]
+
+
 def test_the_class_of_the_root_is_not_found_below_it() -> None:
     assert rule_ids(*fsdp2_with(WrapClasses(("Tiny",)))) == ["wrap.class-not-found"]
 

@@ -83,6 +83,17 @@ def test_one_loop_reads_moves_counts_and_gathers_alike_under_every_engine(gang2:
         assert rank[3] == pytest.approx(alone()[3], abs=1e-5)
 
 
+def test_what_is_gathered_in_an_inner_loop_is_of_its_batches() -> None:
+    rows = list(torch.arange(6.0).view(6, 1))
+    loaders = [DataLoader(rows, batch_size=size) for size in (4, 3)]  # type: ignore[arg-type]  # a list is a data set
+    ready = pk.apply(pk.build_plan(pk.Config(optimizer=pk.SGD(lr=0.1)), nn.Linear(1, 1), loaders=loaders))
+    outer = iter(ready.loaders[0])
+    next(outer)
+    inner = [ready.gather_for_metrics(batch).flatten().tolist() for batch in ready.loaders[1]]
+    assert inner == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert ready.gather_for_metrics(next(outer)).flatten().tolist() == [4.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("engine", "mesh", "readers"),
     [(pk.FSDP2(), pk.Mesh(shard=2, tensor=2), 2), (pk.FSDP2(), pk.Mesh(replicate=2, shard=2), 4)],

@@ -123,6 +123,21 @@ def test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_sch
         assert found[2] == [False, True] * WINDOWS
 
 
+def overflowed(rank: int, world: int) -> tuple[list[bool], bool, int]:
+    """Which micro-batches of a window stepped, whether it was skipped, and all steps, where the engine applied none."""
+    ready: Any = prepare(engine(BASE, stage=1))
+    ready.model.was_step_applied = lambda: False  # as after an overflow, which float16 alone has
+    stepped = []
+    for tokens in batches()[0]:
+        ready.backward(loss_of(ready.model, tokens.chunk(world)[rank]))
+        stepped.append(ready.step())
+    return stepped, ready.skipped, ready.steps
+
+
+def test_a_window_whose_step_the_engine_skips_is_told_as_skipped(gang2: Gang) -> None:
+    assert gang2.run(overflowed, timeout=120) == [([False, False], True, 0)] * 2
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_in_bfloat16_stays_close_to_float32(gang2: Gang, expected: dict[str, Any], stage: int) -> None:
     cfg = evolve(engine(BASE, stage=stage), precision=BF16())

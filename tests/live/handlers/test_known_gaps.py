@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import prepkit as pk
+from tests.support.deepspeed_cpu import lean
 from tests.support.fragile_model import applied, planned
 from tests.support.gang import Gang
 from tests.support.transformers_models import build
@@ -120,3 +122,25 @@ def test_one_config_prepares_two_models_of_other_classes() -> None:
         )
     assert units["gpt2"] == {"transformer.h.0", "transformer.h.1", ""}
     assert units["llama"] == {"model.layers.0", "model.layers.1", "model.layers.2", ""}
+
+
+def changed(rank: int, world: int, engine: Any) -> list[str]:
+    """Names of the variables of the process that applying a plan has set, changed or removed."""
+    del rank, world
+    if isinstance(engine, pk.DeepSpeed):
+        lean()
+    model = nn.Linear(4, 4)
+    before = dict(os.environ)
+    pk.apply(pk.build_plan(pk.Config(engine=engine, optimizer=pk.SGD(lr=0.1)), model))
+    return sorted({name for name, _ in before.items() ^ os.environ.items()})
+
+
+@pytest.mark.parametrize("engine", [pk.DDP(), pk.FSDP1(), pk.FSDP2()], ids=lambda e: type(e).__name__)
+def test_a_config_writes_no_environment_variable(gang2: Gang, engine: Any) -> None:
+    assert gang2.run(changed, engine) == [[], []]
+
+
+def test_deepspeed_finds_the_rank_that_it_reads_and_nothing_else_in_the_environment(gang2: Gang) -> None:
+    pytest.importorskip("deepspeed", reason="the extra prepkit[deepspeed] is not installed")
+    for names in gang2.run(changed, pk.DeepSpeed(stage=2, micro_batch=1), timeout=120):
+        assert set(names) <= {"LOCAL_RANK"}, "set where no launcher has"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +81,13 @@ def test_text_that_is_no_object_of_settings_is_refused_with_the_reason(text: str
     with pytest.raises(NotJsonError):
         parse(text)
     assert rules(working_config(Config(engine=DeepSpeed(config=text)), tiny_facts())) >= {"not-json"}
+
+
+def test_text_that_names_a_file_or_is_base64_is_no_config(tmp_path: Path) -> None:
+    file, text = tmp_path / "zero.json", '{"zero_optimization": {"stage": 3}}'
+    file.write_text(text)
+    for given in (str(file), base64.urlsafe_b64encode(text.encode()).decode()):
+        assert "not-json" in rules(working_config(Config(engine=DeepSpeed(config=given)), tiny_facts()))
 
 
 def test_sections_may_lie_fifty_levels_deep() -> None:

@@ -80,7 +80,10 @@ INITIALISE: dict[str, Answers] = {
         "test test_an_offloaded_optimizer_becomes_the_cpu_form_of_the_same_algorithm",
         "test test_offloaded_state_is_stepped_by_deepspeeds_own_adam",
     ),
-    "DS-27": ("deviation DEEPSPEED_USE_HPU is not set: DeepSpeed finds its accelerator, or DS_ACCELERATOR names it",),
+    "DS-27": (
+        "test test_deepspeed_finds_the_rank_that_it_reads_and_nothing_else_in_the_environment",
+        "deviation DEEPSPEED_USE_HPU is not set: DeepSpeed finds its accelerator, or DS_ACCELERATOR names it",
+    ),
     "DS-28": ("deviation sequence parallelism is not offered",),
     "DS-29": ("step InitializeDeepSpeed", REAL),
     "DS-30": (
@@ -187,6 +190,7 @@ PLUGIN: dict[str, Answers] = {
         "rule deepspeed.not-json",
         "test test_the_mapping_that_is_given_is_copied_and_never_changed",
         "test test_an_example_means_the_config_that_it_says",
+        "test test_text_that_names_a_file_or_is_base64_is_no_config",
         "deviation a mapping or JSON text; a file is read by whoever has it, and base64 by nobody",
     ),
     "HC-2": ("test test_offloading_begins_where_there_is_something_to_offload_and_has_a_place",),
@@ -224,7 +228,11 @@ STATE_AND_OFFLOAD: dict[str, Answers] = {
         "test test_an_offloaded_optimizer_becomes_the_cpu_form_of_the_same_algorithm",
         "deviation no stray keyword",
     ),
-    "H-40f": ("rule deepspeed.installed", "deviation DeepSpeed 0.9.3 is the oldest that prepkit plans for"),
+    "H-40f": (
+        "rule deepspeed.installed",
+        "test test_each_feature_has_the_version_that_it_needs",
+        "deviation DeepSpeed 0.9.3 is the oldest that prepkit plans for",
+    ),
 }
 
 DEEPSPEED: dict[str, Answers] = {**INITIALISE, **TRUTH_TABLE, **PLUGIN, **STATE_AND_OFFLOAD}

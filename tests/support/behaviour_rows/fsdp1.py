@@ -104,6 +104,7 @@ FSDP1: dict[str, Answers] = {
     "F1-51": (
         "step WrapFSDP1",
         "test test_every_unit_is_told_the_device_of_the_rank_and_whether_rank_0_is_broadcast",
+        "test test_flat_units_are_made_on_the_local_device_of_every_kind",
     ),
     "H-10": ("test test_a_precision_gives_the_dtypes_in_which_flat_parameters_are_computed_reduced_and_buffered",),
     "H-10a": (
@@ -126,7 +127,10 @@ FSDP1: dict[str, Answers] = {
         "deviation names are exact, and are resolved for each model anew (G-14, G-60)",
     ),
     "H-11b": ("rule wrap.size-below-one", "deviation a minimum of 0 is an error (G-9)"),
-    "H-11c": ("deviation a selection is data that belongs to no model; a plan holds no callables",),
+    "H-11c": (
+        "test test_one_config_prepares_two_models_of_other_classes",
+        "deviation a selection is data that belongs to no model; a plan holds no callables",
+    ),
     "H-12": ("test test_every_unit_is_sharded_on_dim_0_and_ties_hold",),
     "H-12a": (
         "rule wrap.class-not-found",

@@ -11,6 +11,8 @@ HELPERS: dict[str, Answers] = {
     "H-5": ("test test_what_a_module_carries_is_marked_and_nothing_else_changes",),
     "H-6": (
         "rule wrap.class-not-found",
+        "test test_a_class_is_found_under_its_exact_name_alone",
+        "test test_of_two_classes_with_one_name_both_are_meant",
         "deviation every class of the name is meant, not the first that is met (G-60)",
     ),
     "H-7": (

@@ -57,6 +57,8 @@ LOADERS: dict[str, Answers] = {
     "DL-27": (
         "test test_one_loop_reads_moves_counts_and_gathers_alike_under_every_engine",
         "test test_metrics_are_gathered_inside_a_loop_and_by_sample",
+        "test test_what_is_gathered_in_an_inner_loop_is_of_its_batches",
+        "test test_every_kind_of_loader_is_divided_so_that_each_sample_counts_once",
     ),
     "DL-28": (
         "test test_a_new_epoch_reaches_the_sharded_loaders_and_passes_the_others_by",

@@ -5,7 +5,11 @@ from __future__ import annotations
 from tests.support.behaviour_rows.answers import NO_REGISTRY, Answers
 
 DEVICE_MAP: dict[str, Answers] = {
-    "DM-1": ("rule model.device-map",),
+    "DM-1": (
+        "rule model.device-map",
+        "test test_a_device_map_of_one_entry_is_no_map",
+        "test test_a_model_that_a_device_map_spreads_is_neither_moved_nor_given_device_ids",
+    ),
     "DM-2": (
         "test test_only_the_config_keeps_a_device_map_and_a_variable_that_says_so_is_named",
         "test test_ddp_gets_no_device_ids_for_a_model_that_is_kept_spread",

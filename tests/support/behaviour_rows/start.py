@@ -5,7 +5,10 @@ from __future__ import annotations
 from tests.support.behaviour_rows.answers import TYPED, Answers
 
 START: dict[str, Answers] = {
-    "ST-1": ("deviation SageMaker's own backend is not chosen by itself: write its name in config.backend",),
+    "ST-1": (
+        "test test_a_backend_that_is_asked_for_is_started_whatever_the_device",
+        "deviation SageMaker's own backend is not chosen by itself: write its name in config.backend",
+    ),
     "ST-3": (
         "rule environment.backend",
         "step StartProcessGroup",
@@ -25,6 +28,8 @@ START: dict[str, Answers] = {
     "ST-9": (
         "test test_checkpointed_compiled_offloaded_shards_learn_what_one_process_learns",
         "test test_two_processes_learn_what_one_learns",
+        "test test_fsdp2_checkpoints_before_it_compiles_before_it_shards_between_release_and_rebind",
+        "test test_units_cast_their_inputs_or_take_them_as_they_come",
         "deviation FSDP runs on the CPU and in one process (G-3); XLA and FSDP are two engines",
     ),
     "ST-10": (
