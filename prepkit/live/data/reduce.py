@@ -26,7 +26,7 @@ def reduce_over_ranks(value: Any, how: How, same_data: int) -> Any:
 
     ``same_data``: neighbouring ranks that read the same samples, and give the same. Tensors keep shape and device; a
     mean is a float. Sums in float64 where the device has it. Raises ``TypeError`` for leaves that are no numbers, and
-    ``ValueError`` for another ``how``, and on every rank where structures, shapes or dtypes differ.
+    ``ValueError`` for another ``how``, and on every rank where structures, shapes, dtypes or ``how`` differ.
     """
     if how not in get_args(How):
         raise ValueError(f"how={how!r:.40}: write one of {', '.join(get_args(How))}")
@@ -38,7 +38,7 @@ def reduce_over_ranks(value: Any, how: How, same_data: int) -> Any:
     joint, ranks = [_packed(leaf) for leaf in flat], 1
     if dist.is_initialized() and dist.get_world_size() > 1 and flat:
         ranks = dist.get_world_size()
-        joint = _reduced(joint, how, f"{form} {[_described(leaf) for leaf in flat]}")
+        joint = _reduced(joint, how, f"{how} of {form} {[_described(leaf) for leaf in flat]}")
     divided = {"mean": ranks, "sum": same_data if ranks > 1 else 1}.get(how, 1)
     joint = [part / divided for part in joint]
     return pytree.tree_unflatten([_as_given(p, leaf, how) for p, leaf in zip(joint, flat, strict=True)], form)
@@ -91,14 +91,16 @@ def _refuse_difference(description: str, device: torch.device) -> None:
     dist.all_reduce(marks, op=dist.ReduceOp.MAX)
     if marks[0] != -marks[1]:
         raise ValueError(
-            f"the ranks give ready.reduce values of different structure, shape or dtype; this one {description:.200}"
+            "the ranks give ready.reduce values of different structure, shape or dtype, or another how; "
+            f"this one {description:.200}"
         )
 
 
 def _as_given(joint: Tensor, leaf: Tensor | Number, how: How) -> Any:
     if not isinstance(leaf, Tensor):
-        whole = isinstance(leaf, int) and how != "mean"
-        return int(joint.item()) if whole else joint.item()
+        number = float(joint.item())
+        whole = isinstance(leaf, int) and how != "mean" and number.is_integer()  # another rank may give a float
+        return int(number) if whole else number
     if leaf.is_floating_point():
         return joint.to(leaf.dtype)
     if how == "mean":

@@ -96,3 +96,17 @@ def test_ranks_that_do_not_mean_the_same_are_told_so_on_all_of_them_and_nobody_w
     """Keys in another order would be added crosswise."""
     for texts in gang2.run(differing, timeout=40):
         assert texts[-1] == "1"
+
+
+def unlike(rank: int, world: int) -> tuple[Any, bool]:
+    """A sum where one rank has met no batch yet, and whether another ``how`` on one rank is told."""
+    del world
+    ready = prepared(pk.DDP())
+    total = ready.reduce(1 if rank else 1.5, "sum")
+    with pytest.raises(ValueError, match="or another how"):
+        ready.reduce(rank + 1, "sum" if rank else "max")
+    return total, True
+
+
+def test_a_rank_that_gives_a_whole_number_gets_what_the_others_get(gang2: Gang) -> None:
+    assert gang2.run(unlike, timeout=40) == [(2.5, True)] * 2
