@@ -110,6 +110,11 @@ def _attempt(rank: int, world: int, task: bytes) -> Outcome:
         return Returned(function(rank, world, *args))
     except BaseException:
         return Raised(traceback.format_exc())
+    finally:
+        if "deepspeed" in sys.modules:  # a run of ZeRO-3 that nobody closed leaves its own linear to the next one
+            from prepkit.live.model.deepspeed import give_back_linear
+
+            give_back_linear()
 
 
 def _launched(rank: int, world: int, port: str) -> dict[str, str]:
