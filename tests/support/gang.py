@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from attrs import define, field, frozen
@@ -75,6 +76,11 @@ class Gang:
     workers: list[Worker] = field(factory=list)
     starts: int = 0
     """How often the workers were started."""
+    runs: int = 0
+    """How many functions they have run."""
+    meetings: TemporaryDirectory[str] = field(init=False, factory=lambda: TemporaryDirectory(prefix="gang-"))
+    """Holds the stores of the groups, longer than any group: the end of a ``FileStore`` writes into its file once more,
+    and where the folder goes at that moment it waits for it, for five minutes."""
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """``function(rank, world, *args)`` of every rank, in rank order, with the gloo default group up.
@@ -97,21 +103,22 @@ class Gang:
             worker.wire.close()
             worker.log.unlink(missing_ok=True)
         self.workers.clear()
+        self.meetings.cleanup()
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, *, grouped: bool) -> list[Any]:
         self._start()
-        with tempfile.TemporaryDirectory(prefix="gang-") as folder:
-            meeting = str(Path(folder) / "store") if grouped else str(free_port())
-            # The path goes first: the worker needs it before it can unpickle the function.
-            task = pickle.dumps((function, args, meeting, grouped))
+        self.runs += 1
+        meeting = str(Path(self.meetings.name) / f"{self.runs}") if grouped else str(free_port())
+        # The path goes first: the worker needs it before it can unpickle the function.
+        task = pickle.dumps((function, args, meeting, grouped))
+        for worker in self.workers:
+            worker.wire.send((tuple(sys.path), task))
+        outcomes = self._gather(timeout)
+        if all(isinstance(outcome, Returned | Raised) for outcome in outcomes):
             for worker in self.workers:
-                worker.wire.send((tuple(sys.path), task))
-            outcomes = self._gather(timeout)
-            if all(isinstance(outcome, Returned | Raised) for outcome in outcomes):
-                for worker in self.workers:
-                    worker.wire.send("all are back")
-            else:
-                self.close()
+                worker.wire.send("all are back")
+        else:
+            self.close()
         values = [outcome.value for outcome in outcomes if isinstance(outcome, Returned)]
         if len(values) < self.world:
             raise GangError(getattr(function, "__name__", repr(function)), outcomes)
@@ -122,6 +129,7 @@ class Gang:
             return
         self.close()
         self.starts += 1
+        Path(self.meetings.name).mkdir(exist_ok=True)
         self.workers.extend(_spawn(rank, self.world, self.servers) for rank in range(self.world))
         outcomes = self._gather(START_S)
         if not all(isinstance(outcome, Returned) for outcome in outcomes):

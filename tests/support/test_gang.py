@@ -104,14 +104,16 @@ def test_ranks_next_to_each_other_iterate_over_sets_in_orders_of_their_own(gang2
     assert gang4.run(hash_of) == [one, other, one, other]
 
 
-def test_closed_gangs_leave_no_process() -> None:
+def test_closed_gangs_leave_no_process_and_no_folder_and_keep_it_until_then() -> None:
     servers = ForkServers(imports=("torch.distributed",))
     gang = Gang(2, servers)
     gang.run(hash_of)
     processes = [psutil.Process(server.process.pid) for server in servers.servers]
     workers = [child for process in processes for child in process.children()]
     assert len(workers) == 2
+    assert [path.name for path in Path(gang.meetings.name).iterdir()] == ["1"]
     gang.close()
+    assert not Path(gang.meetings.name).exists()
     servers.close()
     assert not any(process.is_running() for process in (*workers, *processes))
 
