@@ -7,6 +7,7 @@ return.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, but
 T = TypeVar("T")
 """What the call returns."""
 
+_Answer = tuple[Any, BaseException | None]
+"""What a call has returned, or what it has raised."""
+
 
 class NoAnswer(RuntimeError):
     """A call that did not return in time."""
@@ -28,35 +32,64 @@ LOOK_S = 0.5
 """Seconds between two calls of ``meanwhile``."""
 
 
+@define
+class _Caller:
+    """A thread that makes calls for others, one at a time."""
+
+    calls: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[_Answer]]] = field(factory=SimpleQueue)
+
+    def __attrs_post_init__(self) -> None:
+        threading.Thread(target=self._work, name="prepkit: waits that end", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            call, answers = self.calls.get()
+            answer: _Answer
+            try:
+                answer = call(), None
+            except BaseException as error:  # carried over to the thread that waits
+                answer = None, error
+            answers.put(answer)
+            del call, answers, answer  # what they hold goes now, not at the next call
+
+
+_idle: list[_Caller] = []
+"""Those that have answered: to start a thread for each call would cost as much as the call."""
+os.register_at_fork(after_in_child=_idle.clear)
+
+
 def within(seconds: float, act: Callable[[], T], what: str, meanwhile: Callable[[], object] | None = None) -> T:
     """What ``act`` returns or raises; ``NoAnswer`` that says ``what`` where it does neither in so many seconds.
 
-    ``meanwhile`` is called every ``LOOK_S``; what it raises ends the wait.
+    ``meanwhile`` is called every ``LOOK_S``; what it raises ends the wait. ``act`` runs in another thread.
     """
-    answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    try:
+        caller = _idle.pop()
+    except IndexError:
+        caller = _Caller()
+    answers: SimpleQueue[_Answer] = SimpleQueue()
+    caller.calls.put((act, answers))
+    value, error = _answer(answers, seconds, what, meanwhile)
+    _idle.append(caller)  # one that does not answer is left to itself
+    if error is not None:
+        raise error
+    answer: T = value
+    return answer
 
-    def call() -> None:
-        try:
-            answers.put((act(), None))
-        except BaseException as error:  # carried over to the thread that waits
-            answers.put((None, error))
 
-    threading.Thread(target=call, name=f"prepkit: {what}", daemon=True).start()
+def _answer(
+    answers: SimpleQueue[_Answer], seconds: float, what: str, meanwhile: Callable[[], object] | None
+) -> _Answer:
     until = time.monotonic() + seconds
     while True:
         left = until - time.monotonic()
         try:
-            value, error = answers.get(timeout=max(left if meanwhile is None else min(left, LOOK_S), 0.0))
-            break
+            return answers.get(timeout=max(left if meanwhile is None else min(left, LOOK_S), 0.0))
         except Empty:
             if time.monotonic() >= until:
                 raise NoAnswer(f"{what}: no answer within {seconds:.0f} s") from None
         if meanwhile is not None:
             meanwhile()
-    if error is not None:
-        raise error
-    answer: T = value
-    return answer
 
 
 def own_connection(store: Store) -> Store | None:
