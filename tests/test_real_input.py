@@ -22,6 +22,9 @@ CASES = {
     "causal_lm": ("fsdp2", 8, "loss", ()),
     "digits": ("ddp", 25, "loss", ("sklearn",)),
     "lora": ("fsdp2", 8, "loss", ("peft", "transformers")),
+    "qlora": ("fsdp2", 8, "loss", ("peft", "transformers", "bitsandbytes")),
+    "clip": ("fsdp2", 25, "loss", ("sklearn", "transformers")),
+    "streaming": ("ddp", 8, "loss", ("datasets",)),
     "distillation": ("ddp", 8, "divergence", ()),
     "gan": ("ddp", 30, "critic", ("sklearn",)),
 }
@@ -55,6 +58,6 @@ def test_an_example_on_real_input_learns_logs_and_plots(gang2: Gang, tmp_path: P
     curve = {line["step"]: line[falls] for line in lines if falls in line}
     assert sorted(curve) == list(range(1, steps + 1))
     assert min(curve.values()) < 0.95 * curve[1]  # a critic gets worse again as its generator gets better
-    if example == "lora":
+    if example in ("lora", "qlora"):
         held = {path.name for path in (folder / "adapter").iterdir()}
         assert {"adapter_config.json", "adapter_model.safetensors"} <= held
