@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -70,6 +71,16 @@ def test_every_part_of_the_house_but_live_and_compat_above_it_is_kept_from_torch
     }
     assert set(kept) == (parts - {"prepkit.__init__", "prepkit.__main__", "prepkit.live", "prepkit.compat"}) | {
         "prepkit.live.interpreter"
+    }
+
+
+def test_a_variable_of_the_environment_is_read_in_live_and_by_whoever_is_asked_to_read_them() -> None:
+    """Else a config, or a plan, would be another one on another machine."""
+    files = (ROOT / "prepkit").rglob("*.py")
+    readers = {str(file.relative_to(ROOT)) for file in files if re.search(r"\b(environ|getenv)\b", file.read_text())}
+    assert {path for path in readers if not path.startswith("prepkit/live/")} == {
+        "prepkit/cli/import_and_export.py",
+        "prepkit/compat/accelerate_arguments.py",
     }
 
 

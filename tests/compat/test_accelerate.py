@@ -144,6 +144,8 @@ def test_a_loop_out_of_accumulate_and_calls_before_prepare_are_refused() -> None
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     with pytest.raises(NotOffered, match="before prepare"):
         accelerator.plan  # noqa: B018  # it raises
+    with pytest.raises(NotOffered, match=r"prepare\(device_placement=\.\.\.\)"):
+        accelerator.prepare(*tools(), device_placement=[True])
     model, _, _ = accelerator.prepare(*tools())
     with pytest.raises(NotOffered, match=r"with accelerator\.accumulate"):
         accelerator.backward(model(torch.randn(2, 4)).sum())

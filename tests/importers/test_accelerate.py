@@ -271,6 +271,7 @@ def test_an_unknown_key_gets_the_near_spelling(tmp_path: Path) -> None:
     [
         ("distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 2}\n", "Megatron-LM replaces"),
         ("distributed_type: FSDP\nparallelism_config: {parallelism_config_cp_size: 2}\n", "context parallelism"),
+        ("distributed_type: FSDP\nparallelism_config: {parallelism_config_sp_size: 2}\n", "sequence parallelism"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_ignored_modules: 'a|b'}\n", "regular expression"),
         ("num_processes: 2\ncompute_environment: LOCAL_MACHINE\n", "accelerate needs it in every config file"),
         (

@@ -220,7 +220,8 @@ def test_only_state_that_exists_makes_ddp_rebind() -> None:
 
 def test_loaders_are_sharded_unless_they_are_kept() -> None:
     facts = tiny_facts(world=2, loader=tiny_loader(sampler="random"))
-    assert only(planned(Config(engine=DDP()), facts), ShardLoader).shuffle
+    seeded = only(planned(Config(engine=DDP(), loaders=ShardLoaders(seed=3)), facts), ShardLoader)
+    assert (seeded.shuffle, seeded.seed) == (True, 3)
     assert "ShardLoader" not in kinds(planned(Config(engine=DDP(), loaders=KeepLoaders()), facts))
     alone = evolve(facts, env=evolve(facts.env, world_size=1))
     assert only(planned(Config(), alone), ShardLoader).shuffle  # the order is the same on any number of ranks
@@ -425,6 +426,18 @@ def test_a_frozen_parameter_is_upcast_with_its_unit_and_left_alone_in_a_frozen_o
     assert "layers.0.attn.weight" in names
     assert not {"layers.1.attn.weight", "layers.1.mlp.weight"} & set(names)
     assert {one.name: one.dtype for one in made.layout}["layers.1.mlp.weight"] == "bfloat16"
+
+
+@pytest.mark.parametrize("engine", [Single(), DDP(), FSDP2(), FSDP1()], ids=["single", "ddp", "fsdp2", "fsdp1"])
+def test_without_master_weights_nothing_is_upcast_and_the_dtypes_to_compute_in_are_the_same(engine: Engine) -> None:
+    facts = tiny_facts(tiny_model(dtype="bfloat16"), world=1 if isinstance(engine, Single) else 2)
+    made = planned(Config(engine=engine, precision=BF16(master_weights=False)), facts)
+    kept = planned(Config(engine=engine, precision=BF16()), facts)
+    assert [kind for kind in kinds(kept) if kind != "UpcastParameters"] == list(kinds(made)) != list(kinds(kept))
+    assert {one.dtype for one in made.layout} == {"bfloat16"}
+    if isinstance(engine, FSDP1 | FSDP2):
+        step = only(made, WrapFSDP1 if isinstance(engine, FSDP1) else ShardUnits)
+        assert (step.param_dtype, step.reduce_dtype) == ("bfloat16", "float32")
 
 
 def test_a_unit_starts_each_parameter_at_sixteen_bytes_of_what_it_computes_in() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from prepkit.config import DDP, FSDP1, FSDP2, XLA, Config
+from prepkit.config import DDP, FSDP1, FSDP2, XLA, Compile, CompileBlocks, CompileModel, Config
 from prepkit.facts import ArchitectureFacts, Env, Mark, UnitFact
 from prepkit.testing.tiny import arrived, marked, tiny_facts, tiny_model
 from tests.support.rule_findings import finding_of, rule_ids
@@ -57,6 +57,14 @@ def test_a_model_that_transformers_has_cut_is_told_how_fsdp2_cuts_the_same_layer
 @pytest.mark.parametrize("mark", ["ddp", "fsdp1", "fsdp2", "deepspeed", "prepared"])
 def test_a_model_that_is_wrapped_is_refused_whatever_wraps_it(mark: Mark) -> None:
     assert rule_ids(Config(), tiny_facts(marked(tiny_model(), mark))) == ["model.already-wrapped"]
+
+
+@pytest.mark.parametrize("path", ["", "layers.0"])
+@pytest.mark.parametrize("asked", [CompileModel(), CompileBlocks()], ids=["model", "blocks"])
+def test_a_model_of_which_any_module_is_compiled_is_compiled_in_no_other_way(asked: Compile, path: str) -> None:
+    facts = tiny_facts(marked(tiny_model(), "compiled", path))
+    assert rule_ids(Config(compile=asked), facts) == ["model.already-compiled"]
+    assert rule_ids(Config(), facts) == []
 
 
 @pytest.mark.parametrize("mark", ["ddp", "fsdp1", "deepspeed", "prepared"])

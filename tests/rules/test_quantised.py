@@ -33,6 +33,7 @@ def packed(*devices: str, bitsandbytes: str = "0.50.2", world: int = 1, device: 
         (packed("cuda:0", "disk"), ["quantised.on-disk"]),
         (packed("cpu"), ["quantised.on-cpu"]),
         (packed("cpu", device="cpu"), []),
+        (packed("cpu", device="cpu", bitsandbytes="0.46.0"), []),
         (packed("cpu", device="cpu", bitsandbytes="0.45.0"), ["quantised.on-cpu"]),
         (packed("cuda:0", "cpu"), []),
         (packed("cuda:0", "cpu", bitsandbytes="0.43.3"), ["quantised.on-cpu"]),

@@ -77,8 +77,11 @@ def mean(loss: Tensor) -> float:
     return float(value) / dist.get_world_size()
 
 
-def curve(rank: int, world: int, cfg: Config, **how: Any) -> tuple[list[float], list[float], list[bool], list[float]]:
-    """Losses and norms of a short training, which micro-batches stepped, and the learning rates afterwards."""
+Curve = tuple[list[float], list[float], list[bool], list[float], list[float] | None]
+
+
+def curve(rank: int, world: int, cfg: Config, **how: Any) -> Curve:
+    """Losses and norms of a short training, which micro-batches stepped, rates, and those of the scheduler."""
     ready = prepare(cfg, **how)
     losses, norms, stepped = [], [], []
     for window in batches():
@@ -90,7 +93,8 @@ def curve(rank: int, world: int, cfg: Config, **how: Any) -> tuple[list[float], 
         norms.append(float("nan") if ready.grad_norm is None else float(ready.grad_norm))
     assert ready.optimizer is not None
     rates = [group["lr"] for group in ready.optimizer.param_groups]
-    return losses, norms, stepped, rates
+    said = None if ready.scheduler is None else list(ready.scheduler.get_last_lr())
+    return losses, norms, stepped, rates, said
 
 
 def engine(cfg: Config, **changes: Any) -> Config:
@@ -121,6 +125,7 @@ def test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_sch
     for found in gang2.run(curve, engine(BASE, stage=stage), timeout=120):
         assert_same(found, expected["clipped"])
         assert found[2] == [False, True] * WINDOWS
+        assert found[3] == found[4], "the scheduler that is handed out is the one that steps"
 
 
 def overflowed(rank: int, world: int) -> tuple[list[bool], bool, int]:
@@ -174,10 +179,10 @@ def test_optimizer_and_scheduler_of_the_config_are_made_and_stepped_by_deepspeed
     cfg = engine(one_rate(BASE), stage=stage, config=SECTIONS, schedule=Schedule(warmup_steps=3))
     found = gang2.run(curve, cfg, timeout=120)
     assert found[0] == found[1]
-    losses, _, stepped, rates = found[0]
+    losses, _, stepped, rates, said = found[0]
     assert losses[-1] < losses[0]
     assert stepped == [False, True] * WINDOWS
-    assert rates == [pytest.approx(1e-2)]
+    assert rates == said == [pytest.approx(1e-2)]
 
 
 def test_an_optimizer_that_the_config_specifies_is_created_and_handed_over(gang2: Gang) -> None:
@@ -324,6 +329,19 @@ def test_a_model_that_deepspeed_splits_learns_what_one_process_learns(gang2: Gan
     for batch, losses in gang2.run(tensor_parallel, 1, timeout=180):
         assert batch == 4, "both ranks hold one model, so they see the same samples"
         assert losses == pytest.approx(wanted, rel=1e-4)
+
+
+def told(rank: int, world: int) -> tuple[int, bool]:
+    """The stage of a prepared model, and whether transformers has heard of it: then it divides what it loads next."""
+    del rank, world
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    ready = prepare(engine(BASE, stage=3))
+    return ready.model.zero_optimization_stage(), is_deepspeed_zero3_enabled()
+
+
+def test_transformers_is_told_nothing_of_the_engine_and_goes_on_building_whole_models(gang2: Gang) -> None:
+    assert gang2.run(told, timeout=120) == [(3, False)] * 2
 
 
 def with_experts(rank: int, world: int) -> tuple[bool, list[float]]:

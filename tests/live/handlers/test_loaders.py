@@ -41,6 +41,7 @@ def test_every_rank_reads_its_own_samples_and_the_tail_repeats_the_start(rank: i
     with fake_group(4, rank):
         do(STEP, target)
     assert seen(target.loaders[0]) == part
+    assert len(target.loaders[0]) == 2
 
 
 def test_the_order_follows_seed_and_epoch_and_is_that_of_one_process() -> None:
@@ -267,6 +268,8 @@ def test_a_pass_that_was_left_early_is_not_taken_up_by_the_next_loop() -> None:
     loader = target.loaders[0]
     first = next(iter(loader))
     assert loader.epoch == 0
+    loader.set_epoch(0)
+    assert (next(iter(loader)), loader.epoch) == (first, 0)
     whole = seen(loader)
     assert (loader.epoch, sorted(whole)) == (2, DATA)
     loader.set_epoch(0)

@@ -242,7 +242,8 @@ def test_a_plain_function_as_forward_is_wrapped_and_put_back_as_itself() -> None
     model.forward = plain
     target = Target(model=model)
     memo = do(AUTOCAST, target)
-    assert model(torch.ones(2, 4)).tolist() == [[4.0] * 4] * 2
+    out = model(torch.full((2, 4), 1 + 2**-10))  # in bfloat16 it is 1
+    assert (out.dtype, out.tolist()) == (torch.float32, [[4.0] * 4] * 2)
     undo(AUTOCAST, target, memo)
     assert vars(model)["forward"] is plain
 

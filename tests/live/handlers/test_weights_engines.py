@@ -44,7 +44,7 @@ def test_flat_parameters_get_the_elements_that_a_rank_holds(
         assert max(rank["loss"], rank["step"]) < 2e-6
 
 
-@pytest.mark.parametrize("engine", [pk.FSDP2(), pk.DDP()])
+@pytest.mark.parametrize("engine", [pk.FSDP2(), pk.DDP(), pk.FSDP1()])
 def test_layers_that_multiply_in_float8_keep_the_values_as_they_are(
     gang2: Gang, tmp_path: Path, engine: pk.Engine
 ) -> None:

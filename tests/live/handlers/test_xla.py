@@ -81,7 +81,10 @@ def test_gradients_are_averaged_once_before_each_step(monkeypatch: pytest.Monkey
     weight = model.get_parameter("layers.1.inner.weight")
     assert weight.grad is not None
     before, gradient = weight.detach().clone(), weight.grad.clone()
+    found: list[bool] = []
+    optimizer.register_step_pre_hook(lambda *_: found.append("all_reduce" in [call[0] for call in calls]))
     optimizer.step()
+    assert found == [True]
     reduced = [call for call in calls if call[0] == "all_reduce"]
     assert reduced == [("all_reduce", "sum", len(list(model.parameters())), 0.25)]
     torch.testing.assert_close(weight.detach(), before - gradient)

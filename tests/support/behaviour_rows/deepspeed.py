@@ -11,6 +11,8 @@ TWO_PLACES = "rule deepspeed.two-places"
 PRECISION = "test test_precision_has_one_owner_in_every_row_of_the_table"
 NO_PLUGIN = "deviation the engine is a frozen value of one config: no plugin is selected, and no state is published"
 NO_ENVIRONMENT = "deviation no field has a default in an environment variable"
+NOTHING_READ = "test test_a_variable_of_the_environment_is_read_in_live_and_by_whoever_is_asked_to_read_them"
+TOLD_NOTHING = "test test_transformers_is_told_nothing_of_the_engine_and_goes_on_building_whole_models"
 
 INITIALISE: dict[str, Answers] = {
     "DS-1": ("step InitializeDeepSpeed", "test test_ms_amps_own_initialize_takes_the_place_of_deepspeeds"),
@@ -158,11 +160,15 @@ TRUTH_TABLE: dict[str, Answers] = {
 }
 
 PLUGIN: dict[str, Answers] = {
-    "DP-1": (NO_ENVIRONMENT,),
+    "DP-1": (NO_ENVIRONMENT, NOTHING_READ),
     "DP-2": ("test test_the_mapping_that_is_given_is_copied_and_never_changed",),
     "DP-3": (TWO_PLACES, "deviation a config without the key gets config.accumulation, not 1"),
     "DP-4": ("rule deepspeed.no-stage",),
-    "DP-5": (NO_ENVIRONMENT,),
+    "DP-5": (
+        NO_ENVIRONMENT,
+        NOTHING_READ,
+        "test test_what_prepkit_does_not_do_or_accelerate_refuses_is_refused",
+    ),
     "DP-6": ("test test_a_setting_in_two_places_that_agree_is_fine", "test test_the_third_number_follows_from_two"),
     "DP-7": (TWO_PLACES, "test test_a_setting_in_two_places_that_disagree_names_both"),
     "DP-8": (REAL, "test test_clipping_is_always_written_because_deepspeeds_own_default_clips"),
@@ -184,8 +190,12 @@ PLUGIN: dict[str, Answers] = {
     "DP-32": (PRECISION,),
     "DP-33": (PRECISION, "rule deepspeed.precision", "deviation refused, where today precision is off without a word"),
     "DP-34": (PRECISION, "rule deepspeed.precision", "deviation refused, where today the JSON wins"),
-    "DP-40": ("deviation nothing is told to transformers, which need not be installed (G-58)",),
-    "DP-41": ("deviation likewise; deepspeed.zero.Init is entered where a model is built",),
+    "DP-40": ("deviation nothing is told to transformers, which need not be installed (G-58)", TOLD_NOTHING),
+    "DP-41": (
+        "deviation nothing is told to transformers, so nothing is taken back; who builds enters zero.Init, or not",
+        TOLD_NOTHING,
+        "test test_a_model_built_under_zero_init_is_planned_by_its_real_sizes_and_trained",
+    ),
     "HC-1": (
         "rule deepspeed.not-json",
         "test test_the_mapping_that_is_given_is_copied_and_never_changed",

@@ -62,6 +62,7 @@ FSDP1: dict[str, Answers] = {
     ),
     "F1-25": (
         "rule precision.no-master-weights",
+        "test test_without_master_weights_nothing_is_upcast_and_the_dtypes_to_compute_in_are_the_same",
         "test test_a_precision_gives_the_dtypes_in_which_flat_parameters_are_computed_reduced_and_buffered",
         "deviation BF16(master_weights=False) is how the dtypes of units come without the upcast",
     ),

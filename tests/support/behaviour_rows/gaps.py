@@ -79,8 +79,14 @@ GAPS: dict[str, Answers] = {
     "G-40": ("test test_the_hidden_size_is_found_in_every_part_of_a_composite_config",),
     "G-41": ("test test_a_launcher_flag_is_compared_in_any_case",),
     "G-42": ("rule deepspeed.offload", "deviation the path stands in the config, which no launcher hands on"),
-    "G-46": ("rule model.already-compiled",),
-    "G-48": ("test test_every_rank_reads_its_own_samples_and_the_tail_repeats_the_start",),
+    "G-46": (
+        "rule model.already-compiled",
+        "test test_a_model_of_which_any_module_is_compiled_is_compiled_in_no_other_way",
+    ),
+    "G-48": (
+        "test test_every_rank_reads_its_own_samples_and_the_tail_repeats_the_start",
+        "test test_every_sample_counts_once_and_in_order_but_for_what_the_tail_drops",
+    ),
     "G-50": ("row PR-20",),
     "G-51": ("test test_a_plain_function_comes_back_as_itself_and_still_takes_no_self",),
     "G-53": ("row PR-2",),

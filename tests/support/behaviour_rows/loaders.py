@@ -20,7 +20,11 @@ LOADERS: dict[str, Answers] = {
     "DL-7": ("step ShardLoader", "test test_tensor_ranks_read_the_same_samples_and_shards_their_own"),
     "DL-8": ("rule loaders.split-batches",),
     "DL-9": ("rule loaders.split-batches",),
-    "DL-10": ("test test_the_order_follows_seed_and_epoch_and_is_that_of_one_process",),
+    "DL-10": (
+        "test test_the_order_follows_seed_and_epoch_and_is_that_of_one_process",
+        "test test_loaders_are_sharded_unless_they_are_kept",
+        "test test_a_pass_that_was_left_early_is_not_taken_up_by_the_next_loop",
+    ),
     "DL-11": ("rule xla.loaders",),
     "DL-12": (
         "deviation one process draws by seed and epoch too, so that the engine does not change the order",

@@ -8,7 +8,7 @@ MESH: dict[str, Answers] = {
     "PC-1": (FLAG, "test test_a_mesh_that_the_launcher_laid_out_otherwise_is_named_by_its_axes"),
     "PC-2": ("rule mesh.size-below-one",),
     "PC-3": (NO_CONTEXT_PARALLEL,),
-    "PC-4": (NO_CONTEXT_PARALLEL,),
+    "PC-4": (NO_CONTEXT_PARALLEL, "test test_what_prepkit_does_not_do_or_accelerate_refuses_is_refused"),
     "PC-5": ("rule mesh.tensor-takes-all", "rule mesh.tensor-needs-dtensors"),
     "PC-6": (NO_CONTEXT_PARALLEL,),
     "PC-7": ("step BuildMesh", "rule environment.torch-version", "test test_another_mesh_is_named"),

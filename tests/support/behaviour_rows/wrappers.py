@@ -17,7 +17,8 @@ OPTIMIZER: dict[str, Answers] = {
         LOOP,
         "test test_a_window_that_overflows_steps_neither_optimizer_nor_scheduler_and_halves_the_scale",
         "test test_gradients_are_averaged_once_before_each_step",
-        "deviation ready.step takes no closure",
+        "test test_a_plan_for_the_processes_of_torch_xla_is_applied_and_trains",
+        "test test_lbfgs_steps_with_a_closure_and_says_so_without_one",
     ),
     "W-6": ("test test_a_window_that_overflows_steps_neither_optimizer_nor_scheduler_and_halves_the_scale",),
     "W-7": (
