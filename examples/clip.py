@@ -23,7 +23,7 @@ torch.manual_seed(0)
 data = load_digits()
 images = torch.tensor(data.images, dtype=torch.float32)[:, None].expand(-1, 3, -1, -1) / 8 - 1  # (1797, 3, 8, 8)
 labels = torch.tensor(data.target)
-captions = torch.tensor([list(f"a {name}".encode().ljust(8)) + [END] for name in NAMES])  # (10, 9)
+captions = torch.tensor([[*f"a {name}".encode().ljust(8), END] for name in NAMES])  # (10, 9)
 batches = DataLoader(TensorDataset(images[:1400], labels[:1400]), batch_size=64, shuffle=True, drop_last=True)
 held_out = DataLoader(TensorDataset(images[1400:], labels[1400:]), batch_size=64)
 

@@ -27,9 +27,9 @@ def windows(lines: dict[str, list[str]]) -> dict[str, list[list[int]]]:
     return {"tokens": [text[start : start + CONTEXT] for start in range(0, len(text) - CONTEXT + 1, CONTEXT)]}
 
 
-# A file is a shard of the stream: datasets gives each rank whole files where they divide evenly, else every n-th sample.
+# A file is a shard: datasets gives each rank whole files where they divide evenly, else every n-th sample.
 stream: IterableDataset = load_dataset("text", data_files=files, split="train", streaming=True)
-stream = stream.map(windows, batched=True, remove_columns=["text"]).shuffle(seed=0, buffer_size=256).with_format("torch")
+stream = stream.map(windows, batched=True, remove_columns=["text"]).with_format("torch").shuffle(seed=0)
 batches = DataLoader(stream, batch_size=8)
 
 torch.manual_seed(0)

@@ -12,7 +12,9 @@ WELL_KNOWN = (
 )
 """Methods that compute from tensors to tensors as a forward does, under the names that libraries have for them."""
 
-Mark = Literal["compiled", "checkpointed", "reentrant", "ddp", "fsdp1", "fsdp2", "deepspeed", "autocast", "prepared"]
+Mark = Literal[
+    "compiled", "checkpointed", "reentrant", "ddp", "fsdp1", "fsdp2", "deepspeed", "fabric", "autocast", "prepared"
+]
 """What a module already carries."""
 
 

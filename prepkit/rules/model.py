@@ -24,7 +24,7 @@ from prepkit.resolve.fsdp2 import LAZY
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
-_WRAPPED: tuple[Mark, ...] = ("ddp", "fsdp1", "fsdp2", "deepspeed", "prepared")
+_WRAPPED: tuple[Mark, ...] = ("ddp", "fsdp1", "fsdp2", "deepspeed", "fabric", "prepared")
 _ONE_AXIS = tuple((word,) for word in ("replicate", "shard(0)", "shard(1)"))
 _BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"
 

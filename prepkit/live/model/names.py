@@ -18,6 +18,9 @@ SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 MOST_REPEATED = 100_000
 """Places of shared modules beyond their first: each level that holds the one below it twice doubles them."""
 
+PREPARERS = ("deepspeed", "lightning", "lightning_fabric")
+"""Packages besides torch whose wrappers are known. Fabric comes in either of two."""
+
 ROOTS = frozenset({"DistributedDataParallel", "DeepSpeedEngine"})
 """Classes that keep the model in ``module`` and are looked through at the root."""
 
@@ -112,8 +115,8 @@ def is_root_wrapper(module: nn.Module) -> bool:
 
 
 def known_bases(cls: type) -> frozenset[str]:
-    """Bare names of torch's and DeepSpeed's own classes among a class and its bases; by name, to import neither."""
-    return frozenset(c.__name__ for c in cls.__mro__ if c.__module__.partition(".")[0] in ("torch", "deepspeed"))
+    """Bare names of the classes of torch and of ``PREPARERS`` among a class and its bases; by name, to import none."""
+    return frozenset(c.__name__ for c in cls.__mro__ if c.__module__.partition(".")[0] in ("torch", *PREPARERS))
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:

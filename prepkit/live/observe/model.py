@@ -37,8 +37,9 @@ CLASS_MARKS: tuple[tuple[str, Mark], ...] = (
     ("FullyShardedDataParallel", "fsdp1"),
     ("FSDPModule", "fsdp2"),
     ("DeepSpeedEngine", "deepspeed"),
+    ("_FabricModule", "fabric"),
 )
-"""Class of torch or DeepSpeed, and the mark that its instances carry."""
+"""Class of torch, DeepSpeed or Lightning, and the mark that its instances carry."""
 
 ATTRIBUTE_MARKS: tuple[tuple[str, Mark], ...] = (
     ("_compiled_call_impl", "compiled"),  # nn.Module.compile()
