@@ -209,6 +209,19 @@ def test_a_model_that_a_device_map_spreads_is_neither_moved_nor_given_device_ids
     assert "MoveModel" not in kinds(alone)
 
 
+def test_every_option_of_ddp_reaches_the_plan() -> None:
+    usual = DDP()
+    changes: dict[str, Any] = {"bucket_cap_mb": 3.0} | {
+        name: not getattr(usual, name)
+        for name in ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+    }
+    for name, value in changes.items():  # one at a time: some do not go together
+        step = only(planned(Config(engine=evolve(usual, **{name: value})), tiny_facts(world=2)), WrapDDP)
+        assert {field: getattr(step, field) for field in changes} == {
+            field: value if field == name else getattr(usual, field) for field in changes
+        }
+
+
 def test_only_state_that_exists_makes_ddp_rebind() -> None:
     facts = tiny_facts(world=2)
     assert "RebindOptimizer" not in kinds(planned(Config(engine=DDP()), facts))
@@ -344,6 +357,15 @@ def test_float16_has_a_scaler_for_training_alone_and_float16_units_under_fsdp2()
 
 def test_nothing_is_compiled_that_was_not_asked_for() -> None:
     assert "CompileModules" not in kinds(planned(Config(), tiny_facts()))
+
+
+@pytest.mark.parametrize("how", [CompileModel, CompileBlocks])
+def test_every_option_of_compiling_reaches_the_plan(how: type[CompileModel | CompileBlocks]) -> None:
+    asked = how(backend="aot_eager", fullgraph=True, dynamic=True)
+    step = only(planned(Config(compile=asked), tiny_facts()), CompileModules)
+    assert (step.backend, step.mode, step.fullgraph, step.dynamic) == ("aot_eager", "default", True, True)
+    other = only(planned(Config(compile=how(mode="reduce-overhead")), tiny_facts()), CompileModules)
+    assert (other.backend, other.mode, other.fullgraph, other.dynamic) == ("inductor", "reduce-overhead", False, None)
 
 
 # --- FSDP1 -----------------------------------------------------------------------------------------------------------

@@ -106,7 +106,11 @@ DEEPSPEED_PLUGIN: dict[str, Answers] = {
 }
 
 COMPILE_PLUGIN: dict[str, Answers] = {
-    "K-DY1": ("row CM-3", "test test_every_option_of_compiling_reaches_torch_and_deepspeed"),
+    "K-DY1": (
+        "row CM-3",
+        "test test_every_option_of_compiling_reaches_the_plan",
+        "test test_every_option_of_compiling_reaches_torch_and_deepspeed",
+    ),
     "K-DY2": ("rule compile.unknown-mode", "test test_every_option_of_compiling_reaches_torch_and_deepspeed"),
     "K-DY3": ("test test_every_option_of_compiling_reaches_torch_and_deepspeed",),
     "K-DY4": ("test test_every_option_of_compiling_reaches_torch_and_deepspeed", "rule compile.dynamic-cut"),

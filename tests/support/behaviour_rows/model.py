@@ -102,6 +102,7 @@ DATA_PARALLEL: dict[str, Answers] = {
         "deviation a frozen model is refused for training on every device; intent=INFERENCE leaves it unwrapped (G-23)",
     ),
     "DDP-4": (
+        "test test_every_option_of_ddp_reaches_the_plan",
         "test test_every_option_reaches_the_wrapper",
         "deviation gradient_as_bucket_view is True unless said otherwise; dim and check_reduction are not offered",
     ),

@@ -32,7 +32,11 @@ OPTIMIZER: dict[str, Answers] = {
 SCHEDULER: dict[str, Answers] = {
     "W-10": (NO_WRAPPER, "test test_the_scheduler_ticks_as_often_as_the_plan_says"),
     "W-11": ("rule scheduler.other-optimizer", "rule scheduler.without-optimizer"),
-    "W-12": ("rule values.scheduler-ticks", "deviation the scheduler ticks after optimizer steps alone"),
+    "W-12": (
+        "rule values.scheduler-ticks",
+        "test test_the_scheduler_ticks_as_often_as_the_plan_says",
+        "deviation the scheduler ticks after optimizer steps alone",
+    ),
     "W-13": (
         "test test_gradients_are_cleared_after_a_step_and_kept_before_it",
         "test test_two_processes_equal_the_plain_loop",
