@@ -80,7 +80,7 @@ def test_a_variable_of_the_environment_is_read_in_live_and_by_whoever_is_asked_t
     readers = {str(file.relative_to(ROOT)) for file in files if re.search(r"\b(environ|getenv)\b", file.read_text())}
     assert {path for path in readers if not path.startswith("prepkit/live/")} == {
         "prepkit/cli/import_and_export.py",
-        "prepkit/compat/accelerate_arguments.py",
+        "prepkit/compat/accelerate/arguments.py",
     }
 
 

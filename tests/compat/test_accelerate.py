@@ -152,7 +152,7 @@ def test_a_loop_out_of_accumulate_and_calls_before_prepare_are_refused() -> None
     with pytest.raises(NotOffered, match="a second prepare"):
         accelerator.prepare(torch.nn.Linear(1, 1))
     with pytest.raises(NotOffered, match="prepare without a model"):
-        Accelerator(cpu=True).prepare(tools()[2])
+        Accelerator(cpu=True).prepare(tools()[1])
     accelerator.end_training()
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.compat.scripts import report
 from tests.docs import classes, commands, findings, house
 from tests.docs.blocks import DOCS, ROOT
 
@@ -32,6 +33,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "tested versions": house.tested_versions,
     "required versions": house.required_versions,
     "checked predictions": house.checked_predictions,
+    "accelerate scripts": report.markdown,
 }
 """Name of a part to the function that gives its text."""
 

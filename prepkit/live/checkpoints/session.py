@@ -60,6 +60,7 @@ class Checkpoints:
         """As ``Prepared.resume``."""
         self.writer.finish()
         source = resuming.open_source(folder)
+        settles = not only_model and (ready.optimizer is not None or _nobody_stepped(source))
         only_model = only_model or ready.optimizer is None
         optimizer = None if only_model else ready.optimizer
         here = on_every_rank(lambda: state.held(ready.model, optimizer), f"{source.path} could not be read")
@@ -67,7 +68,7 @@ class Checkpoints:
         resuming.check(source, facts, accept)
         with state.filled(ready.model, optimizer, source.names, source.shared.get("groups", [])) as wanted:
             resuming.fill(source, wanted, only_model=only_model)
-        if not only_model:
+        if settles:
             _settle(ready, source, facts)
 
     def _facts(self, ready: Prepared, held: Contents, *, only_model: bool = False) -> RunFacts:
@@ -121,6 +122,11 @@ def _small(ready: Prepared, held: Contents) -> tuple[bytes, bytes]:
         for name, value in shared.items():
             plain_bytes(value, f"the state of the {name}")  # raises for the part that it is
         raise
+
+
+def _nobody_stepped(source: WholeCheckpoint) -> bool:
+    """Whether the saved run had no optimizer either: what else it saved is for a run of its kind, and not left out."""
+    return source.saved is not None and not source.saved.run.optimizer
 
 
 def _settle(ready: Prepared, source: WholeCheckpoint, facts: RunFacts) -> None:

@@ -32,7 +32,7 @@ def divided(step: ShardLoader, live: LiveModel) -> Iterator[Check]:
         wanted = (*_reader(step, live), *_order(step))
         found = (batches.parts, batches.part, *_order_of(batches.order, batches.seed))
         yield same("ShardLoader", f"parts, part, order and seed of {name}", wanted, found)
-        here = getattr(source.loader, "sampler" if batches.single else "batch_sampler", None)
+        here = source.loader.sampler if source.loader.batch_sampler is None else source.loader.batch_sampler
         yield each("ShardLoader", f"{name} reads by it", [] if here is batches else [type(here).__name__])
     elif isinstance(source, StreamSource) and source.divided is not None:
         stream = source.divided

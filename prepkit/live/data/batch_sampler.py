@@ -45,6 +45,11 @@ class RankBatches:
         self.shares = deque()
         return self._yield(self.shares, self._of_part(iter(self._drawn()), self.start))
 
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch sampler that was given; None where samples are batched here."""
+        return self.order if self.size is None else None
+
     def __len__(self) -> int:
         """Number of batches of a whole pass. Raises ``TypeError`` where the order has no length."""
         count = len(self.order)

@@ -60,6 +60,10 @@ class ShardsSource:
         """Raises ``TypeError``: the shards are known when they are read."""
         raise TypeError("a stream that splits itself has no length")
 
+    def consumed(self, batches: int) -> int:
+        """What all ranks together have read when each has read so many: batches."""
+        return batches * self.parts
+
     def state(self) -> Any:
         """The loader's own state on this rank."""
         return self.stream.state()
@@ -133,6 +137,10 @@ class DispatchedSource:
     def length(self) -> int:
         """Batches of this rank. Raises ``TypeError`` where nobody knows."""
         return length(self.inner.length(), 0, self.parts, self.tail, size=None)
+
+    def consumed(self, batches: int) -> int:
+        """What rank 0 has read when each rank has got so many batches."""
+        return self.inner.consumed(batches * self.parts)
 
     def state(self) -> Any:
         """Of a loader that rank 0 alone reads nothing is kept but how far it is."""

@@ -100,6 +100,11 @@ class Loader:
         if self._begun or epoch != self.epoch:
             self.epoch, self._consumed, self._begun = epoch, 0, False
 
+    def skip(self, batches: int) -> None:
+        """The next pass begins behind so many batches of this rank; those after it are whole."""
+        epoch = self.epoch + self._begun
+        self.load_state_dict({"epoch": epoch, "consumed": self.source.consumed(batches), "loader": None})
+
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands after the batch in use, for ``load_state_dict`` on any number of ranks.
 

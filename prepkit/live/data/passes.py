@@ -27,7 +27,15 @@ class Passes:
     """Whether any of them was read in this process."""
 
     def __attrs_post_init__(self) -> None:
-        for loader in self.loaders:
+        self._watch(self.loaders)
+
+    def add(self, loaders: tuple[Any, ...]) -> None:
+        """Loaders that were prepared at another time count from here on as well."""
+        self.loaders += loaders
+        self._watch(loaders)
+
+    def _watch(self, loaders: tuple[Any, ...]) -> None:
+        for loader in loaders:
             if isinstance(loader, Loader):
                 loader.watchers.append(self._changed)
 

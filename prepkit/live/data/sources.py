@@ -1,7 +1,8 @@
 """Where a prepared loader gets its batches from. Each source wraps a torch ``DataLoader``, or any other iterable.
 
-A source has ``loader``, what it reads; ``reads(epoch, consumed)``, one pass from where it stood; ``length()``; and
-``state()`` with ``restore(state)`` for what only the loader itself can say of its position.
+A source has ``loader``, what it reads; ``reads(epoch, consumed)``, one pass from where it stood; ``length()``;
+``consumed(batches)``, where a pass stands after so many; and ``state()`` with ``restore(state)`` for what only the
+loader itself can say of its position.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class IndexedSource:
     @classmethod
     def of(cls, loader: Any, batches: RankBatches) -> IndexedSource:
         """The loader with this batch sampler in the place of its own."""
-        where = {"sampler": batches} if batches.single else {"batch_sampler": batches}
+        where = {"sampler": batches} if loader.batch_sampler is None else {"batch_sampler": batches}
         return cls(rebuilt(loader, in_order=True, **where), batches)
 
     def reads(self, epoch: int, consumed: int) -> Iterator[BatchRead]:
@@ -53,6 +54,10 @@ class IndexedSource:
     def length(self) -> int:
         """Batches of a whole pass. Raises ``TypeError`` where nobody knows."""
         return len(self.batches)
+
+    def consumed(self, batches: int) -> int:
+        """What all ranks together have read when each has read so many whole batches."""
+        return batches * self.batches.parts * (self.batches.size or 1)
 
     def state(self) -> None:
         """Seed, epoch and what was read say all."""
@@ -109,6 +114,10 @@ class StreamSource:
     def length(self) -> int:
         """Batches of a whole pass. Raises ``TypeError`` where nobody knows."""
         return len(self.loader)
+
+    def consumed(self, batches: int) -> int:
+        """What all ranks together have read when each has read so many: batches."""
+        return batches * (1 if self.divided is None else self.divided.parts)
 
     def state(self) -> Any:
         """The loader's own state after the batch in use; None: it has none."""

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from prepkit.live.data.batch_sampler import RankBatches
@@ -85,12 +85,12 @@ def _read_here(step: ShardLoader, loader: DataLoader[Any], parts: int, part: int
         size = step.batch_size or loader.batch_size
         return StreamSource.of(loader, seed=step.seed, size=size, drop_last=loader.drop_last, **how)
     single = loader.batch_sampler is None
-    if step.split == "batches":
-        return IndexedSource.of(
-            loader, RankBatches(order=loader.batch_sampler, size=None, drop_last=False, seed=step.seed, **how)
-        )
+    batches_given = _given_batches(loader)
+    if step.split == "batches" or batches_given is not None:
+        order = loader.batch_sampler if batches_given is None else batches_given
+        return IndexedSource.of(loader, RankBatches(order=order, size=None, drop_last=False, seed=step.seed, **how))
     given = _batching(loader)
-    order: Any = given.sampler
+    order = given.sampler
     seed: int | None = step.seed
     if step.split == "samples":
         order = DistributedSampler(loader.dataset, 1, 0, shuffle=step.shuffle, seed=step.seed)
@@ -98,6 +98,11 @@ def _read_here(step: ShardLoader, loader: DataLoader[Any], parts: int, part: int
     size, drop_last = (1, False) if single else (step.batch_size or given.batch_size, given.drop_last)
     batches = RankBatches(order=order, size=size, drop_last=drop_last, seed=seed, single=single, **how)
     return IndexedSource.of(loader, batches)
+
+
+def _given_batches(loader: Any) -> Any:
+    """The sampler of a loader that makes no batches, where that yields those of a whole batch; None elsewhere."""
+    return loader.sampler if loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler) else None
 
 
 def _batching(loader: Any) -> Any:
@@ -162,8 +167,8 @@ def _whole(loader: Any) -> BatchSource:
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     if not plain or isinstance(loader.dataset, IterableDataset):
         return StreamSource(loader)
-    single = loader.batch_sampler is None
-    order: Any = loader.sampler if single else loader.batch_sampler
+    single = loader.batch_sampler is None and _given_batches(loader) is None
+    order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     return IndexedSource.of(
         loader, RankBatches(order=order, size=1 if single else None, drop_last=False, single=single)
     )

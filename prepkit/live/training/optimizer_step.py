@@ -30,6 +30,8 @@ class OptimizerStep:
     """The plan's; a loop that says it per window, as accelerate's does, puts another here."""
     scheduler: Any
     scaler: torch.amp.GradScaler | None
+    clears: bool = True
+    """Whether the gradients go when a window has ended; no in a loop that clears them, as accelerate's does."""
     skipped: bool = False
     grad_norm: torch.Tensor | None = None
     acting: bool = False
@@ -66,7 +68,8 @@ class OptimizerStep:
             self.skipped = not self._stepped(model, optimizer, closure, look)
         if not self.skipped:
             self._tick()
-        optimizer.zero_grad(set_to_none=True)
+        if self.clears:
+            optimizer.zero_grad(set_to_none=True)
 
     def _stepped(self, model: Module, optimizer: Optimizer, closure: Closure | None, look: Callable[[], None]) -> bool:
         def clip(held: Optimizer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import evolve
 
-from prepkit.compat.not_offered import NotOffered
+from prepkit.compat.accelerate.not_offered import NotOffered
 from prepkit.config import (
     BF16,
     DDP,
@@ -16,7 +16,11 @@ from prepkit.config import (
     FSDP1,
     FSDP2,
     AsStored,
+    CommHook,
+    CompressHook,
     Config,
+    NoHook,
+    PowerSGDHook,
     Precision,
     ShardLoaders,
 )
@@ -26,17 +30,21 @@ _DDP = ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "gradien
 _SCALER = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
+def launched_config() -> Config:
+    """What the launcher's variables ask for. Raises ``PlanRejected`` where they contradict each other."""
+    return read_variables(os.environ).config
+
+
 def config_of(arguments: Mapping[str, Any]) -> Config:
     """The config. Raises ``PlanRejected`` for the variables, and ``NotOffered`` for an argument that has no place."""
     config = arguments["config"]
     if config is None:
-        config = read_variables(os.environ).config
+        config = launched_config()
     if arguments["cpu"]:
         config = evolve(config, device="cpu")
     if arguments["mixed_precision"] is not None:
         config = evolve(config, precision=_precision(str(arguments["mixed_precision"]), config))
-    config = _accumulating(config, arguments)
-    config = evolve(config, loaders=_loaders(arguments), scheduler_ticks=0)
+    config = evolve(_accumulating(config, arguments), scheduler_ticks=0)
     return _handled(config, arguments["kwargs_handlers"] or ())
 
 
@@ -62,14 +70,19 @@ def _accumulating(config: Config, arguments: Mapping[str, Any]) -> Config:
     return evolve(config, accumulation=plugin.num_steps or 1, average_each=bool(plugin.sync_each_batch))
 
 
-def _loaders(arguments: Mapping[str, Any]) -> ShardLoaders:
-    given, plugin = arguments["dataloader_config"], arguments["gradient_accumulation_plugin"]
+def says_loaders(arguments: Mapping[str, Any]) -> bool:
+    """Whether ``config`` alone says what becomes of loaders."""
+    beside = arguments["gradient_accumulation_plugin"] is not None or not arguments["device_placement"]
+    return arguments["config"] is not None and not beside
+
+
+def loaders_of(given: Any, arguments: Mapping[str, Any]) -> ShardLoaders:
+    """What a ``DataLoaderConfiguration`` says of loaders; uneven batches become every sample once, on equal terms."""
+    plugin = arguments["gradient_accumulation_plugin"]
     said: dict[str, Any] = {"to_device": arguments["device_placement"]}
     if given is not None:
-        if not given.even_batches:
-            raise NotOffered("even_batches=False", "give Accelerator(config=...) loaders for evaluation, or keep True")
         said |= {"split_batches": bool(given.split_batches), "dispatch": bool(given.dispatch_batches)}
-        said["seed"] = given.data_seed or 0
+        said |= {"seed": given.data_seed or 0, "purpose": "training" if given.even_batches else "evaluation"}
     if plugin is not None:
         said["ends_window"] = bool(plugin.sync_with_dataloader)
     return ShardLoaders(**said)
@@ -80,9 +93,8 @@ def _handled(config: Config, handlers: Iterable[Any]) -> Config:
     for handler in handlers:
         name = type(handler).__name__
         if name == "DistributedDataParallelKwargs" and isinstance(config.engine, DDP):
-            if str(getattr(handler, "comm_hook", "no")).rpartition(".")[2].lower() != "no":
-                raise NotOffered("comm_hook", "give Accelerator(config=pk.Config(engine=pk.DDP(hook=...)))")
-            config = evolve(config, engine=evolve(config.engine, **{key: getattr(handler, key) for key in _DDP}))
+            said = {key: getattr(handler, key) for key in _DDP} | {"hook": _hook(handler)}
+            config = evolve(config, engine=evolve(config.engine, **said))
         elif name == "GradScalerKwargs" and isinstance(config.precision, FP16):
             said = {key: getattr(handler, key) for key in _SCALER}
             config = evolve(config, precision=evolve(config.precision, **said))
@@ -92,3 +104,36 @@ def _handled(config: Config, handlers: Iterable[Any]) -> Config:
         elif name not in ("DistributedDataParallelKwargs", "GradScalerKwargs"):  # which do nothing elsewhere there too
             raise NotOffered(name, "give Accelerator(config=pk.Config(...)), which has the same as fields")
     return config
+
+
+def _hook(handler: Any) -> CommHook:
+    """What DDP does to gradients on their way."""
+    hook, wrapper = (_word(getattr(handler, name, "no")) for name in ("comm_hook", "comm_wrapper"))
+    options = dict(getattr(handler, "comm_state_option", None) or {})
+    if hook == "no" and wrapper == "no":
+        return NoHook()
+    if hook in _DTYPES and wrapper == "no":
+        return CompressHook(dtype=_DTYPES[hook])
+    if hook == "power_sgd" and options.keys() <= _POWER_SGD.keys():
+        said = {_POWER_SGD[name]: value for name, value in options.items()}
+        return PowerSGDHook(wrapper=_DTYPES.get(wrapper, "none"), **said)
+    what = f"comm_hook={hook!r}, comm_wrapper={wrapper!r}, comm_state_option={options!r}"
+    raise NotOffered(what, "write fp16, bf16 or power_sgd, or pk.DDP(hook=pk.PowerSGDHook(...)) into config=")
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "value", value)).lower()
+
+
+_DTYPES: dict[str, Any] = {"fp16": "float16", "bf16": "bfloat16"}
+_POWER_SGD = {
+    "matrix_approximation_rank": "rank",
+    "start_powerSGD_iter": "start_iter",
+} | {
+    name: name
+    for name in (
+        *("min_compression_rate", "use_error_feedback", "warm_start", "orthogonalization_epsilon", "random_seed"),
+        "batch_tensors_with_same_shape",
+    )
+}
+"""Options of torch's ``PowerSGDState`` to fields of ``PowerSGDHook``."""

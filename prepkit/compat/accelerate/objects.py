@@ -9,7 +9,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from prepkit.compat.not_offered import NotOffered
+from prepkit.compat.accelerate.not_offered import NotOffered
+from prepkit.compat.accelerate.stepped import SteppedOptimizer, SteppedScheduler
+from prepkit.live.data.loader import Loader
 
 
 def place_of(given: Any) -> str:
@@ -26,7 +28,12 @@ def place_of(given: Any) -> str:
     raise NotOffered(f"prepare({type(given).__name__})", "give modules, optimizers, schedulers and DataLoaders")
 
 
-def only(objects: tuple[Any, ...], places: list[str], kind: str) -> Any:
+def is_prepared(given: Any) -> bool:
+    """Whether it comes from a ``prepare``; a model says nothing of that."""
+    return isinstance(given, Loader | SteppedOptimizer | SteppedScheduler)
+
+
+def only(objects: list[Any], places: list[str], kind: str) -> Any:
     """The object of that kind; None where none is given. Raises ``NotOffered`` for several."""
     found = [given for given, place in zip(objects, places, strict=True) if place == kind]
     if len(found) > 1:

@@ -1,0 +1,297 @@
+"""The ``Accelerator`` of accelerate over ``build_plan``, ``apply`` and the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch.utils.hooks import RemovableHandle
+
+from prepkit.compat.accelerate import group, loaders, operations
+from prepkit.compat.accelerate.arguments import config_of, loaders_of, says_loaders
+from prepkit.compat.accelerate.gradient_state import GradientState
+from prepkit.compat.accelerate.loop import Loop
+from prepkit.compat.accelerate.not_offered import OTHERWISE, NotOffered
+from prepkit.compat.accelerate.preparation import Preparation
+from prepkit.compat.accelerate.saved_state import SavedState
+from prepkit.compat.accelerate.state import State
+from prepkit.compat.accelerate.synchronization import averaged_in_backward
+from prepkit.config import ClipNorm, ClipValue, Config
+from prepkit.live.training.prepared import Prepared
+from prepkit.plan import Plan
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Accelerator:
+    """The arguments that scripts give; ``config`` stands in the place of the launcher's variables, and says the rest.
+
+    Members that are not here are those of ``state``: ranks, devices, printing, who runs what. Raises ``PlanRejected``
+    for variables that contradict each other, ``NotOffered`` for arguments without a place.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config | None = None,
+        device_placement: bool = True,
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        kwargs_handlers: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        project_dir: Any = None,
+        project_config: Any = None,
+        **others: Any,
+    ) -> None:
+        for name in (name for name, value in others.items() if value is not None):
+            raise NotOffered(f"Accelerator({name}=...)", "give Accelerator(config=pk.Config(...))")
+        if not step_scheduler_with_optimizer:
+            raise NotOffered("step_scheduler_with_optimizer=False", "leave the scheduler out of prepare, and step it")
+        self._arguments = {
+            "config": config,
+            "device_placement": device_placement,
+            "mixed_precision": mixed_precision,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "cpu": cpu,
+            "gradient_accumulation_plugin": gradient_accumulation_plugin,
+            "kwargs_handlers": kwargs_handlers,
+        }
+        self.dataloader_config = dataloader_config
+        """A ``DataLoaderConfiguration`` of accelerate's; read by every ``prepare``."""
+        self._config = config_of(self._arguments)
+        self.project_configuration = project_config
+        if project_config is not None and project_dir is not None and project_config.project_dir is None:
+            project_config.set_directories(str(project_dir))
+        self.project_dir = project_dir if project_config is None else project_config.project_dir
+        self.state = State(config=self.config)
+        self._forget_prepared()
+
+    def _forget_prepared(self) -> None:
+        self._prepared = Preparation()
+        self._saved = SavedState(self.state, self.project_configuration)
+        self._trigger = False
+
+    @property
+    def config(self) -> Config:
+        """What is asked of the next ``prepare``. Raises ``NotOffered`` for loaders without a place."""
+        if self.dataloader_config is None and says_loaders(self._arguments):
+            return self._config
+        return evolve(self._config, loaders=loaders_of(self.dataloader_config, self._arguments))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What the script has asked for; nothing that is prepared goes to another process."""
+        asked = ("_arguments", "dataloader_config", "_config", "project_configuration", "state", "project_dir")
+        return {name: vars(self)[name] for name in asked}
+
+    def __setstate__(self, asked: dict[str, Any]) -> None:
+        vars(self).update(asked)
+        self._forget_prepared()
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and "state" in vars(self) and hasattr(self.state, name):
+            return getattr(self.state, name)
+        if name in OTHERWISE:
+            raise NotOffered(f"accelerator.{name}", OTHERWISE[name])
+        raise AttributeError(str(NotOffered(f"accelerator.{name}", "use prepkit's own calls")))
+
+    # --- the plan ---
+
+    @property
+    def plan(self) -> Plan:
+        """What ``prepare`` has done, with the reasons."""
+        return self.ready.plan
+
+    @property
+    def ready(self) -> Prepared:
+        """What ``apply`` has returned for the model; for loaders as long as only these are prepared."""
+        return self._prepared.ready
+
+    @property
+    def _loop(self) -> Loop:
+        return self._prepared.loop
+
+    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+        """The objects, prepared, in the order in which they are given: model, optimizer and scheduler in one call.
+
+        Loaders may come in the same call, before or after. Raises ``PlanRejected`` with every finding before anything
+        is touched.
+        """
+        if device_placement is not None:
+            raise NotOffered("prepare(device_placement=...)", "give Accelerator(device_placement=...)")
+        outcome = self._prepared.add(self.config, objects, self.state.num_processes)
+        return outcome[0] if len(outcome) == 1 else outcome
+
+    # --- the loop ---
+
+    def accumulate(self, *models: Any) -> AbstractContextManager[None]:
+        """One micro-batch."""
+        del models
+        return self._loop.accumulate()
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        """Forwards and backwards inside leave each rank its own gradients."""
+        del model
+        return self._loop.no_sync()
+
+    def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[None]:
+        """The backward inside averages, though its forward ran under ``no_sync``."""
+        del model
+        return averaged_in_backward(self.ready)
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
+        """Nothing: every rank has as many batches. Raises ``NotOffered`` where they are to be uneven inside alone."""
+        del joinables
+        if even_batches is False:
+            what = "give Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))"
+            raise NotOffered("join_uneven_inputs(even_batches=False)", what)
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """``ready.backward``; under ``no_sync`` with more of the same micro-batch to come."""
+        for name in options:
+            raise NotOffered(f"backward({name}=...)", "write ready.backward(loss, more=True) for all but the last loss")
+        self._loop.backward(loss)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
+        """Lets the step of this window clip, all that is trained; returns the norm of the last step, None at first."""
+        return self._loop.clip(parameters, ClipNorm(float(max_norm), float(norm_type)))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Lets the step of this window clip, all that is trained."""
+        self._loop.clip(parameters, ClipValue(float(clip_value)))
+
+    @contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """Computes inside in the precision of the model; outside, the prepared model does so by itself."""
+        if autocast_handler is not None:
+            raise NotOffered("autocast(autocast_handler=...)", "write torch.autocast(...)")
+        dtype = _AUTOCAST.get(self.state.mixed_precision)
+        with torch.autocast(self.state.device.type, dtype, enabled=dtype is not None):
+            yield
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the present micro-batch ends its window."""
+        loop = self._prepared.started_loop
+        return loop is None or loop.boundary
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the script is in its window and its loader."""
+        return GradientState(self.gradient_accumulation_steps, lambda: self.sync_gradients, self._prepared.passes)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """``ready.skipped``."""
+        return self.ready.skipped
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a window."""
+        return self._config.accumulation or 1
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """The loader, whose next pass begins behind so many batches of the epoch."""
+        return loaders.skip_first_batches(dataloader, num_batches)
+
+    # --- all ranks ---
+
+    def gather(self, value: Any) -> Any:
+        """Tensors of equal shape of all ranks, one after the other in their first dimension."""
+        return operations.gather(value)
+
+    def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:
+        """What all ranks have made of the batch in use, each sample once; outside a loop all of it.
+
+        One row for a batch of several samples, such as ``loss[None]``, is one row per rank.
+        """
+        return self._prepared.gather(value, pickled=use_gather_object)
+
+    def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Tensors, summed or averaged over the ranks, or their greatest."""
+        return operations.reduce(value, reduction, scale)
+
+    def pad_across_processes(self, value: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors as long in ``dim`` as the longest of all ranks."""
+        return operations.pad_across_processes(value, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """``check_trigger`` is true on every rank, once."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has set the trigger since the last look. Collective."""
+        here, self._trigger = self._trigger, False
+        return bool(operations.reduce(torch.tensor(int(here)), "max"))
+
+    # --- files ---
+
+    def save_state(self, output_dir: Any = None, **options: Any) -> str:
+        """``ready.save``: all that another run needs to go on. Collective; returns the folder."""
+        _no_options("save_state", options)
+        return self._saved_state.save(self.ready, output_dir)
+
+    def load_state(self, input_dir: Any = None, **options: Any) -> None:
+        """``ready.resume``. Collective."""
+        _no_options("load_state", options)
+        self._saved_state.load(self.ready, input_dir)
+
+    @property
+    def _saved_state(self) -> SavedState:
+        self._saved.project = self.project_configuration
+        return self._saved
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Objects with ``state_dict`` and ``load_state_dict`` that ``save_state`` saves as well."""
+        self._saved.register(*objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """``hook(models, weights, folder)`` is called before ``save_state``; the weights are not gathered."""
+        return self._saved.hook(self._saved.before_save, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """``hook(models, folder)`` is called before ``load_state``."""
+        return self._saved.hook(self._saved.before_load, hook)
+
+    def save_model(self, model: Any, save_directory: Any, **options: Any) -> None:
+        """``ready.export``: the whole model as safetensors. Collective."""
+        del model
+        _no_options("save_model", options)
+        self.ready.export(str(save_directory))
+
+    def save(self, obj: Any, f: Any) -> None:
+        """``torch.save`` on the main process."""
+        if self.state.is_main_process:
+            torch.save(obj, f)
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """``ready.unwrap``."""
+        if self._prepared.started_loop is None or model is not self.ready.model:
+            return model
+        return self.ready.unwrap(keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile)
+
+    def end_training(self) -> None:
+        """``ready.close``; ends the process group."""
+        for ready in self._prepared.all_ready:
+            ready.close()
+            group.hold(ready._ended)
+        self.state.destroy_process_group()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Lets go of what was prepared, for another ``prepare``; the process group stays."""
+        for ready in self._prepared.all_ready:
+            ready.started = False
+            ready.close()
+        self._prepared = Preparation()
+        return [None for _ in objects]
+
+
+def _no_options(call: str, options: dict[str, Any]) -> None:
+    for name in options:
+        raise NotOffered(f"{call}({name}=...)", f"call accelerator.ready, or leave {name} out")

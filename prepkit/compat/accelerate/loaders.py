@@ -1,0 +1,85 @@
+"""Loaders that are prepared without a model: a plan of nothing but loaders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from prepkit.api import apply, build_plan
+from prepkit.compat.accelerate import group
+from prepkit.compat.accelerate.arguments import launched_config
+from prepkit.compat.accelerate.not_offered import NotOffered
+from prepkit.config import DDP, FSDP1, FSDP2, Config, Intent, Mesh, ShardLoaders, Single
+from prepkit.live.data.loader import Loader
+from prepkit.live.ranks import launcher
+from prepkit.live.training.prepared import Prepared
+
+_BY_RANK = Single | DDP | FSDP1 | FSDP2
+"""Engines under which every rank reads its own part, whatever the model is."""
+
+
+def prepared_alone(config: Config, loaders: list[Any]) -> Prepared:
+    """What ``apply`` makes of loaders and a module that nobody uses. Collective where it starts the process group.
+
+    Raises ``PlanRejected``; and ``NotOffered`` for engines that divide the data by what the model is cut into.
+    """
+    tensor = config.mesh.tensor if isinstance(config.mesh, Mesh) else 1
+    if not isinstance(config.engine, _BY_RANK) or tensor != 1:
+        what = f"prepare of loaders alone under {type(config.engine).__name__}"
+        raise NotOffered(what, "give them to one prepare with the model, which says what data is divided over")
+    engine = Single() if group.is_alone() else DDP()
+    alone = Config(engine=engine, device=config.device, timeout_s=config.timeout_s, loaders=config.loaders)
+    ready = apply(
+        build_plan(evolve(alone, intent=Intent.INFERENCE), torch.nn.Linear(1, 1), loaders=loaders), loaders=loaders
+    )
+    how = config.loaders
+    for loader in ready.loaders:  # a plan that trains nothing has no windows; the model that comes may
+        loader.ends_window = isinstance(how, ShardLoaders) and how.ends_window and how.purpose == "training"
+    return ready
+
+
+def prepare_data_loader(
+    dataloader: Any,
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    **others: Any,
+) -> Any:
+    """The loader, divided over the ranks; ``use_seedable_sampler`` always holds. Raises ``NotOffered`` for the rest."""
+    del use_seedable_sampler
+    for name in (name for name, value in others.items() if value):
+        raise NotOffered(f"prepare_data_loader({name}=...)", "write pk.build_plan(..., loaders=[loader])")
+    here = (launcher.from_launcher(launcher.WORLD_SIZE, 1) or 1, launcher.from_launcher(launcher.RANK, 0) or 0)
+    if (num_processes, process_index) not in ((None, None), here):
+        what = f"prepare_data_loader(num_processes={num_processes}, process_index={process_index})"
+        raise NotOffered(what, "leave both out: the loader is divided over the ranks that were started")
+    config = launched_config()
+    loaders = ShardLoaders(
+        split_batches=split_batches,
+        dispatch=bool(dispatch_batches),
+        purpose="training" if even_batches else "evaluation",
+        to_device=put_on_device,
+        seed=data_seed or 0,
+    )
+    config = evolve(config, loaders=loaders, device=config.device if device is None else device.type)
+    return prepared_alone(config, [dataloader]).loaders[0]
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """The loader, whose next pass begins behind so many batches of the epoch; the passes after it are whole.
+
+    Where ``load_state`` has put it behind so many already, nothing is left out twice. Raises ``NotOffered`` for a
+    loader that was not prepared.
+    """
+    if not isinstance(dataloader, Loader):
+        raise NotOffered(f"skip_first_batches({type(dataloader).__name__})", "prepare the loader first")
+    dataloader.skip(num_batches)
+    return dataloader

@@ -1,0 +1,137 @@
+"""Where a script for accelerate is between the forward of a micro-batch and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from prepkit.compat.accelerate.not_offered import NotOffered
+from prepkit.compat.accelerate.synchronization import average, not_averaged
+from prepkit.config import Clip, ClipNorm, ClipValue
+from prepkit.live.training.prepared import Prepared
+
+
+@define
+class Loop:
+    """The loop of a ``Prepared``; without an optimizer of its own, a count of micro-batches whose gradients add up."""
+
+    ready: Prepared
+    planned: Clip
+    """How the plan clips, where the script does not say it."""
+    boundary: bool = field(default=True, init=False)
+    """Whether the present micro-batch ends its window (accelerate's ``sync_gradients``)."""
+    stepped: bool = field(default=False, init=False)
+    """Whether the present micro-batch has been ended."""
+    inside: bool = field(default=False, init=False)
+    """Whether the script is inside ``accumulate``."""
+    held: bool = field(default=False, init=False)
+    """Whether it is inside ``no_sync``."""
+    counted: int = field(default=0, init=False)
+    """Micro-batches of this window that have ended, where no optimizer was prepared."""
+
+    def __attrs_post_init__(self) -> None:
+        self.ready._end.clears = False  # ``optimizer.zero_grad`` does
+        if not self.steps:
+            average(self.ready, on=True)
+
+    @property
+    def steps(self) -> bool:
+        """Whether there is an optimizer, so that ``ready.step`` counts."""
+        return self.ready.optimizer is not None
+
+    def ends_window(self) -> bool:
+        """Whether the micro-batch that runs now is the last of its window."""
+        if self.steps:
+            return self.ready.ends_window
+        return self.ready._passes.end_window or self.counted + 1 >= self.ready.plan.owners.accumulation_steps
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """One micro-batch; one whose optimizer was not stepped, because it ends no window, is counted all the same."""
+        self.inside, self.stepped = True, False
+        self.boundary = self.ends_window()
+        try:
+            if not self.steps:
+                yield from self._counted()
+                return
+            with self.ready.accumulate():
+                yield
+                if not (self.stepped or self.boundary) and self.ready.pending:
+                    self.step()
+        finally:
+            self.inside = False
+
+    def _counted(self) -> Iterator[None]:
+        ready = self.ready
+        average(ready, on=self.boundary or ready._averages_each)
+        yield
+        self.counted = 0 if self.boundary else self.counted + 1
+        average(ready, on=True)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients stay each rank's own, and another backward of the same micro-batch follows."""
+        if self.ready.engine_steps:
+            raise NotOffered(
+                "no_sync under DeepSpeed", "write gradient_accumulation_steps and `with accelerator.accumulate(model):`"
+            )
+        self.held = True
+        try:
+            with not_averaged(self.ready):
+                yield
+        finally:
+            self.held = False
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Notes whether the window ends here."""
+        window = self.ready.plan.owners.accumulation_steps
+        if window > 1 and not self.inside:
+            raise NotOffered(
+                "gradient_accumulation_steps without accumulate", "write `with accelerator.accumulate(model):`"
+            )
+        self.stepped = False
+        self.boundary = self.ends_window()
+        if self.steps:
+            self.ready.backward(loss, more=self.held)
+            return
+        scaler = self.ready.scaler
+        loss = loss / window
+        (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Ends the micro-batch."""
+        self.ready.step()
+        self.stepped = True
+        self.ready._end.clip = self.planned  # until the script asks again
+
+    def zero_grad(self) -> None:
+        """Clears the gradients behind the end of a window; inside one they are kept, as in accelerate."""
+        if self.boundary and self.ready.in_micro_batch:
+            raise NotOffered("zero_grad before the step", "call optimizer.step() first")
+        if not self.ready.pending and not self.ready.engine_steps:
+            assert self.ready.optimizer is not None, "who clears has one"
+            self.ready.optimizer.zero_grad(set_to_none=True)
+
+    def clip(self, parameters: Any, clip: ClipNorm | ClipValue) -> torch.Tensor | None:
+        """Lets ``step`` clip so, where gradients are averaged and unscaled; DeepSpeed has to know before.
+
+        The norm is that of the last step. Without an optimizer it clips now, and the norm is that of now.
+        """
+        if self.ready.engine_steps:
+            raise NotOffered("clipping under DeepSpeed", "write gradient_clipping into its config")
+        chosen: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not self.steps:
+            return self.ready._driver.clip(self.ready.model, clip, chosen)
+        given = {id(param) for param in chosen}
+        held = (param for one in self.ready.optimizers for group in one.param_groups for param in group["params"])
+        if any(id(param) not in given for param in held):
+            raise NotOffered(
+                "clipping a part of the parameters", "give model.parameters(), or write a loop of your own"
+            )
+        if self.boundary:
+            self.ready._end.clip = clip
+        return self.ready.grad_norm

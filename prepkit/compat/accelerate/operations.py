@@ -1,0 +1,141 @@
+"""Values of all ranks: gathered, reduced, padded, sent from one. The ranks agree on the shapes before any is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from prepkit.compat.accelerate import group
+from prepkit.compat.accelerate.not_offered import NotOffered
+from prepkit.live.data.gather import travels_on
+from prepkit.live.ranks import launcher
+
+
+class DistributedOperationException(RuntimeError):
+    """The ranks give tensors to one operation that do not go together; raised on each of them, and nothing was sent."""
+
+
+def gather(value: Any) -> Any:
+    """Tensors of equal shape of all ranks, nested or not, joined in the first dimension. Collective."""
+    return _on_tensors(value, _gathered, "gather", lambda tensor: tuple(tensor.shape))
+
+
+def reduce(value: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Tensors of equal shape as ``sum``, ``mean`` or ``max`` over the ranks, times ``scale``. Collective."""
+    if reduction not in _REDUCTIONS:
+        raise NotOffered(f"reduce({reduction!r})", f"write {', '.join(_REDUCTIONS)}")
+
+    def reduced(tensor: Tensor) -> Tensor:
+        total, ranks = _travelling(tensor).clone(), 1
+        if dist.is_initialized():
+            ranks = dist.get_world_size()
+            if reduction != "none":
+                dist.all_reduce(total, _REDUCTIONS[reduction])
+        factor = scale / ranks if reduction == "mean" else scale
+        return (total if factor == 1 else total * factor).to(tensor.device)
+
+    return _on_tensors(value, reduced, "reduce", lambda tensor: tuple(tensor.shape))
+
+
+_REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "none": None}
+
+
+def broadcast(value: Any, from_process: int = 0) -> Any:
+    """The tensors of one rank, on all of them. Collective."""
+
+    def sent(tensor: Tensor) -> Tensor:
+        mine = _travelling(tensor).clone()
+        if dist.is_initialized():
+            dist.broadcast(mine, src=from_process)
+        return mine.to(tensor.device)
+
+    return _on_tensors(value, sent, "broadcast", lambda tensor: tuple(tensor.shape))
+
+
+def pad_across_processes(value: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Tensors as long in ``dim`` as the longest of all ranks, filled up with ``pad_index``. Collective.
+
+    A tensor that has no such dimension stays as it is.
+    """
+
+    def padded(tensor: Tensor) -> Tensor:
+        if not -tensor.ndim <= dim < tensor.ndim:
+            return tensor
+        longest = max(_everyone(tensor.shape[dim]))
+        shape = list(tensor.shape)
+        shape[dim] = longest - shape[dim]
+        more = tensor.new_full(shape, pad_index)
+        return torch.cat((more, tensor) if pad_first else (tensor, more), dim)
+
+    def without_dim(tensor: Tensor) -> tuple[int, ...]:
+        inner = -tensor.ndim <= dim < tensor.ndim
+        return tuple(0 if inner and at == dim % tensor.ndim else size for at, size in enumerate(tensor.shape))
+
+    return _on_tensors(value, padded, "pad_across_processes", without_dim)
+
+
+def gather_object(value: Any) -> list[Any]:
+    """The items of every rank's list, rank by rank. Collective; what is sent is pickled."""
+    return [item for items in _everyone(value) for item in items]
+
+
+def broadcast_object_list(value: list[Any], from_process: int = 0) -> list[Any]:
+    """Puts the items of one rank's list into that of every rank. Collective; what is sent is pickled."""
+    group.join(_device())
+    if dist.is_initialized():
+        dist.broadcast_object_list(value, src=from_process)
+    return value
+
+
+def _on_tensors(value: Any, act: Callable[[Tensor], Tensor], name: str, shape: Callable[[Tensor], Any]) -> Any:
+    leaves, form = pytree.tree_flatten(value)
+    mine = [(shape(leaf), str(leaf.dtype)) for leaf in leaves if isinstance(leaf, Tensor)]
+    group.join(next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), _device()))
+    told = _everyone(mine)
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise DistributedOperationException(
+                f"{name}: rank 0 gives {_described(told[0])}, rank {rank} gives {_described(theirs)}; "
+                "give tensors of one shape and dtype, as accelerator.pad_across_processes makes them"
+            )
+    return pytree.tree_unflatten([act(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
+
+
+def _described(tensors: list[tuple[Any, str]]) -> str:
+    return ", ".join(f"{tuple(shape)} of {dtype}" for shape, dtype in tensors) or "no tensor"
+
+
+def _everyone(mine: Any) -> list[Any]:
+    group.join(_device())
+    if not dist.is_initialized():
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """A scalar counts as one row."""
+    mine = _travelling(tensor)
+    mine = mine[None] if mine.ndim == 0 else mine
+    if not dist.is_initialized():
+        return mine
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return torch.cat(parts).to(tensor.device)
+
+
+def _travelling(tensor: Tensor) -> Tensor:
+    mine = tensor.detach().contiguous()
+    return mine.to(travels_on(mine)) if dist.is_initialized() else mine
+
+
+def _device() -> torch.device:
+    """Where a rank computes that has said nothing."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, launcher.local_rank())

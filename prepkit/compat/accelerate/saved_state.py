@@ -1,0 +1,108 @@
+"""``save_state`` and ``load_state``: prepkit's checkpoints, the script's own objects beside them, and its hooks."""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch.utils.hooks import RemovableHandle
+
+from prepkit.compat.accelerate.not_offered import NotOffered
+from prepkit.compat.accelerate.state import State
+from prepkit.live.training.prepared import Prepared
+
+_NAME = "checkpoint_"
+
+
+class NotGathered:
+    """Stands in the place of a model's weights in a hook of ``save_state``: every rank writes its own shards."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotOffered("the weights of a save_state hook", "call accelerator.save_model(model, folder)")
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__reduce_ex__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.__reduce_ex__(name)
+
+
+@define
+class SavedState:
+    """Where a script saves, and what it wants to be told of that."""
+
+    state: State
+    project: Any
+    """A ``ProjectConfiguration`` of accelerate's, read and counted up; None: folders are given."""
+    objects: list[Any] = field(factory=list)
+    before_save: OrderedDict[int, Callable[..., Any]] = field(factory=OrderedDict)
+    before_load: OrderedDict[int, Callable[..., Any]] = field(factory=OrderedDict)
+
+    def register(self, *objects: Any) -> None:
+        """Objects that are saved as well. Raises ``ValueError`` for those that say no state, and registers none."""
+        for one in objects:
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                name = type(one).__name__
+                raise ValueError(f"register_for_checkpointing: a {name} has no state_dict and load_state_dict")
+        self.objects += objects
+
+    def hook(self, hooks: OrderedDict[int, Callable[..., Any]], function: Callable[..., Any]) -> RemovableHandle:
+        """Registers one; the handle takes it out again."""
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = function
+        return handle
+
+    def save(self, ready: Prepared, output_dir: Any) -> str:
+        """The folder that was written. Collective. Hooks hear of it before; they get models, no weights, the folder."""
+        folder = Path(output_dir) if not self._named else self._next()
+        models = [ready.model]
+        for hook in self.before_save.values():
+            hook(models, [NotGathered() for _ in models], str(folder))
+        ready.save(str(folder))
+        if self.state.is_main_process:
+            for at, one in enumerate(self.objects):
+                torch.save(one.state_dict(), folder / f"custom_checkpoint_{at}.pkl")
+            self._forget(folder)
+        self.state.wait_for_everyone()
+        if self._named:
+            self.project.iteration += 1
+        return str(folder)
+
+    def load(self, ready: Prepared, input_dir: Any) -> None:
+        """Goes on from a folder, or from the newest that was named. Collective. Raises ``FileNotFoundError``."""
+        if input_dir is None:
+            if not (self._named and (found := self._found())):
+                raise FileNotFoundError("load_state: name the folder, which save_state has returned")
+            input_dir = found[-1]
+        for hook in self.before_load.values():
+            hook([ready.model], str(input_dir))
+        ready.resume(str(input_dir))
+        for at, one in enumerate(self.objects):
+            one.load_state_dict(torch.load(Path(input_dir) / f"custom_checkpoint_{at}.pkl", map_location="cpu"))
+
+    @property
+    def _named(self) -> bool:
+        return self.project is not None and bool(self.project.automatic_checkpoint_naming)
+
+    def _found(self) -> list[Path]:
+        found = Path(self.project.project_dir, "checkpoints").glob(f"{_NAME}*")
+        return sorted(found, key=lambda path: int(path.name.removeprefix(_NAME)))
+
+    def _next(self) -> Path:
+        folder = Path(self.project.project_dir, "checkpoints", f"{_NAME}{self.project.iteration}")
+        if folder.exists():
+            raise ValueError(f"{folder} is there already; set accelerator.project_configuration.iteration behind it")
+        self.state.wait_for_everyone()  # or a fast rank's folder would be there before a slow rank has looked
+        return folder
+
+    def _forget(self, newest: Path) -> None:
+        """Keeps as many as the project wants."""
+        limit = self.project.total_limit if self._named else None
+        if limit is not None:
+            for old in [path for path in self._found() if path != newest][: -(limit - 1) or None]:
+                shutil.rmtree(old)

@@ -1,0 +1,153 @@
+"""Who this process is among all, and what it was asked for: accelerate's ``PartialState`` and ``AcceleratorState``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from prepkit.compat.accelerate import group
+from prepkit.compat.accelerate.arguments import launched_config
+from prepkit.compat.accelerate.shares import share
+from prepkit.config import BF16, FP16, FSDP1, FSDP2, XLA, AsStored, Config, DeepSpeed
+from prepkit.live.observe.env import observe_env
+from prepkit.live.ranks import launcher
+from prepkit.live.ranks.main_first import main_process_first
+
+_ENGINES: tuple[tuple[type, str], ...] = (
+    (FSDP1, "FSDP"),
+    (FSDP2, "FSDP"),
+    (DeepSpeed, "DEEPSPEED"),
+    (XLA, "XLA"),
+)
+"""Engines to the values of accelerate's ``DistributedType``; the others are named after their device."""
+_PRECISIONS = {AsStored: "no", BF16: "bf16", FP16: "fp16"}
+
+
+class State:
+    """One for each ``Accelerator``; nothing is shared between them but the process group and the launcher's words."""
+
+    def __init__(self, cpu: bool = False, *, config: Config | None = None) -> None:
+        if config is None:
+            config = launched_config()
+        kind = "cpu" if cpu else config.device or observe_env().device
+        self.config = config
+        self.num_processes = launcher.from_launcher(launcher.WORLD_SIZE, 1) or 1
+        self.process_index = launcher.from_launcher(launcher.RANK, 0) or 0
+        self.local_process_index = launcher.from_launcher(launcher.LOCAL_RANK, 0) or 0
+        self.device = torch.device(kind) if kind in ("cpu", "mps") else torch.device(kind, self.local_process_index)
+        by_device = {"cuda": "MULTI_GPU"}.get(kind, f"MULTI_{kind.upper()}") if self.num_processes > 1 else "NO"
+        self.distributed_type = next((word for one, word in _ENGINES if isinstance(config.engine, one)), by_device)
+        self.debug = False  # without effect: the ranks compare the shapes of what they send in any case
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Nothing: there is no state that accelerators share."""
+
+    @property
+    def initialized(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def mixed_precision(self) -> str:
+        """In accelerate's word."""
+        return _PRECISIONS.get(type(self.config.precision), "fp8")
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.num_processes > 1
+
+    @property
+    def backend(self) -> str | None:
+        """Of the process group; None where there is none yet."""
+        return dist.get_backend() if dist.is_initialized() else None
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of all."""
+        return self.process_index == self.num_processes - 1
+
+    # --- together ---
+
+    def wait_for_everyone(self) -> None:
+        """A barrier; starts the process group where ``prepare`` has not yet."""
+        group.join(self.device, self.config.timeout_s)
+        if dist.is_initialized():
+            dist.barrier()
+
+    def destroy_process_group(self) -> None:
+        """Ends the process group, when all ranks are here."""
+        group.leave()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """The main process goes through the block before the others, which hear where it fails."""
+        return main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Likewise on each machine."""
+        return main_process_first(per_node=True)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """A rank's part of the inputs (``shares``)."""
+        yield share(inputs, self.process_index, self.num_processes, padded=apply_padding)
+
+    # --- on some ---
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints on the first process of each machine."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201  # which is what it is for
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, called on the main process alone; None elsewhere."""
+        return _called_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """On the first process of each machine."""
+        return _called_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """On the last process."""
+        return _called_if(self.is_last_process, function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Callable[..., Any]:
+        """On the process of that rank; without a function a decorator."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return _called_if(self.process_index == process_index, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int = 0
+    ) -> Callable[..., Any]:
+        """On that process of each machine; without a function a decorator."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return _called_if(self.local_process_index == local_process_index, function)
+
+
+def _called_if(here: bool, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if here else None
+
+    return called
+
+
+PartialState = AcceleratorState = State
