@@ -39,8 +39,12 @@ def _no_plan(resolved: Resolved) -> Iterator[Hit]:
 def _style(resolved: Resolved) -> Iterator[Hit]:
     if not resolved.tp.planned or not isinstance(resolved.cfg.tp_plan, TPPlanFromModel):
         return
-    for pattern, style in resolved.facts.model.tensor_plan:
-        if style not in SERVED and style not in UNTOUCHED:
+    model = resolved.facts.model
+    paths = [module.path for module in model.modules] + [param.name for param in model.params]
+    for pattern, style in model.tensor_plan:
+        if style in SERVED or style in UNTOUCHED:
+            continue
+        if any(map(matcher((pattern,)), paths)):  # plans name layers, such as experts, that a config may leave out
             yield Hit(at(pattern), f"The model's plan asks for the style `{style}`, which torch has not.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from prepkit.facts import ModelFacts
@@ -50,10 +51,27 @@ def _embeddings(model: ModelFacts) -> tuple[str, str, bool] | None:
     return first, second, any({first, second} <= set(group) for group in model.ties)
 
 
+def _left_untied(embeddings: tuple[str, ...], model: ModelFacts) -> bool:
+    """Whether the model's class ties one of the two, and nothing is tied to it.
+
+    Classes may tie other things, such as two embeddings, and a config that says yes leaves the output as it is.
+    """
+    tied = set().union(*model.ties)
+    return any(_names(key, name) for name in embeddings if name not in tied for key in model.tied_keys)
+
+
+def _names(key: str, name: str) -> bool:
+    """Whether a key of ``_tied_weights_keys``, a regular expression in transformers, is meant for a parameter."""
+    try:
+        return re.search(key, name) is not None
+    except re.error:
+        return key == name
+
+
 def _only_declared(resolved: Resolved) -> Iterator[Hit]:
     model = resolved.facts.model
     pair = _embeddings(model)
-    if pair and not pair[2] and model.architecture.tie_word_embeddings and model.tied_keys:
+    if pair and not pair[2] and model.architecture.tie_word_embeddings and _left_untied(pair[:2], model):
         first, second, _tied = pair
         what = f"model.config.tie_word_embeddings is True, but `{second}` is not `{first}`: each would learn by itself."
         call = "Call model.tie_weights()" if model.has_tie_weights else f"Assign `{first}` to `{second}`"

@@ -21,6 +21,22 @@ def test_a_style_of_the_models_own_plan_matters_where_that_plan_is_used() -> Non
 
 
 @pytest.mark.parametrize(
+    ("pattern", "rules"),
+    [
+        ("layers.*.attn", ["tensor.style-unknown"]),
+        ("layers.*.attn.weight", ["tensor.style-unknown"]),  # of experts a plan names the parameter
+        ("layers.*.experts", []),
+        ("layers.*.experts.gate_up_proj", []),
+    ],
+)
+def test_a_style_of_the_models_own_plan_matters_where_the_model_has_such_a_layer(
+    pattern: str, rules: list[str]
+) -> None:
+    model = evolve(tiny_model(), tensor_plan=(("layers.*.mlp", "colwise"), (pattern, "packed_colwise")))
+    assert rule_ids(Config(engine=TensorParallel()), tiny_facts(model, world=2)) == rules
+
+
+@pytest.mark.parametrize(
     ("options", "fires"),
     [
         ((("foreach", True),), 1),

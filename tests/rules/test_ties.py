@@ -63,3 +63,30 @@ def test_embeddings_are_tied_exactly_where_the_config_of_the_model_says_so(
         tied_keys=("head.weight",) if keys else (),
     )
     assert rule_ids(Config(), tiny_facts(said)) == rules
+
+
+@pytest.mark.parametrize(
+    ("keys", "ties", "rules"),
+    [
+        (("head.bias", "entities.weight"), (), []),
+        (("encoder.embed.weight",), (), []),
+        (("head.weight",), (("decoder.embed.weight", "head.weight"),), []),
+        (("head.weight",), (("decoder.embed.weight", "norm.weight"),), ["ties.only-declared"]),
+        ((r"^embed\.weight",), (), ["ties.only-declared"]),
+        (("(",), (), []),
+    ],
+    ids=[
+        "the class ties other things (Luke)",
+        "the class ties two embeddings, and no output (Pop2Piano)",
+        "the output is tied to the embedding of the decoder (T5Gemma)",
+        "the output is tied to nothing",
+        "the class ties the input to the output, and names it by an expression",
+        "a key that is no expression",
+    ],
+)
+def test_an_output_that_the_class_does_not_tie_may_be_untied(
+    keys: tuple[str, ...], ties: tuple[tuple[str, ...], ...], rules: list[str]
+) -> None:
+    said = ArchitectureFacts(tie_word_embeddings=True)
+    model = evolve(tiny_model(extra=(evolve(ROOT, name="decoder.embed.weight"),)), architecture=said, tied_keys=keys)
+    assert rule_ids(Config(), tiny_facts(evolve(model, ties=ties))) == rules

@@ -6,13 +6,14 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from attrs import evolve
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # the names that torch itself looks up
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from prepkit.live.checkpoints import contents, untouched
+from prepkit.live.checkpoints import closed_state, contents, untouched
 from prepkit.live.checkpoints.contents import Contents
 from prepkit.live.model import names
 
@@ -21,6 +22,10 @@ Keys = tuple[Any, ...]
 
 def held(model: Module, optimizer: Optimizer | None) -> Contents:
     """What stands here; nothing of it is changed."""
+    if optimizer is not None and closed_state.is_closed(optimizer):
+        alone = held(model, None)
+        own = closed_state.plain(optimizer)
+        return evolve(alone, plain={**alone.plain, **own}, groups=closed_state.groups(model, optimizer))
     with untouched.as_it_stands(optimizer):
         return _split(_nested(model, optimizer))[0]
 
@@ -34,6 +39,14 @@ def filled(
     A parameter of which the checkpoint holds no state, because it never had a gradient, has none afterwards. If what is
     inside raises, the optimizer is as it was, and tensors of the model that were filled by then stay so.
     """
+    if optimizer is not None and closed_state.is_closed(optimizer):
+        name = closed_state.key(optimizer)
+        with filled(model, None, stored, []) as wanted:
+            wanted.plain.update({name: None} if name in stored else {})
+            yield wanted
+            state = wanted.plain.pop(name, None)
+        closed_state.put(optimizer, state, groups)
+        return
     with untouched.emptied(optimizer):
         nested = _nested(model, optimizer)
         empty = contents.stateless(_owners(nested), stored)

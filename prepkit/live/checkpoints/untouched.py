@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.distributed.checkpoint.state_dict import _init_optim_state  # what torch itself does to make room
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
+
+from prepkit.live.model.joint_optimizer import members
 
 
 @contextmanager
@@ -44,6 +47,7 @@ def emptied(optimizer: Optimizer | None) -> Iterator[None]:
     for param, _ in grads:
         param.grad = None
     try:
+        _make_room(optimizer)
         yield
     except BaseException:
         optimizer.state.clear()
@@ -52,6 +56,22 @@ def emptied(optimizer: Optimizer | None) -> Iterator[None]:
     finally:
         for param, grad in grads:
             param.grad = grad
+
+
+def _make_room(optimizer: Optimizer) -> None:
+    """Fills what torch cannot: it steps over dense zeros, which ``SparseAdam`` does not take.
+
+    torch leaves an optimizer that has state as it is, so that beside one of those all others are filled here too.
+    """
+    if not any(isinstance(member, SparseAdam) for member in members(optimizer)):
+        return
+    for member in members(optimizer):
+        if not isinstance(member, SparseAdam):
+            _init_optim_state(member)
+            continue
+        for param in _trained(member):
+            moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+            member.state[param] = {"step": 0, **moments}
 
 
 def _trained(optimizer: Optimizer) -> Iterator[Parameter]:

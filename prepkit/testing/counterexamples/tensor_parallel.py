@@ -68,7 +68,7 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "tensor.no-plan": lambda: _parallel(TPPlanFromModel()),
     "tensor.style-unknown": lambda: _parallel(
         TPPlanFromModel(),
-        evolve(tiny_model(), tensor_plan=(("layers.*.mlp", "colwise"), ("layers.*.experts", "moe_tp_experts"))),
+        evolve(tiny_model(), tensor_plan=(("layers.*.mlp", "colwise"), ("layers.*.attn", "moe_tp_experts"))),
     ),
     "tensor.pattern-not-found": lambda: _parallel(_rows(("layers.*.mlp", "colwise"), ("layer.*.attn", "rowwise"))),
     "tensor.not-a-layer": lambda: _parallel(_rows(("norm", "colwise")), tiny_model(extra=(_CONV,))),
