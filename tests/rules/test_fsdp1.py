@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from attrs import evolve
 
-from prepkit.config import BF16, FSDP1, Config, Mesh
+from prepkit.config import BF16, FSDP1, Config, Mesh, Sharding
 from prepkit.rules import check
 from prepkit.testing.tiny import tiny_facts, tiny_model, tiny_optimizer
 from tests.support.rule_findings import finding_of, rule_ids
@@ -30,6 +30,14 @@ FLAT = FSDP1(use_orig_params=False)
 def test_a_mesh_with_shards_is_refused_where_the_strategy_has_none(mesh: Mesh | None, places: Sequence[str]) -> None:
     found = check(Config(engine=FSDP1(sharding="NO_SHARD"), mesh=mesh), tiny_facts(world=4))
     assert [finding.where for finding in found if finding.rule == "fsdp1.mesh"] == places
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_copies_are_refused_where_the_strategy_cuts_over_all_ranks(sharding: Sharding) -> None:
+    found = check(Config(engine=FSDP1(sharding=sharding), mesh=Mesh(replicate=2, shard=2)), tiny_facts(world=4))
+    (finding,) = (finding for finding in found if finding.rule == "fsdp1.mesh")
+    assert finding.where == "config.mesh.replicate"
+    assert finding.what == f"replicate=2, but {sharding} cuts the model over all ranks once."
 
 
 @pytest.mark.parametrize(

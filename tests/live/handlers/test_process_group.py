@@ -78,6 +78,21 @@ def test_mpirun_on_one_node_says_all_that_a_start_needs(monkeypatch: pytest.Monk
     assert (launcher.place(), launcher.local_rank(), launcher.processes()) == ((1, 2), 1, 2)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ],
+    ids=["mpich", "mvapich"],
+)
+def test_every_mpi_says_who_this_process_is(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(names, "1212", strict=True):
+        monkeypatch.setenv(name, value)
+    assert problems(TWO, nothing()) == ()
+    assert (launcher.place(), launcher.local_rank(), launcher.processes()) == ((1, 2), 1, 2)
+
+
 def test_mpirun_on_several_nodes_is_told_what_to_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)

@@ -70,6 +70,7 @@ FSDP1: dict[str, Answers] = {
     "F1-40": (
         "rule fsdp1.mesh",
         "rule fsdp1.no-shard",
+        "test test_copies_are_refused_where_the_strategy_cuts_over_all_ranks",
         "test test_two_processes_learn_what_one_learns",
         "test test_copies_of_shards_learn_what_one_process_learns",
         "deviation one field says it, sharding (G-12)",

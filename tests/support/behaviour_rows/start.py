@@ -17,6 +17,7 @@ START: dict[str, Answers] = {
     "ST-4": (
         "test test_each_launcher_says_how_many_processes_there_are",
         "test test_a_launcher_that_forgot_variables_is_refused_by_their_names",
+        "test test_every_mpi_says_who_this_process_is",
         "test test_processes_that_mpirun_started_train_as_under_torchrun",
         "test test_mpirun_on_several_nodes_is_told_what_to_pass_on",
         "deviation gloo is the backend of CPUs also where mpi is there; write backend='mpi' for it",
