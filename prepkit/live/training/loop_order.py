@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from attrs import define
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,7 +44,7 @@ class LoopOrder:
     """A parameter that had a gradient when the last micro-batch ended inside a window; None: none had, as in FSDP2."""
     _usual: Parameter | None = None
     """The parameter that had a gradient when somebody last looked: asking it first saves a walk through the model."""
-    _written: tuple[int, ...] | None = None
+    _written: tuple[tuple[int, ...], tuple[float, ...]] | None = None
     """How often each gradient had been written after the last backward; None: nobody looked."""
     _changes_looked_at: bool = False
     _ticked: int | None = None
@@ -182,10 +183,12 @@ def _any_gradient(model: Module) -> bool:
     return any(param.grad is not None for param in model.parameters())
 
 
-def _writes(model: Module) -> tuple[int, ...]:
-    """The version counter of each gradient, which torch raises at every write in place.
+def _writes(model: Module) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The version counter of each gradient, which torch raises at every write in place; of parts of DTensors the sum.
 
-    Of a DTensor that of its part, to which fully_shard adds; torch counts no operation on the DTensor itself.
+    torch counts what ``fully_shard`` adds to the part of a DTensor, and no operation on the DTensor itself.
     """
-    grads = (getattr(param.grad, "_local_tensor", param.grad) for param in model.parameters())
-    return tuple(-1 if grad is None else grad._version for grad in grads)
+    grads = [param.grad for param in model.parameters()]
+    parts = [grad.to_local().sum() for grad in grads if isinstance(grad, DTensor)]
+    sums = torch.stack([part.to(torch.float32) for part in parts]).nan_to_num().tolist() if parts else ()
+    return tuple(-1 if grad is None else grad._version for grad in grads), tuple(sums)

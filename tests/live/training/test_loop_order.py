@@ -234,9 +234,7 @@ def test_gradients_that_something_else_has_written_are_warned_of_once(engine: An
         return list(first)
 
     assert said("nothing") == []
-    for which in (
-        ("beside",) if isinstance(engine, pk.FSDP2) else ("clipped", "beside")
-    ):  # torch counts no clipping there
+    for which in ("clipped", "beside"):
         (what,) = said(which)
         assert "Remove that call: write Config(clip=pk.ClipNorm(1.0))" in what
 
