@@ -1,7 +1,7 @@
-"""Lightning Fabric's three wrappers, recorded: class names, attributes and bases as its source has them.
+"""Lightning Fabric's three wrappers, recorded: class names, attributes and bases as its source has them (2.6).
 
 Source: ``lightning/fabric/wrappers.py`` (``_FabricModule``, ``_FabricOptimizer``, ``_FabricDataLoader``) and
-``lightning/fabric/plugins/precision/amp.py`` (``MixedPrecision.precision``, read in 2.x).
+``lightning/fabric/plugins/precision/amp.py`` (``MixedPrecision.precision``).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import nn
 
 
 class _FabricModule(nn.Module):
-    def __init__(self, forward_module: nn.Module, precision: Any, original_module: nn.Module) -> None:
+    def __init__(self, forward_module: nn.Module, strategy: Any, original_module: nn.Module) -> None:
         super().__init__()
         self._forward_module = forward_module
         self._original_module = original_module
-        self._precision = precision
+        self._strategy = strategy
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward_module(*args, **kwargs)
@@ -45,5 +45,5 @@ for _wrapper in (_FabricModule, _FabricOptimizer, _FabricDataLoader):
 
 def set_up(model: nn.Module, wrapped: nn.Module, optimizer: Any, loader: Any, precision: str) -> tuple[Any, Any, Any]:
     """As ``Fabric.setup`` and ``setup_dataloaders`` return them; ``wrapped`` is what the strategy has made."""
-    module = _FabricModule(wrapped, SimpleNamespace(precision=precision), model)
+    module = _FabricModule(wrapped, SimpleNamespace(precision=SimpleNamespace(precision=precision)), model)
     return module, _FabricOptimizer(optimizer), _FabricDataLoader(loader)

@@ -305,6 +305,18 @@ def test_what_fabric_has_set_up_is_audited_as_what_is_inside(gang2: Gang) -> Non
         assert config.optimizer == c.AdamW(lr=1e-3)
 
 
+def test_what_fabric_itself_has_set_up_is_told() -> None:
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    fabric.launch()
+    model = net()
+    module, optimizer = fabric.setup(model, adam(model))
+    audit = pk.audit(module, optimizer, loaders=[fabric.setup_dataloaders(divided(0, 1))])
+    assert audit.findings == ()
+    assert (audit.config().engine, audit.config().precision) == (c.Single(), c.BF16())
+    assert audit.config().optimizer == c.AdamW(lr=1e-3)
+    assert audit.facts.loaders[0].seen.name == "DataLoader"
+
+
 def test_an_error_inside_fabrics_wrappers_is_found() -> None:
     model = net()
     module, optimizer, loader = set_up(model, model, adam(net()), divided(0, 1), "32-true")

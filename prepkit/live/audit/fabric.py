@@ -1,7 +1,7 @@
 """What Lightning Fabric has put around objects, told by class names: it need not be installed.
 
-``Fabric.setup`` gives ``_FabricModule`` (the wrapped module in ``_forward_module``, precision in ``_precision``) and a
-class made on the spot from ``_FabricOptimizer`` (``_optimizer``); ``setup_dataloaders`` gives ``_FabricDataLoader``
+``Fabric.setup`` gives ``_FabricModule`` (the wrapped module in ``_forward_module``, precision in ``_strategy``) and a class
+ made on the spot from ``_FabricOptimizer`` (``_optimizer``); ``setup_dataloaders`` gives ``_FabricDataLoader``
 (``_dataloader``). Source: ``lightning/fabric/wrappers.py``.
 """
 
@@ -47,5 +47,7 @@ def autocast_of(model: nn.Module) -> AutocastOptions | None:
     """The autocast that Fabric's wrapper runs the forward under; None without one."""
     if not _is(model, "_FabricModule"):
         return None
-    dtype = DTYPES.get(str(getattr(vars(model).get("_precision"), "precision", "")))
+    own = vars(model)
+    plugin = getattr(own.get("_strategy"), "precision", None) or own.get("_precision")  # older Fabrics have the second
+    dtype = DTYPES.get(str(getattr(plugin, "precision", "")))
     return None if dtype is None else AutocastOptions(dtype=dtype, output_dtype="float32", by="Fabric")
