@@ -1,7 +1,7 @@
 """What Lightning Fabric has put around objects, told by class names: it need not be installed.
 
-``Fabric.setup`` gives ``_FabricModule`` (the wrapped module in ``_forward_module``, precision in ``_strategy``) and a class
- made on the spot from ``_FabricOptimizer`` (``_optimizer``); ``setup_dataloaders`` gives ``_FabricDataLoader``
+``Fabric.setup`` gives ``_FabricModule`` (the wrapped module in ``_forward_module``, precision in ``_strategy``) and a
+class made on the spot from ``_FabricOptimizer`` (``_optimizer``); ``setup_dataloaders`` gives ``_FabricDataLoader``
 (``_dataloader``). Source: ``lightning/fabric/wrappers.py``.
 """
 
