@@ -131,7 +131,7 @@ class HeldBytes:
 
 
 @frozen(kw_only=True)
-class Preparation:
+class HowPrepared:
     """How a model was prepared, and the model as it was before."""
 
     model: ModelFacts

@@ -29,7 +29,7 @@ from prepkit.diagnosis.reconstruction.optimizers import live, specs_of
 from prepkit.diagnosis.reconstruction.reasons import Reasons
 from prepkit.diagnosis.reconstruction.selection import pattern, selection
 from prepkit.facts import Facts
-from prepkit.facts.preparation import Preparation, TensorParallelModule
+from prepkit.facts.preparation import HowPrepared, TensorParallelModule
 from prepkit.facts.prepared import PreparedFacts
 from prepkit.findings import Finding, errors
 from prepkit.resolve.resolved import Resolved
@@ -92,13 +92,13 @@ def _accepted(config: Config, bare: Facts) -> Config:
     return evolve(config, overrides=tuple(dict.fromkeys(hit.rule for hit in hits if hit.rule in overridable)))
 
 
-def _device(devices: set[str], how: Preparation, *, spread: bool) -> str | None:
+def _device(devices: set[str], how: HowPrepared, *, spread: bool) -> str | None:
     """The device that the parameters are on, where the machine has another one that a plan would take."""
     offloaded = spread and (any(unit.offload for unit in how.flat_units) or how.pin_memory)
     return devices.pop() if len(devices) == 1 and how.env.device not in devices and not offloaded else None
 
 
-def _checkpointing(how: Preparation, reasons: Reasons) -> ActivationCheckpointing:
+def _checkpointing(how: HowPrepared, reasons: Reasons) -> ActivationCheckpointing:
     modules = how.recomputed
     if not modules:
         return NoCheckpointing()
@@ -118,7 +118,7 @@ def _checkpointing(how: Preparation, reasons: Reasons) -> ActivationCheckpointin
     )
 
 
-def _compile(how: Preparation, reasons: Reasons) -> Compile:
+def _compile(how: HowPrepared, reasons: Reasons) -> Compile:
     if not how.compiled:
         return NoCompile()
     first = how.compiled[0]
@@ -151,7 +151,7 @@ def _compile(how: Preparation, reasons: Reasons) -> Compile:
     return CompileBlocks(blocks=blocks, **options)  # type: ignore[arg-type]  # as above
 
 
-def _tp_plan(how: Preparation, reasons: Reasons) -> TPPlan | TPPlanFromModel:
+def _tp_plan(how: HowPrepared, reasons: Reasons) -> TPPlan | TPPlanFromModel:
     cut = how.tensor_parallel
     if not cut:
         return TPPlanFromModel()

@@ -31,7 +31,7 @@ from prepkit.diagnosis.reconstruction import precision
 from prepkit.diagnosis.reconstruction.reasons import Reasons
 from prepkit.diagnosis.reconstruction.selection import selection
 from prepkit.facts import ModelFacts, UnitFact
-from prepkit.facts.preparation import DDPOptions, FlatUnitOptions, NamedValues, Preparation
+from prepkit.facts.preparation import DDPOptions, FlatUnitOptions, HowPrepared, NamedValues
 from prepkit.facts.prepared import PreparedFacts
 from prepkit.findings.text import count
 from prepkit.importers.deepspeed import read_deepspeed
@@ -52,7 +52,7 @@ class StandingEngine:
     """What the engine's own config says beside it: clipping, accumulation."""
 
 
-def prepared(facts: PreparedFacts, how: Preparation, reasons: Reasons, *, trains: bool) -> StandingEngine:
+def prepared(facts: PreparedFacts, how: HowPrepared, reasons: Reasons, *, trains: bool) -> StandingEngine:
     """The engine that stands there. Where several do, the outermost one, with a reason."""
     standing = {
         "a DeepSpeed engine": bool(how.deepspeed),
@@ -81,7 +81,7 @@ def prepared(facts: PreparedFacts, how: Preparation, reasons: Reasons, *, trains
     return StandingEngine(engine=Single(), precision=_autocast(how))
 
 
-def _others(facts: PreparedFacts, how: Preparation, reasons: Reasons) -> None:
+def _others(facts: PreparedFacts, how: HowPrepared, reasons: Reasons) -> None:
     """What stands where no config puts it: around a part, in another order, or cut in a way that is not known."""
     if facts.ddp and how.ddp is None:
         reasons.add(f"model.{facts.ddp[0].path}", "DDP stands around a part of the model", "Wrap the whole model.")
@@ -99,11 +99,11 @@ def _others(facts: PreparedFacts, how: Preparation, reasons: Reasons) -> None:
         reasons.add(f"model.{strange[0]}", what, "Cut layers with parallelize_module.")
 
 
-def _autocast(how: Preparation) -> Precision:
+def _autocast(how: HowPrepared) -> Precision:
     return precision.of_autocast(how.autocast, how.model)
 
 
-def _deepspeed(how: Preparation) -> StandingEngine:
+def _deepspeed(how: HowPrepared) -> StandingEngine:
     read = read_deepspeed(Source("engine.json", how.deepspeed)).config
     engine = DeepSpeed(config=how.deepspeed, leaf_modules=how.leaf_modules)
     return StandingEngine(engine=engine, precision=precision.of_engine(read.precision, how), rest=read)
@@ -112,7 +112,7 @@ def _deepspeed(how: Preparation) -> StandingEngine:
 # --- DDP ---
 
 
-def _ddp(how: Preparation, ddp: DDPOptions, world: int, reasons: Reasons) -> DDP:
+def _ddp(how: HowPrepared, ddp: DDPOptions, world: int, reasons: Reasons) -> DDP:
     if ddp.ranks != world:
         reasons.add("ddp", f"it averages over {ddp.ranks} of {world} ranks", "Leave out process_group=.")
     if ddp.mixed:
@@ -164,7 +164,7 @@ def _mesh(ranks: int, copies: int, tensor: int, world: int, reasons: Reasons) ->
     return None if copies == 1 and tensor == 1 else Mesh(replicate=copies, shard=ranks, tensor=tensor)
 
 
-def _fsdp2(facts: PreparedFacts, how: Preparation, reasons: Reasons) -> StandingEngine:
+def _fsdp2(facts: PreparedFacts, how: HowPrepared, reasons: Reasons) -> StandingEngine:
     units, world = facts.model.units, facts.world_size
     paths = frozenset(unit.path for unit in units if unit.path)
     if units[-1].path:
@@ -199,7 +199,7 @@ def _fsdp2(facts: PreparedFacts, how: Preparation, reasons: Reasons) -> Standing
     )
 
 
-def _fsdp1(facts: PreparedFacts, how: Preparation, reasons: Reasons) -> StandingEngine:
+def _fsdp1(facts: PreparedFacts, how: HowPrepared, reasons: Reasons) -> StandingEngine:
     units = how.flat_units
     paths = frozenset(unit.path for unit in units if unit.path)
     root = next((unit for unit in units if not unit.path), units[0])
@@ -249,7 +249,7 @@ def _full_precision(units: tuple[UnitFact, ...] | tuple[FlatUnitOptions, ...], m
 
 
 def _wrap(
-    engine: FSDP1 | FSDP2, computes: Precision, paths: frozenset[str], how: Preparation, reasons: Reasons
+    engine: FSDP1 | FSDP2, computes: Precision, paths: frozenset[str], how: HowPrepared, reasons: Reasons
 ) -> Wrap:
     cfg = Config(engine=engine, precision=computes)
     found = selection(paths, how.model, lambda wrap: frozenset(sharded_units(cfg, how.model, select(wrap, how.model))))
@@ -259,7 +259,7 @@ def _wrap(
     return found or WrapRoot()
 
 
-def _ignored(how: Preparation, engine: FSDP1 | FSDP2, units: frozenset[str], reasons: Reasons) -> tuple[str, ...]:
+def _ignored(how: HowPrepared, engine: FSDP1 | FSDP2, units: frozenset[str], reasons: Reasons) -> tuple[str, ...]:
     """The outermost modules none of whose parameters any unit has taken."""
     model = how.model
     kept = set(packed_params(model)) | (set(scalars(model)) if isinstance(engine, FSDP2) else set())

@@ -9,7 +9,7 @@ from attrs import evolve
 from prepkit.config import BF16, FP16, AsStored, DType, Precision
 from prepkit.diagnosis.reconstruction.reasons import Reasons
 from prepkit.facts import ModelFacts, UnitFact
-from prepkit.facts.preparation import AutocastOptions, FlatUnitOptions, Preparation
+from prepkit.facts.preparation import AutocastOptions, FlatUnitOptions, HowPrepared
 from prepkit.resolve.precision import LOW
 
 KINDS: dict[str, type[BF16 | FP16]] = {"bfloat16": BF16, "float16": FP16}
@@ -43,7 +43,7 @@ def of_units(root: UnitFact, others: tuple[UnitFact, ...], model: ModelFacts, re
 
 
 def of_flat_units(
-    root: FlatUnitOptions, others: tuple[FlatUnitOptions, ...], how: Preparation, reasons: Reasons
+    root: FlatUnitOptions, others: tuple[FlatUnitOptions, ...], how: HowPrepared, reasons: Reasons
 ) -> Precision:
     """Of units of FSDP1; what the model returns is said by the autocast around it."""
     reasons.same("model", "the dtype that units compute in", {unit.param_dtype for unit in (root, *others)})
@@ -71,7 +71,7 @@ def _of_dtypes(
     return AsStored()
 
 
-def of_engine(precision: Precision, how: Preparation) -> Precision:
+def of_engine(precision: Precision, how: HowPrepared) -> Precision:
     """What a DeepSpeed JSON says, with the dtype in which the model returns."""
     if not isinstance(precision, BF16 | FP16):
         return precision

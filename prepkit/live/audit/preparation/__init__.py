@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp._flat_param import FlatParameter
 
 from prepkit.facts import Env, ModelFacts
-from prepkit.facts.preparation import AutocastOptions, Preparation
+from prepkit.facts.preparation import AutocastOptions, HowPrepared
 from prepkit.live.audit.optimizers import engines
 from prepkit.live.audit.preparation.bare_model import bare_model
 from prepkit.live.audit.preparation.blocks import autocast, compiled, recomputed
@@ -34,14 +34,14 @@ def preparation(
     optimizers: list[Any],
     env: Env,
     around: AutocastOptions | None = None,
-) -> Preparation:
+) -> HowPrepared:
     """How ``model`` was prepared. ``seen`` are its facts, ``first`` each parameter's name by ``id``.
 
     ``around``: an autocast of a wrapper that was taken off before, as Fabric's.
     """
     cut = tensor_parallel(places)
     bare = bare_model(seen, model)
-    return Preparation(
+    return HowPrepared(
         model=bare,
         env=env,
         optimizers=optimizer_options(model, optimizers, first),
