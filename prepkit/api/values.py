@@ -70,7 +70,8 @@ def show(
     """
     from prepkit.render.text import text_of
 
-    (file or sys.stdout).write(f"{text_of(value)}\n")
+    text = str(value) if isinstance(value, Audit) else text_of(value)
+    (file or sys.stdout).write(f"{text}\n")
 
 
 def diff(a: T, b: T) -> tuple[Change, ...]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
+from prepkit.config import Config
+from prepkit.diagnosis import account
 from prepkit.facts.prepared import PreparedFacts
 from prepkit.findings import Finding, Severity
 from prepkit.findings.text import count, short
+from prepkit.plan import Plan
 
 
 @frozen(kw_only=True)
@@ -23,6 +26,25 @@ class Audit:
     def fine(self) -> bool:
         """Whether nothing above a note was found."""
         return all(finding.severity is Severity.NOTE for finding in self.findings)
+
+    def config(self) -> Config:
+        """The config that would have made what stands there. Raises ``PlanRejected`` with every reason against one.
+
+        What leaves no trace keeps its default: where the weights came from, clipping and accumulation that a loop does
+        by itself, how loaders are divided.
+        """
+        return account.config_of(self.facts)
+
+    def plan(self) -> Plan:
+        """Its plan, for the model as it was before; ``pk.diff`` of it and another shows what that would do otherwise.
+
+        Raises ``PlanRejected`` where there is no config, or prepkit has no plan for it.
+        """
+        return account.plan_of(self.facts)
+
+    def explain(self) -> str:
+        """What this rank holds now, and structure, memory and traffic as on a plan's page (``pk.show``)."""
+        return account.explained(self.facts)
 
     def __str__(self) -> str:
         said = [str(finding) for finding in self.findings]

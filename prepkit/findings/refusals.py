@@ -39,6 +39,12 @@ REFUSALS: tuple[Refusal, ...] = (
         fix="Call it in Python and mend what it raises.",
         raised_by=_MODEL_OPTION,
     ),
+    Refusal(
+        id="audit.no-config",
+        summary="What stands there is what a config of prepkit asks for.",
+        fix="Prepare the model in the way that the finding says, or with prepkit.",
+        raised_by="audit.config, audit.plan",
+    ),
     # --- a plan that meets live objects ---
     Refusal(
         id="plan.other-model",

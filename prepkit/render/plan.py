@@ -22,12 +22,16 @@ def plan_text(plan: Plan) -> str:
         tuple(origin_lines(plan.config)),
         tuple(step_lines(plan.steps)),
         tuple(layout_lines(plan)),
-        tuple(tree_lines(plan)),
-        tuple(memory_lines(plan)),
+        (tables(plan),),
         tuple(finding_lines("warnings", plan.warnings)),
         tuple(finding_lines("overridden (accepted in config.overrides)", plan.overridden)),
     )
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def tables(plan: Plan) -> str:
+    """Structure, memory and traffic of a plan, and what they mean."""
+    return "\n\n".join("\n".join(lines) for lines in (tuple(tree_lines(plan)), tuple(memory_lines(plan))) if lines)
 
 
 def _header(plan: Plan) -> Iterator[str]:

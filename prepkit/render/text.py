@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from prepkit.codec.diff import Set, Splice
-from prepkit.diagnosis import Audit
 from prepkit.findings import Finding
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
@@ -15,14 +14,14 @@ from prepkit.render.plan import plan_text
 
 
 def text_of(value: Any) -> str:
-    """A plan on its whole page, an attestation, an audit, the findings of ``pk.check``, or the changes of ``pk.diff``.
+    """A plan on its whole page, an attestation, the findings of ``pk.check``, or the changes of ``pk.diff``.
 
     Raises ``TypeError`` for anything else.
     """
     match value:
         case Plan():
             return plan_text(value)
-        case Attestation() | Audit():
+        case Attestation():
             return str(value)
         case ():
             return "nothing: no findings, no differences"

@@ -133,6 +133,6 @@ ERRORS: tuple[PlantedError, ...] = (
 
 NOT_MADE: tuple[tuple[str, str], ...] = (
     ("audit.backend", "GPU tensors on gloo, or offloaded ones on nccl alone: needs a GPU; its rule is held on facts"),
-    ("Fabric", "Lightning is not among the tested libraries; its wrapper is torch's DDP or FSDP inside"),
+    ("Fabric", "tests/audit/test_reconstruction.py and tests/live/test_fabric.py make them"),
 )
 """What no program here makes, and why."""

@@ -45,4 +45,5 @@ def audited(rank: int, world: int, name: str) -> Outcome:
     with launched(rank, world):
         case = program(name)(rank, world)
         audit: Audit = pk.audit(case.model, case.optimizer, case.scheduler, case.loaders)
+    audit.explain()  # of any program, right or wrong: it raises nothing
     return audit.seconds, tuple((one.rule, one.severity.value, str(one)) for one in audit.findings)

@@ -15,12 +15,14 @@ from torch import nn
 from prepkit.diagnosis import Audit, findings_of
 from prepkit.facts import Env
 from prepkit.facts.prepared import PreparedFacts
-from prepkit.live.audit import averaging, modules
+from prepkit.live.audit import averaging, fabric, modules
 from prepkit.live.audit.loaders import prepared_loader
 from prepkit.live.audit.optimizers import accumulation, engine_facts, inner, prepared_optimizer, prepared_scheduler
+from prepkit.live.audit.preparation import preparation
 from prepkit.live.audit.ranks import compared
 from prepkit.live.model.joint_optimizer import members
 from prepkit.live.model.names import first_names, parameters_at, sites
+from prepkit.live.observe.env import observe_env
 from prepkit.live.observe.given import said
 from prepkit.live.observe.model import model_facts
 
@@ -67,8 +69,13 @@ def look(
     """
     optimizers = _optimizers(optimizer)
     _expect(model, scheduler, loaders)
+    around, model, loaders = fabric.autocast_of(model), fabric.module_of(model), [*map(fabric.loader_of, loaders)]
     with torch.no_grad():
         facts, places = _alone(model, optimizers, loaders)
+        first = first_names(parameters_at(places))
+        here = evolve(observe_env(), world_size=facts.world_size) if env is None else env
+        how = preparation(model, places, facts.model, first, optimizers, here, around)
+        facts = evolve(facts, preparation=how)
         if scheduler is not None:
             facts = evolve(facts, scheduler=prepared_scheduler(scheduler, optimizers))
         facts = compared(facts, places, optimizers) if ask_ranks else facts

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from prepkit.facts.prepared import WrappedModule, Wrapper
 from prepkit.live.model.local_part import local
@@ -92,7 +93,12 @@ def with_nan(tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 
 def _has_nan(part: Tensor) -> bool:
-    if part.device.type == "meta" or not part.numel() or not (part.is_floating_point() or part.is_complex()):
+    if (
+        part.device.type == "meta"
+        or isinstance(part, FakeTensor)
+        or not part.numel()
+        or not (part.is_floating_point() or part.is_complex())
+    ):
         return False
     return bool(torch.isnan(part.detach().sum(dtype=torch.float64 if part.is_floating_point() else None)).item()) and (
         bool(torch.isnan(part.detach()).any().item())  # a sum of both infinities is NaN too

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from prepkit.facts.prepared import EngineFacts, PreparedOptimizer, PreparedScheduler
+from prepkit.live.audit import fabric
 from prepkit.live.model.deepspeed import stepped
 from prepkit.live.model.names import known_bases
 from prepkit.live.observe.optimizer import horizon
@@ -19,7 +20,8 @@ MASTERS = ("bf16_stochastic_round", "master_weights", "use_master_weights")
 
 
 def inner(wrapped: Any) -> Any:
-    """What stands inside accelerate's wrapper of an optimizer or a scheduler, or the thing itself."""
+    """What stands inside accelerate's or Fabric's wrapper of an optimizer or a scheduler, or the thing itself."""
+    wrapped = fabric.optimizer_of(wrapped)
     while type(wrapped).__module__.startswith("accelerate."):
         name = "optimizer" if hasattr(wrapped, "param_groups") else "scheduler"
         if (inside := vars(wrapped).get(name)) is None:

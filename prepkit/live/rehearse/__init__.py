@@ -8,7 +8,8 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -140,6 +141,29 @@ def rehearse_here(plan: Plan, model: Module, *, rank: int = 0, optimizer: Optimi
     Works on a meta copy; starts a fake default group and ends it. Raises ``RehearsalFailed`` where a group runs, and
     ``ValueError`` for a rank that the plan does not have, or a model that arrives sharded.
     """
+    with staged(plan, model, rank=rank, optimizer=optimizer) as stage:
+        differences = () if stage.halted else verify(stage.plan, stage.target, allow_meta=True).failed
+        return _seen(plan, rank, inspect(stage.target), stage.omitted, differences, stage.halted)
+
+
+@frozen(kw_only=True, eq=False)
+class Staged:
+    """What the steps of a rehearsal have made, while its fake group runs."""
+
+    target: Target
+    plan: Plan
+    """The plan whose steps were done, each as it can be rehearsed."""
+    omitted: tuple[Skipped, ...]
+    halted: str
+    """The story of the step that failed; empty when all were done."""
+
+
+@contextmanager
+def staged(plan: Plan, model: Module, *, rank: int = 0, optimizer: Optimizer | None = None) -> Iterator[Staged]:
+    """Does the steps on a meta copy in this process, under a fake default group that ends with the block.
+
+    Raises as ``rehearse_here`` does.
+    """
     _check_rank(plan, rank)
     if dist.is_initialized():
         raise RehearsalFailed("a process group runs in this process; call rehearse, which uses a process of its own")
@@ -160,8 +184,7 @@ def rehearse_here(plan: Plan, model: Module, *, rank: int = 0, optimizer: Optimi
         with launcher.same_local_rank():
             outcome = interpret(tuple(planned.step for planned in substituted.steps), table, target)
         halted = str(outcome) if isinstance(outcome, Halted) else ""
-        differences = () if halted else verify(substituted, target, allow_meta=True).failed
-        return _seen(plan, rank, inspect(target), omitted, differences, halted)
+        yield Staged(target=target, plan=substituted, omitted=omitted, halted=halted)
     finally:
         dist.destroy_process_group()
         _forget_meshes()

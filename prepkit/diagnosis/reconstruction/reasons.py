@@ -1,0 +1,24 @@
+"""Why what stands there is not what a config of prepkit asks for."""
+
+from __future__ import annotations
+
+from attrs import define, field
+
+from prepkit.findings import Finding, Severity
+
+
+@define
+class Reasons:
+    """What has been found against a config, in the order in which it was met."""
+
+    found: list[Finding] = field(factory=list)
+
+    def add(self, where: str, what: str, fix: str) -> None:
+        """One more."""
+        self.found.append(Finding(rule="audit.no-config", severity=Severity.ERROR, where=where, what=what, fix=fix))
+
+    def same(self, where: str, what: str, values: set[object] | frozenset[object]) -> None:
+        """One more where there are several values of what a config says once."""
+        if len(values) > 1:
+            said = " and ".join(sorted(map(str, values)))
+            self.add(where, f"{what} is not the same everywhere: {said}", "Prepare all of them alike.")
