@@ -7,6 +7,7 @@ from typing import Literal
 from attrs import frozen
 
 from prepkit.facts.model import ModelFacts
+from prepkit.facts.running import RunningFacts
 from prepkit.facts.training import LoaderFacts
 
 Averager = Literal["ddp", "fsdp1", "fsdp2", "dtensor", "deepspeed", "hook"]
@@ -177,3 +178,5 @@ class PreparedFacts:
     """What every rank has told, in their order; empty: they were not asked."""
     parted: tuple[str, ...] = ()
     """Tensors whose values differ over ranks that should hold them alike."""
+    running: tuple[tuple[RunningFacts, RunningFacts], ...] = ()
+    """What ``Audit.drift`` compares: an earlier look and one at this step; empty at the audit itself."""

@@ -1,0 +1,190 @@
+"""A model that trains, looked at again: what has changed since the last look, at a cost that stays small."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define, evolve, field
+from torch import nn
+
+from prepkit.diagnosis import findings_of
+from prepkit.diagnosis.drift import RULES
+from prepkit.facts.prepared import PreparedFacts
+from prepkit.facts.running import RunningFacts, RunningParam
+from prepkit.findings import Finding
+from prepkit.live.audit.optimizers import inner, prepared_optimizer
+from prepkit.live.fingerprints import Fingerprints, several, summed
+from prepkit.live.fingerprints.parts import Part, as_computed
+from prepkit.live.model.names import Site, first_names, parameters_at, sites
+from prepkit.live.observe.model import dtype_name
+from prepkit.live.ranks.agree import alike
+
+RATES = "learning rates"
+"""Name under which they travel beside the parameters."""
+
+
+@define(kw_only=True)
+class Rotation:
+    """Which weights are compared over ranks at a look. Every rank counts alike, so that all send the same names."""
+
+    names: tuple[str, ...] | None = None
+    """Of parameters that are compared; None: not asked yet. Those of one replica alone leave."""
+    sizes: dict[str, int] = field(factory=dict)
+    """Elements of each."""
+    at: int = 0
+    """The first of the next look."""
+    elements: float = 0.0
+    """How many the next look may read; what is begun is read to its end."""
+
+    def take(self, *, every: bool) -> tuple[str, ...]:
+        """Names for this look, at least one; all of them with ``every``."""
+        names = self.names or ()
+        order = (*names[self.at :], *names[: self.at])
+        if every or not names:
+            return order
+        read, taken = 0, 0
+        for name in order:
+            read += self.sizes[name]
+            if taken and read > self.elements:
+                break
+            taken += 1
+        self.at = (self.at + taken) % len(names)
+        return order[:taken]
+
+    def allow(self, taken: tuple[str, ...], found: Fingerprints, share: float) -> None:
+        """How much the next look reads: what this one's speed does in that share of the time between two looks."""
+        between, spent = found.told
+        speed = sum(self.sizes[name] for name in taken) / max(spent, 1e-6)
+        self.elements = speed * between * share
+        single = set(taken) - set(found.replicated)
+        if single and self.names is not None:
+            kept = [name for name in (*self.names[self.at :], *self.names[: self.at]) if name not in single]
+            self.names, self.at = tuple(kept), 0
+
+
+@define(kw_only=True)
+class RunningLook:
+    """What ``Audit.drift`` and ``pk.watch`` look with: it remembers the last look."""
+
+    model: nn.Module
+    optimizers: list[Any]
+    scheduler: Any
+    facts: PreparedFacts
+    asks_ranks: bool = True
+    share: float | None = None
+    """Of the time between two looks, how much a look may take; None: each compares all weights."""
+    before: RunningFacts = field(init=False)
+    rotation: Rotation = field(factory=Rotation, init=False)
+    seconds: float = field(default=0.0, init=False)
+    """That all looks have taken."""
+    _ended: float = field(factory=time.perf_counter, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.before = self._seen()
+
+    @torch.no_grad()
+    def look(self) -> tuple[Finding, ...]:
+        """Findings since the last look. Collective where ranks are asked."""
+        begun = time.perf_counter()
+        now = self._seen()
+        if self.asks_ranks and several():
+            now = self._compared(now, begun)
+        found = findings_of(evolve(self.facts, running=((self.before, now),)), RULES)
+        self.before = now
+        self._ended = time.perf_counter()
+        self.seconds += self._ended - begun
+        return found
+
+    def _seen(self) -> RunningFacts:
+        places = sites(self.model)
+        named = parameters_at(places)
+        first = first_names(named)
+        params = {first[id(param)]: param for _, param in named}
+        known = [prepared_optimizer(one, self.model, first) for one in self.optimizers]
+        rates, scheduled = _rates(self.scheduler, self.optimizers)
+        return RunningFacts(
+            params=tuple(map(_param, params, params.values())),
+            ties=_ties(named),
+            hooks=tuple(_hooks(places)),
+            held=tuple(one.held for one in known),
+            orphans=tuple(len(one.orphans) for one in known),
+            stateful=tuple(tuple(_stateful(inner(one), first)) for one in self.optimizers),
+            rates=rates,
+            scheduled=scheduled,
+        )
+
+    def _compared(self, now: RunningFacts, begun: float) -> RunningFacts:
+        """With what ranks differ in: one all-reduce. The first look asks whether they have the same parameters."""
+        held = {name: part for name, part in as_computed(self.model) if not part.values.is_meta}
+        if self.rotation.names is None:
+            same = alike(hashlib.sha256(repr(sorted(held)).encode()).digest())
+            self.asks_ranks = same  # else stages of a pipeline, or other models, which the audit tells
+            self.rotation.names = tuple(sorted(held)) if same else ()
+            self.rotation.sizes = {name: part.numel for name, part in held.items()}
+        if not self.asks_ranks:
+            return now
+        chosen = self.rotation.take(every=self.share is None)
+        sent = {name: held.get(name, _nothing()) for name in chosen}  # what is gone here must not stop the others
+        rates = torch.tensor(now.rates, dtype=torch.float64)
+        sent[RATES] = Part(values=rates, numel=rates.numel(), replica=dist.get_rank())
+        found = summed(sent, (begun - self._ended, time.perf_counter() - begun))
+        self.rotation.allow(chosen, found, self.share or 1.0)
+        parted = tuple(name for name in found.parted if name != RATES)
+        return evolve(now, parted=parted, rates_parted=RATES in found.parted)
+
+
+def _nothing() -> Part:
+    return Part(values=torch.empty(0), numel=0, replica=dist.get_rank())
+
+
+def _param(name: str, param: Any) -> RunningParam:
+    local = getattr(param, "ds_tensor", param)
+    return RunningParam(
+        name=name, dtype=dtype_name(param.dtype), device=local.device.type, requires_grad=param.requires_grad
+    )
+
+
+def _ties(named: list[tuple[str, nn.Parameter]]) -> tuple[tuple[str, ...], ...]:
+    groups: dict[int, list[str]] = {}
+    for name, param in named:
+        groups.setdefault(id(param), []).append(name)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _hooks(places: list[Site]) -> Iterator[tuple[str, str]]:
+    """Those on modules and on parameters; what hangs there may change from step to step only by more of them."""
+    for site in places:
+        for module in site.stack if site.first else ():
+            for kind, hooks in vars(module).items():
+                if kind.endswith("_hooks") and hooks:
+                    yield from ((site.path, f"{kind.strip('_')}: {_function(hook)}") for hook in hooks.values())
+            for name, param in module._parameters.items():
+                for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+                    yield f"{site.path}.{name}" if site.path else name, f"post_accumulate_grad_hooks: {_function(hook)}"
+
+
+def _function(hook: Any) -> str:
+    inside = getattr(hook, "func", hook)
+    return str(getattr(inside, "__qualname__", type(inside).__name__))
+
+
+def _stateful(optimizer: Any, first: dict[int, str]) -> Iterator[str]:
+    state = getattr(optimizer, "state", {})
+    slots = (param for group in optimizer.param_groups for param in group["params"])
+    for at, param in enumerate(slots):
+        if state.get(param):
+            yield first.get(id(param), f"slot {at}")
+
+
+def _rates(scheduler: Any, optimizers: list[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Learning rates as they are, and as the scheduler has set them last (``LRScheduler._last_lr``)."""
+    known = inner(scheduler) if scheduler is not None else None
+    driven = inner(getattr(known, "optimizer", None))
+    groups = driven.param_groups if driven is not None else [g for one in optimizers for g in inner(one).param_groups]
+    rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
+    return rates, tuple(map(float, getattr(known, "_last_lr", None) or ())) if driven is not None else ()
