@@ -23,7 +23,8 @@ from prepkit.codec import plan_digests
 from prepkit.config import Intent
 from prepkit.facts import Env, LocalFacts
 from prepkit.findings import Finding, PlanRejected, Severity, errors
-from prepkit.live.checks import buffers, weights
+from prepkit.live.checks import buffers
+from prepkit.live.fingerprints import attested
 from prepkit.live.interpreter import Done, Halted, interpret
 from prepkit.live.model import names
 from prepkit.live.model.state import inspect
@@ -82,7 +83,7 @@ def apply(
     facts that were open or other when the plan was made (new warnings are logged); ``ApplyHalted`` when a step fails
     (its ``__cause__`` is what the step raised) or another rank has failed (``RankFailed``), and ``NotAsPlanned`` when
     the outcome differs from the plan. What one rank raises here ends the others' apply within seconds.
-    ``fingerprint`` reads every weight twice: before and after (``checks.weights``).
+    ``fingerprint`` reads every weight twice: before and after (``fingerprints.attested``).
 
     >>> from prepkit.config import AdamW, Config
     >>> model = torch.nn.Linear(2, 2)
@@ -143,7 +144,7 @@ def _run(
     if guard is not None:
         target.together, target.watch, target.store = guard.barrier, guard.watch, guard.rendezvous
     before = buffers.digests(inspect(target).buffers)
-    values = weights.before(plan, target.model) if fingerprint else None
+    values = attested.before(plan, target.model) if fingerprint else None
     params = owned_optimizers.parameters_before(target.model, exchanged=_fills(plan))
     results: list[Attestation] = []  # one, once ``finish`` has looked
 
@@ -151,7 +152,7 @@ def _run(
         target.together()
         checked = verify(plan, target, before=before)
         if values is not None:
-            checked = weights.attested(checked, plan, target.model, values)
+            checked = attested.attested(checked, plan, target.model, values)
         result = evolve(checked, plan=of_plan, made=provenance, overridden=_ids(plan), env=env, drift=drifts)
         results.append(result)
         if guard is not None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 import prepkit as pk
+from prepkit.live.audit.running import Rotation
 from prepkit.live.audit.watch import Watch
 from tests.audit import clean
 from tests.audit.by_libraries import llama
@@ -227,6 +228,24 @@ def test_what_is_found_is_logged_once_or_given_to_a_function(caplog: pytest.LogC
     rate_written(case)
     with pytest.raises(RuntimeError, match=r"audit\.drift-rate"):
         stepped(case)
+
+
+def test_weights_are_compared_in_turn_within_their_share_of_the_time() -> None:
+    """A look that reads 1e6 elements a second, and takes a millisecond besides, every 60 seconds."""
+    sizes = {f"w{at}": 10 ** (2 + at % 5) for at in range(40)}
+    rotation = Rotation(names=tuple(sorted(sizes)), sizes=sizes)
+    spent, total, seen, looks = 0.0, 0.0, set[str](), 2000
+    for _ in range(looks):
+        taken = rotation.take(every=False)
+        rotation.account(taken, 60.0, spent, 0.001)
+        spent = 0.001 + sum(sizes[name] for name in taken) / 1e6
+        total += spent
+        seen |= set(taken)
+    assert seen == set(sizes)
+    assert 0.0005 < total / (60.0 * looks) < 0.0011
+    assert rotation.take(every=True) != ()
+    rotation.drop({"w0"})
+    assert "w0" not in rotation.take(every=True)
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "worlds": worlds,
     "loading": loading,
     "loop": _loop,
+    "fingerprints": fingerprints,
 }
 
 

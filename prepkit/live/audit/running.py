@@ -18,7 +18,7 @@ from prepkit.facts.prepared import PreparedFacts
 from prepkit.facts.running import RunningFacts, RunningParam
 from prepkit.findings import Finding
 from prepkit.live.audit.optimizers import inner, prepared_optimizer
-from prepkit.live.fingerprints import Fingerprints, several, summed
+from prepkit.live.fingerprints import several, summed
 from prepkit.live.fingerprints.parts import Part, as_computed
 from prepkit.live.model.names import Site, first_names, parameters_at, sites
 from prepkit.live.observe.model import dtype_name
@@ -38,32 +38,40 @@ class Rotation:
     """Elements of each."""
     at: int = 0
     """The first of the next look."""
-    elements: float = 0.0
-    """How many the next look may read; what is begun is read to its end."""
+    allowed: float = 0.0
+    """Elements that may be read; below zero where more was begun, which later looks make good."""
+    read: int = 0
+    """Elements of the last look."""
+    speed: float = 0.0
+    """Elements per second; 0: not known yet."""
 
     def take(self, *, every: bool) -> tuple[str, ...]:
-        """Names for this look, at least one; all of them with ``every``."""
+        """Names for this look; all of them with ``every``. The first look takes the smallest, to learn its speed."""
         names = self.names or ()
         order = (*names[self.at :], *names[: self.at])
         if every or not names:
             return order
-        read, taken = 0, 0
-        for name in order:
-            read += self.sizes[name]
-            if taken and read > self.elements:
-                break
+        if not self.speed:
+            return (min(order, key=lambda name: self.sizes[name]),)
+        taken, left = 0, self.allowed
+        while taken < len(order) and left > 0:
+            left -= self.sizes[order[taken]]
             taken += 1
         self.at = (self.at + taken) % len(names)
         return order[:taken]
 
-    def allow(self, taken: tuple[str, ...], found: Fingerprints, share: float) -> None:
-        """How much the next look reads: what this one's speed does in that share of the time between two looks."""
-        between, spent = found.told
-        speed = sum(self.sizes[name] for name in taken) / max(spent, 1e-6)
-        self.elements = speed * between * share
-        single = set(taken) - set(found.replicated)
-        if single and self.names is not None:
-            kept = [name for name in (*self.names[self.at :], *self.names[: self.at]) if name not in single]
+    def account(self, taken: tuple[str, ...], between: float, spent: float, share: float) -> None:
+        """``between``: seconds since the look before, ``spent``: what that one took. The same on every rank."""
+        self.speed = self.read / max(spent, 1e-6) if self.read else self.speed
+        self.read = sum(self.sizes[name] for name in taken)
+        most = sum(self.sizes[name] for name in self.names or ())
+        self.allowed = min(self.allowed + self.speed * between * share - self.read * (self.speed > 0), most)
+
+    def drop(self, single: set[str]) -> None:
+        """Leaves out what has one replica, and so nothing to be compared with."""
+        if single:
+            names = self.names or ()
+            kept = [name for name in (*names[self.at :], *names[: self.at]) if name not in single]
             self.names, self.at = tuple(kept), 0
 
 
@@ -82,6 +90,8 @@ class RunningLook:
     rotation: Rotation = field(factory=Rotation, init=False)
     seconds: float = field(default=0.0, init=False)
     """That all looks have taken."""
+    last_seconds: float = field(default=0.0, init=False)
+    """That the last one has taken."""
     _ended: float = field(factory=time.perf_counter, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -97,7 +107,8 @@ class RunningLook:
         found = findings_of(evolve(self.facts, running=((self.before, now),)), RULES)
         self.before = now
         self._ended = time.perf_counter()
-        self.seconds += self._ended - begun
+        self.last_seconds = self._ended - begun
+        self.seconds += self.last_seconds
         return found
 
     def _seen(self) -> RunningFacts:
@@ -132,8 +143,10 @@ class RunningLook:
         sent = {name: held.get(name, _nothing()) for name in chosen}  # what is gone here must not stop the others
         rates = torch.tensor(now.rates, dtype=torch.float64)
         sent[RATES] = Part(values=rates, numel=rates.numel(), replica=dist.get_rank())
-        found = summed(sent, (begun - self._ended, time.perf_counter() - begun))
-        self.rotation.allow(chosen, found, self.share or 1.0)
+        found = summed(sent, (begun - self._ended, self.last_seconds))
+        between, spent = found.told
+        self.rotation.account(chosen, between, spent, self.share or 1.0)
+        self.rotation.drop(set(chosen) - set(found.replicated))
         parted = tuple(name for name in found.parted if name != RATES)
         return evolve(now, parted=parted, rates_parted=RATES in found.parted)
 

@@ -62,8 +62,12 @@ def fingerprint_sum(
         cast = row if dtype is None else row.to(dtype)
         bits = _bits(cast)
         scale = bits.numel() // row.numel()  # two numbers for a complex one
-        index = torch.arange(done * scale, done * scale + bits.numel(), dtype=torch.int64, device=bits.device)
-        total += (_hash_(index if dims is None else _global(index, dims, scale)).mul_(bits)).sum()
+        if dims is not None and scale == 1 and dims[-1][0] <= bits.numel():
+            index = _by_rows(done, bits.numel(), dims, bits)
+        else:
+            index = torch.arange(done * scale, done * scale + bits.numel(), dtype=torch.int64, device=bits.device)
+            index = index if dims is None else _global(index, dims, scale)
+        total += _hash_(index).mul_(bits).sum()
         done += row.numel()
     return total
 
@@ -85,6 +89,15 @@ def _rows(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
         for begin in range(0, len(tensor), many):
             some = tensor[begin : begin + many]
             yield from _rows(some[0] if len(some) == 1 else some, chunk)
+
+
+def _by_rows(first: int, many: int, dims: tuple[Dim, ...], like: Tensor) -> Tensor:
+    """As ``_global`` for ``many`` places from ``first`` on: a division for each run along the last dim only."""
+    run, offset, stride = dims[-1]
+    rows = torch.arange(first // run, (first + many - 1) // run + 1, dtype=torch.int64, device=like.device)
+    inner = torch.arange(offset, offset + run, dtype=torch.int64, device=like.device).mul_(stride)
+    grid = _global(rows, dims[:-1], 1).unsqueeze(1) + inner
+    return grid.view(-1)[first % run : first % run + many]
 
 
 def _global(index: Tensor, dims: tuple[Dim, ...], scale: int) -> Tensor:

@@ -12,7 +12,7 @@ from attrs import frozen
 
 import prepkit as pk
 from prepkit.live.apply import ApplyHalted, NotAsPlanned
-from prepkit.live.checks import weights
+from prepkit.live.fingerprints import attested
 from prepkit.live.fingerprints.parts import Part, parts
 from tests.support.deepspeed_cpu import lean
 from tests.support.gang import Gang
@@ -137,7 +137,7 @@ def test_the_ranks_of_deepspeed_have_them_at_every_stage(gang2: Gang, tmp_path: 
 
 def damaged(rank: int, world: int, way: str) -> str:
     """What apply says where a step has changed one bit on the last rank."""
-    look = weights.fingerprints.fingerprints
+    look = attested.fingerprints.fingerprints
 
     def after_damage(model: Any) -> Any:
         if rank == world - 1:
@@ -146,13 +146,13 @@ def damaged(rank: int, world: int, way: str) -> str:
 
     model, _ = build("llama-tied")
     plan = pk.build_plan(pk.Config(optimizer=pk.AdamW(lr=0.01), **TWO[way]), model)
-    weights.fingerprints.fingerprints = after_damage
+    attested.fingerprints.fingerprints = after_damage
     try:
         pk.apply(plan, fingerprint=True)
     except (NotAsPlanned, ApplyHalted) as wrong:
         return str(wrong)
     finally:
-        weights.fingerprints.fingerprints = look
+        attested.fingerprints.fingerprints = look
     return ""
 
 
