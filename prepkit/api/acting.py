@@ -12,7 +12,7 @@ from prepkit.facts import Env
 from prepkit.plan import Plan
 
 if TYPE_CHECKING:
-    from prepkit.live.audit.watch import Act, Watch
+    from prepkit.live.audit.watch import Act, DriftWatch
     from prepkit.live.rehearse import Rehearsal
     from prepkit.live.training.prepared import Prepared
 
@@ -97,7 +97,7 @@ def watch(
     every: int = 100,
     share: float = 0.001,
     act: Act | None = None,
-) -> Watch:
+) -> DriftWatch:
     """Looks for drift at every ``every``-th optimizer step from here on, and logs what it finds (logger ``prepkit``).
 
     ``model`` and ``optimizer`` are what a loop uses, whoever has prepared them; or ``model`` is a ``Trainer`` of

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import prepkit as pk
 from prepkit.live.audit.running import Rotation
-from prepkit.live.audit.watch import Watch
+from prepkit.live.audit.watch import DriftWatch
 from tests.audit import clean
 from tests.audit.by_libraries import llama
 from tests.audit.case import WIDTH, Case, adam, net, rows
@@ -276,7 +276,7 @@ def test_a_trainer_of_transformers_is_watched_by_one_line(tmp_path: Path) -> Non
                 given["model"].lm_head.weight.data = given["model"].lm_head.weight.data.double().float()
                 given["model"].model.norm.weight.requires_grad_(requires_grad=False)
 
-    def trained(callbacks: list[Any]) -> Watch:
+    def trained(callbacks: list[Any]) -> DriftWatch:
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=2, num_train_epochs=1,
             save_strategy="no", disable_tqdm=True,
@@ -315,7 +315,7 @@ def test_a_trainer_of_lightning_is_watched_by_one_line(package: str, tmp_path: P
             optimizer = adam(self.net)
             return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}]
 
-    def trained(*, meddle: bool) -> Watch:
+    def trained(*, meddle: bool) -> DriftWatch:
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         trainer = lightning.Trainer(
             max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, enable_model_summary=False, **quiet

@@ -174,7 +174,7 @@ def _hooks(places: list[Site]) -> Iterator[tuple[str, str]]:
     for site in places:
         for module in site.stack if site.first else ():
             for kind, hooks in vars(module).items():
-                if kind.endswith("_hooks") and hooks:
+                if kind.endswith("_hooks") and isinstance(hooks, dict):  # transformers has a list of that name
                     yield from ((site.path, f"{kind.strip('_')}: {_function(hook)}") for hook in hooks.values())
             for name, param in module._parameters.items():
                 for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
@@ -197,7 +197,7 @@ def _stateful(optimizer: Any, first: dict[int, str]) -> Iterator[str]:
 def _rates(scheduler: Any, optimizers: list[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Learning rates as they are, and as the scheduler has set them last (``LRScheduler._last_lr``)."""
     known = inner(scheduler) if scheduler is not None else None
-    driven = inner(getattr(known, "optimizer", None))
-    groups = driven.param_groups if driven is not None else [g for one in optimizers for g in inner(one).param_groups]
+    driven = getattr(inner(getattr(known, "optimizer", None)), "param_groups", None)
+    groups = driven if driven is not None else [group for one in optimizers for group in inner(one).param_groups]
     rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
     return rates, tuple(map(float, getattr(known, "_last_lr", None) or ())) if driven is not None else ()

@@ -22,7 +22,7 @@ Act = Callable[[tuple[Finding, ...]], None]
 
 
 @define(kw_only=True)
-class Watch:
+class DriftWatch:
     """What ``pk.watch`` gives: what was found, and what it took. Nothing is looked at before the first step."""
 
     every: int
@@ -78,13 +78,13 @@ class Watch:
                 logging.getLogger("prepkit").warning("step %d: %s", self.steps, one)
 
 
-def watch(model: Any, optimizer: Any, scheduler: Any, *, every: int, share: float, act: Act | None) -> Watch:
+def watch(model: Any, optimizer: Any, scheduler: Any, *, every: int, share: float, act: Act | None) -> DriftWatch:
     """See ``pk.watch``."""
     if type(every) is not int or every < 1:
         raise ValueError(f"every is {every!r}; give how many optimizer steps lie between two looks, such as every=100")
     if not 0 < share <= 1:
         raise ValueError(f"share is {share!r}; give the part of the time that looks may take, such as share=0.001")
-    made = Watch(every=every, share=share, act=act)
+    made = DriftWatch(every=every, share=share, act=act)
     roots = {base.__module__.partition(".")[0] for base in type(model).__mro__ if base.__name__.endswith("Trainer")}
     if "transformers" in roots and not isinstance(model, nn.Module):
         _alone(optimizer, scheduler)
@@ -120,7 +120,7 @@ def _stepping(optimizer: Any) -> torch.optim.Optimizer:
     return known
 
 
-def _of_transformers(made: Watch, trainer: Any) -> Any:
+def _of_transformers(made: DriftWatch, trainer: Any) -> Any:
     """A ``TrainerCallback``: the model is prepared when training begins."""
     from transformers import TrainerCallback
 
@@ -134,7 +134,7 @@ def _of_transformers(made: Watch, trainer: Any) -> Any:
     return DriftCallback()
 
 
-def _of_lightning(made: Watch, package: str) -> Any:
+def _of_lightning(made: DriftWatch, package: str) -> Any:
     """A ``Callback`` of the package that the Trainer comes from."""
 
     class DriftCallback(import_module(package).Callback):  # type: ignore[misc]  # known when it runs
