@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,6 +247,18 @@ def test_weights_are_compared_in_turn_within_their_share_of_the_time() -> None:
     assert rotation.take(every=True) != ()
     rotation.drop({"w0"})
     assert "w0" not in rotation.take(every=True)
+
+
+def test_groups_that_deepspeed_steps_one_by_one_are_one_step() -> None:
+    case = tied_with_a_hook()
+    watch = pk.watch(case.model, case.optimizer, every=1)
+    engine = watch._engine = SimpleNamespace(global_steps=0)
+    for _ in range(3):
+        case.optimizer.step()
+    assert (watch.steps, watch.looks) == (1, 1)
+    engine.global_steps = 1
+    case.optimizer.step()
+    assert (watch.steps, watch.looks) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from attrs import frozen
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import prepkit as pk
 from prepkit.live.apply import ApplyHalted, NotAsPlanned
-from prepkit.live.fingerprints import attested
+from prepkit.live.fingerprints import attested, fingerprints
 from prepkit.live.fingerprints.parts import Part, parts
 from tests.support.deepspeed_cpu import lean
 from tests.support.gang import Gang
@@ -122,6 +123,18 @@ def test_two_ranks_have_the_numbers_of_the_whole_model_all_its_life(gang2: Gang,
     assert each[0]["FSDP1"].planted == each[0]["FSDP2 in bfloat16"].planted == "other numbers: 1"
 
 
+def opposite(rank: int, world: int) -> tuple[str, ...]:
+    """Rank 1 has one more in the bits of an element, and rank 2 one less."""
+    model = torch.nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0).view(torch.int32)[2, 2] += {1: 1, 2: -1}.get(rank, 0)
+    return fingerprints(model).parted
+
+
+def test_differences_of_two_ranks_do_not_cancel(gang4: Gang) -> None:
+    assert gang4.run(opposite) == [("weight",)] * 4
+
+
 def test_four_ranks_of_two_axes_have_them(gang4: Gang, tmp_path: Path) -> None:
     each = gang4.run(lives, FOUR, str(tmp_path), timeout=120)
     held(each, tmp_path)
@@ -161,6 +174,22 @@ def test_a_bit_that_a_step_changes_is_a_failed_check_by_name(gang2: Gang) -> Non
         assert "weights are equal on all ranks: model.embed_tokens.weight differs between ranks" in said
     for said in gang2.run(damaged, "FSDP2 in bfloat16", timeout=60):
         assert "weights kept their values: model.embed_tokens.weight holds other values than before" in said
+
+
+def of_other_strides(rank: int, world: int) -> tuple[Numbers, Numbers]:
+    """A flat parameter has the elements in the order of their strides, and not of their indices."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last))
+    model[0].weight = torch.nn.Parameter(torch.randn(5, 3).t())
+    assert not model[0].weight.is_contiguous()
+    plain = pk.fingerprints(model)
+    return plain, pk.fingerprints(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")))
+
+
+def test_flat_parameters_of_other_strides_have_the_numbers_of_their_indices(gang2: Gang) -> None:
+    for plain, flat in gang2.run(of_other_strides, timeout=60):
+        assert flat == plain
+        assert len(flat) == 4
 
 
 def test_alone_every_weight_has_its_number_and_loaded_ones_have_those_of_the_file(tmp_path: Path) -> None:
