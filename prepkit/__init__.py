@@ -74,12 +74,14 @@ if TYPE_CHECKING:
     from prepkit.api import build_plan as build_plan
     from prepkit.api import check as check
     from prepkit.api import diff as diff
+    from prepkit.api import fingerprints as fingerprints
     from prepkit.api import fits as fits
     from prepkit.api import foreign_uses as foreign_uses
     from prepkit.api import load as load
     from prepkit.api import rehearse as rehearse
     from prepkit.api import save as save
     from prepkit.api import show as show
+    from prepkit.api import watch as watch
     from prepkit.codec.diff import patch as patch
     from prepkit.diagnosis import AUDIT_RULES as AUDIT_RULES
     from prepkit.diagnosis import Audit as Audit
@@ -124,6 +126,7 @@ _LATER = {
     "Imported": "prepkit.importers.imported",
     "export_config": "prepkit.exporters",
     "import_config": "prepkit.importers",
+    "fingerprints": "prepkit.api",
     "fits": "prepkit.api",
     "foreign_uses": "prepkit.api",
     "JsonLines": "prepkit.live.training.trackers",
@@ -146,6 +149,7 @@ _LATER = {
     "RULES": "prepkit.rules",
     "TensorBoard": "prepkit.live.training.trackers",
     "together": "prepkit.live.ranks.together",
+    "watch": "prepkit.api",
     "WandB": "prepkit.live.training.trackers",
 }
 """Name to the module that has it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from prepkit.api.given import Given, a_plan, loaders_of
@@ -11,6 +12,7 @@ from prepkit.facts import Env
 from prepkit.plan import Plan
 
 if TYPE_CHECKING:
+    from prepkit.live.audit.watch import Act, DriftWatch
     from prepkit.live.rehearse import Rehearsal
     from prepkit.live.training.prepared import Prepared
 
@@ -22,11 +24,13 @@ def apply(
     optimizer: Any = None,
     scheduler: Any = None,
     loaders: Sequence[Any] | None = None,
+    fingerprint: bool = False,
 ) -> Prepared:
     """Does what the plan says to the objects that it was built from, or to those given here, and verifies the outcome.
 
     Raises ``PlanRejected`` before anything is touched when the objects are not those of the plan, and
-    ``live.ApplyHalted`` when a step fails: its ``halted`` says what stands and what was undone.
+    ``live.ApplyHalted`` when a step fails: its ``halted`` says what stands and what was undone. ``fingerprint``: the
+    attestation has a number for the values of each parameter, the same before and after and on every rank.
     """
     a_plan(plan)
     from prepkit.live.apply import apply as act
@@ -38,6 +42,7 @@ def apply(
         optimizer=given.optimizer if optimizer is None else optimizer,
         scheduler=given.scheduler if scheduler is None else scheduler,
         loaders=given.loaders if loaders is None else loaders_of(loaders),
+        fingerprint=fingerprint,
     )
 
 
@@ -62,9 +67,45 @@ def audit(
     return look(model, optimizer, scheduler, loaders_of(loaders), env=env)
 
 
+def fingerprints(weights: Any, *, masters: bool = False) -> dict[str, str]:
+    """Name to fingerprint, in 16 hex digits, of every parameter of a model or of a safetensors file or folder.
+
+    The same for whole, sharded, flattened, partitioned and exported weights, which are not gathered for it. ``weights``
+    is a module, whoever has prepared it, or a path. ``masters``: of what DeepSpeed trains in low precision the float32
+    master weights, which are what is saved and exported. Collective for a model where a process group has several
+    ranks. Raises ``ValueError`` where ranks that hold the same of a parameter differ in it, or have other parameters;
+    ``TypeError`` for anything else.
+    """
+    from prepkit.live.fingerprints import as_text, of_files
+
+    return of_files(str(weights)) if isinstance(weights, str | PathLike) else as_text(weights, masters=masters)
+
+
 def rehearse(plan: Plan, model: Any, *, rank: int = 0) -> Rehearsal:
     """What real torch makes of the plan on one rank, on a meta copy in a process of its own."""
     a_plan(plan)
     from prepkit.live.rehearse import rehearse as run
 
     return run(plan, model, rank=rank)
+
+
+def watch(
+    model: Any,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    every: int = 100,
+    share: float = 0.001,
+    act: Act | None = None,
+) -> DriftWatch:
+    """Looks for drift at every ``every``-th optimizer step from here on, and logs what it finds (logger ``prepkit``).
+
+    ``model`` and ``optimizer`` are what a loop uses, whoever has prepared them; or ``model`` is a ``Trainer`` of
+    transformers or of Lightning, alone, before it trains. On every rank. A look compares as many weights over ranks as
+    can be read in ``share`` of the time since the last one, in turn. ``act`` is called with what was found, in the
+    place of the log; what it raises ends the training. Raises ``TypeError`` for objects of the wrong kind, and
+    ``ValueError`` for ``every`` below 1 and a ``share`` that is none.
+    """
+    from prepkit.live.audit.watch import watch as begin
+
+    return begin(model, optimizer, scheduler, every=every, share=share, act=act)

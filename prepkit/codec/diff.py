@@ -30,7 +30,7 @@ KeyPath = tuple[str | int, ...]
 
 _ORDER = (
     *("config", "facts.env", "mesh", "steps", "owners", "layout", "warnings", "overridden", "facts", "provenance"),
-    *("plan", "made", "env", "drift", "rank", "checks"),  # an attestation's
+    *("plan", "made", "env", "drift", "rank", "checks", "fingerprints"),  # an attestation's
 )
 """The parts of both in the order in which their changes are shown; facts come late, but the environment does not."""
 

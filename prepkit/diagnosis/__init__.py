@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepkit.diagnosis import averaging, loaders, modules, owners, ranks, who_steps, wrappers
+from prepkit.diagnosis import averaging, drift, loaders, modules, owners, ranks, who_steps, wrappers
 from prepkit.diagnosis.outcome import Audit
 from prepkit.diagnosis.rule import AuditRule
 from prepkit.facts.prepared import PreparedFacts
@@ -18,8 +18,9 @@ AUDIT_RULES: tuple[AuditRule, ...] = (
     *ranks.RULES,
     *loaders.RULES,
     *owners.RULES,
+    *drift.RULES,
 )
-"""Every audit rule in reporting order: who steps, the model, its wrappers, the ranks, the data, two owners."""
+"""Every audit rule in reporting order: who steps, model, wrappers, ranks, data, two owners, what changes later."""
 
 
 def findings_of(facts: PreparedFacts, rules: tuple[AuditRule, ...] = AUDIT_RULES) -> tuple[Finding, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attrs import field, frozen
 
 from prepkit.config import Config
@@ -21,6 +23,20 @@ class Audit:
     """Every finding: errors, warnings and notes, in the order of the rules."""
     seconds: float = field(default=0.0, eq=False)
     """How long it took to look."""
+    look_again: Callable[[], tuple[Finding, ...]] | None = field(default=None, eq=False, repr=False)
+    """What ``drift`` calls; None where nothing live was looked at."""
+
+    def drift(self) -> tuple[Finding, ...]:
+        """What has changed since the audit, or since the last call: for any step of the loop, on every rank.
+
+        Parameters, ties, slots and state of optimizers, hooks, learning rates, and ranks that part: one all-reduce of
+        24 bytes per parameter. Raises ``ValueError`` for an audit of facts alone.
+        """
+        if self.look_again is None:
+            raise ValueError(
+                "this audit holds no live model; call pk.audit(model, optimizer) in the program that trains"
+            )
+        return self.look_again()
 
     @property
     def fine(self) -> bool:

@@ -8,6 +8,7 @@ from attrs import frozen
 
 from prepkit.facts.model import ModelFacts
 from prepkit.facts.preparation import HowPrepared
+from prepkit.facts.running import RunningFacts
 from prepkit.facts.training import LoaderFacts
 
 Averager = Literal["ddp", "fsdp1", "fsdp2", "dtensor", "deepspeed", "hook"]
@@ -180,3 +181,5 @@ class PreparedFacts:
     """Tensors whose values differ over ranks that should hold them alike."""
     preparation: HowPrepared | None = None
     """How it was prepared; None where nobody has looked."""
+    running: tuple[tuple[RunningFacts, RunningFacts], ...] = ()
+    """What ``Audit.drift`` compares: an earlier look and one at this step; empty at the audit itself."""

@@ -24,6 +24,7 @@ from prepkit.config import Intent
 from prepkit.facts import Env, LocalFacts
 from prepkit.findings import Finding, PlanRejected, Severity, errors
 from prepkit.live.checks import buffers
+from prepkit.live.fingerprints import attested
 from prepkit.live.interpreter import Done, Halted, interpret
 from prepkit.live.model import names
 from prepkit.live.model.state import inspect
@@ -68,7 +69,13 @@ class NotAsPlanned(Exception):
 
 
 def apply(
-    plan: Plan, *, model: Any, optimizer: Any = None, scheduler: Any = None, loaders: tuple[Any, ...] = ()
+    plan: Plan,
+    *,
+    model: Any,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    loaders: tuple[Any, ...] = (),
+    fingerprint: bool = False,
 ) -> Prepared:
     """Does what the plan says to these objects, and verifies the outcome, on all ranks or on none.
 
@@ -76,6 +83,7 @@ def apply(
     facts that were open or other when the plan was made (new warnings are logged); ``ApplyHalted`` when a step fails
     (its ``__cause__`` is what the step raised) or another rank has failed (``RankFailed``), and ``NotAsPlanned`` when
     the outcome differs from the plan. What one rank raises here ends the others' apply within seconds.
+    ``fingerprint`` reads every weight twice: before and after (``fingerprints.attested``).
 
     >>> from prepkit.config import AdamW, Config
     >>> model = torch.nn.Linear(2, 2)
@@ -101,7 +109,9 @@ def apply(
             raise PlanRejected((*refused, *found))
         _tell((*plan.warnings, *found))
         target = Target(model=model, optimizer=optimizer, scheduler=scheduler, loaders=list(loaders))
-        return unsafe_perform_io(_run(plan, target, drifts, now.facts.env, guard).lash(_raise).unwrap())
+        return unsafe_perform_io(
+            _run(plan, target, drifts, now.facts.env, guard, fingerprint=fingerprint).lash(_raise).unwrap()
+        )
 
 
 def run(plan: Plan, target: Target, drifts: tuple[Drift, ...] = ()) -> IOResult[Prepared, Halted | Attestation]:
@@ -118,7 +128,13 @@ def _guard(plan: Plan) -> AbstractContextManager[RankGuard | None]:
 
 
 def _run(
-    plan: Plan, target: Target, drifts: tuple[Drift, ...], env: Env, guard: RankGuard | None
+    plan: Plan,
+    target: Target,
+    drifts: tuple[Drift, ...],
+    env: Env,
+    guard: RankGuard | None,
+    *,
+    fingerprint: bool = False,
 ) -> IOResult[Prepared, Halted | Attestation]:
     provenance, (of_plan, of_model) = plan.provenance, plan_digests(plan)
     of_copies = () if guard is None else own_copies.digests(plan, target.model)
@@ -127,13 +143,16 @@ def _run(
     running = dist.is_available() and dist.is_initialized()
     if guard is not None:
         target.together, target.watch, target.store = guard.barrier, guard.watch, guard.rendezvous
-    before = buffers.fingerprints(inspect(target).buffers)
+    before = buffers.digests(inspect(target).buffers)
+    values = attested.before(plan, target.model) if fingerprint else None
     params = owned_optimizers.parameters_before(target.model, exchanged=_fills(plan))
     results: list[Attestation] = []  # one, once ``finish`` has looked
 
     def finish() -> None:
         target.together()
         checked = verify(plan, target, before=before)
+        if values is not None:
+            checked = attested.attested(checked, plan, target.model, values)
         result = evolve(checked, plan=of_plan, made=provenance, overridden=_ids(plan), env=env, drift=drifts)
         results.append(result)
         if guard is not None:

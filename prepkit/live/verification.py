@@ -26,7 +26,7 @@ def verify(
     """Compares the target with what the plan predicts for this rank.
 
     Never raises on a difference: it is a failed check. ``allow_meta`` is for rehearsals, where nothing has data.
-    ``before`` holds the ``buffers.fingerprints`` from before the first step: then their values are compared as well,
+    ``before`` holds the ``buffers.digests`` from before the first step: then their values are compared as well,
     with those and over the ranks, in one small collective that every rank has to take part in.
     """
     live = inspect(target)

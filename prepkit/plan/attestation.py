@@ -41,6 +41,8 @@ class Attestation:
     """Facts that were not as planned and do no harm, such as another library version."""
     rank: int = 0
     checks: tuple[Check, ...] = ()
+    fingerprints: tuple[tuple[str, str], ...] = ()
+    """Name and fingerprint of every parameter as it stood after apply, in 16 hex digits; empty unless asked for."""
 
     @property
     def failed(self) -> tuple[Check, ...]:

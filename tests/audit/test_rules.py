@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -26,6 +27,7 @@ from prepkit.facts.prepared import (
     RankFacts,
     WrappedModule,
 )
+from prepkit.facts.running import RunningFacts, RunningParam
 from prepkit.findings import Finding, Severity
 from prepkit.testing.tiny import tiny_loader, tiny_model
 
@@ -53,6 +55,23 @@ def with_optimizer(**changes: object) -> PreparedFacts:
 
 def with_ranks(**changes: object) -> PreparedFacts:
     return evolve(FINE, ranks=(RANK, evolve(RANK, **{"rank": 1, "tensor_ranks": (1,), "generator": "b", **changes})))
+
+
+RUNNING = RunningFacts(
+    params=tuple(RunningParam(name=name, dtype="float32", device="cpu", requires_grad=True) for name in NAMES),
+    ties=((NAMES[0], NAMES[1]),),
+    hooks=(("", "forward_hooks: DDP.hook"),),
+    held=(NAMES,),
+    orphans=(0,),
+    stateful=(NAMES,),
+    rates=(0.1,),
+    scheduled=(0.1,),
+)
+
+
+def later(**changed: Any) -> PreparedFacts:
+    """What a look at a later step finds where this has changed since."""
+    return evolve(FINE, running=((RUNNING, evolve(RUNNING, **changed)),))
 
 
 BROKEN: dict[str, PreparedFacts] = {
@@ -102,6 +121,14 @@ BROKEN: dict[str, PreparedFacts] = {
         scheduler=PreparedScheduler(name="CosineAnnealingLR", drives_optimizer=True),
     ),
     "audit.past-engine": evolve(FINE, engine=EngineFacts(stage=1, micro_batch=4, accumulation=1)),
+    "audit.drift-params": later(params=(evolve(RUNNING.params[0], dtype="float16"), *RUNNING.params[1:])),
+    "audit.drift-trained": later(params=(evolve(RUNNING.params[0], requires_grad=False), *RUNNING.params[1:])),
+    "audit.drift-ties": later(ties=()),
+    "audit.drift-slots": later(held=(NAMES[1:],), orphans=(1,)),
+    "audit.drift-state": later(stateful=((),)),
+    "audit.drift-hooks": later(hooks=()),
+    "audit.drift-rate": later(rates=(0.5,)),
+    "audit.drift-ranks": later(parted=NAMES[:1], rates_parted=True),
 }
 
 

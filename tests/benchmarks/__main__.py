@@ -210,6 +210,44 @@ def _loop() -> Table:
     return loop()
 
 
+def fingerprints() -> Table:
+    """Fingerprints of 64 MiB against a copy of the same bytes, and looks for drift against the steps between them."""
+    import torch
+
+    import prepkit as pk
+    from prepkit.live.fingerprints.tensor import fingerprint, fingerprint_sum
+    from tests.benchmarks.worker import llama
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    wait = torch.cuda.synchronize if device == "cuda" else int
+    table = Table(title=f"fingerprints on {device}, {torch.get_num_threads()} threads, best of {ROUNDS}")
+    for column in ("what", "copy, GB/s", "fingerprint, GB/s", "ratio"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    size = 2**26 if device == "cpu" else 2**32
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        tensor = torch.zeros(size, dtype=torch.uint8, device=device).view(dtype)
+        rows = tensor.view(1024, -1)
+        cut = rows[:, : rows.shape[1] // 2].contiguous()
+        ways = {
+            "copy": lambda t=tensor: (t.clone(), wait()),
+            "run": lambda t=tensor: fingerprint(t),
+            "box": lambda t=cut, w=rows.shape[1]: int(fingerprint_sum(t, 0, ((1024, 0, w), (w // 2, 0, 1)))),
+        }
+        best = {name: min(seconds(way) for _ in range(ROUNDS)) for name, way in ways.items()}
+        for name, of in (("run", size), ("box", size // 2)):
+            rates = 2 * size / best["copy"] / 1e9, of / best[name] / 1e9
+            shape = "whole, or cut along dim 0" if name == "run" else "cut along dim 1"
+            table.add_row(f"{dtype}, {shape}", f"{rates[0]:.1f}", f"{rates[1]:.2f}", f"{rates[1] / rates[0]:.3f}")
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    audit = pk.audit(model, optimizer)
+    look = min(seconds(audit.drift) for _ in range(ROUNDS))
+    table.add_row("162M-parameter Llama: audit.drift() on one rank, ms", "", f"{look * 1e3:.2f}", "")
+    every = min(seconds(lambda: pk.fingerprints(model)) for _ in range(3))
+    table.add_row("162M-parameter Llama: all fingerprints, s", "", f"{every:.2f}", "")
+    return table
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "plan": plan,
     "imports": imports,
@@ -219,6 +257,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "worlds": worlds,
     "loading": loading,
     "loop": _loop,
+    "fingerprints": fingerprints,
 }
 
 

@@ -20,13 +20,14 @@ from prepkit.live.audit.loaders import prepared_loader
 from prepkit.live.audit.optimizers import accumulation, engine_facts, inner, prepared_optimizer, prepared_scheduler
 from prepkit.live.audit.preparation import preparation
 from prepkit.live.audit.ranks import compared
+from prepkit.live.audit.running import RunningLook
 from prepkit.live.model.joint_optimizer import members
 from prepkit.live.model.names import first_names, parameters_at, sites
 from prepkit.live.observe.env import observe_env
 from prepkit.live.observe.given import said
 from prepkit.live.observe.model import model_facts
 
-__all__ = ["audit", "look"]
+__all__ = ["audit", "look", "optimizers_of"]
 
 
 def audit(
@@ -51,7 +52,10 @@ def audit(
     begun = time.perf_counter()
     facts = look(model, optimizer, scheduler, loaders, env=env, ask_ranks=ask_ranks)
     findings = findings_of(facts)
-    return Audit(facts=facts, findings=findings, seconds=time.perf_counter() - begun)
+    again = RunningLook(
+        model=model, optimizers=optimizers_of(optimizer), scheduler=scheduler, facts=facts, asks_ranks=bool(facts.ranks)
+    )
+    return Audit(facts=facts, findings=findings, seconds=time.perf_counter() - begun, look_again=again.look)
 
 
 def look(
@@ -67,7 +71,7 @@ def look(
 
     Raises ``TypeError`` for objects of the wrong kind and ``ValueError`` for a model that contains itself.
     """
-    optimizers = _optimizers(optimizer)
+    optimizers = optimizers_of(optimizer)
     _expect(model, scheduler, loaders)
     around, model, loaders = fabric.autocast_of(model), fabric.module_of(model), [*map(fabric.loader_of, loaders)]
     with torch.no_grad():
@@ -115,7 +119,8 @@ def _alone(model: nn.Module, optimizers: list[Any], loaders: Sequence[Any]) -> t
     return facts, places
 
 
-def _optimizers(given: Any) -> list[Any]:
+def optimizers_of(given: Any) -> list[Any]:
+    """The optimizers that were given, those of a joint one each. Raises ``TypeError`` for what is none."""
     listed = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     for index, one in enumerate(listed):
         if not (hasattr(inner(one), "param_groups") and hasattr(one, "step")):

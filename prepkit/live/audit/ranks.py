@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from prepkit.facts.prepared import PreparedFacts, RankFacts
-from prepkit.live.audit.fingerprint import fingerprint
 from prepkit.live.audit.optimizers import inner
+from prepkit.live.fingerprints.tensor import fingerprint
 from prepkit.live.model.names import Site
 
 

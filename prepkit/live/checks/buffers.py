@@ -37,7 +37,7 @@ PLAIN = (Tensor,)
 """Classes whose bytes lie as their shape says."""
 
 
-def fingerprints(named: Mapping[str, Tensor]) -> dict[str, str]:
+def digests(named: Mapping[str, Tensor]) -> dict[str, str]:
     """Name to SHA-256 of the bytes; without those on meta and those of tensor subclasses, which lie as they like."""
     return {name: _digest(buffer) for name, buffer in named.items() if not buffer.is_meta and type(buffer) in PLAIN}
 
@@ -56,7 +56,7 @@ def checks(plan: Plan, live: LiveModel, rank: int, before: Mapping[str, str]) ->
     ``fingerprints`` gave them before the first step.
     """
     steps = [planned.step for planned in plan.steps]
-    now = fingerprints(live.buffers)
+    now = digests(live.buffers)
     if not any(REWRITES[type(step)](step, rank) for step in steps if type(step) in REWRITES):
         sources = {source.name for step in steps if isinstance(step, ReadTensors) for source in step.sources}
         read = {id(buffer) for name, buffer in live.buffers.items() if name in sources}  # one may have two names

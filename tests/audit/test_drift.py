@@ -1,0 +1,344 @@
+"""Drift is found by name at the step where it happens, and in programs that only train there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+import prepkit as pk
+from prepkit.live.audit.running import Rotation
+from prepkit.live.audit.watch import DriftWatch
+from tests.audit import clean
+from tests.audit.by_libraries import llama
+from tests.audit.case import WIDTH, Case, adam, net, rows
+from tests.audit.programs import launched
+from tests.support.deepspeed_cpu import lean
+from tests.support.gang import Gang
+
+
+def stepped(case: Case, rank: int = 0, count: int = 1) -> None:
+    """As a loop does it, each rank with samples of its own."""
+    generator = torch.Generator().manual_seed(rank)
+    optimizers = case.optimizer if isinstance(case.optimizer, list) else [case.optimizer]
+    for _ in range(count):
+        dtype = next(case.model.parameters()).dtype if hasattr(case.model, "global_steps") else torch.float32
+        loss = case.model(torch.randn(4, WIDTH, generator=generator).to(dtype)).square().mean()
+        if hasattr(case.model, "global_steps"):
+            case.model.backward(loss)
+            case.model.step()
+            continue
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if case.scheduler is not None:
+            case.scheduler.step()
+
+
+def cast(case: Case) -> None:
+    case.model.head.half()
+
+
+def unfrozen(case: Case) -> None:
+    case.model.enter.requires_grad_(requires_grad=False)
+
+
+def untied(case: Case) -> None:
+    case.model.blocks[1].inner.weight = nn.Parameter(case.model.blocks[1].inner.weight.detach().clone())
+
+
+def replaced(case: Case) -> None:
+    case.model.head = nn.Linear(WIDTH, 4)
+
+
+def forgotten(case: Case) -> None:
+    case.optimizer.state.clear()
+
+
+def unhooked(case: Case) -> None:
+    case.model.enter._forward_hooks.clear()
+
+
+def rate_written(case: Case) -> None:
+    case.optimizer.param_groups[0]["lr"] = 0.5
+
+
+def layer_added(case: Case) -> None:
+    case.model.extra = nn.Linear(2, 2)
+
+
+PLANTED: dict[str, tuple[Callable[[Case], None], str, str]] = {
+    "cast": (cast, "audit.drift-params", "`model.head.weight`|It was float32 on cpu, and is float16 on cpu"),
+    "added": (layer_added, "audit.drift-params", "The model has 2 parameters more than at the audit"),
+    "frozen": (unfrozen, "audit.drift-trained", "2 parameters frozen since the audit: `enter.weight`, `enter.bias`"),
+    "untied": (untied, "audit.drift-ties", "`blocks.1.inner.weight` are no longer one parameter"),
+    "replaced": (replaced, "audit.drift-slots", "no longer steps `head.weight`, `head.bias`, and steps 2 tensors"),
+    "forgotten": (forgotten, "audit.drift-state", "The state of 9 parameters is gone"),
+    "unhooked": (unhooked, "audit.drift-hooks", "1 hook of the audit is gone, such as forward_hooks: "),
+    "rate": (rate_written, "audit.drift-rate", "The learning rate is 0.5, and the scheduler has set 0.00025"),
+}
+
+
+def tied_with_a_hook() -> Case:
+    model = net()
+    model.blocks[1].inner.weight = model.blocks[0].inner.weight
+    model.enter.register_forward_hook(lambda *_: None)
+    optimizer = adam(model)
+    return Case(model=model, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_changes_between_two_steps_is_found_by_its_rule(name: str) -> None:
+    plant, rule, text = PLANTED[name]
+    case = tied_with_a_hook()
+    audit = pk.audit(case.model, case.optimizer, case.scheduler)
+    assert audit.fine
+    assert audit.drift() == ()
+    stepped(case, count=2)
+    assert audit.drift() == ()
+    plant(case)
+    found = {finding.rule: finding for finding in audit.drift()}
+    assert rule in found
+    assert any(part in str(found[rule]).replace("\n     ", "") for part in text.split("|"))
+    assert rule == "audit.drift-rate" or rule not in {finding.rule for finding in audit.drift()}  # told once
+
+
+def test_an_audit_of_facts_alone_says_what_to_call() -> None:
+    facts = pk.audit(net()).facts
+    with pytest.raises(ValueError, match=r"call pk\.audit\(model, optimizer\) in the program that trains"):
+        pk.Audit(facts=facts, findings=()).drift()
+
+
+def tensor_parallel(rank: int, world: int) -> Case:
+    """The inner layers in parts, and what stands beside them whole on both ranks, which read the same samples."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    whole = ColwiseParallel(output_layouts=Replicate())
+    model = parallelize_module(net(), mesh, {f"blocks.{at}.inner": whole for at in range(3)})
+    return Case(model=model, optimizer=adam(model))
+
+
+CLEAN_ALONE = (clean.alone, clean.alone_with_a_schedule, clean.checkpointed, clean.frozen_body)
+CLEAN_PAIR = (
+    *(clean.plain_ddp, clean.ddp_with_batch_norm, clean.ddp_checkpointed, clean.fsdp1, clean.fsdp1_flat),
+    *(clean.fsdp1_checkpointed, clean.fsdp2, clean.fsdp2_mixed, clean.fsdp2_hybrid),
+    *(tensor_parallel, clean.accelerated, clean.accelerated_mixed),
+)
+CLEAN_ZERO = (clean.zero_0, clean.zero_1, clean.zero_2, clean.zero_3)
+
+
+@pytest.mark.parametrize("make", [*CLEAN_ALONE, clean.two_optimizers], ids=lambda make: make.__name__)
+def test_a_program_that_only_trains_does_not_drift(make: Callable[[int, int], Case]) -> None:
+    case = make(0, 1)
+    watch = pk.watch(case.model, case.optimizer, case.scheduler, every=2)
+    stepped(case, count=5)
+    assert (watch.findings, watch.steps, watch.looks) == ((), 5, 2)
+
+
+def watched(rank: int, world: int, programs: str) -> dict[str, Any]:
+    if programs == "zero":
+        lean()
+    found: dict[str, Any] = {}
+    for make in CLEAN_ZERO if programs == "zero" else CLEAN_PAIR:
+        with launched(rank, world):
+            case = make(rank, world)
+            watch = pk.watch(case.model, case.optimizer, case.scheduler, every=1, share=1.0)
+            stepped(case, 0 if make is tensor_parallel else rank, 4)
+            watch.close()
+        found[make.__name__] = tuple(map(str, watch.findings)) or (watch.steps, watch.looks)
+    return found
+
+
+def test_wrapped_programs_that_only_train_do_not_drift(gang2: Gang) -> None:
+    pytest.importorskip("accelerate")
+    for seen in gang2.run(watched, "pair", timeout=120):
+        assert seen == dict.fromkeys(seen, (4, 4))
+        assert len(seen) == len(CLEAN_PAIR)
+
+
+def test_what_deepspeed_trains_does_not_drift(gang2: Gang) -> None:
+    pytest.importorskip("deepspeed")
+    for seen in gang2.run(watched, "zero", timeout=120):
+        assert seen == dict.fromkeys(seen, (4, 4))
+
+
+def parting(rank: int, world: int) -> dict[str, list[str]]:
+    """On rank 1 one bit of one weight, then a rate, then a parameter that is gone; and ranks that nobody averages."""
+    case = clean.plain_ddp(rank, world)
+    audit = pk.audit(case.model, case.optimizer)
+    stepped(case, rank, 2)
+    found = {"nothing": [str(one) for one in audit.drift()]}
+    bits = case.model.module.blocks[1].inner.weight.detach().view(torch.int32)
+    bits[3, 3] ^= rank
+    found["bit"] = [str(one) for one in audit.drift()]
+    bits[3, 3] ^= rank
+    found["back"] = [str(one) for one in audit.drift()]
+    case.optimizer.param_groups[0]["lr"] += rank
+    found["rate"] = [str(one) for one in audit.drift()]
+    if rank == 1:
+        del case.model.module.head
+    found["gone"] = [one.rule for one in audit.drift()]
+    model = net()
+    case = Case(model=model, optimizer=adam(model))
+    watch = pk.watch(case.model, case.optimizer, every=1)
+    stepped(case, rank, 60)
+    found["averaged by nobody"] = [one.rule for one in watch.findings]
+    return found
+
+
+def test_ranks_that_part_are_told_on_all_of_them(gang2: Gang) -> None:
+    first, second = gang2.run(parting)
+    for seen in (first, second):
+        assert seen["nothing"] == seen["back"] == []
+        assert "Ranks that hold the same of 1 parameter differ: `blocks.1.inner.weight`" in seen["bit"][0]
+        assert "Ranks step with different learning rates" in seen["rate"][0]
+        assert set(seen["averaged by nobody"]) == {"audit.drift-ranks"}
+    assert set(first["gone"]) == {"audit.drift-ranks"}  # nobody hangs where a rank has lost a parameter
+    assert set(second["gone"]) == {"audit.drift-params", "audit.drift-slots", "audit.drift-state", "audit.drift-ranks"}
+
+
+def test_what_is_found_is_logged_once_or_given_to_a_function(caplog: pytest.LogCaptureFixture) -> None:
+    case = tied_with_a_hook()
+    watch = pk.watch(case.model, case.optimizer, case.scheduler, every=1)
+    stepped(case)
+    rate_written(case)
+    with caplog.at_level(logging.WARNING, "prepkit"):
+        stepped(case)
+        rate_written(case)
+        stepped(case)
+    assert [record.message.partition(" at ")[0] for record in caplog.records] == ["step 2: error audit.drift-rate"]
+    watch.close()
+    rate_written(case)
+    stepped(case)
+    assert (watch.steps, watch.looks, len(watch.findings)) == (3, 3, 1)
+
+    def stop(findings: tuple[pk.Finding, ...]) -> None:
+        raise RuntimeError(findings[0].rule)
+
+    pk.watch(case.model, case.optimizer, case.scheduler, every=1, act=stop)
+    rate_written(case)
+    with pytest.raises(RuntimeError, match=r"audit\.drift-rate"):
+        stepped(case)
+
+
+def test_weights_are_compared_in_turn_within_their_share_of_the_time() -> None:
+    """A look that reads 1e6 elements a second, and takes a millisecond besides, every 60 seconds."""
+    sizes = {f"w{at}": 10 ** (2 + at % 5) for at in range(40)}
+    rotation = Rotation(names=tuple(sorted(sizes)), sizes=sizes)
+    spent, total, seen, looks = 0.0, 0.0, set[str](), 2000
+    for _ in range(looks):
+        taken = rotation.take(every=False)
+        rotation.account(taken, 60.0, spent, 0.001)
+        spent = 0.001 + sum(sizes[name] for name in taken) / 1e6
+        total += spent
+        seen |= set(taken)
+    assert seen == set(sizes)
+    assert 0.0005 < total / (60.0 * looks) < 0.0011
+    assert rotation.take(every=True) != ()
+    rotation.drop({"w0"})
+    assert "w0" not in rotation.take(every=True)
+
+
+def test_groups_that_deepspeed_steps_one_by_one_are_one_step() -> None:
+    case = tied_with_a_hook()
+    watch = pk.watch(case.model, case.optimizer, every=1)
+    engine = watch._engine = SimpleNamespace(global_steps=0)
+    for _ in range(3):
+        case.optimizer.step()
+    assert (watch.steps, watch.looks) == (1, 1)
+    engine.global_steps = 1
+    case.optimizer.step()
+    assert (watch.steps, watch.looks) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"model": 3}, TypeError, "model is 3 .*pass the prepared"),
+        ({"model": nn.Linear(2, 2)}, TypeError, r"optimizer is None; pass the one that steps"),
+        ({"model": nn.Linear(2, 2), "every": 0}, ValueError, "every is 0"),
+        ({"model": nn.Linear(2, 2), "share": 0.0}, ValueError, "share is 0.0"),
+    ],
+)
+def test_what_cannot_be_watched_is_named(given: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        pk.watch(**given)
+
+
+def data() -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": torch.arange(8) + at % 3, "labels": torch.arange(8)} for at in range(16)]
+
+
+def test_a_trainer_of_transformers_is_watched_by_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+
+    class Meddles(transformers.TrainerCallback):  # type: ignore[misc,name-defined]  # imported where it is there
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 3:
+                given["model"].lm_head.weight.data = given["model"].lm_head.weight.data.double().float()
+                given["model"].model.norm.weight.requires_grad_(requires_grad=False)
+
+    def trained(callbacks: list[Any]) -> DriftWatch:
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=2, num_train_epochs=1,
+            save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=llama(), args=arguments, train_dataset=data(), callbacks=callbacks)
+        watch = pk.watch(trainer, every=2)
+        trainer.train()
+        return watch
+
+    watch = trained([])
+    assert (watch.findings, watch.steps, watch.looks) == ((), 8, 4)
+    assert [finding.rule for finding in trained([Meddles()]).findings] == ["audit.drift-trained"]
+    with pytest.raises(TypeError, match=r"write pk\.watch\(trainer\)"):
+        pk.watch(transformers.Trainer(model=llama()), adam(net()))
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_trainer_of_lightning_is_watched_by_one_line(package: str, tmp_path: Path) -> None:
+    lightning = pytest.importorskip(package)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]  # imported where it is there
+        meddle = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def on_train_batch_start(self, batch: Any, at: int) -> None:
+            if at == 3 and self.meddle:
+                self.optimizers().param_groups[0]["lr"] = 0.5
+
+        def training_step(self, batch: Any, at: int) -> torch.Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = adam(self.net)
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}]
+
+    def trained(*, meddle: bool) -> DriftWatch:
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, enable_model_summary=False, **quiet
+        )
+        watch = pk.watch(trainer, every=2)
+        module = Module()
+        module.meddle = meddle
+        trainer.fit(module, DataLoader(rows(), batch_size=4))
+        return watch
+
+    watch = trained(meddle=False)
+    assert (watch.findings, watch.steps, watch.looks) == ((), 8, 4)
+    assert [finding.rule for finding in trained(meddle=True).findings] == ["audit.drift-rate"]
