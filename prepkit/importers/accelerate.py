@@ -87,11 +87,12 @@ def understand(file: Foreign, path: str) -> Imported:
             file.without_effect(section, why, f"Write distributed_type: {readers[0]}, or remove the section.")
     world = file.whole("num_processes") or (1 if kind == "NO" else None)
     mesh = _mesh(file, kind)
-    engine = _engine(file, kind, world, mesh)
+    precision = _precision(file, kind)
+    engine = _engine(file, kind, world, mesh, precision)
     config = Config(
         engine=engine,
         mesh=None if isinstance(engine, TensorParallel | DDP) else mesh,
-        precision=_precision(file, kind),
+        precision=precision,
         compile=_compile(file),
         device=_device(file, kind),
     )
@@ -116,12 +117,12 @@ def _device(file: Foreign, kind: str) -> str | None:
     return "cpu" if kind == "MULTI_CPU" else None
 
 
-def _engine(file: Foreign, kind: str, world: int | None, mesh: Mesh | None) -> Engine:
+def _engine(file: Foreign, kind: str, world: int | None, mesh: Mesh | None, precision: Precision) -> Engine:
     match kind:
         case "NO":
             return Single()
         case "FSDP":
-            return fsdp(file)
+            return fsdp(file, precision)
         case "XLA" | "TPU":
             return XLA()
         case "TP":
@@ -237,7 +238,7 @@ def _compile(file: Foreign) -> Compile:
     file.section(here)
     backend = file.raw(f"{here}.dynamo_backend", "compile.backend")
     mode = file.word(f"{here}.dynamo_mode", _MODES, "compile.mode") or "default"
-    dynamic = file.flag(f"{here}.dynamo_use_dynamic", "compile.dynamic")
+    dynamic = file.flag(f"{here}.dynamo_use_dynamic", "compile.dynamic") or False  # as its launcher says (K-DY4)
     whole = file.flag(f"{here}.dynamo_use_fullgraph", "compile.fullgraph") or False
     regional = file.flag(f"{here}.dynamo_use_regional_compilation")
     name = str(backend or old or "NO").lower()

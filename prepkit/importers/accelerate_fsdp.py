@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import cast
 
+from attrs import evolve
+
 from prepkit.config import (
     FSDP1,
     FSDP2,
+    AsStored,
     KeepOnDevice,
     KeepWeights,
     OffloadToCPU,
+    Precision,
     SendWeights,
     Weights,
     Wrap,
@@ -30,8 +34,11 @@ _MIN_PARAMS = 100_000_000
 """Elements above which accelerate's launcher makes a module a unit where the file says no number."""
 
 
-def fsdp(file: Foreign) -> FSDP1 | FSDP2:
-    """The engine. Keys that the other version reads are said to do nothing."""
+def fsdp(file: Foreign, precision: Precision) -> FSDP1 | FSDP2:
+    """The engine. Keys that the other version reads are said to do nothing.
+
+    Version 1 keeps buffers in the dtype in which it reduces, where anything is cast (H-10c).
+    """
     file.section("fsdp_config")
     version = file.whole(f"{_HERE}fsdp_version", "engine") or 1
     if version not in (1, 2):
@@ -39,7 +46,9 @@ def fsdp(file: Foreign) -> FSDP1 | FSDP2:
     file.word(f"{_HERE}fsdp_state_dict_type", ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"))
     if file.has(f"{_HERE}fsdp_state_dict_type"):  # save writes shards, export the whole: whoever saves says which
         file.launching(f"{_HERE}fsdp_state_dict_type")
-    return _second(file) if version == 2 else _first(file)
+    if version == 2:
+        return _second(file)
+    return evolve(_first(file), buffer_dtype=None if isinstance(precision, AsStored) else precision.reduce_dtype)
 
 
 def weights(file: Foreign) -> Weights:
@@ -93,7 +102,7 @@ def _first(file: Foreign) -> FSDP1:
         wrap=_wrap(file),
         sharding=cast("Sharding", strategy),
         offload=file.flag(f"{_HERE}fsdp_offload_params", "engine.offload") or False,
-        backward_prefetch=None if prefetch == "NO_PREFETCH" else prefetch or "BACKWARD_PRE",  # type: ignore[arg-type]
+        backward_prefetch=None if prefetch == "NO_PREFETCH" else prefetch,  # type: ignore[arg-type]
         forward_prefetch=forward or False,
         limit_all_gathers=limit is not False,
         use_orig_params=original is not False,

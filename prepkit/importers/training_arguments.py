@@ -148,13 +148,14 @@ def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     )
     for name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
         inner.raw(f"fsdp_config.fsdp_{name}")
-    engine = fsdp(inner)
+    precision = _reduced(config.precision)
+    engine = fsdp(inner, precision)
     sent = inner.flag("fsdp_config.fsdp_cpu_ram_efficient_loading")
     file.covered("fsdp_config")
     inner.say_unknown()
     file.origins += [origin for origin in inner.origins if origin.key in typed.values()]  # the others are defaults
     file.findings += inner.findings
-    config = evolve(config, engine=engine, precision=_reduced(config.precision))
+    config = evolve(config, engine=engine, precision=precision)
     if sent:
         config = evolve(config, weights=SendWeights())
     return evolve(config, checkpointing=CheckpointBlocks(offload=offloaded)) if checkpointed else config
