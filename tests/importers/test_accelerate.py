@@ -136,10 +136,21 @@ fsdp_config:
             use_orig_params=False,
             limit_all_gathers=False,
             ignored=("vision",),
+            buffer_dtype="float16",
         ),
         precision=FP16(reduce_dtype="float16"),
         weights=KeepWeights(),
     )
+
+
+def test_fsdp_of_version_1_where_the_file_is_silent_is_as_accelerates_launcher_has_it(tmp_path: Path) -> None:
+    """K-F5, H-10c: no prefetch in backward, and buffers in the dtype in which gradients are reduced, if in any."""
+    engines = [
+        config_of(tmp_path, f"distributed_type: FSDP\nmixed_precision: {word}\nfsdp_config: {{}}").engine
+        for word in ("no", "bf16")
+    ]
+    assert [engine.backward_prefetch for engine in engines if isinstance(engine, FSDP1)] == [None, None]
+    assert [engine.buffer_dtype for engine in engines if isinstance(engine, FSDP1)] == [None, "bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -151,12 +162,12 @@ fsdp_config:
         ("distributed_type: MULTI_GPU\nnum_processes: 2", Config(engine=DDP())),
         ("distributed_type: MULTI_CPU\nnum_processes: 2", Config(engine=DDP(), device="cpu")),
         ("distributed_type: MULTI_GPU\nnum_processes: 1", Config(engine=Single())),
-        ("distributed_type: MULTI_GPU\ndynamo_backend: INDUCTOR", Config(engine=DDP(), compile=CompileModel())),
+        ("distributed_type: MULTI_GPU\ndynamo_backend: INDUCTOR", Config(engine=DDP(), compile=CompileModel(dynamic=False))),
         (
             GPU
             + "dynamo_config: {dynamo_backend: inductor, dynamo_use_regional_compilation: true,"
             + " dynamo_mode: max-autotune}",
-            Config(engine=DDP(), compile=CompileBlocks(mode="max-autotune")),
+            Config(engine=DDP(), compile=CompileBlocks(mode="max-autotune", dynamic=False)),
         ),
         (
             "distributed_type: MULTI_GPU\nparallelism_config:\n  parallelism_config_tp_size: 4\n",

@@ -46,7 +46,8 @@ def test_switches_choose_the_engine(variables: dict[str, str], engine: object) -
 
 
 def test_compile_from_variables() -> None:
-    assert read_variables({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}).config.compile == CompileModel()
+    compiled = read_variables({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}).config.compile
+    assert compiled == CompileModel(dynamic=False)
 
 
 def test_a_wrong_value_is_told_under_the_name_of_its_variable() -> None:
