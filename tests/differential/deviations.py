@@ -97,6 +97,7 @@ def _blocks_alone(case: Case, table: Table) -> Table:
 
 # --- FSDP ------------------------------------------------------------------------------------------------------------
 
+_FSDP1 = "FullyShardedDataParallel"
 _OWN_UNITS = ("embed", "head", "norm+head", "norm+embed+head", "embed+head")
 
 
@@ -143,8 +144,22 @@ def _blocks_checkpointed(case: Case, table: Table) -> Table:
     blocks = {f"layers.{index}" for index in range(BLOCKS)}
     others = tuple(place for place in table.get("CheckpointWrapper of", ()) if place not in blocks)
     table = _uncalled(table, "CheckpointWrapper", others)
-    table = _set(table, r"wrapped\[\]", ["FullyShardedDataParallel", "CheckpointWrapper"], ["FullyShardedDataParallel"])
+    table = _set(table, r"wrapped\[\]", [_FSDP1, "CheckpointWrapper"], [_FSDP1])
     return _set(table, r"wrapped\[(?!layers\.\d\]).+\]", ["CheckpointWrapper"], NEVER)
+
+
+def _sizes_before_sharding(case: Case, table: Table) -> Table:
+    """By size, what a rank holds after sharding is counted: here the whole model is checkpointed, and no block."""
+    if case.engine != "fsdp1" or case.wrap != "size" or not case.checkpointing:
+        return table
+    root = {key: value for key, value in table.items() if key.startswith("CheckpointWrapper[].")}
+    table = _uncalled(table, "CheckpointWrapper", ("",))
+    table = _set(table, r"wrapped\[\]", [_FSDP1, "CheckpointWrapper"], [_FSDP1])
+    blocks = [f"layers.{index}" for index in range(BLOCKS)]
+    for block in blocks:
+        table = _set(table, rf"wrapped\[{re.escape(block)}\]", [_FSDP1], [_FSDP1, "CheckpointWrapper"])
+        table |= {key.replace("[]", f"[{block}]"): value for key, value in root.items()}
+    return table | {"CheckpointWrapper of": blocks}
 
 
 # --- DeepSpeed -------------------------------------------------------------------------------------------------------
@@ -204,6 +219,7 @@ CHANGES = (
     Change("H-16", _random_state_kept),
     Change("G-29", _float32_out),
     Change("F1-9, G-7", _blocks_checkpointed),
+    Change("F1-8", _sizes_before_sharding),
     Change("DP-9", _prints),
     Change("DS-12", _unclipped),
     Change("DS-16", _untested),

@@ -162,7 +162,10 @@ def test_fsdp_of_version_1_where_the_file_is_silent_is_as_accelerates_launcher_h
         ("distributed_type: MULTI_GPU\nnum_processes: 2", Config(engine=DDP())),
         ("distributed_type: MULTI_CPU\nnum_processes: 2", Config(engine=DDP(), device="cpu")),
         ("distributed_type: MULTI_GPU\nnum_processes: 1", Config(engine=Single())),
-        ("distributed_type: MULTI_GPU\ndynamo_backend: INDUCTOR", Config(engine=DDP(), compile=CompileModel(dynamic=False))),
+        (
+            "distributed_type: MULTI_GPU\ndynamo_backend: INDUCTOR",
+            Config(engine=DDP(), compile=CompileModel(dynamic=False)),
+        ),
         (
             GPU
             + "dynamo_config: {dynamo_backend: inductor, dynamo_use_regional_compilation: true,"
