@@ -16,6 +16,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.deepspeed_cpu import lean
+
 Calls = list[tuple[str, dict[str, Any]]]
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module")
 """Names under which wrappers keep what they wrap."""
@@ -72,6 +74,7 @@ def recorded(model: nn.Module) -> Iterator[Calls]:
 @contextmanager
 def initialised() -> Iterator[Calls]:
     """The same of ``deepspeed.initialize``, which gets its model by keyword, and its config under two names."""
+    lean()
     import deepspeed
 
     from prepkit.live.model.deepspeed import forget_groups

@@ -20,6 +20,7 @@ from tests.differential.recorder import initialised, recorded
 from tests.differential.seen import Seen, Table, of_calls, of_model, of_optimizer
 
 STEPS = 2
+DYNAMO = ("capture_scalar_outputs", "skip_fwd_side_effects_in_bwd_under_checkpoint")
 
 
 def both(rank: int, world: int, case: Case, path: Path) -> tuple[Seen, Seen]:
@@ -112,9 +113,14 @@ def _launched(path: Path, case: Case) -> Iterator[None]:
     else:
         said = variables.prepare_simple_launcher_cmd_env(args)[1]
     os.environ.update({key: value for key, value in said.items() if key.startswith(("ACCELERATE_", "FSDP_"))})
+    threads = torch.get_num_threads()
+    dynamo = {name: getattr(torch._dynamo.config, name) for name in DYNAMO} if case.compiled != "no" else {}
     try:
         yield
     finally:
+        for name, value in dynamo.items():  # accelerate sets them for the process: P2-6
+            setattr(torch._dynamo.config, name, value)
+        torch.set_num_threads(threads)
         os.environ.clear()
         os.environ.update(before)
         AcceleratorState._reset_state(reset_partial_state=True)
