@@ -282,13 +282,12 @@ def judged(case: Case, theirs: Seen, ours: Seen) -> Verdict:
 
 
 def _judged_refusals(case: Case, theirs: str, ours: str) -> Verdict:
-    """Where both refuse they agree, whatever each says first; a refusal of one alone needs a row."""
-    if theirs and ours:
-        return Verdict((), (), both_refuse=True)
-    known, text = (THEIRS, theirs) if theirs else (OURS, ours)
+    """Where both refuse they agree, whatever accelerate says first; a refusal of prepkit is one of its rules."""
+    known, text = (OURS, ours) if ours else (THEIRS, theirs)
     row = next((one.row for one in known if one.holds(case) and text.startswith(one.begins)), None)
-    name = "accelerate" if theirs else "prepkit"
-    return Verdict((), (f"{name} alone refuses: {text}",)) if row is None else Verdict((row,), ())
+    if row is None:
+        return Verdict((), (f"{'prepkit' if ours else 'accelerate'} refuses: {text}",))
+    return Verdict((), (), both_refuse=True) if theirs and ours else Verdict((row,), ())
 
 
 def _same(key: str, theirs: Any, ours: Any) -> bool:

@@ -83,7 +83,9 @@ def test_a_refusal_of_one_alone_needs_a_row_for_this_case_and_this_reason() -> N
     assert judged(
         Case(engine="fsdp2"), Seen(refused="TypeError: 'NoneType' object is not callable"), trains
     ).unexplained
-    assert judged(Case(), Seen(refused="ValueError: x"), Seen(refused="mesh.bad")).both_refuse
+    fails, rule = Seen(refused="RuntimeError: x"), Seen(refused="fp8.unsupported-device")
+    assert judged(Case(engine="zero2", precision="fp8"), fails, rule).both_refuse
+    assert judged(Case(engine="zero2"), fails, fails).unexplained  # that both end in an error of torch is no agreement
 
 
 def test_the_rows_that_explain_stand_in_the_page_of_deviations() -> None:
