@@ -9,6 +9,9 @@ import click
 from prepkit.cli.options import as_json
 from prepkit.cli.terminal import say, say_json
 
+SCRIPT_FAILED = 3
+"""Exit code where the script itself failed: 1 says that the audit has found errors, 2 that there was none."""
+
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @as_json
@@ -18,13 +21,18 @@ def audit(script: str, arguments: tuple[str, ...], as_json: bool) -> None:
     """Run a training script up to its first optimizer step, and say what is wrong with what stands there.
 
     SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken. Several processes:
-    torchrun --nproc-per-node 2 -m prepkit audit SCRIPT. Only errors give exit code 1.
+    torchrun --nproc-per-node 2 -m prepkit audit SCRIPT. Only errors give exit code 1; a script that fails by itself
+    gives 3.
     """
     from prepkit import codec
     from prepkit.findings import errors
-    from prepkit.live.audit.script import audit_script, leave
+    from prepkit.live.audit.script import ScriptEnded, audit_script, leave
 
-    found = audit_script(script, arguments)
+    try:
+        found = audit_script(script, arguments)
+    except ScriptEnded as ended:
+        click.echo(str(ended), err=True)
+        sys.exit(SCRIPT_FAILED)
     if found is None:
         raise click.UsageError(f"{script} ended without an optimizer step, so that there was nothing to audit")
     if found.facts.rank == 0:

@@ -109,9 +109,20 @@ def test_a_script_that_never_steps_or_fails_by_itself_says_so(tmp_path: Path) ->
     code, _, err = run(tmp_path, "import sys; sys.exit(0)", "train.py")
     assert code == 2
     assert "train.py ended without an optimizer step" in err
-    code, _, err = run(tmp_path, "raise KeyError('mine')", "train.py")
-    assert code == 1
-    assert "KeyError: 'mine'" in err
+    code, _, err = run(tmp_path, "def load():\n    raise KeyError('mine')\nload()\n", "train.py")
+    assert code == 3
+    assert err.splitlines()[-6:-1] == [
+        *('  File "train.py", line 3, in <module>', "    load()"),
+        *('  File "train.py", line 2, in load', "    raise KeyError('mine')", "KeyError: 'mine'"),
+    ]
+    assert "train.py raised before its first optimizer step" in err
+    assert "runpy" not in err
+    code, _, err = run(tmp_path, "import sys; sys.exit('no data')", "train.py")
+    assert code == 3
+    assert "train.py left with exit code no data before its first optimizer step" in err
+    code, _, err = run(tmp_path, "def load(:\n", "train.py")
+    assert code == 3
+    assert "SyntaxError" in err
 
 
 def test_ranks_of_torchrun_are_audited_together(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import runpy
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,10 @@ class FirstStep(BaseException):
     """Ends the script where its first step would begin; no ``except Exception`` of the script holds it up."""
 
 
+class ScriptEnded(Exception):
+    """The script raised before its first optimizer step, or left with an exit code; ``str`` is what Python shows."""
+
+
 @define
 class _Seen:
     """What the hook leaves for whoever has run the script."""
@@ -43,7 +48,7 @@ def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
     The script runs as ``python script arguments`` would run it, on every rank that a launcher has started. Model,
     scheduler and loaders are found among the live objects: the model whose parameters the optimizer holds or that has
     gradients, the scheduler that drives it, and the loaders that are being iterated.
-    What the script itself raises before that passes through.
+    Raises ``ScriptEnded`` for what the script itself raises before that.
     """
     seen = _Seen()
 
@@ -59,10 +64,22 @@ def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
         pass
     except SystemExit as end:
         if end.code:
-            raise
+            raise ScriptEnded(f"{script} left with exit code {end.code} before its first optimizer step") from end
+    except Exception as error:
+        raise ScriptEnded(_told(script, error)) from error
     finally:
         handle.remove()
     return seen.audit
+
+
+def _told(script: str, error: Exception) -> str:
+    """The traceback as Python shows it for the script alone, and what it means."""
+    frames = error.__traceback__
+    inside = frames
+    while inside is not None and inside.tb_frame.f_code.co_filename != script:
+        inside = inside.tb_next
+    shown = "".join(traceback.format_exception(type(error), error, inside or frames))  # none where it does not parse
+    return f"{shown}{script} raised before its first optimizer step, so that there was nothing to audit"
 
 
 @contextmanager
