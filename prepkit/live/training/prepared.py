@@ -34,6 +34,7 @@ from prepkit.live.training.ema import Ema
 from prepkit.live.training.evaluation import Evaluation
 from prepkit.live.training.first_look import FirstLook
 from prepkit.live.training.loop_order import LoopOrder
+from prepkit.live.training.open_run import while_open
 from prepkit.live.training.optimizer_step import OptimizerStep, parameters
 from prepkit.live.training.run_log import RunLog
 from prepkit.live.training.token_loss import Count, TokenWindow
@@ -91,6 +92,8 @@ class Prepared:
     _checkpoints: session.Checkpoints = field(init=False, repr=False)
     _passes: Passes = field(init=False, repr=False)
     _log: RunLog = field(init=False, repr=False)
+    closed: bool = field(default=False, init=False)
+    """Whether ``close`` was called."""
     _ended: list[Any] = field(factory=list, init=False, repr=False)
     """The groups that ``close`` has ended."""
 
@@ -175,6 +178,7 @@ class Prepared:
         """Micro-batches since the last optimizer step: those whose gradients wait for the end of their window."""
         return self._seen + self._order.begun
 
+    @while_open
     @names_lost_rank
     def backward(self, loss: torch.Tensor, *, more: bool = False, mean_over: Count | None = None) -> None:
         """Adds the gradients of one micro-batch. Divides the loss by the plan's number of micro-batches.
@@ -201,6 +205,7 @@ class Prepared:
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types
         self._order.after_backward(self.model)
 
+    @while_open
     @names_lost_rank
     def step(self, closure: Closure | None = None) -> bool:
         """Ends one micro-batch; True when it was the window's last and the optimizer has stepped.
@@ -257,6 +262,7 @@ class Prepared:
         """A moving average of the trained parameters from here on, in the parts that each rank holds; see ``Ema``."""
         return Ema(self.model, decay)
 
+    @while_open
     @names_lost_rank
     def save(self, folder: str, *, keep: int = 1, wait: bool = True) -> None:
         """Writes all that another run needs to go on, every rank its shards. Collective; see ``live.checkpoints``.
@@ -281,6 +287,7 @@ class Prepared:
         """Makes the folder; raises ``CheckpointFailed`` now for what would keep ``save`` from working. Collective."""
         self._checkpoints.check(self, folder)
 
+    @while_open
     @names_lost_rank
     def resume(
         self, folder: str, *, accept: Collection[str] = (), only_model: bool = False, missing_ok: bool = False
@@ -315,11 +322,13 @@ class Prepared:
     def close(self) -> None:
         """Lets go of the wrapper, then ends the process group if apply has started it. For the end of training.
 
-        Afterwards ``model`` is the module that was given; keep no other reference to the wrapper. Collective where
+        Afterwards ``model`` is the module that was given, and what trains, saves, logs or asks other ranks raises
+        ``RuntimeError``; keep no other reference to the wrapper. Collective where
         the group is ended: every rank waits for the others, so that none loses its last collective.
         """
         self._checkpoints.writer.close()
         self._log.finish()
+        self.closed = True
         if self.engine_steps:
             give_back_linear()
         owned_optimizers.release(self)
@@ -349,6 +358,7 @@ class Prepared:
         """
         return terminal.bar(self.is_main_process, iterable, options)
 
+    @while_open
     def log_to(self, *specs: TrackerSpec) -> None:
         """``log`` writes there from here on: ``JsonLines``, ``TensorBoard``, ``WandB``, ``MLflow``, or a function.
 
@@ -358,6 +368,7 @@ class Prepared:
         """
         self._log.to(specs, self.steps)
 
+    @while_open
     def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
         """Writes numbers, words and tensors of one element on the main process; ``step`` None: ``steps``.
 
@@ -366,6 +377,7 @@ class Prepared:
         """
         self._log.log(values, self.steps if step is None else step)
 
+    @while_open
     @names_lost_rank
     def barrier(self, name: str = "", *, timeout_s: float = 600.0) -> None:
         """Returns when every rank is here, with the same ``name``; host threads meet, devices are not waited for.
@@ -376,6 +388,7 @@ class Prepared:
         if self.peers is not None:
             named_barrier.barrier(self.peers, name, timeout_s)
 
+    @while_open
     @contextmanager
     def accumulate(self, *, last: bool = False) -> Iterator[None]:
         """One micro-batch: forward, ``backward`` and ``step`` inside. Needed only to end a window early.
@@ -405,10 +418,12 @@ class Prepared:
         self._told_epoch = epoch
         self._passes.set_epoch(epoch)
 
+    @while_open
     def reduce(self, value: Any, how: How = "mean") -> Any:
         """Numbers and tensors, nested or not, as mean, sum, max or min over the data ranks. Collective."""
         return reduce_over_ranks(value, how, _same_data(self.plan))
 
+    @while_open
     def gather(self, value: Any) -> list[Any]:
         """What each data rank gives, as a list with an item per rank; for what is small. Collective."""
         return gather_over_ranks(value, _same_data(self.plan))
@@ -417,6 +432,7 @@ class Prepared:
         """``act`` is called before a batch of the training loaders is read. False: there are none."""
         return self._passes.before_batch(act)
 
+    @while_open
     def gather_for_metrics(self, value: Any) -> Any:
         """What all ranks have made of the batches in use, each sample once (``live.data.gather``). Collective."""
         return self._passes.gather(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from prepkit.config import DDP, FSDP2, AdamW, Config, Engine, Single
 from prepkit.facts import Env
 from prepkit.live.ranks import end_groups
 from prepkit.live.training.prepared import Prepared
+from prepkit.live.training.trackers import JsonLines
 from tests.support.fp8_model import seeded
 from tests.support.fragile_model import TOKENS, Tiny
 from tests.support.gang import Gang
@@ -79,3 +81,25 @@ def test_cut_layers_go_on_under_another_default_group(gang4: Gang, tmp_path: Pat
     with torch.no_grad():
         expected = float(seeded()(TOKENS).square().mean())
     assert gang4.run_fresh(cut_twice, str(tmp_path / "store")) == pytest.approx([expected] * 4, rel=1e-5)
+
+
+def test_what_would_act_rank_by_rank_after_the_end_raises(tmp_path: Path) -> None:
+    ready = trained(Single(), 1)
+    ready.close()
+    calls: dict[str, Callable[[], object]] = {
+        "backward": lambda: ready.backward(torch.zeros((), requires_grad=True)),
+        "step": ready.step,
+        "save": lambda: ready.save(str(tmp_path)),
+        "resume": lambda: ready.resume(str(tmp_path), missing_ok=True),
+        "log": lambda: ready.log({"loss": 1.0}),
+        "log_to": lambda: ready.log_to(JsonLines(str(tmp_path / "log"))),
+        "barrier": lambda: ready.barrier("end"),
+        "accumulate": lambda: ready.accumulate(last=True),
+        "reduce": lambda: ready.reduce(1.0),
+        "gather": lambda: ready.gather(1.0),
+        "gather_for_metrics": lambda: ready.gather_for_metrics(torch.zeros(2)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=rf"^ready\.{name}\(\) was called after ready\.close\(\)"):
+            call()
+    assert list(tmp_path.iterdir()) == []
