@@ -6,6 +6,7 @@ Both take nested containers, as ``torch.utils._pytree`` flattens them, and count
 from __future__ import annotations
 
 import hashlib
+import pickle
 from numbers import Number
 from typing import Any, Literal, get_args
 
@@ -18,6 +19,8 @@ from torch.utils import _pytree as pytree
 from prepkit.live.data.gather import travels_on
 
 How = Literal["mean", "sum", "max", "min"]
+EXACT = 2**53
+"""Up to here float64 has every integer."""
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -26,38 +29,79 @@ def reduce_over_ranks(value: Any, how: How, same_data: int) -> Any:
 
     ``same_data``: neighbouring ranks that read the same samples, and give the same. Tensors keep shape and device; a
     mean is a float. Sums in float64 where the device has it. Raises ``TypeError`` for leaves that are no numbers, and
-    ``ValueError`` for another ``how``, and on every rank where structures, shapes, dtypes or ``how`` differ.
+    ``ValueError`` for another ``how`` or integers too large to add up; then the other ranks, and every rank where
+    structures, shapes, dtypes or ``how`` differ, raise ``ValueError``: none is left waiting.
     """
-    if how not in get_args(How):
-        raise ValueError(f"how={how!r:.40}: write one of {', '.join(get_args(How))}")
     flat, form = pytree.tree_flatten(value)
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    ranks = dist.get_world_size() if several else 1
+    problem = _problem(flat, how, ranks)
+    if several:
+        said = f"{how!r:.40} of {form} {[_described(leaf) for leaf in flat]}"
+        _refuse_difference(said if problem is None else f"refused here: {problem}", flat)
+    if problem is not None:
+        raise problem
     flat = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in flat]
-    for leaf in flat:
-        if not isinstance(leaf, Tensor | int | float) or (isinstance(leaf, Tensor) and leaf.is_complex()):
-            raise TypeError(f"ready.reduce takes tensors and numbers, nested or not, and not {leaf!r:.60}")
-    joint, ranks = [_packed(leaf) for leaf in flat], 1
-    if dist.is_initialized() and dist.get_world_size() > 1 and flat:
-        ranks = dist.get_world_size()
-        joint = _reduced(joint, how, f"{how} of {form} {[_described(leaf) for leaf in flat]}")
+    joint = [_packed(leaf) for leaf in flat]
+    if several and flat:
+        joint = _reduced(joint, how)
     divided = {"mean": ranks, "sum": same_data if ranks > 1 else 1}.get(how, 1)
     joint = [part / divided for part in joint]
     return pytree.tree_unflatten([_as_given(p, leaf, how) for p, leaf in zip(joint, flat, strict=True)], form)
+
+
+def _problem(flat: list[Any], how: str, ranks: int) -> Exception | None:
+    """Why this cannot be reduced, whatever the other ranks give."""
+    if how not in get_args(How):
+        return ValueError(f"how={how!r:.40}: write one of {', '.join(get_args(How))}")
+    for leaf in flat:
+        if not isinstance(leaf, Tensor | int | float) or (isinstance(leaf, Tensor) and leaf.is_complex()):
+            return TypeError(f"ready.reduce takes tensors and numbers, nested or not, and not {leaf!r:.60}")
+        if _whole(leaf) > EXACT / (ranks if how in ("mean", "sum") else 1):
+            what = f"{leaf!r:.60} over {ranks} ranks needs more than the 53 bits that are added up exactly"
+            return ValueError(f"{what}; ready.gather it, or give it as a float")
+    return None
+
+
+def _whole(leaf: Tensor | float) -> int:
+    """The largest magnitude of integers that float64 may not have; 0 for others."""
+    if not isinstance(leaf, Tensor):
+        return abs(leaf) if isinstance(leaf, int) else 0
+    if leaf.dtype not in (torch.int64, torch.uint64) or leaf.numel() == 0:
+        return 0
+    part = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    return max(abs(int(part.max())), abs(int(part.min()))) if part.numel() else 0
 
 
 def gather_over_ranks(value: Any, same_data: int) -> list[Any]:
     """What each data rank gives, in the order of the ranks: any picklable value. Collective.
 
     Tensors travel through host memory and arrive where this rank's accelerator is, or on the CPU where they were
-    there: for what is small. Rows of many samples go through ``gather_for_metrics``.
+    there: for what is small. Rows of many samples go through ``gather_for_metrics``. Raises ``TypeError`` on every rank
+    where one has a value that cannot be pickled.
     """
     sent = pytree.tree_map_only(Tensor, _on_host, value)
     everyone: list[Any] = [sent]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, sent)
+        everyone = [pickle.loads(data) for data in _exchanged(sent)]  # from ranks that run this very program
     devices = {leaf.device for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
     device = devices.pop() if len(devices) == 1 else torch.device("cpu")
     return [pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), one) for one in everyone[::same_data]]
+
+
+def _exchanged(value: Any) -> list[bytes]:
+    """The pickled value of each rank."""
+    failed, data = "", b""
+    try:
+        data = pickle.dumps(value)
+    except Exception as error:  # pickling calls code of any class
+        failed = f"{type(error).__name__}: {error!s:.200}"
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (failed, data))
+    for rank, (why, _) in enumerate(told):
+        if why:
+            raise TypeError(f"what rank {rank} gives ready.gather cannot be sent: {why}")
+    return [sent for _, sent in told]
 
 
 def _on_host(leaf: Tensor) -> Tensor:
@@ -75,24 +119,30 @@ def _described(leaf: Tensor | Number) -> str:
     return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else "number"
 
 
-def _reduced(parts: list[Tensor], how: How, description: str) -> list[Tensor]:
-    """All of them as one tensor, after a look at whether the ranks mean the same by it."""
-    device = travels_on(next((part for part in parts if part.device.type != "cpu"), parts[0]))
-    _refuse_difference(description, device)
+def _reduced(parts: list[Tensor], how: How) -> list[Tensor]:
+    """All of them as one tensor."""
+    device = _device(parts)
     flat = torch.cat([part.reshape(-1).to(device) for part in parts])
     dist.all_reduce(flat, op=_OPERATIONS[how])
     pieces = torch.split(flat, [part.numel() for part in parts])
     return [piece.view(part.shape).to(part.device) for piece, part in zip(pieces, parts, strict=True)]
 
 
-def _refuse_difference(description: str, device: torch.device) -> None:
+def _device(leaves: list[Any]) -> torch.device:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    on_accelerator = (leaf for leaf in tensors if leaf.device.type != "cpu")
+    return travels_on(next(on_accelerator, tensors[0] if tensors else torch.zeros(())))
+
+
+def _refuse_difference(description: str, leaves: list[Any]) -> None:
+    """Raises on every rank where they do not mean the same."""
     mark = int.from_bytes(hashlib.sha256(description.encode()).digest()[:6], "big")
-    marks = torch.tensor([mark, -mark], device=device)
+    marks = torch.tensor([mark, -mark], device=_device(leaves))
     dist.all_reduce(marks, op=dist.ReduceOp.MAX)
     if marks[0] != -marks[1]:
         raise ValueError(
-            "the ranks give ready.reduce values of different structure, shape or dtype, or another how; "
-            f"this one {description:.200}"
+            "the ranks give ready.reduce values of different structure, shape or dtype, or another how, or one that "
+            f"cannot be reduced; this one {description:.200}"
         )
 
 

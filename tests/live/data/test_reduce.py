@@ -110,3 +110,28 @@ def unlike(rank: int, world: int) -> tuple[Any, bool]:
 
 def test_a_rank_that_gives_a_whole_number_gets_what_the_others_get(gang2: Gang) -> None:
     assert gang2.run(unlike, timeout=40) == [(2.5, True)] * 2
+
+
+def cannot(rank: int, world: int) -> list[str]:
+    """What each rank is told where one of them gives what cannot travel; then both go on."""
+    del world
+    ready = prepared(pk.DDP())
+    texts = []
+    for mine in (None, "x", 2**52 + 1, torch.tensor(2**53)):
+        with pytest.raises((TypeError, ValueError)) as refused:
+            ready.reduce(mine if rank else 1)
+        texts.append(str(refused.value))
+    with pytest.raises(TypeError) as unsent:
+        ready.gather((lambda: 0) if rank else 1)
+    return [*texts, str(unsent.value), str(ready.reduce(rank, "sum")), str(ready.reduce(2**51, "sum"))]
+
+
+def test_what_one_rank_cannot_give_is_told_on_every_rank_and_both_go_on(gang2: Gang) -> None:
+    other, own = gang2.run(cannot, timeout=40)
+    assert all("or one that cannot be reduced" in text for text in other[:4])
+    assert "and not None" in own[0]
+    assert "and not 'x'" in own[1]
+    assert all("needs more than the 53 bits" in text for text in own[2:4])
+    assert other[4] == own[4]
+    assert other[4].startswith("what rank 1 gives ready.gather cannot be sent: ")
+    assert other[5:] == own[5:] == ["1", str(2**52)]
