@@ -193,7 +193,7 @@ class Prepared:
         taken = self._driver.backward is not None
         if more and taken:
             raise RuntimeError("DeepSpeed counts micro-batches by their backward; add the losses up for one")
-        self._tokens.check(self, mean_over, more=more)
+        self._tokens.check(self, loss, mean_over, more=more)
         self._order.before_backward(self.model, more=more, keeps=not taken)
         loss = self._tokens.weighed(loss, mean_over)
         if self._driver.backward is not None:

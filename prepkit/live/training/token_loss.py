@@ -39,15 +39,21 @@ class TokenWindow:
     """Tokens so far, a float32 scalar; None: no loss of this window was weighed."""
     micro_batches: int = 0
     """Losses of this window, weighed or not."""
+    agreed: bool = False
+    """Whether the ranks have compared whether they weigh: once, at the first loss of all."""
     unit: Tensor | None = None
     """What counts as weight 1: a power of two, the same on every rank. None: no window had weights yet."""
 
-    def check(self, ready: LoopView, mean_over: Count | None, *, more: bool) -> None:
-        """Raises for a number of tokens that cannot be taken here; changes nothing.
+    def check(self, ready: LoopView, loss: Tensor, mean_over: Count | None, *, more: bool) -> None:
+        """Raises for a number of tokens that cannot be taken here. Collective at the first loss of all.
 
-        ``LoopOutOfOrder`` where the window has losses with and without one; ``TypeError`` or ``ValueError`` for what is
-        no number; ``RuntimeError`` where gradients cannot be multiplied once, at the end of the window.
+        ``LoopOutOfOrder`` where the window has losses with and without one, and on every rank where some ranks give
+        one and others do not; ``TypeError`` or ``ValueError`` for what is no number; ``RuntimeError`` where gradients
+        cannot be multiplied once, at the end of the window.
         """
+        if not self.agreed:
+            self.agreed = True
+            _agree(loss.device, weighs=mean_over is not None)
         if mean_over is not None:
             _check_number(mean_over)
             if (why := _refused(ready, more=more)) is not None:
@@ -86,6 +92,21 @@ class TokenWindow:
         some = tokens > 0
         self.unit = torch.where(some, _power_of_two(tokens / (micro_batches * _ranks())), unit)
         return torch.where(some, unit * (accumulation * _ranks()) / tokens, torch.ones_like(tokens))
+
+
+def _agree(device: torch.device, *, weighs: bool) -> None:
+    """Raises on every rank where some weigh and some do not: their collectives would be others from here on."""
+    if _ranks() == 1:
+        return
+    marks = torch.tensor([weighs, not weighs], dtype=torch.int32, device=device)
+    marks = marks.to(travels_on(marks))
+    dist.all_reduce(marks, op=dist.ReduceOp.MAX)
+    if bool(marks.all()):
+        mine = "gives one" if weighs else "gives none"
+        raise LoopOutOfOrder(
+            f"some ranks give ready.backward a mean_over=... and some do not: this rank {mine}. Give it on every rank, "
+            "0 where a rank has no token, or on none"
+        )
 
 
 def _check_number(mean_over: Any) -> None:

@@ -235,3 +235,18 @@ def test_the_unit_of_weights_is_no_part_of_what_a_checkpoint_has_to_hold() -> No
         assert factor is not None
         factors.append([loss.grad * factor for loss in losses if loss.grad is not None])
     assert factors[0] == factors[1] == factors[2]
+
+
+def on_one_rank(rank: int, world: int) -> str:
+    del world
+    ready = pk.apply(pk.build_plan(Config(engine=pk.DDP(), optimizer=pk.SGD(lr=0.1)), nn.Linear(2, 1)))
+    loss = ready.model(torch.ones(1, 2)).sum()
+    with pytest.raises(LoopOutOfOrder) as refused:
+        ready.backward(loss, mean_over=3 if rank else None)
+    return str(refused.value)
+
+
+def test_weights_on_some_ranks_alone_are_refused_on_every_rank(gang2: Gang) -> None:
+    other, own = gang2.run(on_one_rank, timeout=40)
+    assert "some ranks give ready.backward a mean_over=... and some do not: this rank gives none." in other
+    assert "this rank gives one." in own
