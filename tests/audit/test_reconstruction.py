@@ -185,6 +185,7 @@ def test_what_other_libraries_have_prepared_has_a_config_or_every_reason_against
         assert seen["plain_ddp"][0].engine == c.DDP(gradient_as_bucket_view=False)
         assert seen["ddp_compiled"][0].compile == c.CompileModel()
         assert seen["accelerated_mixed"][0].precision == c.BF16()
+        assert seen["accelerated_mixed"][0].accumulation is None
         assert seen["accelerated_accumulation"][0].accumulation == 2
         assert seen["fsdp1_flat"][0].engine == c.FSDP1(wrap=BLOCKS, use_orig_params=False)
         assert seen["fsdp1_mixed"][0].precision == c.BF16(reduce_dtype="bfloat16", output_dtype="bfloat16")

@@ -77,12 +77,17 @@ def reconstruct(facts: PreparedFacts) -> Reconstruction:
         intent=Intent.TRAINING if trains else Intent.INFERENCE,
         device=_device(devices, how, spread=not isinstance(engine.engine, Single)),
         optimizer=None if section else specs_of(how.optimizers, how.model, reasons),
-        accumulation=rest.accumulation or facts.accumulation,
+        accumulation=rest.accumulation or _unlike_default(facts.accumulation),
         global_batch=rest.global_batch,
         clip=rest.clip,
     )
     bare = Facts(model=how.model, optimizer=None if section else live(how.optimizers), env=how.env)
     return Reconstruction(config=_accepted(config, bare), facts=bare, reasons=tuple(reasons.found))
+
+
+def _unlike_default(accumulation: int | None) -> int | None:
+    """Micro-batches of a window; None for one, which is what a config that says nothing means."""
+    return None if accumulation == 1 else accumulation
 
 
 def _accepted(config: Config, bare: Facts) -> Config:
