@@ -31,6 +31,20 @@ class RandomState:
             _set(before)
 
 
+@contextmanager
+def as_they_were(*, resumed: bool) -> Iterator[None]:
+    """Where a pass is resumed, what is drawn inside leaves no trace in the common generators.
+
+    They were put back to where the pass stood, behind what its beginning had drawn: torch's ``DataLoader`` draws a seed
+    for its workers whenever it is iterated anew.
+    """
+    if not resumed:
+        yield
+        return
+    with RandomState(_states()).inside():
+        yield
+
+
 def drawn(source: Iterable[Any], *seeds: int) -> Iterator[Any]:
     """The items of an iterable whose random numbers follow from the seeds alone, and touch no other generator."""
     own = _seeded(hash(seeds) % 2**32)  # of a tuple of integers the same in every process
@@ -68,7 +82,8 @@ def set_epoch(source: Any, epoch: int) -> None:
         seen.append(source)
         if callable(getattr(source, "set_epoch", None)):
             source.set_epoch(epoch)
-        source = getattr(source, "batch_sampler", None) or getattr(source, "sampler", None)
+        inside = (getattr(source, name, None) for name in ("batch_sampler", "sampler"))
+        source = next((one for one in inside if one is not None), None)  # not by truth: that asks some for their length
 
 
 def _seeded(seed: int) -> RandomState:

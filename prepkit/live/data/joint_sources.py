@@ -61,8 +61,8 @@ class ShardsSource:
         raise TypeError("a stream that splits itself has no length")
 
     def consumed(self, batches: int) -> int:
-        """What all ranks together have read when each has read so many: batches."""
-        return batches * self.parts
+        """What all ranks together have read when each has read so many batches."""
+        return self.stream.consumed(batches) * self.parts
 
     def state(self) -> Any:
         """The loader's own state on this rank."""

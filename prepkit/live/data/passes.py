@@ -24,7 +24,7 @@ class Passes:
     under_way: list[Loader] = field(factory=list, init=False)
     """Loaders with a pass under way, the innermost last."""
     read: bool = field(default=False, init=False)
-    """Whether any of them was read in this process."""
+    """Whether any of those that are trained on was read in this process."""
 
     def __attrs_post_init__(self) -> None:
         self._watch(self.loaders)
@@ -92,7 +92,7 @@ class Passes:
             )
 
     def _changed(self, loader: Loader) -> None:
-        self.read = True
+        self.read = self.read or not loader.evaluation
         if loader.present is None:
             self.under_way = [other for other in self.under_way if other is not loader]
         elif all(other is not loader for other in self.under_way):

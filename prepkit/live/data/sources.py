@@ -15,7 +15,7 @@ from attrs import define
 from torch.utils.data import DataLoader
 
 from prepkit.live.data.batch_sampler import RankBatches
-from prepkit.live.data.draws import set_epoch
+from prepkit.live.data.draws import as_they_were, set_epoch
 from prepkit.live.data.rounds import Tail
 from prepkit.live.data.streams import BatchRead, CollateShare, StreamPart
 
@@ -45,7 +45,8 @@ class IndexedSource:
         """One pass. Indices that were read before are skipped; their data are not read."""
         self.batches.epoch, self.batches.start = epoch, consumed
         set_epoch(self.loader.dataset, epoch)
-        source = iter(self.loader)
+        with as_they_were(resumed=bool(consumed)):
+            source = iter(self.loader)
         shares = self.batches.shares
         for batch in source:
             share = shares.popleft()
@@ -71,6 +72,8 @@ class StreamSource:
     """A stream, or any iterable of batches. It reads one batch ahead, to know which is the last."""
 
     loader: Any
+    size: int = 1
+    """Samples in a batch; 1 where that is not known, and batches are counted."""
     divided: StreamPart | None = None
     """The data set of the loader where every rank reads it whole and keeps its part."""
     restored: bool = False
@@ -88,7 +91,7 @@ class StreamSource:
         )
         collate = CollateShare(loader.collate_fn, single=size is None)
         changes = {"dataset": stream, "batch_size": None, "batch_sampler": None, "drop_last": False}
-        return cls(rebuilt(loader, collate_fn=collate, **changes), stream)
+        return cls(rebuilt(loader, collate_fn=collate, **changes), size or 1, stream)
 
     def reads(self, epoch: int, consumed: int) -> Iterator[BatchRead]:
         """One pass. What was read before is read again and left out, unless the loader knows its own position."""
@@ -96,19 +99,20 @@ class StreamSource:
             self.divided.epoch.fill_(epoch)
         else:
             set_epoch(getattr(self.loader, "dataset", None), epoch)
-        parts = 1 if self.divided is None else self.divided.parts
-        count = consumed // parts
-        source = iter(self.loader)
-        for _ in range(0 if self.restored else count):
-            next(source, None)
-        self.restored = False
-        ahead = next(source, END)
+        each = self.consumed(1)
+        count = consumed // each
+        with as_they_were(resumed=bool(count)):
+            source = iter(self.loader)
+            for _ in range(0 if self.restored else count):
+                next(source, None)
+            self.restored = False
+            ahead = next(source, END)
         while ahead is not END:
             state = self._own_state()
             read, ahead = ahead, next(source, END)
             count, self.now = count + 1, state
             known = read if isinstance(read, BatchRead) else BatchRead(read)
-            yield known._replace(consumed=count * parts, last=ahead is END)
+            yield known._replace(consumed=count * each, last=ahead is END)
         self.now = None
 
     def length(self) -> int:
@@ -116,8 +120,8 @@ class StreamSource:
         return len(self.loader)
 
     def consumed(self, batches: int) -> int:
-        """What all ranks together have read when each has read so many: batches."""
-        return batches * (1 if self.divided is None else self.divided.parts)
+        """What all ranks together have read when each has read so many batches."""
+        return batches * self.size * (1 if self.divided is None else self.divided.parts)
 
     def state(self) -> Any:
         """The loader's own state after the batch in use; None: it has none."""

@@ -73,7 +73,7 @@ def _source(step: ShardLoader, loader: DataLoader[Any], parts: int, part: int, g
         return DispatchedSource(_read_here(step, loader, 1, 0), group, parts, part, tail)
     if step.split == "shards":
         own = loader.dataset.shard(num_shards=parts, index=part)  # type: ignore[attr-defined]  # a fact
-        stream = StreamSource(rebuilt(loader, dataset=own))
+        stream = StreamSource(rebuilt(loader, dataset=own), size=loader.batch_size or 1)
         return ShardsSource(stream, group, parts, all_read=tail in ("repeat", "spread"))
     return _read_here(step, loader, parts, part)
 
@@ -166,7 +166,11 @@ def _whole(loader: Any) -> BatchSource:
     """A loader that reads what it read when it was given."""
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     if not plain or isinstance(loader.dataset, IterableDataset):
-        return StreamSource(loader)
+        return StreamSource(loader, size=getattr(loader, "batch_size", None) or 1)
+    if loader.batch_size is not None:  # batches of its own making: counted in samples, as where they are divided
+        how: dict[str, Any] = {"size": loader.batch_size, "drop_last": loader.drop_last}
+        tail: Tail = "drop" if loader.drop_last else "repeat"
+        return IndexedSource.of(loader, RankBatches(order=loader.sampler, tail=tail, **how))
     single = loader.batch_sampler is None and _given_batches(loader) is None
     order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     return IndexedSource.of(

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 import prepkit as pk
 from prepkit.config import Config, EachLoader, Engine, KeepLoaders, ShardLoaders
+from prepkit.live.training.prepared import Prepared
 from tests.support.deepspeed_cpu import lean
 from tests.support.gang import Gang
 
@@ -235,11 +236,21 @@ def test_tensor_ranks_of_deepspeed_read_the_same_samples(gang2: Gang) -> None:
     assert sorted(first) == list(range(6))
 
 
-def going_on(rank: int, world: int, engine: Engine, folder: str, batches: int) -> tuple[list[int], int]:
+class Counted(IterableDataset[tuple[Tensor, int]]):
+    """A stream of so many samples."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return iter(samples(12))
+
+
+def going_on(
+    rank: int, world: int, engine: Engine, folder: str, batches: int, shuffle: bool, size: int
+) -> tuple[list[int], int]:
     """Reads so many batches of a pass and saves, or resumes and reads what is left: the samples, and the pass."""
+    del rank, world
     torch.manual_seed(5)
     model = nn.Linear(4, 2)
-    loader = DataLoader(samples(12), batch_size=4 // world, shuffle=True)  # type: ignore[arg-type]  # a data set
+    loader = DataLoader(samples(12), batch_size=size, shuffle=shuffle)  # type: ignore[arg-type]  # a data set
     ready = pk.apply(pk.build_plan(Config(engine=engine, optimizer=pk.SGD()), model, loaders=[loader]))
     if not batches:
         ready.resume(folder)
@@ -254,11 +265,45 @@ def going_on(rank: int, world: int, engine: Engine, folder: str, batches: int) -
     return read, epoch
 
 
-def test_a_run_goes_on_inside_a_pass_on_more_ranks_than_have_saved_it(gang2: Gang, tmp_path: Path) -> None:
-    read, _ = going_on(0, 1, pk.Single(), str(tmp_path), 2)
-    (first, epoch), (second, other) = gang2.run(going_on, pk.DDP(), str(tmp_path), 0)
+@pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in order"])
+def test_a_run_goes_on_inside_a_pass_on_more_ranks_or_with_other_batches_than_have_saved_it(
+    gang2: Gang, tmp_path: Path, shuffle: bool
+) -> None:
+    read, _ = going_on(0, 1, pk.Single(), str(tmp_path), 2, shuffle, 4)
+    (first, epoch), (second, other) = gang2.run(going_on, pk.DDP(), str(tmp_path), 0, shuffle, 2)
     assert (len(first), len(second), epoch, other) == (2, 2, 0, 0)
     assert sorted(read + first + second) == list(range(12))
+    smaller, _ = going_on(0, 1, pk.Single(), str(tmp_path), 0, shuffle, 1)
+    assert sorted(read + smaller) == list(range(12))
+    gang2.run(going_on, pk.DDP(), str(tmp_path / "two"), 1, shuffle, 2)
+    rest, _ = going_on(0, 1, pk.Single(), str(tmp_path / "two"), 0, shuffle, 4)
+    assert len(rest) == 8
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "in order", "stream"])
+def test_a_run_that_draws_at_every_step_goes_on_inside_a_pass_to_the_bit(tmp_path: Path, kind: str) -> None:
+    """What the beginning of a pass draws, as torch's DataLoader does, was drawn before the run was saved."""
+
+    def run(*, stop: int = 0, start: bool = False) -> tuple[Prepared, list[Tensor]]:
+        torch.manual_seed(5)
+        data: Any = Counted() if kind == "stream" else samples(12)
+        loader = DataLoader(data, batch_size=2, shuffle=kind == "shuffled")
+        model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))
+        ready = pk.apply(pk.build_plan(Config(optimizer=pk.SGD(lr=0.1)), model, loaders=[loader]))
+        if start:
+            ready.resume(str(tmp_path))
+        for at, (inputs, _) in enumerate(ready.loaders[0], 1):
+            ready.backward((ready.model(inputs) - 1).square().mean())
+            ready.step()
+            if at == stop:
+                break
+        return ready, [param.detach().clone() for param in ready.model.parameters()]
+
+    _, whole = run()
+    half, _ = run(stop=3)
+    half.save(str(tmp_path))
+    _, resumed = run(start=True)
+    assert all(torch.equal(one, other) for one, other in zip(whole, resumed, strict=True))
 
 
 def epochs(rank: int, world: int, told: bool, folder: str) -> tuple[list[int], int, int]:
