@@ -10,7 +10,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # What `make quick` leaves out: real runs, but for one of each engine in tests/test_engines.py, and whole processes.
-REAL := tests/differential tests/live tests/predict/test_measured.py tests/support tests/test_examples.py tests/tools tests/torch_suites \
+REAL := tests/audit/test_script.py tests/differential tests/live tests/predict/test_measured.py tests/support tests/test_examples.py \
+	tests/test_real_input.py tests/test_ray.py tests/test_whole_run.py tests/tools tests/torch_suites \
 	property_tests/test_hostile_files.py property_tests/test_reading_law.py property_tests/test_rehearsal_law.py
 
 .PHONY: demo quick test lint types contracts bench faults drawn docs mutants clean

@@ -92,7 +92,13 @@ def _mended(rule: Rule, cfg: Config, facts: Facts) -> None:
     known = {finding.rule for finding in errors(before)} | _BRINGS.get(rule.id, set())
     if _read(cfg, facts) != _read(mended, facts):  # how many samples a step takes follows from it
         known |= {other.id for other in RULES if other.id.startswith("global-batch.")}
+    if _blocks(cfg) != _blocks(mended):  # of which every so many are to be recomputed
+        known.add("checkpoint.every")
     assert {finding.rule for finding in errors(after)} <= known
+
+
+def _blocks(cfg: Config) -> object:
+    return getattr(cfg.checkpointing, "blocks", None)
 
 
 def _read(cfg: Config, facts: Facts) -> tuple[object, ...]:
