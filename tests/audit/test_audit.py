@@ -144,9 +144,9 @@ def test_eight_billion_parameters_on_meta_take_less_than_a_second() -> None:
     assert sum(param.numel() for param in model.parameters()) > 8e9
     optimizer = adam(model)
     gc.collect()
-    begun = time.perf_counter()
+    begun = time.process_time()
     audit = pk.audit(model, optimizer)
-    assert time.perf_counter() - begun < 1.0
+    assert time.process_time() - begun < 1.0
     assert audit.findings == ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from math import prod
 
@@ -149,18 +150,23 @@ def test_a_rule_says_whether_it_can_be_overridden_and_repaired_and_gives_its_exa
 
 
 def test_the_text_of_a_large_plan_takes_time_in_proportion_to_its_modules() -> None:
-    """Four times the modules may take six times the time; a text that looks at all units for each takes sixteen."""
+    """Four times the modules may take eight times the time; a text that looks at all units for each takes sixteen."""
     few, many = (plan_of_lists(count) for count in (10, 40))
-    assert seconds(many) < 6 * max(seconds(few), 0.01)
+    assert seconds(many) < 8 * max(seconds(few), 0.01)
 
 
 def seconds(plan: Plan) -> float:
-    """The fastest of three, in CPU time."""
+    """The fastest of three, in CPU time; a collection of garbage would count all that other tests have left."""
     times = []
-    for _ in range(3):
-        began = time.process_time()
-        plan_text(plan)
-        times.append(time.process_time() - began)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            began = time.process_time()
+            plan_text(plan)
+            times.append(time.process_time() - began)
+    finally:
+        gc.enable()
     return min(times)
 
 

@@ -267,6 +267,6 @@ def test_a_parameter_costs_microseconds() -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(2000)))
     plan = planned(Config(), model)
     target = applied(plan, model)
-    began = time.perf_counter()
+    began = time.process_time()
     assert verify(plan, target).failed == ()
-    assert time.perf_counter() - began < 4000 * 100e-6
+    assert time.process_time() - began < 4000 * 100e-6
