@@ -226,7 +226,10 @@ def test_a_global_batch_is_swept_and_checked_with_the_batch_size_that_is_declare
     checked = run("check", *words, "--batch-size", "4")
     assert checked.exit_code == 1
     assert "a plan exists for world size 8" in checked.stdout
-    assert "global-batch.unknown" in run("check", *words).stderr
+    untold = run("check", *words)
+    assert "global-batch.unknown" in untold.stderr
+    assert "or --batch-size 4 on the command line" in untold.stderr, "what was typed above"
+    assert "no loader and no --batch-size is given" in run("sweep", *words, "--engine", "ddp").stdout
 
 
 def test_report_writes_one_page_for_one_plan_or_two(folder: Path) -> None:

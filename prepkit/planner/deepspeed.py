@@ -53,7 +53,8 @@ def cast(resolved: Resolved) -> Piece:
     if dtypes is None:
         return ()
     step = CastForward(dtype=dtypes.param, output_dtype=dtypes.output)
-    return because(step, f"the parameters become {dtypes.param}; returns {dtypes.output}", "AMP-4", "ST-22")
+    reason = f"the parameters become {dtypes.param}; returns {dtypes.output}{pieces.loss_inside(resolved)}"
+    return because(step, reason, "AMP-4", "ST-22")
 
 
 def leaves(resolved: Resolved, config: WorkingConfig) -> Piece:

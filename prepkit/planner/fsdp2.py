@@ -84,6 +84,7 @@ def shard_units(resolved: Resolved) -> Piece:
     gathered = "each is gathered alone" if len(step.units) > 1 else "the whole model is gathered at once"
     rows = ("M2-6", "M2-7", "SS-14") if step.ignored else ()
     reason = f"leaves first, the root takes what is left; {gathered}{_exceptions(resolved, step)}"
+    reason += pieces.loss_inside(resolved)
     return because(step, reason, "M2-10", "M2-12", "H-17", *rows)
 
 

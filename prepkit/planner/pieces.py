@@ -121,6 +121,14 @@ def autocast(resolved: Resolved) -> Piece:
     return because(step, f"computes in {dtypes.param} and returns {dtypes.output}", "AMP-1", "AMP-4", "AMP-5")
 
 
+def loss_inside(resolved: Resolved) -> str:
+    """In what a forward computes a loss, where parameters are cast and no autocast does losses in float32 (G-29)."""
+    dtypes = resolved.compute_dtypes
+    if dtypes is None or dtypes.param == dtypes.output or not resolved.trains:
+        return ""
+    return f"; a loss that forward computes is in {dtypes.param}, unless under torch.autocast"
+
+
 def checkpoint(resolved: Resolved) -> Piece:
     """Activation checkpointing of the chosen blocks."""
     match resolved.cfg.checkpointing:

@@ -10,6 +10,7 @@ from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 _WHERE = "config.global_batch"
+_SAY = "Pass loaders=[DataLoader(..., batch_size=4)], or --batch-size 4 on the command line, with your own number; or"
 
 
 def _asked(resolved: Resolved) -> int | None:
@@ -30,12 +31,16 @@ def _unknown(resolved: Resolved) -> Iterator[Hit]:
     if not _derived(resolved) or resolved.batch.sizes:
         return
     given = count(len(resolved.facts.loaders), "loader")
-    what = f"of the {given} none for training says how many" if resolved.facts.loaders else "no loader is given"
+    what = (
+        f"of the {given} none for training says how many"
+        if resolved.facts.loaders
+        else "no loader and no --batch-size is given"
+    )
     own = "DeepSpeed(micro_batch=4) with your own number, or " if isinstance(resolved.cfg.engine, DeepSpeed) else ""
     yield Hit(
         _WHERE,
         f"Nothing says how many samples a rank reads at once: {what}.",
-        f"Pass loaders=[...] with a batch_size, or write {own}accumulation=... in the place of global_batch.",
+        f"{_SAY} write {own}accumulation=... in the place of global_batch.",
     )
 
 
@@ -87,7 +92,9 @@ def _ways(asked: int, micro: int, resolved: Resolved) -> str:
     starts = [f"{n * same} ranks (accumulation {asked // (micro * n)})" for n in (*fewer, *more)]
     sizes = [n for n in range(micro - 1, 0, -1) if asked % (n * ranks) == 0][:1]
     parts = [f"start {' or '.join(starts)}"] if starts else []
-    parts += [f"build the loader with batch_size={n} (accumulation {asked // (n * ranks)})" for n in sizes]
+    for size in sizes:
+        steps = f"accumulation {asked // (size * ranks)}"
+        parts.append(f"build the loader with batch_size={size} ({steps}), --batch-size {size} on the command line")
     return "".join(f"; or {part}" for part in parts)
 
 
@@ -96,7 +103,7 @@ RULES: tuple[Rule, ...] = (
         id="global-batch.unknown",
         summary="Where the global batch gives the accumulation, it is known how many samples a rank reads at once.",
         check=_unknown,
-        fix="Pass loaders=[...] with a batch_size, or write accumulation=... in the place of global_batch.",
+        fix=f"{_SAY} write accumulation=... in the place of global_batch.",
         overridable=False,
         source=("pain 4", "DS-8"),
     ),

@@ -106,7 +106,7 @@ def test_an_unreachable_one_is_told_with_the_nearest_numbers_of_every_factor() -
     for world, steps in ((4, 32), (8, 16)):
         assert planned(cfg, world, two).owners.accumulation_steps == steps
     smaller = finding_of("global-batch.unreachable", evolve(cfg, global_batch=24), facts(8))
-    assert "batch_size=3 (accumulation 1)" in smaller.fix
+    assert "batch_size=3 (accumulation 1), --batch-size 3 on the command line" in smaller.fix
     assert "global_batch=32 (accumulation 1)" in smaller.fix
     assert "global_batch=0" not in smaller.fix
 

@@ -66,8 +66,13 @@ def torch_told(what: str) -> Iterator[None]:
 
 
 def quiet_alone() -> None:
-    """Torch warns a process on its own that it will write, or read, all by itself, also from its own threads."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    """Torch warns a process on its own that it will write, or read, all by itself, also from its own threads.
+
+    Once: whenever a filter is added Python forgets which warnings it has shown, and shows each of them again.
+    """
+    text = "torch.distributed is disabled, unavailable or uninitialized"
+    if not any(pattern is not None and pattern.pattern == text for _, pattern, *_ in warnings.filters):
+        warnings.filterwarnings("ignore", message=text)
 
 
 def _told(what: str, texts: dict[str, list[int]]) -> str:

@@ -100,10 +100,16 @@ class Loader:
         if self._begun or epoch != self.epoch:
             self.epoch, self._consumed, self._begun = epoch, 0, False
 
-    def skip(self, batches: int) -> None:
-        """The next pass begins behind so many batches of this rank; those after it are whole."""
+    def skip(self, batches: int) -> Loader:
+        """The loader itself, whose next pass begins behind so many batches of this rank; those after it are whole.
+
+        Raises ``ValueError`` for what is no number of batches. ``len`` stays that of a whole pass.
+        """
+        if not isinstance(batches, int) or isinstance(batches, bool) or batches < 0:
+            raise ValueError(f"loader.skip({batches!r}): give the number of batches to leave out, 0 or more")
         epoch = self.epoch + self._begun
         self.load_state_dict({"epoch": epoch, "consumed": self.source.consumed(batches), "loader": None})
+        return self
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands after the batch in use, for ``load_state_dict`` on any number of ranks.

@@ -34,6 +34,8 @@ class LoopOrder:
     """Whether ``backward`` has ever been called, so that gradients are divided and averaged for ``step`` alone."""
     _armed: bool = False
     """Whether DDP's forward has run since the last backward: its reducer averages one backward per forward."""
+    _inside: bool = False
+    """Whether a micro-batch has ended that did not end its window."""
     _backwards: int = 0
     """Calls of ``backward`` in this micro-batch."""
     _more: bool = False
@@ -92,8 +94,8 @@ class LoopOrder:
             )
         if not self._backwards and self._kept is not None and self._kept.grad is None:
             raise LoopOutOfOrder(
-                "the gradients of this window's first micro-batches are gone: optimizer.zero_grad() was called inside "
-                "it. Remove that call: ready.step() clears the gradients at the end of each window"
+                "the gradients of this window's first micro-batches are gone: zero_grad() was called inside it, or "
+                "they were set to None. Remove that: ready.step() clears the gradients at the end of each window"
             )
         if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
             if not self._armed:
@@ -151,6 +153,18 @@ class LoopOrder:
                 "leave it to ready.step() and Config(accumulation=...) which micro-batches average"
             )
 
+    def before_clearing(self) -> None:
+        """Raises ``LoopOutOfOrder`` where gradients of earlier micro-batches of this window would be cleared.
+
+        Those of one that has just run may be: so it is thrown away. Under every engine alike, though ZeRO 2 and FSDP2
+        would not lose the others.
+        """
+        if self._inside:
+            raise LoopOutOfOrder(
+                "optimizer.zero_grad() was called inside an accumulation window, whose first micro-batches it would "
+                "throw away. Remove that call: ready.step() clears the gradients at the end of each window"
+            )
+
     def before_tick(self, scheduler: Any) -> None:
         """Raises ``LoopOutOfOrder`` where somebody else has stepped the scheduler since ``after_tick``."""
         at = getattr(scheduler, "last_epoch", None)
@@ -167,10 +181,12 @@ class LoopOrder:
     def after_resume(self) -> None:
         """The scheduler stands elsewhere, and no window is open."""
         self._ticked = self._kept = None
+        self._inside = False
 
     def after_step(self, model: Module, *, ended: bool) -> None:
         """The next micro-batch begins."""
         self._backwards = 0
+        self._inside = not ended
         self._averaged = self._averaged and not ended
         self._kept = None
         if self.shows_gradients and not ended:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from prepkit.config import Clip, ClipNorm
 from prepkit.live.training import closures
+from prepkit.live.training.clearing import ClearingGuard, guarded
 from prepkit.live.training.closures import Closure
 from prepkit.live.training.drivers import Driver
-from prepkit.live.training.loop_order import LoopOrder
+from prepkit.live.training.loop_order import LoopOrder, LoopOutOfOrder
+from prepkit.live.training.own_loop import OwnLoop
 from prepkit.plan import Plan
 
 
@@ -30,12 +34,17 @@ class OptimizerStep:
     """The plan's; a loop that says it per window, as accelerate's does, puts another here."""
     scheduler: Any
     scaler: torch.amp.GradScaler | None
+    own_loop: OwnLoop = field(init=False)
+    _hooks: list[RemovableHandle | ClearingGuard] = field(factory=list, init=False)
     clears: bool = True
     """Whether the gradients go when a window has ended; no in a loop that clears them, as accelerate's does."""
     skipped: bool = False
     grad_norm: torch.Tensor | None = None
     acting: bool = False
     """Whether the optimizer steps because ``ready.step`` says so, or torch makes room for state that is read."""
+
+    def __attrs_post_init__(self) -> None:
+        self.own_loop = OwnLoop(plan=self.plan, scaler=self.scaler)
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
@@ -46,16 +55,41 @@ class OptimizerStep:
         finally:
             self.acting = False
 
-    def refuse_foreign(self, *_: Any) -> None:
-        """Before every step of the optimizer (``register_step_pre_hook``): gradients may be neither whole nor averaged.
+    def watch(self, model: Module, optimizers: Sequence[Optimizer]) -> None:
+        """Looks at each step and ``zero_grad`` of these optimizers until ``release``; refers to the model weakly."""
+        weak = weakref.ref(model)
 
-        Who never calls ``ready.backward``, such as a trainer with a loop of its own, steps as it likes.
+        def before(optimizer: Optimizer, *_: Any) -> None:
+            if not self.acting and (watched := weak()) is not None:
+                self._before_foreign(watched, optimizer)
+
+        if self.driver.step is None:
+            self._hooks += [optimizer.register_step_pre_hook(before) for optimizer in optimizers]
+        self._hooks += [guarded(optimizer, self._before_clearing) for optimizer in optimizers]
+
+    def release(self) -> None:
+        """Lets the optimizers alone again."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _before_foreign(self, model: Module, optimizer: Optimizer) -> None:
+        """Raises ``LoopOutOfOrder`` for a step beside ``ready.backward``: gradients are neither whole nor averaged.
+
+        Who never calls that, such as a trainer with a loop of its own, steps as it likes where that leaves out nothing
+        (``OwnLoop``).
         """
-        if self.order.used and not self.acting:
-            raise RuntimeError(
-                "optimizer.step() was called after ready.backward(); write ready.step() in its place: it averages over "
-                "the ranks, clips, steps, ticks the scheduler and clears the gradients at the end of each window"
-            )
+        if not self.order.used:
+            self.own_loop.before_step(model, optimizer)
+            return
+        raise LoopOutOfOrder(
+            "optimizer.step() was called after ready.backward(); write ready.step() in its place: it averages over "
+            "the ranks, clips, steps, ticks the scheduler and clears the gradients at the end of each window"
+        )
+
+    def _before_clearing(self) -> None:
+        """Raises ``LoopOutOfOrder`` for a ``zero_grad`` that is not the end of a window."""
+        if not self.acting:
+            self.order.before_clearing()
 
     def by_optimizer(
         self, model: Module, optimizer: Optimizer, closure: Closure | None, look: Callable[[], None]
@@ -69,7 +103,8 @@ class OptimizerStep:
         if not self.skipped:
             self._tick()
         if self.clears:
-            optimizer.zero_grad(set_to_none=True)
+            with self.allowed():
+                optimizer.zero_grad(set_to_none=True)
 
     def _stepped(self, model: Module, optimizer: Optimizer, closure: Closure | None, look: Callable[[], None]) -> bool:
         def clip(held: Optimizer) -> None:
@@ -93,7 +128,8 @@ class OptimizerStep:
     def by_engine(self, model: Module, *, ended: bool) -> None:
         """The engine clips, steps and clears by itself; the scheduler is ours unless the plan says otherwise."""
         assert self.driver.step is not None, "an engine that steps"
-        done = self.driver.step(model, ended)
+        with self.allowed():
+            done = self.driver.step(model, ended)
         if ended:
             self.skipped = not done.applied
             self.grad_norm = done.norm if isinstance(self.clip, ClipNorm) else None

@@ -113,9 +113,7 @@ class Prepared:
         self._checkpoints = session.of(self.model)
         if self._driver.step is not None and self.optimizer is not None:
             self._first.watch(self.model)
-        if self._driver.step is None and self.optimizer is not None:
-            for optimizer in self.optimizers:
-                optimizer.register_step_pre_hook(self._end.refuse_foreign)
+        self._end.watch(self.model, self.optimizers)
         self._passes = Passes(self.loaders, self._sync)
         self._log = RunLog(self.is_main_process, self.plan.config)
         self._sync()
@@ -274,6 +272,7 @@ class Prepared:
         """
         self._evaluation.refuse_saving("ready.save()")
         self._between_windows("a checkpoint holds no gradients; save after a step() that returned True")
+        self._end.own_loop.before_count("ready.save()", used=self.in_use, stacklevel=5)
         with self._end.allowed():
             self._checkpoints.save(self, folder, keep=keep, wait=wait)
 
@@ -332,6 +331,7 @@ class Prepared:
         if self.engine_steps:
             give_back_linear()
         owned_optimizers.release(self)
+        self._end.release()
         self.model = unwrap(self.model)
         self._end.driver = driver(self.model)
         if self.whole_gradients is not None:
@@ -375,6 +375,8 @@ class Prepared:
         They are those of the main process: average over the ranks before. None is left out. Not collective; raises
         ``TypeError`` on every rank that calls it for a value that is no single one.
         """
+        if step is None and self._log.open:
+            self._end.own_loop.before_count("ready.log()", used=self.in_use, stacklevel=4)
         self._log.log(values, self.steps if step is None else step)
 
     @while_open

@@ -32,7 +32,10 @@ def batches(draft: Draft, ranks: int) -> None:
         draft.fill(MICRO, micro, f"{whole} samples / ({steps} accumulation x {ranks} ranks)")
     if micro is None:
         what = f"Nothing says how many samples a rank sees at once: no loader, no `{MICRO}`, no `{WHOLE}`."
-        fix = "Pass loaders=[...], or write DeepSpeed(micro_batch=4) with your own number."
+        fix = (
+            "Pass loaders=[...], or --batch-size 4 on the command line, or write DeepSpeed(micro_batch=4), with your "
+            "own number."
+        )
         draft.flaw("no-micro-batch", what, fix, "config.engine.micro_batch")
         return
     product = micro * steps * ranks
@@ -56,7 +59,7 @@ def _micro(draft: Draft, ranks: int) -> int | None:
     if said is not None:
         if sizes and said not in sizes and (asked is None or asked > 0):
             what = f"`{MICRO}` is {said}, and the loaders give {_listed(sizes)}: DeepSpeed would count wrongly."
-            fix = f'Write "auto" or remove it, or build the loader with batch_size={said}.'
+            fix = f'Write "auto" or remove it, or build the loader with batch_size={said} (--batch-size {said}).'
             draft.flaw("two-places", what, fix, "config.engine.micro_batch" if asked is not None else WHERE)
         return said
     if draft.facts.loaders and not sizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,18 @@ def test_what_fails_while_it_is_written_leaves_the_last_good_checkpoint_and_no_r
         ready.save(str(tmp_path))
     assert find(str(tmp_path))[0] == good
     assert not list(tmp_path.glob(f"*{PARTIAL}"))
+
+
+def test_saving_again_shows_no_warning_twice(tmp_path: Path) -> None:
+    model = Partly()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ready = pk.apply(pk.build_plan(pk.Config(), model, optimizer=optimizer))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")  # once for each place, as Python has it
+        for _ in range(3):
+            ready.save(str(tmp_path))
+            warnings.warn("said in every step", stacklevel=1)
+    assert [str(one.message) for one in heard].count("said in every step") == 1
 
 
 def test_the_next_checkpoint_takes_the_place_of_the_last(tmp_path: Path) -> None:

@@ -95,6 +95,25 @@ def test_what_is_gathered_in_an_inner_loop_is_of_its_batches() -> None:
     assert ready.gather_for_metrics(next(outer)).flatten().tolist() == [4.0, 5.0]
 
 
+def test_a_loop_over_a_loader_that_skips_reads_the_rest_of_that_pass_alone() -> None:
+    rows = list(torch.arange(6.0).view(6, 1))
+    plan = pk.build_plan(
+        pk.Config(optimizer=pk.SGD(lr=0.1), loaders=pk.ShardLoaders()),
+        nn.Linear(1, 1),
+        loaders=[DataLoader(rows, batch_size=2), DataLoader(Plain((3,)), batch_size=1)],  # type: ignore[arg-type]
+    )
+    indexed, stream = pk.apply(plan).loaders
+    assert [batch.flatten().tolist() for batch in indexed.skip(2)] == [[4.0, 5.0]]
+    assert len(list(indexed)) == len(indexed) == 3
+    assert len(list(stream.skip(2))) == 1
+    assert len(list(stream)) == 3
+    assert list(indexed.skip(7)) == []
+    for wrong in (-1, 1.5, True, None):
+        with pytest.raises(ValueError, match=r"loader\.skip\(.*\): give the number of batches to leave out, 0 or more"):
+            indexed.skip(wrong)
+    assert len(list(indexed)) == 3
+
+
 @pytest.mark.parametrize(
     ("engine", "mesh", "readers"),
     [(pk.FSDP2(), pk.Mesh(shard=2, tensor=2), 2), (pk.FSDP2(), pk.Mesh(replicate=2, shard=2), 4)],
