@@ -113,9 +113,8 @@ def by_hand(ready: Any, width: int) -> Iterator[None]:
         if last:
             norm = nn.utils.clip_grad_norm_(trained.parameters(), LIMIT)
             float(norm.full_tensor()) if hasattr(norm, "full_tensor") else None
-            ready._acting = True  # or prepkit refuses a step that is not its own, and below a tick
-            optimizer.step()
-            ready._acting = False
+            with ready._end.allowed():  # or prepkit refuses a step that is not its own, and below a tick
+                optimizer.step()
             scheduler.step()
             ready._order.after_tick(scheduler)
             optimizer.zero_grad()
