@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -79,7 +80,8 @@ def test_clipping_holds_for_the_window_in_which_it_is_asked_for(accelerator: Acc
         before = model.weight.detach().clone()
         accelerator.backward(model(batch).sum() * 100)
         if clipped:
-            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            whole = float(model.weight.grad.square().sum() + model.bias.grad.square().sum()) ** 0.5
+            assert accelerator.clip_grad_norm_(model.parameters(), 0.5).item() == pytest.approx(whole)
         optimizer.step()
         moved = float((model.weight.detach() - before).norm())
         assert (moved <= 0.05 + 1e-6) is clipped
@@ -87,6 +89,18 @@ def test_clipping_holds_for_the_window_in_which_it_is_asked_for(accelerator: Acc
         assert accelerator.plan.owners.clip == NoClip()
     with pytest.raises(NotOffered, match="a part of the parameters"):
         accelerator.clip_grad_norm_([model.weight], 0.5)
+
+
+def test_the_norm_of_a_scaled_loss_is_that_of_the_loss() -> None:
+    config = Config(precision=FP16(init_scale=1024.0), overrides=("precision.fp16-unsupported",))
+    accelerator = Accelerator(cpu=True, config=config)
+    model, optimizer, loader = accelerator.prepare(*tools())
+    accelerator.backward(model(next(iter(loader))).sum())
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    assert 0 < norm < 100, "times 1024 it would be more"
+    optimizer.step()
+    assert float(norm) == pytest.approx(float(accelerator.ready.grad_norm))
+    accelerator.end_training()
 
 
 def test_gradients_are_kept_inside_a_window_and_not_thrown_away_at_its_end() -> None:
@@ -103,6 +117,31 @@ def test_gradients_are_kept_inside_a_window_and_not_thrown_away_at_its_end() -> 
                 optimizer.step()
     mean = (first.sum(0) + second.sum(0)) / 2
     assert torch.allclose(model.weight.detach(), before - 0.1 * mean, atol=1e-6)
+    accelerator.end_training()
+
+
+def test_what_trains_otherwise_than_under_accelerate_is_told_once() -> None:
+    """There the first clips inside a window, and the second throws away its first micro-batch."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = accelerator.prepare(*tools())
+    batches, before = tuple(loader), model.weight.detach().clone()
+    norms = []
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for batch in batches:
+                with accelerator.accumulate(model):
+                    optimizer.zero_grad()
+                    accelerator.backward(model(batch).sum() * 100)
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+                    optimizer.step()
+    told = [one for one in heard if "accelerate" in str(one.message)]
+    assert all(one.filename == __file__ for one in told)
+    clipped, cleared = sorted(str(one.message) for one in told)
+    assert "Write `if accelerator.sync_gradients:` above it" in clipped
+    assert "under accelerate it throws away the micro-batches before" in cleared
+    assert [norm != norm for norm in norms] == [True, False, True, False]
+    assert float((model.weight.detach() - before).norm()) <= 2 * 0.05 + 1e-6
     accelerator.end_training()
 
 

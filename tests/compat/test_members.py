@@ -35,6 +35,7 @@ from prepkit.config import (
     ShardLoaders,
     TensorParallel,
     WrapClasses,
+    WrapRoot,
 )
 from tests.support.gang import Gang
 
@@ -346,6 +347,59 @@ def test_ranks_talk_before_anything_is_prepared_and_agree_on_shapes_first(gang2:
     assert (first[1], second[1]) == ([[7, 1]], [[2, 2]])
     assert "rank 0 gives (1,) of torch.float32, rank 1 gives (2,)" in first[3]
     assert (first[0], *first[2:]) == (second[0], *second[2:])
+
+
+class Tied(torch.nn.Module):
+    """Two names of one weight, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("seen", torch.ones(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.inner(self.words(tokens)))
+        return logits
+
+
+def whole_and_norms(rank: int, world: int) -> list[Any]:
+    """Under each engine: the names of the state dict, whether another model takes it, and the norm before each step."""
+    del world
+    out = []
+    for engine in (DDP(), FSDP2(wrap=WrapRoot()), FSDP1(wrap=WrapRoot())):
+        accelerator = Accelerator(cpu=True, config=Config(engine=engine))
+        torch.manual_seed(0)
+        model = Tied()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        norms = []
+        for _ in range(2):
+            accelerator.backward(model(torch.arange(4) + rank).square().sum())
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            assert accelerator.ready.grad_norm.item() == pytest.approx(norms[-1])
+            optimizer.zero_grad()
+        state = accelerator.get_state_dict(model)
+        if state:
+            Tied().load_state_dict(state)  # every name, and no other
+        out.append((sorted(state), norms, float(sum(value.sum() for value in state.values()))))
+        other = torch.nn.Linear(1, 1)
+        assert accelerator.get_state_dict(other).keys() == other.state_dict().keys()
+        accelerator.free_memory()
+    accelerator.end_training()
+    return out
+
+
+def test_weights_are_whole_and_norms_those_of_now_under_every_engine(gang2: Gang) -> None:
+    first, second = gang2.run_fresh(whole_and_norms)
+    names = ["head.weight", "inner.bias", "inner.weight", "seen", "words.weight"]
+    assert [found for found, *_ in first] == [names] * 3
+    assert [bool(found) for found, *_ in second] == [True, False, False], "as accelerate has it: the main process"
+    for _, norms, total in first[1:]:
+        assert norms == pytest.approx(first[0][1], rel=1e-5)
+        assert total == pytest.approx(first[0][2], rel=1e-5)
+    assert [norms for _, norms, _ in first] == [norms for _, norms, _ in second]
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

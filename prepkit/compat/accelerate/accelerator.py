@@ -14,11 +14,12 @@ from prepkit.compat.accelerate import group, loaders, operations
 from prepkit.compat.accelerate.arguments import config_of, loaders_of, says_loaders
 from prepkit.compat.accelerate.gradient_state import GradientState
 from prepkit.compat.accelerate.loop import Loop
-from prepkit.compat.accelerate.not_offered import OTHERWISE, NotOffered
+from prepkit.compat.accelerate.not_offered import OTHERWISE, NotOffered, no_options
 from prepkit.compat.accelerate.preparation import Preparation
 from prepkit.compat.accelerate.saved_state import SavedState
 from prepkit.compat.accelerate.state import State
 from prepkit.compat.accelerate.synchronization import averaged_in_backward
+from prepkit.compat.accelerate.weights import whole_weights
 from prepkit.config import ClipNorm, ClipValue, Config
 from prepkit.live.training.prepared import Prepared
 from prepkit.plan import Plan
@@ -158,13 +159,13 @@ class Accelerator:
             raise NotOffered(f"backward({name}=...)", "write ready.backward(loss, more=True) for all but the last loss")
         self._loop.backward(loss)
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
-        """Lets the step of this window clip, all that is trained; returns the norm of the last step, None at first."""
-        return self._loop.clip(parameters, ClipNorm(float(max_norm), float(norm_type)))
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Lets the step of this window clip, all that is trained; returns the norm that it will find. Collective."""
+        return self._loop.clip_norm(parameters, ClipNorm(float(max_norm), float(norm_type)))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Lets the step of this window clip, all that is trained."""
-        self._loop.clip(parameters, ClipValue(float(clip_value)))
+        self._loop.clip_value(parameters, ClipValue(float(clip_value)))
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
@@ -234,12 +235,12 @@ class Accelerator:
 
     def save_state(self, output_dir: Any = None, **options: Any) -> str:
         """``ready.save``: all that another run needs to go on. Collective; returns the folder."""
-        _no_options("save_state", options)
+        no_options("save_state", options)
         return self._saved_state.save(self.ready, output_dir)
 
     def load_state(self, input_dir: Any = None, **options: Any) -> None:
         """``ready.resume``. Collective."""
-        _no_options("load_state", options)
+        no_options("load_state", options)
         self._saved_state.load(self.ready, input_dir)
 
     @property
@@ -262,8 +263,13 @@ class Accelerator:
     def save_model(self, model: Any, save_directory: Any, **options: Any) -> None:
         """``ready.export``: the whole model as safetensors. Collective."""
         del model
-        _no_options("save_model", options)
+        no_options("save_model", options)
         self.ready.export(str(save_directory))
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """All weights, whole, under the author's names, whatever ``unwrap`` says (``whole_weights``). Collective."""
+        del unwrap
+        return whole_weights(self._prepared.started_loop, model)
 
     def save(self, obj: Any, f: Any) -> None:
         """``torch.save`` on the main process."""
@@ -290,8 +296,3 @@ class Accelerator:
             ready.close()
         self._prepared = Preparation()
         return [None for _ in objects]
-
-
-def _no_options(call: str, options: dict[str, Any]) -> None:
-    for name in options:
-        raise NotOffered(f"{call}({name}=...)", f"call accelerator.ready, or leave {name} out")

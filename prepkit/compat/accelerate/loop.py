@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from prepkit.compat.accelerate.not_offered import NotOffered
+from prepkit.compat.accelerate.not_offered import PAGE, NotOffered
 from prepkit.compat.accelerate.synchronization import average, not_averaged
 from prepkit.config import Clip, ClipNorm, ClipValue
 from prepkit.live.training.prepared import Prepared
@@ -30,6 +31,7 @@ class Loop:
     """Whether the script is inside ``accumulate``."""
     held: bool = field(default=False, init=False)
     """Whether it is inside ``no_sync``."""
+    _told: set[str] = field(factory=set, init=False)
     counted: int = field(default=0, init=False)
     """Micro-batches of this window that have ended, where no optimizer was prepared."""
 
@@ -109,17 +111,49 @@ class Loop:
         self.ready._end.clip = self.planned  # until the script asks again
 
     def zero_grad(self) -> None:
-        """Clears the gradients behind the end of a window; inside one they are kept, as in accelerate."""
+        """Clears the gradients behind the end of a window; inside one they are kept.
+
+        So does accelerate, but in the window's last micro-batch: a ``zero_grad`` above its forward throws away those
+        before it. Here they stay, and a warning says so, once.
+        """
         if self.boundary and self.ready.in_micro_batch:
             raise NotOffered("zero_grad before the step", "call optimizer.step() first")
+        if self.boundary and self.inside and self.ready.pending:
+            self._tell(
+                "optimizer.zero_grad() was called at the top of the last micro-batch of a window, and cleared nothing: "
+                "under accelerate it throws away the micro-batches before. Write it behind optimizer.step()",
+                stacklevel=4,
+            )
         if not self.ready.pending and not self.ready.engine_steps:
             assert self.ready.optimizer is not None, "who clears has one"
             self.ready.optimizer.zero_grad(set_to_none=True)
 
-    def clip(self, parameters: Any, clip: ClipNorm | ClipValue) -> torch.Tensor | None:
+    def clip_norm(self, parameters: Any, clip: ClipNorm) -> torch.Tensor:
+        """Lets ``step`` clip so (``_choose``); returns the norm that it will find, of averaged and unscaled gradients.
+
+        Collective where they are sharded. nan where the window has not ended, as what lies there is no gradient of it.
+        """
+        norm = self._choose(parameters, clip)
+        if not self.steps and norm is not None:
+            return norm
+        ready = self.ready
+        if not self.boundary:
+            return torch.tensor(float("nan"))
+        if ready.whole_gradients is not None:
+            ready.whole_gradients.average()
+        held = [param for param in _trained(ready) if param.grad is not None]
+        found = ready._driver.norm(ready.model, held, clip.norm_type)
+        return found if ready.scaler is None else found / ready.scaler.get_scale()
+
+    def clip_value(self, parameters: Any, clip: ClipValue) -> None:
+        """Lets ``step`` clip so (``_choose``)."""
+        self._choose(parameters, clip)
+
+    def _choose(self, parameters: Any, clip: ClipNorm | ClipValue) -> torch.Tensor | None:
         """Lets ``step`` clip so, where gradients are averaged and unscaled; DeepSpeed has to know before.
 
-        The norm is that of the last step. Without an optimizer it clips now, and the norm is that of now.
+        Without an optimizer it clips now, and returns the norm where it had to be known. Warns, once, inside a window,
+        where accelerate clips what has come together so far.
         """
         if self.ready.engine_steps:
             raise NotOffered("clipping under DeepSpeed", "write gradient_clipping into its config")
@@ -127,11 +161,28 @@ class Loop:
         if not self.steps:
             return self.ready._driver.clip(self.ready.model, clip, chosen)
         given = {id(param) for param in chosen}
-        held = (param for one in self.ready.optimizers for group in one.param_groups for param in group["params"])
-        if any(id(param) not in given for param in held):
+        if any(id(param) not in given for param in _trained(self.ready)):
             raise NotOffered(
                 "clipping a part of the parameters", "give model.parameters(), or write a loop of your own"
             )
         if self.boundary:
             self.ready._end.clip = clip
-        return self.ready.grad_norm
+        else:
+            self._tell(
+                "clipping was asked for in a micro-batch that does not end its window, and is left out: accelerate "
+                "would clip what has come together so far, of each rank alone. Write `if accelerator.sync_gradients:` "
+                "above it",
+                stacklevel=5,
+            )
+        return None
+
+    def _tell(self, what: str, stacklevel: int) -> None:
+        """Warns where a script trains otherwise than under accelerate: once for each way."""
+        if what not in self._told:
+            self._told.add(what)
+            warnings.warn(f"{what}. See {PAGE}", stacklevel=stacklevel)
+
+
+def _trained(ready: Prepared) -> list[Any]:
+    """What the optimizers hold."""
+    return [param for one in ready.optimizers for group in one.param_groups for param in group["params"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 PAGE = "docs/from-accelerate.md"
 """The page that has accelerate's calls beside prepkit's."""
 
@@ -16,7 +18,6 @@ OTHERWISE = {
     "prepare_optimizer": "write accelerator.prepare(model, optimizer, scheduler, loader)",
     "prepare_scheduler": "write accelerator.prepare(model, optimizer, scheduler, loader)",
     "prepare_data_loader": "write accelerator.prepare(loader)",
-    "get_state_dict": "save_model writes the whole model as safetensors",
 }
 """Members that scripts use, and what to write in their place."""
 
@@ -26,3 +27,9 @@ class NotOffered(RuntimeError):
 
     def __init__(self, name: str, otherwise: str) -> None:
         super().__init__(f"prepkit.compat.accelerate does not offer {name}: {otherwise}. See {PAGE}")
+
+
+def no_options(call: str, options: dict[str, Any]) -> None:
+    """Raises ``NotOffered`` for the first of the options that ``call`` was given beside its own."""
+    for name in options:
+        raise NotOffered(f"{call}({name}=...)", f"call accelerator.ready, or leave {name} out")

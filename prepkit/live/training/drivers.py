@@ -33,6 +33,8 @@ class Driver:
     """Says whether the next forward and backward average gradients over the ranks. Called before the forward."""
     clip: Callable[[Module, Clip, Iterable[Parameter]], torch.Tensor | None] = lambda _, how, params: clip(how, params)
     """Clips the gradients of these parameters in place; returns their joint norm where it had to be known."""
+    norm: Callable[[Module, list[Parameter], float], torch.Tensor] = lambda _, params, power: total_norm(params, power)
+    """The joint norm of the gradients of these parameters, each of which has one; changes none."""
     settle: Callable[[Module], None] = lambda _: None
     """Frees what a forward without a backward has left gathered: the next forward would use it after the step."""
     backward: Callable[[Module, torch.Tensor], None] | None = None
@@ -98,7 +100,7 @@ def _step_deepspeed(model: Any, last: bool) -> Stepped:
 DRIVERS: tuple[tuple[type, Driver], ...] = (
     (DistributedDataParallel, Driver(sync=_sync_ddp)),
     (FSDPModule, Driver(sync=_sync_nothing, settle=reshard)),
-    (FullyShardedDataParallel, Driver(sync=_sync_nothing, clip=drivers_fsdp1.clip)),
+    (FullyShardedDataParallel, Driver(sync=_sync_nothing, clip=drivers_fsdp1.clip, norm=drivers_fsdp1.total_norm)),
     (Module, Driver(sync=_sync_nothing)),
 )
 DEEPSPEED = Driver(sync=_sync_deepspeed, backward=_backward_deepspeed, step=_step_deepspeed)

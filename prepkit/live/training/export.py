@@ -32,6 +32,20 @@ def export(folder: str, model: Module) -> None:
     on_rank_zero(lambda: pretrained.write(Path(folder), unwrap(model), whole), f"{folder} could not be written")
 
 
+def whole(model: Module) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer under its canonical name, the adapters' base as well.
+
+    Where the engine shards it is collective, and gives copies in host memory on rank 0 and nothing on the others;
+    elsewhere it is the model's own tensors, on every rank.
+    """
+    if is_deepspeed(model) or fsdp1_flat.units(model):
+        return gathered.whole(model)
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        return dict(_whole(model))
+    own: dict[str, Any] = get_model_state_dict(model)
+    return own
+
+
 def _gathered(model: Module) -> Mapping[str, torch.Tensor]:
     """Unit by unit; torch's own way for FSDP1 ends the process on a CPU (2.13)."""
     whole = gathered.whole(model)
