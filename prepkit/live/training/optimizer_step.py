@@ -65,7 +65,10 @@ class OptimizerStep:
 
         if self.driver.step is None:
             self._hooks += [optimizer.register_step_pre_hook(before) for optimizer in optimizers]
-        self._hooks += [guarded(optimizer, self._before_clearing) for optimizer in optimizers]
+        clearing = [
+            optimizer for optimizer in optimizers if hasattr(optimizer, "zero_grad")
+        ]  # ZeRO-3's may clear nothing
+        self._hooks += [guarded(optimizer, self._before_clearing) for optimizer in clearing]
 
     def release(self) -> None:
         """Lets the optimizers alone again."""
