@@ -145,6 +145,13 @@ def test_what_trains_otherwise_than_under_accelerate_is_told_once() -> None:
     accelerator.end_training()
 
 
+def test_a_step_after_a_backward_by_hand_is_refused_in_the_script_s_own_words(accelerator: Accelerator) -> None:
+    model, optimizer, loader = accelerator.prepare(*tools())
+    model(next(iter(loader))).sum().backward()
+    with pytest.raises(NotOffered, match=r"write accelerator\.backward\(loss\) in the place of loss\.backward\(\)"):
+        optimizer.step()
+
+
 def test_a_checkpoint_is_saved_and_read(accelerator: Accelerator, tmp_path: Path) -> None:
     model, optimizer, loader = accelerator.prepare(*tools())
     accelerator.save_state(str(tmp_path / "state"))

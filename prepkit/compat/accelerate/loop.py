@@ -105,7 +105,10 @@ class Loop:
         (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Ends the micro-batch."""
+        """Ends the micro-batch. Raises ``NotOffered`` where ``accelerator.backward`` has not run in it."""
+        if not self.ready.in_micro_batch:
+            what = "write accelerator.backward(loss) in the place of loss.backward(), and one step for each"
+            raise NotOffered("optimizer.step() without accelerator.backward(loss) since the last", what)
         self.ready.step()
         self.stepped = True
         self.ready._end.clip = self.planned  # until the script asks again
