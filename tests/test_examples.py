@@ -13,6 +13,7 @@ import pytest
 import prepkit as pk
 from tests.support.deepspeed_cpu import kernel_built
 from tests.support.launch import launch, torchrun
+from tests.support.patience import MOST
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CONFIGS = sorted([*(EXAMPLES / "configs").iterdir(), *(EXAMPLES / "engines").iterdir()])
@@ -24,7 +25,7 @@ def saved_plan(folder: Path, engine: str, world: int) -> Path:
     path = folder / "plan.json"
     config = str(EXAMPLES / "engines" / f"{engine}.toml")
     script = [str(EXAMPLES / "plan.py"), config, "--processes", str(world), "--steps", "3", "-o", str(path)]
-    subprocess.run([sys.executable, *script], check=True, env=ENVIRONMENT, timeout=100)
+    subprocess.run([sys.executable, *script], check=True, env=ENVIRONMENT, timeout=100 * MOST)
     return path
 
 

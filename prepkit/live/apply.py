@@ -32,7 +32,7 @@ from prepkit.live.model.target import Target
 from prepkit.live.model.unwrap import PREPARED
 from prepkit.live.observe import observe, observe_env
 from prepkit.live.observe.given import one_optimizer, one_scheduler
-from prepkit.live.ranks import launcher, own_copies
+from prepkit.live.ranks import end_groups, launcher, own_copies
 from prepkit.live.ranks.all_or_none import RankGuard
 from prepkit.live.ranks.plan_differences import plan_differences
 from prepkit.live.ranks.together import together
@@ -168,6 +168,8 @@ def _run(
         return IOFailure(results[-1] if isinstance(outcome.error, NotAsPlanned) else outcome)
     vars(names.unwrap_root(target.model)[-1])[PREPARED] = _carried(plan)
     started = not running and dist.is_available() and dist.is_initialized()
+    if started:
+        end_groups.end_with_the_process()
     prepared = _prepared(plan, target, results[-1], guard, started=started)
     owned_optimizers.own(prepared, params)
     return IOSuccess(prepared)

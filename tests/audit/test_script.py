@@ -11,6 +11,7 @@ import pytest
 
 from tests.audit.case import ROOT
 from tests.support.launch import torchrun
+from tests.support.patience import MOST
 
 MODEL = """
 import sys, torch
@@ -81,7 +82,7 @@ def run(folder: Path, text: str, *words: str, launcher: tuple[str, ...] = (sys.e
     (folder / "train.py").write_text(text)
     command = [*launcher, "-m", "prepkit", "audit", *words]
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=folder, timeout=120, env=environment()
+        command, check=False, capture_output=True, text=True, cwd=folder, timeout=120 * MOST, env=environment()
     )
     return done.returncode, done.stdout, done.stderr
 

@@ -191,3 +191,5 @@ if __name__ == "__main__":
         Path(path).write_text(json.dumps(figures))
     if dist.is_initialized():
         dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -19,6 +19,7 @@ from prepkit.codec.files import save
 from prepkit.config import DDP, Config, Mesh
 from prepkit.plan import Plan
 from tests.support.command_line import FSDP2_CONFIG, MAKE, MODEL, ROOT, fresh, run, workplace
+from tests.support.patience import MOST
 from tests.support.plans import ddp_plan
 
 
@@ -246,7 +247,7 @@ def test_a_plan_may_come_through_a_pipe(folder: Path) -> None:
     for words in (["show", "/dev/stdin"], ["check", "/dev/stdin"], ["diff", "/dev/stdin", "ddp.json"]):
         done = subprocess.run(
             [sys.executable, "-c", code, *words], input=text, capture_output=True, text=True, check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120 * MOST,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, ""), words
         assert done.stdout == {"show": said, "diff": "the plans are equal\n"}.get(words[0], done.stdout)

@@ -16,6 +16,7 @@ from attrs import evolve
 from prepkit.codec.files import save
 from prepkit.version import VERSION
 from tests.support.command_line import MAKE, ROOT, fresh, python, run, workplace
+from tests.support.patience import MOST
 from tests.support.plans import ddp_plan
 
 
@@ -95,7 +96,7 @@ def on_terminal(*words: str, **environment: str) -> str:
     except OSError:  # how Linux says that the other end was closed
         pass
     os.close(shown)
-    process.wait(timeout=60)
+    process.wait(timeout=60 * MOST)
     return text.decode().replace("\r\n", "\n")
 
 
@@ -144,7 +145,9 @@ def test_an_output_that_is_full_is_said_and_one_that_is_closed_is_not(folder: Pa
 def in_shell(command: str) -> subprocess.CompletedProcess[str]:
     """What the command line did, with what the shell makes of it."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(["/bin/sh", "-c", command], env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        ["/bin/sh", "-c", command], env=env, capture_output=True, text=True, timeout=60 * MOST, check=False
+    )
 
 
 def test_a_plan_comes_through_a_pipe_as_from_a_file(folder: Path) -> None:

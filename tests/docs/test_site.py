@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import DOCS, ROOT, pages
+from tests.support.patience import MOST
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -75,6 +76,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path, planted: str) -> None
     with (tmp_path / "docs/concepts.md").open("a") as page:
         page.write(planted)
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
-    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240 * MOST)
     assert (built.returncode == 0) is (not planted), built.stdout + built.stderr
     assert planted or (tmp_path / "build/site/reference/rules.html").exists()

@@ -20,6 +20,7 @@ from tests.support.drawn_models import Case, case, cut
 from tests.support.fork_server import ROOT
 from tests.support.gang import Gang
 from tests.support.measured_bytes import Row, measure
+from tests.support.patience import MOST
 
 SEEDS = 12
 ZERO_WORLDS = (3, 64)
@@ -94,7 +95,8 @@ def staged(engine: str, seeds: int = SEEDS) -> tuple[Row, ...]:
     """The rows of many cases under a fake process group, from one process of its own."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.measure_under_fake_group", engine, str(seeds)],
-        check=True, capture_output=True, text=True, timeout=280, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True, capture_output=True, text=True, timeout=280 * MOST, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     return tuple(Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{"))
 
@@ -170,7 +172,7 @@ def test_zero_holds_and_sends_what_was_predicted_on_first_middle_and_last_ranks_
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.measure_zero", str(stage), *map(str, ZERO_WORLDS)],
-        check=True, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment,
+        check=True, capture_output=True, text=True, timeout=280 * MOST, cwd=ROOT, env=environment,
     )  # fmt: skip
     rows = [Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
     assert wrong(rows) == []

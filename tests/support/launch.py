@@ -13,6 +13,8 @@ from contextlib import suppress
 
 import psutil
 
+from tests.support.patience import Patience
+
 STACKS_S = 10.0
 """Seconds that processes get to write their stacks."""
 
@@ -29,16 +31,14 @@ def torchrun(processes: int) -> list[str]:
 def launch(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> str:
     """What a launcher and everything it starts wrote.
 
-    Raises ``AssertionError`` if it fails, or if it is still there after ``timeout`` seconds: then its processes show
-    their stacks and are killed, those too that the launcher has put into sessions of their own.
+    Raises ``AssertionError`` if it fails, or if it is still there after ``timeout`` seconds (of an idle machine): then
+    its processes show their stacks and are killed, those too that the launcher has put into sessions of their own.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         environment = {**os.environ, **environment, "PYTHONFAULTHANDLER": "1"}
         with psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT) as launched:
             try:
-                code = launched.wait(timeout)
-            except psutil.TimeoutExpired:
-                code = None
+                code = _awaited(launched, Patience(timeout))
             finally:
                 _end(launched)
         log.seek(0)
@@ -46,6 +46,13 @@ def launch(command: Sequence[str], environment: Mapping[str, str], timeout: floa
     assert code is not None, f"still running after {timeout:.0f} s:\n{said}"
     assert code == 0, f"exit status {code}:\n{said}"
     return said
+
+
+def _awaited(launched: psutil.Popen, patience: Patience) -> int | None:
+    while (left := patience.left()) > 0:
+        with suppress(psutil.TimeoutExpired):
+            return int(launched.wait(left))
+    return None
 
 
 def _end(launched: psutil.Popen) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import inspect
 import sys
@@ -23,6 +24,22 @@ def end() -> list[Any]:
     forget_meshes()
     restore_excepthook()
     return ended
+
+
+def end_with_the_process() -> None:
+    """Ends gloo's groups before the interpreter goes, where a program ends without ``Prepared.close``. Not collective.
+
+    A worker thread of gloo that frees the last work meanwhile would need the interpreter, and torch aborts the process
+    behind its last line ("terminate called without an active exception", exit status -6). NCCL has no such thread, and
+    its end may wait for ranks that have failed.
+    """
+    atexit.unregister(_end_gloo)  # once, however often a process applies
+    atexit.register(_end_gloo)
+
+
+def _end_gloo() -> None:
+    if dist.is_initialized() and "nccl" not in str(dist.get_backend_config()):
+        end()
 
 
 def forget_unformed() -> None:

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from prepkit.facts import BufferFact, ClassFact, Env, ModelFacts, ParamFact
 from prepkit.live.observe import observe
 from tests.live.model.test_names import Block, Net
+from tests.support.patience import MOST
 
 HERE = Env()
 
@@ -237,7 +238,7 @@ def test_observing_imports_nothing_at_all() -> None:
         "before = set(sys.modules); observe(torch.nn.Linear(2, 2)); observe_env()\n"
         "print(sorted(set(sys.modules) - before), [n for n in ('transformers', 'torch._dynamo') if n in sys.modules])"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120 * MOST)
     assert ran.stdout.strip() == "[] []"
 
 
