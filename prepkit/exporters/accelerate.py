@@ -157,10 +157,10 @@ def fsdp_section(config: Config) -> dict[str, Any]:
                 said["fsdp_ignored_modules"] = engine.ignored[0].replace("*", ".*")  # a regular expression
     if isinstance(config.checkpointing, CheckpointBlocks):
         said["fsdp_activation_checkpointing"] = True
-    if isinstance(config.weights, SendWeights):
-        said["fsdp_cpu_ram_efficient_loading"] = True
-        if isinstance(config.engine, FSDP1):
-            said["fsdp_sync_module_states"] = True  # or the values would stay with rank 0
+    sent = isinstance(config.weights, SendWeights)
+    said["fsdp_cpu_ram_efficient_loading"] = sent  # the launcher means true where nothing is said
+    if sent and isinstance(config.engine, FSDP1):
+        said["fsdp_sync_module_states"] = True  # or the values would stay with rank 0
     return said
 
 

@@ -34,6 +34,7 @@ from prepkit.config import (
 )
 from prepkit.importers.accelerate_deepspeed import deepspeed
 from prepkit.importers.accelerate_fsdp import fsdp, weights
+from prepkit.importers.accelerate_names import name_in_full
 from prepkit.importers.foreign import Foreign, foreign
 from prepkit.importers.imported import Imported
 from prepkit.importers.source import Source
@@ -71,7 +72,9 @@ _ELSEWHERE = {
 
 def read_accelerate(source: Source) -> Imported:
     """The file as prepkit's config. Raises ``PlanRejected`` with every finding."""
-    return understand(foreign("accelerate", source), source.path)
+    file = foreign("accelerate", source)
+    name_in_full(file)
+    return understand(file, source.path)
 
 
 def understand(file: Foreign, path: str) -> Imported:

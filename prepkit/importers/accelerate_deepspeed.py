@@ -10,7 +10,7 @@ from attrs import evolve
 from prepkit.config import ClipNorm, Config, DeepSpeed
 from prepkit.importers.deepspeed import read_deepspeed
 from prepkit.importers.foreign import Foreign
-from prepkit.importers.source import read
+from prepkit.importers.source import JSON, read
 
 _HERE = "deepspeed_config."
 _DEVICES = ("none", "cpu", "nvme")
@@ -88,7 +88,7 @@ def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tu
         what = f"there is no file {name}, neither from here nor beside {path.name}"
         file.error("missing-file", f"{_HERE}deepspeed_config_file", what, "Give the path of the JSON file.")
         return config
-    inner = read_deepspeed(read(str(found)))
+    inner = read_deepspeed(read(str(found), JSON))
     file.origins += inner.config.origins
     file.findings += inner.notes
     assert isinstance(inner.config.engine, DeepSpeed)
