@@ -88,7 +88,7 @@ def understand(file: Foreign, path: str) -> Imported:
         if kind not in readers and file.section(section):
             why = f"accelerate reads it under {readers[0]} only, and distributed_type is {kind}"
             file.without_effect(section, why, f"Write distributed_type: {readers[0]}, or remove the section.")
-    world = file.whole("num_processes") or (1 if kind == "NO" else None)
+    world, machines = _processes(file, kind)
     mesh = _mesh(file, kind)
     precision = _precision(file, kind)
     engine = _engine(file, kind, world, mesh, precision)
@@ -103,7 +103,6 @@ def understand(file: Foreign, path: str) -> Imported:
         config = evolve(config, weights=weights(file), checkpointing=_checkpointing(file))
     if kind == "DEEPSPEED":
         config = deepspeed(file, config, Path(path))
-    machines = file.whole("num_machines") or 1
     return file.imported(
         config,
         known=LAUNCHING,
@@ -111,6 +110,24 @@ def understand(file: Foreign, path: str) -> Imported:
         per_node=world // machines if world and world % machines == 0 else None,
         device=config.device or DEVICES.get(kind) or {"XLA": "xla", "TPU": "xla"}.get(kind),
     )
+
+
+def _processes(file: Foreign, kind: str) -> tuple[int | None, int]:
+    """How many processes are started in all, None where the file does not say, and on how many machines."""
+    world, machines = file.whole("num_processes"), file.whole("num_machines")
+    if world is not None and world < 1 and world != -1:  # which is how accelerate's class says that it is not said
+        file.error("wrong-value", "num_processes", f"{world} processes prepare nothing", "Write 1 or more.")
+    if machines is not None and machines < 1:
+        file.error("wrong-value", "num_machines", f"{machines} machines start nothing", "Write 1 or more.")
+    machines = max(machines or 1, 1)
+    if world is None or world < 1:
+        return 1 if kind == "NO" else None, machines
+    if kind == "NO" or world % machines == 0:
+        return world, machines
+    each = world // machines
+    what = f"{world} is no multiple of num_machines: {machines}; accelerate starts {each} on each machine"
+    file.warn("contradiction", "num_processes", what, f"Write {each * machines} or {(each + 1) * machines}.")
+    return each * machines or None, machines
 
 
 def _device(file: Foreign, kind: str) -> str | None:
@@ -257,7 +274,7 @@ def _mesh(file: Foreign, kind: str) -> Mesh | None:
     if not file.section(here):
         return None
     prefix = f"{here}.{here}"
-    sizes = {name: file.whole(f"{prefix}_{name}_size") or 1 for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    sizes = {name: _size(file, f"{prefix}_{name}_size") for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
     for name, what in (("cp", "context"), ("sp", "sequence")):
         if sizes[name] > 1:
             why = f"prepkit cuts no sequences over ranks ({what} parallelism)"
@@ -270,6 +287,14 @@ def _mesh(file: Foreign, kind: str) -> Mesh | None:
     if kind == "DEEPSPEED":
         return None
     return Mesh(replicate=sizes["dp_replicate"], shard=sizes["dp_shard"], tensor=sizes["tp"])
+
+
+def _size(file: Foreign, name: str) -> int:
+    """Ranks along an axis. accelerate works none of them out (``ParallelismConfig``)."""
+    size = file.whole(name)
+    if size is not None and size < 1:
+        file.error("wrong-value", name, f"accelerate takes 1 or more, and this is {size}", "Write the number of ranks.")
+    return 1 if size is None else size
 
 
 def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:

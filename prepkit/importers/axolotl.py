@@ -6,6 +6,7 @@ from pathlib import Path
 
 from attrs import evolve
 
+from prepkit.codec.text import shown
 from prepkit.config import BF16, FP8, FSDP1, FSDP2, CheckpointBlocks, DType, Mesh, TorchAO
 from prepkit.importers.foreign import Foreign, foreign
 from prepkit.importers.imported import Imported
@@ -20,6 +21,8 @@ _ELSEWHERE = (
 )
 _AUTO = {"bf16": True, "fp16": False, "tf32": False, "torch_compile": True}
 """Switches that may be ``auto``, which asks GPU or torch, and what each is read as."""
+_KEPT = ("legacy", "disk", "hidden_states")
+"""Words of ``activation_offloading`` beside true: what is kept, and where."""
 _OFFLOADED = ("unsloth", "offload", "offload_disk")
 """Words of ``gradient_checkpointing`` that recompute from inputs kept off the device."""
 
@@ -73,6 +76,9 @@ def _offloaded(file: Foreign) -> bool:
         name = "activation_offloading"
         word = file.raw(name)
         if word in (None, False, "false"):
+            return False
+        if word not in (True, "true", *_KEPT):
+            file.error("wrong-value", name, f"{shown(word)} is none of {', '.join(_KEPT)}", "Write true.")
             return False
         if not data.get("gradient_checkpointing"):
             what = "axolotl refuses it without gradient_checkpointing: only what is recomputed is offloaded"

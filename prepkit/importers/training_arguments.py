@@ -27,6 +27,7 @@ from prepkit.config import (
     NoCompile,
     Precision,
 )
+from prepkit.findings import PlanRejected
 from prepkit.importers.deepspeed import AUTO, from_json, read_deepspeed
 from prepkit.importers.foreign import Foreign, foreign
 from prepkit.importers.imported import Imported
@@ -51,6 +52,7 @@ def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device
     steps = file.whole("gradient_accumulation_steps", "accumulation")
     norm = file.number("max_grad_norm", "clip")
     clip = _MAX_NORM if norm is None else norm
+    timeout = file.number("ddp_timeout", "timeout_s")
     compiled = file.flag("torch_compile", "compile")
     backend, mode = file.text("torch_compile_backend"), file.text("torch_compile_mode")
     config = Config(
@@ -61,7 +63,7 @@ def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device
         checkpointing=_checkpointing(file),
         device=_device(file),
         backend=file.text("ddp_backend", "backend"),
-        timeout_s=float(file.number("ddp_timeout", "timeout_s") or 1800.0),
+        timeout_s=1800.0 if timeout is None else float(timeout),
     )
     config = _engine(file, config, path, micro_batch)
     _rest(file)
@@ -144,7 +146,11 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
         what = f"there is no file {given}, neither from here nor beside {path.name}"
         file.error("missing-file", "deepspeed", what, "Give the path of the JSON file.")
         return config
-    imported = read_deepspeed(read(str(found), JSON), config.precision)
+    try:
+        imported = read_deepspeed(read(str(found), JSON), config.precision)
+    except PlanRejected as refused:
+        file.findings += refused.findings
+        return config
     assert isinstance(imported.config.engine, DeepSpeed)
     file.origins += [origin for origin in imported.config.origins if origin.setting.startswith("config.engine")]
     file.findings += imported.notes

@@ -396,3 +396,35 @@ def test_a_json_of_deepspeed_is_read_whatever_it_is_called(tmp_path: Path) -> No
     config = config_of(tmp_path, text)
     assert isinstance(config.engine, DeepSpeed)
     assert json.loads(config.engine.config)["zero_optimization"] == {"stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("num_processes: 0", "num_processes: 0 processes"),
+        ("num_processes: -4", "num_processes: -4 processes"),
+        ("num_machines: 0", "num_machines: 0 machines"),
+        (
+            "parallelism_config: {parallelism_config_tp_size: 0}",
+            "parallelism_config_tp_size: accelerate takes 1 or more",
+        ),
+    ],
+)
+def test_sizes_that_accelerate_refuses_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(PlanRejected, match=said):
+        read(tmp_path, f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\n{text}\n")
+
+
+def test_processes_that_the_machines_do_not_share_evenly_are_those_that_start(tmp_path: Path) -> None:
+    imported = read(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 9\nnum_machines: 2\n")
+    assert (imported.world_size, imported.per_node) == (8, 4)
+    assert [note.rule for note in imported.notes] == ["import.contradiction"]
+    assert read(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: -1\n").world_size is None
+
+
+def test_what_is_wrong_in_deepspeeds_file_is_said_with_what_is_wrong_here(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": NaN}')
+    text = "distributed_type: DEEPSPEED\nnum_proceses: 2\ndeepspeed_config: {deepspeed_config_file: zero.json}\n"
+    with pytest.raises(PlanRejected) as refused:
+        read(tmp_path, text)
+    assert [found.rule for found in refused.value.findings] == ["codec.wrong-value", "import.unknown-key"]

@@ -224,3 +224,23 @@ def test_what_deepspeeds_file_leaves_to_the_arguments_is_filled_in_from_them(tmp
     assert isinstance(config.engine, DeepSpeed)
     assert config.engine.micro_batch is None
     assert read(tmp_path, "bf16: true\ndeepspeed: zero.json\n").config.precision == BF16()
+
+
+def test_a_file_with_an_fsdp_config_is_told_from_accelerates(tmp_path: Path) -> None:
+    (tmp_path / "args.yaml").write_text("output_dir: out\nfsdp: true\nfsdp_config: {reshard_after_forward: false}\n")
+    imported = import_config(tmp_path / "args.yaml")
+    assert (imported.kind, imported.config.engine) == ("transformers", FSDP2(reshard_after_forward=False))
+    (tmp_path / "args.yaml").write_text("fsdp_config: {fsdp_version: 2}\n")
+    with pytest.raises(PlanRejected, match="accelerate needs it in every config file"):
+        import_config(tmp_path / "args.yaml")
+
+
+def test_a_time_out_of_nothing_is_not_the_usual_one(tmp_path: Path) -> None:
+    assert read(tmp_path, "ddp_timeout: 0\n").config.timeout_s == 0.0
+
+
+def test_what_is_wrong_in_a_json_of_deepspeed_is_said_with_what_is_wrong_here(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text("[1]")
+    with pytest.raises(PlanRejected) as refused:
+        read(tmp_path, "bf16: maybe\ndeepspeed: zero.json\n")
+    assert {found.rule for found in refused.value.findings} == {"import.wrong-type", "config.not-a-mapping"}
