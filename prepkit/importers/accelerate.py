@@ -35,6 +35,7 @@ from prepkit.config import (
 from prepkit.importers.accelerate_deepspeed import deepspeed
 from prepkit.importers.accelerate_fsdp import fsdp, weights
 from prepkit.importers.accelerate_names import name_in_full
+from prepkit.importers.accelerate_sizes import mesh_of, processes
 from prepkit.importers.foreign import Foreign, foreign
 from prepkit.importers.imported import Imported
 from prepkit.importers.source import Source
@@ -88,8 +89,8 @@ def understand(file: Foreign, path: str) -> Imported:
         if kind not in readers and file.section(section):
             why = f"accelerate reads it under {readers[0]} only, and distributed_type is {kind}"
             file.without_effect(section, why, f"Write distributed_type: {readers[0]}, or remove the section.")
-    world, machines = _processes(file, kind)
-    mesh = _mesh(file, kind)
+    world, machines = processes(file, kind)
+    mesh = mesh_of(file, kind)
     precision = _precision(file, kind)
     engine = _engine(file, kind, world, mesh, precision)
     config = Config(
@@ -110,24 +111,6 @@ def understand(file: Foreign, path: str) -> Imported:
         per_node=world // machines if world and world % machines == 0 else None,
         device=config.device or DEVICES.get(kind) or {"XLA": "xla", "TPU": "xla"}.get(kind),
     )
-
-
-def _processes(file: Foreign, kind: str) -> tuple[int | None, int]:
-    """How many processes are started in all, None where the file does not say, and on how many machines."""
-    world, machines = file.whole("num_processes"), file.whole("num_machines")
-    if world is not None and world < 1 and world != -1:  # which is how accelerate's class says that it is not said
-        file.error("wrong-value", "num_processes", f"{world} processes prepare nothing", "Write 1 or more.")
-    if machines is not None and machines < 1:
-        file.error("wrong-value", "num_machines", f"{machines} machines start nothing", "Write 1 or more.")
-    machines = max(machines or 1, 1)
-    if world is None or world < 1:
-        return 1 if kind == "NO" else None, machines
-    if kind == "NO" or world % machines == 0:
-        return world, machines
-    each = world // machines
-    what = f"{world} is no multiple of num_machines: {machines}; accelerate starts {each} on each machine"
-    file.warn("contradiction", "num_processes", what, f"Write {each * machines} or {(each + 1) * machines}.")
-    return each * machines or None, machines
 
 
 def _device(file: Foreign, kind: str) -> str | None:
@@ -260,41 +243,13 @@ def _compile(file: Foreign) -> Compile:
     mode = file.word(f"{here}.dynamo_mode", _MODES, "compile.mode") or "default"
     dynamic = file.flag(f"{here}.dynamo_use_dynamic", "compile.dynamic") or False  # as its launcher says (K-DY4)
     whole = file.flag(f"{here}.dynamo_use_fullgraph", "compile.fullgraph") or False
-    regional = file.flag(f"{here}.dynamo_use_regional_compilation")
+    regional = file.flag(f"{here}.dynamo_use_regional_compilation", "compile")
     name = str(backend or old or "NO").lower()
     if name in ("no", "false"):
         return NoCompile()
     if regional:
         return CompileBlocks(backend=name, mode=mode, fullgraph=whole, dynamic=dynamic)
     return CompileModel(backend=name, mode=mode, fullgraph=whole, dynamic=dynamic)
-
-
-def _mesh(file: Foreign, kind: str) -> Mesh | None:
-    here = "parallelism_config"
-    if not file.section(here):
-        return None
-    prefix = f"{here}.{here}"
-    sizes = {name: _size(file, f"{prefix}_{name}_size") for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
-    for name, what in (("cp", "context"), ("sp", "sequence")):
-        if sizes[name] > 1:
-            why = f"prepkit cuts no sequences over ranks ({what} parallelism)"
-            fix = f"Write {here}_{name}_size: 1 and give its ranks to dp_shard, or split the batch in the model."
-            file.error("not-supported", f"{prefix}_{name}_size", why, fix)
-    said = ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable")
-    file.launching(*(f"{prefix}_{name}" for name in (*said, "sp_attn_implementation")))
-    for name, axis in (("dp_replicate", "replicate"), ("dp_shard", "shard"), ("tp", "tensor")):
-        file.raw(f"{prefix}_{name}_size", f"mesh.{axis}")
-    if kind == "DEEPSPEED":
-        return None
-    return Mesh(replicate=sizes["dp_replicate"], shard=sizes["dp_shard"], tensor=sizes["tp"])
-
-
-def _size(file: Foreign, name: str) -> int:
-    """Ranks along an axis. accelerate works none of them out (``ParallelismConfig``)."""
-    size = file.whole(name)
-    if size is not None and size < 1:
-        file.error("wrong-value", name, f"accelerate takes 1 or more, and this is {size}", "Write the number of ranks.")
-    return 1 if size is None else size
 
 
 def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:

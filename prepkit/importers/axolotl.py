@@ -95,7 +95,7 @@ def _sharding(file: Foreign) -> None:
     section = file.data.get("fsdp_config")
     if not isinstance(section, dict) or not section:
         return
-    if (version := file.raw("fsdp_version")) is not None and "version" not in section:
+    if (version := file.raw("fsdp_version", "engine")) is not None and "version" not in section:
         section.setdefault("fsdp_version", version)
         file.places.setdefault("fsdp_config.fsdp_version", file.places.get("fsdp_version", (1, 1)))
     if not file.data.get("fsdp") and not file.data.get("deepspeed"):

@@ -163,10 +163,24 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:
         file.raw(f"{here}.{name}")
     if mode == "none":
         return NoCheckpointing()
-    if mode != "full":
+    every = _every(file) if mode == "selective" else None
+    if mode != "full" and every is None:
         what = f"every block is recomputed whole; prepkit picks no operations ({mode})"
         file.warn("no-effect", f"{here}.mode", what, "Write full or none.")
-    return CheckpointBlocks(preserve_rng_state=bool(kept))
+    return CheckpointBlocks(preserve_rng_state=bool(kept), every=every or 1)
+
+
+def _every(file: Foreign) -> int | None:
+    """Which blocks are recomputed: every second where nothing is said; None: it says operations."""
+    name = "activation_checkpoint.selective_ac_option"
+    option = file.raw(name)
+    if option == "op":
+        file.covered(name)
+        return None
+    every = 2 if option is None else file.whole(name, "checkpointing.every")
+    if every is not None and every < 1:
+        file.error("wrong-value", name, f"there is no block {every}", "Write a number from 1, or op.")
+    return max(every or 1, 1)
 
 
 def _compile(file: Foreign) -> CompileBlocks | NoCompile:

@@ -226,3 +226,21 @@ def test_keys_of_a_module_of_ones_own_are_listed_unless_they_are_nearly_known(tm
         read(tmp_path, f"{own}max_nrom = 1.0\n")
     with pytest.raises(PlanRejected, match=r"training\.img_size: torchtitan knows no such key"):
         read(tmp_path, "[training]\nimg_size = 256\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "every", "notes"),
+    [
+        ("", 2, 0),  # torchtitan's own default
+        ("selective_ac_option = '3'", 3, 0),
+        ("selective_ac_option = 'op'", 1, 1),
+        ("mode = 'full'", 1, 0),
+        ("mode = 'memory_budget'", 1, 1),
+    ],
+)
+def test_every_so_many_blocks_are_recomputed(tmp_path: Path, text: str, every: int, notes: int) -> None:
+    imported = read(tmp_path, f"job = {{}}\n[activation_checkpoint]\n{text}\n")
+    assert imported.config.checkpointing == CheckpointBlocks(preserve_rng_state=False, every=every)
+    assert len(imported.notes) == notes
+    with pytest.raises(PlanRejected, match="there is no block 0"):
+        read(tmp_path, "job = {}\n[activation_checkpoint]\nselective_ac_option = '0'\n")
