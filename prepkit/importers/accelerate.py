@@ -63,6 +63,8 @@ LAUNCHING = (
 """Keys that start processes, and say nothing of what a process does with the model."""
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_NOT_COMPILED = ("DEEPSPEED", "XLA", "TPU")
+"""Distributed types whose launchers set no ``ACCELERATE_DYNAMO_*`` (``prepare_deepspeed_cmd_env``, ``prepare_tpu``)."""
 _ELSEWHERE = {
     "fsdp_config": ("FSDP",),
     "deepspeed_config": ("DEEPSPEED",),
@@ -97,7 +99,7 @@ def understand(file: Foreign, path: str) -> Imported:
         engine=engine,
         mesh=None if isinstance(engine, TensorParallel | DDP) else mesh,
         precision=precision,
-        compile=_compile(file),
+        compile=_compile(file, kind),
         device=_device(file, kind),
     )
     if kind == "FSDP":
@@ -235,8 +237,22 @@ def _three(file: Foreign, name: str) -> tuple[bool, bool, bool]:
     return (False, False, False)
 
 
-def _compile(file: Foreign) -> Compile:
+def _uncompiled(file: Foreign, kind: str) -> None:
+    """Says that compilation is asked for where the launcher hands it on to nobody."""
+    file.section("dynamo_config")
+    for key, backend in (("dynamo_config", "dynamo_config.dynamo_backend"), ("dynamo_backend", "dynamo_backend")):
+        if str(file.raw(backend)).upper() in ("NONE", "NO", "FALSE"):
+            file.launching(key)
+        else:
+            why = f"accelerate's launcher hands it on to no process under {kind}"
+            file.without_effect(key, why, "Remove it, and write compile=CompileBlocks() in prepkit's config.")
+
+
+def _compile(file: Foreign, kind: str) -> Compile:
     here = "dynamo_config"
+    if kind in _NOT_COMPILED and file.kind == "accelerate":
+        _uncompiled(file, kind)
+        return NoCompile()
     old = file.raw("dynamo_backend", "compile")
     file.section(here)
     backend = file.raw(f"{here}.dynamo_backend", "compile.backend")

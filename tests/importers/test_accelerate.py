@@ -24,6 +24,7 @@ from prepkit.config import (
     DelayedScaling,
     KeepWeights,
     Mesh,
+    NoCompile,
     OffloadToCPU,
     SendWeights,
     Single,
@@ -428,3 +429,15 @@ def test_what_is_wrong_in_deepspeeds_file_is_said_with_what_is_wrong_here(tmp_pa
     with pytest.raises(PlanRejected) as refused:
         read(tmp_path, text)
     assert [found.rule for found in refused.value.findings] == ["codec.wrong-value", "import.unknown-key"]
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "XLA"])
+@pytest.mark.parametrize("said", ["dynamo_backend: INDUCTOR", "dynamo_config: {dynamo_backend: INDUCTOR}"])
+def test_compilation_is_not_what_the_launcher_hands_on_to_nobody(tmp_path: Path, kind: str, said: str) -> None:
+    imported = read(tmp_path, f"distributed_type: {kind}\n{said}\n")
+    assert imported.config.compile == NoCompile()
+    assert [note.rule for note in imported.notes] == ["import.no-effect"]
+    off = read(tmp_path, f"distributed_type: {kind}\n{said.replace('INDUCTOR', 'NO')}\n")
+    assert (off.config.compile, off.notes) == (NoCompile(), ())
+    with pytest.raises(PlanRejected, match="dynamo_config: \\[1\\] is no section"):
+        read(tmp_path, f"distributed_type: {kind}\ndynamo_config: [1]\n")
