@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import Any
 
 from attrs import evolve
@@ -48,6 +49,7 @@ JSON_NAME = "deepspeed.json"
 
 def accelerate_file(config: Config, world_size: int | None, per_node: int | None) -> Unread:
     """The file; where DeepSpeed has a config of its own the JSON that it points to as well."""
+    config = _counted(config, world_size)
     data: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _kind(config)}
     if world_size is not None:
         data["num_processes"] = world_size
@@ -138,6 +140,25 @@ def _sizes(config: Config, world_size: int | None) -> dict[str, int]:
         case _ if mesh is not None and not isinstance(config.engine, DeepSpeed):
             sizes = {"dp_replicate": mesh.replicate, "dp_shard": mesh.shard, "tp": mesh.tensor}
     return {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+
+
+def _counted(config: Config, world_size: int | None) -> Config:
+    """The config with the number in the place of the axis that takes what is left: accelerate works none out (PC-2)."""
+    mesh = config.mesh
+    if mesh is None or world_size is None:
+        return config
+    others = prod(size for size in (mesh.replicate, mesh.shard, mesh.tensor) if size != -1)
+    if others < 1 or world_size % others:
+        return config
+    left = world_size // others
+    return evolve(
+        config,
+        mesh=evolve(
+            mesh,
+            replicate=left if mesh.replicate == -1 else mesh.replicate,
+            shard=left if mesh.shard == -1 else mesh.shard,
+        ),
+    )
 
 
 def fsdp_section(config: Config) -> dict[str, Any]:
