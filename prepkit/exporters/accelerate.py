@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import Any
 
 from attrs import evolve
@@ -48,6 +49,7 @@ JSON_NAME = "deepspeed.json"
 
 def accelerate_file(config: Config, world_size: int | None, per_node: int | None) -> Unread:
     """The file; where DeepSpeed has a config of its own the JSON that it points to as well."""
+    config = _counted(config, world_size)
     data: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _kind(config)}
     if world_size is not None:
         data["num_processes"] = world_size
@@ -140,6 +142,25 @@ def _sizes(config: Config, world_size: int | None) -> dict[str, int]:
     return {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
 
 
+def _counted(config: Config, world_size: int | None) -> Config:
+    """The config with the number in the place of the axis that takes what is left: accelerate works none out (PC-2)."""
+    mesh = config.mesh
+    if mesh is None or world_size is None:
+        return config
+    others = prod(size for size in (mesh.replicate, mesh.shard, mesh.tensor) if size != -1)
+    if others < 1 or world_size % others:
+        return config
+    left = world_size // others
+    return evolve(
+        config,
+        mesh=evolve(
+            mesh,
+            replicate=left if mesh.replicate == -1 else mesh.replicate,
+            shard=left if mesh.shard == -1 else mesh.shard,
+        ),
+    )
+
+
 def fsdp_section(config: Config) -> dict[str, Any]:
     """Accelerate's ``fsdp_config``, of either version."""
     said: dict[str, Any] = {}
@@ -157,10 +178,10 @@ def fsdp_section(config: Config) -> dict[str, Any]:
                 said["fsdp_ignored_modules"] = engine.ignored[0].replace("*", ".*")  # a regular expression
     if isinstance(config.checkpointing, CheckpointBlocks):
         said["fsdp_activation_checkpointing"] = True
-    if isinstance(config.weights, SendWeights):
-        said["fsdp_cpu_ram_efficient_loading"] = True
-        if isinstance(config.engine, FSDP1):
-            said["fsdp_sync_module_states"] = True  # or the values would stay with rank 0
+    sent = isinstance(config.weights, SendWeights)
+    said["fsdp_cpu_ram_efficient_loading"] = sent  # the launcher means true where nothing is said
+    if sent and isinstance(config.engine, FSDP1):
+        said["fsdp_sync_module_states"] = True  # or the values would stay with rank 0
     return said
 
 

@@ -29,13 +29,11 @@ class Importer:
     """Keys that stand at the top of its files, and of none that is asked for before."""
 
 
-# a file of axolotl, LLaMA-Factory or TRL is one of ``TrainingArguments`` with more keys: theirs are asked for first
+# a file of axolotl, LLaMA-Factory or TRL is one of ``TrainingArguments`` with more keys: theirs are asked for first;
+# and ``TrainingArguments`` have an ``fsdp_config`` as accelerate's files have one
 IMPORTERS: dict[str, Importer] = {
     "prepkit": Importer(read_prepkit, ("engine",)),
     "axolotl": Importer(read_axolotl, ("base_model",)),
-    "accelerate": Importer(
-        read_accelerate, ("distributed_type", "compute_environment", "fsdp_config", "deepspeed_config")
-    ),
     "llamafactory": Importer(
         read_llama_factory,
         (
@@ -49,6 +47,9 @@ IMPORTERS: dict[str, Importer] = {
     "transformers": Importer(
         read_training_arguments,
         ("output_dir", "per_device_train_batch_size", "model_name_or_path", "fsdp", "gradient_checkpointing"),
+    ),
+    "accelerate": Importer(
+        read_accelerate, ("distributed_type", "compute_environment", "fsdp_config", "deepspeed_config")
     ),
     "deepspeed": Importer(
         read_deepspeed,

@@ -34,6 +34,8 @@ from prepkit.config import (
 )
 from prepkit.importers.accelerate_deepspeed import deepspeed
 from prepkit.importers.accelerate_fsdp import fsdp, weights
+from prepkit.importers.accelerate_names import name_in_full
+from prepkit.importers.accelerate_sizes import mesh_of, processes
 from prepkit.importers.foreign import Foreign, foreign
 from prepkit.importers.imported import Imported
 from prepkit.importers.source import Source
@@ -61,6 +63,8 @@ LAUNCHING = (
 """Keys that start processes, and say nothing of what a process does with the model."""
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_NOT_COMPILED = ("DEEPSPEED", "XLA", "TPU")
+"""Distributed types whose launchers set no ``ACCELERATE_DYNAMO_*`` (``prepare_deepspeed_cmd_env``, ``prepare_tpu``)."""
 _ELSEWHERE = {
     "fsdp_config": ("FSDP",),
     "deepspeed_config": ("DEEPSPEED",),
@@ -71,7 +75,9 @@ _ELSEWHERE = {
 
 def read_accelerate(source: Source) -> Imported:
     """The file as prepkit's config. Raises ``PlanRejected`` with every finding."""
-    return understand(foreign("accelerate", source), source.path)
+    file = foreign("accelerate", source)
+    name_in_full(file)
+    return understand(file, source.path)
 
 
 def understand(file: Foreign, path: str) -> Imported:
@@ -85,22 +91,21 @@ def understand(file: Foreign, path: str) -> Imported:
         if kind not in readers and file.section(section):
             why = f"accelerate reads it under {readers[0]} only, and distributed_type is {kind}"
             file.without_effect(section, why, f"Write distributed_type: {readers[0]}, or remove the section.")
-    world = file.whole("num_processes") or (1 if kind == "NO" else None)
-    mesh = _mesh(file, kind)
+    world, machines = processes(file, kind)
+    mesh = mesh_of(file, kind)
     precision = _precision(file, kind)
     engine = _engine(file, kind, world, mesh, precision)
     config = Config(
         engine=engine,
         mesh=None if isinstance(engine, TensorParallel | DDP) else mesh,
         precision=precision,
-        compile=_compile(file),
+        compile=_compile(file, kind),
         device=_device(file, kind),
     )
     if kind == "FSDP":
         config = evolve(config, weights=weights(file), checkpointing=_checkpointing(file))
     if kind == "DEEPSPEED":
         config = deepspeed(file, config, Path(path))
-    machines = file.whole("num_machines") or 1
     return file.imported(
         config,
         known=LAUNCHING,
@@ -232,41 +237,35 @@ def _three(file: Foreign, name: str) -> tuple[bool, bool, bool]:
     return (False, False, False)
 
 
-def _compile(file: Foreign) -> Compile:
+def _uncompiled(file: Foreign, kind: str) -> None:
+    """Says that compilation is asked for where the launcher hands it on to nobody."""
+    file.section("dynamo_config")
+    for key, backend in (("dynamo_config", "dynamo_config.dynamo_backend"), ("dynamo_backend", "dynamo_backend")):
+        if str(file.raw(backend)).upper() in ("NONE", "NO", "FALSE"):
+            file.launching(key)
+        else:
+            why = f"accelerate's launcher hands it on to no process under {kind}"
+            file.without_effect(key, why, "Remove it, and write compile=CompileBlocks() in prepkit's config.")
+
+
+def _compile(file: Foreign, kind: str) -> Compile:
     here = "dynamo_config"
+    if kind in _NOT_COMPILED and file.kind == "accelerate":
+        _uncompiled(file, kind)
+        return NoCompile()
     old = file.raw("dynamo_backend", "compile")
     file.section(here)
     backend = file.raw(f"{here}.dynamo_backend", "compile.backend")
     mode = file.word(f"{here}.dynamo_mode", _MODES, "compile.mode") or "default"
     dynamic = file.flag(f"{here}.dynamo_use_dynamic", "compile.dynamic") or False  # as its launcher says (K-DY4)
     whole = file.flag(f"{here}.dynamo_use_fullgraph", "compile.fullgraph") or False
-    regional = file.flag(f"{here}.dynamo_use_regional_compilation")
+    regional = file.flag(f"{here}.dynamo_use_regional_compilation", "compile")
     name = str(backend or old or "NO").lower()
     if name in ("no", "false"):
         return NoCompile()
     if regional:
         return CompileBlocks(backend=name, mode=mode, fullgraph=whole, dynamic=dynamic)
     return CompileModel(backend=name, mode=mode, fullgraph=whole, dynamic=dynamic)
-
-
-def _mesh(file: Foreign, kind: str) -> Mesh | None:
-    here = "parallelism_config"
-    if not file.section(here):
-        return None
-    prefix = f"{here}.{here}"
-    sizes = {name: file.whole(f"{prefix}_{name}_size") or 1 for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
-    for name, what in (("cp", "context"), ("sp", "sequence")):
-        if sizes[name] > 1:
-            why = f"prepkit cuts no sequences over ranks ({what} parallelism)"
-            fix = f"Write {here}_{name}_size: 1 and give its ranks to dp_shard, or split the batch in the model."
-            file.error("not-supported", f"{prefix}_{name}_size", why, fix)
-    said = ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable")
-    file.launching(*(f"{prefix}_{name}" for name in (*said, "sp_attn_implementation")))
-    for name, axis in (("dp_replicate", "replicate"), ("dp_shard", "shard"), ("tp", "tensor")):
-        file.raw(f"{prefix}_{name}_size", f"mesh.{axis}")
-    if kind == "DEEPSPEED":
-        return None
-    return Mesh(replicate=sizes["dp_replicate"], shard=sizes["dp_shard"], tensor=sizes["tp"])
 
 
 def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:

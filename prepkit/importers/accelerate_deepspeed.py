@@ -8,9 +8,10 @@ from typing import Literal, cast
 from attrs import evolve
 
 from prepkit.config import ClipNorm, Config, DeepSpeed
+from prepkit.findings import PlanRejected
 from prepkit.importers.deepspeed import read_deepspeed
 from prepkit.importers.foreign import Foreign
-from prepkit.importers.source import read
+from prepkit.importers.source import JSON, read
 
 _HERE = "deepspeed_config."
 _DEVICES = ("none", "cpu", "nvme")
@@ -88,7 +89,11 @@ def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tu
         what = f"there is no file {name}, neither from here nor beside {path.name}"
         file.error("missing-file", f"{_HERE}deepspeed_config_file", what, "Give the path of the JSON file.")
         return config
-    inner = read_deepspeed(read(str(found)))
+    try:
+        inner = read_deepspeed(read(str(found), JSON))
+    except PlanRejected as refused:
+        file.findings += refused.findings
+        return config
     file.origins += inner.config.origins
     file.findings += inner.notes
     assert isinstance(inner.config.engine, DeepSpeed)

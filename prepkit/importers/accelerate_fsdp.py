@@ -52,12 +52,18 @@ def fsdp(file: Foreign, precision: Precision) -> FSDP1 | FSDP2:
 
 
 def weights(file: Foreign) -> Weights:
-    """Rank 0's values for all, where the file lets the others load nothing (M2-13, F1-47)."""
+    """Rank 0's values for all, where the file lets the others load nothing (M2-13, F1-47).
+
+    The launcher does so where the file says nothing of it (K-F19).
+    """
     name = f"{_HERE}fsdp_cpu_ram_efficient_loading"
-    sent = file.flag(name, "weights")
+    said = file.flag(name, "weights")
+    sent = file.kind == "accelerate" if said is None else said
     second = file.whole(f"{_HERE}fsdp_version") == 2
     if sent and not second and file.flag(f"{_HERE}fsdp_sync_module_states") is False:
         what = "rank 0 alone has values then, and fsdp_sync_module_states: false keeps them there"
+        if said is None:
+            what = f"accelerate's launcher means true where nothing is said; {what}"
         file.error("contradiction", name, what, "Write fsdp_sync_module_states: true, or false here.")
     return SendWeights() if sent else KeepWeights()
 

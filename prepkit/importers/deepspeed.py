@@ -21,8 +21,10 @@ _LAUNCHING = (
 """Sections that watch or search, and change nothing of what is prepared. DeepSpeed gets them all the same."""
 
 
-def read_deepspeed(source: Source) -> Imported:
+def read_deepspeed(source: Source, asked: Precision | None = None) -> Imported:
     """The file as prepkit's config; which keys and types DeepSpeed knows is said by rules when a plan is made.
+
+    ``asked``: the precision that a file which names this one asks for, and which fills in ``"enabled": "auto"``.
 
     Raises ``PlanRejected`` for a file that cannot be read.
     """
@@ -31,11 +33,11 @@ def read_deepspeed(source: Source) -> Imported:
         what = f"it has none of {', '.join(_KNOWN_BY)}"
         file.error("wrong-value", "", what, "Give a config of DeepSpeed, or say whose file it is with --from.")
         return file.imported(Config())
-    return file.imported(from_json(file))
+    return file.imported(from_json(file, asked))
 
 
-def from_json(file: Foreign) -> Config:
-    """The config; every key of the file is one that DeepSpeed is handed."""
+def from_json(file: Foreign, asked: Precision | None = None) -> Config:
+    """The config; every key of the file is one that DeepSpeed is handed. ``asked`` as above."""
     file.raw("", "engine.config")
     for key in tuple(file.keys()):
         file.raw(key, *((f"engine.config.{key}",) if "." not in key else ()))
@@ -47,7 +49,7 @@ def from_json(file: Foreign) -> Config:
     steps = _number(file, "gradient_accumulation_steps", "accumulation")
     config = Config(
         engine=DeepSpeed(config=json.dumps(file.data)),
-        precision=_precision(file),
+        precision=_precision(file, asked),
         clip=ClipNorm(float(clip)) if clip else NoClip(),
     )
     if steps and float(steps).is_integer():
@@ -68,10 +70,10 @@ def _global_batch(file: Foreign) -> int | None:
     return whole
 
 
-def _precision(file: Foreign) -> Precision:
+def _precision(file: Foreign, asked: Precision | None) -> Precision:
     if _on(file, "bf16") or _on(file, "bfloat16"):
         return BF16(reduce_dtype="float32")
-    if _on(file, "fp16"):
+    if _on(file, "fp16") or (isinstance(asked, FP16) and file.raw("fp16.enabled") == AUTO):
         power = _number(file, "fp16.initial_scale_power", "precision.init_scale")
         window = _number(file, "fp16.loss_scale_window", "precision.growth_interval")
         scaled = FP16(growth_interval=_WINDOW if window is None else int(window))

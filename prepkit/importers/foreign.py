@@ -191,6 +191,12 @@ class Foreign:
         """Keys at the top that nobody has asked for."""
         return tuple(str(key) for key in self.data if str(key) not in self._read)
 
+    def unlike(self, sections: Sequence[str]) -> tuple[str, ...]:
+        """Keys of sections that nobody has asked for, and that are near to none that somebody has."""
+        known = self.known()
+        paths = (key for key in self.keys() if key.partition(".")[0] in sections and key not in self._read)
+        return tuple(path for path in paths if not get_close_matches(path, known, n=1, cutoff=0.88))
+
     def known(self) -> tuple[str, ...]:
         """Keys that were asked for, be they there or not."""
         return tuple(sorted(self._read))

@@ -87,6 +87,8 @@ def read_variables(variables: Mapping[str, str]) -> Imported:
     }
     for variable, key in KEYS.items():
         section = key.partition(".")[0]
+        if key == "mixed_precision" and kind == "DEEPSPEED" and _unasked(variables):
+            continue
         if not variables.get(variable) or (section == "fsdp_config" and kind != "FSDP"):
             continue
         if section == "deepspeed_config" and kind != "DEEPSPEED":
@@ -99,6 +101,13 @@ def read_variables(variables: Mapping[str, str]) -> Imported:
     if "parallelism_config" in data and not _on(variables.get("ACCELERATE_USE_PARALLELISM_CONFIG", "true")):
         del data["parallelism_config"]
     return understand(Foreign(kind="environment", source="environment", data=data, shown_as=names), "environment")
+
+
+def _unasked(variables: Mapping[str, str]) -> bool:
+    """Whether the launcher set "no" because nobody said a precision: the JSON beside it says one then (DP-5, DP-34)."""
+    said = variables.get("ACCELERATE_CONFIG_DS_FIELDS", "mixed_precision").split(",")
+    file = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    return bool(file) and variables.get("ACCELERATE_MIXED_PRECISION") == "no" and "mixed_precision" not in said
 
 
 def _on(value: str | None) -> bool:

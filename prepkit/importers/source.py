@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from ruamel.yaml import YAML
 from ruamel.yaml.error import ReusedAnchorWarning, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -41,10 +41,11 @@ class Source:
     path: str
     """As it was named."""
     text: str
+    suffix: str = field()
+    """What it is read as: one of ``READERS``; without more said, its extension in small letters."""
 
-    @property
-    def suffix(self) -> str:
-        """The extension in small letters; one of ``READERS``."""
+    @suffix.default
+    def _extension(self) -> str:
         return Path(self.path).suffix.lower()
 
     def data(self, text: str | None = None) -> dict[str, Any]:
@@ -57,11 +58,18 @@ class Source:
         return data
 
 
-def read(path: str) -> Source:
-    """The file. Raises ``PlanRejected`` for one that is missing, empty, not UTF-8 or of an unknown extension."""
-    file = Path(path)
-    if file.suffix.lower() not in READERS:
-        ending = f"the extension {file.suffix!r}" if file.suffix else "no extension"
+JSON = ".json"
+
+
+def read(path: str, suffix: str | None = None) -> Source:
+    """The file. ``suffix`` None: read as its extension says; else as this, whatever it is called.
+
+    Raises ``PlanRejected`` for a file that is missing, empty, not UTF-8 or of an unknown extension.
+    """
+    ending = Path(path).suffix
+    suffix = suffix or ending.lower()
+    if suffix not in READERS:
+        ending = f"the extension {ending!r}" if ending else "no extension"
         _refuse("unknown-extension", path, f"the file has {ending}", f"name it with one of {', '.join(READERS)}")
     try:
         raw = read_bytes(path, LARGEST + 1)
@@ -75,7 +83,7 @@ def read(path: str) -> Source:
         _refuse("unreadable", path, what, "give the path of a config file")
     if not text.strip():
         _refuse("empty", path, "the file is empty", _LEAST)
-    return Source(path, text)
+    return Source(path, text, suffix)
 
 
 def _toml(text: str, where: str) -> object:

@@ -34,6 +34,7 @@ from prepkit.config import (
 from prepkit.importers.foreign import Foreign, foreign
 from prepkit.importers.imported import Imported
 from prepkit.importers.source import Source
+from prepkit.importers.torchtitan_older import move_older_keys
 from prepkit.importers.torchtitan_precision import precision
 
 _LAUNCHING = (
@@ -43,6 +44,7 @@ _LAUNCHING = (
     *("model.print_after_conversion", "training.dataset", "training.dataset_path", "training.seq_len"),
     *("training.gc_freq", "training.gc_debug", "training.seed", "training.deterministic"),
     *("optimizer.implementation", "parallelism.disable_loss_parallel"),
+    *("training.warmup_steps", "model.norm_type"),  # of 2024
 )
 """Sections and keys of data, logging, schedules and the run itself."""
 _ELSEWHERE = (
@@ -64,6 +66,7 @@ _HERE = "parallelism."
 def read_torchtitan(source: Source) -> Imported:
     """The file as prepkit's config. Raises ``PlanRejected`` with every finding."""
     file = foreign("torchtitan", source)
+    move_older_keys(file)
     for section in ("training", "parallelism", "optimizer", "activation_checkpoint", "compile", "comm", "model"):
         file.section(section)
     file.launching(*_LAUNCHING)
@@ -89,7 +92,7 @@ def read_torchtitan(source: Source) -> Imported:
         file.error("not-supported", "fault_tolerance.enable", what, "Write false.")
     file.launching("fault_tolerance")
     if file.raw("experimental.custom_args_module"):  # which adds keys that only that module knows
-        file.launching(*file.unread())
+        file.launching(*file.unread(), *file.unlike(("training", "model", "optimizer", "parallelism")))
     places = (sizes.replicate, sizes.shard, sizes.tensor)
     return file.imported(config, world_size=prod(places) if min(places) > 0 else None)
 
@@ -160,10 +163,24 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:
         file.raw(f"{here}.{name}")
     if mode == "none":
         return NoCheckpointing()
-    if mode != "full":
+    every = _every(file) if mode == "selective" else None
+    if mode != "full" and every is None:
         what = f"every block is recomputed whole; prepkit picks no operations ({mode})"
         file.warn("no-effect", f"{here}.mode", what, "Write full or none.")
-    return CheckpointBlocks(preserve_rng_state=bool(kept))
+    return CheckpointBlocks(preserve_rng_state=bool(kept), every=every or 1)
+
+
+def _every(file: Foreign) -> int | None:
+    """Which blocks are recomputed: every second where nothing is said; None: it says operations."""
+    name = "activation_checkpoint.selective_ac_option"
+    option = file.raw(name)
+    if option == "op":
+        file.covered(name)
+        return None
+    every = 2 if option is None else file.whole(name, "checkpointing.every")
+    if every is not None and every < 1:
+        file.error("wrong-value", name, f"there is no block {every}", "Write a number from 1, or op.")
+    return max(every or 1, 1)
 
 
 def _compile(file: Foreign) -> CompileBlocks | NoCompile:

@@ -5,13 +5,12 @@ A YAML or JSON of them, as ``HfArgumentParser`` reads it, and as TRL's files hol
 
 from __future__ import annotations
 
+import json
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from attrs import evolve
 
-from prepkit.codec.text import shown
 from prepkit.config import (
     BF16,
     DDP,
@@ -27,19 +26,14 @@ from prepkit.config import (
     NoClip,
     NoCompile,
     Precision,
-    SendWeights,
 )
-from prepkit.importers.accelerate_fsdp import fsdp
-from prepkit.importers.deepspeed import from_json, read_deepspeed
+from prepkit.findings import PlanRejected
+from prepkit.importers.deepspeed import AUTO, from_json, read_deepspeed
 from prepkit.importers.foreign import Foreign, foreign
 from prepkit.importers.imported import Imported
-from prepkit.importers.source import Source, read
+from prepkit.importers.source import JSON, Source, read
+from prepkit.importers.training_arguments_fsdp import sharded
 
-_LEGACY = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "no_shard": "NO_SHARD"} | {
-    "hybrid_shard": "HYBRID_SHARD",
-    "hybrid_shard_zero2": "HYBRID_SHARD_ZERO2",
-}
-"""Words of the old ``fsdp: "full_shard auto_wrap"`` to sharding strategies."""
 _MAX_NORM = 1.0
 """The Trainer clips to this norm where nothing is said (``max_grad_norm``)."""
 
@@ -53,11 +47,12 @@ def read_training_arguments(source: Source) -> Imported:
     return training_arguments(file, Path(source.path))
 
 
-def training_arguments(file: Foreign, path: Path, accumulation: str = "gradient_accumulation_steps") -> Imported:
-    """The same of a file that has other keys beside those of ``TrainingArguments``."""
-    steps = file.whole(accumulation, "accumulation")
+def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device_train_batch_size") -> Imported:
+    """The same of a file that has other keys beside those of ``TrainingArguments``; ``micro_batch`` as it names it."""
+    steps = file.whole("gradient_accumulation_steps", "accumulation")
     norm = file.number("max_grad_norm", "clip")
     clip = _MAX_NORM if norm is None else norm
+    timeout = file.number("ddp_timeout", "timeout_s")
     compiled = file.flag("torch_compile", "compile")
     backend, mode = file.text("torch_compile_backend"), file.text("torch_compile_mode")
     config = Config(
@@ -66,12 +61,21 @@ def training_arguments(file: Foreign, path: Path, accumulation: str = "gradient_
         clip=ClipNorm(clip) if clip > 0 else NoClip(),
         compile=CompileModel(backend=backend or "inductor", mode=mode or "default") if compiled else NoCompile(),
         checkpointing=_checkpointing(file),
-        device="cpu" if file.flag("use_cpu", *(("device",) if file.data.get("use_cpu") else ())) else None,
-        timeout_s=float(file.number("ddp_timeout", "timeout_s") or 1800.0),
+        device=_device(file),
+        backend=file.text("ddp_backend", "backend"),
+        timeout_s=1800.0 if timeout is None else float(timeout),
     )
-    config = _engine(file, config, path)
+    config = _engine(file, config, path, micro_batch)
     _rest(file)
     return file.imported(config)
+
+
+def _device(file: Foreign) -> str | None:
+    """``cpu`` where it is asked for, also under the name that it had before ``use_cpu``."""
+    asked = [name for name in ("use_cpu", "no_cuda") if file.flag(name)]
+    for name in asked:
+        file.raw(name, "device")
+    return "cpu" if asked else None
 
 
 def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:
@@ -96,14 +100,14 @@ def _precision(file: Foreign) -> Precision:
     return BF16() if bf16 else FP16() if fp16 else AsStored()
 
 
-def _engine(file: Foreign, config: Config, path: Path) -> Config:
+def _engine(file: Foreign, config: Config, path: Path, micro_batch: str) -> Config:
     asked = file.raw("fsdp")
     if file.raw("deepspeed") and asked:
         file.error("contradiction", "fsdp", "deepspeed is given as well, and one of them shards", "Keep one of them.")
     if file.raw("deepspeed"):
-        return _deepspeed(file, config, path)
+        return _deepspeed(file, config, path, micro_batch)
     if asked not in (None, False, "", []):
-        return _fsdp(file, config, asked, path)
+        return sharded(file, config, asked, path)
     if file.raw("fsdp_config"):
         file.without_effect("fsdp_config", "it is read with `fsdp` only", "Write fsdp: true, or remove it.")
     return evolve(config, engine=_ddp(file))
@@ -122,118 +126,58 @@ def _ddp(file: Foreign) -> Engine:
     )
 
 
-def _fsdp(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
-    """``fsdp_config`` with or without the prefix ``fsdp_``, in the file or in a JSON of its own."""
-    file.raw("fsdp", "engine")
-    section: Any = file.data.get("fsdp_config") or {}
-    if isinstance(section, str):
-        section = _json(file, "fsdp_config", section, path)
-    if not isinstance(section, dict):
-        file.error("wrong-type", "fsdp_config", f"{shown(section)} is no section", "Write keys below it, or remove it.")
-        section = {}
-    words = asked.replace(",", " ").split() if isinstance(asked, str) else asked if isinstance(asked, list) else []
-    named = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in section.items()}
-    typed = {f"fsdp_config.fsdp_{str(key).removeprefix('fsdp_')}": f"fsdp_config.{key}" for key in section}
-    named.setdefault("fsdp_version", 2)
-    named.setdefault("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    _renamed(file, words, named, typed)
-    checkpointed = named.pop("fsdp_activation_checkpointing", None)
-    offloaded = bool(named.pop("fsdp_activation_checkpointing_offload", None))
-    inner = Foreign(
-        kind=file.kind,
-        source=file.source,
-        data={"fsdp_config": named},
-        places={name: place for name, key in typed.items() if (place := file.places.get(key))},
-        shown_as=typed,
-    )
-    for name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
-        inner.raw(f"fsdp_config.fsdp_{name}")
-    precision = _reduced(config.precision)
-    engine = fsdp(inner, precision)
-    sent = inner.flag("fsdp_config.fsdp_cpu_ram_efficient_loading")
-    file.covered("fsdp_config")
-    inner.say_unknown()
-    file.origins += [origin for origin in inner.origins if origin.key in typed.values()]  # the others are defaults
-    file.findings += inner.findings
-    config = evolve(config, engine=engine, precision=precision)
-    if sent:
-        config = evolve(config, weights=SendWeights())
-    return evolve(config, checkpointing=CheckpointBlocks(offload=offloaded)) if checkpointed else config
-
-
-def _renamed(file: Foreign, words: list[Any], named: dict[str, Any], typed: dict[str, str]) -> None:
-    """The Trainer's words and names as accelerate's keys, in place."""
-    _strategy(named, typed)
-    for word in words:
-        if word in _LEGACY and named["fsdp_version"] == 1:
-            named.setdefault("fsdp_sharding_strategy", _LEGACY[word])
-        elif word in _LEGACY:
-            if word != "full_shard":  # which is what version 2 does
-                why = f"FSDP of version 2 reads fsdp_config.reshard_after_forward in place of {word}"
-                file.without_effect("fsdp", why, "Write fsdp: true.")
-        elif word == "offload":
-            named["fsdp_offload_params"] = True
-        elif word != "auto_wrap":
-            file.error("wrong-value", "fsdp", f"{word!r} is no word of transformers' fsdp", "Write fsdp: true.")
-    if (offload := named.pop("fsdp_cpu_offload", None)) is not None:
-        named["fsdp_offload_params"] = offload
-        typed["fsdp_config.fsdp_offload_params"] = typed["fsdp_config.fsdp_cpu_offload"]
-
-
-def _strategy(named: dict[str, Any], typed: dict[str, str]) -> None:
-    """Version 1 has its strategy where version 2 has a switch, and other defaults than accelerate."""
-    if named["fsdp_version"] == 1:
-        named.setdefault("fsdp_backward_prefetch", "NO_PREFETCH")
-        if isinstance(strategy := named.get("fsdp_reshard_after_forward"), str):
-            named["fsdp_sharding_strategy"] = strategy.upper()
-            typed["fsdp_config.fsdp_sharding_strategy"] = typed["fsdp_config.fsdp_reshard_after_forward"]
-            del named["fsdp_reshard_after_forward"]
-
-
-def _reduced(precision: Precision) -> Precision:
-    """Under FSDP the Trainer's accelerate reduces gradients in the compute dtype (H-10c)."""
-    match precision:
-        case BF16():
-            return evolve(precision, reduce_dtype="bfloat16")
-        case FP16():
-            return evolve(precision, reduce_dtype="float16")
-    return precision
-
-
-def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
-    found = next((place for place in (Path(name), path.parent / name) if place.is_file()), None)
-    if found is None:
-        what = f"there is no file {name}, neither from here nor beside {path.name}"
-        file.error("missing-file", key, what, "Give the path of the JSON file.")
-        return {}
-    return read(str(found)).data()
-
-
-def _deepspeed(file: Foreign, config: Config, path: Path) -> Config:
+def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> Config:
     given = file.raw("deepspeed", "engine")
     if isinstance(given, dict):
-        inner = from_json(Foreign(kind=file.kind, source=file.source, data=given))
+        places = {key.removeprefix("deepspeed."): place for key, place in file.places.items()}
+        nested = Foreign(
+            kind=file.kind,
+            source=file.source,
+            data=given,
+            places=places,
+            shown_as={key: f"deepspeed.{key}" for key in places},
+        )
+        inner = from_json(nested, config.precision)
         file.covered("deepspeed")
-        return _with_json(config, inner)
+        file.findings += nested.findings
+        return _with_json(config, inner, file, micro_batch)
     found = next((place for place in (Path(str(given)), path.parent / str(given)) if place.is_file()), None)
     if found is None:
         what = f"there is no file {given}, neither from here nor beside {path.name}"
         file.error("missing-file", "deepspeed", what, "Give the path of the JSON file.")
         return config
-    inner = read_deepspeed(read(str(found))).config
-    assert isinstance(inner.engine, DeepSpeed)
-    file.origins += [origin for origin in inner.origins if origin.setting.startswith("config.engine")]
-    return _with_json(config, inner)
+    try:
+        imported = read_deepspeed(read(str(found), JSON), config.precision)
+    except PlanRejected as refused:
+        file.findings += refused.findings
+        return config
+    assert isinstance(imported.config.engine, DeepSpeed)
+    file.origins += [origin for origin in imported.config.origins if origin.setting.startswith("config.engine")]
+    file.findings += imported.notes
+    return _with_json(config, imported.config, file, micro_batch)
 
 
-def _with_json(config: Config, inner: Config) -> Config:
-    """The arguments with DeepSpeed's own config, whose loss scale counts where both ask for one precision."""
+def _with_json(config: Config, inner: Config, file: Foreign, micro_batch: str) -> Config:
+    """The arguments with DeepSpeed's own config, whose loss scale counts where both ask for one precision.
+
+    A micro-batch that the JSON leaves to the Trainer (``auto``) is the one of the arguments.
+    """
     same = type(inner.precision) is type(config.precision)
-    return evolve(config, engine=inner.engine, precision=inner.precision if same else config.precision)
+    engine = inner.engine
+    assert isinstance(engine, DeepSpeed)
+    data = json.loads(engine.config)
+    left = AUTO if data.get("train_batch_size", AUTO) == AUTO else None
+    if data.get("train_micro_batch_size_per_gpu", left) == AUTO:
+        engine = evolve(engine, micro_batch=file.whole(micro_batch, "engine.micro_batch"))
+    return evolve(config, engine=engine, precision=inner.precision if same else config.precision)
 
 
 def _rest(file: Foreign) -> None:
-    """Everything else is about data, logging and the loop, unless it is nearly a key that was looked for."""
+    """Everything else is about data, logging and the loop, unless it is nearly a key that was looked for.
+
+    Keys of the rest are often near to each other (``load_in_4bit``, ``load_in_8bit``), which says nothing of them.
+    """
+    looked_for = file.known()
     for key in file.unread():
-        if not get_close_matches(key, file.known(), n=1, cutoff=0.88):
+        if not get_close_matches(key, looked_for, n=1, cutoff=0.88):
             file.launching(key)

@@ -169,3 +169,12 @@ def test_a_library_or_an_extension_that_is_not_there_is_refused() -> None:
         export_config(Config(), "axolotl")
     with pytest.raises(PlanRejected, match=r"Name it with one of \.json"):
         export_config(Config(), "deepspeed", "ds.yaml")
+
+
+def test_the_axis_that_takes_what_is_left_is_written_as_a_number(tmp_path: Path) -> None:
+    """PC-2: accelerate works no size out."""
+    config = Config(engine=FSDP2(), mesh=Mesh(replicate=2, shard=-1), precision=BF16(reduce_dtype="bfloat16"))
+    file, _ = written(tmp_path, "accelerate", config)
+    assert import_config(file).config.mesh == Mesh(replicate=2, shard=4)
+    with pytest.raises(PlanRejected, match="accelerate takes 1 or more"):
+        export_config(config, "accelerate", tmp_path / "unknown.yaml")

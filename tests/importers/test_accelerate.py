@@ -24,10 +24,12 @@ from prepkit.config import (
     DelayedScaling,
     KeepWeights,
     Mesh,
+    NoCompile,
     OffloadToCPU,
     SendWeights,
     Single,
     TensorParallel,
+    TorchAO,
     TransformerEngine,
     WrapBlocks,
     WrapClasses,
@@ -122,6 +124,7 @@ fsdp_config:
   fsdp_forward_prefetch: "true"
   fsdp_use_orig_params: false
   fsdp_sync_module_states: false
+  fsdp_cpu_ram_efficient_loading: false
   fsdp_limit_all_gathers: no
   fsdp_offload_params: 1
   fsdp_ignored_modules: vision
@@ -183,7 +186,11 @@ def test_fsdp_of_version_1_where_the_file_is_silent_is_as_accelerates_launcher_h
                 "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
                 "  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 2\n"
             ),
-            Config(engine=FSDP2(wrap=WrapBlocks()), mesh=Mesh(replicate=2, shard=4, tensor=2)),
+            Config(
+                engine=FSDP2(wrap=WrapBlocks()),
+                mesh=Mesh(replicate=2, shard=4, tensor=2),
+                weights=SendWeights(),
+            ),
         ),
         (
             (
@@ -343,3 +350,94 @@ def test_an_unknown_section_is_said_once(tmp_path: Path) -> None:
     said = refused(tmp_path, f"{GPU}fsdp_confg: {{fsdp_version: 2, fsdp_offload_params: true}}\n")
     assert len(said) == 1
     assert "Write 'fsdp_config'" in said[0]
+
+
+def test_keys_of_sections_are_read_without_their_beginning_too(tmp_path: Path) -> None:
+    """As files of 2022 have them; accelerate's launcher puts the beginning before them."""
+    text = """\
+distributed_type: FSDP
+mixed_precision: fp8
+fsdp_config:
+  sharding_strategy: 2
+  offload_params: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  transformer_layer_cls_to_wrap: Block
+fp8_config: {fp8_backend: AO, fp8_pad_inner_dim: false}
+dynamo_config: {backend: inductor, use_fullgraph: true}
+"""
+    imported = read(tmp_path, text)
+    assert imported.config.engine == FSDP1(
+        wrap=WrapClasses(("Block",)),
+        sharding="SHARD_GRAD_OP",
+        offload=True,
+        backward_prefetch=None,
+        sync_module_states=True,
+        buffer_dtype="bfloat16",
+    )
+    assert imported.config.compile == CompileModel(fullgraph=True, dynamic=False)
+    assert imported.config.precision == FP8(backend=TorchAO(pad_inner_dim=False), reduce_dtype="bfloat16")
+    keys = {origin.setting: (origin.key, origin.line) for origin in imported.config.origins}
+    assert keys["config.engine.sharding"] == ("fsdp_config.sharding_strategy", 4)
+    with pytest.raises(PlanRejected, match=r"fsdp_config\.offload_parms: accelerate knows no such key"):
+        read(tmp_path, "distributed_type: FSDP\nfsdp_config: {offload_parms: true}\n")
+    with pytest.raises(PlanRejected, match="given twice"):
+        read(tmp_path, "distributed_type: FSDP\nfsdp_config: {offload_params: true, fsdp_offload_params: false}\n")
+
+
+def test_rank_0_loads_for_all_where_the_file_says_nothing(tmp_path: Path) -> None:
+    """K-F19: the launcher's own default, which refuses sync_module_states: false beside it."""
+    assert config_of(tmp_path, "distributed_type: FSDP\nfsdp_config: {}\n").weights == SendWeights()
+    with pytest.raises(PlanRejected, match="launcher means true where nothing is said"):
+        read(tmp_path, "distributed_type: FSDP\nfsdp_config: {fsdp_sync_module_states: false}\n")
+
+
+def test_a_json_of_deepspeed_is_read_whatever_it_is_called(tmp_path: Path) -> None:
+    (tmp_path / "stage3.conf").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true},}')
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: stage3.conf}\n"
+    config = config_of(tmp_path, text)
+    assert isinstance(config.engine, DeepSpeed)
+    assert json.loads(config.engine.config)["zero_optimization"] == {"stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("num_processes: 0", "num_processes: 0 processes"),
+        ("num_processes: -4", "num_processes: -4 processes"),
+        ("num_machines: 0", "num_machines: 0 machines"),
+        (
+            "parallelism_config: {parallelism_config_tp_size: 0}",
+            "parallelism_config_tp_size: accelerate takes 1 or more",
+        ),
+    ],
+)
+def test_sizes_that_accelerate_refuses_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(PlanRejected, match=said):
+        read(tmp_path, f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\n{text}\n")
+
+
+def test_processes_that_the_machines_do_not_share_evenly_are_those_that_start(tmp_path: Path) -> None:
+    imported = read(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 9\nnum_machines: 2\n")
+    assert (imported.world_size, imported.per_node) == (8, 4)
+    assert [note.rule for note in imported.notes] == ["import.contradiction"]
+    assert read(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: -1\n").world_size is None
+
+
+def test_what_is_wrong_in_deepspeeds_file_is_said_with_what_is_wrong_here(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": NaN}')
+    text = "distributed_type: DEEPSPEED\nnum_proceses: 2\ndeepspeed_config: {deepspeed_config_file: zero.json}\n"
+    with pytest.raises(PlanRejected) as refused:
+        read(tmp_path, text)
+    assert [found.rule for found in refused.value.findings] == ["codec.wrong-value", "import.unknown-key"]
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "XLA"])
+@pytest.mark.parametrize("said", ["dynamo_backend: INDUCTOR", "dynamo_config: {dynamo_backend: INDUCTOR}"])
+def test_compilation_is_not_what_the_launcher_hands_on_to_nobody(tmp_path: Path, kind: str, said: str) -> None:
+    imported = read(tmp_path, f"distributed_type: {kind}\n{said}\n")
+    assert imported.config.compile == NoCompile()
+    assert [note.rule for note in imported.notes] == ["import.no-effect"]
+    off = read(tmp_path, f"distributed_type: {kind}\n{said.replace('INDUCTOR', 'NO')}\n")
+    assert (off.config.compile, off.notes) == (NoCompile(), ())
+    with pytest.raises(PlanRejected, match="dynamo_config: \\[1\\] is no section"):
+        read(tmp_path, f"distributed_type: {kind}\ndynamo_config: [1]\n")

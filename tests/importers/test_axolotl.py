@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from prepkit.config import BF16, FSDP2, CheckpointBlocks, DeepSpeed, Mesh, WrapClasses
+from prepkit.config import (
+    BF16,
+    FP8,
+    FSDP2,
+    CheckpointBlocks,
+    CompileModel,
+    DeepSpeed,
+    Mesh,
+    OffloadToCPU,
+    TorchAO,
+    WrapClasses,
+)
 from prepkit.findings import PlanRejected
 from prepkit.importers import Imported, import_config
 
@@ -56,5 +67,53 @@ def test_checkpoints_that_wait_in_host_memory_do_so_here(tmp_path: Path, word: s
 
 
 def test_what_is_not_done_the_same_way_is_said(tmp_path: Path) -> None:
-    with pytest.raises(PlanRejected, match="prepkit cuts no sequences over ranks"):
-        read(tmp_path, "context_parallel_size: 2\n")
+    text = "context_parallel_size: 2\nsequence_parallel_degree: 4\nexpert_parallel_size: 2\nfloat16: true\n"
+    with pytest.raises(PlanRejected) as refused:
+        read(tmp_path, text)
+    assert {(found.rule, found.where.rpartition(" ")[2]) for found in refused.value.findings} == {
+        ("import.not-supported", line.partition(":")[0]) for line in text.splitlines()
+    }
+
+
+def test_float8_and_weights_of_bfloat16(tmp_path: Path) -> None:
+    text = "bf16: true\nfp8: true\nfp8_enable_fsdp_float8_all_gather: true\ntorch_compile: auto\n"
+    config = read(tmp_path, text).config
+    assert config.precision == FP8(backend=TorchAO(float8_all_gather=True), reduce_dtype="float32")
+    assert config.compile == CompileModel()
+    assert read(tmp_path, "bfloat16: true\n").config.precision == BF16(master_weights=False)
+
+
+@pytest.mark.parametrize("word", ["true", "legacy", "disk"])
+def test_offloaded_activations_are_those_of_recomputed_blocks(tmp_path: Path, word: str) -> None:
+    imported = read(tmp_path, f"gradient_checkpointing: true\nactivation_offloading: {word}\n")
+    assert imported.config.checkpointing == CheckpointBlocks(offload=True)
+    assert ["not on a disk" in note.what for note in imported.notes] == [True] * (word == "disk")
+    assert "activation_offloading" in {origin.key for origin in imported.config.origins}
+    with pytest.raises(PlanRejected, match="axolotl refuses it without gradient_checkpointing"):
+        read(tmp_path, f"activation_offloading: {word}\n")
+
+
+def test_micro_batches_of_the_batch_of_a_rank(tmp_path: Path) -> None:
+    assert read(tmp_path, "batch_size: 8\nmicro_batch_size: 2\n").config.accumulation == 4
+    with pytest.raises(PlanRejected, match="and not both"):
+        read(tmp_path, "batch_size: 8\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n")
+
+
+def test_pinned_memory_and_the_type_of_the_last_state_dict(tmp_path: Path) -> None:
+    text = """\
+fsdp_config:
+  version: 2
+  offload_params: true
+  cpu_offload_pin_memory: false
+  final_state_dict_type: FULL_STATE_DICT
+"""
+    imported = read(tmp_path, text)
+    assert imported.config.engine == FSDP2(offload=OffloadToCPU(pin_memory=False))
+    assert "fsdp_config.final_state_dict_type" in {origin.key for origin in imported.not_preparation}
+
+
+def test_the_micro_batch_fills_in_deepspeeds_file(tmp_path: Path) -> None:
+    (tmp_path / "zero1.json").write_text('{"zero_optimization": {"stage": 1}}')
+    engine = read(tmp_path, "deepspeed: zero1.json\nmicro_batch_size: 3\n").config.engine
+    assert isinstance(engine, DeepSpeed)
+    assert engine.micro_batch == 3

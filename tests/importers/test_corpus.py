@@ -49,6 +49,13 @@ def test_a_key_that_is_read_and_lost_is_unexplained(tmp_path: Path, monkeypatch:
     assert "unexplained: 1" in table([row])
 
 
+def test_a_key_counts_under_the_name_that_the_file_gives_it(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nfsdp_config: {sharding_strategy: 2, transformer_layer_cls_to_wrap: Block}\n"
+    row = next(rows(folder(tmp_path, f"{text}dynamo_config: {{backend: inductor, use_regional_compilation: true}}\n")))
+    assert row.unexplained == ()
+    assert {said for _, said in row.keys} == {"setting", "finding"}
+
+
 def test_a_crash_is_unexplained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.tools.corpus.import_config", lambda path: {}["no such key"])
     row = examined(tmp_path / "one.yaml", "one.yaml", "accelerate")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from attrs import evolve
 
@@ -53,3 +55,18 @@ def test_compile_from_variables() -> None:
 def test_a_wrong_value_is_told_under_the_name_of_its_variable() -> None:
     with pytest.raises(PlanRejected, match=r"environment ACCELERATE_MIXED_PRECISION: 'bf17' is none of"):
         read_variables({"ACCELERATE_MIXED_PRECISION": "bf17"})
+
+
+def test_no_precision_beside_a_json_of_deepspeed_is_the_one_of_the_json(tmp_path: Path) -> None:
+    """The launcher always sets the precision, and says in the list of fields whether the file did (DP-5, DP-34)."""
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}')
+    variables = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "zero.json"),
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
+    }
+    assert read_variables(variables).config.precision == BF16()
+    for said in ({"ACCELERATE_CONFIG_DS_FIELDS": "mixed_precision"}, {"ACCELERATE_MIXED_PRECISION": "fp16"}):
+        with pytest.raises(PlanRejected, match="ACCELERATE_MIXED_PRECISION: accelerate refuses it"):
+            read_variables(variables | said)

@@ -171,3 +171,76 @@ def test_keys_that_do_nothing_are_said(tmp_path: Path, text: str, key: str) -> N
 def test_keys_of_a_module_of_ones_own_are_listed(tmp_path: Path) -> None:
     text = '[experimental]\ncustom_args_module = "mine"\n[my_section]\nkey = 1\n'
     assert "my_section" in {origin.key for origin in read(tmp_path, NONE + text).not_preparation}
+
+
+def test_a_file_of_2024_says_the_same_in_other_places(tmp_path: Path) -> None:
+    text = """\
+[model]
+norm_type = "rmsnorm"
+[training]
+warmup_steps = 10
+data_parallel_degree = 4
+tensor_parallel_degree = 2
+enable_float8_linear = true
+[experimental]
+pipeline_parallel_degree = 1
+[float8]
+enable_fsdp_float8_all_gather = true
+[activation_checkpoint]
+mode = "full"
+"""
+    imported = read(tmp_path, text)
+    config = imported.config
+    assert (config.mesh, config.engine) == (Mesh(shard=4, tensor=2), FSDP2())
+    assert isinstance(config.precision, FP8)
+    assert isinstance(config.precision.backend, TorchAO)
+    assert config.precision.backend.float8_all_gather
+    keys = {origin.setting: (origin.key, origin.line) for origin in config.origins}
+    assert keys["config.mesh.shard"] == ("training.data_parallel_degree", 5)
+    assert keys["config.precision"] == ("training.enable_float8_linear", 7)
+    off = read(tmp_path, text.replace("linear = true", "linear = false"))
+    assert isinstance(off.config.precision, BF16)
+    assert "float8" in {origin.key for origin in off.not_preparation}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[experimental]\npipeline_parallel_degree = 4", r"experimental\.pipeline_parallel_degree: prepkit makes no"),
+        (
+            "[training]\ntensor_parallel_degree = 2\n[parallelism]\ntensor_parallel_degree = 4",
+            r"training\.tensor_parallel_degree: it is given twice",
+        ),
+        ("[float8]\nenable_float8_linear = 3", r"float8\.enable_float8_linear: 3 is not true or false"),
+    ],
+)
+def test_what_an_older_file_asks_for_is_not_passed_over(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(PlanRejected, match=said):
+        read(tmp_path, f"job = {{}}\n{text}\n")
+
+
+def test_keys_of_a_module_of_ones_own_are_listed_unless_they_are_nearly_known(tmp_path: Path) -> None:
+    own = '[experimental]\ncustom_args_module = "mine"\n[training]\nimg_size = 256\n'
+    assert "training.img_size" in {origin.key for origin in read(tmp_path, own).not_preparation}
+    with pytest.raises(PlanRejected, match=r"training\.max_nrom: torchtitan knows no such key"):
+        read(tmp_path, f"{own}max_nrom = 1.0\n")
+    with pytest.raises(PlanRejected, match=r"training\.img_size: torchtitan knows no such key"):
+        read(tmp_path, "[training]\nimg_size = 256\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "every", "notes"),
+    [
+        ("", 2, 0),  # torchtitan's own default
+        ("selective_ac_option = '3'", 3, 0),
+        ("selective_ac_option = 'op'", 1, 1),
+        ("mode = 'full'", 1, 0),
+        ("mode = 'memory_budget'", 1, 1),
+    ],
+)
+def test_every_so_many_blocks_are_recomputed(tmp_path: Path, text: str, every: int, notes: int) -> None:
+    imported = read(tmp_path, f"job = {{}}\n[activation_checkpoint]\n{text}\n")
+    assert imported.config.checkpointing == CheckpointBlocks(preserve_rng_state=False, every=every)
+    assert len(imported.notes) == notes
+    with pytest.raises(PlanRejected, match="there is no block 0"):
+        read(tmp_path, "job = {}\n[activation_checkpoint]\nselective_ac_option = '0'\n")

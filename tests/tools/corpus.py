@@ -130,8 +130,9 @@ def account(file: Foreign) -> Iterator[tuple[str, str]]:
         value = file.raw(key)
         if isinstance(value, dict) and value:
             continue
-        above = {key, *(key[:place] for place, letter in enumerate(key) if letter == ".")}
-        if said & {file.where(name) for name in above}:
+        names = {key, *(key[:place] for place, letter in enumerate(key) if letter == ".")}
+        above = names | {file.shown_as[name] for name in names if name in file.shown_as}  # as the file writes them
+        if said & {file.where(name) for name in names}:
             yield key, "finding"
         elif above & settings:
             yield key, "setting"
