@@ -23,17 +23,37 @@ class RunLog:
     """Whether this is the main process."""
     config: Config
     open: list[Tracker] = field(factory=list, init=False)
+    given: list[TrackerSpec] = field(factory=list, init=False)
+    """What is logged to: known on every rank, so that a second time is refused on all of them."""
 
     def to(self, specs: tuple[TrackerSpec, ...], step: int) -> None:
-        """As ``Prepared.log_to``."""
+        """As ``Prepared.log_to``. Opens all or none."""
+        given = list(self.given)
         for spec in specs:
             trackers.check(spec)
+            trackers.refuse_second(spec, given)
+            given.append(spec)
         if self.main:
-            settings = dict(_flat(to_data(self.config), ""))
-            self.open.extend(trackers.opened(spec, step, settings) for spec in specs)
+            self._open(specs, step)
+        self.given = given
+
+    def _open(self, specs: tuple[TrackerSpec, ...], step: int) -> None:
+        settings = dict(_flat(to_data(self.config), ""))
+        new: list[Tracker] = []
+        try:
+            for spec in specs:
+                tracker = trackers.opened(spec, step, settings)
+                trackers.refuse_same(tracker, (*self.open, *new))
+                new.append(tracker)
+        except BaseException:
+            for tracker in new:
+                tracker.finish()
+            raise
+        self.open.extend(new)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """As ``Prepared.log``."""
+        _check_call(values, step)
         for name, value in values.items():
             _check(name, value)
         if self.open:
@@ -43,8 +63,24 @@ class RunLog:
 
     def finish(self) -> None:
         """Closes what is open."""
+        self.given = []
         while self.open:
             self.open.pop().finish()
+
+
+def _check_call(values: Any, step: Any) -> None:
+    """That they are values under names, at a step."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f'ready.log takes values under their names, and not {values!r:.60}; write {{"loss": loss}}')
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise TypeError(f"step={step!r:.60} is no step; give a whole number, or leave it out for that of the optimizer")
+    if wrong := [name for name in values if not isinstance(name, str)]:
+        raise TypeError(f'{wrong[0]!r:.60} is no name; write ready.log({{"{wrong[0]!s:.20}": ...}})')
+    if "step" in values:
+        raise ValueError(
+            '"step" is the name under which trackers write the step of the optimizer, which it would replace; write '
+            "ready.log({...}, step=...), or give the value another name"
+        )
 
 
 def _check(name: str, value: Any) -> None:

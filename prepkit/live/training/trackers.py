@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -30,6 +31,8 @@ class Tracker(Protocol):
 class JsonLines:
     """A file with one JSON object per line: ``{"step": 12, "loss": 2.5}``. Needs no package.
 
+    Each line is strict JSON, which has no word for what is no finite number: that is written as ``"NaN"``,
+    ``"Infinity"`` or ``"-Infinity"``, as the JSON of protocol buffers does, and ``float()`` reads it back.
     A file that is there is gone on with. Steps that a killed run took after its last checkpoint are taken again and
     stand in it twice; the last line of a step is the one that counts.
     """
@@ -141,11 +144,49 @@ def check(spec: Any) -> None:
         raise TypeError(f'{what}; give pk.JsonLines("log.jsonl"), or a function that makes a tracker')
 
 
+def refuse_second(spec: TrackerSpec, given: Iterable[TrackerSpec]) -> None:
+    """Raises ``ValueError`` where the values would be written to one place twice."""
+    for other in given:
+        if _place(spec) == _place(other):
+            what = f"{spec!r:.80} is where ready.log writes already ({other!r:.80})"
+            raise ValueError(f"{what}: every value would stand there twice; leave it out")
+
+
+def refuse_same(tracker: Tracker, others: Iterable[Tracker]) -> None:
+    """Raises ``ValueError`` where a function has given a tracker that is open already."""
+    if any(tracker is other for other in others):
+        what = f"{tracker!r:.60}, given by a function, is logged to already"
+        raise ValueError(f"{what}: every value would stand there twice; leave it out")
+
+
+def _place(spec: TrackerSpec) -> object:
+    """What no two trackers write to. A process has one run of W&B and of MLflow: starting another gives the first."""
+    match spec:
+        case JsonLines():
+            return JsonLines, Path(spec.path).resolve()
+        case TensorBoard():
+            return TensorBoard, Path(spec.folder).resolve()
+        case WandB() | MLflow():
+            return type(spec)
+        case _:
+            return spec
+
+
 def opened(spec: TrackerSpec, step: int, settings: Mapping[str, Any]) -> Tracker:
-    """The tracker itself; ``step`` is the optimizer's, from which a run goes on."""
+    """The tracker itself; ``step`` is the optimizer's, from which a run goes on.
+
+    Raises ``TypeError`` where a function has made something else.
+    """
     if isinstance(spec, JsonLines | TensorBoard | WandB | MLflow):
         return spec.open(step, settings)
-    return spec()
+    tracker: Any = spec()
+    if lacking := [name for name in ("log", "finish") if not callable(getattr(tracker, name, None))]:
+        maker = getattr(spec, "__name__", repr(spec))
+        raise TypeError(
+            f"{maker:.60} gave {tracker!r:.60}, which has no {' and no '.join(lacking)}; let it return a tracker, as "
+            'lambda: wandb.init(project="x") does'
+        )
+    return tracker  # type: ignore[no-any-return]  # seen to have what a tracker has
 
 
 @define
@@ -153,7 +194,8 @@ class _OpenJsonLines:
     file: TextIO
 
     def log(self, values: dict[str, Any], *, step: int) -> None:
-        self.file.write(f"{json.dumps({'step': step, **values})}\n")
+        finite = {name: _strict(value) for name, value in values.items()}
+        self.file.write(f"{json.dumps({'step': step, **finite}, allow_nan=False)}\n")
         self.file.flush()  # a run that is killed keeps what it has logged
 
     def finish(self) -> None:
@@ -181,6 +223,13 @@ class _OpenMLflow:
 
     def finish(self) -> None:
         self.mlflow.end_run()
+
+
+def _strict(value: Any) -> Any:
+    """What strict JSON has."""
+    if not isinstance(value, float) or isfinite(value):
+        return value
+    return "NaN" if isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:

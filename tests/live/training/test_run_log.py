@@ -210,3 +210,74 @@ def test_a_file_that_holds_something_else_is_refused_and_stays(tmp_path: Path) -
     with pytest.raises(ValueError, match="is no file of JSON lines: it ends with b'my notes"):
         pk.JsonLines(str(notes)).open(0, {})
     assert notes.read_text() == "my notes, without a newline"
+
+
+def test_what_json_has_no_number_for_is_a_word_that_float_reads(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    ready = prepared()
+    ready.log_to(pk.JsonLines(str(path)))
+    ready.log({"nan": torch.tensor(float("nan")), "up": float("inf"), "down": float("-inf"), "loss": 1.0})
+    ready.close()
+
+    def no_constant(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    line = json.loads(path.read_text(), parse_constant=no_constant)
+    assert line == {"step": 0, "nan": "NaN", "up": "Infinity", "down": "-Infinity", "loss": 1.0}
+    assert [float(line["up"]), float(line["down"])] == [float("inf"), float("-inf")]
+    assert float(line["nan"]) != float(line["nan"])
+
+
+@pytest.mark.parametrize(
+    ("values", "step", "error", "said"),
+    [
+        (None, None, TypeError, r'takes values under their names, and not None; write {"loss": loss}'),
+        (2.5, None, TypeError, "takes values under their names, and not 2.5"),
+        ({3: 1.0}, None, TypeError, "3 is no name"),
+        ({"step": 5, "loss": 1.0}, None, ValueError, r"write ready.log\({...}, step=...\)"),
+        ({"loss": 1.0}, 2.5, TypeError, "step=2.5 is no step; give a whole number"),
+        ({"loss": 1.0}, True, TypeError, "step=True is no step"),
+    ],
+)
+def test_what_cannot_stand_in_a_log_is_refused_with_what_to_write(
+    tmp_path: Path, values: Any, step: Any, error: type[Exception], said: str
+) -> None:
+    ready = prepared()
+    ready.log_to(pk.JsonLines(str(tmp_path / "log.jsonl")))
+    with pytest.raises(error, match=said):
+        ready.log(values, step=step)
+    ready.close()
+    assert lines(tmp_path / "log.jsonl") == []
+
+
+def test_nothing_is_logged_to_twice(
+    tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ready = prepared()
+    ready.log_to(pk.JsonLines("log.jsonl"), pk.TensorBoard(folder="runs"), pk.WandB(project="gpt"))
+    for again in (pk.JsonLines(str(tmp_path / "log.jsonl")), pk.TensorBoard(folder="./runs"), pk.WandB(project="b")):
+        with pytest.raises(ValueError, match=r"is where ready.log writes already"):
+            ready.log_to(again)
+    with pytest.raises(ValueError, match=r"is where ready.log writes already"):
+        ready.log_to(pk.JsonLines("b.jsonl"), pk.JsonLines("./b.jsonl"))
+    assert not (tmp_path / "b.jsonl").exists()
+    one = Recorder(calls)
+    with pytest.raises(ValueError, match="given by a function, is logged to already"):
+        ready.log_to(lambda: one, lambda: one)
+    assert calls[-1] == ("finish",), "what was opened is closed again"
+    ready.log_to(pk.JsonLines("b.jsonl"))
+    ready.log({"loss": 1.0})
+    ready.close()
+    assert lines(tmp_path / "log.jsonl") == lines(tmp_path / "b.jsonl") == [{"step": 0, "loss": 1.0}]
+
+
+def test_a_function_that_makes_no_tracker_is_named_with_what_it_gave() -> None:
+    ready = prepared()
+
+    def forgot_to_return() -> None:
+        return None
+
+    with pytest.raises(TypeError, match=r"forgot_to_return.* gave None, which has no log and no finish; let it return"):
+        ready.log_to(forgot_to_return)  # type: ignore[arg-type]  # on purpose
+    ready.log({"loss": 1.0})
