@@ -82,8 +82,10 @@ def nothing_saved(folder: str) -> bool:
     chosen: list[Any] = found or [None]
     if dist.is_initialized():
         dist.broadcast_object_list(chosen, src=0)
-    if chosen[0] and _rank() == 0:
-        LOG.info("%s holds no checkpoint: training begins anew", folder)
+    if chosen[0] and _rank() == 0:  # a warning, which is seen without set-up: the folder may be a slip of the pen
+        path = Path(folder).absolute()
+        why = "holds no finished checkpoint" if path.exists() else "does not exist"
+        LOG.warning("resume: the folder %s %s, so that training begins anew", path, why)
     return bool(chosen[0])
 
 

@@ -12,6 +12,7 @@ from prepkit.codec import plan_to_text
 from prepkit.codec.attestation import attestation_to_text
 from prepkit.facts.saved_run import RunFacts, Said, SavedModule
 from prepkit.live.checkpoints import local_state, resuming, run_facts, saving, state
+from prepkit.live.checkpoints.agreed_folder import agreed_folder
 from prepkit.live.checkpoints.contents import Contents
 from prepkit.live.checkpoints.failures import CheckpointFailed, on_every_rank
 from prepkit.live.checkpoints.metadata import plain_bytes
@@ -34,10 +35,12 @@ class Checkpoints:
 
     def save(self, ready: Prepared, folder: str, *, keep: int, wait: bool) -> None:
         """As ``Prepared.save``."""
+        folder = agreed_folder(folder, "written")
         self.writer.save(folder, self.snapshot(ready, folder), keep=keep, wait=wait)
 
     def check(self, ready: Prepared, folder: str) -> None:
         """As ``Prepared.check_saving``."""
+        folder = agreed_folder(folder, "written")
         snapshot = self.snapshot(ready, folder)
         saving.try_folder(folder, snapshot)
 
@@ -56,8 +59,13 @@ class Checkpoints:
             epoch=ready.epoch,
         )
 
-    def resume(self, ready: Prepared, folder: str, *, accept: Collection[str], only_model: bool) -> None:
+    def resume(
+        self, ready: Prepared, folder: str, *, accept: Collection[str], only_model: bool, missing_ok: bool
+    ) -> bool:
         """As ``Prepared.resume``."""
+        folder = agreed_folder(folder, "read")
+        if missing_ok and resuming.nothing_saved(folder):
+            return False
         self.writer.finish()
         source = resuming.open_source(folder)
         settles = not only_model and (ready.optimizer is not None or _nobody_stepped(source))
@@ -70,6 +78,7 @@ class Checkpoints:
             resuming.fill(source, wanted, only_model=only_model)
         if settles:
             _settle(ready, source, facts)
+        return True
 
     def _facts(self, ready: Prepared, held: Contents, *, only_model: bool = False) -> RunFacts:
         return run_facts.run_facts(

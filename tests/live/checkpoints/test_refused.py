@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from prepkit.facts.saved_run import SavedRun
 from prepkit.live.checkpoints import manifest, resuming
 from prepkit.live.checkpoints.failures import CheckpointFailed
 from prepkit.live.checkpoints.folder import LATEST, checkpoints, find
+from tests.support.gang import Gang
 
 
 class Heads(nn.Module):
@@ -290,3 +292,82 @@ def test_a_resume_reads_only_once_everything_fits(tmp_path: Path, monkeypatch: p
     trained(tmp_path)
     monkeypatch.setattr(resuming, "load", lambda *_a, **_k: pytest.fail("nothing is read before it fits"))
     refused(prepared(split=False), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        (None, "None is no path of a folder"),
+        (7, "7 is no path of a folder"),
+        (b"runs", "b'runs' is no path of a folder"),
+        ("", "'' names no folder"),
+        (" ", "' ' names no folder"),
+        ("a\0b", r"'a\x00b' holds a null character, which no path does"),
+    ],
+)
+def test_what_is_no_folder_is_refused_with_what_to_type_and_not_taken_for_a_new_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Any, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ready = prepared()
+    calls = {
+        "read": (lambda: ready.resume(folder), lambda: ready.resume(folder, missing_ok=True)),
+        "written": (lambda: ready.save(folder), lambda: ready.check_saving(folder)),
+    }
+    for done, ways in calls.items():
+        for call in ways:
+            with pytest.raises(CheckpointFailed) as caught:
+                call()
+            expected = f"no checkpoint could be {done}: {said} (rank 0); give every rank the same folder"
+            assert str(caught.value).startswith(expected)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_begins_anew_says_so_and_where_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ready = prepared()
+    (tmp_path / "empty").mkdir()
+    assert not ready.resume("run", missing_ok=True)
+    assert not ready.resume("empty", missing_ok=True)
+    assert [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "prepkit"] == [
+        (logging.WARNING, f"resume: the folder {tmp_path / 'run'} does not exist, so that training begins anew"),
+        (
+            logging.WARNING,
+            f"resume: the folder {tmp_path / 'empty'} holds no finished checkpoint, so that training begins anew",
+        ),
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def folders_that_differ(rank: int, world: int, root: str) -> list[str]:
+    """What each rank hears where they name different folders, or one of them none."""
+    del world
+    cfg = pk.Config(engine=pk.DDP(), optimizer=pk.AdamW())
+    ready = pk.apply(pk.build_plan(cfg, nn.Linear(2, 2)))
+    told: list[str] = []
+    for other in (f"{root}/b", None):
+        folder: Any = other if rank else f"{root}/a"
+        for call in (partial(ready.resume, missing_ok=True), ready.save, ready.check_saving):
+            with pytest.raises(CheckpointFailed) as caught:
+                call(folder)
+            told.append(str(caught.value))
+    assert not ready.resume(f"{root}/a", missing_ok=True)
+    ready.save(f"{root}/a")
+    assert ready.resume(f"{root}/a", missing_ok=True)
+    ready.close()
+    return told
+
+
+def test_folders_that_differ_over_ranks_are_refused_on_every_rank_before_anything_is_made(
+    gang2: Gang, tmp_path: Path
+) -> None:
+    told, other = gang2.run_fresh(folders_that_differ, str(tmp_path))
+    assert told == other
+    fix = 'give every rank the same folder, such as "runs/7"'
+    for done, first, second in zip(("read", "written", "written"), told[:3], told[3:], strict=True):
+        head = f"no checkpoint could be {done}: "
+        assert first == f"{head}rank 0 gives the folder '{tmp_path}/a', and rank 1 '{tmp_path}/b'; {fix}"
+        assert second == f"{head}None is no path of a folder (rank 1); {fix}"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
