@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store  # torch has n
 
 from prepkit.live.ranks import launcher, rendezvous
 from prepkit.live.ranks.peers import Peers, RankFailed
-from prepkit.live.ranks.within import PatientStore
+from prepkit.live.ranks.within import PatientStore, check_limit
 
 LOOK_S = 0.1
 """Seconds between two looks whether the main process is done."""
@@ -35,8 +35,12 @@ def main_process_first(*, per_node: bool = False, timeout_s: float = 3600.0) -> 
 
     What the first raises, or its end, is raised on those that wait for it as ``RankFailed``; likewise where it is not
     through after ``timeout_s`` seconds. The first waits for nobody once all ranks were started. Does nothing in a
-    process on its own.
+    process on its own. Raises ``TypeError`` where ``timeout_s`` is no number, and ``per_node`` neither True nor False;
+    ``ValueError`` where ``timeout_s`` is not above 0 and finite.
     """
+    check_limit(timeout_s)
+    if not isinstance(per_node, bool):
+        raise TypeError(f"per_node={per_node!r:.60}: write True or False")
     met = _meeting(timeout_s)
     if met is None:
         yield

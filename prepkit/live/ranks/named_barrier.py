@@ -18,6 +18,12 @@ ALL_THERE = "all are there"
 """The verdict of a barrier that every rank has reached. Any other is a failure, as JSON."""
 
 
+def check_name(name: object) -> None:
+    """Raises ``TypeError`` for what is no text."""
+    if not isinstance(name, str):
+        raise TypeError(f'{name!r:.60} is no name of a barrier; write text, such as ready.barrier("data ready")')
+
+
 def barrier(peers: Peers, name: str, timeout_s: float) -> None:
     """Returns when every rank has called it with this name. Collective.
 

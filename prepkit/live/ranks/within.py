@@ -92,6 +92,14 @@ def _answer(
             meanwhile()
 
 
+def check_limit(seconds: object) -> None:
+    """Raises ``TypeError`` for what is no number of seconds, and ``ValueError`` for one that no wait can have."""
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        raise TypeError(f"timeout_s={seconds!r:.60} is no number; write seconds, such as timeout_s=600.0")
+    if not 0 < seconds <= threading.TIMEOUT_MAX:  # false for nan; torch takes 0 for no limit at all
+        raise ValueError(f"timeout_s={seconds!r:.60}: write seconds above 0, such as timeout_s=600.0")
+
+
 def own_connection(store: Store) -> Store | None:
     """The same store over another connection: one waits while a call goes on. None before torch 2.9, which has none."""
     clone = getattr(store, "clone", None)

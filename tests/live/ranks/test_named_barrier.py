@@ -134,3 +134,36 @@ def test_what_the_first_raises_ends_the_wait_of_the_others(gang2: Gang) -> None:
         "OSError: no space left",
         "RankFailed: rank 0 of 2, which goes first, failed: OSError: no space left",
     ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"),
+    [
+        ("60", TypeError),
+        (None, TypeError),
+        (True, TypeError),
+        (0, ValueError),
+        (-1.0, ValueError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+    ],
+)
+def test_a_wait_without_a_limit_that_can_be_kept_is_refused_also_in_a_process_alone(
+    limit: Any, error: type[Exception]
+) -> None:
+    ready = pk.apply(pk.build_plan(pk.Config(optimizer=pk.AdamW()), nn.Linear(2, 2)))
+    entered = []
+    with pytest.raises(error, match=r"timeout_s=.* write seconds"):
+        ready.barrier("data ready", timeout_s=limit)
+    with pytest.raises(error, match=r"timeout_s=.* write seconds"), pk.main_process_first(timeout_s=limit):
+        entered.append(limit)
+    assert not entered
+
+
+def test_what_is_no_name_of_a_barrier_is_refused() -> None:
+    ready = pk.apply(pk.build_plan(pk.Config(optimizer=pk.AdamW()), nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match=r"3 is no name of a barrier; write text"):
+        ready.barrier(3)
+    with pytest.raises(TypeError, match=r"per_node='yes': write True or False"), pk.main_process_first(per_node="yes"):  # type: ignore[arg-type]  # on purpose
+        pass
+    ready.barrier("data ready", timeout_s=5)
