@@ -34,11 +34,15 @@ class Evaluation:
             )
 
     def refuse_saving(self, call: str) -> None:
-        """Raises ``LoopOutOfOrder`` where the weights that lie there are not those that are trained."""
-        if self.switched:
-            name = type(self.switched[0]).__name__
+        """Raises ``LoopOutOfOrder`` where the weights that lie there may not be those that are trained.
+
+        Optimizers without a schedule put others in their place, and modules in eval mode may: adapters that are merged
+        there would be added again by the run that goes on.
+        """
+        if self.depth:
+            who = f"{type(self.switched[0]).__name__} has" if self.switched else "a module in eval mode may have"
             raise LoopOutOfOrder(
-                f"{call} was called inside ready.evaluating(), where {name} has put other weights in the place of "
+                f"{call} was called inside ready.evaluating(), where {who} put other weights in the place of "
                 "those that it trains; end the with block first"
             )
 

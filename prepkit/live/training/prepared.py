@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from prepkit.config import FSDP1
 from prepkit.config.mesh import SAME_DATA
-from prepkit.live.checkpoints import resuming, session
+from prepkit.live.checkpoints import session
 from prepkit.live.data.passes import Passes
 from prepkit.live.data.reduce import How, gather_over_ranks, reduce_over_ranks
 from prepkit.live.model import joint_optimizer
@@ -27,6 +27,7 @@ from prepkit.live.model.whole_gradients import WholeGradients
 from prepkit.live.model.xla_gradients import XLAGradients
 from prepkit.live.ranks import end_groups, launcher, named_barrier
 from prepkit.live.ranks.peers import Peers, named, names_lost_rank
+from prepkit.live.ranks.within import check_limit
 from prepkit.live.training import closures, export, owned_optimizers, terminal, token_loss
 from prepkit.live.training.closures import Closure
 from prepkit.live.training.drivers import Driver, driver
@@ -267,8 +268,9 @@ class Prepared:
 
         The checkpoints that lay in the folder count until the new one is whole; then all but the last ``keep`` go.
         Without ``wait`` it returns once all is copied to host memory, and training goes on; what goes wrong then is
-        raised by the next ``save``, ``finish_saving`` or ``close``. Raises ``CheckpointFailed`` on every rank, and
-        ``RuntimeError`` inside an accumulation window, whose gradients are in no checkpoint.
+        raised by the next ``save``, ``finish_saving`` or ``close``. Raises ``CheckpointFailed`` on every rank, also for
+        a folder that differs over them; ``RuntimeError`` inside an accumulation window, whose gradients are in no
+        checkpoint; and ``LoopOutOfOrder`` inside ``evaluating()``, where other weights than the trained ones may lie.
         """
         self._evaluation.refuse_saving("ready.save()")
         self._between_windows("a checkpoint holds no gradients; save after a step() that returned True")
@@ -295,17 +297,20 @@ class Prepared:
 
         Raises ``CheckpointFailed`` on every rank with all that does not fit, before anything is changed; ``accept``
         has the ids of what may pass (``checkpoints.fits``). ``only_model`` reads the weights alone. ``missing_ok``:
-        returns False where no checkpoint was finished in the folder yet, or there is no such folder.
+        returns False where no checkpoint was finished in the folder yet, or there is no such folder; rank 0 logs a
+        warning that training begins anew, with the folder's whole path. Likewise ``CheckpointFailed`` for what is no
+        path, and for a folder that is not the same on every rank.
         """
         self._evaluation.refuse_saving("ready.resume()")
         what = "their gradients belong to what is replaced; resume before the first backward, or after a step() that"
         self._between_windows(f"{what} returned True")
-        if missing_ok and resuming.nothing_saved(folder):
-            return False
         with self._end.allowed():
-            self._checkpoints.resume(self, folder, accept=accept, only_model=only_model)
-        self._order.after_resume()
-        return True
+            resumed = self._checkpoints.resume(
+                self, folder, accept=accept, only_model=only_model, missing_ok=missing_ok
+            )
+        if resumed:
+            self._order.after_resume()
+        return resumed
 
     def _between_windows(self, otherwise: str) -> None:
         if self.pending:
@@ -364,7 +369,8 @@ class Prepared:
 
         A function makes a tracker, as ``lambda: wandb.init(project="x")`` does (``live.training.trackers``). Only the
         main process opens one; after ``resume``, so that it knows the step. Raises on every rank for what is no
-        tracker (``TypeError``), or where its package is not installed (``ModuleNotFoundError``).
+        tracker (``TypeError``), is logged to already (``ValueError``), or whose package is not installed
+        (``ModuleNotFoundError``); on the main process alone for what a function has made.
         """
         self._log.to(specs, self.steps)
 
@@ -373,7 +379,8 @@ class Prepared:
         """Writes numbers, words and tensors of one element on the main process; ``step`` None: ``steps``.
 
         They are those of the main process: average over the ranks before. None is left out. Not collective; raises
-        ``TypeError`` on every rank that calls it for a value that is no single one.
+        ``TypeError`` on every rank that calls it for a value that is no single one, and ``ValueError`` for the name
+        ``step``, which is the trackers' own.
         """
         if step is None and self._log.open:
             self._end.own_loop.before_count("ready.log()", used=self.in_use, stacklevel=4)
@@ -385,8 +392,11 @@ class Prepared:
         """Returns when every rank is here, with the same ``name``; host threads meet, devices are not waited for.
 
         Raises ``RankFailed`` on every rank, naming those that are not there in time, have ended, or came to a barrier
-        of another name. Nobody hangs: no process group is asked.
+        of another name. Nobody hangs: no process group is asked. Raises ``TypeError`` for a name that is no text, and
+        where ``timeout_s`` is no number; ``ValueError`` where it is not above 0 and finite.
         """
+        named_barrier.check_name(name)
+        check_limit(timeout_s)
         if self.peers is not None:
             named_barrier.barrier(self.peers, name, timeout_s)
 
@@ -410,7 +420,7 @@ class Prepared:
     def evaluating(self) -> Iterator[None]:
         """Inside, modules are in eval mode and nothing has a gradient; behind it all is as before. On every rank.
 
-        ``backward`` and ``step`` raise ``LoopOutOfOrder`` inside (``training.evaluation``).
+        ``backward``, ``step``, ``save`` and ``resume`` raise ``LoopOutOfOrder`` inside (``training.evaluation``).
         """
         with named(self.peers), self._evaluation.running(self, self._driver.settle):
             yield
@@ -421,11 +431,13 @@ class Prepared:
         self._passes.set_epoch(epoch)
 
     @while_open
+    @names_lost_rank
     def reduce(self, value: Any, how: How = "mean") -> Any:
         """Numbers and tensors, nested or not, as mean, sum, max or min over the data ranks. Collective."""
         return reduce_over_ranks(value, how, _same_data(self.plan))
 
     @while_open
+    @names_lost_rank
     def gather(self, value: Any) -> list[Any]:
         """What each data rank gives, as a list with an item per rank; for what is small. Collective."""
         return gather_over_ranks(value, _same_data(self.plan))
@@ -435,6 +447,7 @@ class Prepared:
         return self._passes.before_batch(act)
 
     @while_open
+    @names_lost_rank
     def gather_for_metrics(self, value: Any) -> Any:
         """What all ranks have made of the batches in use, each sample once (``live.data.gather``). Collective."""
         return self._passes.gather(value)

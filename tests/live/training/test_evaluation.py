@@ -206,6 +206,37 @@ def test_an_optimizer_with_a_mode_of_its_own_follows_and_its_weights_are_not_sav
     ready.save(str(tmp_path))
 
 
+class MergedInEval(nn.Module):
+    """An adapter that is added to the weight in eval mode, as loralib's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 2))
+        self.added = nn.Parameter(torch.ones(2, 2))
+
+    def train(self, mode: bool = True) -> MergedInEval:
+        if mode is not self.training:
+            self.weight.data.add_(self.added.data, alpha=-1.0 if mode else 1.0)
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight + self.added if self.training else self.weight)
+
+
+def test_weights_that_eval_mode_has_merged_are_neither_saved_nor_resumed_meanwhile(tmp_path: Any) -> None:
+    ready = pk.apply(pk.build_plan(pk.Config(optimizer=pk.AdamW()), MergedInEval()))
+    before = [param.detach().clone() for param in ready.model.parameters()]
+    ready.save(str(tmp_path))
+    with ready.evaluating():
+        for call in (ready.save, ready.resume):
+            with pytest.raises(
+                LoopOutOfOrder, match=r"called inside ready.evaluating\(\), where a module in eval mode"
+            ):
+                call(str(tmp_path))
+    assert ready.resume(str(tmp_path))
+    assert all(map(torch.equal, before, ready.model.parameters()))
+
+
 def test_what_raises_inside_leaves_everything_as_it_was() -> None:
     ready = pk.apply(pk.build_plan(CFG, model()))
     before = flags(ready)
