@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-from prepkit.live.ranks import rendezvous
+from prepkit.live.ranks import last_words, rendezvous
 from prepkit.live.ranks.peers import SEE_LOG, Peers, RankFailed, has_ended
 
 LOOK_S = 1.0
@@ -58,7 +58,9 @@ def _wait(peers: Peers, key: str, name: str, timeout_s: float) -> None:
             look_again = now + LOOK_S
             for rank, sign in sorted(peers.signs.items()):
                 if has_ended(sign, peers.here) and not peers.store.check([f"{key}/{rank}"]):
-                    _fail(peers, key, rank, f"its process {sign.pid} has ended before the barrier {name!r}; {SEE_LOG}")
+                    words = last_words.words_of(peers, rank)
+                    what = f"its process {sign.pid} has ended before the barrier {name!r}{words}; {SEE_LOG}"
+                    _fail(peers, key, rank, what)
         if now > began + timeout_s:
             missing = [rank for rank in range(peers.world) if not peers.store.check([f"{key}/{rank}"])]
             only = missing[0] if len(missing) == 1 else -1

@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 from attrs import asdict, define, field, frozen
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not exported for checkers
 
+from prepkit.live.ranks import last_words
 from prepkit.live.ranks.within import PatientStore, own_connection
 
 P = ParamSpec("P")
@@ -106,6 +107,10 @@ class Peers:
     here: Sign = field(factory=own_sign, init=False)
     signs: dict[int, Sign] = field(factory=dict, init=False)
     """Of the ranks whose sign was read."""
+    last_call: str = field(default="", init=False)
+    """The last of the run's calls that this rank made, such as ``ready.step()``."""
+    at_exit: Callable[[], None] | None = field(default=None, init=False, eq=False, repr=False)
+    """Leaves the last words of this rank; see ``last_words``."""
     _heard: dict[int, tuple[str, float]] = field(factory=dict, init=False)
     """The last beat of a rank, and when it was new."""
     _quiet: threading.Event = field(factory=threading.Event, init=False)
@@ -130,7 +135,7 @@ class Peers:
             if (sign := self.signs.get(rank)) is None or rank == self.rank:
                 continue
             if has_ended(sign, self.here):
-                yield rank, f"its process {sign.pid} has ended without a word; {SEE_LOG}"
+                yield rank, f"its process {sign.pid} has ended{last_words.words_of(self, rank)}; {SEE_LOG}"
             elif (since := self._silent_for(rank)) > SILENT_S:
                 yield rank, f"it has given no sign of life for {since:.0f} s; {SEE_LOG}"
 
@@ -158,7 +163,8 @@ class Peers:
             if gone := self._known_to_have_ended():
                 return self._tell(gone)
             if time.monotonic() > until:
-                what = f"another of the {self.world} ranks was lost; the log of the one that ended first says why"
+                what = f"another of the {self.world} ranks did not answer: its log says why, where it has ended; where "
+                what += "it has not, let every rank make the same calls"
                 return RankFailed(-1, f"{what}. torch says: {error}")
             time.sleep(0.05)
 
@@ -186,7 +192,7 @@ class Peers:
         with suppress(RuntimeError):
             return list(self.ended(range(self.world)))
         gone = [(rank, sign) for rank, sign in self.signs.items() if has_ended(sign, self.here)]
-        return [(rank, f"its process {sign.pid} has ended without a word; {SEE_LOG}") for rank, sign in gone]
+        return [(rank, f"its process {sign.pid} has ended; {SEE_LOG}") for rank, sign in gone]
 
     def read_signs(self) -> None:
         """Reads the signs of all ranks while the store is there."""
@@ -235,6 +241,8 @@ def names_lost_rank(method: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         owner: Any = args[0]
+        if owner.peers is not None:
+            owner.peers.last_call = f"ready.{method.__name__}()"
         try:
             return method(*args, **kwargs)
         except RuntimeError as error:

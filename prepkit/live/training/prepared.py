@@ -25,7 +25,7 @@ from prepkit.live.model.deepspeed import give_back_linear
 from prepkit.live.model.unwrap import unwrap
 from prepkit.live.model.whole_gradients import WholeGradients
 from prepkit.live.model.xla_gradients import XLAGradients
-from prepkit.live.ranks import end_groups, launcher, named_barrier
+from prepkit.live.ranks import end_groups, last_words, launcher, named_barrier
 from prepkit.live.ranks.peers import Peers, named, names_lost_rank
 from prepkit.live.ranks.within import check_limit
 from prepkit.live.training import closures, export, owned_optimizers, terminal, token_loss
@@ -117,6 +117,8 @@ class Prepared:
         self._end.watch(self.model, self.optimizers)
         self._passes = Passes(self.loaders, self._sync)
         self._log = RunLog(self.is_main_process, self.plan.config)
+        if self.peers is not None:
+            last_words.leave_at_exit(self.peers)
         self._sync()
 
     @property
@@ -346,6 +348,8 @@ class Prepared:
         if self.started and dist.is_initialized():
             dist.barrier()
             self._ended += end_groups.end()
+        if self.peers is not None:
+            last_words.take_back(self.peers)
 
     @property
     def is_main_process(self) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -180,7 +181,7 @@ def test_of_four_ranks_every_one_names_the_rank_that_was_killed_within_seconds(
     for path in tmp_path.iterdir():
         kind, text, seconds = json.loads(path.read_text(encoding="utf-8"))
         assert kind == ("RankFailed" if when == "training" else "ApplyHalted"), text
-        assert re.search(r"rank 2 of 4 (failed|was lost): its process \d+ has ended without a word", text) or (
+        assert re.search(r"rank 2 of 4 (failed|was lost): its process \d+ has ended; its log says why", text) or (
             when == "training" and re.search(r"ranks [\d, ]*2[\d, ]* of 4 were lost", text)
         ), text
         assert seconds < SOON_S
@@ -234,3 +235,45 @@ def test_a_two_dimensional_mesh_keeps_the_time_out_of_the_plan(gang4: Gang) -> N
     found = gang4.run_fresh(limits)
     assert all(kept == [4.0, 4.0] for kept, _ in found)
     assert found[0][1] < SOON_S
+
+
+LEAVES = """
+import sys
+import torch
+import prepkit as pk
+ready = pk.apply(pk.build_plan(pk.Config(engine=pk.DDP(), optimizer=pk.AdamW()), torch.nn.Linear(2, 2)))
+assert ready.reduce(1.0) == 1.0
+if sys.argv[1] == "1":
+    raise ValueError("no such batch")
+try:
+    ready.reduce(1.0)
+except pk.RankFailed as failed:
+    print(failed.rank, failed)
+"""
+
+
+@linux
+def test_a_rank_that_raises_is_named_with_what_it_raised_and_called_last() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES, rank],
+            env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        (heard_by_zero, errors), (_, raised) = (process.communicate(timeout=60) for process in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert raised.rstrip().endswith("ValueError: no such batch"), raised
+    assert heard_by_zero.startswith("1 rank 1 of 2"), (heard_by_zero, errors)
+    words = "it raised ValueError: no such batch; the last call of its run was ready.reduce(), before ready.close()"
+    assert f"({words})" in heard_by_zero
