@@ -11,6 +11,7 @@ from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import did_you_mean, some
 from prepkit.resolve.resolved import Resolved
+from prepkit.rules import inductor_options
 from prepkit.rules.rule import Hit, Rule
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -59,6 +60,19 @@ def _options(resolved: Resolved) -> Iterator[Hit]:
         yield Hit("config.compile.options", what, 'Leave options out, or write backend="inductor".')
 
 
+def _unknown_option(resolved: Resolved) -> Iterator[Hit]:
+    """Asks inductor alone, and releases of torch whose options are known; ``apply`` asks the torch that is there."""
+    asked, env = _asked(resolved.cfg), resolved.facts.env
+    known = inductor_options.RELEASES.get(env.release)
+    if asked is None or known is None or asked.backend != "inductor":
+        return
+    for name in dict.fromkeys(option.name for option in asked.options):
+        if name.replace("-", "_") not in known:
+            what = f"inductor of torch {env.torch} has no option `{name}`."
+            fix = f"Write a name that torch._inductor.list_options() has, or leave it out.{did_you_mean(name, known)}"
+            yield Hit("config.compile.options", what, fix)
+
+
 def _limit(resolved: Resolved) -> Iterator[Hit]:
     asked = _asked(resolved.cfg)
     if asked and asked.recompile_limit is not None and asked.recompile_limit < 1:
@@ -87,6 +101,14 @@ def _default_mode(cfg: Config, _: Facts) -> Config:
 def _without_options(cfg: Config, _: Facts) -> Config:
     asked = _asked(cfg)
     return evolve(cfg, compile=evolve(asked, options=())) if asked else cfg
+
+
+def _known_options(cfg: Config, facts: Facts) -> Config:
+    asked, known = _asked(cfg), inductor_options.RELEASES.get(facts.env.release)
+    if asked is None or known is None:
+        return cfg
+    kept = tuple(option for option in asked.options if option.name.replace("-", "_") in known)
+    return evolve(cfg, compile=evolve(asked, options=kept))
 
 
 def _usual_limit(cfg: Config, _: Facts) -> Config:
@@ -141,6 +163,14 @@ RULES: tuple[Rule, ...] = (
         fix="Leave options out.",
         source=("K-DY5", "torch.compile"),
         repair=_without_options,
+    ),
+    Rule(
+        id="compile.unknown-option",
+        summary="inductor knows the options that torch.compile is given.",
+        check=_unknown_option,
+        fix="Write a name that torch._inductor.list_options() has, or leave it out.",
+        source=("K-DY5", "torch._inductor.list_options"),
+        repair=_known_options,
     ),
     Rule(
         id="compile.recompile-limit",

@@ -86,7 +86,8 @@ MENDED = _ids(
         "units": "ignored-not-found",
         "xla": "mesh loaders compile",
         "deepspeed": "no-stage master-weights clip mesh leaf-modules experts",
-        "compile": "unknown-mode no-backend foreign-backend options recompile-limit dynamic-cut switched-off",
+        "compile": "unknown-mode no-backend foreign-backend options unknown-option recompile-limit dynamic-cut "
+        "switched-off",
         "checkpoint": "every operator offload-compiled offload-on-cpu kept-on-device cache",
         "entry-points": "unknown",
         "loaders": "count foreign own-iteration already-distributed",

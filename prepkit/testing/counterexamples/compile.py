@@ -33,7 +33,10 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "compile.unknown-mode": lambda: ranks(Config(compile=CompileModel(mode="max-autotun")), world=1),
     "compile.no-backend": lambda: ranks(Config(compile=CompileModel(backend="")), world=1),
     "compile.foreign-backend": lambda: ranks(Config(compile=CompileModel(backend="indctor")), world=1),
-    "compile.options": lambda: ranks(Config(compile=CompileModel(mode="max-autotune", options={"a": 1})), world=1),
+    "compile.options": lambda: ranks(
+        Config(compile=CompileModel(mode="max-autotune", options={"trace.enabled": True})), world=1
+    ),
+    "compile.unknown-option": lambda: env(Config(compile=CompileModel(options={"max_autotun": True})), torch="2.13.0"),
     "compile.recompile-limit": lambda: ranks(Config(compile=CompileModel(recompile_limit=0)), world=1),
     "compile.dynamic-cut": lambda: ranks(
         Config(
