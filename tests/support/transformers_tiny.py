@@ -1,4 +1,4 @@
-"""A tiny language model of any causal or sequence-to-sequence type that transformers lists, on the CPU, without dropout."""
+"""A tiny causal or sequence-to-sequence language model of any type of transformers, on the CPU, without dropout."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from attrs import frozen
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -41,6 +42,14 @@ _CHOSEN = {"num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", 
 _LENGTHS = {"max_position_embeddings", "n_positions", "n_ctx", "max_target_positions", "max_source_positions"}
 _GROUPS = {"n_group", "topk_group", "num_expert_groups"}
 
+_MORE: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "nemo_speechlm": {"head_config": {"audio_hidden_size": 64}},
+    "xmod": {"default_language": "en_XX"},
+}
+"""What a type's config lacks for its model to build tiny, beside ``NEEDED``."""
+
 Sizes = Callable[[str, int], int | None]
 """A field and its default to the tiny size; ``None`` leaves it."""
 
@@ -50,6 +59,8 @@ def _common(name: str, value: int) -> int | None:
         return min(value, 2)
     if name.endswith("vocab_size") or name.startswith("vocab_size"):
         return min(value, VOCABULARY)
+    if name == "encoder_hash_byte_group_vocab":
+        return VOCABULARY
     if name in _LENGTHS:
         return min(value, 64)
     if name in _EXPERTS:
@@ -94,7 +105,30 @@ def _thin(name: str, value: int) -> int | None:
     return None if name in _WIDTHS | _HEADS | _KEY_HEADS | {"head_dim", "d_kv"} else _narrow(name, value)
 
 
-VARIANTS: tuple[Sizes, ...] = (_narrow, _own_heads, _equal_heads, _shallow_heads, _thin)
+def _latent(name: str, value: int) -> int | None:
+    """Of attention whose keys and values are projected from a latent: one head of keys for each of queries."""
+    return _LATENT.get(name) or _equal_heads(name, value)
+
+
+_LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "qk_head_dim": 32,
+    "rotary_dim": 16,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "n_group": 1,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+VARIANTS: tuple[Sizes, ...] = (_narrow, _own_heads, _equal_heads, _latent, _shallow_heads, _thin)
 """Tried in this order; the first with which the model builds, is tiny and has a finite loss is taken."""
 
 
@@ -111,32 +145,48 @@ def class_of(kind: str) -> type[PreTrainedModel]:
     return found[0] if isinstance(found, tuple) else found
 
 
-def build(kind: str, seed: int, variant: int) -> PreTrainedModel:
+@frozen
+class Recipe:
+    """How the model of a type is built."""
+
+    variant: int
+    """Of ``VARIANTS``."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that have no part in the loss of text: prepkit refuses to train them (``first-step.no-gradient``)."""
+    dtype: torch.dtype = torch.float32
+
+
+def build(kind: str, seed: int, recipe: Recipe) -> PreTrainedModel:
     """The model in training mode, its weights drawn with the seed; raises what transformers raises."""
-    cls = class_of(kind)
+    cls, sizes = class_of(kind), VARIANTS[recipe.variant]
     with torch.device("meta"):
-        number = sum(param.numel() for param in cls(_config(kind, VARIANTS[variant])).parameters())
+        number = sum(param.numel() for param in cls(_config(kind, sizes)).parameters())
     if number > MOST:
         raise ValueError(f"{number} parameters are not tiny")
     torch.manual_seed(seed)
-    model = cls(_config(kind, VARIANTS[variant]))
+    model = cls(_config(kind, sizes))
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    return model.train()
+    for name in recipe.frozen:
+        model.get_parameter(name).requires_grad_(requires_grad=False)
+    if recipe.dtype == torch.float64:
+        model.set_experts_implementation("eager")  # torch's grouped product has no float64
+    return model.to(recipe.dtype).train()
 
 
-def variant_of(kind: str) -> int:
-    """The first of ``VARIANTS`` that trains; raises the first reason where none does."""
+def recipe_of(kind: str) -> Recipe:
+    """By the first of ``VARIANTS`` that trains; raises the first reason where none does."""
     reasons: list[Exception] = []
     for variant in range(len(VARIANTS)):
         try:
-            model = build(kind, 0, variant)
+            model = build(kind, 0, Recipe(variant))
             loss = loss_of(model, batch_of(model, 0, 0))
             loss.backward()  # type: ignore[no-untyped-call]
             if not math.isfinite(loss.item()):
                 raise ValueError(f"its loss is {loss.item()}")
-            return variant
+            named = model.named_parameters()
+            return Recipe(variant, tuple(name for name, one in named if one.requires_grad and one.grad is None))
         except Exception as error:  # whatever transformers raises for a size that does not fit
             reasons.append(error)
     raise reasons[0]
@@ -161,19 +211,18 @@ def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 def _config(kind: str, sizes: Sizes) -> PretrainedConfig:
     cls = CONFIG_MAPPING[kind]
-    needed = NEEDED.get(kind, {})
-    config = cls(**{**_fields(cls(**needed), sizes), **_plain(needed)})
+    needed = {**NEEDED.get(kind, {}), **_MORE.get(kind, {})}
+    fields = _fields(cls(**needed), sizes)
+    both = {name: {**needed[name], **fields[name]} for name in needed if isinstance(fields.get(name), dict)}
+    config = cls(**{**needed, **fields, **both})
+    text = config.get_text_config()
+    config = text if class_of(kind).config_class is type(text) else config
     for part in _parts(config):
         part.use_cache = False
         if part.is_encoder_decoder:
             part.decoder_start_token_id = getattr(part, "decoder_start_token_id", None) or 1
             part.pad_token_id = 0 if getattr(part, "pad_token_id", None) is None else part.pad_token_id
     return config
-
-
-def _plain(needed: dict[str, Any]) -> dict[str, Any]:
-    """What names no size."""
-    return {name: value for name, value in needed.items() if not isinstance(value, int | dict)}
 
 
 def _fields(config: PretrainedConfig, sizes: Sizes) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Trains a tiny model of every language-model type of transformers under DDP and, saved and resumed, under FSDP2.
 
-``python -m tests.tools.transformers_runs`` takes each type with a causal or a sequence-to-sequence language model, on two
-gloo processes: 20 steps of AdamW under DDP; 10 under FSDP2, saved, built, planned and applied anew from other weights,
-resumed, 10 more. Losses, gradient norms and whole weights have to be equal to 1e-5 of their scale. Prints a row per type
-and a summary; ends with 1 where something is unexplained. ``--only NAME``, again for more, chooses types. ``--into
-FOLDER`` keeps a line of JSON per type there, and takes what is there as done; ``--part 0/2`` does the even types.
+``python -m tests.tools.transformers_runs`` takes each type with a causal or a sequence-to-sequence language model, on
+two gloo processes: 20 steps of AdamW under DDP; 10 under FSDP2, saved, built, planned and applied anew from other
+weights, resumed, 10 more. Losses, gradient norms and whole weights have to be equal to 1e-5 of their scale. Prints a
+row per type and a summary; ends with 1 where something is unexplained. ``--only NAME``, again for more, chooses types.
+``--into FOLDER`` keeps a file per type there and takes what is there as done; ``--part 0/2`` does the first of two.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import cattrs
 from attrs import frozen
 
 from tests.support import transformers_tiny as tiny
-from tests.support.resumed_runs import DIFFERS, EQUAL, FAILED, compare
 from tests.support.gang import Gang, GangError, gang_of
+from tests.support.resumed_runs import EQUAL, FAILED, compare
 from tests.tools.transformers_runs_known import EXCEPTIONS
 
 LIMIT_S = 60.0
@@ -54,7 +54,8 @@ class Row:
     def __str__(self) -> str:
         """A row of a table."""
         numbers = " | ".join("" if value != value else f"{value:.1e}" for value in (self.loss, self.norm, self.weights))
-        outcome = self.outcome if self.outcome == EQUAL else f"{self.outcome}: {self.why or self.detail}"
+        explained = self.detail if self.outcome == EQUAL else self.why or self.detail
+        outcome = f"{self.outcome}: {explained}" if explained else self.outcome
         return f"| `{self.kind}` | {outcome} | {numbers} | {self.seconds:.1f} |"
 
 
@@ -78,7 +79,8 @@ def rows(gang: Gang, asked: Sequence[str]) -> Iterator[Row]:
 
 def _last_lines(text: str) -> str:
     """What the first rank that failed says at the end."""
-    first = text.split("--- rank 1")[0] if "raised" in text.split("--- rank 1")[0] else text
+    before, _, _ = text.partition("--- rank 1")
+    first = before if "raised" in before else text
     return " / ".join(line.strip() for line in first.strip().splitlines()[-4:])[-500:]
 
 
@@ -89,7 +91,8 @@ def summary(found: Sequence[Row]) -> str:
     equal = [row for row in found if row.outcome == EQUAL]
     most = [f"{max((getattr(row, name) for row in equal), default=0.0):.1e}" for name in ("loss", "norm", "weights")]
     bad = [f"{row.kind}: {row.outcome}: {row.detail}" for row in found if not row.why]
-    told = f"{len(found)} types, {len(equal)} equal (loss, norm, weights at most {', '.join(most)}), unexplained: {len(bad)}"
+    told = f"{len(found)} types, {len(equal)} equal (loss, norm, weights at most {', '.join(most)})"
+    told += f", unexplained: {len(bad)}"
     return "\n".join(("| outcome | types | why |", "| --- | --- | --- |", *lines, "", told, *bad))
 
 
@@ -98,7 +101,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.transformers_runs", description=__doc__)
     parser.add_argument("--only", action="append", metavar="NAME", help="a type, such as llama")
     parser.add_argument("--into", type=Path, help="folder that keeps a line per type")
-    parser.add_argument("--part", default="0/1", help="such as 0/2: the first half")
+    parser.add_argument("--part", default="0/1", help="such as 0/2: each second type, from the first")
     chosen = parser.parse_args(words)
     asked = chosen.only or list(tiny.kinds())
     if unknown := sorted(set(asked) - set(tiny.kinds())):
