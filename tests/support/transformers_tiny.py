@@ -45,7 +45,6 @@ _GROUPS = {"n_group", "topk_group", "num_expert_groups"}
 _MORE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-    "nemo_speechlm": {"head_config": {"audio_hidden_size": 64}},
     "xmod": {"default_language": "en_XX"},
 }
 """What a type's config lacks for its model to build tiny, beside ``NEEDED``."""
@@ -61,6 +60,8 @@ def _common(name: str, value: int) -> int | None:
         return min(value, VOCABULARY)
     if name == "encoder_hash_byte_group_vocab":
         return VOCABULARY
+    if name in {"mamba_chunk_size", "mamba_d_state"}:
+        return min(value, 16)
     if name in _LENGTHS:
         return min(value, 64)
     if name in _EXPERTS:

@@ -23,7 +23,7 @@ from attrs import frozen
 
 from tests.support import transformers_tiny as tiny
 from tests.support.gang import Gang, GangError, gang_of
-from tests.support.resumed_runs import EQUAL, FAILED, compare
+from tests.support.resumed_runs import EQUAL, EQUAL_64, FAILED, compare
 from tests.tools.transformers_runs_known import EXCEPTIONS
 
 LIMIT_S = 60.0
@@ -54,7 +54,9 @@ class Row:
     def __str__(self) -> str:
         """A row of a table."""
         numbers = " | ".join("" if value != value else f"{value:.1e}" for value in (self.loss, self.norm, self.weights))
-        explained = self.detail if self.outcome == EQUAL else self.why or self.detail
+        explained = self.why or self.detail
+        if self.outcome in {EQUAL, EQUAL_64}:
+            explained, _, _ = self.detail.partition(";")
         outcome = f"{self.outcome}: {explained}" if explained else self.outcome
         return f"| `{self.kind}` | {outcome} | {numbers} | {self.seconds:.1f} |"
 
