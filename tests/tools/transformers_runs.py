@@ -81,6 +81,8 @@ def rows(gang: Gang, asked: Sequence[str]) -> Iterator[Row]:
 
 def _last_lines(text: str) -> str:
     """What the first rank that failed says at the end."""
+    if "did not return within" in text:
+        return "took longer than its limit"
     before, _, _ = text.partition("--- rank 1")
     first = before if "raised" in before else text
     return " / ".join(line.strip() for line in first.strip().splitlines()[-4:])[-500:]
