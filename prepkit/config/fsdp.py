@@ -46,6 +46,10 @@ class FSDP2:
     cast_forward_inputs: bool = True
     """Cast the floating inputs of every unit to the compute dtype of ``precision``. False for a model that casts them
     by itself, or wants some of them in float32 (torch ``MixedPrecisionPolicy``)."""
+    reduce_unused: bool = False
+    """Reduce zeros for a trained parameter that gets no gradient on a rank, where ranks use other parameters, as in
+    lists of experts. One that no rank uses gets a gradient of zeros too, and is stepped
+    (``FSDPModule.set_reduce_scatter_unused_params`` of torch 2.13)."""
 
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]

@@ -101,6 +101,8 @@ class UnitFact:
     """Whether the shards lie in host memory."""
     cast_forward_inputs: bool = True
     """Whether it casts its floating inputs to ``param_dtype``."""
+    reduce_unused: bool = False
+    """Whether zeros are reduced for a parameter without a gradient."""
 
 
 @frozen(kw_only=True)

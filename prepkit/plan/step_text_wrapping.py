@@ -26,6 +26,7 @@ def sharded(step: ShardUnits) -> str:
     full = f"; {count(norms, 'unit')} in float32" if norms else ""
     whole = f"; {count(len(step.ignored), 'parameter')} whole on every rank" if step.ignored else ""
     inputs = "" if step.cast_forward_inputs else "; inputs as they come"
+    unused = "; zeros reduced for what has no gradient" if step.reduce_unused else ""
     return (
         "already " * step.already_sharded
         + " then ".join(part for part in (blocks, root) if part)
@@ -36,6 +37,7 @@ def sharded(step: ShardUnits) -> str:
         + kept
         + whole
         + inputs
+        + unused
     )
 
 

@@ -77,6 +77,7 @@ def shard_units(resolved: Resolved) -> Piece:
         axes=resolved.data_axes or (),
         ignored=resolved.unsharded_params,
         cast_forward_inputs=model.units[-1].cast_forward_inputs if model.units else engine.cast_forward_inputs,
+        reduce_unused=engine.reduce_unused or any(unit.reduce_unused for unit in model.units),
         already_sharded=resolved.arrives_sharded,
     )
     if step.already_sharded:

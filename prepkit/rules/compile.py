@@ -118,7 +118,7 @@ def _usual_limit(cfg: Config, _: Facts) -> Config:
 
 def _usual_backend(cfg: Config, _: Facts) -> Config:
     asked, usual = _asked(cfg), "openxla" if isinstance(cfg.engine, XLA) else "inductor"
-    return evolve(cfg, compile=evolve(asked, backend=usual)) if asked else cfg
+    return evolve(cfg, compile=evolve(asked, backend=usual, options=())) if asked else cfg  # they are another's
 
 
 def _as_needed(cfg: Config, _: Facts) -> Config:

@@ -19,6 +19,8 @@ BY_RELEASE = (
     "units.left-whole",
     "units.mixed-dtypes",
     "units.packed",
+    "units.unused-on-old-torch",
+    "units.experts-on-old-torch",
 )
 """Rules that say something of an old torch which they do not say of a new one."""
 

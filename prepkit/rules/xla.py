@@ -43,7 +43,7 @@ def _compile(resolved: Resolved) -> Iterator[Hit]:
 
 def _openxla(cfg: Config, _: Facts) -> Config:
     assert not isinstance(cfg.compile, NoCompile), "the rule has looked at its backend"
-    return evolve(cfg, compile=evolve(cfg.compile, backend="openxla", mode="default"))
+    return evolve(cfg, compile=evolve(cfg.compile, backend="openxla", mode="default", options=()))
 
 
 def _no_mesh(cfg: Config, _: Facts) -> Config:

@@ -24,7 +24,7 @@ class ShardUnits:
 
     Has no way back: the model has to be built again if a later step fails.
     Fails if a unit is already sharded, a container without forward, or holds a scalar parameter that is not ignored.
-    Where the model is ``already_sharded`` nothing is changed: it fails if the model has others.
+    Where the model is ``already_sharded`` nothing but ``reduce_unused`` is set: it fails if the model has other units.
     """
 
     units: tuple[Unit, ...]
@@ -40,6 +40,8 @@ class ShardUnits:
     """Parameters that stay whole on every rank, on the mesh's device; neither cast nor gathered."""
     cast_forward_inputs: bool = True
     """Whether units cast their floating inputs to ``param_dtype``."""
+    reduce_unused: bool = False
+    """Whether zeros are reduced for a trained parameter without a gradient, so that every rank reduces alike."""
     already_sharded: bool = False
     """Whether the model arrives with these units."""
 

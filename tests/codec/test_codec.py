@@ -56,6 +56,7 @@ def test_a_union_member_is_written_with_its_kind_and_a_lone_class_without() -> N
         "offload": {"kind": "KeepOnDevice"},
         "ignored": [],
         "cast_forward_inputs": True,
+        "reduce_unused": False,
     }
     assert codec.to_data(Mesh()) == {"replicate": 1, "shard": -1, "tensor": 1}
     assert codec.to_data(Agree()) == {"kind": "Agree"}

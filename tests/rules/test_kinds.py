@@ -20,7 +20,7 @@ WARNINGS = _ids(
         "blocks": "one-unit nested declared-absent",
         "ties": "undeclared",
         "tensor": "not-read",
-        "units": "packed-whole mixed-requires-grad ignored-dtype",
+        "units": "packed-whole mixed-requires-grad ignored-dtype experts experts-on-old-torch",
         "scheduler": "never-ends",
         "optimizer": "pattern none misses-parameters frozen-parameters",
         "params": "hooks-local",
@@ -45,6 +45,7 @@ NEEDED = _ids(
         "mesh": "size-below-one two-rests not-world-size ddp-does-not-shard tensor-needs-dtensors tensor-alone",
         "fsdp1": "mesh",
         "sharded": "not-to-plan differs too-late",
+        "units": "unused-on-old-torch",
         "tensor": "no-plan not-a-layer named-twice tie-broken",
         "optimizer": "closure newer-torch several empty group-option two",
         "scheduler": "metric factory",
@@ -83,7 +84,7 @@ MENDED = _ids(
         "optimizer-missing msamp-deprecated",
         "ddp": "bucket-size compiled-bucket unused-in-static-graph reentrant-unused hook-dtype powersgd "
         "sync-batchnorm-on-cpu sync-batchnorm-loses no-batchnorm",
-        "units": "ignored-not-found",
+        "units": "ignored-not-found unused-on-old-torch experts",
         "xla": "mesh loaders compile",
         "deepspeed": "no-stage master-weights clip mesh leaf-modules experts",
         "compile": "unknown-mode no-backend foreign-backend options unknown-option recompile-limit dynamic-cut "

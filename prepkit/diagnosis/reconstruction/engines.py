@@ -178,6 +178,7 @@ def _fsdp2(facts: PreparedFacts, how: HowPrepared, reasons: Reasons) -> Standing
         ("the mesh of units", {(unit.ranks, unit.copies) for unit in holding}),
         ("whether shards are offloaded", {unit.offload for unit in holding}),
         ("whether units cast their inputs", {unit.cast_forward_inputs for unit in (root, *inner)}),
+        ("whether units reduce zeros", {unit.reduce_unused for unit in holding}),
         ("what units do after forward", {unit.reshard_after_forward for unit in below}),
     ):
         reasons.same("model", what, frozenset(values))
@@ -192,6 +193,7 @@ def _fsdp2(facts: PreparedFacts, how: HowPrepared, reasons: Reasons) -> Standing
         offload=OffloadToCPU(pin_memory=how.pin_memory) if first.offload else KeepOnDevice(),
         ignored=_ignored(how, FSDP2(), paths, reasons),
         cast_forward_inputs=root.cast_forward_inputs,
+        reduce_unused=first.reduce_unused,
     )
     mesh = _mesh(first.ranks or world // how.tensor_ranks, first.copies, how.tensor_ranks, world, reasons)
     return StandingEngine(

@@ -52,6 +52,8 @@ def _policies(step: ShardUnits, unit: Unit, module: Module) -> Iterator[str]:
     casts = step.cast_forward_inputs and not unit.full_precision
     if not step.already_sharded and actual.cast_forward_inputs != casts:
         yield f"cast_forward_inputs planned {casts}, found {actual.cast_forward_inputs}"
+    if actual.ranks and actual.reduce_unused != step.reduce_unused:
+        yield f"reduce_unused planned {step.reduce_unused}, found {actual.reduce_unused}"
     if actual.ranks and actual.offload != step.offload:
         yield f"offload planned {step.offload}, found {actual.offload}"
     if actual.ranks and bool(actual.reshard_after_forward) != bool(unit.reshard_after_forward):

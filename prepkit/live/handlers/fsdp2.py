@@ -19,8 +19,9 @@ from prepkit.steps import ShardUnits, Unit
 
 def shard_ready(step: ShardUnits, target: Target) -> tuple[str, ...]:
     """Everything that ``fully_shard`` refuses must be found here: it has no way back (G-8, torch ``_fsdp_init.py``)."""
+    old = (_OLD,) if step.reduce_unused and not hasattr(FSDPModule, _UNUSED) else ()
     if step.already_sharded:
-        return _other_units(step, target)
+        return old + _other_units(step, target)
     modules, params = names.named_slots(target.model), names.named_parameters(target.model)
     paths = [unit.path for unit in step.units]
     problems = problem_texts.absent("module", paths, modules)
@@ -33,7 +34,11 @@ def shard_ready(step: ShardUnits, target: Target) -> tuple[str, ...]:
     problems += problem_texts.absent("parameter", step.ignored, params)
     if scalars := [name for name, param in params.items() if param.ndim == 0 and name not in set(step.ignored)]:
         problems += (f"{problem_texts.listed(scalars)}: a scalar cannot be sharded; plan it among the ignored ones",)
-    return problems + problem_texts.with_gradient(params, params)
+    return old + problems + problem_texts.with_gradient(params, params)
+
+
+_UNUSED = "set_reduce_scatter_unused_params"
+_OLD = f"reduce_unused: this torch {torch.__version__} has no FSDPModule.{_UNUSED}; pip install 'torch>=2.13'"
 
 
 def _other_units(step: ShardUnits, target: Target) -> tuple[str, ...]:
@@ -53,10 +58,17 @@ def _other_units(step: ShardUnits, target: Target) -> tuple[str, ...]:
 def shard_do(step: ShardUnits, target: Target) -> None:
     """Shards the units in their order. Of a checkpointed module the wrapper becomes the unit: recomputing calls it.
 
-    Raises ``RuntimeError`` that says which units are sharded and which one failed. Nothing where they stand.
+    Raises ``RuntimeError`` that says which units are sharded and which one failed.
     """
-    if step.already_sharded:
-        return
+    if not step.already_sharded:
+        _shard_all(step, target)
+    if step.reduce_unused:
+        modules = names.named_slots(target.model)
+        for unit in step.units:
+            getattr(modules[unit.path], _UNUSED)(step.reduce_unused, recurse=False)
+
+
+def _shard_all(step: ShardUnits, target: Target) -> None:
     if target.mesh is None:
         raise RuntimeError("there is no device mesh to shard over; BuildMesh has to come before ShardUnits")
     modules, ignored = names.named_slots(target.model), _ignored_params(step, target)

@@ -56,6 +56,7 @@ def unit_fact(path: str, module: Any) -> UnitFact:
         output_dtype=_name(policy.output_dtype),
         offload=type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy",
         cast_forward_inputs=policy.cast_forward_inputs,
+        reduce_unused=bool(getattr(group, "reduce_scatter_unused_params", False)),
     )
 
 

@@ -18,7 +18,7 @@ from prepkit.config import (
     WrapRoot,
     WrapSize,
 )
-from prepkit.facts import ArchitectureFacts, Facts, ModelFacts
+from prepkit.facts import ArchitectureFacts, Env, Facts, ModelFacts
 from prepkit.testing.counterexamples.build import of, param, ranks
 from prepkit.testing.tiny import Counterexample, tiny_facts, tiny_model
 
@@ -33,6 +33,7 @@ def _embeddings(*, declared: bool, tied: bool) -> ModelFacts:
     return evolve(tiny_model(tied=tied), architecture=said, tied_keys=("head.weight",), has_tie_weights=True)
 
 
+_EXPERTS = tuple(param(f"layers.0.attn.experts.{index}.weight") for index in range(2))
 _LORA = param("layers.0.attn.lora", "bfloat16")
 
 
@@ -82,6 +83,15 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "units.empty": lambda: of(Config(engine=FSDP2()), tiny_model(extra=(param("norm.none", shape=(0, 4)),))),
     "units.mixed-requires-grad": lambda: ranks(
         Config(engine=FSDP2()), model=tiny_model(frozen=("layers.0.attn.weight",)), optimizer=None
+    ),
+    "units.unused-on-old-torch": lambda: (
+        Config(engine=FSDP2(reduce_unused=True)),
+        _on_torch("2.9.0", tiny_model()),
+    ),
+    "units.experts": lambda: ranks(Config(engine=FSDP2()), model=tiny_model(extra=_EXPERTS)),
+    "units.experts-on-old-torch": lambda: (
+        Config(engine=FSDP2()),
+        evolve(tiny_facts(tiny_model(extra=_EXPERTS), world=8), env=Env.declare(world_size=8, torch="2.9.0")),
     ),
     "params.self-written": lambda: of(
         Config(engine=FSDP2()), evolve(tiny_model(), self_written=(("embed.weight", "max_norm=1"),))

@@ -83,17 +83,22 @@ def fsdp2s(
     reshard: SearchStrategy[bool | int],
     ignored: SearchStrategy[tuple[str, ...]] | None = None,
     casts: SearchStrategy[bool] | None = None,
+    *,
+    zeros: bool = True,
 ) -> SearchStrategy[FSDP2]:
     """FSDP2 with these selections and ways to reshard, on the device or offloaded; ``ignored`` as in ``fsdp1s``.
 
-    Units cast their inputs unless ``casts`` draws otherwise: a model has to be written for that.
+    Units cast their inputs unless ``casts`` draws otherwise, for a model written so; ``zeros`` is for torch 2.13.
     """
     inputs = st.just(value=True) if casts is None else casts
     offload = st.just(c.KeepOnDevice()) | st.builds(OffloadToCPU, pin_memory=st.booleans())
     patterns = st.lists(st.sampled_from(_PATTERNS), max_size=2).map(tuple) if ignored is None else ignored
-    return st.builds(
-        FSDP2, wrap=wraps, reshard_after_forward=reshard, offload=offload, ignored=patterns, cast_forward_inputs=inputs
-    )
+    rest = {
+        "ignored": patterns,
+        "cast_forward_inputs": inputs,
+        "reduce_unused": st.sampled_from((False, True) if zeros else (False,)),
+    }
+    return st.builds(FSDP2, wrap=wraps, reshard_after_forward=reshard, offload=offload, **rest)
 
 
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

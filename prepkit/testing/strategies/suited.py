@@ -18,6 +18,7 @@ from prepkit.rules.ddp import lost_in_sync
 from prepkit.rules.mesh import nearest
 from prepkit.rules.precision import SCALED
 from prepkit.rules.ties import apart
+from prepkit.rules.unused import REDUCES_ZEROS
 from prepkit.rules.weights import RULES as WEIGHTS
 from prepkit.testing.strategies.configs import DTYPES, bf16s, compiles, ddps, fp16s, fsdp2s, loader_choices, tp_plans
 from prepkit.testing.strategies.facts import fitting_wraps
@@ -117,7 +118,8 @@ def engine_options(kind: type[c.Engine], facts: Facts, mesh: Mesh | None, device
     factors = [size for size in range(2, shards) if shards % size == 0]
     wraps = [wrap for wrap in fitting_wraps(facts.model) if not any(apart(select(wrap, facts.model), facts.model))]
     ignored = st.sampled_from(((), (), (), ("head",), ("norm", "embed")))
-    return fsdp2s(st.sampled_from(wraps), st.sampled_from([True, False, *factors]), ignored)
+    zeros = facts.env.release >= REDUCES_ZEROS
+    return fsdp2s(st.sampled_from(wraps), st.sampled_from([True, False, *factors]), ignored, zeros=zeros)
 
 
 def tp_plans_for(model: ModelFacts, tensor_ranks: int, *, asked: bool) -> SearchStrategy[c.TensorParallelPlan]:

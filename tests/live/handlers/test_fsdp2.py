@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD
 
+import prepkit as pk
 from prepkit.config import BF16, FSDP1, FSDP2, Config, WrapPaths
 from prepkit.live.handlers import fsdp2
 from prepkit.live.interpreter import Halted, interpret
@@ -275,3 +276,35 @@ def test_autocast_and_compile_of_the_whole_model_work_together() -> None:
     do(CheckpointModules(paths=BLOCKS, preserve_rng_state=True), target)
     do(CompileModules(paths=("",), backend="eager", mode="default", fullgraph=False, dynamic=None), target)
     torch.testing.assert_close(two_steps(target.model, [TOKENS]), expected, rtol=0.05, atol=0.02)
+
+
+class Chosen(nn.Module):
+    """Every rank's tokens choose another of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor, chosen: int) -> Tensor:
+        return self.head(self.experts[chosen](inputs))  # type: ignore[no-any-return]
+
+
+def with_experts(rank: int, world: int, engine: pk.config.Engine) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    plan = pk.build_plan(pk.Config(engine=engine, optimizer=pk.SGD(lr=0.1)), Chosen())
+    ready = pk.apply(plan)
+    for at in range(3):
+        inputs = torch.full((2, 4), 1.0 + at + rank)
+        ready.backward(ready.model(inputs, (rank + at) % 2).square().mean())
+        ready.step()
+    found = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in ready.model.named_parameters()}
+    return {name.removeprefix("module."): value.detach().clone() for name, value in found.items()}
+
+
+def test_ranks_that_choose_other_experts_learn_what_they_learn_under_ddp(gang2: Gang) -> None:
+    """The third expert is chosen by nobody: its gradient is zeros in the place of none."""
+    sharded = gang2.run(with_experts, pk.FSDP2(wrap=pk.WrapRoot(), reduce_unused=True))
+    copies = gang2.run(with_experts, pk.DDP(find_unused_parameters=True))
+    for one, other in zip(sharded, copies, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
