@@ -14,6 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from prepkit.live.model import names
 from prepkit.live.model.local_part import local
 from prepkit.live.training.drivers import reshard
+from prepkit.live.training.evaluation import Evaluation
 
 
 @define
@@ -27,6 +28,8 @@ class Ema:
 
     model: Module
     decay: float = 0.999
+    evaluation: Evaluation | None = field(default=None, repr=False)
+    """Of the run, which then neither trains nor saves while averages are applied."""
     averages: dict[str, Tensor] = field(init=False, repr=False)
     """Canonical name to the average, a DTensor where the parameter is one."""
 
@@ -48,12 +51,18 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model computes with the averages, for evaluation and export; afterwards with its own values."""
+        """Inside, the model computes with the averages, for evaluation and export; afterwards with its own values.
+
+        ``ready.backward``, ``step``, ``save`` and ``resume`` raise ``LoopOutOfOrder`` inside.
+        """
         own = {name: param.detach().clone() for name, param in self._trained().items()}
         self._put(self.averages)
+        evaluation = self.evaluation or Evaluation()
+        evaluation.averages += 1
         try:
             yield
         finally:
+            evaluation.averages -= 1
             self._put(own)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -26,8 +26,12 @@ class Evaluation:
     switched: list[Any] = field(factory=list)
     """Optimizers that evaluate with other weights than they train with, as schedule-free ones do, and now do."""
 
+    averages: int = 0
+    """How many ``ema.applied()`` are open: averages stand in the place of what is trained."""
+
     def refuse(self, call: str) -> None:
         """Raises ``LoopOutOfOrder`` for a call that trains."""
+        self._refuse_averages(call)
         if self.depth:
             raise LoopOutOfOrder(
                 f"{call} was called inside ready.evaluating(), where nothing has a gradient; end the with block first"
@@ -39,11 +43,19 @@ class Evaluation:
         Optimizers without a schedule put others in their place, and modules in eval mode may: adapters that are merged
         there would be added again by the run that goes on.
         """
+        self._refuse_averages(call)
         if self.depth:
             who = f"{type(self.switched[0]).__name__} has" if self.switched else "a module in eval mode may have"
             raise LoopOutOfOrder(
                 f"{call} was called inside ready.evaluating(), where {who} put other weights in the place of "
                 "those that it trains; end the with block first"
+            )
+
+    def _refuse_averages(self, call: str) -> None:
+        if self.averages:
+            raise LoopOutOfOrder(
+                f"{call} was called inside ema.applied(), where averages stand in the place of the weights that are "
+                "trained; end the with block first"
             )
 
     @contextmanager

@@ -261,7 +261,7 @@ class Prepared:
 
     def ema(self, decay: float = 0.999) -> Ema:
         """A moving average of the trained parameters from here on, in the parts that each rank holds; see ``Ema``."""
-        return Ema(self.model, decay)
+        return Ema(self.model, decay, self._evaluation)
 
     @while_open
     @names_lost_rank

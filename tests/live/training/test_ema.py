@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import prepkit as pk
 from prepkit.live.model import names
+from prepkit.live.training.loop_order import LoopOutOfOrder
 from tests.support.gang import Gang
 
 
@@ -87,3 +89,17 @@ def test_a_decay_that_averages_nothing_is_refused() -> None:
     ready: Any = pk.apply(pk.build_plan(pk.Config(optimizer=pk.SGD(lr=0.1)), Layers()))
     with pytest.raises(ValueError, match="no average"):
         ready.ema(decay=1.0)
+
+
+def test_while_averages_stand_in_the_place_of_weights_nothing_is_trained_or_saved(tmp_path: Path) -> None:
+    ready = pk.apply(pk.build_plan(pk.Config(optimizer=pk.SGD(lr=0.1)), nn.Linear(2, 1)))
+    average = ready.ema(0.5)
+    loss = ready.model(torch.ones(1, 2)).sum()
+    with average.applied():
+        for call in (lambda: ready.backward(loss), ready.step, lambda: ready.save(str(tmp_path))):
+            with pytest.raises(LoopOutOfOrder, match=r"inside ema\.applied\(\), where averages stand in the place"):
+                call()
+        ready.export(str(tmp_path / "average"))
+    ready.backward(loss)
+    assert ready.step()
+    ready.save(str(tmp_path))
