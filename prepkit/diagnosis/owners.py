@@ -24,9 +24,11 @@ def _early(facts: PreparedFacts) -> Iterator[Hit]:
     steps = -(-facts.loaders[0].batches // (facts.accumulation or 1))
     horizon, ticks = scheduler.horizon, scheduler.ticks
     passes, rest = divmod(horizon, steps)
-    if ticks > 1 and not rest and passes % ticks:
+    inside_first = horizon >= steps > horizon // ticks  # whoever wants less than a pass makes it for less
+    if ticks > 1 and ((not rest and passes % ticks) or inside_first):
+        made_for = f"{count(passes, 'pass')} of {steps} steps" if not rest else f"more than a pass of {steps} steps"
         what = (
-            f"`{scheduler.name}` is made for {horizon} ticks, {count(passes, 'pass')} of {steps} steps, and accelerate "
+            f"`{scheduler.name}` is made for {horizon} ticks, {made_for}, and accelerate "
             f"ticks it {ticks} times a step: it is at its end after {horizon // ticks} steps."
         )
         fix = (

@@ -180,3 +180,17 @@ def test_every_trained_parameter_that_nobody_steps_is_counted_once(
     assert rules.count("audit.orphans") == (bool(missed) and bool(orphans))
     assert rules.count("audit.missed") == (bool(missed) and not orphans)
     assert rules.count("audit.nothing-trains") == (not any(trained))
+
+
+@pytest.mark.parametrize(
+    ("horizon", "found"),
+    [(32, True), (96, True), (48, True), (63, True), (64, False), (24, False), (80, False)],
+)
+def test_a_schedule_that_accelerate_ticks_twice_a_step_is_early_where_it_ends_inside_a_pass(
+    horizon: int, found: bool
+) -> None:
+    """A pass has 32 steps. Made for two passes it ends with the first, as for whoever counts its ticks."""
+    scheduler = PreparedScheduler(name="CosineAnnealingLR", drives_optimizer=True, horizon=horizon, ticks=2)
+    loader = PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2, batches=32)
+    rules = [finding.rule for finding in findings_of(evolve(FINE, scheduler=scheduler, loaders=(loader,)))]
+    assert ("audit.scheduler-early" in rules) is found
