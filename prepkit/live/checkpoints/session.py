@@ -73,7 +73,7 @@ class Checkpoints:
         optimizer = None if only_model else ready.optimizer
         here = on_every_rank(lambda: state.held(ready.model, optimizer), f"{source.path} could not be read")
         facts = self._facts(ready, here, only_model=only_model)
-        resuming.check(source, facts, accept)
+        resuming.check(source, facts, (accept,) if isinstance(accept, str) else accept)  # one id is no collection
         with state.filled(ready.model, optimizer, source.names, source.shared.get("groups", [])) as wanted:
             resuming.fill(source, wanted, only_model=only_model)
         if settles:

@@ -293,12 +293,12 @@ class Prepared:
     @while_open
     @names_lost_rank
     def resume(
-        self, folder: str, *, accept: Collection[str] = (), only_model: bool = False, missing_ok: bool = False
+        self, folder: str, *, accept: str | Collection[str] = (), only_model: bool = False, missing_ok: bool = False
     ) -> bool:
         """Goes on from the newest whole checkpoint in the folder, on any number of ranks, mesh and engine. Collective.
 
         Raises ``CheckpointFailed`` on every rank with all that does not fit, before anything is changed; ``accept``
-        has the ids of what may pass (``checkpoints.fits``). ``only_model`` reads the weights alone. ``missing_ok``:
+        has the id or ids of what may pass (``checkpoints.fits``). ``only_model`` reads weights alone. ``missing_ok``:
         returns False where no checkpoint was finished in the folder yet, or there is no such folder; rank 0 logs a
         warning that training begins anew, with the folder's whole path. Likewise ``CheckpointFailed`` for what is no
         path, and for a folder that is not the same on every rank.

@@ -110,12 +110,12 @@ def test_what_would_train_otherwise_is_refused_with_what_to_type_and_some_of_it_
     assert says in said
     if lets_through:
         assert f"accept=['checkpoint.{rule}']" in said
-        ready.resume(str(tmp_path), accept=[f"checkpoint.{rule}"])
+        ready.resume(str(tmp_path), accept=f"checkpoint.{rule}")
         assert ready.steps == 1
     else:
         refused(ready, tmp_path, accept=["checkpoint.other-config"])
         with pytest.raises(CheckpointFailed, match="names no finding that can be accepted"):
-            ready.resume(str(tmp_path), accept=[f"checkpoint.{rule}"])
+            ready.resume(str(tmp_path), accept=f"checkpoint.{rule}")
 
 
 def test_the_weights_alone_are_read_whatever_trains_them(tmp_path: Path) -> None:
