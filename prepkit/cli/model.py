@@ -18,7 +18,8 @@ def build(reference: str) -> Any:
     """The ``nn.Module``, on meta. Raises ``PlanRejected`` where the path leads nowhere or the user's code raises."""
     from prepkit.live import factory
 
-    logging.getLogger("torchao").addFilter(_concerns_us)
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(_concerns_us)
     try:
         return factory.build(reference)
     except Exception as error:
@@ -26,8 +27,8 @@ def build(reference: str) -> Any:
 
 
 def _concerns_us(record: logging.LogRecord) -> bool:
-    """torchao, which transformers imports, says at import which kernels this machine has no use for."""
-    return not record.getMessage().startswith("Failed to load")
+    """At import torchao, which transformers imports, tells which kernels it lacks, and torch of what it registers."""
+    return not record.getMessage().startswith(("Failed to load", "<enum "))
 
 
 def facts(reference: str, env: Env | None, checkpoint: LoadWeights | None = None) -> Facts:
