@@ -30,7 +30,12 @@ def test_kernels_that_torchao_does_not_find_are_no_news_and_all_else_is(
     """transformers imports torchao, which would say it of every kernel and in every process."""
     (tmp_path / "logging_model.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        build("logging_model:model")
+    torchs = logging.getLogger("torch.utils._pytree")  # torch's loggers hand nothing on to the root
+    torchs.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.WARNING):
+            build("logging_model:model")
+    finally:
+        torchs.removeHandler(caplog.handler)
     told = {(record.name, record.getMessage()) for record in caplog.records}
     assert told == {("torchao", "something else"), ("torch.utils._pytree", "something else")}
