@@ -327,3 +327,14 @@ def test_an_error_inside_fabrics_wrappers_is_found() -> None:
     assert audit.facts.optimizers[0].name == "AdamW"
     assert audit.facts.loaders[0].seen.name == "DataLoader"
     assert not audit.facts.loaders[0].seen.foreign
+
+
+def test_an_accelerator_for_something_else_in_the_process_says_nothing_of_what_it_has_not_prepared() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    with launched(0, 1):
+        ours = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+        model = net()
+        optimizer = adam(model)
+        assert pk.audit(model, optimizer).config().accumulation is None
+        model, optimizer = ours.prepare(model, optimizer)
+        assert pk.audit(model, optimizer).config().accumulation == 4

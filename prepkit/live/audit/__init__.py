@@ -111,7 +111,7 @@ def _alone(model: nn.Module, optimizers: list[Any], loaders: Sequence[Any]) -> t
         nan=modules.with_nan(tensors),
         elsewhere=modules.elsewhere(places),
         compile_off=_compile_off(),
-        accumulation=accumulation(),
+        accumulation=accumulation(model, *optimizers, *loaders),
         world_size=dist.get_world_size() if running else 1,
         rank=dist.get_rank() if running else 0,
         backend=str(dist.get_backend_config()) if running else "",

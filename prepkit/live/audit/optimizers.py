@@ -116,9 +116,14 @@ def engine_facts(model: nn.Module) -> EngineFacts | None:
     return None
 
 
-def accumulation() -> int | None:
-    """Micro-batches per step that accelerate counts in this process; None where nobody has made an Accelerator."""
+def accumulation(*given: Any) -> int | None:
+    """Micro-batches per step that accelerate counts in this process; None where it has prepared none of what is given.
+
+    An ``Accelerator`` that was made for something else in the process leaves its count behind.
+    """
     state: Any = sys.modules.get("accelerate.state")
-    shared = state.GradientState._shared_state if state is not None else {}
+    if state is None or not any(getattr(one, "_is_accelerate_prepared", False) for one in given):
+        return None
+    shared = state.GradientState._shared_state
     plugin = shared.get("plugin_kwargs") or {}
     return int(plugin["num_steps"]) if "num_steps" in plugin else None
