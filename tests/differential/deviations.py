@@ -6,12 +6,10 @@ prepkit, or a row that nobody has written.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from attrs import frozen
 
 from tests.differential.case import BLOCKS, Case
@@ -200,17 +198,6 @@ def _float32_sums(case: Case, table: Table) -> Table:
     return table | near
 
 
-def _compiled(case: Case, table: Table) -> Table:
-    """What the file asks for is compiled: ``accelerate launch`` hands nothing of it on to DeepSpeed."""
-    if not case.engine.startswith("zero") or case.compiled == "no":
-        return table
-    places = [""] if case.compiled == "whole" else [f"layers.{index}" for index in range(BLOCKS)]
-    usual = {name: one.default for name, one in inspect.signature(torch.compile).parameters.items() if name != "model"}
-    usual |= {"backend": "eager", "dynamic": False}
-    calls = {f"compile[{place}].{name}": value for place in places for name, value in usual.items()}
-    return table | calls | {"compile of": places}
-
-
 CHANGES = (
     Change("K-H1", _bucket_views),
     Change("CM-4, H-22, H-24", _blocks_alone),
@@ -224,7 +211,6 @@ CHANGES = (
     Change("DS-12", _unclipped),
     Change("DS-16", _untested),
     Change("H-10c", _float32_sums),
-    Change("DS-30", _compiled),
 )
 THEIRS = (
     Refusal(
