@@ -98,7 +98,7 @@ NO_FLOAT16 = Deviation(
     "scales no loss there, and accelerate trains without a scale",
 )
 OWN_FOLDERS = Deviation(
-    raises="could not be written",
+    raises="give every rank the same folder",
     why="every rank makes a temporary folder of its own and saves there; a checkpoint is one folder that all ranks "
     "see, which save_state checks before it counts. The row below has one folder",
 )
