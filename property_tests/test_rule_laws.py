@@ -73,6 +73,7 @@ _BRINGS = {
     # what is trained becomes float32
     "precision.no-master-weights": {"units.mixed-dtypes", "fsdp1.tied-gradients", "sharded.too-late"},
     "precision.fp16-trains-fp16": {"units.mixed-dtypes", "fsdp1.tied-gradients", "sharded.too-late"},
+    "values.accumulation": {"deepspeed.batch"},  # of no micro-batch nothing can be multiplied; of one it can
     "mesh.not-world-size": {"fsdp1.tied-gradients"},  # which ranks hold the gradient follows from the mesh
     "loaders.already-distributed": {"deepspeed.two-places"},  # the batches are no longer split over the ranks
     "loaders.own-iteration": {"deepspeed.two-places"},
