@@ -82,13 +82,13 @@ if TYPE_CHECKING:
     from prepkit.api import save as save
     from prepkit.api import show as show
     from prepkit.api import watch as watch
+    from prepkit.auditing import AUDIT_RULES as AUDIT_RULES
+    from prepkit.auditing import Audit as Audit
     from prepkit.codec.diff import patch as patch
-    from prepkit.diagnosis import AUDIT_RULES as AUDIT_RULES
-    from prepkit.diagnosis import Audit as Audit
-    from prepkit.exporters import export_config as export_config
-    from prepkit.importers import import_config as import_config
-    from prepkit.importers.imported import Imported as Imported
-    from prepkit.importers.native import read_config as read_config
+    from prepkit.formats.exporters import export_config as export_config
+    from prepkit.formats.importers import import_config as import_config
+    from prepkit.formats.importers.imported import Imported as Imported
+    from prepkit.formats.importers.native import read_config as read_config
     from prepkit.live.apply import ApplyHalted as ApplyHalted
     from prepkit.live.apply import NotAsPlanned as NotAsPlanned
     from prepkit.live.ranks.agree import Disagreement as Disagreement
@@ -113,8 +113,8 @@ _LATER = {
     "activations": "prepkit.api",
     "apply": "prepkit.api",
     "audit": "prepkit.api",
-    "Audit": "prepkit.diagnosis",
-    "AUDIT_RULES": "prepkit.diagnosis",
+    "Audit": "prepkit.auditing",
+    "AUDIT_RULES": "prepkit.auditing",
     "ApplyHalted": "prepkit.live.apply",
     "Attestation": "prepkit.plan.attestation",
     "build_plan": "prepkit.api",
@@ -123,9 +123,9 @@ _LATER = {
     "Disagreement": "prepkit.live.ranks.agree",
     "Example": "prepkit.api",
     "Hit": "prepkit.rules.rule",
-    "Imported": "prepkit.importers.imported",
-    "export_config": "prepkit.exporters",
-    "import_config": "prepkit.importers",
+    "Imported": "prepkit.formats.importers.imported",
+    "export_config": "prepkit.formats.exporters",
+    "import_config": "prepkit.formats.importers",
     "fingerprints": "prepkit.api",
     "fits": "prepkit.api",
     "foreign_uses": "prepkit.api",
@@ -139,7 +139,7 @@ _LATER = {
     "Preempted": "prepkit.live.training.preemption",
     "Prepared": "prepkit.live.training.prepared",
     "RankFailed": "prepkit.live.ranks.peers",
-    "read_config": "prepkit.importers.native",
+    "read_config": "prepkit.formats.importers.native",
     "rehearse": "prepkit.api",
     "Resolved": "prepkit.resolve.resolved",
     "save": "prepkit.api",

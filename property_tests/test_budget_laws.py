@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit import planner
-from prepkit.budget import LIMIT, Fit, bounds
 from prepkit.config import Config, DeepSpeed
 from prepkit.facts import Facts
 from prepkit.plan import Plan
+from prepkit.planner.budget import LIMIT, Fit, bounds
 from prepkit.predict import predict
 from prepkit.resolve.deepspeed.data import stage
 from prepkit.resolve.deepspeed.edit import offloads

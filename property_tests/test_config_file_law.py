@@ -7,9 +7,9 @@ from attrs import evolve
 from hypothesis import given
 
 from prepkit.config import Config
-from prepkit.exporters.native import WRITERS, config_text
 from prepkit.findings import PlanRejected
-from prepkit.importers.native import read_config
+from prepkit.formats.exporters.native import WRITERS, config_text
+from prepkit.formats.importers.native import read_config
 from prepkit.testing.strategies.configs import configs
 
 

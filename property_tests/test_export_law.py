@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit.config import Config, DeepSpeed, NoClip
-from prepkit.exporters import EXPORTERS, export_config
-from prepkit.exporters.deepspeed import folded
-from prepkit.exporters.exported import differences, plain
 from prepkit.facts import Facts
-from prepkit.importers import import_config
+from prepkit.formats.exporters import EXPORTERS, export_config
+from prepkit.formats.exporters.deepspeed import folded
+from prepkit.formats.exporters.exported import differences, plain
+from prepkit.formats.importers import import_config
 from prepkit.testing.strategies.legal import legal
 
 FOLDED = tuple(

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from prepkit import config as c
+from prepkit.auditing.account import plan_of
+from prepkit.auditing.reconstruction import reconstruct
 from prepkit.codec import plan_from_text, plan_to_text
-from prepkit.diagnosis.account import plan_of
-from prepkit.diagnosis.reconstruction import reconstruct
 from prepkit.facts import Env, Facts
 from prepkit.findings import PlanRejected
 from prepkit.live.audit import look

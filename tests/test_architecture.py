@@ -33,7 +33,7 @@ VIOLATIONS = {
         "from prepkit.resolve.deepspeed import data",
     ),
     "Layers inside the command line": ("prepkit/cli/options.py", "from prepkit.cli import plan_files"),
-    "Only the codec's converter imports cattrs": ("prepkit/budget/moves.py", "import cattrs"),
+    "Only the codec's converter imports cattrs": ("prepkit/planner/budget/moves.py", "import cattrs"),
     "returns stays at the two edges": ("prepkit/rules/ties.py", "from returns.result import Result"),
 }
 
@@ -47,7 +47,7 @@ def test_the_kinds_of_steps_are_those_that_saved_plans_know() -> None:
 
 def test_every_kind_of_step_has_a_row() -> None:
     missing = sorted(kind.__name__ for kind in set(get_args(Step)) - set(KINDS))
-    assert not missing, f"prepkit/live/step_kinds.py: KINDS lacks a row for {', '.join(missing)}"
+    assert not missing, f"prepkit/live/step_kinds: KINDS lacks a row for {', '.join(missing)}"
     assert set(KINDS) == set(get_args(Step))
 
 

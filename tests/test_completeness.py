@@ -26,11 +26,11 @@ from prepkit.config.optimizer import __all__ as exported
 from prepkit.config.precision import PRECISIONS
 from prepkit.live.model.names import ROOTS
 from prepkit.planner import PLANNERS
+from prepkit.planner.sweep import ENGINES as SWEPT
 from prepkit.predict import PREDICTORS
 from prepkit.predict.optimizers import TORCH
 from prepkit.resolve.engines import ENGINES
 from prepkit.resolve.resolved import Resolved
-from prepkit.sweep import ENGINES as SWEPT
 from prepkit.testing import configs, tiny_facts
 
 UNIONS = {"Engine": get_args(Engine), "Precision": get_args(Precision), "OptimizerSpec": get_args(OptimizerSpec)}
@@ -59,7 +59,7 @@ TABLES = (
         named(kind for kind, traits in ENGINES.items() if traits.predicted),
     ),
     Table(
-        "ENGINES in prepkit/sweep.py, unless its row in prepkit/resolve/engines.py says predicted=False",
+        "ENGINES in prepkit/planner/sweep.py, unless its row in prepkit/resolve/engines.py says predicted=False",
         named(type(engine) for engine in SWEPT.values()),
         named(kind for kind, traits in ENGINES.items() if traits.predicted),
     ),

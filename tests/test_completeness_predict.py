@@ -6,13 +6,13 @@ from typing import get_args
 
 from prepkit.config import XLA, Engine, OptimizerSpec
 from prepkit.plan.layout import Placement, sharded_dim
+from prepkit.planner.sweep import ENGINES
 from prepkit.predict import PREDICTORS
 from prepkit.predict.not_predicted import COUNTED, LEFT_OUT
 from prepkit.predict.optimizers import TORCH
 from prepkit.predict.prediction import CATEGORIES, Category
 from prepkit.predict.versions import CHECKED
 from prepkit.steps import Step
-from prepkit.sweep import ENGINES
 
 NO_FORMULAS = {XLA}
 """Engines whose bytes nobody has measured: their plans say that nothing is predicted."""
@@ -44,7 +44,7 @@ def test_every_engine_with_formulas_says_with_which_releases_they_were_compared(
 
 def test_every_engine_with_formulas_is_swept() -> None:
     swept = {type(engine) for engine in ENGINES.values()}
-    complete(set(PREDICTORS), set(swept), "ENGINES of prepkit/sweep.py")
+    complete(set(PREDICTORS), set(swept), "ENGINES of prepkit/planner/sweep.py")
 
 
 def test_every_optimizer_that_a_config_can_name_has_a_formula_for_its_state() -> None:

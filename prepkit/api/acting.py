@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from prepkit.api.given import Given, a_plan, loaders_of
-from prepkit.diagnosis import Audit
+from prepkit.auditing import Audit
 from prepkit.facts import Env
 from prepkit.plan import Plan
 

@@ -10,11 +10,11 @@ from attrs import evolve
 from prepkit import codec, planner
 from prepkit import rules as rule_table
 from prepkit.api.given import Given, a_plan, facts_of, loaders_of, rules_of, with_spec
-from prepkit.budget import Fit
 from prepkit.config import Config
 from prepkit.facts import Env, Facts, parse_bytes
 from prepkit.findings import Finding, PlanRejected
 from prepkit.plan import Plan
+from prepkit.planner.budget import Fit
 from prepkit.rules import RULES
 from prepkit.rules.rule import Rule
 

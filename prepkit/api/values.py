@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any, TextIO, TypeVar
 
+from prepkit.auditing import Audit
 from prepkit.codec import files
 from prepkit.codec.diff import Change
 from prepkit.codec.diff import diff as value_diff
-from prepkit.diagnosis import Audit
 from prepkit.findings import Finding
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from attrs import asdict, evolve
 
+from prepkit.auditing.rule import AuditRule
 from prepkit.cli import audit as cli_audit
 from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import model as cli_model
@@ -22,7 +23,6 @@ from prepkit.cli import terminal as cli_terminal
 from prepkit.cli.options import FILE, MOST, SIZE, Cluster, as_json, cluster_options, kind_option, model_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
-from prepkit.diagnosis.rule import AuditRule
 from prepkit.findings import PlanRejected
 from prepkit.findings.refusal import Refusal
 from prepkit.version import VERSION
@@ -199,7 +199,7 @@ def diff(old: str, new: str, as_json: bool) -> None:
 @as_json
 def rules(rule_id: str | None, as_json: bool) -> None:
     """List every rule, and every reason for which a file, a call or a model is refused; or say all about one."""
-    from prepkit.diagnosis import AUDIT_RULES
+    from prepkit.auditing import AUDIT_RULES
     from prepkit.findings.refusals import REFUSALS
     from prepkit.render.rules import rule_text, rules_text
     from prepkit.rules import LATE_RULES, RULES

@@ -11,12 +11,12 @@ from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli.options import FILE, MOST, as_json, kind_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import PlanRejected
-from prepkit.importers.imported import Imported
+from prepkit.formats.importers.imported import Imported
 
 
 def read(config: str, kind: str | None) -> Imported | PlanRejected:
     """A config file of any library that there is an importer for, or why it is refused."""
-    from prepkit.importers import IMPORTERS, import_config
+    from prepkit.formats.importers import IMPORTERS, import_config
 
     if kind is not None and kind not in IMPORTERS:
         raise click.UsageError(f"--from {kind}: there is no such importer; write one of {', '.join(IMPORTERS)}")
@@ -24,7 +24,7 @@ def read(config: str, kind: str | None) -> Imported | PlanRejected:
 
 
 def _variables() -> Imported | PlanRejected:
-    from prepkit.importers.launcher_variables import read_variables
+    from prepkit.formats.importers.launcher_variables import read_variables
 
     return cli_refusal.attempt(lambda: read_variables(os.environ))
 
@@ -42,7 +42,7 @@ def import_command(config: str | None, kind: str | None, env: bool, output: str 
     do nothing, are findings.
     """
     from prepkit import codec
-    from prepkit.exporters.native import config_text, settings_of
+    from prepkit.formats.exporters.native import config_text, settings_of
     from prepkit.render.findings import findings_text
 
     if env == (config is not None):
@@ -99,7 +99,7 @@ def export_command(
     The file is read back: each setting that does not come back as it was is named, and nothing is written unless
     --partial is given.
     """
-    from prepkit.exporters import EXPORTERS, export_config
+    from prepkit.formats.exporters import EXPORTERS, export_config
     from prepkit.render.findings import findings_text
 
     if to not in EXPORTERS:

@@ -16,7 +16,7 @@ WRONG = "cli.no-such-model"
 
 def build(reference: str) -> Any:
     """The ``nn.Module``, on meta. Raises ``PlanRejected`` where the path leads nowhere or the user's code raises."""
-    from prepkit.live import factory
+    from prepkit.live.rehearse import factory
 
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).addFilter(_concerns_us)
@@ -33,8 +33,8 @@ def _concerns_us(record: logging.LogRecord) -> bool:
 
 def facts(reference: str, env: Env | None, checkpoint: LoadWeights | None = None) -> Facts:
     """Facts of the model, in an environment that is declared or here, and of a checkpoint. Raises as ``build`` does."""
-    from prepkit.live import factory
     from prepkit.live.observe import observe
+    from prepkit.live.rehearse import factory
 
     model = build(reference)
     try:

@@ -61,7 +61,7 @@ def sweep(
     as_json: bool,
 ) -> None:
     """Compare world sizes, meshes, engines and ZeRO stages for one model: what fits, what a rank holds and sends."""
-    from prepkit import sweep as table
+    from prepkit.planner import sweep as table
 
     imported = cli_import.read(config, kind)
     if isinstance(imported, PlanRejected):  # before the model is imported, which may take a minute

@@ -15,6 +15,7 @@ from prepkit.config.clipping import Clip, ClipNorm, ClipValue, NoClip
 from prepkit.config.compile import Compile, CompileBlocks, CompileModel, CompileOption, NoCompile
 from prepkit.config.ddp import DDP, CommHook, CompressHook, NoHook, PowerSGDHook
 from prepkit.config.deepspeed import DeepSpeed, Schedule
+from prepkit.config.field_docs import show_fields
 from prepkit.config.fp8 import MSAMP, DelayedScaling, FP8Backend, MXFP8BlockScaling, TorchAO, TransformerEngine
 from prepkit.config.fsdp import FSDP1, FSDP2, KeepOnDevice, Offload, OffloadToCPU, Sharding
 from prepkit.config.loaders import EachLoader, KeepLoaders, Loaders, ShardLoaders
@@ -33,7 +34,6 @@ from prepkit.config.tensor_parallel import (
 )
 from prepkit.config.weights import InitWeights, KeepWeights, LoadWeights, SendWeights, Weights
 from prepkit.config.wrapping import Wrap, WrapBlocks, WrapClasses, WrapPaths, WrapRoot, WrapSize
-from prepkit.field_docs import show_fields
 from prepkit.findings.keywords import explain_keywords
 
 

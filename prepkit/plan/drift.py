@@ -1,4 +1,4 @@
-"""Facts at plan time against facts at apply time; those of an audit against a later step are in ``diagnosis.drift``.
+"""Facts at plan time against facts at apply time; those of an audit against a later step are in ``auditing.drift``.
 
 Three kinds, three answers: another model, or a model that has changed since, is refused with two different messages;
 the rest is shown and let through.

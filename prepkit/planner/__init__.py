@@ -8,12 +8,12 @@ from functools import partial
 from attrs import evolve
 from returns.result import Failure, Result, Success
 
-from prepkit import budget
 from prepkit.codec import digest
 from prepkit.config import DDP, FSDP1, FSDP2, XLA, Config, DeepSpeed, Single, TensorParallel
 from prepkit.facts import Facts
 from prepkit.findings import Finding, errors
 from prepkit.plan import Plan, Provenance
+from prepkit.planner import budget
 from prepkit.planner.ddp import plan_ddp
 from prepkit.planner.deepspeed import plan_deepspeed
 from prepkit.planner.fsdp1 import plan_fsdp1

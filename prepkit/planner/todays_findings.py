@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from attrs import evolve
 
-from prepkit import budget
 from prepkit.facts import Facts
 from prepkit.findings import Finding, Severity
 from prepkit.plan import Plan
+from prepkit.planner import budget
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import findings_of, split
 

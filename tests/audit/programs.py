@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 import prepkit as pk
-from prepkit.diagnosis import Audit
+from prepkit.auditing import Audit
 from tests.audit.case import Case
 from tests.audit.clean import CLEAN
 from tests.audit.errors import ERRORS

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import prepkit as pk
-from prepkit.diagnosis import AUDIT_RULES
+from prepkit.auditing import AUDIT_RULES
 from tests.audit import by_hand, clean
 from tests.audit.case import WIDTH, Case, adam, divided, net
 from tests.audit.clean import CLEAN
@@ -187,5 +187,5 @@ def test_an_environment_that_is_declared_is_judged_by() -> None:
 
 
 def test_rules_are_read_without_torch() -> None:
-    code = "import prepkit.diagnosis, sys; print('torch' in sys.modules)"
+    code = "import prepkit.auditing, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -11,9 +11,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 import prepkit as pk
 from prepkit import config as c
+from prepkit.auditing.reconstruction import reconstruct
+from prepkit.auditing.reconstruction.selection import selection
 from prepkit.config import Config
-from prepkit.diagnosis.reconstruction import reconstruct
-from prepkit.diagnosis.reconstruction.selection import selection
 from prepkit.facts.prepared import PreparedFacts
 from prepkit.render.plan import tables
 from prepkit.testing import tiny_model

@@ -14,8 +14,8 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepkit.auditing import AUDIT_RULES, findings_of
 from prepkit.codec import from_data, to_data
-from prepkit.diagnosis import AUDIT_RULES, findings_of
 from prepkit.facts.prepared import (
     DDPFacts,
     EngineFacts,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prepkit.importers import import_config
+from prepkit.formats.importers import import_config
 from tests.support.command_line import run, workplace
 
 

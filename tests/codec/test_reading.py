@@ -14,7 +14,7 @@ import prepkit as pk
 from prepkit import codec
 from prepkit.codec import reading
 from prepkit.findings import PlanRejected
-from prepkit.importers import native
+from prepkit.formats.importers import native
 from prepkit.live.observe.checkpoint import observe_checkpoint
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tomllib
 from itertools import groupby
 
-from prepkit.diagnosis import AUDIT_RULES
-from prepkit.diagnosis.rule import AuditRule
+from prepkit.auditing import AUDIT_RULES
+from prepkit.auditing.rule import AuditRule
 from prepkit.findings import Finding
 from prepkit.findings.refusals import REFUSALS
 from prepkit.rules import LATE_RULES, RULES, check

@@ -22,8 +22,8 @@ PACKAGE = "prepkit"
 def module_of(path: str) -> str:
     """The dotted name of a source file.
 
-    >>> module_of("prepkit/rules/__init__.py"), module_of("prepkit/sweep.py")
-    ('prepkit.rules', 'prepkit.sweep')
+    >>> module_of("prepkit/rules/__init__.py"), module_of("prepkit/planner/sweep.py")
+    ('prepkit.rules', 'prepkit.planner.sweep')
     """
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 

@@ -17,8 +17,8 @@ from unittest.mock import patch
 from attrs import frozen
 
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.importers import Imported, import_config
-from prepkit.importers.foreign import Foreign
+from prepkit.formats.importers import Imported, import_config
+from prepkit.formats.importers.foreign import Foreign
 
 CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from attrs import evolve
 from torch import nn
 
-from prepkit.diagnosis import Audit, findings_of
+from prepkit.auditing import Audit, findings_of
 from prepkit.facts import Env
 from prepkit.facts.prepared import PreparedFacts
 from prepkit.live.audit import averaging, fabric, modules

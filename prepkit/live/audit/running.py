@@ -12,8 +12,8 @@ import torch.distributed as dist
 from attrs import define, evolve, field
 from torch import nn
 
-from prepkit.diagnosis import findings_of
-from prepkit.diagnosis.drift import RULES
+from prepkit.auditing import findings_of
+from prepkit.auditing.drift import RULES
 from prepkit.facts.prepared import PreparedFacts
 from prepkit.facts.running import RunningFacts, RunningParam
 from prepkit.findings import Finding

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from prepkit.diagnosis import Audit
+from prepkit.auditing import Audit
 from prepkit.findings import Finding
 from prepkit.live.audit import audit
 from prepkit.live.audit.optimizers import inner

@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 
 from prepkit.live.interpreter import Handler
+from prepkit.live.model.safetensors_header import header_digest, parse_header
 from prepkit.live.model.target import Target
 from prepkit.live.ranks.agree import Difference, Disagreement, agree, spans
-from prepkit.live.safetensors_header import header_digest, parse_header
 from prepkit.steps import CheckFiles, File
 
 SAMPLE = 64

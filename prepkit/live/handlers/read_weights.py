@@ -30,7 +30,7 @@ from prepkit.live.handlers.check_files import FileError
 from prepkit.live.handlers.named_tensors import named_parts, named_tensors
 from prepkit.live.interpreter import Handler
 from prepkit.live.model.target import Target
-from prepkit.live.progress import progress
+from prepkit.live.ranks.progress import progress
 from prepkit.plan.byte_ranges import BoxRead, Range, complete, reads
 from prepkit.plan.dtypes import itemsize
 from prepkit.steps import FileSlice, ReadTensors

@@ -39,8 +39,8 @@ from prepkit.live.handlers.named_tensors import named_parts, named_tensors
 from prepkit.live.handlers.stash import own_rank, require_values
 from prepkit.live.interpreter import Handler
 from prepkit.live.model.target import Target
-from prepkit.live.progress import progress
 from prepkit.live.ranks.agree import wire
+from prepkit.live.ranks.progress import progress
 from prepkit.plan.broadcast import ROOT, bytes_sent, kept_slices, sends, sent_whole, source_rank
 from prepkit.plan.byte_ranges import Slice
 from prepkit.plan.dtypes import itemsize

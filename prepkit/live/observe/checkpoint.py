@@ -11,7 +11,7 @@ from typing import Any
 from prepkit.codec import LARGEST
 from prepkit.codec.reading import read_bytes
 from prepkit.facts.checkpoint import CheckpointFacts, StoredFile, StoredProblem, StoredTensor
-from prepkit.live.safetensors_header import (
+from prepkit.live.model.safetensors_header import (
     PREFIX,
     HeaderError,
     header_digest,

@@ -20,7 +20,7 @@ from torch import nn
 import prepkit as pk
 from prepkit.live.handlers import allocate, check_files, read_weights
 from prepkit.live.model.target import Target
-from prepkit.live.progress import progress
+from prepkit.live.ranks.progress import progress
 from prepkit.steps import AllocateTensors, LocalDevice, ReadTensors
 from tests.support.fragile_model import Tiny, planned
 from tests.support.gang import Gang

@@ -1,0 +1,78 @@
+"""Whether ranks read samples of their own, and tensor-parallel ranks the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prepkit.auditing.rule import AuditRule
+from prepkit.facts.prepared import PreparedFacts, PreparedLoader
+from prepkit.findings.text import count
+from prepkit.rules.rule import Hit
+
+
+def _readers(facts: PreparedFacts) -> int:
+    """Groups of ranks that are to read samples of their own."""
+    groups = {rank.tensor_ranks for rank in facts.ranks}
+    return len(groups) if groups else facts.world_size
+
+
+def _split_by_hand(facts: PreparedFacts, index: int) -> bool:
+    """Whether the data sets of ranks are told to be different ones."""
+    data = {rank.loaders[index][3] for rank in facts.ranks if index < len(rank.loaders)}
+    return len(data) > 1
+
+
+def _parts(facts: PreparedFacts, index: int) -> set[int]:
+    return {rank.loaders[index][1] for rank in facts.ranks if index < len(rank.loaders)}
+
+
+def _same(facts: PreparedFacts) -> Iterator[Hit]:
+    readers = _readers(facts)
+    for index, loader in enumerate(facts.loaders):
+        if readers < 2 or loader.seen.foreign or _split_by_hand(facts, index):
+            continue
+        if loader.division == "":
+            what = f"{count(readers, 'rank')} read all of its samples, {_order(loader)}: nothing divides them."
+            yield Hit(f"loaders[{index}]", what)
+        elif loader.replicas and loader.replicas < readers:
+            what = f"Its samples are divided into {count(loader.replicas, 'part')}, and {readers} ranks read them."
+            yield Hit(f"loaders[{index}]", what)
+        elif loader.replicas > 1 and facts.ranks and len(_parts(facts, index)) < min(readers, loader.replicas):
+            what = (
+                f"{readers} ranks read {count(len(_parts(facts, index)), 'part')} of {loader.replicas}: some the same."
+            )
+            yield Hit(f"loaders[{index}]", what)
+
+
+def _order(loader: PreparedLoader) -> str:
+    return "in one order" if loader.seen.sampler == "sequential" else "each in its own order at best"
+
+
+def _tensor(facts: PreparedFacts) -> Iterator[Hit]:
+    part = {(rank.rank, index): one[1] for rank in facts.ranks for index, one in enumerate(rank.loaders)}
+    for index in range(len(facts.loaders)):
+        for rank in facts.ranks:
+            parts = {part[other, index] for other in rank.tensor_ranks if (other, index) in part}
+            if len(parts) > 1:
+                ranks = ", ".join(map(str, rank.tensor_ranks))
+                what = f"Ranks {ranks} hold parts of one layer, and read parts {sorted(parts)}."
+                yield Hit(f"loaders[{index}]", what)
+                break
+
+
+RULES: tuple[AuditRule, ...] = (
+    AuditRule(
+        id="audit.same-samples",
+        summary="Each rank reads samples of its own.",
+        look=_same,
+        fix="Write sampler=DistributedSampler(dataset, num_replicas=world, rank=rank), or accelerator.prepare(loader).",
+        source=("torch DistributedSampler",),
+    ),
+    AuditRule(
+        id="audit.tensor-samples",
+        summary="Ranks that hold parts of one layer read the same samples.",
+        look=_tensor,
+        fix="Write DistributedSampler(dataset, num_replicas=mesh['dp'].size(), rank=mesh['dp'].get_local_rank()).",
+    ),
+)
+"""Reporting order: over data ranks, then over tensor ranks."""

@@ -1,0 +1,85 @@
+"""What an audit comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import field, frozen
+
+from prepkit.auditing import account
+from prepkit.config import Config
+from prepkit.facts.prepared import PreparedFacts
+from prepkit.findings import Finding, Severity
+from prepkit.findings.text import count, short
+from prepkit.plan import Plan
+
+
+@frozen(kw_only=True)
+class Audit:
+    """What stands there, and everything that is wrong with it."""
+
+    facts: PreparedFacts
+    findings: tuple[Finding, ...]
+    """Every finding: errors, warnings and notes, in the order of the rules."""
+    seconds: float = field(default=0.0, eq=False)
+    """How long it took to look."""
+    look_again: Callable[[], tuple[Finding, ...]] | None = field(default=None, eq=False, repr=False)
+    """What ``drift`` calls; None where nothing live was looked at."""
+
+    def drift(self) -> tuple[Finding, ...]:
+        """What has changed since the audit, or since the last call: for any step of the loop, on every rank.
+
+        Parameters, ties, slots and state of optimizers, hooks, learning rates, and ranks that part: one all-reduce of
+        24 bytes per parameter. Raises ``ValueError`` for an audit of facts alone.
+        """
+        if self.look_again is None:
+            raise ValueError(
+                "this audit holds no live model; call pk.audit(model, optimizer) in the program that trains"
+            )
+        return self.look_again()
+
+    @property
+    def fine(self) -> bool:
+        """Whether nothing above a note was found."""
+        return all(finding.severity is Severity.NOTE for finding in self.findings)
+
+    def config(self) -> Config:
+        """The config that would have made what stands there. Raises ``PlanRejected`` with every reason against one.
+
+        What leaves no trace keeps its default: where the weights came from, clipping and accumulation that a loop does
+        by itself, how loaders are divided.
+        """
+        return account.config_of(self.facts)
+
+    def plan(self) -> Plan:
+        """Its plan, for the model as it was before; ``pk.diff`` of it and another shows what that would do otherwise.
+
+        Raises ``PlanRejected`` where there is no config, or prepkit has no plan for it.
+        """
+        return account.plan_of(self.facts)
+
+    def explain(self) -> str:
+        """What this rank holds now, and structure, memory and traffic as on a plan's page (``pk.show``)."""
+        return account.explained(self.facts)
+
+    def __str__(self) -> str:
+        said = [str(finding) for finding in self.findings]
+        return "\n".join((_head(self.facts), *(said or ["nothing is wrong that can be told before the first step"])))
+
+
+def _head(facts: PreparedFacts) -> str:
+    """What stands there, in one line."""
+    root = facts.model.classes[facts.model.modules[0].cls].name
+    elements = sum(param.numel for param in facts.model.params)
+    trained = sum(param.numel for param in facts.model.params if param.requires_grad)
+    ways = sorted({way for param in facts.params for way in param.averaged_by})
+    parts = (
+        f"{root}, {short(elements)} parameters, {short(trained)} trained",
+        f"{', '.join(ways) or 'no wrapper'} over {count(facts.world_size, 'rank')}",
+        *((f"{count(len(facts.units), 'unit')}",) if facts.units else ()),
+        *(one.name for one in facts.optimizers),
+        *((facts.scheduler.name,) if facts.scheduler else ()),
+        *((count(len(facts.loaders), "loader"),) if facts.loaders else ()),
+        *(() if facts.ranks or facts.world_size == 1 else ("the other ranks were not asked",)),
+    )
+    return f"audit of {'; '.join(parts)}"

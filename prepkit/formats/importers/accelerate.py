@@ -1,0 +1,281 @@
+"""accelerate's launch config: what ``accelerate config`` writes, in YAML or JSON (behaviour section 10)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attrs import evolve
+
+from prepkit.config import (
+    BF16,
+    DDP,
+    FP8,
+    FP16,
+    MSAMP,
+    XLA,
+    AsStored,
+    CheckpointBlocks,
+    Compile,
+    CompileBlocks,
+    CompileModel,
+    Config,
+    DelayedScaling,
+    Engine,
+    FP8Backend,
+    Mesh,
+    MXFP8BlockScaling,
+    NoCheckpointing,
+    NoCompile,
+    Precision,
+    Single,
+    TensorParallel,
+    TorchAO,
+    TransformerEngine,
+)
+from prepkit.formats.importers.accelerate_deepspeed import deepspeed
+from prepkit.formats.importers.accelerate_fsdp import fsdp, weights
+from prepkit.formats.importers.accelerate_names import name_in_full
+from prepkit.formats.importers.accelerate_sizes import mesh_of, processes
+from prepkit.formats.importers.foreign import Foreign, foreign
+from prepkit.formats.importers.imported import Imported
+from prepkit.formats.importers.source import Source
+
+DEVICES = {
+    "MULTI_GPU": "cuda",
+    "MULTI_CPU": "cpu",
+    "MULTI_XPU": "xpu",
+    "MULTI_NPU": "npu",
+    "MULTI_MLU": "mlu",
+    "MULTI_SDAA": "sdaa",
+    "MULTI_MUSA": "musa",
+    "MULTI_HPU": "hpu",
+    "MULTI_NEURON": "neuron",
+}
+"""Distributed types that are DDP on a kind of device (behaviour section 1.1)."""
+TYPES = ("NO", *DEVICES, "DEEPSPEED", "FSDP", "XLA", "TPU", "MEGATRON_LM", "TP")
+LAUNCHING = (
+    *("compute_environment", "debug", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"),
+    *("same_network", "main_training_function", "enable_cpu_affinity", "gpu_ids", "mpirun_config", "tpu_name"),
+    *("tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file", "commands"),
+    *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version"),
+    *("transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args"),
+)
+"""Keys that start processes, and say nothing of what a process does with the model."""
+_PRECISIONS = ("no", "fp16", "bf16", "fp8")
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_NOT_COMPILED = ("DEEPSPEED", "XLA", "TPU")
+"""Distributed types whose launchers set no ``ACCELERATE_DYNAMO_*`` (``prepare_deepspeed_cmd_env``, ``prepare_tpu``)."""
+_ELSEWHERE = {
+    "fsdp_config": ("FSDP",),
+    "deepspeed_config": ("DEEPSPEED",),
+    "megatron_lm_config": ("MEGATRON_LM",),
+}
+"""Sections to the distributed types under which accelerate reads them."""
+
+
+def read_accelerate(source: Source) -> Imported:
+    """The file as prepkit's config. Raises ``PlanRejected`` with every finding."""
+    file = foreign("accelerate", source)
+    name_in_full(file)
+    return understand(file, source.path)
+
+
+def understand(file: Foreign, path: str) -> Imported:
+    """The same of keys that were read already; ``path`` is where another file that they name may lie beside."""
+    if not file.has("distributed_type"):
+        fix = f"Write one of {', '.join(TYPES)}."
+        file.error("wrong-value", "distributed_type", "accelerate needs it in every config file", fix)
+    kind = file.word("distributed_type", TYPES, "engine") or "NO"
+    file.launching(*LAUNCHING)
+    for section, readers in _ELSEWHERE.items():
+        if kind not in readers and file.section(section):
+            why = f"accelerate reads it under {readers[0]} only, and distributed_type is {kind}"
+            file.without_effect(section, why, f"Write distributed_type: {readers[0]}, or remove the section.")
+    world, machines = processes(file, kind)
+    mesh = mesh_of(file, kind)
+    precision = _precision(file, kind)
+    engine = _engine(file, kind, world, mesh, precision)
+    config = Config(
+        engine=engine,
+        mesh=None if isinstance(engine, TensorParallel | DDP) else mesh,
+        precision=precision,
+        compile=_compile(file, kind),
+        device=_device(file, kind),
+    )
+    if kind == "FSDP":
+        config = evolve(config, weights=weights(file), checkpointing=_checkpointing(file))
+    if kind == "DEEPSPEED":
+        config = deepspeed(file, config, Path(path))
+    return file.imported(
+        config,
+        known=LAUNCHING,
+        world_size=world,
+        per_node=world // machines if world and world % machines == 0 else None,
+        device=config.device or DEVICES.get(kind) or {"XLA": "xla", "TPU": "xla"}.get(kind),
+    )
+
+
+def _device(file: Foreign, kind: str) -> str | None:
+    if file.flag("use_cpu"):
+        file.raw("use_cpu", "device")
+        return "cpu"
+    return "cpu" if kind == "MULTI_CPU" else None
+
+
+def _engine(file: Foreign, kind: str, world: int | None, mesh: Mesh | None, precision: Precision) -> Engine:
+    match kind:
+        case "NO":
+            return Single()
+        case "FSDP":
+            return fsdp(file, precision)
+        case "XLA" | "TPU":
+            return XLA()
+        case "TP":
+            return TensorParallel()
+        case "MEGATRON_LM":
+            file.covered("megatron_lm_config")
+            what = "Megatron-LM replaces model, optimizer and loop, and prepkit prepares a model that you have"
+            file.error("not-supported", "distributed_type", what, "Write FSDP, with a parallelism_config for tp_size.")
+            return Single()
+        case _:
+            if mesh is not None and mesh.tensor > 1 and mesh.replicate * mesh.shard == 1:
+                return TensorParallel()
+            return Single() if world == 1 else DDP()
+
+
+def _precision(file: Foreign, kind: str) -> Precision:
+    """The precision; under FSDP accelerate reduces in the compute dtype (H-10c), elsewhere in that of the weights."""
+    word = file.word("mixed_precision", _PRECISIONS, "precision") or "no"
+    downcast = file.flag("downcast_bf16")
+    if downcast and kind not in ("XLA", "TPU"):
+        file.without_effect("downcast_bf16", "it is read on TPUs only")
+    backend = _fp8(file, word)
+    if file.flag("fp16"):  # how versions before 0.7 wrote it
+        if file.has("mixed_precision"):
+            file.without_effect("fp16", "mixed_precision is there, and says it")
+        else:
+            word = "fp16" if file.raw("fp16", "precision") else word
+    low = {"reduce_dtype": {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}.get(word, "float32")}
+    options = low if kind == "FSDP" else {}
+    match word:
+        case "bf16":
+            return BF16(**options)  # type: ignore[arg-type]  # one of the names of dtypes
+        case "fp16":
+            return FP16(**options)  # type: ignore[arg-type]
+        case "fp8":
+            return FP8(backend=backend, **options)  # type: ignore[arg-type]
+    return AsStored()
+
+
+def _fp8(file: Foreign, word: str) -> FP8Backend:
+    here = "fp8_config"
+    if word != "fp8":
+        if file.section(here):
+            file.without_effect(here, f"accelerate reads it with mixed_precision: fp8 only, and that is {word}")
+        return TorchAO()
+    if not file.section(here):
+        what = "accelerate takes the first library that it finds installed; the plan is for torchao"
+        file.warn("no-effect", here, what, "Write fp8_config with backend: TE, AO or MSAMP.")
+        return TorchAO()
+    at = "precision.backend"
+    backend = file.word(f"{here}.backend", ("TE", "MSAMP", "AO"), at)
+    eval_too = file.flag(f"{here}.use_autocast_during_eval", at) or False
+    margin = file.whole(f"{here}.margin", at) or 0
+    form = file.word(f"{here}.fp8_format", ("HYBRID", "E4M3"), at) or "HYBRID"
+    interval = file.whole(f"{here}.interval", at) or 1
+    history = file.whole(f"{here}.amax_history_len", at) or 1024
+    algorithm = file.word(f"{here}.amax_compute_algo", ("max", "most_recent"), at) or "most_recent"
+    blocks = file.flag(f"{here}.use_mxfp8_block_scaling", at)
+    wider = _three(file, f"{here}.override_linear_precision")
+    level = file.word(f"{here}.opt_level", ("O1", "O2"), at) or "O2"
+    pad = file.flag(f"{here}.pad_inner_dim", at)
+    gather = file.flag(f"{here}.enable_fsdp_float8_all_gather", at)
+    _other_backends(file, backend)
+    if backend == "AO":
+        return TorchAO(pad_inner_dim=pad is not False, float8_all_gather=gather)
+    if backend == "MSAMP":
+        return MSAMP(opt_level=level)  # type: ignore[arg-type]
+    delayed = DelayedScaling(
+        margin=margin,
+        fp8_format=form,  # type: ignore[arg-type]
+        interval=interval,
+        amax_history_len=history,
+        amax_compute_algo=algorithm,  # type: ignore[arg-type]
+        override_linear_precision=wider,
+    )
+    recipe = MXFP8BlockScaling(margin=margin, fp8_format=form) if blocks else delayed  # type: ignore[arg-type]
+    return TransformerEngine(recipe=recipe, autocast_during_eval=eval_too)
+
+
+_OF_BACKENDS = {
+    "TE": (
+        *("margin", "fp8_format", "interval", "amax_history_len", "amax_compute_algo", "use_mxfp8_block_scaling"),
+        *("override_linear_precision", "use_autocast_during_eval"),
+    ),
+    "MSAMP": ("opt_level",),
+    "AO": ("pad_inner_dim", "enable_fsdp_float8_all_gather"),
+}
+
+
+def _other_backends(file: Foreign, backend: str | None) -> None:
+    """Says which keys another library would read."""
+    for other, names in _OF_BACKENDS.items():
+        for name in names if backend is not None and other != backend else ():
+            file.without_effect(f"fp8_config.{name}", f"it is for backend: {other}, and that is {backend}")
+
+
+def _three(file: Foreign, name: str) -> tuple[bool, bool, bool]:
+    """Three switches; the older files write the list as text."""
+    value = file.raw(name, "precision.backend")
+    if isinstance(value, str):
+        value = [part.strip().lower() == "true" for part in value.strip("[]()").split(",")]
+    if value is None:
+        return (False, False, False)
+    if isinstance(value, list) and len(value) == 3 and all(isinstance(item, bool) for item in value):
+        return (value[0], value[1], value[2])
+    file.error("wrong-type", name, f"{value!r} is not three times true or false", "Write [false, false, false].")
+    return (False, False, False)
+
+
+def _uncompiled(file: Foreign, kind: str) -> None:
+    """Says that compilation is asked for where the launcher hands it on to nobody."""
+    file.section("dynamo_config")
+    for key, backend in (("dynamo_config", "dynamo_config.dynamo_backend"), ("dynamo_backend", "dynamo_backend")):
+        if str(file.raw(backend)).upper() in ("NONE", "NO", "FALSE"):
+            file.launching(key)
+        else:
+            why = f"accelerate's launcher hands it on to no process under {kind}"
+            file.without_effect(key, why, "Remove it, and write compile=CompileBlocks() in prepkit's config.")
+
+
+def _compile(file: Foreign, kind: str) -> Compile:
+    here = "dynamo_config"
+    if kind in _NOT_COMPILED and file.kind == "accelerate":
+        _uncompiled(file, kind)
+        return NoCompile()
+    old = file.raw("dynamo_backend", "compile")
+    file.section(here)
+    backend = file.raw(f"{here}.dynamo_backend", "compile.backend")
+    mode = file.word(f"{here}.dynamo_mode", _MODES, "compile.mode") or "default"
+    dynamic = file.flag(f"{here}.dynamo_use_dynamic", "compile.dynamic") or False  # as its launcher says (K-DY4)
+    whole = file.flag(f"{here}.dynamo_use_fullgraph", "compile.fullgraph") or False
+    regional = file.flag(f"{here}.dynamo_use_regional_compilation", "compile")
+    name = str(backend or old or "NO").lower()
+    if name in ("no", "false"):
+        return NoCompile()
+    if regional:
+        return CompileBlocks(backend=name, mode=mode, fullgraph=whole, dynamic=dynamic)
+    return CompileModel(backend=name, mode=mode, fullgraph=whole, dynamic=dynamic)
+
+
+def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:
+    key = "fsdp_config.fsdp_activation_checkpointing"
+    on = file.flag(key, "checkpointing")
+    offload = file.flag(f"{key}_offload", *(("checkpointing.offload",) if on else ())) or False
+    if offload and not on:
+        what = "accelerate refuses it without fsdp_activation_checkpointing: only what is recomputed is offloaded"
+        file.error("contradiction", f"{key}_offload", what, "Write fsdp_activation_checkpointing: true, or remove it.")
+    if offload and file.whole("fsdp_config.fsdp_version") != 2:
+        what = "accelerate refuses it under FSDP of version 1; here it works under each"
+        file.warn("no-effect", f"{key}_offload", what, "Leave it, or write fsdp_version: 2.")
+    return CheckpointBlocks(preserve_rng_state=True, offload=offload) if on else NoCheckpointing()

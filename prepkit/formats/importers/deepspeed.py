@@ -1,0 +1,102 @@
+"""DeepSpeed's own JSON: kept as it is, with what it says of precision, clipping and accumulation beside it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from attrs import evolve
+
+from prepkit.config import BF16, FP16, AsStored, ClipNorm, Config, DeepSpeed, NoClip, Precision
+from prepkit.formats.importers.foreign import Foreign, foreign
+from prepkit.formats.importers.imported import Imported
+from prepkit.formats.importers.source import Source
+
+AUTO = "auto"
+_KNOWN_BY = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16")
+_LAUNCHING = (
+    *("steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"),
+    *("flops_profiler", "memory_breakdown", "dump_state", "autotuning", "elasticity", "log_level", "timers"),
+)
+"""Sections that watch or search, and change nothing of what is prepared. DeepSpeed gets them all the same."""
+
+
+def read_deepspeed(source: Source, asked: Precision | None = None) -> Imported:
+    """The file as prepkit's config; which keys and types DeepSpeed knows is said by rules when a plan is made.
+
+    ``asked``: the precision that a file which names this one asks for, and which fills in ``"enabled": "auto"``.
+
+    Raises ``PlanRejected`` for a file that cannot be read.
+    """
+    file = foreign("deepspeed", source)
+    if not any(file.has(name) for name in _KNOWN_BY):
+        what = f"it has none of {', '.join(_KNOWN_BY)}"
+        file.error("wrong-value", "", what, "Give a config of DeepSpeed, or say whose file it is with --from.")
+        return file.imported(Config())
+    return file.imported(from_json(file, asked))
+
+
+def from_json(file: Foreign, asked: Precision | None = None) -> Config:
+    """The config; every key of the file is one that DeepSpeed is handed. ``asked`` as above."""
+    file.raw("", "engine.config")
+    for key in tuple(file.keys()):
+        file.raw(key, *((f"engine.config.{key}",) if "." not in key else ()))
+    if file.raw("activation_checkpointing.cpu_checkpointing") is True:
+        what = "DeepSpeed does it in models that call deepspeed.checkpointing.checkpoint by themselves, and in no other"
+        fix = "Write checkpointing=CheckpointBlocks(offload=True) beside the engine, or leave it to such a model."
+        file.warn("no-effect", "activation_checkpointing.cpu_checkpointing", what, fix)
+    clip = _number(file, "gradient_clipping", "clip")
+    steps = _number(file, "gradient_accumulation_steps", "accumulation")
+    config = Config(
+        engine=DeepSpeed(config=json.dumps(file.data)),
+        precision=_precision(file, asked),
+        clip=ClipNorm(float(clip)) if clip else NoClip(),
+    )
+    if steps and float(steps).is_integer():
+        return evolve(config, accumulation=int(steps))
+    return config if steps is not None else evolve(config, global_batch=_global_batch(file))
+
+
+def _global_batch(file: Foreign) -> int | None:
+    """``train_batch_size`` where the micro batch stands beside it, so that the accumulation follows from the ranks.
+
+    As DeepSpeed does it (``DeepSpeedConfig._set_batch_related_parameters``); of the global batch alone it makes the
+    micro batch, which needs nothing of prepkit.
+    """
+    whole, micro = file.raw("train_batch_size"), file.raw("train_micro_batch_size_per_gpu")
+    if type(whole) is not int or type(micro) is not int or whole < 1 or micro < 1:
+        return None
+    file.raw("train_batch_size", "global_batch")
+    return whole
+
+
+def _precision(file: Foreign, asked: Precision | None) -> Precision:
+    if _on(file, "bf16") or _on(file, "bfloat16"):
+        return BF16(reduce_dtype="float32")
+    if _on(file, "fp16") or (isinstance(asked, FP16) and file.raw("fp16.enabled") == AUTO):
+        power = _number(file, "fp16.initial_scale_power", "precision.init_scale")
+        window = _number(file, "fp16.loss_scale_window", "precision.growth_interval")
+        scaled = FP16(growth_interval=_WINDOW if window is None else int(window))
+        return scaled if power is None or not 0 <= power < _MOST else evolve(scaled, init_scale=2.0**power)
+    return AsStored()
+
+
+_WINDOW = 1000
+"""DeepSpeed's own ``loss_scale_window`` (``runtime/fp16/loss_scaler``)."""
+_MOST = 128
+"""Powers of two that a float32 no longer holds; a rule refuses what is left."""
+
+
+def _on(file: Foreign, section: str) -> bool:
+    value: Any = file.raw(f"{section}.enabled")
+    if value is True:
+        file.raw(f"{section}.enabled", "precision")
+    return value is True
+
+
+def _number(file: Foreign, name: str, setting: str) -> int | float | None:
+    value = file.raw(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None  # auto, or of a wrong type, which a rule says
+    file.raw(name, setting)
+    return value

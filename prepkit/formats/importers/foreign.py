@@ -1,0 +1,246 @@
+"""A file of another library while it is read: every key of it is read, or becomes a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from attrs import define, evolve, field
+
+from prepkit.codec.text import shown
+from prepkit.config import Config, Origin
+from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.formats.importers.imported import Imported
+from prepkit.formats.importers.positions import LineColumn, plain_json, positions
+from prepkit.formats.importers.source import Source
+
+TRUE, FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
+"""What launchers take for switches, in small letters (accelerate ``str_to_bool``)."""
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@define(kw_only=True)
+class Foreign:
+    """The values of one file, and the account of its keys. ``None`` values count as not given."""
+
+    kind: str
+    source: str
+    """The file as it was named, or ``environment``."""
+    data: dict[str, Any]
+    places: dict[str, LineColumn] = field(factory=dict, repr=False)
+    shown_as: dict[str, str] = field(factory=dict, repr=False)
+    """Key to the name that people know it by, such as a variable's."""
+    origins: list[Origin] = field(factory=list)
+    not_preparation: list[Origin] = field(factory=list)
+    findings: list[Finding] = field(factory=list)
+    _read: set[str] = field(factory=set)
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def raw(self, name: str, *settings: str) -> Any:
+        """The value at a dotted path, or the whole; None where there is none. Notes where ``settings`` come from."""
+        value: Any = self.data
+        for part in name.split(".") if name else ():
+            value = value.get(part) if isinstance(value, dict) else None
+        self._read.add(name)
+        if value is not None:
+            self.origins += [self._origin(name, f"config.{setting}") for setting in settings]
+        return value
+
+    def flag(self, name: str, *settings: str) -> bool | None:
+        """A switch, also as the texts ``yes`` and ``false``."""
+        value = self.raw(name, *settings)
+        if isinstance(value, bool | None):
+            return value
+        text = str(value).strip().lower()
+        if text in TRUE + FALSE:
+            return text in TRUE
+        self._wrong_type(name, value, bool)
+        return None
+
+    def whole(self, name: str, *settings: str) -> int | None:
+        """A whole number, also as ``8.0``, ``5e8`` and ``"8"``."""
+        number = self.number(name, *settings)
+        if number is None or float(number).is_integer():
+            return None if number is None else int(number)
+        self._wrong_type(name, number, int)
+        return None
+
+    def number(self, name: str, *settings: str) -> float | None:
+        """A finite number, also as text."""
+        value = self.raw(name, *settings)
+        if value is None:
+            return None
+        try:
+            number = float(value) if not isinstance(value, bool) else float("nan")
+        except (TypeError, ValueError, OverflowError):
+            number = float("nan")
+        if abs(number) < float("inf"):
+            return number
+        self._wrong_type(name, value, float)
+        return None
+
+    def text(self, name: str, *settings: str) -> str | None:
+        """A text."""
+        value = self.raw(name, *settings)
+        if isinstance(value, str | None):
+            return value
+        self._wrong_type(name, value, str)
+        return None
+
+    def word(self, name: str, words: Sequence[str], *settings: str) -> str | None:
+        """One of some words, whatever the case; a digit is the place among them, from 1."""
+        value = self.raw(name, *settings)
+        if value is None:
+            return None
+        if isinstance(value, bool):  # YAML 1.1 reads NO as false
+            value = "yes" if value else "no"
+        given = str(value).strip().rpartition(".")[2].lower()
+        if given.isdecimal() and 1 <= int(given) <= len(words):
+            return words[int(given) - 1]
+        for word in words:
+            if given == word.lower():
+                return word
+        near = get_close_matches(given, [word.lower() for word in words], n=1)
+        fix = f"Write {near[0]!r}." if near else f"Write one of {', '.join(words)}."
+        self.error("wrong-value", name, f"{shown(value)} is none of {', '.join(words)}", fix)
+        return None
+
+    def names(self, name: str, *settings: str) -> tuple[str, ...] | None:
+        """A list of texts, also as one text with commas."""
+        value = self.raw(name, *settings)
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        if value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            return None if value is None else tuple(value)
+        self._wrong_type(name, value, str)
+        return None
+
+    def section(self, name: str) -> dict[str, Any]:
+        """The keys below a path; none where it is missing or empty."""
+        value = self.raw(name)
+        if isinstance(value, dict):
+            return value
+        if value:
+            self.error("wrong-type", name, f"{shown(value)} is no section", "Write keys below it, or remove it.")
+        return {}
+
+    # --- what a key is, if no setting -----------------------------------------------------------------------------
+
+    def launching(self, *names: str) -> None:
+        """Keys, with all that is below them, that are of no concern to preparation."""
+        for name in names:
+            if self.raw(name) is not None or self.has(name):
+                self.not_preparation.append(self._origin(name, ""))
+                self.covered(name)
+
+    def covered(self, name: str) -> None:
+        """Counts a section and all that is below it as read: a finding about the whole says what becomes of it."""
+        self._read.update(key for key in self.keys() if key == name or key.startswith(f"{name}."))
+
+    def without_effect(self, name: str, why: str, fix: str = "Remove it.") -> None:
+        """Says that a key does nothing where it stands, if it stands there."""
+        if self.has(name):
+            self.covered(name)
+            self._say("no-effect", Severity.WARNING, name, why, fix)
+
+    def error(self, rule: str, name: str, what: str, fix: str) -> None:
+        """Says what is wrong with a key."""
+        self._say(rule, Severity.ERROR, name, what, fix)
+
+    def warn(self, rule: str, name: str, what: str, fix: str) -> None:
+        """Says what should be known of a key."""
+        self._say(rule, Severity.WARNING, name, what, fix)
+
+    # --- the account ----------------------------------------------------------------------------------------------
+
+    def has(self, name: str) -> bool:
+        """Whether the file has the key, be it null or an empty section."""
+        value: Any = self.data
+        for part in name.split("."):
+            if not isinstance(value, dict) or part not in value:
+                return False
+            value = value[part]
+        return True
+
+    def keys(self) -> Iterator[str]:
+        """Dotted paths of all keys, sections included."""
+        rest: list[tuple[str, Any]] = [("", self.data)]
+        while rest:
+            path, value = rest.pop()
+            if path:
+                yield path
+            if isinstance(value, dict):
+                rest += [(f"{path}.{key}" if path else str(key), inner) for key, inner in value.items()]
+
+    def imported(self, config: Config, known: Sequence[str] = (), **declared: Any) -> Imported:
+        """The outcome. Raises ``PlanRejected`` with every finding where one is an error, unknown keys among them."""
+        self.say_unknown(known)
+        if any(finding.severity is Severity.ERROR for finding in self.findings):
+            raise PlanRejected(tuple(self.findings))
+        return Imported(
+            config=evolve(config, origins=tuple(dict.fromkeys(self.origins))),
+            kind=self.kind,
+            not_preparation=tuple(self.not_preparation),
+            notes=tuple(self.findings),
+            **declared,
+        )
+
+    def unread(self) -> tuple[str, ...]:
+        """Keys at the top that nobody has asked for."""
+        return tuple(str(key) for key in self.data if str(key) not in self._read)
+
+    def unlike(self, sections: Sequence[str]) -> tuple[str, ...]:
+        """Keys of sections that nobody has asked for, and that are near to none that somebody has."""
+        known = self.known()
+        paths = (key for key in self.keys() if key.partition(".")[0] in sections and key not in self._read)
+        return tuple(path for path in paths if not get_close_matches(path, known, n=1, cutoff=0.88))
+
+    def known(self) -> tuple[str, ...]:
+        """Keys that were asked for, be they there or not."""
+        return tuple(sorted(self._read))
+
+    def say_unknown(self, known: Sequence[str] = ()) -> None:
+        """Says which keys nobody has asked for, with the nearest of those that somebody has."""
+        candidates = sorted({*known, *self._read})
+        read = frozenset(self._read)  # as it is now: what is said below counts as read
+        for key in self.keys():
+            parents = [key[:place] for place, letter in enumerate(key) if letter == "."]
+            if key in read or any(parent not in read for parent in parents):
+                continue  # below an unknown one, which is said once
+            near = get_close_matches(key, candidates, n=1, cutoff=0.75)
+            fix = f"Write {near[0]!r}, or remove it." if near else "Remove it."
+            self.error("unknown-key", key, f"{self.kind} knows no such key, and nothing would read it", fix)
+
+    def where(self, name: str) -> str:
+        """A place as findings give it."""
+        return " ".join(filter(None, (f"{self.source}{_colons(self.places.get(name))}", self.shown_as.get(name, name))))
+
+    def _origin(self, name: str, setting: str) -> Origin:
+        line, column = self.places.get(name, (None, None))
+        return Origin(setting=setting, key=self.shown_as.get(name, name), source=self.source, line=line, column=column)
+
+    def _say(self, rule: str, severity: Severity, name: str, what: str, fix: str) -> None:
+        self._read.add(name)
+        self.findings.append(
+            Finding(rule=f"import.{rule}", severity=severity, where=self.where(name), what=what, fix=fix)
+        )
+
+    def _wrong_type(self, name: str, value: object, kind: type) -> None:
+        self.error("wrong-type", name, f"{shown(value)} is not {_NAMES[kind]}", f"Write {_NAMES[kind]}.")
+
+
+def foreign(kind: str, source: Source) -> Foreign:
+    """The file by its extension: TOML, YAML, or JSON with comments. Raises ``PlanRejected`` where it is no mapping."""
+    places = positions(source.text, source.suffix)
+    return Foreign(kind=kind, source=source.path, data=lenient(source), places=places)
+
+
+def lenient(source: Source) -> dict[str, Any]:
+    """The data of a file, where JSON may have comments and trailing commas."""
+    return source.data(plain_json(source.text) if source.suffix == ".json" else None)
+
+
+def _colons(place: LineColumn | None) -> str:
+    return "" if place is None else f":{place[0]}:{place[1]}"

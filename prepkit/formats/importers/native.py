@@ -1,0 +1,44 @@
+"""prepkit's own config file: the fields of ``Config`` in TOML, YAML or JSON, chosen by the file's extension."""
+
+from __future__ import annotations
+
+import json
+
+from prepkit.codec import from_data
+from prepkit.config import Config
+from prepkit.formats.importers.imported import Imported
+from prepkit.formats.importers.source import LANGUAGES, Source, read, refuse_damage
+
+
+def read_config(path: str) -> Config:
+    """The config in a file.
+
+    Raises ``PlanRejected`` with every finding: a file that is missing, empty, damaged (with line and column), not a
+    mapping or of an unknown extension; keys that appear twice; and all that ``codec.from_data`` says of the values.
+    """
+    return read_prepkit(read(path)).config
+
+
+def read_prepkit(source: Source) -> Imported:
+    """The same as an importer returns it: nothing in the file is about anything but preparation."""
+    where, data = f"{source.path}:$", source.data()
+    try:
+        spelt = _spelt(data)
+    except (TypeError, ValueError, RecursionError) as error:
+        refuse_damage(f"{where}.engine.config", f"it is nothing that JSON has: {error}")
+    return Imported(config=from_data(spelt, Config, where, LANGUAGES[source.suffix]), kind="prepkit")
+
+
+def _spelt(data: dict[str, object]) -> dict[str, object]:
+    """What Python takes as a mapping a file may write as one.
+
+    DeepSpeed's own config is nested in ours as it is, and a ``Config`` keeps its text; options of ``torch.compile`` are
+    names with values, and a ``Config`` keeps them one by one.
+    """
+    engine, compiled = data.get("engine"), data.get("compile")
+    if isinstance(engine, dict) and isinstance(engine.get("config"), dict):
+        data = {**data, "engine": {**engine, "config": json.dumps(engine["config"], default=str)}}
+    if isinstance(compiled, dict) and isinstance(compiled.get("options"), dict):
+        pairs = [{"name": name, "value": value} for name, value in compiled["options"].items()]
+        data = {**data, "compile": {**compiled, "options": pairs}}
+    return data

@@ -1,0 +1,443 @@
+"""accelerate's launch configs: what each key becomes, and what is said of the ones that become nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from prepkit.config import (
+    BF16,
+    DDP,
+    FP8,
+    FP16,
+    FSDP1,
+    FSDP2,
+    CheckpointBlocks,
+    ClipNorm,
+    CompileBlocks,
+    CompileModel,
+    Config,
+    DeepSpeed,
+    DelayedScaling,
+    KeepWeights,
+    Mesh,
+    NoCompile,
+    OffloadToCPU,
+    SendWeights,
+    Single,
+    TensorParallel,
+    TorchAO,
+    TransformerEngine,
+    WrapBlocks,
+    WrapClasses,
+    WrapSize,
+)
+from prepkit.findings import PlanRejected
+from prepkit.formats.importers import Imported, import_config
+
+
+def read(tmp_path: Path, text: str, name: str = "accelerate.yaml") -> Imported:
+    file = tmp_path / name
+    file.write_text(text)
+    return import_config(str(file))
+
+
+def config_of(tmp_path: Path, text: str) -> Config:
+    """The config without the places that its settings come from."""
+    return evolve(read(tmp_path, text).config, origins=())
+
+
+def refused(tmp_path: Path, text: str) -> list[str]:
+    with pytest.raises(PlanRejected) as caught:
+        read(tmp_path, text)
+    return [str(finding).replace(f"{tmp_path}/", "") for finding in caught.value.findings]
+
+
+GPU = "distributed_type: MULTI_GPU\n"
+FSDP2_FILE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_processes: 16
+num_machines: 2
+machine_rank: 0
+mixed_precision: bf16
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer, Head
+  fsdp_reshard_after_forward: false
+  fsdp_offload_params: true
+  fsdp_activation_checkpointing: yes
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
+
+
+def test_fsdp_of_version_2_with_every_key(tmp_path: Path) -> None:
+    assert config_of(tmp_path, FSDP2_FILE) == Config(
+        engine=FSDP2(
+            wrap=WrapClasses(("LlamaDecoderLayer", "Head")), reshard_after_forward=False, offload=OffloadToCPU()
+        ),
+        precision=BF16(reduce_dtype="bfloat16"),
+        checkpointing=CheckpointBlocks(),
+        weights=SendWeights(),
+    )
+
+
+def test_each_setting_says_key_file_line_and_column(tmp_path: Path) -> None:
+    imported = read(tmp_path, FSDP2_FILE)
+    places = {origin.setting: (origin.key, origin.line, origin.column) for origin in imported.config.origins}
+    assert places["config.precision"] == ("mixed_precision", 6, 1)
+    assert places["config.engine.offload"] == ("fsdp_config.fsdp_offload_params", 12, 3)
+    assert places["config.weights"] == ("fsdp_config.fsdp_cpu_ram_efficient_loading", 14, 3)
+
+
+def test_processes_and_machines_become_the_declared_environment(tmp_path: Path) -> None:
+    imported = read(tmp_path, FSDP2_FILE)
+    assert imported.env is not None
+    assert (imported.env.world_size, imported.env.per_node) == (16, 8)
+    skipped = {"compute_environment", "machine_rank", "fsdp_config.fsdp_state_dict_type"}
+    assert {origin.key for origin in imported.not_preparation} == skipped
+
+
+def test_inputs_of_recomputed_blocks_go_to_host_memory_as_accelerate_has_it(tmp_path: Path) -> None:
+    on, off = "  fsdp_activation_checkpointing: yes\n", "  fsdp_activation_checkpointing_offload: true\n"
+    assert config_of(tmp_path, FSDP2_FILE.replace(on, on + off)).checkpointing == CheckpointBlocks(offload=True)
+    with pytest.raises(PlanRejected, match="accelerate refuses it without fsdp_activation_checkpointing"):
+        read(tmp_path, FSDP2_FILE.replace(on, off))
+    first = "distributed_type: FSDP\nfsdp_config:\n" + on + off
+    assert [note.where for note in read(tmp_path, first).notes if "version 1" in note.what] != []
+
+
+def test_fsdp_of_version_1_with_every_key(tmp_path: Path) -> None:
+    text = """\
+distributed_type: FSDP
+mixed_precision: fp16
+fsdp_config:
+  fsdp_auto_wrap_policy: SIZE_BASED_WRAP
+  fsdp_min_num_params: 1e6
+  fsdp_sharding_strategy: 2
+  fsdp_backward_prefetch: NO_PREFETCH
+  fsdp_forward_prefetch: "true"
+  fsdp_use_orig_params: false
+  fsdp_sync_module_states: false
+  fsdp_cpu_ram_efficient_loading: false
+  fsdp_limit_all_gathers: no
+  fsdp_offload_params: 1
+  fsdp_ignored_modules: vision
+"""
+    assert config_of(tmp_path, text) == Config(
+        engine=FSDP1(
+            wrap=WrapSize(1_000_000),
+            sharding="SHARD_GRAD_OP",
+            offload=True,
+            backward_prefetch=None,
+            forward_prefetch=True,
+            use_orig_params=False,
+            limit_all_gathers=False,
+            ignored=("vision",),
+            buffer_dtype="float16",
+        ),
+        precision=FP16(reduce_dtype="float16"),
+        weights=KeepWeights(),
+    )
+
+
+def test_fsdp_of_version_1_where_the_file_is_silent_is_as_accelerates_launcher_has_it(tmp_path: Path) -> None:
+    """K-F5, H-10c: no prefetch in backward, and buffers in the dtype in which gradients are reduced, if in any."""
+    engines = [
+        config_of(tmp_path, f"distributed_type: FSDP\nmixed_precision: {word}\nfsdp_config: {{}}").engine
+        for word in ("no", "bf16")
+    ]
+    assert [engine.backward_prefetch for engine in engines if isinstance(engine, FSDP1)] == [None, None]
+    assert [engine.buffer_dtype for engine in engines if isinstance(engine, FSDP1)] == [None, "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("distributed_type: 'NO'", Config(engine=Single())),
+        ("distributed_type: NO\nuse_cpu: true", Config(engine=Single(), device="cpu")),
+        ("distributed_type: false", Config(engine=Single())),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2", Config(engine=DDP())),
+        ("distributed_type: MULTI_CPU\nnum_processes: 2", Config(engine=DDP(), device="cpu")),
+        ("distributed_type: MULTI_GPU\nnum_processes: 1", Config(engine=Single())),
+        (
+            "distributed_type: MULTI_GPU\ndynamo_backend: INDUCTOR",
+            Config(engine=DDP(), compile=CompileModel(dynamic=False)),
+        ),
+        (
+            GPU
+            + "dynamo_config: {dynamo_backend: inductor, dynamo_use_regional_compilation: true,"
+            + " dynamo_mode: max-autotune}",
+            Config(engine=DDP(), compile=CompileBlocks(mode="max-autotune", dynamic=False)),
+        ),
+        (
+            "distributed_type: MULTI_GPU\nparallelism_config:\n  parallelism_config_tp_size: 4\n",
+            Config(engine=TensorParallel()),
+        ),
+        (
+            (
+                "distributed_type: FSDP\n"
+                "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
+                "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
+                "  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 2\n"
+            ),
+            Config(
+                engine=FSDP2(wrap=WrapBlocks()),
+                mesh=Mesh(replicate=2, shard=4, tensor=2),
+                weights=SendWeights(),
+            ),
+        ),
+        (
+            (
+                "distributed_type: MULTI_GPU\nmixed_precision: fp8\n"
+                "fp8_config: {backend: TE, fp8_format: E4M3, margin: 1,"
+                " amax_compute_algo: max, override_linear_precision: '[false, false, true]'}\n"
+            ),
+            Config(
+                engine=DDP(),
+                precision=FP8(
+                    backend=TransformerEngine(
+                        recipe=DelayedScaling(
+                            fp8_format="E4M3", margin=1, override_linear_precision=(False, False, True)
+                        )
+                    )
+                ),
+            ),
+        ),
+    ],
+)
+def test_what_a_file_becomes(tmp_path: Path, text: str, expected: Config) -> None:
+    assert config_of(tmp_path, text) == expected
+
+
+def test_a_deepspeed_section_becomes_the_engine(tmp_path: Path) -> None:
+    text = """\
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+deepspeed_config:
+  zero_stage: 3
+  zero3_init_flag: true
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  gradient_accumulation_steps: 4
+  gradient_clipping: 1.0
+  deepspeed_moe_layer_cls_names: Experts
+"""
+    assert config_of(tmp_path, text) == Config(
+        engine=DeepSpeed(stage=3, offload_optimizer="cpu", offload_param="none", leaf_modules=("Experts",)),
+        precision=BF16(),
+        accumulation=4,
+        clip=ClipNorm(1.0),
+    )
+
+
+def test_the_switch_for_saving_16_bit_weights_is_read_and_changes_nothing(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n"
+    without = config_of(tmp_path, text)
+    for value in ("true", "false"):
+        imported = read(tmp_path, f"{text}  zero3_save_16bit_model: {value}\n")
+        assert evolve(imported.config, origins=()) == without
+        assert {"deepspeed_config.zero3_save_16bit_model"} == {one.key for one in imported.not_preparation}
+        assert imported.notes == ()
+
+
+def test_a_deepspeed_file_is_read_where_it_lies_beside_the_yaml(tmp_path: Path) -> None:
+    inner = '{\n  "zero_optimization": {"stage": 2},\n  "bf16": {"enabled": true},\n  "gradient_clipping": 0.5\n}'
+    (tmp_path / "zero.json").write_text(inner)
+    imported = read(tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: zero.json\n")
+    assert imported.config.clip == ClipNorm(0.5)
+    assert isinstance(imported.config.precision, BF16)
+    assert isinstance(imported.config.engine, DeepSpeed)
+    assert json.loads(imported.config.engine.config)["zero_optimization"] == {"stage": 2}
+    clip = next(origin for origin in imported.config.origins if origin.setting == "config.clip")
+    assert (Path(clip.source).name, clip.line) == ("zero.json", 4)
+
+
+def test_everything_wrong_with_a_file_is_said_at_once_with_its_line(tmp_path: Path) -> None:
+    text = """\
+distributed_type: FSPD
+mixed_precission: bf16
+num_processes: many
+fsdp_config:
+  fsdp_version: 3
+"""
+    said = [line.partition("\n")[0] for line in refused(tmp_path, text)]
+    assert said[0].startswith(
+        "error import.wrong-value at accelerate.yaml:1:1 distributed_type: 'FSPD' is none of NO, "
+    )
+    assert said[1].startswith(
+        "warning import.no-effect at accelerate.yaml:4:1 fsdp_config: accelerate reads it under FSDP"
+    )
+    assert said[2:] == [
+        "error import.wrong-type at accelerate.yaml:3:1 num_processes: 'many' is not a number",
+        (
+            "error import.unknown-key at accelerate.yaml:2:1 mixed_precission: accelerate knows no such key, and "
+            "nothing would read it"
+        ),
+    ]
+
+
+def test_an_unknown_key_gets_the_near_spelling(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_versoin: 2\n"
+    assert refused(tmp_path, text)[-1].endswith("fix: Write 'fsdp_config.fsdp_version', or remove it.")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 2}\n", "Megatron-LM replaces"),
+        ("distributed_type: FSDP\nparallelism_config: {parallelism_config_cp_size: 2}\n", "context parallelism"),
+        ("distributed_type: FSDP\nparallelism_config: {parallelism_config_sp_size: 2}\n", "sequence parallelism"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_ignored_modules: 'a|b'}\n", "regular expression"),
+        ("num_processes: 2\ncompute_environment: LOCAL_MACHINE\n", "accelerate needs it in every config file"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: no.json}\n",
+            "there is no file no.json",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: no.json, zero_stage: 3}\n",
+            "accelerate refuses it beside deepspeed_config_file",
+        ),
+    ],
+)
+def test_what_prepkit_does_not_do_or_accelerate_refuses_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    assert any(said in line for line in refused(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("distributed_type: MULTI_GPU\nfsdp_config: {fsdp_version: 2}\n", "fsdp_config"),
+        ("distributed_type: MULTI_GPU\ndowncast_bf16: 'yes'\n", "downcast_bf16"),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_use_orig_params: true}\n",
+            "fsdp_use_orig_params",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: 1}\n",
+            "fsdp_sharding_strategy",
+        ),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_min_num_params: 7}\n", "fsdp_min_num_params"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2, zero3_init_flag: true}\n", "zero3_init_flag"),
+    ],
+)
+def test_a_key_that_does_nothing_is_a_warning(tmp_path: Path, text: str, key: str) -> None:
+    notes = read(tmp_path, text).notes
+    assert [note.rule for note in notes] == ["import.no-effect"]
+    assert notes[0].where.endswith(key)
+
+
+def test_rank_0_sends_its_values_under_both_versions_of_fsdp(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1, fsdp_cpu_ram_efficient_loading: true}\n"
+    assert config_of(tmp_path, text).weights == SendWeights()
+    kept = text.replace("}", ", fsdp_sync_module_states: false}")
+    assert ["rank 0 alone has values" in finding for finding in refused(tmp_path, kept)] == [True]
+
+
+def test_keys_of_another_float8_library_are_said(tmp_path: Path) -> None:
+    text = "distributed_type: NO\nmixed_precision: fp8\nfp8_config: {backend: AO, margin: 1, pad_inner_dim: false}\n"
+    imported = read(tmp_path, text)
+    assert [note.what for note in imported.notes] == ["it is for backend: TE, and that is AO"]
+    assert "fp8_config.pad_inner_dim" in {origin.key for origin in imported.config.origins}
+
+
+def test_an_unknown_section_is_said_once(tmp_path: Path) -> None:
+    said = refused(tmp_path, f"{GPU}fsdp_confg: {{fsdp_version: 2, fsdp_offload_params: true}}\n")
+    assert len(said) == 1
+    assert "Write 'fsdp_config'" in said[0]
+
+
+def test_keys_of_sections_are_read_without_their_beginning_too(tmp_path: Path) -> None:
+    """As files of 2022 have them; accelerate's launcher puts the beginning before them."""
+    text = """\
+distributed_type: FSDP
+mixed_precision: fp8
+fsdp_config:
+  sharding_strategy: 2
+  offload_params: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  transformer_layer_cls_to_wrap: Block
+fp8_config: {fp8_backend: AO, fp8_pad_inner_dim: false}
+dynamo_config: {backend: inductor, use_fullgraph: true}
+"""
+    imported = read(tmp_path, text)
+    assert imported.config.engine == FSDP1(
+        wrap=WrapClasses(("Block",)),
+        sharding="SHARD_GRAD_OP",
+        offload=True,
+        backward_prefetch=None,
+        sync_module_states=True,
+        buffer_dtype="bfloat16",
+    )
+    assert imported.config.compile == CompileModel(fullgraph=True, dynamic=False)
+    assert imported.config.precision == FP8(backend=TorchAO(pad_inner_dim=False), reduce_dtype="bfloat16")
+    keys = {origin.setting: (origin.key, origin.line) for origin in imported.config.origins}
+    assert keys["config.engine.sharding"] == ("fsdp_config.sharding_strategy", 4)
+    with pytest.raises(PlanRejected, match=r"fsdp_config\.offload_parms: accelerate knows no such key"):
+        read(tmp_path, "distributed_type: FSDP\nfsdp_config: {offload_parms: true}\n")
+    with pytest.raises(PlanRejected, match="given twice"):
+        read(tmp_path, "distributed_type: FSDP\nfsdp_config: {offload_params: true, fsdp_offload_params: false}\n")
+
+
+def test_rank_0_loads_for_all_where_the_file_says_nothing(tmp_path: Path) -> None:
+    """K-F19: the launcher's own default, which refuses sync_module_states: false beside it."""
+    assert config_of(tmp_path, "distributed_type: FSDP\nfsdp_config: {}\n").weights == SendWeights()
+    with pytest.raises(PlanRejected, match="launcher means true where nothing is said"):
+        read(tmp_path, "distributed_type: FSDP\nfsdp_config: {fsdp_sync_module_states: false}\n")
+
+
+def test_a_json_of_deepspeed_is_read_whatever_it_is_called(tmp_path: Path) -> None:
+    (tmp_path / "stage3.conf").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true},}')
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: stage3.conf}\n"
+    config = config_of(tmp_path, text)
+    assert isinstance(config.engine, DeepSpeed)
+    assert json.loads(config.engine.config)["zero_optimization"] == {"stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("num_processes: 0", "num_processes: 0 processes"),
+        ("num_processes: -4", "num_processes: -4 processes"),
+        ("num_machines: 0", "num_machines: 0 machines"),
+        (
+            "parallelism_config: {parallelism_config_tp_size: 0}",
+            "parallelism_config_tp_size: accelerate takes 1 or more",
+        ),
+    ],
+)
+def test_sizes_that_accelerate_refuses_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(PlanRejected, match=said):
+        read(tmp_path, f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\n{text}\n")
+
+
+def test_processes_that_the_machines_do_not_share_evenly_are_those_that_start(tmp_path: Path) -> None:
+    imported = read(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 9\nnum_machines: 2\n")
+    assert (imported.world_size, imported.per_node) == (8, 4)
+    assert [note.rule for note in imported.notes] == ["import.contradiction"]
+    assert read(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: -1\n").world_size is None
+
+
+def test_what_is_wrong_in_deepspeeds_file_is_said_with_what_is_wrong_here(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": NaN}')
+    text = "distributed_type: DEEPSPEED\nnum_proceses: 2\ndeepspeed_config: {deepspeed_config_file: zero.json}\n"
+    with pytest.raises(PlanRejected) as refused:
+        read(tmp_path, text)
+    assert [found.rule for found in refused.value.findings] == ["codec.wrong-value", "import.unknown-key"]
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "XLA"])
+@pytest.mark.parametrize("said", ["dynamo_backend: INDUCTOR", "dynamo_config: {dynamo_backend: INDUCTOR}"])
+def test_compilation_is_not_what_the_launcher_hands_on_to_nobody(tmp_path: Path, kind: str, said: str) -> None:
+    imported = read(tmp_path, f"distributed_type: {kind}\n{said}\n")
+    assert imported.config.compile == NoCompile()
+    assert [note.rule for note in imported.notes] == ["import.no-effect"]
+    off = read(tmp_path, f"distributed_type: {kind}\n{said.replace('INDUCTOR', 'NO')}\n")
+    assert (off.config.compile, off.notes) == (NoCompile(), ())
+    with pytest.raises(PlanRejected, match="dynamo_config: \\[1\\] is no section"):
+        read(tmp_path, f"distributed_type: {kind}\ndynamo_config: [1]\n")

@@ -1,0 +1,138 @@
+"""DeepSpeed's JSON: kept as it is, with precision, clipping and accumulation beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prepkit.config import BF16, FP16, AsStored, ClipNorm, DeepSpeed, NoClip
+from prepkit.findings import PlanRejected
+from prepkit.formats.importers import import_config
+from prepkit.testing.tiny import tiny_facts
+
+TEXT = """\
+{
+  // what people write
+  "train_micro_batch_size_per_gpu": "auto",
+  "gradient_accumulation_steps": 2, # floats and comments
+  "gradient_clipping": 1.0,
+\t"bf16": {"enabled": true},
+  "zero_optimization": {
+    "stage": 2,
+    "reduce_bucket_size": 5e8, /* a float */
+  },
+}
+"""
+
+
+def read(tmp_path: Path, text: str):
+    (tmp_path / "ds.json").write_text(text)
+    return import_config(str(tmp_path / "ds.json"))
+
+
+def test_comments_trailing_commas_and_floats_are_read(tmp_path: Path) -> None:
+    imported = read(tmp_path, TEXT)
+    config = imported.config
+    assert imported.kind == "deepspeed"
+    assert (config.accumulation, config.clip, config.precision) == (2, ClipNorm(1.0), BF16())
+    assert isinstance(config.engine, DeepSpeed)
+    assert json.loads(config.engine.config)["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 5e8}
+
+
+def test_each_setting_says_line_and_column(tmp_path: Path) -> None:
+    places = {origin.key: (origin.line, origin.column) for origin in read(tmp_path, TEXT).config.origins}
+    assert places["gradient_clipping"] == (5, 3)
+    assert places["zero_optimization"] == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("section", "precision"),
+    [
+        ({"fp16": {"enabled": True}}, FP16(growth_interval=1000)),  # DeepSpeed's own default
+        (
+            {"fp16": {"enabled": True, "loss_scale_window": 500, "initial_scale_power": 12}},
+            FP16(growth_interval=500, init_scale=4096.0),
+        ),
+        ({"fp16": {"enabled": True, "loss_scale_window": "auto"}}, FP16(growth_interval=1000)),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, AsStored()),
+        ({"bfloat16": {"enabled": True}}, BF16()),
+    ],
+)
+def test_the_section_that_is_on_says_the_precision(tmp_path: Path, section: dict, precision: object) -> None:
+    assert read(tmp_path, json.dumps({"zero_optimization": {"stage": 1}} | section)).config.precision == precision
+
+
+def test_the_loss_scale_of_the_file_stands_in_one_place(tmp_path: Path) -> None:
+    from prepkit import api
+
+    section = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2}
+    text = json.dumps({"zero_optimization": {"stage": 1}, "fp16": section})
+    rules = [finding.rule for finding in api.check(read(tmp_path, text).config, tiny_facts(world=2))]
+    assert "deepspeed.two-places" not in rules
+
+
+@pytest.mark.parametrize(
+    ("numbers", "wanted"),
+    [
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, (None, 64)),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"},
+            (None, 64),
+        ),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, (2, None)),
+        ({"train_batch_size": 64}, (None, None)),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}, (None, None)),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4}, (None, None)),
+    ],
+)
+def test_a_global_batch_beside_a_micro_batch_gives_the_accumulation_of_any_number_of_ranks(
+    tmp_path: Path, numbers: dict[str, object], wanted: tuple[int | None, int | None]
+) -> None:
+    """As DeepSpeed works it out; of the global batch alone it works out the micro batch."""
+    from prepkit import api
+
+    config = read(tmp_path, json.dumps({"zero_optimization": {"stage": 1}, **numbers})).config
+    assert (config.accumulation, config.global_batch) == wanted
+    if wanted == (None, 64):
+        assert api.build_plan(config, tiny_facts(world=2)).owners.accumulation_steps == 8
+        assert [found.rule for found in api.check(config, tiny_facts(world=3))] == ["global-batch.unreachable"]
+
+
+def test_what_is_auto_is_left_to_the_plan(tmp_path: Path) -> None:
+    text = '{"zero_optimization": {"stage": 1}, "gradient_clipping": "auto", "gradient_accumulation_steps": "auto"}'
+    config = read(tmp_path, text).config
+    assert (config.clip, config.accumulation, config.global_batch) == (NoClip(), None, None)
+
+
+def test_findings_of_rules_name_the_key_and_its_line(tmp_path: Path) -> None:
+    from prepkit import api
+
+    text = '{\n "zero_optimization": {"stage": 9},\n "gradient_cliping": 1.0\n}'
+    findings = {finding.rule: finding for finding in api.check(read(tmp_path, text).config, tiny_facts(world=2))}
+    finding = findings["deepspeed.unknown-key"]
+    assert finding.origin == f"gradient_cliping in {tmp_path}/ds.json:3:2"
+    assert finding.origin in str(finding)
+    assert findings["deepspeed.stage"].origin == f"{tmp_path}/ds.json", "its text quotes no key: the file it is"
+
+
+def test_a_file_with_no_key_of_deepspeed_is_not_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"no_such": 1}')
+    with pytest.raises(PlanRejected, match="it has none of train_batch_size"):
+        import_config(str(tmp_path / "x.json"), "deepspeed")
+
+
+def test_checkpoints_on_the_cpu_are_said_to_be_for_models_that_make_them_by_themselves(tmp_path: Path) -> None:
+    text = '{"bf16": {"enabled": true}, "activation_checkpointing": {"cpu_checkpointing": true}}'
+    on, off = text, text.replace('cpu_checkpointing": true', 'cpu_checkpointing": false')
+    (note,) = read(tmp_path, on).notes
+    assert note.fix.startswith("Write checkpointing=CheckpointBlocks(offload=True)")
+    assert read(tmp_path, off).notes == ()
+    assert "cpu_checkpointing" in read(tmp_path, on).config.engine.config
+
+
+def test_what_is_shown_of_a_key_is_its_own_value_and_not_the_whole_file_again(tmp_path: Path) -> None:
+    lines = {line.split()[0]: line for line in str(read(tmp_path, TEXT)).splitlines()[1:]}
+    assert '  {"stage": 2, "reduce_bucket_size": 500000000.0}  from' in lines["config.engine.config.zero_optimization"]
+    assert '  "auto"  from' in lines["config.engine.config.train_micro_batch_size_per_gpu"]

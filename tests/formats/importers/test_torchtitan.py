@@ -1,0 +1,246 @@
+"""torchtitan's job configs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prepkit.config import (
+    BF16,
+    DDP,
+    FP8,
+    FSDP2,
+    AdamW,
+    AsStored,
+    CheckpointBlocks,
+    ClipNorm,
+    CompileBlocks,
+    LoadWeights,
+    Mesh,
+    NoCheckpointing,
+    NoClip,
+    OffloadToCPU,
+    Single,
+    TensorParallel,
+    TorchAO,
+)
+from prepkit.findings import PlanRejected
+from prepkit.formats.importers import Imported, import_config
+
+FULL = """\
+[job]
+dump_folder = "./outputs"
+[model]
+name = "llama3"
+flavor = "70B"
+converters = ["quantize.linear.float8"]
+[optimizer]
+name = "AdamW"
+lr = 1.5e-4
+[lr_scheduler]
+warmup_steps = 200
+[training]
+local_batch_size = 4
+global_batch_size = 64
+max_norm = 0.5  # of gradients
+steps = 1000
+mixed_precision_reduce = "float32"
+[parallelism]
+data_parallel_shard_degree = 8
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "full"
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = true
+filter_fqns = ["output", "attention.wq"]
+[compile]
+enable = true
+components = ["model"]
+"""
+NONE = '[activation_checkpoint]\nmode = "none"\n'
+
+
+def read(tmp_path: Path, text: str) -> Imported:
+    (tmp_path / "job.toml").write_text(text)
+    return import_config(tmp_path / "job.toml")
+
+
+def test_a_whole_job_config(tmp_path: Path) -> None:
+    imported = read(tmp_path, FULL)
+    config = imported.config
+    assert (imported.kind, imported.world_size, imported.notes) == ("torchtitan", 16, ())
+    assert (config.engine, config.mesh) == (FSDP2(), Mesh(replicate=1, shard=8, tensor=2))
+    assert config.optimizer == AdamW(lr=1.5e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    assert (config.accumulation, config.clip, config.total_steps) == (2, ClipNorm(0.5), 1000)
+    assert config.timeout_s == 300.0
+    assert config.compile == CompileBlocks(fullgraph=True)
+    assert config.checkpointing == CheckpointBlocks(preserve_rng_state=False)
+    layers = TorchAO(
+        pad_inner_dim=False,
+        float8_all_gather=True,
+        precompute_scales=False,
+        keep_first_and_last=False,
+        skip=("output*", "layers.*.attention.wq*"),
+    )
+    assert config.precision == FP8(backend=layers, output_dtype="bfloat16")
+    places = {origin.setting: (origin.key, origin.line) for origin in config.origins}
+    assert places["config.clip"] == ("training.max_norm", 15)
+    assert places["config.accumulation"] == ("training.global_batch_size", 14)
+    assert {"job", "lr_scheduler", "model.flavor"} <= {origin.key for origin in imported.not_preparation}
+
+
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        ("", FSDP2()),
+        ("data_parallel_shard_degree = 1", Single()),
+        ("data_parallel_shard_degree = 1\ndata_parallel_replicate_degree = 4", DDP()),
+        ("data_parallel_shard_degree = 1\ntensor_parallel_degree = 4", TensorParallel()),
+        ('fsdp_reshard_after_forward = "never"', FSDP2(reshard_after_forward=False)),
+        ("[training]\nenable_cpu_offload = true", FSDP2(offload=OffloadToCPU())),
+    ],
+)
+def test_degrees_choose_the_engine(tmp_path: Path, text: str, engine: object) -> None:
+    assert read(tmp_path, f"{NONE}[parallelism]\n{text}\n").config.engine == engine
+
+
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [
+        ("", BF16(output_dtype="bfloat16")),
+        ('dtype = "bfloat16"', BF16(output_dtype="bfloat16", master_weights=False)),
+        ('mixed_precision_param = "float32"', AsStored()),
+    ],
+)
+def test_precision_as_the_policy_of_fully_shard_has_it(tmp_path: Path, text: str, precision: object) -> None:
+    assert read(tmp_path, f"{NONE}[training]\n{text}\n").config.precision == precision
+
+
+def test_switches_that_are_off_and_weights_in_files(tmp_path: Path) -> None:
+    text = '[training]\nmax_norm = 0\n[checkpoint]\ninitial_load_in_hf = true\ninitial_load_path = "llama"\n'
+    config = read(tmp_path, NONE + text).config
+    assert (config.clip, config.checkpointing, config.weights) == (NoClip(), NoCheckpointing(), LoadWeights("llama"))
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "said"),
+    [
+        ("[parallelism]\ntensor_paralel_degree = 2", "job.toml:4:1", "Write 'parallelism.tensor_parallel_degree'"),
+        ("[parallelism]\npipeline_parallel_degree = 2", "job.toml:4:1", "prepkit makes no pipelines"),
+        ("[training]\nglobal_batch_size = 64", "job.toml:4:1", "Write parallelism.data_parallel_shard_degree"),
+        (
+            "[training]\nglobal_batch_size = 9\n[parallelism]\ndata_parallel_shard_degree = 2",
+            "job.toml:4:1",
+            "Write a multiple of 16.",
+        ),
+        ('[model]\nconverters = ["mx"]', "job.toml:4:1", "prepkit swaps no layers for 'mx'"),
+        (
+            '[model]\nconverters = ["float8"]\n[float8]\nfilter_fqns = ["auto_filter_small_kn"]',
+            "job.toml:6:1",
+            "prepkit takes shell patterns",
+        ),
+        ("[optimizer]\nearly_step_in_backward = true", "job.toml:4:1", "the optimizer steps after backward"),
+        ("[parallelism]\ndata_parallel_shard_degree = [8]", "job.toml:4:1", "is not a number"),
+        ("[fault_tolerance]\nenable = true", "job.toml:4:1", "no groups of replicas"),
+        ("[activation_checkpointing]\nx = 1", "job.toml:3:1", "Write 'activation_checkpoint'"),
+    ],
+)
+def test_what_is_wrong_or_not_offered_is_said_with_its_place(tmp_path: Path, text: str, place: str, said: str) -> None:
+    with pytest.raises(PlanRejected) as caught:
+        read(tmp_path, f"{NONE}{text}\n")
+    assert [place in finding.where and said in str(finding) for finding in caught.value.findings] == [True]
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("[float8]\nemulate = true", "float8"),
+        ("[parallelism]\nenable_async_tensor_parallel = true", "parallelism.enable_async_tensor_parallel"),
+        (
+            "[parallelism]\ndata_parallel_shard_degree = 1\n[training]\nenable_cpu_offload = true",
+            "training.enable_cpu_offload",
+        ),
+    ],
+)
+def test_keys_that_do_nothing_are_said(tmp_path: Path, text: str, key: str) -> None:
+    notes = read(tmp_path, f"{NONE}{text}\n").notes
+    assert [(note.rule, note.where.rpartition(" ")[2]) for note in notes] == [("import.no-effect", key)]
+
+
+def test_keys_of_a_module_of_ones_own_are_listed(tmp_path: Path) -> None:
+    text = '[experimental]\ncustom_args_module = "mine"\n[my_section]\nkey = 1\n'
+    assert "my_section" in {origin.key for origin in read(tmp_path, NONE + text).not_preparation}
+
+
+def test_a_file_of_2024_says_the_same_in_other_places(tmp_path: Path) -> None:
+    text = """\
+[model]
+norm_type = "rmsnorm"
+[training]
+warmup_steps = 10
+data_parallel_degree = 4
+tensor_parallel_degree = 2
+enable_float8_linear = true
+[experimental]
+pipeline_parallel_degree = 1
+[float8]
+enable_fsdp_float8_all_gather = true
+[activation_checkpoint]
+mode = "full"
+"""
+    imported = read(tmp_path, text)
+    config = imported.config
+    assert (config.mesh, config.engine) == (Mesh(shard=4, tensor=2), FSDP2())
+    assert isinstance(config.precision, FP8)
+    assert isinstance(config.precision.backend, TorchAO)
+    assert config.precision.backend.float8_all_gather
+    keys = {origin.setting: (origin.key, origin.line) for origin in config.origins}
+    assert keys["config.mesh.shard"] == ("training.data_parallel_degree", 5)
+    assert keys["config.precision"] == ("training.enable_float8_linear", 7)
+    off = read(tmp_path, text.replace("linear = true", "linear = false"))
+    assert isinstance(off.config.precision, BF16)
+    assert "float8" in {origin.key for origin in off.not_preparation}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[experimental]\npipeline_parallel_degree = 4", r"experimental\.pipeline_parallel_degree: prepkit makes no"),
+        (
+            "[training]\ntensor_parallel_degree = 2\n[parallelism]\ntensor_parallel_degree = 4",
+            r"training\.tensor_parallel_degree: it is given twice",
+        ),
+        ("[float8]\nenable_float8_linear = 3", r"float8\.enable_float8_linear: 3 is not true or false"),
+    ],
+)
+def test_what_an_older_file_asks_for_is_not_passed_over(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(PlanRejected, match=said):
+        read(tmp_path, f"job = {{}}\n{text}\n")
+
+
+def test_keys_of_a_module_of_ones_own_are_listed_unless_they_are_nearly_known(tmp_path: Path) -> None:
+    own = '[experimental]\ncustom_args_module = "mine"\n[training]\nimg_size = 256\n'
+    assert "training.img_size" in {origin.key for origin in read(tmp_path, own).not_preparation}
+    with pytest.raises(PlanRejected, match=r"training\.max_nrom: torchtitan knows no such key"):
+        read(tmp_path, f"{own}max_nrom = 1.0\n")
+    with pytest.raises(PlanRejected, match=r"training\.img_size: torchtitan knows no such key"):
+        read(tmp_path, "[training]\nimg_size = 256\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "every", "notes"),
+    [
+        ("", 2, 0),  # torchtitan's own default
+        ("selective_ac_option = '3'", 3, 0),
+        ("selective_ac_option = 'op'", 1, 1),
+        ("mode = 'full'", 1, 0),
+        ("mode = 'memory_budget'", 1, 1),
+    ],
+)
+def test_every_so_many_blocks_are_recomputed(tmp_path: Path, text: str, every: int, notes: int) -> None:
+    imported = read(tmp_path, f"job = {{}}\n[activation_checkpoint]\n{text}\n")
+    assert imported.config.checkpointing == CheckpointBlocks(preserve_rng_state=False, every=every)
+    assert len(imported.notes) == notes
+    with pytest.raises(PlanRejected, match="there is no block 0"):
+        read(tmp_path, "job = {}\n[activation_checkpoint]\nselective_ac_option = '0'\n")
