@@ -21,15 +21,15 @@ from prepkit.live.model import fsdp1_flat, names
 from prepkit.live.model.fsdp1_flat import FlatShard
 
 
-def whole(model: Module) -> dict[str, Tensor]:
+def whole(model: Module, *, masters: bool = True) -> dict[str, Tensor]:
     """Canonical name to the whole tensor in host memory, on rank 0; the others help, and get nothing. Collective.
 
-    Trained parameters are the master weights, where an engine keeps some. A tied one is there under its first name,
-    buffers are those of rank 0.
+    Trained parameters are the master weights, where an engine keeps some, unless ``masters`` is False. A tied one is
+    there under its first name, buffers are those of rank 0.
     """
     keeps = not dist.is_initialized() or dist.get_rank() == 0
     tensors: dict[str, Tensor] = {}
-    for name, tensor in _parameters(model):
+    for name, tensor in _parameters(model, masters):
         if keeps:
             tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
     for name, buffer in _buffers(model):
@@ -38,7 +38,7 @@ def whole(model: Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _parameters(model: Module) -> Iterator[tuple[str, Tensor]]:
+def _parameters(model: Module, masters: bool) -> Iterator[tuple[str, Tensor]]:
     """In the order of the units; the same on every rank, as each takes a collective."""
     if is_deepspeed(model):
         if any(hasattr(param, "ds_autotp_universal_checkpoint_meta") for param in model.parameters()):
@@ -46,7 +46,7 @@ def _parameters(model: Module) -> Iterator[tuple[str, Tensor]]:
                 "DeepSpeed has split the layers over ranks; write ready.model.save_16bit_model(folder)"
             )
         for name, param in names.named_parameters(model).items():
-            yield name, _of_deepspeed(param)
+            yield name, _of_deepspeed(param, masters)
         return
     shards = fsdp1_flat.flat_shards(model)
     for name, param in names.named_parameters(model).items():
@@ -79,12 +79,13 @@ def _buffers(model: Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{site.path}.{name}" if site.path else name, buffer
 
 
-def _of_deepspeed(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank: the master weights where DeepSpeed keeps some."""
+def _of_deepspeed(tensor: Tensor, masters: bool = True) -> Tensor:
+    """The whole tensor on every rank: the master weights where DeepSpeed keeps some, and ``masters`` says so."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
-    if (hasattr(tensor, "_z3_optimizer") and tensor.requires_grad) or hasattr(tensor, "_hp_mapping"):
+    kept = (hasattr(tensor, "_z3_optimizer") and tensor.requires_grad) or hasattr(tensor, "_hp_mapping")
+    if masters and kept:
         master: Tensor | None = safe_get_full_fp32_param(tensor)
         if master is not None:
             return master

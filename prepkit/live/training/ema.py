@@ -22,8 +22,8 @@ class Ema:
     """``average = decay * average + (1 - decay) * parameter`` after every optimizer step (torch ``swa_utils``).
 
     torch's ``AveragedModel`` copies the model, which ``fully_shard`` forbids. Here each rank averages the parts that it
-    holds of the trained parameters, in their dtype; parameters and averages lie alike, so that both can be saved, and
-    put in each other's place. Buffers are the model's own.
+    holds of the trained parameters, in float32 at least: a step of an average is lost in bfloat16. Parameters and
+    averages lie alike, so that both can be saved, and put in each other's place. Buffers are the model's own.
     """
 
     model: Module
@@ -38,12 +38,13 @@ class Ema:
             raise RuntimeError("ZeRO-3 keeps parameters in buffers of its own; average under FSDP2, or at ZeRO 0 to 2")
         if not 0 <= self.decay < 1:
             raise ValueError(f"a decay of {self.decay} is no average; write one from 0 to below 1, such as 0.999")
-        self.averages = {name: param.detach().clone() for name, param in self._trained().items()}
+        self.averages = {name: _precise(param.detach()).clone() for name, param in self._trained().items()}
 
     @torch.no_grad()
     def update(self) -> None:
         """Takes the parameters into the average: after every ``ready.step()`` that returned True."""
-        pairs = [(local(self.averages[name]), local(param.detach())) for name, param in self._trained().items()]
+        values = {name: local(_precise(param.detach())) for name, param in self._trained().items()}
+        pairs = [(local(self.averages[name]), value) for name, value in values.items()]
         held = [pair for pair in pairs if pair[0].numel()]
         if held:
             average = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]  # torch has no types
@@ -83,4 +84,8 @@ class Ema:
     @torch.no_grad()
     def _put(self, values: Mapping[str, Tensor]) -> None:
         for name, param in self._trained().items():
-            local(param.detach()).copy_(local(values[name]))
+            local(param.data).copy_(local(values[name]))  # ``data``: what is written here is none of the user's writes
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -19,16 +19,16 @@ from prepkit.live.ranks.rank_zero import on_rank_zero
 from prepkit.live.training import pretrained
 
 
-def export(folder: str, model: Module) -> None:
+def export(folder: str, model: Module, *, masters: bool = True) -> None:
     """Writes the whole model as safetensors, tied parameters once. Collective; rank 0 holds all of it in host memory.
 
     A model of transformers writes its config and index beside it (``save_pretrained``), as ``from_pretrained`` expects;
-    trained parameters are the master weights, where an engine keeps some. Of a peft model the adapters alone are
-    written. What was written is read again: ``ExportFailed`` where something that was trained is not in it. Raises
-    that, or what writing raises, on rank 0, and ``RankZeroFailed`` on the others.
+    trained parameters are the master weights, where an engine keeps some and ``masters`` says so. Of a peft model the
+    adapters alone are written. What was written is read again: ``ExportFailed`` where something that was trained is not
+    in it. Raises that, or what writing raises, on rank 0, and ``RankZeroFailed`` on the others.
     """
     by_unit = is_deepspeed(model) or bool(fsdp1_flat.units(model))
-    whole = _gathered(model) if by_unit else _adapters(model) or _whole(model)
+    whole = _gathered(model, masters) if by_unit else _adapters(model) or _whole(model)
     on_rank_zero(lambda: pretrained.write(Path(folder), unwrap(model), whole), f"{folder} could not be written")
 
 
@@ -46,9 +46,9 @@ def whole(model: Module) -> dict[str, torch.Tensor]:
     return own
 
 
-def _gathered(model: Module) -> Mapping[str, torch.Tensor]:
+def _gathered(model: Module, masters: bool) -> Mapping[str, torch.Tensor]:
     """Unit by unit; torch's own way for FSDP1 ends the process on a CPU (2.13)."""
-    whole = gathered.whole(model)
+    whole = gathered.whole(model, masters=masters)
     wanted = pretrained.adapters(model, whole) if whole else None
     return whole if wanted is None else {name: whole[name] for name in whole if name in wanted}
 

@@ -18,7 +18,9 @@ from prepkit.live.training import closures
 from prepkit.live.training.clearing import ClearingGuard, guarded
 from prepkit.live.training.closures import Closure
 from prepkit.live.training.drivers import Driver
+from prepkit.live.training.engine_steps import EngineSteps, kept_apart
 from prepkit.live.training.loop_order import LoopOrder, LoopOutOfOrder
+from prepkit.live.training.model_changes import ModelChanges
 from prepkit.live.training.own_loop import OwnLoop
 from prepkit.plan import Plan
 
@@ -30,12 +32,13 @@ class OptimizerStep:
     plan: Plan
     driver: Driver
     order: LoopOrder
+    changes: ModelChanges
     clip: Clip
     """The plan's; a loop that says it per window, as accelerate's does, puts another here."""
     scheduler: Any
     scaler: torch.amp.GradScaler | None
     own_loop: OwnLoop = field(init=False)
-    _hooks: list[RemovableHandle | ClearingGuard] = field(factory=list, init=False)
+    _hooks: list[RemovableHandle | ClearingGuard | EngineSteps] = field(factory=list, init=False)
     clears: bool = True
     """Whether the gradients go when a window has ended; no in a loop that clears them, as accelerate's does."""
     skipped: bool = False
@@ -65,6 +68,7 @@ class OptimizerStep:
 
         if self.driver.step is None:
             self._hooks += [optimizer.register_step_pre_hook(before) for optimizer in optimizers]
+        self._hooks += [EngineSteps(one, lambda: self.acting) for one in optimizers if kept_apart(one)]
         clearing = [
             optimizer for optimizer in optimizers if hasattr(optimizer, "zero_grad")
         ]  # ZeRO-3's may clear nothing
@@ -83,6 +87,8 @@ class OptimizerStep:
         """
         if not self.order.used:
             self.own_loop.before_step(model, optimizer)
+            self.driver.settle(model)
+            self.changes.before_step()
             return
         raise LoopOutOfOrder(
             "optimizer.step() was called after ready.backward(); write ready.step() in its place: it averages over "

@@ -35,6 +35,7 @@ from prepkit.live.training.ema import Ema
 from prepkit.live.training.evaluation import Evaluation
 from prepkit.live.training.first_look import FirstLook
 from prepkit.live.training.loop_order import LoopOrder
+from prepkit.live.training.model_changes import ModelChanges
 from prepkit.live.training.open_run import while_open
 from prepkit.live.training.optimizer_step import OptimizerStep, parameters
 from prepkit.live.training.run_log import RunLog
@@ -72,6 +73,8 @@ class Prepared:
     """Clips, steps and ticks."""
     _first: FirstLook = field(init=False, repr=False)
     """Looks at the gradients of the first window."""
+    _changes: ModelChanges = field(init=False, repr=False)
+    """Looks whether the model is still the one that was prepared."""
     _seen: int = field(default=0, init=False, repr=False)
     """Micro-batches since the last optimizer step."""
     _last: bool = field(default=False, init=False, repr=False)
@@ -99,10 +102,12 @@ class Prepared:
     """The groups that ``close`` has ended."""
 
     def __attrs_post_init__(self) -> None:
+        self._changes = ModelChanges(plan=self.plan, model=self.model, optimizers=self.optimizers)
         self._end = OptimizerStep(
             plan=self.plan,
             driver=driver(self.model),
             order=self._order,
+            changes=self._changes,
             clip=self.plan.owners.clip,
             scheduler=self.scheduler,
             scaler=self.scaler,
@@ -249,6 +254,7 @@ class Prepared:
     def _look_at_gradients(self) -> None:
         """Averages those of whole parameters; looks once, before the first step, and puts it into the attestation."""
         self._driver.settle(self.model)
+        self._changes.before_step()
         if self.whole_gradients is not None:
             self.whole_gradients.average()
         checks = self._first.look(self.model, self._passes)
@@ -276,6 +282,7 @@ class Prepared:
         """
         self._evaluation.refuse_saving("ready.save()")
         self._between_windows("a checkpoint holds no gradients; save after a step() that returned True")
+        self._changes.before_reading("a checkpoint would hold those")
         self._end.own_loop.before_count("ready.save()", used=self.in_use, stacklevel=5)
         with self._end.allowed():
             self._checkpoints.save(self, folder, keep=keep, wait=wait)
@@ -311,6 +318,7 @@ class Prepared:
                 self, folder, accept=accept, only_model=only_model, missing_ok=missing_ok
             )
         if resumed:
+            self._changes.settle()
             self._order.after_resume()
         return resumed
 
@@ -322,7 +330,8 @@ class Prepared:
     @names_lost_rank
     def export(self, folder: str) -> None:
         """Writes the whole model as safetensors, for ``from_pretrained``. Collective; rank 0 holds all of it."""
-        export.export(folder, self.model)
+        self._changes.before_reading("they alone are exported")
+        export.export(folder, self.model, masters=not self._evaluation.averages)  # averages lie in the model alone
 
     @names_lost_rank
     def close(self) -> None:
@@ -341,6 +350,7 @@ class Prepared:
         self._end.release()
         self.model = unwrap(self.model)
         self._end.driver = driver(self.model)
+        self._changes.let_go(self.model)
         if self.whole_gradients is not None:
             self.whole_gradients.unwatch()
             self.whole_gradients = None
