@@ -69,5 +69,11 @@ def test_what_fails_for_no_known_reason_is_unexplained_and_ends_the_command_with
     monkeypatch.setattr(runs, "rows", lambda _gang, asked: (failed for _ in asked))
     assert runs.main(["--only", "llama", "--into", str(tmp_path)]) == 1
     assert "unexplained: 1\nllama: failed: ZeroDivisionError" in capsys.readouterr().out
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- {name} of a run -->\nold\n<!-- end of {name} -->\n" for name in ("counts", "rows")))
     monkeypatch.setattr(runs, "rows", lambda _gang, asked: [1 / 0 for _ in asked])
-    assert runs.main(["--only", "llama", "--into", str(tmp_path)]) == 1, "the row that is kept is not done again"
+    kept = runs.main(["--only", "llama", "--into", str(tmp_path), "--page", str(page)])
+    assert kept == 1, "the row that is kept is not done again"
+    assert "old" not in page.read_text()
+    assert "| failed | 1 | `llama` |" in page.read_text()
+    assert "| `llama` | failed: ZeroDivisionError |" in page.read_text()
