@@ -5,7 +5,6 @@ DEFAULTS = "the defaults of its config make no model: sizes or ids that a checkp
 UPSTREAM = "its config lacks a field that its model reads, in transformers 5.23"
 SIZES = "its sizes depend on each other in a way that the tiny config does not keep"
 LARGE = "parts that the tiny config does not reach keep their size: more than 6 M parameters"
-SLOW = "a step takes seconds in its path without kernels of its own, and the type is over its limit of 60 s"
 CHOSEN_BY_NONE = (
     "equal in float32 until an expert is chosen on no rank, which is stepped with zeros under FSDP2 and not at all "
     "under DDP; in float64 its router computes in float32"
@@ -14,7 +13,6 @@ INPUTS = "it takes other inputs than tokens"
 
 EXCEPTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("equal in float64", "", "", ROUNDING),
-    ("failed", "kimi_linear", "took longer than its limit", SLOW),
     ("failed", "switch_transformers", "replicas-differ", CHOSEN_BY_NONE),
     ("not built", "", "are not tiny", LARGE),
     ("not built", "bailing_hybrid", "The size of tensor a", SIZES),

@@ -78,6 +78,11 @@ class Loader:
         return getattr(self.source.loader, name)
 
     @property
+    def exhausted(self) -> bool:
+        """Whether its last pass went to its end, and none has been begun since."""
+        return self.present is None and not self._begun
+
+    @property
     def at_window_end(self) -> bool:
         """Whether the batch in use is the last of its pass, and ends the accumulation window."""
         return self.ends_window and self.present is not None and self.present.last

@@ -26,6 +26,10 @@ class Passes:
     read: bool = field(default=False, init=False)
     """Whether any of those that are trained on was read in this process."""
 
+    late: bool = field(default=False, init=False)
+    """Whether the pass that ends windows is over, so that what is trained now was read ahead of its time."""
+    _told_late: bool = field(default=False, init=False)
+
     def __attrs_post_init__(self) -> None:
         self._watch(self.loaders)
 
@@ -91,6 +95,19 @@ class Passes:
                 stacklevel=3,
             )
 
+    def warn_late(self, accumulation: int) -> None:
+        """Once, where a micro-batch is trained after the pass it was read in: the window has ended before it."""
+        if self.late and accumulation > 1 and not self._told_late:
+            self._told_late = True
+            warnings.warn(
+                f"a batch is trained after its loader has come to its end, as in `for batch in list(loader):` and with "
+                f"a prefetcher that reads one batch ahead: the window of {accumulation} micro-batches ended with the "
+                "batch that was read last, not with the one that is trained last. Write `for batch in "
+                "ready.loaders[0]:`, or Config(loaders=pk.ShardLoaders(ends_window=False)) and end the last window by "
+                "`with ready.accumulate(last=True):`. What was read ahead is not read again after a resume",
+                stacklevel=5,
+            )
+
     def _changed(self, loader: Loader) -> None:
         self.read = self.read or not loader.evaluation
         if loader.present is None:
@@ -98,4 +115,5 @@ class Passes:
         elif all(other is not loader for other in self.under_way):
             self.under_way.append(loader)
         if loader.ends_window:
+            self.late = loader.exhausted
             self.on_batch()

@@ -8,6 +8,7 @@ window is held to it and not the first one alone.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,15 +41,20 @@ class LoopOrder:
     """Calls of ``backward`` in this micro-batch."""
     _more: bool = False
     """Whether the last of them has announced another one."""
+    _cleared: bool = False
+    """Whether the gradients of this micro-batch were cleared after its backward."""
     _averaged: bool = False
     """Whether DDP has averaged the gradients of this window."""
     _kept: Parameter | None = None
     """A parameter that had a gradient when the last micro-batch ended inside a window; None: none had, as in FSDP2."""
     _usual: Parameter | None = None
     """The parameter that had a gradient when somebody last looked: asking it first saves a walk through the model."""
+    _mark: tuple[int, int] | None = None
+    """Which gradient that was after the last backward, and how often it had been written."""
     _written: tuple[tuple[int, ...], tuple[float, ...]] | None = None
     """How often each gradient had been written after the last backward; None: nobody looked."""
     _changes_looked_at: bool = False
+    _told_of_writes: bool = False
     _ticked: int | None = None
     """Where the scheduler stood after the last window; None: nobody looked, or it was put elsewhere since."""
 
@@ -80,6 +86,22 @@ class LoopOrder:
         if torch.is_grad_enabled() and model.require_backward_grad_sync:
             self._armed = True
 
+    def before_window(self, trained: Iterable[Parameter]) -> None:
+        """Raises ``LoopOutOfOrder`` where a window would begin with gradients of something else.
+
+        ``trained`` are those of the optimizers: a forward of FSDP2 leaves others in the model, gathered.
+        """
+        if self._backwards or self._inside or not self.shows_gradients:
+            return
+        usual = self._usual is not None and self._usual.grad is not None
+        if usual if self.used else any(param.grad is not None for param in trained):
+            raise LoopOutOfOrder(
+                "gradients lie in the model before the first ready.backward() of a window, as after a loss.backward() "
+                "by hand, and would be added to those of the window. Remove that call, and add losses up for one "
+                "ready.backward(loss); where the gradients are left over from before, call "
+                "ready.optimizer.zero_grad() first"
+            )
+
     def before_backward(self, model: Module, *, more: bool, keeps: bool = True) -> None:
         """Raises ``LoopOutOfOrder`` where ``step`` was forgotten, or DDP's reducer would sleep through the backward.
 
@@ -105,25 +127,46 @@ class LoopOrder:
                     f"another method than forward {_ENTRY}"
                 )
             self._armed, self._averaged = False, True
-        self.used, self._more = True, more
+        self.used, self._more, self._cleared = True, more, False
         self._backwards += 1
 
     def after_backward(self, model: Module) -> None:
-        """Notes how often each gradient was written, until ``before_first_step`` has looked."""
+        """Notes how often each gradient was written, until ``before_window_end`` has looked; then that of one alone."""
         if self.shows_gradients and not self._changes_looked_at:
             self._written = _writes(model)
+        self._mark = self._marked()
 
-    def before_first_step(self, model: Module, *, scaled: bool) -> None:
+    def before_window_end(self, model: Module, *, scaled: bool) -> None:
         """Tells, once, of gradients that something else has written since the last backward.
 
-        Warns, as what was written may be meant; raises ``LoopOutOfOrder`` where the loss is scaled, so that a norm or a
-        sum of such gradients is none.
+        Of all in the first window, of one in the others. Warns, as what was written may be meant; raises
+        ``LoopOutOfOrder`` where the loss is scaled, so that a norm or a sum of such gradients is none, and where all
+        gradients are gone.
         """
+        if self._usual is not None and self._usual.grad is None:
+            self._usual = next((param for param in model.parameters() if param.grad is not None), None)
+            if self._usual is None:
+                raise LoopOutOfOrder(
+                    "no parameter has a gradient: something has set them to None between ready.backward() and "
+                    "ready.step(), as model.zero_grad() does. Remove that call: ready.step() clears the gradients at "
+                    "the end of each window"
+                )
         if self._changes_looked_at:
-            return
+            written = self._mark is not None and self._mark != self._marked() and not self._told_of_writes
+        else:
+            written = self._written is not None and self._written != _writes(model)
+            if self.shows_gradients:
+                self._usual = next((param for param in model.parameters() if param.grad is not None), None)
         self._changes_looked_at = True
-        if self._written is None or self._written == _writes(model):
-            return
+        if written:
+            self._told_of_writes = True
+            self._tell_of_writes(scaled=scaled)
+
+    def _marked(self) -> tuple[int, int] | None:
+        gradient = None if self._usual is None else self._usual.grad
+        return None if gradient is None or isinstance(gradient, DTensor) else (id(gradient), gradient._version)
+
+    def _tell_of_writes(self, *, scaled: bool) -> None:
         what = (
             "the gradients were written between ready.backward() and ready.step(), as clip_grad_norm_() and a "
             "loss.backward() beside it do. Remove that call: write Config(clip=pk.ClipNorm(1.0)), by which "
@@ -131,7 +174,7 @@ class LoopOrder:
         )
         if scaled:
             raise LoopOutOfOrder(f"{what}. Under float16 they are still multiplied by the loss scale")
-        warnings.warn(what, stacklevel=5)
+        warnings.warn(what, stacklevel=6)
 
     def before_step(self, model: Module, *, ended: bool) -> None:
         """Raises ``LoopOutOfOrder`` where no ``backward`` of this micro-batch was prepkit's, or DDP averaged none."""
@@ -141,6 +184,12 @@ class LoopOrder:
                 "loss.backward() by hand are not divided by the number of micro-batches, not scaled under float16, and "
                 "not taken by DeepSpeed. Write ready.backward(loss) in its place; leave out both for a batch without "
                 "a loss, and end a window early with ready.accumulate(last=True)"
+            )
+        if self._cleared:
+            raise LoopOutOfOrder(
+                "optimizer.zero_grad() was called between ready.backward() and ready.step(), which would train "
+                "nothing. Remove that call: ready.step() clears the gradients at the end of each window. To leave a "
+                "batch out, leave out its ready.step() as well"
             )
         if self._more:
             raise LoopOutOfOrder(
@@ -164,6 +213,7 @@ class LoopOrder:
                 "optimizer.zero_grad() was called inside an accumulation window, whose first micro-batches it would "
                 "throw away. Remove that call: ready.step() clears the gradients at the end of each window"
             )
+        self._cleared = self._backwards > 0
 
     def before_tick(self, scheduler: Any) -> None:
         """Raises ``LoopOutOfOrder`` where somebody else has stepped the scheduler since ``after_tick``."""
@@ -185,7 +235,7 @@ class LoopOrder:
 
     def after_step(self, model: Module, *, ended: bool) -> None:
         """The next micro-batch begins."""
-        self._backwards = 0
+        self._backwards, self._cleared = 0, False
         self._inside = not ended
         self._averaged = self._averaged and not ended
         self._kept = None

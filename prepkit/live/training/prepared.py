@@ -200,6 +200,8 @@ class Prepared:
         if more and taken:
             raise RuntimeError("DeepSpeed counts micro-batches by their backward; add the losses up for one")
         self._tokens.check(self, loss, mean_over, more=more)
+        if self._end.clears:
+            self._order.before_window(param for one in self.optimizers for param in parameters(one))
         self._order.before_backward(self.model, more=more, keeps=not taken)
         loss = self._tokens.weighed(loss, mean_over)
         if self._driver.backward is not None:
@@ -229,7 +231,8 @@ class Prepared:
         if closure is None:
             self._order.before_step(self.model, ended=ended)
             if ended:
-                self._order.before_first_step(self.model, scaled=self.scaler is not None)
+                self._order.before_window_end(self.model, scaled=self.scaler is not None)
+        self._passes.warn_late(self.plan.owners.accumulation_steps)
         factor = self._tokens.end(self.plan.owners.accumulation_steps) if ended else None
         if closure is None and ended:
             self._order.before_tick(self._end.ticked_here)

@@ -270,3 +270,96 @@ def test_scaled_gradients_that_something_else_has_written_are_refused() -> None:
     ready.backward(ready.model(batch(0)).sum())
     nn.utils.clip_grad_norm_(ready.model.parameters(), 1.0)
     assert "still multiplied by the loss scale" in told(ready.step)
+
+
+@pytest.mark.parametrize(("accumulation", "before"), [(1, 0), (1, 2), (2, 0), (2, 4)])
+def test_a_step_behind_zero_grad_is_refused_in_every_window(accumulation: int, before: int) -> None:
+    ready = prepared(pk.Single(), accumulation=accumulation)
+    for _ in range(before):
+        window(ready, 0)
+    ready.backward(ready.model(batch(0)).sum())
+    ready.optimizer.zero_grad()
+    assert "which would train nothing. Remove that call" in told(ready.step)
+    assert [window(ready, 0) for _ in range(accumulation)][-1], "the batch was left out, and its window begins anew"
+
+
+def test_gradients_that_are_gone_at_the_end_of_a_later_window_are_missed() -> None:
+    ready = prepared(pk.Single())
+    window(ready, 0)
+    ready.backward(ready.model(batch(0)).sum())
+    ready.model.zero_grad()
+    assert "no parameter has a gradient: something has set them to None" in told(ready.step)
+
+
+def test_gradients_that_are_written_from_a_later_window_on_are_warned_of_once() -> None:
+    ready = prepared(pk.Single())
+    for _ in range(2):
+        window(ready, 0)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            ready.backward(ready.model(batch(0)).sum())
+            nn.utils.clip_grad_norm_(ready.model.parameters(), 1e-3)
+            ready.step()
+    assert ["the gradients were written between" in str(one.message) for one in heard] == [True]
+    assert [one.filename for one in heard] == [__file__]
+
+
+def beside(rank: int, world: int, engine: Any) -> list[str]:
+    """What is raised where a backward by hand came before ``ready.backward``, in the first and in the third window."""
+    del world
+    ready, found = prepared(engine), []
+    for at in range(4):
+        if at in (0, 2):
+            ready.model(batch(rank)).sum().backward()
+            loss = ready.model(batch(rank)).sum()
+            found.append(told(lambda loss=loss: ready.backward(loss)))  # type: ignore[misc]
+            ready.optimizer.zero_grad()
+        window(ready, rank)
+    return found
+
+
+@pytest.mark.parametrize("engine", [pk.Single(), pk.FSDP2()], ids=lambda engine: type(engine).__name__)
+def test_a_backward_by_hand_before_ours_is_refused_in_every_window(engine: Any, gang2: Gang) -> None:
+    ranks = [beside(0, 1, engine)] if isinstance(engine, pk.Single) else gang2.run(beside, engine, timeout=60)
+    for found in ranks:
+        assert ["gradients lie in the model before the first ready.backward()" in what for what in found] == 2 * [True]
+
+
+@pytest.mark.parametrize(
+    ("read", "accumulation", "late"),
+    [(iter, 2, False), (list, 2, True), (list, 1, False)],
+    ids=["as they come", "all at once", "all at once, each a window"],
+)
+def test_batches_that_were_read_ahead_of_a_window_s_end_are_told_once(read: Any, accumulation: int, late: bool) -> None:
+    torch.manual_seed(0)
+    loader = torch.utils.data.DataLoader(torch.ones(6, 4), batch_size=2)  # type: ignore[arg-type]
+    cfg = pk.Config(engine=pk.Single(), optimizer=pk.SGD(lr=0.1), accumulation=accumulation)
+    ready = pk.apply(pk.build_plan(cfg, Layers(), loaders=[loader]))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for data in read(ready.loaders[0]):
+                ready.backward(ready.model(data).sum())
+                ready.step()
+    said = [one for one in heard if "a batch is trained after its loader has come to its end" in str(one.message)]
+    assert len(said) == late
+    assert all(one.filename == __file__ for one in said)
+
+
+def test_a_prefetcher_of_one_batch_is_told_at_the_end_of_its_first_pass() -> None:
+    loader = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)  # type: ignore[arg-type]
+    cfg = pk.Config(engine=pk.Single(), optimizer=pk.SGD(lr=0.1), accumulation=2)
+    ready = pk.apply(pk.build_plan(cfg, Layers(), loaders=[loader]))
+    batches = iter(ready.loaders[0])
+    held = next(batches)
+    said: list[int] = []
+    for at in range(4):
+        coming = next(batches, None)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            ready.backward(ready.model(held).sum())
+            ready.step()
+        said += [at for one in heard if "a prefetcher that reads one batch ahead" in str(one.message)]
+        held = coming
+    assert said == [3]
