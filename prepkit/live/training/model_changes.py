@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from attrs import define, field, frozen
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 from prepkit.config import DDP, FSDP1, FSDP2, XLA, Single
@@ -96,7 +97,8 @@ class ModelChanges:
             )
 
     def _writes(self) -> int:
-        return sum(one.param._version for one in self._stood.values() if one.trained) if self._masters else 0
+        trained = (one.param for one in self._stood.values() if one.trained) if self._masters else ()
+        return sum(param._version for param in trained if isinstance(param, Tensor))  # MS-AMP's weights are none
 
     def _put_in(self, found: dict[str, Parameter], held: set[int]) -> list[str]:
         """Trained parameters that were not there, as of a layer that was replaced or a tie that was broken."""
