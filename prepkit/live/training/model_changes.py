@@ -17,10 +17,8 @@ from prepkit.config import DDP, FSDP1, FSDP2, XLA, Single
 from prepkit.findings.text import count, some
 from prepkit.live.model import names
 from prepkit.live.training.engine_steps import kept_apart
+from prepkit.live.training.looks import due
 from prepkit.plan import Plan
-
-OFTEN = 64
-"""Windows between two looks at every parameter, once the first few windows are over."""
 
 _ANEW = (
     "Change the model before build_plan. In the middle of a run: ready.save(folder), ready.close(), change the model, "
@@ -78,8 +76,7 @@ class ModelChanges:
         """
         self._windows += 1
         self.before_reading("the next step would undo that")
-        late = self._windows & (self._windows - 1)  # 0 in the first, second, fourth, eighth window
-        if (late and self._windows % OFTEN) or isinstance(self.plan.config.engine, XLA):
+        if not due(self._windows) or isinstance(self.plan.config.engine, XLA):
             return
         held = {id(param) for one in self.optimizers for group in one.param_groups for param in group["params"]}
         found = names.named_parameters(self.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -14,7 +15,7 @@ from attrs import define, evolve, field
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from prepkit.config import FSDP1
+from prepkit.config import FSDP1, XLA
 from prepkit.config.mesh import SAME_DATA
 from prepkit.live.checkpoints import session
 from prepkit.live.data.passes import Passes
@@ -28,7 +29,7 @@ from prepkit.live.model.xla_gradients import XLAGradients
 from prepkit.live.ranks import end_groups, last_words, launcher, named_barrier
 from prepkit.live.ranks.peers import Peers, named, names_lost_rank
 from prepkit.live.ranks.within import check_limit
-from prepkit.live.training import closures, export, owned_optimizers, terminal, token_loss
+from prepkit.live.training import closures, export, owned_optimizers, restored_settings, terminal, token_loss
 from prepkit.live.training.closures import Closure
 from prepkit.live.training.drivers import Driver, driver
 from prepkit.live.training.ema import Ema
@@ -38,6 +39,7 @@ from prepkit.live.training.loop_order import LoopOrder
 from prepkit.live.training.model_changes import ModelChanges
 from prepkit.live.training.open_run import while_open
 from prepkit.live.training.optimizer_step import OptimizerStep, parameters
+from prepkit.live.training.ranks_alike import RanksAlike
 from prepkit.live.training.run_log import RunLog
 from prepkit.live.training.token_loss import Count, TokenWindow
 from prepkit.live.training.trackers import TrackerSpec
@@ -75,6 +77,10 @@ class Prepared:
     """Looks at the gradients of the first window."""
     _changes: ModelChanges = field(init=False, repr=False)
     """Looks whether the model is still the one that was prepared."""
+    _alike: RanksAlike = field(init=False, repr=False)
+    """Looks whether the ranks still train alike."""
+    _loss: torch.Tensor | None = field(default=None, init=False, repr=False)
+    """Of the last backward."""
     _seen: int = field(default=0, init=False, repr=False)
     """Micro-batches since the last optimizer step."""
     _last: bool = field(default=False, init=False, repr=False)
@@ -103,6 +109,7 @@ class Prepared:
 
     def __attrs_post_init__(self) -> None:
         self._changes = ModelChanges(plan=self.plan, model=self.model, optimizers=self.optimizers)
+        self._alike = RanksAlike(self.optimizers)
         self._end = OptimizerStep(
             plan=self.plan,
             driver=driver(self.model),
@@ -203,6 +210,7 @@ class Prepared:
         if self._end.clears:
             self._order.before_window(param for one in self.optimizers for param in parameters(one))
         self._order.before_backward(self.model, more=more, keeps=not taken)
+        self._loss = loss.detach() if mean_over is None else None  # a mean over no tokens is no number
         loss = self._tokens.weighed(loss, mean_over)
         if self._driver.backward is not None:
             self._driver.backward(self.model, loss)
@@ -258,6 +266,8 @@ class Prepared:
         """Averages those of whole parameters; looks once, before the first step, and puts it into the attestation."""
         self._driver.settle(self.model)
         self._changes.before_step()
+        if not isinstance(self.plan.config.engine, XLA):  # torch knows no group of its processes
+            self._alike.before_step(self._loss, self.epoch)
         if self.whole_gradients is not None:
             self.whole_gradients.average()
         checks = self._first.look(self.model, self._passes)
@@ -316,11 +326,15 @@ class Prepared:
         self._evaluation.refuse_saving("ready.resume()")
         what = "their gradients belong to what is replaced; resume before the first backward, or after a step() that"
         self._between_windows(f"{what} returned True")
+        before = restored_settings.settings(self.optimizers)
         with self._end.allowed():
             resumed = self._checkpoints.resume(
                 self, folder, accept=accept, only_model=only_model, missing_ok=missing_ok
             )
         if resumed:
+            told = restored_settings.replaced(before, restored_settings.settings(self.optimizers))
+            if told and self.is_main_process:
+                warnings.warn(told, stacklevel=4)
             self._changes.settle()
             self._order.after_resume()
         return resumed

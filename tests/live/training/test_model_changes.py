@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import prepkit as pk
+from prepkit.live.training.looks import OFTEN
 from prepkit.live.training.loop_order import LoopOutOfOrder
-from prepkit.live.training.model_changes import OFTEN, ModelChanged
+from prepkit.live.training.model_changes import ModelChanged
 from tests.support.deepspeed_cpu import lean
 from tests.support.gang import Gang
 
