@@ -135,7 +135,8 @@ def foreign_uses(plan: Plan, model: Any, *args: Any, **kwargs: Any) -> tuple[Fin
     """Parameters of units that something outside the unit's forward computes with, where torch would fail.
 
     Runs ``model(*args, **kwargs)`` on a copy without data. Empty where all is well, and under engines without units.
-    Raises ``RuntimeError`` for a model that cannot run without values.
+    Raises ``RuntimeError`` for a forward that fails, as one that multiplies unlike dtypes does (kernels that take any
+    on the copy are not noticed), and where there are units for one that cannot run without values.
     """
     from prepkit.live.rehearse.foreign_use import foreign_uses as find
 

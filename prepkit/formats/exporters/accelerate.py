@@ -136,9 +136,9 @@ def _sizes(config: Config, world_size: int | None) -> dict[str, int]:
     match config.engine:
         case TensorParallel():
             tensor = mesh.tensor if mesh is not None else world_size
-            sizes = {"dp_replicate": 1, "dp_shard": 1, "tp": tensor or 1}
+            sizes = {"dp_replicate": 1, "dp_shard": 1, "tp": max(1, tensor or 1)}
         case _ if mesh is not None and not isinstance(config.engine, DeepSpeed):
-            sizes = {"dp_replicate": mesh.replicate, "dp_shard": mesh.shard, "tp": mesh.tensor}
+            sizes = {"dp_replicate": mesh.replicate, "dp_shard": mesh.shard, "tp": max(1, mesh.tensor)}
     return {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
 
 
@@ -157,6 +157,7 @@ def _counted(config: Config, world_size: int | None) -> Config:
             mesh,
             replicate=left if mesh.replicate == -1 else mesh.replicate,
             shard=left if mesh.shard == -1 else mesh.shard,
+            tensor=left if mesh.tensor == -1 else mesh.tensor,
         ),
     )
 

@@ -17,15 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from prepkit.config import Intent
+from prepkit.config import DeepSpeed, Intent
 from prepkit.findings.text import count, some
 from prepkit.live.interpreter import Halted, interpret
 from prepkit.live.model.names import named_parameters
 from prepkit.live.model.target import Target
+from prepkit.live.rehearse import unit_casts
 from prepkit.live.rehearse.meta import fake_twin, meta_copy
 from prepkit.live.step_kinds import handlers
 from prepkit.plan import Plan
-from prepkit.steps import AutocastForward, CheckpointModules, ShardUnits, Step, WrapFSDP1
+from prepkit.steps import AutocastForward, CheckpointModules, Step
+
+
+class NeedsValues(RuntimeError):
+    """The forward looks at values, and a copy without data has none."""
 
 
 def activations(plan: Plan, model: Module, *args: Any, **kwargs: Any) -> int:
@@ -36,7 +41,7 @@ def activations(plan: Plan, model: Module, *args: Any, **kwargs: Any) -> int:
     more or less than those of the CPU. Inputs of blocks that ``offload`` sends to host memory are counted as if they
     stayed. Neither the model nor the arguments are touched.
 
-    Raises ``RuntimeError`` where the forward needs values, as a model that branches on them does.
+    Raises ``RuntimeError`` where the forward needs values, as a model that branches on them does, or fails.
     """
     with without_data(plan, model, (args, kwargs)) as (twin, inputs):
         most, without = _tracked(twin, inputs, trains=plan.config.intent is Intent.TRAINING)
@@ -48,22 +53,37 @@ def activations(plan: Plan, model: Module, *args: Any, **kwargs: Any) -> int:
 def without_data(plan: Plan, model: Module, given: tuple[Any, Any]) -> Iterator[tuple[Module, tuple[Any, Any]]]:
     """A copy of the model and of what it is ``given``, as the plan computes with them on a rank, without data.
 
-    Raises ``RuntimeError`` where what is done inside needs values.
+    Raises ``NeedsValues`` where what is done inside needs values, and ``RuntimeError`` where it fails.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    dtype = _computed(plan)
-    stored = {layout.name: getattr(torch, layout.dtype) for layout in plan.layout}
-    names = {id(param): stored[name] for name, param in model.named_parameters() if name in stored}
-    twin, _ = meta_copy(model, None, _twins(mode, dtype, names))
+    dtypes = unit_casts.computed(plan)
+    named = {id(param): dtypes[name] for name, param in named_parameters(model).items() if name in dtypes}
+    twin, _ = meta_copy(model, None, _twins(mode, named))
     target = Target(model=twin)
     with mode:
         outcome = interpret(tuple(_local(plan)), handlers(), target)
         if isinstance(outcome, Halted):
             raise RuntimeError(str(outcome))  # noqa: TRY004  # a failed step is no wrong type
+        unit_casts.cast_as_units(plan, target.model)
         try:
-            yield target.model, tree_map_only(Tensor, lambda tensor: _fake(tensor, dtype), given)
+            yield target.model, tree_map_only(Tensor, _fake, given)
         except (torch._subclasses.fake_tensor.DataDependentOutputException, NotImplementedError) as error:
-            raise RuntimeError(f"{type(model).__name__} cannot be run without data: {error}") from error
+            raise NeedsValues(f"{type(model).__name__} cannot be run without data: {error}") from error
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise RuntimeError(_failed(plan, model, dtypes.values(), error)) from error
+
+
+def _failed(plan: Plan, model: Module, dtypes: Iterable[torch.dtype], error: Exception) -> str:
+    kinds = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
+    what = f"the forward of {type(model).__name__} fails on what it is given, with parameters in {kinds} as the plan "
+    first = next(iter(str(error).strip().splitlines()), "")
+    told = f"{what}computes: {type(error).__name__}: {first}"
+    if isinstance(plan.config.engine, DeepSpeed) and "dtype" in str(error):
+        told += (
+            " DeepSpeed casts parameters and, from 0.19 on, no buffers: cast what meets them in the forward, or write "
+            '"data_types": {"buffer_dtype": "bf16"} into the JSON of DeepSpeed(config=...)'
+        )
+    return told
 
 
 def _tell(without: tuple[str, ...]) -> None:
@@ -84,16 +104,14 @@ def _local(plan: Plan) -> Iterator[Step]:
                 yield evolve(planned.step, offload=False)  # a tensor without data is on no device
 
 
-def _twins(
-    mode: FakeTensorMode, gathered: torch.dtype | None, stored: dict[int, torch.dtype]
-) -> Callable[[Tensor], Tensor]:
+def _twins(mode: FakeTensorMode, dtypes: dict[int, torch.dtype]) -> Callable[[Tensor], Tensor]:
     """Tensors without data; parameters in the dtype in which they are computed with."""
     plain = fake_twin(mode)
 
     def make(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, Parameter) or not tensor.is_floating_point():
             return plain(tensor)
-        dtype = gathered or stored.get(id(tensor), tensor.dtype)
+        dtype = dtypes.get(id(tensor), tensor.dtype)
         with mode:
             bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
             return Parameter(bare, tensor.requires_grad)
@@ -101,17 +119,8 @@ def _twins(
     return make
 
 
-def _computed(plan: Plan) -> torch.dtype | None:
-    """The dtype of gathered parameters; None: as stored."""
-    names = (p.step.param_dtype for p in plan.steps if isinstance(p.step, ShardUnits | WrapFSDP1))
-    name = next(names, None)
-    found: torch.dtype | None = getattr(torch, name) if name else None
-    return found
-
-
-def _fake(given: Tensor, dtype: torch.dtype | None) -> Tensor:
-    made = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cpu")
-    return made.to(dtype) if dtype is not None and given.is_floating_point() else made
+def _fake(given: Tensor) -> Tensor:
+    return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="cpu")
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from prepkit.findings import Finding
 from prepkit.findings.text import at
 from prepkit.live.model import names
-from prepkit.live.rehearse.activations import without_data
+from prepkit.live.rehearse.activations import NeedsValues, without_data
 from prepkit.plan import Plan
 from prepkit.rules.forward import USED_ELSEWHERE
 from prepkit.steps import ShardUnits, WrapFSDP1
@@ -24,15 +24,24 @@ def foreign_uses(plan: Plan, model: Module, *args: Any, **kwargs: Any) -> tuple[
     """One finding per parameter of a unit that something outside the unit's forward computes with.
 
     Runs ``model(*args, **kwargs)`` on a copy without data, as the plan computes. Nothing under an engine without units.
-    Raises ``RuntimeError`` for a model that cannot run without values.
+    Raises ``RuntimeError`` for a forward that fails, and where there are units for one that needs values.
     """
     keeps = _units(plan)
-    if not keeps:
+    try:
+        return _uses(plan, model, (args, kwargs), keeps)
+    except NeedsValues:
+        if keeps:
+            raise
         return ()
+
+
+def _uses(plan: Plan, model: Module, given: tuple[Any, Any], keeps: dict[str, bool]) -> tuple[Finding, ...]:
     unit_of = {layout.name: layout.unit for layout in plan.layout}
-    with without_data(plan, model, (args, kwargs)) as (twin, inputs):
+    with without_data(plan, model, given) as (twin, inputs):
         owners = {
-            id(param): (name, unit_of[name]) for name, param in names.named_parameters(twin).items() if name in unit_of
+            id(param): (name, unit_of[name])
+            for name, param in names.named_parameters(twin).items()
+            if unit_of.get(name) in keeps
         }
         watch = Watch(owners, keeps)
         with _followed(twin, watch), watch, torch.no_grad():

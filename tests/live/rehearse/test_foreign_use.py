@@ -105,3 +105,55 @@ def test_an_example_that_is_none_is_told_what_to_write() -> None:
         pk.build_plan(cfg, Parent(), env=CLUSTER, example=torch.ones(2, 4))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="facts have no forward"):
         pk.build_plan(pk.Config(engine=pk.FSDP2()), tiny_facts(world=4), example=pk.Example())
+
+
+class Rotary(nn.Module):
+    """As a Llama does it: float32 tables of the root go into each block, where they meet what the weights have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([RotaryBlock(), RotaryBlock()])
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.table)
+        return x
+
+
+class RotaryBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        turned, value = self.up(x) * table, self.up(x)
+        return nn.functional.scaled_dot_product_attention(turned, turned, value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "fails"),
+    [
+        (pk.FSDP2(wrap=pk.WrapClasses(("RotaryBlock",))), False),
+        (pk.FSDP2(wrap=pk.WrapClasses(("RotaryBlock",)), cast_forward_inputs=False), True),
+        (pk.FSDP1(wrap=pk.WrapClasses(("RotaryBlock",)), buffer_dtype="bfloat16"), False),
+        (pk.DDP(), False),
+        (pk.DeepSpeed(stage=2, micro_batch=2), True),
+        (pk.DeepSpeed(stage=2, micro_batch=2, config='{"data_types": {"buffer_dtype": "bf16"}}'), False),
+    ],
+    ids=["fsdp2", "fsdp2 without casts", "fsdp1", "ddp", "zero", "zero with buffers cast"],
+)
+def test_an_example_is_computed_in_the_dtypes_in_which_the_units_compute(engine: Any, fails: bool) -> None:
+    cfg = pk.Config(engine=engine, optimizer=pk.SGD(), precision=pk.BF16())
+    example = pk.Example(
+        torch.ones(1, 1, 2, 4, dtype=torch.bfloat16 if isinstance(engine, pk.DeepSpeed) else torch.float32)
+    )
+    if not fails:
+        plan = pk.build_plan(cfg, Rotary(), env=CLUSTER, example=example)
+        assert pk.activations(plan, Rotary(), *example.args) > 0
+        return
+    with pytest.raises(
+        RuntimeError, match="the forward of Rotary fails on what it is given, with parameters in"
+    ) as told:
+        pk.build_plan(cfg, Rotary(), env=CLUSTER, example=example)
+    assert ('write "data_types": {"buffer_dtype": "bf16"}' in str(told.value)) is isinstance(engine, pk.DeepSpeed)
