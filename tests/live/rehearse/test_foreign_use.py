@@ -135,13 +135,12 @@ class RotaryBlock(nn.Module):
     ("engine", "fails"),
     [
         (pk.FSDP2(wrap=pk.WrapClasses(("RotaryBlock",))), False),
-        (pk.FSDP2(wrap=pk.WrapClasses(("RotaryBlock",)), cast_forward_inputs=False), True),
         (pk.FSDP1(wrap=pk.WrapClasses(("RotaryBlock",)), buffer_dtype="bfloat16"), False),
         (pk.DDP(), False),
         (pk.DeepSpeed(stage=2, micro_batch=2), True),
         (pk.DeepSpeed(stage=2, micro_batch=2, config='{"data_types": {"buffer_dtype": "bf16"}}'), False),
     ],
-    ids=["fsdp2", "fsdp2 without casts", "fsdp1", "ddp", "zero", "zero with buffers cast"],
+    ids=["fsdp2", "fsdp1", "ddp", "zero", "zero with buffers cast"],
 )
 def test_an_example_is_computed_in_the_dtypes_in_which_the_units_compute(engine: Any, fails: bool) -> None:
     cfg = pk.Config(engine=engine, optimizer=pk.SGD(), precision=pk.BF16())
