@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from prepkit.live.training.engine_steps import EngineSteps, kept_apart
 from prepkit.live.training.loop_order import LoopOrder, LoopOutOfOrder
 from prepkit.live.training.model_changes import ModelChanges
 from prepkit.live.training.own_loop import OwnLoop
+from prepkit.live.training.plain_state import refuse_state, refuse_weights
 from prepkit.plan import Plan
 
 
@@ -68,6 +69,9 @@ class OptimizerStep:
 
         if self.driver.step is None:
             self._hooks += [optimizer.register_step_pre_hook(before) for optimizer in optimizers]
+            self._hooks += [optimizer.register_load_state_dict_pre_hook(refuse_state) for optimizer in optimizers]
+            hook = model.register_load_state_dict_pre_hook(_before_weights)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
         self._hooks += [EngineSteps(one, lambda: self.acting) for one in optimizers if kept_apart(one)]
         clearing = [
             optimizer for optimizer in optimizers if hasattr(optimizer, "zero_grad")
@@ -157,6 +161,11 @@ class OptimizerStep:
             for _ in range(self.plan.owners.scheduler_ticks):
                 scheduler.step()
             self.order.after_tick(scheduler)
+
+
+def _before_weights(model: Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    if not prefix:
+        refuse_weights(model, state)
 
 
 def parameters(optimizer: Optimizer) -> list[Parameter]:

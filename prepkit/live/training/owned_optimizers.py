@@ -6,6 +6,7 @@ ones steps tensors that nobody reads, and raises nothing.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -87,12 +88,13 @@ def _watched(prepared: LoopView, before: WeakIdKeyDictionary) -> RemovableHandle
     """Before any optimizer of this process steps: refuses one that the plan does not know and that would go wrong."""
     owner = weakref.ref(prepared)
     unrelated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def look(optimizer: Optimizer, *_: Any) -> None:
         ready = owner()  # when it is gone the hook stays, and does nothing: torch goes through the hooks just now
         if ready is None or optimizer in unrelated or _known(optimizer, ready.optimizer):
             return
-        if _refuse(optimizer, ready, before):
+        if _refuse(optimizer, ready, before, told):
             unrelated.add(optimizer)
 
     return register_optimizer_step_pre_hook(look)
@@ -103,11 +105,16 @@ def _known(optimizer: Optimizer, prepared: Optimizer | None) -> bool:
 
 
 def _averages_for_step(ready: LoopView) -> bool:
-    """Whether gradients are divided, averaged and cleared for ``ready.step()``, so that no other may use them."""
-    return ready.in_use and ready.optimizer is not None and not ready.engine_steps
+    """Whether gradients are divided, averaged and cleared for ``ready.step()``, so that no other may use them.
+
+    DeepSpeed takes them away as they come.
+    """
+    return ready.optimizer is not None and (ready.in_use or ready.engine_steps)
 
 
-def _refuse(optimizer: Optimizer, ready: LoopView, before: WeakIdKeyDictionary) -> bool:
+def _refuse(
+    optimizer: Optimizer, ready: LoopView, before: WeakIdKeyDictionary, told: weakref.WeakSet[Optimizer]
+) -> bool:
     """Raises ``RuntimeError``, or says whether it has nothing to do with the model, now and later."""
     held = [param for group in optimizer.param_groups for param in group["params"]]
     standing = {id(param): name for name, param in names.named_parameters(ready.model).items()}
@@ -120,8 +127,16 @@ def _refuse(optimizer: Optimizer, ready: LoopView, before: WeakIdKeyDictionary) 
             f"train nothing: {some(lost)}; {fix}"
         )
     if both and _averages_for_step(ready):
+        fix_here = "give it to build_plan in the place of the other" if ready.engine_steps else fix
         raise RuntimeError(
             f"this {kind} holds {count(len(both), 'parameter')} of a prepared model, and the plan does not know it: "
-            f"{some(both)}; {fix}, and ready.step() steps both"
+            f"{some(both)}; {fix_here}, and ready.step() steps {'it' if ready.engine_steps else 'both'}"
+        )
+    if both and ready.optimizer is not None and optimizer not in told:
+        told.add(optimizer)
+        warnings.warn(
+            f"this {kind} holds {count(len(both), 'parameter')} of a prepared model, and the plan knows another: what "
+            f"ready.save() writes is the state of that one; {fix}, or give this one alone",
+            stacklevel=4,
         )
     return not both

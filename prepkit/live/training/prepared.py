@@ -36,6 +36,7 @@ from prepkit.live.training.ema import Ema
 from prepkit.live.training.evaluation import Evaluation
 from prepkit.live.training.first_look import FirstLook
 from prepkit.live.training.loop_order import LoopOrder
+from prepkit.live.training.losses import check_loss
 from prepkit.live.training.model_changes import ModelChanges
 from prepkit.live.training.open_run import while_open
 from prepkit.live.training.optimizer_step import OptimizerStep, parameters
@@ -203,6 +204,7 @@ class Prepared:
         Raises ``LoopOutOfOrder`` where ``step`` was forgotten, or DDP's forward has not run.
         """
         self._evaluation.refuse("ready.backward()")
+        check_loss(loss)
         taken = self._driver.backward is not None
         if more and taken:
             raise RuntimeError("DeepSpeed counts micro-batches by their backward; add the losses up for one")

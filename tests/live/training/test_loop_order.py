@@ -363,3 +363,20 @@ def test_a_prefetcher_of_one_batch_is_told_at_the_end_of_its_first_pass() -> Non
         said += [at for one in heard if "a prefetcher that reads one batch ahead" in str(one.message)]
         held = coming
     assert said == [3]
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "told"),
+    [
+        (1.0, TypeError, "takes the loss as a tensor, and this is float"),
+        (torch.ones(2, 3, requires_grad=True), ValueError, r"has the shape \(2, 3\); write loss.mean\(\)"),
+        (torch.ones(()), LoopOutOfOrder, "it was detached, or computed under torch.no_grad"),
+    ],
+    ids=["number", "several", "detached"],
+)
+def test_what_is_no_loss_is_refused_before_anything_runs(loss: Any, kind: type[Exception], told: str) -> None:
+    ready = prepared(pk.Single())
+    with pytest.raises(kind, match=told):
+        ready.backward(loss)
+    assert ready.pending == 0
+    assert window(ready, 0)
