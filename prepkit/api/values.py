@@ -90,4 +90,6 @@ def diff(a: T, b: T) -> tuple[Change, ...]:
     """
     if type(a) is not type(b):
         raise TypeError(f"{type(a).__name__} and {type(b).__name__} cannot be compared; give two of a kind")
+    if not isinstance(a, Plan | Attestation):
+        raise TypeError(f"{type(a).__name__} has no difference to show; give two plans, or two attestations")
     return value_diff(a, b)

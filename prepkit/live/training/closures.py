@@ -66,6 +66,8 @@ def stepped(ready: LoopView, closure: Closure | None) -> Optimizer:
                 "the loss, calls ready.backward(loss) and returns the loss"
             )
         return optimizer
+    if not callable(closure):
+        raise TypeError(f"ready.step({closure!r:.60}): a step takes nothing, or a function that computes the loss")
     if ready.engine_steps:
         raise RuntimeError("the engine steps the optimizer by itself and takes no closure; call ready.step()")
     window = ready.plan.owners.accumulation_steps

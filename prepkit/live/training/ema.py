@@ -36,8 +36,8 @@ class Ema:
     def __attrs_post_init__(self) -> None:
         if any(hasattr(param, "ds_tensor") for param in self.model.parameters()):
             raise RuntimeError("ZeRO-3 keeps parameters in buffers of its own; average under FSDP2, or at ZeRO 0 to 2")
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"a decay of {self.decay} is no average; write one from 0 to below 1, such as 0.999")
+        if not isinstance(self.decay, float | int) or not 0 <= self.decay < 1:
+            raise ValueError(f"a decay of {self.decay!r} is no average; write one from 0 to below 1, such as 0.999")
         self.averages = {name: _precise(param.detach()).clone() for name, param in self._trained().items()}
 
     @torch.no_grad()

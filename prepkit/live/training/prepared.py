@@ -30,6 +30,7 @@ from prepkit.live.ranks import end_groups, last_words, launcher, named_barrier
 from prepkit.live.ranks.peers import Peers, named, names_lost_rank
 from prepkit.live.ranks.within import check_limit
 from prepkit.live.training import closures, export, owned_optimizers, restored_settings, terminal, token_loss
+from prepkit.live.training.arguments import check_count, check_folder
 from prepkit.live.training.closures import Closure
 from prepkit.live.training.drivers import Driver, driver
 from prepkit.live.training.ema import Ema
@@ -295,6 +296,7 @@ class Prepared:
         a folder that differs over them; ``RuntimeError`` inside an accumulation window, whose gradients are in no
         checkpoint; and ``LoopOutOfOrder`` inside ``evaluating()``, where other weights than the trained ones may lie.
         """
+        check_count("keep", keep, least=1)
         self._evaluation.refuse_saving("ready.save()")
         self._between_windows("a checkpoint holds no gradients; save after a step() that returned True")
         self._changes.before_reading("a checkpoint would hold those")
@@ -349,6 +351,7 @@ class Prepared:
     @names_lost_rank
     def export(self, folder: str) -> None:
         """Writes the whole model as safetensors, for ``from_pretrained``. Collective; rank 0 holds all of it."""
+        check_folder("ready.export", folder)
         self._changes.before_reading("they alone are exported")
         export.export(folder, self.model, masters=not self._evaluation.averages)  # averages lie in the model alone
 
@@ -460,6 +463,7 @@ class Prepared:
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass over each loader has this number, which gives its order. They advance by themselves too."""
+        check_count("epoch", epoch, least=0)
         self._told_epoch = epoch
         self._passes.set_epoch(epoch)
 

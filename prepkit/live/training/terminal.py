@@ -27,6 +27,10 @@ def bar(main: bool, iterable: Iterable[Any], options: dict[str, Any]) -> Any:
     """As ``Prepared.progress``."""
     from tqdm.auto import tqdm
 
+    if not isinstance(iterable, Iterable):
+        raise TypeError(
+            f"ready.progress({iterable!r:.60}): give what is iterated, such as ready.loaders[0] or range(8)"
+        )
     if isinstance(iterable, Loader):
         options = {"initial": iterable.batches_read, **options}
     hidden = options.pop("disable", None) if main else True
