@@ -115,7 +115,7 @@ def test_a_run_goes_on_only_where_something_was_saved(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ready = prepared()
     assert not ready.resume(str(folder), missing_ok=True)
-    with pytest.raises(RuntimeError, match="it holds no whole checkpoint"):
+    with pytest.raises(RuntimeError, match="there is no such folder"):
         ready.resume(str(folder))
     (folder / "000001-step-3-abcdef.partial").mkdir(parents=True)
     (folder / "log.jsonl").touch()

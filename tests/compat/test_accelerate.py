@@ -174,7 +174,8 @@ def test_what_is_not_offered_says_what_to_write_and_names_the_page(accelerator: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"log_with": "wandb"}, "Accelerator(log_with=...)"),
+        ({"log_with": "wandb"}, "Accelerator(log_with=...): write accelerator.ready.log_to(pk.TensorBoard(folder))"),
+        ({"dynamo_backend": "inductor"}, "Accelerator(dynamo_backend=...): give Accelerator(config=pk.Config(...))"),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8'"),
         ({"step_scheduler_with_optimizer": False}, "step_scheduler_with_optimizer=False"),
         ({"kwargs_handlers": [SimpleNamespace()]}, "SimpleNamespace"),
@@ -184,6 +185,11 @@ def test_an_argument_without_a_place_is_refused(arguments: dict[str, Any], said:
     with pytest.raises(NotOffered) as caught:
         Accelerator(cpu=True, **arguments)
     assert said in str(caught.value)
+
+
+def test_an_argument_that_is_nobody_s_is_told_with_what_was_meant() -> None:
+    with pytest.raises(TypeError, match="'gradient_accumulation_step'; did you mean gradient_accumulation_steps"):
+        Accelerator(cpu=True, gradient_accumulation_step=2)
 
 
 def test_a_loop_out_of_accumulate_and_calls_before_prepare_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
@@ -29,14 +30,18 @@ from prepkit.config import (
     DDP,
     FSDP1,
     FSDP2,
+    ClipNorm,
     CompressHook,
     Config,
+    DeepSpeed,
+    NoClip,
     PowerSGDHook,
     ShardLoaders,
     TensorParallel,
     WrapClasses,
     WrapRoot,
 )
+from tests.support.deepspeed_cpu import lean
 from tests.support.gang import Gang
 
 
@@ -464,3 +469,35 @@ def test_named_checkpoints_are_counted_and_the_oldest_go(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError, match="name the folder"):
         accelerator.load_state()
     accelerator.end_training()
+
+
+def clipped_by_deepspeed(rank: int, world: int) -> tuple[list[float], str, str]:
+    """The norms that a script hears under DeepSpeed, and what it hears where the config says another, or nothing."""
+    del world
+    lean()
+    norms: list[float] = []
+    said = []
+    for limit in (ClipNorm(0.5), NoClip()):
+        accelerator = Accelerator(cpu=True, config=Config(engine=DeepSpeed(stage=2, micro_batch=4), clip=limit))
+        torch.manual_seed(0)
+        model = Tied()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2 if isinstance(limit, ClipNorm) else 0):
+            accelerator.backward(model(torch.arange(4) + rank).square().sum())
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(NotOffered) as caught:
+            accelerator.clip_grad_norm_(model.parameters(), 0.7)
+        said.append(str(caught.value))
+        accelerator.free_memory()
+    accelerator.end_training()
+    return norms, said[0], said[1]
+
+
+def test_under_deepspeed_clipping_is_that_of_its_config_and_has_to_agree_with_the_script(gang2: Gang) -> None:
+    for norms, other, none in gang2.run_fresh(clipped_by_deepspeed):
+        assert math.isnan(norms[0]), "accelerate gives None before the first step"
+        assert norms[1] > 0.5
+        assert "its config says gradient_clipping 0.5, by the 2-norm; write the same number" in other
+        assert 'write "gradient_clipping": 0.7 into its config' in none

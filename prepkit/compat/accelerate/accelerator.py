@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from prepkit.compat.accelerate import group, loaders, operations
 from prepkit.compat.accelerate.arguments import config_of, loaders_of, says_loaders
 from prepkit.compat.accelerate.gradient_state import GradientState
 from prepkit.compat.accelerate.loop import Loop
-from prepkit.compat.accelerate.not_offered import OTHERWISE, NotOffered, no_options
+from prepkit.compat.accelerate.not_offered import OTHERWISE, NotOffered, no_options, refuse_arguments
 from prepkit.compat.accelerate.preparation import Preparation
 from prepkit.compat.accelerate.saved_state import SavedState
 from prepkit.compat.accelerate.state import State
@@ -50,8 +51,7 @@ class Accelerator:
         project_config: Any = None,
         **others: Any,
     ) -> None:
-        for name in (name for name, value in others.items() if value is not None):
-            raise NotOffered(f"Accelerator({name}=...)", "give Accelerator(config=pk.Config(...))")
+        refuse_arguments(others, tuple(signature(type(self)).parameters))
         if not step_scheduler_with_optimizer:
             raise NotOffered("step_scheduler_with_optimizer=False", "leave the scheduler out of prepare, and step it")
         self._arguments = {

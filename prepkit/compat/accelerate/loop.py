@@ -136,6 +136,8 @@ class Loop:
 
         Collective where they are sharded. nan where the window has not ended, as what lies there is no gradient of it.
         """
+        if self.ready.engine_steps:
+            return self._clipped_by_engine(clip)
         norm = self._choose(parameters, clip)
         if not self.steps and norm is not None:
             return norm
@@ -147,6 +149,19 @@ class Loop:
         held = [param for param in _trained(ready) if param.grad is not None]
         found = ready._driver.norm(ready.model, held, clip.norm_type)
         return found if ready.scaler is None else found / ready.scaler.get_scale()
+
+    def _clipped_by_engine(self, clip: ClipNorm) -> torch.Tensor:
+        """The norm at DeepSpeed's last step, as accelerate gives it: DeepSpeed clips by what its config says.
+
+        Raises ``NotOffered`` where that says nothing, or another number, which accelerate passes over.
+        """
+        if not isinstance(self.planned, ClipNorm):
+            raise NotOffered("clipping under DeepSpeed", f'write "gradient_clipping": {clip.max_norm} into its config')
+        if clip != self.planned:
+            said = f"its config says gradient_clipping {self.planned.max_norm}, by the 2-norm; write the same number"
+            raise NotOffered(f"clipping by {clip.max_norm} under DeepSpeed", said)
+        norm = self.ready.grad_norm
+        return torch.tensor(float("nan")) if norm is None else norm
 
     def clip_value(self, parameters: Any, clip: ClipValue) -> None:
         """Lets ``step`` clip so (``_choose``)."""

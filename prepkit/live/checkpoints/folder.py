@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 
 import torch.distributed as dist
@@ -41,8 +42,10 @@ def begin(folder: str, steps: int) -> Path:
     return Path(folder, f"{name[0]}{PARTIAL}")
 
 
-def publish(draft: Path, keep: int) -> None:
+def publish(draft: Path, keep: int, spared: Collection[str] = ()) -> None:
     """Makes what was written the latest checkpoint, and removes those before the last ``keep``. For rank 0.
+
+    ``spared`` are names of checkpoints that are left alone, as they are another run's.
 
     The one that ``latest`` named until now goes last of all: at every moment one that is named is whole.
     """
@@ -58,7 +61,8 @@ def publish(draft: Path, keep: int) -> None:
         os.fsync(file.fileno())
     pointer.replace(folder / LATEST)  # from here on the new one counts
     _to_disk(folder)
-    for old in [path for path in checkpoints(str(folder)) if path != whole][max(keep, 1) - 1 :]:
+    own = [path for path in checkpoints(str(folder)) if path != whole and path.name not in spared]
+    for old in own[max(keep, 1) - 1 :]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -87,9 +91,20 @@ def find(folder: str) -> list[Path]:
     others = [path for path in checkpoints(folder) if path != named]
     if named is not None or others:
         return [*([named] if named is not None else []), *others]
-    partial = len(list(here.glob(f"*{PARTIAL}"))) if here.is_dir() else 0
-    why = f"{partial} that were never finished lie there" if partial else "give the folder that ready.save() wrote"
-    raise CheckpointFailed(f"it holds no whole checkpoint; {why}")
+    raise CheckpointFailed(_why_none(here))
+
+
+def _why_none(here: Path) -> str:
+    if not here.exists():
+        return f"there is no such folder ({here.absolute()}); give the one that ready.save() wrote"
+    if partial := len(list(here.glob(f"*{PARTIAL}"))):
+        return f"it holds no whole checkpoint; {partial} that were never finished lie there"
+    if here.is_dir() and any(here.glob("random_states_*.pkl")):
+        return (
+            "it holds no checkpoint of prepkit's, but one of accelerate's save_state, whose optimizer state is not "
+            "read: load its weights before build_plan, and begin the run anew"
+        )
+    return "it holds no whole checkpoint; give the folder that ready.save() wrote"
 
 
 def nothing_finished(folder: str) -> bool:

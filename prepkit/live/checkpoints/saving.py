@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as write
 
 from prepkit.facts.saved_run import RunFacts, SavedFile, SavedRun
+from prepkit.findings.text import count
 from prepkit.live.checkpoints import folder as folders
 from prepkit.live.checkpoints import manifest
 from prepkit.live.checkpoints.contents import nested
@@ -46,6 +47,16 @@ class Snapshot:
     epoch: int
 
 
+@frozen
+class Kept:
+    """Which checkpoints of the folder stay when a new one is whole."""
+
+    number: int
+    """The newest so many of this run."""
+    spared: frozenset[str]
+    """Names of those of other runs."""
+
+
 @define
 class Writer:
     """Writes checkpoints, one at a time; in the background where it is asked to."""
@@ -55,6 +66,10 @@ class Writer:
     group: dist.ProcessGroup | None = field(default=None)
     """Of the background's own collectives, on gloo; made once."""
     _of: Any = None
+    known: set[str] = field(factory=set)
+    """Names of checkpoints of this run: those that it wrote, and those that lay where it was resumed."""
+    _told: set[str] = field(factory=set)
+    """Folders of another run's checkpoints that were warned of."""
     stager: Any = None
     """Copies to host memory, into the same memory every time: a page that is new costs more than the copy."""
 
@@ -65,13 +80,36 @@ class Writer:
         """
         self.finish()
         quiet_alone()
+        spared = self._of_others(folder, snapshot.steps)
         draft = folders.begin(folder, snapshot.steps)
+        self.known.add(draft.name.removesuffix(folders.PARTIAL))
         failed = f"{folder} could not be written"
         on_every_rank(lambda: draft.mkdir(parents=True, exist_ok=True), failed)
         if wait:
-            self._write_now(draft, snapshot, keep, failed)
+            self._write_now(draft, snapshot, Kept(keep, spared), failed)
         else:
-            self._write_behind(draft, snapshot, keep, failed)
+            self._write_behind(draft, snapshot, Kept(keep, spared), failed)
+
+    def goes_on_from(self, folder: str) -> None:
+        """What lies in the folder is of this run, which was resumed there."""
+        here = Path(folder)  # which may be one checkpoint itself
+        self.known |= {path.name for place in (here, here.parent) for path in folders.checkpoints(str(place))}
+
+    def _of_others(self, folder: str, steps: int) -> frozenset[str]:
+        """Names of the checkpoints there that another run has written; rank 0 warns of them, once."""
+        others = [path.name for path in folders.checkpoints(folder) if path.name not in self.known]
+        if others and folder not in self._told and _rank() == 0:
+            self._told.add(folder)
+            LOG.warning(
+                "%s holds %s of a run that this one did not resume, %s the newest; they are left alone, and the "
+                "latest is now that of step %d of this run. Give each run a folder of its own, or go on with "
+                "ready.resume(folder)",
+                folder,
+                count(len(others), "checkpoint"),
+                others[0],
+                steps,
+            )
+        return frozenset(others)
 
     def finish(self) -> None:
         """Waits for what is being written. Raises ``CheckpointFailed`` where it could not be."""
@@ -86,7 +124,7 @@ class Writer:
             self.stager.close()
             self.stager = None
 
-    def _write_now(self, draft: Path, snapshot: Snapshot, keep: int, failed: str) -> None:
+    def _write_now(self, draft: Path, snapshot: Snapshot, kept: Kept, failed: str) -> None:
         try:
             with torch_told(failed):
                 write(
@@ -95,12 +133,12 @@ class Writer:
                     planner=SavePlanner(),
                     no_dist=not dist.is_initialized(),
                 )
-            _complete(draft, snapshot, keep, failed, None)
+            _complete(draft, snapshot, kept, failed, None)
         except CheckpointFailed:
             _discard(draft)
             raise
 
-    def _write_behind(self, draft: Path, snapshot: Snapshot, keep: int, failed: str) -> None:
+    def _write_behind(self, draft: Path, snapshot: Snapshot, kept: Kept, failed: str) -> None:
         group = self._background_group()
         done: Future[None] = Future()
         self.stager = self.stager or _stager()
@@ -114,7 +152,7 @@ class Writer:
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
-        complete = partial(_complete, draft, snapshot, keep, failed, group)
+        complete = partial(_complete, draft, snapshot, kept, failed, group)
         started.add_done_callback(lambda future: _finish(future, done, complete, draft, failed))
         self.pending = done
 
@@ -185,7 +223,7 @@ def _write_small(draft: Path, snapshot: Snapshot) -> None:
             manifest.write_bytes(draft / name, text.encode())
 
 
-def _complete(draft: Path, snapshot: Snapshot, keep: int, failed: str, group: dist.ProcessGroup | None) -> None:
+def _complete(draft: Path, snapshot: Snapshot, kept: Kept, failed: str, group: dist.ProcessGroup | None) -> None:
     """Once torch has written its files: digests of all, the manifest, and the swap. Collective over ``group``."""
     on_every_rank(lambda: _write_small(draft, snapshot), failed, group)
     mine = on_every_rank(lambda: manifest.digests(draft, _names(draft, snapshot)), failed, group)
@@ -207,7 +245,7 @@ def _complete(draft: Path, snapshot: Snapshot, keep: int, failed: str, group: di
             )
             manifest.write(draft, run)
             manifest.read(draft)  # as whoever goes on from it will: that every rank's files are in this folder
-            folders.publish(draft, keep)
+            folders.publish(draft, kept.number, kept.spared)
 
     on_every_rank(publish, failed, group)
 

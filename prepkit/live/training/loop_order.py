@@ -119,6 +119,9 @@ class LoopOrder:
                 "the gradients of this window's first micro-batches are gone: zero_grad() was called inside it, or "
                 "they were set to None. Remove that: ready.step() clears the gradients at the end of each window"
             )
+        if self._kept is not None and self._mark != self._marked() and not self._told_of_writes:
+            self._told_of_writes = True
+            self._tell_of_writes(scaled=False)
         if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
             if not self._armed:
                 raise LoopOutOfOrder(
@@ -168,8 +171,8 @@ class LoopOrder:
 
     def _tell_of_writes(self, *, scaled: bool) -> None:
         what = (
-            "the gradients were written between ready.backward() and ready.step(), as clip_grad_norm_() and a "
-            "loss.backward() beside it do. Remove that call: write Config(clip=pk.ClipNorm(1.0)), by which "
+            "the gradients of a window were written beside ready.backward() and ready.step(), as clip_grad_norm_() "
+            "and a loss.backward() by hand do. Remove that call: write Config(clip=pk.ClipNorm(1.0)), by which "
             "ready.step() clips, and add losses up for one ready.backward(loss)"
         )
         if scaled:
@@ -243,6 +246,7 @@ class LoopOrder:
             if self._usual is None or self._usual.grad is None:
                 self._usual = next((p for p in model.parameters() if p.grad is not None), None)
             self._kept = self._usual
+            self._mark = self._marked()
 
 
 def _any_gradient(model: Module) -> bool:

@@ -127,10 +127,17 @@ class ModelChanges:
         return told
 
     def _cast(self, found: dict[str, Parameter]) -> list[str]:
-        """Trained parameters of another dtype, as after ``model.to(torch.bfloat16)``."""
+        """Trained parameters of a dtype of 16 bits, as after ``model.to(torch.bfloat16)``, that had more.
+
+        Some models widen a layer of their own in their first forward, as routers of experts do.
+        """
         cast = [
             f"{name} ({str(one.dtype).removeprefix('torch.')})"
             for name, one in self._stood.items()
-            if one.trained and found.get(name) is one.param and one.param.dtype != one.dtype
+            if one.trained and found.get(name) is one.param and one.param.dtype.itemsize < min(4, one.dtype.itemsize)
         ]
-        return [f"{count(len(cast), 'trained parameter')} of another dtype than planned: {some(cast)}"] if cast else []
+        return (
+            [f"{count(len(cast), 'trained parameter')} cast to 16 bits since, without master weights: {some(cast)}"]
+            if cast
+            else []
+        )

@@ -42,7 +42,7 @@ class OwnLoop:
         if all(group.get("lr") == 0 for group in optimizer.param_groups):
             return
         steps = self.plan.owners.accumulation_steps
-        if _averages_nothing(model, optimizer):
+        if averages_nothing(model, optimizer):
             raise LoopOutOfOrder(
                 f"optimizer.step() was called without ready.backward(loss), and no gradient of this rank has been "
                 f"averaged with those of the others: the plan has {steps} micro-batches to a window, and only "
@@ -86,7 +86,7 @@ class OwnLoop:
         return left
 
 
-def _averages_nothing(model: Any, optimizer: Optimizer) -> bool:
+def averages_nothing(model: Any, optimizer: Optimizer) -> bool:
     """Whether averaging is switched off, as inside a window, at a step that takes the gradients for averages."""
     if isinstance(model, DistributedDataParallel):
         return not model.require_backward_grad_sync and torch.distributed.get_world_size(model.process_group) > 1

@@ -20,6 +20,8 @@ from prepkit.findings import Finding, Severity
 from prepkit.findings.text import count, some
 from prepkit.live.model import names
 from prepkit.live.model.joint_optimizer import members
+from prepkit.live.training.loop_order import LoopOutOfOrder
+from prepkit.live.training.own_loop import averages_nothing
 
 if TYPE_CHECKING:
     from prepkit.live.training.loop_view import LoopView
@@ -131,6 +133,12 @@ def _refuse(
         raise RuntimeError(
             f"this {kind} holds {count(len(both), 'parameter')} of a prepared model, and the plan does not know it: "
             f"{some(both)}; {fix_here}, and ready.step() steps {'it' if ready.engine_steps else 'both'}"
+        )
+    if both and ready.optimizer is None and averages_nothing(ready.model, optimizer):
+        raise LoopOutOfOrder(
+            f"this {kind} was stepped inside a window of {ready.plan.owners.accumulation_steps} micro-batches, and no "
+            "gradient of this rank has been averaged with those of the others: the plan knows no optimizer, so that "
+            "nothing ends its windows. Give it to build_plan, or write Config(accumulation=1)"
         )
     if both and ready.optimizer is not None and optimizer not in told:
         told.add(optimizer)

@@ -330,13 +330,13 @@ class Prepared:
         self._evaluation.refuse_saving("ready.resume()")
         what = "their gradients belong to what is replaced; resume before the first backward, or after a step() that"
         self._between_windows(f"{what} returned True")
-        before = restored_settings.settings(self.optimizers)
+        before = restored_settings.settings(self.optimizers, self.scheduler)
         with self._end.allowed():
             resumed = self._checkpoints.resume(
                 self, folder, accept=accept, only_model=only_model, missing_ok=missing_ok
             )
         if resumed:
-            told = restored_settings.replaced(before, restored_settings.settings(self.optimizers))
+            told = restored_settings.replaced(before, restored_settings.settings(self.optimizers, self.scheduler))
             if told and self.is_main_process:
                 warnings.warn(told, stacklevel=4)
             self._changes.settle()

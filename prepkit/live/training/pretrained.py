@@ -5,6 +5,8 @@ Of a peft model they are the adapters alone.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -18,6 +20,7 @@ from prepkit.live.model import names
 from prepkit.live.model.bare_tree import bare_tree
 
 SINGLE = "model.safetensors"
+CONFIG = "config.json"
 
 
 class ExportFailed(RuntimeError):
@@ -66,13 +69,30 @@ def write(folder: Path, model: Module, whole: Mapping[str, torch.Tensor]) -> Non
             name: once[name].shape for name, param in root.named_parameters() if param.requires_grad and name in once
         }
         if (writes := getattr(root, "save_pretrained", None)) is not None:
-            writes(str(folder), state_dict=once)
+            writes(str(folder), state_dict=dict(once))  # which transformers empties
+            _say_dtype(folder / CONFIG, once)
         else:
             from safetensors.torch import save_file
 
             save_file(once, str(folder / SINGLE), metadata={"format": "pt"})
     files = [path for path in folder.rglob("*.safetensors") if before.get(path) != _stamp(path)]
     _hold(folder, files, once, trained)
+
+
+def _say_dtype(config: Path, written: Mapping[str, torch.Tensor]) -> None:
+    """The config says in which dtype most of the weights lie, which ``from_pretrained`` loads them in.
+
+    transformers asks the model, which DeepSpeed has cast; what is written are the master weights.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in written.values():
+        if tensor.is_floating_point():
+            sizes[tensor.dtype] += tensor.numel()
+    said = json.loads(config.read_text()) if config.is_file() and sizes else {}
+    key = next((key for key in ("dtype", "torch_dtype") if isinstance(said.get(key), str)), None)
+    most = str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else ""
+    if key is not None and said[key] != most:
+        config.write_text(json.dumps({**said, key: most}, indent=2, sort_keys=True) + "\n")
 
 
 def _once(root: Module, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,41 +1,46 @@
-"""What a resume has put into the place of the settings that the optimizer was built with.
+"""What a resume has put into the place of the settings that optimizer and scheduler were built with.
 
-An optimizer's state has its groups in it, rates and all (``torch.optim.Optimizer.load_state_dict``): who resumes with
-another learning rate trains on with the old one.
+Their state has the settings in it, rates and horizons and all (``load_state_dict`` of both): who resumes with another
+learning rate trains on with the old one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _SETTINGS = ("weight_decay", "betas", "momentum", "eps")
+_COUNTED = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "mode_worse", "T_cur"})
+"""What a scheduler counts or works out, and a resume is to put back."""
 
 
-def settings(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
-    """Of each group; the rate is that which a scheduler starts from, where there is one."""
+def settings(optimizers: Sequence[Any], scheduler: Any) -> dict[str, Any]:
+    """Where a setting stands to its value; the rate of a group is that which a scheduler starts from."""
     groups = [group for one in optimizers for group in one.param_groups]
-    return [_of(group) for group in groups]
+    found = {f"{name} of group {at}": value for at, group in enumerate(groups) for name, value in _of(group).items()}
+    if type(scheduler).__module__.partition(".")[0] in ("torch", "transformers"):
+        state = scheduler.state_dict()
+        found |= {f"the scheduler's {name}": value for name, value in state.items() if _is_setting(name, value)}
+    return found
 
 
-def _of(group: dict[str, Any]) -> dict[str, Any]:
+def _of(group: Mapping[str, Any]) -> dict[str, Any]:
     rate = group.get("initial_lr", group.get("lr"))
     kept = {name: group[name] for name in _SETTINGS if name in group}
     return kept if rate is None else {"lr": float(rate), **kept}
 
 
-def replaced(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
+def _is_setting(name: str, value: Any) -> bool:
+    return not name.startswith("_") and name not in _COUNTED and isinstance(value, int | float | str)
+
+
+def replaced(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What to say of settings that are no longer those before; empty: all are."""
-    apart = [
-        f"{name} {new[name]} of group {number} in the place of {old[name]}"
-        for number, (old, new) in enumerate(zip(before, now, strict=False))
-        for name in old
-        if name in new and new[name] != old[name]
-    ]
+    apart = [f"{name}: {now[name]} for {old}" for name, old in before.items() if name in now and now[name] != old]
     if not apart:
         return ""
     return (
-        f"ready.resume() has put back settings of the checkpoint's optimizer: {'; '.join(apart[:3])}. To train on with "
-        "yours, set them behind it in ready.optimizer.param_groups (a rate that a scheduler sets: in its base_lrs "
-        "too), or write ready.resume(folder, only_model=True), which leaves optimizer and scheduler as they were built"
+        f"ready.resume() has put back what the checkpoint's optimizer and scheduler had: {'; '.join(apart[:3])}. To "
+        "train on with yours, set them behind it in ready.optimizer.param_groups and ready.scheduler (of a rate that "
+        "it sets, base_lrs too), or write ready.resume(folder, only_model=True), which leaves both as they were built"
     )

@@ -301,7 +301,7 @@ def test_gradients_that_are_written_from_a_later_window_on_are_warned_of_once() 
             ready.backward(ready.model(batch(0)).sum())
             nn.utils.clip_grad_norm_(ready.model.parameters(), 1e-3)
             ready.step()
-    assert ["the gradients were written between" in str(one.message) for one in heard] == [True]
+    assert ["the gradients of a window were written" in str(one.message) for one in heard] == [True]
     assert [one.filename for one in heard] == [__file__]
 
 
@@ -380,3 +380,14 @@ def test_what_is_no_loss_is_refused_before_anything_runs(loss: Any, kind: type[E
         ready.backward(loss)
     assert ready.pending == 0
     assert window(ready, 0)
+
+
+def test_gradients_that_are_written_behind_a_step_inside_a_window_are_warned_of_once() -> None:
+    ready = prepared(pk.Single(), accumulation=3)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            window(ready, 0)
+            nn.utils.clip_grad_norm_(ready.model.parameters(), 1e-3)
+    said = [one for one in heard if "the gradients of a window were written" in str(one.message)]
+    assert len(said) == 1

@@ -84,3 +84,25 @@ def test_a_second_optimizer_that_no_plan_knows_is_told_or_refused(gang2: Gang, e
         assert ["the plan knows another" in one for one in heard] == ([] if zero else [True])
         assert "of a prepared model, and the plan does not know it" in raised
         assert ("in the place of the other" in raised) is zero
+
+
+def unplanned(rank: int, world: int) -> list[str]:
+    """What is raised for an optimizer of the loop's own where the plan has none: in a window of two, and of one."""
+    del world
+    said = []
+    for accumulation in (2, 1):
+        torch.manual_seed(0)
+        cfg = pk.Config(engine=pk.DDP(), accumulation=accumulation)
+        ready: Any = pk.apply(pk.build_plan(cfg, nn.Linear(4, 4)))
+        own = torch.optim.SGD(ready.model.parameters(), lr=0.1)
+        ready.backward(ready.model(torch.full((2, 4), rank + 1.0)).sum())
+        said.append(refused(own.step))
+    return said
+
+
+def test_an_optimizer_that_steps_what_nobody_has_averaged_is_refused_where_the_plan_has_none(gang2: Gang) -> None:
+    for window, alone in gang2.run(unplanned, timeout=60):
+        assert (
+            "was stepped inside a window of 2 micro-batches, and no gradient of this rank has been averaged" in window
+        )
+        assert alone == ""
