@@ -455,7 +455,7 @@ class Prepared:
 
         ``backward``, ``step``, ``save`` and ``resume`` raise ``LoopOutOfOrder`` inside (``training.evaluation``).
         """
-        with named(self.peers), self._evaluation.running(self, self._driver.settle):
+        with named(self.peers, "ready.evaluating()"), self._evaluation.running(self, self._driver.settle):
             yield
 
     def set_epoch(self, epoch: int) -> None:
