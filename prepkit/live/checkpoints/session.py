@@ -11,7 +11,7 @@ from attrs import define, field
 from prepkit.codec import plan_to_text
 from prepkit.codec.attestation import attestation_to_text
 from prepkit.facts.saved_run import RunFacts, Said, SavedModule
-from prepkit.live.checkpoints import local_state, resuming, run_facts, saving, state
+from prepkit.live.checkpoints import local_state, other_windows, resuming, run_facts, saving, state
 from prepkit.live.checkpoints.agreed_folder import agreed_folder
 from prepkit.live.checkpoints.contents import Contents
 from prepkit.live.checkpoints.failures import CheckpointFailed, on_every_rank
@@ -78,6 +78,8 @@ class Checkpoints:
             resuming.fill(source, wanted, only_model=only_model)
         if settles:
             _settle(ready, source, facts)
+            if not (dist.is_initialized() and dist.get_rank()):
+                other_windows.tell(source.path, ready.plan)
         return True
 
     def _facts(self, ready: Prepared, held: Contents, *, only_model: bool = False) -> RunFacts:
