@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -13,15 +11,13 @@ from attrs import define, field
 from prepkit.codec import plan_to_text
 from prepkit.codec.attestation import attestation_to_text
 from prepkit.facts.saved_run import RunFacts, Said, SavedModule
-from prepkit.live.checkpoints import local_state, resuming, run_facts, saving, state
+from prepkit.live.checkpoints import local_state, other_windows, resuming, run_facts, saving, state
 from prepkit.live.checkpoints.agreed_folder import agreed_folder
 from prepkit.live.checkpoints.contents import Contents
 from prepkit.live.checkpoints.failures import CheckpointFailed, on_every_rank
 from prepkit.live.checkpoints.metadata import plain_bytes
 from prepkit.live.checkpoints.resuming import WholeCheckpoint
 from prepkit.live.checkpoints.saving import Snapshot, Writer
-
-LOG = logging.getLogger("prepkit")
 
 Prepared = Any
 """``live.training.prepared.Prepared``, which holds one of these and stands above them."""
@@ -83,7 +79,8 @@ class Checkpoints:
             resuming.fill(source, wanted, only_model=only_model)
         if settles:
             _settle(ready, source, facts)
-            _tell_horizon(ready, source)
+            if not (dist.is_initialized() and dist.get_rank()):
+                other_windows.tell(source.path, ready.plan)
         return True
 
     def _facts(self, ready: Prepared, held: Contents, *, only_model: bool = False) -> RunFacts:
@@ -161,20 +158,3 @@ def _settle(ready: Prepared, source: WholeCheckpoint, facts: RunFacts) -> None:
     local_state.set_positions(ready.loaders, own["loaders"], shared.get("loaders", []), same_ranks=same_ranks)
     if source.own is not None:
         local_state.set_random_states(source.own["random"])
-
-
-def _tell_horizon(ready: Prepared, source: WholeCheckpoint) -> None:
-    """On rank 0, where the run that was saved was to take another number of steps: its schedule had another end."""
-    file = source.path / "plan.json"
-    if source.saved is None or not file.is_file() or (dist.is_initialized() and dist.get_rank()):
-        return
-    before, now = json.loads(file.read_text())["plan"]["config"].get("total_steps"), ready.plan.config.total_steps
-    if None not in (before, now) and before != now:
-        LOG.warning(
-            "the run of this checkpoint was to take %d steps, and this one takes %d, from step %d on: a schedule that "
-            "ends with the steps is another one from here on. Write Config(total_steps=%d) to go on as it was",
-            before,
-            now,
-            ready.steps,
-            before,
-        )

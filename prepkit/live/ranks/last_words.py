@@ -1,12 +1,14 @@
 """What a rank leaves in the rendezvous store when its script ends in the midst of a run: what it raised, and where.
 
 Whoever loses the connection to it repeats the words. A process that is killed leaves none, nor does one that
-``multiprocessing`` started, which ends without the exit functions of Python.
+``multiprocessing`` started, which ends without the exit functions of Python. One that gloo or NCCL aborts, as where
+ranks call different collectives, shows in its log where its Python was.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import sys
 from contextlib import suppress
 from functools import partial
@@ -17,9 +19,16 @@ if TYPE_CHECKING:
 
 
 def leave_at_exit(peers: Peers) -> None:
-    """The words of this rank are written when its script ends, unless ``take_back`` was called before."""
+    """The words of this rank are written when its script ends, unless ``take_back`` was called before.
+
+    What ends it at once, such as an abort, writes the lines that its threads were at to standard error, where nobody
+    has asked for that before (``faulthandler``); it stays so.
+    """
     peers.at_exit = partial(_leave, peers)
     atexit.register(peers.at_exit)
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        with suppress(OSError, ValueError, AttributeError):  # one without a file descriptor, as in a notebook
+            faulthandler.enable(sys.__stderr__)
 
 
 def take_back(peers: Peers) -> None:

@@ -47,7 +47,10 @@ LOST = re.compile(
 )
 """Words of what backends say when another rank does not answer (gloo ``transport/tcp``, ``ProcessGroupNCCL``)."""
 
-SEE_LOG = "its log says why; killed for memory, the machine's log does (dmesg)"
+SEE_LOG = (
+    "its log says why; killed for memory, the machine's log does (dmesg); aborted by gloo or NCCL, ranks have called "
+    "different things, as where one alone saves, evaluates or runs a forward: call them on every rank"
+)
 
 
 class RankFailed(RuntimeError):
@@ -156,6 +159,8 @@ class Peers:
         """
         if not lost_connection(error):
             return None
+        with suppress(RuntimeError):
+            self.store.set(f"call/{self.rank}", self.last_call)
         until = time.monotonic() + LOOK_S
         while True:
             if (told := self._told()) is not None:
@@ -164,9 +169,19 @@ class Peers:
                 return self._tell(gone)
             if time.monotonic() > until:
                 what = f"another of the {self.world} ranks did not answer: its log says why, where it has ended; where "
-                what += "it has not, let every rank make the same calls"
+                what += f"it has not, let every rank make the same calls{self._calls()}"
                 return RankFailed(-1, f"{what}. torch says: {error}")
             time.sleep(0.05)
+
+    def _calls(self) -> str:
+        """The last calls of the ranks that have lost a connection as well, to be put behind other words."""
+        known: dict[str, list[int]] = {}
+        with suppress(RuntimeError):
+            for rank in range(self.world):
+                if self.store.check([f"call/{rank}"]) and (call := self.store.get(f"call/{rank}")):
+                    known.setdefault(call, []).append(rank)
+        said = [f"rank{'s' * (len(at) > 1)} {', '.join(map(str, at[:8]))} in {call}" for call, at in known.items()]
+        return f". Their last calls were: {'; '.join(said)}" if said else ""
 
     def _tell(self, gone: list[tuple[int, str]]) -> RankFailed:
         """Says which ranks have ended, unless another rank has said so before; returns what was said."""
@@ -220,8 +235,10 @@ def lost_connection(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def named(peers: Peers | None) -> Iterator[None]:
-    """What is raised inside because a rank was lost names that rank."""
+def named(peers: Peers | None, call: str = "") -> Iterator[None]:
+    """What is raised inside because a rank was lost names that rank. ``call`` is what the run calls there."""
+    if peers is not None and call:
+        peers.last_call = call
     try:
         yield
     except RuntimeError as error:

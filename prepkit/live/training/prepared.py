@@ -41,7 +41,7 @@ from prepkit.live.training.losses import check_loss
 from prepkit.live.training.model_changes import ModelChanges
 from prepkit.live.training.open_run import while_open
 from prepkit.live.training.optimizer_step import OptimizerStep, parameters
-from prepkit.live.training.ranks_alike import RanksAlike
+from prepkit.live.training.ranks_alike import Loss, RanksAlike
 from prepkit.live.training.run_log import RunLog
 from prepkit.live.training.token_loss import Count, TokenWindow
 from prepkit.live.training.trackers import TrackerSpec
@@ -81,8 +81,8 @@ class Prepared:
     """Looks whether the model is still the one that was prepared."""
     _alike: RanksAlike = field(init=False, repr=False)
     """Looks whether the ranks still train alike."""
-    _loss: torch.Tensor | None = field(default=None, init=False, repr=False)
-    """Of the last backward."""
+    _loss: Loss | None = field(default=None, init=False, repr=False)
+    """Of the last backward, and what it is a mean over."""
     _seen: int = field(default=0, init=False, repr=False)
     """Micro-batches since the last optimizer step."""
     _last: bool = field(default=False, init=False, repr=False)
@@ -111,7 +111,7 @@ class Prepared:
 
     def __attrs_post_init__(self) -> None:
         self._changes = ModelChanges(plan=self.plan, model=self.model, optimizers=self.optimizers)
-        self._alike = RanksAlike(self.optimizers)
+        self._alike = RanksAlike(plan=self.plan, optimizers=self.optimizers)
         self._end = OptimizerStep(
             plan=self.plan,
             driver=driver(self.model),
@@ -213,7 +213,7 @@ class Prepared:
         if self._end.clears:
             self._order.before_window(param for one in self.optimizers for param in parameters(one))
         self._order.before_backward(self.model, more=more, keeps=not taken)
-        self._loss = loss.detach() if mean_over is None else None  # a mean over no tokens is no number
+        self._loss = loss.detach(), mean_over
         loss = self._tokens.weighed(loss, mean_over)
         if self._driver.backward is not None:
             self._driver.backward(self.model, loss)
@@ -270,7 +270,7 @@ class Prepared:
         self._driver.settle(self.model)
         self._changes.before_step()
         if not isinstance(self.plan.config.engine, XLA):  # torch knows no group of its processes
-            self._alike.before_step(self._loss, self.epoch)
+            self._alike.before_step(self.model, self._loss, self.epoch)
         if self.whole_gradients is not None:
             self.whole_gradients.average()
         checks = self._first.look(self.model, self._passes)
@@ -458,7 +458,7 @@ class Prepared:
 
         ``backward``, ``step``, ``save`` and ``resume`` raise ``LoopOutOfOrder`` inside (``training.evaluation``).
         """
-        with named(self.peers), self._evaluation.running(self, self._driver.settle):
+        with named(self.peers, "ready.evaluating()"), self._evaluation.running(self, self._driver.settle):
             yield
 
     def set_epoch(self, epoch: int) -> None:

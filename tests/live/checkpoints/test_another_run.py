@@ -70,10 +70,11 @@ def test_a_run_with_another_number_of_steps_is_told_which_schedule_counts(
     step(first, 2)
     first.save(str(tmp_path))
     prepared(total_steps=10).resume(str(tmp_path))
-    assert heard(caplog, "was to take") == []
+    assert heard(caplog, "steps in all") == []
     prepared(total_steps=20).resume(str(tmp_path))
-    (told,) = heard(caplog, "was to take")
-    assert told.startswith("the run of this checkpoint was to take 10 steps, and this one takes 20, from step 2 on")
+    (told,) = heard(caplog, "steps in all")
+    assert "it takes 20 steps in all, and took 10: a schedule that ends with them is another" in told
+    assert told.endswith("write Config(total_steps=10)")
 
 
 @pytest.mark.parametrize(

@@ -277,3 +277,39 @@ def test_a_rank_that_raises_is_named_with_what_it_raised_and_called_last() -> No
     assert heard_by_zero.startswith("1 rank 1 of 2"), (heard_by_zero, errors)
     words = "it raised ValueError: no such batch; the last call of its run was ready.reduce(), before ready.close()"
     assert f"({words})" in heard_by_zero
+
+
+def test_ranks_that_wait_for_each_other_in_vain_say_what_each_called_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "LOOK_S", 0.0)
+    store = PatientStore(HashStore(), 5.0)
+    ranks = [Peers(store, rank, 4) for rank in range(4)]
+    for rank, call in zip(ranks, ("ready.save()", "ready.step()", "", "ready.step()"), strict=True):
+        rank.last_call = call
+    said = [str(rank.lost(RuntimeError("gloo: timed out"))) for rank in ranks]
+    assert "let every rank make the same calls. Their last calls were: rank 0 in ready.save(). torch" in said[0]
+    assert "Their last calls were: rank 0 in ready.save(); ranks 1, 3 in ready.step(). torch says: gloo" in said[3]
+    with named(ranks[2], "ready.evaluating()"):
+        assert ranks[2].last_call == "ready.evaluating()"
+
+
+ABORTS = """
+import os
+from torch.distributed import HashStore
+from prepkit.live.ranks import last_words
+from prepkit.live.ranks.peers import Peers
+from prepkit.live.ranks.within import PatientStore
+
+def saves_alone():
+    os.abort()
+
+last_words.leave_at_exit(Peers(PatientStore(HashStore(), 5.0), 0, 2))
+saves_alone()
+"""
+
+
+def test_a_rank_that_gloo_aborts_leaves_the_line_that_it_was_at_in_its_log(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ABORTS)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGABRT
+    assert f'File "{script}", line 9 in saves_alone' in ended.stderr

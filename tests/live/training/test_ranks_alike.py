@@ -42,7 +42,7 @@ def own_rates(rank: int, world: int, engine: Any) -> tuple[str, bool]:
 @pytest.mark.parametrize("engine", [pk.DDP(), pk.FSDP2()], ids=["ddp", "fsdp2"])
 def test_rates_that_differ_over_ranks_are_refused_on_all_of_them(gang2: Gang, engine: Any) -> None:
     for told, same in gang2.run(own_rates, engine, timeout=60):
-        assert "the optimizer has other settings on other ranks: lr of group 0 from 0.1 to 0.2" in told
+        assert "other settings on other ranks: lr of group 0 is 0.1 on rank 0, 0.2 on rank 1. Replicas" in told
         assert "give it ready.reduce(metric)" in told
         assert same
 
@@ -80,3 +80,68 @@ def test_a_loss_that_is_no_number_is_told_once() -> None:
             window(ready, value)
     (said,) = (str(one.message) for one in heard)
     assert said.startswith("the loss is not finite in window 4 on this rank")
+
+
+def test_a_mean_over_tokens_that_is_no_number_is_told_unless_it_is_over_none() -> None:
+    ready = prepared(pk.Single())
+    for tokens, told in ((0, 0), (torch.tensor(0), 0), (0, 0), (3, 1)):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            loss = ready.model(torch.full((2, 4), float("nan"))).sum() if told else ready.model(torch.ones(2, 4)).sum()
+            ready.backward(loss * float("nan"), mean_over=tokens)
+            for param in ready.model.parameters():
+                param.grad = torch.ones_like(param)
+            ready.step()
+        assert sum("the loss is not finite in window 4" in str(one.message) for one in heard) == told
+
+
+def draws(rank: int, world: int, rate: float) -> list[list[str]]:
+    """What is said of draws where ranks draw alike, and where each has a seed of its own."""
+    del world
+    said = []
+    for own in (0, rank):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate))
+        ready: Any = pk.apply(pk.build_plan(pk.Config(engine=pk.DDP(), optimizer=pk.AdamW()), model))
+        torch.manual_seed(own)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                window(ready)
+        ours = [one for one in heard if "random generators" in str(one.message)]
+        assert all(one.filename == __file__ for one in ours)
+        said.append([str(one.message) for one in ours])
+        ready.close()
+    return said
+
+
+def test_data_ranks_that_drop_the_same_elements_are_told_once_and_what_to_type(gang2: Gang) -> None:
+    for alike, apart in gang2.run(draws, 0.5, timeout=60):
+        (told,) = alike
+        assert (
+            "the random generators of all 2 ranks are in one state: dropout in 1 module takes the same elements" in told
+        )
+        assert "Write torch.manual_seed(seed + dist.get_rank()) behind pk.apply" in told
+        assert apart == []
+    with_none = gang2.run(draws, 0.0, timeout=60)
+    assert with_none == [[[], []]] * 2, "nothing drops"
+
+
+def tensor_parallel(rank: int, world: int) -> list[str]:
+    """What is said where both ranks hold parts of each layer and drop alike, as they have to."""
+    del rank, world
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.first, model.drop, model.second = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4)
+    styles = pk.TPPlan((pk.TPLayer("first", "colwise"), pk.TPLayer("second", "rowwise")))
+    config = pk.Config(engine=pk.TensorParallel(), tp_plan=styles, optimizer=pk.AdamW())
+    ready: Any = pk.apply(pk.build_plan(config, model))
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        window(ready)
+    return [str(one.message) for one in heard if "random generators" in str(one.message)]
+
+
+def test_ranks_that_hold_parts_of_one_layer_draw_alike_without_a_word(gang2: Gang) -> None:
+    assert gang2.run(tensor_parallel, timeout=60) == [[], []]

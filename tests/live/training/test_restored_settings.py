@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from attrs import evolve
 from torch import nn
 
 import prepkit as pk
+from prepkit.live.checkpoints.other_windows import differing
+from prepkit.steps import Axis
 
 
 def prepared(lr: float, weight_decay: float = 0.01, horizon: int = 10) -> Any:
@@ -46,3 +51,38 @@ def test_settings_that_a_resume_replaces_are_told_and_those_that_it_keeps_are_no
     assert fresh.optimizer.param_groups[0]["initial_lr"] == 0.2
     (told,) = resumed(tmp_path, prepared(0.1, horizon=20))
     assert "had: the scheduler's T_max: 10 for 20. To" in told
+
+
+def planned(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    return pk.build_plan(pk.Config(optimizer=pk.AdamW(), **settings), nn.Linear(4, 4))
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name == "prepkit"]
+
+
+def test_windows_and_clipping_that_are_not_the_checkpoint_s_are_told_with_what_to_type(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pk.apply(planned(accumulation=2, clip=pk.ClipNorm(1.0))).save(str(tmp_path))
+    with caplog.at_level(logging.WARNING, logger="prepkit"):
+        pk.apply(planned(accumulation=2, clip=pk.ClipNorm(1.0))).resume(str(tmp_path))
+        pk.apply(planned(accumulation=3)).resume(str(tmp_path), only_model=True)
+        assert said(caplog) == [], "the same, or weights alone"
+        pk.apply(planned(accumulation=3)).resume(str(tmp_path))
+    (told,) = said(caplog)
+    assert told.startswith("resume: this run's plan counts, and is not the checkpoint's: a step takes 3 micro-batches")
+    assert "and took 2 micro-batches on each of 1 data rank; clipping is NoClip(), and was ClipNorm(" in told
+    assert "write Config(accumulation=2, clip=pk.ClipNorm(max_norm=1.0, norm_type=2.0))" in told
+
+
+def test_the_same_batch_over_other_ranks_is_no_news() -> None:
+    one, two = planned(accumulation=4), planned(accumulation=2)
+    pair = evolve(two, mesh=(Axis(name="replicate", size=2),))
+    assert differing(one, pair) == ""
+    assert "a step takes 2 micro-batches on each of 1 data rank" in differing(pair, two)
+    samples = evolve(one.config, global_batch=8)
+    assert differing(evolve(one, config=samples), evolve(two, config=samples)) == ""
+    three = evolve(two, mesh=(Axis(name="replicate", size=3),))
+    assert "To train on" not in differing(one, three), "no number gives as many"
