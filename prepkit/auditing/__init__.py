@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepkit.auditing import averaging, drift, loaders, modules, owners, ranks, who_steps, wrappers
+from prepkit.auditing import averaging, drift, loaders, modules, numbers, owners, ranks, who_steps, wrappers
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.rule import AuditRule
 from prepkit.facts.prepared import PreparedFacts
@@ -13,6 +13,7 @@ __all__ = ["AUDIT_RULES", "Audit", "AuditRule", "findings_of"]
 AUDIT_RULES: tuple[AuditRule, ...] = (
     *who_steps.RULES,
     *modules.RULES,
+    *numbers.RULES,
     *wrappers.RULES,
     *averaging.RULES,
     *ranks.RULES,
@@ -20,7 +21,7 @@ AUDIT_RULES: tuple[AuditRule, ...] = (
     *owners.RULES,
     *drift.RULES,
 )
-"""Every audit rule in reporting order: who steps, model, wrappers, ranks, data, two owners, what changes later."""
+"""Every audit rule in reporting order: who steps, model, numbers, wrappers, ranks, data, two owners, later changes."""
 
 
 def findings_of(facts: PreparedFacts, rules: tuple[AuditRule, ...] = AUDIT_RULES) -> tuple[Finding, ...]:

@@ -110,6 +110,16 @@ def _backend(facts: PreparedFacts) -> Iterator[Hit]:
             yield Hit("env.backend", what, fix)
 
 
+def _switched_off(facts: PreparedFacts) -> Iterator[Hit]:
+    """Not of what prepkit has prepared, which switches it for each micro-batch."""
+    if facts.world_size < 2 or facts.model.prepared:
+        return
+    off = [ddp.path for ddp in facts.ddp if not ddp.averages] or list(facts.unaveraged)
+    if off:
+        what = "The next backward averages nothing: no_sync() or set_requires_gradient_sync(False) stands at "
+        yield Hit(at(off[0]), f"{what}{some(off) if off[0] else 'the root'}.")
+
+
 RULES: tuple[AuditRule, ...] = (
     AuditRule(
         id="audit.not-averaged",
@@ -117,6 +127,14 @@ RULES: tuple[AuditRule, ...] = (
         look=_both,
         fix="Wrap the model before training: DistributedDataParallel(model), fully_shard(model), accelerator.prepare.",
         source=("pain 22", "torch DistributedDataParallel"),
+    ),
+    AuditRule(
+        id="audit.averaging-off",
+        summary="The backward of a step averages gradients.",
+        look=_switched_off,
+        fix="Leave `with model.no_sync():` before the last micro-batch; model.set_requires_gradient_sync(True).",
+        severity=Severity.WARNING,
+        source=("torch DistributedDataParallel.no_sync",),
     ),
     AuditRule(
         id="audit.averaged-over-part",

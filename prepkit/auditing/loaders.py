@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prepkit.auditing.rule import AuditRule
 from prepkit.facts.prepared import PreparedFacts, PreparedLoader
+from prepkit.findings import Severity
 from prepkit.findings.text import count
 from prepkit.rules.rule import Hit
 
@@ -60,6 +61,30 @@ def _tensor(facts: PreparedFacts) -> Iterator[Hit]:
                 break
 
 
+def _lengths(facts: PreparedFacts) -> Iterator[Hit]:
+    """Of the first loader, which is trained on; those of evaluation may end where they like."""
+    first = [rank.passes[0] for rank in facts.ranks if rank.passes]
+    batches = {count for count, _, _ in first if count is not None}
+    sizes = {size for _, size, _ in first if size is not None}
+    if len(batches) > 1:
+        what = f"Ranks have {_range(batches)} batches in a pass: at its end some wait for gradients of the others."
+        yield Hit("loaders[0]", what)
+    elif len(sizes) > 1:
+        yield Hit("loaders[0]", f"Ranks have {_range(sizes)} samples in a batch, and their gradients count alike.")
+
+
+def _range(values: set[int]) -> str:
+    return f"{min(values)} to {max(values)}"
+
+
+def _orders(facts: PreparedFacts) -> Iterator[Hit]:
+    for index in range(len(facts.loaders)):
+        orders = {rank.passes[index][2] for rank in facts.ranks if index < len(rank.passes)}
+        if len(orders) > 1:
+            what = "Seed or epoch of its sampler differ over ranks: their parts overlap, and leave samples out."
+            yield Hit(f"loaders[{index}]", what)
+
+
 RULES: tuple[AuditRule, ...] = (
     AuditRule(
         id="audit.same-samples",
@@ -67,6 +92,21 @@ RULES: tuple[AuditRule, ...] = (
         look=_same,
         fix="Write sampler=DistributedSampler(dataset, num_replicas=world, rank=rank), or accelerator.prepare(loader).",
         source=("torch DistributedSampler",),
+    ),
+    AuditRule(
+        id="audit.ranks-orders",
+        summary="Ranks take their parts of one order.",
+        look=_orders,
+        fix="Give DistributedSampler the same seed on every rank, and call sampler.set_epoch(epoch) on all of them.",
+        source=("torch DistributedSampler",),
+    ),
+    AuditRule(
+        id="audit.ranks-batches",
+        summary="Ranks have as many batches to train on, of one size.",
+        look=_lengths,
+        fix="Pad or cut the parts to one length (DistributedSampler does), or train inside torch's Join.",
+        severity=Severity.WARNING,
+        source=("torch.distributed.algorithms.Join",),
     ),
     AuditRule(
         id="audit.tensor-samples",

@@ -37,6 +37,27 @@ def _values(facts: PreparedFacts) -> Iterator[Hit]:
         yield Hit(at(facts.parted[0]), what)
 
 
+def _pipeline(facts: PreparedFacts) -> bool:
+    """Whether each rank has modules of its own."""
+    return len({rank.names for rank in facts.ranks}) > 1
+
+
+def _modes(facts: PreparedFacts) -> Iterator[Hit]:
+    if not _pipeline(facts) and (odd := _odd(facts.ranks, lambda rank: rank.modes)):
+        yield Hit("model", f"Which modules are in training mode on {odd} is not as on rank 0.")
+
+
+def _state(facts: PreparedFacts) -> Iterator[Hit]:
+    if not _pipeline(facts) and (odd := _odd(facts.ranks, lambda rank: rank.state)):
+        what = f"The state of parameters that all ranks step alike, its count of steps too, on {odd} is not rank 0's."
+        yield Hit("optimizer", what)
+
+
+def _schedulers(facts: PreparedFacts) -> Iterator[Hit]:
+    if odd := _odd(facts.ranks, lambda rank: rank.scheduler):
+        yield Hit("scheduler", f"Class, horizon or position on {odd} is not that of rank 0.")
+
+
 def _alike(facts: PreparedFacts) -> Iterator[Hit]:
     groups = {rank.tensor_ranks: rank.generator for rank in facts.ranks}
     active = facts.dropout and facts.training
@@ -84,6 +105,25 @@ RULES: tuple[AuditRule, ...] = (
         source=("pain 11", "pain 17"),
     ),
     AuditRule(
+        id="audit.ranks-modes",
+        summary="Every rank has the same modules in training mode.",
+        look=_modes,
+        fix="Call model.train() on every rank, behind what one rank alone evaluates.",
+    ),
+    AuditRule(
+        id="audit.ranks-state",
+        summary="What replicas have of optimizer state is the same.",
+        look=_state,
+        fix="Load the optimizer's state on every rank, before its first step.",
+        source=("pain 13",),
+    ),
+    AuditRule(
+        id="audit.ranks-schedulers",
+        summary="Schedulers stand at the same step on every rank.",
+        look=_schedulers,
+        fix="Load the scheduler's state on every rank, and tick it as often.",
+    ),
+    AuditRule(
         id="audit.dropout-unlike",
         summary="Ranks that hold parts of one layer drop the same elements.",
         look=_unlike,
@@ -97,4 +137,4 @@ RULES: tuple[AuditRule, ...] = (
         severity=Severity.NOTE,
     ),
 )
-"""Reporting order: another model, another optimizer, other values, other random numbers."""
+"""Reporting order: another model, another optimizer, other values, modes and state, other random numbers."""

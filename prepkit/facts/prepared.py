@@ -30,6 +30,8 @@ class PreparedParam:
     averaged_by: tuple[Averager, ...] = ()
     ranks: int = 1
     """Over how many ranks its gradient is averaged, or its elements are divided."""
+    matrix: bool = False
+    """Whether it has two dimensions or more."""
 
 
 @frozen(kw_only=True)
@@ -51,6 +53,8 @@ class DDPFacts:
     """Parameters that it has seen and that train now."""
     frozen: tuple[str, ...] = ()
     """Names of those that it has seen and that do not train now."""
+    averages: bool = True
+    """Whether the next backward averages; not inside ``no_sync``."""
 
 
 @frozen(kw_only=True)
@@ -64,6 +68,10 @@ class PreparedOptimizer:
     """Shapes of tensors that it steps and the model does not have."""
     lost: int = 0
     """Entries of its state whose tensor stands in none of its groups."""
+    misfits: tuple[str, ...] = ()
+    """Parameters whose moments have another shape."""
+    spoiled: tuple[str, ...] = ()
+    """Parameters whose state holds NaN or infinite elements."""
     rates: tuple[float, ...] = ()
     """Learning rate of each group."""
     scheduled: bool = False
@@ -84,6 +92,8 @@ class PreparedScheduler:
     """Ticks that it is made for; None: none, or not known."""
     ticks: int = 1
     """Ticks for each optimizer step, as accelerate's wrapper makes them; 1 where it is called by hand."""
+    ticked: int | None = None
+    """How often it has been ticked (``last_epoch``); None: it does not say."""
     by_batch: bool = False
     """Whether its class is made to be ticked with every batch, as ``OneCycleLR``."""
 
@@ -106,6 +116,8 @@ class PreparedLoader:
     """Batches of a pass on this rank; None: not known."""
     data: str = ""
     """A digest of what can be told of the data set without reading it; empty: nothing can."""
+    order: tuple[int, ...] = ()
+    """Seed and epoch of a sampler that shuffles for all ranks together; empty: there is none."""
 
 
 @frozen(kw_only=True)
@@ -139,6 +151,14 @@ class RankFacts:
     """Ranks that hold parts of the same layers; this rank alone where no layer is cut."""
     loaders: tuple[tuple[int, int, str, str], ...] = ()
     """Per loader: replicas, part, division and digest of its data set."""
+    passes: tuple[tuple[int | None, int | None, tuple[int, ...]], ...] = ()
+    """Per loader: batches of a pass, samples of a batch, and what gives the order."""
+    modes: str = ""
+    """Digest of which modules are in training mode."""
+    scheduler: str = ""
+    """Digest of the scheduler's class, horizon and position."""
+    state: str = ""
+    """Digest of the optimizers' state of parameters that every rank steps alike."""
 
 
 @frozen(kw_only=True)
@@ -165,6 +185,16 @@ class PreparedFacts:
     """Modules that normalise by their batch in training."""
     nan: tuple[str, ...] = ()
     """Tensors with NaN among their elements on this rank."""
+    infinite: tuple[str, ...] = ()
+    """Parameters with infinite elements on this rank."""
+    negative: tuple[str, ...] = ()
+    """Running variances with elements below zero."""
+    zeros: tuple[str, ...] = ()
+    """Trained matrices of which every element on this rank is zero."""
+    drops_all: tuple[str, ...] = ()
+    """Modules that drop every element in training."""
+    unaveraged: tuple[str, ...] = ()
+    """Units of FSDP2 that are told to reduce no gradients."""
     elsewhere: tuple[str, ...] = ()
     """Modules whose ``forward`` runs another object's."""
     compile_off: bool = False

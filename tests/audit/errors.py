@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from tests.audit import by_hand, by_libraries, by_sharding
+from tests.audit import by_hand, by_libraries, by_numbers, by_sharding
 from tests.audit.case import Case
 
 
@@ -122,6 +122,26 @@ ERRORS: tuple[PlantedError, ...] = (
     PlantedError(
         by_libraries.scheduler_for_prepared_batches, "audit.scheduler-early", "accelerate", 2, "ticks by rank"
     ),
+    # --- numbers ---
+    PlantedError(by_numbers.rate_that_is_no_number, "audit.rate-not-finite", "torch", 1, "a learning rate of NaN"),
+    PlantedError(by_numbers.weight_that_overflowed, "audit.infinite", "torch", 1, "an infinite weight"),
+    PlantedError(by_numbers.running_variance_below_zero, "audit.negative-variance", "torch", 1, "a variance of -1"),
+    PlantedError(by_numbers.adapters_of_two_zeros, "audit.never-moves", "peft", 1, "both matrices of an adapter are 0"),
+    PlantedError(by_numbers.weights_of_zero, "audit.never-moves", "torch", 1, "every weight is 0"),
+    PlantedError(by_numbers.dropout_of_everything, "audit.drops-all", "torch", 1, "dropout of 1"),
+    PlantedError(by_numbers.state_of_other_groups, "audit.state-misfit", "torch", 1, "moments of another shape"),
+    PlantedError(by_numbers.state_of_a_run_that_diverged, "audit.state-not-finite", "torch", 1, "moments of NaN"),
+    PlantedError(by_numbers.pass_without_a_batch, "audit.no-batches", "torch", 1, "drop_last leaves no batch"),
+    PlantedError(by_numbers.mode_by_rank, "audit.ranks-modes", "torch", 2, "one rank evaluates"),
+    PlantedError(by_numbers.state_read_on_rank_0, "audit.ranks-state", "torch", 2, "state on rank 0 alone"),
+    PlantedError(by_numbers.state_by_rank, "audit.ranks-state", "torch", 2, "a state for each rank"),
+    PlantedError(by_numbers.betas_by_rank, "audit.ranks-optimizers", "torch", 2, "betas for each rank"),
+    PlantedError(by_numbers.scheduler_ticked_on_one_rank, "audit.ranks-schedulers", "torch", 2, "one rank ticks"),
+    PlantedError(by_numbers.order_by_rank, "audit.ranks-orders", "torch", 2, "a sampler's seed for each rank"),
+    PlantedError(by_numbers.parts_of_unlike_length, "audit.ranks-batches", "torch", 2, "2 batches beside 6"),
+    PlantedError(by_numbers.batches_of_unlike_size, "audit.ranks-batches", "torch", 2, "batches of 2 beside 4"),
+    PlantedError(by_numbers.no_sync_that_never_ended, "audit.averaging-off", "torch", 2, "no_sync() never left"),
+    PlantedError(by_numbers.sync_left_off_under_fsdp2, "audit.averaging-off", "torch", 2, "no gradient sync in FSDP2"),
     # --- two owners, DeepSpeed ---
     PlantedError(by_libraries.two_schedulers, "audit.two-schedulers", "deepspeed", 2, "one in the JSON, one by hand"),
     PlantedError(by_libraries.loader_of_another_batch_size, "audit.micro-batch", "deepspeed", 2, "JSON against loader"),

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.facts.prepared import Averager, DDPFacts, PreparedParam
-from prepkit.live.model.names import known_bases
+from prepkit.live.model.fsdp2_units import is_unit
+from prepkit.live.model.names import Site, known_bases
 from prepkit.live.observe.model import dtype_name
 
 Covered = dict[int, list[tuple[Averager, int]]]
@@ -39,7 +40,11 @@ def _param(name: str, param: nn.Parameter, covered: list[tuple[Averager, int]]) 
     for _, over in by:
         ranks *= over
     told = PreparedParam(
-        name=name, dtype=dtype_name(param.dtype), requires_grad=param.requires_grad, device=_tensor(param).device.type
+        name=name,
+        dtype=dtype_name(param.dtype),
+        requires_grad=param.requires_grad,
+        device=_tensor(param).device.type,
+        matrix=param.ndim > 1,
     )
     return evolve(told, averaged_by=tuple(dict.fromkeys(who for who, _ in by)), ranks=min(ranks, world))
 
@@ -113,7 +118,21 @@ def _ddp(path: str, module: DistributedDataParallel, first: dict[int, str]) -> D
         reduced=_in_reducer(module),
         known=sum(param.requires_grad for param in params),
         frozen=tuple(first.get(id(param), "?") for param in params if not param.requires_grad),
+        averages=bool(module.require_backward_grad_sync),
     )
+
+
+def unaveraged(places: list[Site]) -> tuple[str, ...]:
+    """Units of FSDP2 with parameters that train, told by ``set_requires_gradient_sync(False)`` to reduce nothing."""
+    found: list[str] = []
+    for site in places:
+        for module in site.stack if site.first else ():
+            state: Any = module
+            groups = _groups(state._get_fsdp_state()) if is_unit(module) else []
+            held = [group for group in groups if any(one.sharded_param.requires_grad for one in group.fsdp_params)]
+            if held and not any(getattr(group, "reduce_grads", True) for group in held):
+                found.append(site.path)
+    return tuple(found)
 
 
 def _in_reducer(module: DistributedDataParallel) -> int | None:

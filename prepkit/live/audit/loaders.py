@@ -27,7 +27,17 @@ def prepared_loader(loader: Any) -> PreparedLoader:
         part=part,
         batches=_length(loader),
         data="" if data is None else _digest(data),
+        order=_order(loader),
     )
+
+
+def _order(loader: Any) -> tuple[int, ...]:
+    """Seed and epoch of the sampler from which every rank takes its part."""
+    for one in _chain(loader):
+        said = (getattr(one, "seed", None), getattr(one, "epoch", 0))
+        if isinstance(one, DistributedSampler) and one.shuffle and all(isinstance(value, int) for value in said):
+            return int(one.seed), int(one.epoch)
+    return ()
 
 
 def _division(loader: Any) -> tuple[Division, int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -87,18 +87,59 @@ def evaluating(places: list[Site], dropout: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def dropping_all(places: list[Site]) -> tuple[str, ...]:
+    """Modules of dropout with a probability of one."""
+    drops = nn.modules.dropout._DropoutNd
+    return tuple(site.path for site in places if site.first and isinstance(site.module, drops) and site.module.p >= 1)
+
+
+def infinite(params: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Names of those with an infinite element on this rank. Buffers may have some, as masks of attention do."""
+    return tuple(name for name, param in params.items() if _readable(local(param)) and _has_infinity(local(param)))
+
+
+def zeros(params: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Names of trained matrices of which this rank holds zeros alone."""
+    trained = {name: local(param) for name, param in params.items() if param.requires_grad and param.ndim > 1}
+    return tuple(name for name, part in trained.items() if _readable(part) and _all_zero(part))
+
+
+def negative(places: list[Site]) -> tuple[str, ...]:
+    """Running variances of batch norms with an element below zero."""
+    return tuple(
+        f"{site.path}.running_var" if site.path else "running_var"
+        for site in places
+        if site.first
+        and isinstance(site.module, nn.modules.batchnorm._NormBase)
+        and site.module.running_var is not None
+        and _readable(site.module.running_var)
+        and bool((site.module.running_var < 0).any())
+    )
+
+
+def _has_infinity(part: Tensor) -> bool:
+    total = part.detach().sum(dtype=torch.float64 if part.is_floating_point() else None)
+    return not torch.isfinite(total).item() and bool(torch.isinf(part.detach()).any().item())
+
+
+def _all_zero(part: Tensor) -> bool:
+    first = part.detach().reshape(-1)[0] if part.is_contiguous() else part.detach().flatten()[0]
+    return not first.item() and not part.detach().count_nonzero().item()
+
+
 def with_nan(tensors: dict[str, Tensor]) -> tuple[str, ...]:
     """Names of the tensors with NaN among the elements of this rank; those without data have none."""
     return tuple(name for name, tensor in tensors.items() if _has_nan(local(tensor)))
 
 
+def _readable(part: Tensor) -> bool:
+    """Whether it holds numbers that may be broken."""
+    data = part.device.type != "meta" and not isinstance(part, FakeTensor) and part.numel() > 0
+    return data and (part.is_floating_point() or part.is_complex())
+
+
 def _has_nan(part: Tensor) -> bool:
-    if (
-        part.device.type == "meta"
-        or isinstance(part, FakeTensor)
-        or not part.numel()
-        or not (part.is_floating_point() or part.is_complex())
-    ):
+    if not _readable(part):
         return False
     return bool(torch.isnan(part.detach().sum(dtype=torch.float64 if part.is_floating_point() else None)).item()) and (
         bool(torch.isnan(part.detach()).any().item())  # a sum of both infinities is NaN too

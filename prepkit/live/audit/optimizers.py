@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from prepkit.facts.prepared import EngineFacts, PreparedOptimizer, PreparedScheduler
-from prepkit.live.audit import fabric
+from prepkit.live.audit import fabric, optimizer_state
 from prepkit.live.model.deepspeed import stepped
 from prepkit.live.model.names import known_bases
 from prepkit.live.observe.optimizer import horizon
@@ -58,6 +58,8 @@ def prepared_optimizer(given: Any, model: nn.Module, first: dict[int, str]) -> P
         held=tuple(first[id(param)] for param in slots if id(param) in first),
         orphans=tuple(tuple(param.shape) for param in slots if id(param) not in first and param.requires_grad),
         lost=sum(bool(value) and isinstance(key, nn.Parameter) and id(key) not in here for key, value in state.items()),
+        misfits=optimizer_state.misfits(optimizer, first),
+        spoiled=optimizer_state.spoiled(optimizer, first),
         rounds=any(_says(source, name) for name in MASTERS for source in (*optimizer.param_groups, vars(optimizer))),
         **_rates(optimizer),
     )
@@ -88,6 +90,7 @@ def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
         name=type(scheduler).__name__,
         drives_optimizer=drives or driven is None,
         horizon=horizon(scheduler),
+        ticked=last if isinstance(last := getattr(scheduler, "last_epoch", None), int) else None,
         ticks=_ticks(given),
         by_batch=isinstance(scheduler, OneCycleLR),
     )

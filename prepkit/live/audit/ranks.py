@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from prepkit.facts.prepared import PreparedFacts, RankFacts
+from prepkit.live.audit import optimizer_state
 from prepkit.live.audit.optimizers import inner
 from prepkit.live.fingerprints.tensor import fingerprint
-from prepkit.live.model.names import Site
+from prepkit.live.model.names import Site, parameters_at
 
 
 def compared(facts: PreparedFacts, places: list[Site], optimizers: list[Any]) -> PreparedFacts:
@@ -44,7 +45,20 @@ def _told(facts: PreparedFacts, places: list[Site], optimizers: list[Any], value
         generator=_generator(facts),
         tensor_ranks=tensor_ranks(places),
         loaders=tuple((one.replicas, one.part, one.division, one.data) for one in facts.loaders),
+        passes=tuple((one.batches, one.seen.batch_size, one.order) for one in facts.loaders),
+        modes=_digest(tuple(site.module.training for site in places)),
+        scheduler=_digest(facts.scheduler),
+        state=_digest(_state(facts, places, optimizers)),
     )
+
+
+def _state(facts: PreparedFacts, places: list[Site], optimizers: list[Any]) -> list[Any]:
+    """Of what every rank steps alike: parameters under DDP, or under nothing, by optimizers that divide no state."""
+    whole = {param.name for param in facts.params if set(param.averaged_by) <= {"ddp"}}
+    params = {path: param for path, param in parameters_at(places) if path in whole}
+    names = {id(param): path for path, param in params.items()}
+    kept = [inner(one) for one in optimizers]
+    return [optimizer_state.alike(one, names) for one in kept if type(one).__name__ != "ZeroRedundancyOptimizer"]
 
 
 def _params(facts: PreparedFacts) -> list[object]:
@@ -60,9 +74,16 @@ def _digest(value: object) -> str:
 def _options(given: Any) -> Any:
     optimizer = inner(given)
     return type(optimizer).__name__, tuple(
-        tuple((key, value) for key, value in sorted(group.items()) if isinstance(value, bool | int | float | str))
+        tuple((key, value) for key, value in sorted(group.items()) if _is_plain(value))
         for group in optimizer.param_groups
     )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an option: a word, a number, or some, as betas are."""
+    if isinstance(value, tuple):
+        return all(isinstance(one, bool | int | float | str) for one in value)
+    return isinstance(value, bool | int | float | str)
 
 
 def _generator(facts: PreparedFacts) -> str:

@@ -25,6 +25,7 @@ from prepkit.auditing import Audit
 from prepkit.findings import Finding
 from prepkit.live.audit import audit
 from prepkit.live.audit.optimizers import inner
+from prepkit.live.ranks import end_groups
 
 
 class FirstStep(BaseException):
@@ -186,5 +187,6 @@ def _base(loader: Any) -> Any:
 
 def leave() -> None:
     """Ends the script's process group, where it has one, so that torch has nothing to complain of."""
-    if dist.is_initialized():
+    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         dist.destroy_process_group()
+    end_groups.end_with_the_process()  # gloo's last of all: its threads may still hold the last work
