@@ -1,0 +1,127 @@
+"""What many drawn runs get: findings, repairs, steps, bytes, traffic and what a budget proposes, as last reviewed.
+
+A change of a rule, a planner or a formula shows here which runs it changes, and in what. ``python -m
+tests.planner.test_drawn_plans fsdp2 17`` prints one of them whole; after a change on purpose, ``WRITE_GOLDEN=1 python
+-m pytest tests/planner/test_drawn_plans.py`` writes the files anew: read their change.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+from returns.result import Success
+
+from prepkit import codec, planner
+from prepkit.config import Config
+from prepkit.facts import Facts
+from prepkit.findings import Finding
+from prepkit.plan import Plan
+from prepkit.predict import predict
+from prepkit.predict.prediction import Prediction
+from prepkit.rules import LATE_RULES, RULES
+from tests.support.drawn_runs import ENGINES, run
+
+GOLDEN = Path(__file__).parent / "golden" / "drawn"
+COUNT = dict.fromkeys(ENGINES, 160) | {"zero": 480}
+CHUNK = 20
+SMALL = 50
+"""Parameters, up to which every other question is asked as well."""
+REPAIRS = {rule.id: rule.repair for rule in (*RULES, *LATE_RULES) if rule.repair}
+
+
+def lines(engine: str, number: int) -> Iterator[str]:
+    """One run, in a few lines."""
+    cfg, facts = run(engine, number)
+    yield f"{engine} {number}"
+    for _ in range(4):
+        outcome = planner.plan(cfg, facts)
+        if isinstance(outcome, Success):
+            plan = outcome.unwrap()
+            yield from _warned(plan)
+            yield from _planned(plan)
+            yield from _asked(plan)
+            return
+        findings = outcome.failure()
+        yield f"  refused  {_named(findings)}"
+        rule = next((found.rule for found in findings if found.rule in REPAIRS), None)
+        if rule is None:
+            return
+        yield f"  mended   {rule}"
+        cfg = REPAIRS[rule](cfg, facts)
+
+
+def _named(findings: tuple[Finding, ...]) -> str:
+    return " ".join(f"{one.rule}:{_digest(one)}" for one in findings)
+
+
+def _digest(value: object) -> str:
+    return codec.digest(value)[-4:]
+
+
+def _warned(plan: Plan) -> Iterator[str]:
+    for name, findings in (("warned", plan.warnings), ("accepted", plan.overridden)):
+        if findings:
+            yield f"  {name:8} {_named(findings)}"
+
+
+def _planned(plan: Plan) -> Iterator[str]:
+    steps = " ".join(f"{type(step.step).__name__}:{_digest(step)}" for step in plan.steps)
+    yield f"  steps    {steps}"
+    mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
+    yield f"  mesh     {mesh}, layout {_digest(plan.layout)}, owners {_digest(plan.owners)}"
+    yield from _predicted(predict(plan))
+
+
+def _predicted(found: Prediction) -> Iterator[str]:
+    for one in found.classes[:4]:
+        held = f"{one.total()}, host {one.total('host')}, for certain {one.floor()}, terms {_digest(one)}"
+        yield f"  ranks    {one.first} to {one.last}: {held}"
+    left_out = f", {len(found.not_predicted)} left out" if found.not_predicted else ""
+    yield f"  sent     {found.sent}, {_digest(found)}{left_out}"
+
+
+def _asked(plan: Plan) -> Iterator[str]:
+    """What is asked of a plan that stands: where it meets another machine, and where it has less memory."""
+    env = plan.facts.env
+    for other in (evolve(env, memory=2048), evolve(env, torch="2.6.0", per_node=2, libraries=())):
+        if since := planner.since(plan, evolve(plan.facts, env=other)):
+            yield f"  later    {_named(since)}"
+    if len(plan.layout) > SMALL:
+        return
+    prediction = predict(plan)
+    for part in (9, 6, 3) if prediction.classes else ():
+        fit = planner.fits(plan, prediction.fullest.total() * part // 10, activations=64 if part == 6 else None)
+        options = " ".join(_digest(str(option)) for option in fit.options)
+        yield f"  0.{part}      {fit.verdict}, {_digest(str(fit))}: {options}"
+
+
+CHUNKS = [(engine, first) for engine, count in COUNT.items() for first in range(0, count, CHUNK)]
+
+
+@pytest.mark.parametrize(("engine", "first"), CHUNKS)
+def test_drawn_runs_get_the_plans_that_they_had(engine: str, first: int) -> None:
+    path = GOLDEN / f"{engine}-{first:03}.txt"
+    text = "\n".join(line for number in range(first, first + CHUNK) for line in lines(engine, number)) + "\n"
+    if os.environ.get("WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text(), "see the top of tests/planner/test_drawn_plans.py"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_enough_of_the_drawn_runs_have_a_plan(engine: str) -> None:
+    texts = [path.read_text() for path in GOLDEN.glob(f"{engine}-*.txt")]
+    assert sum(text.count("\n  steps ") for text in texts) >= 50
+
+
+if __name__ == "__main__":
+    engine, number = sys.argv[1], int(sys.argv[2])
+    asked: tuple[Config, Facts] = run(engine, number)
+    print(codec.dumps(asked[0]))
+    print(codec.dumps(asked[1]))
+    print(planner.plan(*asked))
+    print("\n".join(lines(engine, number)))
