@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from attrs import evolve
 
 from prepkit import config as c
+from prepkit import planner
 from prepkit.facts import (
     ArchitectureFacts,
     BufferFact,
@@ -26,6 +27,7 @@ from prepkit.facts import (
     ParamFact,
     SchedulerFacts,
 )
+from prepkit.plan import Plan
 from prepkit.resolve.deepspeed.data import put
 from prepkit.resolve.deepspeed.keys import SECTIONS
 from prepkit.testing import tiny_model
@@ -334,3 +336,8 @@ def optimizer(draws: Draws, seen: ModelFacts) -> OptimizerFacts:
     given = tuple(sorted({"lr": 1e-3, "weight_decay": 0.0, **options}.items()))
     groups = tuple(GroupFact(slots=slots, options=given) for slots in (held[:cut], held[cut:]) if slots)
     return OptimizerFacts(name=name, module=module, groups=groups, stateful=held[:1] if draws.seldom(12) else ())
+
+
+def planned(engine: str, number: int) -> Plan:
+    """The plan of that number. Raises where it is refused."""
+    return planner.plan(*run(engine, number)).unwrap()
