@@ -111,7 +111,7 @@ def table(top: str) -> Iterator[str]:
         yield f"{line}: {words} {codec.digest(texts)[-4:]}"
 
 
-@pytest.mark.parametrize("top", ("config", "facts", "mesh", "steps", "layout", "owners", "provenance", "warnings"))
+@pytest.mark.parametrize("top", ["config", "facts", "mesh", "steps", "layout", "owners", "provenance", "warnings"])
 def test_a_changed_value_of_a_plan_has_the_outcome_that_it_had(top: str) -> None:
     path = GOLDEN / f"changed_{top}.txt"
     text = "\n".join(table(top)) + "\n"

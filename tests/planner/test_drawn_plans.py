@@ -21,6 +21,9 @@ from prepkit.config import Config
 from prepkit.facts import Facts
 from prepkit.findings import Finding
 from prepkit.plan import Plan
+from prepkit.planner.budget.moves import moves
+from prepkit.planner.sweep import ENGINES as SWEPT
+from prepkit.planner.sweep import sweep, sweep_data, sweep_text
 from prepkit.predict import predict
 from prepkit.predict.prediction import Prediction
 from prepkit.rules import LATE_RULES, RULES
@@ -82,7 +85,7 @@ def _predicted(found: Prediction) -> Iterator[str]:
         held = f"{one.total()}, host {one.total('host')}, for certain {one.floor()}, terms {_digest(one)}"
         yield f"  ranks    {one.first} to {one.last}: {held}"
     left_out = f", {len(found.not_predicted)} left out" if found.not_predicted else ""
-    yield f"  sent     {found.sent}, {_digest(found)}{left_out}"
+    yield f"  sent     {found.sent}, of it {found.crossing(8)} between nodes, {_digest(found)}{left_out}, {found.about}"
 
 
 def _asked(plan: Plan) -> Iterator[str]:
@@ -93,7 +96,9 @@ def _asked(plan: Plan) -> Iterator[str]:
             yield f"  later    {_named(since)}"
     if len(plan.layout) > SMALL:
         return
-    prediction = predict(plan)
+    changed = ((move.about, move.change(plan.config)) for move in moves(plan))
+    yield f"  moves    {' '.join(f'{about}:{_digest(cfg)}' for about, cfg in changed if cfg)}"
+    prediction = predict(plan, activations=64 if len(plan.layout) % 2 else None)
     for part in (9, 6, 3) if prediction.classes else ():
         fit = planner.fits(plan, prediction.fullest.total() * part // 10, activations=64 if part == 6 else None)
         options = " ".join(_digest(str(option)) for option in fit.options)
@@ -107,6 +112,23 @@ CHUNKS = [(engine, first) for engine, count in COUNT.items() for first in range(
 def test_drawn_runs_get_the_plans_that_they_had(engine: str, first: int) -> None:
     path = GOLDEN / f"{engine}-{first:03}.txt"
     text = "\n".join(line for number in range(first, first + CHUNK) for line in lines(engine, number)) + "\n"
+    if os.environ.get("WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text(), "see the top of tests/planner/test_drawn_plans.py"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_drawn_runs_are_swept_as_they_were(engine: str) -> None:
+    def swept(number: int) -> str:
+        cfg, facts = run(engine, number)
+        if len(facts.model.params) > SMALL:
+            return ""
+        rows, refused = sweep(cfg, facts, worlds=(1, 2, 8, 96), engines=tuple(SWEPT)[number % 3 :: 3])
+        head = f"{engine} {number}: {len(rows)} rows, {len(refused)} refused"
+        return f"{head}, {_digest(sweep_data(rows, refused))} {_digest(sweep_text(rows, refused, limit=10))}"
+
+    path = GOLDEN / f"swept-{engine}.txt"
+    text = "\n".join(map(swept, range(12))) + "\n"
     if os.environ.get("WRITE_GOLDEN"):
         path.write_text(text)
     assert text == path.read_text(), "see the top of tests/planner/test_drawn_plans.py"

@@ -18,6 +18,7 @@ from prepkit import planner
 from prepkit.facts import (
     ArchitectureFacts,
     BufferFact,
+    CheckpointFacts,
     Env,
     Facts,
     GroupFact,
@@ -29,8 +30,9 @@ from prepkit.facts import (
 )
 from prepkit.plan import Plan
 from prepkit.resolve.deepspeed.data import put
-from prepkit.resolve.deepspeed.keys import SECTIONS
+from prepkit.resolve.deepspeed.keys import OPEN, REMOVED, SECTIONS
 from prepkit.testing import tiny_model
+from prepkit.testing.counterexamples.weights import PATH, in_parts, tiny_checkpoint
 from prepkit.testing.tiny import LIBRARIES, marked, with_batchnorm
 from tests.support.llama_facts import llama
 
@@ -70,6 +72,7 @@ ANYWHERE: tuple[Change, ...] = (
     ("checkpointing", (c.CheckpointBlocks(), c.CheckpointBlocks(every=2), c.CheckpointBlocks(offload=True))),
     ("checkpointing", tuple(c.CheckpointBlocks(blocks=wrap, preserve_rng_state=False) for wrap in WRAPS)),
     ("weights", (c.InitWeights(seed=3), c.SendWeights(), c.InitWeights())),
+    ("weights", (c.LoadWeights(PATH), c.LoadWeights(PATH), c.LoadWeights(PATH, rename=(("model.", ""),)))),
     ("intent", (c.Intent.INFERENCE,)),
     ("device", ("cpu", "cuda", "xpu")),
     ("keep_device_map", (True,)),
@@ -161,8 +164,7 @@ JSON: tuple[Change, ...] = (
     ("zero_optimization.stage3_param_persistence_threshold", (0, 20, "auto")),
     ("zero_optimization.stage3_max_live_parameters", (10, 1e9)),
     ("zero_optimization.stage3_prefetch_bucket_size", (10, "auto")),
-    ("zero_optimization.zero_hpz_partition_size", (2,)),
-    ("zero_optimization.zero_quantized_weights", (True,)),
+    ("zero_optimization", ({"zero_hpz_partition_size": 2}, {"zero_quantized_weights": True})),
     ("zero_optimization.offload_optimizer", ({"device": "cpu", "pin_memory": True}, {"device": "cpu", "ratio": 0.5})),
     ("zero_optimization.offload_param", ({"device": "cpu", "buffer_count": 3}, {"device": "nvme", "nvme_path": "/x"})),
     ("zero_optimization.stage3_gather_16bit_weights_on_model_save", (True, "auto")),
@@ -182,7 +184,9 @@ JSON: tuple[Change, ...] = (
     ("zero_force_ds_cpu_optimizer", (False,)),
     ("torch_autocast", ({"enabled": True, "dtype": "bfloat16"},)),
     ("activation_checkpointing", ({"partition_activations": True},)),
-    ("tensor_parallel", ({"autotp_size": 2},)),
+    ("fp16", ({"enabled": True, "initial_scale_power": 0, "hysteresis": 4}, {"enabled": True, "min_loss_scale": 2})),
+    ("tensor_parallel", ({"autotp_size": 2}, {"autotp_size": 1})),
+    ("zero_optimization", (True, False, {"stage": 3}, {"stage": 1, "cpu_offload": True})),
 )
 """Settings of a DeepSpeed file as people write them; others are drawn by type."""
 OPTIMIZERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -217,12 +221,15 @@ def run(engine: str, number: int) -> tuple[c.Config, Facts]:
     cfg = c.Config(engine=ENGINES[engine], precision=draws.one((c.AsStored(), c.AsStored(), c.BF16())))
     if engine == "xla":
         cfg = evolve(cfg, loaders=c.KeepLoaders())
-    changes = (*OWN[engine], *OWN[engine], *ANYWHERE)
+    if draws.seldom(8):
+        cfg = evolve(cfg, weights=c.LoadWeights(PATH))
+    calm = draws.seldom(2)
+    changes = OWN[engine] if calm and OWN[engine] else (*OWN[engine], *OWN[engine], *ANYWHERE)
     for _ in range(draws.one((0, 1, 1, 2, 2, 3, 4))):
         path, values = draws.one(changes)
         cfg = changed(cfg, path, draws.one(values))
     if engine == "zero":
-        cfg = changed(cfg, "engine.config", json.dumps(settings(draws)))
+        cfg = changed(cfg, "engine.config", json.dumps(settings(draws, calm=calm)))
     if engine == "tensor" and not draws.seldom() and cfg.tp_plan == c.TPPlanFromModel():
         cfg = evolve(cfg, tp_plan=c.TPPlan(TP_LAYERS[:2]))
     return cfg, facts(draws, engine, cfg)
@@ -234,20 +241,20 @@ def changed(cfg: c.Config, path: str, value: Any) -> c.Config:
     return evolve(cfg, **{head: evolve(getattr(cfg, head), **{inner: value}) if inner else value})
 
 
-def settings(draws: Draws) -> dict[str, Any]:
-    """What stands in a DeepSpeed file."""
+def settings(draws: Draws, *, calm: bool) -> dict[str, Any]:
+    """What stands in a DeepSpeed file. ``calm``: in its section about ZeRO."""
     data: dict[str, Any] = {}
     for _ in range(draws.one((0, 0, 1, 1, 2, 3))):
-        path, values = draws.one(JSON)
-        if not isinstance(data.get(path.partition(".")[0], {}), dict) or data.get(path):
-            continue
-        put(data, path, draws.one(values))
-    if draws.seldom(6):
+        path, values = draws.one(tuple(one for one in JSON if one[0].startswith(f"{ZERO}.") or not calm))
+        value = draws.one(values)
+        if isinstance(data.get(path.partition(".")[0], {}), dict) and not data.get(path):
+            put(data, path, value)
+    if not calm and draws.seldom(6):
         section = draws.one(tuple(SECTIONS))
-        key = draws.one(tuple(SECTIONS[section]))
-        value = draws.one((True, 3, 0.5, "auto", "text", [], {}))
-        if not section or isinstance(data.get(section.partition(".")[0], {}), dict):
-            put(data, f"{section}.{key}" if section else key, value)
+        path = draws.one((f"{section}.{draws.one(tuple(SECTIONS[section]))}".strip("."), draws.one((*OPEN, *REMOVED))))
+        value = draws.one((True, 3, 0.5, "auto", "text", [], {}, {"stages": "auto"}))
+        if isinstance(data.get(path.partition(".")[0], {}), dict):
+            put(data, path, value)
     return data
 
 
@@ -283,6 +290,7 @@ def facts(draws: Draws, engine: str, cfg: c.Config) -> Facts:
         optimizer=optimizer(draws, seen) if own else None,
         scheduler=ticks if own and draws.seldom(4) else None,
         loaders=(loader,) * draws.one((1, 1, 1, 2) if zero else (0, 0, 1, 2)),
+        checkpoint=checkpoint(draws, seen) if isinstance(cfg.weights, c.LoadWeights) else None,
         env=env,
     )
 
@@ -300,8 +308,8 @@ def model(draws: Draws, engine: str) -> ModelFacts:
     )
     found = tiny_model(
         blocks=draws.one((2, 3, 5)),
-        width=draws.one((4, 8, 16) if engine == "tensor" else (4, 6, 16)),
-        vocab=draws.one((8, 32, 304) if engine == "tensor" else (8, 30, 301)),
+        width=draws.one((4, 8, 16, 64) if engine == "tensor" else (4, 6, 16, 64)),
+        vocab=draws.one((8, 32, 304) if engine == "tensor" else (8, 30, 301, 1000)),
         dtype=dtype,
         tied=draws.seldom(3),
         frozen=draws.one(((), (), ("embed.weight",), ("norm.weight", "layers.0.attn.weight"))),
@@ -309,6 +317,8 @@ def model(draws: Draws, engine: str) -> ModelFacts:
     )
     if draws.seldom(6):
         found = with_batchnorm(found)
+    if draws.seldom(2):
+        found = evolve(found, buffers=())
     if draws.seldom(5):
         buffers = (
             BufferFact(name="norm.mean", shape=(9,), dtype="float32"),
@@ -334,10 +344,27 @@ def optimizer(draws: Draws, seen: ModelFacts) -> OptimizerFacts:
     held = trained[:-1] if draws.seldom(12) else trained
     cut = len(held) // 2 if draws.seldom(4) else 0
     given = tuple(sorted({"lr": 1e-3, "weight_decay": 0.0, **options}.items()))
-    groups = tuple(GroupFact(slots=slots, options=given) for slots in (held[:cut], held[cut:]) if slots)
+    first = tuple(
+        sorted({**dict(given), **draws.one(({}, {"fused": True}, {"amsgrad": True}, {"momentum": 0.5}))}.items())
+    )
+    groups = tuple(
+        GroupFact(slots=slots, options=options)
+        for slots, options in ((held[:cut], first), (held[cut:], given))
+        if slots
+    )
     return OptimizerFacts(name=name, module=module, groups=groups, stateful=held[:1] if draws.seldom(12) else ())
 
 
 def planned(engine: str, number: int) -> Plan:
     """The plan of that number. Raises where it is refused."""
     return planner.plan(*run(engine, number)).unwrap()
+
+
+def checkpoint(draws: Draws, seen: ModelFacts) -> CheckpointFacts:
+    """One that fits the model in one file or two, as it is or in parts; seldom without one of its tensors."""
+    name = draws.one(seen.params).name
+    found = tiny_checkpoint(seen, files=draws.one((1, 2)), drop=(name,) if draws.seldom(8) else ())
+    if draws.seldom(6):
+        other = (evolve(one, dtype="float16") if one.dtype == "bfloat16" else one for one in found.tensors)
+        found = evolve(found, tensors=tuple(other))
+    return in_parts(found) if draws.seldom(3) and len(found.tensors) < 60 else found
