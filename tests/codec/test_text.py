@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from prepkit.codec.text import Json, brief, canonical, inside, parse, readable, shown
+from prepkit.codec.text import _WIDTH, Json, brief, canonical, inside, parse, readable, shown
 from prepkit.findings import PlanRejected
 
 
@@ -78,3 +78,17 @@ def test_messages_quote_values_shortly() -> None:
 def test_a_number_of_4000_digits_is_read_and_a_longer_one_is_not() -> None:
     assert parse("9" * 4000, "$") == int("9" * 4000)
     assert refused("9" * 4001) == [("codec.wrong-value", "f.json:$", "a number of 4001 digits")]
+
+
+def test_beside_what_json_does_not_have_numbers_of_more_than_4096_bits_are_told() -> None:
+    with pytest.raises(PlanRejected) as caught:
+        canonical([float("nan"), 2**4096, 2**4096 - 1])
+    assert [found.where for found in caught.value.findings] == ["$[0]", "$[1]"]
+
+
+@pytest.mark.parametrize("indent", ["", "   "])
+def test_a_list_stays_on_one_line_up_to_the_width_of_the_page_and_no_further(indent: str) -> None:
+    fits = [["x" * (_WIDTH - len(indent) - len('[[""]]'))]]
+    assert readable(fits, indent) == canonical(fits)
+    assert len(indent + readable(fits, indent)) == _WIDTH
+    assert readable([[fits[0][0] + "x"]], indent).count("\n") == 2

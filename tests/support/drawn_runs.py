@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import count
 from random import Random
 from typing import Any, TypeVar
 
 from attrs import evolve
+from returns.result import Success
 
 from prepkit import config as c
 from prepkit import planner
@@ -31,8 +33,11 @@ from prepkit.facts import (
 from prepkit.plan import Plan
 from prepkit.resolve.deepspeed.data import put
 from prepkit.resolve.deepspeed.keys import OPEN, REMOVED, SECTIONS
+from prepkit.resolve.resolved import Resolved
+from prepkit.resolve.tensor_parallel import SERVED
 from prepkit.testing import tiny_model
 from prepkit.testing.counterexamples.weights import PATH, in_parts, tiny_checkpoint
+from prepkit.testing.strategies.sharded import sharded_for
 from prepkit.testing.tiny import LIBRARIES, marked, with_batchnorm
 from tests.support.llama_facts import llama
 
@@ -232,7 +237,11 @@ def run(engine: str, number: int) -> tuple[c.Config, Facts]:
         cfg = changed(cfg, "engine.config", json.dumps(settings(draws, calm=calm)))
     if engine == "tensor" and not draws.seldom() and cfg.tp_plan == c.TPPlanFromModel():
         cfg = evolve(cfg, tp_plan=c.TPPlan(TP_LAYERS[:2]))
-    return cfg, facts(draws, engine, cfg)
+    found = facts(draws, engine, cfg)
+    if engine == "fsdp2" and draws.seldom(8) and Resolved(cfg=cfg, facts=found).mesh:
+        found = sharded_for(cfg, found)
+        cfg = changed(cfg, "precision", c.BF16()) if draws.seldom(3) else cfg
+    return cfg, found
 
 
 def changed(cfg: c.Config, path: str, value: Any) -> c.Config:
@@ -304,7 +313,13 @@ def model(draws: Draws, engine: str) -> ModelFacts:
         ParamFact(name="layers.0.attn.bias", shape=(7,), dtype=dtype),
         ParamFact(name="head.bias", shape=(5,), dtype=draws.one(("float32", dtype)), requires_grad=not draws.seldom()),
         ParamFact(name="scale", shape=(), dtype=dtype),
-        ParamFact(name="layers.1.mlp.packed", shape=(64, 1), dtype="uint8", requires_grad=False, cls="Params4bit"),
+        ParamFact(
+            name="layers.1.mlp.packed",
+            shape=(64, 1),
+            dtype=draws.one(("uint8", "bfloat16", "float32", "int8")),
+            requires_grad=False,
+            cls=draws.one(("Params4bit", "Params4bit", "Int8Params")),
+        ),
     )
     found = tiny_model(
         blocks=draws.one((2, 3, 5)),
@@ -326,8 +341,12 @@ def model(draws: Draws, engine: str) -> ModelFacts:
         )
         found = evolve(found, buffers=(*found.buffers, *buffers))
     if draws.seldom(5):
-        plan = (("layers.*.attn", "colwise"), ("layers.*.mlp", "rowwise"), ("head", "colwise_gather_output"))
-        found = evolve(found, tensor_plan=plan, architecture=ArchitectureFacts(heads=4, kv_heads=2, hidden_sizes=(16,)))
+        styles = tuple((path, draws.one(tuple(SERVED))) for path in ("layers.*.attn", "layers.*.mlp", "head", "norm"))
+        shape = ArchitectureFacts(heads=4, kv_heads=draws.one((1, 2, 4)), hidden_sizes=(16,))
+        found = evolve(found, tensor_plan=styles[: draws.one((2, 3, 4))], architecture=shape)
+    if draws.seldom(5):
+        attention = (evolve(one, name="SelfAttention") if one.name == "Block" else one for one in found.classes)
+        found = evolve(found, classes=tuple(attention))
     if draws.seldom(5):
         found = evolve(found, declared_blocks=("Block",), methods=("generate", "encode"))
     if draws.seldom(16):
@@ -355,9 +374,10 @@ def optimizer(draws: Draws, seen: ModelFacts) -> OptimizerFacts:
     return OptimizerFacts(name=name, module=module, groups=groups, stateful=held[:1] if draws.seldom(12) else ())
 
 
-def planned(engine: str, number: int) -> Plan:
-    """The plan of that number. Raises where it is refused."""
-    return planner.plan(*run(engine, number)).unwrap()
+def planned(engine: str, least: int = 0) -> Plan:
+    """The plan of the first run from that number on that has one."""
+    outcomes = (planner.plan(*run(engine, number)) for number in count(least))
+    return next(outcome.unwrap() for outcome in outcomes if isinstance(outcome, Success))
 
 
 def checkpoint(draws: Draws, seen: ModelFacts) -> CheckpointFacts:
