@@ -66,6 +66,7 @@ def import_command(config: str | None, kind: str | None, env: bool, output: str 
                     if getattr(imported, name) is not None
                 },
                 "not_preparation": codec.to_data(imported.not_preparation),
+                "unchanged": codec.to_data(imported.unchanged),
                 "findings": codec.to_data(imported.notes),
             }
         )

@@ -91,6 +91,8 @@ class Refused:
     engine: str
     world_size: int
     why: str
+    fix: str = ""
+    """What to type; empty where the numbers are not predicted."""
 
 
 def sweep(
@@ -117,22 +119,22 @@ def sweep(
         inputs: dict[tuple[int, int], Inputs] = {}
         for world in worlds:
             world_facts = evolve(facts, env=evolve(facts.env, world_size=world, memory=None))
-            reasons: list[str] = []
+            reasons: list[tuple[str, str]] = []
             for tensor in _parts(name, world_facts.env):
                 candidate = evolve(cfg, engine=engine, mesh=Mesh(tensor=tensor) if tensor > 1 else None)
                 standing, _ = split(candidate, check(candidate, world_facts))
                 if refusing := errors(standing):
-                    reasons.append(refusing[0].what)
+                    reasons.append((refusing[0].what, refusing[0].fix))
                     continue
                 # What a job takes from the model is the same at every size, as long as layers are cut alike.
                 steps = Resolved(cfg=candidate, facts=world_facts).accumulation
                 key = (world if isinstance(engine, TensorParallel) else tensor, steps)
                 inputs[key] = (inputs.get(key) or inputs_of(planner.plan(candidate, world_facts).unwrap())).over(world)
                 for mesh_axes, prediction in _laid(candidate, world_facts, inputs[key]):
-                    reasons += prediction.not_predicted[:1] if not prediction.classes else ()
+                    reasons += [(why, "") for why in prediction.not_predicted[:1] if not prediction.classes]
                     if prediction.classes:
                         rows.append(_row(name, prediction, mesh_axes, facts.env.memory, steps))
-            refused += [Refused(engine=name, world_size=world, why=why) for why in reasons[:1]]
+            refused += [Refused(engine=name, world_size=world, why=why, fix=fix) for why, fix in reasons[:1]]
     order = {"fits": 0, "": 0, "may not fit": 1, "does not fit": 2}
     return tuple(sorted(rows, key=lambda row: (order[row.verdict], row.sent, row.ceiling))), tuple(refused)
 
@@ -260,6 +262,7 @@ def sweep_text(rows: tuple[Row, ...], refused: tuple[Refused, ...], limit: int =
     for name in dict.fromkeys(entry.engine for entry in refused):
         entries = [entry for entry in refused if entry.engine == name]
         lines.append(f"{name} over {', '.join(f'{entry.world_size:,}' for entry in entries)} ranks: {entries[0].why}")
+        lines += [f"  fix: {entries[0].fix}"] if entries[0].fix else []
     return "\n".join((*lines, "bytes are of the fullest rank; activations are not counted"))
 
 

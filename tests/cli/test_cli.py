@@ -161,7 +161,7 @@ def test_findings_go_to_stdout_as_json(folder: Path) -> None:
     [found] = json.loads(done.stdout)["findings"]
     assert found.keys() == {"rule", "severity", "where", "what", "fix", "accepted", "origin", "world_sizes"}
     assert (found["rule"], found["severity"], found["world_sizes"]) == ("mesh.not-world-size", "error", [3])
-    Path("c.toml").write_text("a = 1\nb = 2\n")
+    Path("c.toml").write_text("engine = 'DDP'\na = 1\nb = 2\n")
     refused = run("check", "c.toml", *MAKE, "--json")
     assert refused.exit_code == 1
     assert [one["where"] for one in json.loads(refused.stdout)["findings"]] == ["c.toml:$.a", "c.toml:$.b"]

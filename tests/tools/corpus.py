@@ -124,8 +124,8 @@ def examined(path: Path, name: str, kind: str, *, accepted: bool = False) -> Row
 def account(file: Foreign) -> Iterator[tuple[str, str]]:
     """Each key with a value of its own: setting, finding, not preparation, null, silent (with a reason), or not."""
     settings = {origin.key for origin in file.origins}
-    listed = {origin.key for origin in file.not_preparation}
     said = {finding.where for finding in file.findings}
+    unchanged = set(file.unchanged())
     for key in tuple(file.keys()):  # of a file, and no mapping
         value = file.raw(key)
         if isinstance(value, dict) and value:
@@ -134,10 +134,8 @@ def account(file: Foreign) -> Iterator[tuple[str, str]]:
         above = names | {file.shown_as[name] for name in names if name in file.shown_as}  # as the file writes them
         if said & {file.where(name) for name in names}:
             yield key, "finding"
-        elif above & settings:
-            yield key, "setting"
-        elif above & listed:
-            yield key, "not preparation"
+        elif key not in unchanged:
+            yield key, "setting" if above & settings else "not preparation"
         elif value is None or value in ("", {}, []):
             yield key, "null"
         else:

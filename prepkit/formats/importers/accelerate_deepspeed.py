@@ -12,6 +12,7 @@ from prepkit.findings import PlanRejected
 from prepkit.formats.importers.deepspeed import read_deepspeed
 from prepkit.formats.importers.foreign import Foreign
 from prepkit.formats.importers.source import JSON, read
+from prepkit.resolve.deepspeed.keys import SECTIONS
 
 _HERE = "deepspeed_config."
 _DEVICES = ("none", "cpu", "nvme")
@@ -29,6 +30,24 @@ Device = Literal["none", "cpu", "nvme"]
 
 def deepspeed(file: Foreign, config: Config, path: Path) -> Config:
     """The config with DeepSpeed as its engine."""
+    config = _engine(file, config, path)
+    _say_whose(file)
+    return config
+
+
+def _say_whose(file: Foreign) -> None:
+    """Keys that accelerate's launcher does not read here, and DeepSpeed's own file has."""
+    known = file.known()
+    for key in file.section("deepspeed_config"):
+        homes = [f"{path}.{key}".strip(".") for path, keys in SECTIONS.items() if key in keys]
+        if homes and f"{_HERE}{key}" not in known:
+            what = "accelerate's launcher reads no such key here; DeepSpeed's own file does"
+            home = next((home for home in homes if home.startswith("zero_optimization.")), homes[0])
+            fix = f"Write {home} into a DeepSpeed JSON, and that file's path as deepspeed_config_file."
+            file.error("unknown-key", f"{_HERE}{key}", what, fix)
+
+
+def _engine(file: Foreign, config: Config, path: Path) -> Config:
     file.section("deepspeed_config")
     file.launching(*(f"{_HERE}{name}" for name in _LAUNCHING))
     experts = file.names(f"{_HERE}deepspeed_moe_layer_cls_names", "engine.leaf_modules") or ()

@@ -40,12 +40,16 @@ class Foreign:
 
     def raw(self, name: str, *settings: str) -> Any:
         """The value at a dotted path, or the whole; None where there is none. Notes where ``settings`` come from."""
-        value: Any = self.data
-        for part in name.split(".") if name else ():
-            value = value.get(part) if isinstance(value, dict) else None
+        value = self._value(name)
         self._read.add(name)
         if value is not None:
             self.origins += [self._origin(name, f"config.{setting}") for setting in settings]
+        return value
+
+    def _value(self, name: str) -> Any:
+        value: Any = self.data
+        for part in name.split(".") if name else ():
+            value = value.get(part) if isinstance(value, dict) else None
         return value
 
     def flag(self, name: str, *settings: str) -> bool | None:
@@ -183,9 +187,21 @@ class Foreign:
             config=evolve(config, origins=tuple(dict.fromkeys(self.origins))),
             kind=self.kind,
             not_preparation=tuple(self.not_preparation),
+            unchanged=tuple(self._origin(key, "") for key in self.unchanged()),
             notes=tuple(self.findings),
             **declared,
         )
+
+    def unchanged(self) -> Iterator[str]:
+        """Keys with a value of their own that were read and became nothing: no setting, no finding, not listed."""
+        listed = {origin.key for origin in (*self.origins, *self.not_preparation)}
+        said = {finding.where for finding in self.findings}
+        for key in sorted(self.keys(), key=lambda key: self.places.get(key, (0, 0))):
+            names = {key, *(key[:place] for place, letter in enumerate(key) if letter == ".")}
+            above = names | {self.shown_as[name] for name in names if name in self.shown_as}
+            holds_others = isinstance(value := self._value(key), dict) and value
+            if not holds_others and not above & listed and not said & {self.where(name) for name in names}:
+                yield key
 
     def unread(self) -> tuple[str, ...]:
         """Keys at the top that nobody has asked for."""

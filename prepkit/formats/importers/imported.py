@@ -33,6 +33,8 @@ class Imported:
     """Device type of the machines; None: it does not say."""
     not_preparation: tuple[Origin, ...] = ()
     """What the file says of launching, logging or the run itself: read, and of no concern to preparation."""
+    unchanged: tuple[Origin, ...] = ()
+    """What it says beside that: read, and off, empty or as it is without it, so that no setting came of it."""
     notes: tuple[Finding, ...] = ()
     """Warnings: settings that do nothing there either, or that prepkit answers in another way."""
 
@@ -61,6 +63,8 @@ class Imported:
             yield f"declared: {declared}"
         if self.not_preparation:
             yield f"not preparation: {', '.join(origin.key for origin in self.not_preparation)}"
+        if self.unchanged:
+            yield f"changes nothing: {', '.join(origin.key for origin in self.unchanged)}"
         yield from map(str, self.notes)
 
 

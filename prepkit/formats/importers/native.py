@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 from prepkit.codec import from_data
+from prepkit.codec.samples import meant
 from prepkit.config import Config
 from prepkit.formats.importers.imported import Imported
-from prepkit.formats.importers.source import LANGUAGES, Source, read, refuse_damage
+from prepkit.formats.importers.source import LANGUAGES, Source, read, refuse_damage, refuse_unrecognised
 
 
 def read_config(path: str) -> Config:
@@ -22,6 +23,8 @@ def read_config(path: str) -> Config:
 def read_prepkit(source: Source) -> Imported:
     """The same as an importer returns it: nothing in the file is about anything but preparation."""
     where, data = f"{source.path}:$", source.data()
+    if data and not any(meant(str(key), value, Config, {}) for key, value in data.items()):
+        refuse_unrecognised(source.path, tuple(map(str, data)))
     try:
         spelt = _spelt(data)
     except (TypeError, ValueError, RecursionError) as error:

@@ -210,6 +210,14 @@ def refuse_damage(where: str, what: str) -> NoReturn:
     _refuse("damaged", where, what, _MEND)
 
 
+def refuse_unrecognised(path: str, keys: tuple[str, ...]) -> NoReturn:
+    """Raises ``PlanRejected``: nothing tells whose file it is."""
+    some = ", ".join(map(codec_json.shown, keys[:8])) + (" and others" if len(keys) > 8 else "")
+    what = f"none of its keys is one of prepkit's config, or tells which library's file it is: {some}"
+    fix = "say whose it is: --from on the command line, import_config(path, kind) in Python"
+    _refuse("unrecognised", path, what, fix)
+
+
 def _refuse(rule: str, where: str, what: str, fix: str) -> NoReturn:
     raise PlanRejected((_finding(rule, where, what, fix),))
 

@@ -313,3 +313,15 @@ def test_options_of_the_compiler_are_written_as_a_table_or_one_by_one(tmp_path: 
     path.write_text('compile = {kind = "CompileModel", options = {max_autotune = [1]}}\n')
     with pytest.raises(PlanRejected, match=r"options"):
         read_config(str(path))
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.json", '{"lr": 0.1, "epochs": 3}'), ("b.yaml", "lr: 0.1\nepochs: 3\n")])
+def test_a_file_that_is_nobodys_asks_whose_it_is(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(PlanRejected) as caught:
+        import_config(file)
+    [found] = caught.value.findings
+    assert (found.rule, found.where) == ("config.unrecognised", str(file))
+    assert found.what.endswith("'lr', 'epochs'")
+    assert "--from" in found.fix
