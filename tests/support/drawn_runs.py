@@ -375,8 +375,10 @@ def optimizer(draws: Draws, seen: ModelFacts) -> OptimizerFacts:
 
 
 def planned(engine: str, least: int = 0) -> Plan:
-    """The plan of the first run from that number on that has one."""
-    outcomes = (planner.plan(*run(engine, number)) for number in count(least))
+    """The plan of the first run from that number on that has one, of a small model in as much memory as it takes."""
+    runs = (run(engine, number) for number in count(least))
+    small = ((cfg, seen) for cfg, seen in runs if len(seen.model.params) < 60 and seen.env.memory is None)
+    outcomes = (planner.plan(cfg, seen) for cfg, seen in small)
     return next(outcome.unwrap() for outcome in outcomes if isinstance(outcome, Success))
 
 

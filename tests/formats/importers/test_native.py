@@ -28,7 +28,7 @@ from prepkit.config import (
     WrapBlocks,
 )
 from prepkit.findings import Finding, PlanRejected
-from prepkit.formats.importers import IMPORTERS
+from prepkit.formats.importers import IMPORTERS, import_config
 from prepkit.formats.importers.native import read_config
 from prepkit.formats.importers.source import READERS, read
 
