@@ -22,13 +22,20 @@ def to_text(value: Plan | Attestation) -> str:
 
 def save(value: Plan | Attestation, path: str | os.PathLike[str]) -> None:
     """Writes the file whole or not at all. Raises ``OSError`` where the folder cannot be written."""
+    _check_path("pk.save", path)
     write_text(to_text(value), path)
 
 
 def load(path: str | os.PathLike[str]) -> Plan | Attestation:
     """What the file holds; what says of itself that it is neither is refused as a plan. Reads the file once."""
+    _check_path("pk.load", path)
     text, where = read_text(path), f"{path}:$"
     return attestation_from_text(text, where) if _attests(text) else plan_from_text(text, where)
+
+
+def _check_path(call: str, path: object) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f'{call}: {path!r:.60} is no path; give the path of a file, such as "plan.json"')
 
 
 def _attests(text: str) -> bool:

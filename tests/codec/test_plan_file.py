@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prepkit import codec
-from prepkit.codec.files import save
+from prepkit.codec.files import load, save
 from prepkit.codec.text import readable
 from prepkit.findings import PlanRejected
 from prepkit.version import VERSION
@@ -94,6 +94,14 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
         (found,) = caught.value.findings
         assert (found.rule, found.where) == ("codec.unreadable", str(path))
         assert reason in found.what
+
+
+@pytest.mark.parametrize("path", [3, None, b"plan.json"])
+def test_what_is_no_path_is_named(path: Any) -> None:
+    with pytest.raises(TypeError, match=r"pk.load: .* is no path; give the path of a file"):
+        load(path)
+    with pytest.raises(TypeError, match=r"pk.save: .* is no path; give the path of a file"):
+        save(sample_plan(), path)
 
 
 def test_bytes_that_are_not_text_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 
@@ -20,3 +21,10 @@ def check_folder(call: str, folder: Any) -> None:
         raise TypeError(f'{call}({folder!r:.60}): give the path of a folder, such as "out"')
     if not os.fspath(folder).strip():
         raise ValueError(f'{call}({folder!r}) names no folder; give one, such as "out"')
+
+
+def check_names(name: str, value: Any) -> None:
+    """Raises ``TypeError`` for what is neither a text nor a collection of texts."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, Collection) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{name}={value!r:.60}: give a text, or a list of texts")

@@ -30,7 +30,7 @@ from prepkit.live.ranks import end_groups, last_words, launcher, named_barrier
 from prepkit.live.ranks.peers import Peers, named, names_lost_rank
 from prepkit.live.ranks.within import check_limit
 from prepkit.live.training import closures, export, owned_optimizers, restored_settings, terminal, token_loss
-from prepkit.live.training.arguments import check_count, check_folder
+from prepkit.live.training.arguments import check_count, check_folder, check_names
 from prepkit.live.training.closures import Closure
 from prepkit.live.training.drivers import Driver, driver
 from prepkit.live.training.ema import Ema
@@ -327,6 +327,7 @@ class Prepared:
         warning that training begins anew, with the folder's whole path. Likewise ``CheckpointFailed`` for what is no
         path, and for a folder that is not the same on every rank.
         """
+        check_names("accept", accept)
         self._evaluation.refuse_saving("ready.resume()")
         what = "their gradients belong to what is replaced; resume before the first backward, or after a step() that"
         self._between_windows(f"{what} returned True")

@@ -114,6 +114,9 @@ def test_what_would_train_otherwise_is_refused_with_what_to_type_and_some_of_it_
         assert ready.steps == 1
     else:
         refused(ready, tmp_path, accept=["checkpoint.other-config"])
+        for odd in (3, [3]):
+            with pytest.raises(TypeError, match=r"accept=.*: give a text, or a list of texts"):
+                ready.resume(str(tmp_path), accept=odd)
         with pytest.raises(CheckpointFailed, match="names no finding that can be accepted"):
             ready.resume(str(tmp_path), accept=f"checkpoint.{rule}")
 
