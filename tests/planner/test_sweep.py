@@ -182,7 +182,8 @@ def test_the_table_counts_what_it_leaves_out_and_says_what_was_refused() -> None
     lines = sweep_text(found, refused, limit=3).splitlines()
     assert lines[0].split()[:3] == ["engine", "ranks", "copies"]
     assert f"and {len(found) - 3} more; --limit shows them" in lines
-    assert lines[-2].startswith("single over 8, 64 ranks: 8 processes run")
+    assert lines[-3].startswith("single over 8, 64 ranks: 8 processes run")
+    assert lines[-2].startswith("  fix: ")
     assert lines[-1].endswith("activations are not counted")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from itertools import count
 from random import Random
 from typing import Any, TypeVar
@@ -255,7 +256,7 @@ def settings(draws: Draws, *, calm: bool) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for _ in range(draws.one((0, 0, 1, 1, 2, 3))):
         path, values = draws.one(tuple(one for one in JSON if one[0].startswith(f"{ZERO}.") or not calm))
-        value = draws.one(values)
+        value = deepcopy(draws.one(values))  # another setting may be put into it
         if isinstance(data.get(path.partition(".")[0], {}), dict) and not data.get(path):
             put(data, path, value)
     if not calm and draws.seldom(6):
