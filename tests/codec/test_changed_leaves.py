@@ -39,12 +39,12 @@ def plans() -> Iterator[Plan]:
 
 
 def leaves(data: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
-    """Everything below, containers included; of long lists the first two and the last."""
+    """Everything below, containers included; of the steps all, of other lists the first two and the last."""
     if path:
         yield path, data
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
-        if not isinstance(key, int) or key < 2 or key == len(data) - 1:
+        if not isinstance(key, int) or path == ("steps",) or key < 2 or key == len(data) - 1:
             yield from leaves(value, (*path, key))
 
 

@@ -93,7 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, help="mutants to draw; 0 for the named ones only")
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds of tests for one mutant")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for one mutant")
     parser.add_argument("--examples", type=int, default=10, help="examples that each law draws")
     parser.add_argument("--only", nargs="*", default=(), metavar="TEXT", help="mutants whose id holds one of these")
     parser.add_argument("--tests", nargs="*", metavar="PATH", help="collect these tests only")

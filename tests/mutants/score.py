@@ -195,9 +195,15 @@ def _readers(group: Group, reach: Reach, others: set[str]) -> list[Run]:
 
 
 def _ordered(runs: list[Run], mutant: Mutant, kills: dict[str, Counter[str]]) -> list[Run]:
-    """Those that killed its neighbours first, then the fastest."""
+    """Those that killed its neighbours first, then the fastest case of each test, then the next case of each."""
     scope, file = kills[f"{mutant.path} {mutant.scope}"], kills[mutant.path]
-    return sorted(runs, key=lambda run: (-scope[run.test], -file[run.test], run.seconds, run.test))
+    seen: Counter[str] = Counter()
+    turn: dict[str, int] = {}
+    for run in sorted(runs, key=lambda run: (run.seconds, run.test)):
+        function = run.test.partition("[")[0]
+        turn[run.test] = seen[function]
+        seen[function] += 1
+    return sorted(runs, key=lambda run: (-scope[run.test], -file[run.test], turn[run.test], run.seconds, run.test))
 
 
 def _attack(way: Way, runs: list[Run], budget_s: float) -> Attack:
