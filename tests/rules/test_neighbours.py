@@ -1,4 +1,4 @@
-"""What each rule says of the neighbours of its counterexample: those that differ from it in one value.
+"""What each rule says of its counterexample's neighbours, and of a drawn run's: those that differ in one value.
 
 ``neighbours/<subject>.txt`` has for each rule the changes that silence it, and those that change what it says. After a
 change on purpose, ``WRITE_GOLDEN=1 python -m pytest tests/rules/test_neighbours.py`` writes them anew: read the change.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from prepkit import codec
 from prepkit.config import Config
 from prepkit.facts import Facts
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules import RULES
+from prepkit.rules import RULES, findings_of
 from prepkit.rules.rule import Rule
 from prepkit.testing import COUNTEREXAMPLES
+from tests.support.drawn_runs import ENGINES, run
 from tests.support.neighbours import asked
 
 GOLDEN = Path(__file__).parent / "neighbours"
@@ -48,14 +50,37 @@ def settings_of(cfg: Config) -> dict[str, object]:
     return own | of_engine | {"engine": type(cfg.engine)}
 
 
+def bases(rule: Rule) -> Iterator[tuple[str, tuple[Config, Facts]]]:
+    yield "", COUNTEREXAMPLES[rule.id]()
+    if (drawn := firing().get(rule.id)) is not None:
+        yield f" in {drawn[0]} {drawn[1]}", run(*drawn)
+
+
+@cache
+def firing() -> dict[str, tuple[str, int]]:
+    """Rule to the first drawn run, of a small model, of which it says something."""
+    found: dict[str, tuple[str, int]] = {}
+    for engine in ENGINES:
+        for number in range(160):
+            cfg, facts = run(engine, number)
+            if len(facts.model.params) < 60:
+                for one in findings_of(Resolved(cfg=cfg, facts=facts)):
+                    found.setdefault(one.rule, (engine, number))
+    return found
+
+
 def lines(rule: Rule) -> Iterator[str]:
-    cfg, facts = COUNTEREXAMPLES[rule.id]()
+    for name, base in bases(rule):
+        yield from _around(rule, name, *base)
+
+
+def _around(rule: Rule, name: str, cfg: Config, facts: Facts) -> Iterator[str]:
     usual = said(rule, cfg, facts)
     found: dict[str, list[str]] = defaultdict(list)
     for place, other, changed in asked(cfg, facts):
         if (words := said(rule, other, changed)) != usual:
             found[words].append(place)
-    yield f"{rule.id} {usual}"
+    yield f"{rule.id}{name}: {usual}"
     for words, places in found.items():
         yield f"  {words or 'silent'}: {', '.join(places)}"
 
