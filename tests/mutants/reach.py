@@ -142,8 +142,11 @@ class Reach:
             self._of_text[name, text].add(key)
 
     def at_import(self, mutant: Mutant) -> bool:
-        """Whether the mutated code runs before any test does."""
-        return not mutant.scope or _hits(scopes(mutant.path)[mutant.scope], mutant, self.imports)
+        """Whether the mutated function runs before any test does: what it has made then, closures too, is kept."""
+        if not mutant.scope:
+            return True
+        scope = scopes(mutant.path)[mutant.scope]
+        return any(spans and key[:2] == scope.key[:2] for key, spans in self.imports.items())
 
     def running(self, mutant: Mutant) -> list[Run]:
         """Tests that run the mutated function's code, the fastest first; of a new function, those of its file."""

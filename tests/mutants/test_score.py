@@ -71,6 +71,11 @@ def test_what_runs_at_import_is_tried_by_tests_nearby_and_then_by_others() -> No
     assert tried(MUTANT, known) == [near, far]
 
 
+def test_a_function_that_has_run_at_import_is_tried_anew_because_what_it_made_is_kept() -> None:
+    known = reach(run("tests/codec/test_text.py::b", {2}), early={1})
+    assert tried(MUTANT, known) == [(way, ("tests/codec/test_text.py::b",)) for way in ("warm", "cold")]
+
+
 def test_tests_that_read_tables_try_a_table_though_they_run_nothing_of_its_file() -> None:
     other = scopes("prepkit/codec/converter.py")["read"].key
     reads = evolve(run("tests/rules/test_rules.py::every_rule", set()), lines={other: ((1, 1),)})
