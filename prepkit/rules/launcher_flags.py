@@ -81,8 +81,9 @@ def _backend(resolved: Resolved, value: str) -> str:
 
 def _mode(resolved: Resolved, value: str) -> str:
     compiled = _compiled(resolved.cfg.compile)
-    other = compiled is not None and value not in ("", "default", compiled.mode)
-    return f"the config compiles in mode {compiled.mode}" if compiled is not None and other else ""
+    if compiled is None or value in ("", "default", compiled.mode):
+        return ""
+    return f"the config compiles in mode {compiled.mode}"
 
 
 def _compiled(asked: Compile) -> CompileModel | CompileBlocks | None:

@@ -22,6 +22,7 @@ from prepkit.config import (
     ClipNorm,
     CompileBlocks,
     Config,
+    Group,
     Intent,
     Mesh,
     NoClip,
@@ -322,3 +323,24 @@ def test_a_kind_that_is_no_name_is_unknown(kind: object) -> None:
     ((rule, where, what, _),) = refused({"engine": {"kind": kind}})
     assert (rule, where) == ("codec.unknown-kind", "$.engine.kind")
     assert what.startswith(f"{kind!r} is not one of ")
+
+
+def test_a_tuple_of_another_length_is_written_whole_and_refused_when_it_is_read() -> None:
+    data = codec.to_data(AdamW(betas=(0.9,)))  # type: ignore[arg-type]
+    assert data["betas"] == [0.9]
+    assert refused(data, AdamW)[0][0] == "codec.wrong-value"
+
+
+def test_true_is_not_written_as_a_number() -> None:
+    assert codec.to_data(Group(names=("a",), lr=True))["lr"] is True
+
+
+def test_the_hundredth_misfit_of_a_list_is_followed_by_how_many_were_not_looked_at() -> None:
+    found = refused({"overrides": list(range(500))})
+    assert len(found) == 101
+    assert [one[0] for one in found[-2:]] == ["codec.wrong-type", "codec.too-many"]
+
+
+@pytest.mark.parametrize(("value", "cls"), [("3", bool), ("0.5", int), ("true", int)])
+def test_a_text_is_not_suggested_as_what_is_not_expected(value: str, cls: type) -> None:
+    assert "without quotes" not in refused(value, cls)[0][3]

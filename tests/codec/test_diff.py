@@ -192,3 +192,13 @@ def test_replaying_changes_does_not_touch_them() -> None:
     more = (*changes, Set(("steps", 0, "reason"), "64 ranks", "asked"))
     assert patch(a, more).steps[0].reason == "asked"
     assert patch(a, changes) == b
+
+
+def test_plain_values_are_replaced_one_for_one_where_their_number_stays() -> None:
+    a, b = with_config(sample_plan(), overrides=("a", "b", "c")), with_config(sample_plan(), overrides=("a", "d", "e"))
+    assert lines(a, b) == ["config.overrides[1]: 'b' -> 'd'", "config.overrides[2]: 'c' -> 'e'"]
+
+
+def test_what_are_no_changes_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"the changes that pk\.diff gave"):
+        patch(sample_plan(), ["config.device: None -> 'cpu'"])  # type: ignore[list-item]

@@ -15,10 +15,10 @@ from prepkit.codec.languages import Language, assigned, typed
 from prepkit.codec.misfits import MisfitError, wrong_type
 from prepkit.codec.samples import OTHER_NAMES, samples
 from prepkit.codec.text import shown
-from prepkit.config import FSDP1, FSDP2, AdamW, Config, DeepSpeed, Wrap
+from prepkit.config import DDP, FSDP1, FSDP2, AdamW, Config, DeepSpeed, Wrap
 from prepkit.findings import PlanRejected
 from prepkit.plan import Plan, because
-from prepkit.steps import InitializeDeepSpeed
+from prepkit.steps import InitializeDeepSpeed, WrapDDP
 from prepkit.steps.deepspeed import Setting
 from prepkit.testing import tiny_facts, tiny_loader
 from tests.support.plans import make
@@ -155,3 +155,22 @@ def test_an_object_stands_for_members_that_have_its_keys_and_need_no_others() ->
 def test_equal_items_meet_one_for_one_in_their_order() -> None:
     assert _anchors(["a", "a", "b", "a"], ["a", "b", "a", "a"]) == [(0, 0), (1, 2), (3, 3)]
     assert _anchors(["a", "a"], ["a", "a", "a"]) == [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(("size", "fits"), [(2**62 - 1, True), (2**62, False)])
+def test_a_flat_parameter_has_a_size_that_torch_can_count(size: int, fits: bool) -> None:
+    plan = make(Config(engine=FSDP1()), tiny_facts(world=2))
+    first, *rest = plan.layout
+    assert first.flat is not None
+    large = evolve(first, flat=evolve(first.flat, size=size))
+    assert [where for where, _ in wrong(evolve(plan, layout=(large, *rest)))] == ([] if fits else ["$.layout[0].flat"])
+
+
+@pytest.mark.parametrize(("size", "fits"), [(100.0, True), (2.0**41, True), (2.0**42, False), (0.0, False)])
+def test_a_bucket_has_a_size_between_nothing_and_what_no_machine_has(size: float, fits: bool) -> None:
+    plan = make(Config(engine=DDP()), tiny_facts(world=2))
+    steps = tuple(
+        evolve(one, step=evolve(one.step, bucket_cap_mb=size)) if isinstance(one.step, WrapDDP) else one
+        for one in plan.steps
+    )
+    assert bool(wrong(evolve(plan, steps=steps))) is not fits

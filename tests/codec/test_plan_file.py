@@ -187,3 +187,11 @@ def test_a_module_that_the_file_names_is_not_imported(tmp_path: Path) -> None:
         patch.syspath_prepend(tmp_path)
         with pytest.raises(PlanRejected, match=r"plan\.facts"):
             codec.plan_from_text(json.dumps(data))
+
+
+def test_a_digest_that_is_a_list_is_one_edited_part() -> None:
+    data = json.loads(codec.plan_to_text(sample_plan()))
+    data["digests"]["mesh"] = list(data["digests"]["mesh"])
+    with pytest.raises(PlanRejected) as caught:
+        codec.plan_from_text(json.dumps(data))
+    assert [found.where for found in caught.value.findings] == ["$.plan.mesh"]

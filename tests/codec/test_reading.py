@@ -46,3 +46,9 @@ def test_a_pipe_with_a_writer_is_read_to_its_end_and_no_further_than_asked(pipe:
         writer.start()
         assert reading.read_bytes(pipe, most) == text[:most]
         writer.join()
+
+
+def test_a_pipe_that_has_delivered_what_was_asked_for_is_not_waited_for(pipe: Path) -> None:
+    with pipe.open("w+b", buffering=0) as writer:
+        writer.write(b"0123456789")
+        assert reading.read_bytes(pipe, 10) == b"0123456789"

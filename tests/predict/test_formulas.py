@@ -10,8 +10,8 @@ from attrs import evolve
 from prepkit.config import DDP, FSDP1, FSDP2, Config, DeepSpeed, TensorParallel
 from prepkit.predict import notes, predict, predict_inputs
 from prepkit.predict.inputs import Inputs
-from prepkit.predict.optimizers import OptimizerInputs
-from prepkit.predict.prediction import Prediction, RankClass, Term, Traffic
+from prepkit.predict.optimizers import OptimizerInputs, steps_on_device
+from prepkit.predict.prediction import Label, Prediction, RankClass, Term, Traffic
 from prepkit.predict.unit_contents import ParamKind, UnitContent, UnitInstance
 from prepkit.predict.zero12 import Run, overlaps
 from prepkit.predict.zero_inputs import Zero
@@ -692,3 +692,41 @@ def test_optimizer_groups_without_elements_are_one_run_of_ranks() -> None:
     zero = stage(2).zero
     assert zero is not None
     assert overlaps(evolve(zero, groups=())) == [Run(0, 0, 0, 0)]
+
+
+def test_the_bucket_of_stage_1_stays_until_the_step_where_state_is_away_and_gradients_add_up_in_another_dtype() -> None:
+    def kept(**more: Any) -> list[str]:
+        made = predicted(DeepSpeed, stage(1, offload_state=True, **more))
+        return [term.what for term in made.classes[0].terms if "other parts stay until the step" in term.what]
+
+    assert len(kept(grad_size=4)) == 1
+    assert kept() == []
+
+
+@pytest.mark.parametrize(("overlaps", "times", "exact"), [(False, 1, True), (True, 1, False), (True, 2, True)])
+def test_gradients_of_stage_1_are_all_there_where_they_are_reduced_at_the_end(
+    overlaps: bool, times: int, exact: bool
+) -> None:
+    made = predicted(DeepSpeed, stage(1, overlaps=overlaps, times=times))
+    (label,) = {term.label for term in made.classes[0].terms if "until they are reduced" in term.what}
+    assert (label is Label.EXACT) is exact
+
+
+def test_a_scalar_of_a_unit_is_one_element() -> None:
+    with_scalar, without = (
+        predicted(DDP, inputs(holding(*kinds), optimizer=ADAMW)) for kinds in ((kind(3), kind()), (kind(3),))
+    )
+    assert with_scalar.fullest.total() - without.fullest.total() == 4 + 4 + 2 * 4 + 4  # with its gradient, state, step
+
+
+@pytest.mark.parametrize(
+    ("groups", "there"),
+    [
+        ((), False),
+        (((("fused", True),),), True),
+        (((("capturable", True),), (("fused", True),)), True),
+        (((("fused", True),), ()), False),
+    ],
+)
+def test_step_counters_are_on_the_device_where_every_group_steps_there(groups: Any, there: bool) -> None:
+    assert steps_on_device(OptimizerInputs(name="AdamW", module="torch.optim", groups=groups)) is there

@@ -23,17 +23,18 @@ from prepkit.config import (
     Single,
     TensorParallel,
 )
-from prepkit.facts import ClassFact, Env, ModelFacts, ModuleFact
+from prepkit.facts import ClassFact, Env, ModelFacts, ModuleFact, ParamFact
 from prepkit.facts.checkpoint import KeyMapping, StoredTensor, WeightConverter
 from prepkit.plan.layout import Placement
-from prepkit.resolve.checkpoint_parts import assemble, unmatched
+from prepkit.resolve.checkpoint_parts import assemble, lacking, unmatched
 from prepkit.resolve.engines import ENGINES
-from prepkit.resolve.loaders import is_divided
+from prepkit.resolve.fsdp2 import shards_packed
+from prepkit.resolve.loaders import is_divided, split
 from prepkit.resolve.modules import repeated_blocks
 from prepkit.resolve.optimizer_table import FAILS, places
 from prepkit.resolve.resolved import Resolved
 from prepkit.resolve.tensor_parallel import tensor_parallel_size
-from prepkit.resolve.units import ignored_params
+from prepkit.resolve.units import every_batch_norm, ignored_params
 from prepkit.testing import tiny_facts, tiny_loader, tiny_model
 
 
@@ -171,3 +172,70 @@ def test_layers_are_cut_over_the_tensor_axis(engine: Engine, size: int) -> None:
     cfg = Config(engine=engine, mesh=Mesh(tensor=2) if isinstance(engine, FSDP2) else None)
     facts = tiny_facts(world=8)
     assert tensor_parallel_size(cfg, Env(world_size=8), Resolved(cfg=cfg, facts=facts).mesh or ()) == size
+
+
+def test_a_number_that_all_keys_share_does_not_count_the_stack() -> None:
+    def named(number: int) -> StoredTensor:
+        return evolve(stored(number, (2, 5)), key=f"experts.{number}.up.0")
+
+    found = assemble("experts", (named(0), named(2)), RECIPE)
+    assert lacking(found, 3) == ("experts.1.up.0",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts", "expected"),
+    [
+        ({"iterable": True, "shards": 4}, 2, "shards"),
+        ({"iterable": True, "shards": 4}, 1, "stream"),
+        ({"iterable": True, "shards": 3}, 2, "stream"),
+        ({"iterable": True}, 2, "stream"),
+        ({"custom_batches": True}, 2, "batches"),
+        ({"sampler": "custom"}, 2, "sampler"),
+        ({}, 2, "samples"),
+    ],
+)
+def test_a_loader_is_divided_by_what_it_is(changes: dict[str, Any], parts: int, expected: str) -> None:
+    assert split(tiny_loader(**changes), parts) == expected
+
+
+@pytest.mark.parametrize(
+    ("cls", "dtype", "gathered", "cut"),
+    [
+        ("Params4bit", "bfloat16", None, True),
+        ("Params4bit", "float16", "float16", True),
+        ("Params4bit", "float32", None, True),
+        ("Params4bit", "bfloat16", "float32", False),
+        ("Params4bit", "uint8", None, False),
+        ("Int8Params", "float32", None, False),
+        ("Parameter", "bfloat16", None, False),
+    ],
+)
+def test_packed_weights_are_cut_where_they_come_back_bit_by_bit(
+    cls: str, dtype: str, gathered: str | None, cut: bool
+) -> None:
+    assert shards_packed(ParamFact(name="w", shape=(8, 1), dtype=dtype, cls=cls), gathered) is cut
+
+
+@pytest.mark.parametrize(
+    ("cfg", "steps"),
+    [
+        (Config(accumulation=3, global_batch=64), 3),
+        (Config(global_batch=64), 8),
+        (Config(accumulation=2), 2),
+        (Config(), 1),
+    ],
+)
+def test_what_is_written_of_accumulation_comes_before_what_follows(cfg: Config, steps: int) -> None:
+    resolved = Resolved(cfg=evolve(cfg, engine=DDP()), facts=tiny_facts(world=2, loader=tiny_loader()))
+    assert resolved.accumulation == steps
+
+
+def test_a_batch_norm_that_is_the_model_itself_is_no_unit_below_it() -> None:
+    norm = ClassFact(name="BatchNorm1d", module="torch.nn.modules.batchnorm", mro=("_BatchNorm",))
+    modules = (ModuleFact(path="", cls=0), ModuleFact(path="inner", cls=0))
+    assert every_batch_norm(ModelFacts(classes=(norm,), modules=modules, params=())) == {"inner"}
+
+
+def test_a_mesh_that_does_not_come_out_leaves_no_flat_shards_to_trip_over() -> None:
+    resolved = Resolved(cfg=Config(engine=FSDP1(), mesh=Mesh(shard=3)), facts=tiny_facts(world=2))
+    assert all(part.shards == 1 for part in resolved.flat_shards.values())

@@ -5,11 +5,21 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from prepkit.config import CheckpointBlocks, Config, Wrap, WrapBlocks, WrapRoot, WrapSize
+from prepkit.config import (
+    CheckpointBlocks,
+    CompileBlocks,
+    Config,
+    NoCheckpointing,
+    Wrap,
+    WrapBlocks,
+    WrapPaths,
+    WrapRoot,
+    WrapSize,
+)
 from prepkit.facts import ClassFact, ModelFacts, ModuleFact, ParamFact
 from prepkit.resolve.modules import select
 from prepkit.testing.tiny import tiny_model
-from tests.support.rule_findings import fsdp2_with, rule_ids
+from tests.support.rule_findings import fsdp2_with, mended, rule_ids
 
 
 @pytest.mark.parametrize("wrap", [WrapRoot(), WrapSize(10**6)])
@@ -33,3 +43,11 @@ def test_lists_of_lists_are_not_taken_for_blocks() -> None:
     )
     assert select(WrapBlocks(), model) == ()
     assert select(WrapBlocks(), evolve(model, declared_blocks=("ModuleList",))) == ()
+
+
+def test_a_repair_of_one_selection_leaves_the_other_alone() -> None:
+    cfg = Config(
+        checkpointing=CheckpointBlocks(blocks=WrapRoot()), compile=CompileBlocks(blocks=WrapPaths(("layers.*",)))
+    )
+    found = mended("blocks.none-selected", cfg)
+    assert (found.checkpointing, found.compile) == (NoCheckpointing(), cfg.compile)

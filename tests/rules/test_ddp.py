@@ -6,6 +6,8 @@ import pytest
 from attrs import evolve
 
 from prepkit.config import DDP, FSDP2, CommHook, CompressHook, Config, Intent, PowerSGDHook
+from prepkit.facts import BufferFact
+from prepkit.rules.ddp import lost_in_sync
 from prepkit.testing.tiny import marked, tiny_facts, tiny_model, with_batchnorm
 from tests.support.rule_findings import rule_ids, rule_ids_in
 
@@ -50,3 +52,10 @@ def test_batch_norms_are_synchronised_where_there_are_any_and_on_accelerators_on
     assert rule_ids(cfg, tiny_facts(world=2)) == ["ddp.no-batchnorm"]
     inference = evolve(cfg, intent=Intent.INFERENCE)
     assert rule_ids(inference, tiny_facts(normed, world=2, optimizer=False)) == []
+
+
+def test_what_torch_takes_over_into_a_synchronised_batch_norm_is_not_lost() -> None:
+    model = with_batchnorm(tiny_model())
+    kept = ("running_mean", "running_var", "num_batches_tracked")
+    more = tuple(BufferFact(name=f"norm.{name}", shape=(4,), dtype="float32") for name in (*kept, "median"))
+    assert lost_in_sync(evolve(model, buffers=more)) == ("norm.median",)

@@ -7,6 +7,7 @@ from attrs import evolve
 
 from prepkit.config import Clip, ClipNorm, ClipValue, Config, DeepSpeed, NoClip
 from prepkit.facts import GroupFact, SchedulerFacts
+from prepkit.rules.deepspeed_modules import KNOWN_LEAVES
 from prepkit.testing.tiny import tiny_facts, tiny_model, tiny_optimizer
 from tests.support.rule_findings import mended, rule_ids, rule_ids_in
 
@@ -109,3 +110,11 @@ def test_zero_takes_an_optimizer_whose_state_no_step_has_made(initial: bool, fir
     )
     facts = evolve(tiny_facts(model), optimizer=optimizer)
     assert rule_ids(Config(engine=DeepSpeed(stage=2)), facts).count("deepspeed.optimizer-state") == fires
+
+
+def test_the_blocks_of_experts_that_deepspeed_knows_are_those_of_its_table() -> None:
+    table = pytest.importorskip(
+        "deepspeed.runtime.zero.leaf_module_config", reason="prepkit[deepspeed] is not installed"
+    )
+    known = {name.rpartition(".")[2] for name in table.DEFAULT_LEAF_MODULE_CLASSES}
+    assert set(KNOWN_LEAVES) == known

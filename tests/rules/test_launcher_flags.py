@@ -7,6 +7,7 @@ import pytest
 from prepkit.config import (
     BF16,
     DDP,
+    FP8,
     FP16,
     FSDP1,
     FSDP2,
@@ -30,9 +31,13 @@ HSDP = (("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2"), ("PARALLELISM_CONFIG_DP_S
 CASES = [
     ("ACCELERATE_USE_FSDP", "True", Config(engine=DDP()), Config(engine=FSDP2())),
     ("ACCELERATE_USE_FSDP", "1", Config(engine=DeepSpeed()), Config(engine=FSDP1())),
+    ("ACCELERATE_USE_FSDP", "t", Config(engine=DDP()), Config(engine=FSDP2())),
+    ("ACCELERATE_USE_FSDP", "y", Config(engine=DDP()), Config(engine=FSDP2())),
+    ("ACCELERATE_USE_FSDP", "on", Config(engine=DDP()), Config(engine=FSDP2())),
     ("ACCELERATE_USE_DEEPSPEED", "1", Config(engine=FSDP2()), Config(engine=DeepSpeed())),
     ("FSDP_VERSION", "2", Config(engine=FSDP1()), Config(engine=FSDP2())),
     ("ACCELERATE_MIXED_PRECISION", "bf16", Config(engine=DDP()), Config(engine=DDP(), precision=BF16())),
+    ("ACCELERATE_MIXED_PRECISION", "fp8", Config(engine=DDP()), Config(engine=DDP(), precision=FP8())),
     ("ACCELERATE_MIXED_PRECISION", "FP16", Config(engine=DDP()), Config(engine=DDP(), precision=FP16())),
     ("ACCELERATE_USE_CPU", "yes", Config(engine=DDP()), Config(engine=DDP(), device="cpu")),
     ("ACCELERATE_TORCH_DEVICE", "xpu", Config(engine=DDP()), None),
@@ -109,3 +114,8 @@ def test_a_mesh_that_the_launcher_laid_out_otherwise_is_named_by_its_axes() -> N
 def test_every_flag_of_the_table_is_tried_here() -> None:
     assert {name for name, *_ in CASES} | {"ACCELERATE_USE_PARALLELISM_CONFIG"} == set(FLAGS)
     assert Env().variables == ()
+
+
+def test_version_1_is_what_fsdp1_is() -> None:
+    variables = (("FSDP_VERSION", "1"),)
+    assert RULE not in rule_ids_in(Config(engine=FSDP1()), variables=variables)

@@ -34,6 +34,7 @@ from prepkit.findings import errors
 from prepkit.plan import Plan
 from prepkit.planner import plan
 from prepkit.resolve.deepspeed.data import NotJsonError, data_of, drop, look, parse, put, settings
+from prepkit.resolve.deepspeed.edit import with_zero
 from prepkit.resolve.deepspeed.working import WorkingConfig, working_config
 from prepkit.rules import check
 from prepkit.steps import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
@@ -558,3 +559,28 @@ def test_a_scheduler_that_deepspeed_makes_or_is_given_ticks_once() -> None:
     for said, facts in ((section, None), ({}, given)):
         assert "scheduler-ticks" not in rules(worked(said, facts))
         assert "scheduler-ticks" in rules(worked(said, facts, cfg_scheduler_ticks=3))
+
+
+def test_a_key_of_any_type_takes_any() -> None:
+    found = worked({"tensor_parallel": {"dtype": ["whatever"], "autotp_size": 1}})
+    assert [flaw for flaw in found.flaws if "dtype" in flaw.what] == []
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_the_oldest_form_of_the_section_is_noted(old: bool) -> None:
+    found = worked({"zero_optimization": old}, stage=None)
+    assert any(f"zero_optimization = {{stage: {int(old)}}} (the old form was {old})" in note for note in found.notes)
+    assert found.stage == int(old)
+
+
+def test_optimizer_state_leaves_the_device_from_stage_1_on_and_parameters_from_3_on() -> None:
+    def flawed(stage: int, **offloads: str) -> bool:
+        return any(flaw.rule == "deepspeed.offload" for flaw in worked(stage=stage, **offloads).flaws)
+
+    assert [flawed(stage, offload_optimizer="cpu") for stage in (0, 1, 2, 3)] == [True, False, False, False]
+    assert [flawed(stage, offload_param="cpu") for stage in (0, 1, 2, 3)] == [True, True, True, False]
+
+
+def test_a_bare_true_keeps_its_stage_when_a_key_is_set_beside_it() -> None:
+    engine = with_zero(DeepSpeed(config={"zero_optimization": True}), "reduce_bucket_size", 5)
+    assert json.loads(engine.config) == {"zero_optimization": {"stage": 1, "reduce_bucket_size": 5}}
