@@ -14,7 +14,9 @@ REAL := tests/audit/test_script.py tests/differential tests/live tests/predict/t
 	tests/test_real_input.py tests/test_ray.py tests/test_whole_run.py tests/tools tests/torch_suites \
 	property_tests/test_hostile_files.py property_tests/test_reading_law.py property_tests/test_rehearsal_law.py
 
-.PHONY: demo quick test lint types contracts bench faults drawn docs mutants clean
+GOLDEN := tests/audit/test_rules.py tests/codec/test_changed_leaves.py tests/planner tests/render tests/rules
+
+.PHONY: demo quick test lint types contracts bench faults drawn docs golden mutants clean
 
 demo: $(READY)  ## Plan, show and train a language model, and compare the engines
 	$(BIN)/python examples/demo.py
@@ -48,6 +50,9 @@ drawn: $(READY)  ## Legal configs drawn at random, trained for real on two and f
 docs: $(READY)  ## The pages of docs/ as a site in build/site; a dead link fails
 	$(BIN)/python -m tests.docs.generate
 	$(BIN)/zensical build --strict --clean
+
+golden: $(READY)  ## The texts that tests compare with, written anew: read what has changed in them
+	WRITE_GOLDEN=1 $(BIN)/python -m pytest -q $(GOLDEN)
 
 mutants: $(READY)  ## Small changes of the source, and how many the tests notice; later runs try what has changed
 	$(BIN)/python -m tests.mutants

@@ -1,11 +1,7 @@
-"""Audit rules as a table: each message is the one that was read and agreed to, on facts alone.
-
-After a message was changed on purpose: ``PREPKIT_WRITE_GOLDEN=1 python -m pytest tests/audit/test_rules.py``.
-"""
+"""Audit rules as a table: each message is the one that was read and agreed to, on facts alone."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +26,7 @@ from prepkit.facts.prepared import (
 from prepkit.facts.running import RunningFacts, RunningParam
 from prepkit.findings import Finding, Severity
 from prepkit.testing.tiny import tiny_loader, tiny_model
+from tests.support.golden import assert_golden
 
 GOLDEN = Path(__file__).parent / "golden" / "messages.txt"
 MODEL = tiny_model()
@@ -144,9 +141,7 @@ def test_a_rule_says_what_its_facts_break_and_no_other_does(rule: str) -> None:
 
 def test_messages_are_those_that_were_agreed_to() -> None:
     text = "\n\n".join(str(finding) for facts in BROKEN.values() for finding in findings_of(facts)) + "\n"
-    if os.environ.get("PREPKIT_WRITE_GOLDEN"):
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+    assert_golden(GOLDEN, text)
 
 
 def test_ids_are_of_one_subject_and_fixes_are_sentences() -> None:

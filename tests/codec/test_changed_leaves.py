@@ -1,14 +1,12 @@
 """What becomes of a plan's data in which one value was changed: a refusal, what does not fit, or another plan.
 
 Every value of a few plans is changed in the ways in which people and damage change them. What came of it stands in
-``golden/changed_*.txt``, a line for each field and change. After a change on purpose, ``WRITE_GOLDEN=1 python -m
-pytest tests/codec/test_changed_leaves.py`` writes it anew: read its change.
+``golden/changed_*.txt``, a line for each field and change.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from copy import deepcopy
@@ -25,6 +23,7 @@ from prepkit.findings import Finding, PlanRejected
 from prepkit.plan import Plan
 from prepkit.version import VERSION
 from tests.support.drawn_runs import planned
+from tests.support.golden import assert_golden
 from tests.support.plans import PLANS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -113,8 +112,5 @@ def table(top: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("top", ["config", "facts", "mesh", "steps", "layout", "owners", "provenance", "warnings"])
 def test_a_changed_value_of_a_plan_has_the_outcome_that_it_had(top: str) -> None:
-    path = GOLDEN / f"changed_{top}.txt"
     text = "\n".join(table(top)) + "\n"
-    if os.environ.get("WRITE_GOLDEN"):
-        path.write_text(text)
-    assert text == path.read_text(), "see the top of tests/codec/test_changed_leaves.py"
+    assert_golden(GOLDEN / f"changed_{top}.txt", text)

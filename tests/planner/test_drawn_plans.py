@@ -1,13 +1,11 @@
 """What many drawn runs get: findings, repairs, steps, bytes, traffic and what a budget proposes, as last reviewed.
 
 A change of a rule, a planner or a formula shows here which runs it changes, and in what. ``python -m
-tests.planner.test_drawn_plans fsdp2 17`` prints one of them whole; after a change on purpose, ``WRITE_GOLDEN=1 python
--m pytest tests/planner/test_drawn_plans.py`` writes the files anew: read their change.
+tests.planner.test_drawn_plans fsdp2 17`` prints one of them whole.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +26,7 @@ from prepkit.predict import predict
 from prepkit.predict.prediction import Prediction
 from prepkit.rules import LATE_RULES, RULES
 from tests.support.drawn_runs import ENGINES, run
+from tests.support.golden import assert_golden
 
 GOLDEN = Path(__file__).parent / "golden" / "drawn"
 COUNT = dict.fromkeys(ENGINES, 160) | {"zero": 480}
@@ -110,11 +109,8 @@ CHUNKS = [(engine, first) for engine, count in COUNT.items() for first in range(
 
 @pytest.mark.parametrize(("engine", "first"), CHUNKS)
 def test_drawn_runs_get_the_plans_that_they_had(engine: str, first: int) -> None:
-    path = GOLDEN / f"{engine}-{first:03}.txt"
     text = "\n".join(line for number in range(first, first + CHUNK) for line in lines(engine, number)) + "\n"
-    if os.environ.get("WRITE_GOLDEN"):
-        path.write_text(text)
-    assert text == path.read_text(), "see the top of tests/planner/test_drawn_plans.py"
+    assert_golden(GOLDEN / f"{engine}-{first:03}.txt", text)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -127,11 +123,8 @@ def test_drawn_runs_are_swept_as_they_were(engine: str) -> None:
         head = f"{engine} {number}: {len(rows)} rows, {len(refused)} refused"
         return f"{head}, {_digest(sweep_data(rows, refused))} {_digest(sweep_text(rows, refused, limit=10))}"
 
-    path = GOLDEN / f"swept-{engine}.txt"
     text = "\n".join(map(swept, range(12))) + "\n"
-    if os.environ.get("WRITE_GOLDEN"):
-        path.write_text(text)
-    assert text == path.read_text(), "see the top of tests/planner/test_drawn_plans.py"
+    assert_golden(GOLDEN / f"swept-{engine}.txt", text)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

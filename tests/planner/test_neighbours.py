@@ -1,12 +1,10 @@
 """What every change of one value makes of a plan: the same one, another, or a refusal.
 
-``golden/neighbours/<plan>.txt`` has the outcomes with the changes that lead there. After a change on purpose,
-``WRITE_GOLDEN=1 python -m pytest tests/planner/test_neighbours.py`` writes them anew: read the change.
+``golden/neighbours/<plan>.txt`` has the outcomes with the changes that lead there.
 """
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +20,7 @@ from prepkit.findings import errors
 from prepkit.plan import Plan
 from prepkit.predict import predict
 from tests.support.drawn_runs import ENGINES, planned
+from tests.support.golden import assert_golden
 from tests.support.neighbours import asked
 from tests.support.plans import PLANS
 
@@ -53,7 +52,4 @@ def test_a_change_of_one_value_makes_of_a_plan_what_it_made(name: str) -> None:
         found[outcome(cfg, facts)].append(place)
     text = f"{outcome(plan.config, plan.facts)}\n"
     text += "".join(f"{words}: {', '.join(places)}\n" for words, places in found.items())
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("WRITE_GOLDEN"):
-        path.write_text(text)
-    assert text == path.read_text(), "see the top of tests/planner/test_neighbours.py"
+    assert_golden(GOLDEN / f"{name}.txt", text)

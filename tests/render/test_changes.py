@@ -13,13 +13,13 @@ from prepkit.render.changes import diff_text
 from prepkit.steps import (
     CheckpointModules,
 )
-from tests.support.plans import assert_golden, ddp_plan, fsdp2_plan, make
+from tests.support.plans import assert_rendered, ddp_plan, fsdp2_plan, make
 
 
 def test_a_diff_reads_as_its_golden_text() -> None:
     made = fsdp2_plan()
     other = evolve(made.config, engine=DDP(), mesh=None, accumulation=1)
-    assert_golden("diff", diff_text(diff(made, make(other, made.facts))))
+    assert_rendered("diff", diff_text(diff(made, make(other, made.facts))))
 
 
 def test_a_diff_of_the_same_change_everywhere_is_one_line() -> None:

@@ -36,13 +36,13 @@ from prepkit.render.plan import plan_text
 from prepkit.render.rules import rule_text, rules_text
 from prepkit.rules import RULES
 from prepkit.rules.rule import Rule
-from tests.support.plans import PLANS, assert_golden, ddp_plan, make, model
+from tests.support.plans import PLANS, assert_rendered, ddp_plan, make, model
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_reads_as_its_golden_page(name: str) -> None:
     made = PLANS[name]()
-    assert_golden(name, plan_text(made))
+    assert_rendered(name, plan_text(made))
 
 
 @pytest.mark.parametrize("name", PLANS)

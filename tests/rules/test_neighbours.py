@@ -1,12 +1,10 @@
 """What each rule says of its counterexample's neighbours, and of a drawn run's: those that differ in one value.
 
-``neighbours/<subject>.txt`` has for each rule the changes that silence it, and those that change what it says. After a
-change on purpose, ``WRITE_GOLDEN=1 python -m pytest tests/rules/test_neighbours.py`` writes them anew: read the change.
+``golden/neighbours/<subject>.txt`` has for each rule the changes that silence it, and those that change what it says.
 """
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -23,9 +21,10 @@ from prepkit.rules import RULES, findings_of
 from prepkit.rules.rule import Rule
 from prepkit.testing import COUNTEREXAMPLES
 from tests.support.drawn_runs import ENGINES, run
+from tests.support.golden import assert_golden
 from tests.support.neighbours import asked
 
-GOLDEN = Path(__file__).parent / "neighbours"
+GOLDEN = Path(__file__).parent / "golden" / "neighbours"
 BY_SUBJECT: dict[str, list[Rule]] = defaultdict(list)
 for one in RULES:
     BY_SUBJECT[one.id.partition(".")[0]].append(one)
@@ -88,7 +87,4 @@ def _around(rule: Rule, name: str, cfg: Config, facts: Facts) -> Iterator[str]:
 @pytest.mark.parametrize("subject", BY_SUBJECT)
 def test_a_rule_says_of_its_counterexamples_neighbours_what_it_said(subject: str) -> None:
     text = "\n".join(line for rule in BY_SUBJECT[subject] for line in lines(rule)) + "\n"
-    path = GOLDEN / f"{subject}.txt"
-    if os.environ.get("WRITE_GOLDEN"):
-        path.write_text(text)
-    assert text == path.read_text(), "see the top of tests/rules/test_neighbours.py"
+    assert_golden(GOLDEN / f"{subject}.txt", text)

@@ -1,11 +1,7 @@
-"""The table of rules as a whole: ids, golden messages, counterexamples, and what a check costs.
-
-After a message was changed on purpose: ``PREPKIT_WRITE_GOLDEN=1 python -m pytest tests/rules/test_rules.py -k golden``.
-"""
+"""The table of rules as a whole: ids, golden messages, counterexamples, and what a check costs."""
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -30,6 +26,7 @@ from prepkit.rules import RULES, check
 from prepkit.rules.rule import Rule
 from prepkit.testing import COUNTEREXAMPLES
 from prepkit.testing.tiny import tiny_facts, tiny_loader, tiny_model
+from tests.support.golden import assert_golden
 from tests.support.rule_findings import rule_ids
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -62,12 +59,7 @@ def test_every_rule_says_what_holds_what_to_do_and_where_it_comes_from(rule: Rul
 def test_golden_message(rule: Rule) -> None:
     lines = [str(finding) for finding in check(*COUNTEREXAMPLES[rule.id]()) if finding.rule == rule.id]
     text = "\n".join(lines) + "\n"
-    path = GOLDEN / f"{rule.id}.txt"
-    if os.environ.get("PREPKIT_WRITE_GOLDEN"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    assert path.is_file(), f"no golden message; see the top of {Path(__file__).name}"
-    assert text == path.read_text(encoding="utf-8")
+    assert_golden(GOLDEN / f"{rule.id}.txt", text)
 
 
 def test_no_golden_message_is_left_of_a_rule_that_is_gone() -> None:

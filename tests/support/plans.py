@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -42,6 +41,7 @@ from prepkit.facts import (
 )
 from prepkit.plan import Plan
 from prepkit.version import VERSION
+from tests.support.golden import assert_golden
 
 GOLDEN = Path(__file__).parents[1] / "render" / "golden"
 
@@ -124,11 +124,8 @@ def single_plan() -> Plan:
 PLANS = {"fsdp2": fsdp2_plan, "ddp": ddp_plan, "single": single_plan, "fp8": fp8_plan, "xla": xla_plan}
 
 
-def assert_golden(name: str, text: str) -> None:
-    """The text is the golden one. ``WRITE_GOLDEN=1`` writes it anew: read the change."""
-    path = GOLDEN / f"{name}.txt"
+def assert_rendered(name: str, text: str) -> None:
+    """The text of a page is the golden one."""
     text = text.replace(VERSION, "<version>")  # digests and versions change for reasons that are none of the page's
     text = re.sub(r"\b[0-9a-f]{12}\b|\b[0-9a-f]{64}\b", "<digest>", text)
-    if os.environ.get("WRITE_GOLDEN"):
-        path.write_text(text + "\n")
-    assert text + "\n" == path.read_text()
+    assert_golden(GOLDEN / f"{name}.txt", text + "\n")

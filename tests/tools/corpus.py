@@ -33,8 +33,6 @@ _OFF = frozenset({"", "0", "1", "1.0", "false", "no", "none", "off", "n", "f"})
 """What asks for nothing, as text in small letters; a size of 1 too."""
 
 SILENT: dict[str, tuple[frozenset[str] | None, str]] = {
-    "num_processes": (None, "the declared world size"),
-    "num_machines": (None, "the declared processes per machine"),
     "megatron_lm_config": (None, "the finding on distributed_type says what becomes of it"),
     **dict.fromkeys(
         (
@@ -122,7 +120,7 @@ def examined(path: Path, name: str, kind: str, *, accepted: bool = False) -> Row
 
 
 def account(file: Foreign) -> Iterator[tuple[str, str]]:
-    """Each key with a value of its own: setting, finding, not preparation, null, silent (with a reason), or not."""
+    """Each key with a value of its own: setting, finding, declared, not preparation, null, silent (with a reason)."""
     settings = {origin.key for origin in file.origins}
     said = {finding.where for finding in file.findings}
     unchanged = set(file.unchanged())
@@ -135,7 +133,7 @@ def account(file: Foreign) -> Iterator[tuple[str, str]]:
         if said & {file.where(name) for name in names}:
             yield key, "finding"
         elif key not in unchanged:
-            yield key, "setting" if above & settings else "not preparation"
+            yield key, "setting" if above & settings else "declared" if key in file.declared else "not preparation"
         elif value is None or value in ("", {}, []):
             yield key, "null"
         else:

@@ -34,6 +34,8 @@ class Foreign:
     origins: list[Origin] = field(factory=list)
     not_preparation: list[Origin] = field(factory=list)
     findings: list[Finding] = field(factory=list)
+    declared: set[str] = field(factory=set)
+    """Keys that say something of the cluster."""
     _read: set[str] = field(factory=set)
 
     # --- reading ---------------------------------------------------------------------------------------------------
@@ -195,6 +197,7 @@ class Foreign:
     def unchanged(self) -> Iterator[str]:
         """Keys with a value of their own that were read and became nothing: no setting, no finding, not listed."""
         listed = {origin.key for origin in (*self.origins, *self.not_preparation)}
+        listed |= self.declared
         said = {finding.where for finding in self.findings}
         for key in sorted(self.keys(), key=lambda key: self.places.get(key, (0, 0))):
             names = {key, *(key[:place] for place, letter in enumerate(key) if letter == ".")}

@@ -441,3 +441,15 @@ def test_compilation_is_not_what_the_launcher_hands_on_to_nobody(tmp_path: Path,
     assert (off.config.compile, off.notes) == (NoCompile(), ())
     with pytest.raises(PlanRejected, match="dynamo_config: \\[1\\] is no section"):
         read(tmp_path, f"distributed_type: {kind}\ndynamo_config: [1]\n")
+
+
+def test_a_key_of_deepspeeds_own_file_is_sent_there(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  overlap_comm: true\n  zzz: 1\n")
+    with pytest.raises(PlanRejected) as caught:
+        import_config(file)
+    fixes = {found.where.rpartition(" ")[2]: found.fix for found in caught.value.findings}
+    assert fixes["deepspeed_config.overlap_comm"].startswith(
+        "Write zero_optimization.overlap_comm into a DeepSpeed JSON"
+    )
+    assert fixes["deepspeed_config.zzz"].endswith("or remove it.")

@@ -244,3 +244,10 @@ def test_every_so_many_blocks_are_recomputed(tmp_path: Path, text: str, every: i
     assert len(imported.notes) == notes
     with pytest.raises(PlanRejected, match="there is no block 0"):
         read(tmp_path, "job = {}\n[activation_checkpoint]\nselective_ac_option = '0'\n")
+
+
+def test_what_is_off_or_as_it_would_be_is_listed(tmp_path: Path) -> None:
+    off = "[compile]\nenable = false\n[parallelism]\npipeline_parallel_degree = 1\ndata_parallel_shard_degree = 1\n"
+    imported = read(tmp_path, off)
+    assert {origin.key for origin in imported.unchanged} == {"compile.enable", "parallelism.pipeline_parallel_degree"}
+    assert "changes nothing: compile.enable, parallelism.pipeline_parallel_degree" in str(imported)

@@ -19,7 +19,7 @@ from prepkit.rules import RULES
 from prepkit.rules.memory import PLAN_RULES
 from prepkit.testing.tiny import tiny_facts, tiny_model
 from tests.support.llama_facts import facts, fsdp2
-from tests.support.plans import assert_golden
+from tests.support.plans import assert_rendered
 
 NODES = Config(engine=FSDP2(), mesh=Mesh(replicate=8, shard=8), precision=BF16(), optimizer=AdamW())
 """70B on 64 ranks: copies over the nodes."""
@@ -32,7 +32,7 @@ def refused(cfg: Config, seen: Facts) -> tuple[Finding, ...]:
 def test_what_certainly_exceeds_the_device_is_an_error_with_the_changes_that_fit() -> None:
     (found,) = refused(NODES, facts("70B", 64, memory="80GB"))
     assert (found.rule, found.severity, found.where) == ("memory.exceeds-device", Severity.ERROR, "env.memory")
-    assert_golden("memory", str(found))
+    assert_rendered("memory", str(found))
 
 
 def test_an_override_accepts_it_and_the_plan_says_so() -> None:
