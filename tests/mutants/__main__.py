@@ -193,7 +193,11 @@ def _reach(job: Job, host: Host, tracer: reaches.Tracer, tell: Callable[[str], N
     nothing = job.fresh_map or not file.exists()
     known_files, known, seen = ({}, {}, reaches.standing()) if nothing else pickle.loads(file.read_bytes())
     same = {name for name in names if known_files.get(name) == files[name]}
-    runs = {test: run for test, run in known.items() if test in host.items and test.partition("::")[0] in same}
+    runs = {
+        test: run
+        for test, run in known.items()
+        if test in host.items and test.partition("::")[0] in same and run.passed  # what failed may pass by now
+    }
     if todo := [test for test in host.items if test not in runs]:
 
         def keep(found: dict[str, reaches.Run]) -> None:
