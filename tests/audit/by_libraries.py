@@ -160,7 +160,7 @@ def stepped_past_the_engine(rank: int, world: int) -> Case:
 
 
 def two_who_accumulate(rank: int, world: int) -> Case:
-    accelerator(gradient_accumulation_steps=4)
+    loader = accelerator(gradient_accumulation_steps=4).prepare(DataLoader(rows(), batch_size=4))
     model = net()
     engine, optimizer, *_ = engine_of(model, 1, optimizer=adam(model))
-    return Case(model=engine, optimizer=optimizer)
+    return Case(model=engine, optimizer=optimizer, loaders=(loader,))

@@ -22,13 +22,9 @@ from tests.audit.errors import ERRORS
 from tests.audit.programs import audited, launched
 from tests.support.gang import Gang
 
-HEAVY = ("deepspeed", "accelerate, deepspeed")
-"""Libraries whose programs ``tests.tools.audit`` runs, and the suite in one case each: importing them takes seconds."""
-CHOSEN = {"two_schedulers", "loader_of_another_batch_size", "clean_zero_2", "clean_zero_3"}
 
-
-def quick(programs: Any, ranks: int) -> list[str]:
-    return [one.id for one in programs if one.ranks == ranks and (one.library not in HEAVY or one.id in CHOSEN)]
+def of(programs: Any, ranks: int) -> list[str]:
+    return [one.id for one in programs if one.ranks == ranks]
 
 
 def all_audited(rank: int, world: int, names: list[str]) -> dict[str, Any]:
@@ -41,7 +37,7 @@ def pair(gang2: Gang) -> list[dict[str, Any]]:
     pytest.importorskip("accelerate")
     pytest.importorskip("peft")
     pytest.importorskip("deepspeed")
-    names = [*quick(ERRORS, 2), *quick(CLEAN, 2)]
+    names = [*of(ERRORS, 2), *of(CLEAN, 2)]
     return gang2.run(all_audited, names, timeout=240.0)
 
 
@@ -53,7 +49,7 @@ def test_an_error_of_one_process_is_found_by_its_rule(error: Any) -> None:
     assert error.rule in {rule for rule, _, _ in found}, found
 
 
-@pytest.mark.parametrize("name", quick(ERRORS, 2))
+@pytest.mark.parametrize("name", of(ERRORS, 2))
 def test_an_error_of_two_ranks_is_found_by_its_rule_on_both(pair: list[dict[str, Any]], name: str) -> None:
     (rule,) = (one.rule for one in ERRORS if one.id == name)
     for seen in pair:
@@ -66,7 +62,7 @@ def test_a_clean_program_of_one_process_has_no_finding_above_a_note(program: Any
     assert [text for _, severity, text in audited(0, 1, program.id)[1] if severity != "note"] == []
 
 
-@pytest.mark.parametrize("name", quick(CLEAN, 2))
+@pytest.mark.parametrize("name", of(CLEAN, 2))
 def test_a_clean_program_of_two_ranks_has_no_finding_above_a_note(pair: list[dict[str, Any]], name: str) -> None:
     for seen in pair:
         assert [text for _, severity, text in seen[name] if severity != "note"] == []
