@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from copy import deepcopy
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -96,7 +97,7 @@ def _told(findings: tuple[Finding, ...]) -> tuple[str, str]:
 
 def table(top: str) -> Iterator[str]:
     found: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for plan in plans():
+    for plan in islice(plans(), None, None, 3 if top == "facts" else 1):
         data = codec.to_data(plan)
         for number, (path, value) in enumerate(leaves({top: data[top]})):
             where = "".join("[]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
