@@ -14,7 +14,7 @@ REAL := tests/audit/test_script.py tests/differential tests/live tests/predict/t
 	tests/test_real_input.py tests/test_ray.py tests/test_whole_run.py tests/tools tests/torch_suites \
 	property_tests/test_hostile_files.py property_tests/test_reading_law.py property_tests/test_rehearsal_law.py
 
-GOLDEN := tests/audit/test_rules.py tests/codec/test_changed_leaves.py tests/planner tests/render tests/rules
+GOLDEN := tests/audit/test_rules.py tests/codec/test_changed_leaves.py tests/planner tests/render tests/resolve/deepspeed tests/rules
 
 .PHONY: demo quick test lint types contracts bench faults drawn docs golden mutants clean
 

@@ -23,7 +23,7 @@ _OWN_AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
 
 def tidy(draft: Draft) -> None:
-    """Checks every key and type; writes whole floats as integers, and the oldest forms in today's."""
+    """Checks every key and type; leaves out what is null, and writes whole floats and the oldest forms as today's."""
     _removed(draft)
     _sections(draft)
     zero = draft.data.get("zero_optimization")
@@ -59,6 +59,10 @@ def _sections(draft: Draft) -> None:
             if key not in known:
                 _unknown(draft, here, key, known)
                 continue
+            if data[key] is None:
+                del data[key]  # DeepSpeed refuses it where it wants a number, and takes its default elsewhere
+                draft.notes.append(f"{here} is left out (null)")
+                continue
             _typed(draft, here, data[key], known[key])
             if isinstance(inner := data.get(key), dict):
                 visit(here, inner)
@@ -78,7 +82,7 @@ def _unknown(draft: Draft, here: str, key: str, known: dict[str, str]) -> None:
 
 def _typed(draft: Draft, path: str, value: Any, kinds: str) -> None:
     allowed = kinds.split("|")
-    if value == AUTO or value is None or "any" in allowed or _fits(value, allowed):
+    if value == AUTO or "any" in allowed or _fits(value, allowed):
         return
     if "int" in allowed and isinstance(value, float) and value.is_integer():
         put(draft.data, path, int(value))  # 5e8 is a float in JSON, and means an integer

@@ -584,3 +584,10 @@ def test_optimizer_state_leaves_the_device_from_stage_1_on_and_parameters_from_3
 def test_a_bare_true_keeps_its_stage_when_a_key_is_set_beside_it() -> None:
     engine = with_zero(DeepSpeed(config={"zero_optimization": True}), "reduce_bucket_size", 5)
     assert json.loads(engine.config) == {"zero_optimization": {"stage": 1, "reduce_bucket_size": 5}}
+
+
+def test_null_is_as_if_nothing_was_written_and_is_noted() -> None:
+    found = worked({"zero_optimization": {"reduce_bucket_size": None}, "train_batch_size": None, "optimizer": None})
+    assert found.flaws == ()
+    assert "zero_optimization.reduce_bucket_size is left out (null)" in found.notes
+    assert not [one for one in found.settings if one.value == "null"]
