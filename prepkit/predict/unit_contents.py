@@ -48,10 +48,6 @@ class UnitContent:
     full: bool = False
     """Whether it is gathered and reduced in float32 whatever the others are: a batch norm."""
 
-    def numel(self) -> int:
-        """Elements of all parameters."""
-        return sum(param.numel * count for param, count in self.params)
-
     def bytes(self, *, trained: bool = False) -> int:
         """Bytes of all parameters as stored; with ``trained`` of those that get a gradient."""
         return sum(param.numel * param.size * count for param, count in self.params if param.trains or not trained)
