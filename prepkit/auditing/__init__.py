@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepkit.auditing import averaging, drift, loaders, modules, numbers, owners, ranks, who_steps, wrappers
+from prepkit.auditing import averaging, drift, gradients, loaders, modules, numbers, owners, ranks, who_steps, wrappers
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.rule import AuditRule
 from prepkit.facts.prepared import PreparedFacts
@@ -16,6 +16,7 @@ AUDIT_RULES: tuple[AuditRule, ...] = (
     *numbers.RULES,
     *wrappers.RULES,
     *averaging.RULES,
+    *gradients.RULES,
     *ranks.RULES,
     *loaders.RULES,
     *owners.RULES,

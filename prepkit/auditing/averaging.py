@@ -27,7 +27,13 @@ def _alone(facts: PreparedFacts) -> tuple[PreparedParam, ...]:
         return ()
     if any(param.ranks == facts.world_size for param in trained if param.averaged_by == ("dtensor",)):
         return ()
-    return tuple(param for param in trained if not param.averaged_by)
+    return tuple(param for param in trained if not param.averaged_by and not _by_hand(facts, param.name))
+
+
+def _by_hand(facts: PreparedFacts, name: str) -> bool:
+    """Whether somebody has averaged its gradient: ranks are about to step with the same."""
+    found = facts.gradients
+    return found is not None and name in found.compared and name not in found.parted
 
 
 def _not_averaged(facts: PreparedFacts) -> Iterator[Hit]:

@@ -45,6 +45,14 @@ def _same(facts: PreparedFacts) -> Iterator[Hit]:
             yield Hit(f"loaders[{index}]", what)
 
 
+def _unread(facts: PreparedFacts) -> Iterator[Hit]:
+    for index, loader in enumerate(facts.loaders):
+        if loader.division == "sampler" and loader.replicas > facts.world_size:
+            what = f"Its samples are divided into {loader.replicas} parts, and {count(facts.world_size, 'rank')}"
+            reads = "reads one of them" if facts.world_size == 1 else "read as many of them"
+            yield Hit(f"loaders[{index}]", f"{what} {reads}: the others are never read.")
+
+
 def _order(loader: PreparedLoader) -> str:
     return "in one order" if loader.seen.sampler == "sequential" else "each in its own order at best"
 
@@ -91,6 +99,14 @@ RULES: tuple[AuditRule, ...] = (
         summary="Each rank reads samples of its own.",
         look=_same,
         fix="Write sampler=DistributedSampler(dataset, num_replicas=world, rank=rank), or accelerator.prepare(loader).",
+        source=("torch DistributedSampler",),
+    ),
+    AuditRule(
+        id="audit.unread-samples",
+        summary="Every part of the samples is read by some rank.",
+        look=_unread,
+        fix="Write DistributedSampler(dataset), which takes the number of ranks from the process group.",
+        severity=Severity.WARNING,
         source=("torch DistributedSampler",),
     ),
     AuditRule(

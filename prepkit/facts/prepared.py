@@ -162,6 +162,24 @@ class RankFacts:
 
 
 @frozen(kw_only=True)
+class GradientFacts:
+    """The gradients that an optimizer is about to step."""
+
+    stepped: int
+    """Parameters of the model that it holds and that train."""
+    missing: tuple[str, ...] = ()
+    """Those of them without a gradient."""
+    spoiled: tuple[str, ...] = ()
+    """Those whose gradient has NaN or infinite elements on this rank."""
+    zero: bool = False
+    """Whether every gradient there is holds zeros only."""
+    compared: tuple[str, ...] = ()
+    """Those whose gradient every rank holds whole, so that it was compared."""
+    parted: tuple[str, ...] = ()
+    """Those among them whose gradient is not the same on all ranks."""
+
+
+@frozen(kw_only=True)
 class PreparedFacts:
     """A prepared model and what stands beside it, as one rank sees it."""
 
@@ -174,6 +192,8 @@ class PreparedFacts:
     optimizers: tuple[PreparedOptimizer, ...] = ()
     scheduler: PreparedScheduler | None = None
     loaders: tuple[PreparedLoader, ...] = ()
+    gradients: GradientFacts | None = None
+    """None where nobody is about to step, or a closure is yet to make them."""
     engine: EngineFacts | None = None
     training: bool = True
     """Whether the root is in training mode."""

@@ -221,6 +221,12 @@ REFUSED_FILES: tuple[Refusal, ...] = (
         raised_by=_CONFIG_FILE,
     ),
     Refusal(
+        id="config.unrecognised",
+        summary="The keys of the config file tell whose it is.",
+        fix="Say whose it is: --from on the command line, import_config(path, kind) in Python.",
+        raised_by=_CONFIG_FILE,
+    ),
+    Refusal(
         id="config.unreadable",
         summary="The config file is there and may be read.",
         fix="Give the path of a config file.",

@@ -22,6 +22,8 @@ class Case:
     optimizer: Any = None
     scheduler: Any = None
     loaders: tuple[Any, ...] = ()
+    at_step: bool = False
+    """Whether the optimizer is about to step, as it is when ``prepkit audit`` looks."""
 
 
 class Block(nn.Module):

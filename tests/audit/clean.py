@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, Subset
 
+from tests.audit.by_gradients import averaged_by_hand
 from tests.audit.by_libraries import accelerator, engine_of, llama
 from tests.audit.by_sharding import CPU, cut, flattened, sharded
 from tests.audit.case import WIDTH, Block, Case, adam, divided, net, rows
@@ -362,6 +363,7 @@ _TWO = (
 CLEAN: tuple[CleanProgram, ...] = (
     *(CleanProgram(make, "torch", 1) for make in _ONE),
     *(CleanProgram(make, "torch", 2) for make in _TWO),
+    CleanProgram(averaged_by_hand, "torch", 2),
     *(
         CleanProgram(make, "accelerate", 2)
         for make in (accelerated, accelerated_mixed, accelerated_accumulation, accelerated_llama)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from tests.audit import by_hand, by_libraries, by_numbers, by_sharding
+from tests.audit import by_gradients, by_hand, by_libraries, by_numbers, by_sharding
 from tests.audit.case import Case
 
 
@@ -142,6 +142,14 @@ ERRORS: tuple[PlantedError, ...] = (
     PlantedError(by_numbers.batches_of_unlike_size, "audit.ranks-batches", "torch", 2, "batches of 2 beside 4"),
     PlantedError(by_numbers.no_sync_that_never_ended, "audit.averaging-off", "torch", 2, "no_sync() never left"),
     PlantedError(by_numbers.sync_left_off_under_fsdp2, "audit.averaging-off", "torch", 2, "no gradient sync in FSDP2"),
+    # --- gradients at the first step ---
+    PlantedError(by_gradients.gradients_thrown_away, "audit.steps-nothing", "torch", 1, "zero_grad() before step()"),
+    PlantedError(by_gradients.gradients_clipped_to_nothing, "audit.steps-nothing", "torch", 1, "clipped to 0"),
+    PlantedError(by_gradients.part_cut_off_from_the_loss, "audit.without-gradient", "torch", 1, "detached on the way"),
+    PlantedError(by_gradients.root_of_zero, "audit.gradients-not-finite", "torch", 1, "the square root of 0"),
+    PlantedError(by_gradients.forward_around_ddp, "audit.gradients-part", "torch", 2, "model.module(x) under DDP"),
+    PlantedError(by_gradients.one_left_out_by_hand, "audit.not-averaged", "torch", 2, "all but one are all-reduced"),
+    PlantedError(by_gradients.sampler_of_another_world, "audit.unread-samples", "torch", 2, "4 parts for 2 ranks"),
     # --- two owners, DeepSpeed ---
     PlantedError(by_libraries.two_schedulers, "audit.two-schedulers", "deepspeed", 2, "one in the JSON, one by hand"),
     PlantedError(by_libraries.loader_of_another_batch_size, "audit.micro-batch", "deepspeed", 2, "JSON against loader"),

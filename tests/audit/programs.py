@@ -11,6 +11,7 @@ import torch
 
 import prepkit as pk
 from prepkit.auditing import Audit
+from prepkit.live.audit import audit as look
 from tests.audit.case import Case
 from tests.audit.clean import CLEAN
 from tests.audit.errors import ERRORS
@@ -44,6 +45,7 @@ def program(name: str) -> Callable[[int, int], Case]:
 def audited(rank: int, world: int, name: str) -> Outcome:
     with launched(rank, world):
         case = program(name)(rank, world)
-        audit: Audit = pk.audit(case.model, case.optimizer, case.scheduler, case.loaders)
+        given = (case.model, case.optimizer, case.scheduler, case.loaders)
+        audit: Audit = look(*given, at_step=True) if case.at_step else pk.audit(*given)
     audit.explain()  # of any program, right or wrong: it raises nothing
     return audit.seconds, tuple((one.rule, one.severity.value, str(one)) for one in audit.findings)

@@ -15,6 +15,7 @@ from prepkit.codec import from_data, to_data
 from prepkit.facts.prepared import (
     DDPFacts,
     EngineFacts,
+    GradientFacts,
     PreparedFacts,
     PreparedLoader,
     PreparedOptimizer,
@@ -100,6 +101,11 @@ BROKEN: dict[str, PreparedFacts] = {
         ranks=tuple(evolve(RANK, rank=rank, tensor_ranks=(0, 1), generator=str(rank)) for rank in (0, 1)),
         dropout=("drop",),
     ),
+    "audit.steps-nothing": evolve(FINE, gradients=GradientFacts(stepped=2, missing=NAMES[:2])),
+    "audit.gradients-part": evolve(with_ranks(), gradients=GradientFacts(stepped=2, compared=NAMES, parted=NAMES[:1])),
+    "audit.gradients-not-finite": evolve(FINE, gradients=GradientFacts(stepped=2, spoiled=NAMES[:1])),
+    "audit.without-gradient": evolve(FINE, gradients=GradientFacts(stepped=2, missing=NAMES[:1])),
+    "audit.unread-samples": evolve(FINE, loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=4),)),
     "audit.same-samples": evolve(FINE, loaders=(PreparedLoader(seen=tiny_loader()),)),
     "audit.tensor-samples": evolve(
         FINE,

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from tests.audit.case import ROOT
+from prepkit.auditing import Audit
+from prepkit.live.audit.loaders import prepared_loader
+from prepkit.live.audit.script import _is_of_a_loop, _loaders, audit_step
+from tests.audit.case import ROOT, WIDTH, adam, net, rows
 from tests.support.launch import torchrun
 from tests.support.patience import MOST
 
@@ -149,3 +157,39 @@ def test_wrappers_of_accelerate_are_found_around_what_steps(tmp_path: Path) -> N
     assert code == 0, err
     assert "; AdamW; CosineAnnealingLR; 1 loader" in out
     assert "warning audit.scheduler-early at scheduler" in out
+
+
+def audited_inside(loader: Any) -> Audit:
+    """The audit of a loop that is being run over this loader, which nobody else holds."""
+    passes = iter(loader)
+    del loader
+    gc.collect()
+    next(passes)
+    model = net()
+    optimizer = adam(model)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    return audit_step(optimizer)
+
+
+def test_a_loader_that_is_written_into_the_loop_is_found_by_what_reads() -> None:
+    found = audited_inside(DataLoader(rows(), batch_size=4, shuffle=True, drop_last=True))
+    (loader,) = found.facts.loaders
+    assert (loader.seen.batch_size, loader.seen.length, loader.seen.drop_last) == (4, len(rows()), True)
+    assert loader.seen.sampler == "random"
+
+
+def test_a_stream_that_accelerate_hands_out_is_divided_by_it() -> None:
+    pytest.importorskip("accelerate")
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    stream = DataLoaderDispatcher(DataLoader(Stream(), batch_size=2).dataset, batch_size=2)
+    loader = DataLoader(Stream(), batch_size=2)
+    assert [type(one) for one in (stream, loader) if _is_of_a_loop(type(one))] == [DataLoaderDispatcher, DataLoader]
+    reading = iter(stream.base_dataloader)
+    assert _loaders([stream, stream.base_dataloader, loader, reading]) == [stream]
+    assert prepared_loader(stream).division == "accelerate"
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(8, WIDTH))

@@ -16,6 +16,7 @@ from prepkit.auditing import Audit, findings_of
 from prepkit.facts import Env
 from prepkit.facts.prepared import PreparedFacts
 from prepkit.live.audit import averaging, fabric, modules
+from prepkit.live.audit.gradients import gradients_at_step
 from prepkit.live.audit.loaders import prepared_loader
 from prepkit.live.audit.optimizers import accumulation, engine_facts, inner, prepared_optimizer, prepared_scheduler
 from prepkit.live.audit.preparation import preparation
@@ -38,8 +39,11 @@ def audit(
     *,
     env: Env | None = None,
     ask_ranks: bool = True,
+    at_step: bool = False,
 ) -> Audit:
     """What is wrong with objects that are ready to be trained, whoever has prepared them; see ``pk.audit``.
+
+    ``at_step``: the optimizers are about to step, so that their gradients are looked at too.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 4)
@@ -50,7 +54,7 @@ def audit(
       fix: Make the optimizer after the model is wrapped, sharded, copied or changed: AdamW(model.parameters()).
     """
     begun = time.perf_counter()
-    facts = look(model, optimizer, scheduler, loaders, env=env, ask_ranks=ask_ranks)
+    facts = look(model, optimizer, scheduler, loaders, env=env, ask_ranks=ask_ranks, at_step=at_step)
     findings = findings_of(facts)
     again = RunningLook(
         model=model, optimizers=optimizers_of(optimizer), scheduler=scheduler, facts=facts, asks_ranks=bool(facts.ranks)
@@ -66,6 +70,7 @@ def look(
     *,
     env: Env | None = None,
     ask_ranks: bool = True,
+    at_step: bool = False,
 ) -> PreparedFacts:
     """Facts of prepared objects. Reads each value once, for NaN and for what ranks should hold alike; draws nothing.
 
@@ -83,6 +88,7 @@ def look(
         if scheduler is not None:
             facts = evolve(facts, scheduler=prepared_scheduler(scheduler, optimizers))
         facts = compared(facts, places, optimizers) if ask_ranks else facts
+        facts = gradients_at_step(facts, places, optimizers) if at_step else facts
     return facts if env is None else evolve(facts, world_size=env.world_size)
 
 
@@ -137,6 +143,9 @@ def optimizers_of(given: Any) -> list[Any]:
 def _expect(model: object, scheduler: object, loaders: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {said(model)}; pass the prepared torch.nn.Module, wrappers included")
+    if isinstance(scheduler, list | tuple):
+        what = f"scheduler is a {type(scheduler).__name__} of {len(scheduler)}"
+        raise TypeError(f"{what}; pass one scheduler, and audit again with another: scheduler=schedulers[0]")
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise TypeError(f"scheduler is {said(scheduler)}; pass one of torch's, accelerate's, or any with step()")
     if not isinstance(loaders, list | tuple):

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from attrs import define, evolve
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing import Audit
@@ -53,8 +54,9 @@ def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
     """
     seen = _Seen()
 
-    def look(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        seen.audit = _everywhere(audit_step(optimizer))
+    def look(optimizer: Any, arguments: Any, named: Any) -> None:
+        closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
+        seen.audit = _everywhere(audit_step(optimizer, made=not closure))
         raise FirstStep
 
     handle = register_optimizer_step_pre_hook(look)
@@ -104,21 +106,30 @@ def _everywhere(found: Audit) -> Audit:
     return evolve(found, findings=tuple(each))
 
 
-def audit_step(optimizer: Any) -> Audit:
-    """An audit of everything that is live and belongs to this optimizer, which is about to step."""
+def audit_step(optimizer: Any, *, made: bool = True) -> Audit:
+    """An audit of everything that is live and belongs to this optimizer, which is about to step.
+
+    ``made``: whether the gradients are there, and no closure is to make them first.
+    """
     begun = time.perf_counter()
-    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), _KINDS)]
+    alive = [thing for thing in gc.get_objects() if _is_of_a_loop(type(thing))]  # type: ignore[arg-type]
     modules = [thing for thing in alive if isinstance(thing, nn.Module)]
     model = _model_of(optimizer, _roots(modules))
     if model is None:
         model = nn.Module()  # nothing with parameters is alive: whatever the optimizer steps is an orphan
     optimizers = [optimizer, *_beside(optimizer, alive, model)]
-    found = audit(model, optimizers, _scheduler(optimizers, alive), _loaders(alive))
+    found = audit(model, optimizers, _scheduler(optimizers, alive), _loaders(alive), at_step=made)
     return evolve(found, seconds=time.perf_counter() - begun)
 
 
 _KINDS = (nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader, _BaseDataLoaderIter)
 """Classes of what a loop has. The wrapper of accelerate's schedulers is none of them, and is found from inside."""
+
+
+@cache
+def _is_of_a_loop(cls: type) -> bool:
+    """Loaders of accelerate are torch's by ``__class__`` only, and not by ``type``."""
+    return issubclass(cls, _KINDS) or any(base.__name__ == "DataLoaderAdapter" for base in cls.__mro__)
 
 
 def _roots(modules: list[nn.Module]) -> list[nn.Module]:
@@ -170,15 +181,34 @@ def _owners(attributes: Any) -> list[Any]:
 
 
 def _loaders(alive: list[Any]) -> list[Any]:
-    """The loaders that are being iterated, in accelerate's wrapper where they have one."""
-    running = {(id(one._dataset), id(one._index_sampler)) for one in alive if isinstance(one, _BaseDataLoaderIter)}
+    """The loaders that are being iterated, in accelerate's wrapper where they have one.
+
+    One that was written into the ``for`` itself is gone once it runs: its like is made from what reads.
+    """
+    passes = {_reads(one._dataset, one._index_sampler): one for one in alive if isinstance(one, _BaseDataLoaderIter)}
     loaders = [one for one in alive if isinstance(one, DataLoader)]
     wrapped = {id(vars(one).get("base_dataloader")) for one in loaders}
-    return [
+    known = {_reads(_base(one).dataset, _base(one)._index_sampler) for one in loaders}
+    found = [
         one
         for one in loaders
-        if id(one) not in wrapped and (id(_base(one).dataset), id(_base(one)._index_sampler)) in running
+        if id(one) not in wrapped and _reads(_base(one).dataset, _base(one)._index_sampler) in passes
     ]
+    return found + [_like(one) for place, one in passes.items() if place not in known]
+
+
+def _reads(dataset: Any, sampler: Any) -> tuple[int, int]:
+    return id(dataset), id(sampler)
+
+
+def _like(reading: Any) -> DataLoader[Any]:
+    """A loader that reads as this pass does. Nothing is drawn from it."""
+    data, sampler = reading._dataset, reading._index_sampler
+    if type(sampler) is not BatchSampler:
+        return DataLoader(data, batch_sampler=sampler)
+    if isinstance(data, IterableDataset):
+        return DataLoader(data, batch_size=sampler.batch_size, drop_last=sampler.drop_last)
+    return DataLoader(data, batch_size=sampler.batch_size, sampler=sampler.sampler, drop_last=sampler.drop_last)
 
 
 def _base(loader: Any) -> Any:
