@@ -9,9 +9,12 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Two pytest workers, each with gangs of processes of its own: what two cores can use.
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-# What `make quick` leaves out: real runs, but for one of each engine in tests/test_engines.py, and whole processes.
+# What `make quick` leaves out: real runs, but for one of each engine in tests/test_engines.py, whole processes, and
+# thousands of plans that are compared with their golden texts.
 REAL := tests/audit/test_script.py tests/differential tests/live tests/predict/test_measured.py tests/support tests/test_examples.py \
 	tests/test_real_input.py tests/test_ray.py tests/test_whole_run.py tests/tools tests/torch_suites \
+	tests/codec/test_changed_leaves.py tests/planner/test_drawn_plans.py tests/planner/test_neighbours.py \
+	tests/resolve/deepspeed/test_every_key.py \
 	property_tests/test_hostile_files.py property_tests/test_reading_law.py property_tests/test_rehearsal_law.py
 
 GOLDEN := tests/audit/test_rules.py tests/codec/test_changed_leaves.py tests/planner tests/render tests/resolve/deepspeed tests/rules
