@@ -344,3 +344,9 @@ def test_the_hundredth_misfit_of_a_list_is_followed_by_how_many_were_not_looked_
 @pytest.mark.parametrize(("value", "cls"), [("3", bool), ("0.5", int), ("true", int)])
 def test_a_text_is_not_suggested_as_what_is_not_expected(value: str, cls: type) -> None:
     assert "without quotes" not in refused(value, cls)[0][3]
+
+
+def test_hundreds_of_unknown_keys_are_counted_and_a_hundred_of_them_told() -> None:
+    found = refused({f"key_{number}": 1 for number in range(300)})
+    assert [one[0] for one in found].count("codec.unknown-key") == 100
+    assert "codec.too-many" in {one[0] for one in found}

@@ -591,3 +591,9 @@ def test_null_is_as_if_nothing_was_written_and_is_noted() -> None:
     assert found.flaws == ()
     assert "zero_optimization.reduce_bucket_size is left out (null)" in found.notes
     assert not [one for one in found.settings if one.value == "null"]
+
+
+def test_an_optimizer_of_the_json_beside_one_that_names_its_parameters_is_told() -> None:
+    said = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    found = worked(said, tiny_facts(world=2, optimizer=False), cfg_optimizer=AdamW(names=("layers.*",)))
+    assert "deepspeed.two-optimizers" in {flaw.rule for flaw in found.flaws}
