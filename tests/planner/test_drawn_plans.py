@@ -23,6 +23,7 @@ from prepkit.planner.budget.moves import moves
 from prepkit.planner.sweep import ENGINES as SWEPT
 from prepkit.planner.sweep import sweep, sweep_data, sweep_text
 from prepkit.predict import predict
+from prepkit.predict.inputs import inputs_of
 from prepkit.predict.prediction import Prediction
 from prepkit.rules import LATE_RULES, RULES
 from tests.support.drawn_runs import ENGINES, run
@@ -76,6 +77,7 @@ def _planned(plan: Plan) -> Iterator[str]:
     yield f"  steps    {steps}"
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
     yield f"  mesh     {mesh}, layout {_digest(plan.layout)}, owners {_digest(plan.owners)}"
+    yield f"  read     {codec.digest(repr(inputs_of(plan)))[-4:]} for the formulas"
     yield from _predicted(predict(plan))
 
 
