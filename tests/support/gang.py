@@ -168,8 +168,16 @@ def _outcome(worker: Worker) -> Outcome:
     try:
         outcome: Outcome = pickle.loads(worker.wire.recv_bytes())
     except (EOFError, OSError):
-        return Died(_await_exit(worker.process), worker.log.read_text(errors="replace")[-4000:])
+        return Died(_await_exit(worker.process), _ends(worker.log.read_text(errors="replace")))
     return outcome
+
+
+def _ends(log: str) -> str:
+    """What a worker wrote last: why it died stands before the stacks, which are long, as is the list of modules."""
+    told, _, _ = log.partition("\nExtension modules: ")
+    fatal = max(told.rfind("Fatal Python error"), 0)
+    before, stacks = told[max(0, fatal - 2000) : fatal], told[fatal:]
+    return before + (stacks if len(stacks) < 6000 else f"{stacks[:3000]}\n…\n{stacks[-3000:]}")
 
 
 def _await_exit(process: Forked) -> int | None:

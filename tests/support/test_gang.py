@@ -55,6 +55,12 @@ def hang_in_collective(rank: int, world: int) -> str:
     return "away"
 
 
+def abort(rank: int, world: int) -> None:
+    if rank == 0:
+        os.write(2, b"terminate called: the reason\n")
+        os.abort()
+
+
 def die(rank: int, world: int) -> None:
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -154,6 +160,12 @@ def test_a_hang_shows_the_stacks_and_the_gang_starts_afresh(hurt: Gang) -> None:
     assert e.value.outcomes[1] == Returned("away")
     hurt.run(add_up, 1.0)
     assert hurt.starts == before + 1
+
+
+def test_a_worker_that_aborts_is_shown_with_what_it_wrote_before_and_with_its_stacks(hurt: Gang) -> None:
+    with pytest.raises(GangError, match=r"terminate called: the reason(?s:.*)Fatal Python error(?s:.*) in abort") as e:
+        hurt.run(abort)
+    assert "Extension modules" not in str(e.value)
 
 
 def test_a_death_is_told_with_its_exit_code(hurt: Gang) -> None:
