@@ -183,10 +183,11 @@ def layouts(cfg: Config, world: int) -> Iterator[Config]:
         yield cfg
         return
     parts = cfg.mesh.tensor if cfg.mesh else 1
-    for shard in range(world // parts, 1, -1):
-        if world // parts % shard == 0:
+    ranks = world // parts
+    for shard in range(ranks, 1, -1):
+        if ranks % shard == 0:
             own = strategy(engine, hybrid=shard < world) if isinstance(engine, FSDP1) else engine
-            yield evolve(cfg, engine=own, mesh=Mesh(replicate=world // parts // shard, shard=shard, tensor=parts))
+            yield evolve(cfg, engine=own, mesh=Mesh(replicate=ranks // shard, shard=shard, tensor=parts))
 
 
 def _laid(cfg: Config, facts: Facts, inputs: Inputs) -> Iterator[tuple[tuple[Axis, ...], Prediction]]:

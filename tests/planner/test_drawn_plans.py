@@ -19,14 +19,14 @@ from prepkit.config import Config
 from prepkit.facts import Facts
 from prepkit.findings import Finding
 from prepkit.plan import Plan
-from prepkit.planner.budget.moves import moves
+from prepkit.planner.budget.moves import Move, moves
 from prepkit.planner.sweep import ENGINES as SWEPT
-from prepkit.planner.sweep import sweep, sweep_data, sweep_text
+from prepkit.planner.sweep import TENSOR, sweep, sweep_data, sweep_text
 from prepkit.predict import predict
 from prepkit.predict.inputs import inputs_of
 from prepkit.predict.prediction import Prediction
 from prepkit.rules import LATE_RULES, RULES
-from tests.support.drawn_runs import ENGINES, run
+from tests.support.drawn_runs import ENGINES, planned, run
 from tests.support.golden import assert_golden
 
 GOLDEN = Path(__file__).parent / "golden" / "drawn"
@@ -107,6 +107,20 @@ def _asked(plan: Plan, number: int) -> Iterator[str]:
         yield f"  0.{part}      {fit.verdict}, {_digest(str(fit))}: {options}"
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_budget_may_change_is_what_it_was(engine: str) -> None:
+    """Every move of a few plans, made on many drawn configs, also of other engines and on those without a plan."""
+    possible = tuple(move for least in range(0, 120, 20) for move in moves(planned(engine, least)))
+    others = [run(other, number)[0] for other in ENGINES for number in range(0, COUNT[other], 4)]
+
+    def made(move: Move) -> str:
+        changed = (move.change(cfg) for cfg in others)
+        return codec.digest(repr([cfg and (cfg.engine, cfg.mesh, cfg.precision, cfg.accumulation) for cfg in changed]))
+
+    lines = (f"{move.about} {move.caveat} {move.series}: {made(move)[-8:]}" for move in possible)
+    assert_golden(GOLDEN / f"moves-{engine}.txt", "\n".join(lines) + "\n")
+
+
 CHUNKS = [(engine, first) for engine, count in COUNT.items() for first in range(0, count, CHUNK)]
 
 
@@ -122,11 +136,14 @@ def test_drawn_runs_are_swept_as_they_were(engine: str) -> None:
         cfg, facts = run(engine, number)
         if len(facts.model.params) > SMALL:
             return ""
-        rows, refused = sweep(cfg, facts, worlds=(1, 2, 8, 96), engines=tuple(SWEPT)[number % 3 :: 3])
+        rows, refused = sweep(cfg, facts, worlds=((1, 2, 8, 96), (3, 4, 12))[number % 2], engines=_some(number))
         head = f"{engine} {number}: {len(rows)} rows, {len(refused)} refused"
-        return f"{head}, {_digest(sweep_data(rows, refused))} {_digest(sweep_text(rows, refused, limit=10))}"
+        return f"{head}, {_digest(sweep_data(rows, refused))} {_digest(sweep_text(rows, refused))}"
 
-    text = "\n".join(map(swept, range(12))) + "\n"
+    def _some(number: int) -> tuple[str, ...]:
+        return tuple(SWEPT)[number % 3 :: 3] if number < 18 else (TENSOR, "fsdp2", "fsdp1")
+
+    text = "\n".join(map(swept, range(40))) + "\n"
     assert_golden(GOLDEN / f"swept-{engine}.txt", text)
 
 

@@ -122,7 +122,7 @@ OWN: dict[str, tuple[Change, ...]] = {
     ),
     "fsdp1": (
         ("engine.wrap", WRAPS),
-        ("engine.sharding", ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")),
+        ("engine.sharding", ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")),
         ("engine.offload", (True,)),
         ("engine.backward_prefetch", (None, "BACKWARD_POST")),
         ("engine.forward_prefetch", (True,)),
@@ -378,9 +378,13 @@ def optimizer(draws: Draws, seen: ModelFacts) -> OptimizerFacts:
 def planned(engine: str, least: int = 0) -> Plan:
     """The plan of the first run from that number on that has one, of a small model in as much memory as it takes."""
     runs = (run(engine, number) for number in count(least))
-    small = ((cfg, seen) for cfg, seen in runs if len(seen.model.params) < 60 and seen.env.memory is None)
-    outcomes = (planner.plan(cfg, seen) for cfg, seen in small)
+    outcomes = (planner.plan(cfg, seen) for cfg, seen in runs if is_small(seen))
     return next(outcome.unwrap() for outcome in outcomes if isinstance(outcome, Success))
+
+
+def is_small(seen: Facts) -> bool:
+    """Whether a plan of it takes about a millisecond: no large model, and no memory to fit into."""
+    return len(seen.model.params) < 60 and seen.env.memory is None
 
 
 def checkpoint(draws: Draws, seen: ModelFacts) -> CheckpointFacts:

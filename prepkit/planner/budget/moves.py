@@ -113,9 +113,10 @@ def _meshes(plan: Plan) -> Iterator[Mesh | None]:
     if isinstance(plan.config.engine, TensorParallel):
         yield from (Mesh(shard=size, tensor=world // size) for size in range(2, world) if world % size == 0)
         return
-    for size in range(now + 1, world // parts + 1):
-        if world // parts % size == 0:
-            yield None if size == world else Mesh(replicate=world // parts // size, shard=size, tensor=parts)
+    ranks = world // parts
+    for size in range(now + 1, ranks + 1):
+        if ranks % size == 0:
+            yield None if size == world else Mesh(replicate=ranks // size, shard=size, tensor=parts)
 
 
 def _sharded(cfg: Config, mesh: Mesh | None) -> Config | None:
