@@ -91,7 +91,7 @@ class Refused:
     engine: str
     world_size: int
     why: str
-    fix: str = ""
+    fix: str
     """What to type; empty where the numbers are not predicted."""
 
 

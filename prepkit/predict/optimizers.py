@@ -93,7 +93,7 @@ def _adafactor(local: Shape, whole: Shape, size: int, _: Options) -> StateBytes:
     return StateBytes((prod(row) + prod(col)) * size, STEP, label)
 
 
-def _bitsandbytes(states: int, bits: int) -> StateFormula:
+def _bitsandbytes(states: int, *, quantised: bool) -> StateFormula:
     """``init_state``: float32, or 8 bits with one float32 per 256 elements; small parameters stay in float32.
 
     Estimated, because the groups do not show ``min_8bit_size``: its default is assumed.
@@ -101,7 +101,7 @@ def _bitsandbytes(states: int, bits: int) -> StateFormula:
 
     def formula(local: Shape, _: Shape, __: int, ___: Options) -> StateBytes:
         count = prod(local)
-        if bits == 32 or count < QUANTISED:
+        if not quantised or count < QUANTISED:
             return StateBytes(states * count * 4)
         return StateBytes(states * (count + 4 * -(-count // 256)), label=Label.ESTIMATED)
 
@@ -138,7 +138,7 @@ TORCH: dict[str, StateFormula] = {
 """Classes of ``torch.optim``."""
 
 BITSANDBYTES: dict[str, StateFormula] = {
-    f"{paged}{name}{suffix}": _bitsandbytes(states, bits)
+    f"{paged}{name}{suffix}": _bitsandbytes(states, quantised=suffix == "8bit")
     for name, states in (
         ("AdamW", 2),
         ("Adam", 2),
@@ -148,7 +148,7 @@ BITSANDBYTES: dict[str, StateFormula] = {
         ("RMSprop", 1),
         ("LAMB", 2),
     )
-    for suffix, bits in (("", 32), ("8bit", 8), ("32bit", 32))
+    for suffix in ("", "8bit", "32bit")
     for paged in ("", "Paged")
 }
 """Classes of ``bitsandbytes.optim``; paged ones may move to host memory, and are counted on the device."""

@@ -31,7 +31,7 @@ def module_buffers(inputs: Inputs) -> tuple[Term, ...]:
 def unsharded_state(inputs: Inputs) -> StateBytes | None:
     """Optimizer state of unsharded parameters; None where it is not predicted."""
     bytes_of = state_formula(inputs.optimizer) if inputs.optimizer and inputs.trains else None
-    if bytes_of is None or inputs.optimizer is None:
+    if bytes_of is None:
         return None
     state = StateBytes(0)
     for param, count in inputs.params():

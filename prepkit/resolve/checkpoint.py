@@ -82,10 +82,15 @@ def _by_name(checkpoint: CheckpointFacts) -> dict[str, list[StoredTensor]]:
     """
     tensors_of: dict[str, list[StoredTensor]] = {}
     for tensor in checkpoint.tensors:
-        converter = _converter(tensor, checkpoint.recipes)
-        is_read = tensor.place is not None and not (converter and converter.others)
-        tensors_of.setdefault(tensor.place.name if tensor.place and is_read else tensor.key, []).append(tensor)
+        tensors_of.setdefault(_name_of(tensor, checkpoint.recipes), []).append(tensor)
     return tensors_of
+
+
+def _name_of(tensor: StoredTensor, converters: tuple[WeightConverter, ...]) -> str:
+    converter = _converter(tensor, converters)
+    if tensor.place is None or (converter is not None and converter.others):
+        return tensor.key
+    return tensor.place.name
 
 
 def _converter(tensor: StoredTensor, converters: tuple[WeightConverter, ...]) -> WeightConverter | None:

@@ -79,6 +79,18 @@ def test_a_failed_save_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
+def test_all_is_written_before_the_disk_is_asked_to_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda _: kept.extend(path.read_text() for path in tmp_path.iterdir()))
+    codec.write_text("short", tmp_path / "plan.json")
+    assert kept == ["short"]
+
+
+def test_text_that_utf_8_does_not_have_is_written_as_its_escape(tmp_path: Path) -> None:
+    codec.write_text("a\udc80b\n", tmp_path / "plan.json")
+    assert (tmp_path / "plan.json").read_bytes() == b"a\\udc80b\n"
+
+
 def test_saving_through_a_link_keeps_the_link(tmp_path: Path) -> None:
     (tmp_path / "real.json").write_text("")
     (tmp_path / "link.json").symlink_to("real.json")

@@ -101,10 +101,10 @@ def _asked(plan: Plan, number: int) -> Iterator[str]:
     changed = ((move.about, move.change(plan.config)) for move in moves(plan))
     yield f"  moves    {' '.join(f'{about}:{_digest(cfg)}' for about, cfg in changed if cfg)}"
     prediction = predict(plan, activations=64 if len(plan.layout) % 2 else None)
-    for part in ((9, 6, 3)[number % 3],) if prediction.classes else ():
-        fit = planner.fits(plan, prediction.fullest.total() * part // 10, activations=64 if part == 6 else None)
+    for part in ((9, 6, 3, 10, 12)[number % 5],) if prediction.classes else ():
+        fit = planner.fits(plan, prediction.fullest.total() * part // 10, activations=64 if part in (6, 12) else None)
         options = " ".join(_digest(str(option)) for option in fit.options)
-        yield f"  0.{part}      {fit.verdict}, {_digest(str(fit))}: {options}"
+        yield f"  x 0.{part:<2}   {fit.verdict}, {_digest(str(fit))}: {options}"
 
 
 @pytest.mark.parametrize("engine", ENGINES)

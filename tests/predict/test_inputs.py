@@ -137,6 +137,16 @@ def test_settings_without_formulas_are_named(config: dict[str, Any], unknown: tu
     assert zero(planned(1, **config)).unknown == unknown
 
 
+def test_a_step_that_is_in_no_table_is_named_and_not_passed_over() -> None:
+    class Unknown:
+        """A kind that nobody has looked at yet."""
+
+    known = planned(1)
+    strange = evolve(known, steps=(*known.steps, evolve(known.steps[0], step=Unknown())))
+    with pytest.raises(LookupError, match="Unknown is in neither table of"):
+        inputs_of(strange)
+
+
 def test_a_leaf_is_gathered_whole_and_a_module_whose_path_begins_alike_is_another() -> None:
     plan = planned(3, blocks=11)
     block, layer = 4 * 4 + 16 * 4, 16 * 4

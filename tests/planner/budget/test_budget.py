@@ -19,7 +19,7 @@ from prepkit.rules import RULES
 from prepkit.rules.memory import PLAN_RULES
 from prepkit.testing.tiny import tiny_facts, tiny_model
 from tests.support.llama_facts import facts, fsdp2
-from tests.support.plans import assert_rendered
+from tests.support.plans import PLANS, assert_rendered
 
 NODES = Config(engine=FSDP2(), mesh=Mesh(replicate=8, shard=8), precision=BF16(), optimizer=AdamW())
 """70B on 64 ranks: copies over the nodes."""
@@ -127,9 +127,12 @@ def test_an_optimizer_that_is_not_predicted_is_named_beside_the_verdict() -> Non
 
 
 def test_the_engine_without_formulas_is_neither_refused_nor_called_fitting() -> None:
-    fit = Fit(memory=1, floor=0, ceiling=0, verdict="not predicted", left_out=("everything",))
+    plan = PLANS["xla"]()
+    (everything,) = predict(plan).not_predicted
+    fit = planner.fits(plan, 1)
+    assert fit == Fit(memory=1, floor=0, ceiling=0, verdict="not predicted", left_out=(everything,))
     assert not fit
-    assert str(fit) == "not predicted\n  everything"
+    assert str(fit) == f"not predicted\n  {everything}"
 
 
 def test_the_rules_about_memory_are_known_to_overrides_and_to_nobody_twice() -> None:

@@ -27,7 +27,7 @@ from tests.support.golden import assert_golden
 GOLDEN = Path(__file__).parent / "golden"
 VALUES: tuple[Any, ...] = (
     *(True, False, -1, 0, 1, 2, 3, 10, 0.5, 1.5, 1e3, 1e12, 2**70, "auto", "text", "", "true", "8", [], ["a"], {}),
-    *("cpu", "nvme", "none", "fp32", "fp16", "bf16", "bfloat16", None, 2**63 - 1, 2**63, "FP32", "Fail"),
+    *("cpu", "nvme", "none", "fp32", "fp16", "bf16", "bfloat16", None, 2**63 - 1, 2**63, 10**45, "FP32", "Fail"),
 )
 TYPES = (
     *("Adam", "adam", "AdamW", "Lion", "Adagrad", "SGD", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb"),
