@@ -126,8 +126,8 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
         raise OSError(errno.EINVAL, "it is no regular file")
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        with draft.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            file.write(text)
+        with draft.open("xb") as file:
+            file.write(text.encode(errors="backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
         draft.replace(target)

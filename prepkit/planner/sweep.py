@@ -152,12 +152,12 @@ def _engine(cfg: Config, facts: Facts, name: str) -> Engine:
     engine = ENGINES[name]
     if isinstance(engine, DeepSpeed):
         return _zero(engine, cfg.engine if isinstance(cfg.engine, DeepSpeed) else DeepSpeed(), facts)
-    if type(cfg.engine) is not type(engine):
-        return engine
-    if isinstance(cfg.engine, FSDP2) and isinstance(engine, FSDP2):
-        keeps = isinstance(cfg.engine.offload, KeepOnDevice)
-        return evolve(cfg.engine, offload=engine.offload if keeps or name in ("fsdp2", TENSOR) else cfg.engine.offload)
-    return cfg.engine
+    match cfg.engine, engine:
+        case FSDP2() as own, FSDP2() as named:
+            keeps = isinstance(own.offload, KeepOnDevice)
+            return evolve(own, offload=named.offload if keeps or name in ("fsdp2", TENSOR) else own.offload)
+        case own, named:
+            return own if type(own) is type(named) else named
 
 
 def _zero(named: DeepSpeed, own: DeepSpeed, facts: Facts) -> DeepSpeed:

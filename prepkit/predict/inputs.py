@@ -62,43 +62,43 @@ class Inputs:
     """Micro-batches per optimizer step."""
     torch: str
     """torch version; empty: not known."""
-    average_each: bool = False
+    average_each: bool
     """Whether gradients are averaged after every micro-batch, and not in the last one of a step."""
-    deepspeed: str = ""
+    deepspeed: str
     """DeepSpeed's version; empty: not known."""
-    device: str = "cpu"
+    device: str
     """Device type to compute on."""
-    per_node: int | None = None
+    per_node: int | None
     """Ranks of a node; None: not known."""
-    gathered_size: int | None = None
+    gathered_size: int | None
     """Bytes of one gathered element; None: as stored."""
-    reduced_size: int | None = None
+    reduced_size: int | None
     """Bytes of one element in the reduction; None: as gathered."""
-    autocast_size: int | None = None
+    autocast_size: int | None
     """Bytes of one element of the weights' copies under autocast; None: no autocast."""
-    offload: bool = False
+    offload: bool
     """Whether shards, gradients and optimizer state are on the host between uses."""
-    wraps: WrapDDP | None = None
+    wraps: WrapDDP | None
     """Options of the DDP wrapper; None: there is none."""
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...]
     """What takes bytes and is in no number, one phrase each."""
-    uneven: bool = False
+    uneven: bool
     """Whether tensor parallelism cuts a parameter into parts of different sizes; then the largest one counts."""
-    whole: tuple[tuple[ParamKind, int], ...] = ()
+    whole: tuple[tuple[ParamKind, int], ...]
     """Parameters that FSDP2 does not shard though it does the others: each kind with how many there are of it."""
-    loaded: int = 0
+    loaded: int
     """Bytes of the whole model as stored."""
-    sent: bool = False
+    sent: bool
     """Whether rank 0 alone needs the values, and sends them to all."""
-    narrower: bool = False
+    narrower: bool
     """Whether some weights are gathered in fewer bytes than ``gathered_size``."""
-    original: bool = True
+    original: bool
     """Whether parameters in a flat one are still there, as views."""
-    zero: Zero | None = None
+    zero: Zero | None
     """DeepSpeed's numbers; None: it does not hold the model."""
-    upcast_frozen: int = 0
+    upcast_frozen: int
     """Bytes that frozen parameters take more than they came with."""
-    splits_units: bool = False
+    splits_units: bool
     """Whether a checkpointed module holds a smaller unit, which is then gathered once more to recompute it."""
 
     @cached_property
@@ -184,9 +184,9 @@ def _buffers(plan: Plan, step: ShardingStep | None) -> int:
     total = 0
     for buffer in plan.facts.model.buffers:
         dtype = buffer.dtype
-        if own and "float" in dtype and not below(buffer.name, ignored):
+        if isinstance(step, WrapFSDP1) and "float" in dtype and not below(buffer.name, ignored):
             full = next((own[path] for path in above(buffer.name) if path in own), False)
-            dtype = "float32" if full else (isinstance(step, WrapFSDP1) and step.buffer_dtype) or dtype
+            dtype = "float32" if full else step.buffer_dtype or dtype
         total += prod(buffer.shape) * itemsize(dtype)
     return total
 

@@ -196,8 +196,7 @@ class Prediction:
 
     def crossing(self, per_node: int | None) -> int:
         """The part of ``sent`` in collectives that reach over nodes; all of it where the nodes are not known."""
-        between_ranks = (entry for entry in self.traffic if entry.collective != "host copy")
-        return sum(entry.sent for entry in between_ranks if entry.crosses(per_node or 0))
+        return sum(entry.sent for entry in self.traffic if entry.crosses(per_node or 0))
 
     @property
     def copied(self) -> int:

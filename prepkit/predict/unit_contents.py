@@ -45,7 +45,7 @@ class UnitContent:
     """The parameters of a unit: each kind with how many there are of it."""
 
     params: tuple[tuple[ParamKind, int], ...]
-    full: bool = False
+    full: bool
     """Whether it is gathered and reduced in float32 whatever the others are: a batch norm."""
 
     def bytes(self, *, trained: bool = False) -> int:

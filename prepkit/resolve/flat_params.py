@@ -24,7 +24,8 @@ def flat_shards(
     ``flat_params``: path of a unit to what it flattens, in order. ``stored_dtypes``: name to dtype in storage.
     """
     assert isinstance(cfg.engine, FSDP1), "only FSDP1 flattens"
-    ranks, sharded = (mesh[-1].size if mesh else 1), "shard" in {axis.name for axis in mesh[-1:]}
+    *_, last = mesh
+    original = cfg.engine.use_orig_params
     norms = every_batch_norm(model)
     places: dict[str, FlatPart] = {}
     for path, params in flat_params.items():
@@ -32,6 +33,6 @@ def flat_shards(
         own = "float32" if isinstance(cfg.precision, Mixed) else stored_dtypes[params[0].name]
         size = 2 if low else itemsize(own)
         sizes = tuple(param.numel for param in params)
-        parts = flatten(sizes, itemsize=size, ranks=ranks, cut=sharded, original=cfg.engine.use_orig_params)
+        parts = flatten(sizes, itemsize=size, ranks=last.size, cut=last.name == "shard", original=original)
         places.update(zip((param.name for param in params), parts, strict=True))
     return places

@@ -220,11 +220,10 @@ class Resolved:
 
     @cached_property
     def flat_shards(self) -> Mapping[str, FlatPart]:
-        """Parameter name to its place in the flat parameter of its FSDP1 unit; empty under another engine."""
-        if not isinstance(self.cfg.engine, FSDP1):
+        """Parameter name to its place in the flat parameter of its FSDP1 unit; empty without a mesh, or without it."""
+        if not isinstance(self.cfg.engine, FSDP1) or not self.mesh:
             return {}
-        ranks = self.mesh or ()
-        return flat_params.flat_shards(self.cfg, self.facts.model, ranks, self.flat_params, self.stored_dtypes)
+        return flat_params.flat_shards(self.cfg, self.facts.model, self.mesh, self.flat_params, self.stored_dtypes)
 
     # --- dtypes ----------------------------------------------------------------------------------------------------
 

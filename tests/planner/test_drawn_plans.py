@@ -111,7 +111,7 @@ def _asked(plan: Plan, number: int) -> Iterator[str]:
 def test_what_a_budget_may_change_is_what_it_was(engine: str) -> None:
     """Every move of a few plans, made on many drawn configs, also of other engines and on those without a plan."""
     possible = tuple(move for least in range(0, 120, 20) for move in moves(planned(engine, least)))
-    others = [run(other, number)[0] for other in ENGINES for number in range(0, COUNT[other], 4)]
+    others = [run(other, number)[0] for other in ENGINES for number in range(0, COUNT[other], 2)]
 
     def made(move: Move) -> str:
         changed = (move.change(cfg) for cfg in others)

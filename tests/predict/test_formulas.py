@@ -17,6 +17,7 @@ from prepkit.predict.zero12 import Run, overlaps
 from prepkit.predict.zero_inputs import Zero
 from prepkit.steps import Axis, DDPCommHook, WrapDDP
 from prepkit.testing.tiny import tiny_facts
+from tests.support.plain_inputs import plain_inputs
 from tests.support.plans import make
 
 ADAMW = OptimizerInputs(name="AdamW", module="torch.optim", groups=((),))
@@ -42,14 +43,8 @@ def inputs(*units: UnitContent, world: int = 1, **more: Any) -> Inputs:
         "mesh": (Axis(name="shard", size=world),),
         "contents": units,
         "units": tuple(UnitInstance(path, i, reshard=True) for i, path in zip(range(len(units)), paths, strict=False)),
-        "buffers": 0,
-        "trains": True,
-        "optimizer": None,
-        "accumulation": 1,
-        "torch": "2.13.0",
-        "deepspeed": "0.19.8",
     }
-    return Inputs(**usual | more)
+    return plain_inputs(**usual | more)
 
 
 def holding(*params: ParamKind | tuple[ParamKind, int], full: bool = False) -> UnitContent:

@@ -37,6 +37,7 @@ from prepkit.predict.zero12 import overlaps, parts
 from prepkit.rules.fsdp1_mesh import strategy
 from prepkit.testing.tiny import tiny_facts, tiny_model, tiny_optimizer
 from tests.support.llama_facts import SIZES, fsdp2, llama
+from tests.support.plain_inputs import plain_inputs
 from tests.support.plans import make
 
 
@@ -72,10 +73,7 @@ def test_every_engine_is_predicted_or_says_that_it_is_not() -> None:
 
 
 def _bare(name: str) -> Inputs:
-    return Inputs(
-        engine=name, world_size=1, mesh=(), contents=(), units=(), buffers=0, trains=True, optimizer=None,
-        accumulation=1, torch="",
-    )  # fmt: skip
+    return plain_inputs(name, torch="")
 
 
 def test_an_engine_without_formulas_is_not_predicted_and_nothing_breaks() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from prepkit.config import FP8, FSDP2, CheckpointBlocks, Config, Mesh, SendWeights, WrapRoot
+from prepkit import planner
+from prepkit.config import BF16, FP8, FSDP2, CheckpointBlocks, Config, Mesh, SendWeights, WrapRoot
 from prepkit.facts import Facts, UnitFact
 from prepkit.rules import check
+from prepkit.steps import ShardUnits
 from prepkit.testing.tiny import arrived, tiny_facts, tiny_model
 from tests.support.rule_findings import finding_of
 
@@ -48,3 +50,13 @@ def test_two_policies_are_both_named() -> None:
     mixed = evolve(facts, model=evolve(facts.model, units=low))
     found = finding_of("sharded.not-to-plan", Config(engine=FSDP2()), mixed)
     assert "`layers.0` is gathered in bfloat16 and reduced in float32, `layers.1` in None and None;" in found.what
+
+
+def test_what_stands_is_planned_in_its_own_words() -> None:
+    """A reduction dtype that is not said is that of the parameters, and stays unsaid in the step that verifies it."""
+    facts = cut()
+    units = tuple(evolve(unit, param_dtype="bfloat16") for unit in facts.model.units)
+    cfg = Config(engine=FSDP2(), precision=BF16(reduce_dtype="bfloat16", output_dtype="bfloat16"))
+    plan = planner.plan(cfg, evolve(facts, model=evolve(facts.model, units=units))).unwrap()
+    (step,) = (one.step for one in plan.steps if isinstance(one.step, ShardUnits))
+    assert (step.param_dtype, step.reduce_dtype) == ("bfloat16", None)

@@ -238,6 +238,9 @@ def run(engine: str, number: int) -> tuple[c.Config, Facts]:
         cfg = changed(cfg, "engine.config", json.dumps(settings(draws, calm=calm)))
     if engine == "tensor" and not draws.seldom() and cfg.tp_plan == c.TPPlanFromModel():
         cfg = evolve(cfg, tp_plan=c.TPPlan(TP_LAYERS[:2]))
+    if engine == "fsdp2" and cfg.mesh and cfg.mesh.tensor > 1:
+        ignored = draws.one(((), (), ("layers.0",), ("layers.0.attn", "head"), ("norm",)))
+        cfg = changed(evolve(cfg, tp_plan=c.TPPlan(TP_LAYERS[: draws.one((2, 2, 4))])), "engine.ignored", ignored)
     found = facts(draws, engine, cfg)
     if engine == "fsdp2" and draws.seldom(8) and Resolved(cfg=cfg, facts=found).mesh:
         found = sharded_for(cfg, found)

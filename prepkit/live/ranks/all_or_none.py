@@ -43,6 +43,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from prepkit.live.interpreter import Event
 from prepkit.live.ranks import end_groups, rendezvous
 from prepkit.live.ranks.agree import Disagreement
+from prepkit.live.ranks.pauses import LONGEST_S, pause
 from prepkit.live.ranks.peers import Peers, RankFailed, lost_connection
 from prepkit.live.ranks.within import PatientStore, own_connection, within
 
@@ -58,9 +59,6 @@ WATCHED = 8
 
 LOOK_S = 1.0
 """Seconds between two looks at them."""
-
-LONGEST_PAUSE_S = 0.1
-"""Between two looks whether all are there."""
 
 
 @define(kw_only=True)
@@ -125,14 +123,13 @@ class RankGuard:
         if self.keys.add(f"{key}/count", 1) == self.world:
             self.keys.compare_set(f"{key}/verdict", "", ALL_THERE)
         began = time.monotonic()
-        look_again, pause = began + LOOK_S, 0.001
+        look_again = began + LOOK_S
         while not self.keys.check([f"{key}/verdict"]):
             now = time.monotonic()
             if now > look_again:
                 look_again = now + LOOK_S
                 self._look(key, late=now > began + self.timeout_s)
-            time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_PAUSE_S)
+            time.sleep(pause(now - began))
 
     def watch(self) -> None:
         """Raises ``RankFailed`` where a rank has failed or ended since the last barrier: for waits elsewhere."""
@@ -242,7 +239,7 @@ class RankGuard:
         try:
             heard = self.keys.add("heard", 1)
             while self.rank == 0 and heard < self.world and time.monotonic() < until:
-                time.sleep(LONGEST_PAUSE_S)
+                time.sleep(LONGEST_S)
                 heard = self.keys.add("heard", 0)
         except RuntimeError:  # not all came: they do something else, or have ended
             return

@@ -6,13 +6,11 @@ import json
 import time
 
 from prepkit.live.ranks import last_words, rendezvous
+from prepkit.live.ranks.pauses import pause
 from prepkit.live.ranks.peers import SEE_LOG, Peers, RankFailed, has_ended
 
 LOOK_S = 1.0
 """Seconds between two looks at the processes of those that are missing."""
-
-LONGEST_PAUSE_S = 0.1
-"""Between two looks whether all are there."""
 
 ALL_THERE = "all are there"
 """The verdict of a barrier that every rank has reached. Any other is a failure, as JSON."""
@@ -51,7 +49,7 @@ def barrier(peers: Peers, name: str, timeout_s: float) -> None:
 def _wait(peers: Peers, key: str, name: str, timeout_s: float) -> None:
     """Until the barrier has a verdict; gives it one where a rank will not come, or not in time."""
     began = time.monotonic()
-    look_again, pause = began + LOOK_S, 0.001
+    look_again = began + LOOK_S
     while not peers.store.check([f"{key}/verdict"]):
         now = time.monotonic()
         if now > look_again:
@@ -65,8 +63,7 @@ def _wait(peers: Peers, key: str, name: str, timeout_s: float) -> None:
             missing = [rank for rank in range(peers.world) if not peers.store.check([f"{key}/{rank}"])]
             only = missing[0] if len(missing) == 1 else -1
             _fail(peers, key, only, f"barrier {name!r}: {rendezvous.late(missing, peers.world, timeout_s)}")
-        time.sleep(pause)
-        pause = min(1.5 * pause, LONGEST_PAUSE_S)
+        time.sleep(pause(now - began))
 
 
 def _fail(peers: Peers, key: str, rank: int, what: str) -> None:

@@ -77,7 +77,9 @@ def test_the_mapping_that_is_given_is_copied_and_never_changed() -> None:
     assert json.loads(engine.config) == json.loads(before)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1, "a": 2}', '{"a": NaN}', "", "[" * 100000])
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '{"a": 1, "a": 2}', '{"a": NaN}', '{"a": 1e400}', f'{{"a": {10**41}}}', "", "[" * 100000]
+)
 def test_text_that_is_no_object_of_settings_is_refused_with_the_reason(text: str) -> None:
     with pytest.raises(NotJsonError):
         parse(text)

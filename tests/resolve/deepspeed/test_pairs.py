@@ -164,7 +164,7 @@ def test_batches_have_the_outcome_that_they_had() -> None:
     for whole, micro, steps in product(said, said, (None, "auto", 0, 2)):
         data = {name: value for name, value in zip(names, (whole, micro, steps), strict=True) if value is not None}
         row = []
-        for asked, accumulation, total, loaders in product((None, 2, 0), (None, 2), (None, 32, 0), LOADERS):
+        for asked, accumulation, total, loaders in product((None, 2, 0, -4), (None, 2), (None, 32, 0), LOADERS):
             engine = DeepSpeed(stage=1, micro_batch=asked, config=json.dumps(data))
             cfg = Config(engine=engine, accumulation=accumulation, global_batch=total)
             row.append(outcome(cfg, small(cfg, loaders=loaders)))
