@@ -32,10 +32,10 @@ COVER: dict[str, tuple[int, ...]] = {
     "single": (17, 27, 29, 36, 41, 43, 85, 104, 152),
     "ddp": (70, 99, 103, 130, 152, 158),
     "fsdp1": (1, 38, 53, 62, 141, 146),
-    "fsdp2": (6, 28, 45, 46, 67, 82, 102, 115, 135),
+    "fsdp2": (6, 28, 45, 46, 67, 82, 115, 135, 157),
     "tensor": (11, 27, 39, 110, 112, 138),
     "zero": (67, 130, 157, 163, 184, 206, 232, 262, 391),
-    "xla": (21, 47, 70, 117, 151),
+    "xla": (21, 70, 76, 117, 151),
 }
 """Drawn runs whose plans have, together, everything that ``features`` finds in any drawn plan of their engine."""
 DRAWN = {f"{engine}-{number}": partial(planned, engine, number) for engine in ENGINES for number in COVER[engine]}
@@ -72,9 +72,10 @@ def features(plan: Plan) -> set[str]:
     """What a planner has to treat each in its own way, by name."""
     cfg = plan.config
     chosen = (getattr(cfg, field.name) for field in fields(Config) if field.name not in ("engine", "loaders"))
+    kinds = {type(step.step).__name__ for step in plan.steps}
     return {
-        *(type(step.step).__name__ for step in plan.steps),
-        *(f"axis {axis.name}" for axis in plan.mesh if axis.size > 1),
+        *kinds,
+        *(f"{kind} with {axis.name}" for kind in kinds for axis in plan.mesh if axis.size > 1),
         *(type(value).__name__ for value in chosen if has(type(value))),
         *("units that stand" for _ in plan.facts.model.units[:1]),
         *("device map" for _ in plan.facts.model.device_map[:1]),
