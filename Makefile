@@ -14,10 +14,10 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 REAL := tests/audit/test_script.py tests/differential tests/live tests/predict/test_measured.py tests/support tests/test_examples.py \
 	tests/test_real_input.py tests/test_ray.py tests/test_whole_run.py tests/tools tests/torch_suites \
 	tests/codec/test_changed_leaves.py tests/planner/test_drawn_plans.py tests/planner/test_neighbours.py \
-	tests/resolve/deepspeed/test_every_key.py \
+	tests/resolve/deepspeed/test_every_key.py tests/resolve/deepspeed/test_pairs.py \
 	property_tests/test_hostile_files.py property_tests/test_reading_law.py property_tests/test_rehearsal_law.py
 
-GOLDEN := tests/audit/test_rules.py tests/codec/test_changed_leaves.py tests/planner tests/render tests/resolve/deepspeed tests/rules
+GOLDEN := tests/audit/test_rules.py tests/codec tests/planner tests/predict/test_drawn_inputs.py tests/render tests/resolve tests/rules
 
 .PHONY: demo quick test lint types contracts bench faults drawn docs golden mutants clean
 

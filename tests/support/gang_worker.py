@@ -135,7 +135,9 @@ def _tidy() -> None:
     import torch
 
     from prepkit.live.ranks import end_groups
+    from prepkit.live.ranks.resting import until_threads_rest
 
+    until_threads_rest()
     gc.collect()  # a wrapper that outlives its group frees it at a moment nobody chose
     if torch.distributed.is_initialized():
         _retire(torch.distributed.distributed_c10d._world)

@@ -11,18 +11,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+from prepkit.live.ranks.resting import until_threads_rest
+
 
 def end() -> list[Any]:
     """Ends the default group and its sub-groups, and returns them.
 
-    The caller holds them for a while: a worker thread of gloo may still have the last work in its hands, and with it
-    the group. Were that thread the last to hold the group it would have to wait for itself, and torch aborts the
-    process ("Resource deadlock avoided").
+    A worker thread of gloo may still have the last work in its hands, and with it the group. Were that thread the last
+    to hold the group it would have to wait for itself, and torch aborts the process ("Resource deadlock avoided"). So
+    such threads are waited for, and the caller holds the groups for a while, as the wait has a limit.
     """
     ended: list[Any] = list(dist.distributed_c10d._world.pg_map)  # torch has no public list of them
     dist.destroy_process_group()
     forget_meshes()
     restore_excepthook()
+    until_threads_rest()
     return ended
 
 
@@ -60,6 +63,7 @@ def disconnect(error: BaseException | None) -> None:
     if "nccl" in str(dist.get_backend_config()):
         dist.distributed_c10d._abort_process_group()  # its kernels would keep an orderly end waiting
     else:
+        until_threads_rest()
         dist.destroy_process_group()
     restore_excepthook()
     gc.collect()  # a half-made DistributedDataParallel refers to itself
