@@ -167,7 +167,7 @@ class RankGuard:
     def report_success(self) -> Peers:
         """All ranks are done with the apply. Returns them, for whoever loses one of them later."""
         self.outcome = "well"
-        self.peers.rest()
+        self.peers.settle()
         self.peers.read_signs()
         return self.peers
 

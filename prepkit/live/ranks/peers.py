@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -112,15 +112,37 @@ class Peers:
     """Of the ranks whose sign was read."""
     last_call: str = field(default="", init=False)
     """The last of the run's calls that this rank made, such as ``ready.step()``."""
+    calls: int = field(default=0, init=False)
+    """How often it has come into one of them, also out of one inside."""
+    entered: float | None = field(default=None, init=False)
+    """When it came into the call that it is in, by ``time.monotonic``; None: it is in none."""
     at_exit: Callable[[], None] | None = field(default=None, init=False, eq=False, repr=False)
     """Leaves the last words of this rank; see ``last_words``."""
     _heard: dict[int, tuple[str, float]] = field(factory=dict, init=False)
     """The last beat of a rank, and when it was new."""
     _quiet: threading.Event = field(factory=threading.Event, init=False)
+    _settled: bool = field(default=False, init=False)
 
     def sign(self) -> None:
         """Says which process this rank is."""
         self.store.set(f"sign/{self.rank}", json.dumps(asdict(self.here)))
+
+    @contextmanager
+    def within(self, call: str) -> Iterator[None]:
+        """Inside, this rank is in that call; behind it in the one around it again, where there is one."""
+        outer = self.last_call if self.entered is not None else None
+        self._go(call)
+        try:
+            yield
+        finally:
+            if outer is None:
+                self.entered = None
+            else:
+                self._go(outer)
+
+    def _go(self, call: str) -> None:
+        self.last_call, self.entered = call, time.monotonic()
+        self.calls += 1
 
     def beat(self) -> None:
         """Begins to beat, over a connection of its own; torch before 2.9 gives none, and nothing beats."""
@@ -129,6 +151,11 @@ class Peers:
     def rest(self) -> None:
         """Beats no longer."""
         self._quiet.set()
+
+    def settle(self) -> None:
+        """The apply is over on every rank: none beats from now on, so that silence says nothing."""
+        self.rest()
+        self._settled = True
 
     def ended(self, ranks: Iterable[int]) -> Iterator[tuple[int, str]]:
         """Those of the ranks that will not come, each with how that is known."""
@@ -143,9 +170,9 @@ class Peers:
                 yield rank, f"it has given no sign of life for {since:.0f} s; {SEE_LOG}"
 
     def _silent_for(self, rank: int) -> float:
-        """Seconds since its last beat that was new; 0 where it has never beaten."""
+        """Seconds since its last beat that was new; 0 where it has never beaten, or need not beat any longer."""
         key, now = f"beat/{rank}", time.monotonic()
-        if not self.store.check([key]):
+        if self._settled or not self.store.check([key]):
             return 0.0
         beat = self.store.get(key)
         if self._heard.get(rank, ("", now))[0] != beat:
@@ -237,10 +264,9 @@ def lost_connection(error: BaseException | None) -> bool:
 @contextmanager
 def named(peers: Peers | None, call: str = "") -> Iterator[None]:
     """What is raised inside because a rank was lost names that rank. ``call`` is what the run calls there."""
-    if peers is not None and call:
-        peers.last_call = call
     try:
-        yield
+        with peers.within(call) if peers is not None and call else nullcontext():
+            yield
     except RuntimeError as error:
         if (failure := _named_by(peers, error)) is not None:
             raise failure from error
@@ -258,13 +284,7 @@ def names_lost_rank(method: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         owner: Any = args[0]
-        if owner.peers is not None:
-            owner.peers.last_call = f"ready.{method.__name__}()"
-        try:
+        with named(owner.peers, f"ready.{method.__name__}()"):
             return method(*args, **kwargs)
-        except RuntimeError as error:
-            if (failure := _named_by(owner.peers, error)) is not None:
-                raise failure from error
-            raise
 
     return call

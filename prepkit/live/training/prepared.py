@@ -27,6 +27,7 @@ from prepkit.live.model.unwrap import unwrap
 from prepkit.live.model.whole_gradients import WholeGradients
 from prepkit.live.model.xla_gradients import XLAGradients
 from prepkit.live.ranks import end_groups, last_words, launcher, named_barrier
+from prepkit.live.ranks.long_waits import LongWaits, tell_long_waits
 from prepkit.live.ranks.peers import Peers, named, names_lost_rank
 from prepkit.live.ranks.within import check_limit
 from prepkit.live.training import closures, export, owned_optimizers, restored_settings, terminal, token_loss
@@ -106,6 +107,7 @@ class Prepared:
     _log: RunLog = field(init=False, repr=False)
     closed: bool = field(default=False, init=False)
     """Whether ``close`` was called."""
+    _waits: LongWaits | None = field(default=None, init=False, repr=False)
     _ended: list[Any] = field(factory=list, init=False, repr=False)
     """The groups that ``close`` has ended."""
 
@@ -133,6 +135,7 @@ class Prepared:
         self._log = RunLog(self.is_main_process, self.plan.config)
         if self.peers is not None:
             last_words.leave_at_exit(self.peers)
+            self._waits = tell_long_waits(self)
         self._sync()
 
     @property
@@ -383,6 +386,8 @@ class Prepared:
             self._ended += end_groups.end()
         if self.peers is not None:
             last_words.take_back(self.peers)
+        if self._waits is not None:
+            self._waits.stop()
 
     @property
     def is_main_process(self) -> bool:

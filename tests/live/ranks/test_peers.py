@@ -75,6 +75,8 @@ def test_a_rank_elsewhere_that_no_longer_beats_is_named_and_one_that_beats_is_no
     ((rank, how),) = mine.ended([1])
     assert rank == 1
     assert how.startswith("it has given no sign of life for 31 s")
+    mine.settle()
+    assert list(mine.ended([1])) == [], "the apply is over, and nobody beats"
 
 
 def test_a_guard_beats_while_its_apply_goes_on_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
