@@ -25,6 +25,8 @@ from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
 _WRAPPED: tuple[Mark, ...] = ("ddp", "fsdp1", "fsdp2", "deepspeed", "fabric", "prepared")
+_WHOLE = ("Single", "DDP", "XLA")
+"""Engines that leave the module whole: it can be taken out of what they put around it."""
 _ONE_AXIS = tuple((word,) for word in ("replicate", "shard(0)", "shard(1)"))
 _BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"
 
@@ -43,7 +45,11 @@ def _wrapped(resolved: Resolved) -> Iterator[Hit]:
         if stands or not (paths := _marked(resolved.facts.model, mark)):
             continue
         if mark == "prepared" and (carried := resolved.facts.model.prepared):
-            fix = "Use what apply returned, or ready.unwrap(keep_autocast=False, keep_compiled=False), or build anew."
+            engine = carried.partition(",")[0]
+            ways = ["what apply returned", f"a model that is built anew: {engine} has changed this one in place"]
+            if engine in _WHOLE:
+                ways[1:] = ["ready.unwrap(keep_autocast=False, keep_compiled=False)", "a model that is built anew"]
+            fix = f"Use {', or '.join(ways)}."
             yield Hit("model", f"prepkit has prepared this model already: it carries {carried}.", fix)
         else:
             yield Hit(at(paths[0]), f"Already {mark}: {_named(paths)}; preparing it again would wrap the wrapper.")

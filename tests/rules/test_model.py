@@ -73,3 +73,11 @@ def test_units_of_fully_shard_stand_and_every_other_wrapper_is_refused_beside_th
     cfg = Config(engine=FSDP2())
     assert "model.already-wrapped" not in rule_ids(cfg, tiny_facts(units, world=2))
     assert "model.already-wrapped" in rule_ids(cfg, tiny_facts(marked(units, mark), world=2))
+
+
+@pytest.mark.parametrize(("engine", "unwraps"), [("DDP", True), ("XLA", True), ("FSDP2", False), ("DeepSpeed", False)])
+def test_what_an_engine_has_changed_in_place_is_to_be_built_anew(engine: str, unwraps: bool) -> None:
+    seen = evolve(marked(tiny_model(), "prepared", ""), prepared=f"{engine}, BF16, config 0123456789ab")
+    found = finding_of("model.already-wrapped", Config(), tiny_facts(seen))
+    assert ("ready.unwrap(" in found.fix) == unwraps
+    assert (f"{engine} has changed this one in place" in found.fix) != unwraps

@@ -117,8 +117,10 @@ def _optimizer(saved: RunFacts, here: RunFacts, where: str) -> Iterator[Finding]
     before, now = [frozenset(group) for group in saved.groups], [frozenset(group) for group in here.groups]
     if before != now:
         moved = next((sorted(a ^ b) for a, b in zip(before, now, strict=False) if a != b), [])
+        new = sorted(frozenset[str]().union(*now) - frozenset[str]().union(*before))
         what = f"its optimizer has groups of {_sizes(saved)} parameters, the one here of {_sizes(here)}"
-        what += f"; {listed(moved)} changed the group" if moved else ""
+        what += f"; {listed(moved)} changed the group" if moved and moved != new else ""
+        what += f"; {listed(new)} trained by none then, as what is frozen" if new else ""
         fix = (
             "group the parameters as they were, or begin with the weights alone: ready.resume(folder, only_model=True)"
         )

@@ -12,6 +12,7 @@ from attrs import define, field
 from prepkit.live.data import draws
 from prepkit.live.data.gather import gather_for_metrics
 from prepkit.live.data.loader import Loader
+from prepkit.live.data.windows import Windows
 
 
 @define(eq=False)
@@ -25,10 +26,7 @@ class Passes:
     """Loaders with a pass under way, the innermost last."""
     read: bool = field(default=False, init=False)
     """Whether any of those that are trained on was read in this process."""
-
-    late: bool = field(default=False, init=False)
-    """Whether the pass that ends windows is over, so that what is trained now was read ahead of its time."""
-    _told_late: bool = field(default=False, init=False)
+    _windows: Windows = field(factory=Windows, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._watch(self.loaders)
@@ -45,7 +43,11 @@ class Passes:
 
     @property
     def end_window(self) -> bool:
-        """Whether the batch in use is the last of a pass that ends the accumulation window."""
+        """Whether the micro-batch in use is the last that is made of the last batch of a pass that ends windows."""
+        return self._at_last_batch and self._windows.at_last
+
+    @property
+    def _at_last_batch(self) -> bool:
         return any(loader.at_window_end for loader in self.under_way)
 
     @property
@@ -95,18 +97,13 @@ class Passes:
                 stacklevel=3,
             )
 
-    def warn_late(self, accumulation: int) -> None:
-        """Once, where a micro-batch is trained after the pass it was read in: the window has ended before it."""
-        if self.late and accumulation > 1 and not self._told_late:
-            self._told_late = True
-            warnings.warn(
-                f"a batch is trained after its loader has come to its end, as in `for batch in list(loader):` and with "
-                f"a prefetcher that reads one batch ahead: the window of {accumulation} micro-batches ended with the "
-                "batch that was read last, not with the one that is trained last. Write `for batch in "
-                "ready.loaders[0]:`, or Config(loaders=pk.ShardLoaders(ends_window=False)) and end the last window by "
-                "`with ready.accumulate(last=True):`. What was read ahead is not read again after a resume",
-                stacklevel=5,
-            )
+    def trained(self, *, ended: bool) -> None:
+        """A micro-batch is over; ``ended``: and its window with it."""
+        self._windows.trained(ended=ended)
+
+    def warn_windows(self, accumulation: int) -> None:
+        """Where a window of so many micro-batches does not end with its pass."""
+        self._windows.warn(accumulation, at_last_batch=self._at_last_batch)
 
     def _changed(self, loader: Loader) -> None:
         self.read = self.read or not loader.evaluation
@@ -114,6 +111,7 @@ class Passes:
             self.under_way = [other for other in self.under_way if other is not loader]
         elif all(other is not loader for other in self.under_way):
             self.under_way.append(loader)
+        if not loader.evaluation:
+            self._windows.next_batch(loader)
         if loader.ends_window:
-            self.late = loader.exhausted
             self.on_batch()

@@ -172,8 +172,8 @@ class LoopOrder:
     def _tell_of_writes(self, *, scaled: bool) -> None:
         what = (
             "the gradients of a window were written beside ready.backward() and ready.step(), as clip_grad_norm_() "
-            "and a loss.backward() by hand do. Remove that call: write Config(clip=pk.ClipNorm(1.0)), by which "
-            "ready.step() clips, and add losses up for one ready.backward(loss)"
+            "and a loss.backward() by hand do. Remove that call: write Config(clip=pk.ClipNorm(1.0)), or ClipValue, by "
+            "which ready.step() clips, and add losses up for one ready.backward(loss)"
         )
         if scaled:
             raise LoopOutOfOrder(f"{what}. Under float16 they are still multiplied by the loss scale")

@@ -246,7 +246,7 @@ class Prepared:
             self._order.before_step(self.model, ended=ended)
             if ended:
                 self._order.before_window_end(self.model, scaled=self.scaler is not None)
-        self._passes.warn_late(self.plan.owners.accumulation_steps)
+        self._passes.warn_windows(self.plan.owners.accumulation_steps)
         factor = self._tokens.end(self.plan.owners.accumulation_steps) if ended else None
         if closure is None and ended:
             self._order.before_tick(self._end.ticked_here)
@@ -259,6 +259,7 @@ class Prepared:
         elif ended:
             self._end.by_optimizer(self.model, optimizer, closure, self._look_at_gradients)
         self._seen = 0 if ended else self._seen + 1
+        self._passes.trained(ended=ended)
         self._last = False
         self._order.after_step(self.model, ended=ended)
         self._sync()

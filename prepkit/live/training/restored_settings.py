@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _SETTINGS = ("weight_decay", "betas", "momentum", "eps")
+_CYCLED = ("betas", "momentum")
+"""What a scheduler sets that cycles momentum."""
 _COUNTED = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "mode_worse", "T_cur"})
 """What a scheduler counts or works out, and a resume is to put back."""
 
@@ -17,11 +19,23 @@ _COUNTED = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter"
 def settings(optimizers: Sequence[Any], scheduler: Any) -> dict[str, Any]:
     """Where a setting stands to its value; the rate of a group is that which a scheduler starts from."""
     groups = [group for one in optimizers for group in one.param_groups]
-    found = {f"{name} of group {at}": value for at, group in enumerate(groups) for name, value in _of(group).items()}
+    cycled = _CYCLED if _cycles_momentum(scheduler) else ()
+    found = {
+        f"{name} of group {at}": value
+        for at, group in enumerate(groups)
+        for name, value in _of(group).items()
+        if name not in cycled
+    }
     if type(scheduler).__module__.partition(".")[0] in ("torch", "transformers"):
         state = scheduler.state_dict()
         found |= {f"the scheduler's {name}": value for name, value in state.items() if _is_setting(name, value)}
     return found
+
+
+def _cycles_momentum(scheduler: Any) -> bool:
+    """Whether a step of it sets momentum or betas as well (torch ``OneCycleLR``, ``CyclicLR``), also one inside it."""
+    inside = [one for name in ("_schedulers", "schedulers", "members") for one in getattr(scheduler, name, ())]
+    return bool(getattr(scheduler, "cycle_momentum", False)) or any(map(_cycles_momentum, inside))
 
 
 def _of(group: Mapping[str, Any]) -> dict[str, Any]:

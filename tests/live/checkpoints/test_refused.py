@@ -121,6 +121,18 @@ def test_what_would_train_otherwise_is_refused_with_what_to_type_and_some_of_it_
             ready.resume(str(tmp_path), accept=f"checkpoint.{rule}")
 
 
+def test_parameters_that_were_frozen_when_it_was_saved_are_named_as_such(tmp_path: Path) -> None:
+    frozen = Heads()
+    frozen.out.requires_grad_(False)
+    ready = prepared(frozen)
+    train(ready, 1)
+    ready.save(str(tmp_path))
+    said = refused(prepared(), tmp_path)
+    assert "2 + 2 parameters, the one here of 2 + 4; out.bias, out.weight trained by none then, as what is" in said
+    assert "ready.resume(folder, only_model=True)" in said
+    assert "changed the group" in refused(prepared(split=False), tmp_path)
+
+
 def test_the_weights_alone_are_read_whatever_trains_them(tmp_path: Path) -> None:
     ready = trained(tmp_path)
     again = prepared(split=False, schedule=None)

@@ -53,6 +53,25 @@ def test_settings_that_a_resume_replaces_are_told_and_those_that_it_keeps_are_no
     assert "had: the scheduler's T_max: 10 for 20. To" in told
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "behind another"])
+def test_betas_that_a_scheduler_cycles_are_nobody_s_setting(tmp_path: Path, inside: bool) -> None:
+    def cycled() -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+        if inside:
+            scheduler = torch.optim.lr_scheduler.ChainedScheduler([scheduler], optimizer=optimizer)
+        return pk.apply(pk.build_plan(pk.Config(), model, optimizer=optimizer, scheduler=scheduler))
+
+    ready = cycled()
+    for _ in range(3):
+        ready.backward(ready.model(torch.ones(2, 4)).sum())
+        ready.step()
+    ready.save(str(tmp_path))
+    assert resumed(tmp_path, cycled()) == []
+
+
 def planned(**settings: Any) -> Any:
     torch.manual_seed(0)
     return pk.build_plan(pk.Config(optimizer=pk.AdamW(), **settings), nn.Linear(4, 4))
