@@ -123,7 +123,7 @@ def test_what_would_train_otherwise_is_refused_with_what_to_type_and_some_of_it_
 
 def test_parameters_that_were_frozen_when_it_was_saved_are_named_as_such(tmp_path: Path) -> None:
     frozen = Heads()
-    frozen.out.requires_grad_(False)
+    frozen.out.requires_grad_(requires_grad=False)
     ready = prepared(frozen)
     train(ready, 1)
     ready.save(str(tmp_path))
