@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -127,22 +127,19 @@ class Peers:
         """Says which process this rank is."""
         self.store.set(f"sign/{self.rank}", json.dumps(asdict(self.here)))
 
-    @contextmanager
-    def within(self, call: str) -> Iterator[None]:
-        """Inside, this rank is in that call; behind it in the one around it again, where there is one."""
-        outer = self.last_call if self.entered is not None else None
-        self._go(call)
-        try:
-            yield
-        finally:
-            if outer is None:
-                self.entered = None
-            else:
-                self._go(outer)
-
-    def _go(self, call: str) -> None:
+    def enter(self, call: str) -> str | None:
+        """Comes into a call. Returns what ``leave`` wants: the call around it, where there is one."""
+        outer = None if self.entered is None else self.last_call
         self.last_call, self.entered = call, time.monotonic()
         self.calls += 1
+        return outer
+
+    def leave(self, outer: str | None) -> None:
+        """Returns from a call, into the one around it or into none."""
+        if outer is None:
+            self.entered = None
+        else:
+            self.enter(outer)
 
     def beat(self) -> None:
         """Begins to beat, over a connection of its own; torch before 2.9 gives none, and nothing beats."""
@@ -264,27 +261,39 @@ def lost_connection(error: BaseException | None) -> bool:
 @contextmanager
 def named(peers: Peers | None, call: str = "") -> Iterator[None]:
     """What is raised inside because a rank was lost names that rank. ``call`` is what the run calls there."""
+    if peers is None:
+        yield
+        return
+    outer = peers.enter(call) if call else None
     try:
-        with peers.within(call) if peers is not None and call else nullcontext():
-            yield
+        yield
     except RuntimeError as error:
-        if (failure := _named_by(peers, error)) is not None:
+        if (failure := peers.lost(error)) is not None:
             raise failure from error
         raise
-
-
-def _named_by(peers: Peers | None, error: RuntimeError) -> RankFailed | None:
-    """What names the lost rank in the place of this error; None: no rank was lost."""
-    return None if peers is None else peers.lost(error)
+    finally:
+        if call:
+            peers.leave(outer)
 
 
 def names_lost_rank(method: Callable[P, T]) -> Callable[P, T]:
     """A method of something that has ``peers``: what it raises because a rank was lost names that rank."""
+    name = f"ready.{method.__name__}()"
 
     @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:  # without ``named``: a step calls it twice
         owner: Any = args[0]
-        with named(owner.peers, f"ready.{method.__name__}()"):
+        peers: Peers | None = owner.peers
+        if peers is None:
             return method(*args, **kwargs)
+        outer = peers.enter(name)
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            if (failure := peers.lost(error)) is not None:
+                raise failure from error
+            raise
+        finally:
+            peers.leave(outer)
 
     return call
