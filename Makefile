@@ -13,7 +13,8 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # thousands of plans that are compared with their golden texts.
 REAL := tests/audit/test_script.py tests/differential tests/live tests/predict/test_measured.py tests/support tests/test_examples.py \
 	tests/test_real_input.py tests/test_ray.py tests/test_whole_run.py tests/tools tests/torch_suites \
-	tests/codec/test_changed_leaves.py tests/planner/test_drawn_plans.py tests/planner/test_neighbours.py \
+	tests/codec/test_changed_leaves.py tests/codec/test_every_field.py \
+	tests/planner/test_drawn_plans.py tests/planner/test_neighbours.py tests/resolve/test_drawn_resolved.py \
 	tests/resolve/deepspeed/test_every_key.py tests/resolve/deepspeed/test_pairs.py \
 	property_tests/test_hostile_files.py property_tests/test_reading_law.py property_tests/test_rehearsal_law.py
 
