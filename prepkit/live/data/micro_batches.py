@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from weakref import WeakKeyDictionary
 
 from attrs import define, field
 
@@ -20,7 +19,7 @@ class MicroBatches:
     """The loader that was read last, inside a pass."""
     _was_last: bool = field(default=False, init=False)
     """Whether the batch in use is the last of its pass: it may be smaller, and says nothing of others."""
-    _seen: WeakKeyDictionary[Loader, Counter[int]] = field(factory=WeakKeyDictionary, init=False)
+    _seen: dict[Loader, Counter[int]] = field(factory=dict, init=False)
     """How many micro-batches the batches of a loader have made, and how many of them did."""
 
     def next_batch(self, loader: Loader) -> None:
