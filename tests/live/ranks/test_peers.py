@@ -95,6 +95,14 @@ def test_a_guard_beats_while_its_apply_goes_on_and_no_longer(monkeypatch: pytest
     seen = beats()
     time.sleep(0.1)
     assert beats() == seen
+    later = Peers(guard.keys, 1, 2)
+    later.here = evolve(later.here, place="elsewhere")
+    later.sign()
+    guard.keys.set("beat/1", "1")
+    assert list(guard.peers.ended([1])) == []
+    monkeypatch.setattr(peers, "SILENT_S", 0.05)
+    time.sleep(0.1)
+    assert list(guard.peers.ended([1])) == [], "who no longer beats is not taken for dead"
 
 
 def test_an_answer_that_does_not_come_is_waited_for_once_and_no_longer_than_the_limit() -> None:

@@ -7,8 +7,9 @@ import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
-from prepkit.live.ranks import resting
+from prepkit.live.ranks import end_groups, resting
 from prepkit.live.ranks.resting import until_threads_rest
 
 pytestmark = pytest.mark.skipif(not resting.THREADS.is_dir(), reason="only Linux says what a thread does")
@@ -64,3 +65,14 @@ def test_where_nothing_says_what_threads_do_a_while_has_to_do(monkeypatch: pytes
     began = time.monotonic()
     assert not until_threads_rest()
     assert time.monotonic() - began >= resting.ELSEWHERE_S
+
+
+def test_a_group_ends_once_its_threads_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[bool] = []
+    monkeypatch.setattr(end_groups, "until_threads_rest", lambda: ran.append(dist.is_initialized()))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    held = end_groups.end()
+    assert (ran, len(held)) == ([False], 1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    end_groups.disconnect(None)
+    assert ran == [False, True], "after a failure before the end, which frees the group at once"
