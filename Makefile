@@ -10,17 +10,18 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # What `make quick` leaves out: real runs, but for one of each engine in tests/test_engines.py, whole processes, and
-# thousands of plans that are compared with their golden texts.
-REAL := tests/audit/test_script.py tests/differential tests/live tests/predict/test_measured.py tests/support tests/test_examples.py \
+# thousands of configs and files that differ in one value.
+REAL := tests/applying tests/audit/test_script.py tests/differential tests/loading tests/objects tests/observe tests/ranks \
+	tests/saving tests/training tests/predict/test_measured.py tests/support tests/test_examples.py \
 	tests/test_real_input.py tests/test_ray.py tests/test_whole_run.py tests/tools tests/torch_suites \
 	tests/codec/test_changed_leaves.py tests/codec/test_every_field.py \
-	tests/planner/test_drawn_plans.py tests/planner/test_neighbours.py tests/resolve/test_drawn_resolved.py \
+	tests/planner/test_settings.py tests/rules/test_neighbours.py \
 	tests/resolve/deepspeed/test_every_key.py tests/resolve/deepspeed/test_pairs.py \
 	property_tests/test_hostile_files.py property_tests/test_reading_law.py property_tests/test_rehearsal_law.py
 
-GOLDEN := tests/audit/test_rules.py tests/codec tests/planner tests/predict/test_drawn_inputs.py tests/render tests/resolve tests/rules
+GOLDEN := tests/audit/test_rules.py tests/codec tests/planner tests/predict tests/render tests/resolve tests/rules
 
-.PHONY: demo quick test lint types contracts bench faults drawn docs golden mutants clean
+.PHONY: demo quick test lint types contracts bench faults drawn docs golden counts mutants clean
 
 demo: $(READY)  ## Plan, show and train a language model, and compare the engines
 	$(BIN)/python examples/demo.py
@@ -57,6 +58,9 @@ docs: $(READY)  ## The pages of docs/ as a site in build/site; a dead link fails
 
 golden: $(READY)  ## The texts that tests compare with, written anew: read what has changed in them
 	WRITE_GOLDEN=1 $(BIN)/python -m pytest -q $(GOLDEN)
+
+counts: $(READY)  ## Sizes of the package, and what had been repeated in it, with their ceilings
+	$(BIN)/python -m tests.tools.house
 
 mutants: $(READY)  ## Small changes of the source, and how many the tests notice; later runs try what has changed
 	$(BIN)/python -m tests.mutants

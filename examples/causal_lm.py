@@ -20,10 +20,10 @@ batches = DataLoader(StandardLibrary(windows=16 * args.steps), batch_size=16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = OneCycleLR(optimizer, max_lr=3e-3, total_steps=args.steps + 1)
 
-cfg = config(args, clip=pk.ClipNorm(1.0), loaders=pk.ShardLoaders(split_batches=True))
+cfg = config(args, clip=pk.ClipNorm(1.0), loaders=pk.data.ShardLoaders(split_batches=True))
 ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, scheduler=scheduler, loaders=[batches]))
-ready.log_to(pk.JsonLines(f"{args.folder}/log.jsonl"))
-for tokens in (bar := ready.progress(ready.loaders[0], desc="training")):
+ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
+for tokens in (bar := ready.ranks.progress(ready.loaders[0], desc="training")):
     loss = ready.model(tokens)
     ready.backward(loss)
     loss = ready.reduce(loss.detach())
@@ -32,6 +32,6 @@ for tokens in (bar := ready.progress(ready.loaders[0], desc="training")):
     bar.set_postfix(loss=f"{float(loss):.2f}")
 
 ready.export(f"{args.folder}/exported")
-ready.print(f"{ready.steps} steps, {float(loss) / 0.6931:.2f} bits per byte at the end")
+ready.ranks.print(f"{ready.steps} steps, {float(loss) / 0.6931:.2f} bits per byte at the end")
 plot(ready, f"{args.folder}/log.jsonl")
 ready.close()

@@ -33,17 +33,17 @@ model = CLIPModel(CLIPConfig(text_config=text, vision_config=tower | {"image_siz
 
 cfg = config(
     args,
-    optimizer=pk.AdamW(lr=1e-3),
+    optimizer=pk.optim.AdamW(lr=1e-3),
     entry_points=("get_image_features", "get_text_features"),  # called below, past forward
-    loaders=pk.EachLoader((pk.ShardLoaders(split_batches=True), pk.ShardLoaders(purpose="evaluation"))),
+    loaders=pk.data.EachLoader((pk.data.ShardLoaders(split_batches=True), pk.data.ShardLoaders(purpose="evaluation"))),
     clip=pk.ClipNorm(1.0),
 )
 ready = pk.apply(pk.build_plan(cfg, model, loaders=[batches, held_out]))
 training, evaluation = ready.loaders
-ready.log_to(pk.JsonLines(f"{args.folder}/log.jsonl"))
+ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
 captions = captions.to(next(ready.model.parameters()).device)
 while ready.steps < args.steps:
-    for pixels, digits in ready.progress(training, desc=f"epoch {ready.epoch}"):
+    for pixels, digits in ready.ranks.progress(training, desc=f"epoch {ready.epoch}"):
         scores = ready.model(input_ids=captions[digits], pixel_values=pixels).logits_per_image
         fits = (digits[:, None] == digits[None]).float()  # a digit stands in a batch more than once
         loss = functional.cross_entropy(scores, fits / fits.sum(1, keepdim=True))
@@ -61,6 +61,8 @@ with ready.evaluating():
         seen = functional.normalize(ready.model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
         right.append(ready.gather_for_metrics((seen @ words.T).argmax(1) == digits))
 share = torch.cat(right).float().mean()
-ready.print(f"{ready.steps} steps; of {len(torch.cat(right))} held-out digits {share:.0%} are told by their caption")
+ready.ranks.print(
+    f"{ready.steps} steps; of {len(torch.cat(right))} held-out digits {share:.0%} are told by their caption"
+)
 plot(ready, f"{args.folder}/log.jsonl")
 ready.close()

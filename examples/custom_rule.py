@@ -9,16 +9,16 @@ import torch
 import prepkit as pk
 
 
-def _head_stays_whole(resolved: pk.Resolved) -> Iterator[pk.Hit]:
+def _head_stays_whole(resolved: pk.rules.Resolved) -> Iterator[pk.rules.Hit]:
     """Our serving code reads the head's weight directly, so the head must not be sharded over many ranks."""
     shards = resolved.axis_size("shard")
     if isinstance(resolved.cfg.engine, pk.FSDP2) and shards > 64:
         for param in resolved.facts.model.params:
             if param.name.startswith("head."):
-                yield pk.Hit(param.name, f"is sharded over {shards} ranks, and serving reads it whole")
+                yield pk.rules.Hit(param.name, f"is sharded over {shards} ranks, and serving reads it whole")
 
 
-HEAD = pk.Rule(
+HEAD = pk.rules.Rule(
     id="ours.head-stays-whole",
     summary="The head is sharded over at most 64 ranks.",
     check=_head_stays_whole,
@@ -37,6 +37,6 @@ def model() -> torch.nn.Module:
 if __name__ == "__main__":
     try:
         cluster = pk.Env.declare(world_size=512, per_node=8)
-        pk.build_plan(pk.Config(engine=pk.FSDP2()), model(), env=cluster, rules=(*pk.RULES, HEAD))
+        pk.build_plan(pk.Config(engine=pk.FSDP2()), model(), env=cluster, rules=(*pk.rules.RULES, HEAD))
     except pk.PlanRejected as rejected:
         print(rejected)

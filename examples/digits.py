@@ -31,12 +31,12 @@ model = nn.Sequential(block(1, 16), block(16, 32), nn.Flatten(), nn.Linear(128, 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
 loaders = [DataLoader(train, batch_size=64, shuffle=True, drop_last=True), DataLoader(held_out, batch_size=90)]
 
-choices = (pk.ShardLoaders(split_batches=True), pk.ShardLoaders(purpose="evaluation"))
-cfg = config(args, loaders=pk.EachLoader(choices))
+choices = (pk.data.ShardLoaders(split_batches=True), pk.data.ShardLoaders(purpose="evaluation"))
+cfg = config(args, loaders=pk.data.EachLoader(choices))
 if isinstance(cfg.engine, pk.DDP):  # torch's SyncBatchNorm needs an accelerator
     cfg = evolve(cfg, engine=evolve(cfg.engine, sync_batchnorm=torch.accelerator.is_available()))
 ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, loaders=loaders))
-ready.log_to(pk.JsonLines(f"{args.folder}/log.jsonl"))
+ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
 
 
 def accuracy() -> torch.Tensor:
@@ -47,7 +47,7 @@ def accuracy() -> torch.Tensor:
 
 
 while ready.steps < args.steps:
-    for x, y in ready.progress(ready.loaders[0], desc=f"epoch {ready.epoch}"):
+    for x, y in ready.ranks.progress(ready.loaders[0], desc=f"epoch {ready.epoch}"):
         loss = functional.cross_entropy(ready.model(x), y)
         ready.backward(loss)
         ready.step()
@@ -56,6 +56,6 @@ while ready.steps < args.steps:
             break
     ready.log({"accuracy": accuracy()})
 
-ready.print(f"{ready.steps} steps, {100 * float(accuracy()):.1f} % of the held-out digits")
+ready.ranks.print(f"{ready.steps} steps, {100 * float(accuracy()):.1f} % of the held-out digits")
 plot(ready, f"{args.folder}/log.jsonl")
 ready.close()

@@ -34,7 +34,7 @@ class Predictor(nn.Module):
 
 def prepared(model: nn.Module, **changes: object) -> pk.Prepared:
     """Model and data under the engine of the command line."""
-    cfg = config(args, loaders=pk.ShardLoaders(split_batches=True), **changes)
+    cfg = config(args, loaders=pk.data.ShardLoaders(split_batches=True), **changes)
     batches = DataLoader(StandardLibrary(windows=16 * args.steps), batch_size=16)
     return pk.apply(pk.build_plan(cfg, model, loaders=[batches]))
 
@@ -46,19 +46,19 @@ def likelihood(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 torch.manual_seed(0)
 large = Predictor(width=96, depth=3)
-first = prepared(large, optimizer=pk.AdamW(lr=2e-3), clip=pk.ClipNorm(1.0))
-for tokens in first.progress(first.loaders[0], desc="teacher"):
+first = prepared(large, optimizer=pk.optim.AdamW(lr=2e-3), clip=pk.ClipNorm(1.0))
+for tokens in first.ranks.progress(first.loaders[0], desc="teacher"):
     first.backward(likelihood(first.model(tokens[:, :-1]), tokens))
     first.step()
 first.export(f"{args.folder}/teacher")
 first.close()
 
 frozen = Predictor(width=96, depth=3).requires_grad_(requires_grad=False).eval()
-cfg = config(args, intent=pk.Intent.INFERENCE, weights=pk.LoadWeights(f"{args.folder}/teacher"), clip=pk.NoClip())
+cfg = config(args, intent=pk.Intent.INFERENCE, weights=pk.LoadWeights(f"{args.folder}/teacher"), clip=None)
 teacher = pk.apply(pk.build_plan(cfg, frozen))
-ready = prepared(Predictor(width=32, depth=1), optimizer=pk.AdamW(lr=5e-3), clip=pk.ClipNorm(1.0))
-ready.log_to(pk.JsonLines(f"{args.folder}/log.jsonl"))
-for tokens in ready.progress(ready.loaders[0], desc="student"):
+ready = prepared(Predictor(width=32, depth=1), optimizer=pk.optim.AdamW(lr=5e-3), clip=pk.ClipNorm(1.0))
+ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
+for tokens in ready.ranks.progress(ready.loaders[0], desc="student"):
     with torch.no_grad():
         wanted = teacher.model(tokens[:, :-1]).log_softmax(-1).flatten(0, 1)
     logits = ready.model(tokens[:, :-1])
@@ -68,7 +68,7 @@ for tokens in ready.progress(ready.loaders[0], desc="student"):
     ready.step()
     ready.log({"divergence": both[0], "cross-entropy": both[1]})
 
-ready.print(f"{ready.steps} steps; divergence from the teacher {float(both[0]):.3f} nats per byte")
+ready.ranks.print(f"{ready.steps} steps; divergence from the teacher {float(both[0]):.3f} nats per byte")
 plot(ready, f"{args.folder}/log.jsonl")
 ready.close()
 teacher.close()

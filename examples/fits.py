@@ -19,12 +19,12 @@ def ask(model: Module, memory: str) -> None:
         mesh=pk.Mesh(replicate=8, shard=8),  # shards inside a node, copies over the nodes: the usual advice
         precision=pk.BF16(),
         checkpointing=pk.CheckpointBlocks(),
-        optimizer=pk.AdamW(lr=3e-4),
+        optimizer=pk.optim.AdamW(lr=3e-4),
     )
     began = time.perf_counter()
     plan = pk.build_plan(cfg, model, env=cluster)
     tokens = torch.zeros(1, 4096, dtype=torch.long)
-    activations = pk.activations(plan, model, input_ids=tokens, labels=tokens)
+    activations = pk.activations(plan, model, pk.ExampleInputs(input_ids=tokens, labels=tokens))
     print(pk.fits(plan, memory, activations=activations))
     print(f"planned, estimated, predicted and searched in {time.perf_counter() - began:.0f} s")
 

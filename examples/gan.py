@@ -21,13 +21,15 @@ batches = DataLoader(images, batch_size=64, shuffle=True, drop_last=True)
 generator = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64), nn.Tanh())
 critic = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
 
-cfg = config(args, optimizer=pk.Adam(lr=1e-3, betas=(0.5, 0.999)), loaders=pk.ShardLoaders(split_batches=True))
+cfg = config(
+    args, optimizer=pk.optim.Adam(lr=1e-3, betas=(0.5, 0.999)), loaders=pk.data.ShardLoaders(split_batches=True)
+)
 draws = pk.apply(pk.build_plan(cfg, generator))
 judges = pk.apply(pk.build_plan(cfg, critic, loaders=[batches]))
-judges.log_to(pk.JsonLines(f"{args.folder}/log.jsonl"))
+judges.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
 
 while judges.steps < args.steps:
-    for real in judges.progress(judges.loaders[0], desc=f"epoch {judges.epoch}"):
+    for real in judges.ranks.progress(judges.loaders[0], desc=f"epoch {judges.epoch}"):
         drawn = draws.model(torch.randn(len(real), 16, device=real.device))
         both = judges.model(torch.cat([real, drawn.detach()]))
         judged = functional.softplus(-both[: len(real)]).mean() + functional.softplus(both[len(real) :]).mean()
@@ -45,7 +47,7 @@ while judges.steps < args.steps:
         if judges.steps >= args.steps:
             break
 
-judges.print(f"{judges.steps} steps of each; critic {float(losses[0]):.2f}, generator {float(losses[1]):.2f}")
+judges.ranks.print(f"{judges.steps} steps of each; critic {float(losses[0]):.2f}, generator {float(losses[1]):.2f}")
 plot(judges, f"{args.folder}/log.jsonl")
 draws.close()
 judges.close()

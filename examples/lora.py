@@ -29,20 +29,20 @@ model = get_peft_model(base(), LoraConfig(r=8, lora_alpha=32, target_modules=tar
 optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
 batches = DataLoader(StandardLibrary(windows=8 * args.steps), batch_size=8)
 
-cfg = config(args, clip=pk.ClipNorm(1.0), loaders=pk.ShardLoaders(split_batches=True))
+cfg = config(args, clip=pk.ClipNorm(1.0), loaders=pk.data.ShardLoaders(split_batches=True))
 ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, loaders=[batches]))
-ready.log_to(pk.JsonLines(f"{args.folder}/log.jsonl"))
-for tokens in ready.progress(ready.loaders[0], desc="training"):
+ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
+for tokens in ready.ranks.progress(ready.loaders[0], desc="training"):
     loss = ready.model(input_ids=tokens, labels=tokens).loss
     ready.backward(loss)
     ready.step()
     ready.log({"loss": ready.reduce(loss.detach())})
 
 ready.export(f"{args.folder}/adapter")
-ready.barrier("the adapter is written")
+ready.ranks.barrier("the adapter is written")
 again = PeftModel.from_pretrained(base(), f"{args.folder}/adapter").eval()
 with torch.no_grad():
     loss = again(input_ids=tokens.cpu(), labels=tokens.cpu()).loss
-ready.print(f"{ready.steps} steps; the adapter alone, over the base, gives a loss of {float(loss):.2f}")
+ready.ranks.print(f"{ready.steps} steps; the adapter alone, over the base, gives a loss of {float(loss):.2f}")
 plot(ready, f"{args.folder}/log.jsonl")
 ready.close()

@@ -11,10 +11,10 @@ import prepkit as pk
 
 def plot(ready: pk.Prepared, log: str) -> None:
     """Draws every value of a file of JSON lines over the steps, as a PNG beside it; the main process does."""
-    if not ready.is_main_process:
+    if not ready.ranks.is_main:
         return
     if importlib.util.find_spec("matplotlib") is None:
-        ready.print("no plot: matplotlib is not installed; pip install 'prepkit[examples]'")
+        ready.ranks.print("no plot: matplotlib is not installed; pip install 'prepkit[examples]'")
         return
     from matplotlib.figure import Figure
 
@@ -32,4 +32,4 @@ def plot(ready: pk.Prepared, log: str) -> None:
     axes.legend()
     target = Path(log).with_suffix(".png")
     figure.savefig(target)
-    ready.print(f"plot in {target}")
+    ready.ranks.print(f"plot in {target}")

@@ -25,7 +25,7 @@ four_bits = BitsAndBytesConfig(
     bnb_4bit_quant_storage=torch.bfloat16,  # the dtype of the units: so FSDP2 shards the packed weights as well
 )
 
-with pk.main_process_first():
+with pk.processes.main_process_first():
     if not Path(folder).exists():  # a small model of bytes, as somebody else has saved it
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -45,21 +45,21 @@ model = get_peft_model(frozen, LoraConfig(r=8, lora_alpha=32, target_modules=tar
 optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
 batches = DataLoader(StandardLibrary(windows=8 * args.steps), batch_size=8)
 
-loaders = pk.ShardLoaders(split_batches=True)
+loaders = pk.data.ShardLoaders(split_batches=True)
 cfg = config(args, precision=pk.BF16(), checkpointing=pk.CheckpointBlocks(), clip=pk.ClipNorm(1.0), loaders=loaders)
 ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, loaders=[batches]))
-ready.log_to(pk.JsonLines(f"{args.folder}/log.jsonl"))
-for tokens in ready.progress(ready.loaders[0], desc="training"):
+ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
+for tokens in ready.ranks.progress(ready.loaders[0], desc="training"):
     loss = ready.model(input_ids=tokens, labels=tokens).loss
     ready.backward(loss)
     ready.step()
     ready.log({"loss": ready.reduce(loss.detach())})
 
 ready.export(f"{args.folder}/adapter")
-ready.barrier("the adapter is written")
+ready.ranks.barrier("the adapter is written")
 again = PeftModel.from_pretrained(base(), f"{args.folder}/adapter").eval()
 with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
     loss = again(input_ids=tokens.cpu(), labels=tokens.cpu()).loss
-ready.print(f"{ready.steps} steps; the adapter alone, over the base, gives a loss of {float(loss):.2f}")
+ready.ranks.print(f"{ready.steps} steps; the adapter alone, over the base, gives a loss of {float(loss):.2f}")
 plot(ready, f"{args.folder}/log.jsonl")
 ready.close()

@@ -30,7 +30,7 @@ def on_each_worker(given: dict[str, str | int]) -> None:
     model = GPT(width=96, depth=3, heads=4)
     batches = DataLoader(StandardLibrary(windows=8 * int(given["steps"])), batch_size=4)
     cfg = pk.read_config(str(given["config"]))
-    plan = pk.build_plan(cfg, model, optimizer=pk.AdamW(lr=3e-3), loaders=[batches])
+    plan = pk.build_plan(cfg, model, optimizer=pk.optim.AdamW(lr=3e-3), loaders=[batches])
     ready = pk.apply(plan)
     for batch in ready.loaders[0]:
         loss = ready.model(batch)
@@ -39,7 +39,7 @@ def on_each_worker(given: dict[str, str | int]) -> None:
     here = f"{given['folder']}/checkpoint"
     ready.save(here)
     told = {"step": ready.steps, "loss": float(ready.reduce(loss.detach()))}
-    train.report(told, checkpoint=train.Checkpoint.from_directory(here) if ready.is_main_process else None)
+    train.report(told, checkpoint=train.Checkpoint.from_directory(here) if ready.ranks.is_main else None)
     ready.close()
 
 

@@ -34,10 +34,10 @@ batches = DataLoader(stream, batch_size=8)
 
 torch.manual_seed(0)
 model = GPT(width=96, depth=3, heads=4)
-cfg = config(args, optimizer=pk.AdamW(lr=3e-3), clip=pk.ClipNorm(1.0))
+cfg = config(args, optimizer=pk.optim.AdamW(lr=3e-3), clip=pk.ClipNorm(1.0))
 ready = pk.apply(pk.build_plan(cfg, model, loaders=[batches]))
-ready.log_to(pk.JsonLines(f"{args.folder}/log.jsonl"))
-for batch in ready.progress(ready.loaders[0], desc="training", total=args.steps):
+ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
+for batch in ready.ranks.progress(ready.loaders[0], desc="training", total=args.steps):
     loss = ready.model(batch["tokens"])
     ready.backward(loss)
     ready.step()
@@ -46,6 +46,6 @@ for batch in ready.progress(ready.loaders[0], desc="training", total=args.steps)
         break
 
 ready.save(f"{args.folder}/checkpoint")  # where the stream stands on every rank, too
-ready.print(f"{ready.steps} steps; the last loss is {float(loss.detach()):.2f}")
+ready.ranks.print(f"{ready.steps} steps; the last loss is {float(loss.detach()):.2f}")
 plot(ready, f"{args.folder}/log.jsonl")
 ready.close()

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.data import DataLoader
 
 import prepkit as pk
-from prepkit.live.training.prepared import Prepared
+from prepkit.training.prepared import Prepared
 
 BATCH = 16
 """Samples per optimizer step, all ranks together: the same for every engine."""

@@ -22,17 +22,17 @@ held_out = DataLoader(StandardLibrary(windows=16, seed=1), batch_size=8)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5)
 scheduler = CosineAnnealingLR(optimizer, T_max=18)
 
-loaders = pk.EachLoader(
-    (pk.ShardLoaders(split_batches=True), pk.ShardLoaders(purpose="evaluation", split_batches=True))
+loaders = pk.data.EachLoader(
+    (pk.data.ShardLoaders(split_batches=True), pk.data.ShardLoaders(purpose="evaluation", split_batches=True))
 )
 cfg = evolve(pk.read_config(config), accumulation=2, loaders=loaders)
 ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, scheduler=scheduler, loaders=[train, held_out]))
 ready.resume(folder, missing_ok=True)
-ready.log_to(pk.JsonLines(f"{folder}/log.jsonl"))
+ready.log_to(pk.track.JsonLines(f"{folder}/log.jsonl"))
 
-with pk.save_on_sigterm(ready, folder, keep=2):
+with pk.processes.save_on_sigterm(ready, folder, keep=2):
     for epoch in range(ready.epoch, 2):
-        for batch in ready.progress(ready.loaders[0], desc=f"epoch {epoch}"):
+        for batch in ready.ranks.progress(ready.loaders[0], desc=f"epoch {epoch}"):
             loss = ready.model(batch)
             ready.backward(loss)
             if ready.step():
@@ -45,5 +45,5 @@ with pk.save_on_sigterm(ready, folder, keep=2):
 
 ready.save(folder, keep=2)
 ready.export(f"{folder}/exported")
-ready.print(f"{ready.steps} steps, exported to {folder}/exported")
+ready.ranks.print(f"{ready.steps} steps, exported to {folder}/exported")
 ready.close()

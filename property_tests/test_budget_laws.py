@@ -12,8 +12,7 @@ from prepkit.facts import Facts
 from prepkit.plan import Plan
 from prepkit.planner.budget import LIMIT, Fit, bounds
 from prepkit.predict import predict
-from prepkit.resolve.deepspeed.data import stage
-from prepkit.resolve.deepspeed.edit import offloads
+from prepkit.resolve.deepspeed.data import offloads, stage
 from prepkit.testing import fitting, legal
 from prepkit.testing.strategies.deepspeed import facts_for_deepspeed
 from prepkit.testing.strategies.facts import facts

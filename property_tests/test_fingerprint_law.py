@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from prepkit.live.fingerprints.parts import _box, _of_dtensor
-from prepkit.live.fingerprints.tensor import fingerprint, fingerprint_sum
+from prepkit.observe.fingerprints.parts import _box, _of_dtensor
+from prepkit.observe.fingerprints.tensor import fingerprint, fingerprint_sum
 from prepkit.plan.layout import chunk
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int8, torch.complex64])

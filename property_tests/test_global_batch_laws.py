@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prepkit import planner
 from prepkit.config import DDP, Config
-from prepkit.rules import check, global_batch
+from prepkit.rules import check, loaders
 from prepkit.testing.tiny import tiny_facts, tiny_loader
 
 MICRO = st.integers(1, 12)
@@ -23,7 +23,7 @@ def test_a_plan_takes_as_many_samples_as_were_asked_for_or_every_number_of_the_r
 ) -> None:
     facts = evolve(tiny_facts(world=ranks), loaders=(tiny_loader(batch_size=micro, length=10**6),))
     cfg = Config(engine=DDP(), global_batch=asked)
-    found = check(cfg, facts, global_batch.RULES)
+    found = check(cfg, facts, loaders.RULES)
     assert bool(found) == bool(asked % (micro * ranks))
     if not found:
         owners = planner.plan(cfg, facts).unwrap().owners

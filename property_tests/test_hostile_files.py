@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from prepkit.api import build_plan
 from prepkit.cli.verdict import judge
 from prepkit.codec import FORMAT, KIND, LARGEST, from_data, load_plan, plan_from_text, plan_to_text, to_data
-from prepkit.codec.attestation import attestation_from_text, attestation_to_text
+from prepkit.codec.files import attestation_from_text, attestation_to_text
 from prepkit.codec.text import canonical, digest_text
 from prepkit.config import Config, DeepSpeed
 from prepkit.facts import Facts

@@ -8,7 +8,7 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepkit.live.interpreter import Done, Halted, Handler, interpret, recording
+from prepkit.interpreter import Done, Halted, Handler, interpret, recording
 
 
 @frozen

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from prepkit.live.data.batch_sampler import RankBatches
-from prepkit.live.data.loader import Loader
-from prepkit.live.data.rounds import Share, Tail, length, rounds
-from prepkit.live.data.sources import IndexedSource, StreamSource
+from prepkit.loading.batch_sampler import RankBatches
+from prepkit.loading.loader import Loader
+from prepkit.loading.rounds import Share, Tail, length, rounds
+from prepkit.loading.sources import IndexedSource, StreamSource
 
 SAMPLES = st.integers(0, 60)
 SIZES = st.integers(1, 5)

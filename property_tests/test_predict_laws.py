@@ -13,8 +13,8 @@ from prepkit.plan.layout import ParamLayout, local_shape
 from prepkit.planner import fits
 from prepkit.predict import predict
 from prepkit.predict.inputs import inputs_of
-from prepkit.predict.inputs_units import tensor_cuts
 from prepkit.predict.prediction import Label
+from prepkit.predict.unit_contents import tensor_cuts
 from prepkit.render.tree import Node, tree
 from prepkit.testing import plans
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from prepkit.applying.handlers import read_weights
 from prepkit.facts.checkpoint import WeightConverter
-from prepkit.live.handlers import read_weights
 from prepkit.plan.byte_ranges import complete, filled_slices, ranges, reads
-from prepkit.resolve.checkpoint_parts import assemble, lacking
+from prepkit.resolve.checkpoint import assemble, lacking
 from prepkit.steps import Axis, FileSlice, FlatPlace
 from property_tests.support.split_tensors import InParts, cuts, in_parts, part_of
 

@@ -12,16 +12,17 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from prepkit import config as c
+from prepkit.applying.rehearse import staged
 from prepkit.auditing.account import plan_of
 from prepkit.auditing.reconstruction import reconstruct
 from prepkit.codec import plan_from_text, plan_to_text
 from prepkit.facts import Env, Facts
 from prepkit.findings import PlanRejected
-from prepkit.live.audit import look
-from prepkit.live.observe import observe
-from prepkit.live.rehearse import staged
+from prepkit.observe import observe
+from prepkit.observe.prepared import BEFORE_A_STEP, look
 from prepkit.planner import plan
 from prepkit.resolve.units import ignored_params
+from prepkit.rules.rule import Need
 from prepkit.testing import fitting
 from property_tests.support.grown_models import Seed, grow, seeds
 from tests.support.reconstructed import differences
@@ -45,7 +46,7 @@ def unlike(seed: Seed, text: str) -> str:
             return stage.halted
         if plan.config.intent is c.Intent.INFERENCE:
             stage.target.model.eval()
-        facts = look(stage.target.model, stage.target.optimizer, env=plan.facts.env, ask_ranks=False)
+        facts = look(stage.target.model, stage.target.optimizer, needs=BEFORE_A_STEP - {Need.RANKS}, env=plan.facts.env)
     if reasons := reconstruct(facts).reasons:
         return "\n".join(map(str, reasons))
     try:
@@ -61,7 +62,7 @@ def cases(draw: st.DrawFn) -> tuple[Seed, c.Config, Facts]:
     seed = evolve(draw(seeds()), device="cpu", held="none")
     model, _ = grow(seed)
     facts = observe(model, env=Env(world_size=seed.world, device="cpu", torch="2.13.0", bf16=True)).facts
-    return seed, evolve(draw(fitting(facts)), weights=c.KeepWeights(), device=None), facts
+    return seed, evolve(draw(fitting(facts)), weights=None, device=None), facts
 
 
 def empty(cfg: c.Config, facts: Facts) -> bool:

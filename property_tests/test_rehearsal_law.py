@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from prepkit import config as c
+from prepkit.applying.rehearse import rehearse_here
 from prepkit.codec import plan_from_text, plan_to_text
 from prepkit.facts import Env, Facts
-from prepkit.live.observe import observe
-from prepkit.live.rehearse import rehearse_here
+from prepkit.observe import observe
 from prepkit.planner import plan
 from prepkit.testing import fitting
 from property_tests.support.grown_models import Seed, grow, seeds

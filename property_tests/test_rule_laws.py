@@ -20,6 +20,7 @@ from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES, check, split
 from prepkit.rules.rule import Rule
 from prepkit.testing.strategies.optimizers import optimizers_for
+from tests.support.counterexamples import COUNTEREXAMPLES
 
 IDS = [rule.id for rule in RULES]
 PAIRS = st.tuples(testing.configs(), testing.facts())
@@ -34,12 +35,12 @@ def said_by(rule: Rule, found: tuple[Finding, ...]) -> tuple[Finding, ...]:
 
 @by_rule
 def test_every_rule_fires_on_its_provoking_pair(rule: Rule) -> None:
-    assert said_by(rule, check(*testing.COUNTEREXAMPLES[rule.id]()))
+    assert said_by(rule, check(*COUNTEREXAMPLES[rule.id]()))
 
 
 @by_rule
 def test_a_provoking_pair_has_no_error_of_another_rule(rule: Rule) -> None:
-    found = errors(check(*testing.COUNTEREXAMPLES[rule.id]()))
+    found = errors(check(*COUNTEREXAMPLES[rule.id]()))
     assert {finding.rule for finding in found} <= {rule.id}
 
 
@@ -109,7 +110,7 @@ def _read(cfg: Config, facts: Facts) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("rule", MENDABLE, ids=[rule.id for rule in MENDABLE])
 def test_a_repair_silences_its_rule_on_the_provoking_pair_and_adds_no_error(rule: Rule) -> None:
-    cfg, facts = testing.COUNTEREXAMPLES[rule.id]()
+    cfg, facts = COUNTEREXAMPLES[rule.id]()
     assert said_by(rule, check(cfg, facts))
     _mended(rule, cfg, facts)
 
@@ -124,7 +125,7 @@ def test_every_repair_silences_its_rule_and_adds_no_error(pair: tuple[Config, Fa
 def test_overriding_a_rule_that_allows_it_gives_a_plan_that_records_it(rule: Rule) -> None:
     from prepkit.planner import plan
 
-    cfg, facts = testing.COUNTEREXAMPLES[rule.id]()
+    cfg, facts = COUNTEREXAMPLES[rule.id]()
     if rule.severity is Severity.WARNING:
         assert not errors(check(cfg, facts))
         return

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepkit.live.training import token_loss
-from prepkit.live.training.token_loss import TokenWindow
+from prepkit.training import token_loss
+from prepkit.training.token_loss import TokenWindow
 
 COUNTS = st.integers(0, 5000)
 
@@ -28,8 +30,8 @@ def test_weights_over_ranks_and_windows_of_any_length_make_the_mean_over_all_tok
     ranks, whole, by_window = drawn
     total = 0.0
     with pytest.MonkeyPatch.context() as patch:  # ranks in the place of a process group: each collective has one total
-        patch.setattr(token_loss, "_ranks", lambda: ranks)
-        patch.setattr(token_loss, "_over_ranks", lambda _: torch.tensor(float(total)))
+        joint = SimpleNamespace(size=ranks, total=lambda _: torch.tensor(float(total)))
+        patch.setattr(token_loss, "world", lambda: joint)
         states = [TokenWindow() for _ in range(ranks)]
         for micro_batches in by_window:
             means = data.draw(st.lists(st.floats(-8, 8, width=32), min_size=ranks * whole, max_size=ranks * whole))

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 import prepkit as pk
-from prepkit.live.observe import observe_env
+from prepkit.observe import observe_env
 from prepkit.testing import tiny_facts
 
 BATCH = torch.arange(12.0).reshape(3, 4)
@@ -44,6 +44,20 @@ def test_what_a_plan_remembers_is_in_no_comparison_and_no_file(tmp_path: Path) -
     assert loaded.target is None
 
 
+def test_apply_returns_each_object_by_its_name_whatever_was_given() -> None:
+    live = model()
+    optimizer = adam(live)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    batches = torch.utils.data.DataLoader(BATCH, batch_size=1)
+    ready = pk.apply(pk.build_plan(pk.Config(), live, optimizer=optimizer, scheduler=scheduler, loaders=[batches]))
+    assert isinstance(ready, pk.Prepared)
+    assert (ready.model, ready.optimizer, ready.scheduler) == (live, optimizer, scheduler)
+    assert len(ready.loaders) == 1
+    alone = pk.apply(pk.build_plan(pk.Config(intent=pk.Intent.INFERENCE), model()))
+    assert isinstance(alone, pk.Prepared)
+    assert (alone.optimizer, alone.scheduler, alone.loaders) == (None, None, ())
+
+
 def test_a_plan_from_a_file_is_applied_to_the_objects_given(tmp_path: Path) -> None:
     here = model()
     pk.save(pk.build_plan(pk.Config(), here, optimizer=adam(here)), str(tmp_path / "plan.json"))
@@ -58,7 +72,7 @@ def test_a_config_of_wrong_types_is_refused_with_the_call_to_write() -> None:
         pk.build_plan(pk.Config(clip=1.0, mesh=4, overrides="mesh.x"), model())  # type: ignore[arg-type]
     assert {finding.where: finding.fix for finding in refused.value.findings} == {
         "config.mesh": "write Mesh(replicate=1, shard=-1, tensor=1)",
-        "config.clip": "write ClipNorm(max_norm=1.0) or ClipValue(max_value=1.0) or NoClip()",
+        "config.clip": "write ClipNorm(max_norm=1.0) or ClipValue(max_value=1.0) or None",
         "config.overrides": "put it into a list: ['mesh.x']",
     }
 
@@ -66,10 +80,10 @@ def test_a_config_of_wrong_types_is_refused_with_the_call_to_write() -> None:
 def test_what_a_plan_left_open_is_asked_again_where_it_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     live = model()
     here = observe_env()
-    cfg = pk.Config(engine=pk.FSDP2(wrap=pk.WrapRoot()), device="cpu")
+    cfg = pk.Config(engine=pk.FSDP2(wrap=pk.wrap.WrapRoot()), device="cpu")
     made = pk.build_plan(cfg, live, optimizer=adam(live), env=evolve(here, torch=""))
     assert "environment.torch-unknown" in [finding.rule for finding in made.warnings]
-    monkeypatch.setattr("prepkit.live.observe.observe_env", lambda: evolve(here, torch="2.6.0"))
+    monkeypatch.setattr("prepkit.observe.observe_env", lambda: evolve(here, torch="2.6.0"))
     with pytest.raises(pk.PlanRejected, match=r"environment\.fsdp2-on-cpu at env\.torch: torch 2\.6\.0"):
         pk.apply(made)
     assert type(live) is torch.nn.Sequential
@@ -79,7 +93,7 @@ def test_what_a_plan_left_open_is_asked_again_where_it_is_applied(monkeypatch: p
 def test_a_warning_that_only_apply_can_give_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = pk.build_plan(pk.Config(optimizer=pk.AdamW()), model())
+    made = pk.build_plan(pk.Config(optimizer=pk.optim.AdamW()), model())
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert pk.apply(made).attestation.failed == ()
     (record,) = caplog.records
@@ -100,8 +114,8 @@ def test_what_is_to_be_trained_is_not_prepared_under_inference_mode() -> None:
 
 
 def test_an_optimizer_spec_may_be_given_in_the_call_or_in_the_config() -> None:
-    called = pk.build_plan(pk.Config(), model(), optimizer=pk.AdamW(lr=0.5))
-    assert called == pk.build_plan(pk.Config(optimizer=pk.AdamW(lr=0.5)), model())
+    called = pk.build_plan(pk.Config(), model(), optimizer=pk.optim.AdamW(lr=0.5))
+    assert called == pk.build_plan(pk.Config(optimizer=pk.optim.AdamW(lr=0.5)), model())
     ready = pk.apply(called)
     assert isinstance(ready.optimizer, torch.optim.AdamW)
     assert ready.optimizer.param_groups[0]["lr"] == 0.5
@@ -109,12 +123,12 @@ def test_an_optimizer_spec_may_be_given_in_the_call_or_in_the_config() -> None:
 
 def test_two_different_optimizer_specs_are_refused() -> None:
     with pytest.raises(pk.PlanRejected) as refused:
-        pk.build_plan(pk.Config(optimizer=pk.SGD()), model(), optimizer=pk.AdamW())
+        pk.build_plan(pk.Config(optimizer=pk.optim.SGD()), model(), optimizer=pk.optim.AdamW())
     assert [finding.rule for finding in refused.value.findings] == ["optimizer.two-places"]
 
 
 def test_every_finding_comes_at_once() -> None:
-    cfg = pk.Config(engine=pk.FSDP2(wrap=pk.WrapClasses(("Liner",))), accumulation=0, clip=pk.ClipNorm(-1.0))
+    cfg = pk.Config(engine=pk.FSDP2(wrap=pk.wrap.WrapClasses(("Liner",))), accumulation=0, clip=pk.ClipNorm(-1.0))
     with pytest.raises(pk.PlanRejected) as refused:
         pk.build_plan(cfg, model(), env=pk.Env.declare(world_size=2, device="cpu"))
     assert {f.where for f in refused.value.findings} >= {"config.accumulation", "config.clip.max_norm"}
@@ -173,7 +187,7 @@ def test_an_outcome_that_is_not_the_plan_s_is_not_returned() -> None:
     live = model()
     made = pk.build_plan(pk.Config(), live)
     wrong = evolve(made, layout=tuple(evolve(one, dtype="bfloat16") for one in made.layout))
-    with pytest.raises(pk.NotAsPlanned) as raised:
+    with pytest.raises(pk.errors.NotAsPlanned) as raised:
         pk.apply(wrong)
     assert len(raised.value.attestation.failed) == len(made.layout)
 
@@ -183,7 +197,7 @@ def test_a_step_that_fails_halts_with_its_cause_and_undoes_the_others(monkeypatc
     cfg = pk.Config(precision=pk.BF16(), compile=pk.CompileModel(backend="eager"))
     made = pk.build_plan(cfg, live)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: 1 / 0)
-    with pytest.raises(pk.ApplyHalted) as raised:
+    with pytest.raises(pk.errors.ApplyHalted) as raised:
         pk.apply(made)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert raised.value.halted.clean
@@ -193,8 +207,8 @@ def test_a_step_that_fails_halts_with_its_cause_and_undoes_the_others(monkeypatc
 def test_the_functional_face_returns_failures_as_values() -> None:
     from returns.io import IOFailure
 
-    from prepkit.live import run
-    from prepkit.live.model.target import Target
+    from prepkit.applying.apply import run
+    from prepkit.objects.target import Target
 
     made = pk.build_plan(pk.Config(), model())
     assert isinstance(run(made, Target(model=torch.nn.Linear(1, 1))), IOFailure)

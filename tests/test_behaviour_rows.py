@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import chain
 from pathlib import Path
 from typing import get_args
@@ -12,12 +12,13 @@ from typing import get_args
 import pytest
 
 from prepkit.findings.refusals import REFUSALS
-from prepkit.rules import RULES
-from prepkit.rules.first_step import FIRST_STEP_RULES
-from prepkit.rules.memory import PLAN_RULES
+from prepkit.rules import LAW
 from prepkit.steps import Step
+from tests.docs import behaviour
 from tests.support import behaviour_rows
 from tests.support.behaviour_rows import ROWS, TABLES
+from tests.support.behaviour_rows.settings import SETTINGS_OF
+from tests.support.settings import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT.parent / "shared" / "behaviour.md"
@@ -40,19 +41,22 @@ def reference() -> list[str]:
     ]
 
 
-def written() -> set[str]:
-    """Names of all test functions."""
-    files = (path for folder in ("tests", "property_tests") for path in (ROOT / folder).rglob("test_*.py"))
-    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in files)
-    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+def written() -> dict[str, list[str]]:
+    """Name of every test function, to the files that have one of it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in (path for folder in ("tests", "property_tests") for path in sorted((ROOT / folder).rglob("test_*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                found[node.name].append(str(path.relative_to(ROOT)))
+    return found
 
 
 def existing() -> dict[str, set[str]]:
     """What an answer of each kind may name."""
     return {
-        "rule": {rule.id for rule in (*RULES, *FIRST_STEP_RULES, *PLAN_RULES)} | {refusal.id for refusal in REFUSALS},
+        "rule": {rule.id for rule in LAW} | {refusal.id for refusal in REFUSALS},
         "step": {kind.__name__ for kind in get_args(Step)},
-        "test": written(),
+        "test": set(written()),
         "row": set(ROWS),
     }
 
@@ -98,6 +102,29 @@ def test_every_answer_names_a_rule_a_step_or_a_test_that_exists_or_gives_a_reaso
         if (said not in known[kind] if kind in known else kind not in ("deviation", "pending") or len(said) < 5)
     ]
     assert wrong == []
+
+
+def test_a_cited_test_is_one_test_in_one_file() -> None:
+    where = written()
+    cited = {
+        said for answers in ROWS.values() for kind, _, said in (one.partition(" ") for one in answers) if kind == "test"
+    }
+    assert {name: files for name in sorted(cited) if len(files := where[name]) != 1} == {}
+
+
+def test_every_setting_that_a_row_is_about_is_proven_from_the_config() -> None:
+    proven = {setting.name for setting in SETTINGS}
+    assert sorted(set(SETTINGS_OF) - set(ROWS)) == []
+    assert {row: missing for row, names in SETTINGS_OF.items() if (missing := set(names) - proven)} == {}
+
+
+def test_every_row_says_what_accelerate_does() -> None:
+    assert list(behaviour.REFERENCE) == list(ROWS)
+
+
+def test_every_deviation_is_on_the_page_that_users_have() -> None:
+    page = (ROOT / "docs" / "deviations.md").read_text(encoding="utf-8")
+    assert [row for row in behaviour.deviating() if f"\n| {row} | " not in page] == []
 
 
 def test_a_row_that_points_to_others_ends_at_an_answer() -> None:

@@ -7,11 +7,10 @@ from typing import get_args
 from prepkit.config import XLA, Engine, OptimizerSpec
 from prepkit.plan.layout import Placement, sharded_dim
 from prepkit.planner.sweep import ENGINES
-from prepkit.predict import PREDICTORS
+from prepkit.predict import CHECKED, PREDICTORS
 from prepkit.predict.not_predicted import COUNTED, LEFT_OUT
 from prepkit.predict.optimizers import TORCH
 from prepkit.predict.prediction import CATEGORIES, Category
-from prepkit.predict.versions import CHECKED
 from prepkit.steps import Step
 
 NO_FORMULAS = {XLA}
@@ -39,7 +38,7 @@ def test_every_engine_has_formulas_or_is_listed_here_as_one_without() -> None:
 
 def test_every_engine_with_formulas_says_with_which_releases_they_were_compared() -> None:
     predicted = {engine.__name__ for engine in PREDICTORS}
-    complete(set(predicted), set(CHECKED), "CHECKED of prepkit/predict/versions.py")
+    complete(set(predicted), set(CHECKED), "CHECKED of prepkit/predict/__init__.py")
 
 
 def test_every_engine_with_formulas_is_swept() -> None:

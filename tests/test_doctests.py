@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_architecture import ACTING
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def with_examples(*, live: bool) -> list[str]:
-    """Names of the modules whose source shows an example; those of ``prepkit.live`` import torch."""
+    """Names of the modules whose source shows an example; rooms that act or look import torch."""
     files = (path for path in sorted((ROOT / "prepkit").rglob("*.py")) if ">>>" in path.read_text())
     names = (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files)
-    return [name for name in names if name.startswith("prepkit.live.") is live]
+    return [name for name in names if bool({*name.split(".")[1:2]} & ACTING) is live]
 
 
 def failures(name: str, folder: Path) -> tuple[int, str]:
@@ -37,7 +39,7 @@ def test_the_examples_of_a_module_give_what_they_show(name: str, tmp_path: Path)
     assert not report, report
 
 
-def test_examples_outside_live_need_no_torch() -> None:
+def test_examples_of_pure_rooms_need_no_torch() -> None:
     names = with_examples(live=False)
     code = f"""
 import doctest, importlib, sys, tempfile

@@ -25,7 +25,7 @@ ENGINES: dict[str, tuple[c.Engine, int]] = {
     "DeepSpeed, stage 3": (c.DeepSpeed(stage=3, micro_batch=2), 1),
 }
 """Name to the engine, and how many ranks read the same data."""
-ELSEWHERE = {"XLA": "needs torch_xla; its calls are recorded in tests/live/handlers/test_xla.py"}
+ELSEWHERE = {"XLA": "needs torch_xla; its calls are recorded in tests/applying/handlers/test_xla.py"}
 
 
 def case(name: str) -> Case:

@@ -13,7 +13,7 @@ from prepkit.codec import field_types, plan_from_text, plan_to_text
 from prepkit.config import ClipNorm, ClipValue, Config, LoadWeights, WrapClasses, WrapPaths, WrapSize
 from prepkit.config.tensor_parallel import TPPlan
 from prepkit.facts import Env, parse_bytes
-from prepkit.resolve.deepspeed.limits import CHOICES, LIMITS
+from prepkit.resolve.deepspeed.schema import CHOICES, LIMITS
 from prepkit.resolve.deepspeed.working import working_config
 from prepkit.testing import tiny_facts, tiny_loader
 

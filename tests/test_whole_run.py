@@ -110,7 +110,7 @@ def test_torchrun_starts_a_killed_run_again_and_its_sigterm_saves_and_leaves(gan
 
 def test_a_run_goes_on_only_where_something_was_saved(tmp_path: Path) -> None:
     def prepared() -> pk.Prepared:
-        return pk.apply(pk.build_plan(pk.Config(optimizer=pk.AdamW()), torch.nn.Linear(2, 2)))
+        return pk.apply(pk.build_plan(pk.Config(optimizer=pk.optim.AdamW()), torch.nn.Linear(2, 2)))
 
     folder = tmp_path / "run"
     ready = prepared()
@@ -120,14 +120,14 @@ def test_a_run_goes_on_only_where_something_was_saved(tmp_path: Path) -> None:
     (folder / "000001-step-3-abcdef.partial").mkdir(parents=True)
     (folder / "log.jsonl").touch()
     assert not ready.resume(str(folder), missing_ok=True), "one that was never finished is nothing"
-    ready.steps = 5
+    ready.loop.steps = 5
     ready.save(str(folder))
     again = prepared()
     assert again.resume(str(folder), missing_ok=True)
     assert again.steps == 5
     (whole,) = folder.glob("*-step-5-*")
     (whole / "shared.pt").write_bytes(b"")
-    with pytest.raises(RuntimeError, match=r"shared\.pt has 0 bytes"):
+    with pytest.raises(RuntimeError, match=r"shared\.pt: it has 0 bytes"):
         again.resume(str(folder), missing_ok=True)
     for file in whole.iterdir():
         file.unlink()

@@ -16,6 +16,9 @@ SHARED = {
 }
 """Names that stand for two things, and why they may."""
 
+WITH_THEIR_MODULE = ("facts/loop.py", "loop/orders.py")
+"""Events and orders of the loop, which are always written with their module: ``events.Step``, ``orders.Clip``."""
+
 
 def public_types(path: Path) -> Iterator[str]:
     """Classes that the file defines, and aliases of types: ``Name = ...`` in capitals and small letters."""
@@ -34,6 +37,8 @@ def owners(root: Path) -> dict[str, list[str]]:
     """Name to the files that define it."""
     files: dict[str, list[str]] = defaultdict(list)
     for path in sorted(root.rglob("*.py")):
+        if str(path).endswith(WITH_THEIR_MODULE):
+            continue
         for name in public_types(path):
             files[name].append(str(path.relative_to(root.parent)))
     return files

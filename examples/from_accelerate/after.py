@@ -18,8 +18,8 @@ held_out = DataLoader(StandardLibrary(windows=16, seed=1), batch_size=8)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5)
 scheduler = CosineAnnealingLR(optimizer, T_max=8)
 
-loaders = pk.EachLoader(
-    (pk.ShardLoaders(split_batches=True), pk.ShardLoaders(split_batches=True, purpose="evaluation"))
+loaders = pk.data.EachLoader(
+    (pk.data.ShardLoaders(split_batches=True), pk.data.ShardLoaders(split_batches=True, purpose="evaluation"))
 )
 cfg = pk.Config(engine=pk.DDP(), accumulation=2, clip=pk.ClipNorm(1.0), loaders=loaders)
 ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, scheduler=scheduler, loaders=[train, held_out]))
@@ -31,12 +31,12 @@ for _ in range(ready.epoch, 2):
         ready.backward(loss)
         if ready.step():
             loss = ready.reduce(loss.detach())
-            ready.print(json.dumps({"step": ready.steps, "loss": loss.item()}))
+            ready.ranks.print(json.dumps({"step": ready.steps, "loss": loss.item()}))
             if ready.steps % 3 == 0:
                 ready.save(folder, keep=2)
     with ready.evaluating():
         losses = [ready.gather_for_metrics(ready.model(batch)) for batch in ready.loaders[1]]
-    ready.print(json.dumps({"step": ready.steps, "held out": torch.cat(losses).mean().item()}))
+    ready.ranks.print(json.dumps({"step": ready.steps, "held out": torch.cat(losses).mean().item()}))
 
 ready.export(f"{folder}/exported")
 ready.close()

@@ -1,12 +1,12 @@
-"""The public calls: thin over the planner and over ``live``, which is imported only when something live is given."""
+"""The public calls: thin over the rooms that act, which are imported when they are first needed."""
 
 from prepkit.api.acting import apply, audit, fingerprints, rehearse, watch
 from prepkit.api.given import Given
-from prepkit.api.planning import Example, activations, build_plan, check, fits, foreign_uses
+from prepkit.api.planning import ExampleInputs, activations, build_plan, check, fits, foreign_uses
 from prepkit.api.values import diff, load, save, show
 
 __all__ = [
-    "Example",
+    "ExampleInputs",
     "Given",
     "activations",
     "apply",

@@ -1,4 +1,4 @@
-"""What is done with, or looked up in, objects that live: ``live`` is imported when it is called."""
+"""Calls that act on models, or look at them; torch is imported when they are called."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from prepkit.api.given import Given, a_plan, loaders_of
-from prepkit.auditing import Audit
+from prepkit.auditing.outcome import Audit
 from prepkit.facts import Env
 from prepkit.plan import Plan
 
 if TYPE_CHECKING:
-    from prepkit.live.audit.watch import Act, DriftWatch
-    from prepkit.live.rehearse import Rehearsal
-    from prepkit.live.training.prepared import Prepared
+    from prepkit.applying.rehearse import Rehearsal
+    from prepkit.auditing.watch import Act, DriftWatch
+    from prepkit.training.prepared import Prepared
 
 
 def apply(
@@ -26,24 +26,32 @@ def apply(
     loaders: Sequence[Any] | None = None,
     fingerprint: bool = False,
 ) -> Prepared:
-    """Does what the plan says to the objects that it was built from, or to those given here, and verifies the outcome.
+    """Do what the plan says to the objects that it was built from, or to those given here, and verify the outcome.
 
     Raises ``PlanRejected`` before anything is touched when the objects are not those of the plan, and
-    ``live.ApplyHalted`` when a step fails: its ``halted`` says what stands and what was undone. ``fingerprint``: the
-    attestation has a number for the values of each parameter, the same before and after and on every rank.
+    ``ApplyHalted`` when a step fails: its ``halted`` says what was left as it is and what was undone.
+    ``fingerprint``: the attestation has a number for the values of each parameter, the same before and after and on
+    every rank.
     """
     a_plan(plan)
-    from prepkit.live.apply import apply as act
+    from prepkit import planner
+    from prepkit.applying.apply import apply as act
+    from prepkit.applying.apply import guarded, look
+    from prepkit.training.prepared import prepared
 
     given = plan.target or Given(model=None)
-    return act(
-        plan,
-        model=given.model if model is None else model,
-        optimizer=given.optimizer if optimizer is None else optimizer,
-        scheduler=given.scheduler if scheduler is None else scheduler,
-        loaders=given.loaders if loaders is None else loaders_of(loaders),
-        fingerprint=fingerprint,
-    )
+    divided = given.loaders if loaders is None else loaders_of(loaders)
+    with guarded(plan) as guard:
+        today = look(
+            plan,
+            model=given.model if model is None else model,
+            optimizer=given.optimizer if optimizer is None else optimizer,
+            scheduler=given.scheduler if scheduler is None else scheduler,
+            loaders=divided,
+        )
+        found = () if today.refusals else planner.since(plan, today.facts)
+        applied = act(plan, today, guard, found, fingerprint=fingerprint)
+    return prepared(applied)
 
 
 def audit(
@@ -54,7 +62,7 @@ def audit(
     *,
     env: Env | None = None,
 ) -> Audit:
-    """What is wrong with objects that are ready to be trained, whoever has prepared them. Changes nothing.
+    """Find what is wrong with objects that are ready to be trained, whoever prepared them. Changes nothing.
 
     ``model`` is what the loop calls, wrappers included: DDP, FSDP, a DeepSpeed engine, what accelerate or a Trainer has
     made. ``optimizer`` may be a list. Call it on every rank, before the first step: ranks tell each other a few
@@ -62,29 +70,30 @@ def audit(
 
     Raises ``TypeError`` for objects of the wrong kind.
     """
-    from prepkit.live.audit import audit as look
+    from prepkit.auditing.audit import audit as look
 
     return look(model, optimizer, scheduler, loaders_of(loaders), env=env)
 
 
-def fingerprints(weights: Any, *, masters: bool = False) -> dict[str, str]:
-    """Name to fingerprint, in 16 hex digits, of every parameter of a model or of a safetensors file or folder.
+def fingerprints(weights: Any, *, master_weights: bool = False) -> dict[str, str]:
+    """Map each parameter of a model, or of a safetensors file or folder, to a fingerprint of 16 hex digits.
 
     The same for whole, sharded, flattened, partitioned and exported weights, which are not gathered for it. ``weights``
-    is a module, whoever has prepared it, or a path. ``masters``: of what DeepSpeed trains in low precision the float32
-    master weights, which are what is saved and exported. Collective for a model where a process group has several
-    ranks. Raises ``ValueError`` where ranks that hold the same of a parameter differ in it, or have other parameters;
+    is a module, whoever has prepared it, or a path. ``master_weights``: read the float32 master weights of what
+    DeepSpeed trains in low precision, which are what is saved and exported. Collective for a model where a process
+    group has several ranks. Raises ``ValueError`` where ranks that hold the same of a parameter differ in it, or have
+    other parameters;
     ``TypeError`` for anything else.
     """
-    from prepkit.live.fingerprints import as_text, of_files
+    from prepkit.observe.fingerprints import as_text, of_files
 
-    return of_files(str(weights)) if isinstance(weights, str | PathLike) else as_text(weights, masters=masters)
+    return of_files(str(weights)) if isinstance(weights, str | PathLike) else as_text(weights, masters=master_weights)
 
 
 def rehearse(plan: Plan, model: Any, *, rank: int = 0) -> Rehearsal:
-    """What real torch makes of the plan on one rank, on a meta copy in a process of its own."""
+    """Run the plan with real torch as one rank, on a meta copy in a separate process."""
     a_plan(plan)
-    from prepkit.live.rehearse import rehearse as run
+    from prepkit.applying.rehearse import rehearse as run
 
     return run(plan, model, rank=rank)
 
@@ -98,14 +107,14 @@ def watch(
     share: float = 0.001,
     act: Act | None = None,
 ) -> DriftWatch:
-    """Looks for drift at every ``every``-th optimizer step from here on, and logs what it finds (logger ``prepkit``).
+    """Look for drift at every ``every``-th optimizer step from now on, and log what is found (logger ``prepkit``).
 
     ``model`` and ``optimizer`` are what a loop uses, whoever has prepared them; or ``model`` is a ``Trainer`` of
     transformers or of Lightning, alone, before it trains. On every rank. A look compares as many weights over ranks as
-    can be read in ``share`` of the time since the last one, in turn. ``act`` is called with what was found, in the
-    place of the log; what it raises ends the training. Raises ``TypeError`` for objects of the wrong kind, and
+    can be read in ``share`` of the time since the last one, in turn. ``act`` is called with what was found, instead
+    of the log; what it raises ends the training. Raises ``TypeError`` for objects of the wrong kind, and
     ``ValueError`` for ``every`` below 1 and a ``share`` that is none.
     """
-    from prepkit.live.audit.watch import watch as begin
+    from prepkit.auditing.watch import watch as begin
 
     return begin(model, optimizer, scheduler, every=every, share=share, act=act)

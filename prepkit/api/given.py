@@ -1,4 +1,4 @@
-"""What a caller gives, held against what is expected before anything is done with it."""
+"""Arguments of the public calls, checked before anything is done with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prepkit.rules.rule import Rule
 
 @frozen(kw_only=True, eq=False)
 class Given:
-    """The live objects that a plan was built from."""
+    """Objects that a plan was built from."""
 
     model: Any
     optimizer: Any = None
@@ -26,28 +26,28 @@ class Given:
 
 
 def a_plan(given: Any) -> Plan:
-    """The plan itself. Raises ``TypeError`` for anything else."""
+    """Return the plan. Raises ``TypeError`` for anything else."""
     if not isinstance(given, Plan):
         raise TypeError(f"plan is {given!r:.60}; give what pk.build_plan or pk.load returned")
     return given
 
 
 def rules_of(given: Any) -> tuple[Rule, ...]:
-    """The rules as a tuple. Raises ``TypeError`` for anything else."""
+    """Return the rules as a tuple. Raises ``TypeError`` for anything else."""
     if not isinstance(given, list | tuple) or not all(isinstance(rule, Rule) for rule in given):
-        raise TypeError(f"rules is {given!r:.60}; give rules, such as rules=(*pk.RULES, mine)")
+        raise TypeError(f"rules is {given!r:.60}; give rules, such as rules=(*pk.rules.RULES, mine)")
     return tuple(given)
 
 
 def loaders_of(given: Sequence[Any]) -> tuple[Any, ...]:
-    """The loaders as a tuple. Raises ``TypeError`` for what is no list."""
+    """Return the loaders as a tuple. Raises ``TypeError`` for anything but a list or a tuple."""
     if not isinstance(given, list | tuple):
         raise TypeError(f"loaders is {type(given).__name__}; pass a list of loaders, such as loaders=[loader]")
     return tuple(given)
 
 
 def with_spec(cfg: Config, optimizer: Any) -> tuple[Config, Any]:
-    """The config with the optimizer where it was given as a spec, and the live optimizer, if any. Checks the types."""
+    """Return the config, with the optimizer if that is a spec, and the live optimizer, if any. Checks the types."""
     cfg = codec.from_data(
         codec.to_data(cfg), Config, "config", "python"
     )  # types are checked here, so that rules can trust them
@@ -73,14 +73,14 @@ def with_spec(cfg: Config, optimizer: Any) -> tuple[Config, Any]:
 def facts_of(
     cfg: Config, model: Any, optimizer: Any, scheduler: Any, loaders: tuple[Any, ...], env: Env | None
 ) -> Facts:
-    """Facts about the objects, or those that were given in their place."""
+    """Observe the objects, or return the facts that were given instead of them."""
     if env is not None and not isinstance(env, Env):
         raise TypeError(f"env is {env!r:.60}; give pk.Env.declare(world_size=8, ...), or leave it out")
     if isinstance(model, Facts):
         if optimizer is not None or scheduler is not None or loaders:
             raise TypeError("facts already say what the optimizer, scheduler and loaders are; pass facts alone")
         return model if env is None else evolve(model, env=env)
-    from prepkit.live.observe import observe
+    from prepkit.observe import observe
 
     how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None
     return observe(model, optimizer=optimizer, scheduler=scheduler, loaders=loaders, env=env, checkpoint=how).facts

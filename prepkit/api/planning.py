@@ -19,11 +19,24 @@ from prepkit.rules import RULES
 from prepkit.rules.rule import Rule
 
 
-class Example:
-    """What the model is called with for one micro-batch: ``Example(batch)``, ``Example(**batch)``. On any device."""
+class ExampleInputs:
+    """The inputs of one micro-batch, as the model is called: ``ExampleInputs(batch)``, ``ExampleInputs(**batch)``.
+
+    On any device.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.kwargs = args, kwargs
+
+
+def inputs_of(given: Any) -> ExampleInputs:
+    """Return the inputs. Raises ``TypeError`` for a batch that is not wrapped."""
+    if not isinstance(given, ExampleInputs):
+        name = type(given).__name__
+        raise TypeError(
+            f"example is {name}; write pk.ExampleInputs(batch), or ExampleInputs(**batch), as the model is called"
+        )
+    return given
 
 
 def build_plan(
@@ -35,9 +48,9 @@ def build_plan(
     loaders: Sequence[Any] = (),
     env: Env | None = None,
     rules: tuple[Rule, ...] = RULES,
-    example: Example | None = None,
+    example: ExampleInputs | None = None,
 ) -> Plan:
-    """The plan for a model; touches nothing.
+    """Plan for a model; touches nothing.
 
     ``model`` is an ``nn.Module``, also on the meta device, or ``Facts``. ``optimizer`` is a torch optimizer, or a spec
     such as ``AdamW(lr=1e-3)`` that is created after wrapping; or a list of several, as ``scheduler`` may be.
@@ -83,9 +96,9 @@ def check(
     env: Env | None = None,
     rules: tuple[Rule, ...] = RULES,
 ) -> tuple[Finding, ...]:
-    """Every finding, errors and warnings, also those that ``cfg.overrides`` accepts. Arguments as in ``build_plan``.
+    """List every finding, also those that ``cfg.overrides`` accepts. Arguments as in ``build_plan``.
 
-    What the rules about memory say comes only where there is a plan: bytes are not known before.
+    Findings about memory are added only if there is a plan: bytes are not known before.
 
     >>> from prepkit.config import FSDP2, Single
     >>> from prepkit.testing.tiny import tiny_facts
@@ -102,7 +115,7 @@ def check(
 
 
 def fits(plan: Plan, memory: str | int, *, activations: str | int | None = None) -> Fit:
-    """Whether the plan fits into ``memory`` per device, such as ``"80GiB"``; else the smallest changes that do.
+    """Check that the plan fits into ``memory`` per device, such as ``"80GiB"``; else find the smallest changes.
 
     ``activations`` is what one micro-batch takes, as ``pk.activations`` estimates it; None: it is not counted.
 
@@ -118,38 +131,38 @@ def fits(plan: Plan, memory: str | int, *, activations: str | int | None = None)
     return planner.fits(a_plan(plan), parse_bytes(memory), None if activations is None else parse_bytes(activations))
 
 
-def activations(plan: Plan, model: Any, *args: Any, **kwargs: Any) -> int:
-    """Bytes that one micro-batch takes on a rank beside the model's states, estimated without data or a device.
+def activations(plan: Plan, model: Any, example: ExampleInputs) -> int:
+    """Estimate the bytes of one micro-batch on a rank, beside the model's states, without data or a device.
 
-    Runs ``model(*args, **kwargs)`` and its backward on a copy without data, in the plan's dtypes and with its
-    checkpointing.
-    Raises ``RuntimeError`` for a model that cannot run without values.
+    Runs the model on the example, and its backward, on a copy without data, in the plan's dtypes and with its
+    checkpointing. Raises ``RuntimeError`` for a model that cannot run without values, ``TypeError`` for bare inputs.
     """
     a_plan(plan)
-    from prepkit.live.rehearse.activations import activations as estimate
+    inputs_of(example)
+    from prepkit.applying.rehearse.activations import activations as estimate
 
-    return estimate(plan, model, *args, **kwargs)
+    return estimate(plan, model, *example.args, **example.kwargs)
 
 
-def foreign_uses(plan: Plan, model: Any, *args: Any, **kwargs: Any) -> tuple[Finding, ...]:
-    """Parameters of units that something outside the unit's forward computes with, where torch would fail.
+def foreign_uses(plan: Plan, model: Any, example: ExampleInputs) -> tuple[Finding, ...]:
+    """Find parameters of units that something outside the unit's forward computes with, where torch would fail.
 
-    Runs ``model(*args, **kwargs)`` on a copy without data. Empty where all is well, and under engines without units.
+    Runs the model on the example, on a copy without data. Empty where all is well, and under engines without units.
     Raises ``RuntimeError`` for a forward that fails, as one that multiplies unlike dtypes does (kernels that take any
-    on the copy are not noticed), and where there are units for one that cannot run without values.
+    on the copy are not noticed), and where there are units for one that cannot run without values; ``TypeError`` for
+    bare inputs.
     """
-    from prepkit.live.rehearse.foreign_use import foreign_uses as find
+    inputs_of(example)
+    from prepkit.applying.rehearse.foreign_use import foreign_uses as find
 
-    return find(plan, model, *args, **kwargs)
+    return find(plan, model, *example.args, **example.kwargs)
 
 
-def _tried(made: Plan, model: Any, rules: tuple[Rule, ...], example: Example) -> Plan:
-    """The plan, with what its forward has shown and the config accepts; ``PlanRejected`` for what it does not."""
+def _tried(made: Plan, model: Any, rules: tuple[Rule, ...], example: ExampleInputs) -> Plan:
+    """Add findings of the forward that the config accepts. Raises ``PlanRejected`` for the others."""
     if isinstance(model, Facts):
         raise TypeError("facts have no forward to run the example through; give the model, or leave out the example")
-    if not isinstance(example, Example):
-        raise TypeError(f"example is {type(example).__name__}; write example=pk.Example(batch), as the model is called")
-    findings = foreign_uses(made, model, *example.args, **example.kwargs)
+    findings = foreign_uses(made, model, example)
     standing, overridden = rule_table.split(made.config, findings, rules)
     if standing:
         raise PlanRejected((*made.warnings, *standing))

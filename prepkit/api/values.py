@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, TextIO, TypeVar
 
-from prepkit.auditing import Audit
+from prepkit.auditing.outcome import Audit
 from prepkit.codec import files
 from prepkit.codec.diff import Change
 from prepkit.codec.diff import diff as value_diff
@@ -17,7 +17,7 @@ T = TypeVar("T", Plan, Attestation)
 
 
 def save(value: Plan | Attestation, path: str) -> None:
-    """Writes a plan or an attestation into a file, whole or not at all.
+    """Write a plan or an attestation into a file, whole or not at all.
 
     Raises ``OSError`` where the folder cannot be written, and ``TypeError`` for anything else.
 
@@ -36,7 +36,7 @@ def save(value: Plan | Attestation, path: str) -> None:
 
 
 def load(path: str) -> Any:
-    """The ``Plan`` or ``Attestation`` in a file, whichever the file says it holds.
+    """Read a plan or an attestation, whichever the file says it holds.
 
     Raises ``PlanRejected`` with the place for a damaged, foreign, newer or edited file.
 
@@ -51,11 +51,15 @@ def load(path: str) -> Any:
 
 
 def show(
-    value: Plan | Attestation | Audit | tuple[Finding, ...] | tuple[Change, ...], *, file: TextIO | None = None
+    value: Plan | Attestation | Audit | tuple[Finding, ...] | tuple[Change, ...],
+    *,
+    file: TextIO | None = None,
+    sources: bool = False,
 ) -> None:
-    """Prints the whole page of a plan: steps, layout, tree, memory, traffic; or another of the values named.
+    """Print the whole page of a plan: steps, layout, tree, memory, traffic; or another of the values named.
 
-    ``file`` None: to standard output. Raises ``TypeError`` for anything else.
+    ``file`` None: to standard output. ``sources`` adds to each step of a plan the behaviour rows that it answers.
+    Raises ``TypeError`` for anything else.
 
     >>> from prepkit.config import Config, Single
     >>> from prepkit.api import check
@@ -70,12 +74,12 @@ def show(
     """
     from prepkit.render.text import text_of
 
-    text = str(value) if isinstance(value, Audit) else text_of(value)
+    text = str(value) if isinstance(value, Audit) else text_of(value, sources=sources)
     (file or sys.stdout).write(f"{text}\n")
 
 
 def diff(a: T, b: T) -> tuple[Change, ...]:
-    """What turns plan ``a`` into plan ``b``, or attestation ``a`` into ``b``; empty when they are equal.
+    """List the changes from plan ``a`` to plan ``b``, or from attestation to attestation; empty when they are equal.
 
     Raises ``TypeError`` for a plan and an attestation.
 

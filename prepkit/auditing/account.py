@@ -8,7 +8,7 @@ from typing import NoReturn
 from prepkit import planner
 from prepkit.auditing.reconstruction import Reconstruction, reconstruct
 from prepkit.config import Config
-from prepkit.facts.prepared import PreparedFacts
+from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding, PlanRejected
 from prepkit.findings.text import aligned, in_bytes
 from prepkit.formats.exporters.native import config_text
@@ -16,17 +16,17 @@ from prepkit.plan import Plan
 from prepkit.render.plan import tables
 
 
-def config_of(facts: PreparedFacts) -> Config:
+def config_of(facts: RunFacts) -> Config:
     """The config that would have made what stands there. Raises ``PlanRejected`` with every reason against one."""
     return _told(facts).config
 
 
-def plan_of(facts: PreparedFacts) -> Plan:
+def plan_of(facts: RunFacts) -> Plan:
     """Its plan, for the model as it was before. Raises ``PlanRejected`` where there is no config, or no plan for it."""
     return _planned(_told(facts))
 
 
-def explained(facts: PreparedFacts) -> str:
+def explained(facts: RunFacts) -> str:
     """What this rank holds now; then structure, memory and traffic as on the page of the nearest config's plan."""
     found = reconstruct(facts)
     try:
@@ -36,7 +36,7 @@ def explained(facts: PreparedFacts) -> str:
     return "\n\n".join(("\n".join(_held(facts)), "\n".join(_which(found)), costs))
 
 
-def _held(facts: PreparedFacts) -> Iterator[str]:
+def _held(facts: RunFacts) -> Iterator[str]:
     yield f"rank {facts.rank} of {facts.world_size} holds now"
     held = facts.preparation.held if facts.preparation else ()
     rows = tuple((one.what, in_bytes(one.bytes), one.device) for one in held)
@@ -52,7 +52,7 @@ def _which(found: Reconstruction) -> Iterator[str]:
     yield from (f"  {reason.where}: {reason.what}" for reason in found.reasons)
 
 
-def _told(facts: PreparedFacts) -> Reconstruction:
+def _told(facts: RunFacts) -> Reconstruction:
     found = reconstruct(facts)
     if found.reasons:
         raise PlanRejected(found.reasons)

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from attrs import field, frozen
 
-from prepkit.auditing import account
 from prepkit.config import Config
-from prepkit.facts.prepared import PreparedFacts
+from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding, Severity
 from prepkit.findings.text import count, short
 from prepkit.plan import Plan
@@ -18,7 +17,7 @@ from prepkit.plan import Plan
 class Audit:
     """What stands there, and everything that is wrong with it."""
 
-    facts: PreparedFacts
+    facts: RunFacts
     findings: tuple[Finding, ...]
     """Every finding: errors, warnings and notes, in the order of the rules."""
     seconds: float = field(default=0.0, eq=False)
@@ -49,25 +48,31 @@ class Audit:
         What leaves no trace keeps its default: where the weights came from, clipping and accumulation that a loop does
         by itself, how loaders are divided.
         """
-        return account.config_of(self.facts)
+        from prepkit.auditing.account import config_of
+
+        return config_of(self.facts)
 
     def plan(self) -> Plan:
         """Its plan, for the model as it was before; ``pk.diff`` of it and another shows what that would do otherwise.
 
         Raises ``PlanRejected`` where there is no config, or prepkit has no plan for it.
         """
-        return account.plan_of(self.facts)
+        from prepkit.auditing.account import plan_of
+
+        return plan_of(self.facts)
 
     def explain(self) -> str:
         """What this rank holds now, and structure, memory and traffic as on a plan's page (``pk.show``)."""
-        return account.explained(self.facts)
+        from prepkit.auditing.account import explained
+
+        return explained(self.facts)
 
     def __str__(self) -> str:
         said = [str(finding) for finding in self.findings]
         return "\n".join((_head(self.facts), *(said or ["nothing is wrong that can be told before the first step"])))
 
 
-def _head(facts: PreparedFacts) -> str:
+def _head(facts: RunFacts) -> str:
     """What stands there, in one line."""
     root = facts.model.classes[facts.model.modules[0].cls].name
     elements = sum(param.numel for param in facts.model.params)

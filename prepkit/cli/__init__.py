@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from attrs import asdict, evolve
 
-from prepkit.auditing.rule import AuditRule
 from prepkit.cli import audit as cli_audit
 from prepkit.cli import import_and_export as cli_import
-from prepkit.cli import model as cli_model
+from prepkit.cli import plan_files as cli_model
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli import report_and_sweep as cli_bytes
 from prepkit.cli import terminal as cli_terminal
@@ -24,7 +23,7 @@ from prepkit.cli.options import FILE, MOST, SIZE, Cluster, as_json, cluster_opti
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
-from prepkit.findings.refusal import Refusal
+from prepkit.findings.refusals import Refusal
 from prepkit.version import VERSION
 
 if TYPE_CHECKING:
@@ -166,14 +165,15 @@ def _is_plan(file: str) -> bool:
 
 @main.command()
 @click.argument("file", type=FILE)
+@click.option("--sources", is_flag=True, help="Add the behaviour rows that each step answers.")
 @as_json
-def show(file: str, as_json: bool) -> None:
+def show(file: str, as_json: bool, sources: bool) -> None:
     """Show a saved plan or attestation."""
     from prepkit.codec import files as codec_files
     from prepkit.render.text import text_of
 
     loaded = _files((file,), as_json)[0]
-    say(codec_files.to_text(loaded).rstrip("\n") if as_json else text_of(loaded))
+    say(codec_files.to_text(loaded).rstrip("\n") if as_json else text_of(loaded, sources=sources))
 
 
 @main.command()
@@ -199,12 +199,11 @@ def diff(old: str, new: str, as_json: bool) -> None:
 @as_json
 def rules(rule_id: str | None, as_json: bool) -> None:
     """List every rule, and every reason for which a file, a call or a model is refused; or say all about one."""
-    from prepkit.auditing import AUDIT_RULES
     from prepkit.findings.refusals import REFUSALS
-    from prepkit.render.rules import rule_text, rules_text
-    from prepkit.rules import LATE_RULES, RULES
+    from prepkit.render.text import rule_text, rules_text
+    from prepkit.rules import LAW
 
-    every: tuple[Rule | AuditRule | Refusal, ...] = (*RULES, *LATE_RULES, *AUDIT_RULES, *REFUSALS)
+    every: tuple[Rule | Refusal, ...] = (*LAW, *REFUSALS)
     known = {rule.id: rule for rule in every}
     if rule_id is not None and rule_id not in known:
         from difflib import get_close_matches
@@ -227,8 +226,8 @@ def rules(rule_id: str | None, as_json: bool) -> None:
 @as_json
 def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
     """Run a saved plan on a copy of the model without weights, on this machine, and compare what stands there."""
-    from prepkit.live.rehearse import RehearsalFailed
-    from prepkit.live.rehearse import rehearse as run
+    from prepkit.applying.rehearse import RehearsalFailed
+    from prepkit.applying.rehearse import rehearse as run
 
     loaded = cli_refusal.load((file,), as_json)[0]
     if rank >= loaded.world_size:
@@ -263,19 +262,19 @@ def _files(files: tuple[str, ...], as_json: bool) -> tuple[Plan | Attestation, .
     return cli_refusal.readable(cli_files.load(files), as_json)
 
 
-def _rule_data(rule: Rule | AuditRule | Refusal) -> dict[str, Any]:
-    texts = {"id": rule.id, "severity": rule.severity.value, "summary": rule.summary, "fix": rule.fix}
+def _rule_data(rule: Rule | Refusal) -> dict[str, Any]:
+    texts: dict[str, Any] = {"id": rule.id, "severity": rule.severity.value, "summary": rule.summary, "fix": rule.fix}
     if isinstance(rule, Refusal):
         return texts | {"overridable": False, "repairs": False, "source": (rule.raised_by,)}
-    if isinstance(rule, AuditRule):
-        return texts | {"overridable": False, "repairs": False, "source": rule.source}
+    texts |= {
+        "at": tuple(moment.name.lower() for moment in rule.at),
+        "needs": tuple(n.name.lower() for n in rule.needs),
+    }
     return texts | {"overridable": rule.overridable, "repairs": rule.repair is not None, "source": rule.source}
 
 
-def _example(rule: Rule | AuditRule | Refusal) -> str:
-    """Where to get a config that breaks the rule; drawing one here would need hypothesis."""
-    if isinstance(rule, Refusal | AuditRule):
-        return ""
+def _example(rule: Rule | Refusal) -> str:
+    """A call that breaks the rule, where one line does; the reference page has a finding of every other."""
     if rule.id.startswith("memory."):
         return "pk.fits(plan, memory='1MiB') breaks it, and says what would fit"
-    return f"prepkit.testing.COUNTEREXAMPLES[{rule.id!r}] breaks it (pip install prepkit[testing])"
+    return ""

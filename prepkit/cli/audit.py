@@ -25,8 +25,8 @@ def audit(script: str, arguments: tuple[str, ...], as_json: bool) -> None:
     gives 3.
     """
     from prepkit import codec
+    from prepkit.auditing.script import ScriptEnded, audit_script, leave
     from prepkit.findings import errors
-    from prepkit.live.audit.script import ScriptEnded, audit_script, leave
 
     try:
         found = audit_script(script, arguments)

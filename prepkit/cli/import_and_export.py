@@ -43,7 +43,7 @@ def import_command(config: str | None, kind: str | None, env: bool, output: str 
     """
     from prepkit import codec
     from prepkit.formats.exporters.native import config_text, settings_of
-    from prepkit.render.findings import findings_text
+    from prepkit.render.text import findings_text
 
     if env == (config is not None):
         raise click.UsageError("give a config file, or --env")
@@ -101,7 +101,7 @@ def export_command(
     --partial is given.
     """
     from prepkit.formats.exporters import EXPORTERS, export_config
-    from prepkit.render.findings import findings_text
+    from prepkit.render.text import findings_text
 
     if to not in EXPORTERS:
         raise click.UsageError(f"--to {to}: there is no such exporter; write one of {', '.join(EXPORTERS)}")

@@ -1,19 +1,76 @@
-"""Plans that commands read and write, and how a refusal ends them; what cannot be written is wrong use."""
+"""Models and plans that commands read, files that they write, and how a refusal ends a command."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
-from prepkit.cli import model as cli_model
 from prepkit.cli.terminal import say, say_json
-from prepkit.findings import PlanRejected
+from prepkit.config import LoadWeights
+from prepkit.facts import Env, Facts
+from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.plan import Plan
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+
+WRONG = "cli.no-such-model"
+"""Rule of the finding for an import path that leads nowhere: the command was used wrongly."""
+
+
+def build(reference: str) -> Any:
+    """The ``nn.Module``, on meta. Raises ``PlanRejected`` where the path leads nowhere or the user's code raises."""
+    from prepkit.applying.rehearse import factory
+
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(_concerns_us)
+    try:
+        return factory.build(reference)
+    except Exception as error:
+        raise PlanRejected((_finding(reference, error, factory.__file__),)) from error
+
+
+def _concerns_us(record: logging.LogRecord) -> bool:
+    """At import torchao, which transformers imports, tells which kernels it lacks, and torch of what it registers."""
+    return not record.getMessage().startswith(("Failed to load", "<enum "))
+
+
+def facts(reference: str, env: Env | None, checkpoint: LoadWeights | None = None) -> Facts:
+    """Facts of the model, in an environment that is declared or here, and of a checkpoint. Raises as ``build`` does."""
+    from prepkit.applying.rehearse import factory
+    from prepkit.observe import observe
+
+    model = build(reference)
+    try:
+        return observe(model, env=env, checkpoint=checkpoint).facts
+    except (TypeError, ValueError) as error:
+        raise PlanRejected((_finding(reference, error, factory.__file__),)) from error
+
+
+def _finding(reference: str, error: Exception, ours: str) -> Finding:
+    """A path that leads nowhere is refused by prepkit's own file; anything deeper is the user's code."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"--model {reference}"
+    if isinstance(error, ValueError) and frame.filename == ours:
+        what, _, fix = str(error).partition("; ")
+        fix = fix or "write package.module:name, such as train:make_model"
+        return Finding(rule=WRONG, severity=Severity.ERROR, where=where, what=what, fix=fix)
+    module, _, name = reference.partition(":")
+    return Finding(
+        rule="model.not-built",
+        severity=Severity.ERROR,
+        where=where,
+        what=f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})",
+        fix=f'see the whole traceback with: python -c "import {module}; {module}.{name}()"',
+    )
+
 
 T = TypeVar("T")
 
@@ -73,7 +130,7 @@ def readable(loaded: tuple[T | PlanRejected, ...], as_json: bool) -> tuple[T, ..
 def refuse(outcomes: tuple[object, ...], as_json: bool) -> NoReturn:
     """Says every finding of the refused ones, and ends the command."""
     from prepkit import codec
-    from prepkit.render.findings import findings_text
+    from prepkit.render.text import findings_text
 
     findings = tuple(
         finding for refused in outcomes if isinstance(refused, PlanRejected) for finding in refused.findings
@@ -82,4 +139,4 @@ def refuse(outcomes: tuple[object, ...], as_json: bool) -> NoReturn:
         say_json({"findings": codec.to_data(findings)})
     else:
         say(findings_text(findings), err=True)
-    sys.exit(2 if any(finding.rule == cli_model.WRONG for finding in findings) else 1)
+    sys.exit(2 if any(finding.rule == WRONG for finding in findings) else 1)

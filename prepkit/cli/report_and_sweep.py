@@ -8,8 +8,8 @@ import click
 from attrs import evolve
 
 from prepkit.cli import import_and_export as cli_import
-from prepkit.cli import model as cli_model
 from prepkit.cli import options as cli_options
+from prepkit.cli import plan_files as cli_model
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli.options import (
     FILE,

@@ -12,7 +12,7 @@ from prepkit.config import Config
 from prepkit.facts import Facts
 from prepkit.findings import Finding
 from prepkit.plan import Plan
-from prepkit.render.findings import findings_text
+from prepkit.render.text import findings_text
 
 
 @frozen(kw_only=True)

@@ -24,7 +24,7 @@ from prepkit.findings import Finding, PlanRejected
 from prepkit.plan import Plan
 from prepkit.version import VERSION
 
-FORMAT = 1
+FORMAT = 2
 """Number of the plan file's format. A field or kind that goes away, or changes its meaning, needs the next number."""
 
 KIND = "prepkit.plan"

@@ -29,7 +29,19 @@ KeyPath = tuple[str | int, ...]
 """Keys and list indices from a value's data to a place in it."""
 
 _ORDER = (
-    *("config", "facts.env", "mesh", "steps", "owners", "layout", "warnings", "overridden", "facts", "provenance"),
+    *(
+        "config",
+        "facts.env",
+        "mesh",
+        "steps",
+        "owners",
+        "run",
+        "layout",
+        "warnings",
+        "overridden",
+        "facts",
+        "provenance",
+    ),
     *("plan", "made", "env", "drift", "rank", "checks", "fingerprints"),  # an attestation's
 )
 """The parts of both in the order in which their changes are shown; facts come late, but the environment does not."""

@@ -1,4 +1,4 @@
-"""What the data form of a field's type looks like, and what to tell a user who wrote something else.
+"""The data form of each field's type, and what to tell a user who wrote something else.
 
 A type is an attrs class, a scalar, a ``Literal``, an enum, a tuple, or a union of these; fields hold nothing else.
 """
@@ -16,51 +16,61 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 
 from prepkit.codec.text import shown
+from prepkit.config import CheckpointBlocks, OffloadToCPU
 from prepkit.facts import Observation
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 
 ROOTS = (Plan, Observation, Attestation)
-"""Every class that has a data form is one of these or stands in a field below them."""
+"""Every class with a data form is one of these, or the type of a field below them."""
 
 SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
-"""What to call them."""
+"""Scalars to their names in messages."""
 
 
 def is_choice(cls: Any) -> bool:
-    """Whether only some texts are allowed: a ``Literal`` or an enum."""
+    """Tell a type that allows only some texts: a ``Literal`` or an enum."""
     return get_origin(cls) is Literal or (isinstance(cls, type) and issubclass(cls, Enum))
 
 
 def is_tuple(cls: Any) -> bool:
-    """Whether the type is a tuple, which JSON has as a list."""
+    """Tell a tuple, which is a list in JSON."""
     return get_origin(cls) is tuple
 
 
 def is_union(cls: Any) -> bool:
-    """Whether the type is a union, ``X | Y`` or ``X | None``."""
+    """Tell a union, ``X | Y`` or ``X | None``."""
     return get_origin(cls) in (Union, UnionType)
 
 
 def choices(cls: Any) -> tuple[Any, ...]:
-    """The texts that a ``Literal`` or a ``StrEnum`` allows, in their order."""
+    """List the texts that a ``Literal`` or a ``StrEnum`` allows, in order."""
     return get_args(cls) or tuple(member.value for member in cls)
 
 
+ALONE = (CheckpointBlocks, OffloadToCPU)
+"""Classes with a tag though theirs is the only one beside None: what a file asks for is read by its name."""
+
+
 def kinds(union: Any) -> dict[str, type]:
-    """Name to class of the members that are told apart by a tag; empty where at most one member is a class."""
+    """Map the names of the members that a tag tells apart to their classes; empty for a single class without a tag."""
     classes = {member.__name__: member for member in get_args(union) if attrs.has(member)}
-    return classes if len(classes) > 1 else {}
+    return classes if len(classes) > 1 or not set(ALONE).isdisjoint(classes.values()) else {}
+
+
+def takes_none(cls: Any) -> bool:
+    """Tell a type that None is a value of."""
+    return NoneType in get_args(cls)
 
 
 def fields(cls: type) -> tuple[attrs.Attribute[Any], ...]:
-    """The fields that are part of the value, with resolved types: what equality leaves out has no data form."""
+    """List the fields with a data form, their types resolved; what equality leaves out has none."""
     return tuple(field for field in attrs.fields(attrs.resolve_types(cls)) if field.eq)
 
 
 @cache
 def types() -> frozenset[Any]:
-    """Every type that a value below ``ROOTS`` may have: the classes, and the types of their fields with all parts."""
+    """Collect every type that a value below ``ROOTS`` may have: classes, and all types of their fields."""
     seen: set[Any] = set()
     rest: list[Any] = list(ROOTS)
     while rest:
@@ -74,14 +84,14 @@ def types() -> frozenset[Any]:
 
 @cache
 def tagged() -> frozenset[type]:
-    """The classes that are written with their tag: the members of all unions of classes."""
+    """Collect the classes that are written with their tag: the members of all unions of classes."""
     return frozenset(member for cls in types() for member in kinds(cls).values())
 
 
 def fits(cls: Any, value: object) -> bool:
-    """Whether the JSON type of ``value`` is that of ``cls``, for a ``cls`` that is no union.
+    """Check that the JSON type of ``value`` is that of ``cls``, which is not a union.
 
-    A whole number is a number too; a bool is nothing but a bool.
+    A whole number is a number too; a bool is only a bool.
     """
     match value:
         case None:
@@ -104,7 +114,7 @@ def fits(cls: Any, value: object) -> bool:
 
 
 def describe(cls: Any) -> str:
-    """What a user has to write for a value of this type.
+    """Describe what a user has to write for a value of this type.
 
     >>> describe(bool | int), describe(tuple[float, float]), describe(tuple[str, ...])
     ('true or false or a whole number', 'a list (a number, a number)', 'a list (of text)')
@@ -124,11 +134,11 @@ def describe(cls: Any) -> str:
 
 
 _WORD = 200
-"""Characters of a word that are compared: what is longer is no misspelling."""
+"""Most characters of a word that is compared; a longer one is no misspelling."""
 
 
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
-    """The option that was probably meant, or an empty string.
+    """Find the option that was probably meant; empty if none is near.
 
     >>> nearest("fsdp", ("Single", "DDP", "FSDP2"))
     'FSDP2'
@@ -139,7 +149,7 @@ def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def retyped(value: object, cls: Any) -> str:
-    """What to type instead of a value of the wrong type: the same value in the right one, where that can be told."""
+    """Say what to type instead of a value of the wrong type: the same value in the right type, if there is one."""
     options = get_args(cls) if is_union(cls) else (cls,)
     if isinstance(value, str):
         if bool in options and value.lower() in ("true", "false"):
@@ -153,7 +163,7 @@ def retyped(value: object, cls: Any) -> str:
 
 
 def listed(value: object, cls: Any) -> list[object]:
-    """The value as the one item of a list, where one of its type is expected and it is short; else empty."""
+    """Put a short value into a list, if a list of its type is expected; else return an empty list."""
     options = get_args(cls) if is_union(cls) else (cls,)
     fitting = any(is_tuple(option) and fits(get_args(option)[0], value) for option in options)
     return [value] if fitting and len(repr(value)) <= _WORD else []

@@ -28,11 +28,11 @@ def typed(data: object, language: Language = "json") -> str:
     """The data as one types it; an object that says nothing but its kind is typed as the bare name.
 
     >>> for language in ("toml", "yaml", "json", "python"):
-    ...     print(typed({"kind": "ClipNorm", "max_norm": 1.0}, language), "or", typed({"kind": "NoClip"}, language))
-    { kind = "ClipNorm", max_norm = 1.0 } or "NoClip"
-    {kind: ClipNorm, max_norm: 1.0} or NoClip
-    {"kind": "ClipNorm", "max_norm": 1.0} or "NoClip"
-    ClipNorm(max_norm=1.0) or NoClip()
+    ...     print(typed({"kind": "ClipNorm", "max_norm": 1.0}, language), "or", typed({"kind": "DDP"}, language))
+    { kind = "ClipNorm", max_norm = 1.0 } or "DDP"
+    {kind: ClipNorm, max_norm: 1.0} or DDP
+    {"kind": "ClipNorm", "max_norm": 1.0} or "DDP"
+    ClipNorm(max_norm=1.0) or DDP()
     """
     match data:
         case {"kind": str(name), **rest} if not rest or language == "python":

@@ -1,12 +1,14 @@
-"""What is said of a value that its type does not allow."""
+"""Messages about values that their type does not allow, with whole values that could take their place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, get_args
 
-from prepkit.codec import field_types, samples
-from prepkit.codec.languages import TAG, Language, assigned, typed
+import attrs
+
+from prepkit.codec import field_types
+from prepkit.codec.languages import TAG, Language, Untagged, assigned, typed
 from prepkit.codec.text import shown
 from prepkit.findings.keywords import OTHER_NAMES
 
@@ -14,7 +16,7 @@ Fix = Callable[[Language], str]
 """What to type, in the language of the file."""
 
 MOST = 100
-"""Misfits of one list, or of one object's keys, that are told: a hostile file has no say over memory."""
+"""Most misfits reported of one list or object: a hostile file does not decide how much memory is used."""
 
 
 class MisfitError(ValueError):
@@ -27,9 +29,9 @@ class MisfitError(ValueError):
 
 
 def wrong_type(value: object, cls: Any) -> MisfitError:
-    """The value is of another JSON type."""
-    what = f"{shown(value)} stands where {field_types.describe(cls)} is expected"
-    near = samples.samples(value, cls)
+    """Refuse a value of another JSON type."""
+    what = f"{shown(value)} is given where {field_types.describe(cls)} is expected"
+    near = samples(value, cls)
 
     def fix(language: Language) -> str:
         if near:
@@ -40,37 +42,53 @@ def wrong_type(value: object, cls: Any) -> MisfitError:
     return MisfitError("wrong-type", what, fix)
 
 
-def _one_of(near: Iterable[Any], language: Language) -> str:
-    return f"write {' or '.join(typed(one, language) for one in near)}"
+def _one_of(near: tuple[Any, ...], language: Language) -> str:
+    ways = [typed(one, language) for one in near if one is not None or language != "toml"]
+    left_out = ["leave the key out"] if len(ways) < len(near) else []
+    return ", or ".join(([f"write {' or '.join(ways)}"] if ways else []) + left_out)
 
 
 def wrong_choice(value: str, known: tuple[str, ...]) -> MisfitError:
-    """The text is none of those that are allowed."""
+    """Refuse a text that is not among the allowed ones."""
     near = field_types.nearest(value, known)
     what = f"{shown(value)} is not one of {', '.join(map(repr, known))}"
     return MisfitError("wrong-value", what, lambda to: f"write {typed(near, to)}" if near else "write one of them")
 
 
 def wrong_length(value: list[Any], cls: Any, length: int) -> MisfitError:
-    """The list has too few or too many items."""
+    """Refuse a list with too few or too many items."""
     what = f"{shown(value)} has {len(value)} items, not {length}"
     return MisfitError("wrong-value", what, f"write {field_types.describe(cls)}")
 
 
 def no_kind(data: dict[Any, Any], cls: Any, kinds: Iterable[str]) -> MisfitError:
-    """The object does not say which member of the union it is."""
+    """Refuse an object that does not say which member of the union it is."""
     what = f"no key {TAG!r} says which of {', '.join(kinds)} this is"
-    near = samples.samples(data, cls)
+    near = samples(data, cls)
     near = tuple(one for one in near if isinstance(one, dict) and len(one) > 1)
     usual = f"add the key {TAG!r} with one of these names"
     return MisfitError("missing-key", what, lambda to: _one_of(near, to) if near else usual, at=TAG)
 
 
+FORMER_NONE = (
+    *("NoClip", "NoCompile", "NoCheckpointing", "NoHook", "KeepWeights", "KeepOnDevice", "AsStored"),
+    *("none", "null", "no", "off"),
+)
+"""Former names of None, and those that it has elsewhere."""
+
+
+FORMER = {"SendWeights": "BroadcastWeights"}
+"""Former names of kinds, to those that they have now."""
+
+
 def wrong_kind(name: object, cls: Any, kinds: dict[str, type], at: str | None) -> MisfitError:
-    """The name is that of no member. ``at``: the key that holds it; None: it stands bare."""
+    """Refuse a name that no member has. ``at``: the key that holds it; None: the name is the whole value."""
+    if field_types.takes_none(cls) and isinstance(name, str) and name in FORMER_NONE:
+        what = f"{shown(name)} is not one of {', '.join(kinds)}; what asks for none of them is None"
+        return MisfitError("unknown-kind", what, lambda to: _one_of((None,), to))
     what = f"{shown(name)} is not one of {', '.join(kinds)}"
-    near = field_types.nearest(name, kinds) if isinstance(name, str) else ""
-    given = samples.samples(name, cls) if at is None else ()
+    near = (FORMER.get(name, "") or field_types.nearest(name, kinds)) if isinstance(name, str) else ""
+    given = samples(name, cls) if at is None else ()
     held = tuple(one for one in given if isinstance(one, dict) and len(one) > 1)
 
     def fix(language: Language) -> str:
@@ -82,13 +100,13 @@ def wrong_kind(name: object, cls: Any, kinds: dict[str, type], at: str | None) -
 
 
 def unknown_keys(cls: type, data: dict[Any, Any], names: Iterable[str]) -> list[Exception]:
-    """One misfit for each key that the class does not have, as far as they are told."""
+    """Refuse each key that the class does not have, at most ``MOST`` of them."""
     names = tuple(names)
     unknown = [key for key in data if key not in names]
     misfits: list[Exception] = []
     if len(unknown) > MOST:
-        what = f"{len(unknown)} keys of {cls.__name__} are unknown; {MOST} of them are told"
-        misfits.append(MisfitError("too-many", what, "write the file anew"))
+        what = f"{len(unknown)} keys of {cls.__name__} are unknown; {MOST} of them are reported"
+        misfits.append(MisfitError("too-many", what, "write the file again"))
     for key in unknown[:MOST]:
         what = f"{cls.__name__} has no key {shown(key)}, only {', '.join(names) or 'none at all'}"
         misfits.append(MisfitError("unknown-key", what, _instead(cls, key, data), at=key))
@@ -96,18 +114,18 @@ def unknown_keys(cls: type, data: dict[Any, Any], names: Iterable[str]) -> list[
 
 
 def _instead(cls: type, key: object, data: dict[Any, Any]) -> str:
-    word = str(key)[: samples.LONGEST]
-    if near := samples.meant(word, data[key], cls, data):
+    word = str(key)[:LONGEST]
+    if near := meant(word, data[key], cls, data):
         return f"write {near!r} instead"
     if (known := OTHER_NAMES.get(word.lower())) in data:
         return f"remove it: {known!r} says it"
-    if word in samples.OF_GROUPS:
+    if word in OF_GROUPS:
         return "remove it: give an optimizer of your own with these groups, as in build_plan(cfg, model, optimizer=...)"
     return "remove it"
 
 
 def missing_key(cls: type, name: str, kind: Any) -> MisfitError:
-    """A key without a default is not there."""
+    """Refuse an object that lacks a key without a default."""
     described = field_types.describe(kind)
     return MisfitError(
         "missing-key",
@@ -118,6 +136,103 @@ def missing_key(cls: type, name: str, kind: Any) -> MisfitError:
 
 
 def too_many(items: int, looked: int) -> MisfitError:
-    """So many items do not fit that the others were not looked at."""
-    what = f"{MOST} items of {items} do not fit, and {items - looked} were not looked at"
-    return MisfitError("too-many", what, "mend these first, or write the file anew")
+    """Report that so many items do not fit that the others were not read."""
+    what = f"{MOST} items of {items} do not fit, and {items - looked} were not read"
+    return MisfitError("too-many", what, "correct these first, or write the file again")
+
+
+# --- what could stand there ---
+
+LONGEST = 200
+"""Characters of a given value that a sample repeats at most; a longer one is no typing error."""
+
+_SAMPLES = 8
+"""Samples of one message."""
+
+OF_GROUPS = ("no_decay", "no_weight_decay", "param_groups", "groups", "params")
+"""Keys by which other configs sort parameters into groups; here that is the optimizer's own."""
+
+
+def samples(value: object, cls: Any) -> tuple[Any, ...]:
+    """Suggest data of the type: the given value in its place first, then the kinds that need none, then None."""
+    members = tuple(field_types.kinds(cls).values())
+    if not members:
+        return tuple(_with_defaults(cls))
+    given = value if len(repr(value)) <= LONGEST else None
+    near = [one for member in members for one in _holding(given, member)]
+    bare = [{TAG: member.__name__} for member in members if not _required(member)]
+    none = (None,) if field_types.takes_none(cls) else ()
+    return (*near, *bare, *none)[:_SAMPLES]
+
+
+def _with_defaults(cls: Any) -> Iterator[Untagged]:
+    """Suggest the one class of the type with its defaults, if it has few fields and needs none."""
+    for option in get_args(cls) if field_types.is_union(cls) else (cls,):
+        if attrs.has(option) and not _required(option) and len(field_types.fields(option)) <= _FEW:
+            held = _fields(option())
+            if len(repr(held)) <= _SHORT:
+                yield Untagged(option.__name__, held)
+
+
+def _form(value: object) -> object:
+    """A default as data."""
+    return {TAG: type(value).__name__, **_fields(value)} if attrs.has(type(value)) else value
+
+
+def _fields(value: Any) -> dict[str, object]:
+    return {field.name: _form(getattr(value, field.name)) for field in field_types.fields(type(value))}
+
+
+_FEW = 4
+_SHORT = 100
+
+
+def _holding(value: object, member: type) -> Iterator[dict[str, Any]]:
+    """Suggest the member with the value in its one required field, or with the fields of an object."""
+    required = _required(member)
+    if isinstance(value, dict):
+        names = {field.name for field in field_types.fields(member)}
+        if value and value.keys() <= names and {field.name for field in required} <= value.keys():
+            yield {TAG: member.__name__, **value}
+    elif len(required) == 1:
+        kind = required[0].type
+        if takes(kind, value):
+            yield {TAG: member.__name__, required[0].name: _wider(kind, value)}
+        elif field_types.is_tuple(kind) and takes(get_args(kind)[0], value):
+            yield {TAG: member.__name__, required[0].name: [value]}
+
+
+def takes(cls: Any, value: object) -> bool:
+    """Check that data of this JSON type may be given for the type; of a list, each item."""
+    options = get_args(cls) if field_types.is_union(cls) else (cls,)
+    for option in options:
+        if field_types.fits(option, value):
+            items = value if isinstance(value, list) else []
+            return all(takes(get_args(option)[0], item) for item in items[:LONGEST])
+        if isinstance(value, str | dict) and field_types.is_union(cls) and attrs.has(option):
+            return True
+    return False
+
+
+def _wider(cls: Any, value: Any) -> Any:
+    return float(value) if cls is float and type(value) is int else value
+
+
+def _required(cls: type) -> list[attrs.Attribute[Any]]:
+    return [field for field in field_types.fields(cls) if field.default is attrs.NOTHING]
+
+
+def meant(key: str, value: object, cls: type, given: dict[Any, Any]) -> str:
+    """Find the field that was probably meant by a key that the class does not have; empty if none is near.
+
+    In this order: another library's name for it; a similar spelling that takes the value; a very similar spelling;
+    the only missing field that takes the value.
+    """
+    fields = {field.name: field for field in field_types.fields(cls) if field.name not in given}
+    if (known := OTHER_NAMES.get(key.lower(), "")) in fields:
+        return known
+    near = field_types.nearest(key, fields)
+    if near and (takes(fields[near].type, value) or field_types.nearest(key, (near,), cutoff=0.8)):
+        return near
+    missing = [field.name for field in _required(cls) if field.name in fields and takes(field.type, value)]
+    return missing[0] if len(missing) == 1 else ""

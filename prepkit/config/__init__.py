@@ -10,20 +10,20 @@ from enum import StrEnum
 
 from attrs import frozen
 
-from prepkit.config.checkpointing import ActivationCheckpointing, CheckpointBlocks, NoCheckpointing
-from prepkit.config.clipping import Clip, ClipNorm, ClipValue, NoClip
-from prepkit.config.compile import Compile, CompileBlocks, CompileModel, CompileOption, NoCompile
-from prepkit.config.ddp import DDP, CommHook, CompressHook, NoHook, PowerSGDHook
+from prepkit.config.checkpointing import ActivationCheckpointing, CheckpointBlocks
+from prepkit.config.clipping import Clip, ClipNorm, ClipValue
+from prepkit.config.compile import Compile, CompileBlocks, CompileModel, CompileOption
+from prepkit.config.ddp import DDP, CommHook, CompressHook, PowerSGDHook
 from prepkit.config.deepspeed import DeepSpeed, Schedule
 from prepkit.config.field_docs import show_fields
 from prepkit.config.fp8 import MSAMP, DelayedScaling, FP8Backend, MXFP8BlockScaling, TorchAO, TransformerEngine
-from prepkit.config.fsdp import FSDP1, FSDP2, KeepOnDevice, Offload, OffloadToCPU, Sharding
+from prepkit.config.fsdp import FSDP1, FSDP2, Offload, OffloadToCPU, Sharding
 from prepkit.config.loaders import EachLoader, KeepLoaders, Loaders, ShardLoaders
 from prepkit.config.mesh import Mesh
 from prepkit.config.optimizer import *  # noqa: F403  # the file's table says what there is
 from prepkit.config.optimizer import OptimizerSpec
 from prepkit.config.origin import Origin
-from prepkit.config.precision import BF16, FP8, FP16, AsStored, DType, Mixed, Precision
+from prepkit.config.precision import BF16, FP8, FP16, DType, Mixed, Precision
 from prepkit.config.tensor_parallel import (
     ActivationLayout,
     TensorParallel,
@@ -32,7 +32,7 @@ from prepkit.config.tensor_parallel import (
     TPPlan,
     TPPlanFromModel,
 )
-from prepkit.config.weights import InitWeights, KeepWeights, LoadWeights, SendWeights, Weights
+from prepkit.config.weights import BroadcastWeights, InitWeights, LoadWeights, Weights
 from prepkit.config.wrapping import Wrap, WrapBlocks, WrapClasses, WrapPaths, WrapRoot, WrapSize
 from prepkit.findings.keywords import explain_keywords
 
@@ -70,14 +70,14 @@ class Config:
     """Layout of the ranks. None: DDP replicates over all of them, FSDP2 and FSDP1 shard, TensorParallel cuts layers."""
     tp_plan: TensorParallelPlan = TPPlanFromModel()
     """Which layers are cut, and how. Read only where the mesh has a tensor axis."""
-    precision: Precision = AsStored()
-    """Dtype of computation, reduction and outputs."""
-    compile: Compile = NoCompile()
-    """torch.compile: not, whole, or per block."""
-    checkpointing: ActivationCheckpointing = NoCheckpointing()
-    """Activation checkpointing: not, or per block."""
-    weights: Weights = KeepWeights()
-    """Where the parameters' values come from: the model itself, its initialisers, a checkpoint, or rank 0."""
+    precision: Precision = None
+    """Dtype of computation, reduction and outputs. None: as each parameter is stored; nothing is cast."""
+    compile: Compile = None
+    """torch.compile, of the whole model or per block. None: the model runs eagerly."""
+    checkpointing: ActivationCheckpointing = None
+    """Activation checkpointing per block. None: all activations are kept."""
+    weights: Weights = None
+    """Where the parameters' values come from: initialisers, a checkpoint, or rank 0. None: the model has them."""
     intent: Intent = Intent.TRAINING
     """Training needs an optimizer and trainable parameters; inference needs neither."""
     device: str | None = None
@@ -99,8 +99,8 @@ class Config:
     average_each: bool = False
     """Average gradients after every micro-batch of a window: traffic in the place of memory, where an engine would keep
     whole gradients until the last (behaviour W-31). ZeRO 2 and 3 always do."""
-    clip: Clip = NoClip()
-    """Gradient clipping, done by prepkit just before the optimizer steps."""
+    clip: Clip = None
+    """Gradient clipping, done by prepkit just before the optimizer steps. None: gradients are not clipped."""
     scheduler_ticks: int = 1
     """Scheduler steps per optimizer step. accelerate ticks once per rank (behaviour W-16, pain 15)."""
     total_steps: int | None = None

@@ -8,11 +8,6 @@ from prepkit.config.wrapping import Wrap, WrapBlocks
 
 
 @frozen(kw_only=True)
-class NoCheckpointing:
-    """Keep all activations."""
-
-
-@frozen(kw_only=True)
 class CheckpointBlocks:
     """Recompute each block's activations in backward (torch ``checkpoint_wrapper``, non-reentrant)."""
 
@@ -31,4 +26,5 @@ class CheckpointBlocks:
     behaviour K-F18). Outputs of ``keep_ops`` stay on the device."""
 
 
-ActivationCheckpointing = NoCheckpointing | CheckpointBlocks
+ActivationCheckpointing = CheckpointBlocks | None
+"""None: all activations are kept."""

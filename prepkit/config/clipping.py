@@ -5,11 +5,6 @@ from __future__ import annotations
 from attrs import frozen
 
 
-@frozen(kw_only=True)
-class NoClip:
-    """Gradients are not clipped."""
-
-
 @frozen
 class ClipNorm:
     """Scale all gradients so that their joint norm, over every rank's shards, is at most ``max_norm``."""
@@ -28,4 +23,5 @@ class ClipValue:
     """Above 0."""
 
 
-Clip = NoClip | ClipNorm | ClipValue
+Clip = ClipNorm | ClipValue | None
+"""None: gradients are not clipped."""

@@ -29,11 +29,6 @@ def _options(
 
 
 @frozen(kw_only=True)
-class NoCompile:
-    """Run eagerly."""
-
-
-@frozen(kw_only=True)
 class CompileModel:
     """Compile the whole model."""
 
@@ -76,4 +71,5 @@ class CompileBlocks:
     """As in ``CompileModel``."""
 
 
-Compile = NoCompile | CompileModel | CompileBlocks
+Compile = CompileModel | CompileBlocks | None
+"""None: the model runs eagerly."""

@@ -8,11 +8,6 @@ from attrs import frozen
 
 
 @frozen(kw_only=True)
-class NoHook:
-    """DDP reduces the gradients as they are."""
-
-
-@frozen(kw_only=True)
 class CompressHook:
     """DDP casts gradients before they are reduced (torch ``fp16_compress_hook`` and ``bf16_compress_hook``)."""
 
@@ -44,7 +39,8 @@ class PowerSGDHook:
     """Dtype to cast to before PowerSGD sees the gradients (torch ``fp16_compress_wrapper``); bfloat16 needs NCCL."""
 
 
-CommHook = NoHook | CompressHook | PowerSGDHook
+CommHook = CompressHook | PowerSGDHook | None
+"""None: DDP reduces the gradients as they are."""
 
 
 @frozen(kw_only=True)
@@ -61,7 +57,7 @@ class DDP:
     """Gradients alias the buckets. False keeps a second copy of every gradient (torch's own default)."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same order."""
-    hook: CommHook = NoHook()
-    """What is done to gradients on their way to the other ranks."""
+    hook: CommHook = None
+    """What is done to gradients on their way to the other ranks. None: they are reduced as they are."""
     sync_batchnorm: bool = False
     """Batch normalisation over the batches of all ranks (torch ``SyncBatchNorm``), which needs an accelerator."""

@@ -11,11 +11,6 @@ from prepkit.config.wrapping import Wrap, WrapBlocks
 
 
 @frozen(kw_only=True)
-class KeepOnDevice:
-    """Parameters, gradients and optimizer state stay on the compute device."""
-
-
-@frozen(kw_only=True)
 class OffloadToCPU:
     """Sharded parameters, gradients and optimizer state live in host memory (torch ``CPUOffloadPolicy``)."""
 
@@ -23,7 +18,8 @@ class OffloadToCPU:
     """Page-lock the host copies. False saves host memory and makes the copies slower."""
 
 
-Offload = KeepOnDevice | OffloadToCPU
+Offload = OffloadToCPU | None
+"""None: parameters, gradients and optimizer state stay on the compute device."""
 
 
 @frozen(kw_only=True)
@@ -38,8 +34,8 @@ class FSDP2:
     reshard_after_forward: bool | int = True
     """Free the gathered parameters of a unit after its forward. An int reshards to that many ranks instead.
     The root keeps its parameters, because backward begins with them."""
-    offload: Offload = KeepOnDevice()
-    """Where the shards live between uses."""
+    offload: Offload = None
+    """Where the shards live between uses. None: on the compute device."""
     ignored: tuple[str, ...] = ()
     """Shell patterns over dotted paths, as in ``WrapPaths``: modules whose parameters stay whole on every rank, and are
     not cast. Gradients of trained ones are averaged. A parameter without dimensions stays whole in any case."""
@@ -66,8 +62,9 @@ class FSDP1:
     always; ``HYBRID_*`` shard inside each copy of the model, and need a mesh of copies and shards."""
     offload: bool = False
     """Shards, their gradients and optimizer state live in host memory (torch ``CPUOffload``)."""
-    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST"] | None = "BACKWARD_PRE"
-    """Gather the next unit of backward before or after the gradients of the present one; None: when it is needed."""
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = "BACKWARD_PRE"
+    """Gather the next unit of backward before or after the gradients of the current one; ``NO_PREFETCH``: when it
+    is needed."""
     forward_prefetch: bool = False
     """Gather the next unit of forward before the present one has run; for models that always run in one order."""
     limit_all_gathers: bool = True

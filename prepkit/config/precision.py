@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Literal
 
 from attrs import frozen
@@ -10,11 +11,6 @@ from prepkit.config.fp8 import FP8Backend, TorchAO
 
 DType = Literal["float32", "bfloat16", "float16"]
 """The dtypes that can be asked for."""
-
-
-@frozen(kw_only=True)
-class AsStored:
-    """Compute in the dtype that each parameter is stored in; nothing is cast (accelerate's ``no``)."""
 
 
 @frozen(kw_only=True)
@@ -68,7 +64,8 @@ class FP16:
     """Number of steps without overflow before the scale grows; at least 1."""
 
 
-Precision = AsStored | BF16 | FP16 | FP8
+Precision = BF16 | FP16 | FP8 | None
+"""None: compute in the dtype that each parameter is stored in; nothing is cast (accelerate's ``no``)."""
 
 
 Mixed = BF16 | FP16 | FP8
@@ -88,9 +85,14 @@ class PrecisionTraits:
 
 
 PRECISIONS: dict[type, PrecisionTraits] = {
-    AsStored: PrecisionTraits(compute_dtype=None),
+    NoneType: PrecisionTraits(compute_dtype=None),
     BF16: PrecisionTraits(compute_dtype="bfloat16", deepspeed_section="bf16"),
     FP16: PrecisionTraits(compute_dtype="float16", scales_loss=True, deepspeed_section="fp16"),
     FP8: PrecisionTraits(compute_dtype="bfloat16", deepspeed_section="bf16"),
 }
 """One row for each member of ``Precision``; ``tests/test_completeness.py`` sees that none is missing."""
+
+
+def as_typed(precision: Precision) -> str:
+    """A precision as one begins to type it: ``BF16()``, or ``None``."""
+    return "None" if precision is None else f"{type(precision).__name__}()"

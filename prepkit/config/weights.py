@@ -5,11 +5,6 @@ from __future__ import annotations
 from attrs import frozen
 
 
-@frozen(kw_only=True)
-class KeepWeights:
-    """The values that the model has. A model on the meta device has none, and ``apply`` refuses it."""
-
-
 @frozen
 class InitWeights:
     """New values from the modules' own ``reset_parameters`` and ``_init_weights``, also for a model on meta.
@@ -38,11 +33,12 @@ class LoadWeights:
 
 
 @frozen(kw_only=True)
-class SendWeights:
+class BroadcastWeights:
     """The values that rank 0's model has, sent to all; on every other rank the model may be on meta.
 
     Each rank is sent its own part, so that those on meta never hold more than their shards and one piece of a tensor.
     """
 
 
-Weights = KeepWeights | InitWeights | LoadWeights | SendWeights
+Weights = InitWeights | LoadWeights | BroadcastWeights | None
+"""None: the values that the model has. A model on the meta device has none, and ``apply`` refuses it."""

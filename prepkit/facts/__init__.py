@@ -53,7 +53,7 @@ class LocalFacts:
 
 @frozen(kw_only=True)
 class Observation:
-    """What ``live.observe`` returns."""
+    """What ``observe`` returns."""
 
     facts: Facts
     local: LocalFacts

@@ -154,5 +154,5 @@ class HowPrepared:
     leaf_modules: tuple[str, ...] = ()
     """Classes whose modules ZeRO-3 gathers whole."""
     unknown: tuple[str, ...] = ()
-    """What stands there that is none of all this, in words: float8 layers, wrappers of other libraries."""
+    """Whatever else was found, in words: float8 layers, wrappers of other libraries."""
     held: tuple[HeldBytes, ...] = ()

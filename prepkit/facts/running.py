@@ -14,6 +14,12 @@ class RunningParam:
     device: str
     """Kind of its device: ``cpu``, ``cuda``, ``meta``."""
     requires_grad: bool
+    known: bool = True
+    """Whether the very parameter was there at the earlier look."""
+    served: bool = True
+    """Whether it would be averaged and stepped if it trains."""
+    stuck: bool = False
+    """Whether it is stepped though it is frozen: the engine keeps master weights, or one flat parameter with others."""
 
 
 @frozen(kw_only=True)
@@ -36,5 +42,3 @@ class RunningFacts:
     """What the scheduler has set them to last; empty without one, or where it does not say."""
     parted: tuple[str, ...] = ()
     """Parameters whose replicas on different ranks differ."""
-    rates_parted: bool = False
-    """Whether the learning rates of ranks differ."""

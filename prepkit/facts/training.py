@@ -106,3 +106,5 @@ class LoaderFacts:
     pin_memory: bool = False
     workers: int = 0
     """Number of worker processes."""
+    in_order: bool = True
+    """Batches come in the order in which they were asked for, not as workers end them."""

@@ -53,3 +53,25 @@ class PlanRejected(Exception):
         self.findings = findings
         count = len(findings)
         super().__init__("\n".join((f"{count} finding{'s' if count != 1 else ''}:", *map(str, findings))))
+
+
+class RunRefused(RuntimeError):
+    """A prepared model was about to be trained, saved or resumed wrongly. ``findings`` holds every reason.
+
+    Raised on every rank that would have gone wrong, before anything was changed by the call that is refused.
+    """
+
+    def __init__(self, findings: tuple[Finding, ...], lately: tuple[str, ...] = ()) -> None:
+        self.findings = findings
+        self.lately = lately
+        """The last lines of the loop's history, where it was a call of the loop."""
+        shown = ("  before:", *(f"    {line}" for line in lately)) if lately else ()
+        super().__init__("\n".join((*map(str, findings), *shown)))
+
+
+class FindingWarning(UserWarning):
+    """The one category of prepkit's warnings: ``warnings.simplefilter("error", FindingWarning)`` refuses them all."""
+
+    def __init__(self, finding: Finding) -> None:
+        self.finding = finding
+        super().__init__(str(finding))

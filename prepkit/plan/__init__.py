@@ -12,9 +12,10 @@ from prepkit.config.mesh import SAME_DATA
 from prepkit.facts import Facts
 from prepkit.findings import Finding
 from prepkit.plan.layout import ParamLayout as ParamLayout
-from prepkit.plan.owners import Owners as Owners
-from prepkit.plan.planned import Planned as Planned
-from prepkit.plan.planned import because as because
+from prepkit.plan.parts import Owners as Owners
+from prepkit.plan.parts import Planned as Planned
+from prepkit.plan.parts import RunSettings as RunSettings
+from prepkit.plan.parts import because as because
 from prepkit.plan.summary import about, about_lines, finding_lines, origin_lines, step_lines, title
 from prepkit.steps import Axis
 
@@ -45,6 +46,7 @@ class Plan:
     layout: tuple[ParamLayout, ...]
     """What each parameter becomes, in the order of the facts."""
     owners: Owners
+    run: RunSettings
     provenance: Provenance
     warnings: tuple[Finding, ...] = ()
     overridden: tuple[Finding, ...] = ()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import assert_never
 
-from prepkit.config import FP8, FSDP2, Clip, ClipNorm, ClipValue, Config, DeepSpeed, Mixed, NoClip
+from prepkit.config import FP8, FSDP2, Clip, ClipNorm, ClipValue, Config, DeepSpeed, Mixed
 from prepkit.config.optimizer import specs
 from prepkit.config.precision import PRECISIONS
 from prepkit.facts import Env, Facts
 from prepkit.findings import Finding
 from prepkit.findings.text import aligned, count, in_bytes
-from prepkit.plan.owners import Owners
-from prepkit.plan.planned import Planned
+from prepkit.plan.parts import Owners, Planned
 from prepkit.plan.step_text import axes, effect
 from prepkit.steps import Axis
 
@@ -97,7 +96,7 @@ def _owners(owners: Owners) -> tuple[tuple[str, str], ...]:
 
 def _clip(clip: Clip) -> str:
     match clip:
-        case NoClip():
+        case None:
             return ""
         case ClipNorm(max_norm=most, norm_type=kind):
             return f", joint {kind:g}-norm at most {most:g}"
@@ -107,14 +106,17 @@ def _clip(clip: Clip) -> str:
             assert_never(clip)
 
 
-def step_lines(steps: tuple[Planned, ...]) -> Iterator[str]:
-    """Every step numbered, with what it does and why it stands there."""
+def step_lines(steps: tuple[Planned, ...], *, sources: bool = False) -> Iterator[str]:
+    """Number every step, with what it does and its reason.
+
+    ``sources`` adds the ids of the behaviour reference (``docs/reference/behaviour.md``) that a step answers.
+    """
     yield "steps" if steps else "steps: none"
     digits = len(str(len(steps)))
     width = max((len(type(planned.step).__name__) for planned in steps), default=0)
     for number, planned in enumerate(steps, start=1):
         kind = type(planned.step).__name__.ljust(width)
-        rows = f"  [{', '.join(planned.behaviour_ids)}]" if planned.behaviour_ids else ""
+        rows = f"  [{', '.join(planned.behaviour_ids)}]" if sources and planned.behaviour_ids else ""
         yield f"  {number:>{digits}}  {kind}  {effect(planned.step)}"
         yield f"  {'':{digits}}  {'':{width}}  because {planned.reason}{rows}"
 

@@ -9,20 +9,34 @@ from attrs import evolve
 from returns.result import Failure, Result, Success
 
 from prepkit.codec import digest
-from prepkit.config import DDP, FSDP1, FSDP2, XLA, Config, DeepSpeed, Single, TensorParallel
+from prepkit.config import (
+    DDP,
+    FP8,
+    FSDP1,
+    FSDP2,
+    MSAMP,
+    XLA,
+    Config,
+    DeepSpeed,
+    Mixed,
+    ShardLoaders,
+    Single,
+    TensorParallel,
+)
+from prepkit.config.precision import PRECISIONS
 from prepkit.facts import Facts
-from prepkit.findings import Finding, errors
-from prepkit.plan import Plan, Provenance
+from prepkit.findings import Finding, Severity, errors
+from prepkit.plan import Owners, Plan, Provenance, RunSettings
+from prepkit.plan.layout import ParamLayout
+from prepkit.plan.parts import Collectives
 from prepkit.planner import budget
 from prepkit.planner.ddp import plan_ddp
 from prepkit.planner.deepspeed import plan_deepspeed
 from prepkit.planner.fsdp1 import plan_fsdp1
 from prepkit.planner.fsdp2 import plan_fsdp2
-from prepkit.planner.owners import owners
 from prepkit.planner.pieces import Piece
 from prepkit.planner.single import plan_single
 from prepkit.planner.tensor_parallel import plan_tensor_parallel
-from prepkit.planner.todays_findings import todays_findings
 from prepkit.planner.xla import plan_xla
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES, findings_of, split
@@ -89,8 +103,139 @@ def _drafted(cfg: Config, facts: Facts, rules: tuple[Rule, ...]) -> Result[Plan,
             steps=PLANNERS[type(cfg.engine)](resolved),
             layout=resolved.layout,
             owners=owners(resolved),
+            run=run_settings(resolved),
             provenance=Provenance(prepkit=VERSION, config=digest(cfg), facts=digest(facts), assumed=facts.env.assumed),
             warnings=standing,
             overridden=overridden,
         )
     )
+
+
+# --- findings of today -----------------------------------------------------------------------------------------------
+
+
+def todays_findings(plan: Plan, now: Facts, again: budget.Again) -> tuple[Finding, ...]:
+    """Errors that the config does not override, and warnings, that are new since the plan was made.
+
+    What the rules said of the plan's own facts was known then: refused, overridden or told. That includes rules that
+    the plan was made without. ``again`` drafts other plans for today's facts, as in ``budget.findings``.
+    """
+    today = evolve(now, checkpoint=plan.facts.checkpoint)  # the files are read once, when the plan is made
+    if today == plan.facts:
+        return ()
+    resolved = Resolved(cfg=plan.config, facts=today)
+    standing, _ = split(plan.config, findings_of(resolved))
+    new = _new(standing, lambda: findings_of(Resolved(cfg=plan.config, facts=plan.facts)))
+    return (*new, *_mesh(plan, resolved), *_memory(plan, today, again))
+
+
+def _new(standing: tuple[Finding, ...], before: Callable[[], tuple[Finding, ...]]) -> tuple[Finding, ...]:
+    if not standing:
+        return ()
+    known = {(finding.rule, finding.where) for finding in before()}
+    return tuple(finding for finding in standing if (finding.rule, finding.where) not in known)
+
+
+def _mesh(plan: Plan, today: Resolved) -> tuple[Finding, ...]:
+    """A mesh that was laid out by the size of a node is another one where nodes have another size."""
+    planned, now = plan.facts.env.per_node, today.facts.env.per_node
+    if today.mesh is None or now is None or today.mesh == plan.mesh:
+        return ()
+    planned_sizes, sizes = (" x ".join(f"{axis.name} {axis.size}" for axis in mesh) for mesh in (plan.mesh, today.mesh))
+    what = f"planned {planned or 'unknown'}, which gave the mesh {planned_sizes}; now {now}, which gives {sizes}"
+    fix = (
+        "start as many processes on each node as planned, write the mesh into the config, or plan again for this launch"
+    )
+    return (Finding(rule="plan.other-environment", severity=Severity.ERROR, where="env.per_node", what=what, fix=fix),)
+
+
+def _memory(plan: Plan, today: Facts, again: budget.Again) -> tuple[Finding, ...]:
+    planned, now = plan.facts.env.memory, today.env.memory
+    if now is None or (planned is not None and planned <= now):
+        return ()
+    standing, _ = split(plan.config, budget.findings(evolve(plan, facts=today), again))
+    return _new(standing, lambda: (*plan.warnings, *plan.overridden))
+
+
+# --- duties and settings of the run ----------------------------------------------------------------------------------
+
+
+def owners(resolved: Resolved) -> Owners:
+    """Prepkit owns all of it for the engines of torch itself; DeepSpeed does its own."""
+    cfg, facts = resolved.cfg, resolved.facts
+    zero = resolved.engine_traits.engine_steps
+    owner = "DeepSpeed" if zero else "prepkit"
+    ticks = "prepkit" if facts.scheduler is not None else "nobody"
+    if zero and resolved.deepspeed.scheduler != "outside":
+        ticks = "DeepSpeed"
+    scales = PRECISIONS[type(cfg.precision)].scales_loss and resolved.trains
+    return Owners(
+        accumulation=owner,
+        accumulation_steps=resolved.accumulation,
+        global_batch=resolved.samples_per_step,
+        clipping="nobody" if cfg.clip is None else owner,
+        clip=cfg.clip,
+        scheduler=ticks,
+        scheduler_ticks=cfg.scheduler_ticks,
+        master_weights=_master_weights(resolved),
+        loss_scaling=owner if scales else "nobody",
+    )
+
+
+def run_settings(resolved: Resolved) -> RunSettings:
+    """Settings of the run: those of the config, and the traits of its engine."""
+    cfg, row = resolved.cfg, resolved.engine_traits
+    collectives: Collectives = "none" if resolved.facts.env.world_size == 1 else "torch"
+    if not row.starts_group and row.main_axis is not None:
+        collectives = "xla"
+    return RunSettings(
+        intent=cfg.intent,
+        timeout_s=cfg.timeout_s,
+        accepted=cfg.overrides,
+        average_each=cfg.average_each and not row.engine_steps,
+        divides_loaders=isinstance(cfg.loaders, ShardLoaders),
+        global_batch=cfg.global_batch,
+        total_steps=cfg.total_steps,
+        engine=type(cfg.engine).__name__,
+        precision="None" if cfg.precision is None else type(cfg.precision).__name__,
+        collectives=collectives,
+        engine_steps=row.engine_steps,
+        shards_params=any(map(_divided, resolved.layout)),
+        shows_gradients=row.shows_gradients,
+        averages_known_params=row.averages_known_params,
+        follows_new_params=row.follows_new_params,
+        follows_unfrozen=row.follows_unfrozen,
+        steps_frozen=row.steps_frozen,
+        master_weights_in_place=_masters_in_place(resolved),
+    )
+
+
+def _divided(layout: ParamLayout) -> bool:
+    flat = layout.flat is not None and layout.flat.shards > 1
+    return flat or any(placement not in ("replicate", "off-mesh") for placement in layout.placements)
+
+
+def _masters_in_place(resolved: Resolved) -> bool:
+    precision = resolved.cfg.precision
+    asked = isinstance(precision, Mixed) and precision.master_weights
+    return asked and resolved.trains and not resolved.engine_traits.copies_masters
+
+
+def _master_weights(resolved: Resolved) -> str:
+    """Where the float32 values are that small updates are added to, or why there are none."""
+    precision, dtypes = resolved.cfg.precision, resolved.compute_dtypes
+    if not resolved.trains:
+        return "none: nothing is trained"
+    if isinstance(precision, FP8) and isinstance(precision.backend, MSAMP):
+        return "none: MS-AMP keeps scaled float16 weights"
+    keeps = isinstance(precision, Mixed) and precision.master_weights
+    if resolved.engine_traits.copies_masters and dtypes is not None:
+        if keeps:
+            return f"DeepSpeed's float32 copies, made from the {dtypes.param} parameters"
+        return f"none: everything is stepped in {dtypes.param}"
+    if keeps:
+        return "the parameters themselves, stored in float32"
+    low = resolved.low_precision_params
+    if low and not resolved.engine_traits.copies_masters:
+        return f"none: {len(low)} trainable parameters are stepped in {low[0].dtype}"
+    return "the parameters themselves, as they are stored"

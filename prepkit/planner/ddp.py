@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, assert_never
 
-from prepkit.config import DDP, CommHook, CompressHook, NoHook, PowerSGDHook
+from prepkit.config import DDP, CommHook, CompressHook, PowerSGDHook
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
-from prepkit.planner.entry_points import entry_points
 from prepkit.planner.loaders import prepare_loaders
-from prepkit.planner.pieces import Piece
+from prepkit.planner.pieces import Piece, entry_points
 from prepkit.resolve.modules import unsynchronized_batch_norms
 from prepkit.resolve.resolved import Resolved
 from prepkit.steps import ConvertSyncBatchNorm, DDPCommHook, LocalDevice, PowerSGDOptions, WrapDDP
@@ -80,7 +79,7 @@ _WRAPPERS: dict[str, Literal["fp16_compress_wrapper", "bf16_compress_wrapper"] |
 def communication(hook: CommHook) -> DDPCommHook | None:
     """Torch's names for what is asked for (H-30)."""
     match hook:
-        case NoHook():
+        case None:
             return None
         case CompressHook(dtype=dtype):
             return DDPCommHook(hook=_COMPRESS[dtype])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from prepkit.config import FP8, MSAMP, DeepSpeed
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
-from prepkit.planner.entry_points import entry_points
 from prepkit.planner.loaders import prepare_loaders
-from prepkit.planner.pieces import Piece
+from prepkit.planner.pieces import Piece, entry_points
 from prepkit.resolve.deepspeed.working import WorkingConfig
+from prepkit.resolve.engines import engine_of
 from prepkit.resolve.fp8 import kept_wide
 from prepkit.resolve.resolved import Resolved
 from prepkit.steps import (
@@ -59,8 +59,7 @@ def cast(resolved: Resolved) -> Piece:
 
 def leaves(resolved: Resolved, config: WorkingConfig) -> Piece:
     """Modules that ZeRO-3 gathers whole."""
-    assert isinstance(resolved.cfg.engine, DeepSpeed), "the planner table gives this planner DeepSpeed configs only"
-    model, names = resolved.facts.model, resolved.cfg.engine.leaf_modules
+    model, names = resolved.facts.model, engine_of(resolved.cfg, DeepSpeed).leaf_modules
     paths = tuple(module.path for module in model.modules if model.classes[module.cls].name in names)
     if config.stage != 3 or not paths:
         return ()

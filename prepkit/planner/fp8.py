@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from prepkit.config import DDP, FP8, MSAMP, DelayedScaling, MXFP8BlockScaling, TorchAO, TransformerEngine
+from prepkit.config import FP8, MSAMP, DelayedScaling, MXFP8BlockScaling, TorchAO, TransformerEngine
 from prepkit.plan import Planned, because
 from prepkit.resolve.fp8 import all_gather, has_engine_layers, kept_wide, norms
 from prepkit.resolve.resolved import Resolved
@@ -85,7 +85,7 @@ def initialize(resolved: Resolved) -> Piece:
         opt_level=cfg.precision.backend.opt_level,
         linears=resolved.fp8_linears,
         kept=kept_wide(resolved.facts.model),
-        reduced=isinstance(cfg.engine, DDP),
+        reduced=resolved.engine_traits.averages,
     )
     return because(step, "replaces the Linears and the optimizer together", "X-5", "K-H7", "PR-17")
 

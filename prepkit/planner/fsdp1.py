@@ -5,9 +5,9 @@ from __future__ import annotations
 from prepkit.config import FSDP1
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
-from prepkit.planner.entry_points import entry_points
 from prepkit.planner.loaders import prepare_loaders
-from prepkit.planner.pieces import Piece
+from prepkit.planner.pieces import Piece, entry_points
+from prepkit.resolve.engines import engine_of
 from prepkit.resolve.resolved import Resolved
 from prepkit.resolve.units import full_precision_units, ignored_modules
 from prepkit.steps import BuildMesh, FlatUnit, LocalDevice, WrapFSDP1
@@ -51,8 +51,7 @@ def mesh(resolved: Resolved) -> Piece:
 
 def wrap(resolved: Resolved) -> Piece:
     """One wrapper per selected module and per batch norm, leaves first; the root takes what is left."""
-    engine, facts = resolved.cfg.engine, resolved.facts
-    assert isinstance(engine, FSDP1), "the planner table gives this planner FSDP1 configs only"
+    engine, facts = engine_of(resolved.cfg, FSDP1), resolved.facts
     dtypes = resolved.compute_dtypes
     norms = full_precision_units(resolved.cfg, facts.model)
     inner = tuple(FlatUnit(path=path, full_precision=path in norms) for path in resolved.units)
@@ -65,7 +64,7 @@ def wrap(resolved: Resolved) -> Piece:
         reduce_dtype=dtypes.reduce if dtypes else None,
         buffer_dtype=engine.buffer_dtype if dtypes else None,
         offload=engine.offload,
-        backward_prefetch=engine.backward_prefetch,
+        backward_prefetch=None if engine.backward_prefetch == "NO_PREFETCH" else engine.backward_prefetch,
         forward_prefetch=engine.forward_prefetch,
         limit_all_gathers=engine.limit_all_gathers,
         use_orig_params=engine.use_orig_params,

@@ -6,10 +6,10 @@ from prepkit.config import FSDP2, OffloadToCPU
 from prepkit.facts import ModelFacts
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
-from prepkit.planner.entry_points import entry_points
 from prepkit.planner.loaders import prepare_loaders
-from prepkit.planner.pieces import Piece
+from prepkit.planner.pieces import Piece, entry_points
 from prepkit.planner.tensor_parallel import parallelize
+from prepkit.resolve.engines import engine_of
 from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.resolved import Resolved
 from prepkit.resolve.units import full_precision_units
@@ -60,8 +60,7 @@ def mesh(resolved: Resolved) -> Piece:
 
 def shard_units(resolved: Resolved) -> Piece:
     """One unit per selected module, leaves first; the root takes what is left. Units that stand are kept."""
-    engine, model = resolved.cfg.engine, resolved.facts.model
-    assert isinstance(engine, FSDP2), "the planner table gives this planner FSDP2 configs only"
+    engine, model = engine_of(resolved.cfg, FSDP2), resolved.facts.model
     dtypes = resolved.compute_dtypes
     param: str | None = dtypes.param if dtypes else None
     reduce: str | None = dtypes.reduce if dtypes else None

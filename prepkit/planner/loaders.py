@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepkit.config import DeepSpeed, KeepLoaders, ShardLoaders
+from prepkit.config import KeepLoaders, ShardLoaders
 from prepkit.facts import LoaderFacts
 from prepkit.findings.text import count
 from prepkit.plan import because
@@ -27,7 +27,7 @@ def prepare_loaders(resolved: Resolved) -> Piece:
 def _readers(resolved: Resolved) -> tuple[tuple[str, ...] | None, int]:
     """Axes of the mesh over which data is divided, and how many neighbours read the same where there is no mesh."""
     axes = resolved.data_axes
-    if isinstance(resolved.cfg.engine, DeepSpeed):  # lays out its ranks by itself, in no mesh of torch
+    if resolved.engine_traits.own_layout:
         return None, resolved.facts.env.world_size // resolved.data_parallel_size
     return axes, 1
 

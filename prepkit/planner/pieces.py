@@ -10,8 +10,6 @@ from prepkit.config import (
     CheckpointBlocks,
     CompileBlocks,
     CompileModel,
-    NoCheckpointing,
-    NoCompile,
 )
 from prepkit.config.optimizer import Group, OptimizerSpec, options
 from prepkit.config.precision import PRECISIONS
@@ -19,6 +17,8 @@ from prepkit.facts import OptimizerFacts
 from prepkit.plan import Planned, because
 from prepkit.planner import fp8
 from prepkit.resolve.created_optimizers import CreatedOptimizer
+from prepkit.resolve.engines import engine_of
+from prepkit.resolve.entry_points import through
 from prepkit.resolve.resolved import Resolved
 from prepkit.steps import (
     Agree,
@@ -34,6 +34,7 @@ from prepkit.steps import (
     OptimizerGroup,
     OptimizerOption,
     RebindOptimizer,
+    RegisterEntryPoints,
     RegroupOptimizer,
     ReleaseOptimizer,
     StartProcessGroup,
@@ -69,7 +70,7 @@ def backend(resolved: Resolved) -> tuple[str, str]:
         return cfg.backend, "asked for in config.backend"
     if resolved.offloads and kind != "cpu":
         what = "offloaded gradients are clipped and reduced on the CPU as well"
-        if isinstance(cfg.engine, FSDP1):
+        if resolved.engine_traits.flattens:
             what = "offloaded shards are saved, and gathered whole, on the CPU as well"
         return f"cpu:gloo,{kind}:{COLLECTIVES[kind]}", what
     return COLLECTIVES[kind], f"the backend for {kind}"
@@ -132,7 +133,7 @@ def loss_inside(resolved: Resolved) -> str:
 def checkpoint(resolved: Resolved) -> Piece:
     """Activation checkpointing of the chosen blocks."""
     match resolved.cfg.checkpointing:
-        case NoCheckpointing():
+        case None:
             return ()
         case CheckpointBlocks() as how:
             return _checkpoint(how, resolved.checkpointed)
@@ -158,7 +159,7 @@ def compile_blocks(resolved: Resolved) -> Piece:
     """Regional compilation: one compiled block serves all of its kind."""
     cfg = resolved.cfg
     match cfg.compile:
-        case NoCompile() | CompileModel():
+        case None | CompileModel():
             return ()
         case CompileBlocks(blocks=blocks):
             paths = resolved.selected[blocks]
@@ -213,8 +214,7 @@ def rebind_optimizer(resolved: Resolved) -> Piece:
 
 def rebind_flat(resolved: Resolved) -> Piece:
     """After FSDP1: by name where the parameters are still there, else by the flat parameter that holds them."""
-    engine, facts = resolved.cfg.engine, resolved.facts
-    assert isinstance(engine, FSDP1), "only FSDP1 flattens"
+    engine, facts = engine_of(resolved.cfg, FSDP1), resolved.facts
     if facts.optimizer is None or engine.use_orig_params:
         return rebind_optimizer(resolved)
     step = RegroupOptimizer(slots=_slots(facts.optimizer))
@@ -268,3 +268,27 @@ def grad_scaler(resolved: Resolved, *, sharded: bool = False) -> Piece:
         growth_interval=how.growth_interval,
     )
     return because(step, "small gradients would be 0 in float16", "ST-23", "pain 29")
+
+
+# --- entry points ----------------------------------------------------------------------------------------------------
+
+
+_REASONS = {
+    "units": "each call gathers the root's parameters, as forward does",
+    "wrapper": "each call runs inside the wrapper's forward, which averages or gathers",
+    "forward": "each call runs in the precision of forward",
+}
+
+
+def entry_points(resolved: Resolved) -> Piece:
+    """None where no method is named or well-known, or each works as it stands."""
+    names, way = resolved.entry_points, through(resolved.cfg)
+    if not names or way is None:
+        return ()
+    step = RegisterEntryPoints(names=names, through=way, in_step=_gathers_in_step(resolved))
+    return because(step, _REASONS[way], "torch register_fsdp_forward_method")
+
+
+def _gathers_in_step(resolved: Resolved) -> bool:
+    """Whether ranks gather parameters together in every forward, so that all have to call it equally often."""
+    return resolved.engine_traits.has_units or resolved.zero_stage == 3

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from prepkit.planner import fp8, pieces, weights
-from prepkit.planner.entry_points import entry_points
 from prepkit.planner.loaders import prepare_loaders
-from prepkit.planner.pieces import Piece
+from prepkit.planner.pieces import Piece, entry_points
 from prepkit.resolve.resolved import Resolved
 
 

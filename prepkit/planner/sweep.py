@@ -15,7 +15,6 @@ from prepkit.config import (
     Config,
     DeepSpeed,
     Engine,
-    KeepOnDevice,
     Mesh,
     OffloadToCPU,
     Single,
@@ -28,12 +27,12 @@ from prepkit.predict import predict_inputs
 from prepkit.predict.inputs import Inputs, inputs_of
 from prepkit.predict.prediction import Prediction
 from prepkit.resolve.deepspeed.batch import MICRO, WHOLE
-from prepkit.resolve.deepspeed.data import said
-from prepkit.resolve.deepspeed.edit import offloaded, offloads, restaged
+from prepkit.resolve.deepspeed.data import offloaded, offloads, restaged, said
+from prepkit.resolve.engines import ENGINES as ROWS
 from prepkit.resolve.mesh import axes
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules import check, fsdp1_mesh, mesh, reshard, split
-from prepkit.rules.fsdp1_mesh import strategy
+from prepkit.rules import check, mesh, split
+from prepkit.rules.mesh import strategy
 from prepkit.steps import Axis
 
 ENGINES: dict[str, Engine] = {
@@ -77,15 +76,17 @@ class Row:
     """Bytes that it holds at most, activations aside."""
     host: int
     sent: int
-    """Bytes that a rank sends per step."""
+    """Bytes that a rank sends per step, as far as they are predicted."""
     copied: int
     empty_ranks: int
+    sent_in_full: bool = True
+    """``sent`` is all of it. False where layers are cut: what they send follows the inputs, and is not predicted."""
     accumulation: int = 1
     """Micro-batches per optimizer step: as asked, or what the global batch gives at this size."""
 
 
 @frozen(kw_only=True)
-class Refused:
+class Unplanned:
     """An engine that has no plan for this model, and why."""
 
     engine: str
@@ -97,8 +98,10 @@ class Refused:
 
 def sweep(
     cfg: Config, facts: Facts, worlds: tuple[int, ...], engines: tuple[str, ...]
-) -> tuple[tuple[Row, ...], tuple[Refused, ...]]:
+) -> tuple[tuple[Row, ...], tuple[Unplanned, ...]]:
     """Every mesh of every world size for every engine, sorted: what fits first, then by traffic, then by memory.
+
+    A row whose traffic is predicted in part comes after those that are alike and predicted in full.
 
     ``facts.env`` says everything about the cluster but its size. The rules are asked once per engine and world size,
     those about the mesh for each mesh; predictions are those of ``predict``.
@@ -111,7 +114,7 @@ def sweep(
     single - 2 processes run, and Single() would train a copy in each ...
     """
     rows: list[Row] = []
-    refused: list[Refused] = []
+    refused: list[Unplanned] = []
     for name in engines:
         engine = _engine(cfg, facts, name)
         if isinstance(engine, FSDP1):
@@ -128,15 +131,16 @@ def sweep(
                     continue
                 # What a job takes from the model is the same at every size, as long as layers are cut alike.
                 steps = Resolved(cfg=candidate, facts=world_facts).accumulation
-                key = (world if isinstance(engine, TensorParallel) else tensor, steps)
+                key = (world if ROWS[type(engine)].cuts_all_ranks else tensor, steps)
                 inputs[key] = (inputs.get(key) or inputs_of(planner.plan(candidate, world_facts).unwrap())).over(world)
                 for mesh_axes, prediction in _laid(candidate, world_facts, inputs[key]):
                     reasons += [(why, "") for why in prediction.not_predicted[:1] if not prediction.classes]
                     if prediction.classes:
                         rows.append(_row(name, prediction, mesh_axes, facts.env.memory, steps))
-            refused += [Refused(engine=name, world_size=world, why=why, fix=fix) for why, fix in reasons[:1]]
+            refused += [Unplanned(engine=name, world_size=world, why=why, fix=fix) for why, fix in reasons[:1]]
     order = {"fits": 0, "": 0, "may not fit": 1, "does not fit": 2}
-    return tuple(sorted(rows, key=lambda row: (order[row.verdict], row.sent, row.ceiling))), tuple(refused)
+    ranked = sorted(rows, key=lambda row: (order[row.verdict], not row.sent_in_full, row.sent, row.ceiling))
+    return tuple(ranked), tuple(refused)
 
 
 def _parts(name: str, env: Env) -> tuple[int, ...]:
@@ -154,7 +158,7 @@ def _engine(cfg: Config, facts: Facts, name: str) -> Engine:
         return _zero(engine, cfg.engine if isinstance(cfg.engine, DeepSpeed) else DeepSpeed(), facts)
     match cfg.engine, engine:
         case FSDP2() as own, FSDP2() as named:
-            keeps = isinstance(own.offload, KeepOnDevice)
+            keeps = own.offload is None
             return evolve(own, offload=named.offload if keeps or name in ("fsdp2", TENSOR) else own.offload)
         case own, named:
             return own if type(own) is type(named) else named
@@ -194,7 +198,7 @@ def _laid(cfg: Config, facts: Facts, inputs: Inputs) -> Iterator[tuple[tuple[Axi
     """Every mesh that the rules allow, and what ranks hold and send there."""
     for candidate in layouts(cfg, facts.env.world_size):
         mesh_axes = axes(candidate, facts.env)
-        if mesh_axes is None or errors(check(candidate, facts, (*mesh.RULES, *reshard.RULES, *fsdp1_mesh.RULES))):
+        if mesh_axes is None or errors(check(candidate, facts, mesh.RULES)):
             continue
         yield mesh_axes, predict_inputs(type(cfg.engine), evolve(inputs, mesh=mesh_axes))
 
@@ -219,13 +223,14 @@ def _row(name: str, prediction: Prediction, mesh_axes: tuple[Axis, ...], memory:
         ceiling=ceiling,
         host=max(ranks.total("host") for ranks in prediction.classes),
         sent=prediction.sent,
+        sent_in_full=sizes.get("tensor", 1) == 1,
         copied=prediction.copied,
         empty_ranks=prediction.empty_ranks,
         accumulation=steps,
     )
 
 
-def sweep_text(rows: tuple[Row, ...], refused: tuple[Refused, ...], limit: int = 40) -> str:
+def sweep_text(rows: tuple[Row, ...], refused: tuple[Unplanned, ...], limit: int = 40) -> str:
     """The table, its first ``limit`` rows, and what was refused."""
     accumulates = any(row.accumulation > 1 for row in rows)
     head = (
@@ -250,7 +255,7 @@ def sweep_text(rows: tuple[Row, ...], refused: tuple[Refused, ...], limit: int =
             in_bytes(row.floor),
             in_bytes(row.ceiling),
             in_bytes(row.host) if row.host else "",
-            in_bytes(row.sent),
+            in_bytes(row.sent) if row.sent_in_full else f"{in_bytes(row.sent)} and more",
             in_bytes(row.copied) if row.copied else "",
             f"{count(row.empty_ranks, 'empty rank')}" if row.empty_ranks else "",
             *((f"{row.accumulation:,}",) if accumulates else ()),
@@ -264,9 +269,11 @@ def sweep_text(rows: tuple[Row, ...], refused: tuple[Refused, ...], limit: int =
         entries = [entry for entry in refused if entry.engine == name]
         lines.append(f"{name} over {', '.join(f'{entry.world_size:,}' for entry in entries)} ranks: {entries[0].why}")
         lines += [f"  fix: {entries[0].fix}"] if entries[0].fix else []
+    if not all(row.sent_in_full for row in rows[:limit]):
+        lines.append("and more: what cut layers send is not predicted, and such rows come after those in full")
     return "\n".join((*lines, "bytes are of the fullest rank; activations are not counted"))
 
 
-def sweep_data(rows: tuple[Row, ...], refused: tuple[Refused, ...]) -> dict[str, Any]:
+def sweep_data(rows: tuple[Row, ...], refused: tuple[Unplanned, ...]) -> dict[str, Any]:
     """All rows and refusals as JSON data, for scripts."""
     return {"rows": [asdict(row) for row in rows], "refused": [asdict(entry) for entry in refused]}

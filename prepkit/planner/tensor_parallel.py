@@ -5,9 +5,8 @@ from __future__ import annotations
 from prepkit.config import TPPlanFromModel
 from prepkit.plan import because
 from prepkit.planner import pieces, weights
-from prepkit.planner.entry_points import entry_points
 from prepkit.planner.loaders import prepare_loaders
-from prepkit.planner.pieces import Piece
+from prepkit.planner.pieces import Piece, entry_points
 from prepkit.resolve.resolved import Resolved
 from prepkit.steps import Axis, BuildMesh, ParallelizeModules
 

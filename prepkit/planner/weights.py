@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from posixpath import join
 
-from prepkit.config import FSDP1, DeepSpeed, InitWeights, KeepWeights, SendWeights, WrapBlocks
+from prepkit.config import BroadcastWeights, InitWeights, WrapBlocks
 from prepkit.facts import BufferFact, ParamFact
 from prepkit.facts.checkpoint import CheckpointFacts
 from prepkit.plan import because
@@ -31,7 +31,7 @@ from prepkit.steps import (
 
 def gives_values(resolved: Resolved) -> bool:
     """Whether the plan gives the model its values, so that it may be on meta."""
-    return not isinstance(resolved.cfg.weights, KeepWeights)
+    return resolved.cfg.weights is not None
 
 
 def check_files(resolved: Resolved) -> Piece:
@@ -44,7 +44,7 @@ def check_files(resolved: Resolved) -> Piece:
 
 def stash(resolved: Resolved) -> Piece:
     """Rank 0's values are kept out of the model that is sharded, so that it is on meta on every rank."""
-    if not isinstance(resolved.cfg.weights, SendWeights):
+    if not isinstance(resolved.cfg.weights, BroadcastWeights):
         return ()
     model = resolved.facts.model
     step = StashTensors(params=tuple(p.name for p in model.params), buffers=tuple(b.name for b in model.buffers))
@@ -68,7 +68,7 @@ def fill(resolved: Resolved) -> Piece:
         what = "each rank holds its shards, and never the whole model"
     step = AllocateTensors(device=device, buffers=computes if computes != device else None)
     # Unit by unit, or parameter by parameter: FSDP1 flattens, and ZeRO-3 divides, what has storage.
-    allocates_itself = isinstance(resolved.cfg.engine, FSDP1) or _partitioned(resolved)
+    allocates_itself = resolved.engine_traits.flattens or resolved.zero_stage == 3
     return (
         (() if allocates_itself else because(step, what, "M2-8", "M2-14", "pain 17"))
         + _initialize(resolved)  # before reading: what a checkpoint holds has the last word
@@ -84,7 +84,7 @@ def _initialize(resolved: Resolved) -> Piece:
         return ()
     seed = cfg.weights.seed if isinstance(cfg.weights, InitWeights) else 0
     # ZeRO-3 has no units; its parameters are whole by blocks, or every rank would hold the whole model.
-    units = select(WrapBlocks(), resolved.facts.model) if _partitioned(resolved) else resolved.units
+    units = select(WrapBlocks(), resolved.facts.model) if resolved.zero_stage == 3 else resolved.units
     step = InitializeTensors(params=params, buffers=buffers, units=(*units, ""), seed=seed)
     reason = "one seed for each module's path: the same values on every rank, for every world size"
     if not params:
@@ -118,7 +118,7 @@ def _read(resolved: Resolved) -> Piece:
 
 
 def _send(resolved: Resolved) -> Piece:
-    if not isinstance(resolved.cfg.weights, SendWeights):
+    if not isinstance(resolved.cfg.weights, BroadcastWeights):
         return ()
     facts: list[ParamFact | BufferFact] = [*resolved.facts.model.params, *resolved.facts.model.buffers]
     placements = resolved.placements
@@ -136,11 +136,6 @@ def _send(resolved: Resolved) -> Piece:
     step = SendTensors(tensors=tensors, axes=resolved.planned_mesh)
     reason = "each part leaves rank 0 once, its first keeper hands it on to others, and none holds more but one piece"
     return because(step, reason, "M2-13", "M2-14", "H-18", "H-19", "G-11", "pain 17")
-
-
-def _partitioned(resolved: Resolved) -> bool:
-    """Whether ZeRO-3 divides every parameter over the ranks."""
-    return isinstance(resolved.cfg.engine, DeepSpeed) and resolved.deepspeed.stage == 3
 
 
 def _place(resolved: Resolved, name: str, shape: tuple[int, ...]) -> FlatPlace | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from prepkit.config import XLA
 from prepkit.plan import because
 from prepkit.planner import pieces
-from prepkit.planner.entry_points import entry_points
-from prepkit.planner.pieces import Piece
+from prepkit.planner.pieces import Piece, entry_points
+from prepkit.resolve.engines import engine_of
 from prepkit.resolve.resolved import Resolved
 from prepkit.steps import MoveToXLA, ReduceXLAGradients
 
@@ -29,10 +29,9 @@ def plan_xla(resolved: Resolved) -> Piece:
 
 def move(resolved: Resolved) -> Piece:
     """The model to the device of this process."""
-    cfg = resolved.cfg
-    assert isinstance(cfg.engine, XLA), "the planner table gives this planner XLA configs only"
-    how = "through torch_xla's wrapper for forked processes" if cfg.engine.forked else "each process by itself"
-    return because(MoveToXLA(forked=cfg.engine.forked), f"the model computes on XLA; {how}", "XL-1", "XL-2", "PR-6")
+    engine = engine_of(resolved.cfg, XLA)
+    how = "through torch_xla's wrapper for forked processes" if engine.forked else "each process by itself"
+    return because(MoveToXLA(forked=engine.forked), f"the model computes on XLA; {how}", "XL-1", "XL-2", "PR-6")
 
 
 def reduce(resolved: Resolved) -> Piece:

@@ -1,11 +1,13 @@
-"""What every rank of a plan will hold and send, before anything runs: arithmetic on the plan, no torch.
+"""Bytes that every rank of a plan will hold and send, before anything runs: arithmetic on the plan, no torch.
 
-The formulas follow the libraries' internals; ``versions`` says with which releases they were compared.
+The formulas follow the libraries' internals; ``CHECKED`` has the releases that they were compared with.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import TypeVar
 
 from attrs import evolve
 
@@ -13,16 +15,15 @@ from prepkit.config import DDP, FSDP1, FSDP2, DeepSpeed, Single, TensorParallel
 from prepkit.plan import Plan
 from prepkit.predict import notes
 from prepkit.predict.ddp import predict_ddp
+from prepkit.predict.deepspeed.prediction import predict_zero
 from prepkit.predict.fsdp1 import FlatSizes, predict_fsdp1
 from prepkit.predict.fsdp2 import ShardSizes, predict_fsdp2
 from prepkit.predict.inputs import Inputs, inputs_of
 from prepkit.predict.not_predicted import hidden
-from prepkit.predict.prediction import Label, Lifetime, Prediction, Term
-from prepkit.predict.single import predict_single
+from prepkit.predict.prediction import Label, Lifetime, Prediction, Term, Traffic
+from prepkit.predict.replicated import predict_single
 from prepkit.predict.tensor_parallel import predict_tensor
 from prepkit.predict.transient import UnitSizes
-from prepkit.predict.versions import bounded, judged
-from prepkit.predict.zero import predict_zero
 
 PREDICTORS: dict[type, Callable[[Inputs], Prediction]] = {
     Single: predict_single,
@@ -70,3 +71,57 @@ def unit_sizes(inputs: Inputs) -> tuple[UnitSizes, ...]:
     if inputs.engine == FSDP1.__name__:
         return tuple(FlatSizes(content, inputs) for content in inputs.contents)
     return tuple(ShardSizes(content, inputs, inputs.axis("shard")) for content in inputs.contents)
+
+
+# --- versions --------------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T", Term, Traffic)
+
+CHECKED: dict[str, dict[str, tuple[str, ...]]] = {
+    "Single": {"torch": ("2.13",)},
+    "DDP": {"torch": ("2.13",)},
+    "FSDP2": {"torch": ("2.13",)},
+    "TensorParallel": {"torch": ("2.13",)},
+    "FSDP1": {"torch": ("2.13",)},
+    "DeepSpeed": {"torch": ("2.13",), "deepspeed": ("0.19",)},
+}
+"""Engine to library to the releases (first two numbers) with which ``tests/predict`` found a difference of 0 bytes."""
+
+
+def judged(prediction: Prediction, versions: dict[str, str]) -> Prediction:
+    """The prediction as it is for checked libraries; with another one, with every exact number called bounded.
+
+    An empty version, one that is not known, is taken for the newest checked one, and a note says so.
+    """
+    for library, checked in CHECKED.get(prediction.engine, {}).items():
+        prediction = _judged(prediction, library, versions[library], checked)
+    return prediction
+
+
+def _judged(prediction: Prediction, library: str, version: str, checked: tuple[str, ...]) -> Prediction:
+    newest = checked[-1]
+    if not version:
+        note = f"{library} version not known: the formulas are those of {library} {newest}."
+        return evolve(prediction, notes=(*prediction.notes, note))
+    release = re.match(r"\d+\.\d+", version)
+    if release and release.group() in checked:
+        return prediction
+    note = (
+        f"{library} {version} was not compared with these formulas, {library} {newest} was: "
+        "what would be exact is called bounded."
+    )
+    return evolve(bounded(prediction), notes=(*prediction.notes, note))
+
+
+def bounded(prediction: Prediction) -> Prediction:
+    """The prediction with ``Label.BOUNDED`` in the place of every ``Label.EXACT``; no number changes."""
+    return evolve(
+        prediction,
+        classes=tuple(evolve(ranks, terms=tuple(map(_doubted, ranks.terms))) for ranks in prediction.classes),
+        traffic=tuple(map(_doubted, prediction.traffic)),
+    )
+
+
+def _doubted(value: T) -> T:
+    return evolve(value, label=Label.BOUNDED) if value.label is Label.EXACT else value

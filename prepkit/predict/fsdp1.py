@@ -13,7 +13,7 @@ from functools import cached_property
 
 from attrs import define
 
-from prepkit.plan.flat_layout import round_up
+from prepkit.plan.layout import round_up
 from prepkit.predict import notes, replicated
 from prepkit.predict.inputs import Inputs
 from prepkit.predict.optimizers import GroupFormula, StateBytes, state_formula

@@ -16,8 +16,14 @@ from prepkit.config import Intent
 from prepkit.plan import Plan
 from prepkit.plan.dtypes import itemsize
 from prepkit.plan.layout import ParamLayout
-from prepkit.predict.inputs_units import (
+from prepkit.predict.deepspeed.inputs import Zero, optimizer_of, zero_of
+from prepkit.predict.not_predicted import left_out, narrower
+from prepkit.predict.optimizers import OptimizerInputs
+from prepkit.predict.unit_contents import (
+    ParamKind,
     ShardingStep,
+    UnitContent,
+    UnitInstance,
     above,
     below,
     created_groups,
@@ -26,10 +32,6 @@ from prepkit.predict.inputs_units import (
     units_of,
     whole_of,
 )
-from prepkit.predict.not_predicted import left_out, narrower
-from prepkit.predict.optimizers import OptimizerInputs
-from prepkit.predict.unit_contents import ParamKind, UnitContent, UnitInstance
-from prepkit.predict.zero_inputs import Zero, optimizer_of, zero_of
 from prepkit.steps import (
     AutocastForward,
     Axis,

@@ -2,103 +2,34 @@
 
 from __future__ import annotations
 
+from prepkit import steps
 from prepkit.plan import Plan
 from prepkit.resolve.modules import PACKED
-from prepkit.steps import (
-    Agree,
-    AllocateTensors,
-    AutocastForward,
-    AutocastFP8Forward,
-    AverageGradients,
-    BuildMesh,
-    CastForward,
-    CheckFiles,
-    CheckpointModules,
-    CompileModules,
-    ConvertFP8Linears,
-    ConvertOptimizer,
-    ConvertSyncBatchNorm,
-    ConvertTransformerEngine,
-    CreateGradScaler,
-    CreateOptimizer,
-    InitializeDeepSpeed,
-    InitializeMSAMP,
-    InitializeTensors,
-    MakeContiguous,
-    MarkLeafModules,
-    MoveModel,
-    MoveToXLA,
-    ParallelizeModules,
-    PartitionParameters,
-    PrecomputeFloat8Scales,
-    ReadTensors,
-    RebindOptimizer,
-    ReduceXLAGradients,
-    RegisterEntryPoints,
-    RegroupOptimizer,
-    ReleaseOptimizer,
-    SendTensors,
-    ShardLoader,
-    ShardUnits,
-    StartProcessGroup,
-    StashTensors,
-    Step,
-    UpcastParameters,
-    WrapDDP,
-    WrapFSDP1,
-    WrapLoader,
-)
+from prepkit.steps import Step
 
 _TRANSFORMER_ENGINE = "TransformerEngine's float8 copies of weights and its histories of scales"
 
 LEFT_OUT: dict[type, str] = {
-    ConvertSyncBatchNorm: "what SyncBatchNorm sends: it follows the model's inputs",
-    ConvertTransformerEngine: _TRANSFORMER_ENGINE,
-    AutocastFP8Forward: _TRANSFORMER_ENGINE,
-    ConvertFP8Linears: "float8 copies of weights and activations, made and freed within one layer",
-    PrecomputeFloat8Scales: "the reduction of float8 scales, four bytes a weight",
-    ParallelizeModules: "what cut layers send within forward and backward: it follows the model's inputs",
+    steps.ConvertSyncBatchNorm: "what SyncBatchNorm sends: it follows the model's inputs",
+    steps.ConvertTransformerEngine: _TRANSFORMER_ENGINE,
+    steps.AutocastFP8Forward: _TRANSFORMER_ENGINE,
+    steps.ConvertFP8Linears: "float8 copies of weights and activations, made and freed within one layer",
+    steps.PrecomputeFloat8Scales: "the reduction of float8 scales, four bytes a weight",
+    steps.ParallelizeModules: "what cut layers send within forward and backward: it follows the model's inputs",
 }
 """Step kind to the bytes that it brings and no formula counts."""
 
 COUNTED = frozenset(
-    {
-        Agree,
-        AllocateTensors,
-        AutocastForward,
-        AverageGradients,
-        BuildMesh,
-        CastForward,
-        CheckFiles,
-        CheckpointModules,
-        CompileModules,
-        ConvertOptimizer,
-        CreateGradScaler,
-        CreateOptimizer,
-        InitializeDeepSpeed,
-        InitializeMSAMP,
-        InitializeTensors,
-        MakeContiguous,
-        MarkLeafModules,
-        MoveModel,
-        MoveToXLA,
-        PartitionParameters,
-        ReadTensors,
-        RebindOptimizer,
-        RegisterEntryPoints,
-        ReduceXLAGradients,
-        RegroupOptimizer,
-        ReleaseOptimizer,
-        SendTensors,
-        ShardLoader,
-        ShardUnits,
-        StartProcessGroup,
-        StashTensors,
-        UpcastParameters,
-        WrapDDP,
-        WrapFSDP1,
-        WrapLoader,
-    }
+    (
+        *(steps.StartProcessGroup, steps.BuildMesh, steps.Agree, steps.CheckFiles, steps.MoveModel, steps.MoveToXLA),
+        *(steps.AllocateTensors, steps.InitializeTensors, steps.ReadTensors, steps.SendTensors, steps.StashTensors),
+        *(steps.AutocastForward, steps.CastForward, steps.UpcastParameters, steps.MakeContiguous),
+        *(steps.CheckpointModules, steps.CompileModules, steps.RegisterEntryPoints, steps.MarkLeafModules),
+        *(steps.WrapDDP, steps.WrapFSDP1, steps.ShardUnits, steps.PartitionParameters, steps.AverageGradients),
+        *(steps.InitializeDeepSpeed, steps.InitializeMSAMP, steps.ReduceXLAGradients, steps.CreateGradScaler),
+        *(steps.CreateOptimizer, steps.ConvertOptimizer, steps.RebindOptimizer, steps.RegroupOptimizer),
+        *(steps.ReleaseOptimizer, steps.ShardLoader, steps.WrapLoader),
+    )
 )
 """Step kinds whose bytes are in the formulas, or that bring none within a step of training.
 
@@ -114,7 +45,9 @@ def hidden(plan: Plan) -> tuple[str, ...]:
 
 
 def _by_msamp(step: Step) -> bool:
-    return isinstance(step, InitializeMSAMP) or (isinstance(step, InitializeDeepSpeed) and step.library == "msamp")
+    return isinstance(step, steps.InitializeMSAMP) or (
+        isinstance(step, steps.InitializeDeepSpeed) and step.library == "msamp"
+    )
 
 
 def left_out(plan: Plan) -> tuple[str, ...]:
@@ -135,5 +68,5 @@ def left_out(plan: Plan) -> tuple[str, ...]:
 
 
 def narrower(plan: Plan) -> bool:
-    """Whether some weights are gathered in fewer bytes than is counted: in float8."""
-    return any(isinstance(planned.step, ConvertFP8Linears) and planned.step.all_gather for planned in plan.steps)
+    """True where some weights are gathered in float8, in fewer bytes than are counted."""
+    return any(isinstance(planned.step, steps.ConvertFP8Linears) and planned.step.all_gather for planned in plan.steps)

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from prepkit.predict import notes
 from prepkit.predict.inputs import Inputs
 from prepkit.predict.optimizers import StateBytes, state_formula, steps_on_device
-from prepkit.predict.prediction import Label, Lifetime, Place, RankClass, Term
+from prepkit.predict.prediction import Label, Lifetime, Place, Prediction, RankClass, Term
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+
+def predict_single(inputs: Inputs) -> Prediction:
+    """Bytes of the ``Single`` engine: parameters, gradients until the step, optimizer state, buffers; no traffic."""
+    grads = Term(
+        category="gradients",
+        bytes=inputs.total(trained=True),
+        what="of every trained parameter",
+        lifetime=Lifetime.STEP,
+    )
+    return Prediction(
+        engine=inputs.engine,
+        world_size=inputs.world_size,
+        classes=one_class(inputs, (*terms(inputs), *((grads,) if inputs.trains else ()))),
+        notes=notes.of_replicated(inputs),
+        not_predicted=not_predicted(inputs),
+    )
 
 
 def terms(inputs: Inputs) -> tuple[Term, ...]:

@@ -9,9 +9,8 @@ from typing import Protocol
 
 from prepkit.predict import replicated
 from prepkit.predict.inputs import Inputs
-from prepkit.predict.inputs_units import above
 from prepkit.predict.prediction import Label, Lifetime, Term
-from prepkit.predict.unit_contents import UnitInstance
+from prepkit.predict.unit_contents import UnitInstance, above
 
 
 class UnitSizes(Protocol):

@@ -1,26 +1,91 @@
-"""Whatever prepkit hands out, as the text that people read."""
+"""Values of prepkit as text for people."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from prepkit.codec.diff import Set, Splice
-from prepkit.findings import Finding
+from prepkit.findings import Finding, Severity
+from prepkit.findings.refusals import Refusal
+from prepkit.findings.text import aligned, count
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 from prepkit.render.changes import diff_text
-from prepkit.render.findings import findings_text
 from prepkit.render.plan import plan_text
+from prepkit.rules.rule import Moment, Rule
+
+# --- findings --------------------------------------------------------------------------------------------------------
 
 
-def text_of(value: Any) -> str:
+def findings_text(findings: tuple[Finding, ...]) -> str:
+    """List every finding, and their number at the end."""
+    if not findings:
+        return "no findings"
+    counted = Counter(finding.severity for finding in findings)
+    summary = ", ".join(count(counted[severity], severity.value) for severity in Severity if counted[severity])
+    return "\n".join((*map(str, findings), summary))
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+
+def rules_text(rules: tuple[Rule | Refusal, ...]) -> str:
+    """List rules, a line each: id, severity, and what holds where there is no finding."""
+    return "\n".join(aligned(tuple((rule.id, rule.severity.value, rule.summary) for rule in rules)))
+
+
+def rule_text(rule: Rule | Refusal, example: str = "") -> str:
+    """Describe one rule or refusal.
+
+    ``example`` is a finding of it, or a line that tells how to see one.
+    """
+    rows = (
+        ("holds", rule.summary),
+        ("fix", rule.fix),
+        *_rows(rule),
+        ("example", example.replace("\n", "\n" + " " * 12)),
+    )
+    return "\n".join((f"{rule.severity.value} {rule.id}", *aligned(tuple(row for row in rows if row[1]), indent=2)))
+
+
+def _rows(rule: Rule | Refusal) -> tuple[tuple[str, str], ...]:
+    return _refusal_rows(rule) if isinstance(rule, Refusal) else _rule_rows(rule)
+
+
+def _rule_rows(rule: Rule) -> tuple[tuple[str, str], ...]:
+    asked = "; ".join(moment.value for moment in rule.at)
+    override = f"yes: overrides = [{rule.id!r}]" if rule.overridable else "no: nothing can go on unless it holds"
+    repair = "yes: Rule.repair gives the mended config" if rule.repair else "no: config alone cannot give it"
+    return (
+        ("asked", asked if rule.at != (Moment.PLAN,) else ""),
+        ("needs", "; ".join(need.value for need in rule.needs)),
+        ("costs", rule.cost),
+        ("repair", repair if Moment.PLAN in rule.at else ""),
+        ("override", override),
+        ("source", ", ".join(rule.source)),
+    )
+
+
+def _refusal_rows(refusal: Refusal) -> tuple[tuple[str, str], ...]:
+    return (
+        ("override", "no: it is about a file, a call or a model, not about a config"),
+        ("met in", refusal.raised_by),
+    )
+
+
+# --- anything --------------------------------------------------------------------------------------------------------
+
+
+def text_of(value: Any, *, sources: bool = False) -> str:
     """A plan on its whole page, an attestation, the findings of ``pk.check``, or the changes of ``pk.diff``.
 
+    ``sources`` adds to each step of a plan the behaviour rows that it answers.
     Raises ``TypeError`` for anything else.
     """
     match value:
         case Plan():
-            return plan_text(value)
+            return plan_text(value, sources=sources)
         case Attestation():
             return str(value)
         case ():

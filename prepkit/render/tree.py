@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 
 from prepkit.findings.text import aligned, collapse, count, in_bytes
 from prepkit.plan import Plan
-from prepkit.plan.flat_layout import frees_after_forward
+from prepkit.plan.layout import frees_after_forward
 from prepkit.predict import unit_sizes
 from prepkit.predict.inputs import inputs_of
 from prepkit.steps import CheckpointModules, CompileModules, FlatUnit, ShardUnits, WrapFSDP1

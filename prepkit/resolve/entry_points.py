@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from prepkit.config import DDP, FSDP1, FSDP2, AsStored, Config, DeepSpeed, Intent
+from prepkit.config import DDP, FSDP1, FSDP2, Config, DeepSpeed, Intent
 from prepkit.facts import ModelFacts
 from prepkit.facts.model import WELL_KNOWN
 
@@ -30,4 +30,4 @@ def through(cfg: Config) -> Literal["units", "wrapper", "forward"] | None:
         case DDP() if cfg.intent is Intent.TRAINING:
             return "wrapper"
         case _:
-            return None if isinstance(cfg.precision, AsStored) else "forward"
+            return None if cfg.precision is None else "forward"

@@ -6,8 +6,9 @@ from typing import assert_never
 
 from attrs import frozen
 
-from prepkit.config import FP8, FSDP2, MSAMP, Config, TorchAO, TransformerEngine
+from prepkit.config import FP8, MSAMP, Config, TorchAO, TransformerEngine
 from prepkit.facts import ModelFacts, ModuleFact, ParamFact
+from prepkit.resolve.engines import traits
 from prepkit.resolve.modules import matcher
 
 MULTIPLE = 16
@@ -122,7 +123,7 @@ def all_gather(cfg: Config) -> bool:
     backend = cfg.precision.backend
     if backend.float8_all_gather is not None:
         return backend.float8_all_gather
-    return isinstance(cfg.engine, FSDP2) and backend.recipe == "tensorwise"
+    return traits(cfg).takes_sharded and backend.recipe == "tensorwise"
 
 
 def has_engine_layers(model: ModelFacts) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import get_args
 
-from prepkit.config import FP8, FSDP2, MSAMP, Config, DeepSpeed, TensorParallel
+from prepkit.config import FP8, MSAMP, Config
 from prepkit.facts import ModelFacts, ParamFact
-from prepkit.plan.flat_layout import FlatPart
-from prepkit.plan.layout import ParamLayout, Placement
+from prepkit.plan.layout import FlatPart, ParamLayout, Placement
+from prepkit.resolve.engines import traits
 from prepkit.resolve.modules import PACKED
 from prepkit.resolve.tensor_parallel import TPPlacement
 from prepkit.steps import Axis
@@ -31,12 +31,12 @@ def placements(
     ``tensor``: how parameters lie on the tensor axis. ``unsharded``: names of those that FSDP2 leaves as they are.
     torch ``_fsdp_param.py`` shards dim 0 over the shard axis. ZeRO-3 gives every rank an equal padded part of each.
     """
-    if isinstance(cfg.engine, DeepSpeed):
+    if traits(cfg).own_layout:
         words = tuple(_ZERO[axis.name] for axis in mesh)
         return dict.fromkeys((param.name for param in model.params), words if {"partition", "split"} & {*words} else ())
-    if isinstance(cfg.engine, TensorParallel):
+    if traits(cfg).cuts_all_ranks:
         return {param.name: _alone(param, tensor.get(param.name)) for param in model.params}
-    if not isinstance(cfg.engine, FSDP2):
+    if not traits(cfg).makes_dtensors:
         return dict.fromkeys((param.name for param in model.params), ())
     sharded: dict[TPPlacement | None, tuple[Placement, ...]] = {  # one value for all that lie alike
         word: _with_shards(mesh, word) for word in (None, *get_args(TPPlacement))
@@ -90,7 +90,7 @@ def layout(
     parameter, if it has one.
     """
     dtypes, classes = dict(stored), {p.name: "DTensor" if placed[p.name] else p.cls for p in model.params}
-    if isinstance(cfg.engine, DeepSpeed):
+    if traits(cfg).own_layout:
         dtypes = {p.name: low if low and p.dtype in CAST else p.dtype for p in model.params}
         classes = {p.name: p.cls if p.cls in PACKED else "Parameter" for p in model.params}
     dtypes |= dict.fromkeys(scaled, "float16")

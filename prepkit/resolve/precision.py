@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from attrs import frozen
 
-from prepkit.config import FSDP1, Config, DType, Intent, Mixed, Precision
+from prepkit.config import Config, DType, Intent, Mixed, Precision
 from prepkit.config.precision import PRECISIONS
 from prepkit.facts import Facts, ParamFact
+from prepkit.resolve.engines import traits
 
 LOW = frozenset({"bfloat16", "float16"})
 """Floating dtypes of 16 bits."""
@@ -29,8 +30,8 @@ class ComputeDtypes:
 def compute_dtypes(precision: Precision) -> ComputeDtypes | None:
     """In which dtypes a precision computes; None: in those that parameters and inputs have.
 
-    >>> from prepkit.config import AsStored, FP16
-    >>> compute_dtypes(FP16()).param, compute_dtypes(AsStored())
+    >>> from prepkit.config import FP16
+    >>> compute_dtypes(FP16()).param, compute_dtypes(None)
     ('float16', None)
     """
     if not isinstance(precision, Mixed):
@@ -60,7 +61,7 @@ def master_weights(
     """
     if not makes_master_weights(cfg):
         return ()
-    if not isinstance(cfg.engine, FSDP1):
+    if not traits(cfg).flattens:
         return low_precision_params(facts)
     training_units = (params for params in flat_params.values() if any(param.requires_grad for param in params))
     flattened = {param.name for params in training_units for param in params}

@@ -11,7 +11,6 @@ from prepkit.config import (
     FP8,
     FSDP1,
     FSDP2,
-    XLA,
     CheckpointBlocks,
     CompileBlocks,
     Config,
@@ -21,25 +20,12 @@ from prepkit.config import (
 )
 from prepkit.config.mesh import SAME_DATA
 from prepkit.facts import Facts, ParamFact
-from prepkit.plan.flat_layout import FlatPart
-from prepkit.plan.layout import ParamLayout, Placement
-from prepkit.resolve import (
-    entry_points,
-    flat_params,
-    fp8,
-    fsdp1,
-    fsdp2,
-    global_batch,
-    mesh,
-    modules,
-    placements,
-    precision,
-    units,
-)
+from prepkit.plan.layout import FlatPart, ParamLayout, Placement
+from prepkit.resolve import entry_points, fp8, fsdp1, fsdp2, loaders, mesh, modules, placements, precision, units
 from prepkit.resolve.created_optimizers import CreatedOptimizer, created_optimizers
 from prepkit.resolve.deepspeed.working import WorkingConfig, working_config
 from prepkit.resolve.engines import EngineTraits, traits, wrap_of
-from prepkit.resolve.sharded_layers import ShardedLayers
+from prepkit.resolve.tensor_parallel import ShardedLayers
 from prepkit.resolve.weight_sources import WeightSources
 from prepkit.steps import Axis
 
@@ -67,10 +53,20 @@ class Resolved:
         return self.cfg.intent is Intent.TRAINING
 
     @property
+    def zero_stage(self) -> int | None:
+        """ZeRO stage of DeepSpeed, 0 to 3; None under another engine."""
+        return self.deepspeed.stage if self.engine_traits.own_layout else None
+
+    @property
+    def one_process(self) -> bool:
+        """True for an engine that knows no other ranks."""
+        return self.engine_traits.main_axis is None
+
+    @property
     def compute_device(self) -> str:
         """Device type: the environment's, unless XLA or the CPU is asked for. Asking for another has its own rule."""
-        if isinstance(self.cfg.engine, XLA):
-            return "xla"
+        if self.engine_traits.device:
+            return self.engine_traits.device
         return "cpu" if self.cfg.device == "cpu" else self.facts.env.device
 
     @property
@@ -108,19 +104,19 @@ class Resolved:
         return size
 
     @cached_property
-    def batch(self) -> global_batch.Batch:
+    def batch(self) -> loaders.Batch:
         """How many samples a rank reads at once, and how many ranks read."""
-        return global_batch.batch(self.cfg, self.facts, self.data_parallel_size)
+        return loaders.batch(self.cfg, self.facts, self.data_parallel_size)
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step: as asked, or what the global batch gives."""
-        return global_batch.accumulation(self.cfg, self.batch)
+        return loaders.accumulation(self.cfg, self.batch)
 
     @property
     def samples_per_step(self) -> int | None:
         """Samples per optimizer step over all data ranks; None: nobody says how many a rank reads at once."""
-        return global_batch.samples(self.cfg, self.batch)
+        return loaders.samples(self.cfg, self.batch)
 
     @property
     def data_axes(self) -> tuple[str, ...] | None:
@@ -183,7 +179,7 @@ class Resolved:
     @property
     def arrives_sharded(self) -> bool:
         """Whether ``fully_shard`` has made units of the model before, so that FSDP2 only verifies them (M2-1)."""
-        return isinstance(self.cfg.engine, FSDP2) and bool(self.facts.model.units)
+        return self.engine_traits.takes_sharded and bool(self.facts.model.units)
 
     @cached_property
     def packed_params(self) -> tuple[str, ...]:
@@ -214,16 +210,16 @@ class Resolved:
     @cached_property
     def flat_params(self) -> Mapping[str, tuple[ParamFact, ...]]:
         """Path of every FSDP1 unit that holds a parameter to its parameters in order; empty under another engine."""
-        if not isinstance(self.cfg.engine, FSDP1):
+        if not self.engine_traits.flattens:
             return {}
         return fsdp1.flat_params(self.unit_of, self.ignored_params, self.facts.model)
 
     @cached_property
     def flat_shards(self) -> Mapping[str, FlatPart]:
         """Parameter name to its place in the flat parameter of its FSDP1 unit; empty without a mesh, or without it."""
-        if not isinstance(self.cfg.engine, FSDP1) or not self.mesh:
+        if not self.engine_traits.flattens or not self.mesh:
             return {}
-        return flat_params.flat_shards(self.cfg, self.facts.model, self.mesh, self.flat_params, self.stored_dtypes)
+        return fsdp1.flat_shards(self.cfg, self.facts.model, self.mesh, self.flat_params, self.stored_dtypes)
 
     # --- dtypes ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Which layers tensor parallelism shards, and how: sums on config and facts that rules and planner share.
+"""Layers that tensor parallelism shards, and how: sums on config and facts that rules and planner share.
 
 The tensor axis is the fastest of the mesh. Where it and FSDP2 both shard dim 0 of a parameter, it does so first.
 """
@@ -6,13 +6,15 @@ The tensor axis is the fastest of the mesh. Where it and FSDP2 both shard dim 0 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Literal, assert_never
 
 from attrs import frozen
 
-from prepkit.config import ActivationLayout, Config, DeepSpeed, TensorParallel, TPLayer, TPPlan, TPPlanFromModel
-from prepkit.facts import ClassFact, Env, ModelFacts, ParamFact
+from prepkit.config import ActivationLayout, Config, TPLayer, TPPlan, TPPlanFromModel
+from prepkit.facts import ClassFact, Env, Facts, ModelFacts, ParamFact
 from prepkit.plan.layout import sharded_dim
+from prepkit.resolve.engines import traits
 from prepkit.resolve.mesh import size_of
 from prepkit.resolve.modules import matcher, parent
 from prepkit.steps import Axis, ParallelStyle
@@ -44,9 +46,9 @@ UNTOUCHED = frozenset({"replicate"})
 
 def tensor_parallel_size(cfg: Config, env: Env, mesh: tuple[Axis, ...]) -> int:
     """Number of ranks that a layer is sharded over. ``TensorParallel`` uses them all, whatever else its mesh says."""
-    if isinstance(cfg.engine, TensorParallel):
+    if traits(cfg).cuts_all_ranks:
         return env.world_size
-    if isinstance(cfg.engine, DeepSpeed):
+    if traits(cfg).own_layout:
         return 1  # it splits layers by itself, where its own config says so
     return size_of("tensor", mesh)
 
@@ -58,7 +60,7 @@ def is_parallel(model: ModelFacts) -> bool:
 
 def parallelizes(cfg: Config, model: ModelFacts, size: int) -> bool:
     """Whether the plan shards layers over ``size`` ranks. A model that arrives parallel is only verified (TP-5)."""
-    if isinstance(cfg.engine, TensorParallel):
+    if traits(cfg).cuts_all_ranks:
         return not is_parallel(model)
     return size > 1
 
@@ -183,3 +185,51 @@ def _input_layout(layer: TPLayer, kind: Kind) -> ActivationLayout:
 def _output_layout(layer: TPLayer) -> ActivationLayout:
     usual: dict[str, ActivationLayout] = {"colwise": "features", "sequence": "sequence"}
     return layer.output_layout or usual.get(layer.style, "replicate")
+
+
+# --- layers that are cut ---------------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class ShardedLayers:
+    """Each property is worked out when it is first asked for, and kept."""
+
+    cfg: Config
+    facts: Facts
+    mesh: tuple[Axis, ...]
+    """Axes of the device mesh; empty where none can be made."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that a layer is sharded over."""
+        return tensor_parallel_size(self.cfg, self.facts.env, self.mesh)
+
+    @cached_property
+    def planned(self) -> bool:
+        """Whether the plan shards layers. A model that arrives parallel is only verified (TP-5)."""
+        return parallelizes(self.cfg, self.facts.model, self.size)
+
+    @cached_property
+    def layers(self) -> tuple[TPLayer, ...]:
+        """The layers of the tensor-parallel plan, whether or not anything is sharded by it."""
+        return tp_layers(self.cfg, self.facts.model)
+
+    @cached_property
+    def modules(self) -> tuple[TPModule, ...]:
+        """Every module that the plan names, once per layer that names it; none where no layer is sharded."""
+        return tp_modules(self.layers, self.facts.model) if self.planned else ()
+
+    @cached_property
+    def placements(self) -> Mapping[str, TPPlacement]:
+        """Parameter name, also of ties, to how it lies on the tensor axis; empty where no layer is sharded."""
+        return tp_placements(self.modules, self.facts.model)
+
+    @cached_property
+    def sharded_params(self) -> tuple[tuple[ParamFact, int], ...]:
+        """Every parameter that is sharded on the tensor axis, with the dimension in which it is."""
+        return tp_shards(self.placements, self.facts.model)
+
+    @cached_property
+    def styles(self) -> tuple[ParallelStyle, ...]:
+        """What the step ``ParallelizeModules`` does; empty where no layer is sharded."""
+        return parallel_styles(self.modules)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from prepkit.config import Config
 from prepkit.config.origin import origin_of
 from prepkit.facts import Facts
@@ -9,97 +11,88 @@ from prepkit.findings import Finding, Severity
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import (
     already_sharded,
-    blocks,
     checkpointing,
-    compile,  # noqa: A004  # the subject is called what the config calls it
+    compile,  # noqa: A004  # the module of that name
     ddp,
     deepspeed,
     deepspeed_environment,
-    deepspeed_modules,
-    deepspeed_tools,
     entry_points,
     environment,
     fp8,
-    fp8_engine,
     fsdp1,
-    fsdp1_mesh,
     fsdp_units,
-    global_batch,
     ignored,
     launcher_flags,
     loaders,
     mesh,
     model,
     optimizer,
-    optimizer_engines,
-    optimizer_specs,
     overrides,
-    params,
     precision,
     quantised,
-    reshard,
     scheduler,
     tensor_parallel,
-    ties,
-    unknown_torch,
     unused,
     values,
     weights,
     wrap,
     xla,
 )
-from prepkit.rules.first_step import FIRST_STEP_RULES
 from prepkit.rules.forward import FORWARD_RULES
-from prepkit.rules.memory import PLAN_RULES
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.memory import PLANNED_RULES
+from prepkit.rules.rule import Hit, Moment, Rule
+from prepkit.rules.run import AUDIT_RULES
+from prepkit.rules.run.loop import RULES as LOOP_RULES
+from prepkit.rules.run.saving import RULES as SAVING_RULES
 
 _OF_ONE_SUBJECT: tuple[Rule, ...] = (
     *environment.RULES,
     *launcher_flags.RULES,
     *mesh.RULES,
-    *fsdp1_mesh.RULES,
     *model.RULES,
     *already_sharded.RULES,
     *quantised.RULES,
     *wrap.RULES,
-    *blocks.RULES,
-    *reshard.RULES,
-    *ties.RULES,
     *tensor_parallel.RULES,
     *fsdp_units.RULES,
     *unused.RULES,
-    *optimizer_engines.RULES,
     *scheduler.RULES,
-    *optimizer_specs.RULES,
-    *params.RULES,
     *optimizer.RULES,
     *precision.RULES,
     *fp8.RULES,
-    *fp8_engine.RULES,
     *ddp.RULES,
     *fsdp1.RULES,
     *ignored.RULES,
     *xla.RULES,
     *deepspeed.RULES,
     *deepspeed_environment.RULES,
-    *deepspeed_modules.RULES,
-    *deepspeed_tools.RULES,
     *compile.RULES,
     *checkpointing.RULES,
     *entry_points.RULES,
     *loaders.RULES,
-    *global_batch.RULES,
     *weights.RULES,
     *values.RULES,
 )
 
-_SUBJECTS: tuple[Rule, ...] = (*_OF_ONE_SUBJECT, unknown_torch.about_unknown_torch(_OF_ONE_SUBJECT))
-
-LATE_RULES: tuple[Rule, ...] = (*PLAN_RULES, *FORWARD_RULES, *FIRST_STEP_RULES)
-"""Rules that are asked once there is a plan, or gradients; a config may override them as any other."""
+_SUBJECTS: tuple[Rule, ...] = (*_OF_ONE_SUBJECT, environment.about_unknown_torch(_OF_ONE_SUBJECT))
 
 RULES: tuple[Rule, ...] = (*_SUBJECTS, overrides.about_overrides(_SUBJECTS))
 """Every rule in reporting order: what a run stands on, the model, who holds what, the optimizer, then single values."""
+
+LAW: tuple[Rule, ...] = (*RULES, *PLANNED_RULES, *FORWARD_RULES, *LOOP_RULES, *SAVING_RULES, *AUDIT_RULES)
+"""The law book: every rule of every moment. A config may override an error of any of them by its id."""
+
+
+@cache
+def due(moment: Moment) -> tuple[Rule, ...]:
+    """The rules that are asked at this moment, in reporting order."""
+    return tuple(rule for rule in LAW if moment in rule.at)
+
+
+@cache
+def by_id() -> dict[str, Rule]:
+    """Id to rule, of the whole law book."""
+    return {rule.id: rule for rule in LAW}
 
 
 def check(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
@@ -112,9 +105,7 @@ def check(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[F
 
 def findings_of(resolved: Resolved, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
     """The same of a config and facts that the planner goes on with, so that nothing is worked out twice."""
-    known = tuple(
-        overrides.about_overrides((*rules, *LATE_RULES)) if rule.id == overrides.ID else rule for rule in rules
-    )
+    known = tuple(overrides.about_overrides((*rules, *LAW)) if rule.id == overrides.ID else rule for rule in rules)
     return tuple(_finding(resolved.cfg, rule, hit) for rule in known for hit in rule.check(resolved))
 
 
@@ -137,7 +128,7 @@ def split(
 
     Only errors of rules that can be overridden are accepted; a warning refuses nothing and always stands.
     """
-    able = {rule.id for rule in (*rules, *LATE_RULES) if rule.overridable}.intersection(cfg.overrides)
+    able = {rule.id for rule in (*rules, *LAW) if rule.overridable}.intersection(cfg.overrides)
     accepted = tuple(f.severity is Severity.ERROR and f.rule in able for f in findings)
     return (
         tuple(f for f, yes in zip(findings, accepted, strict=True) if not yes),

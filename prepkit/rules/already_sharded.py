@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from prepkit.config import (
     FP8,
     FSDP2,
+    BroadcastWeights,
     CheckpointBlocks,
     OffloadToCPU,
-    SendWeights,
 )
+from prepkit.config.precision import as_typed
 from prepkit.facts import ModelFacts, UnitFact
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
+from prepkit.resolve.engines import engine_of
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Check, Hit, Rule
 
@@ -94,31 +96,32 @@ def _precision(resolved: Resolved) -> Iterator[Hit]:
     stands = (root.param_dtype, root.reduce_dtype or root.param_dtype, root.output_dtype or root.param_dtype)
     if stands[0] != param or (param and stands != (param, reduce, output)):
         cast = f"gathered in {stands[0]}, reduced in {stands[1]} and returned in {stands[2]}"
-        what = f"{type(cfg.precision).__name__}() is asked for, and the units are {cast if stands[0] else 'not cast'}."
+        what = (
+            f"precision={as_typed(cfg.precision)} is asked for, and the units are {cast if stands[0] else 'not cast'}."
+        )
         yield Hit("config.precision", what, f"Write precision={_typed(stands)}.")
-    assert isinstance(cfg.engine, FSDP2), "only FSDP2 takes a sharded model"
-    if param and root.cast_forward_inputs != cfg.engine.cast_forward_inputs:
+    engine = engine_of(cfg, FSDP2)
+    if param and root.cast_forward_inputs != engine.cast_forward_inputs:
         does = "cast" if root.cast_forward_inputs else "do not cast"
         what = f"The units {does} their inputs, and the config says otherwise."
         yield Hit("config.engine.cast_forward_inputs", what, f"Write cast_forward_inputs={root.cast_forward_inputs}.")
 
 
 def _typed(stands: tuple[str | None, str | None, str | None]) -> str:
-    kind = {"bfloat16": "BF16", "float16": "FP16"}.get(stands[0] or "", "AsStored")
+    kind = {"bfloat16": "BF16", "float16": "FP16"}.get(stands[0] or "", "None")
     names = zip(("reduce_dtype", "output_dtype"), stands[1:], strict=True)
-    given = [f'{name}="{dtype}"' for name, dtype in names if dtype != "float32" and kind != "AsStored"]
-    return f"{kind}({', '.join(given)})"
+    given = [f'{name}="{dtype}"' for name, dtype in names if dtype != "float32"]
+    return f"{kind}({', '.join(given)})" if kind != "None" else kind
 
 
 def _offload(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    assert isinstance(cfg.engine, FSDP2), "only FSDP2 takes a sharded model"
-    asked = isinstance(cfg.engine.offload, OffloadToCPU)
+    engine = engine_of(cfg, FSDP2)
+    asked = isinstance(engine.offload, OffloadToCPU)
     if any(unit.offload != asked for unit in _holding(resolved.facts.model)):
-        what = (
-            f"{cfg.engine.offload} is asked for, and the shards lie {'on the device' if asked else 'in host memory'}."
-        )
-        fix = f"Write offload={'KeepOnDevice' if asked else 'OffloadToCPU'}()."
+        where = "on the device" if asked else "in host memory"
+        what = f"offload={engine.offload} is asked for, and the shards are {where}."
+        fix = f"Write offload={None if asked else 'OffloadToCPU()'}."
         yield Hit("config.engine.offload", what, fix)
 
 
@@ -136,7 +139,7 @@ def _values(resolved: Resolved) -> Iterator[Hit]:
         what = f"{count(len(params), 'trained parameter')} sharded in 16 bits ({some([p.name for p in params])})"
         fix = "Call model.float() before it is sharded, or write master_weights=False."
         yield Hit(at(params[0].name), f"{what}; float32 master weights are made before that.", fix)
-    if isinstance(resolved.cfg.weights, SendWeights):
+    if isinstance(resolved.cfg.weights, BroadcastWeights):
         yield Hit("config.weights", "Rank 0 is to send the whole model, and of a sharded one it holds a part.")
 
 
@@ -152,10 +155,10 @@ def _layers(resolved: Resolved) -> Iterator[Hit]:
 
 def _kept(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
-    assert isinstance(cfg.engine, FSDP2), "only FSDP2 takes a sharded model"
-    paths, asked = resolved.units, cfg.engine.reshard_after_forward
-    if set(paths) != set(resolved.selected[cfg.engine.wrap]):
-        what = f"{cfg.engine.wrap} would select other units than those that stand: {some(paths) or 'the root alone'}."
+    engine = engine_of(cfg, FSDP2)
+    paths, asked = resolved.units, engine.reshard_after_forward
+    if set(paths) != set(resolved.selected[engine.wrap]):
+        what = f"{engine.wrap} would select other units than those that stand: {some(paths) or 'the root alone'}."
         yield Hit("config.engine.wrap", what)
     cut = {p.name for p in resolved.facts.model.params if p.cls == "DTensor"}
     if names := [p.name for p in resolved.facts.model.params if p.name in cut & resolved.ignored_params]:

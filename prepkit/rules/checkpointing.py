@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import CheckpointBlocks, Config, Intent, NoCheckpointing, NoCompile
+from prepkit.config import CheckpointBlocks, Config, Intent
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, shorter, some
@@ -31,7 +31,7 @@ def _every(resolved: Resolved) -> Iterator[Hit]:
         yield Hit("config.checkpointing.every", f"every={how.every} means no module.")
     elif 0 < chosen < how.every:
         what = f"every={how.every} of {count(chosen, 'selected module')} means none, so that this would do nothing."
-        yield Hit("config.checkpointing.every", what, f"Write every={chosen} or less, or NoCheckpointing().")
+        yield Hit("config.checkpointing.every", what, f"Write every={chosen} or less, or checkpointing=None.")
 
 
 def _operators(resolved: Resolved) -> Iterator[Hit]:
@@ -51,7 +51,7 @@ def _offload_on_cpu(resolved: Resolved) -> Iterator[Hit]:
 
 def _offload_compiled(resolved: Resolved) -> Iterator[Hit]:
     how = _blocks(resolved.cfg)
-    if how and how.offload and not isinstance(resolved.cfg.compile, NoCompile):
+    if how and how.offload and resolved.cfg.compile is not None:
         what = (
             "torch.compile does not trace torch's save_on_cpu: the blocks would run eagerly, and nobody would notice."
         )
@@ -86,7 +86,7 @@ def _frozen_input(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _keep_all(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, checkpointing=NoCheckpointing())
+    return evolve(cfg, checkpointing=None)
 
 
 def _all_of_them(cfg: Config, _: Facts) -> Config:
@@ -109,7 +109,7 @@ RULES: tuple[Rule, ...] = (
         id="checkpoint.every",
         summary="Of the modules to be recomputed at least one is meant.",
         check=_every,
-        fix="Write every=1, or NoCheckpointing().",
+        fix="Write every=1, or checkpointing=None.",
         source=("P2-5", "torchtitan selective_ac_option"),
         repair=_all_of_them,
     ),
@@ -125,7 +125,7 @@ RULES: tuple[Rule, ...] = (
         id="checkpoint.offload-compiled",
         summary="Blocks whose inputs go to host memory are not compiled.",
         check=_offload_compiled,
-        fix="Write offload=False, with keep_ops or every for another balance, or compile=NoCompile().",
+        fix="Write offload=False, with keep_ops or every for another balance, or compile=None.",
         source=("K-F18", "torch save_on_cpu"),
         repair=_on_device,
     ),

@@ -5,33 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isfinite
 
-from attrs import evolve
-
-from prepkit.config import DDP, CompressHook, Config, Intent, NoCompile, NoHook, PowerSGDHook
-from prepkit.facts import Facts, ModelFacts
+from prepkit.config import DDP, CompressHook, Config, Intent, PowerSGDHook
+from prepkit.facts import ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, some
 from prepkit.resolve.modules import parent, unsynchronized_batch_norms
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Rule, options, with_engine
 
 
-def _bucket(resolved: Resolved) -> Iterator[Hit]:
-    cfg = resolved.cfg
-    if isinstance(cfg.engine, DDP) and not 0 < cfg.engine.bucket_cap_mb < _LARGEST_BUCKET:
-        yield Hit("config.engine.bucket_cap_mb", f"{cfg.engine.bucket_cap_mb} MiB is no size of a bucket.")
+def _bucket(_: Resolved, engine: DDP) -> Iterator[Hit]:
+    if not 0 < engine.bucket_cap_mb < _LARGEST_BUCKET:
+        yield Hit("config.engine.bucket_cap_mb", f"{engine.bucket_cap_mb} MiB is no size of a bucket.")
 
 
 _LARGEST_BUCKET = 2.0**42
 """MiB from which a number of bytes is none that torch takes."""
 
 
-def _compiled_bucket(resolved: Resolved) -> Iterator[Hit]:
+def _compiled_bucket(resolved: Resolved, engine: DDP) -> Iterator[Hit]:
     cfg = resolved.cfg
-    if not isinstance(cfg.engine, DDP) or isinstance(cfg.compile, NoCompile) or not _trains(cfg):
+    if cfg.compile is None or not _trains(cfg):
         return
-    if 0 < cfg.engine.bucket_cap_mb < _FIRST_BUCKET:
-        what = f"{cfg.engine.bucket_cap_mb} MiB: torch.compile cuts the graph at the buckets, and the first has 1 MiB."
+    if 0 < engine.bucket_cap_mb < _FIRST_BUCKET:
+        what = f"{engine.bucket_cap_mb} MiB: torch.compile cuts the graph at the buckets, and the first has 1 MiB."
         yield Hit("config.engine.bucket_cap_mb", what)
 
 
@@ -39,31 +36,29 @@ _FIRST_BUCKET = 1.0
 """MiB of DDP's first bucket (torch ``_DEFAULT_FIRST_BUCKET_BYTES``)."""
 
 
-def _unused(resolved: Resolved) -> Iterator[Hit]:
-    cfg = resolved.cfg
-    if isinstance(cfg.engine, DDP) and cfg.engine.static_graph and cfg.engine.find_unused_parameters:
+def _unused(_: Resolved, engine: DDP) -> Iterator[Hit]:
+    if engine.static_graph and engine.find_unused_parameters:
         what = "static_graph=True finds unused parameters by itself; find_unused_parameters=True adds nothing."
         yield Hit("config.engine.find_unused_parameters", what)
 
 
-def _reentrant(resolved: Resolved) -> Iterator[Hit]:
+def _reentrant(resolved: Resolved, engine: DDP) -> Iterator[Hit]:
     blocks = [module.path for module in resolved.facts.model.modules if "reentrant" in module.marks]
-    if isinstance(resolved.cfg.engine, DDP) and resolved.cfg.engine.find_unused_parameters and blocks:
+    if engine.find_unused_parameters and blocks:
         what = f"Reentrant checkpointing of {some([at(path) for path in blocks])} runs a backward of its own"
         yield Hit("config.engine.find_unused_parameters", f"{what}, which marks parameters ready a second time.")
 
 
-def _hook_dtype(resolved: Resolved) -> Iterator[Hit]:
-    cfg = resolved.cfg
-    if not isinstance(cfg.engine, DDP) or (device := resolved.compute_device) in ("cuda", "xpu"):
+def _hook_dtype(resolved: Resolved, engine: DDP) -> Iterator[Hit]:
+    if (device := resolved.compute_device) in ("cuda", "xpu"):
         return
-    asked = {CompressHook: "dtype", PowerSGDHook: "wrapper"}.get(type(cfg.engine.hook), "")
-    if asked and getattr(cfg.engine.hook, asked) == "bfloat16":
+    asked = {CompressHook: "dtype", PowerSGDHook: "wrapper"}.get(type(engine.hook), "")
+    if asked and getattr(engine.hook, asked) == "bfloat16":
         yield Hit(f"config.engine.hook.{asked}", f"torch reduces bfloat16 over NCCL and XCCL only, not on {device}.")
 
 
-def _powersgd(resolved: Resolved) -> Iterator[Hit]:
-    if not isinstance(resolved.cfg.engine, DDP) or not isinstance(hook := resolved.cfg.engine.hook, PowerSGDHook):
+def _powersgd(_: Resolved, engine: DDP) -> Iterator[Hit]:
+    if not isinstance(hook := engine.hook, PowerSGDHook):
         return
     if hook.rank < 1:
         yield Hit("config.engine.hook.rank", f"A matrix of rank {hook.rank} carries no gradient.")
@@ -77,24 +72,20 @@ def _powersgd(resolved: Resolved) -> Iterator[Hit]:
             yield Hit(f"config.engine.hook.{name}", f"{name}={value:g} is out of range.")
 
 
-def _sync_on_cpu(resolved: Resolved) -> Iterator[Hit]:
+def _sync_on_cpu(resolved: Resolved, engine: DDP) -> Iterator[Hit]:
     cfg = resolved.cfg
     paths = unsynchronized_batch_norms(resolved.facts.model)
     on_cpu = resolved.compute_device == "cpu"
-    if isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm and paths and on_cpu and _trains(cfg):
+    if engine.sync_batchnorm and paths and on_cpu and _trains(cfg):
         what = (
             f"The model is trained on the CPU, and SyncBatchNorm on accelerators only; it would replace {some(paths)}."
         )
         yield Hit("config.engine.sync_batchnorm", what)
 
 
-def _nothing_to_sync(resolved: Resolved) -> Iterator[Hit]:
+def _nothing_to_sync(resolved: Resolved, engine: DDP) -> Iterator[Hit]:
     facts = resolved.facts
-    if (
-        isinstance(resolved.cfg.engine, DDP)
-        and resolved.cfg.engine.sync_batchnorm
-        and not unsynchronized_batch_norms(facts.model)
-    ):
+    if engine.sync_batchnorm and not unsynchronized_batch_norms(facts.model):
         yield Hit("config.engine.sync_batchnorm", "The model has no batch norm that is not synchronised yet.")
 
 
@@ -109,9 +100,8 @@ def lost_in_sync(model: ModelFacts) -> tuple[str, ...]:
     return tuple(name for name in names if parent(name) in norms and name.rpartition(".")[2] not in OF_A_BATCH_NORM)
 
 
-def _loses(resolved: Resolved) -> Iterator[Hit]:
-    cfg = resolved.cfg
-    if isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm and (lost := lost_in_sync(resolved.facts.model)):
+def _loses(resolved: Resolved, engine: DDP) -> Iterator[Hit]:
+    if engine.sync_batchnorm and (lost := lost_in_sync(resolved.facts.model)):
         what = f"torch makes SyncBatchNorm anew, from weight, bias and statistics alone; {some(lost)} would be lost."
         yield Hit("config.engine.sync_batchnorm", what)
 
@@ -120,101 +110,81 @@ def _trains(cfg: Config) -> bool:
     return cfg.intent is Intent.TRAINING
 
 
-def _plain_batchnorm(cfg: Config, _: Facts) -> Config:
-    assert isinstance(cfg.engine, DDP), "only DDP synchronises batch norms"
-    return evolve(cfg, engine=evolve(cfg.engine, sync_batchnorm=False))
-
-
-def _no_hook(cfg: Config, _: Facts) -> Config:
-    assert isinstance(cfg.engine, DDP), "only DDP has hooks"
-    return evolve(cfg, engine=evolve(cfg.engine, hook=NoHook()))
-
-
-def _default_bucket(cfg: Config, _: Facts) -> Config:
-    assert isinstance(cfg.engine, DDP), "only DDP has buckets"
-    return evolve(cfg, engine=evolve(cfg.engine, bucket_cap_mb=DDP().bucket_cap_mb))
-
-
-def _do_not_look(cfg: Config, _: Facts) -> Config:
-    assert isinstance(cfg.engine, DDP), "only DDP looks for unused parameters"
-    return evolve(cfg, engine=evolve(cfg.engine, find_unused_parameters=False))
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         id="ddp.bucket-size",
         summary="A gradient bucket has a size above 0.",
-        check=_bucket,
+        check=with_engine(DDP, _bucket),
         fix="Write a number of MiB, such as bucket_cap_mb=25.0.",
         source=("torch DistributedDataParallel", "pain 24"),
-        repair=_default_bucket,
+        repair=options(DDP, bucket_cap_mb=DDP().bucket_cap_mb),
     ),
     Rule(
         id="ddp.compiled-bucket",
         summary="Under torch.compile no gradient bucket is smaller than the first.",
-        check=_compiled_bucket,
-        fix="Write bucket_cap_mb=1.0 or more, or compile=NoCompile().",
+        check=with_engine(DDP, _compiled_bucket),
+        fix="Write bucket_cap_mb=1.0 or more, or compile=None.",
         source=("torch DDPOptimizer",),
-        repair=_default_bucket,
+        repair=options(DDP, bucket_cap_mb=DDP().bucket_cap_mb),
     ),
     Rule(
         id="ddp.unused-in-static-graph",
         summary="Unused parameters are not searched for in a static graph.",
-        check=_unused,
+        check=with_engine(DDP, _unused),
         fix="Leave find_unused_parameters at False.",
         severity=Severity.WARNING,
         source=("torch DistributedDataParallel._set_static_graph", "pain 26"),
-        repair=_do_not_look,
+        repair=options(DDP, find_unused_parameters=False),
     ),
     Rule(
         id="ddp.reentrant-unused",
         summary="Unused parameters are not searched for where checkpointing is reentrant.",
-        check=_reentrant,
+        check=with_engine(DDP, _reentrant),
         fix='Leave find_unused_parameters at False, or call gradient_checkpointing_enable({"use_reentrant": False}).',
         source=("pain 26", "torch DistributedDataParallel"),
-        repair=_do_not_look,
+        repair=options(DDP, find_unused_parameters=False),
     ),
     Rule(
         id="ddp.hook-dtype",
         summary="Gradients are compressed to bfloat16 where the backend reduces it.",
-        check=_hook_dtype,
+        check=with_engine(DDP, _hook_dtype),
         fix='Write "float16", or leave the hook out.',
         source=("H-30", "torch DistributedDataParallel._check_comm_hook"),
-        repair=_no_hook,
+        repair=options(DDP, hook=None),
     ),
     Rule(
         id="ddp.powersgd",
         summary="The numbers of PowerSGD lie where torch takes them.",
-        check=_powersgd,
+        check=with_engine(DDP, _powersgd),
         fix="Write a number in that range, or leave the field out.",
         source=("H-30", "torch PowerSGDState"),
-        repair=_no_hook,
+        repair=options(DDP, hook=None),
     ),
     Rule(
         id="ddp.sync-batchnorm-on-cpu",
         summary="Batch norms are synchronised on accelerators.",
-        check=_sync_on_cpu,
+        check=with_engine(DDP, _sync_on_cpu),
         fix="Leave sync_batchnorm at False.",
         source=("torch SyncBatchNorm.forward",),
-        repair=_plain_batchnorm,
+        repair=options(DDP, sync_batchnorm=False),
     ),
     Rule(
         id="ddp.sync-batchnorm-loses",
         summary="A batch norm that is to be synchronised has no parameters or buffers of its own.",
-        check=_loses,
+        check=with_engine(DDP, _loses),
         fix="Leave sync_batchnorm at False, or move them out of the batch norm.",
         source=("torch SyncBatchNorm.convert_sync_batchnorm",),
         overridable=False,
-        repair=_plain_batchnorm,
+        repair=options(DDP, sync_batchnorm=False),
     ),
     Rule(
         id="ddp.no-batchnorm",
         summary="There is a batch norm where they are to be synchronised.",
-        check=_nothing_to_sync,
+        check=with_engine(DDP, _nothing_to_sync),
         fix="Leave sync_batchnorm at False.",
         severity=Severity.WARNING,
         source=("torch SyncBatchNorm.convert_sync_batchnorm",),
-        repair=_plain_batchnorm,
+        repair=options(DDP, sync_batchnorm=False),
     ),
 )
 """Reporting order: buckets, unused parameters, hooks, batch norms. torch takes any bucket size without a word."""

@@ -1,4 +1,4 @@
-"""The DeepSpeed config: what the user's JSON says, what prepkit's config says, and whether they say one thing."""
+"""The DeepSpeed config: the user's JSON against prepkit's config, and against the modules of the model."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import AsStored, ClipNorm, Config, DeepSpeed, Mixed, NoClip
-from prepkit.facts import Facts
+from prepkit.config import ClipNorm, Config, DeepSpeed, Intent, Mixed
+from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
-from prepkit.resolve.deepspeed.data import look, said
+from prepkit.findings.text import at, count, did_you_mean, some
+from prepkit.resolve.deepspeed.data import look, said, stage
+from prepkit.resolve.fsdp2 import scalars
+from prepkit.resolve.modules import PACKED
+from prepkit.resolve.placements import CAST
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Check, Hit, Rule
+from prepkit.rules.rule import Check, Hit, Rule, options, under, with_engine
 
 
 def flaws(name: str) -> Check:
     """A check that reports what working out the config found under this id."""
 
     def check(resolved: Resolved) -> Iterator[Hit]:
-        if isinstance(resolved.cfg.engine, DeepSpeed):
-            for flaw in resolved.deepspeed.flaws:
-                if flaw.rule == f"deepspeed.{name}":
-                    yield Hit(flaw.where, flaw.what, flaw.fix)
+        for flaw in resolved.deepspeed.flaws:
+            if flaw.rule == f"deepspeed.{name}":
+                yield Hit(flaw.where, flaw.what, flaw.fix)
 
-    return check
-
-
-def _default_stage(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, engine=evolve(cfg.engine, stage=2)) if isinstance(cfg.engine, DeepSpeed) else cfg
+    return under(DeepSpeed, check)
 
 
 def _adopt_clip(cfg: Config, _: Facts) -> Config:
@@ -35,7 +34,7 @@ def _adopt_clip(cfg: Config, _: Facts) -> Config:
     asked = look(said(cfg.engine), "gradient_clipping") if isinstance(cfg.engine, DeepSpeed) else None
     if isinstance(asked, int | float) and not isinstance(asked, bool) and asked > 0:
         return evolve(cfg, clip=ClipNorm(float(asked)))
-    return evolve(cfg, clip=NoClip())
+    return evolve(cfg, clip=None)
 
 
 def _masters(cfg: Config, _: Facts) -> Config:
@@ -45,11 +44,106 @@ def _masters(cfg: Config, _: Facts) -> Config:
 
 
 def _stored(resolved: Resolved) -> Iterator[Hit]:
-    if isinstance(resolved.cfg.engine, DeepSpeed) and isinstance(resolved.cfg.precision, AsStored):
+    if resolved.cfg.precision is None:
         low = next((p for p in resolved.facts.model.params if p.dtype in ("bfloat16", "float16")), None)
         if low:
             what = f"Without bf16 and fp16 DeepSpeed takes parameters for float32, and `{low.name}` is {low.dtype}."
             yield Hit("config.precision", what)
+
+
+# --- modules and parameters ------------------------------------------------------------------------------------------
+
+
+KNOWN_LEAVES = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+"""Classes that DeepSpeed marks by itself (deepspeed/runtime/zero/leaf_module_config.py)."""
+
+
+def _leaves(resolved: Resolved, engine: DeepSpeed) -> Iterator[Hit]:
+    names = {cls.name for cls in resolved.facts.model.classes}
+    for name in engine.leaf_modules:
+        if name not in names:
+            fix = f"Write the name of a class in the model, without its module.{did_you_mean(name, names)}"
+            yield Hit("config.engine.leaf_modules", f"No module of the model is a `{name}`.", fix)
+
+
+def _leaf_inputs(resolved: Resolved, engine: DeepSpeed) -> Iterator[Hit]:
+    """The first trained parameter lies in a leaf, so that what goes into the leaf needs no gradient."""
+    cfg, facts = resolved.cfg, resolved.facts
+    if stage(engine) != 3 or cfg.intent is not Intent.TRAINING:
+        return
+    trained = [param.name for param in facts.model.params if param.requires_grad]
+    if not trained:
+        return
+    marked = {index for index, cls in enumerate(facts.model.classes) if cls.name in engine.leaf_modules}
+    leaf = next((m.path for m in facts.model.modules if m.cls in marked and trained[0].startswith(f"{m.path}.")), "")
+    if leaf and not facts.model.grad_inputs:
+        what = f"Nothing before the leaf `{leaf}` is trained, so that its input needs no gradient, and `{trained[0]}`"
+        yield Hit(
+            at(leaf), f"{what} in it is: DeepSpeed lets go of the weights of such a leaf before its backward is over."
+        )
+
+
+def _packed(resolved: Resolved, engine: DeepSpeed) -> Iterator[Hit]:
+    """4-bit and 8-bit weights whose bytes DeepSpeed would cast, or cannot partition."""
+    low = resolved.compute_dtypes.param if resolved.compute_dtypes else None
+    packed = [param for param in resolved.facts.model.params if param.cls in PACKED and param.dtype != low]
+    cast = [param for param in packed if low and param.dtype in CAST]
+    bad = packed if stage(engine) == 3 else cast
+    if bad:
+        does = "ZeRO-3 partitions weights of its own dtype alone" if bad is packed else f"DeepSpeed casts them to {low}"
+        names = some([param.name for param in bad])
+        yield Hit(at(bad[0].name), f"{count(len(bad), 'packed weight')} stored as {bad[0].dtype} ({names}): {does}.")
+
+
+def _known_leaves(cfg: Config, facts: Facts) -> Config:
+    if not isinstance(cfg.engine, DeepSpeed):
+        return cfg
+    names = {cls.name for cls in facts.model.classes}
+    kept = tuple(name for name in cfg.engine.leaf_modules if name in names)
+    return evolve(cfg, engine=evolve(cfg.engine, leaf_modules=kept))
+
+
+def experts(model: ModelFacts) -> tuple[str, ...]:
+    """Classes of the modules that hold a list called ``experts``."""
+    at_path = {module.path: model.classes[module.cls].name for module in model.modules}
+    holders = (path.rpartition(".")[0] for path in at_path if path.rpartition(".")[2] == "experts")
+    return tuple(dict.fromkeys(at_path[path] for path in holders if path in at_path))
+
+
+def _experts(resolved: Resolved, engine: DeepSpeed) -> Iterator[Hit]:
+    if stage(engine) != 3 or engine.leaf_modules:
+        return
+    if look(said(engine), "zero_optimization.leaf_module") is not None:
+        return
+    unmarked = tuple(name for name in experts(resolved.facts.model) if name not in KNOWN_LEAVES)
+    if unmarked:
+        what = f"ZeRO-3 and data-dependent experts in {some(unmarked)}: ranks that skip an expert wait for ever."
+        named = ", ".join(f'"{name}"' for name in unmarked)
+        yield Hit("config.engine.leaf_modules", what, f"Write leaf_modules=({named},).")
+
+
+def _mark(cfg: Config, facts: Facts) -> Config:
+    if not isinstance(cfg.engine, DeepSpeed):
+        return cfg
+    return evolve(cfg, engine=evolve(cfg.engine, leaf_modules=experts(facts.model)))
+
+
+def _zero_init(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    if resolved.zero_stage == 3:
+        return
+    empty = tuple(param.name for param in resolved.facts.model.params if param.cls == "ZeroParameter")
+    if empty:
+        here = type(cfg.engine).__name__ if resolved.zero_stage is None else f"stage {resolved.zero_stage}"
+        what = f"{count(len(empty), 'parameter')} built under zero.Init: empty until gathered, which {here} never does."
+        yield Hit(at(empty[0]), what)
+
+
+def _scalars(resolved: Resolved) -> Iterator[Hit]:
+    names = scalars(resolved.facts.model)
+    if names:
+        what = f"{some(names)} {'has' if len(names) == 1 else 'have'} no dimension; DeepSpeed sends the model as bytes,"
+        yield Hit(at(names[0]), f"{what} and torch shows no such tensor as bytes.")
 
 
 RULES: tuple[Rule, ...] = (
@@ -98,7 +192,7 @@ RULES: tuple[Rule, ...] = (
         check=flaws("no-stage"),
         fix="Write DeepSpeed(stage=2).",
         source=("DP-4",),
-        repair=_default_stage,
+        repair=options(DeepSpeed, stage=2),
     ),
     Rule(
         id="deepspeed.stage",
@@ -127,7 +221,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.stored-16-bit",
         summary="Without BF16 or FP16 every parameter of a DeepSpeed model is stored in float32.",
-        check=_stored,
+        check=under(DeepSpeed, _stored),
         fix="Write precision=BF16(), or load the model in float32.",
         source=("pain 2", "ST-22"),
     ),
@@ -151,7 +245,7 @@ RULES: tuple[Rule, ...] = (
         id="deepspeed.clip",
         summary="Under DeepSpeed gradients are clipped by their 2-norm, in one place.",
         check=flaws("clip"),
-        fix="Write clip=ClipNorm(1.0) with your limit, or NoClip().",
+        fix="Write clip=ClipNorm(1.0) with your limit, or clip=None.",
         source=("pain 27", "DS-12"),
         repair=_adopt_clip,
     ),
@@ -234,5 +328,52 @@ RULES: tuple[Rule, ...] = (
         severity=Severity.WARNING,
         source=("deepspeed/runtime/fp16/unfused_optimizer.py initialize_optimizer_states",),
     ),
+    Rule(
+        id="deepspeed.packed",
+        summary="Packed 4-bit and 8-bit weights are stored so that DeepSpeed leaves their bytes as they are.",
+        check=with_engine(DeepSpeed, _packed),
+        fix="Load the model with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16) and write precision=BF16(); "
+        "or write DeepSpeed(stage=2) or FSDP2().",
+        source=("M2-7", "deepspeed _configure_distributed_model"),
+    ),
+    Rule(
+        id="deepspeed.zero-init",
+        summary="A model built under zero.Init is prepared with ZeRO stage 3.",
+        check=_zero_init,
+        fix="Write engine=DeepSpeed(stage=3), or build the model without zero.Init.",
+        overridable=False,
+        source=("pain 37",),
+    ),
+    Rule(
+        id="deepspeed.scalar",
+        summary="Under DeepSpeed every parameter has at least one dimension.",
+        check=under(DeepSpeed, _scalars),
+        fix="Write engine=FSDP2(), which keeps it whole on every rank and averages its gradient, or engine=DDP().",
+        source=("deepspeed DeepSpeedEngine._broadcast_model", "DS-19"),
+    ),
+    Rule(
+        id="deepspeed.leaf-modules",
+        summary="Every leaf class is a class of the model.",
+        check=with_engine(DeepSpeed, _leaves),
+        fix="Write the name of a class in the model.",
+        overridable=False,
+        source=("DS-19", "K-DS12"),
+        repair=_known_leaves,
+    ),
+    Rule(
+        id="deepspeed.leaf-inputs",
+        summary="What goes into a leaf that is trained needs a gradient.",
+        check=with_engine(DeepSpeed, _leaf_inputs),
+        fix="Call model.enable_input_require_grads(), or train something before it, or leave it out of leaf_modules.",
+        source=("deepspeed PartitionedParameterCoordinator", "DS-19"),
+    ),
+    Rule(
+        id="deepspeed.experts",
+        summary="ZeRO-3 gathers modules with data-dependent experts whole.",
+        check=with_engine(DeepSpeed, _experts),
+        fix="Name the class in leaf_modules.",
+        severity=Severity.WARNING,
+        source=("DS-19", "pain 31"),
+        repair=_mark,
+    ),
 )
-"""Reporting order: the text, its keys, its values, what the values mean together; then warnings."""

@@ -1,4 +1,4 @@
-"""The environment: devices, process-group backends, Slurm and versions of torch."""
+"""The environment: devices, process-group backends, Slurm, and versions of torch that the rules know."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from attrs import evolve
 
 from prepkit.config import FSDP2, Config, Intent
 from prepkit.facts import Facts
+from prepkit.findings import Severity
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Rule, under
 
 BACKENDS = frozenset({"cpu", "cuda", "xpu", "npu", "hpu", "mlu", "sdaa", "musa", "neuron"})
 """Device types for which the planner knows a process-group backend (ST-3)."""
@@ -77,7 +78,8 @@ def _offload(resolved: Resolved) -> Iterator[Hit]:
     device = resolved.compute_device
     # A backend that does not even serve the device is the finding of the rule above.
     if resolved.offloads and cfg.backend and _serves(cfg.backend, device) and not _serves(cfg.backend, "cpu"):
-        work = "gradients are clipped and reduced" if isinstance(cfg.engine, FSDP2) else "shards are saved and gathered"
+        sharded = resolved.engine_traits.makes_dtensors
+        work = "gradients are clipped and reduced" if sharded else "shards are saved and gathered"
         what = f"`{cfg.backend}` does not serve the CPU, where offloaded {work}."
         yield Hit("config.backend", what, f'Leave backend out, or write backend="cpu:gloo,{device}:{cfg.backend}".')
 
@@ -97,7 +99,7 @@ def _version(resolved: Resolved) -> Iterator[Hit]:
 
 def _fsdp2_on_cpu(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
-    if not isinstance(resolved.cfg.engine, FSDP2) or resolved.compute_device != "cpu":
+    if resolved.compute_device != "cpu":
         return
     trains = resolved.cfg.intent is Intent.TRAINING and facts.env.world_size > 1
     if facts.env.release < _GATHERS_ON_CPU:
@@ -114,6 +116,54 @@ def _own_device(cfg: Config, _: Facts) -> Config:
 
 def _own_backend(cfg: Config, _: Facts) -> Config:
     return evolve(cfg, backend=None)
+
+
+# --- releases of torch -----------------------------------------------------------------------------------------------
+
+
+ID = "environment.torch-unknown"
+
+BY_RELEASE = (
+    "optimizer.newer-torch",
+    "environment.fsdp2-on-cpu",
+    "tensor.uneven-shards",
+    "units.left-whole",
+    "units.mixed-dtypes",
+    "units.packed",
+    "units.unused-on-old-torch",
+    "units.experts-on-old-torch",
+)
+"""Rules that say something of an old torch which they do not say of a new one."""
+
+OLDEST = "2.6.0"
+"""The first torch that prepkit takes."""
+
+
+def about_unknown_torch(rules: tuple[Rule, ...]) -> Rule:
+    """The rule that asks others what they would say of the oldest torch."""
+    by_release = tuple(rule for rule in rules if rule.id in BY_RELEASE)
+
+    def check(resolved: Resolved) -> Iterator[Hit]:
+        facts = resolved.facts
+        if facts.env.knows_release:
+            return
+        oldest = Resolved(cfg=resolved.cfg, facts=evolve(facts, env=evolve(facts.env, torch=OLDEST)))
+        for rule in by_release:
+            places = {hit.where for hit in rule.check(resolved)}
+            for hit in rule.check(oldest):
+                if hit.where not in places:
+                    said = f"`{facts.env.torch}` names no release" if facts.env.torch else "is not known"
+                    what = f"The version of torch {said}. Under torch 2.6 `{rule.id}` would say: {hit.what}"
+                    yield Hit("env.torch", what)
+
+    return Rule(
+        id=ID,
+        summary="The version of torch is known where an old one would be refused.",
+        check=check,
+        fix='Declare it, such as Env.declare(torch="2.9"); apply asks again with the torch that is there.',
+        severity=Severity.WARNING,
+        source=("pain 35", "ST-46"),
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -167,9 +217,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="environment.fsdp2-on-cpu",
         summary="Where FSDP2 trains on the CPU, torch is at least 2.9.",
-        check=_fsdp2_on_cpu,
+        check=under(FSDP2, _fsdp2_on_cpu),
         fix="Write `pip install 'torch>=2.9'`, or engine=FSDP1() or DDP().",
         source=("ST-46", "torch fully_shard"),
     ),
 )
-"""Reporting order: what the run stands on."""

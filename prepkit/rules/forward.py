@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from prepkit.rules.memory import later
-from prepkit.rules.rule import Rule
+from collections.abc import Iterator
 
-USED_ELSEWHERE = Rule(
-    id="forward.used-elsewhere",
-    summary="Every parameter of a unit is used inside the forward of the unit alone.",
-    check=later,
-    fix="Leave the module out of config.engine.wrap, so that the unit around it gathers its parameters.",
-    source=("torch fully_shard", "torch FullyShardedDataParallel"),
+from attrs import frozen
+
+from prepkit.findings.text import at
+from prepkit.rules.rule import Hit, Moment, Rule
+
+
+@frozen
+class Use:
+    """A use of a parameter of one unit while that unit's forward does not run."""
+
+    name: str
+    """Of the parameter."""
+    unit: str
+    """Path of the unit that gathers it."""
+    user: str
+    """Path of the unit whose forward runs; empty: the root's."""
+
+
+def _used_elsewhere(uses: tuple[Use, ...]) -> Iterator[Hit]:
+    for use in uses:
+        by = f"`{use.user}`" if use.user else "the root"
+        yield Hit(
+            at(use.name),
+            f"The forward of {by} computes with `{use.name}`, which is gathered for that of the unit `{use.unit}` "
+            "alone.",
+            f"Leave `{use.unit}` out of config.engine.wrap, so that the unit around it gathers its parameters, or call "
+            "the module itself.",
+        )
+
+
+FORWARD_RULES: tuple[Rule, ...] = (
+    Rule(
+        id="forward.used-elsewhere",
+        summary="Every parameter of a unit is used inside the forward of the unit alone.",
+        check=_used_elsewhere,
+        at=(Moment.FORWARD,),
+        fix="Leave the module out of config.engine.wrap, so that the unit around it gathers its parameters.",
+        source=("torch fully_shard", "torch FullyShardedDataParallel"),
+    ),
 )
-
-FORWARD_RULES: tuple[Rule, ...] = (USED_ELSEWHERE,)
 """Rules that a forward answers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from prepkit.config import FSDP1, FSDP2, Config, Intent, KeepWeights, Mixed
+from prepkit.config import FSDP1, FSDP2, Config, Intent, Mixed
 from prepkit.facts import ParamFact
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, in_bytes, some
@@ -13,7 +13,7 @@ from prepkit.plan.dtypes import itemsize
 from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.modules import PACKED
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Rule, under
 
 IGNORES = (2, 7)
 """torch from which ``fully_shard`` takes ``ignored_params``."""
@@ -75,19 +75,19 @@ def _mixed_dtypes(resolved: Resolved) -> Iterator[Hit]:
     trains = any(p.requires_grad for p in facts.model.params if p.name in {n for _, names in dtypes for n in names})
     if trains and {dtype for dtype, _ in dtypes} <= {*_LOW, "float32"}:
         fix = f"Write precision=BF16(), which stores all that is trained in float32, or cast {some(odd)} to {most}."
-    old = isinstance(resolved.cfg.engine, FSDP2) and facts.env.release < TRAINED_ALONE
+    old = resolved.engine_traits.makes_dtensors and facts.env.release < TRAINED_ALONE
     if old and not all(
         p.requires_grad for p in facts.model.params if p.name in {n for _, held in dtypes for n in held}
     ):
         alone = 'give what is trained units of its own: wrap=WrapPaths(("...",))'
         fix = f"Write `pip install 'torch>=2.8'`, which asks this of what is trained alone; or {alone}, or cast them."
-    does = "holds" if old else "trains" if isinstance(resolved.cfg.engine, FSDP2) else "flattens"
+    does = "holds" if old else "trains" if resolved.engine_traits.makes_dtensors else "flattens"
     yield Hit(at(mixed[0]), f"The unit {does} parameters of several dtypes: {shown}.{others}", fix)
 
 
 def _scalars(resolved: Resolved) -> Iterator[Hit]:
     names = [name for name in scalars(resolved.facts.model) if name not in resolved.ignored_params]
-    if isinstance(resolved.cfg.engine, FSDP1) and names:
+    if names:
         what = f"{some(names)} {'has' if len(names) == 1 else 'have'} no dimension, and FSDP1 flattens none without."
         yield Hit(at(names[0]), what)
 
@@ -106,7 +106,7 @@ def _packed(resolved: Resolved) -> Iterator[Hit]:
     packed = [param for param in facts.model.params if param.cls in PACKED]
     if not resolved.engine_traits.has_units or not (packed or facts.model.quantised):
         return
-    if isinstance(resolved.cfg.engine, FSDP2) and packed and {p.name for p in packed} <= _handled(resolved):
+    if resolved.engine_traits.makes_dtensors and packed and {p.name for p in packed} <= _handled(resolved):
         yield from _not_left_packed(resolved)
         return
     if packed:
@@ -130,9 +130,9 @@ def _not_left_packed(resolved: Resolved) -> Iterator[Hit]:
     if facts.env.release < IGNORES and not {*names}.isdisjoint(resolved.unsharded_params):
         what = f"{packed} cannot be left whole: fully_shard can do that from torch 2.7 on, this is {facts.env.torch}."
         yield Hit(at(names[0]), what, "Write `pip install 'torch>=2.7'`, or engine=DDP().")
-    elif not isinstance(resolved.cfg.weights, KeepWeights):
+    elif resolved.cfg.weights is not None:
         what = f"{packed}: packed when the model was loaded, which {type(resolved.cfg.weights).__name__}() does not do."
-        yield Hit(at(names[0]), what, "Write weights=KeepWeights(), and give the model with its values on every rank.")
+        yield Hit(at(names[0]), what, "Write weights=None, and give the model with its values on every rank.")
 
 
 def _packed_whole(resolved: Resolved) -> Iterator[Hit]:
@@ -158,7 +158,7 @@ _STORE = (
 
 
 def _integers(resolved: Resolved) -> Iterator[Hit]:
-    sharded = isinstance(resolved.cfg.engine, FSDP2)
+    sharded = resolved.engine_traits.makes_dtensors
     able = (*_FLOATS, *_GATHERED) if sharded else _FLOATS[:2]  # FSDP1 flattens no complex numbers
     left = {*resolved.unsharded_params, *resolved.ignored_params}
     params = (p for p in resolved.facts.model.params if p.cls not in PACKED and p.name not in left)
@@ -171,7 +171,7 @@ def _integers(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _empty(resolved: Resolved) -> Iterator[Hit]:
-    if not isinstance(resolved.cfg.engine, FSDP2) or resolved.cfg.intent is Intent.INFERENCE:
+    if resolved.cfg.intent is Intent.INFERENCE:
         return
     whole = set(resolved.unsharded_params)
     params = (p for p in resolved.facts.model.params if p.requires_grad and p.name not in whole)
@@ -181,7 +181,7 @@ def _empty(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _mixed_requires_grad(resolved: Resolved) -> Iterator[Hit]:
-    if not isinstance(resolved.cfg.engine, FSDP2) or resolved.cfg.intent is Intent.INFERENCE:
+    if resolved.cfg.intent is Intent.INFERENCE:
         return
     owner = resolved.unit_of
     whole = set(resolved.unsharded_params)
@@ -207,7 +207,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="units.scalar",
         summary="Under FSDP1 every parameter has at least one dimension.",
-        check=_scalars,
+        check=under(FSDP1, _scalars),
         fix="Write engine=FSDP2(), which keeps it whole on every rank and averages its gradient.",
         source=("F1-49", "torch FlatParamHandle"),
     ),
@@ -243,14 +243,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="units.empty",
         summary="Under FSDP2 every trained parameter has elements.",
-        check=_empty,
+        check=under(FSDP2, _empty),
         fix="Freeze it with requires_grad_(False), or leave it out of the model.",
         source=("G-57", "torch _chunk_cat"),
     ),
     Rule(
         id="units.mixed-requires-grad",
         summary="Under FSDP2 a unit is trained whole or frozen whole.",
-        check=_mixed_requires_grad,
+        check=under(FSDP2, _mixed_requires_grad),
         fix='This is fine for adapters; or give the trained modules units of their own: wrap=WrapPaths(("...",)).',
         severity=Severity.WARNING,
         source=("M2-7", "pain 19"),

@@ -12,7 +12,7 @@ from prepkit.findings import Severity
 from prepkit.findings.text import count, did_you_mean, some
 from prepkit.resolve.modules import matcher
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Rule, under
 
 
 def _unmatched(resolved: Resolved) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ def _ignored_not_found(resolved: Resolved) -> Iterator[Hit]:
 
 def _ignored_trains(resolved: Resolved) -> Iterator[Hit]:
     cfg, facts = resolved.cfg, resolved.facts
-    if not isinstance(cfg.engine, FSDP1) or cfg.intent is not Intent.TRAINING or facts.env.world_size < 2:
+    if cfg.intent is not Intent.TRAINING or facts.env.world_size < 2:
         return
     left_out = resolved.ignored_params
     if names := [p.name for p in facts.model.params if p.requires_grad and p.name in left_out]:
@@ -71,7 +71,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fsdp1.ignored-trains",
         summary="Nothing that FSDP1 ignores is trained.",
-        check=_ignored_trains,
+        check=under(FSDP1, _ignored_trains),
         fix="Write engine=FSDP2(ignored=...), which averages them; or call requires_grad_(False) on them.",
         source=("F1-49", "pain 9"),
     ),

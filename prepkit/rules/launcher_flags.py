@@ -20,10 +20,10 @@ from prepkit.config import (
     CompileBlocks,
     CompileModel,
     DeepSpeed,
-    NoCompile,
     OffloadToCPU,
 )
 from prepkit.config.mesh import AXES
+from prepkit.config.precision import as_typed
 from prepkit.findings import Severity
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
@@ -57,7 +57,7 @@ def _precision(resolved: Resolved, value: str) -> str:
     asked = value.lower()
     if asked in ("", "no") or type(resolved.cfg.precision) is _PRECISIONS.get(asked):
         return ""
-    return f"the precision is {type(resolved.cfg.precision).__name__}"
+    return f"the precision is {as_typed(resolved.cfg.precision)}"
 
 
 def _cpu(resolved: Resolved, value: str) -> str:
@@ -87,7 +87,7 @@ def _mode(resolved: Resolved, value: str) -> str:
 
 
 def _compiled(asked: Compile) -> CompileModel | CompileBlocks | None:
-    return None if isinstance(asked, NoCompile) else asked
+    return asked
 
 
 def _offload(resolved: Resolved, value: str) -> str:

@@ -1,4 +1,4 @@
-"""Sizes of the device mesh against the engine and the world size."""
+"""Sizes of the device mesh against the engine, the sharding and the world size."""
 
 from __future__ import annotations
 
@@ -7,15 +7,100 @@ from math import isqrt, log2, prod
 
 from attrs import evolve
 
-from prepkit.config import DDP, FSDP2, Config, Mesh, Single, TensorParallel
+from prepkit.config import DDP, FSDP1, FSDP2, Config, Mesh, Sharding, Single, TensorParallel
 from prepkit.config.mesh import AXES
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count
+from prepkit.resolve.mesh import size_of
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.fsdp1_mesh import mend_axes
-from prepkit.rules.reshard import mend_reshard
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Rule, under
+
+# --- FSDP1 -----------------------------------------------------------------------------------------------------------
+
+
+def is_hybrid(engine: FSDP1) -> bool:
+    """Whether the strategy shards inside copies of the model."""
+    return engine.sharding.startswith("HYBRID")
+
+
+def strategy(engine: FSDP1, *, hybrid: bool) -> FSDP1:
+    """The engine with the strategy that frees as much, and shards inside copies of the model or over all ranks."""
+    pairs: tuple[tuple[Sharding, Sharding], ...] = (
+        ("FULL_SHARD", "HYBRID_SHARD"),
+        ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"),
+    )
+    pair = next((pair for pair in pairs if engine.sharding in pair), None)
+    return evolve(engine, sharding=pair[hybrid]) if pair else engine
+
+
+def _hybrids(world: int) -> tuple[Mesh, ...]:
+    return tuple(Mesh(replicate=world // size, shard=size) for size in range(2, world) if world % size == 0)
+
+
+def _axes(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    mesh_axes = resolved.mesh
+    if not isinstance(cfg.engine, FSDP1) or mesh_axes is None or size_of("tensor", mesh_axes) > 1:  # another rule's
+        return
+    sharding, mesh, world = cfg.engine.sharding, cfg.mesh, resolved.facts.env.world_size
+    if is_hybrid(cfg.engine) and (len(mesh_axes) < 2 or mesh_axes[1].size == 1):
+        shown = " x ".join(f"{axis.name}={axis.size}" for axis in mesh_axes)
+        what = f"{sharding} needs copies of at least 2 shards each, but the mesh is {shown}"
+        alone = len(mesh_axes) == 2
+        what += ": torch would neither shard nor average, and every rank would train a copy of its own." * alone
+        options = " or ".join(f"Mesh(replicate={m.replicate}, shard={m.shard})" for m in _hybrids(world)[:3])
+        fix = f"Write mesh={options}." if options else 'Write sharding="FULL_SHARD".'
+        yield Hit("config.mesh" if mesh else "config.engine.sharding", what + "." * (not alone), fix)
+    elif (
+        mesh is not None
+        and sharding == "NO_SHARD"
+        and (mesh.shard > 1 or (mesh.shard == -1 and mesh_axes[0].size < world))
+    ):
+        what = f"shard={mesh.shard}, but under NO_SHARD every rank holds the whole model."
+        yield Hit("config.mesh.shard", what, 'Leave mesh out, or write sharding="FULL_SHARD".')
+    elif not is_hybrid(cfg.engine) and len(mesh_axes) == 2:
+        what = f"replicate={mesh_axes[0].size}, but {sharding} cuts the model over all ranks once."
+        yield Hit("config.mesh.replicate", what, 'Leave mesh out, or write sharding="HYBRID_SHARD".')
+
+
+def mend_axes(cfg: Config, facts: Facts) -> Config:
+    """The config with a mesh, or a strategy, that suit each other."""
+    if not isinstance(cfg.engine, FSDP1) or not any(_axes(Resolved(cfg=cfg, facts=facts))):
+        return cfg
+    if not is_hybrid(cfg.engine):
+        return evolve(cfg, mesh=None)
+    if options := _hybrids(facts.env.world_size):
+        return evolve(cfg, mesh=options[0])
+    return evolve(cfg, mesh=None, engine=evolve(cfg.engine, sharding="FULL_SHARD"))
+
+
+# --- resharding to fewer ranks ---------------------------------------------------------------------------------------
+
+
+def _reshard(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    if not isinstance(cfg.engine, FSDP2) or isinstance(cfg.engine.reshard_after_forward, bool):
+        return
+    size, shards = cfg.engine.reshard_after_forward, resolved.axis_size("shard") if resolved.mesh else None
+    if shards is None or (1 < size < shards and shards % size == 0):
+        return
+    where = "config.engine.reshard_after_forward"
+    if size == 1:
+        yield Hit(where, "1 as a number keeps everything gathered.", "Write reshard_after_forward=False.")
+    elif size == shards:
+        yield Hit(where, f"{size} is the shard size itself.", "Write reshard_after_forward=True.")
+    else:
+        legal = [str(number) for number in range(2, shards) if shards % number == 0]
+        fix = f"Write True, False or {' or '.join(legal[:4])}." if legal else "Write True or False."
+        yield Hit(where, f"{size} does not divide the shard size {shards}.", fix)
+
+
+def mend_reshard(cfg: Config, facts: Facts) -> Config:
+    """The config with a ``reshard_after_forward`` that its mesh allows."""
+    if not isinstance(cfg.engine, FSDP2) or not any(_reshard(Resolved(cfg=cfg, facts=facts))):
+        return cfg
+    return evolve(cfg, engine=evolve(cfg.engine, reshard_after_forward=cfg.engine.reshard_after_forward != 1))
 
 
 def nearest(mesh: Mesh, world: int) -> tuple[Mesh, ...]:
@@ -85,7 +170,7 @@ def _two_rests(resolved: Resolved) -> Iterator[Hit]:
 def _product(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
     mesh, world = cfg.mesh, resolved.facts.env.world_size
-    if mesh is None or isinstance(cfg.engine, Single) or not _proper(mesh) or world < 1:
+    if mesh is None or resolved.one_process or not _proper(mesh) or world < 1:
         return
     if resolved.mesh is not None:
         return
@@ -109,14 +194,14 @@ def _product(resolved: Resolved) -> Iterator[Hit]:
 
 def _single_mesh(resolved: Resolved) -> Iterator[Hit]:
     mesh = resolved.cfg.mesh
-    if isinstance(resolved.cfg.engine, Single) and mesh is not None and max(size for _, size in _sizes(mesh)) > 1:
+    if mesh is not None and max(size for _, size in _sizes(mesh)) > 1:
         asked = " x ".join(str(size) for name, size in _sizes(mesh) if name != "tensor" or size != 1)
         yield Hit("config.mesh", f"Single() uses one rank, but the mesh asks for {asked}.")
 
 
 def _ddp_shards(resolved: Resolved) -> Iterator[Hit]:
     mesh, world = resolved.cfg.mesh, resolved.facts.env.world_size
-    if not isinstance(resolved.cfg.engine, DDP) or mesh is None or not _proper(mesh):
+    if mesh is None or not _proper(mesh):
         return
     shard, rest = mesh.shard, mesh.replicate * mesh.tensor
     if shard == -1 and world % rest == 0:
@@ -138,7 +223,7 @@ def _whole_cuts(resolved: Resolved) -> Iterator[Hit]:
 def _tensor_alone(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
     mesh, world = cfg.mesh, resolved.facts.env.world_size
-    if not isinstance(cfg.engine, TensorParallel) or mesh is None or not _proper(mesh) or resolved.mesh is None:
+    if mesh is None or not _proper(mesh) or resolved.mesh is None:
         return
     left = world // (resolved.mesh or ())[0].size
     if left > 1:
@@ -147,7 +232,7 @@ def _tensor_alone(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _nothing_sharded(resolved: Resolved) -> Iterator[Hit]:
-    if not isinstance(resolved.cfg.engine, FSDP2) or not resolved.mesh or resolved.axis_size("shard") > 1:
+    if not resolved.mesh or resolved.axis_size("shard") > 1:
         return
     replicas, tensor = resolved.axis_size("replicate"), resolved.axis_size("tensor")
     if replicas > 1 and tensor == 1:
@@ -159,7 +244,7 @@ def _nothing_sharded(resolved: Resolved) -> Iterator[Hit]:
 
 def _nothing_left(resolved: Resolved) -> Iterator[Hit]:
     world, axes = resolved.facts.env.world_size, resolved.mesh or ()
-    if isinstance(resolved.cfg.engine, FSDP2) and len(axes) > 1 and resolved.axis_size("tensor") == world:
+    if len(axes) > 1 and resolved.axis_size("tensor") == world:
         what = f"tensor={axes[-1].size} takes every rank, and FSDP2 has nothing left to shard over."
         yield Hit("config.mesh.tensor", what)
 
@@ -174,17 +259,34 @@ def _shard_copies(cfg: Config, facts: Facts) -> Config:
 
 
 def _many_singles(resolved: Resolved) -> Iterator[Hit]:
-    if isinstance(resolved.cfg.engine, Single) and resolved.facts.env.world_size > 1:
+    if resolved.facts.env.world_size > 1:
         world = resolved.facts.env.world_size
         yield Hit("env.world_size", f"{world} processes run, and Single() would train a copy in each that never talk.")
 
 
 def _ddp_alone(resolved: Resolved) -> Iterator[Hit]:
-    if isinstance(resolved.cfg.engine, DDP) and resolved.facts.env.world_size == 1:
+    if resolved.facts.env.world_size == 1:
         yield Hit("config.engine", f"DDP() over {count(1, 'rank')} has nobody to average with and keeps its buckets.")
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        id="fsdp1.mesh",
+        summary="The mesh of FSDP1 has the axes that its sharding strategy uses.",
+        check=_axes,
+        fix="Leave mesh out, or write another sharding strategy.",
+        overridable=False,
+        source=("pain 22", "F1-40", "torch _init_core_state"),
+        repair=mend_axes,
+    ),
+    Rule(
+        id="reshard.not-a-factor",
+        summary="A number in reshard_after_forward divides the shard size, and is neither 1 nor the size itself.",
+        check=_reshard,
+        fix="Write True, False or a number between 1 and the shard size that divides it.",
+        source=("torch _get_post_forward_mesh_info", "G-12"),
+        repair=mend_reshard,
+    ),
     Rule(
         id="mesh.size-below-one",
         summary="Every size of the mesh is at least 1, or -1 for the rest.",
@@ -215,7 +317,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mesh.single-has-none",
         summary="Single() comes without a mesh of more than one rank.",
-        check=_single_mesh,
+        check=under(Single, _single_mesh),
         fix="Leave mesh out, or write engine=DDP() or engine=FSDP2().",
         source=("PC-10",),
         repair=_default,
@@ -223,7 +325,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mesh.ddp-does-not-shard",
         summary="Under DDP the shard size is 1.",
-        check=_ddp_shards,
+        check=under(DDP, _ddp_shards),
         fix="Leave mesh out, or write engine=FSDP2() to shard.",
         overridable=False,
         source=("PC-10", "pain 22"),
@@ -241,7 +343,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mesh.tensor-alone",
         summary="Under TensorParallel all ranks share one axis.",
-        check=_tensor_alone,
+        check=under(TensorParallel, _tensor_alone),
         fix="Leave mesh out, or write engine=FSDP2() for shards or copies beside the tensor ranks.",
         overridable=False,
         source=("PC-5", "PC-10", "pain 22"),
@@ -250,7 +352,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mesh.nothing-sharded",
         summary="Under FSDP2 something is sharded beside copies of the model and cuts of its layers.",
-        check=_nothing_sharded,
+        check=under(FSDP2, _nothing_sharded),
         fix="Write engine=DDP() without a mesh for whole copies, or leave mesh out to shard over all ranks.",
         source=("PC-9", "PC-5", "pain 22"),
         repair=_shard_copies,
@@ -258,24 +360,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mesh.tensor-takes-all",
         summary="Under FSDP2 the tensor ranks leave an axis to shard over.",
-        check=_nothing_left,
+        check=under(FSDP2, _nothing_left),
         fix="Write engine=TensorParallel() without a mesh, or a smaller tensor size.",
         source=("PC-9", "pain 22"),
     ),
     Rule(
         id="mesh.single-many-ranks",
         summary="Single() runs in one process.",
-        check=_many_singles,
+        check=under(Single, _many_singles),
         fix="Write engine=DDP() or engine=FSDP2(), or start one process.",
         source=("G-2", "ST-5", "pain 36"),
     ),
     Rule(
         id="mesh.ddp-alone",
         summary="DDP runs in more than one process.",
-        check=_ddp_alone,
+        check=under(DDP, _ddp_alone),
         fix="Write engine=Single(), or start more processes.",
         severity=Severity.WARNING,
         source=("G-3",),
     ),
 )
-"""Reporting order: single sizes, their product, then what they mean for the engine."""

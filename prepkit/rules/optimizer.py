@@ -1,20 +1,184 @@
-"""The optimizer and its scheduler against the model and the engine."""
+"""Optimizers, given or asked for, and their scheduler: against the model, the engine and the release of torch."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from attrs import evolve
+from attrs import evolve, fields
 
-from prepkit.config import Config, DeepSpeed, Intent
-from prepkit.config.optimizer import specs
-from prepkit.facts import Facts
+from prepkit.config import FP8, MSAMP, Config, DeepSpeed, Intent
+from prepkit.config.optimizer import OPTIMIZERS, SELECTS, Group, OptimizerSpec, options, specs
+from prepkit.config.precision import PRECISIONS
+from prepkit.facts import Facts, ParamFact
 from prepkit.findings import Severity
 from prepkit.findings.text import count, some
-from prepkit.resolve.deepspeed.data import look, said
+from prepkit.resolve.created_optimizers import named, takes
+from prepkit.resolve.deepspeed.data import look, said, stage
+from prepkit.resolve.engines import traits
+from prepkit.resolve.optimizer_table import FAILS, MEASURED, RAISES, places
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+SHAPED = frozenset({"Adafactor", "LAMB", "Lamb", "LARS", "Lars", "Muon", "SOAP", "Shampoo"})
+"""Optimizers that compute from the shape or the norm of each whole parameter."""
+
+
+def classes(resolved: Resolved) -> Iterator[tuple[str, str, str]]:
+    """Place, library and class of every optimizer that is given or asked for."""
+    given = resolved.facts.optimizer
+    for index, member in enumerate(given.classes if given else ()):
+        where = f"optimizer[{index}]" if given and given.members else "optimizer"
+        yield where, member.module.partition(".")[0], member.name
+    for made in resolved.created_optimizers:
+        yield made.where, "torch", type(made.spec).__name__
+
+
+def _under_engine(resolved: Resolved) -> Iterator[Hit]:
+    flat = resolved.engine_traits.flattens
+    for where, library, name in classes(resolved) if resolved.trains else ():
+        if flat and name in SHAPED:
+            continue  # has a rule of its own, which knows where parameters stay whole
+        known = FAILS.get(f"{library}.{name}", {})
+        bad = [place for place in places(resolved.cfg) if place in known]
+        if not bad and name in SHAPED and library not in ("torch", "deepspeed") and _flattens(resolved):
+            what = f"`{name}` of {library} computes from each parameter's shape or norm, and ZeRO gives it parts of all"
+            yield Hit(where, f"{what} parameters end to end.")
+        for place in bad[:1]:
+            how = "raises at its first step" if known[place] == RAISES else "trains otherwise than it does alone"
+            good = [other for other in MEASURED if other not in known and "," not in other]
+            what = f"`{name}` of {library} {how} under {place}; it trains as alone under {' and '.join(good)}."
+            yield Hit(where, what)
+
+
+def _flattens(resolved: Resolved) -> bool:
+    engine = resolved.cfg.engine
+    return isinstance(engine, DeepSpeed) and stage(engine) > 0
+
+
+def _newer_torch(resolved: Resolved) -> Iterator[Hit]:
+    for made in resolved.created_optimizers:
+        since, env = OPTIMIZERS[type(made.spec)].since, resolved.facts.env
+        if env.release < since:
+            name = type(made.spec).__name__
+            yield Hit(made.where, f"torch has {name} since {since[0]}.{since[1]}, and torch {env.torch} runs.")
+
+
+def _closure(resolved: Resolved) -> Iterator[Hit]:
+    cfg = resolved.cfg
+    for where, _, name in classes(resolved):
+        if name != "LBFGS":
+            continue
+        if not resolved.engine_traits.takes_closures:
+            yield Hit(where, f"`LBFGS` steps with a closure, which {type(cfg.engine).__name__} does not pass on.")
+        elif (steps := resolved.accumulation) > 1:
+            yield Hit(where, f"`LBFGS` makes its gradients anew within a step, and accumulation={steps}.")
+        elif PRECISIONS[type(cfg.precision)].scales_loss:
+            yield Hit(where, "`LBFGS` makes its gradients anew within a step, and float16 scales the loss.")
+        elif where.endswith("]"):  # one of several
+            yield Hit(where, "`LBFGS` makes its gradients anew within a step, and is given beside another optimizer.")
+
+
+# --- optimizers that prepkit creates ---------------------------------------------------------------------------------
+
+
+def _trained(resolved: Resolved) -> tuple[ParamFact, ...]:
+    return tuple(param for param in resolved.facts.model.params if param.requires_grad)
+
+
+def _places(resolved: Resolved) -> Iterator[tuple[str, OptimizerSpec | Group]]:
+    """Every optimizer and every group of the config with its place."""
+    for made in resolved.created_optimizers:
+        yield made.where, made.spec
+        yield from ((f"{made.where}.groups[{index}]", group) for index, group in enumerate(made.spec.groups))
+
+
+def _unmatched(resolved: Resolved) -> Iterator[Hit]:
+    names = [param.name for param in _trained(resolved)]
+    for where, of in _places(resolved):
+        for pattern in of.names:
+            if not any(map(named((pattern,)), names)):
+                yield Hit(f"{where}.names", f"`{pattern}` matches no trained parameter. There are {some(names)}.")
+        if isinstance(of, Group) and not of.names:
+            yield Hit(f"{where}.names", "A group without patterns has no parameters.")
+
+
+def _trained_twice(resolved: Resolved) -> Iterator[Hit]:
+    for made in resolved.created_optimizers:
+        yield from _overlap(made.where, "groups", made.spec.groups, made.names)
+    trained = _trained(resolved)
+    claims: dict[str, list[int]] = defaultdict(list)
+    for index, made in enumerate(resolved.created_optimizers):
+        for name in takes(made.spec, trained) if made.spec.names else ():
+            claims[name].append(index)
+    twice = [name for name, at in claims.items() if len(at) > 1]
+    if twice:
+        at = " and ".join(f"config.optimizer[{index}]" for index in claims[twice[0]])
+        yield Hit("config.optimizer", f"{at} both name {some(twice)}.")
+
+
+def _overlap(where: str, field: str, groups: tuple[Group, ...], names: tuple[str, ...]) -> Iterator[Hit]:
+    means = [named(group.names) for group in groups]
+    for name in names:
+        at = [index for index, own in enumerate(means) if own(name)]
+        if len(at) > 1:
+            also = sum(sum(own(other) for own in means) > 1 for other in names) - 1
+            more = f" and {count(also, 'other parameter')} are" if also else " is"
+            yield Hit(f"{where}.{field}", f"`{name}`{more} in groups {' and '.join(map(str, at))}.")
+            return
+
+
+def _nothing(resolved: Resolved) -> Iterator[Hit]:
+    trained = _trained(resolved)
+    for made in resolved.created_optimizers if trained else ():
+        if not made.names:
+            kind, only = type(made.spec).__name__, OPTIMIZERS[type(made.spec)].only_matrices
+            why = "no matrix is left for it" if only else "the other optimizers step every trained parameter"
+            if not any(takes(made.spec, trained)):
+                why = "its patterns mean no matrix" if only else "its patterns mean no trained parameter"
+            yield Hit(made.where, f"{kind} would have no parameters: {why}.")
+
+
+def _unclaimed(resolved: Resolved) -> Iterator[Hit]:
+    if not resolved.created_optimizers or not resolved.trains:
+        return
+    claimed = {name for made in resolved.created_optimizers for name in made.names}
+    left = [param.name for param in _trained(resolved) if param.name not in claimed]
+    if left:
+        whole = [type(m.spec).__name__ for m in resolved.created_optimizers if OPTIMIZERS[type(m.spec)].only_matrices]
+        why = f" {whole[0]} steps matrices only." if whole else ""
+        what = (
+            f"{count(len(left), 'trainable parameter')} in none of the optimizers, so never updated: {some(left)}.{why}"
+        )
+        yield Hit("config.optimizer", what)
+
+
+def _foreign_option(resolved: Resolved) -> Iterator[Hit]:
+    for made in resolved.created_optimizers:
+        known = [field.name for field in fields(type(made.spec)) if field.name not in SELECTS]
+        for index, group in enumerate(made.spec.groups):
+            foreign = [name for name in options(group) if name not in known]
+            if foreign:
+                what = f"{type(made.spec).__name__} has no {', '.join(foreign)}: torch would not look at it."
+                yield Hit(f"{made.where}.groups[{index}].{foreign[0]}", what)
+
+
+def takes_one(cfg: Config) -> str:
+    """Who takes a single optimizer only; empty where several are taken."""
+    if traits(cfg).engine_steps:
+        return "DeepSpeed"
+    return "MS-AMP" if isinstance(cfg.precision, FP8) and isinstance(cfg.precision.backend, MSAMP) else ""
+
+
+def _several(resolved: Resolved) -> Iterator[Hit]:
+    given, who = resolved.facts.optimizer, takes_one(resolved.cfg)
+    number = max(len(resolved.created_optimizers), len(given.classes) if given else 0)
+    if who and number > 1:
+        where = "optimizer" if given else "config.optimizer"
+        yield Hit(where, f"{who} steps one optimizer, and there are {number}.")
 
 
 def _held(facts: Facts) -> tuple[str, ...]:
@@ -122,6 +286,75 @@ def _drop_spec(cfg: Config, _: Facts) -> Config:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        id="optimizer.under-engine",
+        summary="The optimizer trains under this engine as it does alone, as far as that was tried.",
+        check=_under_engine,
+        fix="Use torch.optim.AdamW, or write engine=DDP().",
+        source=("tests/tools/optimizers.py", "pain 13"),
+    ),
+    Rule(
+        id="optimizer.closure",
+        summary="An optimizer that steps with a closure makes all gradients of a step by itself.",
+        check=_closure,
+        fix="Write accumulation=1 and a precision without a loss scale, with engine=DDP() or Single(), or use AdamW.",
+        overridable=False,
+        source=("torch.optim.LBFGS.step",),
+    ),
+    Rule(
+        id="optimizer.newer-torch",
+        summary="torch has the optimizer that is asked for.",
+        check=_newer_torch,
+        fix="Write `pip install -U torch`, or optimizer=AdamW(...).",
+        overridable=False,
+        source=("torch.optim",),
+    ),
+    Rule(
+        id="optimizer.several",
+        summary="There are several optimizers only where the engine steps several.",
+        check=_several,
+        fix="Give one, with groups of its own options, or write engine=FSDP2() or engine=DDP().",
+        overridable=False,
+        source=("deepspeed.initialize", "pain 13"),
+    ),
+    Rule(
+        id="optimizer.pattern",
+        summary="Every pattern of an optimizer and of a group matches a trained parameter.",
+        check=_unmatched,
+        fix="Write a pattern of parameter names in which * stands for any characters, dots too, such as *.bias.",
+        severity=Severity.WARNING,
+        source=("pain 13",),
+    ),
+    Rule(
+        id="optimizer.matched-twice",
+        summary="No parameter is in two groups, or named by two optimizers.",
+        check=_trained_twice,
+        fix="Make the patterns narrower, so that each parameter is matched once.",
+        source=("G-5", "G-57"),
+    ),
+    Rule(
+        id="optimizer.empty",
+        summary="Every optimizer that is asked for has parameters.",
+        check=_nothing,
+        fix="Leave it out, or write names=(...) that mean trained parameters.",
+        overridable=False,
+        source=("torch.optim.Optimizer.__init__",),
+    ),
+    Rule(
+        id="optimizer.unclaimed",
+        summary="Every trainable parameter is stepped by one of the optimizers that are asked for.",
+        check=_unclaimed,
+        fix="Add an optimizer without names, such as AdamW(), which takes what is left, or freeze the parameters.",
+        source=("pain 1",),
+    ),
+    Rule(
+        id="optimizer.group-option",
+        summary="Groups set options that their optimizer has.",
+        check=_foreign_option,
+        fix="Remove it, or write it for an optimizer that has it.",
+        overridable=False,
+        source=("torch.optim.Optimizer.add_param_group",),
+    ),
+    Rule(
         id="optimizer.foreign-parameters",
         summary="Every tensor of the optimizer is a parameter of the model.",
         check=_foreign,
@@ -204,4 +437,3 @@ RULES: tuple[Rule, ...] = (
         source=("pain 19",),
     ),
 )
-"""Reporting order: errors about the parameters, about the engine, about the scheduler; then warnings."""

@@ -14,6 +14,14 @@ from prepkit.rules.rule import Hit, Rule
 
 ID = "overrides.unknown"
 
+RENAMED = {
+    "first-step.no-gradient": "run.without-gradient",
+    "first-step.not-finite": "run.gradients-not-finite",
+    "first-step.replicas-differ": "run.gradients-part",
+    "first-step.misplaced": "run.gradients-misplaced",
+}
+"""Ids that rules once had, to those that they have."""
+
 
 def about_overrides(rules: tuple[Rule, ...]) -> Rule:
     """The rule that has to know all the others: every override names one of them that can be overridden."""
@@ -22,10 +30,11 @@ def about_overrides(rules: tuple[Rule, ...]) -> Rule:
     def check(resolved: Resolved) -> Iterator[Hit]:
         for name in dict.fromkeys(resolved.cfg.overrides):
             if name not in able:
-                hint = did_you_mean(name, able)
+                now = RENAMED.get(name)
+                hint = f" It is called `{now}` now." if now else did_you_mean(name, able)
                 yield Hit("config.overrides", f"There is no rule `{name}`.", f"Leave it out.{hint}")
             elif not able[name]:
-                what = f"`{name}` cannot be overridden: there is no plan without it."
+                what = f"`{name}` cannot be overridden: nothing can go on without it."
                 yield Hit("config.overrides", what, "Leave it out, and mend what the rule finds.")
 
     def repair(cfg: Config, _: Facts) -> Config:

@@ -7,8 +7,8 @@ from math import inf
 
 from attrs import evolve
 
-from prepkit.config import BF16, FP8, FP16, FSDP1, FSDP2, AsStored, Config, Intent, Mixed
-from prepkit.config.precision import PRECISIONS
+from prepkit.config import BF16, FP8, FP16, FSDP1, FSDP2, Config, Intent, Mixed
+from prepkit.config.precision import PRECISIONS, as_typed
 from prepkit.facts import Facts, ParamFact
 from prepkit.findings import Severity
 from prepkit.findings.text import count, some
@@ -91,7 +91,7 @@ def _low(facts: Facts) -> tuple[ParamFact, ...]:
 
 def _stored(resolved: Resolved) -> Iterator[Hit]:
     low = resolved.low_precision_params
-    if isinstance(resolved.cfg.precision, AsStored) and resolved.cfg.intent is Intent.TRAINING and low:
+    if resolved.cfg.precision is None and resolved.cfg.intent is Intent.TRAINING and low:
         yield Hit("config.precision", f"{_trained(low)}, so that small updates are rounded away.")
 
 
@@ -108,7 +108,7 @@ def _trained(low: tuple[ParamFact, ...]) -> str:
 
 
 def _as_float32(cfg: Config, _: Facts) -> Config:
-    assert isinstance(cfg.precision, BF16 | FP8), "AsStored names no dtypes"
+    assert isinstance(cfg.precision, BF16 | FP8), "None names no dtypes"
     asked = cfg.precision
     return evolve(
         cfg,
@@ -160,7 +160,7 @@ def _casts_nothing(resolved: Resolved) -> Iterator[Hit]:
     casts = isinstance(engine, FSDP1) and (engine.cast_forward_inputs or not engine.cast_root_forward_inputs)
     keeps = isinstance(engine, FSDP2) and not engine.cast_forward_inputs
     if resolved.compute_dtypes is None and (casts or keeps):
-        what = f"{type(cfg.precision).__name__}() casts nothing: inputs come as they are whatever this says."
+        what = f"precision={as_typed(cfg.precision)} casts nothing: inputs come as they are whatever this says."
         yield Hit("config.engine.cast_forward_inputs", what)
 
 
@@ -169,14 +169,14 @@ RULES: tuple[Rule, ...] = (
         id="precision.bf16-unsupported",
         summary="BF16 runs on a device that computes in bfloat16.",
         check=_unsupported,
-        fix="Write precision=AsStored(), or use a device that computes in bfloat16.",
+        fix="Write precision=None, or use a device that computes in bfloat16.",
         source=("pain 35", "ST-25"),
     ),
     Rule(
         id="precision.fp16-unsupported",
         summary="FP16 runs on an accelerator whose losses torch can scale.",
         check=_no_float16,
-        fix="Write precision=BF16() or precision=AsStored().",
+        fix="Write precision=BF16() or precision=None.",
         source=("ST-23", "ST-24", "G-44"),
     ),
     Rule(
@@ -223,7 +223,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="precision.steps-in-16-bit",
-        summary="AsStored trains parameters that are stored in at least 32 bits.",
+        summary="Without a precision, trained parameters are stored in at least 32 bits.",
         check=_stored,
         fix="Write precision=BF16(), which keeps float32 master weights, or load the model in float32.",
         severity=Severity.WARNING,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from prepkit.config import Single
 from prepkit.facts import Facts
 from prepkit.findings.text import at, count, some
 from prepkit.resolve.resolved import Resolved
@@ -31,7 +30,7 @@ def _spread(resolved: Resolved) -> Iterator[Hit]:
     cfg, facts = resolved.cfg, resolved.facts
     devices = _devices(facts)
     # Without keep_device_map the rule about device maps refuses it already.
-    if len(devices) > 1 and cfg.keep_device_map and not isinstance(cfg.engine, Single):
+    if len(devices) > 1 and cfg.keep_device_map and not resolved.one_process:
         what = f"The {facts.model.quantised} model lies on {some(devices)}, and {type(cfg.engine).__name__} trains it"
         yield Hit("model.hf_device_map", f"{what} in each of {facts.env.world_size} processes.")
 

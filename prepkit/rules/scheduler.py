@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import Config, DeepSpeed
+from prepkit.config import Config
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count
@@ -29,7 +29,7 @@ def _planned(resolved: Resolved) -> tuple[str, int, int] | None:
 
 def _of_section(resolved: Resolved) -> int | None:
     """Optimizer steps that DeepSpeed's own scheduler is made for; ``WarmupLR`` is made for none."""
-    if not isinstance(resolved.cfg.engine, DeepSpeed):
+    if not resolved.engine_traits.own_layout:
         return None
     said = {setting.path: setting.value for setting in resolved.deepspeed.settings}
     value = said.get(("scheduler", "params", "total_num_steps"), "")

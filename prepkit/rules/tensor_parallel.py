@@ -21,7 +21,7 @@ from prepkit.resolve.tensor_parallel import (
     attention_layers,
     is_parallel,
 )
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Rule, under
 
 _EXAMPLE = 'TPPlan((TPLayer("layers.*.up", "colwise"), TPLayer("layers.*.down", "rowwise")))'
 _WORDS = frozenset({"foreach", "fused"})
@@ -136,7 +136,7 @@ def _divides(resolved: Resolved) -> Iterator[Hit]:
 
 def _uneven(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
-    if not isinstance(resolved.cfg.engine, FSDP2) or not resolved.tp.planned or facts.env.release >= _EVEN_BEFORE:
+    if not resolved.tp.planned or facts.env.release >= _EVEN_BEFORE:
         return
     parts = resolved.tp.size * resolved.axis_size("shard")
     odd = [param for param, dim in resolved.tp.sharded_params if dim == 0 and param.shape[0] % max(1, parts)]
@@ -166,8 +166,6 @@ def _ties(resolved: Resolved) -> Iterator[Hit]:
 def _size(resolved: Resolved) -> Iterator[Hit]:
     facts = resolved.facts
     size, ranks = facts.model.architecture.tp_size, resolved.tp.size
-    if not isinstance(resolved.cfg.engine, TensorParallel):
-        return
     if is_parallel(facts.model) and size is None:
         yield Hit("model.tp_size", "The model is cut already, and neither it nor its config says over how many ranks.")
     elif size is not None and size != ranks and (size > 1 or is_parallel(facts.model)):
@@ -191,7 +189,7 @@ def _mixed(resolved: Resolved) -> Iterator[Hit]:
 def _unread(resolved: Resolved) -> Iterator[Hit]:
     cfg = resolved.cfg
     if isinstance(cfg.tp_plan, TPPlan) and not resolved.tp.planned:
-        arrives = isinstance(cfg.engine, TensorParallel)
+        arrives = resolved.engine_traits.cuts_all_ranks
         why = "the model arrives cut already" if arrives else "the mesh has no tensor axis"
         yield Hit("config.tp_plan", f"{count(len(cfg.tp_plan.layers), 'row')} without effect: {why}.")
 
@@ -249,7 +247,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="tensor.uneven-shards",
         summary="Before torch 2.8 what is cut in dimension 0 divides by the tensor ranks times the shards.",
-        check=_uneven,
+        check=under(FSDP2, _uneven),
         fix="Install torch 2.8 or newer, or change the mesh, or leave the row out.",
         source=("torch FSDPParam._init_sharding_spec", "pain 32"),
     ),
@@ -264,7 +262,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="tensor.size-differs",
         summary="A model that arrives cut is cut over as many ranks as run.",
-        check=_size,
+        check=under(TensorParallel, _size),
         fix="Load it with as many tensor ranks as are started, or pass it before it is cut.",
         source=("TP-3", "TP-4", "H-3"),
     ),

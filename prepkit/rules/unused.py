@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from attrs import evolve
-
-from prepkit.config import FSDP2, Config
-from prepkit.facts import Facts
+from prepkit.config import FSDP2
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Rule, options, with_engine
 
 REDUCES_ZEROS = (2, 13)
 """torch from which ``FSDPModule.set_reduce_scatter_unused_params`` is known to work (pull requests 170667, 183040)."""
@@ -20,19 +17,18 @@ _OF_AN_EXPERT = re.compile(r"((?:.*\.)?experts)\.[^.]+\..+")
 """A parameter of one module in a list or dict called ``experts``; experts that are stacked have no such modules."""
 
 
-def _experts(resolved: Resolved) -> Iterator[Hit]:
+def _experts(resolved: Resolved, engine: FSDP2) -> Iterator[Hit]:
     if resolved.facts.env.release >= REDUCES_ZEROS:
-        yield from _lists(resolved)
+        yield from _lists(resolved, engine)
 
 
-def _experts_on_old_torch(resolved: Resolved) -> Iterator[Hit]:
+def _experts_on_old_torch(resolved: Resolved, engine: FSDP2) -> Iterator[Hit]:
     if resolved.facts.env.release < REDUCES_ZEROS:
-        yield from _lists(resolved)
+        yield from _lists(resolved, engine)
 
 
-def _lists(resolved: Resolved) -> Iterator[Hit]:
-    engine = resolved.cfg.engine
-    if not isinstance(engine, FSDP2) or engine.reduce_unused or not resolved.trains or resolved.arrives_sharded:
+def _lists(resolved: Resolved, engine: FSDP2) -> Iterator[Hit]:
+    if engine.reduce_unused or not resolved.trains or resolved.arrives_sharded:
         return
     if resolved.data_parallel_size == 1:
         return
@@ -44,44 +40,36 @@ def _lists(resolved: Resolved) -> Iterator[Hit]:
         yield Hit(at(lists[0]), f"{what} of a rank chooses gets no gradient there, and the ranks' reductions differ.")
 
 
-def _reduce(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, engine=evolve(cfg.engine, reduce_unused=True)) if isinstance(cfg.engine, FSDP2) else cfg
-
-
-def _old_torch(resolved: Resolved) -> Iterator[Hit]:
-    engine, env = resolved.cfg.engine, resolved.facts.env
-    if isinstance(engine, FSDP2) and engine.reduce_unused and env.release < REDUCES_ZEROS:
+def _old_torch(resolved: Resolved, engine: FSDP2) -> Iterator[Hit]:
+    env = resolved.facts.env
+    if engine.reduce_unused and env.release < REDUCES_ZEROS:
         what = f"torch {env.torch} reduces no zeros for parameters without a gradient; fully_shard does from 2.13 on."
         yield Hit("config.engine.reduce_unused", what)
-
-
-def _leave_out(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, engine=evolve(cfg.engine, reduce_unused=False)) if isinstance(cfg.engine, FSDP2) else cfg
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         id="units.unused-on-old-torch",
         summary="Zeros are reduced for parameters without a gradient by a torch that can.",
-        check=_old_torch,
+        check=with_engine(FSDP2, _old_torch),
         fix="Write `pip install 'torch>=2.13'`, or leave reduce_unused out.",
         overridable=False,
         source=("pain 35", "torch FSDPModule.set_reduce_scatter_unused_params"),
-        repair=_leave_out,
+        repair=options(FSDP2, reduce_unused=False),
     ),
     Rule(
         id="units.experts",
         summary="Under FSDP2 ranks whose data choose other experts reduce gradients of the same parameters.",
-        check=_experts,
+        check=with_engine(FSDP2, _experts),
         fix="Write FSDP2(reduce_unused=True).",
         severity=Severity.WARNING,
         source=("pain 26", "pain 31", "torch FSDPParamGroup.post_backward"),
-        repair=_reduce,
+        repair=options(FSDP2, reduce_unused=True),
     ),
     Rule(
         id="units.experts-on-old-torch",
         summary="Ranks whose data choose other experts have a torch with which FSDP2 reduces alike, or another engine.",
-        check=_experts_on_old_torch,
+        check=with_engine(FSDP2, _experts_on_old_torch),
         fix="Write `pip install 'torch>=2.13'` and FSDP2(reduce_unused=True), or "
         "engine=DDP(find_unused_parameters=True).",
         severity=Severity.WARNING,

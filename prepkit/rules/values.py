@@ -8,7 +8,7 @@ from typing import assert_never
 
 from attrs import evolve
 
-from prepkit.config import SGD, XLA, ClipNorm, ClipValue, Config, DeepSpeed, NoClip
+from prepkit.config import SGD, ClipNorm, ClipValue, Config
 from prepkit.config.optimizer import OPTIMIZERS, Group, OptimizerSpec, OptimizerTraits, options, specs
 from prepkit.facts import Facts
 from prepkit.findings.text import count
@@ -29,10 +29,10 @@ def _global_batch(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _average_each(resolved: Resolved) -> Iterator[Hit]:
-    if resolved.cfg.average_each and isinstance(resolved.cfg.engine, DeepSpeed) and resolved.deepspeed.stage < 2:
-        stage = resolved.deepspeed.stage
+    stage = resolved.zero_stage
+    if resolved.cfg.average_each and stage is not None and stage < 2:
         yield Hit("config.average_each", f"DeepSpeed averages at the end of a window at ZeRO stage {stage}.")
-    if resolved.cfg.average_each and isinstance(resolved.cfg.engine, XLA) and resolved.facts.env.world_size > 1:
+    if resolved.cfg.average_each and resolved.engine_traits.device == "xla" and resolved.facts.env.world_size > 1:
         what = (
             "XLA() averages whole gradients once, before the optimizer steps; in each micro-batch would save nothing."
         )
@@ -49,7 +49,7 @@ def _clip(resolved: Resolved) -> Iterator[Hit]:
             where = "config.clip.max_norm"
         case ClipValue(max_value=limit):
             where = "config.clip.max_value"
-        case NoClip():
+        case None:
             return
         case _:
             assert_never(resolved.cfg.clip)
@@ -124,7 +124,7 @@ def _no_global_batch(cfg: Config, _: Facts) -> Config:
 
 
 def _no_clip(cfg: Config, _: Facts) -> Config:
-    return evolve(cfg, clip=NoClip())
+    return evolve(cfg, clip=None)
 
 
 def _two_norm(cfg: Config, _: Facts) -> Config:
@@ -177,7 +177,7 @@ RULES: tuple[Rule, ...] = (
         id="values.clip",
         summary="Gradients are clipped to a limit above 0.",
         check=_clip,
-        fix="Write a limit above 0, such as ClipNorm(1.0), or NoClip().",
+        fix="Write a limit above 0, such as ClipNorm(1.0), or clip=None.",
         source=("pain 27",),
         repair=_no_clip,
     ),

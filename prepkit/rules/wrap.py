@@ -1,18 +1,113 @@
-"""Names, patterns and sizes that select modules, against the model."""
+"""Names, patterns and sizes that select modules: against the model, and for nothing, everything or nested blocks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from prepkit.config import Config, Wrap, WrapClasses, WrapPaths, WrapSize
+from attrs import evolve, fields, frozen
+
+from prepkit.config import (
+    FSDP1,
+    FSDP2,
+    CheckpointBlocks,
+    CompileBlocks,
+    CompileModel,
+    Config,
+    Wrap,
+    WrapBlocks,
+    WrapClasses,
+    WrapPaths,
+    WrapRoot,
+    WrapSize,
+)
 from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
-from prepkit.findings.text import did_you_mean, near, some
+from prepkit.findings.text import did_you_mean, near, short, some
+from prepkit.resolve.engines import wrap_of
 from prepkit.resolve.modules import matcher, parent, repeated_blocks, select
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
-from prepkit.rules.selections import below_root, instead, known_blocks, mend, selections
+
+# --- selections ------------------------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Selection:
+    """One place of the config that selects modules."""
+
+    where: str
+    wrap: Wrap
+
+
+def selections(cfg: Config) -> tuple[Selection, ...]:
+    """Every selection of the config."""
+    out: list[Selection] = []
+    if (units := wrap_of(cfg)) is not None:
+        out.append(Selection(where="config.engine.wrap", wrap=units))
+    return (*out, *blocks(cfg))
+
+
+def blocks(cfg: Config) -> tuple[Selection, ...]:
+    """The selections of blocks, which do nothing when they select nothing."""
+    out: list[Selection] = []
+    if isinstance(cfg.checkpointing, CheckpointBlocks):
+        out.append(Selection(where="config.checkpointing.blocks", wrap=cfg.checkpointing.blocks))
+    if isinstance(cfg.compile, CompileBlocks):
+        out.append(Selection(where="config.compile.blocks", wrap=cfg.compile.blocks))
+    return tuple(out)
+
+
+def below_root(model: ModelFacts) -> set[int]:
+    """Classes that modules below the root have, as indices into ``model.classes``."""
+    return {module.cls for module in model.modules if module.path}
+
+
+def known_blocks(model: ModelFacts) -> str:
+    """The repeated blocks with their numbers and sizes, as a sentence to put behind a message."""
+    repeated = repeated_blocks(model)
+    if not repeated:
+        return "The model has no repeated blocks."
+    first = {block.paths[0]: 0 for block in repeated}
+    for param in model.params:
+        for path in first:
+            if param.name.startswith(path + "."):
+                first[path] += param.numel
+    shown = (f"`{b.cls}` x{len(b.paths)} ({short(first[b.paths[0]])} parameters each)" for b in repeated)
+    return f"Repeated blocks: {', '.join(shown)}."
+
+
+def instead(model: ModelFacts) -> str:
+    """What to type in the place of a selection that does not fit the model."""
+    repeated = repeated_blocks(model)
+    return f'WrapClasses(("{repeated[0].cls}",)) or WrapBlocks()' if repeated else "WrapRoot()"
+
+
+def mend(change: Callable[[Wrap, ModelFacts], Wrap | None]) -> Callable[[Config, Facts], Config]:
+    """A repair that changes every selection; what has no selection left gets the model's own blocks, or is left out."""
+
+    def repair(cfg: Config, facts: Facts) -> Config:
+        model = facts.model
+        own = WrapBlocks() if select(WrapBlocks(), model) else None
+        if isinstance(cfg.engine, FSDP1 | FSDP2):
+            whole = change(cfg.engine.wrap, model) or own or WrapRoot()
+            cfg = evolve(cfg, engine=evolve(cfg.engine, wrap=whole))
+        if isinstance(cfg.checkpointing, CheckpointBlocks):
+            mended = change(cfg.checkpointing.blocks, model) or own
+            kept = evolve(cfg.checkpointing, blocks=mended) if mended else None
+            cfg = evolve(cfg, checkpointing=kept)
+        if isinstance(cfg.compile, CompileBlocks):
+            mended = change(cfg.compile.blocks, model) or own
+            cfg = evolve(cfg, compile=evolve(cfg.compile, blocks=mended) if mended else whole_model(cfg.compile))
+        return cfg
+
+    return repair
+
+
+def whole_model(how: CompileBlocks) -> CompileModel:
+    """The same compilation, of the whole model."""
+    return CompileModel(**{field.name: getattr(how, field.name) for field in fields(CompileModel)})
+
 
 # --- what is wrong with one name or pattern ------------------------------------------------------------------------
 
@@ -183,6 +278,80 @@ def _at_least_one(wrap: Wrap, model: ModelFacts) -> Wrap | None:
     return mended if select(mended, model) else None
 
 
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _explained_by_none(wrap: Wrap) -> bool:
+    """Whether no other rule explains an empty selection."""
+    return not isinstance(wrap, WrapClasses | WrapPaths) and not (isinstance(wrap, WrapSize) and wrap.min_params < 1)
+
+
+def _no_blocks(resolved: Resolved) -> Iterator[Hit]:
+    facts = resolved.facts
+    for chosen in blocks(resolved.cfg):
+        if _explained_by_none(chosen.wrap) and not resolved.selected[chosen.wrap]:
+            what = f"{chosen.wrap} selects no module, so that this would do nothing. {known_blocks(facts.model)}"
+            yield Hit(chosen.where, what)
+
+
+def _one_unit(resolved: Resolved) -> Iterator[Hit]:
+    wrap, facts = wrap_of(resolved.cfg), resolved.facts
+    if wrap is None or not _explained_by_none(wrap) or not facts.model.params:
+        return
+    if not resolved.selected[wrap]:
+        total = short(sum(param.numel for param in facts.model.params))
+        what = f"{wrap} selects no module: one unit holds 100 % of the {total} parameters"
+        yield Hit("config.engine.wrap", f"{what} and is gathered whole. {known_blocks(facts.model)}", _smaller(wrap))
+
+
+def _smaller(wrap: Wrap) -> str:
+    """Name a fix that is not the size that was written; empty where none was: the rule's own fix will do."""
+    if not isinstance(wrap, WrapSize):
+        return ""
+    return (
+        f'Name the blocks: WrapClasses(("...",)) or WrapPaths(("...",)); or write a number below {wrap.min_params:,}.'
+    )
+
+
+def _nested(resolved: Resolved) -> Iterator[Hit]:
+    for chosen in blocks(resolved.cfg):
+        paths = resolved.selected[chosen.wrap]
+        chosen_paths = frozenset(paths)
+        inner = tuple(path for path in paths if _lies_inside(path, chosen_paths))
+        if inner:
+            what = f"{some(inner)} {'lies' if len(inner) == 1 else 'lie'} inside other selected modules."
+            yield Hit(chosen.where, what)
+
+
+def _lies_inside(path: str, chosen: frozenset[str]) -> bool:
+    while path := path.rpartition(".")[0]:
+        if path in chosen:
+            return True
+    return False
+
+
+def _declared_absent(resolved: Resolved) -> Iterator[Hit]:
+    model = resolved.facts.model
+    uses = tuple(chosen.where for chosen in selections(resolved.cfg) if isinstance(chosen.wrap, WrapBlocks))
+    present = {model.classes[cls].name for cls in below_root(model)}
+    if uses and model.declared_blocks and not present & set(model.declared_blocks):
+        what = f"`_no_split_modules` declares {some(model.declared_blocks)}, none of which the model contains."
+        yield Hit(uses[0], f"{what} {known_blocks(model)}")
+
+
+def _leave_out(cfg: Config, facts: Facts) -> Config:
+    empty = {
+        chosen.where
+        for chosen in blocks(cfg)
+        if _explained_by_none(chosen.wrap) and not select(chosen.wrap, facts.model)
+    }
+    if "config.checkpointing.blocks" in empty:
+        cfg = evolve(cfg, checkpointing=None)
+    if "config.compile.blocks" in empty and isinstance(cfg.compile, CompileBlocks):
+        cfg = evolve(cfg, compile=whole_model(cfg.compile))
+    return cfg
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="wrap.empty",
@@ -233,5 +402,36 @@ RULES: tuple[Rule, ...] = (
         source=("pain 24",),
         repair=mend(_once),
     ),
+    Rule(
+        id="blocks.none-selected",
+        summary="What is to be checkpointed or compiled per block selects at least one module.",
+        check=_no_blocks,
+        fix="Name the blocks with WrapClasses or WrapPaths, or write checkpointing=None or compile=CompileModel().",
+        source=("G-6", "G-7", "pain 20"),
+        repair=_leave_out,
+    ),
+    Rule(
+        id="blocks.one-unit",
+        summary="What is sharded has more units than the root.",
+        check=_one_unit,
+        fix='Name the blocks: wrap=WrapClasses(("...",)), WrapPaths(("...",)) or WrapSize(1_000_000).',
+        severity=Severity.WARNING,
+        source=("pain 7", "G-9"),
+    ),
+    Rule(
+        id="blocks.nested",
+        summary="No block to be checkpointed or compiled lies inside another one.",
+        check=_nested,
+        fix="Select the outer or the inner modules: nested ones are recomputed, or compiled, twice.",
+        severity=Severity.WARNING,
+        source=("G-7", "G-52"),
+    ),
+    Rule(
+        id="blocks.declared-absent",
+        summary="The model contains a class that it declares in `_no_split_modules`.",
+        check=_declared_absent,
+        fix="Name the blocks with WrapClasses or WrapPaths if the repeated blocks are not the ones you want.",
+        severity=Severity.WARNING,
+        source=("pain 5", "H-11a"),
+    ),
 )
-"""Reporting order: no name, wrong name, name of the wrong thing."""

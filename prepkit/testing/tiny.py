@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 from attrs import evolve
 
-from prepkit.config import Config
 from prepkit.facts import (
     BufferFact,
     ClassFact,
@@ -21,6 +22,8 @@ from prepkit.facts import (
     ParamFact,
     UnitFact,
 )
+from prepkit.facts.checkpoint import CheckpointFacts, KeyMapping, StoredFile, StoredTensor, WeightConverter
+from prepkit.plan.dtypes import itemsize
 from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.modules import packed_params
 
@@ -29,10 +32,6 @@ LIBRARIES = (
     *(("torchao", "0.18.0"), ("transformer_engine", "2.9.0")),
 )
 """What is installed where float8 is to be tried, with versions."""
-
-
-Counterexample = tuple[Config, Facts]
-"""A config, and facts for which it is wrong."""
 
 
 CLASSES = tuple(
@@ -153,3 +152,72 @@ def with_batchnorm(model: ModelFacts) -> ModelFacts:
     """The model with a batch norm in the place of its layer norm."""
     norm = ClassFact(name="BatchNorm1d", module="torch.nn.modules.batchnorm", mro=("_BatchNorm", "_NormBase"))
     return evolve(model, classes=tuple(norm if cls.name == "LayerNorm" else cls for cls in model.classes))
+
+
+PATH = "checkpoint"
+"""Path of the checkpoint in the facts that are made here."""
+
+
+def tiny_checkpoint(
+    model: ModelFacts, *, drop: tuple[str, ...] = (), files: int = 1, path: str = PATH
+) -> CheckpointFacts:
+    """A checkpoint with every parameter and persistent buffer of the model but those in ``drop``."""
+    buffers = [buffer for buffer in model.buffers if buffer.persistent]
+    stored: list[ParamFact | BufferFact] = [*model.params, *buffers]
+    tensors: list[StoredTensor] = []
+    ends = [100] * files
+    for index, tensor in enumerate(stored):
+        if tensor.name not in drop:
+            file = index % files
+            length = prod(tensor.shape) * itemsize(tensor.dtype)
+            tensors.append(
+                StoredTensor(
+                    key=tensor.name, dtype=tensor.dtype, shape=tensor.shape, file=file, start=ends[file], length=length
+                )
+            )
+            ends[file] += length
+    return CheckpointFacts(
+        path=path,
+        folder=PATH,
+        files=tuple(
+            StoredFile(name=f"model-{index}.safetensors", size=end, header="sha256:0", data=100)
+            for index, end in enumerate(ends)
+        ),
+        tensors=tuple(sorted(tensors, key=lambda tensor: (tensor.file, tensor.start))),
+    )
+
+
+def in_parts(checkpoint: CheckpointFacts) -> CheckpointFacts:
+    """The same with its first tensor of two dims in rows to be stacked, the next in two to be joined, or renamed.
+
+    A tensor without rows, and one of a single row, stay as they are, but for their names.
+    """
+    wide = [tensor for tensor in checkpoint.tensors if len(tensor.shape) == 2][:2]
+    tensors: list[StoredTensor] = []
+    for tensor in checkpoint.tensors:
+        if tensor in wide and tensor.shape[0] > 1:
+            tensors.extend(_rows(tensor, wide.index(tensor)))
+        elif tensor in wide:
+            tensors.append(evolve(tensor, key=f"old.{tensor.key}", place=KeyMapping(name=tensor.key)))
+        else:
+            tensors.append(tensor)
+    recipes = (WeightConverter(sources=("rows.*",), stack=0), WeightConverter(sources=("top", "rest"), join=0))
+    return evolve(checkpoint, tensors=tuple(tensors), recipes=recipes)
+
+
+def _rows(tensor: StoredTensor, recipe: int) -> Iterator[StoredTensor]:
+    """The rows of a tensor: each by itself, or the first and the rest of them."""
+    rows, row = tensor.shape[0], tensor.length // tensor.shape[0]
+    stacked = recipe == 0
+    for index, (first, last) in enumerate([(n, n + 1) for n in range(rows)] if stacked else [(0, 1), (1, rows)]):
+        place = KeyMapping(
+            name=tensor.key, recipe=recipe, source=0 if stacked else index, number=index if stacked else 0
+        )
+        yield evolve(
+            tensor,
+            key=f"{tensor.key}.{index}",
+            shape=tensor.shape[1:] if stacked else (last - first, *tensor.shape[1:]),
+            start=tensor.start + first * row,
+            length=(last - first) * row,
+            place=place,
+        )

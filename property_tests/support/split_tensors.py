@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prepkit.facts.checkpoint import KeyMapping, StoredTensor, WeightConverter
 from prepkit.plan.layout import coordinate
-from prepkit.resolve.checkpoint_parts import assemble
+from prepkit.resolve.checkpoint import assemble
 from prepkit.steps import Axis, FileSlice
 
 

@@ -48,6 +48,24 @@ def forward_around_ddp(rank: int, world: int) -> Case:
     return Case(model=model, optimizer=adam(model), at_step=True)
 
 
+def part_that_ddp_waits_for(rank: int, world: int) -> Case:
+    model = DistributedDataParallel(net())
+    entered = model.module.enter(batch(rank)).detach()
+    model.module.head(entered).sum().backward()
+    return Case(model=model, optimizer=adam(model), at_step=True)
+
+
+def averaged_where_there_is_one(rank: int, world: int) -> Case:
+    """A rank whose batch leaves the last layer out joins the averages, and forgets to keep what they come to."""
+    model = net()
+    entered = model.enter(batch(rank))
+    (entered if rank else model.head(entered)).square().sum().backward()
+    for param in model.parameters():
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        torch.distributed.all_reduce(grad)
+    return Case(model=model, optimizer=adam(model), at_step=True)
+
+
 def averaged_by_hand(rank: int, world: int, *, leave_out: str = "") -> Case:
     model = net()
     model(batch(rank)).square().sum().backward()

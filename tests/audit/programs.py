@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 
 import prepkit as pk
-from prepkit.auditing import Audit
-from prepkit.live.audit import audit as look
+from prepkit.auditing.audit import audit as look
+from prepkit.auditing.outcome import Audit
 from tests.audit.case import Case
 from tests.audit.clean import CLEAN
 from tests.audit.errors import ERRORS

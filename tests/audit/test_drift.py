@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 import prepkit as pk
-from prepkit.live.audit.running import Rotation
-from prepkit.live.audit.watch import DriftWatch
+from prepkit.auditing.running import Rotation
+from prepkit.auditing.watch import DriftWatch
 from tests.audit import clean
 from tests.audit.by_libraries import llama
 from tests.audit.case import WIDTH, Case, adam, net, rows
@@ -79,14 +79,14 @@ def layer_added(case: Case) -> None:
 
 
 PLANTED: dict[str, tuple[Callable[[Case], None], str, str]] = {
-    "cast": (cast, "audit.drift-params", "`model.head.weight`|It was float32 on cpu, and is float16 on cpu"),
-    "added": (layer_added, "audit.drift-params", "The model has 2 parameters more than at the audit"),
-    "frozen": (unfrozen, "audit.drift-trained", "2 parameters frozen since the audit: `enter.weight`, `enter.bias`"),
-    "untied": (untied, "audit.drift-ties", "`blocks.1.inner.weight` are no longer one parameter"),
-    "replaced": (replaced, "audit.drift-slots", "no longer steps `head.weight`, `head.bias`, and steps 2 tensors"),
-    "forgotten": (forgotten, "audit.drift-state", "The state of 9 parameters is gone"),
-    "unhooked": (unhooked, "audit.drift-hooks", "1 hook of the audit is gone, such as forward_hooks: "),
-    "rate": (rate_written, "audit.drift-rate", "The learning rate is 0.5, and the scheduler has set 0.00025"),
+    "cast": (cast, "run.cast", "cast to fewer bits, without master weights: `head.weight (was float32, is float16)`"),
+    "added": (layer_added, "run.drift-params", "The model has 2 parameters more than at the audit"),
+    "frozen": (unfrozen, "run.drift-trained", "2 parameters frozen since the audit: `enter.weight`, `enter.bias`"),
+    "untied": (untied, "run.drift-ties", "`blocks.1.inner.weight` are no longer one parameter"),
+    "replaced": (replaced, "run.drift-slots", "no longer steps `head.weight`, `head.bias`, and steps 2 tensors"),
+    "forgotten": (forgotten, "run.drift-state", "The state of 9 parameters is gone"),
+    "unhooked": (unhooked, "run.drift-hooks", "1 hook of the audit is gone, such as forward_hooks: "),
+    "rate": (rate_written, "run.drift-rate", "The learning rate is 0.5, and the scheduler has set 0.00025"),
 }
 
 
@@ -111,7 +111,7 @@ def test_what_changes_between_two_steps_is_found_by_its_rule(name: str) -> None:
     found = {finding.rule: finding for finding in audit.drift()}
     assert rule in found
     assert any(part in str(found[rule]).replace("\n     ", "") for part in text.split("|"))
-    assert rule == "audit.drift-rate" or rule not in {finding.rule for finding in audit.drift()}  # told once
+    assert rule == "run.drift-rate" or rule not in {finding.rule for finding in audit.drift()}  # told once
 
 
 def test_an_audit_of_facts_alone_says_what_to_call() -> None:
@@ -201,10 +201,11 @@ def test_ranks_that_part_are_told_on_all_of_them(gang2: Gang) -> None:
     for seen in (first, second):
         assert seen["nothing"] == seen["back"] == []
         assert "Ranks that hold the same of 1 parameter differ: `blocks.1.inner.weight`" in seen["bit"][0]
-        assert "Ranks step with different learning rates" in seen["rate"][0]
-        assert set(seen["averaged by nobody"]) == {"audit.drift-ranks"}
-    assert set(first["gone"]) == {"audit.drift-ranks"}  # nobody hangs where a rank has lost a parameter
-    assert set(second["gone"]) == {"audit.drift-params", "audit.drift-slots", "audit.drift-state", "audit.drift-ranks"}
+        assert "Ranks step with different options: lr is " in seen["rate"][0]
+        assert set(seen["averaged by nobody"]) == {"run.drift-ranks"}
+    apart = {"run.drift-ranks", "run.ranks-optimizers"}  # the rates still differ
+    assert set(first["gone"]) == apart  # nobody hangs where a rank has lost a parameter
+    assert set(second["gone"]) == {"run.drift-params", "run.drift-slots", "run.drift-state", *apart}
 
 
 def test_what_is_found_is_logged_once_or_given_to_a_function(caplog: pytest.LogCaptureFixture) -> None:
@@ -216,7 +217,7 @@ def test_what_is_found_is_logged_once_or_given_to_a_function(caplog: pytest.LogC
         stepped(case)
         rate_written(case)
         stepped(case)
-    assert [record.message.partition(" at ")[0] for record in caplog.records] == ["step 2: error audit.drift-rate"]
+    assert [record.message.partition(" at ")[0] for record in caplog.records] == ["step 2: error run.drift-rate"]
     watch.close()
     rate_written(case)
     stepped(case)
@@ -227,7 +228,7 @@ def test_what_is_found_is_logged_once_or_given_to_a_function(caplog: pytest.LogC
 
     pk.watch(case.model, case.optimizer, case.scheduler, every=1, act=stop)
     rate_written(case)
-    with pytest.raises(RuntimeError, match=r"audit\.drift-rate"):
+    with pytest.raises(RuntimeError, match=r"run\.drift-rate"):
         stepped(case)
 
 
@@ -301,7 +302,7 @@ def test_a_trainer_of_transformers_is_watched_by_one_line(tmp_path: Path) -> Non
 
     watch = trained([])
     assert (watch.findings, watch.steps, watch.looks) == ((), 8, 4)
-    assert [finding.rule for finding in trained([Meddles()]).findings] == ["audit.drift-trained"]
+    assert [finding.rule for finding in trained([Meddles()]).findings] == ["run.drift-trained"]
     with pytest.raises(TypeError, match=r"write pk\.watch\(trainer\)"):
         pk.watch(transformers.Trainer(model=llama()), adam(net()))
 
@@ -341,4 +342,4 @@ def test_a_trainer_of_lightning_is_watched_by_one_line(package: str, tmp_path: P
 
     watch = trained(meddle=False)
     assert (watch.findings, watch.steps, watch.looks) == ((), 8, 4)
-    assert [finding.rule for finding in trained(meddle=True).findings] == ["audit.drift-rate"]
+    assert [finding.rule for finding in trained(meddle=True).findings] == ["run.drift-rate"]

@@ -14,7 +14,7 @@ from prepkit import config as c
 from prepkit.auditing.reconstruction import reconstruct
 from prepkit.auditing.reconstruction.selection import selection
 from prepkit.config import Config
-from prepkit.facts.prepared import PreparedFacts
+from prepkit.facts.run import RunFacts
 from prepkit.render.plan import tables
 from prepkit.testing import tiny_model
 from tests.audit import by_sharding, clean
@@ -270,7 +270,7 @@ def test_what_a_rank_holds_now_is_counted() -> None:
 
 def test_facts_by_hand_have_no_config() -> None:
     with pytest.raises(ValueError, match=r"take those of pk\.audit"):
-        reconstruct(PreparedFacts(model=tiny_model(), params=()))
+        reconstruct(RunFacts(model=tiny_model(), params=()))
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_an_error_inside_fabrics_wrappers_is_found() -> None:
     model = net()
     module, optimizer, loader = set_up(model, model, adam(net()), divided(0, 1), "32-true")
     audit = pk.audit(module, optimizer, loaders=[loader])
-    assert [finding.rule for finding in audit.findings] == ["audit.orphans"]
+    assert [finding.rule for finding in audit.findings] == ["run.orphans"]
     assert audit.facts.model.modules[0].path == ""
     assert audit.facts.optimizers[0].name == "AdamW"
     assert audit.facts.loaders[0].seen.name == "DataLoader"

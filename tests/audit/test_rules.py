@@ -10,29 +10,33 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepkit.auditing import AUDIT_RULES, findings_of
 from prepkit.codec import from_data, to_data
-from prepkit.facts.prepared import (
+from prepkit.facts.run import (
     DDPFacts,
     EngineFacts,
     GradientFacts,
-    PreparedFacts,
+    LoopFacts,
     PreparedLoader,
     PreparedOptimizer,
     PreparedParam,
     PreparedScheduler,
     RankFacts,
+    RunFacts,
+    StrangerFacts,
     WrappedModule,
 )
 from prepkit.facts.running import RunningFacts, RunningParam
 from prepkit.findings import Finding, Severity
+from prepkit.rules import due
+from prepkit.rules.rule import Moment, Need, Rule, findings_of
+from prepkit.rules.run import AUDIT_RULES
 from prepkit.testing.tiny import tiny_loader, tiny_model
 from tests.support.golden import assert_golden
 
 GOLDEN = Path(__file__).parent / "golden" / "messages.txt"
 MODEL = tiny_model()
 NAMES = tuple(param.name for param in MODEL.params)
-FINE = PreparedFacts(
+FINE = RunFacts(
     model=MODEL,
     params=tuple(PreparedParam(name=name, dtype="float32", averaged_by=("ddp",), ranks=2) for name in NAMES),
     optimizers=(PreparedOptimizer(name="AdamW", held=NAMES, rates=(0.1,)),),
@@ -42,16 +46,16 @@ FINE = PreparedFacts(
 RANK = RankFacts(rank=0, names="a", model="a", optimizer="a", values="a", generator="a", tensor_ranks=(0,))
 
 
-def with_params(**changes: object) -> PreparedFacts:
+def with_params(**changes: object) -> RunFacts:
     first, *rest = FINE.params
     return evolve(FINE, params=(evolve(first, **changes), *rest))
 
 
-def with_optimizer(**changes: object) -> PreparedFacts:
+def with_optimizer(**changes: object) -> RunFacts:
     return evolve(FINE, optimizers=(evolve(FINE.optimizers[0], **changes),))
 
 
-def with_ranks(**changes: object) -> PreparedFacts:
+def with_ranks(**changes: object) -> RunFacts:
     return evolve(FINE, ranks=(RANK, evolve(RANK, **{"rank": 1, "tensor_ranks": (1,), "generator": "b", **changes})))
 
 
@@ -67,101 +71,133 @@ RUNNING = RunningFacts(
 )
 
 
-def later(**changed: Any) -> PreparedFacts:
+def later(**changed: Any) -> RunFacts:
     """What a look at a later step finds where this has changed since."""
     return evolve(FINE, running=((RUNNING, evolve(RUNNING, **changed)),))
 
 
-BROKEN: dict[str, PreparedFacts] = {
-    "audit.orphans": with_optimizer(held=NAMES[1:], orphans=((4, 4),)),
-    "audit.missed": with_optimizer(held=NAMES[1:]),
-    "audit.state-lost": with_optimizer(lost=3),
-    "audit.rate-zero": with_optimizer(rates=(0.0, 0.0)),
-    "audit.stepped-twice": evolve(FINE, optimizers=(*FINE.optimizers, PreparedOptimizer(name="SGD", held=NAMES[:1]))),
-    "audit.float16-weights": with_params(dtype="float16"),
-    "audit.bfloat16-weights": with_params(dtype="bfloat16"),
-    "audit.nan": evolve(FINE, nan=NAMES[:1]),
-    "audit.left-on-meta": with_params(device="meta"),
-    "audit.forward-elsewhere": evolve(FINE, elsewhere=("layers.0",)),
-    "audit.eval-mode": evolve(FINE, training=False, dropout=("drop",)),
-    "audit.part-in-eval": evolve(FINE, evaluating=("layers.0",), dropout=("layers.0.drop",)),
-    "audit.wrapped-twice": evolve(FINE, wrapped=(WrappedModule(path="", wrappers=("ddp", "ddp")),)),
-    "audit.checkpointed-whole": evolve(FINE, wrapped=(WrappedModule(path="", wrappers=("checkpointed",)),)),
-    "audit.checkpoint-outside": evolve(FINE, wrapped=(WrappedModule(path="a", wrappers=("checkpointed", "fsdp1")),)),
-    "audit.not-averaged": with_params(averaged_by=(), ranks=1),
-    "audit.averaged-over-part": with_params(averaged_by=("fsdp2",), ranks=1),
-    "audit.ddp-frozen": evolve(FINE, ddp=(DDPFacts(path="", reduced=4, known=3, frozen=NAMES[:1]),)),
-    "audit.backend": with_params(device="cuda"),
-    "audit.ranks-models": with_ranks(model="b"),
-    "audit.ranks-optimizers": with_ranks(optimizer="b"),
-    "audit.ranks-values": evolve(FINE, parted=NAMES[:2]),
-    "audit.dropout-alike": evolve(with_ranks(generator="a"), dropout=("drop",)),
-    "audit.dropout-unlike": evolve(
+def switched(**now: Any) -> RunFacts:
+    """The first parameter was frozen since, or unfrozen where it would not be served."""
+    trains = "served" in now
+    before = evolve(RUNNING, params=(evolve(RUNNING.params[0], requires_grad=not trains), *RUNNING.params[1:]))
+    after = evolve(RUNNING, params=(evolve(RUNNING.params[0], requires_grad=trains, **now), *RUNNING.params[1:]))
+    return evolve(FINE, running=((before, after),))
+
+
+BROKEN: dict[str, RunFacts] = {
+    "run.orphans": with_optimizer(held=NAMES[1:], orphans=((4, 4),)),
+    "run.missed": with_optimizer(held=NAMES[1:]),
+    "run.state-lost": with_optimizer(lost=3),
+    "run.rate-zero": with_optimizer(rates=(0.0, 0.0)),
+    "run.stepped-twice": evolve(FINE, optimizers=(*FINE.optimizers, PreparedOptimizer(name="SGD", held=NAMES[:1]))),
+    "run.float16-weights": with_params(dtype="float16"),
+    "run.bfloat16-weights": with_params(dtype="bfloat16"),
+    "run.nan": evolve(FINE, nan=NAMES[:1]),
+    "run.left-on-meta": with_params(device="meta"),
+    "run.forward-elsewhere": evolve(FINE, elsewhere=("layers.0",)),
+    "run.eval-mode": evolve(FINE, training=False, dropout=("drop",)),
+    "run.part-in-eval": evolve(FINE, evaluating=("layers.0",), dropout=("layers.0.drop",)),
+    "run.wrapped-twice": evolve(FINE, wrapped=(WrappedModule(path="", wrappers=("ddp", "ddp")),)),
+    "run.checkpointed-whole": evolve(FINE, wrapped=(WrappedModule(path="", wrappers=("checkpointed",)),)),
+    "run.checkpoint-outside": evolve(FINE, wrapped=(WrappedModule(path="a", wrappers=("checkpointed", "fsdp1")),)),
+    "run.not-averaged": with_params(averaged_by=(), ranks=1),
+    "run.averaged-over-part": with_params(averaged_by=("fsdp2",), ranks=1),
+    "run.ddp-frozen": evolve(FINE, ddp=(DDPFacts(path="", reduced=4, known=3, frozen=NAMES[:1]),)),
+    "run.backend": with_params(device="cuda"),
+    "run.ranks-models": with_ranks(model="b"),
+    "run.ranks-optimizers": with_ranks(optimizer="b"),
+    "run.ranks-values": evolve(FINE, parted=NAMES[:2]),
+    "run.ranks-passes": evolve(FINE, loop=LoopFacts(window=2, passes=(0, 1))),
+    "run.loss-not-finite": evolve(FINE, loop=LoopFacts(window=2, loss_finite=False, own_loss_finite=False)),
+    "run.not-read": evolve(FINE, loop=LoopFacts(window=1, loaders=1, read=False, divides="given", readers=2)),
+    "run.dropout-alike": evolve(with_ranks(generator="a"), dropout=("drop",), drops=1),
+    "run.dropout-unlike": evolve(
         FINE,
         ranks=tuple(evolve(RANK, rank=rank, tensor_ranks=(0, 1), generator=str(rank)) for rank in (0, 1)),
         dropout=("drop",),
+        drops=1,
     ),
-    "audit.steps-nothing": evolve(FINE, gradients=GradientFacts(stepped=2, missing=NAMES[:2])),
-    "audit.gradients-part": evolve(with_ranks(), gradients=GradientFacts(stepped=2, compared=NAMES, parted=NAMES[:1])),
-    "audit.gradients-not-finite": evolve(FINE, gradients=GradientFacts(stepped=2, spoiled=NAMES[:1])),
-    "audit.without-gradient": evolve(FINE, gradients=GradientFacts(stepped=2, missing=NAMES[:1])),
-    "audit.unread-samples": evolve(FINE, loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=4),)),
-    "audit.same-samples": evolve(FINE, loaders=(PreparedLoader(seen=tiny_loader()),)),
-    "audit.tensor-samples": evolve(
+    "run.gradients-waited-for": evolve(
+        FINE,
+        ddp=(DDPFacts(path="", reduced=2, known=2, waits=True),),
+        gradients=GradientFacts(stepped=2, missing=NAMES[:1], parted=NAMES[1:2]),
+    ),
+    "run.gradients-on-some-ranks": evolve(FINE, gradients=GradientFacts(stepped=2, on_some_ranks=NAMES[:1])),
+    "run.gradients-misplaced": evolve(FINE, gradients=GradientFacts(stepped=2, misplaced=NAMES[:1])),
+    "run.steps-nothing": evolve(FINE, gradients=GradientFacts(stepped=2, missing=NAMES[:2])),
+    "run.gradients-part": evolve(with_ranks(), gradients=GradientFacts(stepped=2, compared=NAMES, parted=NAMES[:1])),
+    "run.gradients-not-finite": evolve(FINE, gradients=GradientFacts(stepped=2, spoiled=NAMES[:1])),
+    "run.without-gradient": evolve(FINE, gradients=GradientFacts(stepped=2, missing=NAMES[:1])),
+    "run.unread-samples": evolve(FINE, loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=4),)),
+    "run.same-samples": evolve(FINE, loaders=(PreparedLoader(seen=tiny_loader()),)),
+    "run.tensor-samples": evolve(
         FINE,
         loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2),),
         ranks=tuple(
             evolve(RANK, rank=rank, tensor_ranks=(0, 1), loaders=((2, rank, "sampler", "a"),)) for rank in (0, 1)
         ),
     ),
-    "audit.scheduler-elsewhere": evolve(
+    "run.scheduler-elsewhere": evolve(
         FINE, scheduler=PreparedScheduler(name="CosineAnnealingLR", drives_optimizer=False)
     ),
-    "audit.two-schedulers": evolve(
+    "run.two-schedulers": evolve(
         FINE,
         engine=EngineFacts(stage=1, micro_batch=4, accumulation=1, scheduler="WarmupLR"),
         optimizers=(evolve(FINE.optimizers[0], engine=True),),
         scheduler=PreparedScheduler(name="CosineAnnealingLR", drives_optimizer=True),
     ),
-    "audit.past-engine": evolve(FINE, engine=EngineFacts(stage=1, micro_batch=4, accumulation=1)),
-    "audit.drift-params": later(params=(evolve(RUNNING.params[0], dtype="float16"), *RUNNING.params[1:])),
-    "audit.drift-trained": later(params=(evolve(RUNNING.params[0], requires_grad=False), *RUNNING.params[1:])),
-    "audit.drift-ties": later(ties=()),
-    "audit.drift-slots": later(held=(NAMES[1:],), orphans=(1,)),
-    "audit.drift-state": later(stateful=((),)),
-    "audit.drift-hooks": later(hooks=()),
-    "audit.drift-rate": later(rates=(0.5,)),
-    "audit.drift-ranks": later(parted=NAMES[:1], rates_parted=True),
+    "run.past-engine": evolve(FINE, engine=EngineFacts(stage=1, micro_batch=4, accumulation=1)),
+    "run.replaced": evolve(FINE, stranger=StrangerFacts(name="Muon", replaced=NAMES[:1])),
+    "run.unknown-optimizer": evolve(
+        FINE, stranger=StrangerFacts(name="Muon", shared=NAMES[:1], averaged_elsewhere=True)
+    ),
+    "run.inside-window": evolve(FINE, stranger=StrangerFacts(name="SGD", shared=NAMES[:1], planned=False, window=2)),
+    "run.unsaved-optimizer": evolve(FINE, stranger=StrangerFacts(name="SGD", shared=NAMES[:1])),
+    "run.whole-state": evolve(FINE, whole_state=2),
+    "run.whole-weights": evolve(FINE, whole_weights=NAMES[:1]),
+    "run.drift-params": later(params=(evolve(RUNNING.params[0], device="cuda"), *RUNNING.params[1:])),
+    "run.cast": later(params=(evolve(RUNNING.params[0], dtype="float16"), *RUNNING.params[1:])),
+    "run.overwritten": evolve(FINE, overwritten=True),
+    "run.put-in": later(params=(evolve(RUNNING.params[0], known=False, served=False), *RUNNING.params[1:])),
+    "run.unfrozen": switched(served=False),
+    "run.frozen": switched(stuck=True),
+    "run.drift-trained": later(params=(evolve(RUNNING.params[0], requires_grad=False), *RUNNING.params[1:])),
+    "run.drift-ties": later(ties=()),
+    "run.drift-slots": later(held=(NAMES[1:],), orphans=(1,)),
+    "run.drift-state": later(stateful=((),)),
+    "run.drift-hooks": later(hooks=()),
+    "run.drift-rate": later(rates=(0.5,)),
+    "run.drift-ranks": later(parted=NAMES[:1]),
 }
 
 
 def test_facts_with_nothing_wrong_give_no_finding() -> None:
-    assert findings_of(FINE) == ()
-    assert findings_of(with_ranks()) == ()
+    assert findings_of(AUDIT_RULES, FINE) == ()
+    assert findings_of(AUDIT_RULES, with_ranks()) == ()
 
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_rule_says_what_its_facts_break_and_no_other_does(rule: str) -> None:
-    assert {finding.rule for finding in findings_of(BROKEN[rule])} == {rule}
+    assert {finding.rule for finding in findings_of(AUDIT_RULES, BROKEN[rule])} == {rule}
 
 
 def test_messages_are_those_that_were_agreed_to() -> None:
-    text = "\n\n".join(str(finding) for facts in BROKEN.values() for finding in findings_of(facts)) + "\n"
+    text = "\n\n".join(str(finding) for facts in BROKEN.values() for finding in findings_of(AUDIT_RULES, facts)) + "\n"
     assert_golden(GOLDEN, text)
 
 
 def test_ids_are_of_one_subject_and_fixes_are_sentences() -> None:
     assert len({rule.id for rule in AUDIT_RULES}) == len(AUDIT_RULES)
     for rule in AUDIT_RULES:
-        assert rule.id.startswith("audit.")
+        assert rule.id.startswith("run.")
         assert rule.summary.endswith("."), rule.id
         assert rule.fix.endswith("."), rule.id
-    assert {rule.severity for rule in AUDIT_RULES} == set(Severity)
+    assert {rule.severity for rule in AUDIT_RULES} == {Severity.ERROR, Severity.WARNING}
 
 
 def test_a_finding_of_every_severity_is_written_and_read_back() -> None:
     for severity in Severity:
-        finding = Finding(rule="audit.nan", severity=severity, where="model", what="x", fix="y")
+        finding = Finding(rule="run.nan", severity=severity, where="model", what="x", fix="y")
         assert from_data(to_data(finding), Finding, "finding", "python") == finding
 
 
@@ -176,11 +212,11 @@ def test_every_trained_parameter_that_nobody_steps_is_counted_once(
     params = tuple(evolve(param, requires_grad=yes) for param, yes in zip(FINE.params, trained, strict=True))
     names = tuple(name for name, yes in zip(NAMES, held, strict=True) if yes)
     optimizer = PreparedOptimizer(name="AdamW", held=names, rates=(0.1,), orphans=((2,),) * orphans)
-    rules = [finding.rule for finding in findings_of(evolve(FINE, params=params, optimizers=(optimizer,)))]
+    rules = [finding.rule for finding in findings_of(AUDIT_RULES, evolve(FINE, params=params, optimizers=(optimizer,)))]
     missed = {name for name, yes in zip(NAMES, trained, strict=True) if yes} - set(names)
-    assert rules.count("audit.orphans") == (bool(missed) and bool(orphans))
-    assert rules.count("audit.missed") == (bool(missed) and not orphans)
-    assert rules.count("audit.nothing-trains") == (not any(trained))
+    assert rules.count("run.orphans") == (bool(missed) and bool(orphans))
+    assert rules.count("run.missed") == (bool(missed) and not orphans)
+    assert rules.count("run.nothing-trains") == (not any(trained))
 
 
 @pytest.mark.parametrize(
@@ -193,5 +229,48 @@ def test_a_schedule_that_accelerate_ticks_twice_a_step_is_early_where_it_ends_in
     """A pass has 32 steps. Made for two passes it ends with the first, as for whoever counts its ticks."""
     scheduler = PreparedScheduler(name="CosineAnnealingLR", drives_optimizer=True, horizon=horizon, ticks=2)
     loader = PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2, batches=32)
-    rules = [finding.rule for finding in findings_of(evolve(FINE, scheduler=scheduler, loaders=(loader,)))]
-    assert ("audit.scheduler-early" in rules) is found
+    rules = [finding.rule for finding in findings_of(AUDIT_RULES, evolve(FINE, scheduler=scheduler, loaders=(loader,)))]
+    assert ("run.scheduler-early" in rules) is found
+
+
+GATHERED: dict[Need, tuple[str, ...]] = {
+    Need.OPTIMIZERS: ("optimizers", "scheduler", "stranger"),
+    Need.STATE: ("whole_state", "whole_weights"),
+    Need.VALUES: ("nan", "infinite", "negative", "zeros"),
+    Need.LOADERS: ("loaders",),
+    Need.RANKS: ("ranks", "parted", "drawn_alike", "unlike"),
+    Need.GRADIENTS: ("gradients",),
+    Need.LOOP: ("loop",),
+    Need.BEFORE: ("running", "overwritten"),
+}
+"""What a look leaves at its default unless it is needed; ``STATE`` is inside of the optimizers."""
+
+
+def seen_with(facts: RunFacts, needs: tuple[Need, ...]) -> RunFacts:
+    """What a look with these needs alone would have seen."""
+    left = [name for need, names in GATHERED.items() if need not in needs for name in names]
+    kept = evolve(facts, **{name: getattr(RunFacts(), name) for name in left})
+    if Need.STATE in needs:
+        return kept
+    return evolve(kept, optimizers=tuple(evolve(one, lost=0, misfits=(), spoiled=()) for one in kept.optimizers))
+
+
+@pytest.mark.parametrize("rule", AUDIT_RULES, ids=lambda rule: rule.id)
+def test_a_rule_asks_nothing_that_its_needs_have_not_gathered(rule: Rule) -> None:
+    for facts in (FINE, *BROKEN.values()):
+        assert findings_of((rule,), seen_with(facts, rule.needs)) == findings_of((rule,), facts)
+
+
+def test_a_rule_without_its_needs_would_be_noticed() -> None:
+    orphans = next(rule for rule in AUDIT_RULES if rule.id == "run.orphans")
+    assert findings_of((orphans,), seen_with(BROKEN["run.orphans"], ())) == ()
+
+
+@pytest.mark.parametrize(
+    "moment", [Moment.AUDIT, Moment.DRIFT, Moment.DUE, Moment.FIRST_STEP, Moment.STEP, Moment.LOAD, Moment.SAVE]
+)
+def test_a_look_with_the_needs_of_the_rules_that_are_due_gives_what_a_look_at_everything_gives(moment: Moment) -> None:
+    rules = due(moment)
+    needs = tuple({need for rule in rules for need in rule.needs})
+    for facts in (FINE, *BROKEN.values()):
+        assert findings_of(rules, seen_with(facts, needs)) == findings_of(rules, facts)

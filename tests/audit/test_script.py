@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from prepkit.auditing import Audit
-from prepkit.live.audit.loaders import prepared_loader
-from prepkit.live.audit.script import _is_of_a_loop, _loaders, audit_step
+from prepkit.auditing.outcome import Audit
+from prepkit.auditing.script import _is_of_a_loop, _loaders, audit_step
+from prepkit.observe.prepared.loaders import prepared_loader
 from tests.audit.case import ROOT, WIDTH, adam, net, rows
 from tests.support.launch import torchrun
 from tests.support.patience import MOST
@@ -105,8 +105,8 @@ def test_a_script_with_an_error_ends_with_1_before_it_steps(tmp_path: Path) -> N
     code, out, err = run(tmp_path, ORPHANS, "train.py", "0.001")
     assert code == 1, err
     assert "went on" not in out
-    assert "error audit.orphans at optimizer" in out
-    assert "warning audit.scheduler-early at scheduler: `OneCycleLR` is made for 3 ticks, and a pass has 8 steps" in out
+    assert "error run.orphans at optimizer" in out
+    assert "warning run.scheduler-early at scheduler: `OneCycleLR` is made for 3 ticks, and a pass has 8 steps" in out
 
 
 def test_a_script_with_nothing_wrong_ends_with_0(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_ranks_of_torchrun_are_audited_together(tmp_path: Path) -> None:
     code, out, err = run(tmp_path, RANKS, "train.py", launcher=tuple(torchrun(2)))
     assert code == 1, err
     assert out.count("audit of Sequential, 58 parameters, 58 trained; ddp over 2 ranks") == 1
-    assert "error audit.same-samples at loaders[0]: 2 ranks read all of its samples, in one order" in out
+    assert "error run.same-samples at loaders[0]: 2 ranks read all of its samples, in one order" in out
 
 
 def test_a_trainer_is_audited_at_its_first_step(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_trainer_is_audited_at_its_first_step(tmp_path: Path) -> None:
     code, out, err = run(tmp_path, TRAINER, "train.py")
     assert code == 1, err
     assert "audit of LlamaForCausalLM" in out
-    assert "error audit.orphans at optimizer" in out
+    assert "error run.orphans at optimizer" in out
     assert "`lm_head.weight`" in out
 
 
@@ -156,7 +156,7 @@ def test_wrappers_of_accelerate_are_found_around_what_steps(tmp_path: Path) -> N
     code, out, err = run(tmp_path, ACCELERATE, "train.py", launcher=tuple(torchrun(2)))
     assert code == 0, err
     assert "; AdamW; CosineAnnealingLR; 1 loader" in out
-    assert "warning audit.scheduler-early at scheduler" in out
+    assert "warning run.scheduler-early at scheduler" in out
 
 
 def audited_inside(loader: Any) -> Audit:

@@ -215,7 +215,7 @@ def fingerprints() -> Table:
     import torch
 
     import prepkit as pk
-    from prepkit.live.fingerprints.tensor import fingerprint, fingerprint_sum
+    from prepkit.observe.fingerprints.tensor import fingerprint, fingerprint_sum
     from tests.benchmarks.worker import llama
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

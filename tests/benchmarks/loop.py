@@ -36,7 +36,7 @@ from tests.support.launch import torchrun
 ENGINES: dict[str, tuple[pk.config.Engine, int]] = {
     "single": (pk.Single(), 1),
     "ddp": (pk.DDP(), 2),
-    "fsdp2": (pk.FSDP2(wrap=pk.WrapPaths(tuple("012345"))), 2),
+    "fsdp2": (pk.FSDP2(wrap=pk.wrap.WrapPaths(tuple("012345"))), 2),
 }
 """Name to the engine and how many processes it runs in."""
 WIDTHS = (256, 1024)
@@ -113,10 +113,10 @@ def by_hand(ready: Any, width: int) -> Iterator[None]:
         if last:
             norm = nn.utils.clip_grad_norm_(trained.parameters(), LIMIT)
             float(norm.full_tensor()) if hasattr(norm, "full_tensor") else None
-            with ready._end.allowed():  # or prepkit refuses a step that is not its own, and below a tick
+            with ready.loop.allowed():  # or prepkit refuses a step that is not its own, and below a tick
                 optimizer.step()
             scheduler.step()
-            ready._order.after_tick(scheduler)
+            ready.loop.expect_scheduler()
             optimizer.zero_grad()
             yield
 

@@ -78,13 +78,13 @@ def measure(way: str, folder: str) -> dict[str, float]:
     from torch.distributed.device_mesh import init_device_mesh
 
     import prepkit as pk
-    import prepkit.live.apply  # paid once per process, like the imports of torch
+    import prepkit.applying.apply  # paid once per process, like the imports of torch
     from tests.benchmarks.worker import memory, reset_peak
 
     importlib.import_module("transformers.distributed")  # likewise
     with torch.device("meta"):
         model: Any = _bare()
-    source = pk.SendWeights() if way == "sent" else pk.LoadWeights(folder)
+    source = pk.BroadcastWeights() if way == "sent" else pk.LoadWeights(folder)
     cfg = pk.Config(engine=pk.FSDP2(), weights=source, intent=pk.Intent.INFERENCE)
     plan = pk.build_plan(cfg, model)
     init_device_mesh("cpu", (dist.get_world_size(),))

@@ -116,7 +116,7 @@ def measure(engine: str, way: str) -> dict[str, float]:
     Of what prepkit prepared also those of a step that is written by hand around the same model and optimizer.
     """
     import prepkit as pk
-    import prepkit.live.apply  # paid once per process, like the imports of torch above
+    import prepkit.applying.apply  # paid once per process, like the imports of torch above
 
     model = llama()
     plan, helper = None, accelerator(ram_efficient=False) if way == "accelerate" else None
@@ -168,7 +168,7 @@ def measure(engine: str, way: str) -> dict[str, float]:
 @contextmanager
 def _timed_verification() -> Iterator[list[float]]:
     """What ``apply`` spends on verification meanwhile, in seconds, the waiting for other ranks included."""
-    from prepkit.live import apply
+    from prepkit.applying import apply
 
     spent: list[float] = []
     real = vars(apply)["verify"]
@@ -221,7 +221,7 @@ def _hand_step_inside(ready: Any) -> Any:
     by_hand = _hand_step(ready.model, ready.optimizer)
 
     def step(tokens: torch.Tensor) -> None:
-        with ready._end.allowed():
+        with ready.loop.allowed():
             by_hand(tokens)
 
     return step

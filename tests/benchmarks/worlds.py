@@ -15,7 +15,7 @@ OWN = (8, 512, 4096)
 
 def worlds() -> Table:
     """Seconds of CPU time of all ``fully_shard`` calls for the shapes of Llama 3.1 405B, best of three."""
-    from prepkit.live.handlers.fsdp2_chunks import lean_chunks
+    from prepkit.applying.handlers.fsdp2 import lean_chunks
 
     table = Table(title="fully_shard of Llama 405B (1,137 parameters, meta), one rank, best of 3, CPU seconds")
     for column in ("ranks", "torch's own chunks", "prepkit's", "ratio"):
@@ -34,7 +34,7 @@ def _shard(world: int, around: Callable[[], Any], rounds: int) -> float:
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from tests.live.handlers.test_fsdp2_chunks import llama_405b
+    from tests.applying.handlers.test_fsdp2_chunks import llama_405b
 
     times = []
     for _ in range(rounds):

@@ -55,6 +55,8 @@ def test_a_saved_plan_is_the_one_that_is_shown(folder: Path) -> None:
     assert (saved.exit_code, saved.stdout, saved.stderr) == (0, "", "wrote plan.json\n")
     assert run("show", "plan.json").stdout == printed
     assert run("show", "plan.json", "--json").stdout == Path("plan.json").read_text()
+    assert "[ST-3, ST-4, ST-16]" in run("show", "plan.json", "--sources").stdout
+    assert "ST-3" not in printed
 
 
 def test_each_world_size_gets_its_file(folder: Path) -> None:
@@ -290,7 +292,7 @@ def test_rules_lists_all_and_tells_all_about_one() -> None:
     listed = run("rules").stdout.splitlines()
     one = run("rules", "mesh.not-world-size")
     assert (one.exit_code, one.stdout.splitlines()[0]) == (0, "error mesh.not-world-size")
-    assert "COUNTEREXAMPLES['mesh.not-world-size']" in one.stdout
+    assert "  example   pk.fits(plan, memory='1MiB')" in run("rules", "memory.exceeds-device").stdout
     data = json.loads(run("rules", "--json").stdout)["rules"]
     assert [line.split()[0] for line in listed] == [rule["id"] for rule in data]
     [about] = json.loads(run("rules", "mesh.not-world-size", "--json").stdout)["rules"]
@@ -313,7 +315,7 @@ def test_rehearse_runs_the_plan_as_the_rank_asked_for(folder: Path) -> None:
 
 
 def test_a_rehearsal_that_differs_ends_with_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prepkit.live import rehearse as module
+    from prepkit.applying import rehearse as module
     from prepkit.plan.attestation import Check
 
     def differs(plan: Plan, model: object, *, rank: int) -> module.Rehearsal:
@@ -331,7 +333,7 @@ def test_a_rehearsal_that_differs_ends_with_1(folder: Path, monkeypatch: pytest.
 
 
 def test_a_rehearsal_that_cannot_be_held_is_no_finding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prepkit.live import rehearse as module
+    from prepkit.applying import rehearse as module
 
     def fails(plan: Plan, model: object, *, rank: int) -> module.Rehearsal:
         raise module.RehearsalFailed("the process died")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prepkit.cli.model import build
+from prepkit.cli.plan_files import build
 
 MODULE = """
 import logging

@@ -25,7 +25,6 @@ from prepkit.config import (
     Group,
     Intent,
     Mesh,
-    NoClip,
     WrapBlocks,
     WrapClasses,
 )
@@ -54,7 +53,7 @@ def test_a_union_member_is_written_with_its_kind_and_a_lone_class_without() -> N
         "kind": "FSDP2",
         "wrap": {"kind": "WrapClasses", "names": ["A", "B"], "paths": []},
         "reshard_after_forward": True,
-        "offload": {"kind": "KeepOnDevice"},
+        "offload": None,
         "ignored": [],
         "cast_forward_inputs": True,
         "reduce_unused": False,
@@ -69,6 +68,21 @@ def test_no_field_hides_the_tag() -> None:
     assert not [cls for cls in classes if TAG in attrs.fields_dict(cls)]
 
 
+def test_leaving_a_key_out_means_none_wherever_none_may_be_written() -> None:
+    """TOML has no null."""
+    rest: list[Any] = [Config]
+    seen: set[Any] = set()
+    while rest:
+        if (cls := rest.pop()) in seen:
+            continue
+        seen.add(cls)
+        rest.extend(get_args(cls))
+        for field in codec_shapes.fields(cls) if attrs.has(cls) else ():
+            rest.append(field.type)
+            assert field.default is None or not codec_shapes.takes_none(field.type), f"{cls.__name__}.{field.name}"
+    assert Mesh in seen
+
+
 def test_the_live_target_is_in_no_data_and_no_digest() -> None:
     plan = sample_plan()
     live = attrs.evolve(plan, target=object())
@@ -79,7 +93,7 @@ def test_the_live_target_is_in_no_data_and_no_digest() -> None:
 def test_a_bare_name_stands_for_a_kind_with_its_defaults() -> None:
     cfg = codec.from_data({"engine": "FSDP2", "compile": {"kind": "CompileBlocks", "blocks": "WrapBlocks"}}, Config)
     assert cfg == Config(engine=FSDP2(), compile=CompileBlocks(blocks=WrapBlocks()))
-    assert codec.from_data({"optimizer": "SGD", "clip": "NoClip"}, Config) == Config(optimizer=SGD(), clip=NoClip())
+    assert codec.from_data({"optimizer": "SGD", "clip": None}, Config) == Config(optimizer=SGD(), clip=None)
 
 
 def test_a_bare_name_of_a_kind_that_needs_more_says_what_it_needs() -> None:
@@ -170,7 +184,7 @@ def test_every_mistake_is_reported_at_once_with_its_place() -> None:
             (
                 "codec.wrong-type",
                 "$.compile.fullgraph",
-                "'false' stands where true or false is expected",
+                "'false' is given where true or false is expected",
                 "write false without quotes",
             ),
         ),
@@ -179,20 +193,20 @@ def test_every_mistake_is_reported_at_once_with_its_place() -> None:
             (
                 "codec.wrong-type",
                 "$.optimizer.lr",
-                "'5e-4' stands where a number is expected",
+                "'5e-4' is given where a number is expected",
                 "write 0.0005 without quotes",
             ),
         ),
         (
             {"accumulation": 2.0},
-            ("codec.wrong-type", "$.accumulation", "2.0 stands where a whole number or null is expected", "write 2"),
+            ("codec.wrong-type", "$.accumulation", "2.0 is given where a whole number or null is expected", "write 2"),
         ),
         (
             {"overrides": "mesh.size"},
             (
                 "codec.wrong-type",
                 "$.overrides",
-                "'mesh.size' stands where a list (of text) is expected",
+                "'mesh.size' is given where a list (of text) is expected",
                 'put it into a list: ["mesh.size"]',
             ),
         ),

@@ -8,12 +8,11 @@ import pytest
 from attrs import evolve
 
 from prepkit import codec
-from prepkit.codec.attestation import FORMAT, KIND, attestation_from_text
 from prepkit.codec.consistency import inconsistencies
 from prepkit.codec.diff import _anchors
+from prepkit.codec.files import FORMAT, KIND, attestation_from_text
 from prepkit.codec.languages import Language, assigned, typed
-from prepkit.codec.misfits import MisfitError, wrong_type
-from prepkit.codec.samples import OTHER_NAMES, samples
+from prepkit.codec.misfits import OTHER_NAMES, MisfitError, samples, wrong_type
 from prepkit.codec.text import shown
 from prepkit.config import DDP, FSDP1, FSDP2, AdamW, Config, DeepSpeed, Wrap
 from prepkit.findings import PlanRejected
@@ -93,7 +92,7 @@ def test_long_numbers_are_shown_by_their_bits() -> None:
 def test_a_misfit_is_an_error_whose_text_is_what_does_not_fit() -> None:
     error = wrong_type("x", int)
     assert isinstance(error, MisfitError)
-    assert str(error) == error.what == "'x' stands where a whole number is expected"
+    assert str(error) == error.what == "'x' is given where a whole number is expected"
 
 
 @pytest.mark.parametrize(

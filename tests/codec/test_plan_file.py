@@ -45,7 +45,7 @@ def test_a_saved_plan_is_loaded_as_it_was(tmp_path: Path) -> None:
 
 def test_the_file_says_what_it_is_and_carries_the_digest(tmp_path: Path) -> None:
     data = json.loads(codec.plan_to_text(sample_plan()))
-    assert (data["kind"], data["format"], data["digest"]) == ("prepkit.plan", 1, codec.plan_digest(sample_plan()))
+    assert (data["kind"], data["format"], data["digest"]) == ("prepkit.plan", 2, codec.plan_digest(sample_plan()))
     assert data["digests"].keys() == data["plan"].keys()
     assert len(data["digests"]["steps"]) == len(data["plan"]["steps"])
 
@@ -129,10 +129,10 @@ def test_a_foreign_file_is_named_as_such(tmp_path: Path, text: str) -> None:
     assert [(rule, where) for rule, where, _ in refused(target)] == [("codec.foreign", "$")]
 
 
-@pytest.mark.parametrize("number", [2, 0, True, "1", 1.0, None])
+@pytest.mark.parametrize("number", [3, 1, 0, True, "2", 2.0, None])
 def test_another_format_is_named_with_both_numbers_and_the_writer(tmp_path: Path, number: object) -> None:
     target = edited(tmp_path, "format", value=number)
-    what = f"format {number!r}, written by prepkit '0.1.0', but prepkit {VERSION} reads format 1"
+    what = f"format {number!r}, written by prepkit '0.1.0', but prepkit {VERSION} reads format {codec.FORMAT}"
     assert refused(target) == [("codec.other-format", "$.format", what)]
 
 
@@ -187,7 +187,7 @@ def test_contents_that_no_plan_has_are_named(
 
 def test_a_missing_part_of_the_file_is_named() -> None:
     with pytest.raises(PlanRejected) as caught:
-        codec.plan_from_text('{"kind": "prepkit.plan", "format": 1, "plan": {}}')
+        codec.plan_from_text(f'{{"kind": "prepkit.plan", "format": {codec.FORMAT}, "plan": {{}}}}')
     assert [found.where for found in caught.value.findings] == ["$.digest", "$.digests"]
 
 

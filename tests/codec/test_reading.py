@@ -15,7 +15,7 @@ from prepkit import codec
 from prepkit.codec import reading
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers import native
-from prepkit.live.observe.checkpoint import observe_checkpoint
+from prepkit.observe.checkpoint import observe_checkpoint
 
 
 @pytest.fixture

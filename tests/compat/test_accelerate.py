@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from prepkit.compat.accelerate import OTHERWISE, Accelerator, NotOffered, PlanRejected
-from prepkit.config import BF16, DDP, FP16, FSDP2, Config, NoClip, ShardLoaders
+from prepkit.config import BF16, DDP, FP16, FSDP2, Config, ShardLoaders
 from tests.support.launch import launch, torchrun
 
 SCRIPT = Path(__file__).with_name("script.py")
@@ -86,7 +86,7 @@ def test_clipping_holds_for_the_window_in_which_it_is_asked_for(accelerator: Acc
         moved = float((model.weight.detach() - before).norm())
         assert (moved <= 0.05 + 1e-6) is clipped
         assert (accelerator.ready.grad_norm is not None) is clipped
-        assert accelerator.plan.owners.clip == NoClip()
+        assert accelerator.plan.owners.clip is None
     with pytest.raises(NotOffered, match="a part of the parameters"):
         accelerator.clip_grad_norm_([model.weight], 0.5)
 
@@ -174,7 +174,10 @@ def test_what_is_not_offered_says_what_to_write_and_names_the_page(accelerator: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"log_with": "wandb"}, "Accelerator(log_with=...): write accelerator.ready.log_to(pk.TensorBoard(folder))"),
+        (
+            {"log_with": "wandb"},
+            "Accelerator(log_with=...): write accelerator.ready.log_to(pk.track.TensorBoard(folder))",
+        ),
         ({"dynamo_backend": "inductor"}, "Accelerator(dynamo_backend=...): give Accelerator(config=pk.Config(...))"),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8'"),
         ({"step_scheduler_with_optimizer": False}, "step_scheduler_with_optimizer=False"),

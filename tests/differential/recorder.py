@@ -66,7 +66,7 @@ def recorded(model: nn.Module) -> Iterator[Calls]:
             stack.enter_context(patch.object(cls, "__init__", double(cls.__name__, cls.__init__, 1)))
         shard = double("fully_shard", fully_shard, 0)
         stack.enter_context(patch("torch.distributed.fsdp.fully_shard", shard))
-        stack.enter_context(patch("prepkit.live.handlers.fsdp2.fully_shard", shard))
+        stack.enter_context(patch("prepkit.applying.handlers.fsdp2.fully_shard", shard))
         stack.enter_context(patch.object(torch, "compile", double("compile", torch.compile, 0)))
         yield calls
 
@@ -77,7 +77,7 @@ def initialised() -> Iterator[Calls]:
     lean()
     import deepspeed
 
-    from prepkit.live.model.deepspeed import forget_groups
+    from prepkit.objects.deepspeed import forget_groups
 
     forget_groups()  # those of an earlier run in this process
     calls: Calls = []

@@ -114,8 +114,8 @@ def _parts(text: str) -> tuple[str, ...]:
     return (text,)
 
 
-def _section(kind: Class, known: dict[str, str], level: int = 3) -> str:
-    lines = [f"{'#' * level} {kind.name}", "", code(kind.text), ""]
+def _section(kind: Class, known: dict[str, str], level: int = 3, place: str = "") -> str:
+    lines = [f"{'#' * level} {kind.name}", "", *((f"`{place}`", "") if place else ()), code(kind.text), ""]
     if kind.fields:
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
         for row in kind.fields:
@@ -161,6 +161,12 @@ _SUBJECTS = (
 )
 
 
+_SPACES = ("data", "ddp", "fp8", "optim", "tp", "wrap")
+_PLACES = {name: f"pk.{space}.{name}" for space in _SPACES for name in dir(getattr(prepkit, space))}
+_PLACES |= {name: f"pk.{name}" for name in dir(prepkit)} | {"CompileOption": ""}
+"""Public classes to how they are typed; options of a compiler are typed as a mapping."""
+
+
 def config_page() -> str:
     """Every class and field that can be written into a config."""
     folder = ROOT / "prepkit/config"
@@ -174,15 +180,18 @@ def config_page() -> str:
         for union, members in sources[name].unions:
             parts = _type(" | ".join(members), known)
             lines += [f'<a id="{union.lower()}"></a>**`{union}`** is {parts}.', ""]
-        public = [kind for kind in sources[name].classes if kind.name in dir(prepkit)]
-        lines += [_section(kind, known) for kind in sorted(public, key=lambda kind: kind.name != "Config")]
+        public = [kind for kind in sources[name].classes if kind.name in _PLACES]
+        lines += [
+            _section(kind, known, place=_PLACES[kind.name])
+            for kind in sorted(public, key=lambda kind: kind.name != "Config")
+        ]
     return "\n".join(lines).rstrip() + "\n"
 
 
 _CONFIG_HEAD = """# Configuration
 
-Every class below is in `prepkit` itself: `import prepkit as pk`, then `pk.Config(engine=pk.FSDP2())`. In TOML, YAML
-and JSON a class is its name, or a table with the name under `kind`; a class that stands with its defaults may be its
+In Python the line under a heading is how the class is typed, after `import prepkit as pk`. In TOML, YAML and JSON a
+class is its name, whatever the namespace, or a table with the name under `kind`; a class with its defaults may be its
 bare name:
 
 ```toml

@@ -5,33 +5,33 @@ from __future__ import annotations
 import tomllib
 from itertools import groupby
 
-from prepkit.auditing import AUDIT_RULES
-from prepkit.auditing.rule import AuditRule
 from prepkit.findings import Finding
 from prepkit.findings.refusals import REFUSALS
-from prepkit.rules import LATE_RULES, RULES, check
-from prepkit.rules.rule import Rule
-from prepkit.testing import COUNTEREXAMPLES
+from prepkit.rules import LAW, check
+from prepkit.rules.rule import Moment, Rule
 from tests.docs.blocks import ROOT
+from tests.support.counterexamples import COUNTEREXAMPLES
 
 ADVICE = tomllib.loads((ROOT / "tests/docs/advice.toml").read_text())
 """Exception to ``when`` it is raised, and what to do ``then``."""
 
 _RULES_HEAD = """# Rules
 
-A rule is a value: what has to hold between config and facts, and what to do where it does not. `pk.RULES` holds all
-of them, in the order in which findings are reported; `prepkit rules ID` prints one. An **error** refuses the plan, a
-**warning** is written into it. An error that can be overridden is accepted with `overrides = ["its.id"]` in the
-config, and recorded in the plan. Where a rule has a repair, `Rule.repair` is the fix as a function from config to
-config.
+A rule is a value: what has to hold, at which moments that is asked, and what to do where it does not.
+`prepkit.rules.LAW` holds all of them, in the order in which findings are reported; `prepkit rules ID` prints one. An
+**error** refuses the plan or the call, a **warning** is written into the plan or reported once on rank 0, a **note**
+asks nothing. An error that can be overridden is accepted with `overrides = ["its.id"]` in the config, and recorded in
+the plan or the attestation. Where a rule has a repair, `Rule.repair` is the fix as a function from config to config.
 
 *Source* names the rows of the behaviour reference, the users' reports (`pain`) or the library functions that a rule
-comes from. The example below each rule is what it says of the counterexample in `prepkit.testing.COUNTEREXAMPLES`.
+comes from. The example below a rule is a finding of it.
 """
 
-_AUDIT_HEAD = f"""{len(AUDIT_RULES)} more rules are about a model that something else has prepared, asked of what stands
-there before its first step, by `pk.audit` and `prepkit audit`: [how](../howto/audit.md). They refuse no plan,
-so that none is overridden."""
+_RUN_HEAD = """These rules are about prepared objects, whoever has prepared them. One look gathers what the rules that
+are due at a moment need, with one exchange over the ranks; each invariant is one row, asked at all of its moments.
+Errors raise `RunRefused` in a loop of prepkit's, and are findings of `pk.audit` and `pk.watch`
+([how](../howto/audit.md)).
+"""
 
 _ERRORS_HEAD = """# Errors
 
@@ -46,43 +46,59 @@ rules ID` prints one; the finding itself says what is wrong, where, and what to 
 def rules_page() -> str:
     """Every rule by its subject, the first word of its id."""
     lines = [_RULES_HEAD]
-    ordered = sorted((*RULES, *LATE_RULES), key=lambda rule: rule.id.partition(".")[0])  # stable: reporting order stays
+    ordered = sorted(LAW, key=lambda rule: rule.id.partition(".")[0])  # stable: reporting order stays
     subjects = [(name, tuple(rules)) for name, rules in groupby(ordered, lambda rule: rule.id.partition(".")[0])]
     counts = ", ".join(f"[{name}](#{name}) {len(rules)}" for name, rules in subjects)
     lines += [f"{len(ordered)} rules: {counts}.", ""]
     for name, rules in subjects:
-        lines += [f"## {name}", "", *map(_rule, rules)]
-    lines += ["## audit", "", _AUDIT_HEAD, "", *map(_audit_rule, AUDIT_RULES)]
+        lines += [f"## {name}", ""]
+        if name == "run":
+            lines += [_RUN_HEAD, _moments(rules), ""]
+        lines += map(_rule, rules)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _audit_rule(rule: AuditRule) -> str:
-    lines = [f"### {rule.id}", "", f"{rule.severity.value.capitalize()}.", ""]
-    lines += [f"- Holds: {_plain(rule.summary)}", f"- Fix: {_plain(rule.fix)}"]
-    return "\n".join((*lines, *((f"- Source: {', '.join(rule.source)}",) if rule.source else ()), ""))
+_COLUMNS = (
+    (Moment.APPLY, "apply"),
+    (Moment.FIRST_STEP, "first step"),
+    (Moment.STEP, "each step"),
+    (Moment.DUE, "due"),
+    (Moment.SAVE, "save"),
+    (Moment.LOAD, "load"),
+    (Moment.RESUME, "resume"),
+    (Moment.AUDIT, "audit"),
+    (Moment.DRIFT, "drift"),
+)
+"""Moments at which prepared objects are looked at, as columns; *due* are the steps 1, 2, 4, 8 ... and each 64th."""
+
+
+def _moments(rules: tuple[Rule, ...]) -> str:
+    """One row for each invariant, with its moments."""
+    columns = [(moment, word) for moment, word in _COLUMNS if any(moment in rule.at for rule in rules)]
+    lines = [f"| invariant | rule | {' | '.join(word for _, word in columns)} |", "|---" * (2 + len(columns)) + "|"]
+    for rule in rules:
+        marks = " | ".join(rule.severity.value if moment in rule.at else "" for moment, _ in columns)
+        lines.append(f"| {_plain(rule.summary)} | [{rule.id}](#{rule.id.replace('.', '')}) | {marks} |")
+    return "\n".join(lines)
 
 
 def _rule(rule: Rule) -> str:
-    override = "can be overridden" if rule.overridable else "cannot be overridden: no plan exists unless it holds"
+    override = "can be overridden" if rule.overridable else "cannot be overridden: nothing can go on unless it holds"
     repair = ", has a repair" if rule.repair else ""
     lines = [f"### {rule.id}", "", f"{rule.severity.value.capitalize()}, {override}{repair}.", ""]
     lines += [f"- Holds: {_plain(rule.summary)}", f"- Fix: {_plain(rule.fix)}"]
+    if rule.at != (Moment.PLAN,):
+        lines.append(f"- Asked: {'; '.join(_plain(moment.value) for moment in rule.at)}")
+    if rule.needs:
+        lines.append(f"- Needs: {'; '.join(need.value for need in rule.needs)}")
+    if rule.cost:
+        lines.append(f"- Costs: {rule.cost}")
     if rule.source:
         lines.append(f"- Source: {', '.join(rule.source)}")
     if rule.id in COUNTEREXAMPLES:
         first = _example(rule)
         lines += ["", "```text", f"{first.where}: {first.what}", f"fix: {first.fix}", "```"]
-    else:
-        lines.append(f"- Asked: {_LATER[rule.id.partition('.')[0]]}")
     return "\n".join((*lines, ""))
-
-
-_LATER = {
-    "memory": 'once there is a plan; `pk.fits(plan, "1MiB")` gives its numbers for any plan.',
-    "forward": "by `build_plan(..., example=pk.Example(batch))` or `pk.foreign_uses(plan, model, batch)`.",
-    "first-step": "by the first `ready.step()` that ends a window, before the optimizer acts.",
-}
-"""Subject of the rules that config and facts alone cannot break, to when they are asked."""
 
 
 def _plain(text: str) -> str:

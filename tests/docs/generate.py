@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.compat.scripts import report
-from tests.docs import classes, commands, findings, house
+from tests.docs import behaviour, classes, commands, findings, house, loop
 from tests.docs.blocks import DOCS, ROOT
+from tests.tools import house as counted
 
 COMMAND = "python -m tests.docs.generate"
 HEAD = f"<!-- Made by `{COMMAND}`; do not edit. -->\n\n"
@@ -23,16 +24,20 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/rules.md": findings.rules_page,
     "reference/errors.md": findings.errors_page,
     "reference/command-line.md": commands.page,
+    "reference/behaviour.md": behaviour.page,
 }
 """Page below ``docs/`` to the function that gives its text."""
 
 PARTS: dict[str, Callable[[], str]] = {
+    "deviations by row": behaviour.deviations,
     "layers": house.layers,
+    "loop events": loop.part,
     "rooms": house.rooms,
     "adding": house.adding,
     "tested versions": house.tested_versions,
     "required versions": house.required_versions,
     "checked predictions": house.checked_predictions,
+    "ceilings": counted.ceilings,
     "accelerate scripts": report.markdown,
 }
 """Name of a part to the function that gives its text."""

@@ -8,7 +8,7 @@ import tomllib
 from itertools import takewhile
 from typing import Any
 
-from prepkit.predict.versions import CHECKED
+from prepkit.predict import CHECKED
 from tests.docs.blocks import ROOT
 
 _TESTED = ("torch", "transformers", "deepspeed", "accelerate", "torchao", "bitsandbytes", "safetensors", "numpy")
@@ -42,9 +42,9 @@ def layers() -> str:
 
 
 def rooms() -> str:
-    """Every folder and file at the top of the package and of ``live``, with the first line of its docstring."""
+    """Every room of the package and those of ``applying``, with the first line of its docstring."""
     lines = ["| room | what is in it |", "|---|---|"]
-    for folder in (ROOT / "prepkit", ROOT / "prepkit/live"):
+    for folder in (ROOT / "prepkit", ROOT / "prepkit/applying"):
         for path in sorted(folder.iterdir()):
             inside = path / "__init__.py" if path.is_dir() else path
             if inside.suffix == ".py" and inside.exists() and not path.name.startswith("__"):
@@ -74,7 +74,7 @@ def required_versions() -> str:
 
 
 def checked_predictions() -> str:
-    """``prepkit.predict.versions.CHECKED`` as a table."""
+    """``prepkit.predict.CHECKED`` as a table."""
     lines = ["| engine | compared byte for byte with |", "|---|---|"]
     for engine, libraries in sorted(CHECKED.items()):
         releases_text = "; ".join(f"{name} {', '.join(releases)}" for name, releases in libraries.items())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from prepkit.live.observe.env import VARIABLES
+from prepkit.observe.env import VARIABLES
 from tests.docs.blocks import LANGUAGES, ROOT, blocks, pages
 from tests.docs.page_run import PageRun, differs, typed
 

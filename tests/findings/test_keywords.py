@@ -19,8 +19,8 @@ from prepkit.findings import keywords
         (lambda: pk.Config(accumulate=4), "Config has no field 'accumulate'; write accumulation=..."),
         (lambda: pk.Config(gradient_accumulation_steps=4), "'gradient_accumulation_steps'; write accumulation=..."),
         (lambda: pk.Config(mixed_precision="bf16"), "'mixed_precision'; write precision=..."),
-        (lambda: pk.FSDP2(wrapp=pk.WrapBlocks()), "FSDP2 has no field 'wrapp'; write wrap=..."),
-        (lambda: pk.AdamW(learning_rate=1.0), "AdamW has no field 'learning_rate'; write lr=..."),
+        (lambda: pk.FSDP2(wrapp=pk.wrap.WrapBlocks()), "FSDP2 has no field 'wrapp'; write wrap=..."),
+        (lambda: pk.optim.AdamW(learning_rate=1.0), "AdamW has no field 'learning_rate'; write lr=..."),
         (lambda: pk.DDP(find_unused=True), "'find_unused'; write find_unused_parameters=..."),
         (lambda: pk.Mesh(zzz=2), "Mesh has no field 'zzz', only replicate, shard, tensor"),
         (lambda: pk.Single(x=1), "Single has no field 'x', and takes none"),
@@ -35,11 +35,11 @@ def test_a_misspelled_field_is_told_with_the_one_that_was_meant(build: object, s
 
 
 def test_what_is_spelled_right_is_as_before() -> None:
-    cfg = pk.Config(accumulation=4, optimizer=pk.AdamW(lr=1.0))
+    cfg = pk.Config(accumulation=4, optimizer=pk.optim.AdamW(lr=1.0))
     assert (
         pickle.loads(pickle.dumps(cfg))
         == copy.deepcopy(cfg)
-        == evolve(pk.Config(), accumulation=4, optimizer=pk.AdamW(lr=1.0))
+        == evolve(pk.Config(), accumulation=4, optimizer=pk.optim.AdamW(lr=1.0))
     )
     assert tuple(inspect.signature(pk.Config).parameters) == tuple(field.name for field in fields(pk.Config))
     with pytest.raises(TypeError, match="positional"):

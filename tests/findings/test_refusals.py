@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from prepkit.findings.refusals import REFUSALS
-from prepkit.render.rules import rule_text
-from prepkit.rules import LATE_RULES, RULES
+from prepkit.render.text import rule_text
+from prepkit.rules import LAW
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +29,7 @@ PREFIXES = {
 
 FILES = [path for path in sorted((ROOT / "prepkit").rglob("*.py")) if path.name != "refusals.py"]
 
-KNOWN = {rule.id for rule in (*RULES, *LATE_RULES, *REFUSALS)}
+KNOWN = {rule.id for rule in (*LAW, *REFUSALS)}
 
 
 def _text(node: ast.AST | None) -> str | None:
@@ -47,8 +47,8 @@ def _ids(path: Path) -> Iterator[tuple[str, int]]:
         first = _text(node.args[0]) if node.args else None
         if name == "Finding" and keyword:
             yield keyword, node.lineno
-        elif path.parent.name == "checkpoints" and name == "refused" and first:
-            yield f"checkpoint.{first}", node.lineno
+        elif path.parent.name in ("saving", "training") and name == "failed" and first:
+            yield first, node.lineno
         elif short and name in PREFIXES and first and "." not in first:
             yield PREFIXES[name] + first, node.lineno
 
@@ -59,7 +59,11 @@ def _named(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(path.read_text())):
         text = _text(node) or ""
         subject, _, rest = text.partition(".")
-        if subject in {"plan", "cli", "codec", "diff"} & subjects and "-" in rest and rest.replace("-", "").isalpha():
+        if (
+            subject in {"plan", "cli", "codec", "diff", "checkpoint", "export"} & subjects
+            and "-" in rest
+            and rest.replace("-", "").isalpha()
+        ):
             yield text, node.lineno
 
 
@@ -79,7 +83,7 @@ def test_the_search_finds_ids_of_every_kind_so_that_it_can_miss_none() -> None:
 
 
 def test_no_refusal_has_the_id_of_a_rule_or_of_another_refusal() -> None:
-    ids = [entry.id for entry in (*RULES, *LATE_RULES, *REFUSALS)]
+    ids = [entry.id for entry in (*LAW, *REFUSALS)]
     assert len(ids) == len(set(ids))
 
 

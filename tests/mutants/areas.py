@@ -46,8 +46,8 @@ PURE = Group(
         Area(folder="prepkit/predict", near=("tests/predict", "property_tests/test_predict_laws.py")),
         Area(folder="prepkit/codec", near=("tests/codec", "property_tests/test_codec_laws.py")),
         Area(
-            folder="prepkit/live/interpreter",
-            near=("tests/live/interpreter", "property_tests/test_interpreter_laws.py"),
+            folder="prepkit/interpreter",
+            near=("tests/interpreter", "property_tests/test_interpreter_laws.py"),
         ),
     ),
     tests=(
@@ -66,9 +66,9 @@ PURE = Group(
         "tests/test_completeness.py",
         "tests/test_completeness_predict.py",
         "tests/test_doctests.py",
-        "tests/live/interpreter",
+        "tests/interpreter",
         "property_tests",
-        "tests/live/rehearse",
+        "tests/applying/rehearse",
     ),
     tables=(
         "tests/rules/test_rules.py",
@@ -83,9 +83,15 @@ PURE = Group(
 HANDLERS = Group(
     name="handlers",
     areas=(
-        Area(folder="prepkit/live/handlers", near=("tests/live/handlers/test_no_way_back.py", "tests/live/handlers")),
+        Area(
+            folder="prepkit/applying/handlers",
+            near=("tests/applying/handlers/test_no_way_back.py", "tests/applying/handlers"),
+        ),
     ),
-    tests=("tests/live", "tests/test_doctests.py"),
+    tests=(
+        *("tests/applying", "tests/loading", "tests/objects", "tests/observe", "tests/ranks", "tests/saving"),
+        *("tests/training", "tests/test_doctests.py"),
+    ),
     sample=200,
     share=0.85,
 )
@@ -110,13 +116,13 @@ NAMED: dict[str, tuple[Named, ...]] = {
     "handlers": (
         Named(
             name="move_do does nothing",
-            folder="prepkit/live/handlers",
+            folder="prepkit/applying/handlers",
             old="device = launcher.bind(step.device)\n    before = {",
             new="return {}\n    before = {",
         ),
         Named(
             name="sync_module_states is False",
-            folder="prepkit/live/handlers",
+            folder="prepkit/applying/handlers",
             old="sync_module_states=step.sync_module_states",
             new="sync_module_states=False",
         ),

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from prepkit.codec.attestation import attestation_from_text, attestation_to_text
 from prepkit.codec.diff import diff, patch, place
-from prepkit.codec.files import load, save
+from prepkit.codec.files import attestation_from_text, attestation_to_text, load, save
 from prepkit.facts import Env
 from prepkit.findings import PlanRejected
 from prepkit.plan.attestation import Attestation, Check

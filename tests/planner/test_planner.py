@@ -16,7 +16,6 @@ from prepkit.config import (
     FSDP1,
     FSDP2,
     SGD,
-    AsStored,
     CheckpointBlocks,
     CompileBlocks,
     CompileModel,
@@ -32,6 +31,8 @@ from prepkit.config import (
     ShardLoaders,
     Single,
     TorchAO,
+    TPLayer,
+    TPPlan,
     WrapPaths,
     WrapRoot,
 )
@@ -143,6 +144,41 @@ def test_inference_wraps_nothing_under_ddp_and_shards_under_fsdp2() -> None:
     facts = tiny_facts(world=2, optimizer=False)
     assert "WrapDDP" not in kinds(planned(Config(engine=DDP(), intent=Intent.INFERENCE), facts))
     assert "ShardUnits" in kinds(planned(Config(engine=FSDP2(), intent=Intent.INFERENCE), facts))
+
+
+def test_a_model_for_inference_is_sharded_on_the_device() -> None:
+    facts = tiny_facts(world=2, device="cuda", optimizer=False)
+    assert only(planned(Config(engine=FSDP2(), intent=Intent.INFERENCE), facts), BuildMesh).device == "cuda"
+    flat = only(planned(Config(engine=FSDP1(), intent=Intent.INFERENCE), facts), WrapFSDP1)
+    assert flat.device == LocalDevice(type="cuda")
+
+
+@pytest.mark.parametrize("engine", [DDP(), FSDP1(), FSDP2()], ids=lambda engine: type(engine).__name__)
+def test_ranks_agree_before_anything_is_changed(engine: Engine) -> None:
+    assert kinds(planned(Config(engine=engine), tiny_facts(world=2)))[:2] == ("StartProcessGroup", "Agree")
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+@pytest.mark.parametrize("engine", [DDP(), FSDP1(), FSDP2()], ids=lambda engine: type(engine).__name__)
+def test_the_scaler_is_that_of_the_device_and_sharded_under_fsdp1_alone(engine: Engine, device: str) -> None:
+    facts = tiny_facts(world=2, device=device)
+    scaler = only(planned(Config(engine=engine, precision=FP16()), facts), CreateGradScaler)
+    assert (scaler.device, scaler.sharded) == (device, isinstance(engine, FSDP1))
+    assert "CreateGradScaler" not in kinds(planned(Config(engine=engine), facts))
+
+
+def test_tensor_ranks_are_sent_the_same_batches() -> None:
+    facts = tiny_facts(world=4, loader=tiny_loader())
+    layers = TPPlan((TPLayer("layers.*.attn", "colwise"),))
+    cfg = Config(engine=FSDP2(), mesh=Mesh(tensor=2), tp_plan=layers, loaders=ShardLoaders(dispatch=True))
+    sent = only(planned(cfg, facts), ShardLoader)
+    assert (sent.dispatch, sent.axes) == (True, ("shard",))
+
+
+def test_replicas_of_cut_layers_are_refused_where_nothing_is_sharded() -> None:
+    layers = TPPlan((TPLayer("layers.*.attn", "colwise"),))
+    cfg = Config(engine=FSDP2(), mesh=Mesh(replicate=2, shard=1, tensor=2), tp_plan=layers)
+    assert [one.rule for one in plan(cfg, tiny_facts(world=4)).failure()] == ["mesh.nothing-sharded"]
 
 
 BACKENDS = {
@@ -417,7 +453,7 @@ def test_a_strategy_gives_the_mesh_its_axes(
 @pytest.mark.parametrize(
     ("precision", "asked", "dtypes"),
     [
-        (AsStored(), None, (None, None, None)),
+        (None, None, (None, None, None)),
         (BF16(), None, ("bfloat16", "float32", None)),
         (BF16(reduce_dtype="bfloat16"), "float32", ("bfloat16", "bfloat16", "float32")),
         (FP16(), "bfloat16", ("float16", "float32", "bfloat16")),
@@ -468,7 +504,7 @@ def test_a_unit_starts_each_parameter_at_sixteen_bytes_of_what_it_computes_in() 
     for precision in (Config().precision, BF16()):
         made = planned(Config(engine=FSDP1(wrap=WrapRoot()), precision=precision), tiny_facts(model, world=2))
         starts[type(precision).__name__] = [one.flat.start for one in made.layout if one.flat][:3]
-    assert starts == {"AsStored": [0, 16, 28], "BF16": [0, 16, 32]}
+    assert starts == {"NoneType": [0, 16, 28], "BF16": [0, 16, 32]}
 
 
 def test_ignored_modules_are_in_no_unit_and_in_no_flat_parameter() -> None:

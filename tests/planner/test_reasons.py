@@ -15,6 +15,7 @@ from prepkit.config import (
     FSDP2,
     MSAMP,
     AdamW,
+    BroadcastWeights,
     Config,
     DeepSpeed,
     DelayedScaling,
@@ -23,7 +24,6 @@ from prepkit.config import (
     Mesh,
     MXFP8BlockScaling,
     PowerSGDHook,
-    SendWeights,
     Single,
     TensorParallel,
     TPLayer,
@@ -188,7 +188,7 @@ def test_flat_parameters_are_sent_as_their_elements_and_others_in_their_shape() 
     facts = tiny_facts(world=2, optimizer=False)
     shapes = {}
     for engine in (FSDP1(), FSDP2()):
-        step = only(Config(engine=engine, weights=SendWeights(), optimizer=AdamW()), facts, SendTensors).step
+        step = only(Config(engine=engine, weights=BroadcastWeights(), optimizer=AdamW()), facts, SendTensors).step
         assert isinstance(step, SendTensors)
         shapes[type(engine)] = {tensor.name: tensor.shape for tensor in step.tensors}
     own = {param.name: param.shape for param in facts.model.params} | {"positions": (8,)}

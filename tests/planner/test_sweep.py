@@ -29,7 +29,7 @@ from prepkit.facts import parse_bytes
 from prepkit.planner.budget import bounds
 from prepkit.planner.sweep import ENGINES, sweep, sweep_text
 from prepkit.predict import predict
-from prepkit.rules.fsdp1_mesh import strategy
+from prepkit.rules.mesh import strategy
 from prepkit.testing.tiny import tiny_loader
 from tests.cli.test_terminal import NO_TORCH
 from tests.support.command_line import MAKE, fresh, run, workplace
@@ -117,6 +117,19 @@ def test_layers_are_cut_over_the_neighbours_that_divide_them() -> None:
         made = predict(planner.plan(laid_out, evolve(seen, env=env)).unwrap())
         assert (row.floor, row.ceiling, row.sent) == (*bounds(made), made.sent)
         assert made.tensor == row.tensor
+
+
+def test_what_is_sent_in_part_is_ranked_behind_what_is_known_in_full_and_says_so() -> None:
+    cuts = TPPlan((TPLayer("model.layers.*.mlp.gate_proj", "colwise", output_layout="replicate"),))
+    found, refused = sweep(evolve(CFG, tp_plan=cuts), facts("8B", 1), (8,), ("tensor", "fsdp2"))
+    assert [row.engine for row in found[-2:]] == ["fsdp2", "tensor"]
+    (cut,) = (row for row in found if row.engine == "tensor")
+    assert (cut.sent, cut.sent_in_full) == (0, False)
+    assert all(row.sent_in_full for row in found[:-1])
+    lines = sweep_text(found, refused).splitlines()
+    assert "0 B and more" in next(line for line in lines if line.startswith("tensor"))
+    assert lines[-2].startswith("and more: what cut layers send is not predicted")
+    assert "and more" not in sweep_text(found[:-1], refused)
 
 
 def test_what_fits_comes_first_and_then_what_sends_least() -> None:

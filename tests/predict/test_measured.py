@@ -13,7 +13,7 @@ from math import prod
 import pytest
 import torch
 
-from prepkit.config import BF16, DDP, FSDP1, FSDP2, AsStored, TensorParallel
+from prepkit.config import BF16, DDP, FSDP1, FSDP2, TensorParallel
 from prepkit.predict.ddp import DEFAULT_CAP, FIRST_BUCKET, bucket_sizes
 from prepkit.predict.optimizers import OptimizerInputs, state_formula
 from tests.support.drawn_models import Case, case, cut
@@ -45,7 +45,7 @@ def test_ddp_holds_and_sends_what_was_predicted_with_and_without_bucket_views(ga
 
 def test_fsdp2_holds_and_sends_what_was_predicted_in_both_precisions(gang2: Gang) -> None:
     cases = [case(seed, FSDP2, accumulation=1 + seed % 2) for seed in range(14)]
-    assert {type(one.cfg.precision) for one in cases} == {BF16, AsStored}
+    assert {type(one.cfg.precision) for one in cases} == {BF16, type(None)}
     for rows in gang2.run(on_each_rank, cases):
         assert wrong(rows) == []
         seen = {row.what for row in rows}

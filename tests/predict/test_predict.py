@@ -27,14 +27,13 @@ from prepkit.config import (
     WrapRoot,
 )
 from prepkit.plan.layout import chunk, local_shape
-from prepkit.predict import PREDICTORS, predict, predict_inputs
+from prepkit.predict import CHECKED, PREDICTORS, predict, predict_inputs
+from prepkit.predict.deepspeed.bytes import overlaps, parts
 from prepkit.predict.fsdp2 import alike
 from prepkit.predict.inputs import Inputs, inputs_of
 from prepkit.predict.optimizers import TORCH, OptimizerInputs, state_formula
 from prepkit.predict.prediction import Label, Prediction, Term, Traffic
-from prepkit.predict.versions import CHECKED
-from prepkit.predict.zero12 import overlaps, parts
-from prepkit.rules.fsdp1_mesh import strategy
+from prepkit.rules.mesh import strategy
 from prepkit.testing.tiny import tiny_facts, tiny_model, tiny_optimizer
 from tests.support.llama_facts import SIZES, fsdp2, llama
 from tests.support.plain_inputs import plain_inputs

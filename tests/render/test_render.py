@@ -30,10 +30,8 @@ from prepkit.findings import Finding, Severity
 from prepkit.plan import Plan
 from prepkit.plan.dtypes import itemsize
 from prepkit.plan.layout import local_shape
-from prepkit.render.findings import findings_text
-from prepkit.render.layout import ROWS, extremes, unit_classes
-from prepkit.render.plan import plan_text
-from prepkit.render.rules import rule_text, rules_text
+from prepkit.render.plan import ROWS, extremes, plan_text, unit_classes
+from prepkit.render.text import findings_text, rule_text, rules_text
 from prepkit.rules import RULES
 from prepkit.rules.rule import Rule
 from tests.support.plans import PLANS, assert_rendered, ddp_plan, make, model
@@ -146,7 +144,17 @@ def test_a_rule_says_whether_it_can_be_overridden_and_repaired_and_gives_its_exa
         "  example   error a.b\n"
         "              fix: b"
     )
-    assert "no: no plan exists unless it holds" in rule_text(evolve(rule, overridable=False))
+    assert "no: nothing can go on unless it holds" in rule_text(evolve(rule, overridable=False))
+
+
+def test_behaviour_rows_are_printed_only_when_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    made = ddp_plan()
+    ids = {row for planned in made.steps for row in planned.behaviour_ids}
+    assert "ST-3" in ids
+    api.show(made, sources=True)
+    assert "because the backend for cpu  [ST-3, ST-4, ST-16]\n" in capsys.readouterr().out
+    api.show(made)
+    assert not [row for row in ids for text in (str(made), capsys.readouterr().out) if row in text]
 
 
 def test_the_text_of_a_large_plan_takes_time_in_proportion_to_its_modules() -> None:

@@ -18,9 +18,8 @@ from prepkit.findings import Finding, Severity
 from prepkit.findings.text import in_bytes
 from prepkit.plan import Plan
 from prepkit.predict import predict
-from prepkit.render.html import COLOURS
 from prepkit.render.plan import plan_text
-from prepkit.render.report import report
+from prepkit.render.report import COLOURS, report
 from tests.support.llama_facts import fsdp2
 from tests.support.plans import PLANS, fsdp2_plan
 

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from prepkit.config import LoadWeights
-from prepkit.resolve.checkpoint import LONGEST_NAME, renamed, unreadable
-from prepkit.resolve.expression_cost import cost
+from prepkit.resolve.checkpoint import LONGEST_NAME, cost, renamed, unreadable
 
 USUAL = [
     "^policy[.]",

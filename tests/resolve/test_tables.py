@@ -26,7 +26,7 @@ from prepkit.config import (
 from prepkit.facts import ClassFact, Env, ModelFacts, ModuleFact, ParamFact
 from prepkit.facts.checkpoint import KeyMapping, StoredTensor, WeightConverter
 from prepkit.plan.layout import Placement
-from prepkit.resolve.checkpoint_parts import assemble, lacking, unmatched
+from prepkit.resolve.checkpoint import assemble, lacking, unmatched
 from prepkit.resolve.engines import ENGINES
 from prepkit.resolve.fsdp2 import shards_packed
 from prepkit.resolve.loaders import is_divided, split

@@ -6,7 +6,7 @@ import pytest
 from attrs import evolve
 
 from prepkit import planner
-from prepkit.config import BF16, FP8, FSDP2, CheckpointBlocks, Config, Mesh, SendWeights, WrapRoot
+from prepkit.config import BF16, FP8, FSDP2, BroadcastWeights, CheckpointBlocks, Config, Mesh, WrapRoot
 from prepkit.facts import Facts, UnitFact
 from prepkit.rules import check
 from prepkit.steps import ShardUnits
@@ -30,7 +30,7 @@ def cut() -> Facts:
         (Config(engine=FSDP2(ignored=("head",))), ["sharded.kept config.engine.ignored"]),
         (Config(engine=FSDP2(reshard_after_forward=False)), ["sharded.kept config.engine.reshard_after_forward"]),
         (Config(engine=FSDP2(), checkpointing=CheckpointBlocks()), ["sharded.too-late config.checkpointing"]),
-        (Config(engine=FSDP2(), weights=SendWeights()), ["sharded.too-late config.weights"]),
+        (Config(engine=FSDP2(), weights=BroadcastWeights()), ["sharded.too-late config.weights"]),
         (
             Config(engine=FSDP2(), precision=FP8()),
             ["sharded.differs config.precision", "sharded.too-late config.precision"],

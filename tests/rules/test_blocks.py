@@ -9,7 +9,6 @@ from prepkit.config import (
     CheckpointBlocks,
     CompileBlocks,
     Config,
-    NoCheckpointing,
     Wrap,
     WrapBlocks,
     WrapPaths,
@@ -18,6 +17,7 @@ from prepkit.config import (
 )
 from prepkit.facts import ClassFact, ModelFacts, ModuleFact, ParamFact
 from prepkit.resolve.modules import select
+from prepkit.rules import check
 from prepkit.testing.tiny import tiny_model
 from tests.support.rule_findings import fsdp2_with, mended, rule_ids
 
@@ -26,6 +26,13 @@ from tests.support.rule_findings import fsdp2_with, mended, rule_ids
 def test_one_unit_for_the_whole_model_is_a_warning_for_fsdp2_and_an_error_for_blocks(wrap: Wrap) -> None:
     assert rule_ids(*fsdp2_with(wrap)) == ["blocks.one-unit"]
     assert rule_ids(Config(checkpointing=CheckpointBlocks(blocks=wrap))) == ["blocks.none-selected"]
+
+
+def test_a_size_that_selects_nothing_is_not_the_fix_for_itself() -> None:
+    (found,) = check(*fsdp2_with(WrapSize(1_000_000)))
+    assert found.rule == "blocks.one-unit"
+    assert "WrapSize(1_000_000)" not in found.fix
+    assert "a number below 1,000,000" in found.fix
 
 
 def test_declared_blocks_of_which_one_is_present_are_in_order() -> None:
@@ -50,4 +57,4 @@ def test_a_repair_of_one_selection_leaves_the_other_alone() -> None:
         checkpointing=CheckpointBlocks(blocks=WrapRoot()), compile=CompileBlocks(blocks=WrapPaths(("layers.*",)))
     )
     found = mended("blocks.none-selected", cfg)
-    assert (found.checkpointing, found.compile) == (NoCheckpointing(), cfg.compile)
+    assert (found.checkpointing, found.compile) == (None, cfg.compile)

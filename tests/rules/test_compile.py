@@ -13,9 +13,8 @@ from torch._inductor import list_options
 from prepkit.config import DDP, XLA, CompileBlocks, CompileModel, CompileOption, Config, Engine
 from prepkit.facts import Env
 from prepkit.rules import check
-from prepkit.rules.compile import BACKENDS
-from prepkit.rules.inductor_options import RELEASES
-from prepkit.testing.counterexamples import COUNTEREXAMPLES
+from prepkit.rules.compile import BACKENDS, RELEASES
+from tests.support.counterexamples import COUNTEREXAMPLES
 from tests.support.rule_findings import mended, rule_ids
 
 

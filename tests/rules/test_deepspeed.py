@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from prepkit.config import Clip, ClipNorm, ClipValue, Config, DeepSpeed, NoClip
+from prepkit.config import Clip, ClipNorm, ClipValue, Config, DeepSpeed
 from prepkit.facts import GroupFact, SchedulerFacts
-from prepkit.rules.deepspeed_modules import KNOWN_LEAVES
+from prepkit.rules.deepspeed import KNOWN_LEAVES
 from prepkit.testing.tiny import tiny_facts, tiny_model, tiny_optimizer
 from tests.support.rule_findings import mended, rule_ids, rule_ids_in
 
@@ -81,12 +81,12 @@ def test_only_the_adagrad_of_torch_is_made_anew_under_zero(
 @pytest.mark.parametrize(
     ("json", "clip"),
     [
-        ("{}", NoClip()),
+        ("{}", None),
         ('{"gradient_clipping": 0.5}', ClipNorm(0.5)),
         ('{"gradient_clipping": 2}', ClipNorm(2.0)),
-        ('{"gradient_clipping": 0}', NoClip()),
-        ('{"gradient_clipping": true}', NoClip()),
-        ('{"gradient_clipping": "auto"}', NoClip()),
+        ('{"gradient_clipping": 0}', None),
+        ('{"gradient_clipping": true}', None),
+        ('{"gradient_clipping": "auto"}', None),
     ],
 )
 def test_clipping_is_mended_to_what_the_json_says(json: str, clip: Clip) -> None:

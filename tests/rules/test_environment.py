@@ -23,11 +23,10 @@ from prepkit.findings import Severity
 from prepkit.resolve.engines import ENGINES
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES, check
-from prepkit.rules.environment import BACKENDS
+from prepkit.rules.environment import BACKENDS, BY_RELEASE, ID, OLDEST
 from prepkit.rules.rule import Rule
-from prepkit.rules.unknown_torch import BY_RELEASE, ID, OLDEST
-from prepkit.testing import COUNTEREXAMPLES
 from prepkit.testing.tiny import tiny_facts, tiny_loader
+from tests.support.counterexamples import COUNTEREXAMPLES
 from tests.support.rule_findings import rule_ids, rule_ids_in
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepkit.findings import Severity
-from prepkit.rules import LATE_RULES, RULES
+from prepkit.rules import LAW
 
 
 def _ids(table: dict[str, str]) -> set[str]:
@@ -32,9 +32,15 @@ WARNINGS = _ids(
         "compile": "foreign-backend dynamic-cut",
         "checkpoint": "cache kept-on-device offload-on-cpu",
         "entry-points": "left-out",
-        "loaders": "fewer-than-ranks same-data",
+        "loaders": "fewer-than-ranks out-of-order same-data",
         "weights": "tied-twice buffer-not-computed",
         "memory": "may-exceed-device",
+        "resume": "latest-torn nothing-saved other-batch other-clipping other-total-steps settings-replaced "
+        "steps-joined",
+        "save": "beside-another-run",
+        "run": "bfloat16-weights part-in-eval unlike-dtypes checkpointed-twice checkpointed-whole checkpoint-outside "
+        "compile-off one-unit averaging-off backend without-gradient ranks-passes loss-not-finite dropout-alike "
+        "not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks unsaved-optimizer",
     }
 )
 """What is said, and refuses nothing."""
@@ -59,10 +65,13 @@ NEEDED = _ids(
         "global-batch": "unknown loaders-differ two-places unreachable",
         "weights": "not-filled state-not-sent not-seen unreadable rename shape parts dtype no-initialiser",
         "overrides": "unknown",
-        "first-step": "replicas-differ misplaced",
+        "checkpoint": "folders-differ no-folder no-optimizer other-groups other-model other-state",
+        "resume": "accepts-unknown",
+        "run": "gradients-waited-for gradients-part gradients-misplaced overwritten replaced unknown-optimizer "
+        "inside-window whole-state whole-weights",
     }
 )
-"""Without these there is no plan: an override does not help."""
+"""Without these nothing can go on: an override does not help."""
 
 MENDED = _ids(
     {
@@ -98,14 +107,17 @@ MENDED = _ids(
 )
 """What the config alone can mend."""
 
+OURS = tuple(rule for rule in LAW if not rule.id.startswith("loop."))
+"""All but the rules of the loop, most of which hold by what its events are."""
+
 
 def test_these_rules_warn_and_all_others_refuse() -> None:
-    assert {rule.id for rule in (*RULES, *LATE_RULES) if rule.severity is Severity.WARNING} == WARNINGS
+    assert {rule.id for rule in OURS if rule.severity is Severity.WARNING} == WARNINGS
 
 
 def test_these_rules_hold_whatever_is_overridden_and_all_others_give_way() -> None:
-    assert {rule.id for rule in (*RULES, *LATE_RULES) if not rule.overridable} == NEEDED
+    assert {rule.id for rule in OURS if not rule.overridable} == NEEDED
 
 
 def test_these_rules_mend_the_config_and_no_others() -> None:
-    assert {rule.id for rule in (*RULES, *LATE_RULES) if rule.repair is not None} == MENDED
+    assert {rule.id for rule in OURS if rule.repair is not None} == MENDED

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 import prepkit as pk
 from prepkit.config import Config, DeepSpeed, Schedule
 from prepkit.facts import Facts, MemberFact
-from prepkit.live.observe.optimizer import horizon, scheduler_facts
+from prepkit.observe.optimizer import horizon, scheduler_facts
 from prepkit.resolve.optimizer_table import FAILS, MEASURED, OTHERWISE, RAISES, places
 from prepkit.rules import check
 from prepkit.testing.tiny import tiny_facts
@@ -66,9 +66,9 @@ def test_one_of_several_optimizers_is_refused_by_its_place() -> None:
 
 def test_an_asked_for_optimizer_is_held_against_the_table_as_a_given_one() -> None:
     facts = tiny_facts(world=2, optimizer=False)
-    assert "optimizer.under-engine" in rule_ids(Config(engine=pk.FSDP2(), optimizer=pk.Adafactor()), facts)
-    assert "fsdp1.shaped-optimizer" in rule_ids(Config(engine=pk.FSDP1(), optimizer=pk.Adafactor()), facts)
-    assert not REFUSE & set(rule_ids(Config(engine=pk.DDP(), optimizer=pk.Adafactor()), facts))
+    assert "optimizer.under-engine" in rule_ids(Config(engine=pk.FSDP2(), optimizer=pk.optim.Adafactor()), facts)
+    assert "fsdp1.shaped-optimizer" in rule_ids(Config(engine=pk.FSDP1(), optimizer=pk.optim.Adafactor()), facts)
+    assert not REFUSE & set(rule_ids(Config(engine=pk.DDP(), optimizer=pk.optim.Adafactor()), facts))
 
 
 def test_lamb_of_any_library_is_refused_where_zero_steps_parts_of_all_parameters() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from prepkit.config import DDP, FSDP2, Config, Mesh
-from prepkit.rules import LATE_RULES, RULES, check, split
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules import LAW, RULES, check, split
+from prepkit.rules.overrides import RENAMED
+from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.testing.tiny import tiny_facts
 from tests.support.rule_findings import rule_ids
 
@@ -39,10 +40,15 @@ def test_a_warning_stands_though_it_is_overridden() -> None:
     assert ([finding.rule for finding in standing], accepted) == (["mesh.ddp-alone"], ())
 
 
-def test_rules_of_a_finished_plan_and_of_the_first_step_can_be_overridden_as_well() -> None:
-    late = {
-        *("memory.exceeds-device", "memory.may-exceed-device", "forward.used-elsewhere"),
-        *("first-step.no-gradient", "first-step.not-finite"),
-    }
-    assert {rule.id for rule in LATE_RULES if rule.overridable} == late
-    assert rule_ids(Config(overrides=tuple(sorted(late)))) == []
+def test_errors_of_every_moment_can_be_overridden_and_an_id_that_nobody_has_is_refused() -> None:
+    late = tuple(rule.id for rule in LAW if Moment.PLAN not in rule.at and rule.overridable)
+    assert {"memory.exceeds-device", "forward.used-elsewhere", "run.gradients-not-finite", "run.put-in"} <= set(late)
+    assert rule_ids(Config(overrides=late)) == []
+    assert rule_ids(Config(overrides=("run.gradients-part",))) == ["overrides.unknown"]
+    assert rule_ids(Config(overrides=("run.no-such-rule",))) == ["overrides.unknown"]
+
+
+def test_an_id_that_a_rule_once_had_is_told_with_the_one_that_it_has() -> None:
+    (found,) = check(Config(overrides=("first-step.not-finite",)), tiny_facts())
+    assert found.fix == "Leave it out. It is called `run.gradients-not-finite` now."
+    assert set(RENAMED.values()) <= {rule.id for rule in LAW}

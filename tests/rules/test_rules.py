@@ -24,13 +24,13 @@ from prepkit.facts import ParamFact
 from prepkit.findings import Severity
 from prepkit.rules import RULES, check
 from prepkit.rules.rule import Rule
-from prepkit.testing import COUNTEREXAMPLES
 from prepkit.testing.tiny import tiny_facts, tiny_loader, tiny_model
+from tests.support.counterexamples import COUNTEREXAMPLES
 from tests.support.golden import assert_golden
 from tests.support.rule_findings import rule_ids
 
 GOLDEN = Path(__file__).parent / "golden"
-
+SUBJECTS = tuple(dict.fromkeys(rule.id.partition(".")[0] for rule in RULES))
 
 by_rule = pytest.mark.parametrize("rule", RULES, ids=[rule.id for rule in RULES])
 
@@ -38,7 +38,7 @@ by_rule = pytest.mark.parametrize("rule", RULES, ids=[rule.id for rule in RULES]
 def test_every_rule_has_a_counterexample_and_every_counterexample_a_rule_in_the_same_order() -> None:
     missing = [rule.id for rule in RULES if rule.id not in COUNTEREXAMPLES]
     assert not missing, (
-        f"add {missing} to COUNTEREXAMPLES in the file of their subject in prepkit/testing/counterexamples"
+        f"add {missing} to COUNTEREXAMPLES in the file of their subject in tests/support/counterexamples"
     )
     assert list(COUNTEREXAMPLES) == [rule.id for rule in RULES]
 
@@ -55,15 +55,15 @@ def test_every_rule_says_what_holds_what_to_do_and_where_it_comes_from(rule: Rul
     assert rule.overridable or rule.severity is Severity.ERROR
 
 
-@by_rule
-def test_golden_message(rule: Rule) -> None:
-    lines = [str(finding) for finding in check(*COUNTEREXAMPLES[rule.id]()) if finding.rule == rule.id]
-    text = "\n".join(lines) + "\n"
-    assert_golden(GOLDEN / f"{rule.id}.txt", text)
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_messages_read_as_they_did_when_somebody_last_read_them(subject: str) -> None:
+    rules = [rule for rule in RULES if rule.id.partition(".")[0] == subject]
+    messages = (f"{finding}\n" for rule in rules for finding in check(*COUNTEREXAMPLES[rule.id](), (rule,)))
+    assert_golden(GOLDEN / "messages" / f"{subject}.txt", "\n".join(messages))
 
 
-def test_no_golden_message_is_left_of_a_rule_that_is_gone() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.txt")} == {rule.id for rule in RULES}
+def test_no_golden_message_is_left_of_a_subject_that_is_gone() -> None:
+    assert {path.stem for path in (GOLDEN / "messages").glob("*.txt")} == set(SUBJECTS)
 
 
 def test_a_usual_config_has_no_finding() -> None:

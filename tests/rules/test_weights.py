@@ -5,13 +5,23 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from prepkit.config import DDP, FSDP2, XLA, Config, DeepSpeed, Engine, InitWeights, LoadWeights, SendWeights, Single
+from prepkit.config import (
+    DDP,
+    FSDP2,
+    XLA,
+    BroadcastWeights,
+    Config,
+    DeepSpeed,
+    Engine,
+    InitWeights,
+    LoadWeights,
+    Single,
+)
 from prepkit.facts import Facts, ParamFact
 from prepkit.facts.checkpoint import KeyMapping, WeightConverter
 from prepkit.findings import Finding
 from prepkit.rules import check
-from prepkit.testing.counterexamples.weights import PATH, tiny_checkpoint
-from prepkit.testing.tiny import tiny_facts, tiny_model
+from prepkit.testing.tiny import PATH, tiny_checkpoint, tiny_facts, tiny_model
 from tests.support.rule_findings import finding_of, rule_ids
 
 LOAD = Config(weights=LoadWeights(PATH))
@@ -24,12 +34,12 @@ def of(rule: str, cfg: Config, facts: Facts) -> list[Finding]:
 @pytest.mark.parametrize(
     ("engine", "what"),
     [
-        (Single(), "`SendWeights` with Single, where there is no other rank to send to."),
+        (Single(), "`BroadcastWeights` with Single, where there is no other rank to send to."),
         (DDP(), None),
         (FSDP2(), None),
         (DeepSpeed(stage=2, micro_batch=2), None),
         (DeepSpeed(stage=3, micro_batch=2), None),
-        (XLA(), "`SendWeights` with XLA, which takes the values that the model has."),
+        (XLA(), "`BroadcastWeights` with XLA, which takes the values that the model has."),
     ],
     ids=str,
 )
@@ -37,7 +47,7 @@ def test_weights_are_sent_where_there_is_another_rank_and_an_engine_that_fills(
     engine: Engine, what: str | None
 ) -> None:
     facts = tiny_facts(world=1 if isinstance(engine, Single) else 2)
-    found = of("weights.not-filled", Config(engine=engine, weights=SendWeights()), facts)
+    found = of("weights.not-filled", Config(engine=engine, weights=BroadcastWeights()), facts)
     assert [finding.what for finding in found] == ([what] if what else [])
     assert {finding.where for finding in found} <= {"config.weights"}
 
@@ -88,7 +98,9 @@ def test_an_optimizer_without_state_loses_none_when_weights_are_sent(stateful: t
     facts = tiny_facts(world=2, device="cuda")
     assert facts.optimizer is not None
     stepped = evolve(facts, optimizer=evolve(facts.optimizer, stateful=stateful))
-    assert rule_ids(Config(engine=FSDP2(), weights=SendWeights()), stepped).count("weights.state-not-sent") == fires
+    assert (
+        rule_ids(Config(engine=FSDP2(), weights=BroadcastWeights()), stepped).count("weights.state-not-sent") == fires
+    )
     assert "weights.state-not-sent" not in rule_ids(Config(engine=FSDP2(), weights=InitWeights()), stepped)
 
 

@@ -17,7 +17,7 @@ def own_extensions() -> None:
     """
     root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")))
     if kernels := [lock.parent.name for lock in root.glob("*/lock")]:  # else nothing heavy is imported here
-        from prepkit.live.handlers.kernel_lock import stale_locks
+        from prepkit.applying.handlers.deepspeed import stale_locks
 
         for lock in stale_locks(kernels):
             lock.unlink(missing_ok=True)
@@ -38,6 +38,6 @@ def kernel_built(name: str) -> bool:
     """Whether DeepSpeed is here and has compiled this kernel before, or may now: it takes a minute or two, once."""
     if importlib.util.find_spec("deepspeed") is None:
         return False
-    from prepkit.live.ranks import launcher
+    from prepkit.ranks import launcher
 
     return (launcher.extensions_root() / name / f"{name}.so").exists() or bool(os.environ.get("PREPKIT_BUILD_OPS"))

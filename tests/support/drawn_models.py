@@ -14,7 +14,6 @@ from prepkit.config import (
     DDP,
     FSDP1,
     FSDP2,
-    AsStored,
     Config,
     Engine,
     Mesh,
@@ -160,7 +159,7 @@ def case(seed: int, engine: type, copies: int = 1, accumulation: int = 1) -> Cas
     """The case of a seed."""
     draw = Random(seed * 7919 + len(engine.__name__))
     inner = draw.choice(((draw.randint(5, 90),) * draw.randint(2, 4), (draw.randint(3, 40), draw.randint(41, 99))))
-    precision = draw.choice((AsStored(), BF16(), BF16(reduce_dtype="bfloat16"), BF16(master_weights=False)))
+    precision = draw.choice((None, BF16(), BF16(reduce_dtype="bfloat16"), BF16(master_weights=False)))
     dtype = draw.choice((torch.float32, torch.bfloat16))
     parts: tuple[str, ...] = ("embed", "blocks.0.", "blocks.1.up", "blocks.1.scale")
     known = OPTIMIZERS if engine is DDP else OPTIMIZERS[:-1]  # torch's Adafactor cannot step a sharded parameter

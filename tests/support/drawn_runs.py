@@ -37,9 +37,8 @@ from prepkit.resolve.deepspeed.keys import OPEN, REMOVED, SECTIONS
 from prepkit.resolve.resolved import Resolved
 from prepkit.resolve.tensor_parallel import SERVED
 from prepkit.testing import tiny_model
-from prepkit.testing.counterexamples.weights import PATH, in_parts, tiny_checkpoint
 from prepkit.testing.strategies.sharded import sharded_for
-from prepkit.testing.tiny import LIBRARIES, marked, with_batchnorm
+from prepkit.testing.tiny import LIBRARIES, PATH, in_parts, marked, tiny_checkpoint, with_batchnorm
 from tests.support.llama_facts import llama
 
 T = TypeVar("T")
@@ -77,7 +76,7 @@ ANYWHERE: tuple[Change, ...] = (
     ("compile", (c.CompileModel(mode="max-autotune"), c.CompileModel(fullgraph=True, recompile_limit=3, dynamic=True))),
     ("checkpointing", (c.CheckpointBlocks(), c.CheckpointBlocks(every=2), c.CheckpointBlocks(offload=True))),
     ("checkpointing", tuple(c.CheckpointBlocks(blocks=wrap, preserve_rng_state=False) for wrap in WRAPS)),
-    ("weights", (c.InitWeights(seed=3), c.SendWeights(), c.InitWeights())),
+    ("weights", (c.InitWeights(seed=3), c.BroadcastWeights(), c.InitWeights())),
     ("weights", (c.LoadWeights(PATH), c.LoadWeights(PATH), c.LoadWeights(PATH, rename=(("model.", ""),)))),
     ("intent", (c.Intent.INFERENCE,)),
     ("device", ("cpu", "cuda", "xpu")),
@@ -124,7 +123,7 @@ OWN: dict[str, tuple[Change, ...]] = {
         ("engine.wrap", WRAPS),
         ("engine.sharding", ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")),
         ("engine.offload", (True,)),
-        ("engine.backward_prefetch", (None, "BACKWARD_POST")),
+        ("engine.backward_prefetch", ("NO_PREFETCH", "BACKWARD_POST")),
         ("engine.forward_prefetch", (True,)),
         ("engine.limit_all_gathers", (False,)),
         ("engine.use_orig_params", (False,)),
@@ -224,7 +223,7 @@ class Draws:
 def run(engine: str, number: int) -> tuple[c.Config, Facts]:
     """The config and the facts of that number."""
     draws = Draws(f"{engine} {number}")
-    cfg = c.Config(engine=ENGINES[engine], precision=draws.one((c.AsStored(), c.AsStored(), c.BF16())))
+    cfg = c.Config(engine=ENGINES[engine], precision=draws.one((None, None, c.BF16())))
     if engine == "xla":
         cfg = evolve(cfg, loaders=c.KeepLoaders())
     if draws.seldom(8):

@@ -20,7 +20,7 @@ import prepkit as pk
 from prepkit import config as c
 from prepkit import testing
 from prepkit.findings import errors
-from prepkit.live.observe import observe, observe_env
+from prepkit.observe import observe, observe_env
 from prepkit.resolve.deepspeed.data import look, said
 from prepkit.resolve.mesh import axes, size_of
 from prepkit.rules import check
@@ -143,7 +143,7 @@ def _drawn(data: st.DataObject, world: int) -> Case | None:
     cfg = evolve(
         cfg, device=None, backend=None, timeout_s=60.0, overrides=(), accumulation=min(cfg.accumulation or 1, 3)
     )
-    if not isinstance(cfg.compile, c.NoCompile):  # inductor proves nothing more, and takes long
+    if cfg.compile is not None:  # inductor proves nothing more, and takes long
         cfg = evolve(
             cfg, compile=evolve(cfg.compile, backend="aot_eager", mode="default", fullgraph=False, dynamic=None)
         )
@@ -184,7 +184,7 @@ def trained(rank: int, world: int, case: Case) -> list[float]:
     del world
     cfg = case.cfg
     model = _model(case.sizes)
-    if isinstance(cfg.weights, c.InitWeights) or (isinstance(cfg.weights, c.SendWeights) and rank):
+    if isinstance(cfg.weights, c.InitWeights) or (isinstance(cfg.weights, c.BroadcastWeights) and rank):
         with torch.device("meta"):
             model = Drawn(case.sizes)
         model.positions = torch.arange(case.sizes.vocab)
@@ -264,7 +264,7 @@ def judged(gang: Gang, case: Case, nearest: float | None = None) -> str:
     expected = by_hand(case, gang.world // case.parts)
     pairs = [(a, b) for rank, seen in enumerate(found) for a, b in zip(seen, expected[rank // case.parts], strict=True)]
     gap = max(abs(a - b) for a, b in pairs)
-    exact = isinstance(case.cfg.precision, c.AsStored) and case.sizes.dtype == torch.float32
+    exact = case.cfg.precision is None and case.sizes.dtype == torch.float32
     least = nearest if nearest is not None else EXACT if exact else ROUNDED
     return "" if gap <= least else f"losses {gap:.4f} apart: {found}, by hand {expected}"
 

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, TensorDataset
 
+from prepkit.applying import handlers, step_kinds
 from prepkit.config import (
     BF16,
     DDP,
@@ -38,6 +39,7 @@ from prepkit.config import (
     MSAMP,
     XLA,
     AdamW,
+    BroadcastWeights,
     CheckpointBlocks,
     CompileBlocks,
     CompileModel,
@@ -45,13 +47,11 @@ from prepkit.config import (
     InitWeights,
     KeepLoaders,
     Mesh,
-    SendWeights,
     TorchAO,
     TransformerEngine,
 )
-from prepkit.live import handlers, step_kinds
-from prepkit.live.interpreter import Done, Halted, Handler, interpret
-from prepkit.live.model.target import Target
+from prepkit.interpreter import Done, Halted, Handler, interpret
+from prepkit.objects.target import Target
 from prepkit.plan import Plan
 from prepkit.steps import (
     Agree,
@@ -105,8 +105,8 @@ ENGINES: dict[str, Case] = {
     "FSDP2, transposed weights": Case(STRIDED, 4),
     "FSDP2, parts left whole": Case(Config(engine=FSDP2(ignored=("layers.*.outer",)), optimizer=AdamW()), 4),
     "FSDP2, real group": Case(evolve(FULL, engine=FSDP2(), optimizer=AdamW()), 1),
-    "FSDP2, sent by rank 0": Case(evolve(FULL, engine=FSDP2(), weights=SendWeights(), optimizer=AdamW()), 4),
-    "DDP, sent by rank 0": Case(Config(engine=DDP(), weights=SendWeights(), optimizer=AdamW()), 4),
+    "FSDP2, sent by rank 0": Case(evolve(FULL, engine=FSDP2(), weights=BroadcastWeights(), optimizer=AdamW()), 4),
+    "DDP, sent by rank 0": Case(Config(engine=DDP(), weights=BroadcastWeights(), optimizer=AdamW()), 4),
     "Single, from files": Case(FILES, 1),
     "Single, from files, on meta": Case(FILES, 1, bare=True),
     "FSDP2, from files": Case(evolve(FILES, engine=FSDP2()), 4),

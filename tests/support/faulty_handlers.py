@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from prepkit import steps as s
-from prepkit.live.interpreter import Handler
-from prepkit.live.model import names
-from prepkit.live.model.target import Stashed, Target
+from prepkit.interpreter import Handler
+from prepkit.objects import names
+from prepkit.objects.target import Stashed, Target
 from tests.support.fragile_model import Tiny
 
 FaultyDo = Callable[[Any, Target, Handler[Any, Target, Any]], Any]

@@ -20,7 +20,7 @@ FROM = ("files", "initialisers", "rank 0")
 
 def weights_of(source: str, path: str) -> pk.Weights:
     """The config of that source of values."""
-    return {"files": pk.LoadWeights(path), "initialisers": pk.InitWeights(3), "rank 0": pk.SendWeights()}[source]
+    return {"files": pk.LoadWeights(path), "initialisers": pk.InitWeights(3), "rank 0": pk.BroadcastWeights()}[source]
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -51,7 +51,9 @@ def filled(
     at_first = {name: tensor.clone() for name, tensor in held(full).items()}
     has_values = source == "rank 0" and rank == 0
     model = build(family)[0] if has_values else on_meta(family)[0]
-    ready = pk.apply(pk.build_plan(evolve(cfg, weights=weights_of(source, path), optimizer=pk.SGD(lr=0.1)), model))
+    ready = pk.apply(
+        pk.build_plan(evolve(cfg, weights=weights_of(source, path), optimizer=pk.optim.SGD(lr=0.1)), model)
+    )
     found = {"values": _difference(values(ready.model), at_first)}
     found["loss"] = abs(together(ready, batch, rank, world, readers) - step_of(full, batch))
     found["step"] = _difference(values(ready.model), held(full))

@@ -28,8 +28,8 @@ IMPORTS = (
     "torch._inductor.compile_fx",
     "functorch.compile",
     "transformers.models.llama.modeling_llama",
-    "prepkit.live.handlers",
-    "prepkit.live.checks",
+    "prepkit.applying.handlers",
+    "prepkit.applying.checks",
     "tests.support.gang_worker",
 )
 """What nearly every task of a gang imports."""
@@ -117,6 +117,11 @@ def serve(descriptor: int, imports: tuple[str, ...]) -> None:
     gc.collect()
     gc.freeze()  # no collection of a worker looks at the modules, or copies their pages
     from tests.support.gang_worker import work
+
+    if name := os.environ.get("DROPPED_SETTING"):
+        from tests.support.dropped_setting import drop_for_good
+
+        drop_for_good(name)
 
     wire = Connection(descriptor)
     codes: dict[int, int] = {}

@@ -10,7 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from prepkit.config import Config
 from prepkit.facts import Env
-from prepkit.live.observe import observe
+from prepkit.observe import observe
 from prepkit.plan import Plan
 from prepkit.planner import plan
 

@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from prepkit.applying.step_kinds import handlers
 from prepkit.config import Config, LoadWeights
 from prepkit.facts import Env
 from prepkit.facts.checkpoint import CheckpointFacts, KeyMapping, WeightConverter
-from prepkit.live.interpreter import Done, interpret
-from prepkit.live.model.target import Target
-from prepkit.live.observe import observe
-from prepkit.live.observe.checkpoint import observe_checkpoint
-from prepkit.live.step_kinds import handlers
+from prepkit.interpreter import Done, interpret
+from prepkit.objects.target import Target
+from prepkit.observe import observe
+from prepkit.observe.checkpoint import observe_checkpoint
 from prepkit.plan import Plan
 from prepkit.planner import plan
 

@@ -112,7 +112,7 @@ def _attempt(rank: int, world: int, task: bytes) -> Outcome:
         return Raised(traceback.format_exc())
     finally:
         if "deepspeed" in sys.modules:  # a run of ZeRO-3 that nobody closed leaves its own linear to the next one
-            from prepkit.live.model.deepspeed import give_back_linear
+            from prepkit.objects.deepspeed import give_back_linear
 
             give_back_linear()
 
@@ -134,8 +134,8 @@ def _report(wire: Connection, outcome: Outcome) -> None:
 def _tidy() -> None:
     import torch
 
-    from prepkit.live.ranks import end_groups
-    from prepkit.live.ranks.resting import until_threads_rest
+    from prepkit.ranks import end_groups
+    from prepkit.ranks.end_groups import until_threads_rest
 
     until_threads_rest()
     gc.collect()  # a wrapper that outlives its group frees it at a moment nobody chose

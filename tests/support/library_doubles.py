@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prepkit.live.observe import env
+from prepkit.observe import env
 
 Calls = list[tuple[Any, ...]]
 

@@ -24,12 +24,12 @@ from attrs import asdict, frozen
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from prepkit.config import BF16, AsStored, Config, DeepSpeed, Precision
+from prepkit.applying.step_kinds import handlers
+from prepkit.config import BF16, Config, DeepSpeed, Precision
 from prepkit.facts import Env
-from prepkit.live.interpreter import Done, interpret
-from prepkit.live.model.target import Target
-from prepkit.live.observe import observe
-from prepkit.live.step_kinds import handlers
+from prepkit.interpreter import Done, interpret
+from prepkit.objects.target import Target
+from prepkit.observe import observe
 from prepkit.plan import Plan
 from prepkit.planner import plan
 from prepkit.predict import predict
@@ -42,7 +42,7 @@ from tests.support.measured_bytes import TOKENS, Row, held
 SMALL, BUCKET = 100, 50_000
 """Threshold of parameters that stay, and elements of the reduce bucket."""
 WORLDS = (3, 7, 8, 64, 512)
-PRECISIONS: dict[str, Precision] = {"bf16": BF16(), "bf16 sums": BF16(reduce_dtype="bfloat16"), "fp32": AsStored()}
+PRECISIONS: dict[str, Precision] = {"bf16": BF16(), "bf16 sums": BF16(reduce_dtype="bfloat16"), "fp32": None}
 
 
 @frozen(kw_only=True)

@@ -19,19 +19,19 @@ from torch.distributed.fsdp._flat_param import RESHARD_AFTER_FORWARD_HANDLE_STRA
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from prepkit.applying.step_kinds import handlers
 from prepkit.config import DDP, TensorParallel
 from prepkit.facts import Env
-from prepkit.live.interpreter import Done, interpret
-from prepkit.live.model import fsdp1_flat
-from prepkit.live.model.target import Target
-from prepkit.live.observe import observe
-from prepkit.live.step_kinds import handlers
-from prepkit.live.training import drivers_fsdp1
+from prepkit.interpreter import Done, interpret
+from prepkit.objects import fsdp1_flat
+from prepkit.objects.target import Target
+from prepkit.observe import observe
 from prepkit.plan import Plan
 from prepkit.planner import plan
 from prepkit.predict import predict
 from prepkit.predict.prediction import Label
 from prepkit.steps import Agree, StartProcessGroup
+from prepkit.training import drivers_fsdp1
 from tests.support.drawn_models import Case
 
 TOKENS = torch.arange(12).reshape(2, 6)

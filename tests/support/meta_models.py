@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import prepkit as pk
-from prepkit.live.model.names import canonical
+from prepkit.objects.names import canonical
 from tests.support.transformers_models import FAMILIES, MORE, build
 
 EVERY = {**FAMILIES, **MORE}
@@ -101,7 +101,7 @@ def trained(rank: int, world: int, family: str, runs: list[tuple[str, str]]) -> 
     found = {}
     for path, case in runs:
         model, _ = on_meta(family)
-        cfg = evolve(CASES[case], engine=pk.FSDP2(), weights=pk.LoadWeights(path), optimizer=pk.SGD(lr=0.1))
+        cfg = evolve(CASES[case], engine=pk.FSDP2(), weights=pk.LoadWeights(path), optimizer=pk.optim.SGD(lr=0.1))
         ready = pk.apply(pk.build_plan(cfg, model))
         mine = together(ready, batch, rank, world, readers=world // 2 if "parallelized" in case else world)
         there = held(ready.model)

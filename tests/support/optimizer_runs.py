@@ -76,7 +76,7 @@ CLASSES: dict[str, dict[str, Tried]] = {
 }
 """Module to its classes; a module that is not installed is left out."""
 
-PLAN = pk.TPPlan((pk.TPLayer("blocks.*.up", "colwise"), pk.TPLayer("blocks.*.down", "rowwise")))
+PLAN = pk.tp.TPPlan((pk.tp.TPLayer("blocks.*.up", "colwise"), pk.tp.TPLayer("blocks.*.down", "rowwise")))
 KEPT = json.dumps({"zero_force_ds_cpu_optimizer": False})
 ENGINES: dict[str, pk.Config] = {
     "DDP": pk.Config(engine=pk.DDP()),

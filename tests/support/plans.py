@@ -16,7 +16,6 @@ from prepkit.config import (
     SGD,
     XLA,
     AdamW,
-    AsStored,
     CheckpointBlocks,
     ClipNorm,
     ClipValue,
@@ -117,7 +116,7 @@ def xla_plan() -> Plan:
 
 def single_plan() -> Plan:
     """Trains in 16 bits, which is a warning."""
-    cfg = Config(engine=Single(), precision=AsStored(), compile=CompileModel(), optimizer=SGD(lr=0.1))
+    cfg = Config(engine=Single(), precision=None, compile=CompileModel(), optimizer=SGD(lr=0.1))
     return make(cfg, Facts(model=model(blocks=1), env=Env()))
 
 

@@ -19,6 +19,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from prepkit import steps as s
+from prepkit.applying.apply import run
+from prepkit.applying.step_kinds import KINDS
 from prepkit.config import (
     BF16,
     DDP,
@@ -30,6 +32,7 @@ from prepkit.config import (
     SGD,
     XLA,
     AdamW,
+    BroadcastWeights,
     CheckpointBlocks,
     CompileBlocks,
     CompressHook,
@@ -37,7 +40,6 @@ from prepkit.config import (
     DeepSpeed,
     InitWeights,
     KeepLoaders,
-    SendWeights,
     Single,
     TensorParallel,
     TorchAO,
@@ -45,10 +47,8 @@ from prepkit.config import (
     TPPlan,
     TransformerEngine,
 )
-from prepkit.live.apply import run
-from prepkit.live.model import deepspeed
-from prepkit.live.model.target import Target
-from prepkit.live.step_kinds import KINDS
+from prepkit.objects import deepspeed
+from prepkit.objects.target import Target
 from prepkit.plan import Plan
 from tests.support import fp8_model, library_doubles
 from tests.support.deepspeed_cpu import lean
@@ -120,7 +120,7 @@ ZERO = Config(
 PARTS = evolve(ZERO, weights=InitWeights(0))
 FILLED = Config(weights=InitWeights(0))
 FILES = Config(weights=STORED, overrides=("weights.missing-keys",))
-SENT = Config(engine=FSDP2(), weights=SendWeights())
+SENT = Config(engine=FSDP2(), weights=BroadcastWeights())
 EIGHT = Config(precision=FP8(backend=TorchAO(emulate=True)))
 NORMED = Config(engine=DDP(sync_batchnorm=True), optimizer=SGD(), overrides=("ddp.sync-batchnorm-on-cpu",))
 

@@ -14,7 +14,7 @@ from tests.support import transformers_tiny as tiny
 STEPS, SAVED_AFTER = 20, 10
 CLOSE = 1e-5
 """Largest difference, over the largest value of the same kind."""
-OPTIMIZER = pk.AdamW(lr=1e-3, eps=1e-5)
+OPTIMIZER = pk.optim.AdamW(lr=1e-3, eps=1e-5)
 CLIP = pk.ClipNorm(max_norm=1.0)
 DDP = pk.Config(engine=pk.DDP(find_unused_parameters=True), optimizer=OPTIMIZER, clip=CLIP)
 FSDP2 = pk.Config(engine=pk.FSDP2(), optimizer=OPTIMIZER, clip=CLIP)

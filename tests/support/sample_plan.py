@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from prepkit.config import BF16, FSDP2, AdamW, CheckpointBlocks, ClipNorm, Config, WrapClasses
+from prepkit.config import BF16, FSDP2, AdamW, CheckpointBlocks, ClipNorm, Config, Intent, WrapClasses
 from prepkit.facts import ClassFact, Env, Facts, GroupFact, ModelFacts, ModuleFact, OptimizerFacts, ParamFact
 from prepkit.findings import Finding, Severity
-from prepkit.plan import Owners, Plan, Provenance, because
+from prepkit.plan import Owners, Plan, Provenance, RunSettings, because
 from prepkit.plan.layout import ParamLayout
 from prepkit.steps import (
     Agree,
@@ -108,6 +108,26 @@ def sample_plan(layers: int = 2) -> Plan:
             scheduler="prepkit",
             scheduler_ticks=1,
             master_weights="the shards, in float32",
+        ),
+        run=RunSettings(
+            intent=Intent.TRAINING,
+            timeout_s=600.0,
+            accepted=(),
+            average_each=False,
+            divides_loaders=True,
+            global_batch=None,
+            total_steps=None,
+            engine="FSDP2",
+            precision="BF16",
+            collectives="torch",
+            engine_steps=False,
+            shards_params=True,
+            shows_gradients=True,
+            averages_known_params=False,
+            follows_new_params=False,
+            follows_unfrozen=True,
+            steps_frozen=False,
+            master_weights_in_place=True,
         ),
         provenance=Provenance(prepkit="0.1.0", config="sha256:c", facts="sha256:f", assumed=("world_size",)),
         warnings=(_warning(),),

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from prepkit.live.model.target import Target
-from prepkit.live.step_kinds import handlers
+from prepkit.applying.step_kinds import handlers
+from prepkit.objects.target import Target
 from prepkit.steps import Step
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from prepkit.live.model.target import Target
+from prepkit.objects.target import Target
 from tests.support.fragile_model import TOKENS
 
 HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))

@@ -24,7 +24,7 @@ RebindOptimizer ReduceXLAGradients RegroupOptimizer ReleaseOptimizer ShardLoader
 UpcastParameters WrapDDP WrapFSDP1 WrapLoader
 AllocateTensors CheckFiles InitializeTensors ReadTensors RegisterEntryPoints SendTensors StashTensors
 """
-"""The kinds that files of format 1 may hold. Removing or renaming one needs another format number."""
+"""The kinds that files of format 2 may hold. Removing or renaming one needs another format number."""
 
 WITHOUT_A_PLANTED_FAULT = {
     StartProcessGroup: "leaves nothing behind that a fault could be seen at",

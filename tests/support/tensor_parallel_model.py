@@ -54,25 +54,27 @@ def toy(words: int = 12) -> tuple[Any, Batch]:
     return Toy(words), {"input_ids": tokens, "labels": tokens.flip(1)}
 
 
-PLAIN_ROWS = pk.TPPlan(
+PLAIN_ROWS = pk.tp.TPPlan(
     (
-        pk.TPLayer("embed", "rowwise"),
-        pk.TPLayer("layers.*.up", "colwise"),
-        pk.TPLayer("layers.*.down", "rowwise"),
-        pk.TPLayer("head", "colwise", output_layout="replicate"),
+        pk.tp.TPLayer("embed", "rowwise"),
+        pk.tp.TPLayer("layers.*.up", "colwise"),
+        pk.tp.TPLayer("layers.*.down", "rowwise"),
+        pk.tp.TPLayer("head", "colwise", output_layout="replicate"),
     )
 )
-SEQUENCE_ROWS = pk.TPPlan(
+SEQUENCE_ROWS = pk.tp.TPPlan(
     (
-        pk.TPLayer("embed", "rowwise", output_layout="sequence"),
-        pk.TPLayer("layers.*.norm", "sequence"),
-        pk.TPLayer("layers.*.up", "colwise", input_layout="sequence"),
-        pk.TPLayer("layers.*.down", "rowwise", output_layout="sequence"),
-        pk.TPLayer("norm", "sequence", output_layout="replicate"),
-        pk.TPLayer("head", "colwise", output_layout="replicate"),
+        pk.tp.TPLayer("embed", "rowwise", output_layout="sequence"),
+        pk.tp.TPLayer("layers.*.norm", "sequence"),
+        pk.tp.TPLayer("layers.*.up", "colwise", input_layout="sequence"),
+        pk.tp.TPLayer("layers.*.down", "rowwise", output_layout="sequence"),
+        pk.tp.TPLayer("norm", "sequence", output_layout="replicate"),
+        pk.tp.TPLayer("head", "colwise", output_layout="replicate"),
     )
 )
-REPLICATED = pk.TPPlan((*PLAIN_ROWS.layers, pk.TPLayer("layers.*.norm", "replicate"), pk.TPLayer("norm", "replicate")))
+REPLICATED = pk.tp.TPPlan(
+    (*PLAIN_ROWS.layers, pk.tp.TPLayer("layers.*.norm", "replicate"), pk.tp.TPLayer("norm", "replicate"))
+)
 
 
 BUILDERS: dict[str, Callable[[], tuple[Any, Batch]]] = {"toy": toy, "toy-uneven": lambda: toy(10)}

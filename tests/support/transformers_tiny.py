@@ -153,7 +153,7 @@ class Recipe:
     variant: int
     """Of ``VARIANTS``."""
     frozen: tuple[str, ...] = ()
-    """Parameters that have no part in the loss of text: prepkit refuses to train them (``first-step.no-gradient``)."""
+    """Parameters without a part in the loss of text: DDP waits for their gradients (``run.gradients-waited-for``)."""
     dtype: torch.dtype = torch.float32
 
 

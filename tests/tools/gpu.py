@@ -67,7 +67,7 @@ def tokens() -> Tensor:
 
 def prepared(model: nn.Module, **how: Any) -> Any:
     """The model with AdamW, prepared on CUDA; observed by apply itself to be as planned."""
-    cfg = pk.Config(**{"optimizer": pk.AdamW(lr=1e-3), **how})
+    cfg = pk.Config(**{"optimizer": pk.optim.AdamW(lr=1e-3), **how})
     return pk.apply(pk.build_plan(cfg, model))
 
 
@@ -124,7 +124,7 @@ def fp16() -> str:
 
 def ddp() -> str:
     """DDP over NCCL with one rank; bfloat16 compression of gradients, which needs NCCL."""
-    hook = pk.CompressHook(dtype="bfloat16")
+    hook = pk.ddp.CompressHook(dtype="bfloat16")
     ready = prepared(net(), engine=pk.DDP(hook=hook), precision=pk.BF16())
     assert dist.get_backend() == "nccl"
     assert ready.model.device_ids == [torch.cuda.current_device()]
@@ -176,7 +176,7 @@ def fsdp2_sent() -> str:
     model = net().cuda()
     with torch.no_grad():
         expected = model(tokens())
-    ready = prepared(model, engine=pk.FSDP2(), weights=pk.SendWeights())
+    ready = prepared(model, engine=pk.FSDP2(), weights=pk.BroadcastWeights())
     apart = (ready.model(tokens()) - expected).abs().max().item()
     assert apart < 1e-4, f"outputs before and after are {apart} apart"
     return fell(trained(ready))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from prepkit.live.training.prepared import Prepared
+from prepkit.training.prepared import Prepared
 from tests.support import resumed_runs
 from tests.support.gang import Gang
 from tests.support.resumed_runs import CLOSE, DIFFERS, EQUAL, Run, compare, differences

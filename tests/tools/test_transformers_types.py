@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from prepkit.live.rehearse import Rehearsal
+from prepkit.applying.rehearse import Rehearsal
 from prepkit.plan.attestation import Check
 from tests.support import transformers_small as small
 from tests.tools import transformers_types as types

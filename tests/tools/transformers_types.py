@@ -22,7 +22,7 @@ from attrs import frozen
 from torch.nn import Module
 
 import prepkit as pk
-from prepkit.live.rehearse import rehearse_here
+from prepkit.applying.rehearse import rehearse_here
 from tests.support.transformers_small import build, model_types
 from tests.tools.transformers_known import NOT_BUILT, REFUSED
 
@@ -30,9 +30,9 @@ WORLD = 4
 LIMIT_S = 60
 """Seconds for one type under one engine."""
 CONFIGS = {
-    "FSDP2": pk.Config(engine=pk.FSDP2(), optimizer=pk.AdamW(lr=1e-3)),
-    "DDP": pk.Config(engine=pk.DDP(), optimizer=pk.AdamW(lr=1e-3)),
-    "TensorParallel": pk.Config(engine=pk.TensorParallel(), optimizer=pk.AdamW(lr=1e-3)),
+    "FSDP2": pk.Config(engine=pk.FSDP2(), optimizer=pk.optim.AdamW(lr=1e-3)),
+    "DDP": pk.Config(engine=pk.DDP(), optimizer=pk.optim.AdamW(lr=1e-3)),
+    "TensorParallel": pk.Config(engine=pk.TensorParallel(), optimizer=pk.optim.AdamW(lr=1e-3)),
 }
 AS_PLANNED, REFUSAL, NO_MODEL = "as planned", "refused", "not built"
 

@@ -10,16 +10,16 @@ from attrs import evolve
 from torch import nn
 
 import prepkit as pk
-from prepkit.live.observe import observe
-from prepkit.live.rehearse import rehearse_here
+from prepkit.applying.rehearse import rehearse_here
+from prepkit.observe import observe
 
 pytest.importorskip("expecttest", reason="torch's own tests need it: pip install 'prepkit[dev]'")
 from torch.testing._internal.common_modules import ModuleInfo, module_db
 
 WORLD = 4
 CPU = pk.Env.declare(world_size=WORLD, device="cpu", torch="2.13")
-FSDP2 = pk.Config(engine=pk.FSDP2(wrap=pk.WrapPaths(("part",))), optimizer=pk.AdamW(lr=1e-3))
-DDP = pk.Config(engine=pk.DDP(), optimizer=pk.AdamW(lr=1e-3))
+FSDP2 = pk.Config(engine=pk.FSDP2(wrap=pk.wrap.WrapPaths(("part",))), optimizer=pk.optim.AdamW(lr=1e-3))
+DDP = pk.Config(engine=pk.DDP(), optimizer=pk.optim.AdamW(lr=1e-3))
 LAZY = {info.name for info in module_db if info.name.startswith("nn.Lazy")}
 
 
@@ -51,7 +51,7 @@ def as_planned(model: nn.Module, part: nn.Module) -> None:
     assert [one.name for one in facts.params] == [name for name, _ in model.named_parameters()]
     assert {one.name for one in facts.buffers if one.persistent} == set(before) - {one.name for one in facts.params}
     trains = any(True for _ in part.parameters())
-    sharded = FSDP2 if trains else evolve(FSDP2, engine=pk.FSDP2(wrap=pk.WrapRoot()))
+    sharded = FSDP2 if trains else evolve(FSDP2, engine=pk.FSDP2(wrap=pk.wrap.WrapRoot()))
     for cfg, units in ((sharded, ("", "part") if trains else ("",)), (DDP, ())):
         seen = rehearse_here(pk.build_plan(cfg, model, env=CPU), model, rank=WORLD - 1)
         assert seen.fine, f"{part}: {seen}"

@@ -19,8 +19,6 @@ from prepkit.config import (
     Config,
     DeepSpeed,
     Intent,
-    NoCheckpointing,
-    NoCompile,
     Single,
     TPLayer,
     TPPlan,
@@ -30,7 +28,7 @@ from prepkit.config.checkpointing import ActivationCheckpointing
 from prepkit.config.compile import CompileOption
 from prepkit.facts import Facts
 from prepkit.facts.preparation import HowPrepared, TensorParallelModule
-from prepkit.facts.prepared import PreparedFacts
+from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding, errors
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES, findings_of
@@ -50,7 +48,7 @@ class Reconstruction:
     """What stands there that the config does not ask for; empty: it is the config."""
 
 
-def reconstruct(facts: PreparedFacts) -> Reconstruction:
+def reconstruct(facts: RunFacts) -> Reconstruction:
     """The config for what was seen. Pure, and linear in the size of the model. Raises ``ValueError`` for facts by hand.
 
     What leaves no trace keeps its default: where the weights came from, clipping and accumulation that a loop does by
@@ -106,7 +104,7 @@ def _device(devices: set[str], how: HowPrepared, *, spread: bool) -> str | None:
 def _checkpointing(how: HowPrepared, reasons: Reasons) -> ActivationCheckpointing:
     modules = how.recomputed
     if not modules:
-        return NoCheckpointing()
+        return None
     first = modules[0]
     for module in modules:
         if module.reentrant or module.unknown:
@@ -117,7 +115,7 @@ def _checkpointing(how: HowPrepared, reasons: Reasons) -> ActivationCheckpointin
     blocks = selection(frozenset(module.path for module in modules), how.model)
     if blocks is None:
         reasons.add("model", "no selection means the modules that are recomputed", "Checkpoint modules below the root.")
-        return NoCheckpointing()
+        return None
     return CheckpointBlocks(
         blocks=blocks, preserve_rng_state=first.preserve_rng_state, keep_ops=first.keep_ops, offload=first.offload
     )
@@ -125,7 +123,7 @@ def _checkpointing(how: HowPrepared, reasons: Reasons) -> ActivationCheckpointin
 
 def _compile(how: HowPrepared, reasons: Reasons) -> Compile:
     if not how.compiled:
-        return NoCompile()
+        return None
     first = how.compiled[0]
     if first.unknown:
         reasons.add(f"model.{first.path}", first.unknown, "Compile with torch.compile of torch 2.6 or newer.")
@@ -152,7 +150,7 @@ def _compile(how: HowPrepared, reasons: Reasons) -> Compile:
     blocks = selection(paths, how.model)
     if blocks is None:
         reasons.add("model", "no selection means the modules that are compiled", "Compile modules with a forward.")
-        return NoCompile()
+        return None
     return CompileBlocks(blocks=blocks, **options)  # type: ignore[arg-type]  # as above
 
 

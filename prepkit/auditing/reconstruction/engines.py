@@ -13,15 +13,12 @@ from prepkit.config import (
     DDP,
     FSDP1,
     FSDP2,
-    AsStored,
     CommHook,
     CompressHook,
     Config,
     DeepSpeed,
     Engine,
-    KeepOnDevice,
     Mesh,
-    NoHook,
     OffloadToCPU,
     PowerSGDHook,
     Precision,
@@ -32,7 +29,7 @@ from prepkit.config import (
 )
 from prepkit.facts import ModelFacts, UnitFact
 from prepkit.facts.preparation import DDPOptions, FlatUnitOptions, HowPrepared, NamedValues
-from prepkit.facts.prepared import PreparedFacts
+from prepkit.facts.run import RunFacts
 from prepkit.findings.text import count
 from prepkit.formats.importers.deepspeed import read_deepspeed
 from prepkit.formats.importers.source import Source
@@ -52,7 +49,7 @@ class StandingEngine:
     """What the engine's own config says beside it: clipping, accumulation."""
 
 
-def prepared(facts: PreparedFacts, how: HowPrepared, reasons: Reasons, *, trains: bool) -> StandingEngine:
+def prepared(facts: RunFacts, how: HowPrepared, reasons: Reasons, *, trains: bool) -> StandingEngine:
     """The engine that stands there. Where several do, the outermost one, with a reason."""
     standing = {
         "a DeepSpeed engine": bool(how.deepspeed),
@@ -81,7 +78,7 @@ def prepared(facts: PreparedFacts, how: HowPrepared, reasons: Reasons, *, trains
     return StandingEngine(engine=Single(), precision=_autocast(how))
 
 
-def _others(facts: PreparedFacts, how: HowPrepared, reasons: Reasons) -> None:
+def _others(facts: RunFacts, how: HowPrepared, reasons: Reasons) -> None:
     """What stands where no config puts it: around a part, in another order, or cut in a way that is not known."""
     if facts.ddp and how.ddp is None:
         reasons.add(f"model.{facts.ddp[0].path}", "DDP stands around a part of the model", "Wrap the whole model.")
@@ -131,7 +128,7 @@ def _ddp(how: HowPrepared, ddp: DDPOptions, world: int, reasons: Reasons) -> DDP
 def _hook(hooks: tuple[tuple[str, NamedValues], ...], reasons: Reasons) -> CommHook:
     match hooks:
         case ():
-            return NoHook()
+            return None
         case (("fp16_compress_hook", _),):
             return CompressHook(dtype="float16")
         case (("bf16_compress_hook", _),):
@@ -141,7 +138,7 @@ def _hook(hooks: tuple[tuple[str, NamedValues], ...], reasons: Reasons) -> CommH
         case _:
             said = ", ".join(name for name, _ in hooks)
             reasons.add("ddp", f"its gradients travel through {said}", "Register one of torch's hooks, or none.")
-            return NoHook()
+            return None
 
 
 def _powersgd(name: str, said: dict[str, object]) -> PowerSGDHook:
@@ -164,7 +161,7 @@ def _mesh(ranks: int, copies: int, tensor: int, world: int, reasons: Reasons) ->
     return None if copies == 1 and tensor == 1 else Mesh(replicate=copies, shard=ranks, tensor=tensor)
 
 
-def _fsdp2(facts: PreparedFacts, how: HowPrepared, reasons: Reasons) -> StandingEngine:
+def _fsdp2(facts: RunFacts, how: HowPrepared, reasons: Reasons) -> StandingEngine:
     units, world = facts.model.units, facts.world_size
     paths = frozenset(unit.path for unit in units if unit.path)
     if units[-1].path:
@@ -190,7 +187,7 @@ def _fsdp2(facts: PreparedFacts, how: HowPrepared, reasons: Reasons) -> Standing
     first = holding[0] if holding else root
     engine = FSDP2(
         reshard_after_forward=below[0].reshard_after_forward if below else True,
-        offload=OffloadToCPU(pin_memory=how.pin_memory) if first.offload else KeepOnDevice(),
+        offload=OffloadToCPU(pin_memory=how.pin_memory) if first.offload else None,
         ignored=_ignored(how, FSDP2(), paths, reasons),
         cast_forward_inputs=root.cast_forward_inputs,
         reduce_unused=first.reduce_unused,
@@ -201,7 +198,7 @@ def _fsdp2(facts: PreparedFacts, how: HowPrepared, reasons: Reasons) -> Standing
     )
 
 
-def _fsdp1(facts: PreparedFacts, how: HowPrepared, reasons: Reasons) -> StandingEngine:
+def _fsdp1(facts: RunFacts, how: HowPrepared, reasons: Reasons) -> StandingEngine:
     units = how.flat_units
     paths = frozenset(unit.path for unit in units if unit.path)
     root = next((unit for unit in units if not unit.path), units[0])
@@ -225,14 +222,14 @@ def _fsdp1(facts: PreparedFacts, how: HowPrepared, reasons: Reasons) -> Standing
         # alone, torch switches to NO_SHARD by itself
         sharding=root.sharding if root.ranks * root.copies > 1 else "FULL_SHARD",  # type: ignore[arg-type]  # its names
         offload=root.offload,
-        backward_prefetch=root.backward_prefetch,  # type: ignore[arg-type]  # torch's own names
+        backward_prefetch=root.backward_prefetch or "NO_PREFETCH",  # type: ignore[arg-type]  # torch's own names
         forward_prefetch=root.forward_prefetch,
         limit_all_gathers=root.limit_all_gathers,
         use_orig_params=root.use_orig_params,
         ignored=_ignored(how, FSDP1(), paths, reasons),
         cast_forward_inputs=(inner[0] if inner else root).cast_forward_inputs,
         cast_root_forward_inputs=root.cast_root_forward_inputs,
-        buffer_dtype=None if isinstance(computes, AsStored) else root.buffer_dtype,  # type: ignore[arg-type]
+        buffer_dtype=None if computes is None else root.buffer_dtype,  # type: ignore[arg-type]
     )
     wrap = _wrap(engine, computes, paths, how, reasons)
     mesh = _mesh(root.ranks, root.copies, 1, facts.world_size, reasons) if root.sharding != "NO_SHARD" else None

@@ -7,7 +7,7 @@ from typing import cast
 from attrs import evolve
 
 from prepkit.auditing.reconstruction.reasons import Reasons
-from prepkit.config import BF16, FP16, AsStored, DType, Precision
+from prepkit.config import BF16, FP16, DType, Precision
 from prepkit.facts import ModelFacts, UnitFact
 from prepkit.facts.preparation import AutocastOptions, FlatUnitOptions, HowPrepared
 from prepkit.resolve.precision import LOW
@@ -27,7 +27,7 @@ def _mixed(dtype: str, reduce: str | None, output: str | None, model: ModelFacts
 def of_autocast(how: AutocastOptions | None, model: ModelFacts) -> Precision:
     """Of a model whose forward runs under autocast, or as it is. Gradients are reduced as parameters are stored."""
     if how is None or how.dtype not in KINDS:
-        return AsStored()
+        return None
     return _mixed(how.dtype, "float32", how.output_dtype, model)
 
 
@@ -68,7 +68,7 @@ def _of_dtypes(
         if value is not None and stored - {value}:
             what = f"units {word} {value} what is stored in {', '.join(sorted(stored - {value}))}"
             reasons.add("model", what, "Compute in 16 bits with precision=BF16(...), or cast nothing.")
-    return AsStored()
+    return None
 
 
 def of_engine(precision: Precision, how: HowPrepared) -> Precision:

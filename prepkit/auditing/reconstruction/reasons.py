@@ -14,11 +14,11 @@ class Reasons:
     found: list[Finding] = field(factory=list)
 
     def add(self, where: str, what: str, fix: str) -> None:
-        """One more."""
+        """Add a reason against a config."""
         self.found.append(Finding(rule="audit.no-config", severity=Severity.ERROR, where=where, what=what, fix=fix))
 
     def same(self, where: str, what: str, values: set[object] | frozenset[object]) -> None:
-        """One more where there are several values of what a config says once."""
+        """Add a reason where there are several values of a setting that a config has once."""
         if len(values) > 1:
             said = " and ".join(sorted(map(str, values)))
             self.add(where, f"{what} is not the same everywhere: {said}", "Prepare all of them alike.")

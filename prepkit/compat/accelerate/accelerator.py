@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from prepkit.compat.accelerate import group, loaders, operations
 from prepkit.compat.accelerate.arguments import config_of, loaders_of, says_loaders
 from prepkit.compat.accelerate.gradient_state import GradientState
-from prepkit.compat.accelerate.loop import Loop
+from prepkit.compat.accelerate.loop import AcceleratedLoop
 from prepkit.compat.accelerate.not_offered import OTHERWISE, NotOffered, no_options, refuse_arguments
 from prepkit.compat.accelerate.preparation import Preparation
 from prepkit.compat.accelerate.saved_state import SavedState
@@ -22,8 +22,8 @@ from prepkit.compat.accelerate.state import State
 from prepkit.compat.accelerate.synchronization import averaged_in_backward
 from prepkit.compat.accelerate.weights import whole_weights
 from prepkit.config import ClipNorm, ClipValue, Config
-from prepkit.live.training.prepared import Prepared
 from prepkit.plan import Plan
+from prepkit.training.prepared import Prepared
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -114,7 +114,7 @@ class Accelerator:
         return self._prepared.ready
 
     @property
-    def _loop(self) -> Loop:
+    def _loop(self) -> AcceleratedLoop:
         return self._prepared.loop
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
@@ -285,14 +285,12 @@ class Accelerator:
     def end_training(self) -> None:
         """``ready.close``; ends the process group."""
         for ready in self._prepared.all_ready:
-            ready.close()
-            group.hold(ready._ended)
+            group.hold(ready.close())
         self.state.destroy_process_group()
 
     def free_memory(self, *objects: Any) -> Any:
         """Lets go of what was prepared, for another ``prepare``; the process group stays."""
         for ready in self._prepared.all_ready:
-            ready.started = False
-            ready.close()
+            ready.close(keep_group=True)
         self._prepared = Preparation()
         return [None for _ in objects]

@@ -15,11 +15,9 @@ from prepkit.config import (
     FP16,
     FSDP1,
     FSDP2,
-    AsStored,
     CommHook,
     CompressHook,
     Config,
-    NoHook,
     PowerSGDHook,
     Precision,
     ShardLoaders,
@@ -53,7 +51,7 @@ def _precision(word: str, config: Config) -> Precision:
     sharded = isinstance(config.engine, FSDP1 | FSDP2)  # where accelerate reduces in the compute dtype (H-10c)
     match word:
         case "no":
-            return AsStored()
+            return None
         case "bf16":
             return BF16(reduce_dtype="bfloat16" if sharded else "float32")
         case "fp16":
@@ -111,14 +109,14 @@ def _hook(handler: Any) -> CommHook:
     hook, wrapper = (_word(getattr(handler, name, "no")) for name in ("comm_hook", "comm_wrapper"))
     options = dict(getattr(handler, "comm_state_option", None) or {})
     if hook == "no" and wrapper == "no":
-        return NoHook()
+        return None
     if hook in _DTYPES and wrapper == "no":
         return CompressHook(dtype=_DTYPES[hook])
     if hook == "power_sgd" and options.keys() <= _POWER_SGD.keys():
         said = {_POWER_SGD[name]: value for name, value in options.items()}
         return PowerSGDHook(wrapper=_DTYPES.get(wrapper, "none"), **said)
     what = f"comm_hook={hook!r}, comm_wrapper={wrapper!r}, comm_state_option={options!r}"
-    raise NotOffered(what, "write fp16, bf16 or power_sgd, or pk.DDP(hook=pk.PowerSGDHook(...)) into config=")
+    raise NotOffered(what, "write fp16, bf16 or power_sgd, or pk.DDP(hook=pk.ddp.PowerSGDHook(...)) into config=")
 
 
 def _word(value: Any) -> str:

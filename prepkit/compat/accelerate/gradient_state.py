@@ -7,8 +7,8 @@ from typing import Any
 
 from attrs import frozen
 
-from prepkit.live.data.loader import Loader
-from prepkit.live.data.passes import Passes
+from prepkit.loading.loader import Loader
+from prepkit.loading.passes import Passes
 
 
 @frozen

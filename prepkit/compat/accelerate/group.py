@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from prepkit.compat.accelerate.not_offered import NotOffered
-from prepkit.live.ranks import end_groups, launcher
+from prepkit.ranks import end_groups, launcher
+from prepkit.ranks.world import world
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Device type to the backend of a group that any plan takes over: gloo as well, for what is offloaded."""
@@ -18,7 +19,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 def is_alone() -> bool:
     """Whether there is one process."""
-    return dist.get_world_size() == 1 if dist.is_initialized() else launcher.processes() == 1
+    return world().size == 1 if world().running else launcher.processes() == 1
 
 
 def join(device: torch.device, timeout_s: float = 600.0) -> None:
@@ -26,7 +27,7 @@ def join(device: torch.device, timeout_s: float = 600.0) -> None:
 
     Raises ``NotOffered`` on a device whose backend only a plan chooses.
     """
-    if dist.is_initialized() or is_alone():
+    if world().running or is_alone():
         return
     backend = _BACKENDS.get(device.type)
     if backend is None:
@@ -39,8 +40,8 @@ def join(device: torch.device, timeout_s: float = 600.0) -> None:
 
 def leave() -> None:
     """Ends the process group, where there is one, when all ranks are here."""
-    if dist.is_initialized():
-        dist.barrier()
+    if world().running:
+        world().meet()
         hold(end_groups.end())
 
 

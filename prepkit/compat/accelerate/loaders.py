@@ -12,9 +12,9 @@ from prepkit.compat.accelerate import group
 from prepkit.compat.accelerate.arguments import launched_config
 from prepkit.compat.accelerate.not_offered import NotOffered
 from prepkit.config import DDP, FSDP1, FSDP2, Config, Intent, Mesh, ShardLoaders, Single
-from prepkit.live.data.loader import Loader
-from prepkit.live.ranks import launcher
-from prepkit.live.training.prepared import Prepared
+from prepkit.loading.loader import Loader
+from prepkit.ranks import launcher
+from prepkit.training.prepared import Prepared
 
 _BY_RANK = Single | DDP | FSDP1 | FSDP2
 """Engines under which every rank reads its own part, whatever the model is."""

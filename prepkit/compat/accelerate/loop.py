@@ -11,13 +11,13 @@ import torch
 from attrs import define, field
 
 from prepkit.compat.accelerate.not_offered import PAGE, NotOffered
-from prepkit.compat.accelerate.synchronization import average, not_averaged
+from prepkit.compat.accelerate.synchronization import not_averaged
 from prepkit.config import Clip, ClipNorm, ClipValue
-from prepkit.live.training.prepared import Prepared
+from prepkit.training.prepared import Prepared
 
 
 @define
-class Loop:
+class AcceleratedLoop:
     """The loop of a ``Prepared``; without an optimizer of its own, a count of micro-batches whose gradients add up."""
 
     ready: Prepared
@@ -36,9 +36,9 @@ class Loop:
     """Micro-batches of this window that have ended, where no optimizer was prepared."""
 
     def __attrs_post_init__(self) -> None:
-        self.ready._end.clears = False  # ``optimizer.zero_grad`` does
+        self.ready.loop.leave_clearing()  # ``optimizer.zero_grad`` does
         if not self.steps:
-            average(self.ready, on=True)
+            self.ready.loop.average(forced=True)
 
     @property
     def steps(self) -> bool:
@@ -48,8 +48,9 @@ class Loop:
     def ends_window(self) -> bool:
         """Whether the micro-batch that runs now is the last of its window."""
         if self.steps:
-            return self.ready.ends_window
-        return self.ready._passes.end_window or self.counted + 1 >= self.ready.plan.owners.accumulation_steps
+            return self.ready.loop.ends_window
+        accumulation = self.ready.plan.owners.accumulation_steps
+        return self.ready.loop.state.at_last_batch or self.counted + 1 >= accumulation
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -62,22 +63,22 @@ class Loop:
                 return
             with self.ready.accumulate():
                 yield
-                if not (self.stepped or self.boundary) and self.ready.pending:
+                if not (self.stepped or self.boundary) and self.ready.loop.pending:
                     self.step()
         finally:
             self.inside = False
 
     def _counted(self) -> Iterator[None]:
         ready = self.ready
-        average(ready, on=self.boundary or ready._averages_each)
+        ready.loop.average(forced=self.boundary or ready.plan.run.average_each)
         yield
         self.counted = 0 if self.boundary else self.counted + 1
-        average(ready, on=True)
+        ready.loop.average(forced=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients stay each rank's own, and another backward of the same micro-batch follows."""
-        if self.ready.engine_steps:
+        if self.ready.loop.plan.engine_steps:
             raise NotOffered(
                 "no_sync under DeepSpeed", "write gradient_accumulation_steps and `with accelerator.accumulate(model):`"
             )
@@ -106,12 +107,12 @@ class Loop:
 
     def step(self) -> None:
         """Ends the micro-batch. Raises ``NotOffered`` where ``accelerator.backward`` has not run in it."""
-        if not self.ready.in_micro_batch:
+        if not self.ready.loop.state.backwards:
             what = "write accelerator.backward(loss) in the place of loss.backward(), and one step for each"
             raise NotOffered("optimizer.step() without accelerator.backward(loss) since the last", what)
         self.ready.step()
         self.stepped = True
-        self.ready._end.clip = self.planned  # until the script asks again
+        self.ready.loop.clip = self.planned  # until the script asks again
 
     def zero_grad(self) -> None:
         """Clears the gradients behind the end of a window; inside one they are kept.
@@ -119,15 +120,15 @@ class Loop:
         So does accelerate, but in the window's last micro-batch: a ``zero_grad`` above its forward throws away those
         before it. Here they stay, and a warning says so, once.
         """
-        if self.boundary and self.ready.in_micro_batch:
+        if self.boundary and self.ready.loop.state.backwards:
             raise NotOffered("zero_grad before the step", "call optimizer.step() first")
-        if self.boundary and self.inside and self.ready.pending:
+        if self.boundary and self.inside and self.ready.loop.pending:
             self._tell(
                 "optimizer.zero_grad() was called at the top of the last micro-batch of a window, and cleared nothing: "
                 "under accelerate it throws away the micro-batches before. Write it behind optimizer.step()",
                 stacklevel=4,
             )
-        if not self.ready.pending and not self.ready.engine_steps:
+        if not self.ready.loop.pending and not self.ready.loop.plan.engine_steps:
             assert self.ready.optimizer is not None, "who clears has one"
             self.ready.optimizer.zero_grad(set_to_none=True)
 
@@ -136,7 +137,7 @@ class Loop:
 
         Collective where they are sharded. nan where the window has not ended, as what lies there is no gradient of it.
         """
-        if self.ready.engine_steps:
+        if self.ready.loop.plan.engine_steps:
             return self._clipped_by_engine(clip)
         norm = self._choose(parameters, clip)
         if not self.steps and norm is not None:
@@ -144,11 +145,7 @@ class Loop:
         ready = self.ready
         if not self.boundary:
             return torch.tensor(float("nan"))
-        if ready.whole_gradients is not None:
-            ready.whole_gradients.average()
-        held = [param for param in _trained(ready) if param.grad is not None]
-        found = ready._driver.norm(ready.model, held, clip.norm_type)
-        return found if ready.scaler is None else found / ready.scaler.get_scale()
+        return ready.loop.norm(clip.norm_type)
 
     def _clipped_by_engine(self, clip: ClipNorm) -> torch.Tensor:
         """The norm at DeepSpeed's last step, as accelerate gives it: DeepSpeed clips by what its config says.
@@ -173,18 +170,18 @@ class Loop:
         Without an optimizer it clips now, and returns the norm where it had to be known. Warns, once, inside a window,
         where accelerate clips what has come together so far.
         """
-        if self.ready.engine_steps:
+        if self.ready.loop.plan.engine_steps:
             raise NotOffered("clipping under DeepSpeed", "write gradient_clipping into its config")
         chosen: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not self.steps:
-            return self.ready._driver.clip(self.ready.model, clip, chosen)
+            return self.ready.loop.engine.clip(self.ready.model, clip, chosen)
         given = {id(param) for param in chosen}
-        if any(id(param) not in given for param in _trained(self.ready)):
+        if any(id(param) not in given for param in self.ready.loop.trained()):
             raise NotOffered(
                 "clipping a part of the parameters", "give model.parameters(), or write a loop of your own"
             )
         if self.boundary:
-            self.ready._end.clip = clip
+            self.ready.loop.clip = clip
         else:
             self._tell(
                 "clipping was asked for in a micro-batch that does not end its window, and is left out: accelerate "
@@ -199,8 +196,3 @@ class Loop:
         if what not in self._told:
             self._told.add(what)
             warnings.warn(f"{what}. See {PAGE}", stacklevel=stacklevel)
-
-
-def _trained(ready: Prepared) -> list[Any]:
-    """What the optimizers hold."""
-    return [param for one in ready.optimizers for group in one.param_groups for param in group["params"]]

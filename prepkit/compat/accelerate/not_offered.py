@@ -13,7 +13,7 @@ PAGE = "docs/from-accelerate.md"
 OTHERWISE = {
     "profile": "write torch.profiler.profile",
     "log": "write accelerator.ready.log(values)",
-    "init_trackers": "write accelerator.ready.log_to(pk.TensorBoard(folder)) behind prepare, or pk.WandB(project=...)",
+    "init_trackers": "write accelerator.ready.log_to(pk.track.TensorBoard(folder)) after prepare",
     "get_tracker": "keep your tracker in a variable, and write accelerator.ready.log_to(lambda: tracker)",
     "trackers": "write accelerator.ready.log_to(...) behind prepare",
     "unscale_gradients": "the step unscales before it clips; write accelerator.clip_grad_norm_(...)",
@@ -28,7 +28,7 @@ OTHERWISE = {
 _AS_FIELDS = "give Accelerator(config=pk.Config(...)), which says it as a field"
 ARGUMENTS = {
     "log_with": OTHERWISE["init_trackers"],
-    "split_batches": "give Accelerator(config=pk.Config(loaders=pk.ShardLoaders(split_batches=True)))",
+    "split_batches": "give Accelerator(config=pk.Config(loaders=pk.data.ShardLoaders(split_batches=True)))",
     "rng_types": "leave it out: every rank draws the order of the data alike",
     "megatron_lm_plugin": "leave it out: Megatron-LM has a loop of its own",
     **dict.fromkeys(

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from prepkit.compat.accelerate.not_offered import NotOffered
 from prepkit.compat.accelerate.stepped import SteppedOptimizer, SteppedScheduler
-from prepkit.live.data.loader import Loader
+from prepkit.loading.loader import Loader
 
 
 def place_of(given: Any) -> str:

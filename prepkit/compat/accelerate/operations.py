@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from prepkit.compat.accelerate import group
 from prepkit.compat.accelerate.not_offered import NotOffered
-from prepkit.live.data.gather import travels_on
-from prepkit.live.ranks import launcher
+from prepkit.ranks import launcher
+from prepkit.ranks.world import Ranks, world
 
 
 class DistributedOperationException(RuntimeError):
@@ -31,18 +31,20 @@ def reduce(value: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         raise NotOffered(f"reduce({reduction!r})", f"write {', '.join(_REDUCTIONS)}")
 
     def reduced(tensor: Tensor) -> Tensor:
-        total, ranks = _travelling(tensor).clone(), 1
-        if dist.is_initialized():
-            ranks = dist.get_world_size()
-            if reduction != "none":
-                dist.all_reduce(total, _REDUCTIONS[reduction])
-        factor = scale / ranks if reduction == "mean" else scale
+        ranks = world()
+        total = _REDUCTIONS[reduction](ranks, tensor)
+        factor = scale / ranks.size if reduction == "mean" else scale
         return (total if factor == 1 else total * factor).to(tensor.device)
 
     return _on_tensors(value, reduced, "reduce", lambda tensor: tuple(tensor.shape))
 
 
-_REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "none": None}
+_REDUCTIONS: dict[str, Callable[[Ranks, Tensor], Tensor]] = {
+    "mean": Ranks.total,
+    "sum": Ranks.total,
+    "max": Ranks.worst,
+    "none": lambda _, tensor: tensor.detach().clone(),
+}
 
 
 def broadcast(value: Any, from_process: int = 0) -> Any:
@@ -50,7 +52,7 @@ def broadcast(value: Any, from_process: int = 0) -> Any:
 
     def sent(tensor: Tensor) -> Tensor:
         mine = _travelling(tensor).clone()
-        if dist.is_initialized():
+        if world().carries_data:
             dist.broadcast(mine, src=from_process)
         return mine.to(tensor.device)
 
@@ -87,7 +89,7 @@ def gather_object(value: Any) -> list[Any]:
 def broadcast_object_list(value: list[Any], from_process: int = 0) -> list[Any]:
     """Puts the items of one rank's list into that of every rank. Collective; what is sent is pickled."""
     group.join(_device())
-    if dist.is_initialized():
+    if world().carries_data:
         dist.broadcast_object_list(value, src=from_process)
     return value
 
@@ -112,27 +114,23 @@ def _described(tensors: list[tuple[Any, str]]) -> str:
 
 def _everyone(mine: Any) -> list[Any]:
     group.join(_device())
-    if not dist.is_initialized():
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    return world().gather(mine)
 
 
 def _gathered(tensor: Tensor) -> Tensor:
     """A scalar counts as one row."""
     mine = _travelling(tensor)
     mine = mine[None] if mine.ndim == 0 else mine
-    if not dist.is_initialized():
+    if not world().carries_data:
         return mine
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    parts = [torch.empty_like(mine) for _ in range(world().size)]
     dist.all_gather(parts, mine)
     return torch.cat(parts).to(tensor.device)
 
 
 def _travelling(tensor: Tensor) -> Tensor:
     mine = tensor.detach().contiguous()
-    return mine.to(travels_on(mine)) if dist.is_initialized() else mine
+    return mine.to(world().wire(mine.device))
 
 
 def _device() -> torch.device:

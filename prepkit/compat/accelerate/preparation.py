@@ -12,28 +12,28 @@ from torch.utils import _pytree as pytree
 from prepkit.api import apply, build_plan
 from prepkit.compat.accelerate import operations
 from prepkit.compat.accelerate.loaders import prepared_alone
-from prepkit.compat.accelerate.loop import Loop
+from prepkit.compat.accelerate.loop import AcceleratedLoop
 from prepkit.compat.accelerate.not_offered import NotOffered
 from prepkit.compat.accelerate.objects import is_prepared, only, place_of
 from prepkit.compat.accelerate.stepped import SteppedOptimizer, SteppedScheduler
 from prepkit.config import Config
-from prepkit.live.data.passes import Passes
-from prepkit.live.training.prepared import Prepared
+from prepkit.loading.passes import Passes
+from prepkit.training.prepared import Prepared
 
 
 @define(eq=False)
 class Preparation:
     """A model with its loop, and loaders; those that come alone count as the model's once it is there."""
 
-    started_loop: Loop | None = None
+    started_loop: AcceleratedLoop | None = None
     """None: no model yet."""
     only_loaders: Prepared | None = None
     """What came before a model; None: nothing."""
-    passes: Passes = field(factory=lambda: Passes((), lambda: None))
+    passes: Passes = field(factory=lambda: Passes(()))
     """Over all loaders."""
 
     @property
-    def loop(self) -> Loop:
+    def loop(self) -> AcceleratedLoop:
         """The model's. Raises ``NotOffered`` before there is one."""
         if self.started_loop is None:
             raise NotOffered("this before prepare", "call accelerator.prepare(model, ...) first")
@@ -83,7 +83,7 @@ class Preparation:
             raise NotOffered("prepare without a model", "give model, optimizer and scheduler to one call")
         given = [one for one, place in zip(objects, places, strict=True) if place == "loader"]
         ready = apply(build_plan(config, model, optimizer=optimizer, scheduler=scheduler, loaders=given))
-        loop = self.started_loop = Loop(ready, ready.plan.owners.clip)
+        loop = self.started_loop = AcceleratedLoop(ready, ready.plan.owners.clip)
         self.passes.add(ready.loaders)
         split = bool(getattr(config.loaders, "split_batches", False))
         prepared = iter(ready.loaders)
@@ -111,7 +111,7 @@ class Preparation:
 def _adopt(ready: Prepared, loaders: tuple[Any, ...]) -> None:
     """Loaders that were prepared at another time end windows, are saved and resumed as its own are."""
     ready.loaders = (*ready.loaders, *loaders)
-    ready._passes.add(loaders)
+    ready.loop.passes.add(loaders)
 
 
 def _without_row(leaf: Any, size: int | None) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from prepkit.compat.accelerate.not_offered import NotOffered
 from prepkit.compat.accelerate.state import State
-from prepkit.live.training.prepared import Prepared
+from prepkit.training.prepared import Prepared
 
 _NAME = "checkpoint_"
 

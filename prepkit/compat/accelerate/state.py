@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from prepkit.compat.accelerate import group
 from prepkit.compat.accelerate.arguments import launched_config
 from prepkit.compat.accelerate.shares import share
-from prepkit.config import BF16, FP16, FSDP1, FSDP2, XLA, AsStored, Config, DeepSpeed
-from prepkit.live.observe.env import observe_env
-from prepkit.live.ranks import launcher
-from prepkit.live.ranks.main_first import main_process_first
+from prepkit.config import BF16, FP16, FSDP1, FSDP2, XLA, Config, DeepSpeed
+from prepkit.observe.env import observe_env
+from prepkit.ranks import launcher
+from prepkit.ranks.main_first import main_process_first
+from prepkit.ranks.world import world
 
 _ENGINES: tuple[tuple[type, str], ...] = (
     (FSDP1, "FSDP"),
@@ -25,7 +27,7 @@ _ENGINES: tuple[tuple[type, str], ...] = (
     (XLA, "XLA"),
 )
 """Engines to the values of accelerate's ``DistributedType``; the others are named after their device."""
-_PRECISIONS = {AsStored: "no", BF16: "bf16", FP16: "fp16"}
+_PRECISIONS = {NoneType: "no", BF16: "bf16", FP16: "fp16"}
 
 
 class State:
@@ -66,7 +68,7 @@ class State:
     @property
     def backend(self) -> str | None:
         """Of the process group; None where there is none yet."""
-        return dist.get_backend() if dist.is_initialized() else None
+        return dist.get_backend() if world().running else None
 
     @property
     def is_main_process(self) -> bool:
@@ -88,8 +90,7 @@ class State:
     def wait_for_everyone(self) -> None:
         """A barrier; starts the process group where ``prepare`` has not yet."""
         group.join(self.device, self.config.timeout_s)
-        if dist.is_initialized():
-            dist.barrier()
+        world().meet()
 
     def destroy_process_group(self) -> None:
         """Ends the process group, when all ranks are here."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from attrs import define
 
-from prepkit.compat.accelerate.loop import Loop
+from prepkit.compat.accelerate.loop import AcceleratedLoop
 from prepkit.compat.accelerate.not_offered import NotOffered
 
 
@@ -14,7 +14,7 @@ from prepkit.compat.accelerate.not_offered import NotOffered
 class SteppedOptimizer:
     """The optimizer of a plan. Everything but ``step`` and ``zero_grad`` is its own."""
 
-    _loop: Loop
+    _loop: AcceleratedLoop
 
     @property
     def optimizer(self) -> Any:
@@ -50,7 +50,7 @@ class SteppedOptimizer:
 class SteppedScheduler:
     """The scheduler of a plan, stepped where the optimizer was; everything else is its own (behaviour W-16)."""
 
-    _loop: Loop
+    _loop: AcceleratedLoop
     _ticks: int
     """Ticks per step: as many as processes, as accelerate has it, unless batches are split."""
 

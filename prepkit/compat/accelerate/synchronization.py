@@ -1,4 +1,4 @@
-"""Whether a backward averages the gradients over the ranks, where a script says so by itself."""
+"""Averaging over the ranks where a script says by itself which backward does it."""
 
 from __future__ import annotations
 
@@ -7,38 +7,35 @@ from contextlib import contextmanager
 
 from torch.nn.parallel import DistributedDataParallel
 
-from prepkit.live.training.prepared import Prepared
-
-
-def average(ready: Prepared, *, on: bool) -> None:
-    """Says whether the next forward and backward average."""
-    ready._driver.sync(ready.model, on)
+from prepkit.training.prepared import Prepared
 
 
 @contextmanager
 def not_averaged(ready: Prepared) -> Iterator[None]:
     """Forwards and backwards inside leave each rank its own gradients."""
-    average(ready, on=False)
+    before = ready.loop.state.forced
+    ready.loop.average(forced=False)
     try:
         yield
     finally:
-        ready._sync()
+        ready.loop.average(forced=before)
 
 
 @contextmanager
 def averaged_in_backward(ready: Prepared) -> Iterator[None]:
     """The backward inside averages all that has come together, though its forward ran in ``not_averaged``.
 
-    Under DDP alone; elsewhere a backward asks what ``Driver.sync`` has said last (torch ``Reducer``).
+    Under DDP alone; elsewhere a backward asks what the engine was told last (torch ``Reducer``).
     """
     model = ready.model
     if not isinstance(model, DistributedDataParallel):
         yield
         return
-    average(ready, on=True)
+    before = ready.loop.state.forced
+    ready.loop.average(forced=True)
     model.reducer.prepare_for_backward([])  # what the end of an averaging forward does
-    ready._order.forward_ran(model)
+    ready.loop.forward_ran()
     try:
         yield
     finally:
-        ready._sync()
+        ready.loop.average(forced=before)

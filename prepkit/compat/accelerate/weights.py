@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from prepkit.compat.accelerate.loop import Loop
-from prepkit.live.training import export
+from prepkit.compat.accelerate.loop import AcceleratedLoop
+from prepkit.training import export
 
 
-def whole_weights(loop: Loop | None, model: Any) -> dict[str, Any]:
+def whole_weights(loop: AcceleratedLoop | None, model: Any) -> dict[str, Any]:
     """Name to tensor, tied ones under each name; of a module that was not prepared its own ``state_dict``.
 
     Where the engine shards it is collective: in host memory on the main process, empty on the others, as accelerate has

@@ -17,6 +17,7 @@ from prepkit.config import (
     FSDP2,
     MSAMP,
     XLA,
+    BroadcastWeights,
     CheckpointBlocks,
     ClipNorm,
     Compile,
@@ -27,10 +28,8 @@ from prepkit.config import (
     DelayedScaling,
     FP8Backend,
     MXFP8BlockScaling,
-    NoCompile,
     OffloadToCPU,
     Precision,
-    SendWeights,
     Single,
     TensorParallel,
     TorchAO,
@@ -121,7 +120,7 @@ def backend_section(backend: FP8Backend) -> dict[str, Any]:
 
 def _compiled(asked: Compile) -> dict[str, Any]:
     match asked:
-        case NoCompile():
+        case None:
             return {}
         case CompileModel(backend=backend, mode=mode) | CompileBlocks(backend=backend, mode=mode):
             said: dict[str, Any] = {"dynamo_backend": backend.upper(), "dynamo_mode": mode}
@@ -172,14 +171,14 @@ def fsdp_section(config: Config) -> dict[str, Any]:
         case FSDP1() as engine:
             said = {"fsdp_version": 1, **_wrapped(engine.wrap), "fsdp_sharding_strategy": engine.sharding}
             said["fsdp_offload_params"] = engine.offload
-            said["fsdp_backward_prefetch"] = engine.backward_prefetch or "NO_PREFETCH"
+            said["fsdp_backward_prefetch"] = engine.backward_prefetch
             for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params", "sync_module_states"):
                 said[f"fsdp_{name}"] = getattr(engine, name)
             if len(engine.ignored) == 1 and re.fullmatch(r"[\w.*]+", engine.ignored[0]):
                 said["fsdp_ignored_modules"] = engine.ignored[0].replace("*", ".*")  # a regular expression
     if isinstance(config.checkpointing, CheckpointBlocks):
         said["fsdp_activation_checkpointing"] = True
-    sent = isinstance(config.weights, SendWeights)
+    sent = isinstance(config.weights, BroadcastWeights)
     said["fsdp_cpu_ram_efficient_loading"] = sent  # the launcher means true where nothing is said
     if sent and isinstance(config.engine, FSDP1):
         said["fsdp_sync_module_states"] = True  # or the values would stay with rank 0

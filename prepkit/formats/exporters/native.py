@@ -20,16 +20,14 @@ from prepkit.findings import Finding, PlanRejected, Severity
 def config_text(config: Config, path: str) -> str:
     """The file's text; its format is told by the extension. ``pk.read_config`` reads an equal config from it.
 
-    Raises ``PlanRejected`` for an unknown extension, and for TOML where a setting is null, which TOML does not have.
+    Raises ``PlanRejected`` for an unknown extension. TOML has no null and needs none: whatever takes None has it as its
+    default, and is left out.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in WRITERS:
         what, fix = f"the extension is {suffix!r}", f"Name the file with one of {', '.join(WRITERS)}."
         raise PlanRejected((_finding("unknown-extension", path, what, fix),))
     data = settings_of(attrs.evolve(config, origins=()))
-    if suffix == ".toml" and (empty := _nulls(data, "config")):
-        what = f"{', '.join(empty)} is null, which TOML does not have"
-        raise PlanRejected((_finding("not-in-toml", path, what, "Name the file .yaml or .json."),))
     return _comments(config.origins, suffix) + WRITERS[suffix](data)
 
 
@@ -75,13 +73,6 @@ def _comments(origins: tuple[Origin, ...], suffix: str) -> str:
     if suffix == ".json" or not origins:
         return ""
     return "".join(f"# {origin.setting.removeprefix('config.')} from {origin}\n" for origin in origins) + "\n"
-
-
-def _nulls(data: Any, where: str) -> list[str]:
-    if data is None:
-        return [where]
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [place for key, inner in items for place in _nulls(inner, f"{where}.{key}")]
 
 
 def _finding(rule: str, where: str, what: str, fix: str) -> Finding:

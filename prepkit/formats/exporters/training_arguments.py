@@ -17,7 +17,6 @@ from prepkit.config import (
     CompileModel,
     Config,
     DeepSpeed,
-    NoClip,
 )
 from prepkit.formats.exporters.accelerate import fsdp_section
 from prepkit.formats.exporters.deepspeed import folded, steps_of, with_json
@@ -45,7 +44,7 @@ def training_arguments_file(config: Config, world_size: int | None, per_node: in
         case FSDP1() | FSDP2():
             data |= _fsdp(config)
         case DeepSpeed() as zero:
-            data["deepspeed"] = folded(evolve(config, accumulation=1, clip=NoClip()))
+            data["deepspeed"] = folded(evolve(config, accumulation=1, clip=None))
             means = evolve(config, engine=with_json(zero, data["deepspeed"]))
     return Unread(data=data, means=means)
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from attrs import frozen
 
+from prepkit.findings import PlanRejected
 from prepkit.formats.importers.accelerate import read_accelerate
 from prepkit.formats.importers.axolotl import read_axolotl
 from prepkit.formats.importers.deepspeed import read_deepspeed
+from prepkit.formats.importers.foreign import lenient
 from prepkit.formats.importers.imported import Imported
 from prepkit.formats.importers.llama_factory import read_llama_factory
 from prepkit.formats.importers.native import read_prepkit
-from prepkit.formats.importers.recognise import kind_of
 from prepkit.formats.importers.source import Source, read
 from prepkit.formats.importers.torchtitan import read_torchtitan
 from prepkit.formats.importers.training_arguments import read_training_arguments
@@ -84,3 +85,18 @@ def import_config(path: str | Path, kind: str | None = None) -> Imported:
     source = read(str(path))
     marks = {name: importer.marks for name, importer in IMPORTERS.items()}
     return IMPORTERS[kind or kind_of(source, marks)].read(source)
+
+
+# --- recognising -----------------------------------------------------------------------------------------------------
+
+
+def kind_of(source: Source, marks: Mapping[str, tuple[str, ...]]) -> str:
+    """The first kind that has one of its marks at the top of the file.
+
+    ``prepkit`` for a file that shows no mark, and for one that is damaged: its importer says what is wrong.
+    """
+    try:
+        data = lenient(source)
+    except PlanRejected:
+        return "prepkit"
+    return next((kind for kind, keys in marks.items() if any(key in data for key in keys)), "prepkit")

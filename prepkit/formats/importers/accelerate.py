@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from attrs import evolve
 
@@ -13,7 +14,6 @@ from prepkit.config import (
     FP16,
     MSAMP,
     XLA,
-    AsStored,
     CheckpointBlocks,
     Compile,
     CompileBlocks,
@@ -24,21 +24,53 @@ from prepkit.config import (
     FP8Backend,
     Mesh,
     MXFP8BlockScaling,
-    NoCheckpointing,
-    NoCompile,
     Precision,
     Single,
     TensorParallel,
     TorchAO,
     TransformerEngine,
 )
-from prepkit.formats.importers.accelerate_deepspeed import deepspeed
-from prepkit.formats.importers.accelerate_fsdp import fsdp, weights
-from prepkit.formats.importers.accelerate_names import name_in_full
-from prepkit.formats.importers.accelerate_sizes import mesh_of, processes
+from prepkit.formats.importers.accelerate_engines import deepspeed, fsdp, weights
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.imported import Imported
 from prepkit.formats.importers.source import Source
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+_PREFIXES = {"fsdp_config": "fsdp", "dynamo_config": "dynamo_"}
+"""Sections whose keys the launcher gives this beginning, where a file leaves it out (``_validate_launch_command``)."""
+
+
+def name_in_full(file: Foreign) -> None:
+    """Keys of sections as the launcher names them, shown as the file does: ``sharding_strategy`` is read by it too."""
+    for section, start in _PREFIXES.items():
+        given = file.data.get(section)
+        if isinstance(given, dict):
+            names = {key: str(key) if str(key).startswith(start) else f"{start.rstrip('_')}_{key}" for key in given}
+            _rename(file, section, names)
+    given = file.data.get("fp8_config")
+    if isinstance(given, dict):
+        own = ("fp8_format",)
+        names = {key: str(key) if key in own else str(key).removeprefix("fp8_") for key in given}
+        _rename(file, "fp8_config", names)
+
+
+def _rename(file: Foreign, section: str, names: dict[Any, str]) -> None:
+    """Gives keys of a section their full names; of two that become one the later counts, which is said."""
+    given, renamed = file.data[section], {}
+    for key, name in names.items():
+        path, written = f"{section}.{name}", f"{section}.{key}"
+        if name in renamed:
+            what = f"it is given twice, as {file.shown_as.get(path, path)} too"
+            file.error("contradiction", written, what, "Keep one of them.")
+        renamed[name] = given[key]
+        if written != path:
+            file.shown_as[path] = written
+            if written in file.places:
+                file.places[path] = file.places[written]
+    file.data[section] = renamed
+
 
 DEVICES = {
     "MULTI_GPU": "cuda",
@@ -164,7 +196,7 @@ def _precision(file: Foreign, kind: str) -> Precision:
             return FP16(**options)  # type: ignore[arg-type]
         case "fp8":
             return FP8(backend=backend, **options)  # type: ignore[arg-type]
-    return AsStored()
+    return None
 
 
 def _fp8(file: Foreign, word: str) -> FP8Backend:
@@ -252,7 +284,7 @@ def _compile(file: Foreign, kind: str) -> Compile:
     here = "dynamo_config"
     if kind in _NOT_COMPILED and file.kind == "accelerate":
         _uncompiled(file, kind)
-        return NoCompile()
+        return None
     old = file.raw("dynamo_backend", "compile")
     file.section(here)
     backend = file.raw(f"{here}.dynamo_backend", "compile.backend")
@@ -262,13 +294,13 @@ def _compile(file: Foreign, kind: str) -> Compile:
     regional = file.flag(f"{here}.dynamo_use_regional_compilation", "compile")
     name = str(backend or old or "NO").lower()
     if name in ("no", "false"):
-        return NoCompile()
+        return None
     if regional:
         return CompileBlocks(backend=name, mode=mode, fullgraph=whole, dynamic=dynamic)
     return CompileModel(backend=name, mode=mode, fullgraph=whole, dynamic=dynamic)
 
 
-def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:
+def _checkpointing(file: Foreign) -> CheckpointBlocks | None:
     key = "fsdp_config.fsdp_activation_checkpointing"
     on = file.flag(key, "checkpointing")
     offload = file.flag(f"{key}_offload", *(("checkpointing.offload",) if on else ())) or False
@@ -278,4 +310,55 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:
     if offload and file.whole("fsdp_config.fsdp_version") != 2:
         what = "accelerate refuses it under FSDP of version 1; here it works under each"
         file.warn("no-effect", f"{key}_offload", what, "Leave it, or write fsdp_version: 2.")
-    return CheckpointBlocks(preserve_rng_state=True, offload=offload) if on else NoCheckpointing()
+    return CheckpointBlocks(preserve_rng_state=True, offload=offload) if on else None
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def processes(file: Foreign, kind: str) -> tuple[int | None, int]:
+    """How many processes are started in all, None where the file does not say, and on how many machines."""
+    world, machines = file.whole("num_processes"), file.whole("num_machines")
+    file.declared |= {"num_processes", "num_machines"}
+    if world is not None and world < 1 and world != -1:  # which is how accelerate's class says that it is not said
+        file.error("wrong-value", "num_processes", f"{world} processes prepare nothing", "Write 1 or more.")
+    if machines is not None and machines < 1:
+        file.error("wrong-value", "num_machines", f"{machines} machines start nothing", "Write 1 or more.")
+    machines = max(machines or 1, 1)
+    if world is None or world < 1:
+        return 1 if kind == "NO" else None, machines
+    if kind == "NO" or world % machines == 0:
+        return world, machines
+    each = world // machines
+    what = f"{world} is no multiple of num_machines: {machines}; accelerate starts {each} on each machine"
+    file.warn("contradiction", "num_processes", what, f"Write {each * machines} or {(each + 1) * machines}.")
+    return each * machines or None, machines
+
+
+def mesh_of(file: Foreign, kind: str) -> Mesh | None:
+    """The mesh of ``parallelism_config``; None where there is none, and under DeepSpeed, which makes its own groups."""
+    here = "parallelism_config"
+    if not file.section(here):
+        return None
+    prefix = f"{here}.{here}"
+    sizes = {name: _size(file, f"{prefix}_{name}_size") for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    for name, what in (("cp", "context"), ("sp", "sequence")):
+        if sizes[name] > 1:
+            why = f"prepkit cuts no sequences over ranks ({what} parallelism)"
+            fix = f"Write {here}_{name}_size: 1 and give its ranks to dp_shard, or split the batch in the model."
+            file.error("not-supported", f"{prefix}_{name}_size", why, fix)
+    said = ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable")
+    file.launching(*(f"{prefix}_{name}" for name in (*said, "sp_attn_implementation")))
+    for name, axis in (("dp_replicate", "replicate"), ("dp_shard", "shard"), ("tp", "tensor")):
+        file.raw(f"{prefix}_{name}_size", f"mesh.{axis}")
+    if kind == "DEEPSPEED":
+        return None
+    return Mesh(replicate=sizes["dp_replicate"], shard=sizes["dp_shard"], tensor=sizes["tp"])
+
+
+def _size(file: Foreign, name: str) -> int:
+    """Ranks along an axis. accelerate works none of them out (PC-2)."""
+    size = file.whole(name)
+    if size is not None and size < 1:
+        file.error("wrong-value", name, f"accelerate takes 1 or more, and this is {size}", "Write the number of ranks.")
+    return 1 if size is None else size

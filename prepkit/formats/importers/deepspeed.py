@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import evolve
 
-from prepkit.config import BF16, FP16, AsStored, ClipNorm, Config, DeepSpeed, NoClip, Precision
+from prepkit.config import BF16, FP16, ClipNorm, Config, DeepSpeed, Precision
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.imported import Imported
 from prepkit.formats.importers.source import Source
@@ -50,7 +50,7 @@ def from_json(file: Foreign, asked: Precision | None = None) -> Config:
     config = Config(
         engine=DeepSpeed(config=json.dumps(file.data)),
         precision=_precision(file, asked),
-        clip=ClipNorm(float(clip)) if clip else NoClip(),
+        clip=ClipNorm(float(clip)) if clip else None,
     )
     if steps and float(steps).is_integer():
         return evolve(config, accumulation=int(steps))
@@ -78,7 +78,7 @@ def _precision(file: Foreign, asked: Precision | None) -> Precision:
         window = _number(file, "fp16.loss_scale_window", "precision.growth_interval")
         scaled = FP16(growth_interval=_WINDOW if window is None else int(window))
         return scaled if power is None or not 0 <= power < _MOST else evolve(scaled, init_scale=2.0**power)
-    return AsStored()
+    return None
 
 
 _WINDOW = 1000

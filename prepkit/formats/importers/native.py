@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from prepkit.codec import from_data
-from prepkit.codec.samples import meant
+from prepkit.codec.misfits import meant
 from prepkit.config import Config
 from prepkit.formats.importers.imported import Imported
 from prepkit.formats.importers.source import LANGUAGES, Source, read, refuse_damage, refuse_unrecognised

@@ -31,7 +31,7 @@ DOTS = 500
 """Dots in one line of TOML: a key of thousands of parts takes the reader a time that grows with their square."""
 
 _MEND = "mend the file at that place"
-_LEAST = "write at least the engine: Single, DDP, FSDP1, FSDP2, XLA or DeepSpeed"
+_LEAST = "write at least the engine: Single, DDP, FSDP1, FSDP2, TensorParallel, XLA or DeepSpeed"
 
 
 @frozen
@@ -148,7 +148,7 @@ def _told(flaws: tuple[Finding, ...], where: str) -> tuple[Finding, ...]:
     if len(flaws) <= MOST:
         return flaws
     more = _finding(
-        "too-many", where, f"more than {MOST} places are wrong; {MOST} of them are told", "mend these first"
+        "too-many", where, f"more than {MOST} places are wrong; {MOST} of them are reported", "correct these first"
     )
     return (*flaws[:MOST], more)
 

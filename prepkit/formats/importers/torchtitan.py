@@ -6,11 +6,14 @@ It is read as data: nothing that it names is imported or run.
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 from attrs import evolve
 
 from prepkit.config import (
+    BF16,
     DDP,
+    FP8,
     FSDP2,
     Adam,
     AdamW,
@@ -19,23 +22,18 @@ from prepkit.config import (
     CompileBlocks,
     Config,
     Engine,
-    KeepOnDevice,
-    KeepWeights,
     LoadWeights,
     Mesh,
-    NoCheckpointing,
-    NoClip,
-    NoCompile,
     OffloadToCPU,
+    Precision,
     Single,
     TensorParallel,
+    TorchAO,
     Weights,
 )
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.imported import Imported
 from prepkit.formats.importers.source import Source
-from prepkit.formats.importers.torchtitan_older import move_older_keys
-from prepkit.formats.importers.torchtitan_precision import precision
 
 _LAUNCHING = (
     *("job", "profiling", "metrics", "lr_scheduler", "validation", "memory_estimation", "experimental", "debug"),
@@ -81,7 +79,7 @@ def read_torchtitan(source: Source) -> Imported:
         compile=_compile(file),
         weights=_weights(file),
         optimizer=_optimizer(file),
-        clip=NoClip() if norm is not None and norm <= 0 else ClipNorm(1.0 if norm is None else float(norm)),
+        clip=None if norm is not None and norm <= 0 else ClipNorm(1.0 if norm is None else float(norm)),
         accumulation=_accumulation(file, sizes),
         total_steps=steps,
         timeout_s=300.0 if timeout is None else float(timeout),
@@ -123,7 +121,7 @@ def _engine(file: Foreign, sizes: Mesh) -> Engine:
         file.raw(f"{_HERE}data_parallel_shard_degree", "engine")
         if policy is not None:
             file.raw(f"{_HERE}fsdp_reshard_after_forward", "engine.reshard_after_forward")
-        kept = OffloadToCPU() if offload else KeepOnDevice()
+        kept = OffloadToCPU() if offload else None
         return FSDP2(reshard_after_forward=policy != "never", offload=kept)
     if offload:
         what = "torchtitan offloads under FSDP only, and data_parallel_shard_degree is 1"
@@ -148,7 +146,7 @@ def _mesh(sizes: Mesh) -> Mesh | None:
     return sizes if sizes.shard != 1 else None
 
 
-def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:
+def _checkpointing(file: Foreign) -> CheckpointBlocks | None:
     here = "activation_checkpoint"
     mode = file.word(f"{here}.mode", ("selective", "full", "none", "memory_budget"), "checkpointing") or "selective"
     kept = file.flag(f"{here}.preserve_rng_state")
@@ -162,7 +160,7 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | NoCheckpointing:
             file.without_effect(f"{here}.{name}", f"it is for mode selective, and mode is {mode}")
         file.raw(f"{here}.{name}")
     if mode == "none":
-        return NoCheckpointing()
+        return None
     every = _every(file) if mode == "selective" else None
     if mode != "full" and every is None:
         what = f"every block is recomputed whole; prepkit picks no operations ({mode})"
@@ -183,13 +181,13 @@ def _every(file: Foreign) -> int | None:
     return max(every or 1, 1)
 
 
-def _compile(file: Foreign) -> CompileBlocks | NoCompile:
+def _compile(file: Foreign) -> CompileBlocks | None:
     older = file.flag("training.compile", *(("compile",) if file.raw("training.compile") else ()))
     on = file.flag("compile.enable", *(("compile",) if file.raw("compile.enable") else ()))
     parts = file.names("compile.components", "compile")
     backend = file.text("compile.backend", "compile.backend")
     if not (older or on) or (parts is not None and "model" not in parts):
-        return NoCompile()
+        return None
     if parts is not None and "loss" in parts:
         file.warn("no-effect", "compile.components", "the loss is computed in your loop", "Write ['model'].")
     return CompileBlocks(backend=backend or "inductor", fullgraph=True)
@@ -203,7 +201,7 @@ def _weights(file: Foreign) -> Weights:
         file.raw(f"{here}initial_load_path", "weights")
         weights: Weights = LoadWeights(path)
     else:
-        weights = KeepWeights()
+        weights = None
     file.launching("checkpoint")
     return weights
 
@@ -249,3 +247,154 @@ def _accumulation(file: Foreign, sizes: Mesh) -> int:
         file.error("contradiction", name, what, f"Write a multiple of {at_once}.")
         return 1
     return asked // at_once
+
+
+# --- older files -----------------------------------------------------------------------------------------------------
+
+
+_PARALLELISM = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
+_EXPERIMENTAL = (
+    *("pipeline_parallel_degree", "context_parallel_degree", "enable_async_tensor_parallel"),
+    *("pipeline_parallel_schedule", "pipeline_parallel_split_points", "context_parallel_rotate_method"),
+    "enable_compiled_autograd",
+)
+_OLD_FLOAT8 = ("enable_float8_linear", "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+MOVED: dict[str, str] = (
+    {f"training.{name}": f"parallelism.{name}" for name in _PARALLELISM}
+    | {"training.data_parallel_degree": "parallelism.data_parallel_shard_degree"}
+    | {f"experimental.{name}": f"parallelism.{name}" for name in _EXPERIMENTAL}
+    | {f"training.{name}": f"float8.{name}" for name in _OLD_FLOAT8}
+)
+"""Path in a file of 2024 (``torchtitan/config_manager.py``) to the path of the same key since."""
+
+
+def move_older_keys(file: Foreign) -> None:
+    """Moves them in place; findings and origins show each where it was written.
+
+    ``float8.enable_float8_linear`` becomes the converter ``float8``, which asks for the same.
+    """
+    for old, new in MOVED.items():
+        if file.has(old):
+            _move(file, old, new)
+    section = file.data.get("float8")
+    if isinstance(section, dict) and "enable_float8_linear" in section:
+        on = section.pop("enable_float8_linear")
+        written = file.shown_as.get("float8.enable_float8_linear", "float8.enable_float8_linear")
+        place = file.places.get(written)
+        if on is True:
+            _put(file, "model.converters", [*(_get(file.data, "model.converters") or ()), "float8"])
+            file.shown_as.setdefault("model.converters", written)
+            if place is not None:
+                file.places["model.converters"] = place
+        elif on is not False:
+            file.error("wrong-type", written, f"{on!r} is not true or false", "Write true or false.")
+        else:
+            file.launching("float8")  # off, with whatever it says of how
+            file.data.pop("float8")
+
+
+def _move(file: Foreign, old: str, new: str) -> None:
+    section, _, name = old.rpartition(".")
+    value = _get(file.data, section).pop(name)
+    if file.has(new):
+        what = f"it is given twice, as {file.shown_as.get(new, new)} too"
+        file.error("contradiction", old, what, "Keep one of them.")
+        return
+    _put(file, new, value)
+    file.shown_as[new] = old
+    if old in file.places:
+        file.places[new] = file.places[old]
+
+
+def _get(data: Any, path: str) -> Any:
+    for part in path.split("."):
+        data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
+def _put(file: Foreign, path: str, value: Any) -> None:
+    section, _, name = path.partition(".")
+    held = file.data.setdefault(section, {})
+    if isinstance(held, dict):
+        held[name] = value
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+_FLOAT8 = ("float8", "quantize.linear.float8")
+"""Names of the converter, and of its section, in older and in newer files."""
+_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+_BLOCKS = ("attention", "feed_forward", "moe")
+"""Children of torchtitan's blocks, which are ``layers.0``, ``layers.1`` and so on."""
+
+
+def precision(file: Foreign, engine: Engine) -> Precision:
+    """The precision: bfloat16 where nothing is said, reduced in float32 (``MixedPrecisionPolicy``)."""
+    compute = file.word("training.mixed_precision_param", ("bfloat16", "float32"), "precision") or "bfloat16"
+    reduce = file.word("training.mixed_precision_reduce", ("float32", "bfloat16"), "precision.reduce_dtype")
+    stored = file.word("training.dtype", ("float32", "bfloat16"), "precision.master_weights")
+    float8 = _float8(file)
+    if isinstance(engine, TensorParallel) and compute == "bfloat16" and stored != "bfloat16":
+        if file.has("training.mixed_precision_param"):
+            why = "torchtitan computes in the stored dtype where layers are cut and nothing is sharded"
+            file.without_effect("training.mixed_precision_param", why)
+        compute = "float32"
+    options = {"reduce_dtype": reduce or "float32", "output_dtype": "bfloat16", "master_weights": stored != "bfloat16"}
+    if float8 is not None:
+        return FP8(backend=float8, **options)  # type: ignore[arg-type]  # names of dtypes
+    if compute == "float32" or isinstance(engine, TensorParallel):
+        return None
+    return BF16(**options)  # type: ignore[arg-type]
+
+
+def _float8(file: Foreign) -> TorchAO | None:
+    asked = file.names("model.converters", "precision") or ()
+    for name in asked:
+        if name not in _FLOAT8:
+            what = f"prepkit swaps no layers for {name!r}"
+            file.error("not-supported", "model.converters", what, f"Write {list(_FLOAT8[1:])} or [].")
+    for section in (*_FLOAT8, "mx", "quantize.linear.mx"):
+        if file.section(section) and section not in asked:
+            file.without_effect(section, f"model.converters does not name it: {list(asked)}")
+    file.raw("quantize")
+    file.raw("quantize.linear")
+    here = next((name for name in _FLOAT8 if name in asked), None)
+    if here is None:
+        return None
+    at = "precision.backend"
+    gathered = file.flag(f"{here}.enable_fsdp_float8_all_gather", f"{at}.float8_all_gather")
+    computed = file.flag(f"{here}.precompute_float8_dynamic_scale_for_fsdp", f"{at}.precompute_scales")
+    if file.flag(f"{here}.force_recompute_fp8_weight_in_bwd"):
+        name = f"{here}.force_recompute_fp8_weight_in_bwd"
+        file.warn("no-effect", name, "torchao decides it by itself since 0.8", "Remove it.")
+    if file.raw(f"{here}.moe_fqns_prototype"):
+        what = "experts are not multiplied in float8"
+        file.error("not-supported", f"{here}.moe_fqns_prototype", what, "Write [].")
+    recipe = file.word(f"{here}.recipe_name", _RECIPES, f"{at}.recipe")
+    emulate = file.flag(f"{here}.emulate", f"{at}.emulate")
+    return TorchAO(
+        recipe=recipe or "tensorwise",  # type: ignore[arg-type]  # one of its words
+        pad_inner_dim=False,
+        float8_all_gather=bool(gathered),
+        precompute_scales=bool(computed),
+        keep_first_and_last=False,
+        skip=_skip(file, f"{here}.filter_fqns"),
+        emulate=bool(emulate),
+    )
+
+
+def _skip(file: Foreign, name: str) -> tuple[str, ...]:
+    """Patterns for texts that torchtitan looks for anywhere in a path: its own models say where they can be."""
+    found = []
+    for text in file.names(name, "precision.backend.skip") or ():
+        first = text.partition(".")[0]
+        if first in _BLOCKS and "." in text:
+            found.append(f"layers.*.{text}*")
+        elif first in ("output", "lm_head", "layers") or text.startswith("layers."):
+            found.append(f"{text}*")
+        else:
+            what = f"torchtitan skips every path that contains {text!r}; prepkit takes shell patterns over whole paths"
+            fix = "Remove it, and write TorchAO(skip=('layers.*.attention.wq',)) in prepkit's config."
+            file.error("not-supported", name, what, fix)
+    return tuple(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepkit.resolve import global_batch
+from prepkit.resolve import loaders
 from prepkit.resolve.deepspeed.data import drop, put
 from prepkit.resolve.deepspeed.flaws import WHERE, Draft
 
@@ -12,7 +12,7 @@ MICRO, STEPS, WHOLE = "train_micro_batch_size_per_gpu", "gradient_accumulation_s
 def batches(draft: Draft, ranks: int) -> None:
     """Settles all three numbers for so many data-parallel ranks (DS-5 … DS-13, pain 4)."""
     asked = draft.cfg.global_batch
-    accumulation = global_batch.accumulation(draft.cfg, global_batch.batch(draft.cfg, draft.facts, ranks))
+    accumulation = loaders.accumulation(draft.cfg, loaders.batch(draft.cfg, draft.facts, ranks))
     derived = draft.cfg.accumulation is None and asked is not None
     draft.settle(STEPS, accumulation, "config.global_batch (its accumulation)" if derived else "config.accumulation")
     if asked is not None and asked > 0:
@@ -54,7 +54,7 @@ def _micro(draft: Draft, ranks: int) -> int | None:
                 "batch", f"micro_batch={asked} makes no batch.", "Write at least 1.", "config.engine.micro_batch"
             )
         draft.settle(MICRO, asked, "config.engine.micro_batch")
-    sizes = global_batch.loader_sizes(draft.cfg, draft.facts, ranks)
+    sizes = loaders.loader_sizes(draft.cfg, draft.facts, ranks)
     said: int | None = draft.get(MICRO)
     if said is not None:
         if sizes and said not in sizes and (asked is None or asked > 0):

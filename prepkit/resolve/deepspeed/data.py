@@ -1,4 +1,4 @@
-"""A user's DeepSpeed config as text and as data: reading it, looking into it, and its leaves as settings of a step.
+"""A user's DeepSpeed config as text and as data: read, searched, changed, and as settings of a step.
 
 Nothing here changes what it is given: the text is frozen, and every parse makes data of its own.
 """
@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator
 from math import isfinite
 from typing import Any
+
+from attrs import evolve
 
 from prepkit.config import DeepSpeed
 from prepkit.steps import Setting
@@ -167,3 +169,57 @@ def tensor_parallel(engine: DeepSpeed) -> int:
     """Ranks that one model is split over by DeepSpeed's automatic tensor parallelism; 1 for none (DS-3)."""
     size = look(said(engine), "tensor_parallel.autotp_size")
     return size if isinstance(size, int) and size > 1 else 1
+
+
+# --- edits -----------------------------------------------------------------------------------------------------------
+
+
+ZERO = "zero_optimization"
+
+
+def restaged(engine: DeepSpeed, stage: int) -> DeepSpeed:
+    """The engine at another ZeRO stage; below 3 parameters are no longer offloaded, which only 3 can do."""
+    edited = _without(evolve(engine, stage=stage), f"{ZERO}.stage")
+    return edited if stage == 3 or not offloads(edited, "param") else offloaded(edited, "param", away=False)
+
+
+def offloads(engine: DeepSpeed, kind: str) -> bool:
+    """Whether ``optimizer`` or ``param`` leaves the device."""
+    own = engine.offload_optimizer if kind == "optimizer" else engine.offload_param
+    named = own or look(_data(engine), f"{ZERO}.offload_{kind}.device", "none")
+    return named not in ("none", "auto", None)
+
+
+def offloaded(engine: DeepSpeed, kind: str, *, away: bool = True) -> DeepSpeed:
+    """The engine with ``optimizer`` or ``param`` in host memory, or, not away, on the device."""
+    place: Any = "cpu" if away else None
+    changed = evolve(engine, offload_optimizer=place) if kind == "optimizer" else evolve(engine, offload_param=place)
+    path = f"{ZERO}.offload_{kind}"
+    return _without(changed, f"{path}.device") if away else _without(changed, path)
+
+
+def with_zero(engine: DeepSpeed, key: str, value: int) -> DeepSpeed:
+    """The engine with one key of ``zero_optimization`` set in its JSON."""
+    data = _data(engine)
+    put(data, f"{ZERO}.{key}", value)
+    return evolve(engine, config=json.dumps(data))
+
+
+def _data(engine: DeepSpeed) -> dict[str, Any]:
+    """The JSON; the oldest form of its section, a bare ``true``, as the section that it means."""
+    try:
+        data = parse(engine.config)
+    except NotJsonError:
+        return {}
+    if isinstance(data.get(ZERO), bool):
+        data[ZERO] = {"stage": int(data[ZERO])}
+    return data
+
+
+def _without(engine: DeepSpeed, path: str) -> DeepSpeed:
+    """The engine without that setting in its JSON, which stays as it is written where there is none."""
+    data = _data(engine)
+    if look(data, path) is None:
+        return engine
+    drop(data, path)
+    return evolve(engine, config=json.dumps(data))

@@ -9,6 +9,7 @@ from attrs import define, field, frozen
 from prepkit.config import Config, DeepSpeed
 from prepkit.facts import Facts
 from prepkit.resolve.deepspeed.data import AUTO, Data, look, put
+from prepkit.resolve.engines import engine_of
 
 WHERE = "config.engine.config"
 """Where findings about the user's JSON are; the path inside it follows as text."""
@@ -38,8 +39,7 @@ class Draft:
     @property
     def engine(self) -> DeepSpeed:
         """The engine that is asked for."""
-        assert isinstance(self.cfg.engine, DeepSpeed), "only DeepSpeed has a config of its own"
-        return self.cfg.engine
+        return engine_of(self.cfg, DeepSpeed)
 
     def flaw(self, rule: str, what: str, fix: str = "", where: str = WHERE) -> None:
         """Says that something is wrong."""

@@ -14,7 +14,6 @@ from prepkit.config import (
     FSDP1,
     FSDP2,
     XLA,
-    AsStored,
     Config,
     Intent,
     Mesh,
@@ -24,10 +23,10 @@ from prepkit.config import (
 )
 from prepkit.rules import RULES
 from prepkit.rules.compile import MODES
-from prepkit.testing.counterexamples.weights import PATH
 from prepkit.testing.strategies.deepspeed import deepspeeds
 from prepkit.testing.strategies.fp8 import fp8_backends, fp8s
 from prepkit.testing.strategies.optimizers import optimizer_specs, several_optimizers
+from prepkit.testing.tiny import PATH
 
 DTYPES = ("float32", "bfloat16", "float16")
 _IDS = tuple(rule.id for rule in RULES)
@@ -75,7 +74,7 @@ def comm_hooks(*, invalid: bool = True, bfloat16: bool = True) -> SearchStrategy
         wrapper=st.sampled_from(("none", *low)),
     )
     compress = st.builds(c.CompressHook, dtype=st.sampled_from(low[::-1]))
-    return st.just(c.NoHook()) | compress | powersgd | powersgd | (compress if bfloat16 else powersgd)
+    return st.just(None) | compress | powersgd | powersgd | (compress if bfloat16 else powersgd)
 
 
 def fsdp2s(
@@ -91,7 +90,7 @@ def fsdp2s(
     Units cast their inputs unless ``casts`` draws otherwise, for a model written so; ``zeros`` is for torch 2.13.
     """
     inputs = st.just(value=True) if casts is None else casts
-    offload = st.just(c.KeepOnDevice()) | st.builds(OffloadToCPU, pin_memory=st.booleans())
+    offload = st.just(None) | st.builds(OffloadToCPU, pin_memory=st.booleans())
     patterns = st.lists(st.sampled_from(_PATTERNS), max_size=2).map(tuple) if ignored is None else ignored
     rest = {
         "ignored": patterns,
@@ -119,7 +118,7 @@ def fsdp1s(
         wrap=wraps,
         sharding=st.sampled_from(shardings),
         ignored=patterns if ignored is None else ignored,
-        backward_prefetch=st.sampled_from(("BACKWARD_PRE", "BACKWARD_POST", None)),
+        backward_prefetch=st.sampled_from(("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")),
         forward_prefetch=st.booleans(),
         limit_all_gathers=st.booleans(),
         buffer_dtype=st.sampled_from((None, *DTYPES)),
@@ -128,8 +127,8 @@ def fsdp1s(
 
 
 def precisions(*, invalid: bool = True) -> SearchStrategy[c.Precision]:
-    """AsStored, BF16 and FP16; ``invalid`` adds float16 beside bfloat16, and loss scales out of range."""
-    return st.just(AsStored()) | bf16s(invalid=invalid) | fp16s(invalid=invalid)
+    """None, BF16 and FP16; ``invalid`` adds float16 beside bfloat16, and loss scales out of range."""
+    return st.just(None) | bf16s(invalid=invalid) | fp16s(invalid=invalid)
 
 
 def bf16s(*, invalid: bool = True) -> SearchStrategy[BF16]:
@@ -172,14 +171,14 @@ def compiles(blocks: SearchStrategy[c.Wrap] | None, *, invalid: bool = True) -> 
         "isolate_recompiles": st.booleans(),
     }
     options["options"] = st.sampled_from((*OPTIONS, *([OPTIONS[1] * 2] if invalid else [])))
-    whole = st.just(c.NoCompile()) | st.builds(c.CompileModel, **options)
+    whole = st.just(None) | st.builds(c.CompileModel, **options)
     drawn = whole if blocks is None else whole | st.builds(c.CompileBlocks, blocks=blocks, **options)
     return drawn if invalid else drawn.map(_with_fitting_options)
 
 
 def _with_fitting_options(drawn: c.Compile) -> c.Compile:
     """Only inductor takes options here, and in the place of a mode."""
-    if isinstance(drawn, c.NoCompile) or (drawn.backend == "inductor" and drawn.mode == "default"):
+    if drawn is None or (drawn.backend == "inductor" and drawn.mode == "default"):
         return drawn
     return evolve(drawn, options=())
 
@@ -199,13 +198,13 @@ def checkpointings(
         keep_ops=st.sampled_from(((), ("aten.mm",), ("aten.addmm.default", *(["mm"] if invalid else [])))),
         offload=st.just(value=False) if compiled else st.booleans(),
     )
-    return st.just(c.NoCheckpointing()) | wrapped
+    return st.just(None) | wrapped
 
 
 def clips(*, invalid: bool = True) -> SearchStrategy[c.Clip]:
     """Every way to clip; ``invalid`` adds limits and norms that are not above 0."""
     number = st.floats(-1.0 if invalid else 0.125, 8.0)
-    return st.just(c.NoClip()) | st.builds(c.ClipNorm, number, number) | st.builds(c.ClipValue, number)
+    return st.just(None) | st.builds(c.ClipNorm, number, number) | st.builds(c.ClipValue, number)
 
 
 def loader_choices(count: int | None = None, *, split: bool = True) -> SearchStrategy[c.Loaders]:
@@ -296,5 +295,5 @@ def weights() -> SearchStrategy[c.Weights]:
     loaded = st.builds(
         c.LoadWeights, st.sampled_from((PATH, "elsewhere")), rename=st.sampled_from(((), (("(", ""),), (("^", ""),)))
     )
-    kept = st.just(c.KeepWeights()) | st.just(c.SendWeights())
+    kept = st.just(None) | st.just(c.BroadcastWeights())
     return kept | st.builds(c.InitWeights, st.integers(-1, 3)) | loaded

@@ -9,11 +9,11 @@ from attrs import evolve
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from prepkit.config import FP16, AdamW, ClipNorm, Config, DeepSpeed, Intent, Mixed, NoClip, Precision, Schedule
+from prepkit.config import FP16, AdamW, ClipNorm, Config, DeepSpeed, Intent, Mixed, Precision, Schedule
 from prepkit.facts import Facts
 from prepkit.findings import errors
 from prepkit.resolve.fsdp2 import scalars
-from prepkit.rules import check, deepspeed_modules
+from prepkit.rules import check, deepspeed
 
 _DEVICES = ("none", "cpu", "nvme")
 _WHICH: tuple[Literal["smallest", "largest"], ...] = ("smallest", "largest")
@@ -161,7 +161,7 @@ def completed_for_deepspeed(cfg: Config, facts: Facts, draw: st.DrawFn) -> Confi
     if isinstance(cfg.precision, FP16):
         scale = 2.0 ** draw(st.integers(0, 24))
         cfg = evolve(cfg, precision=evolve(cfg.precision, init_scale=scale, growth_factor=2.0, backoff_factor=0.5))
-    if errors(check(cfg, facts, deepspeed_modules.RULES)):  # nothing is trained before the first leaf
+    if errors(check(cfg, facts, deepspeed.RULES)):  # nothing is trained before the first leaf
         assert isinstance(cfg.engine, DeepSpeed), "only such configs are fitted"
         cfg = evolve(cfg, engine=evolve(cfg.engine, leaf_modules=()))
-    return evolve(cfg, mesh=None, clip=NoClip() if limit is None else ClipNorm(limit), scheduler_ticks=1)
+    return evolve(cfg, mesh=None, clip=None if limit is None else ClipNorm(limit), scheduler_ticks=1)

@@ -19,10 +19,18 @@ from prepkit.facts import (
     SchedulerFacts,
 )
 from prepkit.facts.checkpoint import CheckpointFacts
-from prepkit.testing.counterexamples.weights import PATH, in_parts, tiny_checkpoint
 from prepkit.testing.strategies.configs import DTYPES
 from prepkit.testing.strategies.sharded import sharded_models
-from prepkit.testing.tiny import LIBRARIES, marked, tiny_model, tiny_optimizer, with_batchnorm
+from prepkit.testing.tiny import (
+    LIBRARIES,
+    PATH,
+    in_parts,
+    marked,
+    tiny_checkpoint,
+    tiny_model,
+    tiny_optimizer,
+    with_batchnorm,
+)
 
 _WORLDS = (1, 2, 3, 4, 6, 8, 16, 24, 64, 512)
 

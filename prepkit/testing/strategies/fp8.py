@@ -92,7 +92,7 @@ def legal_fp8(cfg: Config, facts: Facts) -> SearchStrategy[Config]:
     )
 
     def applied(backend: c.FP8Backend) -> Config:
-        clip = c.NoClip() if isinstance(backend, c.MSAMP) else cfg.clip
+        clip = None if isinstance(backend, c.MSAMP) else cfg.clip
         return evolve(cfg, precision=evolve(wide, backend=backend), clip=clip)
 
     def kept(drawn: Config) -> Config:

@@ -10,11 +10,11 @@ from prepkit import config as c
 from prepkit.config import FSDP1, Config
 from prepkit.facts import Facts
 from prepkit.findings import errors
-from prepkit.rules import check, fsdp1, fsdp1_mesh, fsdp_units, ignored, ties
+from prepkit.rules import check, fsdp1, fsdp_units, ignored, mesh, model
 from prepkit.testing.strategies.configs import fsdp1s
 from prepkit.testing.strategies.facts import fitting_wraps
 
-_RULES = (*fsdp1.RULES, *ignored.RULES, *fsdp1_mesh.RULES, *ties.RULES, *fsdp_units.RULES)
+_RULES = (*fsdp1.RULES, *ignored.RULES, *mesh.RULES, *model.RULES, *fsdp_units.RULES)
 
 
 def can_use_fsdp1(cfg: Config, facts: Facts) -> bool:
@@ -38,7 +38,7 @@ def legal_fsdp1(facts: Facts, base: Config) -> SearchStrategy[FSDP1]:
     shardings = [
         sharding
         for sharding in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-        if not errors(check(evolve(base, engine=FSDP1(sharding=sharding)), facts, fsdp1_mesh.RULES))
+        if not errors(check(evolve(base, engine=FSDP1(sharding=sharding)), facts, mesh.RULES))
     ]
     switch = st.just(value=False) if cpu else st.booleans()
     return st.tuples(st.sampled_from(shardings), _arguments(base, facts)).flatmap(
@@ -59,7 +59,7 @@ _SAFE: _Arguments = (c.WrapRoot(), (), True)
 
 
 def _arguments(base: Config, facts: Facts) -> SearchStrategy[_Arguments]:
-    own = (*fsdp1.RULES, *ignored.RULES, *ties.RULES, *fsdp_units.RULES)
+    own = (*fsdp1.RULES, *ignored.RULES, *model.RULES, *fsdp_units.RULES)
 
     def legal(drawn: _Arguments) -> _Arguments:
         wrap, left_out, original = drawn

@@ -86,10 +86,10 @@ def fitting(draw: st.DrawFn, facts: Facts, *, float8: bool = False, zero: bool =
     many_xla = isinstance(engine, c.XLA) and facts.env.world_size > 1
     blocks = [wrap for wrap in fitting_wraps(facts.model) if select(wrap, facts.model)]
     uncompiled = replaces_parameters(engine)
-    compiled = draw(st.just(c.NoCompile()) if uncompiled else compiles_for(facts.env, blocks, engine))
-    wrapped: SearchStrategy[c.ActivationCheckpointing] = st.just(c.NoCheckpointing())
+    compiled = draw(st.just(None) if uncompiled else compiles_for(facts.env, blocks, engine))
+    wrapped: SearchStrategy[c.ActivationCheckpointing] = st.just(None)
     if blocks:
-        how = checkpointings(st.sampled_from(blocks), invalid=False, compiled=not isinstance(compiled, c.NoCompile))
+        how = checkpointings(st.sampled_from(blocks), invalid=False, compiled=compiled is not None)
         wrapped = how.map(lambda one: _some_block(one, facts))
     cfg = Config(
         engine=engine,
@@ -99,7 +99,7 @@ def fitting(draw: st.DrawFn, facts: Facts, *, float8: bool = False, zero: bool =
         compile=compiled,
         checkpointing=draw(wrapped),
         intent=intent,
-        weights=draw(st.just(c.KeepWeights()) if float8 else weights_for(facts, engine)),
+        weights=draw(st.just(None) if float8 else weights_for(facts, engine)),
         device=device,
         keep_device_map=draw(st.booleans()),
         backend=draw(backends_for(engine, device or facts.env.device)),

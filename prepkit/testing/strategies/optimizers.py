@@ -13,7 +13,7 @@ from prepkit.config import Config
 from prepkit.config.optimizer import OPTIMIZERS, SELECTS
 from prepkit.facts import Facts
 from prepkit.resolve.optimizer_table import FAILS, places
-from prepkit.rules.optimizer_specs import takes_one
+from prepkit.rules.optimizer import takes_one
 
 _SEVERAL = st.sampled_from((False, False, True))
 

@@ -6,7 +6,7 @@ from attrs import evolve
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from prepkit.config import FP8, FSDP2, CheckpointBlocks, Config, OffloadToCPU, SendWeights
+from prepkit.config import FP8, FSDP2, BroadcastWeights, CheckpointBlocks, Config, OffloadToCPU
 from prepkit.facts import Facts, ModelFacts, UnitFact
 from prepkit.resolve.modules import select
 from prepkit.resolve.resolved import Resolved
@@ -38,7 +38,7 @@ def can_arrive(cfg: Config, facts: Facts) -> bool:
         and not cfg.engine.ignored
         and not isinstance(cfg.checkpointing, CheckpointBlocks)
         and not isinstance(cfg.precision, FP8)
-        and not isinstance(cfg.weights, SendWeights)
+        and not isinstance(cfg.weights, BroadcastWeights)
         and not resolved.master_weights
         and resolved.axis_size("tensor") == 1
     )

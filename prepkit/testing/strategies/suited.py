@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from prepkit import config as c
-from prepkit.config import FP16, AsStored, Config, Intent, Mesh, Mixed, OffloadToCPU, Single
+from prepkit.config import FP16, Config, Intent, Mesh, Mixed, OffloadToCPU, Single
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.resolve.checkpoint import without_initializer
@@ -16,8 +16,8 @@ from prepkit.resolve.modules import select
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.ddp import lost_in_sync
 from prepkit.rules.mesh import nearest
+from prepkit.rules.model import apart
 from prepkit.rules.precision import SCALED
-from prepkit.rules.ties import apart
 from prepkit.rules.unused import REDUCES_ZEROS
 from prepkit.rules.weights import RULES as WEIGHTS
 from prepkit.testing.strategies.configs import DTYPES, bf16s, compiles, ddps, fp16s, fsdp2s, loader_choices, tp_plans
@@ -35,21 +35,21 @@ def _checkpoint_fits(facts: Facts, weights: c.LoadWeights) -> bool:
 
 def weights_for(facts: Facts, engine: c.Engine) -> SearchStrategy[c.Weights]:
     """Initialisers where each parameter has one, the checkpoint that was seen, and what rank 0 has."""
-    options: list[c.Weights] = [c.KeepWeights()]
+    options: list[c.Weights] = [None]
     if not isinstance(engine, _FILLED) or facts.model.quantised or len(facts.model.device_map) > 1:
-        return st.just(c.KeepWeights())
+        return st.just(None)
     if not without_initializer(facts.model, (param.name for param in facts.model.params)):
         options += [c.InitWeights(0), c.InitWeights(7)]
     if facts.checkpoint is not None and _checkpoint_fits(facts, c.LoadWeights(facts.checkpoint.path)):
         loads = [c.LoadWeights(facts.checkpoint.path, rename=rename) for rename in ((), (("^absent[.]", ""),))]
         options += 2 * loads  # few facts have a checkpoint that fits
     if not isinstance(engine, Single) and not (facts.optimizer and facts.optimizer.stateful):
-        options.append(c.SendWeights())
+        options.append(c.BroadcastWeights())
     return st.sampled_from(options)
 
 
 def precisions_for(facts: Facts, device: str | None) -> SearchStrategy[c.Precision]:
-    """AsStored, and 16 bits where the device computes in them; float16 with master weights where it trains float16."""
+    """None, and 16 bits where the device computes in them; float16 with master weights where it trains float16."""
     env = facts.env
     old = env.bf16 is False or (env.capability is not None and env.capability < (8, 0))
     forced_to_cpu = device == "cpu" != env.device
@@ -61,7 +61,7 @@ def precisions_for(facts: Facts, device: str | None) -> SearchStrategy[c.Precisi
         ] * 2
     if not old or forced_to_cpu:
         options += [bf16s(invalid=False)] * 2
-    return st.one_of(*options, st.just(AsStored()))  # which fits all facts, and is drawn often enough
+    return st.one_of(*options, st.just(None))  # which fits all facts, and is drawn often enough
 
 
 def engines_for(facts: Facts, precision: c.Precision, intent: Intent, *, float8: bool) -> tuple[type[c.Engine], ...]:
@@ -142,7 +142,7 @@ def compiles_for(env: Env, blocks: list[c.Wrap], engine: c.Engine) -> SearchStra
     """Every way to compile that the environment and the engine allow."""
     small = isinstance(engine, c.DDP) and engine.bucket_cap_mb < 1
     if small or not {name for name, _ in env.variables}.isdisjoint(("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")):
-        return st.just(c.NoCompile())
+        return st.just(None)
     drawn = compiles(st.sampled_from(blocks) if blocks else None, invalid=False)
     return drawn.map(_for_xla) if isinstance(engine, c.XLA) else drawn
 

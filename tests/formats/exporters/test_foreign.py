@@ -17,6 +17,7 @@ from prepkit.config import (
     FSDP1,
     FSDP2,
     AdamW,
+    BroadcastWeights,
     CheckpointBlocks,
     ClipNorm,
     CompileBlocks,
@@ -25,7 +26,6 @@ from prepkit.config import (
     DeepSpeed,
     Mesh,
     OffloadToCPU,
-    SendWeights,
     Single,
     TensorParallel,
     TorchAO,
@@ -50,10 +50,14 @@ SAID = {
             mesh=Mesh(replicate=2, shard=4, tensor=1),
             precision=LOW,
             checkpointing=CheckpointBlocks(),
-            weights=SendWeights(),
+            weights=BroadcastWeights(),
         ),
         Config(engine=FSDP2(wrap=WrapSize(1000))),
-        Config(engine=FSDP1(wrap=WrapRoot(), sharding="SHARD_GRAD_OP", backward_prefetch=None, ignored=("vision.*",))),
+        Config(
+            engine=FSDP1(
+                wrap=WrapRoot(), sharding="SHARD_GRAD_OP", backward_prefetch="NO_PREFETCH", ignored=("vision.*",)
+            )
+        ),
         Config(
             engine=DeepSpeed(stage=3, offload_param="cpu", leaf_modules=("Moe",)), accumulation=4, clip=ClipNorm(1.0)
         ),
@@ -69,7 +73,7 @@ SAID = {
         Config(engine=DDP(find_unused_parameters=True, bucket_cap_mb=10.0), precision=BF16(), timeout_s=60.0),
         Config(engine=DDP(), compile=CompileModel(mode="max-autotune"), checkpointing=CheckpointBlocks()),
         Config(engine=FSDP2(wrap=WrapClasses(("Block",)), offload=OffloadToCPU()), precision=LOW, accumulation=3),
-        Config(engine=FSDP1(sharding="HYBRID_SHARD", sync_module_states=True), weights=SendWeights()),
+        Config(engine=FSDP1(sharding="HYBRID_SHARD", sync_module_states=True), weights=BroadcastWeights()),
         Config(engine=DeepSpeed(config={"zero_optimization": {"stage": 2}}), clip=ClipNorm(1.0)),
     ),
 }

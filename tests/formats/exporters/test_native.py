@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prepkit.config import FSDP1, FSDP2, Config, Mesh, Origin
+from prepkit.config import FSDP2, Config, Mesh, Origin
 from prepkit.findings import PlanRejected
 from prepkit.formats.exporters.native import config_text
 
@@ -17,8 +17,6 @@ def test_defaults_are_left_out_and_origins_are_comments() -> None:
     )
 
 
-def test_null_has_no_place_in_toml() -> None:
-    with pytest.raises(PlanRejected, match=r"config.engine.backward_prefetch is null"):
-        config_text(Config(engine=FSDP1(backward_prefetch=None)), "c.toml")
+def test_an_extension_that_no_writer_has_is_refused() -> None:
     with pytest.raises(PlanRejected, match=r"extension is '.txt'"):
         config_text(Config(), "c.txt")

@@ -15,6 +15,7 @@ from prepkit.config import (
     FP16,
     FSDP1,
     FSDP2,
+    BroadcastWeights,
     CheckpointBlocks,
     ClipNorm,
     CompileBlocks,
@@ -22,11 +23,8 @@ from prepkit.config import (
     Config,
     DeepSpeed,
     DelayedScaling,
-    KeepWeights,
     Mesh,
-    NoCompile,
     OffloadToCPU,
-    SendWeights,
     Single,
     TensorParallel,
     TorchAO,
@@ -83,7 +81,7 @@ def test_fsdp_of_version_2_with_every_key(tmp_path: Path) -> None:
         ),
         precision=BF16(reduce_dtype="bfloat16"),
         checkpointing=CheckpointBlocks(),
-        weights=SendWeights(),
+        weights=BroadcastWeights(),
     )
 
 
@@ -134,7 +132,7 @@ fsdp_config:
             wrap=WrapSize(1_000_000),
             sharding="SHARD_GRAD_OP",
             offload=True,
-            backward_prefetch=None,
+            backward_prefetch="NO_PREFETCH",
             forward_prefetch=True,
             use_orig_params=False,
             limit_all_gathers=False,
@@ -142,7 +140,7 @@ fsdp_config:
             buffer_dtype="float16",
         ),
         precision=FP16(reduce_dtype="float16"),
-        weights=KeepWeights(),
+        weights=None,
     )
 
 
@@ -152,7 +150,10 @@ def test_fsdp_of_version_1_where_the_file_is_silent_is_as_accelerates_launcher_h
         config_of(tmp_path, f"distributed_type: FSDP\nmixed_precision: {word}\nfsdp_config: {{}}").engine
         for word in ("no", "bf16")
     ]
-    assert [engine.backward_prefetch for engine in engines if isinstance(engine, FSDP1)] == [None, None]
+    assert [engine.backward_prefetch for engine in engines if isinstance(engine, FSDP1)] == [
+        "NO_PREFETCH",
+        "NO_PREFETCH",
+    ]
     assert [engine.buffer_dtype for engine in engines if isinstance(engine, FSDP1)] == [None, "bfloat16"]
 
 
@@ -189,7 +190,7 @@ def test_fsdp_of_version_1_where_the_file_is_silent_is_as_accelerates_launcher_h
             Config(
                 engine=FSDP2(wrap=WrapBlocks()),
                 mesh=Mesh(replicate=2, shard=4, tensor=2),
-                weights=SendWeights(),
+                weights=BroadcastWeights(),
             ),
         ),
         (
@@ -334,7 +335,7 @@ def test_a_key_that_does_nothing_is_a_warning(tmp_path: Path, text: str, key: st
 
 def test_rank_0_sends_its_values_under_both_versions_of_fsdp(tmp_path: Path) -> None:
     text = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1, fsdp_cpu_ram_efficient_loading: true}\n"
-    assert config_of(tmp_path, text).weights == SendWeights()
+    assert config_of(tmp_path, text).weights == BroadcastWeights()
     kept = text.replace("}", ", fsdp_sync_module_states: false}")
     assert ["rank 0 alone has values" in finding for finding in refused(tmp_path, kept)] == [True]
 
@@ -370,7 +371,7 @@ dynamo_config: {backend: inductor, use_fullgraph: true}
         wrap=WrapClasses(("Block",)),
         sharding="SHARD_GRAD_OP",
         offload=True,
-        backward_prefetch=None,
+        backward_prefetch="NO_PREFETCH",
         sync_module_states=True,
         buffer_dtype="bfloat16",
     )
@@ -386,7 +387,7 @@ dynamo_config: {backend: inductor, use_fullgraph: true}
 
 def test_rank_0_loads_for_all_where_the_file_says_nothing(tmp_path: Path) -> None:
     """K-F19: the launcher's own default, which refuses sync_module_states: false beside it."""
-    assert config_of(tmp_path, "distributed_type: FSDP\nfsdp_config: {}\n").weights == SendWeights()
+    assert config_of(tmp_path, "distributed_type: FSDP\nfsdp_config: {}\n").weights == BroadcastWeights()
     with pytest.raises(PlanRejected, match="launcher means true where nothing is said"):
         read(tmp_path, "distributed_type: FSDP\nfsdp_config: {fsdp_sync_module_states: false}\n")
 
@@ -435,10 +436,10 @@ def test_what_is_wrong_in_deepspeeds_file_is_said_with_what_is_wrong_here(tmp_pa
 @pytest.mark.parametrize("said", ["dynamo_backend: INDUCTOR", "dynamo_config: {dynamo_backend: INDUCTOR}"])
 def test_compilation_is_not_what_the_launcher_hands_on_to_nobody(tmp_path: Path, kind: str, said: str) -> None:
     imported = read(tmp_path, f"distributed_type: {kind}\n{said}\n")
-    assert imported.config.compile == NoCompile()
+    assert imported.config.compile is None
     assert [note.rule for note in imported.notes] == ["import.no-effect"]
     off = read(tmp_path, f"distributed_type: {kind}\n{said.replace('INDUCTOR', 'NO')}\n")
-    assert (off.config.compile, off.notes) == (NoCompile(), ())
+    assert (off.config.compile, off.notes) == (None, ())
     with pytest.raises(PlanRejected, match="dynamo_config: \\[1\\] is no section"):
         read(tmp_path, f"distributed_type: {kind}\ndynamo_config: [1]\n")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prepkit.config import BF16, FP16, AsStored, ClipNorm, DeepSpeed, NoClip
+from prepkit.config import BF16, FP16, ClipNorm, DeepSpeed
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers import import_config
 from prepkit.testing.tiny import tiny_facts
@@ -56,7 +56,7 @@ def test_each_setting_says_line_and_column(tmp_path: Path) -> None:
             FP16(growth_interval=500, init_scale=4096.0),
         ),
         ({"fp16": {"enabled": True, "loss_scale_window": "auto"}}, FP16(growth_interval=1000)),
-        ({"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, AsStored()),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, None),
         ({"bfloat16": {"enabled": True}}, BF16()),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_global_batch_beside_a_micro_batch_gives_the_accumulation_of_any_numbe
 def test_what_is_auto_is_left_to_the_plan(tmp_path: Path) -> None:
     text = '{"zero_optimization": {"stage": 1}, "gradient_clipping": "auto", "gradient_accumulation_steps": "auto"}'
     config = read(tmp_path, text).config
-    assert (config.clip, config.accumulation, config.global_batch) == (NoClip(), None, None)
+    assert (config.clip, config.accumulation, config.global_batch) == (None, None, None)
 
 
 def test_findings_of_rules_name_the_key_and_its_line(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from prepkit.config import (
     MSAMP,
     CheckpointBlocks,
     DeepSpeed,
-    NoCheckpointing,
     TorchAO,
     TransformerEngine,
 )
@@ -40,7 +39,7 @@ def test_the_usual_file_is_told_by_its_keys_and_recomputes_blocks(tmp_path: Path
 
 def test_recomputation_is_off_where_the_file_says_so(tmp_path: Path) -> None:
     config = read(tmp_path, "disable_gradient_checkpointing: true\n").config
-    assert config.checkpointing == NoCheckpointing()
+    assert config.checkpointing is None
     assert [(origin.setting, origin.line) for origin in config.origins] == [("config.checkpointing", 4)]
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from prepkit.config import (
     BF16,
@@ -16,6 +17,7 @@ from prepkit.config import (
     SGD,
     AdamW,
     CheckpointBlocks,
+    Clip,
     ClipNorm,
     ClipValue,
     CompileBlocks,
@@ -23,7 +25,6 @@ from prepkit.config import (
     Config,
     DeepSpeed,
     Mesh,
-    NoClip,
     TorchAO,
     WrapBlocks,
 )
@@ -111,7 +112,7 @@ def test_yaml_is_yaml_1_2_so_no_is_a_word_and_5e8_a_number(tmp_path: Path) -> No
     )
     [found] = refused(write(tmp_path, "d.yaml", "engine: {kind: DDP, static_graph: yes}\n"))
     assert found.where.endswith("d.yaml:$.engine.static_graph")
-    assert found.what == "'yes' stands where true or false is expected"
+    assert found.what == "'yes' is given where true or false is expected"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_everything_that_is_wrong_is_said_at_once(name: str, text: str, tmp_path
     path = write(tmp_path, name, text)
     found = {finding.where: (finding.what, finding.fix) for finding in refused(path)}
     assert found.keys() == {f"{path}:$.accumulation", f"{path}:$.clips", f"{path}:$.backend"}
-    assert found[f"{path}:$.accumulation"] == ("2.0 stands where a whole number or null is expected", "write 2")
+    assert found[f"{path}:$.accumulation"] == ("2.0 is given where a whole number or null is expected", "write 2")
     assert found[f"{path}:$.clips"][1] == "write 'clip' instead"
 
 
@@ -141,10 +142,50 @@ CLIPS = {
 def test_a_fix_can_be_typed_as_it_is_in_the_language_of_the_file(name: str, tmp_path: Path) -> None:
     text, by_norm, by_value = CLIPS[name]
     [found] = refused(write(tmp_path, name, text))
-    bare = "NoClip" if name.endswith("yaml") else '"NoClip"'
-    assert found.fix == f"write {by_norm} or {by_value} or {bare}"
-    for fix, meant in ((by_norm, ClipNorm(1.0)), (by_value, ClipValue(1.0)), (bare, NoClip())):
+    left_out = ", or leave the key out" if name.endswith("toml") else " or null"
+    assert found.fix == f"write {by_norm} or {by_value}{left_out}"
+    ways: list[tuple[str, Clip]] = [(by_norm, ClipNorm(1.0)), (by_value, ClipValue(1.0))]
+    for fix, meant in ways + ([] if name.endswith("toml") else [("null", None)]):
         assert read_config(write(tmp_path, name, text.replace("1.0", fix))).clip == meant
+
+
+FORMER = {
+    "clip": "NoClip",
+    "compile": "NoCompile",
+    "checkpointing": "NoCheckpointing",
+    "weights": "KeepWeights",
+    "precision": "AsStored",
+    "engine.offload": "KeepOnDevice",
+    "engine.hook": "NoHook",
+}
+
+
+def test_the_former_name_of_a_kind_is_refused_with_the_new_one(tmp_path: Path) -> None:
+    [found] = refused(write(tmp_path, "c.toml", 'weights = "SendWeights"\n'))
+    assert (found.rule, found.fix) == ("codec.unknown-kind", 'write "BroadcastWeights"')
+    [found] = refused(write(tmp_path, "c.toml", '[weights]\nkind = "SendWeights"\n'))
+    assert (found.where.partition(":")[2], found.fix) == ("$.weights.kind", 'write "BroadcastWeights"')
+
+
+@pytest.mark.parametrize("setting", FORMER)
+@pytest.mark.parametrize("bare", [True, False])
+def test_a_former_name_of_nothing_is_refused_with_what_to_write_now(setting: str, bare: bool, tmp_path: Path) -> None:
+    engine, _, key = setting.rpartition(".")
+    said: object = FORMER[setting] if bare else {"kind": FORMER[setting]}
+    kind = "DDP" if key == "hook" else "FSDP2"
+    data = {"engine": {"kind": kind, key: said}} if engine else {key: said}
+    [found] = refused(write(tmp_path, "c.json", json.dumps(data)))
+    assert (found.rule, found.where.partition(":")[2], found.fix) == (
+        "codec.unknown-kind",
+        f"$.{setting}",
+        "write null",
+    )
+    assert "what asks for none of them is None" in found.what
+    [found] = refused(write(tmp_path, "c.toml", tomli_w.dumps(data)))
+    assert found.fix == "leave the key out"
+    left_out = write(tmp_path, "c.toml", f'[engine]\nkind = "{kind}"\n')
+    data = {"engine": {"kind": kind} | ({key: None} if engine else {})} | ({} if engine else {key: None})
+    assert read_config(write(tmp_path, "c.json", json.dumps(data))) == read_config(left_out)
 
 
 CLASSES, PATHS = '{ kind = "WrapClasses", names = ["%s"] }', '{ kind = "WrapPaths", patterns = ["%s"] }'
@@ -230,7 +271,7 @@ def test_a_missing_file_and_a_folder_are_findings(tmp_path: Path) -> None:
 
 
 def test_every_key_that_appears_twice_is_a_finding_with_its_lines(tmp_path: Path) -> None:
-    text = "engine:\n  kind: DDP\n  kind: FSDP2\naccumulation: 1\nclip: NoClip\naccumulation: 2\n"
+    text = "engine:\n  kind: DDP\n  kind: FSDP2\naccumulation: 1\nclip: null\naccumulation: 2\n"
     path = write(tmp_path, "c.yaml", text)
     assert [(one.rule, one.where, one.what) for one in refused(path)] == [
         ("config.duplicate-key", f"{path}:$.accumulation", "the key appears twice, in line 4 and in line 6"),

@@ -12,14 +12,11 @@ from prepkit.config import (
     FP8,
     FSDP2,
     AdamW,
-    AsStored,
     CheckpointBlocks,
     ClipNorm,
     CompileBlocks,
     LoadWeights,
     Mesh,
-    NoCheckpointing,
-    NoClip,
     OffloadToCPU,
     Single,
     TensorParallel,
@@ -110,7 +107,7 @@ def test_degrees_choose_the_engine(tmp_path: Path, text: str, engine: object) ->
     [
         ("", BF16(output_dtype="bfloat16")),
         ('dtype = "bfloat16"', BF16(output_dtype="bfloat16", master_weights=False)),
-        ('mixed_precision_param = "float32"', AsStored()),
+        ('mixed_precision_param = "float32"', None),
     ],
 )
 def test_precision_as_the_policy_of_fully_shard_has_it(tmp_path: Path, text: str, precision: object) -> None:
@@ -120,7 +117,7 @@ def test_precision_as_the_policy_of_fully_shard_has_it(tmp_path: Path, text: str
 def test_switches_that_are_off_and_weights_in_files(tmp_path: Path) -> None:
     text = '[training]\nmax_norm = 0\n[checkpoint]\ninitial_load_in_hf = true\ninitial_load_path = "llama"\n'
     config = read(tmp_path, NONE + text).config
-    assert (config.clip, config.checkpointing, config.weights) == (NoClip(), NoCheckpointing(), LoadWeights("llama"))
+    assert (config.clip, config.checkpointing, config.weights) == (None, None, LoadWeights("llama"))
 
 
 @pytest.mark.parametrize(

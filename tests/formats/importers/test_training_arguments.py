@@ -14,14 +14,13 @@ from prepkit.config import (
     FP16,
     FSDP1,
     FSDP2,
+    BroadcastWeights,
     CheckpointBlocks,
     ClipNorm,
     CompileModel,
     Config,
     DeepSpeed,
-    NoClip,
     OffloadToCPU,
-    SendWeights,
     WrapBlocks,
     WrapClasses,
 )
@@ -42,7 +41,7 @@ PLAIN = {"clip": ClipNorm(1.0), "timeout_s": 1800.0}
     ("text", "expected"),
     [
         ("bf16: true", Config(engine=DDP(), precision=BF16(), **PLAIN)),
-        ("fp16: true\nmax_grad_norm: 0", Config(engine=DDP(), precision=FP16(), clip=NoClip(), timeout_s=1800.0)),
+        ("fp16: true\nmax_grad_norm: 0", Config(engine=DDP(), precision=FP16(), clip=None, timeout_s=1800.0)),
         (
             (
                 "gradient_accumulation_steps: 8\ngradient_checkpointing: true\n"
@@ -65,7 +64,9 @@ PLAIN = {"clip": ClipNorm(1.0), "timeout_s": 1800.0}
         (
             "fsdp: true\nfsdp_config: {version: 1, reshard_after_forward: hybrid_shard, cpu_offload: true}",
             Config(
-                engine=FSDP1(sharding="HYBRID_SHARD", offload=True, sync_module_states=True, backward_prefetch=None),
+                engine=FSDP1(
+                    sharding="HYBRID_SHARD", offload=True, sync_module_states=True, backward_prefetch="NO_PREFETCH"
+                ),
                 **PLAIN,
             ),
         ),
@@ -74,12 +75,16 @@ PLAIN = {"clip": ClipNorm(1.0), "timeout_s": 1800.0}
                 "fsdp: true\nfsdp_config: {transformer_layer_cls_to_wrap: Block, cpu_ram_efficient_loading: true,"
                 " offload_params: true}"
             ),
-            Config(engine=FSDP2(wrap=WrapClasses(("Block",)), offload=OffloadToCPU()), weights=SendWeights(), **PLAIN),
+            Config(
+                engine=FSDP2(wrap=WrapClasses(("Block",)), offload=OffloadToCPU()), weights=BroadcastWeights(), **PLAIN
+            ),
         ),
         (
             "fsdp: shard_grad_op auto_wrap offload\nfsdp_config: {version: 1, activation_checkpointing: true}",
             Config(
-                engine=FSDP1(sharding="SHARD_GRAD_OP", offload=True, sync_module_states=True, backward_prefetch=None),
+                engine=FSDP1(
+                    sharding="SHARD_GRAD_OP", offload=True, sync_module_states=True, backward_prefetch="NO_PREFETCH"
+                ),
                 checkpointing=CheckpointBlocks(),
                 **PLAIN,
             ),
@@ -195,7 +200,7 @@ def test_older_names_are_read_as_the_new_ones(tmp_path: Path) -> None:
 def test_what_the_section_says_of_blocks_and_weights_has_its_place(tmp_path: Path) -> None:
     text = "fsdp: true\nfsdp_config: {cpu_ram_efficient_loading: true, activation_checkpointing: true}\n"
     config = read(tmp_path, text).config
-    assert (config.weights, config.checkpointing) == (SendWeights(), CheckpointBlocks())
+    assert (config.weights, config.checkpointing) == (BroadcastWeights(), CheckpointBlocks())
     settings = {origin.setting: origin.key for origin in config.origins}
     assert settings["config.weights"] == "fsdp_config.cpu_ram_efficient_loading"
     assert settings["config.checkpointing"] == "fsdp_config.activation_checkpointing"

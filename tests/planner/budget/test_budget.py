@@ -8,15 +8,14 @@ import pytest
 from attrs import evolve
 
 import prepkit as pk
-from prepkit import planner
+from prepkit import config, planner
 from prepkit.config import BF16, DDP, FSDP2, AdamW, Config, Mesh, OffloadToCPU, WrapRoot
 from prepkit.facts import Env, Facts
 from prepkit.findings import Finding, Severity
 from prepkit.planner.budget import Fit, bounds, typed
 from prepkit.predict import predict
-from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES
-from prepkit.rules.memory import PLAN_RULES
+from prepkit.rules.memory import PLANNED_RULES, Held
 from prepkit.testing.tiny import tiny_facts, tiny_model
 from tests.support.llama_facts import facts, fsdp2
 from tests.support.plans import PLANS, assert_rendered
@@ -118,6 +117,15 @@ def test_nothing_fits_into_nothing_and_everything_into_enough() -> None:
     assert "left for activations" in str(enough)
 
 
+def test_activations_that_exceed_the_device_alone_are_not_answered_with_more_ranks() -> None:
+    plan = fsdp2("8B", 64)
+    alone = str(pk.fits(plan, 2**30, activations=2**31))
+    assert "activations of one micro-batch alone need 2.00 GiB, on any number of ranks" in alone
+    assert "take smaller micro-batches" in alone
+    assert "more ranks" not in alone
+    assert "take more ranks or memory" in str(pk.fits(plan, 2**30, activations=2**20))
+
+
 def test_an_optimizer_that_is_not_predicted_is_named_beside_the_verdict() -> None:
     seen = tiny_facts(tiny_model())
     assert seen.optimizer is not None
@@ -136,18 +144,18 @@ def test_the_engine_without_formulas_is_neither_refused_nor_called_fitting() -> 
 
 
 def test_the_rules_about_memory_are_known_to_overrides_and_to_nobody_twice() -> None:
-    assert not {rule.id for rule in PLAN_RULES} & {rule.id for rule in RULES}
-    for rule in PLAN_RULES:
-        assert not list(rule.check(Resolved(cfg=Config(), facts=tiny_facts())))
+    assert not {rule.id for rule in PLANNED_RULES} & {rule.id for rule in RULES}
+    for rule in PLANNED_RULES:
+        assert not list(rule.check(Held(rank=0, floor=1, ceiling=2, memory=2)))
         cfg = Config(overrides=(rule.id,))
         assert planner.plan(cfg, tiny_facts()).unwrap().overridden == ()
 
 
 def test_a_config_is_shown_as_it_is_typed() -> None:
-    assert typed(FSDP2(offload=OffloadToCPU(), wrap=pk.WrapClasses(("Block",)))) == (
+    assert typed(FSDP2(offload=OffloadToCPU(), wrap=pk.wrap.WrapClasses(("Block",)))) == (
         "FSDP2(wrap=WrapClasses(('Block',)), offload=OffloadToCPU())"
     )
-    assert eval(typed(NODES), vars(pk) | {"AdamW": AdamW}) == NODES
+    assert eval(typed(NODES), vars(config)) == NODES
 
 
 def test_env_memory_of_a_cpu_that_is_declared_counts() -> None:

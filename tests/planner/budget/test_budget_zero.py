@@ -11,8 +11,7 @@ import prepkit as pk
 from prepkit.config import BF16, AdamW, Config, DeepSpeed
 from prepkit.planner.budget import Fit, bounds
 from prepkit.predict import predict
-from prepkit.resolve.deepspeed.data import look, said, stage
-from prepkit.resolve.deepspeed.edit import offloaded, offloads, restaged, with_zero
+from prepkit.resolve.deepspeed.data import look, offloaded, offloads, restaged, said, stage, with_zero
 from tests.support.llama_facts import fsdp2
 
 

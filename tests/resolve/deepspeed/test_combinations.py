@@ -179,6 +179,15 @@ def test_numbers_of_spec_and_schedule_reach_the_sections() -> None:
     assert said["scheduler.params.total_num_steps"] == 100  # optimizer steps: nobody multiplies them by the ranks
 
 
+def test_a_warm_up_has_at_least_one_step() -> None:
+    cfg, facts = pair({"optimizer": OPTIMIZER, "scheduler": SCHEDULER}, "D", "D")
+    assert isinstance(cfg.engine, DeepSpeed)
+    cfg = evolve(cfg, engine=evolve(cfg.engine, schedule=Schedule(warmup_steps=0, total_steps=100)))
+    (step,) = (one.step for one in plan(cfg, facts).unwrap().steps if isinstance(one.step, InitializeDeepSpeed))
+    said = {".".join(one.path): json.loads(one.value) for one in step.settings}
+    assert said["scheduler.params.warmup_num_steps"] == 1  # SS-22: WarmupLR refuses 0
+
+
 def test_the_warm_up_ends_at_the_rate_of_the_optimizer_that_is_given() -> None:
     cfg, facts = pair({"scheduler": SCHEDULER}, "R", "D")
     (step,) = (one.step for one in plan(cfg, facts).unwrap().steps if isinstance(one.step, InitializeDeepSpeed))

@@ -24,7 +24,6 @@ from prepkit.config import (
     EachLoader,
     Intent,
     KeepLoaders,
-    NoClip,
     OptimizerSpec,
     Precision,
     ShardLoaders,
@@ -33,8 +32,7 @@ from prepkit.facts import ArchitectureFacts, Facts, LoaderFacts, OptimizerFacts,
 from prepkit.findings import errors
 from prepkit.plan import Plan
 from prepkit.planner import plan
-from prepkit.resolve.deepspeed.data import NotJsonError, data_of, drop, look, parse, put, settings
-from prepkit.resolve.deepspeed.edit import with_zero
+from prepkit.resolve.deepspeed.data import NotJsonError, data_of, drop, look, parse, put, settings, with_zero
 from prepkit.resolve.deepspeed.working import WorkingConfig, working_config
 from prepkit.rules import check
 from prepkit.steps import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
@@ -551,7 +549,7 @@ def test_a_lazy_hpu_offloads_nothing() -> None:
 def test_inference_needs_no_optimizer_at_stages_zero_and_three() -> None:
     facts = tiny_facts(world=2, optimizer=False)
     for stage, fine in ((0, True), (1, False), (2, False), (3, True)):
-        cfg = Config(engine=DeepSpeed(stage=stage, micro_batch=4), intent=Intent.INFERENCE, clip=NoClip())
+        cfg = Config(engine=DeepSpeed(stage=stage, micro_batch=4), intent=Intent.INFERENCE, clip=None)
         assert (not errors(check(cfg, facts))) is fine
 
 

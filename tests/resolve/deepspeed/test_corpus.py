@@ -16,12 +16,10 @@ from prepkit.config import (
     BF16,
     FP16,
     AdamW,
-    AsStored,
     ClipNorm,
     Config,
     DeepSpeed,
     KeepLoaders,
-    NoClip,
     Precision,
     Schedule,
 )
@@ -77,7 +75,7 @@ def asked(data: dict[str, Any]) -> tuple[Config, Facts]:
     ranks = max(1, whole // (micro * steps)) if whole and micro and isinstance(steps, int) else 1
     scaled = said("fp16.enabled", default=False) is True
     masters = not said("bf16.bf16_master_weights_and_grads", default=False)
-    precision: Precision = AsStored()
+    precision: Precision = None
     if said("bf16.enabled", default=False) is True:
         precision = BF16(master_weights=masters)
     if scaled:
@@ -91,7 +89,7 @@ def asked(data: dict[str, Any]) -> tuple[Config, Facts]:
         ),
         loaders=KeepLoaders(),
         precision=precision,
-        clip=ClipNorm(float(clip)) if isinstance(clip, int | float) and clip > 0 else NoClip(),
+        clip=ClipNorm(float(clip)) if isinstance(clip, int | float) and clip > 0 else None,
         accumulation=steps if isinstance(steps, int) else 1,
         optimizer=AdamW() if auto and made else None,
     )
@@ -114,8 +112,8 @@ def test_a_public_config_gives_what_deepspeed_accepts_or_findings(file: str) -> 
     deepspeed = pytest.importorskip("deepspeed", reason="the extra prepkit[deepspeed] is not installed")
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    from prepkit.live.handlers.deepspeed import config_of
-    from prepkit.live.model.deepspeed import Ranks, forget_groups
+    from prepkit.applying.handlers.deepspeed import config_of
+    from prepkit.objects.deepspeed import DataRanks, forget_groups
 
     before = data_of(file)
     found = outcome(file)
@@ -130,7 +128,7 @@ def test_a_public_config_gives_what_deepspeed_accepts_or_findings(file: str) -> 
     forget_groups()
     with gloo_alone():
         deepspeed.init_distributed(dist_init_required=False)
-        accepted = DeepSpeedConfig(settled, mpu=Ranks(step.data_parallel, None))
+        accepted = DeepSpeedConfig(settled, mpu=DataRanks(step.data_parallel, None))
     assert accepted.train_batch_size == settled["train_batch_size"]
     assert before == data_of(file)
 

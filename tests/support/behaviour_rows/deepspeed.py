@@ -11,7 +11,7 @@ TWO_PLACES = "rule deepspeed.two-places"
 PRECISION = "test test_precision_has_one_owner_in_every_row_of_the_table"
 NO_PLUGIN = "deviation the engine is a frozen value of one config: no plugin is selected, and no state is published"
 NO_ENVIRONMENT = "deviation no field has a default in an environment variable"
-NOTHING_READ = "test test_a_variable_of_the_environment_is_read_in_live_and_by_whoever_is_asked_to_read_them"
+NOTHING_READ = "test test_a_variable_of_the_environment_is_read_by_rooms_that_act_and_by_whoever_is_asked_to_read_them"
 TOLD_NOTHING = "test test_transformers_is_told_nothing_of_the_engine_and_goes_on_building_whole_models"
 
 INITIALISE: dict[str, Answers] = {
@@ -106,7 +106,7 @@ INITIALISE: dict[str, Answers] = {
     "DS-35": (REAL,),
     "DS-36": ("deviation each Prepared holds its engine",),
     "DS-37": (
-        "test test_two_engines_in_one_program_are_driven_each_by_its_own",
+        "test test_two_engines_that_both_train_learn_what_each_learns_alone",
         "deviation a second engine is driven by its own Prepared, not by the first",
     ),
     "DS-38": ("deviation there is no registry of prepared objects",),

@@ -72,7 +72,7 @@ FSDP1: dict[str, Answers] = {
         "rule fsdp1.no-shard",
         "test test_copies_are_refused_where_the_strategy_cuts_over_all_ranks",
         "test test_two_processes_learn_what_one_learns",
-        "test test_copies_of_shards_learn_what_one_process_learns",
+        "test test_replicas_of_flat_shards_learn_what_one_process_learns",
         "deviation one field says it, sharding (G-12)",
     ),
     "F1-41": ("rule fsdp1.offload-on-cpu", "test test_what_is_asked_for_reaches_torch"),

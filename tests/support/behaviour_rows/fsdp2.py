@@ -55,7 +55,7 @@ FSDP2: dict[str, Answers] = {
         "step SendTensors",
         "test test_a_model_that_rank_0_alone_has_trains_as_in_one_process",
         "test test_each_stage_gets_the_values_and_learns_what_the_plain_model_learns",
-        "deviation asked for with SendWeights; with files every rank reads its own bytes, and none broadcasts",
+        "deviation asked for with BroadcastWeights; with files every rank reads its own bytes, and none broadcasts",
     ),
     "M2-14": (
         "step InitializeTensors",

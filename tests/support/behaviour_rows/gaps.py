@@ -33,6 +33,7 @@ GAPS: dict[str, Answers] = {
     "G-57": ("test test_parameters_that_share_an_address_stay_apart",),
     "G-62": ("test test_a_file_that_changed_is_an_error_on_every_rank_before_anything_is_sharded",),
     "G-66": (
+        "test test_a_model_for_inference_is_sharded_on_the_device",
         "test test_inference_wraps_nothing_under_ddp_and_shards_under_fsdp2",
         "test test_no_parameter_is_ignored_wherever_the_values_come_from",
     ),
@@ -60,7 +61,10 @@ GAPS: dict[str, Answers] = {
     "G-36": ("rule deepspeed.two-places", "test test_the_mapping_that_is_given_is_copied_and_never_changed"),
     "G-44": ("rule precision.fp16-unsupported",),
     "G-45": ("row W-16",),
-    "G-47": ("test test_tensor_ranks_read_the_same_samples_and_shards_their_own",),
+    "G-47": (
+        "test test_tensor_ranks_are_sent_the_same_batches",
+        "test test_tensor_ranks_read_the_same_samples_and_shards_their_own",
+    ),
     "G-61": ("test test_ranks_that_hold_one_model_together_count_once", "row DS-13"),
     "G-65": ("test test_16_bit_floats_are_cast_wherever_they_are_nested",),
     # --- late or misleading failures ---
@@ -116,7 +120,12 @@ GAPS: dict[str, Answers] = {
     ),
     "G-56": ("test test_preparing_an_engine_again_is_refused",),
     # --- rank disagreement ---
-    "G-30": ("step Agree", "rule model.nothing-trainable", "test test_one_odd_rank_of_four_is_named_on_every_rank"),
+    "G-30": (
+        "step Agree",
+        "rule model.nothing-trainable",
+        "test test_one_odd_rank_of_four_is_named_on_every_rank",
+        "test test_ranks_agree_before_anything_is_changed",
+    ),
     # --- global state ---
     "G-16": (
         "test test_a_rehearsed_rank_leaves_the_environment_as_it_was",
@@ -131,7 +140,7 @@ GAPS: dict[str, Answers] = {
     ),
     "G-54": ("row H-51",),
     "G-55": ("deviation a plan prints every step with its reason; nothing is logged beside it",),
-    "G-63": ("test test_two_engines_in_one_program_are_driven_each_by_its_own", "row W-33"),
+    "G-63": ("test test_a_step_of_one_clips_and_clears_no_gradient_of_the_other",),
     "G-68": ("row ST-28",),
 }
 """Defects of the reference that concern FSDP2, and what shows that prepkit does not have them."""

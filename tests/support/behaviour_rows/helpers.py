@@ -29,7 +29,8 @@ HELPERS: dict[str, Answers] = {
     "H-16": (
         "step CheckpointModules",
         "test test_checkpointed_blocks_run_twice_and_give_the_same_gradients",
-        "deviation the random state is preserved unless preserve_rng_state=False; activations are not offloaded",
+        "deviation the random state is preserved unless preserve_rng_state=False",
+        "test test_inputs_of_offloaded_blocks_leave_the_device_in_forward",
     ),
     "H-17": ("test test_a_selection_gives_children_before_parents_and_never_the_root",),
     "H-18": (
@@ -43,7 +44,7 @@ HELPERS: dict[str, Answers] = {
         "test test_a_meta_model_loaded_into_shards_trains_as_the_full_one",
         "step SendTensors",
         "test test_a_rank_is_sent_its_own_shard_alone_straight_from_storage_to_storage",
-        "deviation SendWeights sends each rank its own part, in pieces; from files every rank reads its own bytes",
+        "deviation BroadcastWeights sends each rank its own part, in pieces; from files every rank reads its own bytes",
     ),
     "H-19a": ("deviation as H-19", "test test_values_are_cast_on_the_way"),
     "H-20": (

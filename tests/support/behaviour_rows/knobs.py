@@ -31,10 +31,11 @@ ARGUMENTS: dict[str, Answers] = {
     "K-16": (FLAG, FLAGS, "deviation XLA computes in the precision of the config"),
     "K-17": ("rule deepspeed.hpu-lazy", "test test_a_lazy_hpu_offloads_nothing"),
     "K-18": ("row DP-5",),
-    "K-19": ("row XL-1",),
+    "K-19": ("row XL-1", "deviation XLA(forked=True) says it: FORK_LAUNCHED is not read"),
     "K-20": (
         "test test_each_launcher_says_how_many_processes_there_are",
         "test test_mpirun_on_one_node_says_all_that_a_start_needs",
+        "deviation OMP_NUM_THREADS is the launcher's: torchrun sets 1, and nothing else is written to the environment",
     ),
 }
 
@@ -62,7 +63,10 @@ FSDP: dict[str, Answers] = {
     ),
     "K-F12": ("test test_what_is_asked_for_reaches_torch",),
     "K-F13": ("row F1-47",),
-    "K-F14": ("row F1-4",),
+    "K-F14": (
+        "row F1-4",
+        "deviation a config holds no function: InitWeights calls the modules' own, which also fill a model on meta",
+    ),
     "K-F15": (
         "rule fsdp1.sync-on-cpu",
         "test test_every_unit_is_told_the_device_of_the_rank_and_whether_rank_0_is_broadcast",
@@ -100,7 +104,10 @@ DEEPSPEED_PLUGIN: dict[str, Answers] = {
     ),
     "K-DS12": ("row DS-19",),
     "K-DS13": ("row DP-12",),
-    "K-DS14": ("test test_ms_amp_gets_a_section_of_its_own_and_its_own_initialize",),
+    "K-DS14": (
+        "test test_ms_amp_gets_a_section_of_its_own_and_its_own_initialize",
+        "deviation O2 by default with DeepSpeed too, as in K-H7: one class has one default",
+    ),
     "K-DS15": ("row DS-26",),
     "K-DS16": ("rule deepspeed.tensor-parallel",),
 }
@@ -131,7 +138,7 @@ HANDLERS: dict[str, Answers] = {
         "rule values.timeout",
         "step StartProcessGroup",
         "test test_a_two_dimensional_mesh_keeps_the_time_out_of_the_plan",
-        "deviation 600 s for every backend",
+        "deviation 600 s for every backend; a group from another init_method is started before apply, which keeps it",
     ),
     "K-H5": (
         "test test_only_what_was_asked_for_is_passed_to_older_libraries",

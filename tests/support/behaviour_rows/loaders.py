@@ -25,7 +25,7 @@ LOADERS: dict[str, Answers] = {
         "test test_loaders_are_sharded_unless_they_are_kept",
         "test test_a_pass_that_was_left_early_is_not_taken_up_by_the_next_loop",
     ),
-    "DL-11": ("rule xla.loaders",),
+    "DL-11": ("rule xla.loaders", "deviation under XLA loaders stay as they are given, their generators too"),
     "DL-12": (
         "deviation one process draws by seed and epoch too, so that the engine does not change the order",
         "test test_the_order_follows_seed_and_epoch_and_is_that_of_one_process",
@@ -40,7 +40,11 @@ LOADERS: dict[str, Answers] = {
         "deviation no random state travels: what is drawn follows from seed and epoch on every rank",
         "test test_an_own_sampler_draws_alike_on_all_ranks_and_anew_in_every_epoch",
     ),
-    "DL-17": ("test test_everything_else_is_kept_and_the_given_loader_is_untouched",),
+    "DL-17": (
+        "rule loaders.out-of-order",
+        "test test_everything_else_is_kept_and_the_given_loader_is_untouched",
+        "deviation batches come in order also from a loader with in_order=False, with a warning",
+    ),
     "DL-18": ("rule xla.loaders", "rule loaders.own-iteration", DIVIDED),
     "DL-19": (
         "deviation a wrapper that says it is a DataLoader is a trap; its source.loader is one",
@@ -56,7 +60,11 @@ LOADERS: dict[str, Answers] = {
     "DL-22": ("test test_whatever_a_loader_draws_by_is_split", "row DL-21"),
     "DL-23": (MOVED, "test test_the_last_batch_of_a_pass_ends_the_window"),
     "DL-24": (DIVIDED, "test test_ranks_that_wait_for_data_of_rank_0_hear_why_there_are_none"),
-    "DL-25": ("deviation rank 0 may send over any mesh: ranks that read the same are sent the same", DIVIDED),
+    "DL-25": (
+        "test test_tensor_ranks_are_sent_the_same_batches",
+        "deviation rank 0 may send over any mesh: ranks that read the same are sent the same",
+        DIVIDED,
+    ),
     "DL-26": ("test test_the_micro_batch_is_that_of_the_loader", "rule loaders.split-batches"),
     "DL-27": (
         "test test_one_loop_reads_moves_counts_and_gathers_alike_under_every_engine",

@@ -26,7 +26,7 @@ AUTOCAST: dict[str, Answers] = {
     "AMP-1": ("step AutocastForward", "test test_autocast_taken_back_leaves_no_trace"),
     "AMP-2": (
         "test test_autocast_computes_in_bf16_and_returns_float32",
-        "deviation autocast has no switches: enabled=False is AsStored(), and its weight cache stays as torch has it",
+        "deviation autocast has no switches: enabled=False is precision=None, its weight cache stays as torch has it",
     ),
     "AMP-3": (
         "test test_a_plain_function_as_forward_is_wrapped_and_put_back_as_itself",
@@ -155,7 +155,7 @@ COMPILE: dict[str, Answers] = {
         "rule xla.compile",
         "test test_compiling_refuses_what_is_compiled_or_absent",
         "test test_a_whole_model_is_one_graph_that_runs_at_every_call",
-        "deviation in place, so that class, names and hooks stay; options and disable are not offered",
+        "deviation in place, so that class, names and hooks stay; disable is not offered",
     ),
     "CM-4": ("test test_equal_blocks_share_one_compilation_and_each_runs_it",),
     "CM-5": (

@@ -9,7 +9,7 @@ MESH: dict[str, Answers] = {
     "PC-2": ("rule mesh.size-below-one",),
     "PC-3": (NO_CONTEXT_PARALLEL,),
     "PC-4": (NO_CONTEXT_PARALLEL, "test test_what_prepkit_does_not_do_or_accelerate_refuses_is_refused"),
-    "PC-5": ("rule mesh.tensor-takes-all", "rule mesh.tensor-needs-dtensors"),
+    "PC-5": ("rule mesh.nothing-sharded", "test test_replicas_of_cut_layers_are_refused_where_nothing_is_sharded"),
     "PC-6": (NO_CONTEXT_PARALLEL,),
     "PC-7": ("step BuildMesh", "rule environment.torch-version", "test test_another_mesh_is_named"),
     "PC-8": ("rule mesh.not-world-size", "test test_a_mesh_that_does_not_multiply_to_the_world_is_refused"),

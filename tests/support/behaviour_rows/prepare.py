@@ -29,7 +29,10 @@ PREPARE: dict[str, Answers] = {
     "PR-14": ("row X-2",),
     "PR-15": ("step ConvertTransformerEngine", "test test_conversion_is_the_first_change_of_the_model"),
     "PR-16": ("step ConvertFP8Linears", "test test_conversion_is_the_first_change_of_the_model"),
-    "PR-17": ("test test_every_engine_has_a_planner", "test test_ms_amp_starts_where_the_model_lives_and_before_ddp"),
+    "PR-17": (
+        "test test_a_setting_arrives_in_the_plan",
+        "test test_ms_amp_starts_where_the_model_lives_and_before_ddp",
+    ),
     "PR-18": (
         ON_ONE_MODULE,
         "test test_an_object_of_the_wrong_kind_is_named_with_what_to_pass",
@@ -38,7 +41,7 @@ PREPARE: dict[str, Answers] = {
     "PR-19": (NO_REGISTRY, "test test_a_prepared_model_is_refused_with_what_it_carries"),
     "PR-20": (
         "deviation apply returns one Prepared with the objects by name, whatever was given",
-        "test test_every_public_name_arrives",
+        "test test_apply_returns_each_object_by_its_name_whatever_was_given",
     ),
 }
 

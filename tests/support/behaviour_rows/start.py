@@ -62,6 +62,7 @@ START: dict[str, Answers] = {
         "rule precision.fp16-unsupported",
         "rule precision.loss-scale",
         "step CreateGradScaler",
+        "test test_the_scaler_is_that_of_the_device_and_sharded_under_fsdp1_alone",
         "test test_every_accelerator_gets_torch_s_scaler_for_its_type",
         "test test_an_overflow_on_one_rank_skips_the_step_on_all",
     ),

@@ -57,7 +57,7 @@ ENGINE: dict[str, Answers] = {
     ),
     "W-22": (
         "rule deepspeed.scheduler-ticks",
-        "test test_a_scheduler_that_deepspeed_makes_or_is_given_ticks_once",
+        "test test_a_function_makes_the_scheduler_which_deepspeed_then_steps",
         "test test_optimizer_and_scheduler_of_the_config_are_made_and_stepped_by_deepspeed",
     ),
     "W-23": (
@@ -81,7 +81,7 @@ ACCUMULATION: dict[str, Answers] = {
         "test test_gradients_are_averaged_at_the_end_of_a_window_only",
         "test test_a_window_that_no_sync_left_unaveraged_is_not_stepped",
     ),
-    "W-33": (NO_SINGLETON, "test test_two_engines_in_one_program_are_driven_each_by_its_own"),
+    "W-33": (NO_SINGLETON, "test test_each_counts_its_own_micro_batches_whatever_a_variable_says"),
 }
 
 WRAPPERS: dict[str, Answers] = {**OPTIMIZER, **SCHEDULER, **ENGINE, **ACCUMULATION}

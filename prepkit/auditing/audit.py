@@ -1,0 +1,49 @@
+"""What is wrong with a model that is ready to be trained: one look at it, and every rule asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from prepkit.auditing.outcome import Audit
+from prepkit.auditing.running import RunningLook
+from prepkit.facts import Env
+from prepkit.observe.prepared import BEFORE_A_STEP, look, optimizers_of
+from prepkit.rules import due
+from prepkit.rules.rule import Moment, Need, findings_of
+
+
+def audit(
+    model: nn.Module,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    loaders: Sequence[Any] = (),
+    *,
+    env: Env | None = None,
+    ask_ranks: bool = True,
+    at_step: bool = False,
+) -> Audit:
+    """What is wrong with objects that are ready to be trained, whoever has prepared them; see ``pk.audit``.
+
+    ``at_step``: the optimizers are about to step, so that their gradients are looked at too.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model.weight = torch.nn.Parameter(torch.ones(4, 4))
+    >>> print(audit(model, optimizer).findings[0])
+    error run.orphans at optimizer: `AdamW` steps 1 tensor that the model does not have (shapes [4, 4]), and ...
+      fix: Make the optimizer after the model is wrapped, sharded, copied or changed: AdamW(model.parameters()).
+    """
+    begun = time.perf_counter()
+    rules = due(Moment.AUDIT)
+    needs = {need for rule in rules for need in rule.needs} & (BEFORE_A_STEP | ({Need.GRADIENTS} if at_step else set()))
+    facts = look(model, optimizer, scheduler, loaders, needs=needs if ask_ranks else needs - {Need.RANKS}, env=env)
+    findings = findings_of(rules, facts)
+    again = RunningLook(
+        model=model, optimizers=optimizers_of(optimizer), scheduler=scheduler, facts=facts, asks_ranks=bool(facts.ranks)
+    )
+    return Audit(facts=facts, findings=findings, seconds=time.perf_counter() - begun, look_again=again.look)

@@ -1,0 +1,207 @@
+"""A model that trains, looked at again: what has changed since the last look, at a cost that stays small."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+from torch import nn
+
+from prepkit.facts.run import RunFacts, Unlike
+from prepkit.facts.running import RunningFacts, RunningParam
+from prepkit.findings import Finding
+from prepkit.objects.names import Site, first_names, parameters_at, sites
+from prepkit.observe.fingerprints import summed
+from prepkit.observe.fingerprints.parts import Part, as_computed
+from prepkit.observe.model import dtype_name
+from prepkit.observe.prepared.optimizers import inner, prepared_optimizer
+from prepkit.ranks.world import world
+from prepkit.rules import due
+from prepkit.rules.rule import Moment, findings_of
+
+RATES = "learning rates"
+"""Name under which they travel beside the parameters."""
+
+
+@define(kw_only=True)
+class Rotation:
+    """Which weights are compared over ranks at a look. Every rank counts alike, so that all send the same names."""
+
+    names: tuple[str, ...] | None = None
+    """Of parameters that are compared; None: not asked yet. Those of one replica alone leave."""
+    sizes: dict[str, int] = field(factory=dict)
+    """Elements of each."""
+    at: int = 0
+    """The first of the next look."""
+    allowed: float = 0.0
+    """Elements that may still be read; negative after a look that read more, until later looks have read less."""
+    read: int = 0
+    """Elements of the last look."""
+    speed: float = 0.0
+    """Elements per second; 0: not known yet."""
+
+    def take(self, *, every: bool) -> tuple[str, ...]:
+        """Names for this look; all of them with ``every``. The first look takes the smallest, to learn its speed."""
+        names = self.names or ()
+        order = (*names[self.at :], *names[: self.at])
+        if every or not names:
+            return order
+        if not self.speed:
+            return (min(order, key=lambda name: self.sizes[name]),)
+        taken, left = 0, self.allowed
+        while taken < len(order) and left > 0:
+            left -= self.sizes[order[taken]]
+            taken += 1
+        self.at = (self.at + taken) % len(names)
+        return order[:taken]
+
+    def account(self, taken: tuple[str, ...], between: float, spent: float, share: float) -> None:
+        """``between``: seconds since the look before, ``spent``: what that one took. The same on every rank."""
+        self.speed = self.read / max(spent, 1e-6) if self.read else self.speed
+        self.read = sum(self.sizes[name] for name in taken)
+        most = sum(self.sizes[name] for name in self.names or ())
+        self.allowed = min(self.allowed + self.speed * between * share - self.read * (self.speed > 0), most)
+
+    def drop(self, single: set[str]) -> None:
+        """Leaves out what has one replica, and so nothing to be compared with."""
+        if single:
+            names = self.names or ()
+            kept = [name for name in (*names[self.at :], *names[: self.at]) if name not in single]
+            self.names, self.at = tuple(kept), 0
+
+
+@define(kw_only=True)
+class RunningLook:
+    """What ``Audit.drift`` and ``pk.watch`` look with: it remembers the last look."""
+
+    model: nn.Module
+    optimizers: list[Any]
+    scheduler: Any
+    facts: RunFacts
+    asks_ranks: bool = True
+    share: float | None = None
+    """Of the time between two looks, how much a look may take; None: each compares all weights."""
+    before: RunningFacts = field(init=False)
+    unlike: tuple[Unlike, ...] = field(default=(), init=False)
+    """Options in which ranks differ at the present look."""
+    rotation: Rotation = field(factory=Rotation, init=False)
+    seconds: float = field(default=0.0, init=False)
+    """That all looks have taken."""
+    last_seconds: float = field(default=0.0, init=False)
+    """That the last one has taken."""
+    _ended: float = field(factory=time.perf_counter, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.before = self._seen()
+
+    @torch.no_grad()
+    def look(self) -> tuple[Finding, ...]:
+        """Findings since the last look. Collective where ranks are asked."""
+        begun = time.perf_counter()
+        now, self.unlike = self._seen(), ()
+        if self.asks_ranks and world().carries_data:
+            now = self._compared(now, begun)
+        found = findings_of(
+            due(Moment.DRIFT), evolve(self.facts, running=((self.before, now),), unlike=self.unlike, ranks=())
+        )
+        self.before = now
+        self._ended = time.perf_counter()
+        self.last_seconds = self._ended - begun
+        self.seconds += self.last_seconds
+        return found
+
+    def _seen(self) -> RunningFacts:
+        places = sites(self.model)
+        named = parameters_at(places)
+        first = first_names(named)
+        params = {first[id(param)]: param for _, param in named}
+        known = [prepared_optimizer(one, self.model, first, state=False) for one in self.optimizers]
+        rates, scheduled = _rates(self.scheduler, self.optimizers)
+        return RunningFacts(
+            params=tuple(map(_param, params, params.values())),
+            ties=_ties(named),
+            hooks=tuple(_hooks(places)),
+            held=tuple(one.held for one in known),
+            orphans=tuple(len(one.orphans) for one in known),
+            stateful=tuple(tuple(_stateful(inner(one), first)) for one in self.optimizers),
+            rates=rates,
+            scheduled=scheduled,
+        )
+
+    def _compared(self, now: RunningFacts, begun: float) -> RunningFacts:
+        """With what ranks differ in: one all-reduce. The first look asks whether they have the same parameters."""
+        held = {name: part for name, part in as_computed(self.model) if not part.values.is_meta}
+        if self.rotation.names is None:
+            same = world().same(sorted(held))
+            self.asks_ranks = same  # else stages of a pipeline, or other models, which the audit tells
+            self.rotation.names = tuple(sorted(held)) if same else ()
+            self.rotation.sizes = {name: part.numel for name, part in held.items()}
+        if not self.asks_ranks:
+            return now
+        chosen = self.rotation.take(every=self.share is None)
+        sent = {name: held.get(name, _nothing()) for name in chosen}  # what is gone here must not stop the others
+        rates = torch.tensor(now.rates, dtype=torch.float64)
+        sent[RATES] = Part(values=rates, numel=rates.numel(), replica=world().rank)
+        found = summed(sent, (begun - self._ended, self.last_seconds))
+        between, spent = found.told
+        self.rotation.account(chosen, between, spent, self.share or 1.0)
+        self.rotation.drop(set(chosen) - set(found.replicated))
+        parted = tuple(name for name in found.parted if name != RATES)
+        if RATES in found.parted:
+            self.unlike = (Unlike(name="lr", held=f"{', '.join(f'{rate:g}' for rate in now.rates)} on this rank"),)
+        return evolve(now, parted=parted)
+
+
+def _nothing() -> Part:
+    return Part(values=torch.empty(0), numel=0, replica=world().rank)
+
+
+def _param(name: str, param: Any) -> RunningParam:
+    local = getattr(param, "ds_tensor", param)
+    return RunningParam(
+        name=name, dtype=dtype_name(param.dtype), device=local.device.type, requires_grad=param.requires_grad
+    )
+
+
+def _ties(named: list[tuple[str, nn.Parameter]]) -> tuple[tuple[str, ...], ...]:
+    groups: dict[int, list[str]] = {}
+    for name, param in named:
+        groups.setdefault(id(param), []).append(name)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _hooks(places: list[Site]) -> Iterator[tuple[str, str]]:
+    """Those on modules and on parameters; what hangs there may change from step to step only by more of them."""
+    for site in places:
+        for module in site.stack if site.first else ():
+            for kind, hooks in vars(module).items():
+                if kind.endswith("_hooks") and isinstance(hooks, dict):  # transformers has a list of that name
+                    yield from ((site.path, f"{kind.strip('_')}: {_function(hook)}") for hook in hooks.values())
+            for name, param in module._parameters.items():
+                for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+                    yield f"{site.path}.{name}" if site.path else name, f"post_accumulate_grad_hooks: {_function(hook)}"
+
+
+def _function(hook: Any) -> str:
+    inside = getattr(hook, "func", hook)
+    return str(getattr(inside, "__qualname__", type(inside).__name__))
+
+
+def _stateful(optimizer: Any, first: dict[int, str]) -> Iterator[str]:
+    state = getattr(optimizer, "state", {})
+    slots = (param for group in optimizer.param_groups for param in group["params"])
+    for at, param in enumerate(slots):
+        if state.get(param):
+            yield first.get(id(param), f"slot {at}")
+
+
+def _rates(scheduler: Any, optimizers: list[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Learning rates as they are, and as the scheduler has set them last (``LRScheduler._last_lr``)."""
+    known = inner(scheduler) if scheduler is not None else None
+    driven = getattr(inner(getattr(known, "optimizer", None)), "param_groups", None)
+    groups = driven if driven is not None else [group for one in optimizers for group in inner(one).param_groups]
+    rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
+    return rates, tuple(map(float, getattr(known, "_last_lr", None) or ())) if driven is not None else ()

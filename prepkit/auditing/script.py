@@ -1,0 +1,218 @@
+"""A user's script, run up to its first optimizer step and audited there."""
+
+from __future__ import annotations
+
+import gc
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define, evolve
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from prepkit.auditing.audit import audit
+from prepkit.auditing.outcome import Audit
+from prepkit.observe.prepared.optimizers import inner
+from prepkit.ranks import end_groups
+from prepkit.ranks.world import world
+
+
+class FirstStep(BaseException):
+    """Ends the script where its first step would begin; no ``except Exception`` of the script holds it up."""
+
+
+class ScriptEnded(Exception):
+    """The script raised before its first optimizer step, or left with an exit code; ``str`` is what Python shows."""
+
+
+@define
+class _Seen:
+    """What the hook leaves for whoever has run the script."""
+
+    audit: Audit | None = None
+
+
+def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
+    """What is wrong in a script at its first optimizer step, which is not taken; None where it takes none.
+
+    The script runs as ``python script arguments`` would run it, on every rank that a launcher has started. Model,
+    scheduler and loaders are found among the live objects: the model whose parameters the optimizer holds or that has
+    gradients, the scheduler that drives it, and the loaders that are being iterated.
+    Raises ``ScriptEnded`` for what the script itself raises before that.
+    """
+    seen = _Seen()
+
+    def look(optimizer: Any, arguments: Any, named: Any) -> None:
+        closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
+        seen.audit = _everywhere(audit_step(optimizer, made=not closure))
+        raise FirstStep
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        with _as_main(script, arguments):
+            runpy.run_path(script, run_name="__main__")
+    except FirstStep:
+        pass
+    except SystemExit as end:
+        if end.code:
+            raise ScriptEnded(f"{script} left with exit code {end.code} before its first optimizer step") from end
+    except Exception as error:
+        raise ScriptEnded(_told(script, error)) from error
+    finally:
+        handle.remove()
+    return seen.audit
+
+
+def _told(script: str, error: Exception) -> str:
+    """The traceback as Python shows it for the script alone, and what it means."""
+    frames = error.__traceback__
+    inside = frames
+    while inside is not None and inside.tb_frame.f_code.co_filename != script:
+        inside = inside.tb_next
+    shown = "".join(traceback.format_exception(type(error), error, inside or frames))  # none where it does not parse
+    return f"{shown}{script} raised before its first optimizer step, so that there was nothing to audit"
+
+
+@contextmanager
+def _as_main(script: str, arguments: tuple[str, ...]) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path`` as Python sets them for a script."""
+    argv, path = sys.argv, sys.path[:]
+    sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _everywhere(found: Audit) -> Audit:
+    """The audit with the findings of every rank, each once. Collective where there are several."""
+    each = dict.fromkeys(finding for findings in world().gather(found.findings) for finding in findings)
+    return evolve(found, findings=tuple(each))
+
+
+def audit_step(optimizer: Any, *, made: bool = True) -> Audit:
+    """An audit of everything that is live and belongs to this optimizer, which is about to step.
+
+    ``made``: whether the gradients are there, and no closure is to make them first.
+    """
+    begun = time.perf_counter()
+    alive = [thing for thing in gc.get_objects() if _is_of_a_loop(type(thing))]  # type: ignore[arg-type]
+    modules = [thing for thing in alive if isinstance(thing, nn.Module)]
+    model = _model_of(optimizer, _roots(modules))
+    if model is None:
+        model = nn.Module()  # nothing with parameters is alive: whatever the optimizer steps is an orphan
+    optimizers = [optimizer, *_beside(optimizer, alive, model)]
+    found = audit(model, optimizers, _scheduler(optimizers, alive), _loaders(alive), at_step=made)
+    return evolve(found, seconds=time.perf_counter() - begun)
+
+
+_KINDS = (nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader, _BaseDataLoaderIter)
+"""Classes of what a loop has. The wrapper of accelerate's schedulers is none of them, and is found from inside."""
+
+
+@cache
+def _is_of_a_loop(cls: type) -> bool:
+    """Loaders of accelerate are torch's by ``__class__`` only, and not by ``type``."""
+    return issubclass(cls, _KINDS) or any(base.__name__ == "DataLoaderAdapter" for base in cls.__mro__)
+
+
+def _roots(modules: list[nn.Module]) -> list[nn.Module]:
+    """Modules with parameters that stand in no other one."""
+    inside = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    return [module for module in modules if id(module) not in inside and next(module.parameters(), None) is not None]
+
+
+def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module | None:
+    """The root with most parameters that the optimizer holds or that have gradients; of equal ones the largest."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+    def weight(root: nn.Module) -> tuple[int, int]:
+        params = list(root.parameters())
+        return sum(id(param) in held or param.grad is not None for param in params), len(params)
+
+    return max(roots, key=weight, default=None)
+
+
+def _beside(optimizer: Any, alive: list[Any], model: nn.Module) -> list[Any]:
+    """Other optimizers that hold parameters of the model which this one does not hold."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    rest = {id(param) for param in model.parameters()} - held
+    others = (one for one in alive if isinstance(one, torch.optim.Optimizer) and one is not optimizer)
+    return [
+        one
+        for one in others
+        if inner(one) is one and any(id(param) in rest for group in one.param_groups for param in group["params"])
+    ]
+
+
+def _scheduler(optimizers: list[Any], alive: list[Any]) -> Any:
+    """The scheduler that drives one of them, in accelerate's wrapper where it has one; else the only one there is."""
+    every = [one for one in alive if isinstance(one, LRScheduler)]
+    within = {id(part) for one in every for part in getattr(one, "_schedulers", ())}
+    outer = [one for one in every if id(one) not in within]
+    driving = [one for one in outer if any(inner(one.optimizer) is optimizer for optimizer in optimizers)]
+    chosen = driving or (outer if len(outer) == 1 else [])
+    if not chosen:
+        return None
+    holders = (holder for owner in gc.get_referrers(chosen[-1]) for holder in (owner, *_owners(owner)))
+    wrappers = (one for one in holders if type(one).__name__ == "AcceleratedScheduler")
+    return next(wrappers, chosen[-1])
+
+
+def _owners(attributes: Any) -> list[Any]:
+    """The objects whose ``__dict__`` this is."""
+    return gc.get_referrers(attributes) if isinstance(attributes, dict) else []
+
+
+def _loaders(alive: list[Any]) -> list[Any]:
+    """The loaders that are being iterated, in accelerate's wrapper where they have one.
+
+    One that was written into the ``for`` itself is gone once it runs: its like is made from what reads.
+    """
+    passes = {_reads(one._dataset, one._index_sampler): one for one in alive if isinstance(one, _BaseDataLoaderIter)}
+    loaders = [one for one in alive if isinstance(one, DataLoader)]
+    wrapped = {id(vars(one).get("base_dataloader")) for one in loaders}
+    known = {_reads(_base(one).dataset, _base(one)._index_sampler) for one in loaders}
+    found = [
+        one
+        for one in loaders
+        if id(one) not in wrapped and _reads(_base(one).dataset, _base(one)._index_sampler) in passes
+    ]
+    return found + [_like(one) for place, one in passes.items() if place not in known]
+
+
+def _reads(dataset: Any, sampler: Any) -> tuple[int, int]:
+    return id(dataset), id(sampler)
+
+
+def _like(reading: Any) -> DataLoader[Any]:
+    """A loader that reads as this pass does. Nothing is drawn from it."""
+    data, sampler = reading._dataset, reading._index_sampler
+    if type(sampler) is not BatchSampler:
+        return DataLoader(data, batch_sampler=sampler)
+    if isinstance(data, IterableDataset):
+        return DataLoader(data, batch_size=sampler.batch_size, drop_last=sampler.drop_last)
+    return DataLoader(data, batch_size=sampler.batch_size, sampler=sampler.sampler, drop_last=sampler.drop_last)
+
+
+def _base(loader: Any) -> Any:
+    return vars(loader).get("base_dataloader", loader)
+
+
+def leave() -> None:
+    """Ends the script's process group, where it has one, so that torch has nothing to complain of."""
+    if "nccl" in world().backend:
+        dist.destroy_process_group()
+    end_groups.end_with_the_process()  # gloo's last of all: its threads may still hold the last work

@@ -1,0 +1,150 @@
+"""Drift looked for while a loop runs: a hook on the optimizer, hung up by hand or by a Trainer's callback."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import nn
+
+from prepkit.auditing.running import RunningLook
+from prepkit.findings import Finding
+from prepkit.observe.given import said
+from prepkit.observe.prepared import look, optimizers_of
+from prepkit.observe.prepared.optimizers import engines, inner
+from prepkit.rules.rule import Need
+
+Act = Callable[[tuple[Finding, ...]], None]
+"""What is done with the findings of a look, where there are any."""
+
+
+@define(kw_only=True)
+class DriftWatch:
+    """What ``pk.watch`` gives: what was found, and what it took. Nothing is looked at before the first step."""
+
+    every: int
+    share: float
+    act: Act | None = None
+    findings: tuple[Finding, ...] = field(default=(), init=False)
+    """Everything found so far, each rule and place once."""
+    steps: int = field(default=0, init=False)
+    """Optimizer steps that were begun."""
+    looks: int = field(default=0, init=False)
+    """Of them, how many were looked at."""
+    _look: RunningLook | None = field(default=None, init=False, repr=False)
+    _engine: Any = field(default=None, init=False, repr=False)
+    _counted: int | None = field(default=None, init=False, repr=False)
+    _handle: Any = field(default=None, init=False, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """What all looks have taken on this rank."""
+        return 0.0 if self._look is None else self._look.seconds
+
+    def start(self, model: nn.Module, optimizer: Any, scheduler: Any = None) -> None:
+        """From here on, every step of the optimizer is counted. A second call begins anew, as a second ``fit`` does."""
+        self.close()
+        known = optimizers_of(optimizer)
+        facts = look(model, known, scheduler, needs={Need.OPTIMIZERS})
+        self._look = RunningLook(model=model, optimizers=known, scheduler=scheduler, facts=facts, share=self.share)
+        self._engine = next(iter(engines(model)), None)
+        self._handle = _stepping(known[0]).register_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        """Looks no more."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _before_step(self, *_: Any) -> None:
+        """What the last step left is whole here; inside DeepSpeed's step it is not, whose groups step one by one."""
+        if self._engine is not None and self._engine.global_steps == self._counted:
+            return
+        self._counted = None if self._engine is None else self._engine.global_steps
+        self.steps += 1
+        if self.steps % self.every or self._look is None:
+            return
+        self.looks += 1
+        seen = {(one.rule, one.where) for one in self.findings}
+        found = tuple(one for one in self._look.look() if (one.rule, one.where) not in seen)
+        self.findings += found
+        if found and self.act is not None:
+            self.act(found)
+        elif found:
+            for one in found:
+                logging.getLogger("prepkit").warning("step %d: %s", self.steps, one)
+
+
+def watch(model: Any, optimizer: Any, scheduler: Any, *, every: int, share: float, act: Act | None) -> DriftWatch:
+    """See ``pk.watch``."""
+    if type(every) is not int or every < 1:
+        raise ValueError(f"every is {every!r}; give how many optimizer steps lie between two looks, such as every=100")
+    if not 0 < share <= 1:
+        raise ValueError(f"share is {share!r}; give the part of the time that looks may take, such as share=0.001")
+    made = DriftWatch(every=every, share=share, act=act)
+    roots = {base.__module__.partition(".")[0] for base in type(model).__mro__ if base.__name__.endswith("Trainer")}
+    if "transformers" in roots and not isinstance(model, nn.Module):
+        _alone(optimizer, scheduler)
+        model.add_callback(_of_transformers(made, model))
+    elif (lightning := roots & {"lightning", "pytorch_lightning"}) and not isinstance(model, nn.Module):
+        _alone(optimizer, scheduler)
+        model.callbacks.append(
+            _of_lightning(made, "lightning.pytorch" if "lightning" in lightning else lightning.pop())
+        )
+    elif not isinstance(model, nn.Module):
+        raise TypeError(f"model is {said(model)}; pass the prepared torch.nn.Module, or a Trainer alone")
+    elif optimizer is None:
+        raise TypeError("optimizer is None; pass the one that steps: pk.watch(model, optimizer)")
+    else:
+        made.start(model, optimizer, scheduler)
+    return made
+
+
+def _alone(*given: Any) -> None:
+    if any(one is not None for one in given):
+        raise TypeError("a Trainer brings its own optimizer and scheduler; write pk.watch(trainer)")
+
+
+def _stepping(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer of torch that steps: inside accelerate's wrapper, DeepSpeed's, or the first of several."""
+    known = inner(optimizer)
+    while not isinstance(known, torch.optim.Optimizer):
+        if (inside := getattr(known, "optimizer", None)) is None:
+            raise TypeError(
+                f"optimizer is {said(optimizer)}, and no optimizer of torch stands inside; call audit.drift()"
+            )
+        known = inside
+    return known
+
+
+def _of_transformers(made: DriftWatch, trainer: Any) -> Any:
+    """A ``TrainerCallback``: the model is prepared when training begins."""
+    from transformers import TrainerCallback
+
+    class DriftCallback(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            made.start(trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler)
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            made.close()
+
+    return DriftCallback()
+
+
+def _of_lightning(made: DriftWatch, package: str) -> Any:
+    """A ``Callback`` of the package that the Trainer comes from."""
+
+    class DriftCallback(import_module(package).Callback):  # type: ignore[misc]  # known when it runs
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            configs = trainer.lr_scheduler_configs
+            scheduler = configs[0].scheduler if len(configs) == 1 else None
+            made.start(trainer.strategy.model or pl_module, list(trainer.optimizers), scheduler)
+
+        def on_train_end(self, *_: Any) -> None:
+            made.close()
+
+    return DriftCallback()

@@ -1,0 +1,11 @@
+from prepkit.applying.apply import ApplyHalted as ApplyHalted
+from prepkit.applying.apply import NotAsPlanned as NotAsPlanned
+from prepkit.applying.rehearse import RehearsalFailed as RehearsalFailed
+from prepkit.findings import FindingWarning as FindingWarning
+from prepkit.findings import PlanRejected as PlanRejected
+from prepkit.findings import RunRefused as RunRefused
+from prepkit.ranks.agree import Disagreement as Disagreement
+from prepkit.ranks.peers import RankFailed as RankFailed
+from prepkit.ranks.world import RankZeroFailed as RankZeroFailed
+from prepkit.saving.failures import CheckpointFailed as CheckpointFailed
+from prepkit.training.preemption import Preempted as Preempted

@@ -1,0 +1,312 @@
+"""What was seen of a model that something else has prepared: who averages, who steps, and what ranks differ in."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+from prepkit.facts.model import ModelFacts
+from prepkit.facts.preparation import HowPrepared
+from prepkit.facts.running import RunningFacts
+from prepkit.facts.training import LoaderFacts
+
+Averager = Literal["ddp", "fsdp1", "fsdp2", "dtensor", "deepspeed", "hook"]
+"""What sees to it that a parameter's gradient is that of several ranks; a hook on the parameter may do anything."""
+
+Wrapper = Literal["ddp", "compiled", "checkpointed", "fsdp1", "deepspeed"]
+"""A module that stands around another."""
+
+
+@frozen(kw_only=True)
+class PreparedParam:
+    """One parameter as it lies now; tied ones once."""
+
+    name: str
+    dtype: str
+    requires_grad: bool = True
+    device: str = "cpu"
+    """Kind of its device: ``cpu``, ``cuda``, ``meta``."""
+    averaged_by: tuple[Averager, ...] = ()
+    ranks: int = 1
+    """Over how many ranks its gradient is averaged, or its elements are divided."""
+    matrix: bool = False
+    """Whether it has two dimensions or more."""
+
+
+@frozen(kw_only=True)
+class WrappedModule:
+    """A place at which wrappers stand, outermost first; a unit of ``fully_shard`` is no wrapper."""
+
+    path: str
+    wrappers: tuple[Wrapper, ...]
+
+
+@frozen(kw_only=True)
+class DDPFacts:
+    """One ``DistributedDataParallel``."""
+
+    path: str
+    reduced: int | None
+    """Parameters that its reducer was built with; None: this torch does not say."""
+    known: int
+    """Parameters that it has seen and that train now."""
+    frozen: tuple[str, ...] = ()
+    """Names of those that it has seen and that do not train now."""
+    averages: bool = True
+    """Whether the next backward averages; not inside ``no_sync``."""
+    waits: bool = False
+    """Whether it waits for every gradient: without ``find_unused_parameters`` and ``static_graph``."""
+
+
+@frozen(kw_only=True)
+class PreparedOptimizer:
+    """One optimizer, out of the wrappers of accelerate and DeepSpeed."""
+
+    name: str
+    held: tuple[str, ...]
+    """Names of the model's parameters that it steps."""
+    orphans: tuple[tuple[int, ...], ...] = ()
+    """Shapes of tensors that it steps and the model does not have."""
+    lost: int = 0
+    """Entries of its state whose tensor stands in none of its groups."""
+    misfits: tuple[str, ...] = ()
+    """Parameters whose moments have another shape."""
+    spoiled: tuple[str, ...] = ()
+    """Parameters whose state holds NaN or infinite elements."""
+    rates: tuple[float, ...] = ()
+    """Learning rate of each group."""
+    scheduled: bool = False
+    """Whether a scheduler has been put on it (``initial_lr`` in a group)."""
+    rounds: bool = False
+    """Whether it rounds updates stochastically, or keeps masters of its own."""
+    engine: bool = False
+    """Whether it is that of the DeepSpeed engine, which keeps master weights."""
+
+
+@frozen(kw_only=True)
+class PreparedScheduler:
+    """One learning-rate scheduler."""
+
+    name: str
+    drives_optimizer: bool
+    horizon: int | None = None
+    """Ticks that it is made for; None: none, or not known."""
+    ticks: int = 1
+    """Ticks for each optimizer step, as accelerate's wrapper makes them; 1 where it is called by hand."""
+    ticked: int | None = None
+    """How often it has been ticked (``last_epoch``); None: it does not say."""
+    by_batch: bool = False
+    """Whether its class is made to be ticked with every batch, as ``OneCycleLR``."""
+
+
+Division = Literal["", "sampler", "accelerate", "dataset"]
+"""What gives each rank its samples: nothing, a ``DistributedSampler``, accelerate's shards, the data set itself."""
+
+
+@frozen(kw_only=True)
+class PreparedLoader:
+    """One loader, and how its samples are divided over ranks."""
+
+    seen: LoaderFacts
+    division: Division = ""
+    replicas: int = 1
+    """Into how many parts the samples are divided."""
+    part: int = 0
+    """Which of them this rank reads."""
+    batches: int | None = None
+    """Batches of a pass on this rank; None: not known."""
+    data: str = ""
+    """A digest of what can be told of the data set without reading it; empty: nothing can."""
+    order: tuple[int, ...] = ()
+    """Seed and epoch of a sampler that shuffles for all ranks together; empty: there is none."""
+
+
+@frozen(kw_only=True)
+class EngineFacts:
+    """What a DeepSpeed engine was told by its JSON."""
+
+    stage: int
+    micro_batch: int | None
+    accumulation: int
+    scheduler: str | None = None
+    """Class of the scheduler that the engine ticks by itself."""
+    clipping: float = 0.0
+
+
+@frozen(kw_only=True)
+class RankFacts:
+    """What one rank tells the others: small, whatever the model's size."""
+
+    rank: int
+    names: str
+    """Digest of the names of parameters."""
+    model: str
+    """Digest of names, shapes, dtypes and of what trains."""
+    optimizer: str
+    """Digest of groups and their options."""
+    values: str
+    """Digest of the values that all ranks of a group should hold alike."""
+    generator: str
+    """Digest of the states of the random generators."""
+    tensor_ranks: tuple[int, ...] = ()
+    """Ranks that hold parts of the same layers; this rank alone where no layer is cut."""
+    loaders: tuple[tuple[int, int, str, str], ...] = ()
+    """Per loader: replicas, part, division and digest of its data set."""
+    passes: tuple[tuple[int | None, int | None, tuple[int, ...]], ...] = ()
+    """Per loader: batches of a pass, samples of a batch, and what gives the order."""
+    modes: str = ""
+    """Digest of which modules are in training mode."""
+    scheduler: str = ""
+    """Digest of the scheduler's class, horizon and position."""
+    state: str = ""
+    """Digest of the optimizers' state of parameters that every rank steps alike."""
+
+
+@frozen(kw_only=True)
+class GradientFacts:
+    """The gradients that an optimizer is about to step."""
+
+    stepped: int
+    """Parameters of the model that it holds and that train."""
+    missing: tuple[str, ...] = ()
+    """Those of them without a gradient."""
+    spoiled: tuple[str, ...] = ()
+    """Those whose gradient has NaN or infinite elements on this rank."""
+    zero: bool = False
+    """Whether every gradient there is holds zeros only."""
+    compared: tuple[str, ...] = ()
+    """Those whose gradient every rank holds whole, so that it was compared."""
+    parted: tuple[str, ...] = ()
+    """Those among them whose gradient is not the same on all ranks."""
+    misplaced: tuple[str, ...] = ()
+    """Those whose gradient has not the placements or the dtype of the parameter."""
+    on_some_ranks: tuple[str, ...] = ()
+    """Those that have a gradient on some ranks, and none on others that hold a part of them."""
+
+
+@frozen(kw_only=True)
+class Unlike:
+    """A number that every rank should have alike, and has not."""
+
+    name: str
+    """Such as ``lr of group 0``."""
+    held: str
+    """Who has what: ``0.1 on rank 0, 0.2 on ranks 1-3``."""
+
+
+@frozen(kw_only=True)
+class LoopFacts:
+    """What a loop has done before the optimizer acts."""
+
+    window: int = 0
+    """Which window of micro-batches ends, counted from 1."""
+    passes: tuple[int, int] = (0, 0)
+    """The least and the greatest number of a pass over the data that a rank is in."""
+    loss_finite: bool = True
+    """Whether the last loss is a number on every rank."""
+    own_loss_finite: bool = True
+    """Whether it is on this rank."""
+    loaders: int = 0
+    """Loaders that were prepared."""
+    read: bool = True
+    """Whether a batch of one of them was read."""
+    divides: Literal["", "given", "nobody"] = ""
+    """What divides the samples over the ranks: the loaders that were given, or nobody where none was given; empty:
+    there is nothing to divide, or the config says that it is done."""
+    readers: int = 1
+    """Ranks that should read other samples."""
+
+
+@frozen(kw_only=True)
+class StrangerFacts:
+    """An optimizer that is about to step, and that the plan of a prepared model does not know."""
+
+    name: str
+    """Its class."""
+    replaced: tuple[str, ...] = ()
+    """Parameters that it holds and that apply has replaced in the model, by the names that they had."""
+    shared: tuple[str, ...] = ()
+    """The model's parameters that it holds."""
+    planned: bool = True
+    """Whether the plan has an optimizer, which is another one."""
+    averaged_elsewhere: bool = False
+    """Whether gradients are divided, averaged and cleared for the plan's own."""
+    engine_steps: bool = False
+    """Whether the engine steps the plan's own, and takes gradients away as they come."""
+    window: int = 0
+    """Micro-batches of the window inside which it steps gradients that nobody has averaged; 0: it does not."""
+
+
+@frozen(kw_only=True)
+class RunFacts:
+    """A prepared model and what belongs to it, as one rank sees it. What nobody has looked at keeps its default."""
+
+    model: ModelFacts = ModelFacts(classes=(), modules=(), params=())
+    params: tuple[PreparedParam, ...] = ()
+    wrapped: tuple[WrappedModule, ...] = ()
+    ddp: tuple[DDPFacts, ...] = ()
+    units: tuple[str, ...] = ()
+    """Paths of the units of FSDP1 and FSDP2."""
+    optimizers: tuple[PreparedOptimizer, ...] = ()
+    scheduler: PreparedScheduler | None = None
+    loaders: tuple[PreparedLoader, ...] = ()
+    gradients: GradientFacts | None = None
+    """None where nobody is about to step, or a closure is yet to make them."""
+    engine: EngineFacts | None = None
+    training: bool = True
+    """Whether the root is in training mode."""
+    evaluating: tuple[str, ...] = ()
+    """Outermost modules in evaluation mode below a root that trains, with dropout and with parameters that train."""
+    dropout: tuple[str, ...] = ()
+    """Modules that drop elements in training, whatever mode they are in."""
+    drops: int = 0
+    """How many of them are in training mode, so that their next forward drops."""
+    drawn_alike: bool = False
+    """Whether the generators of ranks that read other samples are all in one state."""
+    alike_for: int = 1
+    """Neighbouring ranks that read the same samples, and should draw alike."""
+    normalised: tuple[str, ...] = ()
+    """Modules that normalise by their batch in training."""
+    nan: tuple[str, ...] = ()
+    """Tensors with NaN among their elements on this rank."""
+    infinite: tuple[str, ...] = ()
+    """Parameters with infinite elements on this rank."""
+    negative: tuple[str, ...] = ()
+    """Running variances with elements below zero."""
+    zeros: tuple[str, ...] = ()
+    """Trained matrices of which every element on this rank is zero."""
+    drops_all: tuple[str, ...] = ()
+    """Modules that drop every element in training."""
+    unaveraged: tuple[str, ...] = ()
+    """Units of FSDP2 that are told to reduce no gradients."""
+    elsewhere: tuple[str, ...] = ()
+    """Modules whose ``forward`` runs another object's."""
+    compile_off: bool = False
+    """Whether torch compiles nothing in this process."""
+    accumulation: int | None = None
+    """Micro-batches per step that accelerate counts; None: it is not in use."""
+    world_size: int = 1
+    rank: int = 0
+    backend: str = ""
+    """Backends of the default group in torch's words, such as ``cpu:gloo,cuda:nccl``."""
+    ranks: tuple[RankFacts, ...] = ()
+    """What every rank has told, in their order; empty: they were not asked."""
+    parted: tuple[str, ...] = ()
+    """Tensors whose values differ over ranks that should hold them alike."""
+    preparation: HowPrepared | None = None
+    """How it was prepared; None where nobody has looked."""
+    running: tuple[tuple[RunningFacts, RunningFacts], ...] = ()
+    """What is compared: an earlier look and one at this step; empty where there is no earlier one."""
+    overwritten: bool = False
+    """Whether weights were written in place of which the optimizer keeps master weights of its own."""
+    unlike: tuple[Unlike, ...] = ()
+    """Options of optimizers that ranks should have alike and have not, with who has which."""
+    stranger: StrangerFacts | None = None
+    """None unless an optimizer that the plan does not know is about to step."""
+    whole_state: int = 0
+    """Parameters whose state is whole in what is about to be loaded, and sharded in the optimizer."""
+    whole_weights: tuple[str, ...] = ()
+    """Parameters that are whole in what is about to be loaded, and sharded in the model."""
+    loop: LoopFacts | None = None
+    """None where nobody trains with prepkit's loop."""

@@ -1,0 +1,242 @@
+"""Interprets steps: every check first, then every step in order, and on failure every undo in reverse.
+
+Nothing here knows what a step means. A table of handlers says that, and the target is handed to them unread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
+
+from attrs import frozen
+
+from prepkit.interpreter.halted import Halted, Problem
+
+__all__ = ["Call", "Done", "Event", "HalfDone", "Halted", "Handler", "Phase", "Problem", "interpret", "recording"]
+
+S = TypeVar("S")
+"""A step kind."""
+T = TypeVar("T")
+"""What the steps act on."""
+M = TypeVar("M")
+"""What ``do`` returns for ``undo``."""
+
+
+@frozen(kw_only=True)
+class Handler(Generic[S, T, M]):
+    """How one step kind is checked, done and undone. ``do`` is all or nothing: when it raises, nothing has changed."""
+
+    ready: Callable[[S, T], tuple[str, ...]]
+    """Problems that can be known before any step has acted, one text each; empty when there are none. Reads only."""
+    do: Callable[[S, T], M]
+    """Acts, and returns what ``undo`` needs."""
+    undo: Callable[[S, T, M], str | None] | None = None
+    """Takes the deed back, and says what it could not take back, if anything; None: there is no way back, and a ``do``
+    that raises may have stopped half way."""
+
+
+class HalfDone(Exception):
+    """Raised by a ``do`` that could not take back all that it had begun; the text says what remains."""
+
+
+Phase = Literal["ready", "do", "done", "failed", "undone", "undo failed"]
+"""Where a step is: asked, begun, done, or failed; afterwards undone, or its undo raised."""
+
+
+@frozen(kw_only=True)
+class Event:
+    """One step has come into a phase; for a progress line or a log."""
+
+    phase: Phase
+    index: int
+    step: Any
+
+
+@frozen(kw_only=True)
+class Done:
+    """Every step was done."""
+
+    steps: tuple[Any, ...]
+
+
+def interpret(
+    steps: Sequence[Any],
+    handlers: Mapping[type, Handler[Any, T, Any]],
+    target: T,
+    on_event: Callable[[Event], None] | None = None,
+    *,
+    finish: Callable[[], None] | None = None,
+    on_failure: Callable[[BaseException], BaseException] | None = None,
+) -> Done | Halted:
+    """Asks every step whether it is ready, then does them all, or undoes what was done and says what stands.
+
+    ``finish`` is called after the last step; what it raises undoes the steps as a failing step does. ``on_failure``
+    hears what was raised before anything is undone, and returns what to report in its place: the same, or its cause.
+
+    An interrupt or exit (``BaseException``) unwinds likewise and is then raised again, with the story as its note.
+    What ``on_event`` raises is dropped: a broken log must not leave a model half way.
+    """
+    steps = tuple(steps)
+    notify = on_event or _ignore
+    problems = _problems(steps, handlers, target, notify)
+    if problems:
+        return Halted(steps=steps, index=problems[0].index, problems=problems)
+    memos: list[Any] = []
+    index = 0
+    try:
+        for index, step in enumerate(steps):  # the handler below reads where the loop stopped
+            _notify(notify, "do", index, step)
+            memos.append(handlers[type(step)].do(step, target))
+            _notify(notify, "done", index, step)
+        index = len(steps)
+        if finish is not None:
+            finish()
+    except BaseException as error:
+        cause = _reported(on_failure, error)
+        halted = _unwind(steps, index, handlers, target, memos, cause, notify, _half(error))
+        for raised in (error, *(raised for _, raised in halted.undo_errors)):
+            if not isinstance(raised, Exception):
+                raised.add_note(str(halted))
+                raise raised from (None if raised is error else error)
+        return halted
+    return Done(steps=steps)
+
+
+def _problems(
+    steps: tuple[Any, ...], handlers: Mapping[type, Handler[Any, T, Any]], target: T, notify: Callable[[Event], None]
+) -> tuple[Problem, ...]:
+    problems: dict[str, Problem] = {}  # by text: two steps that need the same thing say so once
+    for index, step in enumerate(steps):
+        _notify(notify, "ready", index, step)
+        for text in _ask(step, handlers, target):
+            problems.setdefault(text, Problem(index=index, step=step, text=text))
+    return tuple(problems.values())
+
+
+def _ask(step: Any, handlers: Mapping[type, Handler[Any, T, Any]], target: T) -> tuple[str, ...]:
+    handler = handlers.get(type(step))
+    if handler is None:
+        return (f"{type(step).__name__} has no handler; add its row to the table of handlers",)
+    try:
+        return handler.ready(step, target)
+    except Exception as error:  # a check that cannot look is a problem among the others, not the end of asking
+        return (f"its check raised {type(error).__name__}: {error}",)
+
+
+def _half(error: BaseException) -> tuple[str, ...]:
+    return (str(error),) if isinstance(error, HalfDone) else ()
+
+
+def _reported(on_failure: Callable[[BaseException], BaseException] | None, error: BaseException) -> BaseException:
+    if on_failure is None:
+        return error
+    try:
+        return on_failure(error)
+    except Exception:  # the listener must not keep the steps from being undone
+        return error
+
+
+def _unwind(
+    steps: tuple[Any, ...],
+    failed: int,
+    handlers: Mapping[type, Handler[Any, T, Any]],
+    target: T,
+    memos: list[Any],
+    error: BaseException,
+    notify: Callable[[Event], None],
+    half: tuple[str, ...],
+) -> Halted:
+    done = tuple(range(len(memos)))
+    undone: list[int] = []
+    errors: list[tuple[int, BaseException]] = []
+    remains = list(half)
+    if failed < len(steps):
+        _attempt(errors, failed, partial(_notify, notify, "failed", failed, steps[failed]))
+    for index in reversed(done):
+        step, memo = steps[index], memos.pop()
+        undo = handlers[type(step)].undo
+        if undo is None:
+            continue
+        phase: Phase = "undo failed"
+        if _attempt(errors, index, partial(_undo, undo, step, target, memo, remains)):
+            undone.append(index)
+            phase = "undone"
+        _attempt(errors, index, partial(_notify, notify, phase, index, step))
+    return Halted(
+        steps=steps,
+        index=failed,
+        error=error,
+        done=done,
+        undone=tuple(undone),
+        not_undone=tuple(index for index in done if index not in undone),
+        undo_errors=tuple(errors),
+        torn=failed < len(steps) and failed not in done and handlers[type(steps[failed])].undo is None,
+        remains=tuple(remains),
+    )
+
+
+def _undo(undo: Callable[[Any, T, Any], str | None], step: Any, target: T, memo: Any, remains: list[str]) -> None:
+    if left := undo(step, target, memo):
+        remains.append(f"{type(step).__name__}: {left}")
+
+
+def _attempt(errors: list[tuple[int, BaseException]], index: int, act: Callable[[], None]) -> bool:
+    try:
+        act()
+    except BaseException as raised:  # an interrupt, or one way back that fails, must not close the others
+        errors.append((index, raised))
+        return False
+    return True
+
+
+def _notify(notify: Callable[[Event], None], phase: Phase, index: int, step: Any) -> None:
+    with suppress(Exception):
+        notify(Event(phase=phase, index=index, step=step))
+
+
+def _ignore(event: Event) -> None:
+    del event
+
+
+@frozen(kw_only=True)
+class Call:
+    """One call that a recording handler received."""
+
+    verb: Literal["ready", "do", "undo"]
+    step: Any
+
+
+def recording(
+    handlers: Mapping[type, Handler[Any, Any, Any]] | Iterable[type],
+    *,
+    problems: Callable[[Any], tuple[str, ...]] = lambda step: (),  # noqa: ARG005  # the parameter is the interface
+    on_do: Callable[[Any], Any] = lambda step: step,
+    on_undo: Callable[[Any], None] = lambda step: None,  # noqa: ARG005  # likewise
+) -> tuple[dict[type, Handler[Any, Any, Any]], list[Call]]:
+    """Doubles that touch nothing, and the log of their calls.
+
+    Given a table of handlers, a double has a way back exactly where the handler has one; given step kinds, all have.
+    ``problems``, ``on_do`` and ``on_undo`` get the step, after it is logged; the last two may raise.
+    """
+    log: list[Call] = []
+
+    def ready(step: Any, target: Any) -> tuple[str, ...]:
+        del target
+        log.append(Call(verb="ready", step=step))
+        return problems(step)
+
+    def do(step: Any, target: Any) -> Any:
+        del target
+        log.append(Call(verb="do", step=step))
+        return on_do(step)
+
+    def undo(step: Any, target: Any, memo: Any) -> None:
+        del target, memo
+        log.append(Call(verb="undo", step=step))
+        on_undo(step)
+
+    one_way = {kind for kind, real in handlers.items() if real.undo is None} if isinstance(handlers, Mapping) else set()
+    doubles = {kind: Handler(ready=ready, do=do, undo=None if kind in one_way else undo) for kind in handlers}
+    return doubles, log

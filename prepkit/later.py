@@ -1,0 +1,33 @@
+"""Public names that are imported when they are first asked for, so that ``import prepkit`` loads next to nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def later(
+    module: str, names: Mapping[str, tuple[str, ...]], hint: Callable[[str], str] = lambda _: ""
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Make ``__getattr__`` and ``__dir__`` of a module.
+
+    ``names``: modules to what is public of them; a module without names is public itself, under the last part of its
+    own. ``hint`` ends the message for a name that is not there. The ``.pyi`` file beside the module says the same to
+    type checkers, and ``tests/test_face.py`` compares the two.
+    """
+    homes = {name: home for home, of in names.items() for name in of}
+    spaces = {home.rpartition(".")[2]: home for home, of in names.items() if not of}
+
+    def get(name: str) -> Any:
+        if name in homes:
+            value = getattr(importlib.import_module(homes[name]), name)
+        elif name in spaces:
+            value = importlib.import_module(spaces[name])
+        else:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{hint(name)}")
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return get, lambda: sorted((*homes, *spaces))

@@ -1,0 +1,79 @@
+"""The batch sampler of a prepared loader over a data set with indices: which samples this rank reads, and when."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from attrs import define, field
+from torch.utils.data import BatchSampler
+
+from prepkit.loading.draws import drawn, set_epoch, with_own_generators
+from prepkit.loading.rounds import Share, Tail, length, rounds
+
+
+@define(eq=False)
+class RankBatches:
+    """Draws the batches of all ranks in one order, and yields this rank's.
+
+    ``torch.utils.data.DataLoader`` takes it as a batch sampler, or as a sampler where it makes no batches itself. To
+    start inside a pass the indices that were read are skipped, and no data are read for them.
+    """
+
+    order: Any
+    """Sampler of the indices of all ranks; a batch sampler of the user's own where ``size`` is None."""
+    size: int | None
+    """Samples in a batch of one rank. None: ``order`` yields whole batches."""
+    drop_last: bool
+    """True if a last batch with fewer samples is left out before anything is divided."""
+    parts: int = 1
+    part: int = 0
+    tail: Tail = "repeat"
+    seed: int | None = None
+    """The draws follow from it and the epoch. None: they come from the generators of the process."""
+    single: bool = False
+    """True if indices are yielded one by one, and not as batches."""
+    epoch: int = 0
+    start: int = 0
+    """What all ranks together have read before in this pass: indices, or batches where these are whole."""
+    shares: deque[Share] = field(factory=deque)
+    """Of the newest pass: what was yielded and has not been taken out by the loader."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.shares = deque()
+        return self._yield(self.shares, self._of_part(iter(self._drawn()), self.start))
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch sampler that was given; None where samples are batched here."""
+        return self.order if self.size is None else None
+
+    def __len__(self) -> int:
+        """Number of batches of a whole pass. Raises ``TypeError`` where the order has no length."""
+        count = len(self.order)
+        if self.size is None:
+            return length(count, 0, self.parts, self.tail, size=None)
+        return length(0, count - count % self.size * self.drop_last, self.parts, self.tail, size=self.size)
+
+    def _drawn(self) -> Iterable[Any]:
+        if self.seed is None:
+            set_epoch(self.order, self.epoch)
+            return self.order  # type: ignore[no-any-return]  # any iterable
+        order = with_own_generators(self.order, self.seed, self.epoch)
+        set_epoch(order, self.epoch)
+        return drawn(order, self.seed, self.epoch)
+
+    def _of_part(self, order: Iterator[Any], start: int) -> Iterator[Share]:
+        first = tuple(islice(order, min(start, self.parts * (self.size or 1))))  # what a last round is filled up with
+        for _ in islice(order, start - len(first)):
+            pass
+        batches = order if self.size is None else BatchSampler(order, self.size, self.drop_last)
+        how: dict[str, Any] = {"size": self.size, "consumed": start, "first": first}
+        return (shares[self.part] for shares in rounds(batches, self.parts, self.tail, **how))
+
+    def _yield(self, shares: deque[Share], mine: Iterator[Share]) -> Iterator[Any]:
+        for share in mine:
+            shares.append(share)
+            yield share.items[0] if self.single else share.items

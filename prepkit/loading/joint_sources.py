@@ -1,0 +1,150 @@
+"""Sources whose ranks have to talk: streams that split themselves, and data that rank 0 reads for all.
+
+Both talk in host memory, over a group that gloo serves, so that no accelerator waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define, frozen
+
+from prepkit.loading.rounds import Tail, length, rounds
+from prepkit.loading.sources import IndexedSource, StreamSource
+from prepkit.loading.streams import BatchRead
+from prepkit.ranks.world import ranks_of
+
+
+@define(eq=False)
+class ShardsSource:
+    """A stream that gives each rank shards of its own, so that nobody knows how many batches the others have.
+
+    Before each batch the ranks agree on whether there is another, so that none goes on alone into a collective.
+    """
+
+    stream: StreamSource
+    group: Any
+    parts: int
+    all_read: bool
+    """True if ranks that are at their end read theirs again, without counting it, until all are. Else all stop with the
+    first."""
+
+    @property
+    def loader(self) -> Any:
+        """What is read."""
+        return self.stream.loader
+
+    def reads(self, epoch: int, consumed: int) -> Iterator[BatchRead]:
+        """One pass. Raises ``ValueError`` on every rank where one has no batch at all."""
+        ranks = ranks_of(self.group)
+        own = self.stream.reads(epoch, consumed // self.parts)
+        ahead, counts = next(own, None), True
+        if not bool(ranks.least(torch.tensor(ahead is not None, dtype=torch.int32))):
+            if consumed:
+                return
+            raise ValueError("a rank has no batch: start fewer processes, or cut the data into more shards")
+        more = True
+        goes_on = ranks.worst if self.all_read else ranks.least
+        while more:
+            assert ahead is not None, "the ranks have agreed that there is one"
+            read, ahead = ahead, next(own, None)
+            more = bool(goes_on(torch.tensor(ahead is not None, dtype=torch.int32)))
+            yield read._replace(
+                counted=read.counted if counts else 0, consumed=read.consumed * self.parts, last=not more
+            )
+            if more and ahead is None:
+                own, counts = self.stream.reads(epoch, 0), False
+                ahead = next(own, None)
+
+    def length(self) -> int:
+        """Raises ``TypeError``: the shards are known when they are read."""
+        raise TypeError("a stream that splits itself has no length")
+
+    def consumed(self, batches: int) -> int:
+        """What all ranks together have read when each has read so many batches."""
+        return self.stream.consumed(batches) * self.parts
+
+    def state(self) -> Any:
+        """The loader's own state on this rank."""
+        return self.stream.state()
+
+    def restore(self, state: Any) -> None:
+        """Puts this rank's loader to its position."""
+        self.stream.restore(state)
+
+
+@frozen
+class Failed:
+    """Rank 0 could not read; sent to the others in the place of a batch."""
+
+    text: str
+
+
+@define(eq=False)
+class DispatchedSource:
+    """Rank 0 reads for all ranks, and sends to each its batch (behaviour DL-24)."""
+
+    inner: IndexedSource | StreamSource
+    group: Any
+    parts: int
+    part: int
+    tail: Tail
+
+    @property
+    def loader(self) -> Any:
+        """What rank 0 reads."""
+        return self.inner.loader
+
+    def reads(self, epoch: int, consumed: int) -> Iterator[BatchRead]:
+        """One pass. A failure to read is raised on rank 0, and as a ``RuntimeError`` on the others."""
+        ranks = ranks_of(self.group)
+        parts = ranks.gather(self.part)
+        source = self._all_parts(epoch, consumed) if ranks.is_first else None
+        while True:
+            reads, error = None, None
+            try:
+                reads = None if source is None else next(source, None)
+            except Exception as raised:
+                error = raised
+            sent = None if source is None else [Failed(repr(error)) if error else reads and reads[at] for at in parts]
+            got: list[Any] = [None]
+            dist.scatter_object_list(got, sent, src=0, group=self.group)
+            if error is not None:
+                raise error
+            failed = got[0].text if isinstance(got[0], Failed) else None
+            if failed is not None:
+                raise RuntimeError(f"rank 0, which reads for all ranks, failed: {failed}")
+            if got[0] is None:
+                return
+            yield got[0]
+
+    def _all_parts(self, epoch: int, consumed: int) -> Iterator[tuple[BatchRead, ...]]:
+        batches = ([read] for read in self.inner.reads(epoch, consumed))
+        for shares in rounds(batches, self.parts, self.tail, size=None):
+            at = max(share.items[0].consumed for share in shares)
+            yield tuple(
+                share.items[0]._replace(
+                    counted=share.items[0].counted if share.counted else 0, consumed=at, last=share.last
+                )
+                for share in shares
+            )
+
+    def length(self) -> int:
+        """Batches of this rank. Raises ``TypeError`` where nobody knows."""
+        return length(self.inner.length(), 0, self.parts, self.tail, size=None)
+
+    def consumed(self, batches: int) -> int:
+        """What rank 0 has read when each rank has got so many batches."""
+        return self.inner.consumed(batches * self.parts)
+
+    def state(self) -> Any:
+        """Of a loader that rank 0 alone reads nothing is kept but how far it is."""
+
+    def restore(self, state: Any) -> None:
+        """There is nothing to restore."""
+
+
+BatchSource = IndexedSource | StreamSource | ShardsSource | DispatchedSource

@@ -1,0 +1,180 @@
+"""What a training loop iterates over: batches on the device, epochs that advance by themselves, a position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch.utils import _pytree as pytree  # public under this name before torch 2.9 has another
+
+from prepkit.loading.joint_sources import BatchSource
+from prepkit.loading.streams import BatchRead
+
+
+@define(kw_only=True, eq=False)
+class Loader:
+    """A loader as it was prepared. Attributes that it does not have are those of the loader that it reads.
+
+    Each pass has a number, ``epoch``, which gives the order: the next pass shuffles anew, whether or not this one went
+    to its end. ``state_dict`` says where the pass stands; after ``load_state_dict`` the next loop goes on from there.
+    """
+
+    source: BatchSource
+    device: torch.device | None = None
+    """Where batches arrive; None: they stay where they are."""
+    part: int = 0
+    """Which part of the data this rank reads."""
+    evaluation: bool = False
+    """True if samples are counted, not trained on."""
+    ends_window: bool = False
+    """True if the last batch of a pass ends the accumulation window."""
+    epoch: int = 0
+    """Number of the pass under way, or of the next one."""
+    present: BatchRead | None = field(default=None, init=False)
+    """What is known of the batch in use, without the batch; None outside a pass."""
+    watchers: list[Callable[[Loader], None]] = field(factory=list, init=False, repr=False)
+    """Called when ``present`` has changed."""
+    before_batch: Callable[[], None] | None = field(default=None, init=False, repr=False)
+    """Called before a batch is read of training data, while it can still be left to another run."""
+    _consumed: int = field(default=0, init=False, repr=False)
+    _begun: bool = field(default=False, init=False, repr=False)
+    """True if the pass ``epoch`` has been begun in this process, so that the next one is another."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun:
+            self.epoch, self._consumed = self.epoch + 1, 0
+        self._begun = True
+        pinned = bool(getattr(self.source.loader, "pin_memory", False))
+        try:
+            for read in self._announced(self.source.reads(self.epoch, self._consumed)):
+                self._consumed = read.consumed
+                self._tell(read._replace(batch=None))
+                if self.device is None:
+                    yield read.batch
+                else:
+                    yield to_device(read.batch, self.device, non_blocking=pinned)
+            self.epoch, self._consumed, self._begun = self.epoch + 1, 0, False
+        finally:
+            self._tell(None)
+
+    def _announced(self, reads: Iterator[BatchRead]) -> Iterator[BatchRead]:
+        """Calls ``before_batch`` at the start of a pass and between two batches; at its end the pass is over first."""
+        while True:
+            if self.before_batch is not None and not (self.present and self.present.last):
+                self.before_batch()
+            if (read := next(reads, None)) is None:
+                return
+            yield read
+
+    def __len__(self) -> int:
+        """Batches of a whole pass on this rank. Raises ``TypeError`` where nobody knows, as of most streams."""
+        return self.source.length()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("source", "__setstate__"):  # before there is one, as while it is copied
+            raise AttributeError(name)
+        return getattr(self.source.loader, name)
+
+    @property
+    def exhausted(self) -> bool:
+        """True if its last pass went to its end, and none has been begun since."""
+        return self.present is None and not self._begun
+
+    @property
+    def at_window_end(self) -> bool:
+        """True if the batch in use is the last of its pass, and ends the accumulation window."""
+        return self.ends_window and self.present is not None and self.present.last
+
+    @property
+    def batches_read(self) -> int:
+        """Batches of this rank that the next loop leaves out, as after ``load_state_dict``; 0 for a stream."""
+        batches = getattr(self.source, "batches", None)
+        if self._begun or batches is None:
+            return 0
+        return int(self._consumed // (batches.parts * (batches.size or 1)))
+
+    @property
+    def open_epoch(self) -> int:
+        """Number of the first pass that has batches left: after the last batch of one, that of the next."""
+        return self.epoch + (self.present is not None and self.present.last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass has this number, from its start; without effect where that is so already, as after resuming."""
+        if self._begun or epoch != self.epoch:
+            self.epoch, self._consumed, self._begun = epoch, 0, False
+
+    def skip(self, batches: int) -> Loader:
+        """The loader itself, whose next pass begins after so many batches of this rank; those after it are whole.
+
+        Raises ``ValueError`` for what is no number of batches. ``len`` stays that of a whole pass.
+        """
+        if not isinstance(batches, int) or isinstance(batches, bool) or batches < 0:
+            raise ValueError(f"loader.skip({batches!r}): give the number of batches to leave out, 0 or more")
+        epoch = self.epoch + self._begun
+        self.load_state_dict({"epoch": epoch, "consumed": self.source.consumed(batches), "loader": None})
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass stands after the batch in use, for ``load_state_dict`` on any number of ranks.
+
+        ``loader`` is the loader's own state, of this rank, where it has one (torchdata's ``StatefulDataLoader``).
+        """
+        if self.open_epoch > self.epoch:
+            return {"epoch": self.open_epoch, "consumed": 0, "loader": None}
+        return {"epoch": self.epoch, "consumed": self._consumed, "loader": self.source.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next loop goes on after the batch that was in use; ``len`` stays that of a whole pass.
+
+        Of data with indices none are read twice: what was read is skipped by index. A stream is read up to there again,
+        unless its loader has a state of its own.
+        """
+        self.epoch, self._consumed, self._begun = state["epoch"], state["consumed"], False
+        self.source.restore(state["loader"])
+
+    def _tell(self, read: BatchRead | None) -> None:
+        self.present = read
+        for watcher in self.watchers:
+            watcher(self)
+
+
+def to_device(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
+    """The batch with all in it that can be moved on the device; the given one is untouched.
+
+    Goes into dicts, lists, tuples, named tuples, other mappings and data classes. What has a ``to`` of its own, such as
+    the ``BatchEncoding`` of transformers or a ``PackedSequence``, moves itself. Everything else stays what it is.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        if callable(getattr(leaf, "to", None)):
+            try:
+                return leaf.to(device, non_blocking=non_blocking)
+            except TypeError:  # its ``to`` knows no such option
+                return leaf.to(device)
+        if isinstance(leaf, Mapping):
+            return type(leaf)({key: inner(value) for key, value in leaf.items()})  # type: ignore[call-arg]
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            return replace(leaf, **{one.name: inner(getattr(leaf, one.name)) for one in fields(leaf) if one.init})
+        return leaf
+
+    def inner(part: Any) -> Any:
+        kind = type(part)
+        if kind is tuple or kind is list:  # most batches: pytree takes longer than the move itself
+            return kind([inner(item) for item in part])
+        if kind is dict:
+            return {key: inner(value) for key, value in part.items()}
+        if isinstance(part, torch.Tensor):
+            return move(part)
+        return pytree.tree_map(move, part, is_leaf=_moves_itself)
+
+    return inner(batch)
+
+
+def _moves_itself(part: Any) -> bool:
+    """A ``PackedSequence`` is a named tuple, and would be taken apart."""
+    return not isinstance(part, torch.Tensor) and callable(getattr(part, "to", None))

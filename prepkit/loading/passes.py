@@ -1,0 +1,79 @@
+"""The loaders of one prepared model, as a training loop goes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attrs import define, field
+
+from prepkit.facts.loop import BatchRead, PassEnded
+from prepkit.loading import draws
+from prepkit.loading.loader import Loader
+from prepkit.loading.reduce import gather_for_metrics
+
+
+@define(eq=False)
+class Passes:
+    """The loaders that are being read, and the batch in use."""
+
+    loaders: tuple[Any, ...]
+    on_batch: Callable[[BatchRead | PassEnded], None] = lambda _: None
+    """Called when a loader of training data gives another batch, or is outside its pass."""
+    under_way: list[Loader] = field(factory=list, init=False)
+    """Loaders with a pass under way, the innermost last."""
+    read: bool = field(default=False, init=False)
+    """True if any of those that are trained on was read in this process."""
+
+    def __attrs_post_init__(self) -> None:
+        self._watch(self.loaders)
+
+    def add(self, loaders: tuple[Any, ...]) -> None:
+        """Loaders that were prepared at another time count from here on as well."""
+        self.loaders += loaders
+        self._watch(loaders)
+
+    def _watch(self, loaders: tuple[Any, ...]) -> None:
+        for loader in loaders:
+            if isinstance(loader, Loader):
+                loader.watchers.append(self._changed)
+
+    @property
+    def epoch(self) -> int | None:
+        """Number of the first pass over the training data that has batches left; None: no loader here counts them."""
+        counted = (one.open_epoch for one in self.loaders if isinstance(one, Loader) and not one.evaluation)
+        return next(counted, None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass over each loader has this number."""
+        for loader in self.loaders:
+            draws.set_epoch(loader, epoch)
+
+    def before_batch(self, act: Callable[[], None] | None) -> bool:
+        """``act`` is called whenever a batch of training data is about to be read; False: no loader here will call."""
+        training = [loader for loader in self.loaders if isinstance(loader, Loader) and not loader.evaluation]
+        for loader in training:
+            loader.before_batch = act
+        return bool(training)
+
+    def gather(self, value: Any) -> Any:
+        """What all ranks have made of the batches in use; see ``gather_for_metrics``."""
+        if not self.under_way:
+            raise RuntimeError("gather_for_metrics belongs inside a loop over one of ready.loaders, batch by batch")
+        loader = self.under_way[-1]
+        assert loader.present is not None, "one that is outside a pass is not in the list"
+        return gather_for_metrics(value, loader.present, loader.part)
+
+    def _changed(self, loader: Loader) -> None:
+        self.read = self.read or not loader.evaluation
+        if loader.present is None:
+            self.under_way = [other for other in self.under_way if other is not loader]
+        elif all(other is not loader for other in self.under_way):
+            self.under_way.append(loader)
+        if not loader.evaluation:
+            at_end = any(one.at_window_end for one in self.under_way)
+            number = self.loaders.index(loader)
+            if loader.present is None:
+                self.on_batch(PassEnded(number, loader.exhausted, loader.ends_window, at_end))
+            else:
+                self.on_batch(BatchRead(number, loader.present.last, loader.ends_window, at_end))

@@ -1,0 +1,81 @@
+"""Streams (``IterableDataset``) divided over ranks: every rank reads the whole stream, and keeps its part (DL-22).
+
+The part is chosen where the stream is read, in the loader's workers, so that no other rank's batches are collated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from attrs import frozen
+from torch.utils.data import IterableDataset, get_worker_info
+
+from prepkit.loading.draws import drawn, set_epoch
+from prepkit.loading.rounds import Share, Tail, rounds
+
+
+class BatchRead(NamedTuple):
+    """One batch as it comes out of a loader, with what is known of it. A tuple, so that torch pins what is in it."""
+
+    batch: Any
+    size: int | None = None
+    """Number of samples; None: not known."""
+    counted: int | None = None
+    """How many of them, from the first, are no repeats; None: all."""
+    consumed: int = 0
+    """What all ranks have read in this pass once this batch is used: samples, or batches."""
+    last: bool = False
+    """True if it is the last of its pass."""
+
+
+class StreamPart(IterableDataset[Share]):
+    """One rank's part of a stream, in whole batches: the loader makes none (``batch_size=None``).
+
+    The random numbers that the stream draws follow from seed, epoch and worker, so that all ranks see one stream.
+    """
+
+    def __init__(
+        self, stream: Any, *, size: int | None, drop_last: bool, parts: int, part: int, tail: Tail, seed: int
+    ) -> None:
+        self.stream, self.size, self.drop_last = stream, size, drop_last
+        self.parts, self.part, self.tail, self.seed = parts, part, tail, seed
+        self.epoch = torch.zeros((), dtype=torch.int64)
+        self.epoch.share_memory_()  # type: ignore[no-untyped-call]  # workers that stay up see it change
+
+    def __iter__(self) -> Iterator[Share]:
+        worker = get_worker_info()
+        epoch = int(self.epoch)
+        set_epoch(self.stream, epoch)
+        batches = drawn(self._batches(), self.seed, epoch, 0 if worker is None else worker.id)
+        for shares in rounds(batches, self.parts, self.tail, size=self.size):
+            yield shares[self.part]
+
+    def __len__(self) -> int:
+        """As torch's loader asks; raises ``TypeError`` where the stream has no length."""
+        raise TypeError("a stream that is divided has no length of its own")
+
+    def _batches(self) -> Iterator[list[Any]]:
+        """Lists of samples; of a stream that yields whole batches each is a list of its own."""
+        source = iter(self.stream)
+        while batch := list(islice(source, self.size or 1)):
+            if len(batch) < (self.size or 1) and self.drop_last:
+                return
+            yield batch
+
+
+@frozen
+class CollateShare:
+    """Collates the samples of a share as the given loader would, and passes on what is known of them."""
+
+    collate: Callable[[Any], Any]
+    single: bool
+    """True if the stream yields whole batches."""
+
+    def __call__(self, share: Share) -> BatchRead:
+        """One batch."""
+        if self.single:
+            return BatchRead(self.collate(share.items[0]), None, None if share.counted else 0)
+        return BatchRead(self.collate(share.items), len(share.items), share.counted)

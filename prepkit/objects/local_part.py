@@ -1,0 +1,18 @@
+"""The part of a tensor that a rank holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part that this rank holds: of a DTensor its local tensor, else the tensor itself."""
+    if isinstance(tensor, DTensor):
+        if not torch.is_grad_enabled():  # as in verification, which asks this of every parameter
+            return tensor.to_local()
+        with torch.no_grad():
+            return tensor.to_local()
+    part: Tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3: the parameter itself is empty until gathered
+    return part

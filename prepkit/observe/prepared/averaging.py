@@ -1,0 +1,143 @@
+"""Who sees to it that a parameter's gradient is that of several ranks, read from the wrappers that stand there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from attrs import evolve
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from prepkit.facts.run import Averager, DDPFacts, PreparedParam
+from prepkit.objects.fsdp2_units import is_unit
+from prepkit.objects.names import Site, known_bases
+from prepkit.observe.model import dtype_name
+from prepkit.ranks.world import world
+
+Covered = dict[int, list[tuple[Averager, int]]]
+"""``id`` of a parameter to who averages it, and over how many ranks."""
+
+
+def prepared_params(model: nn.Module, named: dict[str, nn.Parameter]) -> tuple[PreparedParam, ...]:
+    """Every parameter with who averages its gradient; ``named`` holds each once."""
+    covered = _covered(model)
+    return tuple(_param(name, param, covered.get(id(param), [])) for name, param in named.items())
+
+
+def _param(name: str, param: nn.Parameter, covered: list[tuple[Averager, int]]) -> PreparedParam:
+    everyone = world().size
+    by = [*covered]
+    if isinstance(param, DTensor) and not any(who == "fsdp2" for who, _ in by):
+        by.append(("dtensor", param.device_mesh.size()))
+    elif isinstance(param, DTensor):
+        by = [(who, param.device_mesh.size() if who == "fsdp2" else ranks) for who, ranks in by]
+    if getattr(param, "_post_accumulate_grad_hooks", None) or param._backward_hooks:
+        by.append(("hook", everyone))  # the user's own all-reduce may stand in it
+    ranks = 1
+    for _, over in by:
+        ranks *= over
+    told = PreparedParam(
+        name=name,
+        dtype=dtype_name(param.dtype),
+        requires_grad=param.requires_grad,
+        device=_tensor(param).device.type,
+        matrix=param.ndim > 1,
+    )
+    return evolve(told, averaged_by=tuple(dict.fromkeys(who for who, _ in by)), ranks=min(ranks, everyone))
+
+
+def _tensor(param: Any) -> Any:
+    return getattr(param, "ds_tensor", param)
+
+
+def _covered(model: nn.Module) -> Covered:
+    found: Covered = {}
+    for module in model.modules():
+        bases = known_bases(type(module))
+        match module:
+            case DistributedDataParallel():
+                _cover(found, _reduced_by(module), "ddp", dist.get_world_size(module.process_group))
+            case FullyShardedDataParallel():
+                held: Any = module._handle
+                flat = held.flat_param if held is not None else None
+                params = [] if flat is None else [flat, *(flat._params or ())]
+                _cover(found, params, "fsdp1", _fsdp1_ranks(module))
+            case _ if "DeepSpeedEngine" in bases:
+                _cover(found, module.parameters(), "deepspeed", world().size)
+            case _ if "FSDPModule" in bases:
+                state: Any = module
+                for group in _groups(state._get_fsdp_state()):
+                    _cover(found, (one.sharded_param for one in group.fsdp_params), "fsdp2", 1)
+            case _:
+                pass
+    return found
+
+
+def _cover(found: Covered, params: Iterable[nn.Parameter], who: Averager, ranks: int) -> None:
+    for param in params:
+        if param is not None:
+            found.setdefault(id(param), []).append((who, ranks))
+
+
+def _groups(state: Any) -> list[Any]:
+    """Parameter groups of a unit of FSDP2: one, or several in newer torch."""
+    groups = getattr(state, "_fsdp_param_groups", None) or (getattr(state, "_fsdp_param_group", None),)
+    return [group for group in groups if group is not None]
+
+
+def _fsdp1_ranks(unit: FullyShardedDataParallel) -> int:
+    """Ranks that the unit's gradients come from: its shards, and its replicas unless torch fell back to NO_SHARD."""
+    handle: Any = unit._handle
+    state: Any = unit
+    shards = int(dist.get_world_size(state.process_group))
+    between = getattr(state, "_inter_node_pg", None)
+    hybrid = handle is not None and "HYBRID" in handle._sharding_strategy.name
+    return shards * (dist.get_world_size(between) if hybrid and between is not None else 1)
+
+
+def _reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    return list(getattr(ddp, "_module_parameters", ddp.parameters()))
+
+
+def ddp_facts(model: nn.Module, first: dict[int, str]) -> tuple[DDPFacts, ...]:
+    """Every DDP wrapper with how many parameters its reducer has, and how many of those that it knows train now."""
+    return tuple(
+        _ddp(path, module, first)
+        for path, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel)
+    )
+
+
+def _ddp(path: str, module: DistributedDataParallel, first: dict[int, str]) -> DDPFacts:
+    params = _reduced_by(module)
+    return DDPFacts(
+        path=path,
+        reduced=_in_reducer(module),
+        known=sum(param.requires_grad for param in params),
+        frozen=tuple(first.get(id(param), "?") for param in params if not param.requires_grad),
+        averages=bool(module.require_backward_grad_sync),
+        waits=not (module.find_unused_parameters or module.static_graph),
+    )
+
+
+def unaveraged(places: list[Site]) -> tuple[str, ...]:
+    """Units of FSDP2 with parameters that train, told by ``set_requires_gradient_sync(False)`` to reduce nothing."""
+    found: list[str] = []
+    for site in places:
+        for module in site.stack if site.first else ():
+            state: Any = module
+            groups = _groups(state._get_fsdp_state()) if is_unit(module) else []
+            held = [group for group in groups if any(one.sharded_param.requires_grad for one in group.fsdp_params)]
+            if held and not any(getattr(group, "reduce_grads", True) for group in held):
+                found.append(site.path)
+    return tuple(found)
+
+
+def _in_reducer(module: DistributedDataParallel) -> int | None:
+    ask = getattr(module, "_get_ddp_logging_data", None)  # private; what it tells has been there since torch 1.8
+    count = ask().get("num_parameter_tensors") if ask is not None else None
+    return int(count) if isinstance(count, int) and count > 0 else None

@@ -1,0 +1,106 @@
+"""How the samples of a loader are divided over ranks. Nothing is drawn from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, Subset, TensorDataset
+
+from prepkit.facts.run import Division, PreparedLoader
+from prepkit.observe.loaders import loader_facts
+
+SHOWN = 64
+"""Items of a list or elements of a tensor that enter the digest of a data set."""
+
+
+def prepared_loader(loader: Any) -> PreparedLoader:
+    """Facts of one loader of torch, accelerate or anybody."""
+    division, replicas, part = _division(loader)
+    data = getattr(loader, "dataset", None)
+    return PreparedLoader(
+        seen=loader_facts(loader),
+        division=division,
+        replicas=replicas,
+        part=part,
+        batches=_length(loader),
+        data="" if data is None else _digest(data),
+        order=_order(loader),
+    )
+
+
+def _order(loader: Any) -> tuple[int, ...]:
+    """Seed and epoch of the sampler from which every rank takes its part."""
+    for one in _chain(loader):
+        said = (getattr(one, "seed", None), getattr(one, "epoch", 0))
+        if isinstance(one, DistributedSampler) and one.shuffle and all(isinstance(value, int) for value in said):
+            return int(one.seed), int(one.epoch)
+    return ()
+
+
+def _division(loader: Any) -> tuple[Division, int, int]:
+    """What divides the samples, into how many parts, and which of them is read here."""
+    chain = _chain(loader)
+    for one in chain:
+        if isinstance(one, DistributedSampler):
+            return "sampler", int(one.num_replicas), int(one.rank)
+    for one in chain:
+        name, module = type(one).__name__, type(one).__module__
+        if module.startswith("accelerate.") and hasattr(one, "num_processes") and hasattr(one, "process_index"):
+            return "accelerate", int(one.num_processes), int(one.process_index)
+        if name == "DataLoaderDispatcher":
+            return "accelerate", 0, 0  # rank 0 reads, and sends each rank its part
+        if getattr(one, "_distributed", None) is not None:  # split_dataset_by_node of datasets
+            return "dataset", int(one._distributed.world_size), int(one._distributed.rank)
+        replicas = getattr(one, "num_replicas", None)  # samplers of many libraries follow torch's words
+        if isinstance(replicas, int) and isinstance(getattr(one, "rank", None), int):
+            return "sampler", replicas, int(one.rank)
+    return "", 1, 0
+
+
+def _chain(loader: Any) -> list[Any]:
+    """The loader, its samplers and its data set, and what each of them keeps inside."""
+    found: list[Any] = []
+    waiting = [loader]
+    while waiting and len(found) < 32:
+        one = waiting.pop(0)
+        if one is None or any(one is other for other in found):
+            continue
+        found.append(one)
+        own = getattr(one, "__dict__", {})
+        waiting += [own.get(name) for name in ("base_dataloader", "batch_sampler", "sampler", "dataset")]
+    return found
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except Exception:  # user code answers here, and a stream has no length
+        return None
+
+
+def _digest(data: Any) -> str:
+    """What can be told of a data set without reading it: its kind, its length, and the plain values that it keeps."""
+    return hashlib.sha256(repr(_told(data, 3)).encode()).hexdigest()
+
+
+def _told(value: Any, depth: int) -> Any:
+    match value:
+        case bool() | int() | float() | str() | bytes() | None:
+            return value
+        case torch.Tensor():
+            row = value.detach().reshape(-1)[:SHOWN]
+            return (tuple(value.shape), row.tolist() if row.device.type != "meta" else "meta")
+        case Subset() | TensorDataset() if depth:
+            return (type(value).__name__, *(_told(one, depth - 1) for one in vars(value).values()))
+        case list() | tuple() | range() if depth:
+            return (len(value), *(_told(one, depth - 1) for one in (*value[:SHOWN], *value[-1:])))
+        case dict() if depth:
+            return tuple((str(key), _told(one, depth - 1)) for key, one in list(value.items())[:SHOWN])
+        case _ if depth and hasattr(value, "__dict__"):
+            kept = (value._fingerprint,) if isinstance(getattr(value, "_fingerprint", None), str) else ()
+            return (type(value).__name__, *kept, _told(dict(vars(value)), depth - 1))
+        case _:
+            return type(value).__name__

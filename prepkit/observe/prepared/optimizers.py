@@ -1,0 +1,132 @@
+"""Optimizers and schedulers as a library has left them, out of its wrappers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+from prepkit.facts.run import EngineFacts, PreparedOptimizer, PreparedScheduler
+from prepkit.objects.deepspeed import stepped
+from prepkit.objects.names import known_bases
+from prepkit.observe.optimizer import horizon
+from prepkit.observe.prepared import fabric, optimizer_state
+
+MASTERS = ("bf16_stochastic_round", "master_weights", "use_master_weights")
+"""Options and attributes of optimizers of torchao, apex and others that make low-precision weights safe."""
+
+
+def inner(wrapped: Any) -> Any:
+    """What stands inside accelerate's or Fabric's wrapper of an optimizer or a scheduler, or the thing itself."""
+    wrapped = fabric.optimizer_of(wrapped)
+    while type(wrapped).__module__.startswith("accelerate."):
+        name = "optimizer" if hasattr(wrapped, "param_groups") else "scheduler"
+        if (inside := vars(wrapped).get(name)) is None:
+            break
+        wrapped = inside
+    return wrapped
+
+
+def engines(model: nn.Module) -> list[Any]:
+    """The DeepSpeed engines around or in a model."""
+    return [module for module in model.modules() if "DeepSpeedEngine" in known_bases(type(module))]
+
+
+def optimizer_of(engine: Any, optimizer: Any) -> bool:
+    """Whether the optimizer is the engine's own, or the one inside it."""
+    own = getattr(engine, "optimizer", None)
+    chain = (own, getattr(own, "optimizer", None), getattr(engine, "basic_optimizer", None))
+    return any(one is not None and one is optimizer for one in chain)
+
+
+def prepared_optimizer(given: Any, model: nn.Module, first: dict[int, str], *, state: bool = True) -> PreparedOptimizer:
+    """Facts of one optimizer; ``first`` gives each parameter's name by ``id``. ``state``: look at its state too."""
+    optimizer = inner(given)
+    engine = next((one for one in engines(model) if optimizer_of(one, optimizer)), None)
+    if engine is not None:
+        params: Iterable[Any] = stepped(engine.optimizer)
+        held = tuple(dict.fromkeys(first[id(param)] for param in params if id(param) in first))
+        return PreparedOptimizer(name=type(optimizer).__name__, held=held, engine=True, **_rates(optimizer))
+    slots = [param for group in optimizer.param_groups for param in group["params"]]
+    here = {id(param) for param in slots}
+    known = getattr(optimizer, "state", {}) if state else {}
+    return PreparedOptimizer(
+        name=type(optimizer).__name__,
+        held=tuple(first[id(param)] for param in slots if id(param) in first),
+        orphans=tuple(tuple(param.shape) for param in slots if id(param) not in first and param.requires_grad),
+        lost=sum(bool(value) and isinstance(key, nn.Parameter) and id(key) not in here for key, value in known.items()),
+        misfits=optimizer_state.misfits(optimizer, first) if state else (),
+        spoiled=optimizer_state.spoiled(optimizer, first) if state else (),
+        rounds=any(_says(source, name) for name in MASTERS for source in (*optimizer.param_groups, vars(optimizer))),
+        **_rates(optimizer),
+    )
+
+
+def _says(source: Any, name: str) -> bool:
+    return source.get(name) is True
+
+
+def _rates(optimizer: Any) -> dict[str, Any]:
+    groups = optimizer.param_groups
+    rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
+    return {"rates": rates, "scheduled": any("initial_lr" in group for group in groups)}
+
+
+def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
+    """Facts of one scheduler, and whether it drives one of the optimizers."""
+    scheduler = inner(given)
+    driven = inner(getattr(scheduler, "optimizer", None))
+    groups = getattr(driven, "param_groups", None)
+    drives = any(
+        one is driven or (groups is not None and getattr(one, "param_groups", None) is groups)
+        for given_one in optimizers
+        for one in (inner(given_one), getattr(inner(given_one), "optimizer", None))
+        if one is not None
+    )
+    return PreparedScheduler(
+        name=type(scheduler).__name__,
+        drives_optimizer=drives or driven is None,
+        horizon=horizon(scheduler),
+        ticked=last if isinstance(last := getattr(scheduler, "last_epoch", None), int) else None,
+        ticks=_ticks(given),
+        by_batch=isinstance(scheduler, OneCycleLR),
+    )
+
+
+def _ticks(given: Any) -> int:
+    """Ticks for each step: accelerate's wrapper makes one per process, unless batches are split."""
+    if not type(given).__module__.startswith("accelerate.") or not hasattr(given, "step_with_optimizer"):
+        return 1
+    state: Any = sys.modules["accelerate.state"]  # the wrapper has imported it
+    told = given.step_with_optimizer and not given.split_batches and bool(state.AcceleratorState._shared_state)
+    return int(state.AcceleratorState().num_processes) if told else 1
+
+
+def engine_facts(model: nn.Module) -> EngineFacts | None:
+    """What the first DeepSpeed engine was told; None without one."""
+    for engine in engines(model):
+        scheduler = engine.lr_scheduler
+        return EngineFacts(
+            stage=int(engine.zero_optimization_stage()),
+            micro_batch=int(engine.train_micro_batch_size_per_gpu()),
+            accumulation=int(engine.gradient_accumulation_steps()),
+            scheduler=type(scheduler).__name__ if scheduler is not None else None,
+            clipping=float(engine.gradient_clipping() or 0.0),
+        )
+    return None
+
+
+def accumulation(*given: Any) -> int | None:
+    """Micro-batches per step that accelerate counts in this process; None where it has prepared none of what is given.
+
+    An ``Accelerator`` that was made for something else in the process leaves its count behind.
+    """
+    state: Any = sys.modules.get("accelerate.state")
+    if state is None or not any(getattr(one, "_is_accelerate_prepared", False) for one in given):
+        return None
+    shared = state.GradientState._shared_state
+    plugin = shared.get("plugin_kwargs") or {}
+    return int(plugin["num_steps"]) if "num_steps" in plugin else None

@@ -1,0 +1,173 @@
+"""What ranks tell each other in an audit: one small exchange, and a second one where values differ."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import evolve
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from prepkit.facts.run import RankFacts, RunFacts
+from prepkit.objects.names import Site, parameters_at
+from prepkit.observe.fingerprints.tensor import fingerprint
+from prepkit.observe.prepared import optimizer_state
+from prepkit.observe.prepared.optimizers import inner
+from prepkit.ranks.world import world
+
+
+def compared(
+    facts: RunFacts, places: list[Site], optimizers: list[Any], whole_gradients: dict[str, int] | None = None
+) -> RunFacts:
+    """Add what every rank has reported. Collective, where the default group has several ranks and carries data.
+
+    One exchange: a few digests per rank and, with them, ``whole_gradients``, the fingerprints of gradients that this
+    rank holds whole; where values differ, a second one of a number per tensor. Raises what torch raises when a rank
+    does not come.
+    """
+    if not world().carries_data:
+        return facts
+    values = _values(facts, places)
+    missing = facts.gradients.missing if facts.gradients is not None else ()
+    everyone = world().gather((_told(facts, places, optimizers, values), whole_gradients, missing))
+    ranks = tuple(told for told, _, _ in everyone)
+    facts = evolve(facts, ranks=ranks, parted=_parted(ranks, values))
+    if facts.gradients is None or len({rank.names for rank in ranks}) > 1:
+        return facts
+    held = [gradients for _, gradients, _ in everyone if gradients is not None]
+    common = [path for path in held[0] if all(path in other for other in held)]
+    some = dict.fromkeys(path for _, _, lacking in everyone for path in lacking)
+    seen = evolve(
+        facts.gradients,
+        compared=tuple(common),
+        parted=tuple(path for path in common if len({other[path] for other in held}) > 1),
+        on_some_ranks=tuple(path for path in some if any(path in other for other in held)),
+    )
+    return evolve(facts, gradients=seen)
+
+
+def _told(facts: RunFacts, places: list[Site], optimizers: list[Any], values: dict[str, int]) -> RankFacts:
+    names = tuple(param.name for param in facts.model.params)
+    return RankFacts(
+        rank=world().rank,
+        names=_digest(names),
+        model=_digest((_params(facts), facts.model.ties, tuple(buffer.name for buffer in facts.model.buffers))),
+        optimizer=_digest(tuple(_options(one) for one in optimizers)),
+        values=_digest(values),
+        generator=_generator(facts),
+        tensor_ranks=tensor_ranks(places),
+        loaders=tuple((one.replicas, one.part, one.division, one.data) for one in facts.loaders),
+        passes=tuple((one.batches, one.seen.batch_size, one.order) for one in facts.loaders),
+        modes=_digest(tuple(site.module.training for site in places)),
+        scheduler=_digest(facts.scheduler),
+        state=_digest(_state(facts, places, optimizers)),
+    )
+
+
+def _state(facts: RunFacts, places: list[Site], optimizers: list[Any]) -> list[Any]:
+    """Of what every rank steps alike: parameters under DDP, or under nothing, by optimizers that divide no state."""
+    whole = {param.name for param in facts.params if set(param.averaged_by) <= {"ddp"}}
+    params = {path: param for path, param in parameters_at(places) if path in whole}
+    names = {id(param): path for path, param in params.items()}
+    kept = [inner(one) for one in optimizers]
+    return [optimizer_state.alike(one, names) for one in kept if type(one).__name__ != "ZeroRedundancyOptimizer"]
+
+
+def _params(facts: RunFacts) -> list[object]:
+    """Parameters as every rank should see them; a view of FSDP1 has the shape of this rank's part."""
+    cut = {param.name for param in facts.params if "fsdp1" in param.averaged_by}
+    return [evolve(param, shape=()) if param.name in cut else param for param in facts.model.params]
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _options(given: Any) -> Any:
+    optimizer = inner(given)
+    return type(optimizer).__name__, tuple(
+        tuple((key, value) for key, value in sorted(group.items()) if _is_plain(value))
+        for group in optimizer.param_groups
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an option: a word, a number, or some, as betas are."""
+    if isinstance(value, tuple):
+        return all(isinstance(one, bool | int | float | str) for one in value)
+    return isinstance(value, bool | int | float | str)
+
+
+def _generator(facts: RunFacts) -> str:
+    kinds = {param.device for param in facts.params}
+    states = [torch.get_rng_state()]
+    if "cuda" in kinds:
+        states = [torch.cuda.get_rng_state()]  # dropout draws where the activations are
+    return _digest((tuple(fingerprint(state) for state in states), _digest(random.getstate()) if not kinds else ""))
+
+
+def tensor_ranks(places: list[Site]) -> tuple[int, ...]:
+    """Ranks that hold parts of the layers that this rank holds parts of, the units of FSDP2 aside."""
+    from prepkit.objects.fsdp2_units import is_unit
+
+    sharded = any(is_unit(module) for site in places for module in site.stack)
+    widest: tuple[int, ...] = (world().rank,)
+    for site in places:
+        for param in site.module._parameters.values():
+            if isinstance(param, DTensor):
+                mesh = param.device_mesh
+                if sharded and mesh.ndim == 1:
+                    continue
+                ranks = _last_axis(mesh) if sharded else tuple(mesh.mesh.reshape(-1).tolist())
+                widest = ranks if len(ranks) > len(widest) else widest
+    return widest
+
+
+def _last_axis(mesh: Any) -> tuple[int, ...]:
+    """Tensor parallelism is the innermost axis under FSDP2 (torch ``fully_shard``: the mesh of shards comes first)."""
+    if mesh.mesh_dim_names and not any("tp" in name or "tensor" in name for name in mesh.mesh_dim_names[-1:]):
+        return ()
+    return tuple(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
+
+
+def _values(facts: RunFacts, places: list[Site]) -> dict[str, int]:
+    """Fingerprints of the parameters and buffers that every rank holds whole and should hold alike."""
+    averaged = {param.name: param.averaged_by for param in facts.params}
+    found: dict[str, int] = {}
+    for site in places:
+        if not site.first:
+            continue
+        for name, tensor in (*site.module._parameters.items(), *_lasting(site.module)):
+            path = f"{site.path}.{name}" if site.path else name
+            part = _whole(tensor) if tensor is not None and "fsdp1" not in averaged.get(path, ()) else None
+            if part is not None and part.device.type != "meta" and getattr(tensor, "allreduce", True):
+                found[path] = fingerprint(part)
+    return found
+
+
+def _lasting(module: nn.Module) -> tuple[tuple[str, Tensor | None], ...]:
+    """Buffers, without what batch norms count: each rank counts its own batches."""
+    return () if isinstance(module, nn.modules.batchnorm._NormBase) else tuple(module._buffers.items())
+
+
+def _whole(tensor: Tensor) -> Tensor | None:
+    """The tensor's data where this rank has all of it; None for a part."""
+    if hasattr(tensor, "ds_tensor"):
+        return None
+    if isinstance(tensor, DTensor):
+        whole = all(placement.is_replicate() for placement in tensor.placements)
+        return tensor._local_tensor if whole else None  # to_local() would enter the graph of autograd
+    return tensor
+
+
+def _parted(ranks: tuple[RankFacts, ...], values: dict[str, int]) -> tuple[str, ...]:
+    """Names of what differs. Collective only where digests do, which every rank sees alike."""
+    if len({rank.values for rank in ranks}) == 1 or len({rank.names for rank in ranks}) > 1:
+        return ()
+    gathered = world().gather(values)
+    first = gathered[0]
+    return tuple(name for name in first if len({other.get(name) for other in gathered}) > 1)

@@ -1,0 +1,190 @@
+"""Agreement of all ranks on plan and facts: one small collective, with the same answer on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import groupby
+from typing import assert_never
+
+from attrs import frozen
+
+from prepkit.codec import plan_from_text, plan_to_text
+from prepkit.codec.diff import Change, Set, Splice, diff, place
+from prepkit.plan import Plan
+from prepkit.plan.drift import drift
+from prepkit.ranks.world import world
+from prepkit.render.changes import value_text
+
+Digests = tuple[tuple[str, str], ...]
+
+Explain = Callable[[], tuple[str, Callable[[str], tuple[str, ...]]]]
+"""This rank's plan as text, and what differs from another rank's: one line per difference, the first ones first."""
+
+COMPARE = "save the plan on two of these ranks, pk.save(plan, f'plan-{rank}.json'), and run prepkit diff on the files"
+FIXES = {
+    "values": (
+        "give every rank the same values first: torch.manual_seed(0) before the model is built, or one checkpoint for "
+        "all; or plan with weights=BroadcastWeights() for those of rank 0, or InitWeights() for new ones"
+    ),
+    "training modes": "call model.train(), or model.eval(), for the same modules on every rank",
+}
+"""Fixes for ranks that differ in nothing else; elsewhere the plans are to be compared (``COMPARE``)."""
+
+SHOWN = 10
+"""Number of differences of one rank that are listed; the rest is counted."""
+
+
+@frozen(kw_only=True)
+class Difference:
+    """One digest that is not the same everywhere."""
+
+    name: str
+    """What was digested, such as ``plan``."""
+    holders: tuple[tuple[str, tuple[int, ...]], ...]
+    """Every digest with the ranks that hold it, the most common first; ``""`` for ranks that have none."""
+
+    @property
+    def odd(self) -> tuple[int, ...]:
+        """Ranks outside the majority; every rank where no digest is held by more ranks than each other one."""
+        first, second = len(self.holders[0][1]), len(self.holders[1][1])
+        return tuple(sorted(rank for _, ranks in self.holders[first > second :] for rank in ranks))
+
+    def __str__(self) -> str:
+        shown = ((value.rpartition(":")[2][:12] or "none", at) for value, at in self.holders)  # without ``sha256:``
+        texts = (f"{value} on rank{'s' * (len(at) > 1)} {spans(at)}" for value, at in shown)
+        return f"{self.name}: {' | '.join(texts)}"
+
+
+Details = tuple[tuple[int, tuple[str, ...]], ...]
+"""Rank, and its differences from the rank that is taken for the majority."""
+
+
+class Disagreement(RuntimeError):
+    """Raised on every rank when any two hold different digests. Nothing has been changed yet.
+
+    ``odd`` are the ranks outside the majority; ``details`` says of each how it differs, name by name.
+    """
+
+    def __init__(self, differences: tuple[Difference, ...], ranks: int, details: Details = ()) -> None:
+        self.differences = differences
+        self.details = details
+        self.odd = tuple(sorted({rank for difference in differences for rank in difference.odd}))
+        if len(self.odd) == ranks:
+            what = f"the {ranks} ranks do not hold the same plan and model, and none is in the majority"
+        else:
+            who, verb = ("rank", "differs") if len(self.odd) == 1 else ("ranks", "differ")
+            what = f"{who} {spans(self.odd)} of {ranks} {verb} from the others"
+        unlike = {difference.name for difference in differences}
+        fix = next((text for name, text in FIXES.items() if unlike == {name}), COMPARE)
+        lines = (
+            *(f"  {difference}" for difference in differences),
+            *_detail_lines(details, _majority(differences, ranks)),
+        )
+        super().__init__("\n".join((what, *lines, f"  fix: {fix}")))
+
+
+def agree(digests: Digests, explain: Explain | None = None) -> None:
+    """Return when every rank of the default group holds the same names and digests; else raise ``Disagreement``.
+
+    Costs one all-gather of 32 bytes per rank; digests and one rank's plan are sent only when something differs.
+    Every rank sees the same gathered bytes, so either all return or all raise. Waits no longer than the group's
+    time-out. Returns at once without a group, with one rank, and on the fake group, which carries no data.
+    """
+    ranks = world()
+    if ranks.same(digests):
+        return
+    answers = ranks.gather((digests, explain is not None))
+    differences = compare(tuple(theirs for theirs, _ in answers))
+    details = _details(explain, differences) if explain and all(explains for _, explains in answers) else ()
+    raise Disagreement(differences, ranks.size, details)
+
+
+def _details(explain: Explain, differences: tuple[Difference, ...]) -> Details:
+    """Compare each rank with the first one of the majority. Collective: that one's plan is sent to all."""
+    text, against = explain()
+    ranks = world()
+    majority = ranks.sent_by(_majority(differences, ranks.size), text)
+    mine = against(majority) if text != majority else ()
+    shown = (*mine[:SHOWN], *((f"and {len(mine) - SHOWN} more",) if len(mine) > SHOWN else ()))
+    return tuple((rank, lines) for rank, lines in enumerate(ranks.gather(shown)) if lines)
+
+
+def _majority(differences: tuple[Difference, ...], ranks: int) -> int:
+    """The first rank of the majority; 0 where there is none."""
+    odd = {rank for difference in differences for rank in difference.odd}
+    return min(set(range(ranks)) - odd, default=0)
+
+
+def _detail_lines(details: Details, there: int) -> list[str]:
+    """Ranks that differ in the same way, together; ``there`` is the rank that they were compared with."""
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank, lines in details:
+        ranks_of.setdefault(lines, []).append(rank)
+    return [
+        text
+        for lines, ranks in ranks_of.items()
+        for text in (
+            f"  here on rank{'s' * (len(ranks) > 1)} {spans(tuple(ranks))}, there on rank {there}:",
+            *(f"    {line}" for line in lines),
+        )
+    ]
+
+
+def compare(by_rank: tuple[Digests, ...]) -> tuple[Difference, ...]:
+    """Differences among the digests of each rank, given in rank order; names in the order of their first holder."""
+    names = dict.fromkeys(name for digests in by_rank for name, _ in digests)
+    differences = []
+    for name in names:
+        values = [dict(digests).get(name, "") for digests in by_rank]
+        if len(counted := Counter(values).most_common()) > 1:
+            holders = tuple(
+                (value, tuple(rank for rank, other in enumerate(values) if other == value)) for value, _ in counted
+            )
+            differences.append(Difference(name=name, holders=holders))
+    return tuple(differences)
+
+
+def spans(ranks: tuple[int, ...]) -> str:
+    """Sorted ranks as text, runs drawn together.
+
+    >>> spans((0, 1, 2, 5, 7, 8))
+    '0-2, 5, 7-8'
+    """
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def plan_differences(plan: Plan) -> tuple[str, Callable[[str], tuple[str, ...]]]:
+    """The text of this rank's plan, and a function from another rank's text to the lines in which the two differ.
+
+    The text is that of a plan file, so that a rank with another version of prepkit refuses it rather than misreads it:
+    the function raises ``PlanRejected`` as ``codec.plan_from_text`` does.
+    """
+    return plan_to_text(plan), lambda text: differences(plan_from_text(text), plan)
+
+
+def differences(theirs: Plan, mine: Plan) -> tuple[str, ...]:
+    """One line per difference, such as ``config.accumulation: 1 there, 4 here``: ``theirs`` is there, ``mine`` is here.
+
+    Config first, then facts parameter by parameter: what else differs in the plans follows from these two. Only where
+    both are equal, as with two versions of prepkit, steps and layouts are compared.
+    """
+    changes = diff(theirs, mine)
+    config = _lines(tuple(change for change in changes if change.path[0] == "config"))
+    facts = tuple(f"{fact.where}: {fact.planned} there, {fact.now} here" for fact in drift(theirs.facts, mine.facts))
+    return (*config, *facts) or _lines(changes)
+
+
+def _lines(changes: tuple[Change, ...]) -> tuple[str, ...]:
+    return tuple(_line(change) for change in changes)
+
+
+def _line(change: Change) -> str:
+    match change:
+        case Set(path=path, before=before, after=after):
+            return f"{place(path)}: {value_text(before)} there, {value_text(after)} here"
+        case Splice(path=path, index=index, removed=removed, added=added):
+            return f"{place((*path, index))}: {value_text(removed)} there, {value_text(added)} here"
+        case _:
+            assert_never(change)

@@ -1,0 +1,176 @@
+"""Who averages gradients over ranks, and who does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prepkit.facts.run import PreparedParam, RunFacts
+from prepkit.findings import Severity
+from prepkit.findings.text import at, count, some
+from prepkit.rules.rule import Hit, Moment, Need, Rule
+
+
+def _one_model(facts: RunFacts) -> bool:
+    """Whether ranks train one model, and not the stages of a pipeline."""
+    return facts.world_size > 1 and len({rank.names for rank in facts.ranks}) <= 1
+
+
+def _tensor_ranks(facts: RunFacts) -> int:
+    return max((len(rank.tensor_ranks) for rank in facts.ranks), default=1)
+
+
+def _alone(facts: RunFacts) -> tuple[PreparedParam, ...]:
+    """Trained parameters that nobody averages; those beside cut layers are alike over tensor ranks by themselves."""
+    trained = tuple(param for param in facts.params if param.requires_grad)
+    if not trained or not _one_model(facts) or _tensor_ranks(facts) == facts.world_size:
+        return ()
+    if any(param.ranks == facts.world_size for param in trained if param.averaged_by == ("dtensor",)):
+        return ()
+    return tuple(param for param in trained if not param.averaged_by and not _by_hand(facts, param.name))
+
+
+def _by_hand(facts: RunFacts, name: str) -> bool:
+    """Whether somebody has averaged its gradient: ranks are about to step with the same."""
+    found = facts.gradients
+    return found is not None and name in found.compared and name not in found.parted
+
+
+def _not_averaged(facts: RunFacts) -> Iterator[Hit]:
+    alone = _alone(facts)
+    if not facts.optimizers or not alone:
+        return
+    names = some([param.name for param in alone])
+    trained = sum(param.requires_grad for param in facts.params)
+    if len(alone) == trained:
+        what = f"{count(facts.world_size, 'rank')} run, and nothing averages the gradients of the model: no wrapper."
+        yield Hit("model", what)
+    else:
+        what = f"Nobody averages {len(alone)} of {count(trained, 'trained parameter')}: {names}."
+        fix = "Wrap what is trained once it is complete: everything inside one DDP, or inside the units of FSDP."
+        yield Hit(at(alone[0].name), what, fix)
+
+
+def _unfrozen(facts: RunFacts) -> Iterator[Hit]:
+    for ddp in facts.ddp:
+        if facts.world_size > 1 and ddp.reduced is not None and ddp.known > ddp.reduced:
+            what = (
+                f"{ddp.known} parameters train, and DistributedDataParallel averages {ddp.reduced}: those that were "
+                "unfrozen after it was made are trained by each rank alone."
+            )
+            yield Hit(
+                at(ddp.path), what, "Call requires_grad_(True) first, and DistributedDataParallel(model) after it."
+            )
+
+
+def _both(facts: RunFacts) -> Iterator[Hit]:
+    yield from _not_averaged(facts)
+    yield from _unfrozen(facts)
+
+
+def _frozen(facts: RunFacts) -> Iterator[Hit]:
+    for ddp in facts.ddp:
+        if ddp.reduced is not None and ddp.known < ddp.reduced:
+            what = (
+                f"DistributedDataParallel waits for the gradients of {ddp.reduced} parameters, and {ddp.known} train: "
+                f"its buckets hold what was frozen after it was made{_named(ddp.frozen)}."
+            )
+            yield Hit(at(ddp.path), what)
+
+
+def _named(names: tuple[str, ...]) -> str:
+    return f", among {some(names)}" if names else ""
+
+
+def _part(facts: RunFacts) -> Iterator[Hit]:
+    if not facts.optimizers or not _one_model(facts):
+        return
+    tensor = _tensor_ranks(facts)
+    found = tuple(
+        param
+        for param in facts.params
+        if param.requires_grad
+        and param.averaged_by
+        and param.ranks < facts.world_size
+        and not (param.averaged_by == ("dtensor",) and param.ranks == tensor == facts.world_size)
+    )
+    if found:
+        one = found[0]
+        what = (
+            f"Averaged over {count(one.ranks, 'rank')} of {facts.world_size}, by {' and '.join(one.averaged_by)}: "
+            f"{count(len(found), 'parameter')}, {some([param.name for param in found])}."
+        )
+        yield Hit(at(one.name), what)
+
+
+def _backend(facts: RunFacts) -> Iterator[Hit]:
+    kinds = {param.device for param in facts.params} - {"meta"}
+    if facts.world_size == 1 or not facts.backend:
+        return
+    for kind, needs, has in (("cuda", "nccl", "gloo"), ("cpu", "gloo", "nccl")):
+        backends = dict(pair.split(":") for pair in facts.backend.split(",") if ":" in pair)
+        used = backends.get(kind, "" if backends else facts.backend)
+        if kind in kinds and used in (has, ""):
+            what = f"Parameters lie on {kind}, and the process group has `{facts.backend}`."
+            fix = f"Write init_process_group('cpu:gloo,cuda:nccl'), so that {kind} tensors have {needs}."
+            yield Hit("env.backend", what, fix)
+
+
+def _switched_off(facts: RunFacts) -> Iterator[Hit]:
+    """Not of what prepkit has prepared, which switches it for each micro-batch."""
+    if facts.world_size < 2 or facts.model.prepared:
+        return
+    off = [ddp.path for ddp in facts.ddp if not ddp.averages] or list(facts.unaveraged)
+    if off:
+        what = "The next backward averages nothing: no_sync() or set_requires_gradient_sync(False) stands at "
+        yield Hit(at(off[0]), f"{what}{some(off) if off[0] else 'the root'}.")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="run.not-averaged",
+        summary="The gradients of everything that is trained are averaged over ranks.",
+        check=_both,
+        at=(Moment.AUDIT,),
+        needs=(Need.OPTIMIZERS, Need.GRADIENTS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Wrap the model before training: DistributedDataParallel(model), fully_shard(model), accelerator.prepare.",
+        source=("pain 22", "torch DistributedDataParallel"),
+    ),
+    Rule(
+        id="run.averaging-off",
+        summary="The backward of a step averages gradients.",
+        check=_switched_off,
+        at=(Moment.AUDIT,),
+        fix="Leave `with model.no_sync():` before the last micro-batch; model.set_requires_gradient_sync(True).",
+        severity=Severity.WARNING,
+        source=("torch DistributedDataParallel.no_sync",),
+    ),
+    Rule(
+        id="run.averaged-over-part",
+        summary="Gradients are averaged over all ranks, and not over some.",
+        check=_part,
+        at=(Moment.AUDIT,),
+        needs=(Need.OPTIMIZERS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Give the wrapper a mesh or a group of all ranks; a mesh of (n, 1) makes n models that part.",
+        source=("pain 22",),
+    ),
+    Rule(
+        id="run.ddp-frozen",
+        summary="DistributedDataParallel waits for the parameters that train.",
+        check=_frozen,
+        at=(Moment.AUDIT,),
+        fix="Freeze first, and call DistributedDataParallel(model) after it.",
+        source=("pain 26",),
+    ),
+    Rule(
+        id="run.backend",
+        summary="The process group has the backend of the device that parameters lie on.",
+        check=_backend,
+        at=(Moment.AUDIT,),
+        fix="Write init_process_group('cpu:gloo,cuda:nccl').",
+        severity=Severity.WARNING,
+        source=("pain 33",),
+    ),
+)
+"""Reporting order: what parts ranks, then what stops them, then what slows them down."""

@@ -1,0 +1,288 @@
+"""What has changed since an earlier look, while the model trains: parameters, ties, optimizers, hooks, rates.
+
+Optimizers, DDP's buckets and ZeRO's master weights hold what the model had when it was prepared. torch and DeepSpeed
+go on with that, and raise nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import isclose
+
+from prepkit.facts.run import RunFacts
+from prepkit.facts.running import RunningFacts, RunningParam
+from prepkit.findings import Severity
+from prepkit.findings.text import at, count, some
+from prepkit.plan.dtypes import itemsize
+from prepkit.rules.rule import Hit, Moment, Need, Rule
+
+AGAIN = (
+    "Change the model before build_plan. In the middle of a run: ready.save(folder), ready.close(), change the model, "
+    "then build_plan, apply and ready.resume(folder, only_model=True)."
+)
+"""How a model that prepkit has prepared is changed."""
+
+
+def _put_in(facts: RunFacts) -> Iterator[Hit]:
+    """As of a layer that was replaced, or a tie that was broken."""
+    for _, now in facts.running:
+        new = [one.name for one in now.params if one.requires_grad and not one.known and not one.served]
+        if new:
+            yield Hit(
+                at(new[0]), f"The model has {count(len(new), 'trained parameter')} that nothing trains: {some(new)}."
+            )
+
+
+def _switched(before: RunningFacts, now: RunningFacts) -> Iterator[RunningParam]:
+    old = {one.name: one.requires_grad for one in before.params}
+    return (one for one in now.params if one.known and old.get(one.name, one.requires_grad) != one.requires_grad)
+
+
+def _unfrozen(facts: RunFacts) -> Iterator[Hit]:
+    for before, now in facts.running:
+        if loose := [one.name for one in _switched(before, now) if one.requires_grad and not one.served]:
+            what = f"{count(len(loose), 'parameter')} unfrozen since the model was prepared, and"
+            yield Hit(
+                at(loose[0]),
+                f"{what} {'no rank averages' if facts.ddp else 'nothing uses'} the gradient: {some(loose)}.",
+            )
+
+
+def _frozen(facts: RunFacts) -> Iterator[Hit]:
+    for before, now in facts.running:
+        if stuck := [one.name for one in _switched(before, now) if not one.requires_grad and one.stuck]:
+            what = f"{count(len(stuck), 'parameter')} frozen since the model was prepared, and trained all the same"
+            yield Hit(at(stuck[0]), f"{what}: {some(stuck)}.")
+
+
+def _narrowed(before: RunningFacts, now: RunningFacts) -> Iterator[tuple[RunningParam, str]]:
+    """Trained parameters of 16 bits or fewer that had more; some models widen a layer in their first forward."""
+    old = {one.name: one for one in before.params if one.requires_grad}
+    for one in now.params:
+        if one.known and one.name in old and itemsize(one.dtype) < min(4, itemsize(old[one.name].dtype)):
+            yield one, old[one.name].dtype
+
+
+def _cast(facts: RunFacts) -> Iterator[Hit]:
+    for before, now in facts.running:
+        if cast := [f"{one.name} (was {dtype}, is {one.dtype})" for one, dtype in _narrowed(before, now)]:
+            what = f"{count(len(cast), 'trained parameter')} cast to fewer bits, without master weights: {some(cast)}."
+            yield Hit(at(cast[0].partition(" ")[0]), what)
+
+
+def _overwritten(facts: RunFacts) -> Iterator[Hit]:
+    if facts.overwritten:
+        what = (
+            "Weights were put into the model in place, by load_state_dict() or by hand, and DeepSpeed's master weights "
+            "are what they were: the next step would undo that, and a checkpoint or an export would hold those."
+        )
+        yield Hit("model", what)
+
+
+def _params(facts: RunFacts) -> Iterator[Hit]:
+    for before, now in facts.running:
+        old = {param.name: (param.dtype, param.device) for param in before.params}
+        new = {param.name: (param.dtype, param.device) for param in now.params}
+        if gone := [name for name in old if name not in new]:
+            yield Hit(
+                at(gone[0]), f"The model no longer has {count(len(gone), 'parameter')} of the audit: {some(gone)}."
+            )
+        if more := [name for name in new if name not in old]:
+            yield Hit(
+                at(more[0]), f"The model has {count(len(more), 'parameter')} more than at the audit: {some(more)}."
+            )
+        told = {one.name for one, _ in _narrowed(before, now)}
+        changed = [name for name in old if name in new and old[name] != new[name] and name not in told]
+        if changed:
+            (dtype, device), (other, there) = old[changed[0]], new[changed[0]]
+            what = f"was {dtype} on {device}, and is {other} on {there}"
+            also = f"; so are {len(changed) - 1} more" if len(changed) > 1 else ""
+            yield Hit(at(changed[0]), f"It {what}{also}.")
+
+
+def _trained(facts: RunFacts) -> Iterator[Hit]:
+    for before, now in facts.running:
+        old = {param.name: param.requires_grad for param in before.params}
+        changed = [
+            one
+            for one in now.params
+            if old.get(one.name, one.requires_grad) != one.requires_grad
+            and not (one.stuck if not one.requires_grad else not one.served)  # an error then
+        ]
+        for way, word in ((True, "unfrozen"), (False, "frozen")):
+            if names := [one.name for one in changed if one.requires_grad is way]:
+                yield Hit(at(names[0]), f"{count(len(names), 'parameter')} {word} since the audit: {some(names)}.")
+
+
+def _ties(facts: RunFacts) -> Iterator[Hit]:
+    for before, now in facts.running:
+        held = [set(group) for group in now.ties]
+        for group in before.ties:
+            if not any(set(group) <= one for one in held):
+                yield Hit(at(group[0]), f"{' and '.join(f'`{name}`' for name in group)} are no longer one parameter.")
+
+
+def _slots(facts: RunFacts) -> Iterator[Hit]:
+    for before, now in facts.running:
+        for index, (old, new) in enumerate(zip(before.held, now.held, strict=False)):
+            gone = [name for name in old if name not in new]
+            orphans = now.orphans[index] - before.orphans[index]
+            where = "optimizer" if len(now.held) == 1 else f"optimizer[{index}]"
+            if gone or orphans > 0:
+                what = f"It no longer steps {some(gone)}" if gone else "It steps all that it did"
+                strangers = f", and steps {count(orphans, 'tensor')} that the model does not have" * (orphans > 0)
+                yield Hit(where, f"{what}{strangers}.")
+
+
+def _state(facts: RunFacts) -> Iterator[Hit]:
+    for before, now in facts.running:
+        for index, (old, new) in enumerate(zip(before.stateful, now.stateful, strict=False)):
+            if lost := [name for name in old if name not in new]:
+                where = "optimizer" if len(now.held) == 1 else f"optimizer[{index}]"
+                yield Hit(where, f"The state of {count(len(lost), 'parameter')} is gone: {some(lost)}.")
+
+
+def _hooks(facts: RunFacts) -> Iterator[Hit]:
+    for before, now in facts.running:
+        gone = Counter(before.hooks) - Counter(now.hooks)
+        if gone:
+            path, hook = next(iter(gone))
+            what = f"{count(gone.total(), 'hook')} of the audit {'is' if gone.total() == 1 else 'are'} gone, such as"
+            yield Hit(at(path), f"{what} {hook}.")
+
+
+def _rate(facts: RunFacts) -> Iterator[Hit]:
+    for _, now in facts.running:
+        pairs = list(zip(now.rates, now.scheduled, strict=False))
+        for index, (rate, wanted) in enumerate(pairs):
+            if not isclose(rate, wanted, rel_tol=1e-6, abs_tol=1e-15):
+                where = f"optimizer.param_groups[{index}].lr"
+                yield Hit(where, f"The learning rate is {rate:g}, and the scheduler has set {wanted:g}.")
+                break
+
+
+def _ranks(facts: RunFacts) -> Iterator[Hit]:
+    for _, now in facts.running:
+        if now.parted:
+            what = f"Ranks that hold the same of {count(len(now.parted), 'parameter')} differ: {some(now.parted)}."
+            yield Hit(at(now.parted[0]), what)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="run.overwritten",
+        summary="Weights that lie in the model are those of which the optimizer keeps master weights.",
+        check=_overwritten,
+        at=(Moment.STEP, Moment.SAVE),
+        needs=(Need.BEFORE,),
+        fix=(
+            "Load weights before build_plan, or by ready.resume(folder, only_model=True) from what ready.save(folder) "
+            "has written, which fills both."
+        ),
+        overridable=False,
+    ),
+    Rule(
+        id="run.put-in",
+        summary="Every parameter that trains was there when the model was prepared, or is stepped all the same.",
+        check=_put_in,
+        at=(Moment.DUE, Moment.DRIFT),
+        needs=(Need.BEFORE,),
+        fix=AGAIN,
+    ),
+    Rule(
+        id="run.unfrozen",
+        summary="A parameter that is unfrozen is averaged and stepped.",
+        check=_unfrozen,
+        at=(Moment.DUE, Moment.DRIFT),
+        needs=(Need.BEFORE,),
+        fix=AGAIN,
+    ),
+    Rule(
+        id="run.frozen",
+        summary="A parameter that is frozen is no longer stepped.",
+        check=_frozen,
+        at=(Moment.DUE, Moment.DRIFT),
+        needs=(Need.BEFORE,),
+        fix=AGAIN,
+    ),
+    Rule(
+        id="run.cast",
+        summary="Trained parameters keep their bits, as nobody keeps master weights of them.",
+        check=_cast,
+        at=(Moment.DUE, Moment.DRIFT),
+        needs=(Need.BEFORE,),
+        fix=AGAIN,
+        source=("pain 2",),
+    ),
+    Rule(
+        id="run.drift-params",
+        summary="While it trains a model keeps its parameters, and each its dtype and device.",
+        check=_params,
+        at=(Moment.DRIFT,),
+        needs=(Need.BEFORE,),
+        fix="Cast, move and change the model before it is prepared, not in the loop: no .half(), .to() or del there.",
+    ),
+    Rule(
+        id="run.drift-trained",
+        summary="What trains at the audit trains later, and nothing else.",
+        check=_trained,
+        at=(Moment.DRIFT,),
+        needs=(Need.BEFORE,),
+        fix="Freeze and unfreeze before the model is wrapped; else wrap it and make its optimizer again at that step.",
+        severity=Severity.WARNING,
+        source=("pain 26",),
+    ),
+    Rule(
+        id="run.drift-ties",
+        summary="Tied parameters stay one parameter.",
+        check=_ties,
+        at=(Moment.DRIFT,),
+        needs=(Need.BEFORE,),
+        fix="Call model.tie_weights() after what replaced one of them, and make the optimizer again.",
+    ),
+    Rule(
+        id="run.drift-slots",
+        summary="An optimizer goes on with the parameters that it had.",
+        check=_slots,
+        at=(Moment.DRIFT,),
+        needs=(Need.BEFORE,),
+        fix="Make the optimizer again where parameters are replaced, and give the scheduler that one.",
+        source=("pain 1",),
+    ),
+    Rule(
+        id="run.drift-state",
+        summary="An optimizer keeps the state that it had.",
+        check=_state,
+        at=(Moment.DRIFT,),
+        needs=(Need.BEFORE,),
+        fix="Clear no optimizer.state in the loop; load a state dict with the state of every parameter.",
+    ),
+    Rule(
+        id="run.drift-hooks",
+        summary="Hooks that hung at the audit hang on.",
+        check=_hooks,
+        at=(Moment.DRIFT,),
+        needs=(Need.BEFORE,),
+        fix="Remove hooks before the model is prepared; what clears all of a module's takes its wrapper's as well.",
+        severity=Severity.WARNING,
+    ),
+    Rule(
+        id="run.drift-rate",
+        summary="The learning rate is what the scheduler has set.",
+        check=_rate,
+        at=(Moment.DRIFT,),
+        needs=(Need.BEFORE,),
+        fix="Let one of them set the rate: drop the line that writes param_groups[...]['lr'], or the scheduler.",
+    ),
+    Rule(
+        id="run.drift-ranks",
+        summary="Ranks that hold the same weights stay equal, bit by bit.",
+        check=_ranks,
+        at=(Moment.DRIFT,),
+        needs=(Need.BEFORE,),
+        fix="Train through the wrapper: its forward, no step of one rank alone; broadcast the weights to go on.",
+        source=("pain 22",),
+    ),
+)
+"""Reporting order: the model, its optimizer, its hooks, the rate, the ranks."""

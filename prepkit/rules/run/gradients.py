@@ -1,0 +1,148 @@
+"""What is wrong with the gradients that an optimizer is about to step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prepkit.facts.run import RunFacts
+from prepkit.findings import Severity
+from prepkit.findings.text import at, count, some
+from prepkit.rules.rule import Hit, Moment, Need, Rule
+
+
+def _nothing(facts: RunFacts) -> Iterator[Hit]:
+    found = facts.gradients
+    if found is not None and found.stepped and len(found.missing) == found.stepped:
+        yield Hit("optimizer", f"None of {count(found.stepped, 'parameter')} that it is about to step has a gradient.")
+    elif found is not None and found.zero:
+        what = f"Every gradient of {count(found.stepped, 'parameter')} that it is about to step is zero."
+        yield Hit("optimizer", what, "Look for a clip of 0, a loss times 0, or labels that are all ignored.")
+
+
+def _without(facts: RunFacts) -> Iterator[Hit]:
+    found = facts.gradients
+    if any(ddp.waits for ddp in facts.ddp):
+        return  # an error there
+    if found is not None and 0 < len(found.missing) < found.stepped:
+        what = f"{count(len(found.missing), 'parameter')} of {found.stepped} that are about to be stepped"
+        yield Hit(at(found.missing[0]), f"{what} have no gradient: {some(found.missing)}.")
+
+
+def _spoiled(facts: RunFacts) -> Iterator[Hit]:
+    found = facts.gradients
+    if found is not None and found.spoiled:
+        what = f"{count(len(found.spoiled), 'gradient')} about to be stepped hold NaN or infinite elements"
+        yield Hit(at(found.spoiled[0]), f"{what}: {some(found.spoiled)}.")
+
+
+def _parted(facts: RunFacts) -> Iterator[Hit]:
+    found = facts.gradients
+    if found is None or (found.missing and any(ddp.waits for ddp in facts.ddp)):
+        return  # DDP has averaged nothing that shares a bucket with what is missing
+    alone = {param.name for param in facts.params if not param.averaged_by}
+    own = [name for name in found.parted if name not in alone]
+    if own:
+        what = f"Each rank is about to step {count(len(own), 'parameter')} with a gradient of its own: {some(own)}."
+        yield Hit(at(own[0]), what)
+
+
+def _waited_for(facts: RunFacts) -> Iterator[Hit]:
+    """DDP averages no bucket of which one gradient never comes, so that ranks step gradients of their own."""
+    found = facts.gradients
+    if found is not None and 0 < len(found.missing) < found.stepped and any(ddp.waits for ddp in facts.ddp):
+        what = f"DDP waits for {count(len(found.missing), 'gradient')} that never came: {some(found.missing)}"
+        yield Hit(at(found.missing[0]), f"{what}. It has averaged nothing that shares a bucket with them.")
+
+
+def _on_some_ranks(facts: RunFacts) -> Iterator[Hit]:
+    found = facts.gradients
+    if found is not None and found.on_some_ranks:
+        what = f"{count(len(found.on_some_ranks), 'parameter')} with a gradient on some ranks, and none on others"
+        yield Hit(at(found.on_some_ranks[0]), f"{what}: {some(found.on_some_ranks)}.")
+
+
+def _misplaced(facts: RunFacts) -> Iterator[Hit]:
+    found = facts.gradients
+    if found is not None and found.misplaced:
+        what = f"{count(len(found.misplaced), 'gradient')} with other placements or another dtype than the parameter"
+        yield Hit(at(found.misplaced[0]), f"{what}: {some(found.misplaced)}.")
+
+
+_BOTH = (Moment.FIRST_STEP, Moment.AUDIT)
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="run.steps-nothing",
+        summary="What an optimizer steps has gradients.",
+        check=_nothing,
+        at=_BOTH,
+        needs=(Need.GRADIENTS,),
+        fix="Call zero_grad() before backward or after step(), not between them; give the optimizer what is trained.",
+    ),
+    Rule(
+        id="run.gradients-waited-for",
+        summary="DDP gets every gradient that it waits for.",
+        check=_waited_for,
+        at=_BOTH,
+        needs=(Need.GRADIENTS,),
+        fix=(
+            "Write find_unused_parameters=True for DDP, or freeze them with requires_grad_(False) before the model is "
+            "wrapped."
+        ),
+        overridable=False,
+        source=("K-H1", "pain 26", "torch reducer.cpp"),
+    ),
+    Rule(
+        id="run.gradients-on-some-ranks",
+        summary="A parameter has a gradient on every rank that holds some of it, or on none.",
+        check=_on_some_ranks,
+        at=_BOTH,
+        needs=(Need.GRADIENTS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Run the same layers on every rank: add `0 * layer(x).sum()` to the loss where a batch leaves one out.",
+        source=("torch fully_shard",),
+    ),
+    Rule(
+        id="run.gradients-part",
+        summary="Ranks step a replicated parameter with one gradient.",
+        check=_parted,
+        at=_BOTH,
+        needs=(Need.GRADIENTS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Call the wrapper, model(x), and not model.module(x); leave no_sync() before a window's last backward.",
+        overridable=False,
+        source=("torch DistributedDataParallel.forward",),
+    ),
+    Rule(
+        id="run.gradients-not-finite",
+        summary="Gradients are finite when they are stepped.",
+        check=_spoiled,
+        at=_BOTH,
+        needs=(Need.GRADIENTS,),
+        fix="Look at the first batch and the loss under torch.autograd.detect_anomaly(); mind sqrt and log of zero.",
+        source=("torch.autograd.detect_anomaly",),
+    ),
+    Rule(
+        id="run.gradients-misplaced",
+        summary="A gradient has the placements and the dtype of its parameter.",
+        check=_misplaced,
+        at=_BOTH,
+        needs=(Need.GRADIENTS,),
+        fix="Report it: torch has laid the gradient out otherwise than the parameter.",
+        overridable=False,
+    ),
+    Rule(
+        id="run.without-gradient",
+        summary="Every parameter that is stepped has a gradient.",
+        check=_without,
+        at=_BOTH,
+        needs=(Need.GRADIENTS,),
+        fix=(
+            "Nothing, where a batch may leave layers out, as experts and mask tokens. Else freeze what takes no part "
+            "in the loss; look for a .detach(), .item() or no_grad() on the way to it."
+        ),
+        severity=Severity.WARNING,
+        source=("K-H1", "pain 26"),
+    ),
+)
+"""Reporting order: nothing is trained, ranks part, then values, then what may be meant so."""

@@ -1,0 +1,177 @@
+"""Whether ranks read samples of their own, and tensor-parallel ranks the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prepkit.facts.run import PreparedLoader, RunFacts
+from prepkit.findings import Severity
+from prepkit.findings.text import count
+from prepkit.rules.rule import Hit, Moment, Need, Rule
+
+
+def _readers(facts: RunFacts) -> int:
+    """Groups of ranks that are to read samples of their own."""
+    groups = {rank.tensor_ranks for rank in facts.ranks}
+    return len(groups) if groups else facts.world_size
+
+
+def _split_by_hand(facts: RunFacts, index: int) -> bool:
+    """Whether the data sets of ranks are told to be different ones."""
+    data = {rank.loaders[index][3] for rank in facts.ranks if index < len(rank.loaders)}
+    return len(data) > 1
+
+
+def _parts(facts: RunFacts, index: int) -> set[int]:
+    return {rank.loaders[index][1] for rank in facts.ranks if index < len(rank.loaders)}
+
+
+def _same(facts: RunFacts) -> Iterator[Hit]:
+    readers = _readers(facts)
+    for index, loader in enumerate(facts.loaders):
+        if readers < 2 or loader.seen.foreign or _split_by_hand(facts, index):
+            continue
+        if loader.division == "":
+            what = f"{count(readers, 'rank')} read all of its samples, {_order(loader)}: nothing divides them."
+            yield Hit(f"loaders[{index}]", what)
+        elif loader.replicas and loader.replicas < readers:
+            what = f"Its samples are divided into {count(loader.replicas, 'part')}, and {readers} ranks read them."
+            yield Hit(f"loaders[{index}]", what)
+        elif loader.replicas > 1 and facts.ranks and len(_parts(facts, index)) < min(readers, loader.replicas):
+            what = (
+                f"{readers} ranks read {count(len(_parts(facts, index)), 'part')} of {loader.replicas}: some the same."
+            )
+            yield Hit(f"loaders[{index}]", what)
+
+
+def _unread(facts: RunFacts) -> Iterator[Hit]:
+    for index, loader in enumerate(facts.loaders):
+        if loader.division == "sampler" and loader.replicas > facts.world_size:
+            what = f"Its samples are divided into {loader.replicas} parts, and {count(facts.world_size, 'rank')}"
+            reads = "reads one of them" if facts.world_size == 1 else "read as many of them"
+            yield Hit(f"loaders[{index}]", f"{what} {reads}: the others are never read.")
+
+
+def _order(loader: PreparedLoader) -> str:
+    return "in one order" if loader.seen.sampler == "sequential" else "each in its own order at best"
+
+
+def _tensor(facts: RunFacts) -> Iterator[Hit]:
+    part = {(rank.rank, index): one[1] for rank in facts.ranks for index, one in enumerate(rank.loaders)}
+    for index in range(len(facts.loaders)):
+        for rank in facts.ranks:
+            parts = {part[other, index] for other in rank.tensor_ranks if (other, index) in part}
+            if len(parts) > 1:
+                ranks = ", ".join(map(str, rank.tensor_ranks))
+                what = f"Ranks {ranks} hold parts of one layer, and read parts {sorted(parts)}."
+                yield Hit(f"loaders[{index}]", what)
+                break
+
+
+def _lengths(facts: RunFacts) -> Iterator[Hit]:
+    """Of the first loader, which is trained on; those of evaluation may end where they like."""
+    first = [rank.passes[0] for rank in facts.ranks if rank.passes]
+    batches = {count for count, _, _ in first if count is not None}
+    sizes = {size for _, size, _ in first if size is not None}
+    if len(batches) > 1:
+        what = f"Ranks have {_range(batches)} batches in a pass: at its end some wait for gradients of the others."
+        yield Hit("loaders[0]", what)
+    elif len(sizes) > 1:
+        yield Hit("loaders[0]", f"Ranks have {_range(sizes)} samples in a batch, and their gradients count alike.")
+
+
+def _range(values: set[int]) -> str:
+    return f"{min(values)} to {max(values)}"
+
+
+def _orders(facts: RunFacts) -> Iterator[Hit]:
+    for index in range(len(facts.loaders)):
+        orders = {rank.passes[index][2] for rank in facts.ranks if index < len(rank.passes)}
+        if len(orders) > 1:
+            what = "Seed or epoch of its sampler differ over ranks: their parts overlap, and leave samples out."
+            yield Hit(f"loaders[{index}]", what)
+
+
+def _not_read(facts: RunFacts) -> Iterator[Hit]:
+    loop = facts.loop
+    if loop is None or loop.readers < 2:
+        return
+    if loop.divides == "given" and not loop.read:
+        what = (
+            "No batch of ready.loaders was read before the first step: where the loop iterates the loaders that were "
+            "given to build_plan, every rank trains on all samples."
+        )
+        yield Hit("loaders", what, "Write `for batch in ready.loaders[0]:`, or give build_plan no loaders.")
+    if loop.divides == "nobody" and not loop.loaders:
+        what = (
+            f"build_plan was given no loader, and {loop.readers} ranks train: unless the loop divides its data itself, "
+            "as a DistributedSampler does, every rank trains on all samples."
+        )
+        yield Hit("loaders", what)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="run.not-read",
+        summary="The loop reads loaders that divide their samples over the ranks.",
+        check=_not_read,
+        at=(Moment.FIRST_STEP,),
+        needs=(Need.LOOP,),
+        fix=(
+            "Write build_plan(..., loaders=[loader]) and `for batch in ready.loaders[0]:`, or "
+            "Config(loaders=pk.data.KeepLoaders()) where data are divided."
+        ),
+        severity=Severity.WARNING,
+    ),
+    Rule(
+        id="run.same-samples",
+        summary="Each rank reads samples of its own.",
+        check=_same,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Write sampler=DistributedSampler(dataset, num_replicas=world, rank=rank), or accelerator.prepare(loader).",
+        source=("torch DistributedSampler",),
+    ),
+    Rule(
+        id="run.unread-samples",
+        summary="Every part of the samples is read by some rank.",
+        check=_unread,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS,),
+        fix="Write DistributedSampler(dataset), which takes the number of ranks from the process group.",
+        severity=Severity.WARNING,
+        source=("torch DistributedSampler",),
+    ),
+    Rule(
+        id="run.ranks-orders",
+        summary="Ranks take their parts of one order.",
+        check=_orders,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Give DistributedSampler the same seed on every rank, and call sampler.set_epoch(epoch) on all of them.",
+        source=("torch DistributedSampler",),
+    ),
+    Rule(
+        id="run.ranks-batches",
+        summary="Ranks have as many batches to train on, of one size.",
+        check=_lengths,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Pad or cut the parts to one length (DistributedSampler does), or train inside torch's Join.",
+        severity=Severity.WARNING,
+        source=("torch.distributed.algorithms.Join",),
+    ),
+    Rule(
+        id="run.tensor-samples",
+        summary="Ranks that hold parts of one layer read the same samples.",
+        check=_tensor,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Write DistributedSampler(dataset, num_replicas=mesh['dp'].size(), rank=mesh['dp'].get_local_rank()).",
+    ),
+)
+"""Reporting order: over data ranks, then over tensor ranks."""

@@ -1,0 +1,131 @@
+"""Schedulers, and what two keep count of: a DeepSpeed engine and whoever stands around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prepkit.facts.run import RunFacts
+from prepkit.findings import Severity
+from prepkit.findings.text import count
+from prepkit.rules.rule import Hit, Moment, Need, Rule
+
+
+def _elsewhere(facts: RunFacts) -> Iterator[Hit]:
+    scheduler = facts.scheduler
+    if scheduler is not None and facts.optimizers and not scheduler.drives_optimizer:
+        yield Hit("scheduler", f"`{scheduler.name}` changes the learning rate of an optimizer that was not given.")
+
+
+def _early(facts: RunFacts) -> Iterator[Hit]:
+    scheduler = facts.scheduler
+    if scheduler is None or not scheduler.horizon or not facts.loaders or not facts.loaders[0].batches:
+        return
+    steps = -(-facts.loaders[0].batches // (facts.accumulation or 1))
+    horizon, ticks = scheduler.horizon, scheduler.ticks
+    passes, rest = divmod(horizon, steps)
+    inside_first = horizon >= steps > horizon // ticks  # whoever wants less than a pass makes it for less
+    if ticks > 1 and ((not rest and passes % ticks) or inside_first):
+        made_for = f"{count(passes, 'pass')} of {steps} steps" if not rest else f"more than a pass of {steps} steps"
+        what = (
+            f"`{scheduler.name}` is made for {horizon} ticks, {made_for}, and accelerate "
+            f"ticks it {ticks} times a step: it is at its end after {horizon // ticks} steps."
+        )
+        fix = (
+            f"Make it for {horizon * ticks} ticks, or prepare it with Accelerator(step_scheduler_with_optimizer=False)."
+        )
+        yield Hit("scheduler", what, fix)
+    elif ticks == 1 and scheduler.by_batch and horizon < steps:
+        yield Hit("scheduler", f"`{scheduler.name}` is made for {horizon} ticks, and a pass has {steps} steps.")
+
+
+def _two(facts: RunFacts) -> Iterator[Hit]:
+    engine, scheduler = facts.engine, facts.scheduler
+    if engine is not None and engine.scheduler and scheduler is not None and engine.scheduler != scheduler.name:
+        what = (
+            f"The engine ticks `{engine.scheduler}` in each step, and `{scheduler.name}` drives the same learning rate."
+        )
+        yield Hit("scheduler", what)
+
+
+def _micro_batch(facts: RunFacts) -> Iterator[Hit]:
+    engine = facts.engine
+    for index, loader in enumerate(facts.loaders):
+        size = loader.seen.batch_size
+        if engine is not None and engine.micro_batch and size is not None and size != engine.micro_batch:
+            what = f"It gives {size} samples, and train_micro_batch_size_per_gpu is {engine.micro_batch}."
+            fix = f"Write batch_size={engine.micro_batch}, or train_micro_batch_size_per_gpu: {size}."
+            yield Hit(f"loaders[{index}]", what, fix)
+
+
+def _past(facts: RunFacts) -> Iterator[Hit]:
+    for index, optimizer in enumerate(facts.optimizers):
+        if facts.engine is not None and not optimizer.engine and optimizer.held:
+            what = f"`{optimizer.name}` steps {count(len(optimizer.held), 'parameter')} of the engine past the engine."
+            yield Hit("optimizer" if len(facts.optimizers) == 1 else f"optimizer[{index}]", what)
+
+
+def _accumulate(facts: RunFacts) -> Iterator[Hit]:
+    engine, other = facts.engine, facts.accumulation
+    if engine is not None and other is not None and other not in (1, engine.accumulation):
+        what = f"accelerate counts {other} micro-batches per step, and the engine {engine.accumulation}."
+        yield Hit("model", what, f"Write gradient_accumulation_steps: {other} in DeepSpeed's JSON as well.")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="run.scheduler-elsewhere",
+        summary="The scheduler drives the optimizer that steps.",
+        check=_elsewhere,
+        at=(Moment.AUDIT,),
+        needs=(Need.OPTIMIZERS,),
+        fix="Make the scheduler from the optimizer that is stepped, and prepare both in one call.",
+        source=("pain 15",),
+    ),
+    Rule(
+        id="run.scheduler-early",
+        summary="The scheduler lasts for the steps that it was made for.",
+        check=_early,
+        at=(Moment.AUDIT,),
+        needs=(Need.OPTIMIZERS, Need.LOADERS),
+        fix="Make it for as many ticks as there are steps.",
+        severity=Severity.WARNING,
+        source=("pain 15",),
+    ),
+    Rule(
+        id="run.two-schedulers",
+        summary="One scheduler drives a learning rate.",
+        check=_two,
+        at=(Moment.AUDIT,),
+        needs=(Need.OPTIMIZERS,),
+        fix="Give it to deepspeed.initialize(lr_scheduler=...), and take `scheduler` out of the JSON.",
+        source=("pain 15", "pain 3"),
+    ),
+    Rule(
+        id="run.past-engine",
+        summary="An engine's parameters are stepped by the engine.",
+        check=_past,
+        at=(Moment.AUDIT,),
+        needs=(Need.OPTIMIZERS,),
+        fix="Call engine.backward(loss) and engine.step(), with the optimizer that deepspeed.initialize has returned.",
+        source=("pain 2",),
+    ),
+    Rule(
+        id="run.two-accumulate",
+        summary="One count of micro-batches rules a step.",
+        check=_accumulate,
+        at=(Moment.AUDIT,),
+        fix="Write one number in both places.",
+        source=("pain 16",),
+    ),
+    Rule(
+        id="run.micro-batch",
+        summary="Loaders give micro-batches of the size that the engine counts with.",
+        check=_micro_batch,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS,),
+        fix="Write one size in both places.",
+        severity=Severity.WARNING,
+        source=("pain 4",),
+    ),
+)
+"""Reporting order: who drives the rate, then who steps, then who counts."""

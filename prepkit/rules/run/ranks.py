@@ -1,0 +1,211 @@
+"""What ranks hold alike though they should not, or unlike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prepkit.facts.run import RankFacts, RunFacts
+from prepkit.findings import Severity
+from prepkit.findings.text import at, count, some
+from prepkit.rules.rule import Hit, Moment, Need, Rule
+
+
+def _odd(ranks: tuple[RankFacts, ...], digest: Callable[[RankFacts], str]) -> str:
+    """Which ranks hold something else than the first, as text; empty where none does."""
+    others = [str(rank.rank) for rank in ranks if digest(rank) != digest(ranks[0])] if ranks else []
+    return f"rank{'s' * (len(others) > 1)} {', '.join(others[:5])}{', …' * (len(others) > 5)}" if others else ""
+
+
+def _models(facts: RunFacts) -> Iterator[Hit]:
+    pipeline = len({rank.names for rank in facts.ranks}) == len(facts.ranks) and not any(
+        param.averaged_by for param in facts.params
+    )
+    if (odd := _odd(facts.ranks, lambda rank: rank.model)) and not pipeline:
+        what = f"Names, shapes, dtypes or requires_grad of parameters on {odd} are not those of rank 0."
+        yield Hit("model", what)
+
+
+def _optimizers(facts: RunFacts) -> Iterator[Hit]:
+    for one in facts.unlike:
+        yield Hit("optimizer", f"Ranks step with different options: {one.name} is {one.held}.")
+    if odd := _odd(facts.ranks, lambda rank: rank.optimizer):
+        yield Hit("optimizer", f"Class, groups or options on {odd} are not those of rank 0, such as lr.")
+
+
+def _values(facts: RunFacts) -> Iterator[Hit]:
+    if facts.parted:
+        what = f"Every rank holds {count(len(facts.parted), 'tensor')} with values of its own: {some(facts.parted)}."
+        yield Hit(at(facts.parted[0]), what)
+
+
+def _pipeline(facts: RunFacts) -> bool:
+    """Whether each rank has modules of its own."""
+    return len({rank.names for rank in facts.ranks}) > 1
+
+
+def _modes(facts: RunFacts) -> Iterator[Hit]:
+    if not _pipeline(facts) and (odd := _odd(facts.ranks, lambda rank: rank.modes)):
+        yield Hit("model", f"Which modules are in training mode on {odd} is not as on rank 0.")
+
+
+def _state(facts: RunFacts) -> Iterator[Hit]:
+    if not _pipeline(facts) and (odd := _odd(facts.ranks, lambda rank: rank.state)):
+        what = f"The state of parameters that all ranks step alike, its count of steps too, on {odd} is not rank 0's."
+        yield Hit("optimizer", what)
+
+
+def _passes(facts: RunFacts) -> Iterator[Hit]:
+    if facts.loop is not None and facts.loop.passes[0] != facts.loop.passes[1]:
+        least, most = facts.loop.passes
+        what = (
+            f"Ranks are in different passes over their data, {least} to {most}: one has left a pass early, or loaders "
+            "of the loop's own have different lengths."
+        )
+        yield Hit("loop", what)
+
+
+def _loss(facts: RunFacts) -> Iterator[Hit]:
+    if facts.loop is not None and not facts.loop.loss_finite:
+        here = " on this rank" * (not facts.loop.own_loss_finite)
+        what = f"The loss is not finite in window {facts.loop.window}{here}, and no step can mend weights that are not."
+        yield Hit("loop", what)
+
+
+def _schedulers(facts: RunFacts) -> Iterator[Hit]:
+    if odd := _odd(facts.ranks, lambda rank: rank.scheduler):
+        yield Hit("scheduler", f"Class, horizon or position on {odd} is not that of rank 0.")
+
+
+def _alike(facts: RunFacts) -> Iterator[Hit]:
+    groups = {rank.tensor_ranks: rank.generator for rank in facts.ranks}
+    alike = facts.drawn_alike or (len(groups) > 1 and len(set(groups.values())) == 1)
+    if not (alike and facts.drops):
+        return
+    what = (
+        f"The random generators of all {facts.world_size} ranks are in one state: dropout in "
+        f"{count(facts.drops, 'module')} takes the same elements on each, though ranks read other samples."
+    )
+    same = max(facts.alike_for, max(map(len, groups), default=1))
+    seed = f"seed + dist.get_rank(){f' // {same}' if same > 1 else ''}"
+    yield Hit(
+        "env", what, f"Write torch.manual_seed({seed}) once the model is built (import torch.distributed as dist)."
+    )
+
+
+def _unlike(facts: RunFacts) -> Iterator[Hit]:
+    if not facts.drops:
+        return
+    state = {rank.rank: rank.generator for rank in facts.ranks}
+    for rank in facts.ranks:
+        if len({state[other] for other in rank.tensor_ranks if other in state}) > 1:
+            ranks = ", ".join(map(str, rank.tensor_ranks))
+            what = (
+                f"Ranks {ranks} hold parts of one layer, and their generators part: {some(facts.dropout)} drop unlike."
+            )
+            yield Hit("env", what)
+            return
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="run.ranks-models",
+        summary="Every rank has the same parameters, and trains the same ones.",
+        check=_models,
+        at=(Moment.AUDIT,),
+        needs=(Need.RANKS,),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Build and freeze the model from the same config on every rank.",
+        source=("pain 11",),
+    ),
+    Rule(
+        id="run.ranks-optimizers",
+        summary="Every rank steps with the same options.",
+        check=_optimizers,
+        at=(Moment.DUE, Moment.AUDIT, Moment.DRIFT),
+        needs=(Need.OPTIMIZERS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix=(
+            "Give every rank the same lr, weight_decay and groups: where a metric decides, as for ReduceLROnPlateau, "
+            "give it ready.reduce(metric)."
+        ),
+        source=("pain 11",),
+    ),
+    Rule(
+        id="run.ranks-values",
+        summary="What every rank holds whole has one value.",
+        check=_values,
+        at=(Moment.AUDIT,),
+        needs=(Need.RANKS,),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Load weights on every rank before the model is wrapped, or broadcast them: dist.broadcast(tensor, src=0).",
+        source=("pain 11", "pain 17"),
+    ),
+    Rule(
+        id="run.ranks-modes",
+        summary="Every rank has the same modules in training mode.",
+        check=_modes,
+        at=(Moment.AUDIT,),
+        needs=(Need.RANKS,),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Call model.train() on every rank, behind what one rank alone evaluates.",
+    ),
+    Rule(
+        id="run.ranks-passes",
+        summary="Ranks are in the same pass over their data.",
+        check=_passes,
+        at=(Moment.DUE,),
+        needs=(Need.LOOP, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="End passes on all ranks together, as by `if ready.reduce(float(done), 'max'):`.",
+        severity=Severity.WARNING,
+    ),
+    Rule(
+        id="run.loss-not-finite",
+        summary="The loss is a number on every rank.",
+        check=_loss,
+        at=(Moment.DUE,),
+        needs=(Need.LOOP, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Go back to a checkpoint, and lower the learning rate or write Config(clip=pk.ClipNorm(1.0)).",
+        severity=Severity.WARNING,
+    ),
+    Rule(
+        id="run.ranks-state",
+        summary="What replicas have of optimizer state is the same.",
+        check=_state,
+        at=(Moment.AUDIT,),
+        needs=(Need.RANKS,),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Load the optimizer's state on every rank, before its first step.",
+        source=("pain 13",),
+    ),
+    Rule(
+        id="run.ranks-schedulers",
+        summary="Schedulers stand at the same step on every rank.",
+        check=_schedulers,
+        at=(Moment.AUDIT,),
+        needs=(Need.RANKS,),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Load the scheduler's state on every rank, and tick it as often.",
+    ),
+    Rule(
+        id="run.dropout-unlike",
+        summary="Ranks that hold parts of one layer drop the same elements.",
+        check=_unlike,
+        at=(Moment.AUDIT,),
+        needs=(Need.RANKS,),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Call torch.manual_seed with one seed on the ranks of a tensor-parallel group.",
+    ),
+    Rule(
+        id="run.dropout-alike",
+        summary="Ranks with other samples drop other elements.",
+        check=_alike,
+        at=(Moment.DUE, Moment.AUDIT),
+        needs=(Need.RANKS,),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Write torch.manual_seed(seed + rank) once the model is built; set_seed(seed, device_specific=True).",
+        severity=Severity.WARNING,
+    ),
+)
+"""Reporting order: another model, another optimizer, other values, modes and state, other random numbers."""

@@ -1,0 +1,96 @@
+"""The failure of saving and resuming: on every rank alike, as findings that say what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from attrs import evolve
+from torch.distributed.checkpoint.api import CheckpointException
+
+from prepkit.findings import Finding, RunRefused, Severity
+from prepkit.findings.refusals import REFUSALS
+from prepkit.ranks.world import ranks_of
+
+T = TypeVar("T")
+
+_FIXES = {refusal.id: refusal.fix for refusal in REFUSALS}
+
+
+class CheckpointFailed(RuntimeError):
+    """A checkpoint or an export could not be written or read. ``findings`` says why, and on which ranks."""
+
+    def __init__(self, findings: tuple[Finding, ...]) -> None:
+        self.findings = findings
+        super().__init__("\n".join(map(str, findings)))
+
+
+def failed(rule: str, where: Path | str, what: str, fix: str = "") -> CheckpointFailed:
+    """The error with one finding, with an id of ``findings.refusals``; ``fix`` replaces the usual one."""
+    return CheckpointFailed((_finding(rule, where, what, fix),))
+
+
+def _finding(rule: str, where: Path | str, what: str, fix: str = "") -> Finding:
+    return Finding(rule=rule, severity=Severity.ERROR, where=str(where), what=what, fix=fix or _FIXES[rule])
+
+
+def on_every_rank(act: Callable[[], T], rule: str, where: Path | str, group: dist.ProcessGroup | None = None) -> T:
+    """Runs ``act`` on every rank, and returns what it gave on this one. Collective; one exchange.
+
+    Where it fails on some rank all ranks raise the same: ``RunRefused`` if rules have refused it and nothing else went
+    wrong, else ``CheckpointFailed``. An error without findings gets one of ``rule`` at ``where``. ``act`` holds no
+    collective of its own.
+    """
+    found: list[T] = []
+    error: Exception | None = None
+    try:
+        found.append(act())
+    except Exception as raised:  # the others have to hear of any
+        error = raised
+    mine = () if error is None else _findings(error, rule, where)
+    everyone = ranks_of(group).gather((mine, isinstance(error, RunRefused)))
+    if all(not findings for findings, _ in everyone):
+        return found[0]
+    at: dict[Finding, list[int]] = {}
+    for rank, (findings, _) in enumerate(everyone):
+        for finding in findings:
+            at.setdefault(finding, []).append(rank)
+    told = tuple(_with_ranks(finding, ranks, len(everyone)) for finding, ranks in at.items())
+    if all(refused for findings, refused in everyone if findings):
+        raise RunRefused(told) from error
+    raise CheckpointFailed(told) from error
+
+
+@contextmanager
+def torch_failure(rule: str, where: Path | str) -> Iterator[None]:
+    """Turns torch's own error, which is no ``Exception`` and shows a stack of every rank, into ``CheckpointFailed``."""
+    try:
+        yield
+    except CheckpointException as error:
+        texts: dict[str, list[int]] = {}
+        for rank, (raised, _) in error.failures.items():
+            texts.setdefault(_text(raised), []).append(rank)
+        size = ranks_of(None).size
+        found = (_with_ranks(_finding(rule, where, text), at, size) for text, at in texts.items())
+        raise CheckpointFailed(tuple(found)) from None
+
+
+def _findings(error: Exception, rule: str, where: Path | str) -> tuple[Finding, ...]:
+    if isinstance(error, CheckpointFailed | RunRefused):
+        return error.findings
+    return (_finding(rule, where, _text(error)),)
+
+
+def _with_ranks(finding: Finding, ranks: list[int], size: int) -> Finding:
+    """The finding with the ranks that it is of, unless all of them have it."""
+    if len(ranks) == size:
+        return finding
+    named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return evolve(finding, what=f"{finding.what} ({named})")
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,244 @@
+"""The checkpoints of one prepared run: what goes into them, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from prepkit.codec import load_plan, plan_to_text
+from prepkit.codec.files import attestation_to_text
+from prepkit.court import Court
+from prepkit.facts.saved_run import FolderFacts, ResumeFacts, Said, SavedFacts, SavedModule, SavedWindows
+from prepkit.findings import PlanRejected
+from prepkit.objects import joint_optimizer
+from prepkit.plan import Plan
+from prepkit.plan.attestation import Attestation
+from prepkit.ranks.world import world
+from prepkit.rules.rule import Moment
+from prepkit.saving import folder as folders
+from prepkit.saving import reading, saved_facts, state, writing
+from prepkit.saving.contents import Contents
+from prepkit.saving.failures import CheckpointFailed, on_every_rank
+from prepkit.saving.files import PLAN, plain_bytes
+from prepkit.saving.reading import WholeCheckpoint
+from prepkit.saving.writing import Snapshot, Writer
+
+
+@frozen(kw_only=True, eq=False)
+class RunParts:
+    """All of a run that a checkpoint is made of, or is read into, at one moment."""
+
+    model: Module
+    optimizer: Optimizer | None = None
+    scheduler: Any = None
+    scaler: torch.amp.GradScaler | None = None
+    loaders: tuple[Any, ...] = ()
+    plan: Plan
+    attestation: Attestation | None = None
+    steps: int = 0
+    """Optimizer steps that were taken."""
+    epoch: int = 0
+    set_epoch: Callable[[int], None]
+    """Called by a resume before the positions of the loaders are put back."""
+
+
+@frozen(kw_only=True)
+class Resumed:
+    """Changes that a resume has made besides those in the objects of the run."""
+
+    steps: int | None = None
+    """Optimizer steps that had been taken; None: weights alone were read, or the checkpoint does not know."""
+    overridden: tuple[str, ...] = ()
+    """Ids of the errors that were accepted."""
+
+
+@define
+class Checkpoints:
+    """Saves and resumes one prepared run."""
+
+    modules: tuple[SavedModule, ...]
+    """Settings of the modules when they were new."""
+    config: Said
+    court: Court
+    """Of the saves: a warning about a folder is reported once."""
+    writer: Writer = field(factory=Writer)
+    _plan_text: str = ""
+
+    def save(self, run: RunParts, folder: str, *, keep: int, wait: bool) -> None:
+        """Write a checkpoint. Collective; see ``Writer.save``. Raises ``RunRefused`` and ``CheckpointFailed``."""
+        path = self._folder(folder)
+        others = self.writer.others(path)
+        self.court.ask(Moment.FOLDER, FolderFacts(folder=path, others=others, steps=run.steps))
+        self.writer.save(path, self.snapshot(run, path), keep=keep, wait=wait, spared=others)
+
+    def check(self, run: RunParts, folder: str) -> None:
+        """Make the folder; raise now for what would keep ``save`` from working. Collective."""
+        path = self._folder(folder)
+        writing.try_folder(path, self.snapshot(run, path))
+
+    def _folder(self, folder: str) -> str:
+        """Return the folder that all ranks have given. Collective; raises ``RunRefused``."""
+        facts = FolderFacts(given=folders.given(folder))
+        self.court.ask(Moment.FOLDER, facts)
+        return facts.given[world().rank].path
+
+    def snapshot(self, run: RunParts, folder: str) -> Snapshot:
+        """Take all that this rank contributes. Collective. Raises on every rank for what cannot be saved."""
+        held = on_every_rank(lambda: state.held(run.model, run.optimizer), writing.NOT_WRITTEN, folder)
+        own, shared = on_every_rank(lambda: _small(run, held), writing.NOT_WRITTEN, folder)
+        return Snapshot(
+            tensors=held.tensors,
+            own=own,
+            shared=shared,
+            texts=self._texts(run),
+            run=self._facts(run, held, run.optimizer),
+            steps=run.steps,
+            epoch=run.epoch,
+        )
+
+    def resume(
+        self, run: RunParts, folder: str, *, accept: Collection[str], only_model: bool, missing_ok: bool
+    ) -> Resumed | None:
+        """Go on from the newest whole checkpoint in the folder. Collective.
+
+        None: ``missing_ok``, and there is no checkpoint. Raises ``RunRefused`` on every rank for what does not fit,
+        before anything is changed, and ``CheckpointFailed`` for what cannot be read.
+        """
+        accepted = (accept,) if isinstance(accept, str) else tuple(accept)  # one id is no collection
+        court = Court(accepted={*run.plan.run.accepted, *accepted})
+        path = self._folder(folder)
+        self.writer.goes_on_from(path)
+        if missing_ok and (nothing := reading.nothing_saved(path)):
+            court.ask(Moment.RESUME, ResumeFacts(where=str(Path(path).absolute()), nothing=nothing))
+            return None
+        self.writer.finish()
+        return self._read(run, reading.open_source(path), court, accepted, only_model=only_model)
+
+    def _read(
+        self, run: RunParts, source: WholeCheckpoint, court: Court, accepted: tuple[str, ...], *, only_model: bool
+    ) -> Resumed:
+        settles = not only_model and (run.optimizer is not None or _nobody_stepped(source))
+        optimizer = None if only_model else run.optimizer
+        members = joint_optimizer.members(run.optimizer)
+        built = saved_facts.settings(members, run.scheduler)
+
+        def fits() -> ResumeFacts:
+            held = state.held(run.model, optimizer)
+            facts = ResumeFacts(
+                where=str(source.path),
+                accepted=accepted,
+                torn=source.torn,
+                saved=None if source.saved is None else source.saved.run,
+                here=self._facts(run, held, optimizer),
+            )
+            court.ask(Moment.RESUME, facts)
+            return facts
+
+        facts = on_every_rank(fits, reading.NOT_READ, source.path)
+        with state.filled(run.model, optimizer, source.names, source.shared.get("groups", [])) as wanted:
+            found = reading.compared(facts, source, wanted, only_model=optimizer is None)
+            court.ask(Moment.RESUME, found)
+            reading.fill(source, wanted)
+        if not settles:
+            return Resumed(overridden=tuple(court.overridden))
+        _settle(run, source, facts)
+        after = ResumeFacts(
+            before=_saved_windows(source),
+            now=saved_facts.windows_of(run.plan),
+            joined=tuple(dict.fromkeys(wanted.joined)),
+            replaced=saved_facts.replaced(built, saved_facts.settings(members, run.scheduler)),
+        )
+        court.ask(Moment.RESUME, after)
+        return Resumed(steps=None if source.saved is None else source.saved.steps, overridden=tuple(court.overridden))
+
+    def _facts(self, run: RunParts, held: Contents, optimizer: Any) -> SavedFacts:
+        return saved_facts.saved_facts(
+            engine=run.plan.run.engine,
+            world=world().size,
+            tensors=held.model,
+            modules=self.modules,
+            config=self.config,
+            optimizer=state.stepping(run.model, optimizer),
+            groups=_trained(run.plan, held),
+            scheduler=run.scheduler,
+            scaler=run.scaler is not None,
+            loaders=sum(map(state.positioned, run.loaders)),
+        )
+
+    def _texts(self, run: RunParts) -> dict[str, str]:
+        """The plan, and what was verified of it on rank 0."""
+        if not world().is_first:
+            return {}
+        self._plan_text = self._plan_text or plan_to_text(run.plan)
+        attested = {} if run.attestation is None else {"attestation.json": attestation_to_text(run.attestation)}
+        return {PLAN: self._plan_text, **attested}
+
+
+def of(model: Module, accepted: Collection[str] = ()) -> Checkpoints:
+    """The checkpoints of a model that has just been prepared; ``accepted`` are ids of rules that the plan overrides."""
+    court = Court(accepted=accepted)
+    return Checkpoints(modules=saved_facts.modules_of(model), config=saved_facts.config_of(model), court=court)
+
+
+def _trained(plan: Plan, held: Contents) -> tuple[tuple[str, ...], ...]:
+    """Names in each group; frozen parameters, which some engines leave out, are in none."""
+    frozen = {param.name for param in plan.facts.model.params if not param.requires_grad}
+    return tuple(tuple(name for name in group if name not in frozen) for group in held.members)
+
+
+def _small(run: RunParts, held: Contents) -> tuple[bytes, bytes]:
+    """All that is no tensor of model or optimizer: of this rank alone, and the same on all."""
+    shared = {
+        "plain": held.plain,
+        "groups": held.groups,
+        "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
+        "scaler": None if run.scaler is None else run.scaler.state_dict(),
+        "engine": state.engine_state(run.model),
+        "loaders": state.on_any_ranks(run.loaders),
+    }
+    own = plain_bytes(state.of_this_rank(run.loaders), "the state of the loaders")
+    try:
+        return own, plain_bytes(shared, "the state beside the tensors")
+    except CheckpointFailed:
+        for name, value in shared.items():
+            plain_bytes(value, f"the state of the {name}")  # raises for the part that it is
+        raise
+
+
+def _nobody_stepped(source: WholeCheckpoint) -> bool:
+    """True where the saved run had no optimizer either: all else that it saved is for a run of its kind."""
+    return source.saved is not None and not source.saved.run.optimizer
+
+
+def _saved_windows(source: WholeCheckpoint) -> SavedWindows | None:
+    """The windows of the checkpoint's plan, on rank 0; None where it has none that can be read."""
+    if not world().is_first or not (source.path / PLAN).is_file():
+        return None  # rank 0 alone reports; torch may have written it without prepkit
+    try:
+        return saved_facts.windows_of(load_plan(source.path / PLAN))
+    except PlanRejected:  # of another format: it is a text beside the state, and nothing is read from it
+        return None
+
+
+def _settle(run: RunParts, source: WholeCheckpoint, facts: ResumeFacts) -> None:
+    """Put back all that is no tensor; random states last, as whatever comes before may draw."""
+    shared, saved = source.shared, source.saved
+    same = facts.saved is not None and facts.here is not None and facts.saved.scheduler == facts.here.scheduler
+    if run.scheduler is not None and same and shared.get("scheduler") is not None:
+        run.scheduler.load_state_dict(shared["scheduler"])
+    if run.scaler is not None and shared.get("scaler"):
+        run.scaler.load_state_dict(shared["scaler"])
+    state.set_engine_state(run.model, shared.get("engine"))
+    if saved is not None:
+        run.set_epoch(saved.epoch)
+    own = source.own or {"loaders": []}
+    same_ranks = source.own is not None and saved is not None and saved.run.world_size == world().size
+    state.set_positions(run.loaders, own["loaders"], shared.get("loaders", []), same_ranks=same_ranks)
+    if source.own is not None:
+        state.set_random_states(source.own["random"])

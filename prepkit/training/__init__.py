@@ -1,0 +1,1 @@
+"""The prepared objects in a loop: forward, backward, step, evaluation, averages, logs."""

@@ -1,0 +1,172 @@
+"""What ``Prepared`` asks of the engine that wraps the model, and clipping over whatever the parameters have become.
+
+Engines differ in four things: how averaging is switched off inside an accumulation window, how gradients are clipped,
+and whether they run backward and the optimizer step themselves, as DeepSpeed does. A ``Driver`` holds these four.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, assert_never
+
+import torch
+from attrs import evolve, frozen
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from prepkit.config import Clip, ClipNorm, ClipValue
+from prepkit.objects import fsdp1_flat
+from prepkit.objects.names import known_bases
+from prepkit.training import drivers_fsdp1
+
+
+@frozen(kw_only=True)
+class Driver:
+    """What one engine does in a training loop; where a field is None, ``Prepared`` does it itself."""
+
+    sync: Callable[[Module, bool], None]
+    """Says whether the next forward and backward average gradients over the ranks. Called before the forward."""
+    clip: Callable[[Module, Clip, Iterable[Parameter]], torch.Tensor | None] = lambda _, how, params: clip(how, params)
+    """Clips the gradients of these parameters in place; returns their joint norm where it had to be known."""
+    norm: Callable[[Module, list[Parameter], float], torch.Tensor] = lambda _, params, power: total_norm(params, power)
+    """The joint norm of the gradients of these parameters, each of which has one; changes none."""
+    settle: Callable[[Module], None] = lambda _: None
+    """Frees what a forward without a backward has left gathered: the next forward would use it after the step."""
+    backward: Callable[[Module, torch.Tensor], None] | None = None
+    """Divides the loss and runs backward; None: the caller does."""
+    step: Callable[[Module, bool], Stepped] | None = None
+    """Ends a micro-batch, and clips, steps and clears at the end of a window; None: the caller does."""
+
+
+@frozen(kw_only=True)
+class Stepped:
+    """What became of one micro-batch in an engine that steps by itself."""
+
+    applied: bool
+    """Whether parameters were updated: False between the ends of windows, and where a gradient overflowed."""
+    norm: torch.Tensor | None
+    """Joint norm of the gradients before clipping, at the end of a window."""
+
+
+def _sync_ddp(model: Module, on: bool) -> None:
+    assert isinstance(model, DistributedDataParallel)
+    # A static graph is learnt in the first backward that averages, and none may come before it (torch reducer.cpp).
+    # What has been averaged once stays the same in the average at the end of the window.
+    learns = model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
+    model.require_backward_grad_sync = on or learns  # what ``no_sync`` sets; DDP reads it in forward
+
+
+def _sync_fsdp2(units: tuple[FSDPModule, ...], on: bool) -> None:
+    for unit in units:
+        unit.set_requires_gradient_sync(on, recurse=False)
+
+
+def reshard(model: Module) -> None:
+    """Frees the gathered parameters of every unit of FSDP2; those that are sharded already cost a look."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _sync_nothing(model: Module, on: bool) -> None:
+    del model, on
+
+
+def _sync_deepspeed(model: Any, on: bool) -> None:
+    model.set_gradient_accumulation_boundary(on)  # the engine's own count would miss a window that ends early
+
+
+def _backward_deepspeed(model: Any, loss: torch.Tensor) -> None:
+    model.backward(loss)  # divides by the accumulation steps of the engine (W-25)
+
+
+def _step_deepspeed(model: Any, last: bool) -> Stepped:
+    """Called for every micro-batch: the engine counts them, and acts on the last of a window only (W-23)."""
+    norm = None
+    if last and not (model.zero_optimization() or model.fp16_enabled() or model.bfloat16_enabled()):
+        params = [param for param in model.module.parameters() if param.grad is not None]
+        norm = total_norm(params, 2.0)  # the engine clips in this case, and forgets the norm
+    model.step()
+    if last and norm is None and (joint := model.get_global_grad_norm()) is not None:
+        norm = torch.as_tensor(joint)
+    return Stepped(applied=bool(model.was_step_applied()), norm=norm)
+
+
+DRIVERS: tuple[tuple[type, Driver], ...] = (
+    (DistributedDataParallel, Driver(sync=_sync_ddp)),
+    (FSDPModule, Driver(sync=_sync_nothing, settle=reshard)),
+    (FullyShardedDataParallel, Driver(sync=_sync_nothing, clip=drivers_fsdp1.clip, norm=drivers_fsdp1.total_norm)),
+    (Module, Driver(sync=_sync_nothing)),
+)
+DEEPSPEED = Driver(sync=_sync_deepspeed, backward=_backward_deepspeed, step=_step_deepspeed)
+"""Class of the outermost module to its driver; the first that fits. Units are looked up once (``driver``)."""
+
+
+def driver(model: Module) -> Driver:
+    """The driver of a prepared model."""
+    if "DeepSpeedEngine" in known_bases(type(model)):  # by name, so that DeepSpeed need not be there
+        return DEEPSPEED
+    found = next(own for kind, own in DRIVERS if isinstance(model, kind))
+    if isinstance(model, FSDPModule):  # a walk through all modules in every micro-batch would be part of its time
+        units = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
+        return evolve(found, sync=lambda _, on: _sync_fsdp2(units, on))
+    if isinstance(model, FullyShardedDataParallel):
+        wrapped = tuple(fsdp1_flat.units(model).values())
+        return evolve(found, sync=lambda _, on: drivers_fsdp1.sync(wrapped, on))
+    return found
+
+
+def clip(how: Clip, params: Iterable[Parameter]) -> torch.Tensor | None:
+    """Clips the gradients in place; returns their joint norm before clipping where it had to be known.
+
+    The norm is over all ranks' shards: on every rank the same whole scalar. Collective for sharded parameters.
+    """
+    with_grad = [param for param in params if param.grad is not None]
+    match how:
+        case None:
+            return None
+        case ClipNorm(max_norm=most, norm_type=power):
+            norm = total_norm(with_grad, power)
+            for group in _by_mesh(with_grad):
+                clip_grads_with_norm_(group, most, norm)
+            return norm
+        case ClipValue(max_value=most):
+            for group in _by_mesh(with_grad):
+                clip_grad_value_(group, most)
+            return None
+        case _:
+            assert_never(how)
+
+
+def total_norm(params: Sequence[Parameter], power: float) -> torch.Tensor:
+    """The p-norm of all gradients as one vector, whole ones and shards on any mesh together; 0 without gradients."""
+    norms = [_whole(get_total_norm([_gradient(p) for p in group], power)) for group in _by_mesh(params)]
+    if not norms:
+        return torch.zeros(())
+    joint: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), power)
+    return joint
+
+
+def _by_mesh(params: Sequence[Parameter]) -> list[list[Parameter]]:
+    """Plain parameters, and those of each mesh: torch's fused kernels take no mixture."""
+    groups: dict[DeviceMesh | None, list[Parameter]] = defaultdict(list)
+    for param in params:
+        groups[param.device_mesh if isinstance(param, DTensor) else None].append(param)
+    return list(groups.values())
+
+
+def _gradient(param: Parameter) -> torch.Tensor:
+    assert param.grad is not None, "only parameters with a gradient are grouped"
+    return param.grad
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    if not isinstance(norm, DTensor):
+        return norm
+    whole: torch.Tensor = norm.full_tensor()
+    return whole

@@ -1,0 +1,173 @@
+"""What is asked of a prepared model before its optimizer acts: each time, in the windows that are due, and once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define, field
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from prepkit.court import Court
+from prepkit.facts.run import LoopFacts, RunFacts
+from prepkit.findings import Severity
+from prepkit.loading.passes import Passes
+from prepkit.objects.local_part import local
+from prepkit.observe.prepared.own_gradients import Watched, gradients
+from prepkit.observe.prepared.step import StepLook
+from prepkit.plan import Plan
+from prepkit.plan.attestation import Check
+from prepkit.rules import due as rules_due
+from prepkit.rules.rule import Moment, Need, Rule, findings_of
+from prepkit.steps import ShardLoader
+
+if TYPE_CHECKING:
+    from prepkit.training.token_loss import Count
+
+OFTEN = 64
+"""Windows between two looks, once the first few are over."""
+
+SUBJECT = "first step"
+"""Under which the outcome of the first look stands in the attestation."""
+
+
+def due(window: int) -> bool:
+    """Whether a window is looked at: the first, second, fourth, eighth ... and each 64th; the same on every rank.
+
+    >>> [window for window in range(1, 200) if due(window)]
+    [1, 2, 4, 8, 16, 32, 64, 128, 192]
+    """
+    return not window & (window - 1) or not window % OFTEN
+
+
+Loss = tuple[torch.Tensor, "Count | None"]
+"""A loss, and the number of tokens that it is a mean over; None: none was given."""
+
+
+@define(eq=False, kw_only=True)
+class Looks:
+    """Asks the rules of ``Moment.STEP``, ``DUE``, ``FIRST_STEP`` and ``SAVE``, with one look and one exchange."""
+
+    plan: Plan
+    court: Court
+    look: StepLook
+    _watched: Watched | None = field(default=None, init=False)
+    """Notes the gradients of the first window where the engine takes them away as they come."""
+    _done: bool = field(default=False, init=False)
+    """Whether the first step was looked at, and nothing refused it."""
+    _alone: int = field(default=0, init=False)
+    """Windows before whose step this rank was looked at by itself."""
+    _together: int = field(default=0, init=False)
+    """Windows before whose step all ranks were; a loop of the user's own has none."""
+
+    @property
+    def _collective(self) -> bool:
+        """Whether the ranks can be asked: torch knows no group of XLA's processes."""
+        return self.plan.run.collectives != "xla"
+
+    def watch(self, model: Module) -> None:
+        """Notes gradients from now on, as they come."""
+        self._watched = Watched(model)
+        self._watched.begin()
+
+    def before_averaging(self) -> None:
+        """Raises ``RunRefused`` where the model is not the one that was prepared. Nothing is asked of other ranks."""
+        self._alone += 1
+        facts = self.look.overwritten()
+        if facts.overwritten:
+            self.court.ask(Moment.STEP, facts)
+        if due(self._alone) and self._collective:
+            self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
+
+    def before_saving(self) -> None:
+        """Raises ``RunRefused`` where a checkpoint or an export would hold other weights than those in the model."""
+        self.court.ask(Moment.SAVE, self.look.overwritten())
+
+    def before_step(self, loss: Loss | None, epoch: int, passes: Passes) -> tuple[Check, ...]:
+        """Raises ``RunRefused`` on every rank, or on none; gives the checks of the first step, none after that.
+
+        ``loss`` is that of the last micro-batch. Collective in the windows that are due, which wait for the device.
+        """
+        self._together += 1
+        first = not self._done
+        if not self._collective or not (first or due(self._together)):
+            return ()
+        rules = (*(_over_ranks(Moment.DUE) if due(self._together) else ()), *(_over_ranks(Moment.FIRST_STEP) * first))
+        watched = self._watched
+        seen = () if not first else tuple(gradients(self.look.model) if watched is None else watched.end())
+        facts = self.look.over_ranks(
+            {need for rule in rules for need in rule.needs},
+            self._loop(loss, passes),
+            seen,
+            own_pass=epoch,
+            reduced=watched is None,
+            scaled=self.plan.owners.loss_scaling != "nobody",
+        )
+        self.court.hear(findings_of(rules, facts))
+        if not first:
+            return ()
+        self._done, self._watched = True, None  # what was noted is kept while it refuses: the story stays the same
+        return tuple(_checks(_over_ranks(Moment.FIRST_STEP), facts))
+
+    def before_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Raises ``RunRefused`` for state that is whole where the parameter is sharded; torch would fail later."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        held = [index for group in state.get("param_groups", ()) for index in group["params"]]
+        whole = sum(
+            isinstance(param, DTensor) and any(map(_is_whole, state.get("state", {}).get(index, {}).values()))
+            for index, param in zip(held, params, strict=False)
+        )
+        if whole:
+            self.court.ask(Moment.LOAD, RunFacts(whole_state=whole))
+
+    def before_weights(self, model: Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Raises ``RunRefused`` for weights that are whole where the parameter is sharded."""
+        params = () if prefix else model.named_parameters()
+        whole = [name for name, param in params if isinstance(param, DTensor) and _is_whole(state.get(name))]
+        if whole:
+            self.court.ask(Moment.LOAD, RunFacts(whole_weights=tuple(whole)))
+
+    def _loop(self, loss: Loss | None, passes: Passes) -> LoopFacts:
+        fine = _finite(loss)
+        given = any(isinstance(planned.step, ShardLoader) for planned in self.plan.steps)
+        return LoopFacts(
+            window=self._together,
+            loss_finite=fine,
+            own_loss_finite=fine,
+            loaders=len(passes.loaders),
+            read=passes.read,
+            divides="given" if given else "nobody" if self.plan.run.divides_loaders else "",
+            readers=self.plan.world_size if given else self.plan.data_parallel_size,
+        )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() > 0
+
+
+def _finite(loss: Loss | None) -> bool:
+    """A mean over no tokens is no number, and counts nothing (``training.token_loss``)."""
+    if loss is None or bool(torch.isfinite(local(loss[0])).all()):
+        return True
+    return loss[1] is not None and not bool(loss[1])
+
+
+def _local(moment: Moment) -> tuple[Rule, ...]:
+    """Rules that one rank answers by itself, from an earlier look."""
+    return tuple(rule for rule in rules_due(moment) if rule.needs == (Need.BEFORE,))
+
+
+def _over_ranks(moment: Moment) -> tuple[Rule, ...]:
+    return tuple(rule for rule in rules_due(moment) if Need.BEFORE not in rule.needs)
+
+
+def _checks(rules: tuple[Rule, ...], facts: RunFacts) -> Iterator[Check]:
+    """One for each rule, by its id. What is merely odd holds, and its detail says what was warned of."""
+    for rule in rules:
+        hits = findings_of((rule,), facts)
+        detail = "; ".join(f"{hit.where}: {hit.what}" for hit in hits)
+        holds = all(hit.severity is not Severity.ERROR for hit in hits)
+        yield Check(subject=SUBJECT, what=f"{rule.id}: {rule.summary}", holds=holds, detail=detail)

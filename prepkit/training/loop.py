@@ -1,0 +1,476 @@
+"""The driver of a training loop: turns what happens into events, and carries out the orders that follow.
+
+``prepkit.loop.advance`` decides; nothing is decided here. What this file adds is what a value cannot do: look at
+tensors, hear hooks of torch, run backward and step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from prepkit.config import Clip, ClipNorm
+from prepkit.court import Court
+from prepkit.facts import loop as events
+from prepkit.facts.loop import Event, Gradients, LoopPlan, LoopState, ends_window
+from prepkit.findings import RunRefused
+from prepkit.loading.passes import Passes
+from prepkit.loop import Advanced, History, Refused, advance, orders
+from prepkit.loop.orders import Order
+from prepkit.objects.joint_optimizer import members
+from prepkit.objects.whole_gradients import WholeGradients
+from prepkit.objects.xla_gradients import XLAGradients
+from prepkit.plan import Plan
+from prepkit.ranks.world import ranks_of, world
+from prepkit.rules.run.loop import RULES
+from prepkit.training import token_loss
+from prepkit.training.drivers import Driver
+from prepkit.training.marks import Marks
+from prepkit.training.token_loss import Count, TokenWindow
+from prepkit.training.watching import Removable, watched
+
+Closure = Callable[[], Any]
+
+KNOWN = 512
+"""Turns of the loop that are looked up and not worked out again: those of a loop that goes on as before."""
+QUOTED = 3
+"""Lines of the history that a refusal quotes."""
+
+
+def loop_plan(plan: Plan, model: Any, optimizer: Any, scaler: Any, scheduler: Any) -> LoopPlan:
+    """The constants that the loop of a prepared model asks for."""
+    owners, run = plan.owners, plan.run
+    engine_ticks = run.engine_steps and owners.scheduler != "prepkit"
+    several = optimizer is not None and any(isinstance(one, LBFGS) for one in members(optimizer))
+    return LoopPlan(
+        accumulation=owners.accumulation_steps,
+        optimizer="" if optimizer is None else type(optimizer).__name__,
+        wants_closure="LBFGS" if several else "",
+        engine=run.engine,
+        engine_steps=run.engine_steps,
+        averages=plan.data_parallel_size > 1 and run.collectives == "torch",
+        wrapper_averages=isinstance(model, DistributedDataParallel),
+        loses_gradients=isinstance(model, FullyShardedDataParallel),
+        shows_gradients=run.shows_gradients,
+        average_each=run.average_each,
+        loss_scaled=scaler is not None,
+        clips="" if owners.clip is None else str(owners.clip),
+        ticks=0 if engine_ticks or scheduler is None else owners.scheduler_ticks,
+        global_batch=run.global_batch is not None,
+        no_mean_over=token_loss.without_effect(plan, model),
+        accepted=frozenset(rule.id for rule in RULES if rule.overridable and rule.id in run.accepted),
+    )
+
+
+@define(eq=False, kw_only=True)
+class Loop:
+    """Where the loop of one prepared model is, what has happened lately, and who carries out what follows."""
+
+    plan: LoopPlan
+    model: Module
+    optimizer: Any
+    """One that stands for all where there are several; None: nothing is stepped."""
+    scheduler: Any
+    scaler: torch.amp.GradScaler | None
+    engine: Driver
+    court: Court
+    clip: Clip
+    """The plan's; a loop that says it per window, as accelerate's does, puts another here."""
+    passes: Passes
+    """The loaders, as they are gone through."""
+    whole_gradients: WholeGradients | XLAGradients | None = None
+    before_averaging: Callable[[], None] = lambda: None
+    """Asks on this rank alone whether the model is still the one that was prepared."""
+    before_step: Callable[[], None] = lambda: None
+    """Asks on all ranks what is due before the optimizer acts."""
+    before_state: Callable[..., None] = lambda *_: None
+    """Asked before an optimizer takes a state."""
+    before_weights: Callable[..., None] = lambda *_: None
+    """Asked before the model takes weights."""
+    at_window: Callable[[], None] | None = field(default=None, init=False)
+    """Called on every rank when a window has ended; see ``training.preemption``."""
+    state: LoopState = field(factory=LoopState, init=False)
+    history: History = field(factory=History, init=False)
+    steps: int = field(default=0, init=False)
+    """Optimizer steps that were taken, those before a resume included."""
+    skipped: bool = field(default=False, init=False)
+    """The last window ended without an optimizer step, because a gradient overflowed."""
+    grad_norm: torch.Tensor | None = field(default=None, init=False)
+    """Norm of all gradients at the last step, before clipping."""
+    loss: tuple[torch.Tensor, Count | None] | None = field(default=None, init=False)
+    """Of the last backward, and what it is a mean over."""
+    _tokens: TokenWindow = field(factory=TokenWindow, init=False)
+    _marks: Marks = field(init=False)
+    _known: dict[Any, Advanced] = field(factory=dict, init=False)
+    _hooks: list[Removable] = field(factory=list, init=False)
+    _acting: bool = field(default=False, init=False)
+    """The optimizer steps and clears because the loop does, or torch makes room for state that is read."""
+    _compared: bool = field(default=False, init=False)
+    """The ranks have compared whether they weigh losses: once, at the first loss of all."""
+    _ticked: int | None = field(default=None, init=False)
+    """Where the last window left the scheduler; None: it may be anywhere."""
+
+    def __attrs_post_init__(self) -> None:
+        self._marks = Marks(self.plan, self.model)
+        self.passes.on_batch = self.do
+
+    # --- what a loop may ask ---
+
+    @property
+    def pending(self) -> int:
+        """Micro-batches since the last optimizer step: those whose gradients wait for the end of their window."""
+        return self.state.pending
+
+    @property
+    def ends_window(self) -> bool:
+        """The micro-batch in use is the last of its window, so that ``step`` steps the optimizer."""
+        return ends_window(self.plan, self.state)
+
+    def norm(self, power: float) -> torch.Tensor:
+        """The joint p-norm of the gradients that are there, unscaled and averaged. Collective where sharded."""
+        if self.whole_gradients is not None:
+            self.whole_gradients.average()
+        held = [param for param in self.trained() if param.grad is not None]
+        found = self.engine.norm(self.model, held, power)
+        return found if self.scaler is None else found / self.scaler.get_scale()
+
+    def trained(self) -> list[Parameter]:
+        """All parameters that the optimizers hold."""
+        return parameters(self.optimizer) if self.optimizer is not None else []
+
+    def leave_clearing(self) -> None:
+        """From here on the script clears gradients, as scripts for accelerate do."""
+        self.plan = self._marks.plan = evolve(self.plan, clears=False)
+        self._known.clear()
+
+    def expect_scheduler(self) -> None:
+        """The scheduler may be where it is now; it is looked for there at the end of the next window."""
+        self._ticked = getattr(self.scheduler, "last_epoch", None)
+
+    # --- events ---
+
+    def happens(self, event: Event) -> tuple[Order, ...]:
+        """Take an event in and give the orders that follow; raise ``RunRefused`` for one that is refused."""
+        key = (type(event), event, self.state)
+        done = self._known.get(key) or self._worked_out(key, event)
+        self.state = done.state
+        self.history.events.append(event)
+        return done.orders
+
+    def _worked_out(self, key: Any, event: Event) -> Advanced:
+        done = advance(self.plan, self.state, event)
+        if isinstance(done, Refused):
+            raise RunRefused(done.findings, self.history.lines()[-QUOTED:])
+        self.court.hear(done.findings)
+        if len(self._known) >= KNOWN:
+            self._known.clear()
+        self._known[key] = done._replace(findings=())
+        return done
+
+    def do(self, event: Event) -> None:
+        """Take an event in, and carry out what follows."""
+        for order in self.happens(event):
+            self._carry_out(order)
+
+    def _carry_out(self, order: Order) -> None:
+        match order:
+            case orders.Average(on=on):
+                self.engine.sync(self.model, on)
+            case orders.Settle():
+                self.engine.settle(self.model)
+                self.before_averaging()
+            case orders.AverageWhole():
+                if self.whole_gradients is not None:
+                    self.whole_gradients.average()
+            case orders.Look():
+                self.before_step()
+            case orders.Clip():
+                self._clip()
+            case orders.Tick(times=times):
+                for _ in range(times):
+                    self.scheduler.step()
+                self.expect_scheduler()
+            case orders.Clear():
+                self._clear()
+            case _:
+                raise TypeError(f"{order} wants what only its event has")
+
+    def _clear(self) -> None:
+        self._tokens.forget()
+        with self.allowed():
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _clip(self) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)  # a norm of scaled gradients would be clipped to nothing
+        self.grad_norm = self.engine.clip(self.model, self.clip, parameters(self.optimizer))
+
+    def backward(self, loss: torch.Tensor, *, more: bool, mean_over: Count | None) -> None:
+        """One backward; see ``Prepared.backward``."""
+        check_loss(loss)
+        alike = True
+        if mean_over is not None:
+            token_loss.check_number(mean_over)
+        if not self._compared and not (self.state.closed or self.state.evaluating or self.state.averages):
+            self._compared = True
+            alike = token_loss.weighed_alike(loss.device, weighs=mean_over is not None)
+        seen = self._marks.before_backward(self.state, self.trained() if not self.state.used else ())
+        event = events.Backward(more, mean_over is not None, alike, loss.requires_grad, self._wrapper_averages(), seen)
+        (run,) = self.happens(event)
+        assert isinstance(run, orders.RunBackward), "a backward is run"
+        self.loss = loss.detach(), mean_over
+        loss = self._tokens.weighed(loss, mean_over)
+        if run.by_engine:
+            assert self.engine.backward is not None, "an engine that takes backward"
+            self.engine.backward(self.model, loss)
+            return
+        loss = loss / run.divide_by
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types
+        self._marks.after_backward()
+
+    def _wrapper_averages(self) -> bool:
+        model = self.model
+        return not isinstance(model, DistributedDataParallel) or model.require_backward_grad_sync
+
+    def step(self, closure: Closure | None) -> bool:
+        """End one micro-batch; see ``Prepared.step``."""
+        if closure is not None and not callable(closure):
+            raise TypeError(f"ready.step({closure!r:.60}): a step takes nothing, or a function that computes the loss")
+        ended, seen, moved = self.ends_window, Gradients.UNKNOWN, None
+        if ended and closure is None and self.state.backwards and not self.state.cleared:
+            seen = self._marks.before_step()
+            moved = self._moved()
+        todo = self.happens(events.Step(closure is not None, seen, moved))
+        if not ended:
+            self._after_micro_batch(todo)
+            return False
+        try:
+            self.skipped = not self._end_window(todo, closure)
+        except BaseException:
+            self.happens(events.StepFailed())
+            raise
+        self._marks.after_step(ended=True)
+        self.steps += not self.skipped
+        self.do(events.Stepped(not self.skipped))
+        if self.at_window is not None:
+            self.at_window()
+        return not self.skipped
+
+    def _after_micro_batch(self, todo: Sequence[Order]) -> None:
+        self._marks.after_step(ended=False)
+        for order in todo:
+            if isinstance(order, orders.StepEngine):
+                self._step_engine(order, None)
+            else:
+                self._carry_out(order)
+
+    def _moved(self) -> tuple[int, int] | None:
+        if self._ticked is None or not self.plan.ticks:
+            return None
+        at = getattr(self.scheduler, "last_epoch", None)
+        return None if at is None or at == self._ticked else (self._ticked, at)
+
+    def _end_window(self, todo: Sequence[Order], closure: Closure | None) -> bool:
+        """Carry out the orders of a step; False where an overflow of float16 skipped it, on every rank alike."""
+        applied, factor = True, None
+        for order in todo:
+            match order:
+                case orders.DivideByTokens(micro_batches=whole):
+                    factor = self._tokens.end(whole)
+                    if factor is not None and not self.plan.engine_steps:
+                        token_loss.multiply_gradients(parameters(self.optimizer), factor)
+                case orders.StepEngine():
+                    applied = self._step_engine(order, factor)
+                case orders.StepOptimizer(each=each):
+                    applied = self._step_optimizer(each, closure)
+                case _:
+                    self._carry_out(order)
+        return applied
+
+    def _step_engine(self, order: orders.StepEngine, factor: torch.Tensor | None) -> bool:
+        assert self.engine.step is not None, "an engine that steps"
+        with token_loss.multiplied_by_engine(self.model, factor), self.allowed():
+            done = self.engine.step(self.model, order.last)
+        if order.last:
+            self.grad_norm = done.norm if isinstance(self.clip, ClipNorm) else None
+        return done.applied
+
+    def _step_optimizer(self, each: Sequence[Order], closure: Closure | None) -> bool:
+        optimizer, scaler = self.optimizer, self.scaler
+        with self.allowed():
+            if closure is not None:
+                optimizer.step(lambda: self._evaluated(closure, each))
+                return True
+            if scaler is None:
+                optimizer.step()
+                return True
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            return scaler.get_scale() >= scale  # it goes down after an overflow only; torch has no other public sign
+
+    def _evaluated(self, closure: Closure, each: Sequence[Order]) -> torch.Tensor:
+        """Make gradients anew, look at them and clip them, as an optimizer such as LBFGS asks for several times.
+
+        Its loss is the mean over all ranks: LBFGS decides by it whether to go on, and ranks that decide otherwise
+        would wait for each other for ever.
+        """
+        self.happens(events.Cleared())
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            loss = closure()
+        for order in each:
+            self._carry_out(order)
+        ranks, own = world(), loss.detach()
+        return own if ranks.size == 1 else ranks.total(own) / ranks.size
+
+    def skip(self) -> None:
+        """Leave a micro-batch out; see ``Prepared.skip``."""
+        self.do(events.LeftOut())
+        self._marks.forget()
+
+    @contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """One micro-batch; see ``Prepared.accumulate``."""
+        self.do(events.AccumulateEntered(last))
+        try:
+            yield
+        finally:
+            self.do(events.AccumulateLeft())
+
+    @contextmanager
+    def averages_applied(self) -> Iterator[None]:
+        """Inside, averages are in the place of the weights."""
+        self.do(events.AveragesApplied())
+        try:
+            yield
+        finally:
+            self.do(events.AveragesLeft())
+
+    def average(self, *, forced: bool | None) -> None:
+        """Average in each backward from here on, or in none; None: as windows say it."""
+        self.do(events.Averaging(forced))
+
+    def forward_ran(self) -> None:
+        """A forward has run that the wrapper is to average a backward of."""
+        self.do(events.ForwardRan())
+
+    def resumed(self, steps: int) -> None:
+        """A checkpoint was read: the scheduler is elsewhere, and no window is open."""
+        self.steps, self._ticked = steps, None
+        self._marks.forget()
+        self.happens(events.Resumed(steps))
+
+    def close(self, model: Module, engine: Driver) -> None:
+        """Let the optimizers alone; ``model`` is the one that was given, out of its wrappers."""
+        self.release()
+        self.happens(events.Closed())
+        self.model = self._marks.model = model
+        self.engine, self.whole_gradients = engine, None
+
+    # --- hooks ---
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Inside, the optimizer may step and clear."""
+        before, self._acting = self._acting, True
+        try:
+            yield
+        finally:
+            self._acting = before
+
+    def watch(self) -> None:
+        """Hear the wrapper's forward, and steps and ``zero_grad`` of the optimizers, until ``release``."""
+        loop = weakref.ref(self)
+        if isinstance(self.model, DistributedDataParallel):
+            hear = lambda model, *_: _heard(loop, model.require_backward_grad_sync)  # noqa: E731
+            self._hooks.append(self.model.register_forward_hook(hear))
+        if isinstance(self.model, FullyShardedDataParallel):
+            hear = lambda model, *_: _heard(loop, bool(model._sync_gradients))  # noqa: E731
+            self._hooks.append(self.model.register_forward_pre_hook(hear))
+        self._hooks += watched(
+            self.model,
+            members(self.optimizer),
+            engine_steps=self.plan.engine_steps,
+            stepped=lambda optimizer: _stepped(loop, optimizer),
+            inner_stepped=lambda name: _inner_stepped(loop, name),
+            cleared=lambda: _cleared(loop),
+            before_state=self.before_state,
+            before_weights=self.before_weights,
+        )
+
+    def release(self) -> None:
+        """Let the optimizers and the model alone again."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def stepped_by_hand(self, optimizer: Optimizer) -> None:
+        """Somebody else steps an optimizer of this run.
+
+        Nothing is said where every learning rate is 0: so torch makes an optimizer's state
+        (``torch.distributed.checkpoint.state_dict._init_optim_state``).
+        """
+        if not self.state.used and all(group.get("lr") == 0 for group in optimizer.param_groups):
+            return
+        scaled = self.scaler is None or self.scaler._scale is not None
+        self.do(events.SteppedByHand(averaged=not averages_nothing(self.model, optimizer), scaled=scaled))
+
+
+def _heard(loop: weakref.ref[Loop], averages: bool) -> None:
+    if (own := loop()) is not None:
+        own.happens(events.ForwardRan(torch.is_grad_enabled(), averages))
+
+
+def _stepped(loop: weakref.ref[Loop], optimizer: Optimizer) -> None:
+    if (own := loop()) is not None and not own._acting:
+        own.stepped_by_hand(optimizer)
+
+
+def _inner_stepped(loop: weakref.ref[Loop], name: str) -> None:
+    if (own := loop()) is not None and not own._acting:
+        own.happens(events.SteppedByHand(inner=name))
+
+
+def _cleared(loop: weakref.ref[Loop]) -> None:
+    if (own := loop()) is not None and not own._acting:
+        own.happens(events.Cleared())
+        own._tokens.forget()
+
+
+def averages_nothing(model: Any, optimizer: Optimizer) -> bool:
+    """True where averaging is off, as inside a window, at a step that takes the gradients for averages."""
+    if isinstance(model, DistributedDataParallel):
+        return not model.require_backward_grad_sync and ranks_of(model.process_group).size > 1
+    if isinstance(model, FullyShardedDataParallel):
+        return not model._sync_gradients
+    if isinstance(model, FSDPModule):  # a backward that does not average leaves no gradient in the shards
+        return all(param.grad is None for group in optimizer.param_groups for param in group["params"])
+    return False
+
+
+def check_loss(loss: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what is no loss."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"ready.backward() takes the loss as a tensor, and this is {type(loss).__name__}; give it what the model "
+            "computed, such as output.loss, and call .item() after it"
+        )
+    if loss.numel() != 1:
+        shape = tuple(loss.shape)
+        raise ValueError(f"ready.backward() takes one number, and this loss has the shape {shape}; write loss.mean()")
+
+
+def parameters(optimizer: Any) -> list[Parameter]:
+    """All that it holds, group by group."""
+    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -1,0 +1,435 @@
+"""What apply returns: the prepared objects, and the same two lines for every engine."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from prepkit.applying.apply import Applied
+from prepkit.config.mesh import SAME_DATA
+from prepkit.court import Court
+from prepkit.facts import loop as events
+from prepkit.loading.passes import Passes
+from prepkit.loading.reduce import How, gather_over_ranks, reduce_over_ranks
+from prepkit.loop import History
+from prepkit.objects import joint_optimizer
+from prepkit.objects.bare_tree import guard_save
+from prepkit.objects.deepspeed import give_back_linear
+from prepkit.objects.unwrap import unwrap
+from prepkit.objects.whole_gradients import WholeGradients
+from prepkit.objects.xla_gradients import XLAGradients
+from prepkit.observe.prepared.step import StepLook
+from prepkit.plan import Plan
+from prepkit.plan.attestation import Check
+from prepkit.ranks import end_groups
+from prepkit.ranks.long_waits import LongWaits, tell_long_waits
+from prepkit.ranks.peers import Peers, named, names_lost_rank
+from prepkit.ranks.world import world
+from prepkit.saving import session
+from prepkit.training import export, owned_optimizers
+from prepkit.training.arguments import check_count, check_folder, check_names
+from prepkit.training.drivers import driver
+from prepkit.training.ema import Ema
+from prepkit.training.evaluation import in_eval_mode
+from prepkit.training.looks import Looks
+from prepkit.training.loop import Closure, Loop, loop_plan
+from prepkit.training.run_log import RunLog
+from prepkit.training.run_ranks import RunRanks
+from prepkit.training.token_loss import Count
+from prepkit.training.trackers import TrackerSpec
+
+
+@define(kw_only=True)
+class Prepared:
+    """Model, optimizer, scheduler and loaders as the plan said, with a count of micro-batches.
+
+    One micro-batch is ``loss = ...; ready.backward(loss); ready.step()``, whatever the engine and the accumulation.
+    """
+
+    model: Module
+    optimizer: Optimizer | None = None
+    scheduler: Any = None
+    loaders: tuple[Any, ...] = ()
+    plan: Plan = field(repr=False)
+    attestation: Any = None
+    """All that was looked at after apply and before the first step; None: not verified."""
+    scaler: torch.amp.GradScaler | None = None
+    """Scales the loss of float16 training; None for every other precision. Save its ``state_dict()`` with the rest."""
+    loop: Loop = field(init=False, repr=False)
+    """Where the loop is, such as ``ready.loop.pending``; what faces of other libraries drive it by."""
+    ranks: RunRanks = field(init=False, repr=False)
+    """What one rank does for all, such as ``ready.ranks.print(...)``, and where all meet."""
+    _whole_gradients: WholeGradients | XLAGradients | None = field(default=None, repr=False)
+    """Averages what every rank holds whole beside sharded parameters; None: there is nothing of that kind."""
+    _peers: Peers | None = field(default=None, repr=False)
+    """The other ranks: where one is lost while training, what is raised names it. None: alone."""
+    _started: bool = False
+    """Apply has started the process group, so that ``close`` ends it."""
+    _court: Court = field(init=False, repr=False)
+    """Refuses and warns."""
+    _looks: Looks = field(init=False, repr=False)
+    """Asks the rules about what is about to be stepped."""
+    _watch: RemovableHandle | None = field(default=None, init=False, repr=False)
+    """Hears of optimizers that the plan does not know, until ``close``."""
+    _told_epoch: int = field(default=0, init=False, repr=False)
+    """The epoch that ``set_epoch`` was given last; ``resume`` puts it back."""
+    _checkpoints: session.Checkpoints = field(init=False, repr=False)
+    _log: RunLog = field(init=False, repr=False)
+    _waits: LongWaits | None = field(default=None, init=False, repr=False)
+    _ended: list[Any] = field(factory=list, init=False, repr=False)
+    """The groups that ``close`` has ended: threads of gloo may still use them."""
+
+    def __attrs_post_init__(self) -> None:
+        plan, engine = self.plan, driver(self.model)
+        self._court = Court(accepted=plan.run.accepted)
+        look = StepLook(plan=plan, model=self.model, optimizers=self.optimizers)
+        self._looks = Looks(plan=plan, court=self._court, look=look)
+        loop = self.loop = Loop(
+            plan=loop_plan(plan, self.model, self.optimizer, self.scaler, self.scheduler),
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            engine=engine,
+            court=self._court,
+            clip=plan.owners.clip,
+            whole_gradients=self._whole_gradients,
+            before_averaging=self._looks.before_averaging,
+            before_step=_asking(self),
+            before_state=self._looks.before_state,
+            before_weights=self._looks.before_weights,
+            passes=Passes(self.loaders),
+        )
+        guard_save(self.model)
+        self._checkpoints = session.of(self.model, plan.run.accepted)
+        if engine.step is not None and self.optimizer is not None:
+            self._looks.watch(self.model)
+        self.loop.watch()
+        self.ranks = RunRanks(self._peers, lambda call: loop.do(events.Called(call)))
+        self._log = RunLog(self.ranks.is_main, plan.config)
+        if self._peers is not None:
+            self._peers.report_end()
+            self._waits = tell_long_waits(self, self._peers)
+        self.loop.average(forced=None)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Each of the optimizers that ``step`` steps; ``optimizer`` is one for all of them where there are several."""
+        return joint_optimizer.members(self.optimizer)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were taken, those before a ``resume`` included."""
+        return self.loop.steps
+
+    @property
+    def epoch(self) -> int:
+        """The first epoch that has batches left: that of the first loader of training data, which ``resume`` puts back.
+
+        Where no such loader was prepared it is what ``set_epoch`` was given last.
+        """
+        counted = self.loop.passes.epoch
+        return self._told_epoch if counted is None else counted
+
+    @property
+    def skipped(self) -> bool:
+        """True where the last window ended without an optimizer step, because a gradient overflowed."""
+        return self.loop.skipped
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Norm of all gradients at the last optimizer step, before clipping; None unless the plan clips by norm."""
+        return self.loop.grad_norm
+
+    @property
+    def history(self) -> History:
+        """The last events of the loop; ``print(ready.history)``."""
+        return self.loop.history
+
+    @names_lost_rank
+    def backward(self, loss: torch.Tensor, *, more: bool = False, mean_over: Count | None = None) -> None:
+        """Add the gradients of one micro-batch. Divides the loss by the plan's number of micro-batches.
+
+        A window that ``accumulate(last=True)`` cuts short is divided by the full number as well. With ``mean_over`` the
+        loss is a mean over so many tokens, and counts as many: the gradients of the window are those of the mean over
+        all of its tokens, on all ranks (``training.token_loss``). Once per micro-batch;
+        ``more`` says that another loss of the same micro-batch follows, with a forward of its own; DeepSpeed takes one.
+        Raises ``RunRefused`` for what would train wrongly, such as a ``step`` that was forgotten.
+        """
+        self.loop.backward(loss, more=more, mean_over=mean_over)
+
+    @names_lost_rank
+    def step(self, closure: Closure | None = None) -> bool:
+        """End one micro-batch; True when it was the window's last and the optimizer has stepped.
+
+        Then clips, steps the optimizer, ticks the scheduler and clears the gradients, in this order. Where float16
+        gradients overflowed neither optimizer nor scheduler steps, ``skipped`` is True and the loss scale goes down
+        (behaviour W-5, W-14). ``closure``, for LBFGS, computes the loss, calls ``backward`` with it and returns it.
+        Raises ``RunRefused``, with nothing stepped, for what would train wrongly; on every rank where the gradients of
+        the first window would (``training.looks``).
+        """
+        return self.loop.step(closure)
+
+    @names_lost_rank
+    def skip(self) -> None:
+        """Leave the micro-batch under way out: the next one begins as if it had not been, and no ``step`` is called.
+
+        For a loss that is not finite, or a batch that has failed in the forward; its gradients are thrown away. Raises
+        ``RunRefused`` after a ``backward`` that has added them to those of earlier micro-batches of the window. Call it
+        on every rank.
+        """
+        self.loop.skip()
+
+    def accumulate(self, *, last: bool = False) -> AbstractContextManager[None]:
+        """One micro-batch: forward, ``backward`` and ``step`` inside. Needed only to end a window early.
+
+        ``last=True``, as for the last batch of a loader, makes ``step`` step the optimizer whatever the count.
+        """
+        self.loop.do(events.Called("ready.accumulate()"))
+        return self._accumulating(last=last)
+
+    @contextmanager
+    def _accumulating(self, *, last: bool) -> Iterator[None]:
+        with self.loop.accumulating(last=last), named(self._peers):
+            yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, modules are in eval mode and nothing has a gradient; afterwards all is as before. On every rank.
+
+        Collective at its start where DDP has buffers. ``backward``, ``step``, ``save`` and ``resume`` raise
+        ``RunRefused`` inside, and it does between ``backward`` and ``step``.
+        """
+        with named(self._peers, "ready.evaluating()"):
+            self.loop.do(events.EvaluationEntered())
+            try:
+                with in_eval_mode(self.model, self.optimizers, self.loop.engine.settle):
+                    yield
+            finally:
+                self.loop.do(events.EvaluationLeft())
+
+    def unwrap(self, *, keep_autocast: bool = True, keep_compiled: bool = True) -> Module:
+        """The module that was given, out of its wrappers. What is sharded in place stays sharded."""
+        return unwrap(self.model, keep_autocast=keep_autocast, keep_compiled=keep_compiled)
+
+    def ema(self, decay: float = 0.999) -> Ema:
+        """A moving average of the trained parameters from here on, in the parts that each rank holds; see ``Ema``."""
+        return Ema(self.model, decay, self.loop.averages_applied)
+
+    @names_lost_rank
+    def save(self, folder: str, *, keep: int = 1, wait: bool = True) -> None:
+        """Write all that another run needs to go on, every rank its shards. Collective; see ``saving``.
+
+        The checkpoints that were in the folder count until the new one is whole; then all but the last ``keep`` go.
+        Without ``wait`` it returns once all is copied to host memory, and training goes on; what goes wrong then is
+        raised by the next ``save``, ``finish_saving`` or ``close``. Raises on every rank: ``RunRefused`` for a folder
+        that is none or differs over them, inside an accumulation window, whose gradients are in no checkpoint, and
+        inside ``evaluating()``, where other weights may be in the place of the trained ones; ``CheckpointFailed`` where
+        it cannot be written.
+        """
+        check_count("keep", keep, least=1)
+        self.loop.do(events.Saved())
+        self._looks.before_saving()
+        with self.loop.allowed():
+            self._checkpoints.save(self._parts(), folder, keep=keep, wait=wait)
+
+    @names_lost_rank
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is being written. Raises ``CheckpointFailed`` where it could not be."""
+        self._checkpoints.writer.finish()
+
+    @names_lost_rank
+    def check_saving(self, folder: str) -> None:
+        """Make the folder; raise now for what would keep ``save`` from working, as it would. Collective."""
+        self._checkpoints.check(self._parts(), folder)
+
+    @names_lost_rank
+    def resume(
+        self, folder: str, *, accept: str | Collection[str] = (), only_model: bool = False, missing_ok: bool = False
+    ) -> bool:
+        """Go on from the newest whole checkpoint in the folder, on any number of ranks, mesh and engine. Collective.
+
+        Raises on every rank: ``RunRefused`` with all that does not fit, before anything is changed, also for a folder
+        that is none or differs over them, and inside a window; ``accept`` has the id or ids of errors that may pass.
+        ``CheckpointFailed`` where it cannot be read. ``only_model`` reads weights alone. ``missing_ok``: returns False
+        where no checkpoint was finished in the folder yet, or there is no such folder; a warning on rank 0 says that
+        training begins at step 0, with the folder's whole path.
+        """
+        check_names("accept", accept)
+        self.loop.do(events.Resuming())
+        with self.loop.allowed():
+            resumed = self._checkpoints.resume(
+                self._parts(), folder, accept=accept, only_model=only_model, missing_ok=missing_ok
+            )
+        if resumed is None:
+            return False
+        if self.attestation is not None and resumed.overridden:
+            overridden = (*self.attestation.overridden, *resumed.overridden)
+            self.attestation = evolve(self.attestation, overridden=overridden)
+        self._looks.look.settle()
+        self.loop.resumed(self.steps if resumed.steps is None else resumed.steps)
+        return True
+
+    def _parts(self) -> session.RunParts:
+        """The parts of this run that a checkpoint is made of."""
+        return session.RunParts(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            loaders=self.loaders,
+            plan=self.plan,
+            attestation=self.attestation,
+            steps=self.steps,
+            epoch=self.epoch,
+            set_epoch=self.set_epoch,
+        )
+
+    @names_lost_rank
+    def export(self, folder: str) -> None:
+        """Write the whole model as safetensors, for ``from_pretrained``. Collective; rank 0 holds all of it.
+
+        Raises ``CheckpointFailed`` on every rank where it cannot be written, or does not hold what was trained.
+        """
+        check_folder("ready.export", folder)
+        self._looks.before_saving()
+        export.export(folder, self.model, masters=not self.loop.state.averages)  # averages are in the model alone
+
+    @names_lost_rank
+    def close(self, *, keep_group: bool = False) -> list[Any]:
+        """Let go of the wrapper, then end the process group if apply has started it. For the end of training.
+
+        Afterwards ``model`` is the module that was given, and what trains, saves, logs or asks other ranks raises
+        ``RunRefused``; keep no other reference to the wrapper. Collective where the group is ended: every rank waits
+        for the others, so that none loses its last collective. A group that a wrapper of another model still uses is
+        left to the process, with a warning. While an exception is under way, as in a ``finally:``,
+        it waits for nobody: the others are told by their next collective. A checkpoint that is being written has a
+        minute then. ``keep_group`` leaves it for another run.
+        Returns what ended groups leave, to be kept until the process ends where it ends at once: a thread of gloo may
+        still use it.
+        """
+        failing = sys.exc_info()[1] is not None
+        if failing:
+            self._checkpoints.writer.leave()
+        else:
+            self._checkpoints.writer.close()
+        self._log.finish()
+        if self.loop.plan.engine_steps:
+            give_back_linear()
+        owned_optimizers.release(self, self.optimizers, self._watch)
+        self.model = unwrap(self.model)
+        self.loop.close(self.model, driver(self.model))
+        self._looks.look.let_go(self.model)
+        if self._whole_gradients is not None:
+            self._whole_gradients.unwatch()
+            self._whole_gradients = None
+        gc.collect()  # a DDP wrapper refers to itself; one that outlives its group can deadlock when it goes
+        if self._started and not keep_group and world().running:
+            if failing:
+                end_groups.disconnect(None)
+            else:
+                self._ended += end_groups.end_unless_used(self.model)
+        if self._peers is not None and not failing:
+            self._peers.retract()
+        if self._waits is not None:
+            self._waits.stop()
+        return self._ended
+
+    def log_to(self, *specs: TrackerSpec) -> None:
+        """``log`` writes there from here on: ``JsonLines``, ``TensorBoard``, ``WandB``, ``MLflow``, or a function.
+
+        A function makes a tracker, as ``lambda: wandb.init(project="x")`` does (``training.trackers``). Only the
+        main process opens one; after ``resume``, so that it knows the step. Raises on every rank for what is no
+        tracker (``TypeError``), is logged to already (``ValueError``), or whose package is not installed
+        (``ModuleNotFoundError``); on the main process alone for what a function has made.
+        """
+        self.loop.do(events.Called("ready.log_to()"))
+        self._log.to(specs, self.steps)
+
+    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
+        """Write numbers, words and tensors of one element on the main process; ``step`` None: ``steps``.
+
+        They are those of the main process: average over the ranks before. None is left out. Not collective; raises
+        ``TypeError`` on every rank that calls it for a value that is no single one, and ``ValueError`` for the name
+        ``step``, which is the trackers' own.
+        """
+        self.loop.do(events.Called("ready.log()", counts=step is None and bool(self._log.open)))
+        self._log.log(values, self.steps if step is None else step)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass over each loader has this number, which gives its order. They advance by themselves too."""
+        check_count("epoch", epoch, least=0)
+        self._told_epoch = epoch
+        self.loop.passes.set_epoch(epoch)
+
+    @names_lost_rank
+    def reduce(self, value: Any, how: How = "mean") -> Any:
+        """Numbers and tensors, nested or not, as mean, sum, max or min over the data ranks. Collective."""
+        self.loop.do(events.Called("ready.reduce()"))
+        return reduce_over_ranks(value, how, _same_data(self.plan))
+
+    @names_lost_rank
+    def gather(self, value: Any) -> list[Any]:
+        """What each data rank gives, as a list with an item per rank; for what is small. Collective."""
+        self.loop.do(events.Called("ready.gather()"))
+        return gather_over_ranks(value, _same_data(self.plan))
+
+    @names_lost_rank
+    def gather_for_metrics(self, value: Any) -> Any:
+        """What all ranks have made of the batches in use, each sample once (``loading.gather``). Collective."""
+        self.loop.do(events.Called("ready.gather_for_metrics()"))
+        return self.loop.passes.gather(value)
+
+    def _attest(self, checks: tuple[Check, ...]) -> None:
+        """Put what was asked before the first step into the attestation, and the errors that were accepted."""
+        if self.attestation is not None and (checks or self._court.overridden):
+            overridden = tuple(dict.fromkeys((*self.attestation.overridden, *self._court.overridden)))
+            if checks or overridden != self.attestation.overridden:
+                checks = (*self.attestation.checks, *checks)
+                self.attestation = evolve(self.attestation, checks=checks, overridden=overridden)
+
+
+def _asking(ready: Prepared) -> Callable[[], None]:
+    """Ask the rules that are due before the optimizer acts. Collective in the windows that are due."""
+    weak = weakref.ref(ready)
+
+    def ask() -> None:
+        if (own := weak()) is not None:
+            own._attest(own._looks.before_step(own.loop.loss, own.epoch, own.loop.passes))
+
+    return ask
+
+
+def _same_data(plan: Plan) -> int:
+    """Neighbouring ranks that read the same samples: those that differ on the last axes of the mesh alone."""
+    return prod(axis.size for axis in plan.mesh if axis.name in SAME_DATA)
+
+
+def prepared(applied: Applied) -> Prepared:
+    """The objects of an applied plan with the loop around them: what ``pk.apply`` returns."""
+    target = applied.target
+    ready = Prepared(
+        model=target.model,
+        optimizer=target.optimizer,
+        scheduler=target.scheduler,
+        loaders=tuple(target.loaders),
+        scaler=target.scaler,
+        plan=applied.plan,
+        attestation=applied.attestation,
+        peers=applied.peers,
+        started=applied.started,
+        whole_gradients=target.whole_gradients,
+    )
+    ready._watch = owned_optimizers.own(ready, ready.loop, applied.params)
+    return ready

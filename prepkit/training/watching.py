@@ -1,0 +1,112 @@
+"""What others do to the optimizers of a run: their steps, ``zero_grad`` and loaded states, as they happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from attrs import define, field, frozen
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from prepkit.objects.deepspeed import keeps_masters
+
+
+class Removable(Protocol):
+    """A hook that can be taken out again."""
+
+    def remove(self) -> None:
+        """Take it out."""
+        ...
+
+
+@frozen(eq=False)
+class ClearingGuard:
+    """An optimizer whose ``zero_grad`` asks first; torch has no hook for it. Neither pickled nor copied with it."""
+
+    optimizer: Any
+    """Torch's, or DeepSpeed's."""
+    guard: Callable[..., None]
+    """What is its ``zero_grad`` now."""
+
+    def remove(self) -> None:
+        """Put the optimizer's own back, unless somebody else has put another one there."""
+        if vars(self.optimizer).get("zero_grad") is self.guard:
+            del vars(self.optimizer)["zero_grad"]
+
+
+def guarded(optimizer: Any, before: Callable[[], None]) -> ClearingGuard:
+    """``optimizer.zero_grad`` calls ``before``, which may raise, and then does what it did."""
+    clear = optimizer.zero_grad
+
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        before()
+        clear(*args, **kwargs)
+
+    vars(optimizer)["zero_grad"] = zero_grad
+    return ClearingGuard(optimizer, zero_grad)
+
+
+@define(eq=False)
+class InnerSteps:
+    """Steps of the optimizer inside DeepSpeed's, which by themselves reach no weight, until ``remove``.
+
+    The one that was given holds DeepSpeed's flat partitions. Around each of its own steps DeepSpeed fills them with
+    gradients and copies them into the model; a step beside that changes nothing that anybody sees.
+    """
+
+    outer: Any
+    """DeepSpeed's."""
+    beside: Callable[[str], None]
+    """Called with the class of the inner optimizer at a step that is not DeepSpeed's own."""
+    _inside: bool = field(default=False, init=False)
+    _step: Callable[..., Any] = field(init=False)
+    """What is the ``step`` of DeepSpeed's now."""
+    _handle: RemovableHandle = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        does = self.outer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._inside = True
+            try:
+                return does(*args, **kwargs)
+            finally:
+                self._inside = False
+
+        self._step = vars(self.outer)["step"] = step
+        self._handle = self.outer.optimizer.register_step_pre_hook(self._before)
+
+    def remove(self) -> None:
+        """Put DeepSpeed's own ``step`` back, unless somebody else has put another one there."""
+        self._handle.remove()
+        if vars(self.outer).get("step") is self._step:
+            del vars(self.outer)["step"]
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._inside:
+            self.beside(type(optimizer).__name__)
+
+
+def watched(
+    model: Module,
+    optimizers: Sequence[Any],
+    *,
+    engine_steps: bool,
+    stepped: Callable[[Optimizer], None],
+    inner_stepped: Callable[[str], None],
+    cleared: Callable[[], None],
+    before_state: Callable[..., None],
+    before_weights: Callable[..., None],
+) -> list[Removable]:
+    """Hooks that call back before each step and ``zero_grad``, and refuse states that are whole where it is sharded."""
+    hooks: list[Removable] = []
+    if not engine_steps:
+        hooks += [optimizer.register_step_pre_hook(lambda one, *_: stepped(one)) for optimizer in optimizers]
+        hooks += [optimizer.register_load_state_dict_pre_hook(before_state) for optimizer in optimizers]
+        hooks.append(model.register_load_state_dict_pre_hook(before_weights))  # type: ignore[no-untyped-call]
+    hooks += [InnerSteps(one, inner_stepped) for one in optimizers if keeps_masters(one)]
+    clearing = [one for one in optimizers if hasattr(one, "zero_grad")]  # ZeRO-3's may clear nothing
+    hooks += [guarded(optimizer, cleared) for optimizer in clearing]
+    return hooks

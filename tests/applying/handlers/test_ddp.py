@@ -1,0 +1,117 @@
+"""``DistributedDataParallel``: its arguments, its refusals, and the model that comes out again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from prepkit.objects import names
+from prepkit.objects.target import Target
+from prepkit.steps import CompileModules, LocalDevice, WrapDDP
+from tests.applying.handlers.test_fsdp2 import seeded, sharding, two_steps
+from tests.support.fragile_model import TOKENS, Tiny
+from tests.support.gang import Gang
+from tests.support.single_step import do, fake_group, gloo_alone, problems, shard_mesh, undo
+
+
+def wrapping(**how: Any) -> WrapDDP:
+    given = {
+        "device": LocalDevice(type="cpu"),
+        "broadcast_buffers": True,
+        "bucket_cap_mb": 25.0,
+        "find_unused_parameters": False,
+        "gradient_as_bucket_view": True,
+        "static_graph": False,
+    }
+    return WrapDDP(**(given | how))
+
+
+def test_every_option_reaches_the_wrapper() -> None:
+    with gloo_alone():
+        target = Target(model=Tiny())
+        step = wrapping(
+            broadcast_buffers=False,
+            bucket_cap_mb=0.5,
+            find_unused_parameters=True,
+            gradient_as_bucket_view=False,
+            static_graph=True,
+            device=None,
+        )
+        do(step, target)
+        ddp = target.model
+        assert isinstance(ddp, DistributedDataParallel)
+        assert (ddp.broadcast_buffers, ddp.bucket_bytes_cap, ddp.find_unused_parameters) == (False, 2**19, True)
+        assert (ddp.gradient_as_bucket_view, ddp.static_graph, ddp.device_ids) == (False, True, None)
+        other = Target(model=Tiny())
+        do(wrapping(gradient_as_bucket_view=True), other)
+        assert other.model.gradient_as_bucket_view
+
+
+def test_the_model_comes_out_again_and_trains_alone() -> None:
+    with gloo_alone():
+        model = Tiny()
+        target = Target(model=model)
+        before = names.named_parameters(model)
+        memo = do(wrapping(), target)
+        assert names.named_parameters(target.model) == before
+        undo(wrapping(), target, memo)
+        assert target.model is model
+    model(TOKENS).square().mean().backward()
+    assert model.embed.weight.grad is not None
+
+
+def test_compiling_the_whole_model_afterwards_compiles_the_wrapper() -> None:
+    with gloo_alone():
+        target = Target(model=Tiny())
+        do(wrapping(), target)
+        do(CompileModules(paths=("",), backend="eager", mode="default", fullgraph=False, dynamic=None), target)
+        assert target.model._compiled_call_impl is not None
+        assert target.model.module._compiled_call_impl is None
+
+
+def test_wrapped_frozen_and_sharded_models_are_refused() -> None:
+    with gloo_alone():
+        target = Target(model=Tiny())
+        do(wrapping(), target)
+        (text,) = problems(wrapping(), target)
+        assert text == ("'' (the root): wrapped in DistributedDataParallel already; give the module inside it")
+    (text,) = problems(wrapping(), Target(model=Tiny().requires_grad_(requires_grad=False)))
+    assert text == "no parameter requires a gradient, so DDP has nothing to average; plan with intent=inference"
+    with fake_group(2):
+        target = Target(model=Tiny(), mesh=shard_mesh(2))
+        do(sharding(), target)
+        (text,) = problems(wrapping(), target)
+        assert text.endswith(": sharded, DDP needs whole parameters; use FSDP2, or build the model anew")
+
+
+def learn(rank: int, world: int) -> Any:
+    model = seeded()
+    if rank:
+        torch.nn.init.zeros_(model.embed.weight)  # rank 0's weights must win
+    target = Target(model=model)
+    do(wrapping(), target)
+    return two_steps(target.model, [part.chunk(world)[rank] for part in (TOKENS, TOKENS.flip(1))])
+
+
+def test_two_ranks_learn_what_one_process_learns_from_rank_0_s_weights(gang2: Gang) -> None:
+    expected = two_steps(seeded(), [TOKENS, TOKENS.flip(1)])
+    for found in gang2.run(learn):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def undone_is_alone(rank: int, world: int) -> bool:
+    """Whether gradients stay a rank's own once the wrapper has been taken off again."""
+    target = Target(model=seeded())
+    undo(wrapping(), target, do(wrapping(), target))
+    target.model(TOKENS.chunk(world)[rank]).square().mean().backward()
+    grad = target.model.embed.weight.grad
+    held = [torch.empty_like(grad) for _ in range(world)]
+    dist.all_gather(held, grad)
+    return not torch.equal(held[0], held[1])
+
+
+def test_a_model_that_came_out_again_averages_nothing(gang2: Gang) -> None:
+    assert gang2.run(undone_is_alone) == [True, True]

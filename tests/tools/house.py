@@ -1,0 +1,167 @@
+"""Sizes of the package, and repetitions that had crept in before: ``python -m tests.tools.house``.
+
+Each count has a ceiling, which ``tests/tools/test_house.py`` holds: lower it when the count has become smaller.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from attrs import frozen
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "prepkit"
+RUNNING = ("ranks", "objects", "observe", "loading", "applying", "saving", "training", "auditing")
+"""Rooms whose code runs beside a model."""
+ENGINES = frozenset({"Single", "DDP", "FSDP1", "FSDP2", "TensorParallel", "XLA", "DeepSpeed"})
+REFUSALS = frozenset({"LoopOutOfOrder", "ModelChanged", "FirstStepRefused"})
+"""Exceptions that refuse to go on by a text alone: what they say can neither be looked up nor accepted."""
+
+
+@frozen(kw_only=True)
+class Count:
+    """One number, and what it is compared with."""
+
+    what: str
+    now: int
+    before: int | None
+    """At commit 79f0bd9; None: it was not counted."""
+    ceiling: int | None = None
+    """A test fails above it; None: there is none."""
+
+
+@cache
+def modules() -> dict[Path, ast.Module]:
+    """Every file of the package, parsed."""
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def nodes(kind: type[ast.AST], rooms: tuple[str, ...] = ()) -> Iterator[ast.AST]:
+    """All nodes of a kind, in the given rooms, or everywhere."""
+    for path, tree in modules().items():
+        if not rooms or path.relative_to(PACKAGE).parts[0].removesuffix(".py") in rooms:
+            yield from (node for node in ast.walk(tree) if isinstance(node, kind))
+
+
+def raised(names: frozenset[str]) -> int:
+    """``raise X("text")`` in the running rooms, of these classes."""
+    found = 0
+    for node in nodes(ast.Raise, RUNNING):
+        assert isinstance(node, ast.Raise)
+        if isinstance(node.exc, ast.Call) and node.exc.args:
+            name = ast.unparse(node.exc.func).rpartition(".")[2]
+            found += name in names and isinstance(node.exc.args[0], ast.Constant | ast.JoinedStr)
+    return found
+
+
+def calls(name: str, rooms: tuple[str, ...] = ()) -> int:
+    """Calls of a function, by the last part of its name or all of it."""
+    found = [ast.unparse(node.func) for node in nodes(ast.Call, rooms) if isinstance(node, ast.Call)]
+    return sum(one == name or one.endswith(f".{name}") for one in found)
+
+
+def engine_tests() -> int:
+    """Engine classes in ``isinstance`` and in patterns of ``match``."""
+    found = 0
+    for node in nodes(ast.Call):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            names = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
+            found += bool(names & ENGINES)
+    for node in nodes(ast.MatchClass):
+        found += isinstance(node, ast.MatchClass) and ast.unparse(node.cls).rpartition(".")[2] in ENGINES
+    return found
+
+
+def config_reads() -> int:
+    """Places in the running rooms that read ``plan.config``."""
+    reads = (ast.unparse(node) for node in nodes(ast.Attribute, RUNNING))
+    return sum(one.endswith("plan.config") for one in reads)
+
+
+def single_callers() -> int:
+    """Modules that exactly one other module of the package imports."""
+    importers: Counter[str] = Counter()
+    known = {_name(path) for path in modules()}
+    for path, tree in modules().items():
+        imported: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        importers.update(imported & known - {_name(path)})
+    return sum(importers[_name(path)] == 1 for path in modules() if not path.name.startswith("__"))
+
+
+def _name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def golden() -> tuple[Path, ...]:
+    """Every golden text."""
+    return tuple(path for path in ROOT.glob("tests/**/golden/**/*") if path.is_file())
+
+
+def counts() -> tuple[Count, ...]:
+    """All of them, in the order in which they are shown."""
+    import prepkit
+    from prepkit.training.prepared import Prepared
+
+    lines = [len(path.read_text().splitlines()) for path in modules()]
+    functions = sum(1 for kind in (ast.FunctionDef, ast.AsyncFunctionDef) for _ in nodes(kind))
+    texts = golden()
+    members = [name for name in dir(Prepared) if not name.startswith("_")]
+    return (
+        Count(what="files of the package", now=len(lines), before=526, ceiling=440),
+        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=59_500),
+        Count(what="functions", now=functions, before=3_650),
+        Count(what="lines of the longest file", now=max(lines), before=513),
+        Count(
+            what="public names of prepkit",
+            now=sum(not name.startswith("_") for name in dir(prepkit)),
+            before=103,
+            ceiling=61,
+        ),
+        Count(what="public members of Prepared", now=len(members), before=47, ceiling=34),
+        Count(what="refusals without an id in the running rooms", now=raised(REFUSALS), before=27, ceiling=0),
+        Count(what="RuntimeError with a text there", now=raised(frozenset({"RuntimeError"})), before=None, ceiling=22),
+        Count(what="warnings without an id there", now=calls("warnings.warn", RUNNING), before=10, ceiling=0),
+        Count(what="is_initialized()", now=calls("is_initialized"), before=83, ceiling=2),
+        Count(what="tests of an engine's class", now=engine_tests(), before=242, ceiling=140),
+        Count(what="reads of plan.config there", now=config_reads(), before=19, ceiling=1),
+        Count(what="files with one importer", now=single_callers(), before=229, ceiling=160),
+        Count(what="golden files", now=len(texts), before=528, ceiling=121),
+        Count(what="bytes of golden files", now=sum(path.stat().st_size for path in texts), before=4_100_000),
+        Count(what="golden files with digests", now=sum(map(has_digests, texts)), before=240, ceiling=0),
+    )
+
+
+def has_digests(path: Path) -> bool:
+    """More than three words of four hex digits after a colon or a blank, as digests were written."""
+    return len(re.findall(r"(?<=[ :])(?!bf16)(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{4}\b", path.read_text())) > 3
+
+
+def table() -> str:
+    """The counts as Markdown."""
+    rows = (f"| {one.what} | {one.now:,} | {_shown(one.before)} | {_shown(one.ceiling)} |" for one in counts())
+    return "\n".join(("| what | now | at 79f0bd9 | ceiling |", "|---|--:|--:|--:|", *rows))
+
+
+def ceilings() -> str:
+    """The ceilings as Markdown, for the page about the inside."""
+    held = (one for one in counts() if one.ceiling is not None)
+    rows = (f"| {one.what} | {one.ceiling:,} | {_shown(one.before)} |" for one in held)
+    return "\n".join(("| what | at most | at 79f0bd9 |", "|---|--:|--:|", *rows)) + "\n"
+
+
+def _shown(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+if __name__ == "__main__":
+    print(table())

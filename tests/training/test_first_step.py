@@ -1,0 +1,230 @@
+"""Before the optimizer acts for the first time: what would train wrongly raises on every rank, with nothing stepped."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import prepkit as pk
+from prepkit.findings import FindingWarning, RunRefused
+from prepkit.training.looks import SUBJECT
+from tests.support.gang import Gang
+
+
+class Partly(nn.Module):
+    """One layer has no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x).tanh()
+
+
+class Whole(Partly):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unused(self.used(x))
+
+
+ENGINES = {
+    "Single": pk.Single(),
+    "DDP": pk.DDP(),
+    "DDP, unused": pk.DDP(find_unused_parameters=True),
+    "FSDP1": pk.FSDP1(wrap=pk.wrap.WrapClasses(("Linear",))),
+    "FSDP2": pk.FSDP2(wrap=pk.wrap.WrapClasses(("Linear",))),
+    "ZeRO 0": pk.DeepSpeed(stage=0, micro_batch=2),
+    "ZeRO 2": pk.DeepSpeed(stage=2, micro_batch=2),
+    "ZeRO 3": pk.DeepSpeed(stage=3, micro_batch=2),
+}
+
+
+def prepared(engine: str, kind: type[nn.Module] = Partly, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = kind()
+    if engine.startswith("ZeRO"):
+        from tests.support.deepspeed_cpu import lean
+
+        lean()
+    cfg = pk.Config(engine=ENGINES[engine], optimizer=pk.optim.SGD(lr=0.1), **options)
+    return pk.apply(pk.build_plan(cfg, model))
+
+
+def values(ready: Any) -> list[float]:
+    return [
+        float(getattr(param, "ds_tensor", getattr(param, "_local_tensor", param)).detach().sum())
+        for param in ready.model.parameters()
+    ]
+
+
+def first(
+    rank: int, world: int, engine: str, kind: type[nn.Module] = Partly, **options: Any
+) -> tuple[str, str, bool, int]:
+    """What the first step raises and what it warns of, whether anything was changed, and the checks attested of it."""
+    del world
+    ready = prepared(engine, kind, **options)
+    before = values(ready)
+    text = ""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            ready.backward(ready.model(torch.full((2, 4), rank + 1.0)).sum())
+            ready.step()
+        except RunRefused as error:
+            text = str(error)
+    checks = [check for check in ready.attestation.checks if check.subject == SUBJECT]
+    told = [str(one.message) for one in heard if isinstance(one.message, FindingWarning)]
+    told = [one for one in told if "run.not-read" not in one]
+    return text, "\n".join(told), values(ready) == before, len(checks)
+
+
+MISSING = "2 parameters of 4 that are about to be stepped have no gradient: `unused.weight`, `unused.bias`."
+RULES = 8
+"""Asked at the first step."""
+
+
+@pytest.mark.parametrize("engine", ["FSDP1", "FSDP2", "ZeRO 0", "ZeRO 2", "ZeRO 3"])
+def test_a_parameter_without_a_gradient_is_named_on_rank_0_and_trained_on_where_torch_is_right(
+    gang2: Gang, engine: str
+) -> None:
+    for rank, (text, told, same, checks) in enumerate(gang2.run(first, engine, timeout=90)):
+        assert (text, same, checks) == ("", False, RULES)
+        assert ("warning run.without-gradient at model.unused.weight" in told) is (rank == 0)
+        assert (MISSING in told) is (rank == 0)
+
+
+def test_in_one_process_too() -> None:
+    text, told, same, checks = first(0, 1, "Single")
+    assert MISSING in told
+    assert (text, same, checks) == ("", False, RULES)
+
+
+def test_ddp_that_waits_for_a_gradient_refuses_on_every_rank_and_cannot_be_overridden(gang2: Gang) -> None:
+    for text, told, same, checks in gang2.run(first, "DDP", timeout=60):
+        assert "error run.gradients-waited-for at model.unused.weight: DDP waits for 2 gradients" in text
+        assert "find_unused_parameters=True" in text
+        assert "run.gradients-part" not in text  # which would only follow from it
+        assert (told, same, checks) == ("", True, 0)
+    with pytest.raises(pk.PlanRejected, match=r"`run\.gradients-waited-for` cannot be overridden"):
+        prepared("Single", overrides=("run.gradients-waited-for",))
+
+
+def test_ddp_that_finds_what_is_unused_trains(gang2: Gang) -> None:
+    for text, told, same, checks in gang2.run(first, "DDP, unused", timeout=60):
+        assert (text, told, same, checks) == ("", "", False, RULES)
+
+
+class Nothing(Partly):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).detach().requires_grad_()
+
+
+def test_a_step_that_would_train_nothing_is_refused_unless_it_is_accepted() -> None:
+    text, _, same, checks = first(0, 1, "Single", Nothing)
+    assert "error run.steps-nothing at optimizer: None of 4 parameters" in text
+    assert (same, checks) == (True, 0)
+    text, _, same, checks = first(0, 1, "Single", Nothing, overrides=("run.steps-nothing",))
+    assert (text, same, checks) == ("", True, RULES)
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP1", "FSDP2", "ZeRO 0", "ZeRO 2", "ZeRO 3"])
+def test_where_all_is_well_the_attestation_says_so(gang2: Gang, engine: str) -> None:
+    for text, told, same, checks in gang2.run(first, engine, Whole, timeout=90):
+        assert (text, told, same, checks) == ("", "", False, RULES)
+
+
+def apart(rank: int, world: int) -> str:
+    del world
+    ready = prepared("DDP", Whole)
+    ready.backward(ready.model(torch.full((2, 4), rank + 1.0)).sum())
+    for param in ready.model.parameters():  # as a hook of the user's might
+        param.grad *= rank + 1.0
+    try:
+        ready.step()
+    except RunRefused as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_that_differ_over_the_replicas_are_seen(gang2: Gang) -> None:
+    for text in gang2.run(apart, timeout=60):
+        assert "error run.gradients-part at model.used.weight" in text
+        assert "Call the wrapper, model(x)" in text
+
+
+def infinite(rank: int, world: int, engine: str) -> str:
+    del world
+    ready = prepared(engine, Whole)
+    batch = torch.full((2, 4), float("nan") if rank == 1 else 1.0)
+    ready.backward(ready.model(batch).sum())
+    try:
+        ready.step()
+    except RunRefused as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2", "ZeRO 2"])
+def test_what_is_not_finite_on_one_rank_raises_on_all(gang2: Gang, engine: str) -> None:
+    for text in gang2.run(infinite, engine, timeout=90):
+        assert "error run.gradients-not-finite at model." in text
+
+
+def after_the_first(rank: int, world: int) -> list[int]:
+    del world
+    ready = prepared("DDP", Whole)
+    counts = []
+    for _ in range(3):
+        ready.backward(ready.model(torch.full((2, 4), rank + 1.0)).sum())
+        ready.step()
+        counts.append(sum(check.subject == SUBJECT for check in ready.attestation.checks))
+    return counts
+
+
+def test_it_is_looked_at_once(gang2: Gang) -> None:
+    assert gang2.run(after_the_first, timeout=60) == [[RULES] * 3] * 2
+
+
+def test_an_optimizer_that_is_stepped_by_hand_after_ready_backward_is_refused() -> None:
+    ready = prepared("Single", Whole)
+    before = values(ready)
+    ready.backward(ready.model(torch.ones(2, 4)).sum())
+    with pytest.raises(RuntimeError, match=r"Write ready\.step\(\) in its place"):
+        ready.optimizer.step()
+    assert values(ready) == before
+    assert ready.step()
+    assert values(ready) != before
+
+
+def test_who_has_a_loop_of_their_own_steps_as_they_like() -> None:
+    ready = prepared("Single", Whole)
+    before = values(ready)
+    ready.model(torch.ones(2, 4)).sum().backward()
+    ready.optimizer.step()
+    assert values(ready) != before
+
+
+def refused_twice(rank: int, world: int) -> list[str]:
+    del world
+    ready = prepared("ZeRO 2", Whole)
+    ready.backward(ready.model(torch.full((2, 4), float("nan") if rank else 1.0)).sum())
+    texts = []
+    for _ in range(2):
+        try:
+            ready.step()
+        except RunRefused as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_step_that_is_tried_again_is_refused_for_the_same_reason(gang2: Gang) -> None:
+    for first_text, again in gang2.run(refused_twice, timeout=90):
+        assert "run.gradients-not-finite" in first_text
+        assert again == first_text

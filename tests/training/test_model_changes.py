@@ -1,0 +1,199 @@
+"""What is done to a model after apply and would train wrongly is told before an optimizer acts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import prepkit as pk
+from prepkit.findings import RunRefused
+from prepkit.training.looks import OFTEN
+from tests.support.deepspeed_cpu import lean
+from tests.support.gang import Gang
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inside, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.inside.bias.requires_grad = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inside(self.embed(ids)))  # type: ignore[no-any-return]
+
+
+IDS = torch.arange(4)
+
+
+def prepared(engine: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)  # as most scripts write it: frozen ones as well
+    ready = pk.apply(pk.build_plan(pk.Config(engine=engine, device="cpu", **options), model, optimizer=optimizer))
+    return ready, ready.unwrap(), optimizer
+
+
+def train(ready: Any, windows: int = 1) -> None:
+    for _ in range(windows):
+        ready.backward(ready.model(IDS).float().square().mean())
+        ready.step()
+
+
+def said(act: Callable[[], Any]) -> str:
+    """What it raises as ``RunRefused`` or ``RunRefused``; empty: nothing."""
+    try:
+        act()
+    except RunRefused as error:
+        return str(error)
+    return ""
+
+
+def break_tie(model: Any) -> None:
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+
+
+def replace_layer(model: Any) -> None:
+    model.inside = nn.Linear(4, 4)
+
+
+def cast(model: Any) -> None:
+    model.inside.to(torch.bfloat16)
+    model.head.to(torch.float64).to(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            break_tie,
+            "run.put-in at model.head.weight: The model has 1 trained parameter that nothing trains",
+        ),
+        (replace_layer, "The model has 2 trained parameters that nothing trains: `inside.weight`, `inside.bias`"),
+        (
+            cast,
+            "cast to fewer bits, without master weights: `inside.weight (was float32, is bfloat16)`",
+        ),
+    ],
+)
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_model_that_is_no_longer_the_prepared_one_is_told_before_a_step(change: Any, told: str, before: int) -> None:
+    ready, model, _ = prepared(pk.Single())
+    train(ready, before)
+    change(model)
+    kept = model.embed.weight.detach().clone()
+    ready.backward(sum(param.double().square().sum() for param in model.parameters() if param.requires_grad))
+    what = said(ready.step)
+    assert told in what
+    assert "ready.resume(folder, only_model=True)" in what
+    assert torch.equal(model.embed.weight, kept)
+
+
+def test_it_is_looked_for_now_and_then_for_as_long_as_the_run_lasts() -> None:
+    ready, model, _ = prepared(pk.Single())
+    train(ready, OFTEN + 1)
+    break_tie(model)
+    train(ready, OFTEN - 2)
+    assert "`head.weight`" in said(lambda: train(ready))
+
+
+def test_what_one_process_may_do_to_its_model_is_not_told() -> None:
+    ready, model, optimizer = prepared(pk.Single())
+    model.inside.bias.requires_grad = True  # the optimizer holds it
+    model.embed.weight.requires_grad = False
+    with torch.no_grad():
+        model.inside.weight.mul_(0.5)
+    replace_layer(model)
+    optimizer.add_param_group({"params": list(model.inside.parameters())})
+    before = [param.detach().clone() for param in model.parameters()]
+    train(ready)
+    moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+    assert moved == [False, True, True]
+
+
+def test_a_loop_of_ones_own_is_told_as_well() -> None:
+    ready, model, optimizer = prepared(pk.Single())
+    break_tie(model)
+    ready.model(IDS).square().mean().backward()
+    assert "`head.weight`" in said(optimizer.step)
+
+
+def unfrozen(rank: int, world: int, engine: Any) -> tuple[str, bool]:
+    del world
+    ready, model, _ = prepared(engine)
+    model.inside.bias.requires_grad = True
+    ready.backward(ready.model(IDS + 4 * rank).square().mean())
+    what = said(ready.step)
+    bias = model.inside.bias
+    return what, bool(bias.detach().any()) if isinstance(engine, pk.FSDP2) else False
+
+
+@pytest.mark.parametrize("engine", [pk.DDP(), pk.FSDP2()], ids=["ddp", "fsdp2"])
+def test_a_layer_that_is_unfrozen_is_refused_where_no_rank_would_average_it(gang2: Gang, engine: Any) -> None:
+    for what, _ in gang2.run(unfrozen, engine, timeout=60):
+        expected = "unfrozen since the model was prepared, and no rank averages the gradient: `inside.bias`"
+        assert (expected in what) if isinstance(engine, pk.DDP) else not what
+
+
+def under_zero(rank: int, world: int, stage: int, folder: str) -> dict[str, Any]:
+    del rank, world
+    lean()
+    ready, model, given = prepared(pk.DeepSpeed(stage=stage, micro_batch=4), precision=pk.BF16())
+    train(ready)
+    found: dict[str, Any] = {"given": said(given.step)}
+    ready.save(folder)
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    found["loaded"] = [said(lambda: ready.export(folder)), said(lambda: ready.save(folder)), said(lambda: train(ready))]
+    ready2, model2, _ = prepared(pk.DeepSpeed(stage=stage, micro_batch=4), precision=pk.BF16())
+    ready2.resume(folder, only_model=True)
+    found["resumed"] = said(lambda: train(ready2))
+    model2.inside.bias.requires_grad = True
+    model2.inside.weight.requires_grad = False
+    ready2.backward(ready2.model(IDS).float().square().mean())
+    found["switched"] = said(ready2.step)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_deepspeed_would_throw_away_is_refused(gang2: Gang, stage: int, tmp_path: Path) -> None:
+    for found in gang2.run(under_zero, stage, str(tmp_path), timeout=120):
+        assert "AdamW that was given to build_plan was stepped by hand" in found["given"]
+        export, save, step = found["loaded"]
+        assert "master weights are what they were: the next step would undo that" in step
+        assert "a checkpoint or an export would hold those" in export
+        assert export == save == step
+        assert found["resumed"] == ""
+        assert "1 parameter unfrozen since the model was prepared, and nothing uses the gradient" in found["switched"]
+        assert "frozen since the model was prepared, and trained all the same: `inside.weight`" in found["switched"]
+
+
+def averages(rank: int, world: int, folder: str) -> tuple[float, float, bool, str]:
+    """How far what is exported inside ``applied`` is from average and weights, whether that moved, the next step."""
+    del rank, world
+    lean()
+    ready, model, _ = prepared(pk.DeepSpeed(stage=2, micro_batch=4), precision=pk.BF16())
+    ema = ready.ema(0.999)
+    start = ema.averages["inside.weight"].float().clone()
+    train(ready, 2)
+    ema.update()
+    with ema.applied():
+        ready.export(folder)
+    ready.ranks.barrier()
+    written = load_file(f"{folder}/model.safetensors")["inside.weight"].float()
+    average, own = ema.averages["inside.weight"].float(), model.inside.weight.detach().float()
+    moved = bool(((average - start).abs() > 0).all())
+    return float((written - average).abs().max()), float((written - own).abs().max()), moved, said(lambda: train(ready))
+
+
+def test_an_average_under_zero_moves_by_a_thousandth_and_is_what_is_exported(gang2: Gang, tmp_path: Path) -> None:
+    for to_average, to_weights, moved, after in gang2.run(averages, str(tmp_path / "out"), timeout=60):
+        assert to_average < 0.01 < to_weights
+        assert moved, "a thousandth of a step is below what bfloat16 can tell"
+        assert after == "", "what was put there and taken away is no write of the user's"
