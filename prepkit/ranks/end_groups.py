@@ -7,7 +7,6 @@ import gc
 import inspect
 import logging
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -151,6 +150,8 @@ def forget_meshes() -> None:
 
 THREADS = Path("/proc/self/task")
 """A folder for each thread of this process, on Linux."""
+GLOO = "pt_gloo"
+"""How torch's names for gloo's worker threads begin (``ProcessGroupGloo::runLoop``, torch 2.6 and newer)."""
 LOOK_S = 0.001
 LOOKS = 3
 """Looks in a row that find nothing running: between two of them a thread that waits for the interpreter gets it."""
@@ -158,10 +159,11 @@ ELSEWHERE_S = 0.05
 """How long to wait where nothing says what threads do."""
 
 
-def until_threads_rest(most_s: float = 0.5) -> bool:
-    """Waits until no other thread of this process runs or is about to; False where some still do after ``most_s``.
+def until_threads_rest(most_s: float = 10.0) -> bool:
+    """Waits until no worker thread of gloo runs or is about to; False where some still do after ``most_s``.
 
-    A worker thread of gloo reports that its work is done before it frees the work, and with it the group.
+    Such a thread reports that its work is done before it frees the work, and with it the group. Other threads are the
+    script's own, and may run for as long as they like.
     """
     if not THREADS.is_dir():
         time.sleep(min(ELSEWHERE_S, most_s))
@@ -171,18 +173,14 @@ def until_threads_rest(most_s: float = 0.5) -> bool:
         if time.monotonic() > until:
             return False
         time.sleep(LOOK_S)
-        quiet = 0 if _others_run() else quiet + 1
+        quiet = 0 if any(map(_is_at_work, THREADS.iterdir())) else quiet + 1
     return True
 
 
-def _others_run() -> bool:
-    own = str(threading.get_native_id())
-    return any(_state(thread) == "R" for thread in THREADS.iterdir() if thread.name != own)
-
-
-def _state(thread: Path) -> str:
+def _is_at_work(thread: Path) -> bool:
     try:
         said = (thread / "stat").read_text()
     except OSError:  # it has ended meanwhile
-        return ""
-    return said.rpartition(")")[2].split()[0]  # its name, in brackets, may hold anything
+        return False
+    name, _, rest = said.partition("(")[2].rpartition(")")
+    return name.startswith(GLOO) and rest.split()[0] == "R"

@@ -16,13 +16,15 @@ pytestmark = pytest.mark.skipif(not end_groups.THREADS.is_dir(), reason="only Li
 
 
 class Busy:
-    """A thread that computes without the interpreter until it is told to end."""
+    """A thread that computes without the interpreter until it is told to end, under a name of torch's for gloo's."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "pt_gloo_runloop") -> None:
+        self.name = name
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._work)
 
     def _work(self) -> None:
+        (end_groups.THREADS / str(threading.get_native_id()) / "comm").write_text(self.name)
         while not self.over.is_set():
             hashlib.sha256(bytes(1 << 24)).digest()
 
@@ -58,6 +60,12 @@ def test_a_thread_that_goes_on_working_is_not_waited_for_longer_than_asked() -> 
         began = time.monotonic()
         assert not until_threads_rest(0.2)
         assert 0.2 <= time.monotonic() - began < 30.0
+
+
+def test_a_thread_of_the_script_is_not_waited_for() -> None:
+    with Busy("prefetch") as busy:
+        assert until_threads_rest(60.0)
+        assert not busy.over.is_set()
 
 
 def test_where_nothing_says_what_threads_do_a_while_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
