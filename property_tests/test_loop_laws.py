@@ -154,6 +154,12 @@ class LoopMachine(RuleBasedStateMachine):
             return Gradients.UNKNOWN if self.plan.engine_steps else seen
         return seen if self.plan.shows_gradients else Gradients.UNKNOWN
 
+    def seen_before_step(self) -> Gradients:
+        """As the live driver looks."""
+        if not (ends_window(self.plan, self.state) and self.plan.shows_gradients):
+            return Gradients.UNKNOWN
+        return Gradients.NONE if self.engine.empty else Gradients.THERE
+
     def drop_micro_batch(self) -> None:
         self.micro_batch, self.losses = self.micro_batch + 1, 0
 
@@ -212,11 +218,7 @@ class LoopMachine(RuleBasedStateMachine):
 
     @rule(overflows=st.booleans())
     def step(self, overflows: bool) -> None:
-        ends = ends_window(self.plan, self.state)
-        looks = ends and self.plan.shows_gradients
-        seen = Gradients.UNKNOWN
-        if looks:
-            seen = Gradients.NONE if self.engine.empty else Gradients.THERE
+        ends, seen = ends_window(self.plan, self.state), self.seen_before_step()
         window = list(self.window)
         if self.state.backwards:
             self.window.append((self.micro_batch, self.losses))
@@ -231,6 +233,26 @@ class LoopMachine(RuleBasedStateMachine):
         assert self.ticked - ticked == (0 if overflows else self.plan.ticks)
         assert self.engine.empty, "what was stepped is cleared"
         self.window = []
+
+    @rule(acted=st.booleans())
+    def step_fails(self, acted: bool) -> None:
+        """Something raises: once the optimizer has begun, its gradients are never stepped a second time."""
+        if not ends_window(self.plan, self.state):
+            return
+        before = self.state
+        done = type(self).advance(self.plan, before, events.Step(gradients=self.seen_before_step()))
+        if isinstance(done, Refused):
+            return
+        self.state = done.state
+        assert self.say(events.StepFailed(acted))
+        if not acted:
+            assert self.state == before._replace(told=self.state.told), "it may be asked for again"
+            return
+        assert self.engine.empty
+        assert not self.state.pending
+        self.window = []
+        self.drop_micro_batch()
+        assert not self.say(events.Step()), "there is nothing to step"
 
     @precondition(lambda self: self.plan.accumulation == 1 and not self.plan.engine_steps)
     @rule(times=st.integers(1, 3))
@@ -269,9 +291,9 @@ class LoopMachine(RuleBasedStateMachine):
     def accumulate(self, last: bool) -> None:
         self.say(events.AccumulateEntered(last))
 
-    @rule()
-    def accumulate_left(self) -> None:
-        self.say(events.AccumulateLeft())
+    @rule(last=st.booleans())
+    def accumulate_left(self, last: bool) -> None:
+        self.say(events.AccumulateLeft(last))
 
     @rule()
     def evaluate(self) -> None:
@@ -323,6 +345,13 @@ def _clears_inside(done: Any, _: LoopState, event: Any) -> Any:
     return done._replace(orders=(*done.orders, orders.Clear())) if inside else done
 
 
+def _may_step_again(done: Any, before: LoopState, event: Any) -> Any:
+    """Whatever the optimizer had begun to do."""
+    if not isinstance(event, events.StepFailed):
+        return done
+    return done._replace(state=before._replace(stepping=False), orders=())
+
+
 def _clears_nothing(done: Any, *_: Any) -> Any:
     return done._replace(orders=tuple(one for one in done.orders if not isinstance(one, orders.Clear)))
 
@@ -354,6 +383,7 @@ FAULTS = (
     _without_tokens,
     _clears_inside,
     _clears_nothing,
+    _may_step_again,
     _never_averages,
     _forgets_to_count,
     _backward_twice,

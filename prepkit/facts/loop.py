@@ -201,7 +201,10 @@ class Stepped(NamedTuple):
 
 
 class StepFailed(NamedTuple):
-    """The end of a window was refused or interrupted before the optimizer acted: it may be asked for again."""
+    """The end of a window was refused or interrupted."""
+
+    acted: bool = False
+    """The optimizer had begun to act: the window is over. False: it may be asked for again."""
 
 
 class Cleared(NamedTuple):
@@ -227,6 +230,9 @@ class AccumulateEntered(NamedTuple):
 
 class AccumulateLeft(NamedTuple):
     """It was left."""
+
+    last: bool = False
+    """It stood inside another one that ends the window."""
 
 
 class Averaging(NamedTuple):

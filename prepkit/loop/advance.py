@@ -197,8 +197,23 @@ def _orders_of_step(plan: LoopPlan, state: LoopState, event: events.Step) -> tup
 
 
 def _stepped(plan: LoopPlan, state: LoopState, event: events.Stepped) -> Outcome:
-    batches = state.batches
-    after = state._replace(
+    """The scheduler comes last: it may raise, as behind its last step, and the window is over all the same."""
+    tick = (orders.Tick(plan.ticks),) if plan.ticks and event.applied else ()
+    clear = (orders.Clear(),) if plan.clears and not plan.engine_steps else ()
+    after, told = _told(plan, _with_window_over(state))
+    return after, (*clear, *told, *tick)
+
+
+def _step_failed(plan: LoopPlan, state: LoopState, event: events.StepFailed) -> Outcome:
+    """Gradients that the optimizer has had are not stepped a second time."""
+    if not event.acted:
+        return state._replace(stepping=False), ()
+    after, told = _told(plan, _with_window_over(state))
+    return after, (orders.Clear(), *told)
+
+
+def _with_window_over(state: LoopState) -> LoopState:
+    return state._replace(
         micro_batches=0,
         backwards=0,
         more=False,
@@ -207,13 +222,9 @@ def _stepped(plan: LoopPlan, state: LoopState, event: events.Stepped) -> Outcome
         weighed=None,
         cut_short=False,
         stepping=False,
-        batches=_trained(batches),
+        batches=_trained(state.batches),
         began_in=None,
     )
-    tick = (orders.Tick(plan.ticks),) if plan.ticks and event.applied else ()
-    clear = (orders.Clear(),) if plan.clears and not plan.engine_steps else ()
-    after, told = _told(plan, after)
-    return after, (*tick, *clear, *told)
 
 
 def _cleared(plan: LoopPlan, state: LoopState, event: events.Cleared) -> Outcome:
@@ -239,12 +250,11 @@ def _by_hand(plan: LoopPlan, state: LoopState, event: events.SteppedByHand) -> O
 
 
 def _accumulate(plan: LoopPlan, state: LoopState, event: events.AccumulateEntered) -> Outcome:
-    return _retold(plan, state._replace(cut_short=event.last))
+    return _retold(plan, state._replace(cut_short=state.cut_short or event.last))
 
 
 def _accumulate_left(plan: LoopPlan, state: LoopState, event: events.AccumulateLeft) -> Outcome:
-    del event
-    return _retold(plan, state._replace(cut_short=False))
+    return _retold(plan, state._replace(cut_short=state.cut_short and event.last))
 
 
 def _averaging(plan: LoopPlan, state: LoopState, event: events.Averaging) -> Outcome:
@@ -263,7 +273,7 @@ _AFTER: Mapping[type, Callable[[LoopPlan, LoopState, Any], Outcome]] = {
     events.Backward: _backward,
     events.Step: _step,
     events.Stepped: _stepped,
-    events.StepFailed: lambda _, state, __: (state._replace(stepping=False), ()),
+    events.StepFailed: _step_failed,
     events.Cleared: _cleared,
     events.SteppedByHand: _by_hand,
     events.AccumulateEntered: _accumulate,

@@ -114,6 +114,8 @@ class Loop:
     _hooks: list[Removable] = field(factory=list, init=False)
     _acting: bool = field(default=False, init=False)
     """The optimizer steps and clears because the loop does, or torch makes room for state that is read."""
+    _acted: bool = field(default=False, init=False)
+    """The optimizer has begun to act on the gradients of the window that ends."""
     _compared: bool = field(default=False, init=False)
     """The ranks have compared whether they weigh losses: once, at the first loss of all."""
     _ticked: int | None = field(default=None, init=False)
@@ -258,7 +260,7 @@ class Loop:
         try:
             self.skipped = not self._end_window(todo, closure)
         except BaseException:
-            self.happens(events.StepFailed())
+            self.do(events.StepFailed(self._acted))
             raise
         self._marks.after_step(ended=True)
         self.steps += not self.skipped
@@ -283,7 +285,7 @@ class Loop:
 
     def _end_window(self, todo: Sequence[Order], closure: Closure | None) -> bool:
         """Carry out the orders of a step; False where an overflow of float16 skipped it, on every rank alike."""
-        applied, factor = True, None
+        applied, factor, self._acted = True, None, False
         for order in todo:
             match order:
                 case orders.DivideByTokens(micro_batches=whole):
@@ -300,6 +302,7 @@ class Loop:
 
     def _step_engine(self, order: orders.StepEngine, factor: torch.Tensor | None) -> bool:
         assert self.engine.step is not None, "an engine that steps"
+        self._acted = order.last
         with token_loss.multiplied_by_engine(self.model, factor), self.allowed():
             done = self.engine.step(self.model, order.last)
         if order.last:
@@ -312,12 +315,15 @@ class Loop:
             if closure is not None:
                 optimizer.step(lambda: self._evaluated(closure, each))
                 return True
+            self._acted = True
             if scaler is None:
                 optimizer.step()
                 return True
             scale = scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
+            try:
+                scaler.step(optimizer)
+            finally:
+                scaler.update()
             return scaler.get_scale() >= scale  # it goes down after an overflow only; torch has no other public sign
 
     def _evaluated(self, closure: Closure, each: Sequence[Order]) -> torch.Tensor:
@@ -330,8 +336,10 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         with torch.enable_grad():
             loss = closure()
+        check_loss(loss)
         for order in each:
             self._carry_out(order)
+        self._acted = True
         ranks, own = world(), loss.detach()
         return own if ranks.size == 1 else ranks.total(own) / ranks.size
 
@@ -343,11 +351,12 @@ class Loop:
     @contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
         """One micro-batch; see ``Prepared.accumulate``."""
+        outer = self.state.cut_short
         self.do(events.AccumulateEntered(last))
         try:
             yield
         finally:
-            self.do(events.AccumulateLeft())
+            self.do(events.AccumulateLeft(outer))
 
     @contextmanager
     def averages_applied(self) -> Iterator[None]:
@@ -463,8 +472,8 @@ def check_loss(loss: Any) -> None:
     """Raise ``TypeError`` or ``ValueError`` for what is no loss."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
-            f"ready.backward() takes the loss as a tensor, and this is {type(loss).__name__}; give it what the model "
-            "computed, such as output.loss, and call .item() after it"
+            f"ready.backward() takes the loss as a tensor, and a closure of ready.step() returns it; this is "
+            f"{type(loss).__name__}: give what the model computed, such as output.loss, and call .item() after it"
         )
     if loss.numel() != 1:
         shape = tuple(loss.shape)

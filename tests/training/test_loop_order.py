@@ -370,7 +370,7 @@ def test_a_prefetcher_of_one_batch_is_told_at_the_end_of_its_first_pass() -> Non
 @pytest.mark.parametrize(
     ("loss", "kind", "told"),
     [
-        (1.0, TypeError, "takes the loss as a tensor, and this is float"),
+        (1.0, TypeError, "takes the loss as a tensor, .* returns it; this is float"),
         (torch.ones(2, 3, requires_grad=True), ValueError, r"has the shape \(2, 3\); write loss.mean\(\)"),
         (torch.ones(()), RunRefused, "it was detached, or computed under torch.no_grad"),
     ],
