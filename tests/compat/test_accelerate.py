@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from prepkit.compat.accelerate import OTHERWISE, Accelerator, NotOffered, PlanRejected
+from prepkit.compat import accelerate as face
+from prepkit.compat.accelerate import OTHERWISE, Accelerator, NotOffered, PlanRejected, theirs
 from prepkit.config import BF16, DDP, FP16, FSDP2, Config, ShardLoaders
 from tests.support.launch import launch, torchrun
 
@@ -213,6 +214,13 @@ def test_a_loop_out_of_accumulate_and_calls_before_prepare_are_refused() -> None
 
 def test_a_name_that_nobody_knows_is_no_attribute(accelerator: Accelerator) -> None:
     assert not hasattr(accelerator, "no_such_member")
+    assert not hasattr(face, "no_such_name")
+
+
+@pytest.mark.parametrize("name", sorted(theirs.NAMES))
+def test_names_that_scripts_import_beside_the_accelerator_are_accelerates_own(name: str) -> None:
+    accelerate, utils = pytest.importorskip("accelerate"), pytest.importorskip("accelerate.utils")
+    assert getattr(face, name) is getattr(accelerate, name, None) or getattr(face, name) is getattr(utils, name)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

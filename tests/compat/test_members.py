@@ -6,6 +6,7 @@ import math
 import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -320,9 +321,31 @@ def test_parts_of_inputs_are_of_one_length_and_each_item_is_in_one_of_them() -> 
         pass
 
 
+def by_their_utils(rank: int) -> list[Any]:
+    """What accelerate's own functions give beside our ``Accelerator``: none may act on this rank alone."""
+    from accelerate import utils
+    from accelerate.logging import get_logger
+    from accelerate.state import PartialState as Theirs
+
+    import prepkit.compat.accelerate as face
+
+    assert Theirs().distributed_type == face.DistributedType.MULTI_CPU
+    assert get_logger("face").logger.name == "face"
+    get_logger("face").info("told on the main process")
+    utils.set_seed(3, device_specific=True)
+    drawn = torch.rand(1)
+    assert utils.gather(torch.tensor([rank])).tolist() == [0, 1]
+    assert utils.reduce(torch.tensor(rank + 1.0), "sum").item() == 3
+    assert utils.gather_object([rank]) == [0, 1]
+    assert utils.broadcast_object_list([rank]) == [0]
+    return utils.gather(drawn).tolist()  # type: ignore[no-any-return]
+
+
 def talk(rank: int, world: int) -> list[Any]:
     """What operations give before anything is prepared."""
     accelerator = Accelerator(cpu=True)
+    drawn = by_their_utils(rank) if find_spec("accelerate") else [0, 1]
+    assert drawn[0] != drawn[1]
     with redirect_stdout(StringIO()) as out:
         accelerator.print("here")
         accelerator.on_last_process(print)("there")

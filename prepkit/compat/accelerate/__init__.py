@@ -1,9 +1,13 @@
 """The face of accelerate over ``build_plan``, ``apply`` and the loop: a script for accelerate after one changed import.
 
 ``from prepkit.compat.accelerate import Accelerator``, and what else scripts take from accelerate. What is not offered
-raises ``NotOffered``, with what to type.
+raises ``NotOffered``, with what to type. Values and helpers that prepare nothing, such as ``DistributedType``, are
+accelerate's own (``theirs``).
 """
 
+from typing import Any
+
+from prepkit.compat.accelerate import theirs
 from prepkit.compat.accelerate.accelerator import Accelerator
 from prepkit.compat.accelerate.gradient_state import GradientState
 from prepkit.compat.accelerate.loaders import prepare_data_loader, skip_first_batches
@@ -40,3 +44,9 @@ __all__ = [
     "skip_first_batches",
     "synchronize_rng_states",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return theirs.name(name)

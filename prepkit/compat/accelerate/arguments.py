@@ -1,4 +1,4 @@
-"""What an ``Accelerator`` is given, and its launcher's variables, as a ``Config``. accelerate is not imported."""
+"""What an ``Accelerator`` is given, and its launcher's variables, as a ``Config``."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from prepkit.compat.accelerate.not_offered import NotOffered
 from prepkit.ranks import end_groups, launcher
 from prepkit.ranks.world import world
 
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Device type to the backend of a group that any plan takes over: gloo as well, for what is offloaded."""
 
 
@@ -29,13 +29,14 @@ def join(device: torch.device, timeout_s: float = 600.0) -> None:
     """
     if world().running or is_alone():
         return
-    backend = _BACKENDS.get(device.type)
+    backend = BACKENDS.get(device.type)
     if backend is None:
         what = "call it after accelerator.prepare, which starts the process group"
         raise NotOffered(f"talking to other ranks before prepare on {device.type}", what)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    end_groups.end_with_the_process()
 
 
 def leave() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from prepkit.compat.accelerate import group
+from prepkit.compat.accelerate import group, theirs
 from prepkit.compat.accelerate.arguments import launched_config
 from prepkit.compat.accelerate.shares import share
 from prepkit.config import BF16, FP16, FSDP1, FSDP2, XLA, Config, DeepSpeed
@@ -45,6 +45,13 @@ class State:
         by_device = {"cuda": "MULTI_GPU"}.get(kind, f"MULTI_{kind.upper()}") if self.num_processes > 1 else "NO"
         self.distributed_type = next((word for one, word in _ENGINES if isinstance(config.engine, one)), by_device)
         self.debug = False  # without effect: the ranks compare the shapes of what they send in any case
+        if self.device.type in group.BACKENDS:
+            group.join(self.device, config.timeout_s)  # as accelerate does: a script may talk before it prepares
+        theirs.tell(self)
+
+    def __repr__(self) -> str:
+        said = ("distributed_type", "backend", "num_processes", "process_index", "local_process_index", "device")
+        return "\n".join(f"{name}: {getattr(self, name)}" for name in (*said, "mixed_precision"))
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
@@ -64,6 +71,12 @@ class State:
     def use_distributed(self) -> bool:
         """Whether there are several processes."""
         return self.num_processes > 1
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """Nothing: what DeepSpeed is asked for stands in ``config``."""
+
+    fsdp_plugin = deepspeed_plugin
 
     @property
     def backend(self) -> str | None:
@@ -95,6 +108,7 @@ class State:
     def destroy_process_group(self) -> None:
         """Ends the process group, when all ranks are here."""
         group.leave()
+        theirs.forget()
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """The main process goes through the block before the others, which hear where it fails."""
