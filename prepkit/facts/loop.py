@@ -75,8 +75,6 @@ class Batches(NamedTuple):
     """Its micro-batches that are over."""
     expected: int = 1
     """Micro-batches that it will make: as many as most before it did; 1 where none was read."""
-    passes: int = 0
-    """Passes that end windows and are over."""
     late: bool = False
     """The pass that ends windows is over, so that what is trained now was read ahead of its time."""
     seen: tuple[tuple[int, int, int], ...] = ()
@@ -119,8 +117,8 @@ class LoopState(NamedTuple):
     """The optimizer has stepped before ``ready.backward`` was ever called: a loop of the user's own."""
     closed: bool = False
     batches: Batches = Batches()
-    began_in: int | None = None
-    """How many passes were over when the window under way began; None: none is under way."""
+    over_pass: bool | None = None
+    """A pass that ends windows has ended since the window under way began; None: none is under way."""
     told: frozenset[str] = frozenset()
     """Ids of the rules that have warned, or whose errors were accepted: each is reported once."""
 

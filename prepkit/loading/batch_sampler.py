@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from attrs import define, field
@@ -71,7 +72,7 @@ class RankBatches:
             pass
         batches = order if self.size is None else BatchSampler(order, self.size, self.drop_last)
         how: dict[str, Any] = {"size": self.size, "consumed": start, "first": first}
-        return (shares[self.part] for shares in rounds(batches, self.parts, self.tail, **how))
+        return map(itemgetter(self.part), rounds(batches, self.parts, self.tail, **how))
 
     def _yield(self, shares: deque[Share], mine: Iterator[Share]) -> Iterator[Any]:
         for share in mine:

@@ -49,25 +49,19 @@ class Loader:
         self._begun = True
         pinned = bool(getattr(self.source.loader, "pin_memory", False))
         try:
-            for read in self._announced(self.source.reads(self.epoch, self._consumed)):
-                self._consumed = read.consumed
-                self._tell(read._replace(batch=None))
-                if self.device is None:
-                    yield read.batch
-                else:
-                    yield to_device(read.batch, self.device, non_blocking=pinned)
+            move = None if self.device is None else mover(self.device, non_blocking=pinned)
+            reads = self.source.reads(self.epoch, self._consumed)
+            while True:
+                if self.before_batch is not None and not (self.present and self.present.last):  # the pass ends first
+                    self.before_batch()
+                if (read := next(reads, None)) is None:
+                    break
+                batch, size, counted, self._consumed, last = read
+                self._tell(BatchRead(None, size, counted, self._consumed, last))
+                yield batch if move is None else move(batch)
             self.epoch, self._consumed, self._begun = self.epoch + 1, 0, False
         finally:
             self._tell(None)
-
-    def _announced(self, reads: Iterator[BatchRead]) -> Iterator[BatchRead]:
-        """Calls ``before_batch`` at the start of a pass and between two batches; at its end the pass is over first."""
-        while True:
-            if self.before_batch is not None and not (self.present and self.present.last):
-                self.before_batch()
-            if (read := next(reads, None)) is None:
-                return
-            yield read
 
     def __len__(self) -> int:
         """Batches of a whole pass on this rank. Raises ``TypeError`` where nobody knows, as of most streams."""
@@ -141,8 +135,8 @@ class Loader:
             watcher(self)
 
 
-def to_device(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
-    """The batch with all in it that can be moved on the device; the given one is untouched.
+def mover(device: torch.device, *, non_blocking: bool) -> Callable[[Any], Any]:
+    """A function that gives a batch with all in it that can be moved on the device; the given one is untouched.
 
     Goes into dicts, lists, tuples, named tuples, other mappings and data classes. What has a ``to`` of its own, such as
     the ``BatchEncoding`` of transformers or a ``PackedSequence``, moves itself. Everything else stays what it is.
@@ -169,10 +163,10 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
         if kind is dict:
             return {key: inner(value) for key, value in part.items()}
         if isinstance(part, torch.Tensor):
-            return move(part)
+            return part.to(device, non_blocking=non_blocking)
         return pytree.tree_map(move, part, is_leaf=_moves_itself)
 
-    return inner(batch)
+    return inner
 
 
 def _moves_itself(part: Any) -> bool:

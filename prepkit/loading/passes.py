@@ -68,10 +68,10 @@ class Passes:
         self.read = self.read or not loader.evaluation
         if loader.present is None:
             self.under_way = [other for other in self.under_way if other is not loader]
-        elif all(other is not loader for other in self.under_way):
+        elif loader not in self.under_way:
             self.under_way.append(loader)
         if not loader.evaluation:
-            at_end = any(one.at_window_end for one in self.under_way)
+            at_end = True in [one.at_window_end for one in self.under_way]
             number = self.loaders.index(loader)
             if loader.present is None:
                 self.on_batch(PassEnded(number, loader.exhausted, loader.ends_window, at_end))

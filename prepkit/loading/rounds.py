@@ -7,7 +7,7 @@ incomplete round is shared out as ``Tail`` says.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, repeat
 from typing import Any, Literal, NamedTuple
 
 Tail = Literal["repeat", "spread", "trim", "drop"]
@@ -48,10 +48,10 @@ def rounds(
     rest: list[list[Any]] = []
     for batch in batches:
         rest.append(list(batch))
-        if len(rest) == parts and (size is None or all(len(one) == size for one in rest)):
+        if len(rest) == parts and (size is None or set(map(len, rest)) == {size}):
             first = first or tuple(_units(rest, size))
             if held is not None:
-                consumed += len(_units(held, size))
+                consumed += len(held) if size is None else sum(map(len, held))
                 yield _full(held, consumed, last=False)
             held, rest = rest, []
     yield from _ends(held, rest, first, parts, tail, size, consumed)
@@ -73,7 +73,7 @@ def _units(batches: list[list[Any]], size: int | None) -> list[Any]:
 
 
 def _full(batches: list[list[Any]], consumed: int, *, last: bool) -> tuple[Share, ...]:
-    return tuple(Share(batch, len(batch), consumed, last) for batch in batches)
+    return tuple(map(Share, batches, map(len, batches), repeat(consumed), repeat(last)))
 
 
 def _ends(

@@ -36,6 +36,24 @@ class Advanced(NamedTuple):
     """Warnings, and errors that the config accepts; each rule's once in a run."""
 
 
+class Place(NamedTuple):
+    """Where a loop is, and what it has learnt there: the same event, at the same place, leads to the same one again.
+
+    Whoever goes on from place to place asks ``advance`` once for each, and hashes an event alone, not the whole state.
+    """
+
+    state: LoopState
+    ends: bool
+    """The micro-batch in use is the last of its window."""
+    turns: dict[tuple[type, Event], tuple[Place, tuple[Order, ...]]]
+    """An event with its type, as those of other types may be equal, to the next place and the orders."""
+
+    @classmethod
+    def of(cls, plan: LoopPlan, state: LoopState) -> Place:
+        """Where nothing is known yet."""
+        return cls(state, ends_window(plan, state), {})
+
+
 class Refused(NamedTuple):
     """An event that does not: the loop stays where it was."""
 
@@ -107,7 +125,7 @@ def _batch_read(plan: LoopPlan, state: LoopState, event: events.BatchRead) -> Ou
     seen = _learned(before)
     late = before.late and not event.ends_windows
     expected = _expected(seen, event.loader)
-    batches = Batches(event.loader, event.last, event.at_end, 0, expected, before.passes, late, seen)
+    batches = Batches(event.loader, event.last, event.at_end, 0, expected, late, seen)
     return _retold(plan, state._replace(batches=batches))
 
 
@@ -117,11 +135,11 @@ def _pass_ended(plan: LoopPlan, state: LoopState, event: events.PassEnded) -> Ou
     before = state.batches
     batches = Batches(
         at_end=event.at_end,
-        passes=before.passes + (event.ends_windows and event.exhausted),
         late=event.exhausted if event.ends_windows else before.late,
         seen=_learned(before),
     )
-    return _retold(plan, state._replace(batches=batches))
+    ended = event.ends_windows and event.exhausted and state.over_pass is not None
+    return _retold(plan, state._replace(batches=batches, over_pass=ended or state.over_pass))
 
 
 def _learned(batches: Batches) -> tuple[tuple[int, int, int], ...]:
@@ -176,7 +194,7 @@ def _step(plan: LoopPlan, state: LoopState, event: events.Step) -> Outcome:
         more=False,
         cleared=False,
         batches=_trained(batches),
-        began_in=batches.passes if state.began_in is None else state.began_in,
+        over_pass=bool(state.over_pass),
     )
     after, told = _told(plan, after)
     return after, ((orders.StepEngine(last=False), *told) if plan.engine_steps else told)
@@ -223,7 +241,7 @@ def _with_window_over(state: LoopState) -> LoopState:
         cut_short=False,
         stepping=False,
         batches=_trained(state.batches),
-        began_in=None,
+        over_pass=None,
     )
 
 

@@ -131,8 +131,9 @@ def clip(how: Clip, params: Iterable[Parameter]) -> torch.Tensor | None:
         case None:
             return None
         case ClipNorm(max_norm=most, norm_type=power):
-            norm = total_norm(with_grad, power)
-            for group in _by_mesh(with_grad):
+            groups = _by_mesh(with_grad)
+            norm = _norm_of(groups, power)
+            for group in groups:
                 clip_grads_with_norm_(group, most, norm)
             return norm
         case ClipValue(max_value=most):
@@ -145,9 +146,16 @@ def clip(how: Clip, params: Iterable[Parameter]) -> torch.Tensor | None:
 
 def total_norm(params: Sequence[Parameter], power: float) -> torch.Tensor:
     """The p-norm of all gradients as one vector, whole ones and shards on any mesh together; 0 without gradients."""
-    norms = [_whole(get_total_norm([_gradient(p) for p in group], power)) for group in _by_mesh(params)]
+    return _norm_of(_by_mesh(params), power)
+
+
+def _norm_of(groups: Sequence[Sequence[Parameter]], power: float) -> torch.Tensor:
+    grads = ([param.grad for param in group if param.grad is not None] for group in groups)
+    norms = [_whole(get_total_norm(group, power)) for group in grads]
     if not norms:
         return torch.zeros(())
+    if len(norms) == 1:
+        return norms[0]
     joint: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), power)
     return joint
 
@@ -158,11 +166,6 @@ def _by_mesh(params: Sequence[Parameter]) -> list[list[Parameter]]:
     for param in params:
         groups[param.device_mesh if isinstance(param, DTensor) else None].append(param)
     return list(groups.values())
-
-
-def _gradient(param: Parameter) -> torch.Tensor:
-    assert param.grad is not None, "only parameters with a gradient are grouped"
-    return param.grad
 
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:

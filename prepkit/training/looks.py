@@ -76,9 +76,8 @@ class Looks:
     def before_averaging(self) -> None:
         """Raises ``RunRefused`` where the model is not the one that was prepared. Nothing is asked of other ranks."""
         self._alone += 1
-        facts = self.look.overwritten()
-        if facts.overwritten:
-            self.court.ask(Moment.STEP, facts)
+        if self.look.written:
+            self.court.ask(Moment.STEP, self.look.overwritten())
         if due(self._alone) and self._collective:
             self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
 

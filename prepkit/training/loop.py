@@ -21,10 +21,10 @@ from torch.optim import LBFGS, Optimizer
 from prepkit.config import Clip, ClipNorm
 from prepkit.court import Court
 from prepkit.facts import loop as events
-from prepkit.facts.loop import Event, Gradients, LoopPlan, LoopState, ends_window
+from prepkit.facts.loop import Event, Gradients, LoopPlan, LoopState
 from prepkit.findings import RunRefused
 from prepkit.loading.passes import Passes
-from prepkit.loop import Advanced, History, Refused, advance, orders
+from prepkit.loop import History, Place, Refused, advance, orders
 from prepkit.loop.orders import Order
 from prepkit.objects.joint_optimizer import members
 from prepkit.objects.whole_gradients import WholeGradients
@@ -110,7 +110,13 @@ class Loop:
     """Of the last backward, and what it is a mean over."""
     _tokens: TokenWindow = field(factory=TokenWindow, init=False)
     _marks: Marks = field(init=False)
-    _known: dict[Any, Advanced] = field(factory=dict, init=False)
+    _ddp: DistributedDataParallel | None = field(default=None, init=False)
+    """The model where it is one: asking a class with abstract bases in each micro-batch is part of its time."""
+    _place: Place = field(init=False)
+    """Where ``state`` is, with the turns that were made from there."""
+    _places: dict[LoopState, Place] = field(factory=dict, init=False)
+    _turns: int = field(default=0, init=False)
+    """How many turns all places hold."""
     _hooks: list[Removable] = field(factory=list, init=False)
     _acting: bool = field(default=False, init=False)
     """The optimizer steps and clears because the loop does, or torch makes room for state that is read."""
@@ -123,6 +129,8 @@ class Loop:
 
     def __attrs_post_init__(self) -> None:
         self._marks = Marks(self.plan, self.model)
+        self._ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
+        self._forget_turns()
         self.passes.on_batch = self.do
 
     # --- what a loop may ask ---
@@ -135,7 +143,7 @@ class Loop:
     @property
     def ends_window(self) -> bool:
         """The micro-batch in use is the last of its window, so that ``step`` steps the optimizer."""
-        return ends_window(self.plan, self.state)
+        return self._place.ends
 
     def norm(self, power: float) -> torch.Tensor:
         """The joint p-norm of the gradients that are there, unscaled and averaged. Collective where sharded."""
@@ -152,7 +160,7 @@ class Loop:
     def leave_clearing(self) -> None:
         """From here on the script clears gradients, as scripts for accelerate do."""
         self.plan = self._marks.plan = evolve(self.plan, clears=False)
-        self._known.clear()
+        self._forget_turns()
 
     def expect_scheduler(self) -> None:
         """The scheduler may be where it is now; it is looked for there at the end of the next window."""
@@ -162,21 +170,28 @@ class Loop:
 
     def happens(self, event: Event) -> tuple[Order, ...]:
         """Take an event in and give the orders that follow; raise ``RunRefused`` for one that is refused."""
-        key = (type(event), event, self.state)
-        done = self._known.get(key) or self._worked_out(key, event)
-        self.state = done.state
+        self._place, todo = self._place.turns.get((type(event), event)) or self._worked_out(event)
+        self.state = self._place.state
         self.history.events.append(event)
-        return done.orders
+        return todo
 
-    def _worked_out(self, key: Any, event: Event) -> Advanced:
+    def _worked_out(self, event: Event) -> tuple[Place, tuple[Order, ...]]:
         done = advance(self.plan, self.state, event)
         if isinstance(done, Refused):
             raise RunRefused(done.findings, self.history.lines()[-QUOTED:])
         self.court.hear(done.findings)
-        if len(self._known) >= KNOWN:
-            self._known.clear()
-        self._known[key] = done._replace(findings=())
-        return done
+        if self._turns >= KNOWN:
+            self._forget_turns()
+        self._turns += 1
+        place = self._places.setdefault(done.state, Place.of(self.plan, done.state))
+        turn = self._place.turns[type(event), event] = place, done.orders
+        return turn
+
+    def _forget_turns(self) -> None:
+        for place in self._places.values():
+            place.turns.clear()  # places lead to each other in circles
+        self._place = Place.of(self.plan, self.state)
+        self._places, self._turns = {self.state: self._place}, 0
 
     def do(self, event: Event) -> None:
         """Take an event in, and carry out what follows."""
@@ -242,14 +257,13 @@ class Loop:
         self._marks.after_backward()
 
     def _wrapper_averages(self) -> bool:
-        model = self.model
-        return not isinstance(model, DistributedDataParallel) or model.require_backward_grad_sync
+        return self._ddp is None or self._ddp.require_backward_grad_sync
 
     def step(self, closure: Closure | None) -> bool:
         """End one micro-batch; see ``Prepared.step``."""
         if closure is not None and not callable(closure):
             raise TypeError(f"ready.step({closure!r:.60}): a step takes nothing, or a function that computes the loss")
-        ended, seen, moved = self.ends_window, Gradients.UNKNOWN, None
+        ended, seen, moved = self._place.ends, Gradients.UNKNOWN, None
         if ended and closure is None and self.state.backwards and not self.state.cleared:
             seen = self._marks.before_step()
             moved = self._moved()
@@ -386,6 +400,7 @@ class Loop:
         self.release()
         self.happens(events.Closed())
         self.model = self._marks.model = model
+        self._ddp = None
         self.engine, self.whole_gradients = engine, None
 
     # --- hooks ---

@@ -41,17 +41,18 @@ class Marks:
         if not self.plan.shows_gradients:
             return Gradients.UNKNOWN
         if state.backwards or state.micro_batches:
-            return self._since_last_backward(gone=self._kept is not None)
+            return self._since_last_backward()
         if not self.plan.clears:
             return Gradients.UNKNOWN
         usual = self._usual is not None and self._usual.grad is not None
         return _there(usual if state.used else any(param.grad is not None for param in trained))
 
-    def _since_last_backward(self, *, gone: bool) -> Gradients:
-        if gone and self._kept is not None and self._kept.grad is None:
+    def _since_last_backward(self) -> Gradients:
+        if self._kept is None:
+            return Gradients.UNKNOWN
+        if self._kept.grad is None:
             return Gradients.NONE
-        written = self._kept is not None and self._mark != self._marked()
-        return Gradients.WRITTEN if written else Gradients.UNKNOWN
+        return Gradients.WRITTEN if self._mark != self._marked() else Gradients.UNKNOWN
 
     def after_backward(self) -> None:
         """Note how often each gradient was written until the first window is over; then that of one alone."""

@@ -121,7 +121,10 @@ FIGURES = (
 
 
 def apply(engines: tuple[str, ...] = ("fsdp2", "fsdp1", "ddp", "tensor")) -> Table:
-    """``apply`` and a step against hand-written torch: two gloo processes, 162 million float32 parameters."""
+    """``apply`` and a step against hand-written torch: two gloo processes, 162 million float32 parameters.
+
+    Imports are left out, prepkit's and torch's alike: a process pays them once, and a first ``apply`` is longer by them.
+    """
     table = Table(title=f"two processes, 162M-parameter Llama, median of {ROUNDS} runs in turn (minimum)")
     for column in ("engine", "figure", "by hand", "prepkit", "ratio", "accelerate"):
         table.add_column(column, justify="left" if column in ("engine", "figure") else "right")

@@ -83,9 +83,14 @@ class StepLook:
         self.model, self._masters = model, False
         self.settle()
 
+    @property
+    def written(self) -> bool:
+        """Whether weights were written of which DeepSpeed keeps master weights. Facts are a few microseconds more."""
+        return self._masters and self._written != self._writes()
+
     def overwritten(self) -> RunFacts:
-        """Only whether weights were written of which DeepSpeed keeps master weights. A few microseconds."""
-        return RunFacts(overwritten=self._masters and self._written != self._writes())
+        """Only whether such weights were written."""
+        return RunFacts(overwritten=self.written)
 
     def changes(self) -> RunFacts:
         """What has become of the model since it was prepared, by identity of its parameters. Local."""

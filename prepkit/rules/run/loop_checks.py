@@ -407,7 +407,7 @@ def more_micro_batches(turn: Turn) -> tuple[Hit, ...]:
 
 def over_pass(turn: Turn) -> tuple[Hit, ...]:
     state = turn.state
-    if turn.plan.accumulation == 1 or state.began_in in (None, state.batches.passes):
+    if turn.plan.accumulation == 1 or not state.over_pass:
         return _NONE
     return _hit(
         turn,

@@ -14,7 +14,7 @@ from attrs import evolve
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from prepkit.loading.loader import to_device
+from prepkit.loading.loader import mover
 from prepkit.objects.target import Target
 from prepkit.steps import LocalDevice, ShardLoader, WrapLoader
 from tests.support.single_step import do, fake_group, problems, undo
@@ -217,7 +217,7 @@ def test_batches_of_any_make_are_moved() -> None:
         "self": [Moved(), Stubborn()],
         "packed": packed,
     }
-    there = to_device(batch, torch.device("meta"), non_blocking=True)
+    there = mover(torch.device("meta"), non_blocking=True)(batch)
     assert said(there) == {
         "nested": [("meta", "text"), {"deep": "meta"}],
         "pair": Pair("meta", 3),
