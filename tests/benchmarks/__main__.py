@@ -123,7 +123,7 @@ FIGURES = (
 def apply(engines: tuple[str, ...] = ("fsdp2", "fsdp1", "ddp", "tensor")) -> Table:
     """``apply`` and a step against hand-written torch: two gloo processes, 162 million float32 parameters.
 
-    Imports are left out, prepkit's and torch's alike: a process pays them once, and a first ``apply`` is longer by them.
+    Imports are left out, prepkit's and torch's alike, which make the first ``apply`` of a process longer.
     """
     table = Table(title=f"two processes, 162M-parameter Llama, median of {ROUNDS} runs in turn (minimum)")
     for column in ("engine", "figure", "by hand", "prepkit", "ratio", "accelerate"):

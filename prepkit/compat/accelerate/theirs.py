@@ -24,7 +24,7 @@ NAMES = frozenset({
 
 
 def name(wanted: str) -> Any:
-    """One of ``NAMES``, from accelerate. Raises ``AttributeError`` for others, and where accelerate is not installed."""
+    """One of ``NAMES``, from accelerate. Raises ``AttributeError`` for others, and where it is not installed."""
     if wanted not in NAMES:
         raise AttributeError(str(NotOffered(wanted, "import it from accelerate where it prepares nothing")))
     if find_spec("accelerate") is None:
@@ -59,6 +59,6 @@ def tell(state: Any) -> None:
 
 
 def forget() -> None:
-    """Let another ``Accelerator`` of accelerate's own ask for something else; loggers still know who this process is."""
+    """Let another ``Accelerator`` of accelerate's own ask for something else; loggers know this process still."""
     if find_spec("accelerate") is not None:
         import_module("accelerate.state").AcceleratorState._shared_state.clear()
