@@ -55,6 +55,12 @@ class DDPFacts:
     """Names of those that it has seen and that do not train now."""
     averages: bool = True
     """Whether the next backward averages; not inside ``no_sync``."""
+    ignored: tuple[str, ...] = ()
+    """Names of those that it was told to leave to each rank."""
+    joins: bool = False
+    """Whether it stands inside torch's ``Join``, where ranks may end early."""
+    hook: str = ""
+    """The communication hook that somebody has registered; empty: none."""
     waits: bool = False
     """Whether it waits for every gradient: without ``find_unused_parameters`` and ``static_graph``."""
 
@@ -118,6 +124,10 @@ class PreparedLoader:
     """Batches of a pass on this rank; None: not known."""
     data: str = ""
     """A digest of what can be told of the data set without reading it; empty: nothing can."""
+    indices: str = ""
+    """A digest of the indices of its first batches; empty: not looked at, or not to be told."""
+    samples: str = ""
+    """A digest of its first samples; likewise."""
     order: tuple[int, ...] = ()
     """Seed and epoch of a sampler that shuffles for all ranks together; empty: there is none."""
 
@@ -155,6 +165,8 @@ class RankFacts:
     """Per loader: replicas, part, division and digest of its data set."""
     passes: tuple[tuple[int | None, int | None, tuple[int, ...]], ...] = ()
     """Per loader: batches of a pass, samples of a batch, and what gives the order."""
+    reads: tuple[tuple[str, str], ...] = ()
+    """Per loader: digests of the indices of its first batches, and of its first samples."""
     modes: str = ""
     """Digest of which modules are in training mode."""
     scheduler: str = ""
@@ -284,6 +296,8 @@ class RunFacts:
     """Modules whose ``forward`` runs another object's."""
     compile_off: bool = False
     """Whether torch compiles nothing in this process."""
+    averages_by_hand: str = ""
+    """The function of the program that seems to average over ranks by itself; empty: none was seen."""
     accumulation: int | None = None
     """Micro-batches per step that accelerate counts; None: it is not in use."""
     world_size: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ class Case:
     optimizer: Any = None
     scheduler: Any = None
     loaders: tuple[Any, ...] = ()
+    audit: Callable[..., Any] | None = None
+    """What audits it, where that has to be code of its own; None: ``pk.audit``."""
     at_step: bool = False
     """Whether the optimizer is about to step, as it is when ``prepkit audit`` looks."""
 

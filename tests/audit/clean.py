@@ -17,6 +17,8 @@ from tests.audit.by_gradients import averaged_by_hand
 from tests.audit.by_libraries import accelerator, engine_of, llama
 from tests.audit.by_sharding import CPU, cut, flattened, sharded
 from tests.audit.case import WIDTH, Block, Case, adam, divided, net, rows
+from tests.audit.odd import ODD_LIBRARIES, ODD_ONE
+from tests.audit.odd_pairs import ODD_TWO, ODD_TWO_LIBRARIES
 
 
 @frozen
@@ -376,5 +378,9 @@ CLEAN: tuple[CleanProgram, ...] = (
         CleanProgram(make, "deepspeed", 2)
         for make in (zero_0, zero_1, zero_2, zero_3, zero_1_bfloat16, zero_1_with_its_scheduler)
     ),
+    *(CleanProgram(make, "torch", 1) for make in ODD_ONE),
+    *(CleanProgram(make, library, 1) for make, library in ODD_LIBRARIES),
+    *(CleanProgram(make, "torch", 2) for make in ODD_TWO),
+    *(CleanProgram(make, library, 2) for make, library in ODD_TWO_LIBRARIES),
 )
 """Every one, with its library and how many ranks it runs on."""

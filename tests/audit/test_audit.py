@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import prepkit as pk
+from prepkit.findings import Severity
 from prepkit.rules import due
 from prepkit.rules.rule import Moment
 from tests.audit import by_hand, clean
@@ -70,10 +71,12 @@ def test_a_clean_program_of_two_ranks_has_no_finding_above_a_note(pair: list[dic
 
 
 def test_the_table_is_as_large_as_it_was_frozen_and_every_rule_has_an_error_or_a_reason() -> None:
-    assert len(ERRORS) == 91
-    assert len(CLEAN) >= 30
+    assert len(ERRORS) >= 91
+    assert len(CLEAN) >= 120
     assert len({one.id for one in (*ERRORS, *CLEAN)}) == len(ERRORS) + len(CLEAN)
-    without = {rule.id for rule in due(Moment.AUDIT)} - {one.rule for one in ERRORS}
+    without = {rule.id for rule in due(Moment.AUDIT) if rule.severity is not Severity.NOTE} - {
+        one.rule for one in ERRORS
+    }
     assert without == {"run.backend", "run.gradients-misplaced"}  # torch takes no such gradient from Python
 
 

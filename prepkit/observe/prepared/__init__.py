@@ -133,7 +133,8 @@ def optimizers_of(given: Any) -> list[Any]:
         if not (hasattr(inner(one), "param_groups") and hasattr(one, "step")):
             where = f"optimizer[{index}]" if isinstance(given, list | tuple) else "optimizer"
             raise TypeError(f"{where} is {said(one)}; pass an optimizer of torch, accelerate or DeepSpeed")
-    return [member for one in listed for member in (members(one) if isinstance(one, torch.optim.Optimizer) else (one,))]
+    each = [member for one in listed for member in (members(one) if isinstance(one, torch.optim.Optimizer) else (one,))]
+    return [*{id(inner(one).param_groups): one for one in reversed(each)}.values()][::-1]  # a wrapper shares the groups
 
 
 def _expect(model: object, scheduler: object, loaders: object) -> None:

@@ -120,8 +120,16 @@ def _ddp(path: str, module: DistributedDataParallel, first: dict[int, str]) -> D
         known=sum(param.requires_grad for param in params),
         frozen=tuple(first.get(id(param), "?") for param in params if not param.requires_grad),
         averages=bool(module.require_backward_grad_sync),
+        ignored=_ignored(module, first),
+        joins=bool(getattr(getattr(module, "_join_config", None), "enable", False)),
+        hook=", ".join(getattr(hook, "__qualname__", str(hook)) for hook, _ in getattr(module, "_comm_hooks", ())),
         waits=not (module.find_unused_parameters or module.static_graph),
     )
+
+
+def _ignored(module: DistributedDataParallel, first: dict[int, str]) -> tuple[str, ...]:
+    told = set(getattr(module, "parameters_to_ignore", ()))
+    return tuple(first[id(param)] for name, param in module.module.named_parameters() if name in told)
 
 
 def unaveraged(places: list[Site]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from prepkit.facts.run import GradientFacts, RunFacts
+from prepkit.objects.local_part import local
 from prepkit.objects.names import Site, first_names, parameters_at
 from prepkit.observe.fingerprints.tensor import fingerprint
 from prepkit.observe.prepared.optimizers import inner
@@ -29,13 +30,13 @@ def gradients_at_step(
     named = parameters_at(places)
     first = first_names(named)
     known = [inner(one) for one in optimizers]
-    held = {id(param) for one in known for group in one.param_groups for param in group["params"]}
+    held = {id(param) for one in _stepping(known) for group in one.param_groups for param in group["params"]}
     params = {path: p for path, p in named if first[id(p)] == path and id(p) in held and p.requires_grad}
     dense = {path: p.grad for path, p in params.items() if p.grad is not None and not p.grad.is_sparse}
     scaled = any(hasattr(one, "found_inf") for one in known)  # a GradScaler that lets the optimizer skip by itself
     found = GradientFacts(
         stepped=len(params),
-        missing=tuple(path for path, param in params.items() if param.grad is None),
+        missing=tuple(path for path, param in params.items() if param.grad is None and local(param).numel()),
         spoiled=() if scaled else tuple(path for path, grad in dense.items() if not _finite(grad)),
         zero=bool(dense) and all(_zero(grad) for grad in dense.values()),
     )
@@ -44,6 +45,15 @@ def gradients_at_step(
         path: fingerprint(grad) for path, grad in dense.items() if path in whole and not isinstance(grad, DTensor)
     }
     return found, values
+
+
+def _stepping(known: list[Any]) -> list[Any]:
+    """The first, which is about to step, and of the others those whose gradients are there: a GAN has two turns."""
+    return [
+        one
+        for at, one in enumerate(known)
+        if not at or any(param.grad is not None for group in one.param_groups for param in group["params"])
+    ]
 
 
 def _finite(grad: Tensor) -> bool:

@@ -11,6 +11,8 @@ from torch.utils.data import DistributedSampler, Subset, TensorDataset
 
 from prepkit.facts.run import Division, PreparedLoader
 from prepkit.observe.loaders import loader_facts
+from prepkit.observe.prepared.reading import first_reads
+from prepkit.ranks.world import world
 
 SHOWN = 64
 """Items of a list or elements of a tensor that enter the digest of a data set."""
@@ -20,6 +22,7 @@ def prepared_loader(loader: Any) -> PreparedLoader:
     """Facts of one loader of torch, accelerate or anybody."""
     division, replicas, part = _division(loader)
     data = getattr(loader, "dataset", None)
+    indices, samples = first_reads(loader) if not division and world().size > 1 else ("", "")
     return PreparedLoader(
         seen=loader_facts(loader),
         division=division,
@@ -27,6 +30,8 @@ def prepared_loader(loader: Any) -> PreparedLoader:
         part=part,
         batches=_length(loader),
         data="" if data is None else _digest(data),
+        indices=indices,
+        samples=samples,
         order=_order(loader),
     )
 

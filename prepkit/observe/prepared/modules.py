@@ -47,11 +47,18 @@ def _words(module: nn.Module) -> Iterator[Wrapper]:
 
 
 def units(places: list[Site]) -> tuple[str, ...]:
-    """Paths of the units of FSDP1 and FSDP2 that hold parameters of their own."""
+    """Paths of the units of FSDP1 and FSDP2 that divide parameters of their own."""
     kinds = {"FullyShardedDataParallel", "FSDPModule"}
     return tuple(
-        site.path for site in places if site.first and any(kinds & known_bases(type(module)) for module in site.stack)
+        site.path
+        for site in places
+        if site.first and any(kinds & known_bases(type(module)) and _shards(module) for module in site.stack)
     )
+
+
+def _shards(module: Any) -> bool:
+    """Not a unit of FSDP1 that keeps everything on every rank."""
+    return getattr(getattr(module, "sharding_strategy", None), "name", "") != "NO_SHARD"
 
 
 def dropping(places: list[Site]) -> tuple[str, ...]:

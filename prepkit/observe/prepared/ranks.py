@@ -62,6 +62,7 @@ def _told(facts: RunFacts, places: list[Site], optimizers: list[Any], values: di
         tensor_ranks=tensor_ranks(places),
         loaders=tuple((one.replicas, one.part, one.division, one.data) for one in facts.loaders),
         passes=tuple((one.batches, one.seen.batch_size, one.order) for one in facts.loaders),
+        reads=tuple((one.indices, one.samples) for one in facts.loaders),
         modes=_digest(tuple(site.module.training for site in places)),
         scheduler=_digest(facts.scheduler),
         state=_digest(_state(facts, places, optimizers)),

@@ -26,7 +26,23 @@ def _alone(facts: RunFacts) -> tuple[PreparedParam, ...]:
         return ()
     if any(param.ranks == facts.world_size for param in trained if param.averaged_by == ("dtensor",)):
         return ()
-    return tuple(param for param in trained if not param.averaged_by and not _by_hand(facts, param.name))
+    own = kept_apart(facts)
+    return tuple(
+        param
+        for param in trained
+        if not param.averaged_by and param.name not in own and not _by_hand(facts, param.name)
+    )
+
+
+def kept_apart(facts: RunFacts) -> set[str]:
+    """Parameters that DDP was told to leave to each rank, and of which each holds its own: experts."""
+    told = {name for ddp in facts.ddp for name in ddp.ignored}
+    return told if told & set(facts.parted) else set()
+
+
+def _out_of_sight(facts: RunFacts) -> bool:
+    """Whether the program may average by itself, and has no gradients yet that would show it."""
+    return bool(facts.averages_by_hand) and (facts.gradients is None or not facts.gradients.compared)
 
 
 def _by_hand(facts: RunFacts, name: str) -> bool:
@@ -37,7 +53,7 @@ def _by_hand(facts: RunFacts, name: str) -> bool:
 
 def _not_averaged(facts: RunFacts) -> Iterator[Hit]:
     alone = _alone(facts)
-    if not facts.optimizers or not alone:
+    if not facts.optimizers or not alone or _out_of_sight(facts):
         return
     names = some([param.name for param in alone])
     trained = sum(param.requires_grad for param in facts.params)
@@ -48,6 +64,12 @@ def _not_averaged(facts: RunFacts) -> Iterator[Hit]:
         what = f"Nobody averages {len(alone)} of {count(trained, 'trained parameter')}: {names}."
         fix = "Wrap what is trained once it is complete: everything inside one DDP, or inside the units of FSDP."
         yield Hit(at(alone[0].name), what, fix)
+
+
+def _maybe_by_hand(facts: RunFacts) -> Iterator[Hit]:
+    if facts.optimizers and _out_of_sight(facts) and (alone := _alone(facts)):
+        what = f"No wrapper averages {count(len(alone), 'trained parameter')}; `{facts.averages_by_hand}` may do so."
+        yield Hit("model", what)
 
 
 def _unfrozen(facts: RunFacts) -> Iterator[Hit]:
@@ -88,10 +110,7 @@ def _part(facts: RunFacts) -> Iterator[Hit]:
     found = tuple(
         param
         for param in facts.params
-        if param.requires_grad
-        and param.averaged_by
-        and param.ranks < facts.world_size
-        and not (param.averaged_by == ("dtensor",) and param.ranks == tensor == facts.world_size)
+        if param.requires_grad and param.averaged_by and param.ranks * tensor < facts.world_size
     )
     if found:
         one = found[0]
@@ -135,6 +154,16 @@ RULES: tuple[Rule, ...] = (
         cost="a share of the one exchange over the ranks that the moment makes",
         fix="Wrap the model before training: DistributedDataParallel(model), fully_shard(model), accelerator.prepare.",
         source=("pain 22", "torch DistributedDataParallel"),
+    ),
+    Rule(
+        id="run.maybe-averaged",
+        summary="What averages gradients can be seen.",
+        check=_maybe_by_hand,
+        at=(Moment.AUDIT,),
+        needs=(Need.OPTIMIZERS, Need.GRADIENTS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Run prepkit audit SCRIPT, which compares gradients at the first step; nothing where the loop averages.",
+        severity=Severity.NOTE,
     ),
     Rule(
         id="run.averaging-off",

@@ -24,8 +24,36 @@ def _without(facts: RunFacts) -> Iterator[Hit]:
     if any(ddp.waits for ddp in facts.ddp):
         return  # an error there
     if found is not None and 0 < len(found.missing) < found.stepped:
-        what = f"{count(len(found.missing), 'parameter')} of {found.stepped} that are about to be stepped"
-        yield Hit(at(found.missing[0]), f"{what} have no gradient: {some(found.missing)}.")
+        chosen = _chosen(facts)
+        if missing := [name for name in found.missing if name not in chosen]:
+            what = f"{count(len(missing), 'parameter')} of {found.stepped} that are about to be stepped"
+            yield Hit(at(missing[0]), f"{what} have no gradient: {some(missing)}.")
+
+
+def _chosen(facts: RunFacts) -> set[str]:
+    """Those in a member of a ModuleList or ModuleDict of which another has gradients; all where DDP expects unused."""
+    missing = facts.gradients.missing if facts.gradients is not None else ()
+    if facts.ddp:
+        return set(missing)
+    held = {name for optimizer in facts.optimizers for name in optimizer.held} - set(missing)
+    classes = facts.model.classes
+    lists = [one.path for one in facts.model.modules if classes[one.cls].name in ("ModuleList", "ModuleDict")]
+    found: set[str] = set()
+    for path in lists:
+        inside = [name for name in missing if name.startswith(f"{path}.")]
+        used = {name[len(path) + 1 :].partition(".")[0] for name in held if name.startswith(f"{path}.")}
+        found |= {name for name in inside if used and name[len(path) + 1 :].partition(".")[0] not in used}
+    return found
+
+
+def _left_out(facts: RunFacts) -> Iterator[Hit]:
+    found = facts.gradients
+    if found is None or len(found.missing) >= found.stepped or any(ddp.waits for ddp in facts.ddp):
+        return
+    chosen = _chosen(facts)
+    if left := [name for name in found.missing if name in chosen]:
+        what = f"This batch gives {count(len(left), 'parameter')} no gradient, and others beside them one"
+        yield Hit(at(left[0]), f"{what}: {some(left)}.")
 
 
 def _spoiled(facts: RunFacts) -> Iterator[Hit]:
@@ -132,11 +160,20 @@ RULES: tuple[Rule, ...] = (
         overridable=False,
     ),
     Rule(
+        id="run.left-out",
+        summary="A batch uses every member of a list of modules.",
+        check=_left_out,
+        at=(Moment.AUDIT,),
+        needs=(Need.GRADIENTS, Need.OPTIMIZERS),
+        fix="Nothing, where a batch chooses, as among experts or tasks.",
+        severity=Severity.NOTE,
+    ),
+    Rule(
         id="run.without-gradient",
         summary="Every parameter that is stepped has a gradient.",
         check=_without,
         at=_BOTH,
-        needs=(Need.GRADIENTS,),
+        needs=(Need.GRADIENTS, Need.OPTIMIZERS),
         fix=(
             "Nothing, where a batch may leave layers out, as experts and mask tokens. Else freeze what takes no part "
             "in the loss; look for a .detach(), .item() or no_grad() on the way to it."

@@ -13,7 +13,43 @@ from prepkit.rules.rule import Hit, Moment, Need, Rule
 def _readers(facts: RunFacts) -> int:
     """Groups of ranks that are to read samples of their own."""
     groups = {rank.tensor_ranks for rank in facts.ranks}
+    if len({rank.names for rank in facts.ranks}) > 1:
+        return 1  # stages of a pipeline
     return len(groups) if groups else facts.world_size
+
+
+_PLAIN = ("sequential", "random")
+
+
+def _reads(facts: RunFacts, index: int) -> list[tuple[str, str]]:
+    """What each group of ranks is about to read: digests of indices and of samples."""
+    firsts = {rank.tensor_ranks: rank.reads[index] for rank in facts.ranks if index < len(rank.reads)}
+    return [*firsts.values()]
+
+
+def _undivided(facts: RunFacts, index: int) -> bool | None:
+    """Whether ranks read the same where no sampler that is known divides; None: that cannot be told from outside.
+
+    Where torch's own sampler goes through all indices, only the samples may differ; any other sampler, or a stream, is
+    taken at its word: its first batches.
+    """
+    reads, seen = _reads(facts, index), facts.loaders[index].seen
+    if not facts.ranks or (seen.sampler in _PLAIN and not seen.iterable and not seen.custom_batches):
+        return len({samples for _, samples in reads} - {""}) <= 1
+    if any(not indices and not samples for indices, samples in reads):
+        return None
+    return len(set(reads)) < len(reads)
+
+
+def _unknown(facts: RunFacts) -> Iterator[Hit]:
+    for index, loader in enumerate(facts.loaders):
+        if _asked(facts, index) and loader.division == "" and _undivided(facts, index) is None:
+            what = f"{count(_readers(facts), 'rank')} read it, and what divides its samples cannot be told from here."
+            yield Hit(f"loaders[{index}]", what)
+
+
+def _asked(facts: RunFacts, index: int) -> bool:
+    return _readers(facts) > 1 and not facts.loaders[index].seen.foreign and not _split_by_hand(facts, index)
 
 
 def _split_by_hand(facts: RunFacts, index: int) -> bool:
@@ -29,7 +65,7 @@ def _parts(facts: RunFacts, index: int) -> set[int]:
 def _same(facts: RunFacts) -> Iterator[Hit]:
     readers = _readers(facts)
     for index, loader in enumerate(facts.loaders):
-        if readers < 2 or loader.seen.foreign or _split_by_hand(facts, index):
+        if not _asked(facts, index) or (loader.division == "" and not _undivided(facts, index)):
             continue
         if loader.division == "":
             what = f"{count(readers, 'rank')} read all of its samples, {_order(loader)}: nothing divides them."
@@ -70,6 +106,8 @@ def _tensor(facts: RunFacts) -> Iterator[Hit]:
 
 def _lengths(facts: RunFacts) -> Iterator[Hit]:
     """Of the first loader, which is trained on; those of evaluation may end where they like."""
+    if any(ddp.joins for ddp in facts.ddp):
+        return
     first = [rank.passes[0] for rank in facts.ranks if rank.passes]
     batches = {count for count, _, _ in first if count is not None}
     sizes = {size for _, size, _ in first if size is not None}
@@ -132,6 +170,16 @@ RULES: tuple[Rule, ...] = (
         cost="a share of the one exchange over the ranks that the moment makes",
         fix="Write sampler=DistributedSampler(dataset, num_replicas=world, rank=rank), or accelerator.prepare(loader).",
         source=("torch DistributedSampler",),
+    ),
+    Rule(
+        id="run.samples-unknown",
+        summary="What gives each rank its samples can be seen.",
+        check=_unknown,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Nothing, where the stream or the sampler divides by rank itself; else give it rank and world size.",
+        severity=Severity.NOTE,
     ),
     Rule(
         id="run.unread-samples",

@@ -33,9 +33,10 @@ def _optimizers(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _values(facts: RunFacts) -> Iterator[Hit]:
-    if facts.parted:
-        what = f"Every rank holds {count(len(facts.parted), 'tensor')} with values of its own: {some(facts.parted)}."
-        yield Hit(at(facts.parted[0]), what)
+    own = {name for ddp in facts.ddp for name in ddp.ignored}  # experts, which each rank has for itself
+    if parted := [name for name in facts.parted if name not in own]:
+        what = f"Every rank holds {count(len(parted), 'tensor')} with values of its own: {some(parted)}."
+        yield Hit(at(parted[0]), what)
 
 
 def _pipeline(facts: RunFacts) -> bool:

@@ -1,0 +1,106 @@
+"""What a loader is about to read, learnt from a copy: indices of its first batches, and the samples that they give."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from prepkit.observe.fingerprints.tensor import fingerprint
+from prepkit.observe.loaders import loader_facts
+
+BATCHES = 4
+"""Batches of which the indices are compared; of a stream as many samples."""
+SAMPLES = 2
+"""Samples that are read where indices alone do not tell ranks apart."""
+
+
+def first_reads(loader: Any) -> tuple[str, str]:
+    """Digests of the first indices and of the first samples that a loader of torch gives; empty where none can be told.
+
+    Where torch's own sampler goes through all indices, the samples are those of the lowest ones.
+    A copy of the sampler or the stream is asked, under generators that are put back. What cannot be copied, such as an
+    open file, is not asked, and streams of ``datasets`` neither, which would fill their buffers.
+    """
+    if not isinstance(loader, DataLoader):
+        return "", ""
+    data = loader.dataset
+    try:
+        with _generators_kept():
+            if isinstance(data, IterableDataset):
+                if type(data).__module__.startswith("datasets."):
+                    return "", ""
+                return "", _digest(list(islice(iter(copy.deepcopy(data)), BATCHES)))
+            own = _copied(loader._index_sampler, data)
+            batches = list(islice(iter(own), BATCHES))
+        each = [at for batch in batches for at in (batch if isinstance(batch, list | tuple) else (batch,))]
+        first = range(min(SAMPLES, len(each))) if loader_facts(loader).sampler in ("sequential", "random") else each
+        with _generators_kept(seed=0):
+            samples = _digest([data[at] for at in first[:SAMPLES]])
+    except Exception:  # code of the user runs here, which may not stand being asked twice
+        return "", ""
+    return (_digest(batches), samples) if batches else ("", "")
+
+
+def _copied(sampler: Any, data: Any) -> Any:
+    """A sampler of its own with the same data set; long lists of numbers are copied as they are."""
+    shared: dict[int, Any] = {id(data): data}
+    waiting = [sampler]
+    for _ in range(8):
+        for one in waiting[:]:
+            waiting.remove(one)
+            for name, value in getattr(one, "__dict__", {}).items():
+                if name in ("dataset", "data_source", "data"):
+                    shared[id(value)] = value
+                elif isinstance(value, list) and value and isinstance(value[0], int):
+                    shared[id(value)] = value.copy()
+                elif name in ("sampler", "batch_sampler"):
+                    waiting.append(value)
+    return copy.deepcopy(sampler, shared)
+
+
+@contextmanager
+def _generators_kept(seed: int | None = None) -> Iterator[None]:
+    """The process's generators are afterwards as before; ``seed``: begun anew inside."""
+    numpy: Any = sys.modules.get("numpy")
+    kept = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            if numpy:
+                numpy.random.seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        if numpy:
+            numpy.random.set_state(kept[2])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(_told(value)).encode()).hexdigest()
+
+
+def _told(value: Any, depth: int = 4) -> Any:
+    match value:
+        case torch.Tensor():
+            return tuple(value.shape), fingerprint(value)
+        case bool() | int() | float() | str() | bytes() | None:
+            return value
+        case list() | tuple() if depth:
+            return [_told(one, depth - 1) for one in value]
+        case dict() if depth:
+            return [(str(key), _told(one, depth - 1)) for key, one in value.items()]
+        case _ if hasattr(value, "tobytes"):  # numpy's arrays, and pictures
+            return hashlib.sha256(value.tobytes()).hexdigest()
+        case _:
+            return type(value).__name__
