@@ -308,24 +308,10 @@ def llama_with_an_unused_tower(rank: int, world: int) -> Case:
 ODD_TWO = (
     *(own_sampler, own_batch_sampler, with_replacement_by_rank, weighted_by_rank, stream_that_divides_itself),
     *(stream_by_the_group, stream_of_workers, data_by_the_group, halves_of_a_split, uneven_inside_join, two_ddp),
-    *(
-        unused_under_find_unused,
-        compressed,
-        accumulated_under_no_sync,
-        averaged_by_hooks,
-        averaged_out_of_sight,
-        divided_optimizer,
-    ),
-    *(
-        averaged_out_of_sight,
-        norms_without_buffers,
-        norms_of_each_rank,
-        teacher_under_ddp,
-        ema_on_rank_0,
-        experts_of_each_rank,
-    ),
+    *(unused_under_find_unused, compressed, accumulated_under_no_sync, averaged_by_hooks, divided_optimizer),
+    *(averaged_out_of_sight, norms_without_buffers, norms_of_each_rank, teacher_under_ddp, ema_on_rank_0),
     *(encoder_and_decoder, compiled_inside_ddp, fsdp1_at_step, fsdp1_without_shards, fsdp2_with_a_frozen_part),
-    *(shards_within_tensor_ranks, replicas_of_shards, stages),
+    *(experts_of_each_rank, shards_within_tensor_ranks, replicas_of_shards, stages),
 )
 ODD_TWO_LIBRARIES = (
     *((make, "accelerate") for make in (batches_split_by_accelerate, two_models_of_accelerate)),
