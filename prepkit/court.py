@@ -31,6 +31,12 @@ class Court:
     _reported: set[tuple[str, str]] = field(factory=set, init=False)
     """Rule and place of each warning that was reported."""
 
+    def also_accepting(self, rules: Collection[str]) -> Court:
+        """A court for one call that accepts these errors too, and adds them to those that this one has accepted."""
+        other = Court(accepted={*self.accepted, *rules})
+        other.overridden = self.overridden
+        return other
+
     def ask(self, moment: Moment, subject: Any) -> None:
         """Raises ``RunRefused`` with every error of the rules due at this moment; reports their warnings.
 
@@ -63,9 +69,12 @@ class Court:
         report((finding,))
 
 
-def report(findings: Iterable[Finding]) -> None:
-    """Warns of each finding on rank 0, at the line of the user's that led to it."""
-    if rank() == 0:
+def report(findings: Iterable[Finding], *, every_rank: bool = False) -> None:
+    """Warns of each finding, at the line of the user's that led to it.
+
+    On rank 0, unless ``every_rank``: for what a rank sees by itself, and the others may not.
+    """
+    if every_rank or rank() == 0:
         for finding in findings:
             warnings.warn(FindingWarning(finding), stacklevel=_depth())
 

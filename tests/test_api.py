@@ -9,6 +9,7 @@ import torch
 from attrs import evolve
 
 import prepkit as pk
+from prepkit.findings import FindingWarning
 from prepkit.observe import observe_env
 from prepkit.testing import tiny_facts
 
@@ -90,14 +91,11 @@ def test_what_a_plan_left_open_is_asked_again_where_it_is_applied(monkeypatch: p
     assert type(live[0].weight) is torch.nn.Parameter
 
 
-def test_a_warning_that_only_apply_can_give_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_warning_that_only_apply_can_give_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     made = pk.build_plan(pk.Config(optimizer=pk.optim.AdamW()), model())
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert pk.apply(made).attestation.failed == ()
-    (record,) = caplog.records
-    assert record.getMessage().startswith("warning environment.launcher-flag at env.variables.ACCELERATE_MIXED_PREC")
+    with pytest.warns(FindingWarning, match=r"^warning environment\.launcher-flag at env\.variables\.ACCELERATE_MIX"):
+        assert pk.apply(made).attestation.failed == ()
 
 
 def test_what_is_to_be_trained_is_not_prepared_under_inference_mode() -> None:

@@ -107,12 +107,12 @@ def watch(
     share: float = 0.001,
     act: Act | None = None,
 ) -> DriftWatch:
-    """Look for drift at every ``every``-th optimizer step from now on, and log what is found (logger ``prepkit``).
+    """Look for drift at every ``every``-th optimizer step from now on, and warn of what is found.
 
     ``model`` and ``optimizer`` are what a loop uses, whoever has prepared them; or ``model`` is a ``Trainer`` of
     transformers or of Lightning, alone, before it trains. On every rank. A look compares as many weights over ranks as
-    can be read in ``share`` of the time since the last one, in turn. ``act`` is called with what was found, instead
-    of the log; what it raises ends the training. Raises ``TypeError`` for objects of the wrong kind, and
+    can be read in ``share`` of the time since the last one, in turn. A rank warns of what it sees, by a ``FindingWarning``, each rule and place
+    once; ``act`` is called with it instead, and what that raises ends the training. Raises ``TypeError`` for objects of the wrong kind, and
     ``ValueError`` for ``every`` below 1 and a ``share`` that is none.
     """
     from prepkit.auditing.watch import watch as begin

@@ -7,7 +7,6 @@ facts: nothing here reaches up to them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,6 +24,7 @@ from prepkit.applying.step_kinds import handlers
 from prepkit.applying.verification import verify
 from prepkit.codec import plan_digests
 from prepkit.config import Intent
+from prepkit.court import Court
 from prepkit.facts import Env, Facts, LocalFacts
 from prepkit.findings import Finding, PlanRejected, Severity, errors
 from prepkit.interpreter import Done, Halted, interpret
@@ -37,7 +37,7 @@ from prepkit.observe.given import one_optimizer, one_scheduler
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 from prepkit.plan.drift import Drift, drift, refusals
-from prepkit.ranks import end_groups, launcher
+from prepkit.ranks import end_groups
 from prepkit.ranks.agree import plan_differences
 from prepkit.ranks.all_or_none import RankGuard
 from prepkit.ranks.peers import Peers
@@ -63,6 +63,8 @@ class Applied:
     """True if the process group was started here."""
     params: WeakIdKeyDictionary
     """Name to each parameter that the model had when it was given (``claims.parameters_before``)."""
+    court: Court
+    """Refuses and warns from now on: it knows what was reported and accepted already."""
 
 
 class ApplyHalted(Exception):
@@ -124,7 +126,7 @@ def apply(
 
     ``guard`` is that of ``guarded(plan)``; ``found`` is what the rules say of today's facts and did not say of the
     plan's. Raises ``PlanRejected`` before anything is touched where there are refusals or errors among them (new
-    warnings are logged); ``ApplyHalted`` when a step fails (its ``__cause__`` is what the step raised) or another rank
+    warnings are reported); ``ApplyHalted`` when a step fails (its ``__cause__`` is what the step raised) or another rank
     has failed (``RankFailed``), and ``NotAsPlanned`` when the outcome differs from the plan. ``fingerprint`` reads
     every weight twice: before and after (``fingerprints.attested``).
 
@@ -140,8 +142,9 @@ def apply(
     """
     if given.refusals or errors(found):
         raise PlanRejected((*given.refusals, *found))
-    _tell((*plan.warnings, *found))
-    ran = _run(plan, given.target, given.drifts, given.facts.env, guard, fingerprint=fingerprint)
+    court = Court(accepted=plan.run.accepted)
+    court.hear((*plan.warnings, *found))
+    ran = _run(plan, given.target, given.drifts, given.facts.env, guard, court, fingerprint=fingerprint)
     return unsafe_perform_io(ran.lash(_raise).unwrap())
 
 
@@ -151,7 +154,7 @@ def run(plan: Plan, target: Target, drifts: tuple[Drift, ...] = ()) -> IOResult[
     Fails with ``Halted`` when a step could not be done, and with ``Attestation`` when a check does not hold afterwards.
     """
     with guarded(plan) as guard:
-        return _run(plan, target, drifts, observe_env(), guard)
+        return _run(plan, target, drifts, observe_env(), guard, Court(accepted=plan.run.accepted))
 
 
 def guarded(plan: Plan) -> AbstractContextManager[RankGuard | None]:
@@ -165,6 +168,7 @@ def _run(
     drifts: tuple[Drift, ...],
     env: Env,
     guard: RankGuard | None,
+    court: Court,
     *,
     fingerprint: bool = False,
 ) -> IOResult[Applied, Halted | Attestation]:
@@ -211,6 +215,7 @@ def _run(
         peers=None if guard is None else guard.peers,
         started=started,
         params=params,
+        court=court,
     )
     return IOSuccess(applied)
 
@@ -275,13 +280,6 @@ def _inferring(plan: Plan, model: Any) -> Iterator[Finding]:
     else:
         return
     yield Finding(rule="plan.inference-mode", severity=Severity.ERROR, where=where, what=what, fix=fix)
-
-
-def _tell(found: tuple[Finding, ...]) -> None:
-    """Warnings of the plan, and those that nobody could give when it was made, once for all ranks."""
-    if launcher.rank() == 0:
-        for finding in found:
-            logging.getLogger("prepkit").warning("%s", finding)
 
 
 def _raise(failure: Halted | Attestation) -> Any:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import nn
 
 from prepkit.auditing.running import RunningLook
+from prepkit.court import report
 from prepkit.findings import Finding
 from prepkit.observe.given import said
 from prepkit.observe.prepared import look, optimizers_of
@@ -75,8 +75,7 @@ class DriftWatch:
         if found and self.act is not None:
             self.act(found)
         elif found:
-            for one in found:
-                logging.getLogger("prepkit").warning("step %d: %s", self.steps, one)
+            report((evolve(one, what=f"In step {self.steps}: {one.what}") for one in found), every_rank=True)
 
 
 def watch(model: Any, optimizer: Any, scheduler: Any, *, every: int, share: float, act: Act | None) -> DriftWatch:

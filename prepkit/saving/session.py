@@ -54,8 +54,6 @@ class Resumed:
 
     steps: int | None = None
     """Optimizer steps that had been taken; None: weights alone were read, or the checkpoint does not know."""
-    overridden: tuple[str, ...] = ()
-    """Ids of the errors that were accepted."""
 
 
 @define
@@ -66,7 +64,7 @@ class Checkpoints:
     """Settings of the modules when they were new."""
     config: Said
     court: Court
-    """Of the saves: a warning about a folder is reported once."""
+    """Of the run: a warning about a folder is reported once."""
     writer: Writer = field(factory=Writer)
     _plan_text: str = ""
 
@@ -111,7 +109,7 @@ class Checkpoints:
         before anything is changed, and ``CheckpointFailed`` for what cannot be read.
         """
         accepted = (accept,) if isinstance(accept, str) else tuple(accept)  # one id is no collection
-        court = Court(accepted={*run.plan.run.accepted, *accepted})
+        court = self.court.also_accepting(accepted)
         path = self._folder(folder)
         self.writer.goes_on_from(path)
         if missing_ok and (nothing := reading.nothing_saved(path)):
@@ -146,7 +144,7 @@ class Checkpoints:
             court.ask(Moment.RESUME, found)
             reading.fill(source, wanted)
         if not settles:
-            return Resumed(overridden=tuple(court.overridden))
+            return Resumed()
         _settle(run, source, facts)
         after = ResumeFacts(
             before=_saved_windows(source),
@@ -155,7 +153,7 @@ class Checkpoints:
             replaced=saved_facts.replaced(built, saved_facts.settings(members, run.scheduler)),
         )
         court.ask(Moment.RESUME, after)
-        return Resumed(steps=None if source.saved is None else source.saved.steps, overridden=tuple(court.overridden))
+        return Resumed(steps=None if source.saved is None else source.saved.steps)
 
     def _facts(self, run: RunParts, held: Contents, optimizer: Any) -> SavedFacts:
         return saved_facts.saved_facts(
@@ -180,9 +178,8 @@ class Checkpoints:
         return {PLAN: self._plan_text, **attested}
 
 
-def of(model: Module, accepted: Collection[str] = ()) -> Checkpoints:
-    """The checkpoints of a model that has just been prepared; ``accepted`` are ids of rules that the plan overrides."""
-    court = Court(accepted=accepted)
+def of(model: Module, court: Court) -> Checkpoints:
+    """The checkpoints of a model that has just been prepared."""
     return Checkpoints(modules=saved_facts.modules_of(model), config=saved_facts.config_of(model), court=court)
 
 

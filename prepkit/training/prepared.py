@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import Factory, define, evolve, field
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -31,7 +31,7 @@ from prepkit.objects.whole_gradients import WholeGradients
 from prepkit.objects.xla_gradients import XLAGradients
 from prepkit.observe.prepared.step import StepLook
 from prepkit.plan import Plan
-from prepkit.plan.attestation import Check
+from prepkit.plan.attestation import Attestation, Check
 from prepkit.ranks import end_groups
 from prepkit.ranks.long_waits import LongWaits, tell_long_waits
 from prepkit.ranks.peers import Peers, named, names_lost_rank
@@ -62,7 +62,7 @@ class Prepared:
     scheduler: Any = None
     loaders: tuple[Any, ...] = ()
     plan: Plan = field(repr=False)
-    attestation: Any = None
+    _attestation: Attestation | None = field(default=None, repr=False)
     """All that was looked at after apply and before the first step; None: not verified."""
     scaler: torch.amp.GradScaler | None = None
     """Scales the loss of float16 training; None for every other precision. Save its ``state_dict()`` with the rest."""
@@ -76,7 +76,9 @@ class Prepared:
     """The other ranks: where one is lost while training, what is raised names it. None: alone."""
     _started: bool = False
     """Apply has started the process group, so that ``close`` ends it."""
-    _court: Court = field(init=False, repr=False)
+    _court: Court = field(
+        default=Factory(lambda self: Court(accepted=self.plan.run.accepted), takes_self=True), repr=False
+    )
     """Refuses and warns."""
     _looks: Looks = field(init=False, repr=False)
     """Asks the rules about what is about to be stepped."""
@@ -92,7 +94,6 @@ class Prepared:
 
     def __attrs_post_init__(self) -> None:
         plan, engine = self.plan, driver(self.model)
-        self._court = Court(accepted=plan.run.accepted)
         look = StepLook(plan=plan, model=self.model, optimizers=self.optimizers)
         self._looks = Looks(plan=plan, court=self._court, look=look)
         loop = self.loop = Loop(
@@ -112,7 +113,7 @@ class Prepared:
             passes=Passes(self.loaders),
         )
         guard_save(self.model)
-        self._checkpoints = session.of(self.model, plan.run.accepted)
+        self._checkpoints = session.of(self.model, self._court)
         if engine.step is not None and self.optimizer is not None:
             self._looks.watch(self.model)
         self.loop.watch()
@@ -127,6 +128,15 @@ class Prepared:
     def optimizers(self) -> tuple[Optimizer, ...]:
         """Each of the optimizers that ``step`` steps; ``optimizer`` is one for all of them where there are several."""
         return joint_optimizer.members(self.optimizer)
+
+    @property
+    def attestation(self) -> Attestation | None:
+        """All that was looked at after apply and before the first step, and the ids of errors accepted so far."""
+        seen = self._attestation
+        if seen is None:
+            return None
+        later = (rule for rule in self._court.overridden if rule not in seen.overridden)
+        return evolve(seen, overridden=(*seen.overridden, *later))
 
     @property
     def steps(self) -> int:
@@ -274,9 +284,6 @@ class Prepared:
             )
         if resumed is None:
             return False
-        if self.attestation is not None and resumed.overridden:
-            overridden = (*self.attestation.overridden, *resumed.overridden)
-            self.attestation = evolve(self.attestation, overridden=overridden)
         self._looks.look.settle()
         self.loop.resumed(self.steps if resumed.steps is None else resumed.steps)
         return True
@@ -392,12 +399,9 @@ class Prepared:
         return self.loop.passes.gather(value)
 
     def _attest(self, checks: tuple[Check, ...]) -> None:
-        """Put what was asked before the first step into the attestation, and the errors that were accepted."""
-        if self.attestation is not None and (checks or self._court.overridden):
-            overridden = tuple(dict.fromkeys((*self.attestation.overridden, *self._court.overridden)))
-            if checks or overridden != self.attestation.overridden:
-                checks = (*self.attestation.checks, *checks)
-                self.attestation = evolve(self.attestation, checks=checks, overridden=overridden)
+        """Put what was asked before the first step into the attestation."""
+        if self._attestation is not None and checks:
+            self._attestation = evolve(self._attestation, checks=(*self._attestation.checks, *checks))
 
 
 def _asking(ready: Prepared) -> Callable[[], None]:
@@ -429,6 +433,7 @@ def prepared(applied: Applied) -> Prepared:
         attestation=applied.attestation,
         peers=applied.peers,
         started=applied.started,
+        court=applied.court,
         whole_gradients=target.whole_gradients,
     )
     ready._watch = owned_optimizers.own(ready, ready.loop, applied.params)

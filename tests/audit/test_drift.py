@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 import prepkit as pk
 from prepkit.auditing.running import Rotation
 from prepkit.auditing.watch import DriftWatch
+from prepkit.findings import FindingWarning
 from tests.audit import clean
 from tests.audit.by_libraries import llama
 from tests.audit.case import WIDTH, Case, adam, net, rows
@@ -208,16 +208,17 @@ def test_ranks_that_part_are_told_on_all_of_them(gang2: Gang) -> None:
     assert set(second["gone"]) == {"run.drift-params", "run.drift-slots", "run.drift-state", *apart}
 
 
-def test_what_is_found_is_logged_once_or_given_to_a_function(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_found_is_reported_once_or_given_to_a_function() -> None:
     case = tied_with_a_hook()
     watch = pk.watch(case.model, case.optimizer, case.scheduler, every=1)
     stepped(case)
     rate_written(case)
-    with caplog.at_level(logging.WARNING, "prepkit"):
+    with pytest.warns(FindingWarning) as heard:
         stepped(case)
         rate_written(case)
         stepped(case)
-    assert [record.message.partition(" at ")[0] for record in caplog.records] == ["step 2: error run.drift-rate"]
+    (one,) = heard
+    assert str(one.message).startswith("error run.drift-rate at optimizer.param_groups[0].lr: In step 2: The learning")
     watch.close()
     rate_written(case)
     stepped(case)

@@ -228,3 +228,14 @@ def test_a_step_that_is_tried_again_is_refused_for_the_same_reason(gang2: Gang) 
     for first_text, again in gang2.run(refused_twice, timeout=90):
         assert "run.gradients-not-finite" in first_text
         assert again == first_text
+
+
+def test_an_error_that_is_accepted_after_the_first_step_is_in_the_attestation_at_once() -> None:
+    rule = "loop.gradients-left-over"
+    ready = prepared("Single", Whole, overrides=(rule,))
+    ready.backward(ready.model(torch.ones(2, 4)).sum())
+    ready.step()
+    assert ready.attestation.overridden == ()
+    ready.model.used.weight.grad = torch.ones(4, 4)
+    ready.backward(ready.model(torch.ones(2, 4)).sum())
+    assert ready.attestation.overridden == (rule,)
