@@ -47,6 +47,11 @@ class Court:
 
     def hear(self, findings: Iterable[Finding]) -> None:
         """The same for findings that were made elsewhere."""
+        if refused := self.judged(findings):
+            raise RunRefused(refused)
+
+    def judged(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+        """The errors that nobody has accepted; takes note of those that were, and reports warnings."""
         refused = []
         for finding in findings:
             match finding.severity:
@@ -59,8 +64,7 @@ class Court:
                     self._report(finding)
                 case Severity.NOTE:
                     pass
-        if refused:
-            raise RunRefused(tuple(refused))
+        return tuple(refused)
 
     def _report(self, finding: Finding) -> None:
         if (finding.rule, finding.where) in self._reported:

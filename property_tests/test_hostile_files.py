@@ -28,7 +28,7 @@ from prepkit.config import Config, DeepSpeed
 from prepkit.facts import Facts
 from prepkit.findings import PlanRejected
 from prepkit.plan import Plan
-from prepkit.plan.attestation import Attestation, Check
+from prepkit.plan.attestation import Asked, Attestation
 from prepkit.render.text import text_of
 from prepkit.testing import tiny_facts
 from tests.support.plans import fsdp2_plan
@@ -46,7 +46,7 @@ PAYLOADS: tuple[Any, ...] = (
 )
 SEEDS = (
     (plan_to_text(fsdp2_plan()), "plan"),
-    (attestation_to_text(Attestation(checks=(Check(subject="a", what="b", holds=True),))), "attestation"),
+    (attestation_to_text(Attestation(asked=(Asked(rule="a", moment="b"),))), "attestation"),
 )
 
 seen: list[str] = []

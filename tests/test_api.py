@@ -187,7 +187,18 @@ def test_an_outcome_that_is_not_the_plan_s_is_not_returned() -> None:
     wrong = evolve(made, layout=tuple(evolve(one, dtype="bfloat16") for one in made.layout))
     with pytest.raises(pk.errors.NotAsPlanned) as raised:
         pk.apply(wrong)
-    assert len(raised.value.attestation.failed) == len(made.layout)
+    (one,) = raised.value.findings
+    assert (one.rule, raised.value.attestation.failed) == ("run.other-layout", (one,))
+    assert "; likewise `0.bias`, `1.weight`" in one.what or len(made.layout) == 2
+
+
+def test_a_rule_of_apply_is_overridden_by_its_id_and_the_attestation_has_it() -> None:
+    live = model()
+    made = pk.build_plan(pk.Config(overrides=("run.other-layout",)), live)
+    wrong = evolve(made, layout=tuple(evolve(one, cls="Other") for one in made.layout))
+    ready = pk.apply(wrong)
+    assert (ready.attestation.failed, ready.attestation.overridden) == ((), ("run.other-layout",))
+    assert [one.rule for asked in ready.attestation.asked for one in asked.found] == ["run.other-layout"]
 
 
 def test_a_step_that_fails_halts_with_its_cause_and_undoes_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 SHARED = {
-    "Check": "a line of an attestation; in the rules the type of their functions, which no other folder imports",
+    "Check": "the type of functions of rules, and of converters of facts; no other folder imports either",
     "Kind": "each time the type of one field, used in its own module alone",
     "Piece": "in two files of the planner the type of its functions that make a few steps",
 }

@@ -111,9 +111,10 @@ def watch(
 
     ``model`` and ``optimizer`` are what a loop uses, whoever has prepared them; or ``model`` is a ``Trainer`` of
     transformers or of Lightning, alone, before it trains. On every rank. A look compares as many weights over ranks as
-    can be read in ``share`` of the time since the last one, in turn. A rank warns of what it sees, by a ``FindingWarning``, each rule and place
-    once; ``act`` is called with it instead, and what that raises ends the training. Raises ``TypeError`` for objects of the wrong kind, and
-    ``ValueError`` for ``every`` below 1 and a ``share`` that is none.
+    can be read in ``share`` of the time since the last one, in turn. A rank warns of what it sees, by a
+    ``FindingWarning``, each rule and place once; ``act`` is called with it instead, and what that raises ends the
+    training. Raises ``TypeError`` for objects of the wrong kind, and ``ValueError`` for ``every`` below 1 and a
+    ``share`` that is none.
     """
     from prepkit.auditing.watch import watch as begin
 

@@ -18,15 +18,14 @@ from returns.io import IOFailure, IOResult, IOSuccess
 from returns.unsafe import unsafe_perform_io
 from torch.utils.weak import WeakIdKeyDictionary
 
-from prepkit.applying import attested, claims, own_copies
-from prepkit.applying.checks import buffers
+from prepkit.applying import claims, values
 from prepkit.applying.step_kinds import handlers
 from prepkit.applying.verification import verify
 from prepkit.codec import plan_digests
 from prepkit.config import Intent
 from prepkit.court import Court
 from prepkit.facts import Env, Facts, LocalFacts
-from prepkit.findings import Finding, PlanRejected, Severity, errors
+from prepkit.findings import Finding, PlanRejected, RunRefused, Severity, errors
 from prepkit.interpreter import Done, Halted, interpret
 from prepkit.objects import names
 from prepkit.objects.state import inspect
@@ -75,15 +74,16 @@ class ApplyHalted(Exception):
         super().__init__(str(halted))
 
 
-class NotAsPlanned(Exception):
-    """Every step was done, and what stands there is not what the plan says: a defect of prepkit or of torch.
+class NotAsPlanned(RunRefused):
+    """Every step was done, and what is there is not what the plan says: a defect of prepkit or of torch.
 
-    ``attestation.failed`` holds each difference. What has a way back was taken back.
+    ``findings`` holds each difference, ``attestation`` all that was asked. What has a way back was taken back.
     """
 
     def __init__(self, attestation: Attestation) -> None:
         self.attestation = attestation
-        super().__init__(f"{attestation}\nbuild model and optimizer again before the next apply")
+        super().__init__(attestation.failed)
+        self.args = (f"{attestation}\nbuild model and optimizer again before the next apply",)
 
 
 @frozen(kw_only=True, eq=False)
@@ -126,17 +126,17 @@ def apply(
 
     ``guard`` is that of ``guarded(plan)``; ``found`` is what the rules say of today's facts and did not say of the
     plan's. Raises ``PlanRejected`` before anything is touched where there are refusals or errors among them (new
-    warnings are reported); ``ApplyHalted`` when a step fails (its ``__cause__`` is what the step raised) or another rank
-    has failed (``RankFailed``), and ``NotAsPlanned`` when the outcome differs from the plan. ``fingerprint`` reads
-    every weight twice: before and after (``fingerprints.attested``).
+    warnings are reported); ``ApplyHalted`` when a step fails (its ``__cause__`` is what it raised) or another rank has
+    failed (``RankFailed``), and ``NotAsPlanned`` when the outcome differs from the plan. ``fingerprint`` reads
+    every weight twice: before and after (``values.compared``).
 
     >>> from prepkit import planner
     >>> from prepkit.config import AdamW, Config
     >>> model = torch.nn.Linear(2, 2)
     >>> plan = planner.plan(Config(optimizer=AdamW()), observe(model).facts).unwrap()
     >>> ready = apply(plan, look(plan, model=model), guard=None)
-    >>> type(ready.target.optimizer).__name__, all(check.holds for check in ready.attestation.checks)
-    ('AdamW', True)
+    >>> type(ready.target.optimizer).__name__, ready.attestation.failed
+    ('AdamW', ())
     >>> look(plan, model=torch.nn.Linear(3, 2)).refusals[0].rule
     'plan.other-model'
     """
@@ -173,27 +173,26 @@ def _run(
     fingerprint: bool = False,
 ) -> IOResult[Applied, Halted | Attestation]:
     provenance, (of_plan, of_model) = plan.provenance, plan_digests(plan)
-    of_copies = () if guard is None else own_copies.digests(plan, target.model)
+    of_copies = () if guard is None else values.to_agree_on(plan, target.model)
     target.digests = (("prepkit", provenance.prepkit), ("plan", of_plan), ("model", of_model), *of_copies)
     target.explain = partial(plan_differences, plan)
     running = world().running
     if guard is not None:
         target.together, target.watch, target.store = guard.barrier, guard.watch, guard.rendezvous
-    before = buffers.digests(inspect(target).buffers)
-    values = attested.before(plan, target.model) if fingerprint else None
+    before = values.before(plan, target.model, inspect(target).buffers, fingerprint=fingerprint)
     params = claims.parameters_before(target.model, exchanged=_fills(plan))
     results: list[Attestation] = []  # one, once ``finish`` has looked
 
     def finish() -> None:
         target.together()
-        checked = verify(plan, target, before=before)
-        if values is not None:
-            checked = attested.attested(checked, plan, target.model, values)
-        result = evolve(checked, plan=of_plan, made=provenance, overridden=_ids(plan), env=env, drift=drifts)
+        seen = verify(plan, target, before=before)
+        refused = court.judged(seen.found)
+        overridden = (*(finding.rule for finding in plan.overridden), *court.overridden)
+        result = evolve(seen, plan=of_plan, made=provenance, overridden=overridden, env=env, drift=drifts)
         results.append(result)
         if guard is not None:
             guard.with_others = False  # the last collective is over
-        if result.failed:
+        if refused:
             raise NotAsPlanned(result)
         target.together()
         if guard is not None:
@@ -242,10 +241,6 @@ def _interpreted(plan: Plan, target: Target, finish: Callable[[], None], guard: 
         if guard.group_ended and guard.rendezvous is None:
             outcome = evolve(outcome, remains=(*outcome.remains, ENDED))
     return outcome
-
-
-def _ids(plan: Plan) -> tuple[str, ...]:
-    return tuple(finding.rule for finding in plan.overridden)
 
 
 def _carried(plan: Plan) -> str:

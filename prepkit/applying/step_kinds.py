@@ -11,15 +11,11 @@ from typing import Any, TypeVar
 from attrs import evolve, frozen
 
 from prepkit import steps
-from prepkit.applying.checks import deepspeed as deepspeed_checks
-from prepkit.applying.checks import entry_points as entry_checks
 from prepkit.applying.checks import forward as forward_checks
-from prepkit.applying.checks import fp8 as fp8_checks
-from prepkit.applying.checks import fsdp2 as fsdp2_checks
+from prepkit.applying.checks import fsdp as fsdp_checks
 from prepkit.applying.checks import loaders as loader_checks
 from prepkit.applying.checks import optimizer_steps as optimizer_checks
 from prepkit.applying.checks import steps as checks
-from prepkit.applying.checks import xla as xla_checks
 from prepkit.applying.handlers import (
     allocate,
     average_gradients,
@@ -48,11 +44,11 @@ from prepkit.applying.handlers import (
 )
 from prepkit.applying.handlers.ddp import can_send_nothing
 from prepkit.applying.handlers.swap_layers import library_problems
+from prepkit.facts.run import Difference
 from prepkit.interpreter import Handler
 from prepkit.objects.deepspeed import rehearsable, rehearsable_settings
 from prepkit.objects.state import LiveModel
 from prepkit.objects.target import Target
-from prepkit.plan.attestation import Check
 from prepkit.steps import (
     AutocastForward,
     BuildMesh,
@@ -161,7 +157,7 @@ class StepKind:
 
     handler: Handler[Any, Target, Any]
     """Says whether the step can be done, does it, and undoes it."""
-    verify: Callable[[Any, LiveModel], Iterator[Check]]
+    verify: Callable[[Any, LiveModel], Iterator[Difference]]
     """Looks at what the step has left; ``checks.nothing`` where that cannot be seen."""
     rehearse: Callable[[Any], Substitute]
     """The step that a rehearsal runs in its place, if any, and what of it is not as written."""
@@ -180,7 +176,7 @@ KINDS: dict[type, StepKind] = {
     steps.CheckpointModules: StepKind(checkpointing.CHECKPOINT, forward_checks.checkpointed, as_written),
     steps.CompileModules: StepKind(compilation.COMPILE, forward_checks.compiled, as_written),
     steps.ShardUnits: StepKind(fsdp2.SHARD, checks.units, unpinned),
-    steps.AverageGradients: StepKind(average_gradients.AVERAGE, fsdp2_checks.averaged, as_written),
+    steps.AverageGradients: StepKind(average_gradients.AVERAGE, fsdp_checks.averaged, as_written),
     steps.ConvertSyncBatchNorm: StepKind(sync_batch_norm.CONVERT, checks.batch_norms, as_written),
     steps.WrapFSDP1: StepKind(fsdp1.WRAP, checks.fsdp1_units, wrap_fsdp1),
     steps.RegroupOptimizer: StepKind(fsdp1.REGROUP, optimizer_checks.regrouped, as_written),
@@ -190,19 +186,19 @@ KINDS: dict[type, StepKind] = {
     steps.CreateGradScaler: StepKind(grad_scaler.SCALER, checks.grad_scaler, on_cpu),
     steps.ShardLoader: StepKind(loaders.SHARD, loader_checks.divided, NO_LOADERS),
     steps.WrapLoader: StepKind(loaders.WRAP, loader_checks.wrapped, NO_LOADERS),
-    steps.ConvertFP8Linears: StepKind(fp8.CONVERT, fp8_checks.converted, where_torchao_is),
-    steps.ConvertTransformerEngine: StepKind(transformer_engine.CONVERT, fp8_checks.engine, NO_ENGINE),
-    steps.AutocastFP8Forward: StepKind(transformer_engine.AUTOCAST, fp8_checks.autocast, NO_ENGINE),
-    steps.InitializeMSAMP: StepKind(fp8.MSAMP, fp8_checks.msamp, skipped("MS-AMP runs on a GPU only")),
-    steps.PrecomputeFloat8Scales: StepKind(fp8.SCALES, fp8_checks.scales, where_torchao_is),
-    steps.MoveToXLA: StepKind(xla.MOVE, xla_checks.moved, NO_XLA),
-    steps.ReduceXLAGradients: StepKind(xla.REDUCE, xla_checks.reduced, NO_XLA),
-    steps.CastForward: StepKind(deepspeed.CAST, deepspeed_checks.cast, as_written),
-    steps.MarkLeafModules: StepKind(deepspeed.LEAVES, deepspeed_checks.leaves, as_written),
-    steps.ConvertOptimizer: StepKind(deepspeed.CONVERT, deepspeed_checks.converted, not_compiled),
-    steps.PartitionParameters: StepKind(deepspeed.PARTITION, deepspeed_checks.partitioned, partition_parameters),
-    steps.InitializeDeepSpeed: StepKind(deepspeed.INITIALIZE, deepspeed_checks.initialised, initialize_deepspeed),
-    steps.RegisterEntryPoints: StepKind(entry_points.REGISTER, entry_checks.checks, as_written),
+    steps.ConvertFP8Linears: StepKind(fp8.CONVERT, forward_checks.converted, where_torchao_is),
+    steps.ConvertTransformerEngine: StepKind(transformer_engine.CONVERT, forward_checks.engine, NO_ENGINE),
+    steps.AutocastFP8Forward: StepKind(transformer_engine.AUTOCAST, forward_checks.autocast, NO_ENGINE),
+    steps.InitializeMSAMP: StepKind(fp8.MSAMP, forward_checks.msamp, skipped("MS-AMP runs on a GPU only")),
+    steps.PrecomputeFloat8Scales: StepKind(fp8.SCALES, forward_checks.scales, where_torchao_is),
+    steps.MoveToXLA: StepKind(xla.MOVE, checks.moved_to_xla, NO_XLA),
+    steps.ReduceXLAGradients: StepKind(xla.REDUCE, checks.reduced_over_xla, NO_XLA),
+    steps.CastForward: StepKind(deepspeed.CAST, checks.cast, as_written),
+    steps.MarkLeafModules: StepKind(deepspeed.LEAVES, checks.leaves, as_written),
+    steps.ConvertOptimizer: StepKind(deepspeed.CONVERT, checks.converted, not_compiled),
+    steps.PartitionParameters: StepKind(deepspeed.PARTITION, checks.partitioned, partition_parameters),
+    steps.InitializeDeepSpeed: StepKind(deepspeed.INITIALIZE, checks.initialised, initialize_deepspeed),
+    steps.RegisterEntryPoints: StepKind(entry_points.REGISTER, checks.entry_points, as_written),
     steps.CheckFiles: StepKind(check_files.CHECK, checks.nothing, NO_VALUES),
     steps.AllocateTensors: StepKind(allocate.ALLOCATE, checks.allocated, NO_VALUES),
     steps.InitializeTensors: StepKind(init_weights.INITIALIZE, checks.nothing, NO_VALUES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from attrs import frozen
@@ -250,6 +251,48 @@ class StrangerFacts:
     """Micro-batches of the window inside which it steps gradients that nobody has averaged; 0: it does not."""
 
 
+@frozen
+class Difference:
+    """Something that is not as a plan says."""
+
+    where: str
+    """The name of a parameter or a buffer, or a kind of step."""
+    what: str
+    """What differs, with the planned and the found value."""
+
+
+def same(where: str, what: str, planned: object, found: object) -> Iterator[Difference]:
+    """The difference of what is there from what was planned, if any."""
+    if planned != found:
+        yield Difference(where, f"{what}: planned {planned}, found {found}")
+
+
+def each(where: str, what: str, bad: Sequence[str]) -> Iterator[Difference]:
+    """One difference for all of many objects that are not as planned, if any."""
+    if bad:
+        yield Difference(where, f"{what}: {'; '.join(bad[:5])}{f'; and {len(bad) - 5} more' * (len(bad) > 5)}")
+
+
+@frozen(kw_only=True)
+class AppliedFacts:
+    """What differs from a plan after apply; empty where nothing does, or nobody has looked."""
+
+    layout: tuple[Difference, ...] = ()
+    """Parameters and buffers that are not as the plan says, are missing, or are not in the plan."""
+    masters: tuple[str, ...] = ()
+    """What of the float32 master weights is none, where the plan says who keeps them."""
+    empty: tuple[str, ...] = ()
+    """Parameters and buffers without data."""
+    changed: tuple[str, ...] = ()
+    """Weights and buffers with other values than before the first step, although no step writes them."""
+    odd_ranks: tuple[int, ...] = ()
+    """Ranks on which tensors of ``RunFacts.parted`` differ from rank 0's, where that is known."""
+    owners: tuple[Difference, ...] = ()
+    """Duties that somebody else has than the plan says."""
+    steps: tuple[Difference, ...] = ()
+    """What steps of the plan have not left as they say."""
+
+
 @frozen(kw_only=True)
 class RunFacts:
     """A prepared model and what belongs to it, as one rank sees it. What nobody has looked at keeps its default."""
@@ -324,3 +367,5 @@ class RunFacts:
     """Parameters that are whole in what is about to be loaded, and sharded in the model."""
     loop: LoopFacts | None = None
     """None where nobody trains with prepkit's loop."""
+    applied: AppliedFacts | None = None
+    """None but after apply."""

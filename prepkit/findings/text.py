@@ -148,6 +148,16 @@ def listed(paths: Sequence[str], limit: int = 4) -> str:
     return ", ".join(group.text for group in groups[:limit]) + (f" and {left:,} more" if left else "")
 
 
+def spans(ranks: tuple[int, ...]) -> str:
+    """Sorted ranks as text, runs drawn together.
+
+    >>> spans((0, 1, 2, 5, 7, 8))
+    '0-2, 5, 7-8'
+    """
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
 def count(number: int, noun: str) -> str:
     """``1 unit``, ``1,024 ranks``, ``4 micro-batches``."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"

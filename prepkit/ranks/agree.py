@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import groupby
 from typing import assert_never
 
 from attrs import frozen
 
 from prepkit.codec import plan_from_text, plan_to_text
 from prepkit.codec.diff import Change, Set, Splice, diff, place
+from prepkit.findings.text import spans
 from prepkit.plan import Plan
 from prepkit.plan.drift import drift
 from prepkit.ranks.world import world
@@ -143,16 +143,6 @@ def compare(by_rank: tuple[Digests, ...]) -> tuple[Difference, ...]:
             )
             differences.append(Difference(name=name, holders=holders))
     return tuple(differences)
-
-
-def spans(ranks: tuple[int, ...]) -> str:
-    """Sorted ranks as text, runs drawn together.
-
-    >>> spans((0, 1, 2, 5, 7, 8))
-    '0-2, 5, 7-8'
-    """
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def plan_differences(plan: Plan) -> tuple[str, Callable[[str], tuple[str, ...]]]:

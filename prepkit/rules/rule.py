@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from prepkit.config import Config
 from prepkit.facts import Facts
 from prepkit.findings import Finding, Severity
+from prepkit.plan.attestation import Asked
 from prepkit.resolve.resolved import Resolved
 
 E = TypeVar("E")
@@ -115,6 +116,11 @@ def options(engine: type, **changes: Any) -> Repair:
         return evolve(cfg, engine=evolve(cfg.engine, **changes)) if isinstance(cfg.engine, engine) else cfg
 
     return repaired
+
+
+def answers(rules: Iterable[Rule], moment: Moment, subject: Any) -> tuple[Asked, ...]:
+    """What each of these rules finds about one subject, for an attestation. Pure."""
+    return tuple(Asked(rule=rule.id, moment=moment.value, found=findings_of((rule,), subject)) for rule in rules)
 
 
 def findings_of(rules: Iterable[Rule], subject: Any) -> tuple[Finding, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,15 +13,14 @@ from torch.optim import Optimizer
 
 from prepkit.court import Court
 from prepkit.facts.run import LoopFacts, RunFacts
-from prepkit.findings import Severity
 from prepkit.loading.passes import Passes
 from prepkit.objects.local_part import local
 from prepkit.observe.prepared.own_gradients import Watched, gradients
 from prepkit.observe.prepared.step import StepLook
 from prepkit.plan import Plan
-from prepkit.plan.attestation import Check
+from prepkit.plan.attestation import Asked
 from prepkit.rules import due as rules_due
-from prepkit.rules.rule import Moment, Need, Rule, findings_of
+from prepkit.rules.rule import Moment, Need, Rule, answers, findings_of
 from prepkit.steps import ShardLoader
 
 if TYPE_CHECKING:
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
 
 OFTEN = 64
 """Windows between two looks, once the first few are over."""
-
-SUBJECT = "first step"
-"""Under which the outcome of the first look stands in the attestation."""
 
 
 def due(window: int) -> bool:
@@ -85,8 +81,8 @@ class Looks:
         """Raises ``RunRefused`` where a checkpoint or an export would hold other weights than those in the model."""
         self.court.ask(Moment.SAVE, self.look.overwritten())
 
-    def before_step(self, loss: Loss | None, epoch: int, passes: Passes) -> tuple[Check, ...]:
-        """Raises ``RunRefused`` on every rank, or on none; gives the checks of the first step, none after that.
+    def before_step(self, loss: Loss | None, epoch: int, passes: Passes) -> tuple[Asked, ...]:
+        """Raises ``RunRefused`` on every rank, or on none; gives what was asked of the first step, nothing after that.
 
         ``loss`` is that of the last micro-batch. Collective in the windows that are due, which wait for the device.
         """
@@ -94,22 +90,24 @@ class Looks:
         first = not self._done
         if not self._collective or not (first or due(self._together)):
             return ()
-        rules = (*(_over_ranks(Moment.DUE) if due(self._together) else ()), *(_over_ranks(Moment.FIRST_STEP) * first))
+        often = _over_ranks(Moment.DUE) if due(self._together) else ()
+        once = _over_ranks(Moment.FIRST_STEP) * first
         watched = self._watched
         seen = () if not first else tuple(gradients(self.look.model) if watched is None else watched.end())
         facts = self.look.over_ranks(
-            {need for rule in rules for need in rule.needs},
+            {need for rule in (*often, *once) for need in rule.needs},
             self._loop(loss, passes),
             seen,
             own_pass=epoch,
             reduced=watched is None,
             scaled=self.plan.owners.loss_scaling != "nobody",
         )
-        self.court.hear(findings_of(rules, facts))
+        asked = answers(once, Moment.FIRST_STEP, facts)
+        self.court.hear((*findings_of(often, facts), *(found for one in asked for found in one.found)))
         if not first:
             return ()
         self._done, self._watched = True, None  # what was noted is kept while it refuses: the story stays the same
-        return tuple(_checks(_over_ranks(Moment.FIRST_STEP), facts))
+        return asked
 
     def before_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Raises ``RunRefused`` for state that is whole where the parameter is sharded; torch would fail later."""
@@ -161,12 +159,3 @@ def _local(moment: Moment) -> tuple[Rule, ...]:
 
 def _over_ranks(moment: Moment) -> tuple[Rule, ...]:
     return tuple(rule for rule in rules_due(moment) if Need.BEFORE not in rule.needs)
-
-
-def _checks(rules: tuple[Rule, ...], facts: RunFacts) -> Iterator[Check]:
-    """One for each rule, by its id. What is merely odd holds, and its detail says what was warned of."""
-    for rule in rules:
-        hits = findings_of((rule,), facts)
-        detail = "; ".join(f"{hit.where}: {hit.what}" for hit in hits)
-        holds = all(hit.severity is not Severity.ERROR for hit in hits)
-        yield Check(subject=SUBJECT, what=f"{rule.id}: {rule.summary}", holds=holds, detail=detail)

@@ -31,7 +31,7 @@ from prepkit.objects.whole_gradients import WholeGradients
 from prepkit.objects.xla_gradients import XLAGradients
 from prepkit.observe.prepared.step import StepLook
 from prepkit.plan import Plan
-from prepkit.plan.attestation import Attestation, Check
+from prepkit.plan.attestation import Asked, Attestation
 from prepkit.ranks import end_groups
 from prepkit.ranks.long_waits import LongWaits, tell_long_waits
 from prepkit.ranks.peers import Peers, named, names_lost_rank
@@ -398,10 +398,10 @@ class Prepared:
         self.loop.do(events.Called("ready.gather_for_metrics()"))
         return self.loop.passes.gather(value)
 
-    def _attest(self, checks: tuple[Check, ...]) -> None:
+    def _attest(self, asked: tuple[Asked, ...]) -> None:
         """Put what was asked before the first step into the attestation."""
-        if self._attestation is not None and checks:
-            self._attestation = evolve(self._attestation, checks=(*self._attestation.checks, *checks))
+        if self._attestation is not None and asked:
+            self._attestation = evolve(self._attestation, asked=(*self._attestation.asked, *asked))
 
 
 def _asking(ready: Prepared) -> Callable[[], None]:

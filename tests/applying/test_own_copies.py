@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import prepkit as pk
-from prepkit.applying.own_copies import SAMPLED, sampled
+from prepkit.applying.values import SAMPLED, sampled
 from tests.support.gang import Gang
 
 SHARDS = {"FSDP2": pk.FSDP2(), "FSDP1": pk.FSDP1(), "HSDP": pk.FSDP2()}

@@ -316,10 +316,13 @@ def test_rehearse_runs_the_plan_as_the_rank_asked_for(folder: Path) -> None:
 
 def test_a_rehearsal_that_differs_ends_with_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from prepkit.applying import rehearse as module
-    from prepkit.plan.attestation import Check
+    from prepkit.findings import Finding, Severity
 
     def differs(plan: Plan, model: object, *, rank: int) -> module.Rehearsal:
-        wrong = Check(subject="embed.weight", what="dtype", holds=False, detail="planned a, found b")
+        what = "dtype planned a, found b"
+        wrong = Finding(
+            rule="run.other-layout", severity=Severity.ERROR, where="model.embed.weight", what=what, fix="again"
+        )
         empty = {"params": (), "units": (), "slots": (), "omitted": ()}
         return module.Rehearsal(rank=rank, world_size=plan.world_size, differences=(wrong,), **empty)
 
@@ -327,9 +330,9 @@ def test_a_rehearsal_that_differs_ends_with_1(folder: Path, monkeypatch: pytest.
     done = run("rehearse", "fsdp2.json", *MAKE, "--rank", "1")
     assert done.exit_code == 1
     assert done.stdout.startswith("rehearsed as rank 1 of 6: ")
-    assert "embed.weight: dtype: planned a, found b\n" in done.stdout
+    assert "error run.other-layout at model.embed.weight: dtype planned a, found b\n" in done.stdout
     data = json.loads(run("rehearse", "fsdp2.json", *MAKE, "--json").stdout)
-    assert (data["fine"], data["rank"], data["differences"][0]["subject"]) == (False, 0, "embed.weight")
+    assert (data["fine"], data["rank"], data["differences"][0]["rule"]) == (False, 0, "run.other-layout")
 
 
 def test_a_rehearsal_that_cannot_be_held_is_no_finding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from attrs import evolve
 from prepkit.codec.diff import diff, patch, place
 from prepkit.codec.files import attestation_from_text, attestation_to_text, load, save
 from prepkit.facts import Env
-from prepkit.findings import PlanRejected
-from prepkit.plan.attestation import Attestation, Check
+from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.plan.attestation import Asked, Attestation
 from prepkit.plan.drift import Drift
 from tests.support.command_line import run, workplace
 from tests.support.sample_plan import sample_plan
@@ -26,7 +26,13 @@ FOUND = Attestation(
     env=HERE,
     drift=(Drift(nature="note", where="facts.env.torch", planned="2.9", now="2.13.0"),),
     rank=1,
-    checks=(Check(subject="embed.weight", what="layout", holds=True),),
+    asked=(Asked(rule="run.other-layout", moment="after apply"),),
+)
+
+TORN = Asked(
+    rule="run.drift-ties",
+    moment="after apply",
+    found=(Finding(rule="run.drift-ties", severity=Severity.ERROR, where="model", what="two", fix="tie"),),
 )
 
 
@@ -48,11 +54,10 @@ def test_a_saved_attestation_is_loaded_as_it_was(tmp_path: Path) -> None:
 
 
 def test_it_says_what_held_what_did_not_and_what_drifted() -> None:
-    assert str(FOUND).splitlines()[:2] == ["1 checks hold", "drift since the plan was made:"]
-    bad = evolve(
-        FOUND, checks=(*FOUND.checks, Check(subject="model", what="tied", holds=False, detail="two")), drift=()
-    )
-    assert str(bad) == "1 of 2 checks do not hold:\n  model: tied: two"
+    assert str(FOUND).splitlines()[:2] == ["1 rules hold", "drift since the plan was made:"]
+    bad = evolve(FOUND, asked=(*FOUND.asked, TORN), drift=())
+    assert str(bad) == "1 of 2 rules do not hold:\n  run.drift-ties at model: two"
+    assert evolve(bad, overridden=("run.drift-ties",)).failed == ()
 
 
 @pytest.mark.parametrize(
@@ -71,9 +76,9 @@ def test_a_file_that_is_not_whole_is_refused_with_the_place(key: str, value: obj
 
 
 def test_a_check_that_was_edited_to_hold_is_refused() -> None:
-    bad = evolve(FOUND, checks=(Check(subject="model", what="tied", holds=False, detail="two"),))
+    bad = evolve(FOUND, asked=(TORN,))
     text = attestation_to_text(bad)
-    assert refused(text.replace('"holds": false', '"holds": true')) == [("codec.edited", "$.digest")]
+    assert refused(text.replace('"severity": "error"', '"severity": "note"')) == [("codec.edited", "$.digest")]
 
 
 def test_two_runs_are_compared_and_one_is_patched_to_the_other() -> None:

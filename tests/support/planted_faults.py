@@ -146,7 +146,7 @@ class Planted:
     cfg: Config
     do: FaultyDo
     caught: str
-    """Part of the text of a failed check."""
+    """Part of the text of a finding."""
     world: int = 1
     without: tuple[type, ...] = ()
     """Step kinds that are left out of the plan, because torch cannot do them here."""
@@ -185,7 +185,11 @@ FAULTS: tuple[Planted, ...] = (
         ("a part is not read", read_but_a_part, "everything that was on meta has values: layers.1.outer.weight"),
         ("a part is read into another", exchange_parts, "everything that was on meta has values: layers.1.outer.w"),
         ("a tensor is read into another", exchange_sources, "this rank holds 6 elements, the plan reads 30"),
-        ("a buffer with values is read anew", afterwards(write_passing), "passing holds other values than before"),
+        (
+            "a buffer with values is read anew",
+            afterwards(write_passing),
+            "run.values-changed at model.passing",
+        ),
     ),
     *faults(
         s.StashTensors,
@@ -200,17 +204,29 @@ FAULTS: tuple[Planted, ...] = (
         ("nothing is sent", nothing, "everything that was on meta has values: embed.weight"),
         ("a tensor is not sent", send_but_one, "everything that was on meta has values: embed.weight"),
         ("what was sent is kept", afterwards(keep_stashed), "all that was set aside is sent: embed.weight"),
-        ("a buffer is sent with other values", afterwards(write_kept), "kept holds other values than before"),
+        (
+            "a buffer is sent with other values",
+            afterwards(write_kept),
+            "run.values-changed at model.kept",
+        ),
         world=2,
     ),
     *faults(
         s.UpcastParameters,
         SINGLE,
-        ("upcast does nothing", nothing, "are their own master weights"),
+        (
+            "upcast does nothing",
+            nothing,
+            "run.no-master-weights at model",
+        ),
         ("upcast forgets a parameter", upcast_but_one, "parameters are float32: embed.weight is bfloat16"),
         ("upcast freezes a parameter", afterwards(freeze), "requires_grad planned True, found False"),
-        ("a tie is lost", afterwards(untie), "embed.weight and head.weight are no longer one parameter"),
-        ("a buffer is cast", afterwards(cast_buffer), "kept planned bfloat16[3], found float16[3]"),
+        (
+            "a tie is lost",
+            afterwards(untie),
+            "run.drift-ties at model.embed.weight: `embed.weight` and",
+        ),
+        ("a buffer is cast", afterwards(cast_buffer), "model.kept: planned bfloat16[3], found float16[3]"),
     ),
     *faults(
         s.CheckpointModules,
@@ -218,16 +234,24 @@ FAULTS: tuple[Planted, ...] = (
         (
             "a tie is lost before sharding",
             afterwards(untie),
-            "embed.weight and head.weight are no longer one parameter",
+            "`embed.weight` and `head.weight` are no longer one parameter",
         ),
-        ("one block is not checkpointed", unwrap_checkpoint, "CheckpointModules: wrapped: layers.2"),
+        ("one block is not checkpointed", unwrap_checkpoint, "run.step-undone at CheckpointModules: wrapped: layers.2"),
     ),
     *faults(
         s.MoveModel,
         SINGLE,
-        ("a buffer is left uninitialized", afterwards(uninitialize), "passing holds other values than before"),
-        ("a buffer is left on meta", afterwards(leave_on_meta), "nothing is left on meta: passing"),
-        ("a non-persistent buffer is lost", afterwards(lose_buffer), "passing is gone"),
+        (
+            "a buffer is left uninitialized",
+            afterwards(uninitialize),
+            "run.values-changed at model.passing",
+        ),
+        (
+            "a buffer is left on meta",
+            afterwards(leave_on_meta),
+            "run.left-on-meta at model.passing: No data",
+        ),
+        ("a non-persistent buffer is lost", afterwards(lose_buffer), "run.other-layout at model.passing: it is gone"),
     ),
     *faults(
         s.AutocastForward,
@@ -301,12 +325,20 @@ FAULTS: tuple[Planted, ...] = (
     *faults(
         s.RebindOptimizer,
         SHARDED,
-        ("the optimizer is left on old parameters", nothing, "does not hold the model's embed.weight"),
-        ("the optimizer is bound to copies", bind_old, "tensors that are not the model's: planned 0, found 13"),
-        ("a slot is dropped", afterwards(drop_slot), "slots per group: planned [3, 10], found [2, 10]"),
-        ("optimizer state is lost", afterwards(lose_state), "embed.weight has lost its state"),
+        ("the optimizer is left on old parameters", nothing, "It no longer steps `embed.weight`"),
+        ("the optimizer is bound to copies", bind_old, "and steps 3 tensors that the model does not have"),
+        (
+            "a slot is dropped",
+            afterwards(drop_slot),
+            "run.drift-slots at optimizer.param_groups[0]: It no longer",
+        ),
+        ("optimizer state is lost", afterwards(lose_state), "run.drift-state at optimizer: The state of 13 parameters"),
         ("optimizer state stays whole", afterwards(whole_state), "state lies as its parameter does"),
-        ("the scheduler drives another optimizer", afterwards(another_optimizer), "scheduler: drives the optimizer"),
+        (
+            "the scheduler drives another optimizer",
+            afterwards(another_optimizer),
+            "run.scheduler-elsewhere at",
+        ),
     ),
     *faults(
         s.CreateOptimizer,
@@ -314,7 +346,7 @@ FAULTS: tuple[Planted, ...] = (
         (
             "the optimizer is created over copies",
             create_over_clones,
-            "every parameter that is trained is stepped: embed.weight is not held",
+            "It no longer steps `embed.weight`",
         ),
     ),
     *faults(
@@ -344,7 +376,7 @@ FAULTS: tuple[Planted, ...] = (
         (
             "each rank has a buffer of its own",
             afterwards(own_buffer),
-            "buffers are equal on all ranks: kept differs between rank 0 and rank 1",
+            "run.ranks-values at model.kept: Beside rank 0, rank 1 holds 1 tensor with values of its own: `kept`",
         ),
         world=2,
     ),
@@ -395,24 +427,24 @@ FAULTS: tuple[Planted, ...] = (
     *faults(
         s.CheckpointModules,
         FLAT,
-        ("FSDP1 loses a tie", afterwards(untie), "embed.weight and head.weight are no longer one parameter"),
+        ("FSDP1 loses a tie", afterwards(untie), "`embed.weight` and `head.weight` are no longer one parameter"),
         world=2,
     ),
     *faults(
         s.RegroupOptimizer,
         LAID,
         ("flat parameters never reach the optimizer", nothing, "groups hold what they held: group 0 does not hold"),
-        ("the optimizer loses state to flat parameters", afterwards(lose_state), "has lost its state"),
+        ("the optimizer loses state to flat parameters", afterwards(lose_state), "The state of"),
         ("state stays as long as the whole", afterwards(long_state), "state lies as its parameter does"),
         world=2,
     ),
     *faults(
         s.ParallelizeModules,
         CUT,
-        ("no layer is cut", nothing, "layers.0.inner.weight: layout: cls planned DTensor, found Parameter"),
-        ("layers of one kind are not cut", parallelize_but_one, "layers.0.inner.weight: layout: cls planned DTensor"),
+        ("no layer is cut", nothing, "layers.0.inner.weight: cls planned DTensor, found Parameter"),
+        ("layers of one kind are not cut", parallelize_but_one, "layers.0.inner.weight: cls planned DTensor"),
         ("a cut layer has no hooks", afterwards(unhook_layer), "input and output are laid out: layers.1.inner"),
-        ("cutting tears a tie", afterwards(untie), "embed.weight and head.weight are no longer one parameter"),
+        ("cutting tears a tie", afterwards(untie), "`embed.weight` and `head.weight` are no longer one parameter"),
         world=2,
     ),
     *faults(
@@ -531,7 +563,7 @@ def wide_case(cfg: Config, world: int) -> tuple[Plan, Target]:
 
 
 def said(rank: int, world: int, index: int | None) -> list[str]:
-    """The failed checks after an apply with the fault of this index; with None, after applies without any."""
+    """The findings after an apply with the fault of this index; with None, after applies without any."""
     if index is None:
         lean()
         return [
@@ -551,7 +583,7 @@ def said(rank: int, world: int, index: int | None) -> list[str]:
 
 
 def outcome_of(cfg: Config, world: int, without: tuple[type, ...] = ()) -> list[str]:
-    """The failed checks of one apply, or why it halted."""
+    """The findings of one apply, or why it halted."""
     plan, target = case(cfg, world)
     plan = evolve(plan, steps=tuple(one for one in plan.steps if not isinstance(one.step, without)))
     outcome = run(plan, target)

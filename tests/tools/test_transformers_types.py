@@ -6,7 +6,7 @@ import pytest
 from attrs import evolve
 
 from prepkit.applying.rehearse import Rehearsal
-from prepkit.plan.attestation import Check
+from prepkit.findings import Finding, Severity
 from tests.support import transformers_small as small
 from tests.tools import transformers_types as types
 from tests.tools.transformers_types import Row
@@ -40,7 +40,8 @@ def test_what_differs_crashes_or_is_refused_without_a_known_reason_is_unexplaine
 
     def otherwise(*args: object, **kwargs: object) -> Rehearsal:
         seen = real(*args, **kwargs)  # type: ignore[arg-type]
-        return evolve(seen, differences=(Check(subject="model", what="planted", holds=False, detail="a fault"),))
+        fault = Finding(rule="run.other-layout", severity=Severity.ERROR, where="model", what="planted", fix="again")
+        return evolve(seen, differences=(fault,))
 
     monkeypatch.setattr(types, "rehearse_here", otherwise)
     assert types.main(["--only", "clip"]) == 1

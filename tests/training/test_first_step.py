@@ -11,7 +11,6 @@ from torch import nn
 
 import prepkit as pk
 from prepkit.findings import FindingWarning, RunRefused
-from prepkit.training.looks import SUBJECT
 from tests.support.gang import Gang
 
 
@@ -79,7 +78,7 @@ def first(
             ready.step()
         except RunRefused as error:
             text = str(error)
-    checks = [check for check in ready.attestation.checks if check.subject == SUBJECT]
+    checks = [one for one in ready.attestation.asked if one.moment == "before the first step"]
     told = [str(one.message) for one in heard if isinstance(one.message, FindingWarning)]
     told = [one for one in told if "run.not-read" not in one]
     return text, "\n".join(told), values(ready) == before, len(checks)
@@ -184,7 +183,7 @@ def after_the_first(rank: int, world: int) -> list[int]:
     for _ in range(3):
         ready.backward(ready.model(torch.full((2, 4), rank + 1.0)).sum())
         ready.step()
-        counts.append(sum(check.subject == SUBJECT for check in ready.attestation.checks))
+        counts.append(sum(one.moment == "before the first step" for one in ready.attestation.asked))
     return counts
 
 

@@ -8,41 +8,43 @@ from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
 
+from prepkit.facts.run import Difference, each, same
 from prepkit.loading.joint_sources import DispatchedSource, ShardsSource
 from prepkit.loading.loader import Loader
 from prepkit.loading.sources import IndexedSource, StreamSource
 from prepkit.objects.state import LiveModel
-from prepkit.plan.attestation import Check, each, same
 from prepkit.ranks.world import world
 from prepkit.steps import ShardLoader, WrapLoader
 
 
-def divided(step: ShardLoader, live: LiveModel) -> Iterator[Check]:
+def divided(step: ShardLoader, live: LiveModel) -> Iterator[Difference]:
     """The loader reads this rank's part of the data, in the planned way."""
     loader = live.target.loaders[step.index]
     name = f"loader {step.index}"
-    yield same("ShardLoader", name, "Loader", type(loader).__name__)
+    yield from same("ShardLoader", name, "Loader", type(loader).__name__)
     if not isinstance(loader, Loader):
         return
     source: Any = loader.source
     kind = "DispatchedSource" if step.dispatch else _KINDS[step.split]
-    yield same("ShardLoader", f"source of {name}", kind, type(source).__name__)
+    yield from same("ShardLoader", f"source of {name}", kind, type(source).__name__)
     if isinstance(source, IndexedSource):
         batches = source.batches
         wanted = (*_reader(step, live), *_order(step))
         found = (batches.parts, batches.part, *_order_of(batches.order, batches.seed))
-        yield same("ShardLoader", f"parts, part, order and seed of {name}", wanted, found)
+        yield from same("ShardLoader", f"parts, part, order and seed of {name}", wanted, found)
         here = source.loader.sampler if source.loader.batch_sampler is None else source.loader.batch_sampler
-        yield each("ShardLoader", f"{name} reads by it", [] if here is batches else [type(here).__name__])
+        yield from each("ShardLoader", f"{name} reads by it", [] if here is batches else [type(here).__name__])
     elif isinstance(source, StreamSource) and source.divided is not None:
         stream = source.divided
         found = (stream.parts, stream.part, stream.seed, source.loader.dataset is stream)
-        yield same("ShardLoader", f"parts, part and seed of {name}", (*_reader(step, live), step.seed, True), found)
+        yield from same(
+            "ShardLoader", f"parts, part and seed of {name}", (*_reader(step, live), step.seed, True), found
+        )
     elif isinstance(source, DispatchedSource):
         found = (source.parts, source.part)
-        yield same("ShardLoader", f"parts and part of {name}", _reader(step, live), found)
+        yield from same("ShardLoader", f"parts and part of {name}", _reader(step, live), found)
     elif isinstance(source, ShardsSource):
-        yield same("ShardLoader", f"parts of {name}", _reader(step, live)[0], source.parts)
+        yield from same("ShardLoader", f"parts of {name}", _reader(step, live)[0], source.parts)
 
 
 _KINDS = {
@@ -64,17 +66,17 @@ def _order_of(order: Any, seed: int | None) -> tuple[Any, ...]:
     return "own", None, seed
 
 
-def wrapped(step: WrapLoader, live: LiveModel) -> Iterator[Check]:
+def wrapped(step: WrapLoader, live: LiveModel) -> Iterator[Difference]:
     """What is handed out moves batches to the planned device, and may end windows as planned."""
     loader = live.target.loaders[step.index]
     name = f"loader {step.index}"
-    yield same("WrapLoader", name, "Loader", type(loader).__name__)
+    yield from same("WrapLoader", name, "Loader", type(loader).__name__)
     if isinstance(loader, Loader):
         kind = None if loader.device is None else loader.device.type
-        yield same("WrapLoader", f"device of {name}", None if step.device is None else step.device.type, kind)
+        yield from same("WrapLoader", f"device of {name}", None if step.device is None else step.device.type, kind)
         found = (loader.ends_window, loader.evaluation, loader.part)
         wanted = (step.ends_window, step.evaluation, _reader(step, live)[1])
-        yield same("WrapLoader", f"ends windows, evaluation and part of {name}", wanted, found)
+        yield from same("WrapLoader", f"ends windows, evaluation and part of {name}", wanted, found)
 
 
 def _reader(step: ShardLoader | WrapLoader, live: LiveModel) -> tuple[int, int]:

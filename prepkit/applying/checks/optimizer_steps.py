@@ -7,24 +7,24 @@ from collections.abc import Iterator
 from attrs import evolve
 from torch import Tensor
 
-from prepkit.applying.checks import fsdp1
+from prepkit.applying.checks import fsdp
+from prepkit.facts.run import Difference, each, same
 from prepkit.objects import fsdp1_flat
 from prepkit.objects.joint_optimizer import members
 from prepkit.objects.state import LiveModel, actual_layout
-from prepkit.plan.attestation import Check, each, same
 from prepkit.steps import CreateOptimizer, RebindOptimizer, RegroupOptimizer
 
 
-def regrouped(step: RegroupOptimizer, live: LiveModel) -> Iterator[Check]:
+def regrouped(step: RegroupOptimizer, live: LiveModel) -> Iterator[Difference]:
     """Every name is once in its group, whatever holds it now."""
-    yield each("RegroupOptimizer", "no state is left behind", sorted(live.target.released))
-    yield each("RegroupOptimizer", "groups hold what they held", fsdp1.wrong_groups(step, live))
+    yield from each("RegroupOptimizer", "no state is left behind", sorted(live.target.released))
+    yield from each("RegroupOptimizer", "groups hold what they held", fsdp.wrong_groups(step, live))
 
 
-def rebound(step: RebindOptimizer, live: LiveModel) -> Iterator[Check]:
+def rebound(step: RebindOptimizer, live: LiveModel) -> Iterator[Difference]:
     """State that was released has been laid out as its parameter lies."""
     del step
-    yield each("RebindOptimizer", "no state is left behind", sorted(live.target.released))
+    yield from each("RebindOptimizer", "no state is left behind", sorted(live.target.released))
     optimizer = live.target.optimizer
     names = {id(param): name for name, param in reversed(live.params.items())}  # a tied one under its first name
     bad = [
@@ -35,7 +35,7 @@ def rebound(step: RebindOptimizer, live: LiveModel) -> Iterator[Check]:
         if isinstance(value, Tensor) and value.shape == param.shape
         for difference in _apart(param, value)
     ]
-    yield each("RebindOptimizer", "state lies as its parameter does", bad)
+    yield from each("RebindOptimizer", "state lies as its parameter does", bad)
 
 
 def _apart(param: Tensor, value: Tensor) -> tuple[str, ...]:
@@ -45,13 +45,13 @@ def _apart(param: Tensor, value: Tensor) -> tuple[str, ...]:
     return expected.against(of_state)
 
 
-def created(step: CreateOptimizer, live: LiveModel) -> Iterator[Check]:
+def created(step: CreateOptimizer, live: LiveModel) -> Iterator[Difference]:
     """Class, parameters and options are those of the step."""
     if hasattr(live.target.model, "basic_optimizer"):
         return  # DeepSpeed has taken it over; what it holds is looked at there
     standing = members(live.target.optimizer)
     optimizer = standing[step.index] if step.index < len(standing) else None
-    yield same("CreateOptimizer", "class", step.algorithm, type(optimizer).__name__)
+    yield from same("CreateOptimizer", "class", step.algorithm, type(optimizer).__name__)
     groups = optimizer.param_groups if optimizer else []
     slots = [id(param) for group in groups for param in group["params"]]
     holders = {**live.params, **fsdp1_flat.holders(live.target.model)}
@@ -60,14 +60,14 @@ def created(step: CreateOptimizer, live: LiveModel) -> Iterator[Check]:
     wanted: dict[int, str] = {}
     for name in (name for names, _ in planned for name in names):
         wanted.setdefault(id(holders.get(name)), name)  # what holds several, once
-    yield same("CreateOptimizer", "number of parameters", len(wanted), len(slots))
+    yield from same("CreateOptimizer", "number of parameters", len(wanted), len(slots))
     bad = [name for (key, name), slot in zip(wanted.items(), slots, strict=False) if key != slot]
-    yield each("CreateOptimizer", "every slot holds the model's parameter", bad)
-    yield same("CreateOptimizer", "groups", len(planned), len(groups))
+    yield from each("CreateOptimizer", "every slot holds the model's parameter", bad)
+    yield from same("CreateOptimizer", "groups", len(planned), len(groups))
     bad = [
         f"{name} planned {value}, found {group.get(name)}"
         for (_, options), group in zip(planned, groups, strict=False)
         for name, value in {option.name: option.value for option in options}.items()
         if group.get(name) != value
     ]
-    yield each("CreateOptimizer", "options", bad)
+    yield from each("CreateOptimizer", "options", bad)

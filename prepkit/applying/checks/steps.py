@@ -6,25 +6,38 @@ What is looked at in one library only is in a file of its own beside this one (`
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from prepkit.applying.checks import fsdp1, fsdp2
-from prepkit.objects.forward import MARK, AutocastedForward, FP8Forward
+from prepkit.applying.checks import fsdp
+from prepkit.facts.run import Difference, each, same
+from prepkit.objects.deepspeed import initialised as compared
+from prepkit.objects.entry_point import ThroughWrapper, like_forward
+from prepkit.objects.forward import MARK, AutocastedForward, CastedForward, FP8Forward
 from prepkit.objects.local_part import local
 from prepkit.objects.state import LiveModel, actual_layout
-from prepkit.plan.attestation import Check, each, same
+from prepkit.objects.xla_gradients import XLAGradients
 from prepkit.ranks.world import world
 from prepkit.steps import (
     AllocateTensors,
     AutocastForward,
     BuildMesh,
+    CastForward,
+    ConvertOptimizer,
     ConvertSyncBatchNorm,
     CreateGradScaler,
+    InitializeDeepSpeed,
     MakeContiguous,
+    MarkLeafModules,
     MoveModel,
+    MoveToXLA,
     ParallelizeModules,
+    PartitionParameters,
+    ReduceXLAGradients,
+    RegisterEntryPoints,
     SendTensors,
     ShardUnits,
     StartProcessGroup,
@@ -35,54 +48,54 @@ from prepkit.steps import (
 )
 
 
-def nothing(step: Step, live: LiveModel) -> Iterator[Check]:
+def nothing(step: Step, live: LiveModel) -> Iterator[Difference]:
     """Leaves nothing behind that could be looked at."""
     del step, live
     yield from ()
 
 
-def process_group(step: StartProcessGroup, live: LiveModel) -> Iterator[Check]:
+def process_group(step: StartProcessGroup, live: LiveModel) -> Iterator[Difference]:
     """The default group runs, over as many ranks and with the backends that were planned."""
     del live
     ranks = world()
-    yield same("StartProcessGroup", "default group", "running", "running" if ranks.running else "none")
+    yield from same("StartProcessGroup", "default group", "running", "running" if ranks.running else "none")
     if ranks.running:
         served = {pair.rpartition(":")[2] for pair in ranks.backend.split(",")}
         wanted = {pair.rpartition(":")[2] for pair in step.backend.split(",")}
         bad = [] if "fake" in served else sorted(wanted - served)  # a fake group stands for any other
-        yield same("StartProcessGroup", "world size", step.world_size, ranks.size)
-        yield each("StartProcessGroup", "backend", [f"{name} is not served" for name in bad])
+        yield from same("StartProcessGroup", "world size", step.world_size, ranks.size)
+        yield from each("StartProcessGroup", "backend", [f"{name} is not served" for name in bad])
 
 
-def mesh(step: BuildMesh, live: LiveModel) -> Iterator[Check]:
+def mesh(step: BuildMesh, live: LiveModel) -> Iterator[Difference]:
     """The target has the mesh: device, axes and their sizes."""
     mesh = live.target.mesh
     planned = (step.device, tuple((axis.name, axis.size) for axis in step.axes))
     found = mesh and (mesh.device_type, tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)))
-    yield same("BuildMesh", "device and axes", planned, found)
+    yield from same("BuildMesh", "device and axes", planned, found)
 
 
-def upcast(step: UpcastParameters, live: LiveModel) -> Iterator[Check]:
+def upcast(step: UpcastParameters, live: LiveModel) -> Iterator[Difference]:
     """Every parameter that was cast has its new dtype."""
     found = {name: actual_layout(live.params[name]).dtype for name in step.names if name in live.params}
     bad = [f"{name} is {dtype}" for name, dtype in found.items() if dtype != step.dtype]
-    yield each("UpcastParameters", f"parameters are {step.dtype}", bad)
+    yield from each("UpcastParameters", f"parameters are {step.dtype}", bad)
 
 
-def contiguous(step: MakeContiguous, live: LiveModel) -> Iterator[Check]:
+def contiguous(step: MakeContiguous, live: LiveModel) -> Iterator[Difference]:
     """What this rank holds of every such parameter lies in order."""
     bad = [name for name in step.names if name in live.params and not local(live.params[name]).is_contiguous()]
-    yield each("MakeContiguous", "elements lie in the order of their indices", bad)
+    yield from each("MakeContiguous", "elements lie in the order of their indices", bad)
 
 
-def moved(step: MoveModel, live: LiveModel) -> Iterator[Check]:
+def moved(step: MoveModel, live: LiveModel) -> Iterator[Difference]:
     """Parameters and buffers are on a device of the planned type."""
     tensors = {**live.params, **live.buffers}
     bad = [f"{name} is on {t.device}" for name, t in tensors.items() if t.device.type != step.device.type]
-    yield each("MoveModel", f"everything is on {step.device.type}", bad)
+    yield from each("MoveModel", f"everything is on {step.device.type}", bad)
 
 
-def autocast(step: AutocastForward, live: LiveModel) -> Iterator[Check]:
+def autocast(step: AutocastForward, live: LiveModel) -> Iterator[Difference]:
     """The root's forward runs under autocast of this device, with these dtypes."""
     own = live.modules[""][-1]
     forward = own.forward.forward if isinstance(own.forward, FP8Forward) else own.forward  # which is outside it
@@ -91,70 +104,142 @@ def autocast(step: AutocastForward, live: LiveModel) -> Iterator[Check]:
             forward.device,
             *(str(dtype).removeprefix("torch.") for dtype in (forward.dtype, forward.output_dtype)),
         )
-        yield same("AutocastForward", "autocast forward", (step.device, step.dtype, step.output_dtype), found)
+        yield from same("AutocastForward", "autocast forward", (step.device, step.dtype, step.output_dtype), found)
     else:
-        yield each("AutocastForward", "autocast forward", [f"{type(own).__name__} has its own forward"])
+        yield from each("AutocastForward", "autocast forward", [f"{type(own).__name__} has its own forward"])
 
 
-def parallelized(step: ParallelizeModules, live: LiveModel) -> Iterator[Check]:
+def parallelized(step: ParallelizeModules, live: LiveModel) -> Iterator[Difference]:
     """Every module has the hooks that lay out its input and output; how its weights lie is the layout's to say."""
     there = {path: stack[-1] for cut in step.styles for path in cut.paths if (stack := live.at(path))}
     bad = [path for path, own in there.items() if not (own._forward_pre_hooks and own._forward_hooks)]
-    yield each("ParallelizeModules", "input and output are laid out", bad)
+    yield from each("ParallelizeModules", "input and output are laid out", bad)
 
 
-def units(step: ShardUnits, live: LiveModel) -> Iterator[Check]:
+def units(step: ShardUnits, live: LiveModel) -> Iterator[Difference]:
     """``fully_shard`` was called on the planned modules and on no others, and each unit works as planned."""
     found = live.units
     planned = {unit.path for unit in step.units}
     bad = [f"{path or 'the root'} is none" for path in sorted(planned - set(found))]
     bad += [f"{path or 'the root'} was not planned" for path in found if path not in planned]
-    yield each("ShardUnits", "units", bad)
-    yield from fsdp2.checks(step, live)
+    yield from each("ShardUnits", "units", bad)
+    yield from fsdp.checks(step, live)
 
 
-def batch_norms(step: ConvertSyncBatchNorm, live: LiveModel) -> Iterator[Check]:
+def batch_norms(step: ConvertSyncBatchNorm, live: LiveModel) -> Iterator[Difference]:
     """At every planned path a ``SyncBatchNorm`` stands."""
     bad = [path for path in step.paths if not any(isinstance(m, SyncBatchNorm) for m in live.at(path))]
-    yield each("ConvertSyncBatchNorm", "synchronised", bad)
+    yield from each("ConvertSyncBatchNorm", "synchronised", bad)
 
 
-def grad_scaler(step: CreateGradScaler, live: LiveModel) -> Iterator[Check]:
+def grad_scaler(step: CreateGradScaler, live: LiveModel) -> Iterator[Difference]:
     """The target has an enabled scaler with the planned scale."""
     scaler = live.target.scaler
     found = scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
-    yield same("CreateGradScaler", "scale of an enabled scaler", step.init_scale, found)
+    yield from same("CreateGradScaler", "scale of an enabled scaler", step.init_scale, found)
 
 
-def fsdp1_units(step: WrapFSDP1, live: LiveModel) -> Iterator[Check]:
+def fsdp1_units(step: WrapFSDP1, live: LiveModel) -> Iterator[Difference]:
     """FSDP1 wrappers stand where they were planned, and optimizer state lies as its parameter does."""
-    yield each("WrapFSDP1", "units", fsdp1.wrong_units(step, live))
-    yield each("WrapFSDP1", "state lies as its parameter does", fsdp1.wrong_states(live))
+    yield from each("WrapFSDP1", "units", fsdp.wrong_units(step, live))
+    yield from each("WrapFSDP1", "state lies as its parameter does", fsdp.wrong_states(live))
     if step.allocates:
-        yield each("WrapFSDP1", "everything that was on meta has values", sorted(live.target.unfilled))
+        yield from each("WrapFSDP1", "everything that was on meta has values", sorted(live.target.unfilled))
 
 
-def ddp(step: WrapDDP, live: LiveModel) -> Iterator[Check]:
+def ddp(step: WrapDDP, live: LiveModel) -> Iterator[Difference]:
     """The model is wrapped in DDP with the planned options."""
     model = live.target.model
     if not isinstance(model, DistributedDataParallel):
-        found = f"the model is a {type(model).__name__}"
-        yield Check(subject="WrapDDP", what="wrapped", holds=False, detail=found)
+        yield Difference("WrapDDP", f"wrapped: the model is a {type(model).__name__}")
         return
-    yield Check(subject="WrapDDP", what="wrapped", holds=True)
     for name in ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
-        yield same("WrapDDP", name, getattr(step, name), getattr(model, name))
-    yield same("WrapDDP", "bytes of a bucket", int(step.bucket_cap_mb * 2**20), model.bucket_bytes_cap)
-    yield same("WrapDDP", "communication hooks", int(step.hook is not None), len(model._comm_hooks))
+        yield from same("WrapDDP", name, getattr(step, name), getattr(model, name))
+    yield from same("WrapDDP", "bytes of a bucket", int(step.bucket_cap_mb * 2**20), model.bucket_bytes_cap)
+    yield from same("WrapDDP", "communication hooks", int(step.hook is not None), len(model._comm_hooks))
 
 
-def allocated(step: AllocateTensors, live: LiveModel) -> Iterator[Check]:
+def allocated(step: AllocateTensors, live: LiveModel) -> Iterator[Difference]:
     """What got storage got values too: memory that nobody wrote looks like any other (pain 17)."""
     del step
-    yield each("AllocateTensors", "everything that was on meta has values", sorted(live.target.unfilled))
+    yield from each("AllocateTensors", "everything that was on meta has values", sorted(live.target.unfilled))
 
 
-def sent(step: SendTensors, live: LiveModel) -> Iterator[Check]:
+def sent(step: SendTensors, live: LiveModel) -> Iterator[Difference]:
     """What waits to be sent is a model that rank 0 holds twice, and somebody else has no values of."""
     del step
-    yield each("SendTensors", "all that was set aside is sent", sorted(live.target.stashed))
+    yield from each("SendTensors", "all that was set aside is sent", sorted(live.target.stashed))
+
+
+def moved_to_xla(step: MoveToXLA, live: LiveModel) -> Iterator[Difference]:
+    """Every tensor is on an XLA device."""
+    del step
+    tensors = {**live.params, **live.buffers}
+    elsewhere = [f"{name} is on {tensor.device}" for name, tensor in tensors.items() if tensor.device.type != "xla"]
+    yield from each("MoveToXLA", "everything is on xla", elsewhere)
+
+
+def reduced_over_xla(step: ReduceXLAGradients, live: LiveModel) -> Iterator[Difference]:
+    """A hook of the optimizer averages the gradients before each step."""
+    del step
+    hooks = getattr(live.target.optimizer, "_optimizer_step_pre_hooks", None)
+    whole = live.target.whole_gradients
+    bad = [] if hooks else ["the optimizer has no pre-step hook"]
+    if not isinstance(whole, XLAGradients) or whole.optimizer is not live.target.optimizer:
+        bad.append("nobody averages what is clipped")
+    yield from each("ReduceXLAGradients", "gradients are averaged before each step", bad)
+
+
+def entry_points(step: RegisterEntryPoints, live: LiveModel) -> Iterator[Difference]:
+    """Each method stands in the instance of the outermost module, and goes the planned way."""
+    outer, inner = live.target.model, live.modules[""][-1]
+    ways = {
+        "units": lambda call: isinstance(outer, FSDPModule) and getattr(call, "__self__", None) is outer,
+        "wrapper": lambda call: isinstance(call, ThroughWrapper) and (call.outer, call.inner) == (outer, inner),
+        "forward": lambda call: type(call) is type(like_forward(inner, len)),
+    }
+    bad = [
+        f"{name} runs as the class has it"
+        for name in step.names
+        if not _goes(vars(outer).get(name), ways[step.through])
+    ]
+    yield from each("RegisterEntryPoints", "methods run as forward does", bad)
+
+
+def _goes(call: Any, way: Any) -> bool:
+    return call is not None and way(call)
+
+
+def cast(step: CastForward, live: LiveModel) -> Iterator[Difference]:
+    """The root's forward casts, from and to these dtypes."""
+    own = live.modules[""][-1]
+    forward = own.forward.forward if isinstance(own.forward, FP8Forward) else own.forward  # which is outside it
+    if isinstance(forward, CastedForward) and hasattr(own, MARK):
+        found = tuple(str(dtype).removeprefix("torch.") for dtype in (forward.dtype, forward.output_dtype))
+        yield from same("CastForward", "cast forward", (step.dtype, step.output_dtype), found)
+    else:
+        yield from each("CastForward", "cast forward", [f"{type(own).__name__} has its own forward"])
+
+
+def leaves(step: MarkLeafModules, live: LiveModel) -> Iterator[Difference]:
+    """DeepSpeed's own mark stands on each."""
+    bad = [path for path in step.paths if not any(getattr(m, "_z3_leaf", False) for m in live.at(path))]
+    yield from each("MarkLeafModules", "gathered whole", bad)
+
+
+def converted(step: ConvertOptimizer, live: LiveModel) -> Iterator[Difference]:
+    """The optimizer inside DeepSpeed's is the CPU form."""
+    found = getattr(live.target.model, "basic_optimizer", live.target.optimizer)
+    yield from same("ConvertOptimizer", "class", step.algorithm, type(found).__name__)
+
+
+def partitioned(step: PartitionParameters, live: LiveModel) -> Iterator[Difference]:
+    """What got a part got values too; that each is in parts, and how large they are, is the layout's to say."""
+    del step
+    yield from each("PartitionParameters", "everything that was on meta has values", sorted(live.target.unfilled))
+
+
+def initialised(step: InitializeDeepSpeed, live: LiveModel) -> Iterator[Difference]:
+    """The engine's own numbers are the step's, and its optimizer steps what is trained."""
+    for what, planned, found in compared(step, live):
+        yield from same("InitializeDeepSpeed", what, planned, found)

@@ -27,12 +27,12 @@ from prepkit.applying.rehearse.meta import fake_twin, meta_copy, zero_twin
 from prepkit.applying.step_kinds import KINDS, handlers
 from prepkit.applying.verification import verify
 from prepkit.codec import plan_from_text, plan_to_text
+from prepkit.findings import Finding
 from prepkit.interpreter import Halted, Handler, interpret
 from prepkit.objects import deepspeed
 from prepkit.objects.state import LiveModel, TensorLayout, actual_layout, inspect
 from prepkit.objects.target import Target
 from prepkit.plan import Plan, Planned
-from prepkit.plan.attestation import Check
 from prepkit.plan.layout import ParamLayout
 from prepkit.ranks import launcher
 from prepkit.ranks.world import world
@@ -52,7 +52,7 @@ class Rehearsal:
     slots: tuple[tuple[str, ...], ...]
     """Per group of the optimizer the names that its slots hold; ``""``: not a parameter of the model."""
     omitted: tuple[Skipped, ...]
-    differences: tuple[Check, ...]
+    differences: tuple[Finding, ...]
     """What is not as the plan predicts; empty is the normal result."""
     halted: str = ""
     """The story of the step that failed; empty when all were done."""
@@ -143,7 +143,7 @@ def rehearse_here(plan: Plan, model: Module, *, rank: int = 0, optimizer: Optimi
     ``ValueError`` for a rank that the plan does not have, or a model that arrives sharded.
     """
     with staged(plan, model, rank=rank, optimizer=optimizer) as stage:
-        differences = () if stage.halted else verify(stage.plan, stage.target, allow_meta=True).failed
+        differences = () if stage.halted else verify(stage.plan, stage.target, rehearsed=True).failed
         return _seen(plan, rank, inspect(stage.target), stage.omitted, differences, stage.halted)
 
 
@@ -232,7 +232,7 @@ def _seen(
     rank: int,
     live: LiveModel,
     omitted: tuple[Skipped, ...],
-    differences: tuple[Check, ...],
+    differences: tuple[Finding, ...],
     halted: str,
 ) -> Rehearsal:
     order = [layout.name for layout in plan.layout if layout.name in live.params]

@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.facts.run import DDPFacts, GradientFacts, LoopFacts, RunFacts, Unlike
 from prepkit.facts.running import RunningFacts, RunningParam
+from prepkit.findings.text import spans
 from prepkit.objects import names
 from prepkit.objects.deepspeed import keeps_masters
 from prepkit.observe.model import dtype_name
 from prepkit.observe.prepared.modules import drops
 from prepkit.observe.prepared.own_gradients import Gradient
 from prepkit.plan import Plan
-from prepkit.ranks.agree import spans
 from prepkit.ranks.world import ranks_of, world
 from prepkit.rules.rule import Need
 

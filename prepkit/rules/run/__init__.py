@@ -1,9 +1,10 @@
-"""What is wrong with a model that something else has prepared: rules over what stands there before its first step."""
+"""What is wrong with a prepared model: rules over what apply, or something else, has made of it."""
 
 from __future__ import annotations
 
 from prepkit.rules.rule import Rule
 from prepkit.rules.run import (
+    applied,
     averaging,
     beside,
     drift,
@@ -18,6 +19,7 @@ from prepkit.rules.run import (
 )
 
 AUDIT_RULES: tuple[Rule, ...] = (
+    *applied.RULES,
     *who_steps.RULES,
     *modules.RULES,
     *numbers.RULES,
@@ -29,5 +31,6 @@ AUDIT_RULES: tuple[Rule, ...] = (
     *owners.RULES,
     *beside.RULES,
     *drift.RULES,
+    applied.STEPS,
 )
-"""Every audit rule in reporting order: who steps, model, numbers, wrappers, ranks, data, two owners, later changes."""
+"""Every rule about prepared objects in reporting order: a plan, who steps, model, ranks, data, changes, steps."""

@@ -126,11 +126,13 @@ def _ties(facts: RunFacts) -> Iterator[Hit]:
 def _slots(facts: RunFacts) -> Iterator[Hit]:
     for before, now in facts.running:
         for index, (old, new) in enumerate(zip(before.held, now.held, strict=False)):
-            gone = [name for name in old if name not in new]
+            gone = [name for name in old if name and name not in new]
             orphans = now.orphans[index] - before.orphans[index]
-            where = "optimizer" if len(now.held) == 1 else f"optimizer[{index}]"
-            if gone or orphans > 0:
-                what = f"It no longer steps {some(gone)}" if gone else "It steps all that it did"
+            moved = facts.applied is not None and old != new  # then what is compared is each group, slot by slot
+            where = "optimizer" if len(now.held) == 1 else f"optimizer{'.param_groups' * moved}[{index}]"
+            if gone or orphans > 0 or moved:
+                still = "It steps all that it did" + ", in other slots or more of them" * moved
+                what = f"It no longer steps {some(gone)}" if gone else still
                 strangers = f", and steps {count(orphans, 'tensor')} that the model does not have" * (orphans > 0)
                 yield Hit(where, f"{what}{strangers}.")
 
@@ -139,7 +141,7 @@ def _state(facts: RunFacts) -> Iterator[Hit]:
     for before, now in facts.running:
         for index, (old, new) in enumerate(zip(before.stateful, now.stateful, strict=False)):
             if lost := [name for name in old if name not in new]:
-                where = "optimizer" if len(now.held) == 1 else f"optimizer[{index}]"
+                where = "optimizer" if len(now.stateful) == 1 else f"optimizer[{index}]"
                 yield Hit(where, f"The state of {count(len(lost), 'parameter')} is gone: {some(lost)}.")
 
 
@@ -237,7 +239,7 @@ RULES: tuple[Rule, ...] = (
         id="run.drift-ties",
         summary="Tied parameters stay one parameter.",
         check=_ties,
-        at=(Moment.DRIFT,),
+        at=(Moment.APPLY, Moment.DRIFT),
         needs=(Need.BEFORE,),
         fix="Call model.tie_weights() after what replaced one of them, and make the optimizer again.",
     ),
@@ -245,7 +247,7 @@ RULES: tuple[Rule, ...] = (
         id="run.drift-slots",
         summary="An optimizer goes on with the parameters that it had.",
         check=_slots,
-        at=(Moment.DRIFT,),
+        at=(Moment.APPLY, Moment.DRIFT),
         needs=(Need.BEFORE,),
         fix="Make the optimizer again where parameters are replaced, and give the scheduler that one.",
         source=("pain 1",),
@@ -254,7 +256,7 @@ RULES: tuple[Rule, ...] = (
         id="run.drift-state",
         summary="An optimizer keeps the state that it had.",
         check=_state,
-        at=(Moment.DRIFT,),
+        at=(Moment.APPLY, Moment.DRIFT),
         needs=(Need.BEFORE,),
         fix="Clear no optimizer.state in the loop; load a state dict with the state of every parameter.",
     ),

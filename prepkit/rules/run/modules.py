@@ -65,7 +65,10 @@ def _nan(facts: RunFacts) -> Iterator[Hit]:
 
 def _meta(facts: RunFacts) -> Iterator[Hit]:
     empty = tuple(param.name for param in facts.params if param.device == "meta")
-    if empty and len(empty) < len(facts.params):
+    if facts.applied is not None and facts.applied.empty:
+        empty = facts.applied.empty
+        yield Hit(at(empty[0]), f"No data for {count(len(empty), 'tensor')}: {some(empty)}.")
+    elif empty and len(empty) < len(facts.params):
         what = f"No data for {len(empty)} of {count(len(facts.params), 'parameter')}: {some(empty)}."
         yield Hit(at(empty[0]), what)
 
@@ -80,7 +83,7 @@ RULES: tuple[Rule, ...] = (
         id="run.left-on-meta",
         summary="Every parameter has data, or none.",
         check=_meta,
-        at=(Moment.AUDIT,),
+        at=(Moment.APPLY, Moment.AUDIT),
         fix="Load or initialise them: module.to_empty(device=...) and then its weights.",
         source=("pain 17",),
     ),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from prepkit.facts.run import RankFacts, RunFacts
 from prepkit.findings import Severity
-from prepkit.findings.text import at, count, some
+from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Need, Rule
 
 
@@ -35,7 +35,9 @@ def _optimizers(facts: RunFacts) -> Iterator[Hit]:
 def _values(facts: RunFacts) -> Iterator[Hit]:
     own = {name for ddp in facts.ddp for name in ddp.ignored}  # experts, which each rank has for itself
     if parted := [name for name in facts.parted if name not in own]:
-        what = f"Every rank holds {count(len(parted), 'tensor')} with values of its own: {some(parted)}."
+        odd = facts.applied.odd_ranks if facts.applied is not None else ()
+        who = f"Beside rank 0, rank {spans(odd)} holds" if odd else "Every rank holds"
+        what = f"{who} {count(len(parted), 'tensor')} with values of its own: {some(parted)}."
         yield Hit(at(parted[0]), what)
 
 
@@ -135,7 +137,7 @@ RULES: tuple[Rule, ...] = (
         id="run.ranks-values",
         summary="What every rank holds whole has one value.",
         check=_values,
-        at=(Moment.AUDIT,),
+        at=(Moment.APPLY, Moment.AUDIT),
         needs=(Need.RANKS,),
         cost="a share of the one exchange over the ranks that the moment makes",
         fix="Load weights on every rank before the model is wrapped, or broadcast them: dist.broadcast(tensor, src=0).",

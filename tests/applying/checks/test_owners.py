@@ -11,9 +11,9 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import StepLR
 
 import prepkit as pk
-from prepkit.applying.checks import owners
 from prepkit.applying.verification import verify
 from prepkit.config import BF16, FP16, Config
+from prepkit.observe.prepared.applied import copies
 from prepkit.planner import plan
 from prepkit.steps import CreateGradScaler
 from prepkit.testing.tiny import tiny_facts
@@ -26,7 +26,8 @@ PLAN = Config().tp_plan
 
 
 def told(made: Any, target: Any) -> list[str]:
-    return [str(check) for check in verify(made, target).failed if check.subject == "owners"]
+    rules = ("run.other-owners", "run.no-master-weights")
+    return [f"{one.where}: {one.what}" for one in verify(made, target).failed if one.rule in rules]
 
 
 def prepared(cfg: Config, *, scheduled: bool = False) -> tuple[Any, Any]:
@@ -41,17 +42,17 @@ def test_a_scaler_that_is_missing_or_too_many_is_named() -> None:
     made, target = prepared(Config(precision=FP16(), overrides=ON_CPU))
     assert told(made, target) == []
     target.scaler = None
-    assert told(made, target) == ["owners: loss scaling: planned prepkit, found nobody"]
+    assert told(made, target) == ["plan.owners: loss scaling: planned prepkit, found nobody"]
     made, target = prepared(Config())
     target.scaler = GradScaler("cpu")
-    assert told(made, target) == ["owners: loss scaling: planned nobody, found prepkit"]
+    assert told(made, target) == ["plan.owners: loss scaling: planned nobody, found prepkit"]
 
 
 def test_a_scheduler_that_is_gone_is_named() -> None:
     made, target = prepared(Config(), scheduled=True)
     assert told(made, target) == []
     target.scheduler = None
-    assert told(made, target) == ["owners: scheduler: planned prepkit, found nobody"]
+    assert told(made, target) == ["plan.owners: scheduler: planned prepkit, found nobody"]
 
 
 def test_master_weights_that_are_none_are_named() -> None:
@@ -59,7 +60,8 @@ def test_master_weights_that_are_none_are_named() -> None:
     assert told(made, target) == []
     with torch.no_grad():
         target.model.embed.weight.data = target.model.embed.weight.data.bfloat16()
-    assert told(made, target) == ["owners: master weights: embed.weight is trained in bfloat16"]
+    (said,) = told(made, target)
+    assert said.endswith("where the plan says who keeps them: embed.weight is bfloat16; head.weight is bfloat16.")
 
 
 LAYERS = pk.tp.TPPlan((pk.tp.TPLayer("layers.*.mlp", "colwise", output_layout="replicate"),))
@@ -101,4 +103,4 @@ def test_copies_of_an_optimizer_that_keeps_each_parameter_apart_are_looked_at() 
     plan: Any = SimpleNamespace(owners=SimpleNamespace(master_weights="DeepSpeed's float32 copies"))
     kept = [[torch.zeros(1)], [torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)]]  # FP16_UnfusedOptimizer's
     engine = SimpleNamespace(optimizer=SimpleNamespace(fp32_groups=kept))
-    assert list(owners._copies(plan, engine)) == ["a group of them is torch.bfloat16"]
+    assert list(copies(plan, engine)) == ["a group of them is torch.bfloat16"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prepkit.applying.step_kinds import KINDS
+from prepkit.rules import due
+from prepkit.rules.rule import Moment
 from tests.support.gang import Gang
 from tests.support.planted_faults import FAULTS, said
 from tests.support.step_kinds import WITHOUT_A_PLANTED_FAULT
@@ -15,6 +17,11 @@ def test_there_are_at_least_fifteen_faults_and_each_kind_of_step_that_acts_on_ob
     lacking = sorted(kind.__name__ for kind in {*KINDS} - {fault.kind for fault in FAULTS} - {*WITHOUT_A_PLANTED_FAULT})
     assert not lacking, f"tests/support/planted_faults.py: FAULTS has none of {', '.join(lacking)}"
     assert {fault.kind for fault in FAULTS} == {*KINDS} - {*WITHOUT_A_PLANTED_FAULT}
+
+
+def test_each_rule_that_is_asked_after_apply_has_a_fault_that_it_catches_by_its_id() -> None:
+    lacking = {rule.id for rule in due(Moment.APPLY) if not any(rule.id in fault.caught for fault in FAULTS)}
+    assert lacking == {"run.other-owners"}, "write its id into the `caught` of a fault"  # that one: test_owners.py
 
 
 @pytest.mark.parametrize("index", [i for i, f in enumerate(FAULTS) if f.world == 1], ids=lambda i: FAULTS[i].what)

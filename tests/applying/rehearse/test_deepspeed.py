@@ -60,7 +60,8 @@ def test_a_dtype_that_deepspeed_does_not_make_is_a_difference() -> None:
     right = made(3, 4, BF16(), model)
     layout = tuple(evolve(one, dtype="float32") if one.name == "layers.0.scale" else one for one in right.layout)
     seen = rehearse_here(evolve(right, layout=layout), model)
-    assert [str(one) for one in seen.differences] == ["layers.0.scale: layout: dtype planned float32, found bfloat16"]
+    (one,) = seen.differences
+    assert (one.where, one.what) == ("model.layers.0.scale", "dtype planned float32, found bfloat16")
 
 
 def test_a_rehearsed_rank_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

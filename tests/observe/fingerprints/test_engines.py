@@ -12,7 +12,7 @@ from attrs import frozen
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import prepkit as pk
-from prepkit.applying import attested
+from prepkit.applying import values as applied_values
 from prepkit.applying.apply import ApplyHalted, NotAsPlanned
 from prepkit.observe.fingerprints import fingerprints
 from prepkit.observe.fingerprints.parts import Part, parts
@@ -153,7 +153,7 @@ def test_the_ranks_of_deepspeed_have_them_at_every_stage(gang2: Gang, tmp_path: 
 
 def damaged(rank: int, world: int, way: str) -> str:
     """What apply says where a step has changed one bit on the last rank."""
-    look = attested.fingerprints.fingerprints
+    look = applied_values.fingerprints.fingerprints
 
     def after_damage(model: Any) -> Any:
         if rank == world - 1:
@@ -162,13 +162,13 @@ def damaged(rank: int, world: int, way: str) -> str:
 
     model, _ = build("llama-tied")
     plan = pk.build_plan(pk.Config(optimizer=pk.optim.AdamW(lr=0.01), **TWO[way]), model)
-    attested.fingerprints.fingerprints = after_damage
+    applied_values.fingerprints.fingerprints = after_damage
     try:
         pk.apply(plan, fingerprint=True)
     except (NotAsPlanned, ApplyHalted) as wrong:
         return str(wrong)
     finally:
-        attested.fingerprints.fingerprints = look
+        applied_values.fingerprints.fingerprints = look
     return ""
 
 
