@@ -114,7 +114,7 @@ def test_every_exception_that_a_user_must_catch_is_among_the_errors() -> None:
             if isinstance(statement, ast.ClassDef):
                 module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
                 if any(
-                    "Error" in base or "Exception" in base or "SystemExit" in base
+                    base.endswith(("Error", "Exception", "SystemExit", "RunRefused"))
                     for base in map(ast.unparse, statement.bases)
                 ):
                     found.add((statement.name, module))

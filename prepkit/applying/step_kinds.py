@@ -44,7 +44,7 @@ from prepkit.applying.handlers import (
 )
 from prepkit.applying.handlers.ddp import can_send_nothing
 from prepkit.applying.handlers.swap_layers import library_problems
-from prepkit.facts.run import Difference
+from prepkit.facts.run import Departure
 from prepkit.interpreter import Handler
 from prepkit.objects.deepspeed import rehearsable, rehearsable_settings
 from prepkit.objects.state import LiveModel
@@ -157,7 +157,7 @@ class StepKind:
 
     handler: Handler[Any, Target, Any]
     """Says whether the step can be done, does it, and undoes it."""
-    verify: Callable[[Any, LiveModel], Iterator[Difference]]
+    verify: Callable[[Any, LiveModel], Iterator[Departure]]
     """Looks at what the step has left; ``checks.nothing`` where that cannot be seen."""
     rehearse: Callable[[Any], Substitute]
     """The step that a rehearsal runs in its place, if any, and what of it is not as written."""

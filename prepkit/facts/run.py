@@ -252,7 +252,7 @@ class StrangerFacts:
 
 
 @frozen
-class Difference:
+class Departure:
     """Something that is not as a plan says."""
 
     where: str
@@ -261,23 +261,23 @@ class Difference:
     """What differs, with the planned and the found value."""
 
 
-def same(where: str, what: str, planned: object, found: object) -> Iterator[Difference]:
+def same(where: str, what: str, planned: object, found: object) -> Iterator[Departure]:
     """The difference of what is there from what was planned, if any."""
     if planned != found:
-        yield Difference(where, f"{what}: planned {planned}, found {found}")
+        yield Departure(where, f"{what}: planned {planned}, found {found}")
 
 
-def each(where: str, what: str, bad: Sequence[str]) -> Iterator[Difference]:
+def each(where: str, what: str, bad: Sequence[str]) -> Iterator[Departure]:
     """One difference for all of many objects that are not as planned, if any."""
     if bad:
-        yield Difference(where, f"{what}: {'; '.join(bad[:5])}{f'; and {len(bad) - 5} more' * (len(bad) > 5)}")
+        yield Departure(where, f"{what}: {'; '.join(bad[:5])}{f'; and {len(bad) - 5} more' * (len(bad) > 5)}")
 
 
 @frozen(kw_only=True)
 class AppliedFacts:
     """What differs from a plan after apply; empty where nothing does, or nobody has looked."""
 
-    layout: tuple[Difference, ...] = ()
+    layout: tuple[Departure, ...] = ()
     """Parameters and buffers that are not as the plan says, are missing, or are not in the plan."""
     masters: tuple[str, ...] = ()
     """What of the float32 master weights is none, where the plan says who keeps them."""
@@ -287,9 +287,9 @@ class AppliedFacts:
     """Weights and buffers with other values than before the first step, although no step writes them."""
     odd_ranks: tuple[int, ...] = ()
     """Ranks on which tensors of ``RunFacts.parted`` differ from rank 0's, where that is known."""
-    owners: tuple[Difference, ...] = ()
+    owners: tuple[Departure, ...] = ()
     """Duties that somebody else has than the plan says."""
-    steps: tuple[Difference, ...] = ()
+    steps: tuple[Departure, ...] = ()
     """What steps of the plan have not left as they say."""
 
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
-from prepkit.facts.run import Difference, each
+from prepkit.facts.run import Departure, each
 from prepkit.objects.forward import FP8_MARK, FP8Forward
 from prepkit.objects.names import known_bases
 from prepkit.objects.state import LiveModel
@@ -27,7 +27,7 @@ from prepkit.steps import (
 )
 
 
-def checkpointed(step: CheckpointModules, live: LiveModel) -> Iterator[Difference]:
+def checkpointed(step: CheckpointModules, live: LiveModel) -> Iterator[Departure]:
     """A checkpoint wrapper stands at every planned path, and recomputes, keeps and moves what was planned."""
     wrappers = {path: [m for m in live.at(path) if isinstance(m, CheckpointWrapper)] for path in step.paths}
     yield from each("CheckpointModules", "wrapped", [path for path, found in wrappers.items() if not found])
@@ -54,7 +54,7 @@ def _name(op: Any, planned: tuple[str, ...]) -> str:
     return full if full in planned or bare not in planned else bare
 
 
-def compiled(step: CompileModules, live: LiveModel) -> Iterator[Difference]:
+def compiled(step: CompileModules, live: LiveModel) -> Iterator[Departure]:
     """A call of every planned module runs compiled code, compiled with the planned options."""
     bad = [path or "the model" for path in step.paths if not any(map(_runs_compiled, live.at(path)))]
     yield from each("CompileModules", "compiled code is bound", bad)
@@ -86,7 +86,7 @@ def _runs_compiled(module: Module) -> bool:
     return compiled is not None and getattr(source, "__self__", module) is module
 
 
-def converted(step: ConvertFP8Linears, live: LiveModel) -> Iterator[Difference]:
+def converted(step: ConvertFP8Linears, live: LiveModel) -> Iterator[Departure]:
     """Every planned layer is torchao's, with the planned way to multiply and to be gathered."""
     yield from each("ConvertFP8Linears", "layers compute in float8", _not_of(live, step.paths, "torchao.float8"))
     wrong = []
@@ -98,7 +98,7 @@ def converted(step: ConvertFP8Linears, live: LiveModel) -> Iterator[Difference]:
     yield from each("ConvertFP8Linears", "layers are configured as planned", wrong)
 
 
-def engine(step: ConvertTransformerEngine, live: LiveModel) -> Iterator[Difference]:
+def engine(step: ConvertTransformerEngine, live: LiveModel) -> Iterator[Departure]:
     """Every planned layer is TransformerEngine's."""
     yield from each(
         "ConvertTransformerEngine",
@@ -107,7 +107,7 @@ def engine(step: ConvertTransformerEngine, live: LiveModel) -> Iterator[Differen
     )
 
 
-def autocast(step: AutocastFP8Forward, live: LiveModel) -> Iterator[Difference]:
+def autocast(step: AutocastFP8Forward, live: LiveModel) -> Iterator[Departure]:
     """The forward stands where it was put: in the wrapper where there is one."""
     outer = (live.target.model, *live.modules[""])
     (found, *_) = (*(vars(module).get("forward") for module in outer if FP8_MARK in vars(module)), None)
@@ -119,7 +119,7 @@ def autocast(step: AutocastFP8Forward, live: LiveModel) -> Iterator[Difference]:
     yield from each("AutocastFP8Forward", "float8 autocast", bad)
 
 
-def msamp(step: InitializeMSAMP, live: LiveModel) -> Iterator[Difference]:
+def msamp(step: InitializeMSAMP, live: LiveModel) -> Iterator[Departure]:
     """Every Linear and the optimizer are MS-AMP's."""
     yield from each("InitializeMSAMP", "layers are MS-AMP's", _not_of(live, step.linears, "msamp"))
     optimizer = type(live.target.optimizer)
@@ -127,7 +127,7 @@ def msamp(step: InitializeMSAMP, live: LiveModel) -> Iterator[Difference]:
     yield from each("InitializeMSAMP", "the optimizer is MS-AMP's", [] if own else [f"it is {optimizer.__name__}"])
 
 
-def scales(step: PrecomputeFloat8Scales, live: LiveModel) -> Iterator[Difference]:
+def scales(step: PrecomputeFloat8Scales, live: LiveModel) -> Iterator[Departure]:
     """Something watches the optimizer."""
     del step
     hooks = getattr(live.target.optimizer, "_optimizer_step_post_hooks", None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
 
-from prepkit.facts.run import Difference, each, same
+from prepkit.facts.run import Departure, each, same
 from prepkit.objects import fsdp1_flat
 from prepkit.objects.fsdp2_units import unit_fact
 from prepkit.objects.local_part import local
@@ -91,7 +91,7 @@ def wrong_states(live: LiveModel) -> list[str]:
     ]
 
 
-def checks(step: ShardUnits, live: LiveModel) -> Iterator[Difference]:
+def checks(step: ShardUnits, live: LiveModel) -> Iterator[Departure]:
     """Hooks and policies of the units that are there; a missing one has been told already."""
     units = [(unit, module) for unit in step.units for module in live.at(unit.path) if isinstance(module, FSDPModule)]
     hooks = [f"{unit.path or 'the root'} has none" for unit, module in units if not _gathers(module)]
@@ -135,7 +135,7 @@ def _policies(step: ShardUnits, unit: Unit, module: Module) -> Iterator[str]:
         yield f"reshard_after_forward planned {unit.reshard_after_forward}, found {actual.reshard_after_forward}"
 
 
-def averaged(step: AverageGradients, live: LiveModel) -> Iterator[Difference]:
+def averaged(step: AverageGradients, live: LiveModel) -> Iterator[Departure]:
     """The planned parameters, and no others, are handed over to be averaged, over all ranks that read other data."""
     whole = live.target.whole_gradients
     watched = whole if isinstance(whole, WholeGradients) else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
 
-from prepkit.facts.run import Difference, each, same
+from prepkit.facts.run import Departure, each, same
 from prepkit.loading.joint_sources import DispatchedSource, ShardsSource
 from prepkit.loading.loader import Loader
 from prepkit.loading.sources import IndexedSource, StreamSource
@@ -17,7 +17,7 @@ from prepkit.ranks.world import world
 from prepkit.steps import ShardLoader, WrapLoader
 
 
-def divided(step: ShardLoader, live: LiveModel) -> Iterator[Difference]:
+def divided(step: ShardLoader, live: LiveModel) -> Iterator[Departure]:
     """The loader reads this rank's part of the data, in the planned way."""
     loader = live.target.loaders[step.index]
     name = f"loader {step.index}"
@@ -66,7 +66,7 @@ def _order_of(order: Any, seed: int | None) -> tuple[Any, ...]:
     return "own", None, seed
 
 
-def wrapped(step: WrapLoader, live: LiveModel) -> Iterator[Difference]:
+def wrapped(step: WrapLoader, live: LiveModel) -> Iterator[Departure]:
     """What is handed out moves batches to the planned device, and may end windows as planned."""
     loader = live.target.loaders[step.index]
     name = f"loader {step.index}"

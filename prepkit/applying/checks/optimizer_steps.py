@@ -8,20 +8,20 @@ from attrs import evolve
 from torch import Tensor
 
 from prepkit.applying.checks import fsdp
-from prepkit.facts.run import Difference, each, same
+from prepkit.facts.run import Departure, each, same
 from prepkit.objects import fsdp1_flat
 from prepkit.objects.joint_optimizer import members
 from prepkit.objects.state import LiveModel, actual_layout
 from prepkit.steps import CreateOptimizer, RebindOptimizer, RegroupOptimizer
 
 
-def regrouped(step: RegroupOptimizer, live: LiveModel) -> Iterator[Difference]:
+def regrouped(step: RegroupOptimizer, live: LiveModel) -> Iterator[Departure]:
     """Every name is once in its group, whatever holds it now."""
     yield from each("RegroupOptimizer", "no state is left behind", sorted(live.target.released))
     yield from each("RegroupOptimizer", "groups hold what they held", fsdp.wrong_groups(step, live))
 
 
-def rebound(step: RebindOptimizer, live: LiveModel) -> Iterator[Difference]:
+def rebound(step: RebindOptimizer, live: LiveModel) -> Iterator[Departure]:
     """State that was released has been laid out as its parameter lies."""
     del step
     yield from each("RebindOptimizer", "no state is left behind", sorted(live.target.released))
@@ -45,7 +45,7 @@ def _apart(param: Tensor, value: Tensor) -> tuple[str, ...]:
     return expected.against(of_state)
 
 
-def created(step: CreateOptimizer, live: LiveModel) -> Iterator[Difference]:
+def created(step: CreateOptimizer, live: LiveModel) -> Iterator[Departure]:
     """Class, parameters and options are those of the step."""
     if hasattr(live.target.model, "basic_optimizer"):
         return  # DeepSpeed has taken it over; what it holds is looked at there

@@ -13,7 +13,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.applying.checks import fsdp
-from prepkit.facts.run import Difference, each, same
+from prepkit.facts.run import Departure, each, same
 from prepkit.objects.deepspeed import initialised as compared
 from prepkit.objects.entry_point import ThroughWrapper, like_forward
 from prepkit.objects.forward import MARK, AutocastedForward, CastedForward, FP8Forward
@@ -48,13 +48,13 @@ from prepkit.steps import (
 )
 
 
-def nothing(step: Step, live: LiveModel) -> Iterator[Difference]:
+def nothing(step: Step, live: LiveModel) -> Iterator[Departure]:
     """Leaves nothing behind that could be looked at."""
     del step, live
     yield from ()
 
 
-def process_group(step: StartProcessGroup, live: LiveModel) -> Iterator[Difference]:
+def process_group(step: StartProcessGroup, live: LiveModel) -> Iterator[Departure]:
     """The default group runs, over as many ranks and with the backends that were planned."""
     del live
     ranks = world()
@@ -67,7 +67,7 @@ def process_group(step: StartProcessGroup, live: LiveModel) -> Iterator[Differen
         yield from each("StartProcessGroup", "backend", [f"{name} is not served" for name in bad])
 
 
-def mesh(step: BuildMesh, live: LiveModel) -> Iterator[Difference]:
+def mesh(step: BuildMesh, live: LiveModel) -> Iterator[Departure]:
     """The target has the mesh: device, axes and their sizes."""
     mesh = live.target.mesh
     planned = (step.device, tuple((axis.name, axis.size) for axis in step.axes))
@@ -75,27 +75,27 @@ def mesh(step: BuildMesh, live: LiveModel) -> Iterator[Difference]:
     yield from same("BuildMesh", "device and axes", planned, found)
 
 
-def upcast(step: UpcastParameters, live: LiveModel) -> Iterator[Difference]:
+def upcast(step: UpcastParameters, live: LiveModel) -> Iterator[Departure]:
     """Every parameter that was cast has its new dtype."""
     found = {name: actual_layout(live.params[name]).dtype for name in step.names if name in live.params}
     bad = [f"{name} is {dtype}" for name, dtype in found.items() if dtype != step.dtype]
     yield from each("UpcastParameters", f"parameters are {step.dtype}", bad)
 
 
-def contiguous(step: MakeContiguous, live: LiveModel) -> Iterator[Difference]:
+def contiguous(step: MakeContiguous, live: LiveModel) -> Iterator[Departure]:
     """What this rank holds of every such parameter lies in order."""
     bad = [name for name in step.names if name in live.params and not local(live.params[name]).is_contiguous()]
     yield from each("MakeContiguous", "elements lie in the order of their indices", bad)
 
 
-def moved(step: MoveModel, live: LiveModel) -> Iterator[Difference]:
+def moved(step: MoveModel, live: LiveModel) -> Iterator[Departure]:
     """Parameters and buffers are on a device of the planned type."""
     tensors = {**live.params, **live.buffers}
     bad = [f"{name} is on {t.device}" for name, t in tensors.items() if t.device.type != step.device.type]
     yield from each("MoveModel", f"everything is on {step.device.type}", bad)
 
 
-def autocast(step: AutocastForward, live: LiveModel) -> Iterator[Difference]:
+def autocast(step: AutocastForward, live: LiveModel) -> Iterator[Departure]:
     """The root's forward runs under autocast of this device, with these dtypes."""
     own = live.modules[""][-1]
     forward = own.forward.forward if isinstance(own.forward, FP8Forward) else own.forward  # which is outside it
@@ -109,14 +109,14 @@ def autocast(step: AutocastForward, live: LiveModel) -> Iterator[Difference]:
         yield from each("AutocastForward", "autocast forward", [f"{type(own).__name__} has its own forward"])
 
 
-def parallelized(step: ParallelizeModules, live: LiveModel) -> Iterator[Difference]:
+def parallelized(step: ParallelizeModules, live: LiveModel) -> Iterator[Departure]:
     """Every module has the hooks that lay out its input and output; how its weights lie is the layout's to say."""
     there = {path: stack[-1] for cut in step.styles for path in cut.paths if (stack := live.at(path))}
     bad = [path for path, own in there.items() if not (own._forward_pre_hooks and own._forward_hooks)]
     yield from each("ParallelizeModules", "input and output are laid out", bad)
 
 
-def units(step: ShardUnits, live: LiveModel) -> Iterator[Difference]:
+def units(step: ShardUnits, live: LiveModel) -> Iterator[Departure]:
     """``fully_shard`` was called on the planned modules and on no others, and each unit works as planned."""
     found = live.units
     planned = {unit.path for unit in step.units}
@@ -126,20 +126,20 @@ def units(step: ShardUnits, live: LiveModel) -> Iterator[Difference]:
     yield from fsdp.checks(step, live)
 
 
-def batch_norms(step: ConvertSyncBatchNorm, live: LiveModel) -> Iterator[Difference]:
+def batch_norms(step: ConvertSyncBatchNorm, live: LiveModel) -> Iterator[Departure]:
     """At every planned path a ``SyncBatchNorm`` stands."""
     bad = [path for path in step.paths if not any(isinstance(m, SyncBatchNorm) for m in live.at(path))]
     yield from each("ConvertSyncBatchNorm", "synchronised", bad)
 
 
-def grad_scaler(step: CreateGradScaler, live: LiveModel) -> Iterator[Difference]:
+def grad_scaler(step: CreateGradScaler, live: LiveModel) -> Iterator[Departure]:
     """The target has an enabled scaler with the planned scale."""
     scaler = live.target.scaler
     found = scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
     yield from same("CreateGradScaler", "scale of an enabled scaler", step.init_scale, found)
 
 
-def fsdp1_units(step: WrapFSDP1, live: LiveModel) -> Iterator[Difference]:
+def fsdp1_units(step: WrapFSDP1, live: LiveModel) -> Iterator[Departure]:
     """FSDP1 wrappers stand where they were planned, and optimizer state lies as its parameter does."""
     yield from each("WrapFSDP1", "units", fsdp.wrong_units(step, live))
     yield from each("WrapFSDP1", "state lies as its parameter does", fsdp.wrong_states(live))
@@ -147,11 +147,11 @@ def fsdp1_units(step: WrapFSDP1, live: LiveModel) -> Iterator[Difference]:
         yield from each("WrapFSDP1", "everything that was on meta has values", sorted(live.target.unfilled))
 
 
-def ddp(step: WrapDDP, live: LiveModel) -> Iterator[Difference]:
+def ddp(step: WrapDDP, live: LiveModel) -> Iterator[Departure]:
     """The model is wrapped in DDP with the planned options."""
     model = live.target.model
     if not isinstance(model, DistributedDataParallel):
-        yield Difference("WrapDDP", f"wrapped: the model is a {type(model).__name__}")
+        yield Departure("WrapDDP", f"wrapped: the model is a {type(model).__name__}")
         return
     for name in ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
         yield from same("WrapDDP", name, getattr(step, name), getattr(model, name))
@@ -159,19 +159,19 @@ def ddp(step: WrapDDP, live: LiveModel) -> Iterator[Difference]:
     yield from same("WrapDDP", "communication hooks", int(step.hook is not None), len(model._comm_hooks))
 
 
-def allocated(step: AllocateTensors, live: LiveModel) -> Iterator[Difference]:
+def allocated(step: AllocateTensors, live: LiveModel) -> Iterator[Departure]:
     """What got storage got values too: memory that nobody wrote looks like any other (pain 17)."""
     del step
     yield from each("AllocateTensors", "everything that was on meta has values", sorted(live.target.unfilled))
 
 
-def sent(step: SendTensors, live: LiveModel) -> Iterator[Difference]:
+def sent(step: SendTensors, live: LiveModel) -> Iterator[Departure]:
     """What waits to be sent is a model that rank 0 holds twice, and somebody else has no values of."""
     del step
     yield from each("SendTensors", "all that was set aside is sent", sorted(live.target.stashed))
 
 
-def moved_to_xla(step: MoveToXLA, live: LiveModel) -> Iterator[Difference]:
+def moved_to_xla(step: MoveToXLA, live: LiveModel) -> Iterator[Departure]:
     """Every tensor is on an XLA device."""
     del step
     tensors = {**live.params, **live.buffers}
@@ -179,7 +179,7 @@ def moved_to_xla(step: MoveToXLA, live: LiveModel) -> Iterator[Difference]:
     yield from each("MoveToXLA", "everything is on xla", elsewhere)
 
 
-def reduced_over_xla(step: ReduceXLAGradients, live: LiveModel) -> Iterator[Difference]:
+def reduced_over_xla(step: ReduceXLAGradients, live: LiveModel) -> Iterator[Departure]:
     """A hook of the optimizer averages the gradients before each step."""
     del step
     hooks = getattr(live.target.optimizer, "_optimizer_step_pre_hooks", None)
@@ -190,7 +190,7 @@ def reduced_over_xla(step: ReduceXLAGradients, live: LiveModel) -> Iterator[Diff
     yield from each("ReduceXLAGradients", "gradients are averaged before each step", bad)
 
 
-def entry_points(step: RegisterEntryPoints, live: LiveModel) -> Iterator[Difference]:
+def entry_points(step: RegisterEntryPoints, live: LiveModel) -> Iterator[Departure]:
     """Each method stands in the instance of the outermost module, and goes the planned way."""
     outer, inner = live.target.model, live.modules[""][-1]
     ways = {
@@ -210,7 +210,7 @@ def _goes(call: Any, way: Any) -> bool:
     return call is not None and way(call)
 
 
-def cast(step: CastForward, live: LiveModel) -> Iterator[Difference]:
+def cast(step: CastForward, live: LiveModel) -> Iterator[Departure]:
     """The root's forward casts, from and to these dtypes."""
     own = live.modules[""][-1]
     forward = own.forward.forward if isinstance(own.forward, FP8Forward) else own.forward  # which is outside it
@@ -221,25 +221,25 @@ def cast(step: CastForward, live: LiveModel) -> Iterator[Difference]:
         yield from each("CastForward", "cast forward", [f"{type(own).__name__} has its own forward"])
 
 
-def leaves(step: MarkLeafModules, live: LiveModel) -> Iterator[Difference]:
+def leaves(step: MarkLeafModules, live: LiveModel) -> Iterator[Departure]:
     """DeepSpeed's own mark stands on each."""
     bad = [path for path in step.paths if not any(getattr(m, "_z3_leaf", False) for m in live.at(path))]
     yield from each("MarkLeafModules", "gathered whole", bad)
 
 
-def converted(step: ConvertOptimizer, live: LiveModel) -> Iterator[Difference]:
+def converted(step: ConvertOptimizer, live: LiveModel) -> Iterator[Departure]:
     """The optimizer inside DeepSpeed's is the CPU form."""
     found = getattr(live.target.model, "basic_optimizer", live.target.optimizer)
     yield from same("ConvertOptimizer", "class", step.algorithm, type(found).__name__)
 
 
-def partitioned(step: PartitionParameters, live: LiveModel) -> Iterator[Difference]:
+def partitioned(step: PartitionParameters, live: LiveModel) -> Iterator[Departure]:
     """What got a part got values too; that each is in parts, and how large they are, is the layout's to say."""
     del step
     yield from each("PartitionParameters", "everything that was on meta has values", sorted(live.target.unfilled))
 
 
-def initialised(step: InitializeDeepSpeed, live: LiveModel) -> Iterator[Difference]:
+def initialised(step: InitializeDeepSpeed, live: LiveModel) -> Iterator[Departure]:
     """The engine's own numbers are the step's, and its optimizer steps what is trained."""
     for what, planned, found in compared(step, live):
         yield from same("InitializeDeepSpeed", what, planned, found)

@@ -14,7 +14,7 @@ from attrs import evolve
 from torch.optim import Optimizer
 
 from prepkit.config import ClipNorm
-from prepkit.facts.run import AppliedFacts, Difference, PreparedOptimizer, PreparedScheduler, RunFacts, same
+from prepkit.facts.run import AppliedFacts, Departure, PreparedOptimizer, PreparedScheduler, RunFacts, same
 from prepkit.facts.running import RunningFacts
 from prepkit.objects import fsdp1_flat
 from prepkit.objects.joint_optimizer import members, scheduler_members
@@ -56,25 +56,25 @@ def after_apply(plan: Plan, live: LiveModel, rank: int, *, rehearsed: bool = Fal
 # --- the model ---
 
 
-def _parameters(plan: Plan, live: LiveModel, rank: int) -> Iterator[Difference]:
+def _parameters(plan: Plan, live: LiveModel, rank: int) -> Iterator[Departure]:
     for layout in plan.layout:
         if layout.flat is not None or "split" in layout.placements:
             continue  # flat parts are looked at below; DeepSpeed decides which way it splits which layer
         param = live.params.get(layout.name)
         if param is None:
-            yield Difference(layout.name, "the model has no such parameter")
+            yield Departure(layout.name, "the model has no such parameter")
         elif bad := planned_layout(layout, plan.mesh, rank).against(actual_layout(param)):
-            yield Difference(layout.name, "; ".join(bad))
+            yield Departure(layout.name, "; ".join(bad))
     yield from _parts(plan, live, rank)
     flat = {f"{one.unit}.{FLAT}".lstrip(".") for one in plan.layout if one.flat and not one.flat.original}
     known = {layout.name for layout in plan.layout} | {name for group in plan.facts.model.ties for name in group} | flat
     tied = {id(live.params[name]) for name in known if name in live.params}  # also where a module is shared
     for name, param in live.params.items():
         if name not in known and id(param) not in tied:
-            yield Difference(name, "the plan has no such parameter")
+            yield Departure(name, "the plan has no such parameter")
 
 
-def _parts(plan: Plan, live: LiveModel, rank: int) -> Iterator[Difference]:
+def _parts(plan: Plan, live: LiveModel, rank: int) -> Iterator[Departure]:
     """Each flattened parameter of FSDP1 that has not its planned place and view, to the element."""
     shards = fsdp1_flat.flat_shards(live.target.model) if any(param.flat for param in plan.layout) else {}
     for layout in plan.layout:
@@ -82,7 +82,7 @@ def _parts(plan: Plan, live: LiveModel, rank: int) -> Iterator[Difference]:
         if part is None:
             continue
         if shard is None:
-            yield Difference(layout.name, "it is in no flat parameter")
+            yield Departure(layout.name, "it is in no flat parameter")
             continue
         pairs = _places(layout, part, shard, plan, rank)
         bad = [f"{what} planned {planned}, found {found}" for what, planned, found in pairs if planned != found]
@@ -93,7 +93,7 @@ def _parts(plan: Plan, live: LiveModel, rank: int) -> Iterator[Difference]:
         elif part.original:
             bad.append("the model has no such parameter")
         if bad:
-            yield Difference(layout.name, "; ".join(bad))
+            yield Departure(layout.name, "; ".join(bad))
 
 
 def _places(
@@ -109,11 +109,11 @@ def _places(
     yield "still a parameter", part.original, shard.original
 
 
-def _lost_attributes(plan: Plan, live: LiveModel) -> Iterator[Difference]:
+def _lost_attributes(plan: Plan, live: LiveModel) -> Iterator[Departure]:
     """What somebody has set on parameters, and those that took their place have not."""
     for name, key in plan.facts.model.param_attributes:
         if name in live.params and not hasattr(live.params[name], key):
-            yield Difference(name, f"its attribute {key} is gone")
+            yield Departure(name, f"its attribute {key} is gone")
 
 
 def _empty(live: LiveModel) -> Iterator[str]:
@@ -122,21 +122,21 @@ def _empty(live: LiveModel) -> Iterator[str]:
             yield name
 
 
-def _buffers(plan: Plan, live: LiveModel) -> Iterator[Difference]:
+def _buffers(plan: Plan, live: LiveModel) -> Iterator[Departure]:
     casts = any(isinstance(planned.step, InitializeDeepSpeed) for planned in plan.steps)
     facts = plan.facts.model.buffers
     for fact in facts:
         buffer = live.buffers.get(fact.name)
         if buffer is None:
-            yield Difference(fact.name, "it is gone")
+            yield Departure(fact.name, "it is gone")
             continue
         shape, dtype = tuple(buffer.shape), fact.dtype if casts else dtype_name(buffer.dtype)
         if (shape, dtype) != (fact.shape, fact.dtype):
-            yield Difference(fact.name, f"planned {fact.dtype}{list(fact.shape)}, found {dtype}{list(shape)}")
+            yield Departure(fact.name, f"planned {fact.dtype}{list(fact.shape)}, found {dtype}{list(shape)}")
     known = {id(live.buffers.get(fact.name)) for fact in facts}  # a shared module leads to one on two ways
     for name, buffer in live.buffers.items():
         if id(buffer) not in known:
-            yield Difference(name, "the plan has no such buffer")
+            yield Departure(name, "the plan has no such buffer")
 
 
 def _low(live: LiveModel) -> Iterator[str]:
@@ -216,7 +216,7 @@ def _drives(live: LiveModel) -> bool:
 # --- owners: who counts, clips, scales, ticks and keeps master weights ---
 
 
-def _owners(owners: Owners, live: LiveModel, engine: Any) -> Iterator[Difference]:
+def _owners(owners: Owners, live: LiveModel, engine: Any) -> Iterator[Departure]:
     """Prepkit's own driver does what no engine, scaler or scheduler of another does."""
     scaler, scheduler = live.target.scaler, live.target.scheduler
     scaling = "prepkit" if scaler is not None and scaler.is_enabled() else "nobody"
