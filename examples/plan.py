@@ -17,7 +17,7 @@ import prepkit as pk
 def plan(config: str, processes: int, steps: int) -> pk.Plan:
     """The plan of one engine. The ranks that read different samples share the batch; the plan says how many do."""
     cfg = pk.read_config(config)
-    env = pk.Env.declare(world_size=processes, device="cpu")
+    env = pk.Env.declare(world_size=processes, device="cpu", torch=torch.__version__)
     with torch.device("meta"):
         model = small()
     optimizer, scheduler = tools(model)

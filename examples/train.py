@@ -19,7 +19,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.data import DataLoader
 
 import prepkit as pk
-from prepkit.training.prepared import Prepared
 
 BATCH = 16
 """Samples per optimizer step, all ranks together: the same for every engine."""
@@ -38,7 +37,7 @@ def main() -> None:
     ready.close()
 
 
-def prepare(plan: pk.Plan, steps: int) -> Prepared:
+def prepare(plan: pk.Plan, steps: int) -> pk.Prepared:
     """Applies the plan to a fresh model, its optimizer, scheduler and loader."""
     torch.manual_seed(0)
     model = small()
@@ -47,7 +46,7 @@ def prepare(plan: pk.Plan, steps: int) -> Prepared:
     return pk.apply(plan, model=model, optimizer=optimizer, scheduler=scheduler, loaders=[loader])
 
 
-def train(ready: Prepared, steps: int) -> tuple[list[float], float]:
+def train(ready: pk.Prepared, steps: int) -> tuple[list[float], float]:
     """The loss of every step, averaged over the ranks, and the seconds of all."""
     losses: list[float] = []
     started = time.perf_counter()
@@ -57,7 +56,7 @@ def train(ready: Prepared, steps: int) -> tuple[list[float], float]:
             loss = ready.model(tokens)
             ready.backward(loss)
             ready.step()
-            losses.append(_mean(loss))
+            losses.append(float(ready.reduce(loss.detach())))  # the mean over the ranks
             progress.update(task, advance=1, loss=losses[-1])
     return losses, time.perf_counter() - started
 
@@ -87,15 +86,6 @@ def _arguments() -> argparse.Namespace:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _mean(loss: torch.Tensor) -> float:
-    """Mean over the ranks, which see equal numbers of samples."""
-    value = loss.detach().clone()
-    if dist.is_initialized():
-        dist.all_reduce(value)
-        value /= dist.get_world_size()
-    return float(value)
 
 
 def _peak_mib() -> float:

@@ -42,10 +42,10 @@ def inputs_of(given: Any) -> ExampleInputs:
 def build_plan(
     cfg: Config,
     model: Any,
-    *,
     optimizer: Any = None,
     scheduler: Any = None,
     loaders: Sequence[Any] = (),
+    *,
     env: Env | None = None,
     rules: tuple[Rule, ...] = RULES,
     example: ExampleInputs | None = None,
@@ -89,10 +89,10 @@ def build_plan(
 def check(
     cfg: Config,
     model: Any,
-    *,
     optimizer: Any = None,
     scheduler: Any = None,
     loaders: Sequence[Any] = (),
+    *,
     env: Env | None = None,
     rules: tuple[Rule, ...] = RULES,
 ) -> tuple[Finding, ...]:
@@ -114,7 +114,7 @@ def check(
     return (*found, *planner.over_budget(cfg, facts, rules))
 
 
-def fits(plan: Plan, memory: str | int, *, activations: str | int | None = None) -> Fit:
+def fits(plan: Plan, memory: str | int, activations: str | int | None = None) -> Fit:
     """Check that the plan fits into ``memory`` per device, such as ``"80GiB"``; else find the smallest changes.
 
     ``activations`` is what one micro-batch takes, as ``pk.activations`` estimates it; None: it is not counted.

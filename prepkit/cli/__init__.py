@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 from attrs import asdict, evolve
 
 from prepkit.cli import audit as cli_audit
+from prepkit.cli import compare as cli_files
 from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import plan_files as cli_model
 from prepkit.cli import plan_files as cli_refusal
@@ -24,6 +25,7 @@ from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
 from prepkit.findings.refusals import Refusal
+from prepkit.formats.importers.imported import Imported
 from prepkit.version import VERSION
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def main() -> None:
 # --- plan and check ------------------------------------------------------------------------------------------------
 
 
-@main.command()
+@main.command(short_help="Plan a model's preparation; show or save the plan.")
 @click.argument("config", type=FILE)
 @model_option(required=True)
 @cluster_options
@@ -88,7 +90,7 @@ def plan(config: str, model: str, cluster: Cluster, kind: str | None, output: st
     sys.exit(0 if legal else 1)
 
 
-@main.command()
+@main.command(short_help="Check a config, or a plan file, against the rules.")
 @click.argument("file", type=FILE)
 @model_option()
 @cluster_options
@@ -97,11 +99,15 @@ def plan(config: str, model: str, cluster: Cluster, kind: str | None, output: st
 def check(file: str, model: str | None, cluster: Cluster, kind: str | None, as_json: bool) -> None:
     """Check a config against a model, or the config and facts in a plan file against today's rules.
 
-    Warnings are shown; only errors that are not overridden give exit code 1.
+    Without --model, and of a config, only its keys and their values are checked. Warnings are shown; only errors that
+    are not overridden give exit code 1.
     """
     from prepkit.cli.verdict import findings_data, verdicts_text
 
-    verdicts = _verdicts(file, model, cluster, as_json, kind) if model else (_verdict_on_file(file, cluster, as_json),)
+    if model:
+        verdicts = _verdicts(file, model, cluster, as_json, kind)
+    else:
+        verdicts = (_verdict_on_file(file, cluster, as_json, kind),)
     legal = tuple(str(verdict.world_size) for verdict in verdicts if verdict.plan is not None)
     if as_json:
         say_json({"findings": findings_data(verdicts)})
@@ -117,34 +123,60 @@ def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: st
 
     The config first: a slip of the pen is told in a moment, and importing a model may take a minute.
     """
-    from prepkit.cli.verdict import judge
+    from prepkit.cli.verdict import judge, placed
 
-    imported = cli_import.read(config, kind)
-    if isinstance(imported, PlanRejected) and _is_plan(config):
+    refused, imported = _read(config, kind)
+    if refused is not None and _is_plan(config):
         raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
-    if isinstance(imported, PlanRejected):
-        cli_refusal.refuse((imported,), as_json)
+    if imported is None:
+        cli_refusal.refuse((refused,), as_json)
     envs, cfg = cluster.envs(imported), imported.config
     how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
     if isinstance(facts, PlanRejected):
-        cli_refusal.refuse((facts,), as_json)
-    return tuple(judge(cfg, evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders)) for env in envs)
+        cli_refusal.refuse((refused, facts), as_json)
+    verdicts = (judge(cfg, evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders)) for env in envs)
+    return tuple(placed(verdict, imported.written, refused) for verdict in verdicts)
 
 
-def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
+def _read(config: str, kind: str | None) -> tuple[PlanRejected | None, Imported | None]:
+    """What is wrong with the file, if anything, and what can be read of it, if anything."""
+    imported = cli_import.read(config, kind)
+    if not isinstance(imported, PlanRejected):
+        return None, imported
+    return imported, imported.rest if isinstance(imported.rest, Imported) else None
+
+
+def _verdict_on_file(file: str, cluster: Cluster, as_json: bool, kind: str | None) -> Verdict:
     from prepkit import codec
     from prepkit.cli.verdict import judge
 
-    if cluster.envs() != (None,) or cluster.declared_loaders:
-        raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
     loaded = cli_refusal.attempt(lambda: codec.load_plan(file))
     if isinstance(loaded, PlanRejected):
-        foreign = any(finding.rule == "codec.foreign" for finding in loaded.findings)
-        if foreign or Path(file).suffix.lower() != ".json":
-            raise click.UsageError(f"{file} is not a plan file; a config is checked against a model: add --model")
+        if kind is not None or cli_files.is_config(file, loaded):
+            _check_keys(file, kind, as_json)
         cli_refusal.refuse((loaded,), as_json)
+    if cluster.envs() != (None,) or cluster.declared_loaders:
+        raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
     return judge(loaded.config, loaded.facts)
+
+
+def _check_keys(config: str, kind: str | None, as_json: bool) -> NoReturn:
+    """Check what a config says by itself, where no model is given: its keys, their values, and what contradicts."""
+    from prepkit import codec
+    from prepkit.render.text import findings_text
+
+    refused, imported = _read(config, kind)
+    if refused is not None or imported is None:
+        cli_refusal.refuse((refused,), as_json)
+    if as_json:
+        say_json({"findings": codec.to_data(imported.notes)})
+    else:
+        if imported.notes:
+            say(findings_text(imported.notes), err=True)
+        say(f"every key of {config} is understood, as {imported.kind} means it; what it asks for depends on the model:")
+        say("add --model PKG.MOD:FACTORY, a function that returns it, and the rules are asked as well")
+    sys.exit(0)
 
 
 def _is_plan(file: str) -> bool:
@@ -163,7 +195,7 @@ def _is_plan(file: str) -> bool:
 # --- show, diff, rules, rehearse -----------------------------------------------------------------------------------
 
 
-@main.command()
+@main.command(short_help="Show a saved plan or attestation.")
 @click.argument("file", type=FILE)
 @click.option("--sources", is_flag=True, help="Add the behaviour rows that each step answers.")
 @as_json
@@ -176,14 +208,13 @@ def show(file: str, as_json: bool, sources: bool) -> None:
     say(codec_files.to_text(loaded).rstrip("\n") if as_json else text_of(loaded, sources=sources))
 
 
-@main.command()
+@main.command(short_help="Show what turns one saved plan into another.")
 @click.argument("old", type=FILE)
 @click.argument("new", type=FILE)
 @as_json
 def diff(old: str, new: str, as_json: bool) -> None:
     """Show what turns one saved plan, or attestation, into another; exit code 1 if they differ."""
     from prepkit import codec
-    from prepkit.cli import compare as cli_files
 
     before, after = _files((old, new), as_json)
     changes = cli_files.changes(before, after)
@@ -194,7 +225,7 @@ def diff(old: str, new: str, as_json: bool) -> None:
     sys.exit(1 if changes else 0)
 
 
-@main.command()
+@main.command(short_help="List every rule, or say all about one.")
 @click.argument("rule_id", metavar="[ID]", required=False)
 @as_json
 def rules(rule_id: str | None, as_json: bool) -> None:
@@ -219,7 +250,7 @@ def rules(rule_id: str | None, as_json: bool) -> None:
         say(rules_text(chosen))
 
 
-@main.command()
+@main.command(short_help="Run a plan on a copy of the model without weights.")
 @click.argument("file", type=FILE)
 @model_option(required=True)
 @click.option("--rank", type=click.IntRange(0, MOST), default=0, show_default=True, help="Whose part to rehearse.")
@@ -257,8 +288,6 @@ main.add_command(cli_bytes.sweep)
 
 def _files(files: tuple[str, ...], as_json: bool) -> tuple[Plan | Attestation, ...]:
     """The plans and attestations in the files; ends the command likewise."""
-    from prepkit.cli import compare as cli_files
-
     return cli_refusal.readable(cli_files.load(files), as_json)
 
 

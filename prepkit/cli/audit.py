@@ -13,7 +13,10 @@ SCRIPT_FAILED = 3
 """Exit code where the script itself failed: 1 says that the audit has found errors, 2 that there was none."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    short_help="Find what is wrong with a script's objects at its first step.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
 @as_json
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

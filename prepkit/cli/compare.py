@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 import click
+from attrs import evolve
 
 from prepkit.codec import files as codec_files
 from prepkit.codec.diff import Change, diff
@@ -13,10 +17,12 @@ from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 from prepkit.render.changes import diff_text
 
+T = TypeVar("T")
+
 
 def load(files: tuple[str, ...]) -> tuple[Plan | Attestation | PlanRejected, ...]:
     """What each file holds, or every reason why it cannot be read."""
-    return tuple(map(_load, files))
+    return tuple(given_plan(file, functools.partial(codec_files.load, file)) for file in files)
 
 
 def changes(old: Plan | Attestation, new: Plan | Attestation) -> tuple[Change, ...]:
@@ -33,8 +39,30 @@ def told(value: Plan | Attestation, changes: Sequence[Change]) -> str:
     return "the attestations are equal" if isinstance(value, Attestation) and not changes else diff_text(changes)
 
 
-def _load(file: str) -> Plan | Attestation | PlanRejected:
+def is_config(file: str, refused: PlanRejected) -> bool:
+    """Tell a config, of prepkit or of another library, that was given as a plan: a mapping that says to be nothing."""
+    from prepkit.codec.text import parse
+
+    suffix = Path(file).suffix.lower()
+    if suffix != ".json" or not any(finding.rule == "codec.foreign" for finding in refused.findings):
+        return suffix in (".toml", ".yaml", ".yml")
     try:
-        return codec_files.load(file)
+        data = parse(Path(file).read_text(), file)
+    except (PlanRejected, OSError, ValueError):
+        return False
+    return isinstance(data, dict) and not str(data.get("kind", "")).startswith("prepkit.")
+
+
+def given_plan(file: str, load: Callable[[], T]) -> T | PlanRejected:
+    """What ``load`` makes of the file, or why it is refused; of a config, what makes a plan of it."""
+    try:
+        return load()
     except PlanRejected as refused:
-        return refused
+        return _renamed(file, refused) if is_config(file, refused) else refused
+
+
+def _renamed(file: str, refused: PlanRejected) -> PlanRejected:
+    """The refusal of a config that was given in the place of a plan, in words that lead to a plan."""
+    fix = f"make one: prepkit plan {file} --model PKG.MOD:FACTORY -o plan.json; prepkit import {file} shows the config"
+    what = "it is a config, and this command takes a plan, or an attestation, that prepkit wrote"
+    return PlanRejected((evolve(refused.findings[0], rule="codec.foreign", where=file, what=what, fix=fix),))

@@ -29,7 +29,7 @@ def _variables() -> Imported | PlanRejected:
     return cli_refusal.attempt(lambda: read_variables(os.environ))
 
 
-@click.command("import")
+@click.command("import", short_help="Read another library's config.")
 @click.argument("config", type=FILE, required=False)
 @kind_option
 @click.option("--env", is_flag=True, help="Read the variables that accelerate launch sets, in place of a file.")
@@ -78,7 +78,7 @@ def import_command(config: str | None, kind: str | None, env: bool, output: str 
         say(str(imported))
 
 
-@click.command("export")
+@click.command("export", short_help="Write a config as another library's file.")
 @click.argument("config", type=FILE)
 @kind_option
 @click.option("--to", required=True, metavar="LIBRARY", help="accelerate, deepspeed or transformers.")

@@ -115,8 +115,9 @@ def attempt(call: Callable[[], T]) -> T | PlanRejected:
 def load(files: tuple[str, ...], as_json: bool) -> tuple[Plan, ...]:
     """The plans in the files. Ends the command if any is refused, after saying all that is wrong with all of them."""
     from prepkit import codec
+    from prepkit.cli.compare import given_plan
 
-    return readable(tuple(attempt(functools.partial(codec.load_plan, file)) for file in files), as_json)
+    return readable(tuple(given_plan(file, functools.partial(codec.load_plan, file)) for file in files), as_json)
 
 
 def readable(loaded: tuple[T | PlanRejected, ...], as_json: bool) -> tuple[T, ...]:

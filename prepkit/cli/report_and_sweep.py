@@ -25,7 +25,7 @@ from prepkit.cli.terminal import say, say_json
 from prepkit.findings import PlanRejected
 
 
-@click.command()
+@click.command(short_help="Write one page about one plan, or two.")
 @click.argument("files", type=FILE, nargs=-1, required=True)
 @click.option("-o", "--output", required=True, help="HTML file to write.")
 @memory_option
@@ -43,7 +43,7 @@ def report(files: tuple[str, ...], output: str, memory: int | None, activations:
     say(f"wrote {output}", err=True)
 
 
-@click.command()
+@click.command(short_help="Compare engines, meshes and sizes for one model.")
 @click.argument("config", type=FILE)
 @model_option(required=True)
 @cluster_options

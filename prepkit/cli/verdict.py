@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 from returns.result import Success
 
 from prepkit import codec, planner
-from prepkit.config import Config
+from prepkit.config import Config, Origin
+from prepkit.config.origin import origin_of
 from prepkit.facts import Facts
-from prepkit.findings import Finding
+from prepkit.findings import Finding, PlanRejected
 from prepkit.plan import Plan
 from prepkit.render.text import findings_text
 
@@ -36,6 +37,33 @@ def judge(cfg: Config, facts: Facts) -> Verdict:
         .lash(lambda findings: Success(Verdict(world_size=size, plan=None, findings=findings)))
         .unwrap()
     )
+
+
+def placed(verdict: Verdict, written: tuple[Origin, ...], refused: PlanRejected | None) -> Verdict:
+    """The verdict with the line of each finding, and without a plan where the file itself was refused.
+
+    What the rules say of a place that could not be read is left out: they saw something else there.
+    """
+    wrong = refused.findings if refused is not None else ()
+    unread = tuple(finding.where.partition(":$")[2] for finding in wrong)
+    places = tuple(f"config{place}" for place in unread if place)
+
+    def asked(finding: Finding) -> bool:
+        return not any(f"{finding.where}.".startswith((f"{place}.", f"{place}[")) for place in places)
+
+    def line(finding: Finding) -> Finding:
+        return finding if finding.origin else evolve(finding, origin=_line(written, finding))
+
+    found = tuple(map(line, filter(asked, verdict.findings)))
+    if refused is not None:
+        return evolve(verdict, plan=None, findings=(*wrong, *found))
+    return evolve(verdict, findings=found, accepted=tuple(map(line, verdict.accepted)))
+
+
+def _line(written: tuple[Origin, ...], finding: Finding) -> str:
+    if not finding.where.startswith("config."):
+        return ""
+    return str(origin_of(written, finding.where, finding.what) or "")
 
 
 def findings_data(verdicts: tuple[Verdict, ...]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
-from functools import cache
+from functools import cache, reduce
 from itertools import repeat
 from numbers import Integral, Real
 from types import NoneType
@@ -27,6 +27,7 @@ from prepkit.codec.field_types import SCALARS
 from prepkit.codec.languages import TAG, Language
 from prepkit.codec.misfits import MisfitError
 from prepkit.codec.text import inside, refusal, shown
+from prepkit.config import Config
 from prepkit.findings import Finding, PlanRejected
 from prepkit.findings.text import shorter
 
@@ -53,7 +54,10 @@ def read(data: object, cls: Any, where: str, language: Language) -> Any:
     try:
         return _converter().get_structure_hook(cls)(data, cls)
     except (MisfitError, BaseValidationError) as error:
-        raise PlanRejected(tuple(_findings(error, where, language))) from None
+        found = tuple(_finding(place, misfit, where, language) for place, misfit in _misfits(error, ()))
+        raise PlanRejected(
+            found, rest=_mended(data) if cls is Config and len(found) <= misfits.MOST else None
+        ) from None
 
 
 @cache
@@ -113,10 +117,11 @@ def _tuple_reader(cls: Any, converter: Converter) -> Read:
     slots = [(converter.get_structure_hook(item), item) for item in get_args(cls) if item is not Ellipsis]
 
     def read_value(value: Any, _: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise misfits.wrong_type(value, cls)
-        if not endless and len(value) != len(slots):
-            raise misfits.wrong_length(value, cls, len(slots))
+        if not isinstance(value, list) or (not endless and len(value) != len(slots)):
+            listed = isinstance(value, list)
+            error = misfits.wrong_length(value, cls, len(slots)) if listed else misfits.wrong_type(value, cls)
+            error.given = value
+            raise error
         out: list[Any] = []
         wrong: list[Exception] = []
         for item, (hook, kind) in zip(value, repeat(slots[0]) if endless else slots, strict=False):
@@ -261,31 +266,86 @@ def _union_writer(cls: Any, converter: Converter) -> Write:
 # --- what went wrong -----------------------------------------------------------------------------------------------
 
 
-def _findings(error: Exception, where: str, language: Language) -> Iterator[Finding]:
-    """One finding per place, in the order of the fields; keys that are not known come after them."""
+Place = tuple[object, ...]
+"""Keys and indices that lead from the whole to a value."""
+
+_OWN = "write a value that the class accepts"
+
+
+def _finding(place: Place, misfit: MisfitError, where: str, language: Language) -> Finding:
+    return refusal(misfit.rule, reduce(inside, place, where), misfit.what, misfit.fix(language))
+
+
+def _misfits(error: Exception, place: Place) -> Iterator[tuple[Place, MisfitError]]:
+    """Each place that does not fit, in the order of the fields; keys that are not known come after them."""
     match error:
         case MisfitError():
-            place = where if error.at is None else inside(where, error.at)
-            yield refusal(error.rule, place, error.what, error.fix(language))
+            yield (place if error.at is None else (*place, error.at)), error
         case IterableValidationError():
             for below in error.exceptions:
                 note = _note(below, IterableValidationNote)
-                yield from _findings(below, where if note is None else inside(where, note.index), language)
+                yield from _misfits(below, place if note is None else (*place, note.index))
         case ClassValidationError():
             for below in error.exceptions:
-                yield from _in_class(below, error.cl, where, language)
+                yield from _in_class(below, error.cl, place)
         case _:  # raised by the class itself
-            yield refusal("wrong-value", where, shorter(str(error)), "write a value that the class accepts")
+            yield place, MisfitError("wrong-value", shorter(str(error)), _OWN)
 
 
-def _in_class(error: Exception, cls: type, where: str, language: Language) -> Iterator[Finding]:
+def _in_class(error: Exception, cls: type, place: Place) -> Iterator[tuple[Place, MisfitError]]:
     note = _note(error, AttributeValidationNote)
     if note is None:
-        yield from _findings(error, where, language)
+        yield from _misfits(error, place)
     elif isinstance(error, KeyError):
-        yield from _findings(misfits.missing_key(cls, note.name, note.type), where, language)
+        yield from _misfits(misfits.missing_key(cls, note.name, note.type), place)
     else:
-        yield from _findings(error, inside(where, note.name), language)
+        given = getattr(error, "given", None)
+        whole = misfits.completed(given, note.type, getattr(attrs.fields(cls), note.name).default)
+        yield from _misfits(whole or error, (*place, note.name))
+
+
+_ROUNDS = 8
+"""Times that data are mended: what was wrong inside a value may leave the value itself wrong."""
+
+
+def _mended(data: object) -> Config | None:
+    """The config with what was probably meant in the place of each misfit, or nothing there; None where none is left.
+
+    What is wrong with the engine as a whole leaves nothing to go on with: everything else depends on it.
+    """
+    if not isinstance(data, dict):
+        return None
+    for _ in range(_ROUNDS):
+        try:
+            config: Config = _converter().get_structure_hook(Config)(data, Config)
+        except (MisfitError, BaseValidationError) as error:
+            found = sorted(_misfits(error, ()), key=lambda one: len(one[0]), reverse=True)
+            for place, misfit in found:
+                around = place[:-1] if misfit.rule == "missing-key" else place  # a key that is not there cannot go
+                if around == () or (around == ("engine",) and (misfit.meant is None or misfit.rule == "wrong-type")):
+                    return None
+                data = _changed(data, around, misfit)
+        else:
+            return config
+    return None
+
+
+def _changed(data: Any, place: Place, misfit: MisfitError) -> Any:
+    """The data with one misfit mended: replaced, renamed or left out. A list is left out as a whole."""
+    key, below = place[0], place[1:]
+    if not isinstance(data, dict) or key not in data:
+        return data
+    rest = {name: value for name, value in data.items() if name != key}
+    if below and isinstance(data[key], dict):
+        return data | {key: _changed(data[key], below, misfit)}
+    if below or misfit.meant is None:
+        return rest
+    if isinstance(misfit.meant, tuple):
+        section, written = misfit.meant
+        return rest | {section: written}
+    if misfit.rule == "unknown-key":
+        return rest if misfit.meant in rest else rest | {misfit.meant: data[key]}
+    return rest | {key: misfit.meant}
 
 
 def _note(error: Exception, cls: type) -> Any:

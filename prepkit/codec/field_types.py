@@ -165,7 +165,8 @@ def retyped(value: object, cls: Any) -> str:
 def listed(value: object, cls: Any) -> list[object]:
     """Put a short value into a list, if a list of its type is expected; else return an empty list."""
     options = get_args(cls) if is_union(cls) else (cls,)
-    fitting = any(is_tuple(option) and fits(get_args(option)[0], value) for option in options)
+    endless = (option for option in options if is_tuple(option) and Ellipsis in get_args(option))
+    fitting = any(fits(get_args(option)[0], value) for option in endless)
     return [value] if fitting and len(repr(value)) <= _WORD else []
 
 

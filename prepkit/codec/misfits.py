@@ -20,11 +20,17 @@ MOST = 100
 
 
 class MisfitError(ValueError):
-    """A value that its type does not allow. ``at`` is a key below the place where it was met, or None."""
+    """A value that its type does not allow.
 
-    def __init__(self, rule: str, what: str, fix: str | Fix, at: object = None) -> None:
+    ``at`` is a key below the place where it was met, or None. ``meant`` is what probably belongs there; for a key that
+    is not known, the name that it should have, or the section that it belongs to with what to write there.
+    """
+
+    def __init__(self, rule: str, what: str, fix: str | Fix, at: object = None, meant: Any = None) -> None:
         super().__init__(what)
-        self.rule, self.what, self.at = rule, what, at
+        self.rule, self.what, self.at, self.meant = rule, what, at, meant
+        self.given: Any = None
+        """The value, where a list was expected."""
         self.fix: Fix = fix if callable(fix) else lambda _: fix
 
 
@@ -32,6 +38,8 @@ def wrong_type(value: object, cls: Any) -> MisfitError:
     """Refuse a value of another JSON type."""
     what = f"{shown(value)} is given where {field_types.describe(cls)} is expected"
     near = samples(value, cls)
+    if isinstance(value, bool):  # a switch: on is the kinds, off is None
+        near = tuple(one for one in near if (one is None) is not value) or near
 
     def fix(language: Language) -> str:
         if near:
@@ -39,7 +47,19 @@ def wrong_type(value: object, cls: Any) -> MisfitError:
         listed = field_types.listed(value, cls)
         return f"put it into a list: {typed(listed, language)}" if listed else field_types.retyped(value, cls)
 
-    return MisfitError("wrong-type", what, fix)
+    return MisfitError("wrong-type", what, fix, meant=near[0] if near and isinstance(near[0], dict) else None)
+
+
+def completed(value: object, cls: Any, default: object) -> MisfitError | None:
+    """Refuse a value, or a list with too few items, where a list of a fixed length has a default that completes it."""
+    items = value if isinstance(value, list) else [value]
+    if not field_types.is_tuple(cls) or not isinstance(default, tuple) or not 0 < len(items) < len(default):
+        return None
+    if not all(field_types.fits(type(usual), item) for usual, item in zip(default, items, strict=False)):
+        return None
+    whole = [*items, *default[len(items) :]]
+    error = wrong_length(value, cls, len(default)) if isinstance(value, list) else wrong_type(value, cls)
+    return MisfitError(error.rule, error.what, lambda to: f"write {typed(whole, to)}", meant=whole)
 
 
 def _one_of(near: tuple[Any, ...], language: Language) -> str:
@@ -52,7 +72,9 @@ def wrong_choice(value: str, known: tuple[str, ...]) -> MisfitError:
     """Refuse a text that is not among the allowed ones."""
     near = field_types.nearest(value, known)
     what = f"{shown(value)} is not one of {', '.join(map(repr, known))}"
-    return MisfitError("wrong-value", what, lambda to: f"write {typed(near, to)}" if near else "write one of them")
+    return MisfitError(
+        "wrong-value", what, lambda to: f"write {typed(near, to)}" if near else "write one of them", meant=near or None
+    )
 
 
 def wrong_length(value: list[Any], cls: Any, length: int) -> MisfitError:
@@ -96,7 +118,7 @@ def wrong_kind(name: object, cls: Any, kinds: dict[str, type], at: str | None) -
             return f"write {typed({TAG: near} if at is None else near, language)}"
         return f"{_one_of(held, language)}, or one of these names" if held else "write one of these names"
 
-    return MisfitError("unknown-kind", what, fix, at)
+    return MisfitError("unknown-kind", what, fix, at, meant=near or None)
 
 
 def unknown_keys(cls: type, data: dict[Any, Any], names: Iterable[str]) -> list[Exception]:
@@ -109,19 +131,52 @@ def unknown_keys(cls: type, data: dict[Any, Any], names: Iterable[str]) -> list[
         misfits.append(MisfitError("too-many", what, "write the file again"))
     for key in unknown[:MOST]:
         what = f"{cls.__name__} has no key {shown(key)}, only {', '.join(names) or 'none at all'}"
-        misfits.append(MisfitError("unknown-key", what, _instead(cls, key, data), at=key))
+        near = meant(str(key)[:LONGEST], data[key], cls, data)
+        deeper = None if near else _deeper(cls, str(key)[:LONGEST], data[key], data)
+        fix = _moved(*deeper) if deeper else _instead(key, data, near)
+        misfits.append(MisfitError("unknown-key", what, fix, at=key, meant=near or deeper))
     return misfits
 
 
-def _instead(cls: type, key: object, data: dict[Any, Any]) -> str:
+def _instead(key: object, data: dict[Any, Any], near: str) -> str:
     word = str(key)[:LONGEST]
-    if near := meant(word, data[key], cls, data):
+    if near:
         return f"write {near!r} instead"
     if (known := OTHER_NAMES.get(word.lower())) in data:
         return f"remove it: {known!r} says it"
     if word in OF_GROUPS:
         return "remove it: give an optimizer of your own with these groups, as in build_plan(cfg, model, optimizer=...)"
     return "remove it"
+
+
+def _deeper(cls: type, key: str, value: object, given: dict[Any, Any]) -> tuple[str, dict[str, object]] | None:
+    """Find the section that a key belongs to, and what to write there: ``lr`` is an option of the optimizer."""
+    if key.lower() in OF_GROUPS:
+        return None
+    for field in field_types.fields(cls):
+        kinds = field_types.kinds(field.type) or _plain(field.type)
+        held = given.get(field.name)
+        written = held.get(TAG) if isinstance(held, dict) else held
+        for name, kind in sorted(kinds.items(), key=lambda one: one[0] != written):
+            known = {inner.name: inner for inner in field_types.fields(kind)}
+            option = key if key in known else OTHER_NAMES.get(key.lower(), "")
+            if option in known and takes(known[option].type, value):
+                rest = {inner: item for inner, item in held.items() if inner != TAG} if isinstance(held, dict) else {}
+                if written in kinds and name != written:
+                    continue  # another kind has it, and not the one that was chosen
+                tag = {TAG: name} if field_types.kinds(field.type) else {}
+                return field.name, tag | rest | {option: _wider(known[option].type, value)}
+    return None
+
+
+def _moved(section: str, data: dict[str, object]) -> Fix:
+    return lambda to: f"move it into {section!r}: {assigned(section, to)}{typed(data, to)}"
+
+
+def _plain(cls: Any) -> dict[str, type]:
+    """The one class of a type that needs no tag."""
+    options = get_args(cls) if field_types.is_union(cls) else (cls,)
+    return {option.__name__: option for option in options if attrs.has(option)}
 
 
 def missing_key(cls: type, name: str, kind: Any) -> MisfitError:

@@ -49,8 +49,10 @@ class PlanRejected(Exception):
     Nothing live has been touched when it is raised.
     """
 
-    def __init__(self, findings: tuple[Finding, ...]) -> None:
+    def __init__(self, findings: tuple[Finding, ...], rest: object = None) -> None:
         self.findings = findings
+        self.rest = rest
+        """What was meant, as far as it can be read, so that the rules can be asked about it as well; None: nothing."""
         count = len(findings)
         super().__init__("\n".join((f"{count} finding{'s' if count != 1 else ''}:", *map(str, findings))))
 

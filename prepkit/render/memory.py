@@ -24,13 +24,23 @@ def memory_lines(plan: Plan) -> Iterator[str]:
     yield from (f"  not predicted: {entry}" for entry in prediction.not_predicted)
     yield ""
     if prediction.traffic:
-        yield f"traffic of a rank per optimizer step: {in_bytes(prediction.sent)} sent"
+        yield f"traffic of a rank per optimizer step: {in_bytes(prediction.sent)} sent{_between(plan, prediction)}"
         yield from aligned(tuple(_traffic(entry) for entry in prediction.traffic), indent=2)
     else:
         yield "traffic: none"
     yield ""
     yield "what it means"
     yield from (f"  {note}" for note in prediction.notes)
+
+
+def _between(plan: Plan, prediction: Prediction) -> str:
+    """How much of it goes from node to node; empty where all ranks are on one node, or nodes are not known."""
+    per_node = plan.facts.env.per_node
+    if per_node is None or plan.world_size <= per_node:
+        return ""
+    crossing = prediction.crossing(per_node)
+    share = "all" if crossing == prediction.sent else in_bytes(crossing) if crossing else "none"
+    return f", {share} of it between nodes"
 
 
 def _budget(plan: Plan, prediction: Prediction) -> str:

@@ -301,16 +301,25 @@ def _one_unit(resolved: Resolved) -> Iterator[Hit]:
     if not resolved.selected[wrap]:
         total = short(sum(param.numel for param in facts.model.params))
         what = f"{wrap} selects no module: one unit holds 100 % of the {total} parameters"
-        yield Hit("config.engine.wrap", f"{what} and is gathered whole. {known_blocks(facts.model)}", _smaller(wrap))
+        fix = _smaller(wrap, facts.model)
+        yield Hit("config.engine.wrap", f"{what} and is gathered whole. {known_blocks(facts.model)}", fix)
 
 
-def _smaller(wrap: Wrap) -> str:
+def _smaller(wrap: Wrap, model: ModelFacts) -> str:
     """Name a fix that is not the size that was written; empty where none was: the rule's own fix will do."""
     if not isinstance(wrap, WrapSize):
         return ""
-    return (
-        f'Name the blocks: WrapClasses(("...",)) or WrapPaths(("...",)); or write a number below {wrap.min_params:,}.'
+    least = next((size for size in _halves(wrap.min_params) if select(WrapSize(size), model)), 0)
+    blocks = (
+        f"Write {instead(model)}" if repeated_blocks(model) else 'Write WrapPaths(("...",)) with the paths of blocks'
     )
+    return f"{blocks}; or WrapSize({least})." if least else f"{blocks}."
+
+
+def _halves(size: int) -> Iterator[int]:
+    """Sizes below one, each half of the one before."""
+    while (size := size // 2) > 0:
+        yield size
 
 
 def _nested(resolved: Resolved) -> Iterator[Hit]:

@@ -78,8 +78,8 @@ def test_one_refused_world_size_refuses_all_and_nothing_is_written(folder: Path)
     done = run("plan", "fsdp2.toml", *MAKE, *sizes, "-o", "plan-{world_size}.json")
     assert done.exit_code == 1
     assert done.stdout == ""
-    assert "world size 3:\nerror mesh.not-world-size at config.mesh:" in done.stderr
-    assert "world size 5:\nerror mesh.not-world-size at config.mesh:" in done.stderr
+    assert "world size 3:\nerror mesh.not-world-size at config.mesh (mesh in fsdp2.toml:6:1):" in done.stderr
+    assert "world size 5:\nerror mesh.not-world-size at config.mesh (mesh in fsdp2.toml:6:1):" in done.stderr
     assert "world size 4:" not in done.stderr
     assert done.stderr.endswith("no plan was written\n")
     assert not list(folder.glob("plan-*.json"))
@@ -115,15 +115,59 @@ def test_warnings_are_said_when_a_plan_is_written(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("check",), ("plan",), ("sweep",)])
-def test_a_config_that_cannot_be_read_is_told_before_the_model_is_imported(
+def test_a_config_without_an_engine_is_told_before_the_model_is_imported(
     command: tuple[str, ...], folder: Path
 ) -> None:
-    Path("c.toml").write_text('engin = "DDP"\naccumulation = 2.0\n')
+    Path("c.toml").write_text("engine = 3\naccumulation = 2.0\n")
     done = run(*command, "c.toml", "--model", "model_of_cli_tests:broken", "--world-size", "2")
     assert done.exit_code == 1
-    assert "error codec.unknown-key at c.toml:$.engin:" in done.stderr
-    assert "error codec.wrong-type at c.toml:$.accumulation:" in done.stderr
+    assert "error codec.wrong-type at c.toml:$.engine (engine in c.toml:1:1):" in done.stderr
+    assert "error codec.wrong-type at c.toml:$.accumulation (accumulation in c.toml:2:1):" in done.stderr
     assert done.stderr.endswith("2 errors\n")
+
+
+def test_a_slip_in_the_file_hides_no_finding_of_the_rules(folder: Path) -> None:
+    text = "engine: {kind: FSDP2, wrap: {kind: WrapClasses, names: [Blok]}}\nacumulation: 0\nlr: 0.1\n"
+    Path("c.yaml").write_text(text + "clip: {kind: ClipNorm, max_norm: -1}\ncheckpointing: true\n")
+    done = run("check", "c.yaml", *MAKE, "--world-size", "2", "--device", "cpu", "--torch", "2.13", "--json")
+    found = {(one["rule"], one["where"], one["origin"]) for one in json.loads(done.stdout)["findings"]}
+    assert done.exit_code == 1
+    assert found == {
+        ("codec.unknown-key", "c.yaml:$.acumulation", "acumulation in c.yaml:2:1"),
+        ("codec.unknown-key", "c.yaml:$.lr", "lr in c.yaml:3:1"),
+        ("codec.wrong-type", "c.yaml:$.checkpointing", "checkpointing in c.yaml:5:1"),
+        ("values.accumulation", "config.accumulation", ""),  # read as what was meant
+        ("values.clip", "config.clip.max_norm", "clip.max_norm in c.yaml:4:24"),
+        ("wrap.class-not-found", "config.engine.wrap", "engine.wrap in c.yaml:1:23"),
+    }  # and nothing of an optimizer that is missing: lr says that there is one
+    Path("a.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\nfsdp_config:\n  zzz: 1\n")
+    done = run("check", "a.yaml", *MAKE)
+    assert "import.unknown-key" in done.stderr
+    assert "optimizer.none" in done.stderr
+
+
+def test_a_config_is_checked_by_its_keys_where_no_model_is_given(folder: Path) -> None:
+    done = run("check", "fsdp2.toml")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith("every key of fsdp2.toml is understood, as prepkit means it")
+    Path("c.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf17\n")
+    done = run("check", "c.yaml")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "error import.wrong-value at c.yaml:2:1 mixed_precision" in done.stderr
+    assert json.loads(run("check", "single.json", "--json").stdout) == {"findings": []}
+
+
+@pytest.mark.parametrize("command", [("show",), ("diff", "one.json"), ("rehearse", *MAKE), ("report", "-o", "x.html")])
+@pytest.mark.parametrize("name", ["fsdp2.toml", "single.json"])
+def test_a_config_in_the_place_of_a_plan_is_called_one(command: tuple[str, ...], name: str, folder: Path) -> None:
+    done = run(*command, name)
+    assert done.exit_code == 1
+    assert f"error codec.foreign at {name}: it is a config" in done.stderr
+    assert f"prepkit plan {name} --model PKG.MOD:FACTORY -o plan.json" in done.stderr
+
+
+def test_help_cuts_no_sentence(folder: Path) -> None:
+    assert "..." not in run("--help").stdout.partition("Commands:")[2]
 
 
 def test_a_model_that_cannot_be_built_says_what_it_raised(folder: Path) -> None:
@@ -166,7 +210,7 @@ def test_findings_go_to_stdout_as_json(folder: Path) -> None:
     Path("c.toml").write_text("engine = 'DDP'\na = 1\nb = 2\n")
     refused = run("check", "c.toml", *MAKE, "--json")
     assert refused.exit_code == 1
-    assert [one["where"] for one in json.loads(refused.stdout)["findings"]] == ["c.toml:$.a", "c.toml:$.b"]
+    assert [one["where"] for one in json.loads(refused.stdout)["findings"]][:2] == ["c.toml:$.a", "c.toml:$.b"]
 
 
 # --- check ---------------------------------------------------------------------------------------------------------
@@ -202,8 +246,6 @@ def test_check_runs_todays_rules_on_the_config_and_facts_in_a_plan_file(folder: 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("check", "fsdp2.toml"), "add --model"),
-        (("check", "single.json"), "add --model"),
         (("check", "ddp.json", *MAKE), "is a plan file"),
         (("plan", "ddp.json", *MAKE), "is a plan file"),
         (("check", "ddp.json", "--world-size", "2"), "a plan file carries its environment"),

@@ -216,7 +216,7 @@ def test_every_mistake_is_reported_at_once_with_its_place() -> None:
                 "codec.wrong-value",
                 "$.optimizer.betas",
                 "[0.9] has 1 items, not 2",
-                "write a list (a number, a number)",
+                "write [0.9, 0.999]",
             ),
         ),
         (

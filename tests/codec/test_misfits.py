@@ -173,3 +173,34 @@ def test_a_bucket_has_a_size_between_nothing_and_what_no_machine_has(size: float
         for one in plan.steps
     )
     assert bool(wrong(evolve(plan, steps=steps))) is not fits
+
+
+@pytest.mark.parametrize(
+    ("data", "fix"),
+    [
+        ({"optimizer": {"kind": "AdamW", "betas": 0.9}}, "write [0.9, 0.999]"),
+        ({"optimizer": {"kind": "AdamW", "betas": [0.8]}}, "write [0.8, 0.999]"),
+        ({"optimizer": {"kind": "AdamW", "betas": [1, 2, 3]}}, "write a list (a number, a number)"),
+        ({"lr": 0.1}, "move it into 'optimizer': optimizer: {kind: AdamW, lr: 0.1}"),
+        ({"lr": 0.1, "optimizer": "SGD"}, "move it into 'optimizer': optimizer: {kind: SGD, lr: 0.1}"),
+        ({"replicate": 2}, "move it into 'mesh': mesh: {replicate: 2}"),
+        ({"checkpointing": True}, "write CheckpointBlocks"),
+        ({"checkpointing": False}, "write null"),
+        ({"compile": True}, "write CompileModel or CompileBlocks"),
+    ],
+)
+def test_a_fix_is_what_would_stand_there(data: dict[str, object], fix: str) -> None:
+    with pytest.raises(PlanRejected) as caught:
+        codec.from_data(data, Config, language="yaml")
+    [found] = caught.value.findings
+    assert found.fix == fix
+    assert isinstance(caught.value.rest, Config)
+
+
+def test_what_was_meant_is_read_and_a_config_without_an_engine_is_not() -> None:
+    with pytest.raises(PlanRejected) as caught:
+        codec.from_data({"engine": {"kind": "DPD"}, "lr": 0.5, "timeout_s": "long"}, Config)
+    assert caught.value.rest == Config(engine=DDP(), optimizer=AdamW(lr=0.5))
+    with pytest.raises(PlanRejected) as caught:
+        codec.from_data({"engine": 4, "timeout_s": 5}, Config)
+    assert caught.value.rest is None

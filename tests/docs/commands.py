@@ -9,7 +9,16 @@ from prepkit.cli import main
 _HEAD = """# Command line
 
 `prepkit COMMAND --help` prints the same. Exit codes: 0 fine, 1 findings or differences, 2 used wrongly. `show`,
-`diff`, `rules`, `report`, and `check` on a plan file never import torch. `--json` prints for scripts.
+`diff`, `rules`, `report`, and `check` without `--model` never import torch. `--json` prints for scripts.
+
+The shell completes commands and options once it has read one line, which goes into `~/.bashrc`, `~/.zshrc` or
+`~/.config/fish/completions/prepkit.fish`:
+
+```text
+eval "$(_PREPKIT_COMPLETE=bash_source prepkit)"
+eval "$(_PREPKIT_COMPLETE=zsh_source prepkit)"
+_PREPKIT_COMPLETE=fish_source prepkit | source
+```
 """
 
 

@@ -33,6 +33,7 @@ from prepkit.predict.fsdp2 import alike
 from prepkit.predict.inputs import Inputs, inputs_of
 from prepkit.predict.optimizers import TORCH, OptimizerInputs, state_formula
 from prepkit.predict.prediction import Label, Prediction, Term, Traffic
+from prepkit.render.memory import memory_lines
 from prepkit.rules.mesh import strategy
 from prepkit.testing.tiny import tiny_facts, tiny_model, tiny_optimizer
 from tests.support.llama_facts import SIZES, fsdp2, llama
@@ -367,3 +368,12 @@ def test_a_job_can_be_given_another_mesh_without_the_model() -> None:
     plan = fsdp2("8B", 64)
     other = fsdp2("8B", 64, Config(engine=FSDP2(), optimizer=AdamW(), mesh=Mesh(replicate=8)))
     assert predict_inputs(FSDP2, evolve(inputs_of(plan), mesh=other.mesh)) == predict(other)
+
+
+def test_a_page_says_how_much_goes_between_nodes() -> None:
+    made = make(Config(engine=DDP()), tiny_facts(world=4))
+    for per_node, share in ((2, ", all of it between nodes"), (4, ""), (None, "")):
+        env = evolve(made.facts.env, per_node=per_node)
+        made = evolve(made, facts=evolve(made.facts, env=env))
+        [line] = [line for line in memory_lines(made) if line.startswith("traffic")]
+        assert line.endswith(f" sent{share}")

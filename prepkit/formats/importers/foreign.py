@@ -185,9 +185,7 @@ class Foreign:
     def imported(self, config: Config, known: Sequence[str] = (), **declared: Any) -> Imported:
         """The outcome. Raises ``PlanRejected`` with every finding where one is an error, unknown keys among them."""
         self.say_unknown(known)
-        if any(finding.severity is Severity.ERROR for finding in self.findings):
-            raise PlanRejected(tuple(self.findings))
-        return Imported(
+        read = Imported(
             config=evolve(config, origins=tuple(dict.fromkeys(self.origins))),
             kind=self.kind,
             not_preparation=tuple(self.not_preparation),
@@ -195,6 +193,11 @@ class Foreign:
             notes=tuple(self.findings),
             **declared,
         )
+        wrong = [finding for finding in self.findings if finding.severity is Severity.ERROR]
+        if wrong:
+            only_more = all(finding.rule == "import.unknown-key" for finding in wrong)
+            raise PlanRejected(tuple(self.findings), rest=read if only_more else None)
+        return read
 
     def unchanged(self) -> Iterator[str]:
         """Keys with a value of their own that were read and became nothing: no setting, no finding, not listed."""

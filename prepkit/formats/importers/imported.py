@@ -35,6 +35,8 @@ class Imported:
     """What the file says of launching, logging or the run itself: read, and of no concern to preparation."""
     unchanged: tuple[Origin, ...] = ()
     """What it says beside that: read, and off, empty or as it is without it, so that no setting came of it."""
+    written: tuple[Origin, ...] = ()
+    """Where each key of a file of prepkit's own is; empty for other files, whose ``config.origins`` say it."""
     notes: tuple[Finding, ...] = ()
     """Warnings: settings that do nothing there either, or that prepkit answers in another way."""
 
@@ -54,6 +56,7 @@ class Imported:
         written: dict[str, list[str]] = {}
         for origin in self.config.origins:
             written.setdefault(origin.setting, []).append(str(origin))
+        written |= {setting: [f"what {self.kind} does by itself"] for setting in self._implied()}
         width = max(map(len, written), default=0)
         for setting, places in written.items():
             yield f"  {setting:<{width}}  {_value(self.config, setting)}  from {', '.join(places)}"
@@ -66,6 +69,13 @@ class Imported:
         if self.unchanged:
             yield f"changes nothing: {', '.join(origin.key for origin in self.unchanged)}"
         yield from map(str, self.notes)
+
+    def _implied(self) -> Iterator[str]:
+        """Settings that no key of another library's file says."""
+        named = {origin.setting.split(".")[1] for origin in self.config.origins if "." in origin.setting}
+        for one in fields(Config) if self.kind != "prepkit" else ():
+            if one.name not in {*named, "origins"} and getattr(self.config, one.name) != one.default:
+                yield f"config.{one.name}"
 
 
 def _value(config: Config, setting: str) -> str:

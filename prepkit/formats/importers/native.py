@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+
+from attrs import evolve
 
 from prepkit.codec import from_data
 from prepkit.codec.misfits import meant
-from prepkit.config import Config
+from prepkit.config import Config, Origin
+from prepkit.config.origin import origin_of
+from prepkit.findings import Finding, PlanRejected
+from prepkit.formats.importers.foreign import positions
 from prepkit.formats.importers.imported import Imported
 from prepkit.formats.importers.source import LANGUAGES, Source, read, refuse_damage, refuse_unrecognised
 
@@ -29,7 +35,30 @@ def read_prepkit(source: Source) -> Imported:
         spelt = _spelt(data)
     except (TypeError, ValueError, RecursionError) as error:
         refuse_damage(f"{where}.engine.config", f"it is nothing that JSON has: {error}")
-    return Imported(config=from_data(spelt, Config, where, LANGUAGES[source.suffix]), kind="prepkit")
+    written = _written(source)
+    try:
+        config = from_data(spelt, Config, where, LANGUAGES[source.suffix])
+    except PlanRejected as refused:
+        found = tuple(evolve(finding, origin=_origin(written, finding, where)) for finding in refused.findings)
+        rest = refused.rest
+        raise PlanRejected(
+            found, rest=Imported(config=rest, kind="prepkit", written=written) if isinstance(rest, Config) else None
+        ) from None
+    return Imported(config=config, kind="prepkit", written=written)
+
+
+def _written(source: Source) -> tuple[Origin, ...]:
+    """Where each key is in the file."""
+    return tuple(
+        Origin(setting=f"config.{key}", key=key, source=source.path, line=line, column=column)
+        for key, (line, column) in positions(source.text, source.suffix).items()
+    )
+
+
+def _origin(written: tuple[Origin, ...], finding: Finding, where: str) -> str:
+    """Where the key that a path such as ``c.toml:$.loaders[0].name`` names was written, or one that it is part of."""
+    path = re.sub(r"\[(?:'|\")?(.*?)(?:'|\")?\]", r".\1", finding.where.removeprefix(where))
+    return str(origin_of(written, f"config{path}") or "")
 
 
 def _spelt(data: dict[str, object]) -> dict[str, object]:

@@ -21,6 +21,7 @@ _OLD = {
 """Switches of older versions to the device that they mean (deepspeed/runtime/zero/config.py)."""
 _MSAMP = {"enabled": "bool", "opt_level": "text", "use_te": "bool"}
 """Keys of the section that MS-AMP adds (msamp/deepspeed/runtime/config.py)."""
+_BATCH_SIZES = ("train_micro_batch_size_per_gpu", "train_batch_size")
 _OWN_AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 """Places where ``auto`` is a value of DeepSpeed's own."""
 
@@ -130,6 +131,8 @@ def left_over(draft: Draft) -> None:
             fix = "Write a number, or optimizer=AdamW(...) in the config, which fills it in."
         elif path.startswith("scheduler.params"):
             fix = "Write a number, or DeepSpeed(schedule=Schedule(...)), which fills it in."
+        elif path in _BATCH_SIZES:
+            fix = "Pass loaders=[...], or --batch-size 4 on the command line, which fills it in, or write a number."
         draft.flaw("auto", f'`{path}` is "auto", and nothing says what it is.', fix)
         drop(draft.data, path)
 

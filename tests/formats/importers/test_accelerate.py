@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -454,3 +455,10 @@ def test_a_key_of_deepspeeds_own_file_is_sent_there(tmp_path: Path) -> None:
         "Write zero_optimization.overlap_comm into a DeepSpeed JSON"
     )
     assert fixes["deepspeed_config.zzz"].endswith("or remove it.")
+
+
+def test_a_setting_that_no_key_says_has_a_row_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_sync_module_states: true}\n")
+    assert "config.weights" in str(import_config(path))
+    assert re.search(r"BroadcastWeights\(\) +from what accelerate does by itself", str(import_config(path)))
