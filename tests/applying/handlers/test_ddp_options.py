@@ -276,4 +276,4 @@ def test_batch_norms_are_found_planned_and_attested() -> None:
         target = applied(without, model, optimizer)
         assert verify(without, target).failed == ()
         model.second[2] = nn.BatchNorm1d(4, affine=False)
-        assert [str(one) for one in verify(without, target).failed] == ["ConvertSyncBatchNorm: synchronised: second.2"]
+        assert [one.what for one in verify(without, target).failed] == ["synchronised: second.2"]

@@ -279,16 +279,16 @@ def test_what_was_converted_is_attested_and_what_was_not_is_named() -> None:
     model = seeded()
     made = planned(Config(precision=EMULATED), model, AdamW(model.parameters()))
     target = applied(made, model, AdamW(model.parameters()))
-    assert not [check for check in verify(made, target).failed if check.subject == "ConvertFP8Linears"]
+    assert not [one for one in verify(made, target).failed if one.where == "ConvertFP8Linears"]
     model.layers[1].inner = nn.Linear(16, 32)  # type: ignore[union-attr]  # a ModuleList of Blocks
     model.get_submodule("layers.2.inner").config = None
     model.get_submodule("layers.1.outer").config = copy.copy(model.get_submodule("layers.1.outer").config)
     object.__setattr__(model.get_submodule("layers.1.outer").config, "emulate", False)
-    told = [str(check) for check in verify(made, target).failed if check.subject == "ConvertFP8Linears"]
+    told = [one.what for one in verify(made, target).failed if one.where == "ConvertFP8Linears"]
     wrong = "layers.1.outer has emulate, all_gather (False, False), planned (True, False)"
     assert told == [
-        "ConvertFP8Linears: layers compute in float8: layers.1.inner is Linear",
-        f"ConvertFP8Linears: layers are configured as planned: {wrong}",
+        "layers compute in float8: layers.1.inner is Linear",
+        f"layers are configured as planned: {wrong}",
     ]
 
 

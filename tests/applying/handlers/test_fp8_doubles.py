@@ -285,11 +285,11 @@ def test_a_lost_autocast_and_a_lost_layer_are_named(engine: library_doubles.Call
     made = planned(config(), model, optimizer)
     target = applied(made, model, optimizer)
     object.__setattr__(vars(model)["forward"], "during_eval", True)  # frozen
-    (told,) = [str(check) for check in verify(made, target).failed]
+    (told,) = [f"{one.where}: {one.what}" for one in verify(made, target).failed]
     assert told == "AutocastFP8Forward: float8 autocast: found DelayedScaling, always"
     vars(model).pop("_prepkit_fp8")
     model.layers[0].norm = nn.LayerNorm(16)  # type: ignore[union-attr]  # a ModuleList of Blocks
-    lost = [str(check) for check in verify(made, target).failed]
+    lost = [f"{one.where}: {one.what}" for one in verify(made, target).failed]
     assert "AutocastFP8Forward: float8 autocast: Wide has its own forward" in lost
     assert "ConvertTransformerEngine: layers are TransformerEngine's: layers.0.norm is LayerNorm" in lost
 
@@ -399,7 +399,7 @@ def test_what_ms_amp_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     made, target, given, model = prepared(config(MSAMP()))
     model.layers[0].inner = nn.Linear(16, 32)  # type: ignore[union-attr]  # a ModuleList of Blocks
     target.optimizer = given
-    told = [str(check) for check in verify(made, target).failed]
+    told = [f"{one.where}: {one.what}" for one in verify(made, target).failed]
     assert "InitializeMSAMP: layers are MS-AMP's: layers.0.inner is Linear" in told
     assert "InitializeMSAMP: the optimizer is MS-AMP's: it is AdamW" in told
     assert names.named_parameters(model)["layers.0.inner.weight"].dtype == torch.float32
