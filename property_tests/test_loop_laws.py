@@ -127,6 +127,10 @@ class LoopMachine(RuleBasedStateMachine):
                     self.engine.clear()
             case orders.Tick(times=times):
                 self.ticked += times
+            case orders.Recover(drop=drop, failed=failed):
+                self.engine.awake = self.engine.awake and not failed
+                if drop:
+                    self.engine.clear()
             case orders.Clear():
                 self.engine.clear()
 
@@ -190,12 +194,17 @@ class LoopMachine(RuleBasedStateMachine):
         elif weighed:
             self.tokens[self.micro_batch] = tokens
 
-    @rule(times=st.integers(1, 3), weighed=st.booleans(), past=st.sampled_from([False, False, True]))
-    def train(self, times: int, weighed: bool, past: bool) -> None:
+    @rule(
+        times=st.integers(1, 3),
+        weighed=st.booleans(),
+        past=st.sampled_from([False, False, True]),
+        overflows=st.booleans(),
+    )
+    def train(self, times: int, weighed: bool, past: bool, overflows: bool) -> None:
         """As it should be, but that some call the module inside the wrapper."""
         for at in range(times):
             self.backward(more=False, past=past, weighed=weighed, tokens=(2 + at, 1))
-            self.step(overflows=False)
+            self.step(overflows=overflows)
 
     @precondition(lambda self: self.plan.wrapper_averages)
     @rule()
@@ -286,6 +295,24 @@ class LoopMachine(RuleBasedStateMachine):
     def skip(self) -> None:
         if self.say(events.LeftOut()):
             self.drop_micro_batch()
+
+    @rule(cleared=st.booleans())
+    def backward_fails(self, cleared: bool) -> None:
+        """It has added what it has added: nothing goes on before that is left out, and with it the window so far."""
+        before = self.state
+        self.backward(more=False, past=False, weighed=False, tokens=(1, 1))
+        if self.state == before:
+            return
+        assert self.say(events.BackwardFailed())
+        self.engine.awake = self.plan.wrapper_averages
+        for event in (events.Backward(), events.Step(), events.Saved(), events.Resuming(), events.EvaluationEntered()):
+            assert not self.say(event)
+        assert self.say(events.Cleared() if cleared else events.LeftOut())
+        assert not self.state.pending
+        assert self.engine.empty
+        assert not self.engine.awake, "it waits for nothing"
+        self.window = []
+        self.drop_micro_batch()
 
     @rule(last=st.booleans())
     def accumulate(self, last: bool) -> None:
@@ -378,7 +405,12 @@ def _arms_always(done: Any, *_: Any) -> Any:
     return done._replace(state=done.state._replace(armed=True))
 
 
+def _recovers_nothing(done: Any, *_: Any) -> Any:
+    return done._replace(orders=tuple(one for one in done.orders if not isinstance(one, orders.Recover)))
+
+
 FAULTS = (
+    _recovers_nothing,
     _without_division,
     _without_tokens,
     _clears_inside,
@@ -405,7 +437,9 @@ def test_the_laws_notice_a_planted_fault(fault: Callable[..., Any]) -> None:
         run_state_machine_as_test(Faulty, settings=BRIEF)
 
 
-@pytest.mark.parametrize("removed", ["backward-twice", "past-the-wrapper", "never-averaged", "gradients-lost"])
+@pytest.mark.parametrize(
+    "removed", ["backward-twice", "backward-failed", "past-the-wrapper", "never-averaged", "gradients-lost"]
+)
 def test_the_laws_notice_a_rule_that_is_gone(removed: str) -> None:
     def without(plan: LoopPlan, state: LoopState, event: Any) -> Any:
         told = state.told | {f"loop.{removed}"}

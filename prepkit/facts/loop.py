@@ -96,6 +96,8 @@ class LoopState(NamedTuple):
     """The wrapper's forward has run since the last backward: DDP averages one backward per forward."""
     averaged: bool = False
     """The last backward of this window was averaged over the ranks."""
+    failed: bool = False
+    """The last backward has raised: some of its gradients may have been added."""
     used: bool = False
     """``ready.backward`` has been called: gradients are divided and averaged for ``ready.step()`` alone."""
     weighed: bool | None = None
@@ -178,8 +180,12 @@ class Backward(NamedTuple):
     leads: bool = True
     """The loss leads to something that has a gradient."""
     averages: bool = True
-    """The wrapper is to average in this backward."""
+    """The engine is to average in this backward, as it stands: inside ``no_sync`` it is not."""
     gradients: Gradients = Gradients.UNKNOWN
+
+
+class BackwardFailed(NamedTuple):
+    """It raised."""
 
 
 class Step(NamedTuple):
@@ -291,6 +297,7 @@ Event = (
     | PassEnded
     | ForwardRan
     | Backward
+    | BackwardFailed
     | Step
     | Stepped
     | StepFailed

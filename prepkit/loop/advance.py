@@ -170,15 +170,14 @@ def _forward(plan: LoopPlan, state: LoopState, event: events.ForwardRan) -> Outc
 
 
 def _backward(plan: LoopPlan, state: LoopState, event: events.Backward) -> Outcome:
-    averaged = event.averages if plan.wrapper_averages else bool(state.averaging)
     after = state._replace(
         backwards=state.backwards + 1,
         more=event.more,
         cleared=False,
         used=True,
         weighed=event.weighed,
-        armed=state.armed and not averaged,
-        averaged=averaged,
+        armed=state.armed and not event.averages,
+        averaged=event.averages,
     )
     divide_by = 1 if plan.engine_steps else plan.accumulation
     return after, (orders.RunBackward(plan.engine_steps, event.weighed, divide_by, plan.loss_scaled),)
@@ -227,7 +226,7 @@ def _step_failed(plan: LoopPlan, state: LoopState, event: events.StepFailed) -> 
     if not event.acted:
         return state._replace(stepping=False), ()
     after, told = _told(plan, _with_window_over(state))
-    return after, (orders.Clear(), *told)
+    return after, (*_recovery(state), orders.Clear(), *told)
 
 
 def _with_window_over(state: LoopState) -> LoopState:
@@ -240,26 +239,33 @@ def _with_window_over(state: LoopState) -> LoopState:
         weighed=None,
         cut_short=False,
         stepping=False,
+        failed=False,
         batches=_trained(state.batches),
         over_pass=None,
     )
 
 
 def _cleared(plan: LoopPlan, state: LoopState, event: events.Cleared) -> Outcome:
-    del plan, event
+    if state.failed and not state.stepping:  # what is cleared is all that the window has
+        return _left_out(plan, state, event)
     if state.stepping:  # a closure makes the gradients anew
         return state._replace(backwards=0, more=False), ()
-    return state._replace(more=False, cleared=state.backwards > 0, weighed=None), ()
+    after = state._replace(more=False, cleared=state.backwards > 0, weighed=None)
+    return after, ((orders.Recover(drop=True, failed=False),) if plan.engine_steps else ())  # ZeRO's leaves some
 
 
-def _left_out(plan: LoopPlan, state: LoopState, event: events.LeftOut) -> Outcome:
-    del event
-    after = state._replace(backwards=0, more=False, cleared=False, armed=False)
-    if not state.micro_batches:
-        after = after._replace(weighed=None, averaged=False)
-    clear = (orders.Clear(),) if state.backwards else ()
+def _left_out(plan: LoopPlan, state: LoopState, event: events.LeftOut | events.Cleared) -> Outcome:
+    """After a backward that has raised the whole window is left out: nobody can take back what it has added."""
+    after = state._replace(backwards=0, more=False, cleared=False, armed=False, failed=False)
+    if state.failed or not state.micro_batches:
+        after = after._replace(weighed=None, averaged=False, micro_batches=0)
+    clear = (orders.Clear(),) if state.backwards and isinstance(event, events.LeftOut) else ()
     after, told = _told(plan, after)
-    return after, (*clear, *told)
+    return after, (orders.Recover(bool(state.backwards), state.failed), *clear, *told)
+
+
+def _recovery(state: LoopState) -> tuple[Order, ...]:
+    return (orders.Recover(drop=True, failed=True),) if state.failed else ()
 
 
 def _by_hand(plan: LoopPlan, state: LoopState, event: events.SteppedByHand) -> Outcome:
@@ -289,6 +295,7 @@ _AFTER: Mapping[type, Callable[[LoopPlan, LoopState, Any], Outcome]] = {
     events.PassEnded: _pass_ended,
     events.ForwardRan: _forward,
     events.Backward: _backward,
+    events.BackwardFailed: lambda _, state, __: (state._replace(failed=True), ()),
     events.Step: _step,
     events.Stepped: _stepped,
     events.StepFailed: _step_failed,

@@ -66,6 +66,7 @@ def said(event: Any) -> str:
 
 
 _WORDS: dict[type, str] = {
+    events.BackwardFailed: "backward failed",
     events.StepFailed: "step failed",
     events.Cleared: "zero_grad",
     events.LeftOut: "skip",

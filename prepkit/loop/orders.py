@@ -66,6 +66,15 @@ class Tick(NamedTuple):
     times: int
 
 
+class Recover(NamedTuple):
+    """Put the engine to where a forward begins, after a micro-batch that is left out."""
+
+    drop: bool
+    """The gradients of the window are thrown away."""
+    failed: bool
+    """Its backward has raised."""
+
+
 class Clear(NamedTuple):
     """Set the gradients to None."""
 
@@ -81,5 +90,6 @@ Order = (
     | StepOptimizer
     | StepEngine
     | Tick
+    | Recover
     | Clear
 )

@@ -8,6 +8,7 @@ the state of the optimizer inside is that of the flat tensor. DeepSpeed 0.19: ``
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -156,6 +157,24 @@ def _half(wrapper: Any, held: list[Any]) -> Iterator[Master]:
             flat = masters if isinstance(masters, Tensor) else masters[index]
             yield Master(param, tuple(param.shape), flat, at if flat is masters else 0, 0, param.numel())
             at += param.numel()
+
+
+@contextmanager
+def in_groups(wrapper: Any) -> Iterator[None]:
+    """Inside, groups of the optimizer in ZeRO 3 hold its master weights, as they do in its own steps alone."""
+    if type(wrapper).__name__ != ZERO3:
+        yield
+        return
+    groups = wrapper.optimizer.param_groups
+    before = [group["params"] for group in groups]
+    for index, group in enumerate(groups):
+        flats = enumerate(wrapper.fp32_partitioned_groups_flat)
+        group["params"] = [flat for at, flat in flats if wrapper.sub_group_to_group_id[at] == index]
+    try:
+        yield
+    finally:
+        for group, params in zip(groups, before, strict=True):
+            group["params"] = params
 
 
 def refresh(engine: Any) -> None:

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from prepkit.config import Clip, ClipNorm, ClipValue
 from prepkit.objects import fsdp1_flat
 from prepkit.objects.names import known_bases
-from prepkit.training import drivers_fsdp1
+from prepkit.training import drivers_fsdp1, left_out
 
 
 @frozen(kw_only=True)
@@ -39,6 +39,12 @@ class Driver:
     """Frees what a forward without a backward has left gathered: the next forward would use it after the step."""
     backward: Callable[[Module, torch.Tensor], None] | None = None
     """Divides the loss and runs backward; None: the caller does."""
+    averages: Callable[[Any], bool] | None = None
+    """Whether the next backward averages, as the engine stands; None: as it was told."""
+    left_out: Callable[..., None] = lambda *_, **__: None
+    """Puts the engine to where a forward begins (``training.left_out``)."""
+    holds: Callable[[Any], bool] | None = None
+    """Whether there are gradients where ``.grad`` does not show them; None: it shows all."""
     step: Callable[[Module, bool], Stepped] | None = None
     """Ends a micro-batch, and clips, steps and clears at the end of a window; None: the caller does."""
 
@@ -53,17 +59,23 @@ class Stepped:
     """Joint norm of the gradients before clipping, at the end of a window."""
 
 
+OFF: Any = 0
+"""What is written into an engine's switch: equal to False, and told apart from what somebody else has switched off."""
+
+
 def _sync_ddp(model: Module, on: bool) -> None:
     assert isinstance(model, DistributedDataParallel)
     # A static graph is learnt in the first backward that averages, and none may come before it (torch reducer.cpp).
     # What has been averaged once stays the same in the average at the end of the window.
     learns = model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
-    model.require_backward_grad_sync = on or learns  # what ``no_sync`` sets; DDP reads it in forward
+    if model.require_backward_grad_sync is not False:  # ``no_sync`` stands, and puts back what it has found
+        model.require_backward_grad_sync = on or learns or OFF  # DDP reads it in forward
 
 
-def _sync_fsdp2(units: tuple[FSDPModule, ...], on: bool) -> None:
-    for unit in units:
-        unit.set_requires_gradient_sync(on, recurse=False)
+def _sync_fsdp2(units: tuple[tuple[FSDPModule, tuple[Any, ...]], ...], on: bool) -> None:
+    for unit, groups in units:
+        if all(group.reduce_grads is not False for group in groups):  # else somebody else has switched it off
+            unit.set_requires_gradient_sync(on or OFF, recurse=False)
 
 
 def reshard(model: Module) -> None:
@@ -85,25 +97,43 @@ def _backward_deepspeed(model: Any, loss: torch.Tensor) -> None:
     model.backward(loss)  # divides by the accumulation steps of the engine (W-25)
 
 
+def _scale_in_norm(optimizer: Any) -> float:
+    """What the norm is multiplied by that an optimizer of stage 0 gives where it is not fused; 1 for all others."""
+    unfused = type(optimizer).__name__ == "FP16_UnfusedOptimizer"
+    return float(optimizer.loss_scale) if unfused else 1.0
+
+
 def _step_deepspeed(model: Any, last: bool) -> Stepped:
     """Called for every micro-batch: the engine counts them, and acts on the last of a window only (W-23)."""
-    norm = None
+    norm, scale = None, _scale_in_norm(model.optimizer)
     if last and not (model.zero_optimization() or model.fp16_enabled() or model.bfloat16_enabled()):
         params = [param for param in model.module.parameters() if param.grad is not None]
         norm = total_norm(params, 2.0)  # the engine clips in this case, and forgets the norm
     model.step()
     if last and norm is None and (joint := model.get_global_grad_norm()) is not None:
-        norm = torch.as_tensor(joint)
+        norm = torch.as_tensor(joint) / scale
     return Stepped(applied=bool(model.was_step_applied()), norm=norm)
 
 
 DRIVERS: tuple[tuple[type, Driver], ...] = (
-    (DistributedDataParallel, Driver(sync=_sync_ddp)),
+    (
+        DistributedDataParallel,
+        Driver(sync=_sync_ddp, averages=lambda model: bool(model.require_backward_grad_sync), left_out=left_out.ddp),
+    ),
     (FSDPModule, Driver(sync=_sync_nothing, settle=reshard)),
     (FullyShardedDataParallel, Driver(sync=_sync_nothing, clip=drivers_fsdp1.clip, norm=drivers_fsdp1.total_norm)),
     (Module, Driver(sync=_sync_nothing)),
 )
-DEEPSPEED = Driver(sync=_sync_deepspeed, backward=_backward_deepspeed, step=_step_deepspeed)
+DEEPSPEED = Driver(
+    sync=_sync_deepspeed,
+    averages=lambda model: (
+        model.is_gradient_accumulation_boundary() and not getattr(model, "inside_no_sync_ctxt", False)
+    ),
+    left_out=left_out.deepspeed,
+    holds=left_out.holds_gradients,
+    backward=_backward_deepspeed,
+    step=_step_deepspeed,
+)
 """Class of the outermost module to its driver; the first that fits. Units are looked up once (``driver``)."""
 
 
@@ -114,10 +144,23 @@ def driver(model: Module) -> Driver:
     found = next(own for kind, own in DRIVERS if isinstance(model, kind))
     if isinstance(model, FSDPModule):  # a walk through all modules in every micro-batch would be part of its time
         units = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
-        return evolve(found, sync=lambda _, on: _sync_fsdp2(units, on))
+        switches = tuple((unit, tuple(left_out.groups(unit))) for unit in units)
+        first = next((group for _, groups in switches for group in groups), None)
+        return evolve(
+            found,
+            sync=lambda _, on: _sync_fsdp2(switches, on),
+            averages=None if first is None else lambda _: bool(first.reduce_grads),
+            left_out=lambda _, **how: left_out.fsdp2(units, **how),
+        )
     if isinstance(model, FullyShardedDataParallel):
         wrapped = tuple(fsdp1_flat.units(model).values())
-        return evolve(found, sync=lambda _, on: drivers_fsdp1.sync(wrapped, on))
+        return evolve(
+            found,
+            sync=lambda _, on: drivers_fsdp1.sync(wrapped, on),
+            averages=lambda model: bool(model._sync_gradients),
+            left_out=lambda _, **how: left_out.fsdp1(wrapped, **how),
+            holds=lambda _: drivers_fsdp1.hold_gradients(wrapped),
+        )
     return found
 
 

@@ -18,7 +18,14 @@ from prepkit.objects import fsdp1_flat
 def sync(units: Iterable[FullyShardedDataParallel], on: bool) -> None:
     """Sets what ``FullyShardedDataParallel.no_sync`` sets; every unit reads it in backward."""
     for unit in units:
-        unit._sync_gradients = on  # type: ignore[assignment]  # torch gives nn.Module's attributes no types
+        if unit._sync_gradients is not False:  # ``no_sync`` stands, and puts back what it has found
+            unit._sync_gradients = on or 0  # type: ignore[assignment]  # torch gives nn.Module's attributes no types
+
+
+def hold_gradients(units: Iterable[FullyShardedDataParallel]) -> bool:
+    """Whether a flat parameter has a gradient of a backward that no step has followed."""
+    flats: Iterable[Any] = (unit._handle.flat_param for unit in units if unit._handle is not None)
+    return any(flat.grad is not None or getattr(flat, "_saved_grad_shard", None) is not None for flat in flats)
 
 
 def clip(model: Module, how: Clip, params: Iterable[Parameter]) -> torch.Tensor | None:

@@ -10,29 +10,50 @@ import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from prepkit.objects import zero_masters
+from prepkit.objects.deepspeed import keeps_masters
+
 
 @contextmanager
-def in_eval_mode(model: Module, optimizers: Sequence[Any], settle: Callable[[Module], None]) -> Iterator[None]:
+def in_eval_mode(
+    model: Module, optimizers: Sequence[Any], settle: Callable[[Module], None], forget: Callable[[], None]
+) -> Iterator[None]:
     """Put modules, and optimizers with an ``eval``, in eval mode inside; nothing has a gradient there.
 
     Collective at its start where DDP has buffers: all ranks take those of rank 0, once, and no forward inside waits for
     another rank. Afterwards ``training`` of every module is what it was, one by one, and ``settle`` has freed what a
-    forward has left gathered.
+    forward has left gathered. An optimizer inside DeepSpeed's moves master weights, which the model is given then.
     """
     flags = [(module, module.training) for module in model.modules()]
     switched = []
     try:
         with torch.no_grad(), _own_buffers(model):
             model.eval()
-            for optimizer in filter(_trains, optimizers):
-                optimizer.eval()
-                switched.append(optimizer)
+            for optimizer in optimizers:
+                if _trains(_inner(optimizer)):
+                    _switch(optimizer, model, forget, training=False)
+                    switched.append(optimizer)
             yield
     finally:
         for optimizer in switched:
-            optimizer.train()
+            _switch(optimizer, model, forget, training=True)
         _restore(flags)
         settle(model)
+
+
+def _inner(optimizer: Any) -> Any:
+    """The one that was given: DeepSpeed's stands around it."""
+    return optimizer.optimizer if keeps_masters(optimizer) else optimizer
+
+
+def _switch(optimizer: Any, model: Module, forget: Callable[[], None], *, training: bool) -> None:
+    """Its weights are in the model then: none that a forward has gathered before are left, and masters are copied."""
+    inner = _inner(optimizer)
+    forget()  # under FSDP1 what a forward has gathered is what the optimizer would move
+    with zero_masters.in_groups(optimizer):
+        inner.train() if training else inner.eval()
+    if inner is not optimizer:
+        zero_masters.refresh(model)
 
 
 def _trains(optimizer: Any) -> bool:

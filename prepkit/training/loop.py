@@ -110,8 +110,6 @@ class Loop:
     """Of the last backward, and what it is a mean over."""
     _tokens: TokenWindow = field(factory=TokenWindow, init=False)
     _marks: Marks = field(init=False)
-    _ddp: DistributedDataParallel | None = field(default=None, init=False)
-    """The model where it is one: asking a class with abstract bases in each micro-batch is part of its time."""
     _place: Place = field(init=False)
     """Where ``state`` is, with the turns that were made from there."""
     _places: dict[LoopState, Place] = field(factory=dict, init=False)
@@ -128,8 +126,7 @@ class Loop:
     """Where the last window left the scheduler; None: it may be anywhere."""
 
     def __attrs_post_init__(self) -> None:
-        self._marks = Marks(self.plan, self.model)
-        self._ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
+        self._marks = Marks(self.plan, self.model, self.trained, self.engine.holds)
         self._forget_turns()
         self.passes.on_batch = self.do
 
@@ -216,6 +213,9 @@ class Loop:
                 for _ in range(times):
                     self.scheduler.step()
                 self.expect_scheduler()
+            case orders.Recover():
+                with self.allowed():
+                    self.engine.left_out(self.model, **order._asdict())
             case orders.Clear():
                 self._clear()
             case _:
@@ -240,24 +240,27 @@ class Loop:
         if not self._compared and not (self.state.closed or self.state.evaluating or self.state.averages):
             self._compared = True
             alike = token_loss.weighed_alike(loss.device, weighs=mean_over is not None)
-        seen = self._marks.before_backward(self.state, self.trained() if not self.state.used else ())
-        event = events.Backward(more, mean_over is not None, alike, loss.requires_grad, self._wrapper_averages(), seen)
+        seen = self._marks.before_backward(self.state)
+        reads = self.engine.averages
+        averages = bool(self.state.averaging) if reads is None else reads(self.model)
+        event = events.Backward(bool(more), mean_over is not None, alike, loss.requires_grad, averages, seen)
         (run,) = self.happens(event)
         assert isinstance(run, orders.RunBackward), "a backward is run"
         self.loss = loss.detach(), mean_over
-        loss = self._tokens.weighed(loss, mean_over)
-        if run.by_engine:
-            assert self.engine.backward is not None, "an engine that takes backward"
-            self.engine.backward(self.model, loss)
-            return
-        loss = loss / run.divide_by
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types
+        try:
+            loss = self._tokens.weighed(loss, mean_over)
+            if run.by_engine:
+                assert self.engine.backward is not None, "an engine that takes backward"
+                self.engine.backward(self.model, loss)
+                return
+            loss = loss / run.divide_by
+            if self.scaler is not None:
+                loss = self.scaler.scale(loss)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types
+        except BaseException:
+            self.happens(events.BackwardFailed())
+            raise
         self._marks.after_backward()
-
-    def _wrapper_averages(self) -> bool:
-        return self._ddp is None or self._ddp.require_backward_grad_sync
 
     def step(self, closure: Closure | None) -> bool:
         """End one micro-batch; see ``Prepared.step``."""
@@ -292,10 +295,8 @@ class Loop:
                 self._carry_out(order)
 
     def _moved(self) -> tuple[int, int] | None:
-        if self._ticked is None or not self.plan.ticks:
-            return None
-        at = getattr(self.scheduler, "last_epoch", None)
-        return None if at is None or at == self._ticked else (self._ticked, at)
+        at = getattr(self.scheduler, "last_epoch", None) if self.plan.ticks else None
+        return None if at is None or self._ticked in (None, at) else (self._ticked, at)
 
     def _end_window(self, todo: Sequence[Order], closure: Closure | None) -> bool:
         """Carry out the orders of a step; False where an overflow of float16 skipped it, on every rank alike."""
@@ -400,7 +401,6 @@ class Loop:
         self.release()
         self.happens(events.Closed())
         self.model = self._marks.model = model
-        self._ddp = None
         self.engine, self.whole_gradients = engine, None
 
     # --- hooks ---
@@ -418,10 +418,10 @@ class Loop:
         """Hear the wrapper's forward, and steps and ``zero_grad`` of the optimizers, until ``release``."""
         loop = weakref.ref(self)
         if isinstance(self.model, DistributedDataParallel):
-            hear = lambda model, *_: _heard(loop, model.require_backward_grad_sync)  # noqa: E731
+            hear = lambda model, *_: _heard(loop, model, bool(model.require_backward_grad_sync))  # noqa: E731
             self._hooks.append(self.model.register_forward_hook(hear))
         if isinstance(self.model, FullyShardedDataParallel):
-            hear = lambda model, *_: _heard(loop, bool(model._sync_gradients))  # noqa: E731
+            hear = lambda model, *_: _heard(loop, model, bool(model._sync_gradients))  # noqa: E731
             self._hooks.append(self.model.register_forward_pre_hook(hear))
         self._hooks += watched(
             self.model,
@@ -451,8 +451,8 @@ class Loop:
         self.do(events.SteppedByHand(averaged=not averages_nothing(self.model, optimizer), scaled=scaled))
 
 
-def _heard(loop: weakref.ref[Loop], averages: bool) -> None:
-    if (own := loop()) is not None:
+def _heard(loop: weakref.ref[Loop], model: Module, averages: bool) -> None:
+    if (own := loop()) is not None and own.model is model:  # and not a copy, which has the same hooks
         own.happens(events.ForwardRan(torch.is_grad_enabled(), averages))
 
 
@@ -468,7 +468,7 @@ def _inner_stepped(loop: weakref.ref[Loop], name: str) -> None:
 
 def _cleared(loop: weakref.ref[Loop]) -> None:
     if (own := loop()) is not None and not own._acting:
-        own.happens(events.Cleared())
+        own.do(events.Cleared())
         own._tokens.forget()
 
 

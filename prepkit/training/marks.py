@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
 from attrs import define, field
@@ -19,6 +19,10 @@ class Marks:
 
     plan: LoopPlan
     model: Module
+    trained: Callable[[], list[Parameter]]
+    """Those of the optimizers: a forward of FSDP2 leaves others in the model, gathered."""
+    holds: Callable[[Module], bool] | None
+    """Looks for gradients where ``.grad`` does not show them; None: it shows all."""
     _usual: Parameter | None = field(default=None, init=False)
     """The parameter that had a gradient when somebody last looked: asking it first saves a walk through the model."""
     _kept: Parameter | None = field(default=None, init=False)
@@ -30,22 +34,19 @@ class Marks:
     _looked: bool = field(default=False, init=False)
     """The end of the first window was looked at."""
 
-    def before_backward(self, state: LoopState, trained: Iterable[Parameter]) -> Gradients:
-        """Look at gradients before a backward adds to them.
-
-        ``trained`` are those of the optimizers: a forward of FSDP2 leaves others in the model, gathered.
-        """
+    def before_backward(self, state: LoopState) -> Gradients:
+        """Look at gradients before a backward adds to them."""
         if state.backwards and not state.more:
             hidden = isinstance(self.model, FSDPModule) and not state.averaging  # gathered, until they are averaged
             return Gradients.UNKNOWN if self.plan.engine_steps or hidden else _there(self._first() is not None)
-        if not self.plan.shows_gradients:
-            return Gradients.UNKNOWN
         if state.backwards or state.micro_batches:
-            return self._since_last_backward()
+            return self._since_last_backward() if self.plan.shows_gradients else Gradients.UNKNOWN
         if not self.plan.clears:
             return Gradients.UNKNOWN
+        if not self.plan.shows_gradients:
+            return Gradients.UNKNOWN if self.holds is None else _there(self.holds(self.model))
         usual = self._usual is not None and self._usual.grad is not None
-        return _there(usual if state.used else any(param.grad is not None for param in trained))
+        return _there(usual if state.used else self._first() is not None)
 
     def _since_last_backward(self) -> Gradients:
         if self._kept is None:
@@ -89,7 +90,7 @@ class Marks:
         self._kept = None
 
     def _first(self) -> Parameter | None:
-        return next((param for param in self.model.parameters() if param.grad is not None), None)
+        return next((param for param in self.trained() if param.grad is not None), None)
 
     def _marked(self) -> tuple[int, int] | None:
         gradient = None if self._usual is None else self._usual.grad

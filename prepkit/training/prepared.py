@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -224,7 +225,9 @@ class Prepared:
         with named(self._peers, "ready.evaluating()"):
             self.loop.do(events.EvaluationEntered())
             try:
-                with in_eval_mode(self.model, self.optimizers, self.loop.engine.settle):
+                engine = self.loop.engine
+                forget = partial(engine.left_out, self.model, drop=False, failed=False)
+                with in_eval_mode(self.model, self.optimizers, engine.settle, forget):
                     yield
             finally:
                 self.loop.do(events.EvaluationLeft())

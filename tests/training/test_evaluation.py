@@ -183,6 +183,39 @@ class Averaging(torch.optim.SGD):
         self._move(-1.0, training=True)
 
 
+def sharded_mode(rank: int, world: int, engine: Engine) -> tuple[float, float, float]:
+    """How far the answer to zeros, a bias, lies from where it was: inside, behind it, and after a step by 0."""
+    del world
+    if isinstance(engine, pk.DeepSpeed):
+        lean()
+    torch.manual_seed(0)
+    given = nn.Linear(4, 4)
+    ready = pk.apply(pk.build_plan(Config(engine=engine), given, optimizer=Averaging(given.parameters(), lr=0.0)))
+    zeros = torch.zeros(1, 4)
+
+    def answer() -> float:
+        with torch.no_grad():
+            return float(ready.model(zeros).mean())
+
+    before = answer()
+    with ready.evaluating():
+        inside = answer() - before
+    behind = answer() - before
+    ready.backward(ready.model(zeros + rank).sum())
+    ready.step()
+    return inside, behind, answer() - before
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [pk.FSDP1(), pk.FSDP2(), *(pk.DeepSpeed(stage=stage, micro_batch=2) for stage in range(4))],
+    ids=["fsdp1", "fsdp2", "zero0", "zero1", "zero2", "zero3"],
+)
+def test_a_mode_of_an_optimizer_s_own_reaches_the_model_under_every_engine(gang2: Gang, engine: Engine) -> None:
+    for found in gang2.run(sharded_mode, engine, timeout=60):
+        assert found == pytest.approx((1.0, 0.0, 0.0), abs=1e-5)
+
+
 def test_an_optimizer_with_a_mode_of_its_own_follows_and_its_weights_are_not_saved_meanwhile(tmp_path: Any) -> None:
     """Behaviour W-7."""
     given = nn.Linear(4, 4)

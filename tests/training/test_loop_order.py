@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -78,17 +79,27 @@ def test_what_ddp_would_not_average_raises_in_every_window(gang2: Gang) -> None:
         assert stepped
 
 
-def unsynced(rank: int, world: int) -> str:
+def unsynced(rank: int, world: int, engine: Any) -> list[str]:
+    """What is said where averaging is off around one window, and around a loop over windows of two."""
     del world
-    ready = prepared(pk.DDP())
-    with ready.model.no_sync():
-        ready.backward(ready.model(batch(rank)).sum())
-    return told(ready.step)
+    said = []
+    for accumulation in (1, 2):
+        ready = prepared(engine, accumulation=accumulation)
+        with contextlib.nullcontext() if isinstance(engine, pk.FSDP2) else ready.model.no_sync():
+            if isinstance(engine, pk.FSDP2):
+                ready.model.set_requires_gradient_sync(False)
+            for _ in range(accumulation - 1):
+                window(ready, rank)
+            ready.backward(ready.model(batch(rank)).sum())
+            said.append(told(ready.step))
+    return said
 
 
-def test_a_window_that_no_sync_left_unaveraged_is_not_stepped(gang2: Gang) -> None:
-    for text in gang2.run(unsynced, timeout=60):
-        assert "its no_sync() was used" in text
+@pytest.mark.parametrize("engine", [pk.DDP(), pk.FSDP1(), pk.FSDP2()], ids=lambda engine: type(engine).__name__)
+def test_a_window_that_no_sync_left_unaveraged_is_not_stepped(gang2: Gang, engine: Any) -> None:
+    off = "set_requires_gradient_sync(False)" if isinstance(engine, pk.FSDP2) else "no_sync()"
+    for said in gang2.run(unsynced, engine, timeout=60):
+        assert [f"its {off} was used" in text for text in said] == [True, True], said
 
 
 def losses(rank: int, world: int, engine: Any, calls: int) -> list[float]:
@@ -308,8 +319,13 @@ def test_gradients_that_are_written_from_a_later_window_on_are_warned_of_once() 
 
 
 def beside(rank: int, world: int, engine: Any) -> list[str]:
-    """What is raised where a backward by hand came before ``ready.backward``, in the first and in the third window."""
+    """What is raised where a backward by hand came before ``ready.backward``, in the first and in the third window.
+
+    And where a step is forgotten, in the last.
+    """
     del world
+    if isinstance(engine, pk.DeepSpeed):
+        lean()
     ready, found = prepared(engine), []
     for at in range(4):
         if at in (0, 2):
@@ -318,14 +334,24 @@ def beside(rank: int, world: int, engine: Any) -> list[str]:
             found.append(told(lambda loss=loss: ready.backward(loss)))  # type: ignore[misc]
             ready.optimizer.zero_grad()
         window(ready, rank)
-    return found
+    ready.backward(ready.model(batch(rank)).sum())
+    loss = ready.model(batch(rank)).sum()
+    return [*found, told(lambda: ready.backward(loss))]
 
 
-@pytest.mark.parametrize("engine", [pk.Single(), pk.FSDP2()], ids=lambda engine: type(engine).__name__)
-def test_a_backward_by_hand_before_ours_is_refused_in_every_window(engine: Any, gang2: Gang) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pk.Single(), pk.FSDP1(), pk.FSDP1(use_orig_params=True), pk.FSDP2(),
+        *(pk.DeepSpeed(stage=stage, micro_batch=2) for stage in (1, 2, 3)),
+    ],
+    ids=["alone", "fsdp1", "fsdp1-orig", "fsdp2", "zero1", "zero2", "zero3"],
+)  # fmt: skip
+def test_a_backward_by_hand_and_a_forgotten_step_are_refused_in_every_window(engine: Any, gang2: Gang) -> None:
     ranks = [beside(0, 1, engine)] if isinstance(engine, pk.Single) else gang2.run(beside, engine, timeout=60)
-    for found in ranks:
+    for *found, forgotten in ranks:
         assert ["gradients are in the model before the first ready.backward()" in what for what in found] == 2 * [True]
+        assert "called again without ready.step()" in forgotten
 
 
 @pytest.mark.parametrize(

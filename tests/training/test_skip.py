@@ -1,8 +1,12 @@
-"""A batch that is left out by ``ready.skip()`` trains as plain torch trains without it, under every engine."""
+"""A batch that is left out by ``ready.skip()`` trains as plain torch trains without it, under every engine.
+
+Also one whose forward or backward has raised, and was caught: what it has left in torch or DeepSpeed is taken back.
+"""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -10,18 +14,21 @@ from torch import Tensor, nn
 
 import prepkit as pk
 from prepkit.config import Engine
-from prepkit.findings import RunRefused
+from prepkit.findings import FindingWarning, RunRefused
 from tests.support.deepspeed_cpu import lean
 from tests.support.gang import Gang
 
 READERS = 2
-STEPS = 5
-LEFT_OUT = {1: "before its backward", 3: "after its backward"}
+STEPS = 9
+LEFT_OUT = {1: "before its backward", 3: "after its backward", 4: "in its forward", 6: "in its backward"}
 """Batches that are not trained on, and where each is left."""
+IN_WINDOWS = {0: "in its forward", 3: "in its forward", 5: "in its backward", 7: "in its backward"}
+"""The same with windows of two, of which 7 is the second: the first goes with it."""
 PROBE = torch.ones(1, 4)
 ENGINES: dict[str, Engine] = {
     "DDP": pk.DDP(),
     "FSDP1": pk.FSDP1(wrap=pk.wrap.WrapPaths(("0", "2"))),
+    "FSDP1 original": pk.FSDP1(wrap=pk.wrap.WrapPaths(("0", "2")), use_orig_params=True),
     "FSDP2": pk.FSDP2(wrap=pk.wrap.WrapPaths(("0", "2"))),
     "ZeRO 0": pk.DeepSpeed(stage=0, micro_batch=3),
     "ZeRO 2": pk.DeepSpeed(stage=2, micro_batch=3),
@@ -29,9 +36,40 @@ ENGINES: dict[str, Engine] = {
 }
 
 
+class Full(RuntimeError):
+    """As when memory is out."""
+
+
+class Leaky(torch.autograd.Function):
+    """Raises in backward where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, where: str) -> Tensor:  # type: ignore[override]
+        ctx.where = where
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.where == "in its backward":
+            raise Full
+        return grad, None
+
+
+class Middle(nn.Module):
+    """Raises between two units, where it is told to."""
+
+    where = ""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.where == "in its forward":
+            raise Full
+        out: Tensor = Leaky.apply(torch.tanh(inputs), self.where)  # type: ignore[no-untyped-call]
+        return out
+
+
 def model() -> nn.Module:
     torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(4, 8), Middle(), nn.Linear(8, 2))
 
 
 def batch(step: int, reader: int) -> Tensor:
@@ -43,41 +81,74 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 @cache
-def expected() -> list[float]:
+def expected(accumulation: int) -> list[float]:
     """One process that has the batches of both readers, and never those that are left out."""
-    trained = model()
+    trained, left_out, held = model(), LEFT_OUT if accumulation == 1 else IN_WINDOWS, 0
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.05)
     for step in range(STEPS):
-        if step not in LEFT_OUT:
-            loss_of(trained(torch.cat([batch(step, reader) for reader in range(READERS)]))).backward()
+        if step not in left_out:
+            inputs = torch.cat([batch(step, reader) for reader in range(READERS)])
+            (loss_of(trained(inputs)) / accumulation).backward()  # type: ignore[no-untyped-call]  # torch has no types
+            held += 1
+        elif left_out[step] == "in its backward":
+            held = 0
+            optimizer.zero_grad()
+        if held == accumulation:
+            held = 0
             optimizer.step()
             optimizer.zero_grad()
     return [round(value, 5) for value in trained(PROBE)[0].tolist()]
 
 
-def trained(rank: int, world: int, name: str, tokens: bool) -> list[float]:
+def trained(rank: int, world: int, name: str, accumulation: int, tokens: bool) -> list[float]:
     """The same by prepkit; ``tokens``: losses are weighed, and what is left out would count a hundred times."""
     engine = ENGINES[name]
     if isinstance(engine, pk.DeepSpeed):
         lean()
-    ready = pk.apply(pk.build_plan(pk.Config(engine=engine, optimizer=pk.optim.AdamW(lr=0.05)), model()))
+    cfg = pk.Config(engine=engine, optimizer=pk.optim.AdamW(lr=0.05), accumulation=accumulation)
+    ready = pk.apply(pk.build_plan(cfg, model()))
+    left_out = LEFT_OUT if accumulation == 1 else IN_WINDOWS
     for step in range(STEPS):
-        loss = loss_of(ready.model(batch(step, rank)))
-        where = LEFT_OUT.get(step, "")
-        if where != "before its backward":
-            ready.backward(loss, **({"mean_over": 300 if where else 3} if tokens else {}))
+        where = Middle.where = left_out.get(step, "")
+        try:
+            loss = loss_of(ready.model(batch(step, rank)))
+            if where != "before its backward":
+                ready.backward(loss, **({"mean_over": 300 if where else 3} if tokens else {}))
+        except Full:
+            assert "in its" in where
+            if where == "in its backward":
+                with pytest.raises(RunRefused, match=r"loop\.backward-failed(.|\n)*Call ready\.skip\(\)"):
+                    ready.step()
         if where:
             ready.skip()
         else:
             ready.step()
+    Middle.where = ""
     return [round(value, 5) for value in ready.model(PROBE)[0].tolist()]
 
 
-@pytest.mark.parametrize("tokens", [False, True], ids=["", "weighed"])
+@pytest.mark.parametrize(
+    ("accumulation", "tokens"), [(1, False), (1, True), (2, False)], ids=["", "weighed", "windows"]
+)
 @pytest.mark.parametrize("name", ENGINES)
-def test_what_is_skipped_is_trained_nowhere(gang2: Gang, name: str, tokens: bool) -> None:
-    one, other = gang2.run(trained, name, tokens)
-    assert one == other == pytest.approx(expected(), abs=2e-4)
+def test_what_is_skipped_is_trained_nowhere(gang2: Gang, name: str, accumulation: int, tokens: bool) -> None:
+    one, other = gang2.run(trained, name, accumulation, tokens)
+    assert one == other == pytest.approx(expected(accumulation), abs=2e-4)
+
+
+def test_alone_a_backward_that_raises_is_left_out_by_zero_grad_as_well() -> None:
+    ready = pk.apply(pk.build_plan(pk.Config(accumulation=2, optimizer=pk.optim.AdamW()), model()))
+    ready.backward(loss_of(ready.model(batch(0, 0))))
+    ready.step()
+    Middle.where = "in its backward"
+    loss = loss_of(ready.model(batch(1, 0)))
+    Middle.where = ""
+    with pytest.raises(Full):
+        ready.backward(loss)
+    with pytest.warns(FindingWarning, match=r"micro-batch 2 of 2, .* 1 micro-batch before it"):
+        ready.optimizer.zero_grad()  # type: ignore[union-attr]  # there is one
+    assert not any(param.grad is not None for param in ready.model.parameters())
+    assert [ready.backward(loss_of(ready.model(batch(2, 0)))) or ready.step() for _ in range(2)] == [False, True]
 
 
 def test_inside_a_window_a_backward_cannot_be_taken_back() -> None:

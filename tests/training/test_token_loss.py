@@ -121,6 +121,31 @@ def test_ranks_that_read_the_same_tokens_count_once(gang4: Gang, mesh: pk.Mesh, 
     assert_as_expected(gang4.run(trained, pk.FSDP2(), mesh, tensor, timeout=120))
 
 
+def norms_in_bf16(rank: int, world: int) -> list[float]:
+    """Norms that ZeRO 0 gives in bfloat16, where its optimizer is not fused."""
+    lean()
+    cfg = Config(
+        engine=pk.DeepSpeed(stage=0, micro_batch=2),
+        precision=pk.BF16(),
+        clip=pk.ClipNorm(LIMIT),
+        optimizer=pk.optim.SGD(lr=0.0),
+    )
+    ready = pk.apply(pk.build_plan(cfg, model()))
+    for mean_over in (None, 200):
+        inputs, labels = micro_batch(0, 0, 0)
+        ready.backward(mean_loss(ready.model(inputs), labels), mean_over=mean_over)
+        ready.step()
+    return [float(ready.grad_norm)]  # type: ignore[arg-type]  # the plan clips by norm
+
+
+def test_the_norm_under_zero_0_is_that_of_the_gradients_that_are_stepped(gang2: Gang) -> None:
+    reference = model()
+    mean_loss(reference(micro_batch(0, 0, 0)[0]), micro_batch(0, 0, 0)[1]).backward()  # type: ignore[no-untyped-call]
+    wanted = float(nn.utils.clip_grad_norm_(reference.parameters(), LIMIT))
+    for (norm,) in gang2.run(norms_in_bf16, timeout=60):
+        assert norm == pytest.approx(wanted, rel=0.05)
+
+
 def alone(**options: object) -> Prepared:
     cfg = Config(**({"accumulation": 2, "optimizer": pk.optim.SGD(lr=0.5)} | options))  # type: ignore[arg-type]
     return pk.apply(pk.build_plan(cfg, model()))

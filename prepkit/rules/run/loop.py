@@ -92,8 +92,23 @@ _NOT_COUNTED = _rule(
     severity=Severity.WARNING,
 )
 
+_FAILED = _rule(
+    "backward-failed",
+    "A backward that has raised is followed by ready.skip().",
+    checks.failed,
+    "Call ready.skip() where the exception is caught, on every rank, as in `except torch.OutOfMemoryError:`.",
+)
+_LOST = _rule(
+    "window-lost",
+    "A backward that has raised is the first of its window.",
+    checks.window_lost,
+    "Nothing is to be done: the window begins anew. Smaller micro-batches, or accumulation=1, lose less.",
+    severity=Severity.WARNING,
+)
+
 _BEFORE_BACKWARD = (
     _CLOSED,
+    _FAILED,
     _AVERAGES,
     _EVALUATING,
     _rule(
@@ -161,6 +176,7 @@ _BEFORE_BACKWARD = (
 )
 _BEFORE_STEP = (
     _CLOSED,
+    _FAILED,
     _AVERAGES,
     _EVALUATING,
     _rule(
@@ -283,6 +299,7 @@ _BEFORE_HAND = (
     ),
 )
 _BEFORE_CLEARING = (
+    _LOST,
     _rule(
         "cleared-inside-window",
         "Gradients are cleared between windows.",
@@ -292,6 +309,7 @@ _BEFORE_CLEARING = (
 )
 _BEFORE_SKIP = (
     _CLOSED,
+    _LOST,
     _rule(
         "skipped-inside-window",
         "A micro-batch is left out before its gradients are added to others.",
@@ -300,6 +318,7 @@ _BEFORE_SKIP = (
     ),
 )
 _BEFORE_EVALUATION = (
+    _FAILED,
     _rule(
         "evaluated-before-step",
         "An evaluation begins between micro-batches.",
@@ -325,8 +344,8 @@ ASKED: Mapping[type, tuple[Rule, ...]] = {
     events.SteppedByHand: _BEFORE_HAND,
     events.LeftOut: _BEFORE_SKIP,
     events.EvaluationEntered: _BEFORE_EVALUATION,
-    events.Saved: (_CLOSED, _AVERAGES, _SAVED_EVALUATING, _UNFINISHED, _NOT_COUNTED),
-    events.Resuming: (_CLOSED, _AVERAGES, _SAVED_EVALUATING, _UNFINISHED),
+    events.Saved: (_CLOSED, _AVERAGES, _SAVED_EVALUATING, _FAILED, _UNFINISHED, _NOT_COUNTED),
+    events.Resuming: (_CLOSED, _AVERAGES, _SAVED_EVALUATING, _FAILED, _UNFINISHED),
     events.AccumulateEntered: (_CLOSED,),
     events.Called: (_CLOSED, _NOT_COUNTED),
 }

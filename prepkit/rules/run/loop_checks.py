@@ -164,6 +164,21 @@ def lost_inside_window(turn: Turn) -> tuple[Hit, ...]:
     )
 
 
+def failed(turn: Turn) -> tuple[Hit, ...]:
+    if not turn.state.failed or turn.state.stepping:
+        return _NONE
+    return _hit(turn, f"{called(turn.event)} came after a ready.backward() that has raised, and has left gradients.")
+
+
+def window_lost(turn: Turn) -> tuple[Hit, ...]:
+    state = turn.state
+    if not (state.failed and state.micro_batches):
+        return _NONE
+    what = f"ready.backward() has raised in micro-batch {state.micro_batches + 1} of {turn.plan.accumulation}"
+    lost = count(state.micro_batches, "micro-batch")
+    return _hit(turn, f"{what}, after some gradients were added: {lost} before it left out as well.")
+
+
 def past_wrapper(turn: Turn) -> tuple[Hit, ...]:
     if turn.state.armed or not (turn.plan.wrapper_averages and turn.event.averages):
         return _NONE
@@ -264,12 +279,10 @@ def more_announced(turn: Turn) -> tuple[Hit, ...]:
 def never_averaged(turn: Turn) -> tuple[Hit, ...]:
     if turn.event.closure or turn.state.averaged or not (turn.plan.averages and turn.ends):
         return _NONE
-    if turn.plan.wrapper_averages and turn.state.averaging:
-        return _hit(
-            turn,
-            "DistributedDataParallel has not averaged the last gradients of this window, because its no_sync() was "
-            "used.",
-        )
+    if turn.state.averaging:
+        name = "DistributedDataParallel" if turn.plan.wrapper_averages else turn.plan.engine
+        off = "set_requires_gradient_sync(False)" if turn.plan.engine == "FSDP2" else "no_sync()"
+        return _hit(turn, f"{name} has not averaged the last gradients of this window, because its {off} was used.")
     return _hit(
         turn,
         "this micro-batch came to be the last of its window after its ready.backward(), which has left each rank its "
@@ -299,7 +312,7 @@ def scheduler_stepped(turn: Turn) -> tuple[Hit, ...]:
 
 
 def cleared_inside_window(turn: Turn) -> tuple[Hit, ...]:
-    if not turn.state.micro_batches or turn.state.stepping:
+    if not turn.state.micro_batches or turn.state.stepping or turn.state.failed:
         return _NONE
     return _hit(
         turn,
@@ -310,7 +323,7 @@ def cleared_inside_window(turn: Turn) -> tuple[Hit, ...]:
 
 def left_out_inside_window(turn: Turn) -> tuple[Hit, ...]:
     state = turn.state
-    if not (state.micro_batches and state.backwards):
+    if not (state.micro_batches and state.backwards) or state.failed:
         return _NONE
     return _hit(
         turn,
