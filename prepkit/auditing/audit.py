@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from attrs import evolve
 from torch import nn
 
@@ -13,7 +14,7 @@ from prepkit.auditing.outcome import Audit
 from prepkit.auditing.running import RunningLook
 from prepkit.facts import Env
 from prepkit.observe.prepared import BEFORE_A_STEP, look, optimizers_of
-from prepkit.observe.prepared.around import averages_by_hand
+from prepkit.observe.prepared.around import accelerate_window, averages_by_hand
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, Need, findings_of
 
@@ -44,6 +45,8 @@ def audit(
     rules = due(Moment.AUDIT)
     needs = {need for rule in rules for need in rule.needs} & (BEFORE_A_STEP | ({Need.GRADIENTS} if at_step else set()))
     facts = look(model, optimizer, scheduler, loaders, needs=needs if ask_ranks else needs - {Need.RANKS}, env=env)
+    inside, unused = accelerate_window(optimizer) if at_step else (False, False)
+    facts = evolve(facts, gradients_on=torch.is_grad_enabled(), inside_window=inside, unused_window=unused)
     if facts.world_size > 1:
         facts = evolve(facts, averages_by_hand=averages_by_hand())
     findings = findings_of(rules, facts)

@@ -83,6 +83,8 @@ class PreparedOptimizer:
     """Parameters whose state holds NaN or infinite elements."""
     rates: tuple[float, ...] = ()
     """Learning rate of each group."""
+    fresh: bool = False
+    """Whether it keeps state from its first step on, and has none."""
     scheduled: bool = False
     """Whether a scheduler has been put on it (``initial_lr`` in a group)."""
     rounds: bool = False
@@ -103,6 +105,8 @@ class PreparedScheduler:
     """Ticks for each optimizer step, as accelerate's wrapper makes them; 1 where it is called by hand."""
     ticked: int | None = None
     """How often it has been ticked (``last_epoch``); None: it does not say."""
+    early: int = 0
+    """How often it was ticked after it was made, loaded ticks included."""
     by_batch: bool = False
     """Whether its class is made to be ticked with every batch, as ``OneCycleLR``."""
 
@@ -125,6 +129,12 @@ class PreparedLoader:
     """Batches of a pass on this rank; None: not known."""
     data: str = ""
     """A digest of what can be told of the data set without reading it; empty: nothing can."""
+    parts: int = 1
+    """Into how many parts all that divides it divides it, one inside the other."""
+    content: str = ""
+    """A digest of which samples its data set has, where its kind tells; else of their number."""
+    sample: Literal["", "shifted", "unmasked"] = ""
+    """What is wrong in the first sample of a language model: labels that are shifted already, pads without a mask."""
     indices: str = ""
     """A digest of the indices of its first batches; empty: not looked at, or not to be told."""
     samples: str = ""
@@ -166,6 +176,8 @@ class RankFacts:
     """Per loader: replicas, part, division and digest of its data set."""
     passes: tuple[tuple[int | None, int | None, tuple[int, ...]], ...] = ()
     """Per loader: batches of a pass, samples of a batch, and what gives the order."""
+    contents: tuple[str, ...] = ()
+    """Per loader: digest of which samples its data set has."""
     reads: tuple[tuple[str, str], ...] = ()
     """Per loader: digests of the indices of its first batches, and of its first samples."""
     modes: str = ""
@@ -206,6 +218,31 @@ class Unlike:
     """Such as ``lr of group 0``."""
     held: str
     """Who has what: ``0.1 on rank 0, 0.2 on ranks 1-3``."""
+
+
+@frozen(kw_only=True)
+class Unread:
+    """A setting that was written where nobody reads it."""
+
+    where: str
+    """The object that has it."""
+    name: str
+    meant: str
+    """What would do what it seems to mean."""
+
+
+@frozen(kw_only=True)
+class AdapterFacts:
+    """Adapters of peft, by the paths of their layers."""
+
+    off: tuple[str, ...] = ()
+    """Those that train, and are disabled or merged."""
+    zero: tuple[str, ...] = ()
+    """Those that train, and have a scale of 0."""
+    base: tuple[str, ...] = ()
+    """Those of which the layer itself trains."""
+    heads: tuple[str, ...] = ()
+    """Heads of a task that do not train."""
 
 
 @frozen(kw_only=True)
@@ -339,6 +376,30 @@ class RunFacts:
     """Modules whose ``forward`` runs another object's."""
     compile_off: bool = False
     """Whether torch compiles nothing in this process."""
+    unread: tuple[Unread, ...] = ()
+    """Settings under names that nobody reads."""
+    hidden: tuple[str, ...] = ()
+    """Places in plain lists, tuples and dicts of modules and parameters that would train and that nobody knows."""
+    gradients_on: bool = True
+    """Whether this thread computes gradients."""
+    launched: int = 1
+    """Processes that a launcher says it has started."""
+    inside_window: bool = False
+    """Whether accelerate counts micro-batches, and this one is not the last of its window."""
+    unused_window: bool = False
+    """Whether accelerate was to count micro-batches, and has counted none."""
+    frozen_drops: tuple[str, ...] = ()
+    """Frozen parts beside what trains, in training mode with dropout."""
+    frozen_norms: tuple[str, ...] = ()
+    """Frozen parts with a batch norm that averages what it sees."""
+    forgetful: tuple[str, ...] = ()
+    """Checkpoints over dropout that keep no random numbers."""
+    renormalised: tuple[str, ...] = ()
+    """Checkpoints over batch norms that average what they see."""
+    softmax: str = ""
+    """A softmax before a loss that takes one itself."""
+    adapters: AdapterFacts | None = None
+    """None where peft has put none into the model."""
     averages_by_hand: str = ""
     """The function of the program that seems to average over ranks by itself; empty: none was seen."""
     accumulation: int | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from tests.audit import by_gradients, by_hand, by_libraries, by_numbers, by_sharding
+from tests.audit import by_gradients, by_habit, by_hand, by_libraries, by_numbers, by_sharding
 from tests.audit.case import Case
 
 
@@ -153,6 +153,57 @@ ERRORS: tuple[PlantedError, ...] = (
     PlantedError(by_libraries.loader_of_another_batch_size, "run.micro-batch", "deepspeed", 2, "JSON against loader"),
     PlantedError(by_libraries.stepped_past_the_engine, "run.past-engine", "deepspeed", 2, "not the engine's optimizer"),
     PlantedError(by_libraries.two_who_accumulate, "run.two-accumulate", "accelerate, deepspeed", 2, "4 against 1"),
+    # --- a second look ---
+    PlantedError(by_habit.parameter_misspelt, "run.unread-setting", "torch", 1, "p.require_grad = False"),
+    PlantedError(
+        by_habit.module_without_its_underscore, "run.unread-setting", "torch", 1, "module.requires_grad = False"
+    ),
+    PlantedError(by_habit.group_misspelt, "run.unread-setting", "torch", 1, "weigth_decay in a group"),
+    PlantedError(by_habit.rate_on_the_optimizer, "run.unread-setting", "torch", 1, "optimizer.lr = 1e-5"),
+    PlantedError(by_habit.config_misspelt, "run.unread-setting", "transformers", 1, "config.attention_dropuot"),
+    PlantedError(by_habit.epoch_misspelt, "run.unread-setting", "torch", 1, "sampler.epochs = 3"),
+    PlantedError(by_habit.layers_in_a_list, "run.hidden-module", "torch", 1, "layers in a plain list"),
+    PlantedError(by_habit.heads_in_a_dict, "run.hidden-module", "torch", 1, "heads in a dict of tuples"),
+    PlantedError(by_habit.weights_in_a_tuple, "run.hidden-module", "torch", 1, "parameters in a tuple"),
+    PlantedError(by_habit.gradients_off, "run.gradients-off", "torch", 1, "gradients switched off"),
+    PlantedError(by_habit.launched_without_a_group, "run.no-group", "torch", 1, "torchrun without a group"),
+    PlantedError(by_habit.teacher_that_drops, "run.frozen-drops", "torch", 1, "a frozen teacher with dropout"),
+    PlantedError(by_habit.norms_of_a_frozen_part, "run.frozen-norms", "torch", 1, "batch norms of a frozen part"),
+    PlantedError(
+        by_habit.checkpoints_that_forget, "run.checkpoint-forgets", "torch", 1, "preserve_rng_state=False over dropout"
+    ),
+    PlantedError(
+        by_habit.norms_under_checkpoints, "run.checkpoint-norms", "torch", 1, "a batch norm under a checkpoint"
+    ),
+    PlantedError(by_habit.softmax_before_cross_entropy, "run.softmax-twice", "torch", 1, "softmax under cross-entropy"),
+    PlantedError(by_habit.eval_of_a_number_in_the_config, "run.eval-mode", "torch", 1, "dropout as a number"),
+    PlantedError(
+        by_habit.ticked_before_the_first_step, "run.ticked-early", "torch", 1, "scheduler before the first step"
+    ),
+    PlantedError(by_habit.labels_shifted_twice, "run.samples-odd", "transformers", 1, "labels shifted twice"),
+    PlantedError(by_habit.pads_without_a_mask, "run.samples-odd", "transformers", 1, "pads without a mask"),
+    PlantedError(by_habit.adapters_merged, "run.adapters-off", "peft", 1, "adapters merged"),
+    PlantedError(by_habit.adapters_disabled, "run.adapters-off", "peft", 1, "adapters disabled"),
+    PlantedError(by_habit.adapters_scaled_by_zero, "run.adapters-zero", "peft", 1, "adapters scaled by 0"),
+    PlantedError(by_habit.base_unfrozen, "run.adapters-base", "peft", 1, "the base trains"),
+    PlantedError(by_habit.new_head_frozen, "run.head-frozen", "peft", 1, "a new head is frozen"),
+    PlantedError(by_habit.replicas_that_begin_unlike, "run.ranks-values", "torch", 2, "HSDP's replicas differ"),
+    PlantedError(by_habit.ddp_inside_ddp, "run.wrapped-twice", "torch", 2, "DDP of a part inside DDP"),
+    PlantedError(by_habit.sampler_over_parts, "run.divided-twice", "torch", 2, "random_split by rank under a sampler"),
+    PlantedError(
+        by_habit.sampler_over_nodes, "run.divided-twice", "datasets", 2, "split_dataset_by_node under a sampler"
+    ),
+    PlantedError(by_habit.sampler_under_accelerate, "run.divided-twice", "accelerate", 2, "a sampler under accelerate"),
+    PlantedError(by_habit.hook_that_averages_nothing, "run.gradients-part", "torch", 2, "a hook that averages nothing"),
+    PlantedError(
+        by_habit.raw_optimizer_under_accumulate, "run.raw-optimizer", "accelerate", 2, "raw optimizer in accumulate()"
+    ),
+    PlantedError(by_habit.accumulation_never_used, "run.unused-window", "accelerate", 2, "accumulate() never entered"),
+    PlantedError(by_habit.buffers_of_frozen_norms, "run.ranks-values", "torch", 2, "buffers by rank, not broadcast"),
+    PlantedError(by_habit.own_sampler_of_everything, "run.same-samples", "torch", 2, "an own sampler without ranks"),
+    PlantedError(by_habit.with_replacement_alike, "run.same-samples", "torch", 2, "with replacement, one seed"),
+    PlantedError(by_habit.stream_that_nobody_divides, "run.same-samples", "torch", 2, "a stream without ranks"),
+    PlantedError(by_habit.batches_of_rank_0, "run.same-samples", "torch", 2, "own batches without ranks"),
 )
 
 NOT_MADE: tuple[tuple[str, str], ...] = (

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from prepkit.codec import from_data, to_data
 from prepkit.facts.run import (
+    AdapterFacts,
     DDPFacts,
     EngineFacts,
     GradientFacts,
@@ -23,6 +24,7 @@ from prepkit.facts.run import (
     RankFacts,
     RunFacts,
     StrangerFacts,
+    Unread,
     WrappedModule,
 )
 from prepkit.facts.running import RunningFacts, RunningParam
@@ -129,6 +131,38 @@ BROKEN: dict[str, RunFacts] = {
     "run.gradients-not-finite": evolve(FINE, gradients=GradientFacts(stepped=2, spoiled=NAMES[:1])),
     "run.without-gradient": evolve(FINE, gradients=GradientFacts(stepped=2, missing=NAMES[:1])),
     "run.unread-samples": evolve(FINE, loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=4),)),
+    "run.unread-setting": evolve(
+        FINE, unread=(Unread(where="model.blocks", name="requires_grad", meant="requires_grad_(False)"),)
+    ),
+    "run.hidden-module": evolve(FINE, hidden=("layers[0]",)),
+    "run.gradients-off": evolve(FINE, gradients_on=False),
+    "run.no-group": evolve(FINE, launched=2, world_size=1),
+    "run.raw-optimizer": evolve(FINE, inside_window=True, accumulation=4),
+    "run.unused-window": evolve(FINE, unused_window=True, accumulation=4),
+    "run.checkpoint-forgets": evolve(FINE, forgetful=("layers.0",)),
+    "run.softmax-twice": evolve(FINE, softmax="1"),
+    "run.adapters-off": evolve(FINE, adapters=AdapterFacts(off=("q_proj",))),
+    "run.adapters-zero": evolve(FINE, adapters=AdapterFacts(zero=("q_proj",))),
+    "run.adapters-base": evolve(FINE, adapters=AdapterFacts(base=("q_proj",))),
+    "run.head-frozen": evolve(FINE, adapters=AdapterFacts(heads=("score",))),
+    "run.frozen-drops": evolve(FINE, frozen_drops=("teacher",)),
+    "run.frozen-norms": evolve(FINE, frozen_norms=("body",)),
+    "run.checkpoint-norms": evolve(FINE, renormalised=("0",)),
+    "run.ticked-early": evolve(
+        with_optimizer(fresh=True),
+        scheduler=PreparedScheduler(name="StepLR", drives_optimizer=True, early=2),
+    ),
+    "run.divided-twice": evolve(
+        FINE,
+        loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2, parts=4),),
+    ),
+    "run.samples-odd": evolve(
+        FINE, loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2, sample="shifted"),)
+    ),
+    "run.in-order": evolve(
+        FINE,
+        loaders=(PreparedLoader(seen=evolve(tiny_loader(), sampler="sequential"), division="dataset", replicas=2),),
+    ),
     "run.maybe-averaged": evolve(with_params(averaged_by=(), ranks=1), averages_by_hand="average (train.py:3)"),
     "run.left-out": evolve(
         FINE,

@@ -49,7 +49,7 @@ loader = DataLoader(data, batch_size=4)
 FINE = f"""{MODEL}
 optimizer = torch.optim.AdamW(model.parameters())
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=8)
-loader = DataLoader(data, batch_size=4)
+loader = DataLoader(data, batch_size=4, shuffle=True)
 {LOOP}"""
 
 RANKS = f"""{MODEL}

@@ -40,10 +40,14 @@ WARNINGS = _ids(
         "save": "beside-another-run",
         "run": "bfloat16-weights part-in-eval unlike-dtypes checkpointed-twice checkpointed-whole checkpoint-outside "
         "compile-off one-unit averaging-off backend without-gradient ranks-passes loss-not-finite dropout-alike "
-        "not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks unsaved-optimizer",
+        "not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks unsaved-optimizer "
+        "unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms ticked-early",
     }
 )
 """What is said, and refuses nothing."""
+
+NOTES = _ids({"run": "maybe-averaged samples-unknown left-out in-order"})
+"""What may be meant so, or cannot be seen."""
 
 NEEDED = _ids(
     {
@@ -111,7 +115,8 @@ OURS = tuple(rule for rule in LAW if not rule.id.startswith("loop."))
 """All but the rules of the loop, most of which hold by what its events are."""
 
 
-def test_these_rules_warn_and_all_others_refuse() -> None:
+def test_these_rules_warn_or_note_and_all_others_refuse() -> None:
+    assert {rule.id for rule in OURS if rule.severity is Severity.NOTE} == NOTES
     assert {rule.id for rule in OURS if rule.severity is Severity.WARNING} == WARNINGS
 
 

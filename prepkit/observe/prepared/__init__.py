@@ -20,6 +20,7 @@ from prepkit.observe.model import model_facts
 from prepkit.observe.preparation import preparation
 from prepkit.observe.prepared import averaging, fabric, modules
 from prepkit.observe.prepared.gradients import gradients_at_step
+from prepkit.observe.prepared.inside import with_inside
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.optimizers import (
     accumulation,
@@ -29,6 +30,8 @@ from prepkit.observe.prepared.optimizers import (
     prepared_scheduler,
 )
 from prepkit.observe.prepared.ranks import compared
+from prepkit.observe.prepared.unread import hidden, unread
+from prepkit.ranks.launcher import from_launcher
 from prepkit.ranks.world import world
 from prepkit.rules.rule import Need
 
@@ -110,8 +113,24 @@ def _alone(
             facts, optimizers=tuple(prepared_optimizer(one, model, first, state=state) for one in optimizers)
         )
     if Need.LOADERS in needs:
-        facts = evolve(facts, loaders=tuple(map(prepared_loader, loaders)))
+        config = _language_config(places[0].module)
+        facts = evolve(facts, loaders=tuple(prepared_loader(one, config) for one in loaders))
+    facts = evolve(facts, **with_inside(facts, places), unread=unread(places, optimizers, loaders))
+    facts = evolve(facts, hidden=hidden(places, optimizers), launched=_launched())
     return (_with_values(facts, model, places, once) if Need.VALUES in needs else facts), places
+
+
+def _language_config(module: nn.Module) -> Any:
+    """The config of a causal language model of transformers, adapters around it or not; None for another model."""
+    base = getattr(module, "base_model", None)
+    inside = getattr(base, "model", module)
+    named = any(type(one).__name__.endswith("ForCausalLM") for one in (module, inside))
+    return getattr(inside, "config", None) if named else None
+
+
+def _launched() -> int:
+    """Processes that torchrun or its like says it has started."""
+    return (from_launcher(("WORLD_SIZE",), 1) or 1) if from_launcher(("RANK",), 0) is not None else 1
 
 
 def _with_values(facts: RunFacts, model: nn.Module, places: list[Any], once: dict[str, nn.Parameter]) -> RunFacts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -25,6 +26,22 @@ def averages_by_hand() -> str:
                     return f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
         frame = frame.f_back
     return ""
+
+
+def accelerate_window(optimizers: Any) -> tuple[bool, bool]:
+    """Where accelerate counts micro-batches: whether a raw optimizer steps inside a window, whether there is none."""
+    state: Any = sys.modules.get("accelerate.state")
+    shared = {} if state is None else state.GradientState._shared_state
+    if int((shared.get("plugin_kwargs") or {}).get("num_steps", 1)) < 2:
+        return False, False
+    first = optimizers[0] if isinstance(optimizers, list | tuple) and optimizers else optimizers
+    raw = not type(first).__module__.startswith("accelerate.")
+    counting = [
+        one for one in gc.get_objects() if type(one).__name__ == "Accelerator" and hasattr(one, "gradient_state")
+    ]
+    counted = any(getattr(one, "step", 0) for one in counting)
+    inside = not shared.get("sync_gradients", True)
+    return raw and inside, bool(counting) and not counted and not inside
 
 
 def _foreign(file: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sized
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DistributedSampler, Subset, TensorDataset
@@ -18,8 +18,8 @@ SHOWN = 64
 """Items of a list or elements of a tensor that enter the digest of a data set."""
 
 
-def prepared_loader(loader: Any) -> PreparedLoader:
-    """Facts of one loader of torch, accelerate or anybody."""
+def prepared_loader(loader: Any, config: Any = None) -> PreparedLoader:
+    """Facts of one loader of torch, accelerate or anybody; ``config``: that of the language model that it feeds."""
     division, replicas, part = _division(loader)
     data = getattr(loader, "dataset", None)
     indices, samples = first_reads(loader) if not division and world().size > 1 else ("", "")
@@ -28,6 +28,9 @@ def prepared_loader(loader: Any) -> PreparedLoader:
         division=division,
         replicas=replicas,
         part=part,
+        parts=_parts(loader),
+        content="" if data is None else _content(data),
+        sample=first_sample(data, config) if config is not None else "",
         batches=_length(loader),
         data="" if data is None else _digest(data),
         indices=indices,
@@ -63,6 +66,53 @@ def _division(loader: Any) -> tuple[Division, int, int]:
         if isinstance(replicas, int) and isinstance(getattr(one, "rank", None), int):
             return "sampler", replicas, int(one.rank)
     return "", 1, 0
+
+
+def _parts(loader: Any) -> int:
+    """Of a sampler that divides inside a loader that accelerate divides: the product of both."""
+    parts = 1
+    for one in _chain(loader):
+        accelerates = type(one).__module__.startswith("accelerate.") and hasattr(one, "process_index")
+        if isinstance(one, DistributedSampler) or accelerates:
+            told = getattr(one, "num_replicas", None) or getattr(one, "num_processes", None)
+            parts *= told if isinstance(told, int) and told > 0 else 1
+    return parts
+
+
+def _content(data: Any) -> str:
+    """Which samples it has, where its kind tells; else how many."""
+
+    def told(one: Any, depth: int) -> Any:
+        match one:
+            case Subset() if depth:
+                return tuple(one.indices[:SHOWN]), len(one.indices), told(one.dataset, depth - 1)
+            case TensorDataset():
+                return [_told(tensor, 1) for tensor in one.tensors]
+            case list() | tuple() | range():
+                return _told(one, 2)
+            case _:
+                table = type(one).__module__.startswith("datasets.") and _length(one)
+                return _told(one[0], 2) if table else None, _length(one)  # its own fingerprint may be random
+
+    try:
+        return hashlib.sha256(repr(told(data, 3)).encode()).hexdigest()
+    except Exception:  # code of the user that reads a sample
+        return ""
+
+
+def first_sample(data: Any, config: Any) -> Literal["", "shifted", "unmasked"]:
+    """What is wrong in the first sample that a causal language model of transformers is given."""
+    try:
+        sample: Any = data[0] if hasattr(data, "__getitem__") and len(data) else {}
+        ids, labels = (list(map(int, sample[name])) for name in ("input_ids", "labels"))
+    except Exception:  # of another kind, or code of the user that fails
+        return ""
+    pairs = [(label, following) for label, following in zip(labels, ids[1:], strict=False) if label >= 0]
+    if len(pairs) > 2 and labels[: len(ids)] != ids and all(label == following for label, following in pairs):
+        return "shifted"
+    pad = getattr(config, "pad_token_id", None)
+    padded = pad is not None and len(ids) > 1 and (ids[-1] == ids[-2] == pad or ids[0] == ids[1] == pad)
+    return "unmasked" if padded and "attention_mask" not in sample else ""
 
 
 def _chain(loader: Any) -> list[Any]:

@@ -63,21 +63,34 @@ def _shards(module: Any) -> bool:
 
 def dropping(places: list[Site]) -> tuple[str, ...]:
     """Modules that drop elements when they train: torch's, its attention and RNNs, and attention of transformers'."""
-    return tuple(site.path for site in places if site.first and _rate(site.module) > 0)
+    return tuple(site.path for site in places if site.first and rate(site.module) > 0)
 
 
 def drops(model: nn.Module) -> int:
     """How many of them are in training mode, so that their next forward drops."""
-    return sum(module.training and _rate(module) > 0 for module in model.modules())
+    return sum(module.training and rate(module) > 0 for module in model.modules())
 
 
-def _rate(module: Any) -> float:
-    """The part of the elements that it drops itself; 0 where it drops none, or has no number for it."""
+def rate(module: Any) -> float:
+    """The part of the elements that it drops itself; 0 where it drops none, or has no number for it.
+
+    A number named after dropout, on the module or in its ``config``, counts where no module below drops.
+    """
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return float(module.p)
-    name = "dropout" if isinstance(module, nn.MultiheadAttention | nn.RNNBase) else "attention_dropout"
-    rate = getattr(module, name, 0.0)
-    return float(rate) if isinstance(rate, int | float) else 0.0
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return float(module.dropout)
+    own = vars(module)
+    config = own.get("config")
+    told = {**(config if isinstance(config, dict) else getattr(config, "__dict__", {})), **own}
+    numbers = {name: value for name, value in told.items() if _is_rate(name, value)}
+    if numbers and any(isinstance(one, nn.modules.dropout._DropoutNd) for one in module.modules()):
+        return float(numbers.get("attention_dropout", 0.0)) if "attention_dropout" in own else 0.0
+    return float(max(numbers.values(), default=0.0))
+
+
+def _is_rate(name: str, value: object) -> bool:
+    return isinstance(value, float) and 0 < value <= 1 and ("dropout" in name or name.endswith("pdrop"))
 
 
 def normalised(places: list[Site]) -> tuple[str, ...]:
@@ -106,7 +119,7 @@ def evaluating(places: list[Site], dropout: tuple[str, ...]) -> tuple[str, ...]:
 
 def dropping_all(places: list[Site]) -> tuple[str, ...]:
     """Modules that drop every element when they train."""
-    return tuple(site.path for site in places if site.first and _rate(site.module) >= 1)
+    return tuple(site.path for site in places if site.first and rate(site.module) >= 1)
 
 
 def infinite(params: Mapping[str, Tensor]) -> tuple[str, ...]:

@@ -18,6 +18,9 @@ from prepkit.observe.prepared import fabric, optimizer_state
 MASTERS = ("bf16_stochastic_round", "master_weights", "use_master_weights")
 """Options and attributes of optimizers of torchao, apex and others that make low-precision weights safe."""
 
+KEEP_STATE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adafactor", "Adadelta")
+"""Optimizers of torch that have state of every parameter from their first step on, and none before."""
+
 
 def inner(wrapped: Any) -> Any:
     """What stands inside accelerate's or Fabric's wrapper of an optimizer or a scheduler, or the thing itself."""
@@ -72,7 +75,8 @@ def _says(source: Any, name: str) -> bool:
 def _rates(optimizer: Any) -> dict[str, Any]:
     groups = optimizer.param_groups
     rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
-    return {"rates": rates, "scheduled": any("initial_lr" in group for group in groups)}
+    kept = type(optimizer).__name__ in KEEP_STATE and not getattr(optimizer, "state", None)
+    return {"fresh": kept, "rates": rates, "scheduled": any("initial_lr" in group for group in groups)}
 
 
 def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
@@ -90,10 +94,17 @@ def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
         name=type(scheduler).__name__,
         drives_optimizer=drives or driven is None,
         horizon=horizon(scheduler),
+        early=_early(scheduler),
         ticked=last if isinstance(last := getattr(scheduler, "last_epoch", None), int) else None,
         ticks=_ticks(given),
         by_batch=isinstance(scheduler, OneCycleLR),
     )
+
+
+def _early(scheduler: Any) -> int:
+    """Ticks since it was made: torch counts them, the one of its construction as the first."""
+    count = getattr(scheduler, "_step_count", 1)
+    return max(0, count - 1) if isinstance(count, int) else 0
 
 
 def _ticks(given: Any) -> int:

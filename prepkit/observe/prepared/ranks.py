@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from prepkit.facts.run import RankFacts, RunFacts
 from prepkit.objects.names import Site, parameters_at
+from prepkit.observe.fingerprints import summed
+from prepkit.observe.fingerprints.parts import Part, as_computed
 from prepkit.observe.fingerprints.tensor import fingerprint
 from prepkit.observe.prepared import optimizer_state
 from prepkit.observe.prepared.optimizers import inner
@@ -33,14 +36,17 @@ def compared(
         return facts
     values = _values(facts, places)
     missing = facts.gradients.missing if facts.gradients is not None else ()
-    everyone = world().gather((_told(facts, places, optimizers, values), whole_gradients, missing))
-    ranks = tuple(told for told, _, _ in everyone)
+    shards = {name: part for name, part in _shards(facts, places, values) if not part.values.is_meta}
+    everyone = world().gather((_told(facts, places, optimizers, values), whole_gradients, missing, sorted(shards)))
+    ranks = tuple(told for told, _, _, _ in everyone)
     facts = evolve(facts, ranks=ranks, parted=_parted(ranks, values))
+    if shards and all(names == everyone[0][3] for _, _, _, names in everyone):
+        facts = evolve(facts, parted=(*facts.parted, *summed(shards).parted))
     if facts.gradients is None or len({rank.names for rank in ranks}) > 1:
         return facts
-    held = [gradients for _, gradients, _ in everyone if gradients is not None]
+    held = [gradients for _, gradients, _, _ in everyone if gradients is not None]
     common = [path for path in held[0] if all(path in other for other in held)]
-    some = dict.fromkeys(path for _, _, lacking in everyone for path in lacking)
+    some = dict.fromkeys(path for _, _, lacking, _ in everyone for path in lacking)
     seen = evolve(
         facts.gradients,
         compared=tuple(common),
@@ -48,6 +54,12 @@ def compared(
         on_some_ranks=tuple(path for path in some if any(path in other for other in held)),
     )
     return evolve(facts, gradients=seen)
+
+
+def _shards(facts: RunFacts, places: list[Site], whole: dict[str, int]) -> Iterator[tuple[str, Part]]:
+    """What is divided over ranks, of which others may hold the same part: copies of shards."""
+    if facts.engine is None and any({"fsdp1", "fsdp2"} & set(param.averaged_by) for param in facts.params):
+        yield from (one for one in as_computed(places[0].slot) if one[0] not in whole)
 
 
 def _told(facts: RunFacts, places: list[Site], optimizers: list[Any], values: dict[str, int]) -> RankFacts:
@@ -62,6 +74,7 @@ def _told(facts: RunFacts, places: list[Site], optimizers: list[Any], values: di
         tensor_ranks=tensor_ranks(places),
         loaders=tuple((one.replicas, one.part, one.division, one.data) for one in facts.loaders),
         passes=tuple((one.batches, one.seen.batch_size, one.order) for one in facts.loaders),
+        contents=tuple(one.content for one in facts.loaders),
         reads=tuple((one.indices, one.samples) for one in facts.loaders),
         modes=_digest(tuple(site.module.training for site in places)),
         scheduler=_digest(facts.scheduler),
@@ -151,8 +164,9 @@ def _values(facts: RunFacts, places: list[Site]) -> dict[str, int]:
 
 
 def _lasting(module: nn.Module) -> tuple[tuple[str, Tensor | None], ...]:
-    """Buffers, without what batch norms count: each rank counts its own batches."""
-    return () if isinstance(module, nn.modules.batchnorm._NormBase) else tuple(module._buffers.items())
+    """Buffers, without what batch norms count in training: each rank counts its own batches."""
+    counts = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+    return () if counts else tuple(module._buffers.items())
 
 
 def _whole(tensor: Tensor) -> Tensor | None:

@@ -9,11 +9,13 @@ from prepkit.rules.run import (
     beside,
     drift,
     gradients,
+    inside,
     loaders,
     modules,
     numbers,
     owners,
     ranks,
+    unread,
     who_steps,
     wrappers,
 )
@@ -21,7 +23,9 @@ from prepkit.rules.run import (
 AUDIT_RULES: tuple[Rule, ...] = (
     *applied.RULES,
     *who_steps.RULES,
+    *unread.RULES,
     *modules.RULES,
+    *inside.RULES,
     *numbers.RULES,
     *wrappers.RULES,
     *averaging.RULES,

@@ -71,7 +71,17 @@ def _parted(facts: RunFacts) -> Iterator[Hit]:
     own = [name for name in found.parted if name not in alone]
     if own:
         what = f"Each rank is about to step {count(len(own), 'parameter')} with a gradient of its own: {some(own)}."
-        yield Hit(at(own[0]), what)
+        yield Hit(at(own[0]), what, _cause(facts))
+
+
+def _cause(facts: RunFacts) -> str:
+    """What to mend where it shows what keeps gradients apart; empty: nothing does."""
+    hooks = ", ".join(f"`{ddp.hook}`" for ddp in facts.ddp if ddp.hook)
+    if hooks:
+        return f"Look at DDP's communication hook {hooks}: it has to return the average over all ranks."
+    if any(not ddp.averages for ddp in facts.ddp):
+        return "Leave no_sync() before the last backward of a window."
+    return ""
 
 
 def _waited_for(facts: RunFacts) -> Iterator[Hit]:

@@ -88,6 +88,39 @@ def _unread(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(f"loaders[{index}]", f"{what} {reads}: the others are never read.")
 
 
+def _divided_twice(facts: RunFacts) -> Iterator[Hit]:
+    for index, loader in enumerate(facts.loaders):
+        contents = {rank.contents[index] for rank in facts.ranks if index < len(rank.contents)}
+        if loader.division == "sampler" and loader.replicas > 1 and len(contents) > 1 and _readers(facts) > 1:
+            what = f"A DistributedSampler cuts it into {loader.replicas} parts, and ranks hold different data already"
+            yield Hit(f"loaders[{index}]", f"{what}: most samples are never read.")
+        elif loader.parts > facts.world_size and loader.division == "accelerate":
+            what = f"A DistributedSampler and accelerate divide it, into {loader.parts} parts, and {facts.world_size}"
+            yield Hit(f"loaders[{index}]", f"{what} ranks read one each: the others are never read.")
+        elif loader.parts > loader.replicas and loader.parts > facts.world_size:
+            what = f"It is divided twice, into {loader.parts} parts, and {facts.world_size} ranks read one each"
+            yield Hit(f"loaders[{index}]", f"{what}: the others are never read.")
+
+
+def _samples(facts: RunFacts) -> Iterator[Hit]:
+    words = {
+        "shifted": "Labels are shifted already, and the model shifts them again: it learns the token after next.",
+        "unmasked": "Samples end in pads, and have no attention_mask: the model attends to them.",
+    }
+    for index, loader in enumerate(facts.loaders):
+        if loader.sample:
+            fix = "Give labels equal to input_ids, with -100 where none count." if loader.sample == "shifted" else ""
+            yield Hit(f"loaders[{index}]", words[loader.sample], fix)
+
+
+def _in_order(facts: RunFacts) -> Iterator[Hit]:
+    seen = facts.loaders[0].seen if facts.loaders and facts.optimizers else None
+    if seen is None or seen.sampler != "sequential" or seen.iterable or seen.custom_batches or seen.foreign:
+        return
+    if (seen.length or 0) > (seen.batch_size or 1):
+        yield Hit("loaders[0]", f"It gives {seen.length} samples in one order, the same in every pass.")
+
+
 def _order(loader: PreparedLoader) -> str:
     return "in one order" if loader.seen.sampler == "sequential" else "each in its own order at best"
 
@@ -170,6 +203,34 @@ RULES: tuple[Rule, ...] = (
         cost="a share of the one exchange over the ranks that the moment makes",
         fix="Write sampler=DistributedSampler(dataset, num_replicas=world, rank=rank), or accelerator.prepare(loader).",
         source=("torch DistributedSampler",),
+    ),
+    Rule(
+        id="run.divided-twice",
+        summary="Samples are divided once.",
+        check=_divided_twice,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Divide once: by the sampler, by accelerate, or by split_dataset_by_node with a shuffle alone.",
+        source=("torch DistributedSampler", "accelerate prepare_data_loader"),
+    ),
+    Rule(
+        id="run.samples-odd",
+        summary="Samples are what a causal language model takes.",
+        check=_samples,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS,),
+        fix="Give the tokenizer's attention_mask along.",
+        source=("transformers ForCausalLMLoss",),
+    ),
+    Rule(
+        id="run.in-order",
+        summary="Samples are shuffled in training.",
+        check=_in_order,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS, Need.OPTIMIZERS),
+        fix="Write shuffle=True; nothing, where their order is meant.",
+        severity=Severity.NOTE,
     ),
     Rule(
         id="run.samples-unknown",

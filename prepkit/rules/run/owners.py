@@ -38,6 +38,15 @@ def _early(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("scheduler", f"`{scheduler.name}` is made for {horizon} ticks, and a pass has {steps} steps.")
 
 
+def _ticked(facts: RunFacts) -> Iterator[Hit]:
+    scheduler = facts.scheduler
+    fresh = bool(facts.optimizers) and all(one.fresh for one in facts.optimizers)
+    if scheduler is not None and scheduler.early and fresh and scheduler.drives_optimizer:
+        ticks = count(scheduler.early, "tick")
+        what = f"`{scheduler.name}` has {ticks}, and `{facts.optimizers[0].name}` has not stepped"
+        yield Hit("scheduler", f"{what}: the first rates are left out, or the optimizer's state was not loaded.")
+
+
 def _two(facts: RunFacts) -> Iterator[Hit]:
     engine, scheduler = facts.engine, facts.scheduler
     if engine is not None and engine.scheduler and scheduler is not None and engine.scheduler != scheduler.name:
@@ -90,6 +99,16 @@ RULES: tuple[Rule, ...] = (
         fix="Make it for as many ticks as there are steps.",
         severity=Severity.WARNING,
         source=("pain 15",),
+    ),
+    Rule(
+        id="run.ticked-early",
+        summary="A scheduler is ticked behind the steps of its optimizer.",
+        check=_ticked,
+        at=(Moment.AUDIT,),
+        needs=(Need.OPTIMIZERS,),
+        fix="Call optimizer.step() before scheduler.step(); after a restart load the state of both.",
+        severity=Severity.WARNING,
+        source=("torch LRScheduler.step",),
     ),
     Rule(
         id="run.two-schedulers",

@@ -29,6 +29,18 @@ def _twice(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(at(place.path), f"{names}: two average the same gradients.")
 
 
+def _nested(facts: RunFacts) -> Iterator[Hit]:
+    around = {place.path for place in facts.wrapped if {"ddp", "deepspeed"} & set(place.wrappers)}
+    for place in facts.wrapped:
+        if "ddp" in place.wrappers and place.path and ({*_above(place.path), ""} & around):
+            yield Hit(at(place.path), "DistributedDataParallel inside another: two average the same gradients.")
+
+
+def _either(facts: RunFacts) -> Iterator[Hit]:
+    yield from _twice(facts)
+    yield from _nested(facts)
+
+
 def _checkpointed(facts: RunFacts) -> tuple[str, ...]:
     """Paths of modules that are recomputed as a whole; transformers' flag at a layer is one."""
     return tuple(place.path for place in facts.wrapped if "checkpointed" in place.wrappers)
@@ -105,7 +117,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="run.wrapped-twice",
         summary="Gradients are averaged by one wrapper.",
-        check=_twice,
+        check=_either,
         at=(Moment.AUDIT,),
         fix="Give the model to one of them, once.",
         source=("pain 19",),
