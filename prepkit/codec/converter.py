@@ -266,17 +266,17 @@ def _union_writer(cls: Any, converter: Converter) -> Write:
 # --- what went wrong -----------------------------------------------------------------------------------------------
 
 
-Place = tuple[object, ...]
+_Place = tuple[object, ...]
 """Keys and indices that lead from the whole to a value."""
 
 _OWN = "write a value that the class accepts"
 
 
-def _finding(place: Place, misfit: MisfitError, where: str, language: Language) -> Finding:
+def _finding(place: _Place, misfit: MisfitError, where: str, language: Language) -> Finding:
     return refusal(misfit.rule, reduce(inside, place, where), misfit.what, misfit.fix(language))
 
 
-def _misfits(error: Exception, place: Place) -> Iterator[tuple[Place, MisfitError]]:
+def _misfits(error: Exception, place: _Place) -> Iterator[tuple[_Place, MisfitError]]:
     """Each place that does not fit, in the order of the fields; keys that are not known come after them."""
     match error:
         case MisfitError():
@@ -292,7 +292,7 @@ def _misfits(error: Exception, place: Place) -> Iterator[tuple[Place, MisfitErro
             yield place, MisfitError("wrong-value", shorter(str(error)), _OWN)
 
 
-def _in_class(error: Exception, cls: type, place: Place) -> Iterator[tuple[Place, MisfitError]]:
+def _in_class(error: Exception, cls: type, place: _Place) -> Iterator[tuple[_Place, MisfitError]]:
     note = _note(error, AttributeValidationNote)
     if note is None:
         yield from _misfits(error, place)
@@ -330,7 +330,7 @@ def _mended(data: object) -> Config | None:
     return None
 
 
-def _changed(data: Any, place: Place, misfit: MisfitError) -> Any:
+def _changed(data: Any, place: _Place, misfit: MisfitError) -> Any:
     """The data with one misfit mended: replaced, renamed or left out. A list is left out as a whole."""
     key, below = place[0], place[1:]
     if not isinstance(data, dict) or key not in data:

@@ -9,8 +9,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
+from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader
 
 import prepkit as pk
@@ -48,7 +48,7 @@ def calls(windows: Iterator[None], count: int) -> Counter[str]:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks that other tests of this process have left for the steps of any optimizer are not this loop's."""
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
-        monkeypatch.setattr(torch.optim.optimizer, name, OrderedDict())
+        monkeypatch.setattr(optimizers, name, OrderedDict())
 
 
 @pytest.mark.usefixtures("alone")

@@ -40,13 +40,13 @@ from prepkit.config import (
     WrapSize,
 )
 from prepkit.formats.exporters.deepspeed import deepspeed_file, folded, steps_of
-from prepkit.formats.exporters.exported import Unread
+from prepkit.formats.exporters.exported import LeftOut
 
 JSON_NAME = "deepspeed.json"
 """Name of DeepSpeed's own config, which lies beside the file."""
 
 
-def accelerate_file(config: Config, world_size: int | None, per_node: int | None) -> Unread:
+def accelerate_file(config: Config, world_size: int | None, per_node: int | None) -> LeftOut:
     """The file; where DeepSpeed has a config of its own the JSON that it points to as well."""
     config = _counted(config, world_size)
     data: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _kind(config)}
@@ -66,7 +66,7 @@ def accelerate_file(config: Config, world_size: int | None, per_node: int | None
             data["fsdp_config"] = fsdp_section(config)
         case DeepSpeed():
             return _with_deepspeed(config, data, config.engine)
-    return Unread(data=data, means=config)
+    return LeftOut(data=data, means=config)
 
 
 def _section(name: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _wrapped(wrap: Wrap) -> dict[str, Any]:
     return {"fsdp_auto_wrap_policy": "NO_WRAP"}
 
 
-def _with_deepspeed(config: Config, data: dict[str, Any], engine: DeepSpeed) -> Unread:
+def _with_deepspeed(config: Config, data: dict[str, Any], engine: DeepSpeed) -> LeftOut:
     """The section alone where it can say everything, else a JSON beside it that says the rest."""
     experts = {"deepspeed_moe_layer_cls_names": ",".join(engine.leaf_modules)} if engine.leaf_modules else {}
     if engine.config == "{}" and engine.micro_batch is None:
@@ -209,9 +209,9 @@ def _with_deepspeed(config: Config, data: dict[str, Any], engine: DeepSpeed) -> 
         if isinstance(config.clip, ClipNorm):
             section["gradient_clipping"] = config.clip.max_norm
         means = evolve(config, engine=evolve(engine, stage=stage))
-        return Unread(data=data | {"deepspeed_config": section | experts}, means=means)
+        return LeftOut(data=data | {"deepspeed_config": section | experts}, means=means)
     if isinstance(config.precision, BF16 | FP16):
         del data["mixed_precision"]  # which accelerate refuses beside a JSON that says it
     data["deepspeed_config"] = {"deepspeed_config_file": JSON_NAME} | experts
     means = deepspeed_file(config, None, None).means
-    return Unread(data=data, beside=((JSON_NAME, folded(config)),), means=means)
+    return LeftOut(data=data, beside=((JSON_NAME, folded(config)),), means=means)

@@ -10,15 +10,15 @@ from attrs import evolve
 
 from prepkit.config import FP16, ClipNorm, Config, DeepSpeed
 from prepkit.config.precision import PRECISIONS
-from prepkit.formats.exporters.exported import Unread
+from prepkit.formats.exporters.exported import LeftOut
 
 
-def deepspeed_file(config: Config, world_size: int | None, per_node: int | None) -> Unread:  # noqa: ARG001
+def deepspeed_file(config: Config, world_size: int | None, per_node: int | None) -> LeftOut:  # noqa: ARG001
     """The JSON; for another engine than DeepSpeed one that says as much as it can."""
     data = folded(config)
     if not isinstance(config.engine, DeepSpeed):
-        return Unread(data=data, means=config)
-    return Unread(data=data, means=evolve(config, engine=with_json(config.engine, data)))
+        return LeftOut(data=data, means=config)
+    return LeftOut(data=data, means=evolve(config, engine=with_json(config.engine, data)))
 
 
 def with_json(engine: DeepSpeed, data: dict[str, Any]) -> DeepSpeed:

@@ -32,7 +32,7 @@ class Exported:
 
 
 @frozen(kw_only=True)
-class Unread:
+class LeftOut:
     """What an exporter makes of a config, before it is read back."""
 
     data: dict[str, Any]
@@ -42,7 +42,7 @@ class Unread:
     """The config in the form in which that library's importer would have it, where several forms mean the same."""
 
 
-def exported(kind: str, draft: Unread, suffix: str) -> Exported:
+def exported(kind: str, draft: LeftOut, suffix: str) -> Exported:
     """The texts, and every setting that they do not say. Raises ``PlanRejected`` where the file would be refused."""
     text = WRITERS[suffix](draft.data)
     beside = tuple((name, json.dumps(data, indent=2) + "\n") for name, data in draft.beside)
@@ -89,5 +89,5 @@ def refused(exported: Exported) -> PlanRejected:
     return PlanRejected(exported.left_out)
 
 
-Exporter = Callable[[Config, int | None, int | None], Unread]
+Exporter = Callable[[Config, int | None, int | None], LeftOut]
 """From a config, the number of processes and those of one machine, where they are known."""

@@ -20,10 +20,10 @@ from prepkit.config import (
 )
 from prepkit.formats.exporters.accelerate import fsdp_section
 from prepkit.formats.exporters.deepspeed import folded, steps_of, with_json
-from prepkit.formats.exporters.exported import Unread
+from prepkit.formats.exporters.exported import LeftOut
 
 
-def training_arguments_file(config: Config, world_size: int | None, per_node: int | None) -> Unread:  # noqa: ARG001
+def training_arguments_file(config: Config, world_size: int | None, per_node: int | None) -> LeftOut:  # noqa: ARG001
     """The arguments. ``output_dir`` and all that concerns data and logging are yours to add."""
     data: dict[str, Any] = {"gradient_accumulation_steps": steps_of(config), "ddp_timeout": _whole(config.timeout_s)}
     data["max_grad_norm"] = config.clip.max_norm if isinstance(config.clip, ClipNorm) else 0.0
@@ -46,7 +46,7 @@ def training_arguments_file(config: Config, world_size: int | None, per_node: in
         case DeepSpeed() as zero:
             data["deepspeed"] = folded(evolve(config, accumulation=1, clip=None))
             means = evolve(config, engine=with_json(zero, data["deepspeed"]))
-    return Unread(data=data, means=means)
+    return LeftOut(data=data, means=means)
 
 
 def _whole(number: float) -> float | int:
