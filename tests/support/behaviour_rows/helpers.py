@@ -93,7 +93,7 @@ HELPERS: dict[str, Answers] = {
     "H-51": ("deviation every option reaches the library, also one that equals a default: what is shown is what runs",),
     "H-52": ("deviation values are frozen, so that nothing has to be copied",),
     "H-53": (
-        "test test_installed_libraries_are_found_with_their_versions_within_ten_milliseconds",
+        "test test_installed_libraries_are_found_with_their_versions_within_milliseconds",
         "deviation a missing package is a version that is not listed",
     ),
 }
