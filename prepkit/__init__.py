@@ -53,7 +53,7 @@ GONE = {
     "AsStored": "precision=None",
     "CompileOption": "options={name: value}",
     "Example": "pk.ExampleInputs",
-    "Imported": "prepkit.formats.importers.imported.Imported",
+    "Imported": "prepkit.formats.importers.source.Imported",
     "KeepOnDevice": "offload=None",
     "KeepWeights": "weights=None",
     "NoCheckpointing": "checkpointing=None",

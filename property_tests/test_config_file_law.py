@@ -8,7 +8,7 @@ from hypothesis import given
 
 from prepkit.config import Config
 from prepkit.findings import PlanRejected
-from prepkit.formats.exporters.native import WRITERS, config_text
+from prepkit.formats.exporters.exported import WRITERS, config_text
 from prepkit.formats.importers.native import read_config
 from prepkit.testing.strategies.configs import configs
 

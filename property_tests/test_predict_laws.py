@@ -8,14 +8,12 @@ from hypothesis import given
 
 from prepkit import codec
 from prepkit.plan import Plan
-from prepkit.plan.dtypes import itemsize
-from prepkit.plan.layout import ParamLayout, local_shape
+from prepkit.plan.layout import ParamLayout, itemsize, local_shape
 from prepkit.planner import fits
 from prepkit.predict import predict
-from prepkit.predict.inputs import inputs_of
+from prepkit.predict.inputs import inputs_of, tensor_cuts
 from prepkit.predict.prediction import Label
-from prepkit.predict.unit_contents import tensor_cuts
-from prepkit.render.tree import Node, tree
+from prepkit.render.plan import Node, tree
 from prepkit.testing import plans
 
 

@@ -21,7 +21,7 @@ from hypothesis.errors import NoSuchExample
 import prepkit
 from prepkit import config
 from prepkit.config import Config, Engine, Mesh, Mixed, OptimizerSpec, Precision
-from prepkit.config.mesh import AXES
+from prepkit.config.engines import AXES
 from prepkit.config.optimizer import OPTIMIZERS, SELECTS
 from prepkit.config.optimizer import __all__ as exported
 from prepkit.config.precision import PRECISIONS
@@ -81,7 +81,7 @@ TABLES = (
         [name for name in exported if name != "Group"],
         SPECS,
     ),
-    Table("AXES in prepkit/config/mesh.py", [axis.name for axis in AXES], [field.name for field in fields(Mesh)]),
+    Table("AXES in prepkit/config/engines.py", [axis.name for axis in AXES], [field.name for field in fields(Mesh)]),
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 import prepkit as pk
 from prepkit.codec import field_types, plan_from_text, plan_to_text
 from prepkit.config import ClipNorm, ClipValue, Config, LoadWeights, WrapClasses, WrapPaths, WrapSize
-from prepkit.config.tensor_parallel import TPPlan
+from prepkit.config.engines import TPPlan
 from prepkit.facts import Env, parse_bytes
 from prepkit.resolve.deepspeed.schema import CHOICES, LIMITS
 from prepkit.resolve.deepspeed.working import working_config

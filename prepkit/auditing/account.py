@@ -11,7 +11,7 @@ from prepkit.config import Config
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding, PlanRejected
 from prepkit.findings.text import aligned, in_bytes
-from prepkit.formats.exporters.native import config_text
+from prepkit.formats.exporters.exported import config_text
 from prepkit.plan import Plan
 from prepkit.render.plan import tables
 

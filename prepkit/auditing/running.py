@@ -10,8 +10,7 @@ import torch
 from attrs import define, evolve, field
 from torch import nn
 
-from prepkit.facts.run import RunFacts, Unlike
-from prepkit.facts.running import RunningFacts, RunningParam
+from prepkit.facts.run import RunFacts, RunningFacts, RunningParam, Unlike
 from prepkit.findings import Finding
 from prepkit.objects.names import Site, first_names, parameters_at, sites
 from prepkit.observe.fingerprints import summed

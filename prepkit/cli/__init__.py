@@ -25,7 +25,7 @@ from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
 from prepkit.findings.refusals import Refusal
-from prepkit.formats.importers.imported import Imported
+from prepkit.formats.importers.source import Imported
 from prepkit.version import VERSION
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli.options import FILE, MOST, as_json, kind_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import PlanRejected
-from prepkit.formats.importers.imported import Imported
+from prepkit.formats.importers.source import Imported
 
 
 def read(config: str, kind: str | None) -> Imported | PlanRejected:
@@ -24,7 +24,7 @@ def read(config: str, kind: str | None) -> Imported | PlanRejected:
 
 
 def _variables() -> Imported | PlanRejected:
-    from prepkit.formats.importers.launcher_variables import read_variables
+    from prepkit.formats.importers.accelerate import read_variables
 
     return cli_refusal.attempt(lambda: read_variables(os.environ))
 
@@ -42,7 +42,7 @@ def import_command(config: str | None, kind: str | None, env: bool, output: str 
     do nothing, are findings.
     """
     from prepkit import codec
-    from prepkit.formats.exporters.native import config_text, settings_of
+    from prepkit.formats.exporters.exported import config_text, settings_of
     from prepkit.render.text import findings_text
 
     if env == (config is not None):

@@ -12,7 +12,7 @@ from attrs import frozen
 from prepkit.facts import Env, LoaderFacts, parse_bytes
 
 if TYPE_CHECKING:
-    from prepkit.formats.importers.imported import Imported
+    from prepkit.formats.importers.source import Imported
 
 FILE = click.Path(exists=True, dir_okay=False)
 """A file that is there; click ends the command with exit code 2 where it is not."""

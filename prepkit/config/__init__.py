@@ -10,30 +10,60 @@ from enum import StrEnum
 
 from attrs import frozen
 
-from prepkit.config.checkpointing import ActivationCheckpointing, CheckpointBlocks
-from prepkit.config.clipping import Clip, ClipNorm, ClipValue
-from prepkit.config.compile import Compile, CompileBlocks, CompileModel, CompileOption
-from prepkit.config.ddp import DDP, CommHook, CompressHook, PowerSGDHook
-from prepkit.config.deepspeed import DeepSpeed, Schedule
-from prepkit.config.field_docs import show_fields
-from prepkit.config.fp8 import MSAMP, DelayedScaling, FP8Backend, MXFP8BlockScaling, TorchAO, TransformerEngine
-from prepkit.config.fsdp import FSDP1, FSDP2, Offload, OffloadToCPU, Sharding
-from prepkit.config.loaders import EachLoader, KeepLoaders, Loaders, ShardLoaders
-from prepkit.config.mesh import Mesh
-from prepkit.config.optimizer import *  # noqa: F403  # the file's table says what there is
-from prepkit.config.optimizer import OptimizerSpec
-from prepkit.config.origin import Origin
-from prepkit.config.precision import BF16, FP8, FP16, DType, Mixed, Precision
-from prepkit.config.tensor_parallel import (
+from prepkit.config.blocks import (
+    ActivationCheckpointing,
+    CheckpointBlocks,
+    Compile,
+    CompileBlocks,
+    CompileModel,
+    CompileOption,
+    Wrap,
+    WrapBlocks,
+    WrapClasses,
+    WrapPaths,
+    WrapRoot,
+    WrapSize,
+)
+from prepkit.config.engines import (
+    DDP,
+    FSDP1,
+    FSDP2,
     ActivationLayout,
+    CommHook,
+    CompressHook,
+    DeepSpeed,
+    Mesh,
+    Offload,
+    OffloadToCPU,
+    PowerSGDHook,
+    Schedule,
+    Sharding,
     TensorParallel,
     TensorParallelPlan,
     TPLayer,
     TPPlan,
     TPPlanFromModel,
 )
+from prepkit.config.field_docs import show_fields
+from prepkit.config.loaders import EachLoader, KeepLoaders, Loaders, ShardLoaders
+from prepkit.config.optimizer import *  # noqa: F403  # the file's table says what there is
+from prepkit.config.optimizer import Clip, ClipNorm, ClipValue, OptimizerSpec
+from prepkit.config.origin import Origin
+from prepkit.config.precision import (
+    BF16,
+    FP8,
+    FP16,
+    MSAMP,
+    DelayedScaling,
+    DType,
+    FP8Backend,
+    Mixed,
+    MXFP8BlockScaling,
+    Precision,
+    TorchAO,
+    TransformerEngine,
+)
 from prepkit.config.weights import BroadcastWeights, InitWeights, LoadWeights, Weights
-from prepkit.config.wrapping import Wrap, WrapBlocks, WrapClasses, WrapPaths, WrapRoot, WrapSize
 from prepkit.findings.keywords import explain_keywords
 
 

@@ -210,3 +210,25 @@ def options(spec: OptimizerSpec | Group) -> dict[str, bool | int | float | str |
     """The options that it says, by the names that torch has for them."""
     said = {field.name: getattr(spec, field.name) for field in fields(type(spec)) if field.name not in SELECTS}
     return {name: value for name, value in said.items() if value is not None}
+
+
+@frozen
+class ClipNorm:
+    """Scale all gradients so that their joint norm, over every rank's shards, is at most ``max_norm``."""
+
+    max_norm: float
+    """Above 0."""
+    norm_type: float = 2.0
+    """Which p-norm."""
+
+
+@frozen
+class ClipValue:
+    """Clamp every gradient element to ``[-max_value, max_value]``."""
+
+    max_value: float
+    """Above 0."""
+
+
+Clip = ClipNorm | ClipValue | None
+"""None: gradients are not clipped."""

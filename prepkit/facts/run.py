@@ -9,7 +9,6 @@ from attrs import frozen
 
 from prepkit.facts.model import ModelFacts
 from prepkit.facts.preparation import HowPrepared
-from prepkit.facts.running import RunningFacts
 from prepkit.facts.training import LoaderFacts
 
 Averager = Literal["ddp", "fsdp1", "fsdp2", "dtensor", "deepspeed", "hook"]
@@ -430,3 +429,42 @@ class RunFacts:
     """None where nobody trains with prepkit's loop."""
     applied: AppliedFacts | None = None
     """None but after apply."""
+
+
+@frozen(kw_only=True)
+class RunningParam:
+    """One parameter as it lies at a step; tied ones once."""
+
+    name: str
+    dtype: str
+    device: str
+    """Kind of its device: ``cpu``, ``cuda``, ``meta``."""
+    requires_grad: bool
+    known: bool = True
+    """Whether the very parameter was there at the earlier look."""
+    served: bool = True
+    """Whether it would be averaged and stepped if it trains."""
+    stuck: bool = False
+    """Whether it is stepped though it is frozen: the engine keeps master weights, or one flat parameter with others."""
+
+
+@frozen(kw_only=True)
+class RunningFacts:
+    """Model, optimizers and learning rates at one moment."""
+
+    params: tuple[RunningParam, ...]
+    ties: tuple[tuple[str, ...], ...] = ()
+    hooks: tuple[tuple[str, str], ...] = ()
+    """Where a hook hangs, a module or a parameter, and which: its kind and its function."""
+    held: tuple[tuple[str, ...], ...] = ()
+    """Per optimizer the parameters that it steps, by name."""
+    orphans: tuple[int, ...] = ()
+    """Per optimizer how many tensors it steps that the model does not have."""
+    stateful: tuple[tuple[str, ...], ...] = ()
+    """Per optimizer the slots of which it has state: by name, or by number where the model has no such parameter."""
+    rates: tuple[float, ...] = ()
+    """Learning rates of the groups that the scheduler drives."""
+    scheduled: tuple[float, ...] = ()
+    """What the scheduler has set them to last; empty without one, or where it does not say."""
+    parted: tuple[str, ...] = ()
+    """Parameters whose replicas on different ranks differ."""

@@ -15,7 +15,7 @@ from typing import Any
 from attrs import frozen
 
 from prepkit.facts.checkpoint import StoredTensor
-from prepkit.plan.dtypes import itemsize
+from prepkit.plan.layout import itemsize
 
 PREFIX = 8
 """Bytes that hold the header's length."""

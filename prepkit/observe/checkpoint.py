@@ -14,7 +14,7 @@ from attrs import define, evolve, field
 from torch import nn
 
 from prepkit.codec import LARGEST
-from prepkit.codec.reading import read_bytes
+from prepkit.codec.text import read_bytes
 from prepkit.config import LoadWeights
 from prepkit.facts import ModelFacts
 from prepkit.facts.checkpoint import (

@@ -8,15 +8,15 @@ from typing import Any
 from attrs import field, frozen
 
 from prepkit.config import Config
-from prepkit.config.mesh import SAME_DATA
+from prepkit.config.engines import SAME_DATA
 from prepkit.facts import Facts
 from prepkit.findings import Finding
 from prepkit.plan.layout import ParamLayout as ParamLayout
-from prepkit.plan.parts import Owners as Owners
-from prepkit.plan.parts import Planned as Planned
-from prepkit.plan.parts import RunSettings as RunSettings
-from prepkit.plan.parts import because as because
+from prepkit.plan.summary import Owners as Owners
+from prepkit.plan.summary import Planned as Planned
+from prepkit.plan.summary import RunSettings as RunSettings
 from prepkit.plan.summary import about, about_lines, finding_lines, origin_lines, step_lines, title
+from prepkit.plan.summary import because as because
 from prepkit.steps import Axis
 
 

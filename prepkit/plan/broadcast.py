@@ -34,8 +34,7 @@ from math import prod
 from attrs import evolve, frozen
 
 from prepkit.plan.byte_ranges import Slice, local_slices
-from prepkit.plan.dtypes import itemsize
-from prepkit.plan.layout import coordinate
+from prepkit.plan.layout import coordinate, itemsize
 from prepkit.steps import Axis, Transfer
 
 ROOT = 0

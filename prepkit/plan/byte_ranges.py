@@ -11,8 +11,7 @@ from math import prod
 
 from attrs import frozen
 
-from prepkit.plan.dtypes import itemsize
-from prepkit.plan.layout import chunk, coordinate, sharded_dim
+from prepkit.plan.layout import chunk, coordinate, itemsize, sharded_dim
 from prepkit.steps import Axis, Chunk, FileSlice, Transfer
 
 

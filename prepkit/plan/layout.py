@@ -11,7 +11,9 @@ up to a multiple of the shards and cut into equal parts (perf_anchors E; verifie
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from typing import Literal
 
@@ -200,3 +202,14 @@ def local_shape(layout: ParamLayout, axes: tuple[Axis, ...], rank: int) -> tuple
         if dim is not None:
             _, shape[dim] = chunk(shape[dim], axis.size, index)
     return tuple(shape)
+
+
+@cache
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of a torch dtype, by the bits in its name; packed 4-bit types fill a byte.
+
+    >>> [itemsize(name) for name in ("float32", "bfloat16", "float8_e4m3fn", "complex64", "bool", "uint4")]
+    [4, 2, 1, 8, 1, 1]
+    """
+    bits = re.search(r"[0-9]+", dtype)
+    return max(1, int(bits.group()) // 8) if bits else 1

@@ -8,7 +8,7 @@ from typing import assert_never
 
 from prepkit.findings.text import count, in_bytes, listed, local_device
 from prepkit.plan.byte_ranges import bytes_read
-from prepkit.plan.dtypes import itemsize
+from prepkit.plan.layout import itemsize
 from prepkit.steps import (
     Agree,
     AllocateTensors,

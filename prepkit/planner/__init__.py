@@ -28,16 +28,13 @@ from prepkit.facts import Facts
 from prepkit.findings import Finding, Severity, errors
 from prepkit.plan import Owners, Plan, Provenance, RunSettings
 from prepkit.plan.layout import ParamLayout
-from prepkit.plan.parts import Collectives
+from prepkit.plan.summary import Collectives
 from prepkit.planner import budget
-from prepkit.planner.ddp import plan_ddp
 from prepkit.planner.deepspeed import plan_deepspeed
 from prepkit.planner.fsdp1 import plan_fsdp1
-from prepkit.planner.fsdp2 import plan_fsdp2
+from prepkit.planner.fsdp2 import plan_fsdp2, plan_tensor_parallel
 from prepkit.planner.pieces import Piece
-from prepkit.planner.single import plan_single
-from prepkit.planner.tensor_parallel import plan_tensor_parallel
-from prepkit.planner.xla import plan_xla
+from prepkit.planner.replicated import plan_ddp, plan_single, plan_xla
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES, findings_of, split
 from prepkit.rules.rule import Rule

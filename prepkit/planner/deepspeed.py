@@ -5,8 +5,8 @@ from __future__ import annotations
 from prepkit.config import FP8, MSAMP, DeepSpeed
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
-from prepkit.planner.loaders import prepare_loaders
 from prepkit.planner.pieces import Piece, entry_points
+from prepkit.planner.weights import prepare_loaders
 from prepkit.resolve.deepspeed.working import WorkingConfig
 from prepkit.resolve.engines import engine_of
 from prepkit.resolve.fp8 import kept_wide

@@ -14,8 +14,7 @@ from attrs import define, evolve
 
 from prepkit.config import Intent
 from prepkit.plan import Plan
-from prepkit.plan.dtypes import itemsize
-from prepkit.plan.layout import ParamLayout
+from prepkit.plan.layout import ParamLayout, itemsize
 from prepkit.predict.deepspeed.inputs import Zero, optimizer_of, zero_of
 from prepkit.predict.not_predicted import left_out, narrower
 from prepkit.predict.optimizers import OptimizerInputs

@@ -14,8 +14,7 @@ from typing import assert_never
 from attrs import frozen
 
 from prepkit.plan import Plan
-from prepkit.plan.dtypes import itemsize
-from prepkit.plan.layout import ParamLayout, chunk_rows, frees_after_forward, sharded_dim
+from prepkit.plan.layout import ParamLayout, chunk_rows, frees_after_forward, itemsize, sharded_dim
 from prepkit.steps import (
     Axis,
     CheckpointModules,

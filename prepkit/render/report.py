@@ -15,8 +15,7 @@ from prepkit.plan.step_text import axes, effect
 from prepkit.predict import predict
 from prepkit.predict.prediction import CATEGORIES, Place, Prediction, RankClass
 from prepkit.render.changes import diff_text
-from prepkit.render.memory import columns
-from prepkit.render.tree import Node, tree
+from prepkit.render.plan import Node, columns, tree
 
 # --- HTML ------------------------------------------------------------------------------------------------------------
 

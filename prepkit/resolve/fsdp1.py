@@ -7,8 +7,7 @@ from collections.abc import Container, Mapping
 
 from prepkit.config import FSDP1, Config, Mixed
 from prepkit.facts import ModelFacts, ParamFact
-from prepkit.plan.dtypes import itemsize
-from prepkit.plan.layout import FlatPart, flatten
+from prepkit.plan.layout import FlatPart, flatten, itemsize
 from prepkit.resolve.engines import engine_of
 from prepkit.resolve.units import every_batch_norm
 from prepkit.steps import Axis

@@ -10,7 +10,7 @@ from attrs import frozen
 from prepkit.config import Config, DeepSpeed, EachLoader, KeepLoaders, ShardLoaders
 from prepkit.facts import Facts, LoaderFacts
 from prepkit.resolve.deepspeed.data import said
-from prepkit.steps.loaders import Split
+from prepkit.steps.optimizer import Split
 
 
 def choice(cfg: Config, index: int) -> ShardLoaders | KeepLoaders:

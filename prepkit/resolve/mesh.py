@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from prepkit.config import FSDP1, Config, DeepSpeed, Mesh
-from prepkit.config.mesh import AXES
+from prepkit.config.engines import AXES
 from prepkit.facts import Env
 from prepkit.resolve.deepspeed.data import stage, tensor_parallel
 from prepkit.resolve.engines import traits

@@ -9,7 +9,7 @@ bitsandbytes 0.50, torchao 0.18 and DeepSpeed 0.19.8.
 from __future__ import annotations
 
 from prepkit.config import FSDP1, FSDP2, Config, DeepSpeed, OffloadToCPU, TensorParallel
-from prepkit.config.mesh import Mesh
+from prepkit.config.engines import Mesh
 from prepkit.resolve.deepspeed.data import stage
 
 RAISES = "raises"

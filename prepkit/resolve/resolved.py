@@ -18,7 +18,7 @@ from prepkit.config import (
     OffloadToCPU,
     Wrap,
 )
-from prepkit.config.mesh import SAME_DATA
+from prepkit.config.engines import SAME_DATA
 from prepkit.facts import Facts, ParamFact
 from prepkit.plan.layout import FlatPart, ParamLayout, Placement
 from prepkit.resolve import entry_points, fp8, fsdp1, fsdp2, loaders, mesh, modules, placements, precision, units

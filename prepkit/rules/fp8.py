@@ -18,7 +18,7 @@ from prepkit.config import (
     TorchAO,
     TransformerEngine,
 )
-from prepkit.config.fp8 import FP8Backend
+from prepkit.config.precision import FP8Backend
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some

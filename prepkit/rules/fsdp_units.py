@@ -9,7 +9,7 @@ from prepkit.config import FSDP1, FSDP2, Config, Intent, Mixed
 from prepkit.facts import ParamFact
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, in_bytes, some
-from prepkit.plan.dtypes import itemsize
+from prepkit.plan.layout import itemsize
 from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.modules import PACKED
 from prepkit.resolve.resolved import Resolved

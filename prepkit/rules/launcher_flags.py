@@ -22,7 +22,7 @@ from prepkit.config import (
     DeepSpeed,
     OffloadToCPU,
 )
-from prepkit.config.mesh import AXES
+from prepkit.config.engines import AXES
 from prepkit.config.precision import as_typed
 from prepkit.findings import Severity
 from prepkit.resolve.resolved import Resolved

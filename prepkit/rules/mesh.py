@@ -8,7 +8,7 @@ from math import isqrt, log2, prod
 from attrs import evolve
 
 from prepkit.config import DDP, FSDP1, FSDP2, Config, Mesh, Sharding, Single, TensorParallel
-from prepkit.config.mesh import AXES
+from prepkit.config.engines import AXES
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count

@@ -6,28 +6,42 @@ symbolic (``LocalDevice``) and bound in the handler; modules and parameters are 
 
 from __future__ import annotations
 
-from prepkit.steps.common import Axis, File, LocalDevice
-from prepkit.steps.ddp import ConvertSyncBatchNorm, DDPCommHook, PowerSGDOptions, WrapDDP
-from prepkit.steps.deepspeed import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules, PartitionParameters, Setting
-from prepkit.steps.entry_points import RegisterEntryPoints
-from prepkit.steps.fp8 import (
-    AutocastFP8Forward,
-    ConvertFP8Linears,
-    ConvertTransformerEngine,
-    InitializeMSAMP,
-    PrecomputeFloat8Scales,
+from prepkit.steps.common import Agree, Axis, BuildMesh, File, LocalDevice, StartProcessGroup
+from prepkit.steps.engines import (
+    AverageGradients,
+    ConvertOptimizer,
+    ConvertSyncBatchNorm,
+    DDPCommHook,
+    FlatUnit,
+    InitializeDeepSpeed,
+    MarkLeafModules,
+    MoveToXLA,
+    ParallelizeModules,
+    ParallelStyle,
+    PartitionParameters,
+    PowerSGDOptions,
+    ReduceXLAGradients,
+    RegroupOptimizer,
+    Setting,
+    ShardUnits,
+    Unit,
+    WrapDDP,
+    WrapFSDP1,
 )
-from prepkit.steps.fsdp1 import FlatUnit, RegroupOptimizer, WrapFSDP1
-from prepkit.steps.fsdp2 import AverageGradients, ShardUnits, Unit
-from prepkit.steps.loaders import ShardLoader, WrapLoader
 from prepkit.steps.model import (
     AutocastForward,
+    AutocastFP8Forward,
     BackendOption,
     CastForward,
     CheckpointModules,
     CompileModules,
+    ConvertFP8Linears,
+    ConvertTransformerEngine,
+    InitializeMSAMP,
     MakeContiguous,
     MoveModel,
+    PrecomputeFloat8Scales,
+    RegisterEntryPoints,
     UpcastParameters,
 )
 from prepkit.steps.optimizer import (
@@ -37,9 +51,9 @@ from prepkit.steps.optimizer import (
     OptimizerOption,
     RebindOptimizer,
     ReleaseOptimizer,
+    ShardLoader,
+    WrapLoader,
 )
-from prepkit.steps.process_group import Agree, BuildMesh, StartProcessGroup
-from prepkit.steps.tensor_parallel import ParallelizeModules, ParallelStyle
 from prepkit.steps.weights import (
     AllocateTensors,
     CheckFiles,
@@ -52,7 +66,6 @@ from prepkit.steps.weights import (
     StashTensors,
     Transfer,
 )
-from prepkit.steps.xla import MoveToXLA, ReduceXLAGradients
 
 Step = (
     StartProcessGroup

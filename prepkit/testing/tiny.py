@@ -23,7 +23,7 @@ from prepkit.facts import (
     UnitFact,
 )
 from prepkit.facts.checkpoint import CheckpointFacts, KeyMapping, StoredFile, StoredTensor, WeightConverter
-from prepkit.plan.dtypes import itemsize
+from prepkit.plan.layout import itemsize
 from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.modules import packed_params
 

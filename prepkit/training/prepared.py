@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from prepkit.applying.apply import Applied
-from prepkit.config.mesh import SAME_DATA
+from prepkit.config.engines import SAME_DATA
 from prepkit.court import Court
 from prepkit.facts import loop as events
 from prepkit.loading.passes import Passes

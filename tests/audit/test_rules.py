@@ -23,11 +23,12 @@ from prepkit.facts.run import (
     PreparedScheduler,
     RankFacts,
     RunFacts,
+    RunningFacts,
+    RunningParam,
     StrangerFacts,
     Unread,
     WrappedModule,
 )
-from prepkit.facts.running import RunningFacts, RunningParam
 from prepkit.findings import Finding, Severity
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, Need, Rule, findings_of

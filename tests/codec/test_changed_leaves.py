@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from prepkit import codec
-from prepkit.codec.consistency import inconsistencies
+from prepkit.codec import inconsistencies
 from prepkit.codec.diff import diff, patch
 from prepkit.codec.languages import Language
 from prepkit.findings import Finding, PlanRejected

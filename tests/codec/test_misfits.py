@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from prepkit import codec
-from prepkit.codec.consistency import inconsistencies
+from prepkit.codec import inconsistencies
 from prepkit.codec.diff import _anchors
 from prepkit.codec.files import FORMAT, KIND, attestation_from_text
 from prepkit.codec.languages import Language, assigned, typed
@@ -18,7 +18,7 @@ from prepkit.config import DDP, FSDP1, FSDP2, AdamW, Config, DeepSpeed, Wrap
 from prepkit.findings import PlanRejected
 from prepkit.plan import Plan, because
 from prepkit.steps import InitializeDeepSpeed, WrapDDP
-from prepkit.steps.deepspeed import Setting
+from prepkit.steps.engines import Setting
 from prepkit.testing import tiny_facts, tiny_loader
 from tests.support.plans import make
 from tests.support.sample_plan import sample_plan

@@ -12,7 +12,7 @@ import pytest
 
 import prepkit as pk
 from prepkit import codec
-from prepkit.codec import reading
+from prepkit.codec import text as reading
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers import native
 from prepkit.observe.checkpoint import observe_checkpoint

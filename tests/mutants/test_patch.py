@@ -54,10 +54,10 @@ def test_a_function_is_mutated_for_those_who_imported_it_before() -> None:
 
 def test_properties_and_cached_functions_are_found_behind_their_wrappers() -> None:
     import prepkit.codec.field_types
-    from prepkit.interpreter import halted
+    from prepkit import interpreter
 
-    clean = patch.function_at(sys.modules["prepkit.interpreter.halted"], "Halted.clean")
-    assert clean is halted.Halted.clean.fget
+    clean = patch.function_at(sys.modules["prepkit.interpreter"], "Halted.clean")
+    assert clean is interpreter.Halted.clean.fget
     assert patch.function_at(prepkit.codec.field_types, "no.such") is None
     names = [name for name, value in vars(prepkit.codec.field_types).items() if hasattr(value, "cache_clear")]
     assert names

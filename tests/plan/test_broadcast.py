@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prepkit.plan import broadcast
 from prepkit.plan.broadcast import ROOT, TINY, bytes_sent, kept_slices, sends, sent_whole, source_rank
 from prepkit.plan.byte_ranges import Slice, local_slices
-from prepkit.plan.dtypes import itemsize
+from prepkit.plan.layout import itemsize
 from prepkit.steps import Axis, Transfer
 
 PLACEMENTS = ("replicate", "off-mesh", "shard(0)", "shard(1)", "shard(2)", "strided(0)")

@@ -33,7 +33,7 @@ from prepkit.config import (
 )
 from prepkit.facts import Facts, ParamFact
 from prepkit.plan import Planned
-from prepkit.planner.ddp import communication
+from prepkit.planner.replicated import communication
 from prepkit.steps import (
     AutocastFP8Forward,
     AverageGradients,

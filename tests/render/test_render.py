@@ -28,8 +28,7 @@ from prepkit.facts import (
 )
 from prepkit.findings import Finding, Severity
 from prepkit.plan import Plan
-from prepkit.plan.dtypes import itemsize
-from prepkit.plan.layout import local_shape
+from prepkit.plan.layout import itemsize, local_shape
 from prepkit.render.plan import ROWS, extremes, plan_text, unit_classes
 from prepkit.render.text import findings_text, rule_text, rules_text
 from prepkit.rules import RULES

@@ -24,7 +24,7 @@ from prepkit.config import (
 from prepkit.facts import Facts, LoaderFacts
 from prepkit.plan import Plan
 from prepkit.render.plan import plan_text
-from prepkit.steps.deepspeed import InitializeDeepSpeed
+from prepkit.steps.engines import InitializeDeepSpeed
 from prepkit.testing.tiny import tiny_facts, tiny_loader
 from tests.support.rule_findings import finding_of, rule_ids
 

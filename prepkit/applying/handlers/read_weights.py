@@ -30,7 +30,7 @@ from prepkit.applying.handlers.named_tensors import named_parts, named_tensors
 from prepkit.interpreter import Handler
 from prepkit.objects.target import Target
 from prepkit.plan.byte_ranges import BoxRead, Range, complete, reads
-from prepkit.plan.dtypes import itemsize
+from prepkit.plan.layout import itemsize
 from prepkit.ranks.progress import progress
 from prepkit.ranks.world import world
 from prepkit.steps import FileSlice, ReadTensors

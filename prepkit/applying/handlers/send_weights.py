@@ -41,7 +41,7 @@ from prepkit.interpreter import Handler
 from prepkit.objects.target import Target
 from prepkit.plan.broadcast import ROOT, bytes_sent, kept_slices, sends, sent_whole, source_rank
 from prepkit.plan.byte_ranges import Slice
-from prepkit.plan.dtypes import itemsize
+from prepkit.plan.layout import itemsize
 from prepkit.ranks.progress import progress
 from prepkit.ranks.world import world
 from prepkit.steps import Axis, SendTensors, Transfer

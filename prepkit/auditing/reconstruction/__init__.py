@@ -24,8 +24,7 @@ from prepkit.config import (
     TPPlan,
     TPPlanFromModel,
 )
-from prepkit.config.checkpointing import ActivationCheckpointing
-from prepkit.config.compile import CompileOption
+from prepkit.config.blocks import ActivationCheckpointing, CompileOption
 from prepkit.facts import Facts
 from prepkit.facts.preparation import HowPrepared, TensorParallelModule
 from prepkit.facts.run import RunFacts

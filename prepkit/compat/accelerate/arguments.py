@@ -22,7 +22,7 @@ from prepkit.config import (
     Precision,
     ShardLoaders,
 )
-from prepkit.formats.importers.launcher_variables import read_variables
+from prepkit.formats.importers.accelerate import read_variables
 
 _DDP = ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 _SCALER = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")

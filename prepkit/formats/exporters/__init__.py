@@ -10,8 +10,7 @@ from prepkit.config import Config
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.exporters.accelerate import accelerate_file
 from prepkit.formats.exporters.deepspeed import deepspeed_file
-from prepkit.formats.exporters.exported import Exported, Exporter, exported, refused
-from prepkit.formats.exporters.native import WRITERS
+from prepkit.formats.exporters.exported import WRITERS, Exported, Exporter, exported, refused
 from prepkit.formats.exporters.training_arguments import training_arguments_file
 
 EXPORTERS: dict[str, tuple[Exporter, tuple[str, ...]]] = {

@@ -12,10 +12,9 @@ from prepkit.formats.importers.accelerate import read_accelerate
 from prepkit.formats.importers.axolotl import read_axolotl
 from prepkit.formats.importers.deepspeed import read_deepspeed
 from prepkit.formats.importers.foreign import lenient
-from prepkit.formats.importers.imported import Imported
 from prepkit.formats.importers.llama_factory import read_llama_factory
 from prepkit.formats.importers.native import read_prepkit
-from prepkit.formats.importers.source import Source, read
+from prepkit.formats.importers.source import Imported, Source, read
 from prepkit.formats.importers.torchtitan import read_torchtitan
 from prepkit.formats.importers.training_arguments import read_training_arguments
 

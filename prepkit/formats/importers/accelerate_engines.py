@@ -27,7 +27,7 @@ from prepkit.config import (
     WrapRoot,
     WrapSize,
 )
-from prepkit.config.fsdp import Sharding
+from prepkit.config.engines import Sharding
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers.deepspeed import read_deepspeed
 from prepkit.formats.importers.foreign import Foreign

@@ -9,8 +9,7 @@ from attrs import evolve
 from prepkit.codec.text import shown
 from prepkit.config import BF16, FP8, FSDP1, FSDP2, CheckpointBlocks, DType, Mesh, TorchAO
 from prepkit.formats.importers.foreign import Foreign, foreign
-from prepkit.formats.importers.imported import Imported
-from prepkit.formats.importers.source import Source
+from prepkit.formats.importers.source import Imported, Source
 from prepkit.formats.importers.training_arguments import training_arguments
 
 _SIZES = (("dp_replicate_size", "replicate"), ("dp_shard_size", "shard"), ("tensor_parallel_size", "tensor"))

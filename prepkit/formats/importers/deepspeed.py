@@ -9,8 +9,7 @@ from attrs import evolve
 
 from prepkit.config import BF16, FP16, ClipNorm, Config, DeepSpeed, Precision
 from prepkit.formats.importers.foreign import Foreign, foreign
-from prepkit.formats.importers.imported import Imported
-from prepkit.formats.importers.source import Source
+from prepkit.formats.importers.source import Imported, Source
 
 AUTO = "auto"
 _KNOWN_BY = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16")

@@ -14,8 +14,7 @@ from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from prepkit.codec.text import shown
 from prepkit.config import Config, Origin
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.formats.importers.imported import Imported
-from prepkit.formats.importers.source import Source, composed
+from prepkit.formats.importers.source import Imported, Source, composed
 
 TRUE, FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
 """What launchers take for switches, in small letters (accelerate ``str_to_bool``)."""

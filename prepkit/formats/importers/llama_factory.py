@@ -20,8 +20,7 @@ from prepkit.config import (
     TransformerEngine,
 )
 from prepkit.formats.importers.foreign import Foreign, foreign
-from prepkit.formats.importers.imported import Imported
-from prepkit.formats.importers.source import Source
+from prepkit.formats.importers.source import Imported, Source
 from prepkit.formats.importers.training_arguments import training_arguments
 
 _BACKENDS = ("auto", "torchao", "te", "msamp")

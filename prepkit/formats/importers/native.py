@@ -13,8 +13,7 @@ from prepkit.config import Config, Origin
 from prepkit.config.origin import origin_of
 from prepkit.findings import Finding, PlanRejected
 from prepkit.formats.importers.foreign import positions
-from prepkit.formats.importers.imported import Imported
-from prepkit.formats.importers.source import LANGUAGES, Source, read, refuse_damage, refuse_unrecognised
+from prepkit.formats.importers.source import LANGUAGES, Imported, Source, read, refuse_damage, refuse_unrecognised
 
 
 def read_config(path: str) -> Config:

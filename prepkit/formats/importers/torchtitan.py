@@ -32,8 +32,7 @@ from prepkit.config import (
     Weights,
 )
 from prepkit.formats.importers.foreign import Foreign, foreign
-from prepkit.formats.importers.imported import Imported
-from prepkit.formats.importers.source import Source
+from prepkit.formats.importers.source import Imported, Source
 
 _LAUNCHING = (
     *("job", "profiling", "metrics", "lr_scheduler", "validation", "memory_estimation", "experimental", "debug"),

@@ -32,8 +32,7 @@ from prepkit.findings import PlanRejected
 from prepkit.formats.importers.accelerate_engines import fsdp
 from prepkit.formats.importers.deepspeed import AUTO, from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, foreign
-from prepkit.formats.importers.imported import Imported
-from prepkit.formats.importers.source import JSON, Source, read
+from prepkit.formats.importers.source import JSON, Imported, Source, read
 
 _MAX_NORM = 1.0
 """The Trainer clips to this norm where nothing is said (``max_grad_norm``)."""

@@ -14,8 +14,15 @@ from attrs import evolve
 from torch.optim import Optimizer
 
 from prepkit.config import ClipNorm
-from prepkit.facts.run import AppliedFacts, Departure, PreparedOptimizer, PreparedScheduler, RunFacts, same
-from prepkit.facts.running import RunningFacts
+from prepkit.facts.run import (
+    AppliedFacts,
+    Departure,
+    PreparedOptimizer,
+    PreparedScheduler,
+    RunFacts,
+    RunningFacts,
+    same,
+)
 from prepkit.objects import fsdp1_flat
 from prepkit.objects.joint_optimizer import members, scheduler_members
 from prepkit.objects.local_part import local

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from prepkit.facts.run import DDPFacts, GradientFacts, LoopFacts, RunFacts, Unlike
-from prepkit.facts.running import RunningFacts, RunningParam
+from prepkit.facts.run import DDPFacts, GradientFacts, LoopFacts, RunFacts, RunningFacts, RunningParam, Unlike
 from prepkit.findings.text import spans
 from prepkit.objects import names
 from prepkit.objects.deepspeed import keeps_masters

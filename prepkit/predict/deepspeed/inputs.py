@@ -10,7 +10,7 @@ from typing import Any
 from attrs import frozen
 
 from prepkit.plan import Plan
-from prepkit.plan.dtypes import itemsize
+from prepkit.plan.layout import itemsize
 from prepkit.predict.optimizers import SECTIONS, OptimizerInputs
 from prepkit.predict.unit_contents import created_groups
 from prepkit.steps import ConvertOptimizer, CreateOptimizer, InitializeDeepSpeed, MarkLeafModules

@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Iterator
 from math import isclose
 
-from prepkit.facts.run import RunFacts
-from prepkit.facts.running import RunningFacts, RunningParam
+from prepkit.facts.run import RunFacts, RunningFacts, RunningParam
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
-from prepkit.plan.dtypes import itemsize
+from prepkit.plan.layout import itemsize
 from prepkit.rules.rule import Hit, Moment, Need, Rule
 
 AGAIN = (

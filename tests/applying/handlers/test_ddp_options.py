@@ -21,7 +21,7 @@ from prepkit.interpreter import Halted, interpret
 from prepkit.objects import names
 from prepkit.objects.target import Target
 from prepkit.planner import pieces
-from prepkit.planner.ddp import communication
+from prepkit.planner.replicated import communication
 from prepkit.ranks import launcher
 from prepkit.steps import ConvertSyncBatchNorm, DDPCommHook, LocalDevice, WrapDDP
 from prepkit.training.prepared import Prepared

@@ -6,7 +6,7 @@ import pytest
 
 from prepkit.config import FSDP2, Config, Mesh, Origin
 from prepkit.findings import PlanRejected
-from prepkit.formats.exporters.native import config_text
+from prepkit.formats.exporters.exported import config_text
 
 
 def test_defaults_are_left_out_and_origins_are_comments() -> None:

@@ -11,7 +11,7 @@ from attrs import evolve
 
 from prepkit.config import Config
 from prepkit.formats.importers import import_config
-from prepkit.formats.importers.launcher_variables import read_variables
+from prepkit.formats.importers.accelerate import read_variables
 
 DEEPSPEED = "distributed_type: DEEPSPEED\nnum_processes: 2\n"
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\n"

@@ -9,7 +9,7 @@ from attrs import evolve
 
 from prepkit.config import BF16, DDP, FSDP2, CompileModel, Config, DeepSpeed, Single, WrapClasses
 from prepkit.findings import PlanRejected
-from prepkit.formats.importers.launcher_variables import read_variables
+from prepkit.formats.importers.accelerate import read_variables
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",

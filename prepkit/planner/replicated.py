@@ -1,17 +1,26 @@
-"""Every rank holds the whole model; gradients are averaged."""
+"""Steps of engines whose ranks hold the whole model: DDP, one process, torch_xla."""
 
 from __future__ import annotations
 
 from typing import Literal, assert_never
 
-from prepkit.config import DDP, CommHook, CompressHook, PowerSGDHook
+from prepkit.config import DDP, XLA, CommHook, CompressHook, PowerSGDHook
 from prepkit.plan import because
 from prepkit.planner import fp8, pieces, weights
-from prepkit.planner.loaders import prepare_loaders
 from prepkit.planner.pieces import Piece, entry_points
+from prepkit.planner.weights import prepare_loaders
+from prepkit.resolve.engines import engine_of
 from prepkit.resolve.modules import unsynchronized_batch_norms
 from prepkit.resolve.resolved import Resolved
-from prepkit.steps import ConvertSyncBatchNorm, DDPCommHook, LocalDevice, PowerSGDOptions, WrapDDP
+from prepkit.steps import (
+    ConvertSyncBatchNorm,
+    DDPCommHook,
+    LocalDevice,
+    MoveToXLA,
+    PowerSGDOptions,
+    ReduceXLAGradients,
+    WrapDDP,
+)
 
 
 def plan_ddp(resolved: Resolved) -> Piece:
@@ -97,3 +106,56 @@ def communication(hook: CommHook) -> DDPCommHook | None:
             return DDPCommHook(hook="powerSGD_hook", wrapper=_WRAPPERS[hook.wrapper], options=options)
         case _:
             assert_never(hook)
+
+
+def plan_single(resolved: Resolved) -> Piece:
+    """Steps of the ``Single`` engine."""
+    return (
+        weights.check_files(resolved)  # while nothing has been changed
+        + fp8.convert(resolved)  # before anything is wrapped around the layers that it replaces
+        + weights.move(resolved)  # before the cast, which then happens where the model will live
+        + pieces.upcast(resolved)
+        + fp8.initialize(resolved)
+        + pieces.autocast(resolved)  # inside whatever compiles the model
+        + fp8.autocast(resolved)  # around it: what TransformerEngine calls is the bfloat16 forward
+        + pieces.checkpoint(resolved)
+        + pieces.compile_blocks(resolved)  # a block is compiled as it will run: checkpointed
+        + entry_points(resolved)  # patched as the forward is by now
+        + pieces.compile_model(resolved)  # last: it takes in everything above
+        + weights.fill(resolved)  # after all that can be refused, in the dtypes that the cast has given
+        + pieces.move_state(resolved)
+        + pieces.create_optimizer(resolved)
+        + pieces.grad_scaler(resolved)
+        + prepare_loaders(resolved)
+    )
+
+
+def plan_xla(resolved: Resolved) -> Piece:
+    """Steps of the ``XLA`` engine (behaviour XL-1, XL-2, PR-11). torch_xla starts and joins its processes itself."""
+    return (
+        pieces.upcast(resolved)
+        + move(resolved)  # may replace every parameter: torch cannot always change a tensor's device in place
+        + pieces.autocast(resolved)
+        + pieces.checkpoint(resolved)
+        + pieces.compile_blocks(resolved)
+        + entry_points(resolved)  # patched as the forward is by now
+        + pieces.compile_model(resolved)
+        + pieces.rebind_optimizer(resolved)
+        + pieces.create_optimizer(resolved)
+        + reduce(resolved)  # watches the optimizer that is there by now
+    )
+
+
+def move(resolved: Resolved) -> Piece:
+    """The model to the device of this process."""
+    engine = engine_of(resolved.cfg, XLA)
+    how = "through torch_xla's wrapper for forked processes" if engine.forked else "each process by itself"
+    return because(MoveToXLA(forked=engine.forked), f"the model computes on XLA; {how}", "XL-1", "XL-2", "PR-6")
+
+
+def reduce(resolved: Resolved) -> Piece:
+    """Gradients averaged where there are several processes and an optimizer."""
+    facts = resolved.facts
+    if facts.env.world_size == 1 or (facts.optimizer is None and not resolved.cfg.optimizer):
+        return ()
+    return because(ReduceXLAGradients(), f"averages gradients over {facts.env.world_size} processes", "W-5")
