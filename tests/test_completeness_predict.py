@@ -8,8 +8,7 @@ from prepkit.config import XLA, Engine, OptimizerSpec
 from prepkit.plan.layout import Placement, sharded_dim
 from prepkit.planner.sweep import ENGINES
 from prepkit.predict import CHECKED, PREDICTORS
-from prepkit.predict.notes import COUNTED_STEPS as COUNTED
-from prepkit.predict.notes import LEFT_OUT
+from prepkit.predict.not_predicted import COUNTED, LEFT_OUT
 from prepkit.predict.optimizers import TORCH
 from prepkit.predict.prediction import CATEGORIES, Category
 from prepkit.steps import Step
@@ -28,7 +27,7 @@ def complete(members: set[object], rows: set[object], table: str) -> None:
 
 
 def test_every_step_kind_is_counted_or_its_bytes_are_said_to_be_left_out() -> None:
-    table = "COUNTED or LEFT_OUT of prepkit/predict/notes.py"
+    table = "COUNTED or LEFT_OUT of prepkit/predict/not_predicted.py"
     complete(set(get_args(Step)), {*COUNTED, *LEFT_OUT}, table)
     assert not set(COUNTED) & set(LEFT_OUT), f"in both of {table}"
 

@@ -143,19 +143,11 @@ def _known(sources: tuple[Source, ...]) -> dict[str, str]:
 
 _SUBJECTS = (
     ("__init__", "The whole config"),
-    ("ddp", "Engine DDP"),
-    ("fsdp", "Engines FSDP1 and FSDP2"),
-    ("tensor_parallel", "Engine TensorParallel, and plans of layers"),
-    ("deepspeed", "Engine DeepSpeed"),
-    ("mesh", "The mesh of ranks"),
-    ("precision", "Dtypes"),
-    ("fp8", "Float8 libraries"),
-    ("wrapping", "Which modules"),
-    ("checkpointing", "Recomputing activations"),
-    ("compile", "torch.compile"),
+    ("engines", "Engines and the mesh of ranks"),
+    ("precision", "Dtypes and float8 libraries"),
+    ("blocks", "Which modules: units, recomputation, compilation"),
     ("weights", "Where weights come from"),
-    ("optimizer", "Optimizers"),
-    ("clipping", "Gradient clipping"),
+    ("optimizer", "Optimizers and clipping"),
     ("loaders", "Data loaders"),
     ("origin", "Where imported settings were written"),
 )

@@ -10,7 +10,6 @@ from typing import Literal, get_args
 
 import pytest
 from attrs import evolve
-from prepkit.render.memory import memory_lines
 
 from prepkit.config import (
     BF16,
@@ -34,6 +33,7 @@ from prepkit.predict.fsdp2 import alike
 from prepkit.predict.inputs import Inputs, inputs_of
 from prepkit.predict.optimizers import TORCH, OptimizerInputs, state_formula
 from prepkit.predict.prediction import Label, Prediction, Term, Traffic
+from prepkit.render.plan import memory_lines
 from prepkit.rules.mesh import strategy
 from prepkit.testing.tiny import tiny_facts, tiny_model, tiny_optimizer
 from tests.support.llama_facts import SIZES, fsdp2, llama
