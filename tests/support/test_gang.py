@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.fork_server import ROOT, ForkServers
-from tests.support.gang import Gang, GangError
+from tests.support.gang import MOST_THREADS, Gang, GangError
 from tests.support.gang_worker import Died, Hung, Raised, Returned
 from tests.support.patience import MOST, Patience
 
@@ -126,7 +127,8 @@ def test_closed_gangs_leave_no_process_and_no_folder_and_keep_it_until_then() ->
 
 @pytest.fixture
 def hurt(gang2: Gang) -> Iterator[Gang]:
-    """The common gang, proven to work again after the test has done it harm."""
+    """The common gang, with new workers, proven to work again after the test has done it harm."""
+    gang2.close()
     yield gang2
     assert gang2.run(add_up, 1.0)[1][2] == 3.0
 
@@ -148,6 +150,19 @@ def test_exceptions_on_every_rank_are_all_told_and_the_workers_stay(hurt: Gang) 
         hurt.run(fail_everywhere)
     hurt.run(add_up, 1.0)
     assert hurt.starts == before
+
+
+def leave_threads(rank: int, world: int) -> None:
+    for _ in range(MOST_THREADS):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+def test_workers_that_a_task_leaves_full_of_threads_are_forked_anew(hurt: Gang) -> None:
+    hurt.run(add_up, 1.0)
+    before = hurt.starts
+    hurt.run(leave_threads)
+    hurt.run(add_up, 1.0)
+    assert hurt.starts == before + 1
 
 
 def test_a_hang_shows_the_stacks_and_the_gang_starts_afresh(hurt: Gang) -> None:
