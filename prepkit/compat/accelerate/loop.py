@@ -103,6 +103,7 @@ class AcceleratedLoop:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """One micro-batch; one whose optimizer was not stepped, because it ends no window, is counted all the same."""
+        self._heed_no_sync()
         self.inside, self.stepped = True, False
         self.boundary = self.ends_window()
         outer = [(ready, ready.loop.state.forced) for ready in self.models]
@@ -142,6 +143,7 @@ class AcceleratedLoop:
         if self._by_engine and self.accumulation > 1 and not self.inside:
             what = "write `with accelerator.accumulate(model):`"
             raise NotOffered("gradient_accumulation_steps without accumulate under DeepSpeed", what)
+        self._heed_no_sync()
         self.stepped = False
         if self.inside:
             self.boundary = self.ends_window()
@@ -193,6 +195,12 @@ class AcceleratedLoop:
     def skipped(self) -> bool:
         """Whether the last window ended without a step, because a gradient overflowed."""
         return bool(self.ready.skipped) if self.driven else self.overflowed
+
+    def _heed_no_sync(self) -> None:
+        """A script that enters DDP's own ``no_sync``, as LocalSGD does, may step what is not averaged."""
+        ready = self.ready
+        if self.driven and not ready.loop.pending and getattr(ready.model, "require_backward_grad_sync", None) is False:
+            self.step_by_hand()
 
     def _nothing_to_step(self) -> None:
         """A script that writes ``loss.backward()`` from the first steps on is stepped as accelerate does it."""

@@ -135,6 +135,7 @@ class Preparation:
             made["model"].append(ready.model)
             prepared, loaders = (ready.loaders, ()) if loaders else (prepared, ())
         if driven:
+            assert self.ready.optimizer is not None, "what is driven has one"
             self.optimizers.append(SteppedOptimizer(self.ready.optimizer, self.loop))
             made["optimizer"].append(self.optimizers[-1])
             if self.ready.scheduler is not None:

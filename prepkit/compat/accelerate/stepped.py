@@ -101,7 +101,8 @@ class SteppedScheduler:
 
     def __init__(self, scheduler: Any, loop: AcceleratedLoop, optimizers: Sequence[Any], ticks: int | None) -> None:
         """``ticks`` per step: as many as processes, as accelerate has it; None: whenever the script says so."""
-        vars(self).update(scheduler=scheduler, loop=loop, optimizers=tuple(optimizers), ticks=ticks, inside=0)
+        vars(self).update(scheduler=scheduler, loop=loop, optimizers=tuple(optimizers), ticks=ticks)
+        self.inside = 0
 
     def __getattr__(self, name: str) -> Any:
         if name in ("scheduler", "loop"):  # before there is one, as while it is copied
