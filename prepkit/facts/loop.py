@@ -42,7 +42,8 @@ class LoopPlan:
     clips: str = ""
     """How gradients are clipped at the end of a window, as written in the config; empty: not."""
     clears: bool = True
-    """Gradients are cleared when a window has ended; False in a loop that clears them itself."""
+    """Gradients are cleared when a window has ended; False in a loop whose script clears them itself, writes them, and
+    adds to them in any number of backwards."""
     ticks: int = 0
     """Ticks of the scheduler after each step; 0: there is none, or somebody else ticks it."""
     global_batch: bool = False

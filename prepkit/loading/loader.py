@@ -91,6 +91,14 @@ class Loader:
         return int(self._consumed // (batches.parts * (batches.size or 1)))
 
     @property
+    def total_batch_size(self) -> int:
+        """Samples that all ranks read together in one whole batch of each; 0 where nobody knows, as of a stream."""
+        batches = getattr(self.source, "batches", None)
+        if batches is None:
+            return 0
+        return int(batches.parts * (batches.size or getattr(batches.order, "batch_size", None) or 0))
+
+    @property
     def open_epoch(self) -> int:
         """Number of the first pass that has batches left: after the last batch of one, that of the next."""
         return self.epoch + (self.present is not None and self.present.last)

@@ -154,8 +154,8 @@ class Loop:
         """All parameters that the optimizers hold."""
         return parameters(self.optimizer) if self.optimizer is not None else []
 
-    def leave_clearing(self) -> None:
-        """From here on the script clears gradients, as scripts for accelerate do."""
+    def leave_gradients(self) -> None:
+        """From here on gradients are the script's to add to, to write and to clear, as in scripts for accelerate."""
         self.plan = self._marks.plan = evolve(self.plan, clears=False)
         self._forget_turns()
 

@@ -88,8 +88,6 @@ def test_clipping_holds_for_the_window_in_which_it_is_asked_for(accelerator: Acc
         assert (moved <= 0.05 + 1e-6) is clipped
         assert (accelerator.ready.grad_norm is not None) is clipped
         assert accelerator.plan.owners.clip is None
-    with pytest.raises(NotOffered, match="a part of the parameters"):
-        accelerator.clip_grad_norm_([model.weight], 0.5)
 
 
 def test_the_norm_of_a_scaled_loss_is_that_of_the_loss() -> None:
@@ -113,8 +111,6 @@ def test_gradients_are_kept_inside_a_window_and_not_thrown_away_at_its_end() -> 
         with accelerator.accumulate(model):
             accelerator.backward(model(batch).sum())
             if accelerator.sync_gradients:
-                with pytest.raises(NotOffered, match=r"call optimizer\.step\(\) first"):
-                    optimizer.zero_grad()
                 optimizer.step()
     mean = (first.sum(0) + second.sum(0)) / 2
     assert torch.allclose(model.weight.detach(), before - 0.1 * mean, atol=1e-6)
@@ -146,13 +142,6 @@ def test_what_trains_otherwise_than_under_accelerate_is_told_once() -> None:
     accelerator.end_training()
 
 
-def test_a_step_after_a_backward_by_hand_is_refused_in_the_script_s_own_words(accelerator: Accelerator) -> None:
-    model, optimizer, loader = accelerator.prepare(*tools())
-    model(next(iter(loader))).sum().backward()
-    with pytest.raises(NotOffered, match=r"write accelerator\.backward\(loss\) in the place of loss\.backward\(\)"):
-        optimizer.step()
-
-
 def test_a_checkpoint_is_saved_and_read(accelerator: Accelerator, tmp_path: Path) -> None:
     model, optimizer, loader = accelerator.prepare(*tools())
     accelerator.save_state(str(tmp_path / "state"))
@@ -175,13 +164,8 @@ def test_what_is_not_offered_says_what_to_write_and_names_the_page(accelerator: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (
-            {"log_with": "wandb"},
-            "Accelerator(log_with=...): write accelerator.ready.log_to(pk.track.TensorBoard(folder))",
-        ),
         ({"dynamo_backend": "inductor"}, "Accelerator(dynamo_backend=...): give Accelerator(config=pk.Config(...))"),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8'"),
-        ({"step_scheduler_with_optimizer": False}, "step_scheduler_with_optimizer=False"),
         ({"kwargs_handlers": [SimpleNamespace()]}, "SimpleNamespace"),
     ],
 )
@@ -196,19 +180,14 @@ def test_an_argument_that_is_nobody_s_is_told_with_what_was_meant() -> None:
         Accelerator(cpu=True, gradient_accumulation_step=2)
 
 
-def test_a_loop_out_of_accumulate_and_calls_before_prepare_are_refused() -> None:
+def test_calls_before_prepare_are_refused() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     with pytest.raises(NotOffered, match="before prepare"):
         accelerator.plan  # noqa: B018  # it raises
     with pytest.raises(NotOffered, match=r"prepare\(device_placement=\.\.\.\)"):
-        accelerator.prepare(*tools(), device_placement=[True])
-    model, _, _ = accelerator.prepare(*tools())
-    with pytest.raises(NotOffered, match=r"with accelerator\.accumulate"):
-        accelerator.backward(model(torch.randn(2, 4)).sum())
-    with pytest.raises(NotOffered, match="a second prepare"):
-        accelerator.prepare(torch.nn.Linear(1, 1))
-    with pytest.raises(NotOffered, match="prepare without a model"):
-        Accelerator(cpu=True).prepare(tools()[1])
+        accelerator.prepare(*tools(), device_placement=[False])
+    with pytest.raises(NotOffered, match="before prepare"):
+        accelerator.prepare(tools()[1])
     accelerator.end_training()
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import evolve
+from safetensors.torch import save_file
 from torch.utils.hooks import RemovableHandle
 
-from prepkit.compat.accelerate import group, loaders, operations
+from prepkit.compat.accelerate import group, loaders, operations, theirs
 from prepkit.compat.accelerate.arguments import config_of, loaders_of, says_loaders
 from prepkit.compat.accelerate.gradient_state import GradientState
 from prepkit.compat.accelerate.loop import AcceleratedLoop
@@ -20,8 +22,10 @@ from prepkit.compat.accelerate.preparation import Preparation
 from prepkit.compat.accelerate.saved_state import SavedState
 from prepkit.compat.accelerate.state import State
 from prepkit.compat.accelerate.synchronization import averaged_in_backward
+from prepkit.compat.accelerate.tracked import Tracked
 from prepkit.compat.accelerate.weights import whole_weights
 from prepkit.config import ClipNorm, ClipValue, Config
+from prepkit.objects.unwrap import unwrap
 from prepkit.plan import Plan
 from prepkit.training.prepared import Prepared
 
@@ -47,13 +51,13 @@ class Accelerator:
         gradient_accumulation_plugin: Any = None,
         kwargs_handlers: Any = None,
         step_scheduler_with_optimizer: bool = True,
+        split_batches: bool = False,
+        log_with: Any = None,
         project_dir: Any = None,
         project_config: Any = None,
         **others: Any,
     ) -> None:
         refuse_arguments(others, tuple(signature(type(self)).parameters))
-        if not step_scheduler_with_optimizer:
-            raise NotOffered("step_scheduler_with_optimizer=False", "leave the scheduler out of prepare, and step it")
         self._arguments = {
             "config": config,
             "device_placement": device_placement,
@@ -62,6 +66,8 @@ class Accelerator:
             "cpu": cpu,
             "gradient_accumulation_plugin": gradient_accumulation_plugin,
             "kwargs_handlers": kwargs_handlers,
+            "split_batches": split_batches,
+            "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
         }
         self.dataloader_config = dataloader_config
         """A ``DataLoaderConfiguration`` of accelerate's; read by every ``prepare``."""
@@ -71,12 +77,20 @@ class Accelerator:
             project_config.set_directories(str(project_dir))
         self.project_dir = project_dir if project_config is None else project_config.project_dir
         self.state = State(config=self.config)
+        self.log_with = log_with
+        self._tracked = Tracked.of(log_with, self.logging_dir)
         self._forget_prepared()
 
     def _forget_prepared(self) -> None:
-        self._prepared = Preparation()
+        self._prepared = Preparation(self._ticks)
         self._saved = SavedState(self.state, self.project_configuration)
         self._trigger = False
+
+    @property
+    def _ticks(self) -> int | None:
+        if not self._arguments["step_scheduler_with_optimizer"]:
+            return None
+        return 1 if getattr(self.config.loaders, "split_batches", False) else self.state.num_processes
 
     @property
     def config(self) -> Config:
@@ -88,10 +102,11 @@ class Accelerator:
     def __getstate__(self) -> dict[str, Any]:
         """What the script has asked for; nothing that is prepared goes to another process."""
         asked = ("_arguments", "dataloader_config", "_config", "project_configuration", "state", "project_dir")
-        return {name: vars(self)[name] for name in asked}
+        return {name: vars(self)[name] for name in (*asked, "log_with")}
 
     def __setstate__(self, asked: dict[str, Any]) -> None:
         vars(self).update(asked)
+        self._tracked = Tracked([], self.logging_dir)  # which are the other process's
         self._forget_prepared()
 
     def __getattr__(self, name: str) -> Any:
@@ -118,15 +133,21 @@ class Accelerator:
         return self._prepared.loop
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
-        """The objects, prepared, in the order in which they are given: model, optimizer and scheduler in one call.
+        """The objects, prepared, in the order in which they are given; what is none of them stays as it is.
 
-        Loaders may come in the same call, before or after. Raises ``PlanRejected`` with every finding before anything
-        is touched.
+        Raises ``PlanRejected`` with every finding before anything is touched.
         """
-        if device_placement is not None:
-            raise NotOffered("prepare(device_placement=...)", "give Accelerator(device_placement=...)")
-        outcome = self._prepared.add(self.config, objects, self.state.num_processes)
+        if device_placement is not None and not all(device_placement):
+            raise NotOffered("prepare(device_placement=...)", "give Accelerator(device_placement=False)")
+        outcome = self._prepared.add(self.config, objects)
         return outcome[0] if len(outcome) == 1 else outcome
+
+    def _prepare_one(self, given: Any, **options: Any) -> Any:
+        """One object of a script that prepares each by itself."""
+        for name in (name for name, value in options.items() if value not in (None, True)):
+            if name != "evaluation_mode":  # a model without trained parameters is prepared so by itself
+                raise NotOffered(f"prepare of one object with {name}=...", "leave it out")
+        return self.prepare(given)
 
     # --- the loop ---
 
@@ -135,15 +156,13 @@ class Accelerator:
         del models
         return self._loop.accumulate()
 
-    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+    def no_sync(self, model: Any = None) -> AbstractContextManager[None]:
         """Forwards and backwards inside leave each rank its own gradients."""
-        del model
-        return self._loop.no_sync()
+        return self._loop.no_sync(model)
 
     def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[None]:
         """The backward inside averages, though its forward ran under ``no_sync``."""
-        del model
-        return averaged_in_backward(self.ready)
+        return averaged_in_backward(self._prepared.of(model) or self.ready)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
         """Nothing: every rank has as many batches. Raises ``NotOffered`` where they are to be uneven inside alone."""
@@ -154,10 +173,8 @@ class Accelerator:
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """``ready.backward``; under ``no_sync`` with more of the same micro-batch to come."""
-        for name in options:
-            raise NotOffered(f"backward({name}=...)", "write ready.backward(loss, more=True) for all but the last loss")
-        self._loop.backward(loss)
+        """Adds gradients: any number of times before a step, under every engine but DeepSpeed."""
+        self._loop.backward(loss, **options)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Lets the step of this window clip, all that is trained; returns the norm that it will find. Collective."""
@@ -170,17 +187,43 @@ class Accelerator:
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         """Computes inside in the precision of the model; outside, the prepared model does so by itself."""
-        if autocast_handler is not None:
-            raise NotOffered("autocast(autocast_handler=...)", "write torch.autocast(...)")
-        dtype = _AUTOCAST.get(self.state.mixed_precision)
-        with torch.autocast(self.state.device.type, dtype, enabled=dtype is not None):
+        handler = autocast_handler or self._handler("AutocastKwargs")
+        dtype, said = _AUTOCAST.get(self.state.mixed_precision), {} if handler is None else vars(handler)
+        enabled = dtype is not None and said.get("enabled", True)
+        with torch.autocast(self.state.device.type, dtype, enabled, cache_enabled=said.get("cache_enabled", True)):
             yield
+
+    @contextmanager
+    def profile(self, profile_handler: Any = None) -> Iterator[Any]:
+        """Torch's profiler as a ``ProfileKwargs`` of accelerate's wants it, whose trace goes where that says."""
+        handler = profile_handler or self._handler("ProfileKwargs") or theirs.name("ProfileKwargs")()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            Path(handler.output_trace_dir).mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(
+                str(Path(handler.output_trace_dir, f"profile_{self.state.process_index}.json"))
+            )
+            self.state.wait_for_everyone()
+
+    def _handler(self, kind: str) -> Any:
+        handlers = self._arguments["kwargs_handlers"] or ()
+        return next((one for one in handlers if type(one).__name__ == kind), None)
+
+    @property
+    def scaler(self) -> Any:
+        """Of float16 training; None for every other precision."""
+        return self.ready.scaler if self._prepared.all_ready else None
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the present micro-batch ends its window."""
         loop = self._prepared.started_loop
         return loop is None or loop.boundary
+
+    @sync_gradients.setter
+    def sync_gradients(self, ends: bool) -> None:
+        self._loop.boundary = bool(ends)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -189,13 +232,20 @@ class Accelerator:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """``ready.skipped``."""
-        return self.ready.skipped
+        """Whether the last window ended without a step, because a gradient overflowed."""
+        return self._loop.skipped
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of a window."""
-        return self._config.accumulation or 1
+        loop = self._prepared.started_loop
+        return (self._config.accumulation or 1) if loop is None else loop.accumulation
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._config = evolve(self._config, accumulation=int(steps))
+        if self._prepared.started_loop is not None:
+            self._loop.accumulate_over(int(steps))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader, whose next pass begins behind so many batches of the epoch."""
@@ -236,16 +286,20 @@ class Accelerator:
     def save_state(self, output_dir: Any = None, **options: Any) -> str:
         """``ready.save``: all that another run needs to go on. Collective; returns the folder."""
         no_options("save_state", options)
-        return self._saved_state.save(self.ready, output_dir)
+        return self._saved_state.save(self._saved_models, output_dir)
 
     def load_state(self, input_dir: Any = None, **options: Any) -> None:
         """``ready.resume``. Collective."""
         no_options("load_state", options)
-        self._saved_state.load(self.ready, input_dir)
+        self._saved_state.load(self._saved_models, input_dir)
+
+    @property
+    def _saved_models(self) -> tuple[Prepared, ...]:
+        return self._prepared.models or (self.ready,)
 
     @property
     def _saved_state(self) -> SavedState:
-        self._saved.project = self.project_configuration
+        self._saved.project, self._saved.beside = self.project_configuration, self._prepared.beside
         return self._saved
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -262,28 +316,56 @@ class Accelerator:
 
     def save_model(self, model: Any, save_directory: Any, **options: Any) -> None:
         """``ready.export``: the whole model as safetensors. Collective."""
-        del model
         no_options("save_model", options)
-        self.ready.export(str(save_directory))
+        (self._prepared.of(model) or self.ready).export(str(save_directory))
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """All weights, whole, under the author's names, whatever ``unwrap`` says (``whole_weights``). Collective."""
         del unwrap
-        return whole_weights(self._prepared.started_loop, model)
+        return whole_weights(self._prepared.of(model), model)
 
-    def save(self, obj: Any, f: Any) -> None:
-        """``torch.save`` on the main process."""
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """``torch.save`` on the main process; tensors by name as safetensors where wanted."""
         if self.state.is_main_process:
-            torch.save(obj, f)
+            save_file(obj, f, metadata={"format": "pt"}) if safe_serialization else torch.save(obj, f)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """``ready.unwrap``."""
-        if self._prepared.started_loop is None or model is not self.ready.model:
-            return model
-        return self.ready.unwrap(keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile)
+        ready = self._prepared.of(model)
+        if ready is None:
+            return unwrap(model, keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile)
+        return ready.unwrap(keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile)
+
+    # --- the log ---
+
+    @property
+    def logging_dir(self) -> Any:
+        """Where trackers write that write files."""
+        return self.project_dir if self.project_configuration is None else self.project_configuration.logging_dir
+
+    @property
+    def trackers(self) -> list[Any]:
+        """Those that ``init_trackers`` has started."""
+        return self._tracked.trackers
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+        """Starts accelerate's own trackers, as ``log_with`` names them."""
+        self._tracked.start(project_name, config, init_kwargs or {})
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Told to all trackers, on the main process."""
+        if self.state.is_main_process:
+            self._tracked.log(values, step, log_kwargs or {})
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by its name; off the main process one that does nothing."""
+        return self._tracked.named(name, unwrap=unwrap, main=self.state.is_main_process)
+
+    # --- the end ---
 
     def end_training(self) -> None:
-        """``ready.close``; ends the process group."""
+        """``ready.close``; ends the trackers and the process group."""
+        self._tracked.finish()
         for ready in self._prepared.all_ready:
             group.hold(ready.close())
         self.state.destroy_process_group()
@@ -292,5 +374,8 @@ class Accelerator:
         """Lets go of what was prepared, for another ``prepare``; the process group stays."""
         for ready in self._prepared.all_ready:
             ready.close(keep_group=True)
-        self._prepared = Preparation()
+        self._prepared = Preparation(self._ticks)
         return [None for _ in objects]
+
+    clear = free_memory
+    prepare_model = prepare_optimizer = prepare_scheduler = prepare_data_loader = _prepare_one

@@ -28,6 +28,10 @@ _DDP = ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "gradien
 _SCALER = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
+HELD = ("DistributedDataParallelKwargs", "GradScalerKwargs", "AutocastKwargs", "ProfileKwargs")
+"""Handlers that do nothing under other engines, there too, and those that the ``Accelerator`` itself reads."""
+
+
 def launched_config() -> Config:
     """What the launcher's variables ask for. Raises ``PlanRejected`` where they contradict each other."""
     return read_variables(os.environ).config
@@ -63,14 +67,13 @@ def _accumulating(config: Config, arguments: Mapping[str, Any]) -> Config:
     plugin, steps = arguments["gradient_accumulation_plugin"], arguments["gradient_accumulation_steps"]
     if plugin is None:
         return evolve(config, accumulation=steps) if steps != 1 else config
-    if not getattr(plugin, "adjust_scheduler", True):
-        raise NotOffered("adjust_scheduler=False", "let the scheduler be stepped with the optimizer")
     return evolve(config, accumulation=plugin.num_steps or 1, average_each=bool(plugin.sync_each_batch))
 
 
 def says_loaders(arguments: Mapping[str, Any]) -> bool:
     """Whether ``config`` alone says what becomes of loaders."""
     beside = arguments["gradient_accumulation_plugin"] is not None or not arguments["device_placement"]
+    beside = beside or arguments["split_batches"]
     return arguments["config"] is not None and not beside
 
 
@@ -81,6 +84,8 @@ def loaders_of(given: Any, arguments: Mapping[str, Any]) -> ShardLoaders:
     if given is not None:
         said |= {"split_batches": bool(given.split_batches), "dispatch": bool(given.dispatch_batches)}
         said |= {"seed": given.data_seed or 0, "purpose": "training" if given.even_batches else "evaluation"}
+    if arguments["split_batches"]:
+        said["split_batches"] = True
     if plugin is not None:
         said["ends_window"] = bool(plugin.sync_with_dataloader)
     return ShardLoaders(**said)
@@ -99,8 +104,8 @@ def _handled(config: Config, handlers: Iterable[Any]) -> Config:
         elif name == "InitProcessGroupKwargs":
             waited = handler.timeout
             config = evolve(config, timeout_s=waited.total_seconds() if waited else config.timeout_s)
-        elif name not in ("DistributedDataParallelKwargs", "GradScalerKwargs"):  # which do nothing elsewhere there too
-            raise NotOffered(name, "give Accelerator(config=pk.Config(...)), which has the same as fields")
+        elif name not in HELD:
+            raise NotOffered(name, "leave it out of kwargs_handlers; for FP8 give Accelerator(config=pk.Config(...))")
     return config
 
 

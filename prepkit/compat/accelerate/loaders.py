@@ -31,9 +31,9 @@ def prepared_alone(config: Config, loaders: list[Any]) -> Prepared:
         raise NotOffered(what, "give them to one prepare with the model, which says what data is divided over")
     engine = Single() if group.is_alone() else DDP()
     alone = Config(engine=engine, device=config.device, timeout_s=config.timeout_s, loaders=config.loaders)
-    ready = apply(
-        build_plan(evolve(alone, intent=Intent.INFERENCE), torch.nn.Linear(1, 1), loaders=loaders), loaders=loaders
-    )
+    with torch.random.fork_rng(devices=[]):  # what the script draws next is what it would have drawn
+        nobody = torch.nn.Linear(1, 1)
+    ready = apply(build_plan(evolve(alone, intent=Intent.INFERENCE), nobody, loaders=loaders), loaders=loaders)
     how = config.loaders
     for loader in ready.loaders:  # a plan that trains nothing has no windows; the model that comes may
         loader.ends_window = isinstance(how, ShardLoaders) and how.ends_window and how.purpose == "training"

@@ -3,149 +3,247 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from attrs import define, field
+from torch.optim import Optimizer
 
-from prepkit.compat.accelerate.not_offered import PAGE, NotOffered
+from prepkit.compat.accelerate.not_offered import PAGE, NotOffered, in_their_words
 from prepkit.compat.accelerate.synchronization import not_averaged
 from prepkit.config import Clip, ClipNorm, ClipValue
 from prepkit.training.prepared import Prepared
 
 
-@define
+@define(eq=False)
 class AcceleratedLoop:
-    """The loop of a ``Prepared``; without an optimizer of its own, a count of micro-batches whose gradients add up."""
+    """The loop of one ``Accelerator``.
+
+    One model with its optimizer is *driven*: ``ready.backward`` and ``ready.step`` run. Several models, or an optimizer
+    that came by itself, are stepped as accelerate steps them, which DDP and one process allow: gradients are averaged
+    in each backward that is to average, and torch's optimizer steps at the end of a window.
+    """
 
     ready: Prepared
-    planned: Clip
-    """How the plan clips, where the script does not say it."""
+    """The first model's."""
+    accumulation: int
+    """Micro-batches of a window."""
+    at_last_batch: Callable[[], bool]
+    """Whether the batch in use ends its pass, and windows with it."""
+    driven: bool = True
+    others: list[Prepared] = field(factory=list, init=False)
+    """The models beside the first."""
     boundary: bool = field(default=True, init=False)
     """Whether the present micro-batch ends its window (accelerate's ``sync_gradients``)."""
     stepped: bool = field(default=False, init=False)
     """Whether the present micro-batch has been ended."""
     inside: bool = field(default=False, init=False)
     """Whether the script is inside ``accumulate``."""
-    held: bool = field(default=False, init=False)
-    """Whether it is inside ``no_sync``."""
-    _told: set[str] = field(factory=set, init=False)
     counted: int = field(default=0, init=False)
-    """Micro-batches of this window that have ended, where no optimizer was prepared."""
+    """Micro-batches of this window that have ended, where nothing is driven."""
+    overflowed: bool = field(default=False, init=False)
+    """Likewise: the last step was skipped."""
+    _told: set[str] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.ready.loop.leave_clearing()  # ``optimizer.zero_grad`` does
-        if not self.steps:
-            self.ready.loop.average(forced=True)
+        self.ready.loop.leave_gradients()
+        if not self.driven:
+            self.step_by_hand()
+        elif not self._by_engine:
+            self.ready.loop.average(forced=True)  # outside of ``accumulate`` every backward does
+
+    # --- who steps ---
 
     @property
-    def steps(self) -> bool:
-        """Whether there is an optimizer, so that ``ready.step`` counts."""
-        return self.ready.optimizer is not None
+    def models(self) -> tuple[Prepared, ...]:
+        """All of them, the first one first."""
+        return (self.ready, *self.others)
+
+    @property
+    def planned(self) -> Clip:
+        """How the plan clips, where the script does not say it."""
+        return self.ready.plan.owners.clip
+
+    @property
+    def _by_engine(self) -> bool:
+        return self.ready.loop.plan.engine_steps
+
+    def add(self, ready: Prepared) -> None:
+        """Another model: where it is trained, all of them are stepped by hand from here on."""
+        self.others.append(ready)
+        if any(param.requires_grad for param in ready.model.parameters()):
+            self.step_by_hand()
+
+    def step_by_hand(self) -> None:
+        """Nothing is driven any more. Raises ``NotOffered`` where engines keep gradients to themselves."""
+        for ready in self.models:
+            if ready.plan.run.engine not in ("Single", "DDP"):
+                what = "give one model and its optimizer to one prepare, and each other model to an Accelerator"
+                raise NotOffered(f"several models, or an optimizer alone, under {ready.plan.run.engine}", what)
+            ready.loop.release()  # steps and zero_grad are the script's
+            ready.loop.average(forced=True)
+        self.driven = False
+
+    def accumulate_over(self, steps: int) -> None:
+        """Windows have another number of micro-batches from here on, which no plan knows."""
+        if steps != self.accumulation:
+            self.step_by_hand()
+            self.accumulation = steps
+
+    # --- windows ---
 
     def ends_window(self) -> bool:
         """Whether the micro-batch that runs now is the last of its window."""
-        if self.steps:
+        if self.driven:
             return self.ready.loop.ends_window
-        accumulation = self.ready.plan.owners.accumulation_steps
-        return self.ready.loop.state.at_last_batch or self.counted + 1 >= accumulation
+        return self.at_last_batch() or self.counted + 1 >= self.accumulation
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """One micro-batch; one whose optimizer was not stepped, because it ends no window, is counted all the same."""
+        self._heed_no_sync()
         self.inside, self.stepped = True, False
         self.boundary = self.ends_window()
+        outer = [(ready, ready.loop.state.forced) for ready in self.models]
         try:
-            if not self.steps:
-                yield from self._counted()
-                return
-            with self.ready.accumulate():
+            for ready in (ready for ready, forced in outer if forced is not False):  # what ``no_sync`` says stays
+                by_hand = self.boundary or ready.plan.run.average_each
+                ready.loop.average(forced=None if self.driven else by_hand)
+            if not self.driven:
                 yield
-                if not (self.stepped or self.boundary) and self.ready.loop.pending:
-                    self.step()
+            else:
+                with self.ready.accumulate():
+                    yield
+                    if self.driven and not (self.stepped or self.boundary) and self.ready.loop.pending:
+                        self.step()
+            if not self.driven:  # or it has turned out so inside
+                self.counted = 0 if self.boundary else self.counted + 1
         finally:
             self.inside = False
-
-    def _counted(self) -> Iterator[None]:
-        ready = self.ready
-        ready.loop.average(forced=self.boundary or ready.plan.run.average_each)
-        yield
-        self.counted = 0 if self.boundary else self.counted + 1
-        ready.loop.average(forced=True)
+            for ready, forced in outer:
+                ready.loop.average(forced=forced)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, gradients stay each rank's own, and another backward of the same micro-batch follows."""
-        if self.ready.loop.plan.engine_steps:
-            raise NotOffered(
-                "no_sync under DeepSpeed", "write gradient_accumulation_steps and `with accelerator.accumulate(model):`"
-            )
-        self.held = True
-        try:
-            with not_averaged(self.ready):
-                yield
-        finally:
-            self.held = False
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Inside, gradients of the model stay each rank's own; of all where none is named."""
+        if self._by_engine:
+            what = "write gradient_accumulation_steps and `with accelerator.accumulate(model):`"
+            raise NotOffered("no_sync under DeepSpeed", what)
+        with ExitStack() as stack:
+            for ready in [one for one in self.models if model is one.model] or self.models:
+                stack.enter_context(not_averaged(ready))
+            yield
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Notes whether the window ends here."""
-        window = self.ready.plan.owners.accumulation_steps
-        if window > 1 and not self.inside:
-            raise NotOffered(
-                "gradient_accumulation_steps without accumulate", "write `with accelerator.accumulate(model):`"
-            )
+    # --- the micro-batch ---
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Adds its gradients, divided by the micro-batches of a window."""
+        if self._by_engine and self.accumulation > 1 and not self.inside:
+            what = "write `with accelerator.accumulate(model):`"
+            raise NotOffered("gradient_accumulation_steps without accumulate under DeepSpeed", what)
+        self._heed_no_sync()
         self.stepped = False
-        self.boundary = self.ends_window()
-        if self.steps:
-            self.ready.backward(loss, more=self.held)
+        if self.inside:
+            self.boundary = self.ends_window()
+        if self.driven:
+            for name in options:
+                raise NotOffered(f"backward({name}=...)", "write one forward for each backward, and leave it out")
+            with in_their_words():
+                self.ready.backward(loss)
             return
-        scaler = self.ready.scaler
-        loss = loss / window
-        (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        loss, scaler = loss / self.accumulation, self.ready.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward(**options)  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Ends the micro-batch. Raises ``NotOffered`` where ``accelerator.backward`` has not run in it."""
-        if not self.ready.loop.state.backwards:
+        """Ends the micro-batch of what is driven."""
+        loop = self.ready.loop
+        with in_their_words():
+            if self.inside or self._by_engine or self.accumulation == 1:
+                self.ready.step()
+            else:  # outside of ``accumulate`` each step is one
+                with self.ready.accumulate(last=True):
+                    self.ready.step()
+        self.stepped = True
+        loop.clip = self.planned  # until the script asks again
+
+    def step_of(self, optimizer: Optimizer, closure: Any) -> None:
+        """``optimizer.step()`` of the script: ends the micro-batch, or steps this optimizer at the end of a window."""
+        if closure is not None and self.driven:
+            raise NotOffered("optimizer.step(closure)", "write accelerator.ready.step(closure)")
+        if not (self.boundary or self.inside):
+            return
+        if self.driven and not self.ready.loop.state.backwards:
+            self._nothing_to_step()
+        if self.driven:
+            self.step()
+        elif self.boundary:
+            self._stepped_by_hand(optimizer, closure)
+
+    def _stepped_by_hand(self, optimizer: Optimizer, closure: Any) -> None:
+        scaler = self.ready.scaler
+        if scaler is None:
+            optimizer.step(closure)
+            return
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        self.overflowed = scaler.get_scale() < scale
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last window ended without a step, because a gradient overflowed."""
+        return bool(self.ready.skipped) if self.driven else self.overflowed
+
+    def _heed_no_sync(self) -> None:
+        """A script that enters DDP's own ``no_sync``, as LocalSGD does, may step what is not averaged."""
+        ready = self.ready
+        if self.driven and not ready.loop.pending and getattr(ready.model, "require_backward_grad_sync", None) is False:
+            self.step_by_hand()
+
+    def _nothing_to_step(self) -> None:
+        """A script that writes ``loss.backward()`` from the first steps on is stepped as accelerate does it."""
+        if self.ready.loop.state.used or self._by_engine or self.ready.scaler is not None:
             what = "write accelerator.backward(loss) in the place of loss.backward(), and one step for each"
             raise NotOffered("optimizer.step() without accelerator.backward(loss) since the last", what)
-        self.ready.step()
-        self.stepped = True
-        self.ready.loop.clip = self.planned  # until the script asks again
+        self.step_by_hand()
 
-    def zero_grad(self) -> None:
-        """Clears the gradients behind the end of a window; inside one they are kept.
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Clears the gradients where a window ends; inside one they are kept.
 
         So does accelerate, but in the window's last micro-batch: a ``zero_grad`` above its forward throws away those
         before it. Here they stay, and a warning says so, once.
         """
-        if self.boundary and self.ready.loop.state.backwards:
-            raise NotOffered("zero_grad before the step", "call optimizer.step() first")
-        if self.boundary and self.inside and self.ready.loop.pending:
-            self._tell(
+        if not self.driven:
+            if self.boundary:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            return
+        loop = self.ready.loop
+        if self.boundary and self.inside and loop.state.micro_batches:
+            self.tell(
                 "optimizer.zero_grad() was called at the top of the last micro-batch of a window, and cleared nothing: "
                 "under accelerate it throws away the micro-batches before. Write it behind optimizer.step()",
                 stacklevel=4,
             )
-        if not self.ready.loop.pending and not self.ready.loop.plan.engine_steps:
-            assert self.ready.optimizer is not None, "who clears has one"
-            self.ready.optimizer.zero_grad(set_to_none=True)
+        if not loop.state.micro_batches and (self.boundary or not loop.state.backwards) and not self._by_engine:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    # --- clipping ---
 
     def clip_norm(self, parameters: Any, clip: ClipNorm) -> torch.Tensor:
         """Lets ``step`` clip so (``_choose``); returns the norm that it will find, of averaged and unscaled gradients.
 
         Collective where they are sharded. nan where the window has not ended, as what lies there is no gradient of it.
         """
-        if self.ready.loop.plan.engine_steps:
+        if self._by_engine:
             return self._clipped_by_engine(clip)
         norm = self._choose(parameters, clip)
-        if not self.steps and norm is not None:
+        if norm is not None:
             return norm
-        ready = self.ready
         if not self.boundary:
             return torch.tensor(float("nan"))
-        return ready.loop.norm(clip.norm_type)
+        return self.ready.loop.norm(clip.norm_type)
 
     def _clipped_by_engine(self, clip: ClipNorm) -> torch.Tensor:
         """The norm at DeepSpeed's last step, as accelerate gives it: DeepSpeed clips by what its config says.
@@ -162,28 +260,30 @@ class AcceleratedLoop:
 
     def clip_value(self, parameters: Any, clip: ClipValue) -> None:
         """Lets ``step`` clip so (``_choose``)."""
+        if self._by_engine:
+            raise NotOffered("clipping by value under DeepSpeed", "write accelerator.clip_grad_norm_(...)")
         self._choose(parameters, clip)
 
     def _choose(self, parameters: Any, clip: ClipNorm | ClipValue) -> torch.Tensor | None:
-        """Lets ``step`` clip so, where gradients are averaged and unscaled; DeepSpeed has to know before.
+        """Lets ``step`` clip all that is trained, where gradients are averaged and unscaled; None then.
 
-        Without an optimizer it clips now, and returns the norm where it had to be known. Warns, once, inside a window,
-        where accelerate clips what has come together so far.
+        Anything else is clipped now, as accelerate does it, and the norm is returned. Warns, once, of an iterator at
+        its end, and inside a window, where accelerate clips what has come together so far.
         """
-        if self.ready.loop.plan.engine_steps:
-            raise NotOffered("clipping under DeepSpeed", "write gradient_clipping into its config")
         chosen: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not self.steps:
-            return self.ready.loop.engine.clip(self.ready.model, clip, chosen)
-        given = {id(param) for param in chosen}
-        if any(id(param) not in given for param in self.ready.loop.trained()):
-            raise NotOffered(
-                "clipping a part of the parameters", "give model.parameters(), or write a loop of your own"
+        if not chosen:
+            self.tell(
+                "clipping was given no parameter, and clips nothing, as under accelerate: an iterator such as "
+                "itertools.chain(...) is at its end after its first use. Write list(...) around it",
+                stacklevel=5,
             )
+            return torch.tensor(0.0)
+        if not (self.driven and self._all_trained(chosen)):
+            return self._clipped_now(chosen, clip)
         if self.boundary:
             self.ready.loop.clip = clip
         else:
-            self._tell(
+            self.tell(
                 "clipping was asked for in a micro-batch that does not end its window, and is left out: accelerate "
                 "would clip what has come together so far, of each rank alone. Write `if accelerator.sync_gradients:` "
                 "above it",
@@ -191,7 +291,18 @@ class AcceleratedLoop:
             )
         return None
 
-    def _tell(self, what: str, stacklevel: int) -> None:
+    def _all_trained(self, chosen: Sequence[Any]) -> bool:
+        given = {id(param) for param in chosen}
+        return all(id(param) in given for param in self.ready.loop.trained())
+
+    def _clipped_now(self, chosen: list[Any], clip: ClipNorm | ClipValue) -> torch.Tensor:
+        if self.ready.scaler is not None:
+            what = "give model.parameters() of the one model, or write mixed_precision='bf16'"
+            raise NotOffered("clipping a part of the parameters under fp16", what)
+        norm = self.ready.loop.engine.clip(self.ready.model, clip, chosen)
+        return torch.tensor(0.0) if norm is None else norm
+
+    def tell(self, what: str, stacklevel: int) -> None:
         """Warns where a script trains otherwise than under accelerate: once for each way."""
         if what not in self._told:
             self._told.add(what)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from prepkit.findings import RunRefused
 from prepkit.findings.text import near
 
 PAGE = "docs/from-accelerate.md"
 """The page that has accelerate's calls beside prepkit's."""
 
 OTHERWISE = {
-    "profile": "write torch.profiler.profile",
-    "log": "write accelerator.ready.log(values)",
-    "init_trackers": "write accelerator.ready.log_to(pk.track.TensorBoard(folder)) after prepare",
-    "get_tracker": "keep your tracker in a variable, and write accelerator.ready.log_to(lambda: tracker)",
-    "trackers": "write accelerator.ready.log_to(...) behind prepare",
-    "unscale_gradients": "the step unscales before it clips; write accelerator.clip_grad_norm_(...)",
-    "prepare_model": "write accelerator.prepare(model, optimizer, scheduler, loader)",
-    "prepare_optimizer": "write accelerator.prepare(model, optimizer, scheduler, loader)",
-    "prepare_scheduler": "write accelerator.prepare(model, optimizer, scheduler, loader)",
-    "prepare_data_loader": "write accelerator.prepare(loader)",
+    "unscale_gradients": "leave it out: accelerator.clip_grad_norm_(...) unscales by itself",
+    "lomo_backward": "write accelerator.backward(loss), with another optimizer than LOMO",
 }
 """Members that scripts use, and what to write in their place."""
 
 
 _AS_FIELDS = "give Accelerator(config=pk.Config(...)), which says it as a field"
 ARGUMENTS = {
-    "log_with": OTHERWISE["init_trackers"],
-    "split_batches": "give Accelerator(config=pk.Config(loaders=pk.data.ShardLoaders(split_batches=True)))",
     "rng_types": "leave it out: every rank draws the order of the data alike",
     "megatron_lm_plugin": "leave it out: Megatron-LM has a loop of its own",
     **dict.fromkeys(
@@ -65,3 +57,44 @@ def refuse_arguments(given: Mapping[str, Any], taken: Sequence[str]) -> None:
             raise NotOffered(f"Accelerator({name}=...)", ARGUMENTS[name])
         meant = " or ".join(near(name, (*taken, *ARGUMENTS)))
         raise TypeError(f"Accelerator knows no argument {name!r}{f'; did you mean {meant}?' if meant else ''}")
+
+
+_ONE_EACH = "add the losses up for one accelerator.backward(loss)"
+_WORDS = {
+    "loop.cleared-before-step": (
+        "optimizer.zero_grad() between accelerator.backward(loss) and optimizer.step()",
+        "move it behind optimizer.step(), or above the forward",
+    ),
+    "loop.gradients-gone": (
+        "clearing the model between accelerator.backward(loss) and optimizer.step()",
+        "move model.zero_grad() behind optimizer.step(), or above the forward",
+    ),
+    "loop.gradients-lost": (
+        "clearing the model inside an accumulation window",
+        "write optimizer.zero_grad(), which waits for the end of the window",
+    ),
+    "loop.past-the-wrapper": (
+        "two backwards of one forward, or of another method than forward, which DDP does not average",
+        f"call model(...) once for each accelerator.backward(loss), or {_ONE_EACH}",
+    ),
+    "loop.engine-counts-backwards": ("several backwards of a micro-batch under DeepSpeed", _ONE_EACH),
+    "loop.backward-twice": ("several backwards of a micro-batch under DeepSpeed", _ONE_EACH),
+    "loop.unfinished-window": (
+        "save_state and load_state inside an accumulation window, whose gradients are in no checkpoint",
+        "write `if accelerator.sync_gradients:` above it, behind optimizer.step()",
+    ),
+    "loop.closure-wanted": ("an optimizer that takes a closure", "write accelerator.ready.step(closure)"),
+}
+"""Rules of the loop to what a script for accelerate has done, and what it is to write."""
+
+
+@contextmanager
+def in_their_words() -> Iterator[None]:
+    """Refusals of the loop as ``NotOffered``, in accelerate's calls; others as they are."""
+    try:
+        yield
+    except RunRefused as refused:
+        known = [_WORDS[found.rule] for found in refused.findings if found.rule in _WORDS]
+        if not known or len(known) < len(refused.findings):
+            raise
+        raise NotOffered(*known[0]) from refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,19 +14,23 @@ from prepkit.compat.accelerate.not_offered import NotOffered
 from prepkit.compat.accelerate.stepped import SteppedOptimizer, SteppedScheduler
 from prepkit.loading.loader import Loader
 
+KINDS = {
+    "model": torch.nn.Module,
+    "optimizer": Optimizer,
+    "scheduler": LRScheduler | ReduceLROnPlateau,
+    "loader": DataLoader,
+}
+
 
 def place_of(given: Any) -> str:
-    """``model``, ``optimizer``, ``scheduler`` or ``loader``. Raises ``NotOffered`` for anything else."""
-    kinds = {
-        "model": torch.nn.Module,
-        "optimizer": Optimizer,
-        "scheduler": LRScheduler | ReduceLROnPlateau,
-        "loader": DataLoader,
-    }
-    for place, kind in kinds.items():
-        if isinstance(given, kind):
-            return place
-    raise NotOffered(f"prepare({type(given).__name__})", "give modules, optimizers, schedulers and DataLoaders")
+    """``model``, ``optimizer``, ``scheduler`` or ``loader``; empty for anything else, which stays as it is.
+
+    Raises ``NotOffered`` for what only accelerate's ``prepare`` knows.
+    """
+    if type(given).__name__ in ("DummyOptim", "DummyScheduler", "MegatronLMDummyScheduler"):
+        what = "give a torch.optim.AdamW and a scheduler of torch, or Accelerator(config=pk.Config(optimizer=...))"
+        raise NotOffered(f"prepare({type(given).__name__})", what)
+    return next((place for place, kind in KINDS.items() if isinstance(given, kind)), "")
 
 
 def is_prepared(given: Any) -> bool:
@@ -33,9 +38,9 @@ def is_prepared(given: Any) -> bool:
     return isinstance(given, Loader | SteppedOptimizer | SteppedScheduler)
 
 
-def only(objects: list[Any], places: list[str], kind: str) -> Any:
-    """The object of that kind; None where none is given. Raises ``NotOffered`` for several."""
-    found = [given for given, place in zip(objects, places, strict=True) if place == kind]
-    if len(found) > 1:
-        raise NotOffered(f"prepare with {len(found)} of kind {kind}", "give each model an Accelerator of its own")
-    return found[0] if found else None
+def belong(models: Sequence[Any], optimizers: Sequence[Any]) -> bool:
+    """Whether there is one model, and one optimizer that holds parameters of it alone."""
+    if len(models) != 1 or len(optimizers) != 1:
+        return False
+    own = {id(param) for param in models[0].parameters()}
+    return all(id(param) in own for group in optimizers[0].param_groups for param in group["params"])

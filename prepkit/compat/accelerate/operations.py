@@ -94,6 +94,16 @@ def broadcast_object_list(value: list[Any], from_process: int = 0) -> list[Any]:
     return value
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether it can be gathered as it is."""
+    return isinstance(value, Tensor)
+
+
+def everywhere(holds: bool) -> bool:
+    """Whether it holds on every rank. Collective."""
+    return all(_everyone(bool(holds)))
+
+
 def _on_tensors(value: Any, act: Callable[[Tensor], Tensor], name: str, shape: Callable[[Tensor], Any]) -> Any:
     leaves, form = pytree.tree_flatten(value)
     mine = [(shape(leaf), str(leaf.dtype)) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -118,11 +128,11 @@ def _everyone(mine: Any) -> list[Any]:
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    """A scalar counts as one row."""
+    """A scalar counts as one row where there are several ranks; alone, nothing is joined to anything."""
     mine = _travelling(tensor)
-    mine = mine[None] if mine.ndim == 0 else mine
     if not world().carries_data:
         return mine
+    mine = mine[None] if mine.ndim == 0 else mine
     parts = [torch.empty_like(mine) for _ in range(world().size)]
     dist.all_gather(parts, mine)
     return torch.cat(parts).to(tensor.device)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from attrs import define, field
+from attrs import define, evolve, field
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from prepkit.api import apply, build_plan
@@ -14,21 +15,26 @@ from prepkit.compat.accelerate import operations
 from prepkit.compat.accelerate.loaders import prepared_alone
 from prepkit.compat.accelerate.loop import AcceleratedLoop
 from prepkit.compat.accelerate.not_offered import NotOffered
-from prepkit.compat.accelerate.objects import is_prepared, only, place_of
+from prepkit.compat.accelerate.objects import belong, is_prepared, place_of
 from prepkit.compat.accelerate.stepped import SteppedOptimizer, SteppedScheduler
-from prepkit.config import Config
+from prepkit.config import Config, Intent
 from prepkit.loading.passes import Passes
 from prepkit.training.prepared import Prepared
 
 
 @define(eq=False)
 class Preparation:
-    """A model with its loop, and loaders; those that come alone count as the model's once it is there."""
+    """Models with their loop, and loaders; those that come alone count as the model's once it is there."""
 
+    ticks: int | None = 1
+    """Ticks of a scheduler per step; None: whenever the script says so."""
     started_loop: AcceleratedLoop | None = None
     """None: no model yet."""
     only_loaders: Prepared | None = None
     """What came before a model; None: nothing."""
+    beside: list[Any] = field(factory=list)
+    """Optimizers and schedulers that no plan holds, so that whoever saves asks them for their state."""
+    optimizers: list[SteppedOptimizer] = field(factory=list)
     passes: Passes = field(factory=lambda: Passes(()))
     """Over all loaders."""
 
@@ -41,71 +47,128 @@ class Preparation:
 
     @property
     def ready(self) -> Prepared:
-        """What ``apply`` has returned for the model; for loaders as long as only these are prepared."""
+        """What ``apply`` has returned for the first model; for loaders as long as only these are prepared."""
         if self.started_loop is None and self.only_loaders is not None:
             return self.only_loaders
         return self.loop.ready
 
     @property
+    def models(self) -> tuple[Prepared, ...]:
+        """Each model that was prepared."""
+        return () if self.started_loop is None else self.started_loop.models
+
+    @property
     def all_ready(self) -> list[Prepared]:
-        """Each of the two that is there."""
-        model = None if self.started_loop is None else self.started_loop.ready
-        return [ready for ready in (model, self.only_loaders) if ready is not None]
+        """Each that is there."""
+        return [*self.models, *([] if self.only_loaders is None else [self.only_loaders])]
+
+    def of(self, model: Any) -> Prepared | None:
+        """The one whose model this is, in its wrapper or out of it; None: it was not prepared."""
+        return next((ready for ready in self.models if model is ready.model or model is ready.unwrap()), None)
 
     def gather(self, value: Any, *, pickled: bool) -> Any:
-        """``gather_for_metrics`` of the loader in use; outside a loop all that the ranks give. Collective."""
-        if not self.passes.under_way:
-            return operations.gather_object(value) if pickled else operations.gather(value)
-        present = self.passes.under_way[-1].present
-        size = None if present is None else present.size
-        return self.passes.gather(pytree.tree_map(lambda leaf: _without_row(leaf, size), value))
+        """``gather_for_metrics`` of the loader in use; outside a loop all that the ranks give. Collective.
 
-    def add(self, config: Config, objects: tuple[Any, ...], ranks: int) -> tuple[Any, ...]:
-        """The objects, prepared, in their order; what is prepared already stays as it is."""
-        known = [self._is_prepared(given) for given in objects]
-        new = [given for given, is_known in zip(objects, known, strict=True) if not is_known]
-        places = [place_of(given) for given in new]
-        if set(places) <= {"loader"}:
-            made = self._add_loaders(prepared_alone(config, new)) if new else ()
-        else:
-            made = self._add_model(config, new, places, ranks)
-        following = iter(made)
-        return tuple(given if is_known else next(following) for given, is_known in zip(objects, known, strict=True))
+        Rows that are not the samples of the batch, such as a mean repeated so often, are cut as accelerate cuts them:
+        at the end of a pass to what is left of the data beyond whole batches of all ranks.
+        """
+        leaves = pytree.tree_leaves(value)
+        tensors = bool(leaves) and all(operations.is_tensor(leaf) for leaf in leaves)
+        present = self.passes.under_way[-1].present if self.passes.under_way else None
+        if present is None:
+            return operations.gather(value) if tensors and not pickled else operations.gather_object(value)
+        rows = {leaf.shape[0] for leaf in leaves if leaf.ndim} if tensors and not pickled else set()
+        if not tensors or pickled or present.size is None or operations.everywhere(rows <= {present.size}):
+            return self.passes.gather(value)
+        gathered = operations.gather(value)
+        left = _remainder(self.passes.under_way[-1]) if present.last else 0
+        return pytree.tree_map(lambda leaf: leaf[:left], gathered) if left else gathered
 
-    def _is_prepared(self, given: Any) -> bool:
-        return is_prepared(given) or (self.started_loop is not None and given is self.started_loop.ready.model)
+    def add(self, config: Config, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The objects, prepared, in their order; what is prepared already, or is none of them, stays as it is."""
+        places = [self._place(given) for given in objects]
+        by_kind: dict[str, list[Any]] = {kind: [] for kind in ("", "model", "optimizer", "scheduler", "loader")}
+        for given, place in zip(objects, places, strict=True):
+            by_kind[place].append(given)
+        loaders = by_kind["loader"]
+        made: dict[str, list[Any]] = {"": by_kind[""], "model": [], "optimizer": [], "scheduler": []}
+        made["loader"] = (
+            [*self._add_models(config, by_kind, made)] if by_kind["model"] else self._alone(config, loaders)
+        )
+        for optimizer in by_kind["optimizer"] if not made["optimizer"] else ():
+            made["optimizer"].append(self._by_hand(optimizer))
+        for scheduler in by_kind["scheduler"] if not made["scheduler"] else ():
+            made["scheduler"].append(SteppedScheduler(scheduler, self.loop, self.optimizers, self.ticks))
+            self.beside.append(scheduler)
+        following = {kind: iter(values) for kind, values in made.items()}
+        return tuple(next(following[place]) for place in places)
 
-    def _add_model(self, config: Config, objects: list[Any], places: list[str], ranks: int) -> tuple[Any, ...]:
+    def _place(self, given: Any) -> str:
+        return "" if is_prepared(given) or any(given is ready.model for ready in self.models) else place_of(given)
+
+    def _by_hand(self, optimizer: Optimizer) -> SteppedOptimizer:
+        """An optimizer that was given without its model, or with several."""
+        self.loop.step_by_hand()
+        stepped = SteppedOptimizer(optimizer, self.loop)
+        self.optimizers.append(stepped)
+        self.beside.append(optimizer)
+        return stepped
+
+    def _add_models(self, config: Config, given: dict[str, list[Any]], made: dict[str, list[Any]]) -> tuple[Any, ...]:
+        """The loaders; the other objects that a plan holds are in ``made``."""
+        optimizers, schedulers = given["optimizer"], given["scheduler"]
+        driven = self.started_loop is None and belong(given["model"], optimizers)
+        loaders = tuple(given["loader"])
+        prepared: tuple[Any, ...] = ()
+        for model in given["model"]:
+            trained = any(param.requires_grad for param in model.parameters())
+            how = config if trained or driven else evolve(config, intent=Intent.INFERENCE)
+            planned = schedulers[0] if driven and _of(schedulers, optimizers[0]) else None
+            with warnings.catch_warnings():
+                if not driven:  # it comes by itself, or with several models
+                    warnings.filterwarnings("ignore", message=r"[\s\S]*optimizer\.none")
+                plan = build_plan(
+                    how, model, optimizer=optimizers[0] if driven else None, scheduler=planned, loaders=loaders
+                )
+                ready = apply(plan)
+            self._take(ready, config, driven)
+            made["model"].append(ready.model)
+            prepared, loaders = (ready.loaders, ()) if loaders else (prepared, ())
+        if driven:
+            assert self.ready.optimizer is not None, "what is driven has one"
+            self.optimizers.append(SteppedOptimizer(self.ready.optimizer, self.loop))
+            made["optimizer"].append(self.optimizers[-1])
+            if self.ready.scheduler is not None:
+                stepped = SteppedScheduler(self.ready.scheduler, self.loop, self.optimizers, self.ticks)
+                made["scheduler"].append(stepped)
+        return prepared
+
+    def _take(self, ready: Prepared, config: Config, driven: bool) -> None:
         if self.started_loop is not None:
-            raise NotOffered("a second prepare", "give all objects to one call; another model has its Accelerator")
-        model, optimizer, scheduler = (only(objects, places, kind) for kind in ("model", "optimizer", "scheduler"))
-        if model is None:
-            raise NotOffered("prepare without a model", "give model, optimizer and scheduler to one call")
-        given = [one for one, place in zip(objects, places, strict=True) if place == "loader"]
-        ready = apply(build_plan(config, model, optimizer=optimizer, scheduler=scheduler, loaders=given))
-        loop = self.started_loop = AcceleratedLoop(ready, ready.plan.owners.clip)
+            self.loop.add(ready)
+            _adopt(self.ready, ready.loaders)
+        else:
+            at_last: Callable[[], bool] = lambda: any(one.at_window_end for one in self.passes.under_way)  # noqa: E731
+            self.started_loop = AcceleratedLoop(ready, config.accumulation or 1, at_last, driven)
+            if self.only_loaders is not None:
+                _adopt(ready, self.only_loaders.loaders)
         self.passes.add(ready.loaders)
-        split = bool(getattr(config.loaders, "split_batches", False))
-        prepared = iter(ready.loaders)
-        made: dict[str, Callable[[], Any]] = {
-            "model": lambda: ready.model,
-            "optimizer": lambda: SteppedOptimizer(loop),
-            "scheduler": lambda: SteppedScheduler(loop, 1 if split else ranks),
-            "loader": prepared.__next__,
-        }
-        outcome = tuple(made[place]() for place in places)
-        if self.only_loaders is not None:
-            _adopt(ready, self.only_loaders.loaders)
-        return outcome
 
-    def _add_loaders(self, alone: Prepared) -> tuple[Any, ...]:
-        added = alone.loaders
-        self.passes.add(added)
+    def _alone(self, config: Config, loaders: list[Any]) -> list[Any]:
+        if not loaders:
+            return []
+        alone = prepared_alone(config, loaders)
+        self.passes.add(alone.loaders)
         if self.all_ready:
-            _adopt(self.ready, added)
+            _adopt(self.ready, alone.loaders)
         else:
             self.only_loaders = alone
-        return added
+        return [*alone.loaders]
+
+
+def _of(schedulers: list[Any], optimizer: Optimizer) -> bool:
+    """Whether there is one scheduler, and it is made from this optimizer."""
+    return len(schedulers) == 1 and getattr(schedulers[0], "optimizer", None) is optimizer
 
 
 def _adopt(ready: Prepared, loaders: tuple[Any, ...]) -> None:
@@ -114,7 +177,10 @@ def _adopt(ready: Prepared, loaders: tuple[Any, ...]) -> None:
     ready.loop.passes.add(loaders)
 
 
-def _without_row(leaf: Any, size: int | None) -> Any:
-    """A scalar, where one value stands for a batch of several samples; it counts as one row per rank."""
-    alone = isinstance(leaf, torch.Tensor) and leaf.shape == (1,) and size not in (None, 1)
-    return leaf.reshape(()) if alone else leaf
+def _remainder(loader: Any) -> int:
+    """Samples beyond whole batches of all ranks; 0 where there are none, or nobody knows."""
+    try:
+        samples = len(loader.dataset)
+    except TypeError:
+        return 0
+    return 0 if loader.drop_last else samples % (loader.total_batch_size or 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from attrs import define, field
 from torch.utils.hooks import RemovableHandle
 
-from prepkit.compat.accelerate.not_offered import NotOffered
+from prepkit.compat.accelerate.not_offered import NotOffered, in_their_words
 from prepkit.compat.accelerate.state import State
 from prepkit.training.prepared import Prepared
 
@@ -20,7 +20,7 @@ _NAME = "checkpoint_"
 
 
 class NotGathered:
-    """Stands in the place of a model's weights in a hook of ``save_state``: every rank writes its own shards."""
+    """Stands in the place of a sharded model's weights in a hook of ``save_state``: every rank writes its own part."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotOffered("the weights of a save_state hook", "call accelerator.save_model(model, folder)")
@@ -40,6 +40,8 @@ class SavedState:
     project: Any
     """A ``ProjectConfiguration`` of accelerate's, read and counted up; None: folders are given."""
     objects: list[Any] = field(factory=list)
+    beside: list[Any] = field(factory=list)
+    """Optimizers and schedulers that no plan holds."""
     before_save: OrderedDict[int, Callable[..., Any]] = field(factory=OrderedDict)
     before_load: OrderedDict[int, Callable[..., Any]] = field(factory=OrderedDict)
 
@@ -57,33 +59,46 @@ class SavedState:
         hooks[handle.id] = function
         return handle
 
-    def save(self, ready: Prepared, output_dir: Any) -> str:
-        """The folder that was written. Collective. Hooks hear of it before; they get models, no weights, the folder."""
+    def save(self, models: tuple[Prepared, ...], output_dir: Any) -> str:
+        """The folder that was written. Collective. Hooks hear of it before; they get models, weights and the folder."""
         folder = Path(output_dir) if not self._named else self._next()
-        models = [ready.model]
+        folder.mkdir(parents=True, exist_ok=True)
+        bare = [ready.unwrap() for ready in models]
+        weights = [_weights(ready) for ready in models]
         for hook in self.before_save.values():
-            hook(models, [NotGathered() for _ in models], str(folder))
-        ready.save(str(folder))
+            hook(bare, weights, str(folder))
+        for at, ready in enumerate(models):
+            with in_their_words():
+                ready.save(str(_of_model(folder, at)))
         if self.state.is_main_process:
-            for at, one in enumerate(self.objects):
-                torch.save(one.state_dict(), folder / f"custom_checkpoint_{at}.pkl")
+            for name, one in self._beside():
+                torch.save(one.state_dict(), folder / name)
             self._forget(folder)
         self.state.wait_for_everyone()
         if self._named:
             self.project.iteration += 1
         return str(folder)
 
-    def load(self, ready: Prepared, input_dir: Any) -> None:
+    def load(self, models: tuple[Prepared, ...], input_dir: Any) -> None:
         """Goes on from a folder, or from the newest that was named. Collective. Raises ``FileNotFoundError``."""
         if input_dir is None:
             if not (self._named and (found := self._found())):
                 raise FileNotFoundError("load_state: name the folder, which save_state has returned")
             input_dir = found[-1]
         for hook in self.before_load.values():
-            hook([ready.model], str(input_dir))
-        ready.resume(str(input_dir))
+            hook([ready.unwrap() for ready in models], str(input_dir))
+        for at, ready in enumerate(models):
+            with in_their_words():
+                ready.resume(str(_of_model(Path(input_dir), at)))
+        for name, one in self._beside():
+            one.load_state_dict(torch.load(Path(input_dir) / name, map_location="cpu"))
+
+    def _beside(self) -> Iterator[tuple[str, Any]]:
+        """Files of what no plan holds, by their names."""
         for at, one in enumerate(self.objects):
-            one.load_state_dict(torch.load(Path(input_dir) / f"custom_checkpoint_{at}.pkl", map_location="cpu"))
+            yield f"custom_checkpoint_{at}.pkl", one
+        for at, one in enumerate(self.beside):
+            yield f"stepped_by_hand_{at}.pkl", one
 
     @property
     def _named(self) -> bool:
@@ -106,3 +121,14 @@ class SavedState:
         if limit is not None:
             for old in [path for path in self._found() if path != newest][: -(limit - 1) or None]:
                 shutil.rmtree(old)
+
+
+def _of_model(folder: Path, at: int) -> Path:
+    """Where the first model is saved, with the loaders and random states, and the others in folders of their own."""
+    return folder / f"model_{at}" if at else folder
+
+
+def _weights(ready: Prepared) -> Any:
+    """The weights that every rank holds whole, as a hook may write them."""
+    whole = ready.plan.run.engine in ("Single", "DDP")
+    return ready.unwrap().state_dict() if whole else NotGathered()

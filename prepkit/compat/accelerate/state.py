@@ -50,8 +50,13 @@ class State:
         theirs.tell(self)
 
     def __repr__(self) -> str:
-        said = ("distributed_type", "backend", "num_processes", "process_index", "local_process_index", "device")
-        return "\n".join(f"{name}: {getattr(self, name)}" for name in (*said, "mixed_precision"))
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: DistributedType.{self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\nDevice: {self.device}\n\n"
+            f"Mixed precision type: {self.mixed_precision}\n"
+        )
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

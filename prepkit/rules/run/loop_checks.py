@@ -150,6 +150,8 @@ def backward_twice(turn: Turn) -> tuple[Hit, ...]:
     state = turn.state
     if not state.backwards or state.more or (turn.event.gradients is Gradients.NONE and not turn.plan.engine_steps):
         return _NONE
+    if not (turn.plan.clears or turn.plan.engine_steps):  # the script says by its steps where a micro-batch ends
+        return _NONE
     return _hit(turn, "ready.backward() was called again without ready.step() since.")
 
 
@@ -190,7 +192,7 @@ def past_wrapper(turn: Turn) -> tuple[Hit, ...]:
 
 
 def written(turn: Turn) -> tuple[Hit, ...]:
-    if turn.event.gradients is not Gradients.WRITTEN:
+    if turn.event.gradients is not Gradients.WRITTEN or not turn.plan.clears:
         return _NONE
     return _hit(
         turn,
@@ -279,6 +281,8 @@ def more_announced(turn: Turn) -> tuple[Hit, ...]:
 def never_averaged(turn: Turn) -> tuple[Hit, ...]:
     if turn.event.closure or turn.state.averaged or not (turn.plan.averages and turn.ends):
         return _NONE
+    if not turn.plan.clears and (turn.state.averaging or turn.state.forced is False):
+        return _NONE  # a script that steps inside ``no_sync``, as accelerate's LocalSGD does
     if turn.state.averaging:
         name = "DistributedDataParallel" if turn.plan.wrapper_averages else turn.plan.engine
         off = "set_requires_gradient_sync(False)" if turn.plan.engine == "FSDP2" else "no_sync()"

@@ -1,0 +1,235 @@
+"""Runs public training scripts under accelerate and under ``prepkit.compat.accelerate``, and compares their losses.
+
+``python -m tests.tools.public_scripts FOLDER...`` reads the scripts from checkouts of accelerate, peft or diffusers,
+runs each as it is published but for the one import of ``Accelerator``, on one and on two gloo processes, and prints a
+row for each. Nothing is downloaded: small data and models of our own stand in (``public_script_stands``), and no
+loader shuffles. ``--only WORD`` chooses scripts by a part of their path. It ends with 1 where a script that works under
+accelerate gives other losses, or none, without one of the face's own refusals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+LIBRARIES = ("accelerate", "prepkit.compat.accelerate")
+IMPORT = re.compile(r"^(\s*)from accelerate import (?=.*\bAccelerator\b)", re.MULTILINE)
+LIMIT_S = int(os.environ.get("PUBLIC_SCRIPT_LIMIT_S", "240"))
+"""Seconds for each run."""
+
+
+@frozen
+class Script:
+    """One script, and what a user would type behind its name."""
+
+    path: str
+    arguments: str = ""
+    worlds: tuple[int, ...] = (1, 2)
+
+
+BY_FEATURE = "examples/by_feature/"
+SCRIPTS = (
+    Script("examples/nlp_example.py", "--cpu"),
+    Script("examples/complete_nlp_example.py", "--cpu --checkpointing_steps epoch --output_dir {out} --with_tracking"),
+    Script("examples/cv_example.py", "--cpu --data_dir {pictures}"),
+    Script("examples/complete_cv_example.py", "--cpu --data_dir {pictures} --checkpointing_steps 1 --output_dir {out}"),
+    Script(f"{BY_FEATURE}automatic_gradient_accumulation.py", "--cpu"),
+    Script(f"{BY_FEATURE}checkpointing.py", "--cpu --checkpointing_steps epoch --output_dir {out}"),
+    Script(f"{BY_FEATURE}cross_validation.py", "--cpu --num_folds 2"),
+    Script(f"{BY_FEATURE}ddp_comm_hook.py", "--cpu --ddp_comm_hook fp16"),
+    Script(f"{BY_FEATURE}early_stopping.py", "--cpu"),
+    Script(f"{BY_FEATURE}gradient_accumulation.py", "--cpu --gradient_accumulation_steps 2"),
+    Script(
+        f"{BY_FEATURE}gradient_accumulation_for_autoregressive_models.py",
+        "--cpu --gradient_accumulation_steps 2 --per_device_batch_size 2",
+    ),
+    Script(f"{BY_FEATURE}local_sgd.py", "--cpu --gradient_accumulation_steps 2 --local_sgd_steps 2"),
+    Script(f"{BY_FEATURE}memory.py", "--cpu"),
+    Script(f"{BY_FEATURE}multi_process_metrics.py", "--cpu"),
+    Script(f"{BY_FEATURE}profiler.py", "--cpu"),
+    Script(f"{BY_FEATURE}schedule_free.py", "--cpu"),
+    Script(f"{BY_FEATURE}tracking.py", "--cpu --with_tracking --project_dir {out}"),
+    Script(
+        f"{BY_FEATURE}deepspeed_with_config_support.py",
+        "--dataset_name texts --model_name_or_path tiny --output_dir {out} --num_train_epochs 2 --block_size 16 "
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --seed 3 --checkpointing_steps epoch",
+    ),
+    Script(f"{BY_FEATURE}fsdp_with_peak_mem_tracking.py", "--cpu --model_name_or_path bert --output_dir {out}"),
+    Script(
+        "examples/sequence_classification/peft_no_lora_accelerate.py",
+        "--model_name_or_path tiny --per_device_train_batch_size 4 --per_device_eval_batch_size 4 "
+        "--output_dir {out} --max_length 16",
+    ),
+    Script("examples/conditional_generation/peft_lora_seq2seq_accelerate_fsdp.py"),
+)
+
+
+def one_process(script: str, arguments: Sequence[str], library: str, out: Path) -> None:
+    """Runs the script here, and leaves its losses and its end in a file."""
+    import faulthandler
+
+    import numpy
+    import torch
+
+    from tests.tools.public_script_stands import stand_in
+
+    faulthandler.dump_traceback_later(LIMIT_S * 0.9)
+    heard: list[float] = []
+    told: dict[str, Any] = {"heard": heard, "error": ""}
+    stand_in(heard.append)
+    backward = torch.Tensor.backward
+
+    def listening(self: torch.Tensor, *given: Any, **named: Any) -> None:
+        heard.append(float(self.detach().float().sum()))
+        backward(self, *given, **named)
+
+    torch.Tensor.backward = listening  # type: ignore[assignment]
+    kept, wrap = [], torch.nn.parallel.DistributedDataParallel.__init__
+
+    def wrapping(self: Any, *given: Any, **named: Any) -> None:
+        kept.append(self)  # a wrapper that goes before its process may wait for a thread of gloo for ever
+        wrap(self, *given, **named)
+
+    torch.nn.parallel.DistributedDataParallel.__init__ = wrapping  # type: ignore[method-assign]
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(7)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    text = IMPORT.sub(rf"\1from {library} import ", Path(script).read_text())
+    space: Any = sys.modules["__main__"].__dict__
+    space |= {"__name__": "__main__", "__file__": script}
+    try:
+        exec(compile(text, script, "exec"), space)  # a script that the user has named
+    except SystemExit as end:
+        told["error"] = "" if end.code in (None, 0) else f"SystemExit: {end.code}"
+    except BaseException as error:
+        told["error"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        traceback.print_exc()
+    out.write_text(json.dumps(told))
+
+
+def run(script: str, arguments: Sequence[str], library: str, world: int, folder: Path) -> list[dict[str, Any]]:
+    """What each process has heard; forked, so that torch and its friends are imported once."""
+    port, children = free_port(), []
+    folder.mkdir(parents=True)
+    for rank in range(world):
+        if child := os.fork():
+            children.append(child)
+            continue
+        os.setpgid(0, 0)
+        if world > 1:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+            os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(folder)
+        one_process(script, arguments, library, folder / f"{rank}.json")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    wait(children)
+    files = [folder / f"{rank}.json" for rank in range(world)]
+    return [json.loads(file.read_text()) if file.exists() else {"heard": [], "error": "no end"} for file in files]
+
+
+def wait(children: list[int]) -> None:
+    """Until all have ended, or time is up for those that have not."""
+    until = time.monotonic() + LIMIT_S
+    left = list(children)
+    while left and time.monotonic() < until:
+        left = [child for child in left if os.waitpid(child, os.WNOHANG)[0] == 0]
+        time.sleep(0.05)
+    for child in left:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def compared(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> tuple[str, str]:
+    """The outcome in a word, and its reason."""
+    failed = next((one["error"] for one in theirs if one["error"]), "")
+    if failed:
+        return "not run", f"fails under accelerate as well: {failed}"
+    if refused := next((one["error"] for one in ours if one["error"]), ""):
+        own = refused.startswith(("NotOffered", "PlanRejected"))
+        return ("refused" if own else "FAILED"), refused
+    count = 0
+    for rank, (one, other) in enumerate(zip(theirs, ours, strict=True)):
+        if len(one["heard"]) != len(other["heard"]):
+            return "OTHER", f"rank {rank}: {len(other['heard'])} losses and metrics for {len(one['heard'])}"
+        for at, (expected, found) in enumerate(zip(one["heard"], other["heard"], strict=True)):
+            if not math.isclose(expected, found, rel_tol=1e-5, abs_tol=1e-7):
+                return "OTHER", f"rank {rank}, number {at}: {found:.7g} for {expected:.7g}"
+        count += len(one["heard"])
+    return ("equal", f"{count} losses and metrics") if count else ("not run", "trains nothing under accelerate")
+
+
+def rows(folders: Sequence[str], word: str, kept: Path) -> Counter[str]:
+    """Prints a row for each script in the folders; returns how many came out how."""
+    import accelerate  # noqa: F401  # before processes are forked
+    import datasets  # noqa: F401
+    import transformers  # noqa: F401
+
+    import prepkit.compat.accelerate  # noqa: F401
+    from tests.tools.public_script_stands import picture_folder, text_files
+
+    outcomes: Counter[str] = Counter()
+    given = {"pictures": picture_folder(kept / "pictures"), "texts": text_files(kept / "texts")}
+    print("| script | processes | outcome | reason |\n|---|--:|---|---|")
+    found = [(Path(folder).resolve(), one) for folder in folders for one in SCRIPTS if Path(folder, one.path).is_file()]
+    for number, (root, script) in enumerate(found):
+        if word not in script.path:
+            continue
+        for world in script.worlds:
+            said = []
+            for library in LIBRARIES:
+                folder = kept / f"{number}_{world}_{library}"
+                arguments = script.arguments.format(out=folder / "out", **given).split()
+                said.append(run(str(root / script.path), arguments, library, world, folder))
+            outcome, why = compared(*said)
+            outcomes[outcome] += 1
+            shown = script.path.removeprefix("examples/")
+            print(f"| {shown} | {world} | {outcome} | {why[:300].replace('|', '/')} |", flush=True)
+    return outcomes
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See above."""
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.public_scripts")
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a checkout of accelerate, peft or diffusers")
+    parser.add_argument("--only", default="", metavar="WORD", help="a part of a script's path")
+    parser.add_argument("--keep", metavar="FOLDER", help="where what the scripts write is left")
+    chosen = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        outcomes = rows(chosen.folders, chosen.only, Path(chosen.keep or temporary))
+    counted = outcomes.total() - outcomes["not run"]
+    said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+    print(f"\nOf {counted} runs that work under accelerate {outcomes['equal']} are equal ({said}).")
+    return int(outcomes["FAILED"] + outcomes["OTHER"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
