@@ -246,7 +246,7 @@ class Loop:
         event = events.Backward(bool(more), mean_over is not None, alike, loss.requires_grad, averages, seen)
         (run,) = self.happens(event)
         assert isinstance(run, orders.RunBackward), "a backward is run"
-        self.loss = loss.detach(), mean_over
+        self.loss = loss.detach(), mean_over.clone() if isinstance(mean_over, torch.Tensor) else mean_over
         try:
             loss = self._tokens.weighed(loss, mean_over)
             if run.by_engine:
