@@ -8,6 +8,7 @@ from attrs import define
 
 from prepkit.compat.accelerate.loop import AcceleratedLoop
 from prepkit.compat.accelerate.not_offered import NotOffered
+from prepkit.objects.joint_optimizer import ticks_left
 
 
 @define(slots=False)
@@ -48,7 +49,10 @@ class SteppedOptimizer:
 
 @define(slots=False)
 class SteppedScheduler:
-    """The scheduler of a plan, stepped where the optimizer was; everything else is its own (behaviour W-16)."""
+    """The scheduler of a plan, stepped where the optimizer was, and not past its end (behaviour W-16).
+
+    Everything else is its own.
+    """
 
     _loop: AcceleratedLoop
     _ticks: int
@@ -64,7 +68,8 @@ class SteppedScheduler:
         if not self._loop.boundary or self._loop.ready.skipped:
             return
         for _ in range(self._ticks):
-            self.scheduler.step(*args, **kwargs)
+            if ticks_left(self.scheduler) != 0:
+                self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
