@@ -196,6 +196,8 @@ class Step(NamedTuple):
     gradients: Gradients = Gradients.UNKNOWN
     moved: tuple[int, int] | None = None
     """Where the last window left the scheduler, and where it is now, if somebody else has stepped it."""
+    at_end: bool = False
+    """The ticks of this step are more than the scheduler has left: behind its last one it would raise."""
 
 
 class Stepped(NamedTuple):

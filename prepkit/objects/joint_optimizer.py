@@ -154,6 +154,28 @@ def scheduler_members(scheduler: Any) -> tuple[Any, ...]:
     return scheduler.members if isinstance(scheduler, JointScheduler) else (scheduler,)
 
 
+def ticks_left(scheduler: Any) -> int | None:
+    """Ticks until the next one would raise, as behind ``OneCycleLR(total_steps=...)``; None: no end is known.
+
+    One inside a ``SequentialLR`` ends it only as the last, which is the one that goes on.
+    """
+    if (total := getattr(scheduler, "total_steps", None)) is not None:
+        return max(0, int(total) - int(scheduler.last_epoch))
+    inside: tuple[Any, ...] = getattr(scheduler, "members", None) or tuple(getattr(scheduler, "_schedulers", ()))
+    if isinstance(scheduler, torch.optim.lr_scheduler.SequentialLR):
+        until = scheduler._milestones[-1] - scheduler.last_epoch
+        left = ticks_left(inside[-1])
+        return left if left is None or until <= 0 else until + int(inside[-1].total_steps)
+    return min((left for one in inside if (left := ticks_left(one)) is not None), default=None)
+
+
+def tick(scheduler: Any, times: int) -> None:
+    """Step it so often, and not past its end."""
+    for _ in range(times):
+        if ticks_left(scheduler) != 0:
+            scheduler.step()
+
+
 def unstepped(state: Mapping[str, Any]) -> bool:
     """True for the state of a parameter that no step has made, such as the sums that torch's Adagrad begins with.
 

@@ -26,7 +26,7 @@ from prepkit.findings import RunRefused
 from prepkit.loading.passes import Passes
 from prepkit.loop import History, Junction, Refused, advance, orders
 from prepkit.loop.orders import Order
-from prepkit.objects.joint_optimizer import members
+from prepkit.objects.joint_optimizer import members, tick, ticks_left
 from prepkit.objects.whole_gradients import WholeGradients
 from prepkit.objects.xla_gradients import XLAGradients
 from prepkit.plan import Plan
@@ -210,8 +210,7 @@ class Loop:
             case orders.Clip():
                 self._clip()
             case orders.Tick(times=times):
-                for _ in range(times):
-                    self.scheduler.step()
+                tick(self.scheduler, times)
                 self.expect_scheduler()
             case orders.Recover():
                 with self.allowed():
@@ -246,7 +245,7 @@ class Loop:
         event = events.Backward(bool(more), mean_over is not None, alike, loss.requires_grad, averages, seen)
         (run,) = self.happens(event)
         assert isinstance(run, orders.RunBackward), "a backward is run"
-        self.loss = loss.detach(), mean_over
+        self.loss = loss.detach(), mean_over.clone() if isinstance(mean_over, torch.Tensor) else mean_over
         try:
             loss = self._tokens.weighed(loss, mean_over)
             if run.by_engine:
@@ -266,11 +265,12 @@ class Loop:
         """End one micro-batch; see ``Prepared.step``."""
         if closure is not None and not callable(closure):
             raise TypeError(f"ready.step({closure!r:.60}): a step takes nothing, or a function that computes the loss")
-        ended, seen, moved = self._place.ends, Gradients.UNKNOWN, None
+        ended, seen, moved, last = self._place.ends, Gradients.UNKNOWN, None, False
         if ended and closure is None and self.state.backwards and not self.state.cleared:
             seen = self._marks.before_step()
             moved = self._moved()
-        todo = self.happens(events.Step(closure is not None, seen, moved))
+            last = (left := ticks_left(self.scheduler)) is not None and left < self.plan.ticks
+        todo = self.happens(events.Step(closure is not None, seen, moved, last))
         if not ended:
             self._after_micro_batch(todo)
             return False

@@ -103,7 +103,7 @@ def without_effect(plan: Plan, model: Any) -> str:
 
 def _scalar(mean_over: Count, device: torch.device) -> Tensor:
     if isinstance(mean_over, Tensor):
-        return mean_over.detach().reshape(()).to(device, torch.float32, non_blocking=True)
+        return mean_over.detach().reshape(()).to(device, torch.float32, non_blocking=True, copy=True)
     return torch.tensor(float(mean_over), device=device)
 
 

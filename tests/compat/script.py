@@ -1,6 +1,8 @@
 """A script for accelerate; the first argument says which library its one import names.
 
 torchrun --nproc-per-node 2 tests/compat/script.py prepkit.compat.accelerate 2 bf16 losses.json
+
+A further argument is the number of ticks that its schedule is made for.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 
-def main(library: str, accumulation: str, precision: str, out: str) -> None:
+def main(library: str, accumulation: str, precision: str, out: str, total: str = "") -> None:
     accelerator = importlib.import_module(library).Accelerator(
         cpu=True, gradient_accumulation_steps=int(accumulation), mixed_precision=precision
     )
@@ -26,7 +28,9 @@ def main(library: str, accumulation: str, precision: str, out: str) -> None:
     samples: Any = [(row, row.sum()[None]) for row in features]
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
+    if total:
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=int(total))
     train, evaluation = DataLoader(samples, batch_size=8), DataLoader(samples[:21], batch_size=8)
     model, optimizer, train, evaluation, scheduler = accelerator.prepare(model, optimizer, train, evaluation, scheduler)
     said: list[Any] = []

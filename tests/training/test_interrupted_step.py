@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -66,6 +67,43 @@ def test_a_window_is_over_where_its_scheduler_raises() -> None:
     assert ready.step()
     assert ready.steps == 2
     assert torch.allclose(before - weight, torch.full_like(weight, 2 * RATE))
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=4)
+
+
+def cycle_behind_a_warm_up(optimizer: Any) -> Any:
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, one_cycle(optimizer)], milestones=[2])
+
+
+def chained(optimizer: Any) -> Any:
+    constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return torch.optim.lr_scheduler.ChainedScheduler([constant, one_cycle(optimizer)], optimizer)
+
+
+@pytest.mark.parametrize(
+    ("made", "ticks", "steps"), [(one_cycle, 1, 4), (one_cycle, 3, 1), (cycle_behind_a_warm_up, 1, 6), (chained, 1, 4)]
+)
+def test_a_scheduler_is_not_stepped_past_its_end(made: Any, ticks: int, steps: int) -> None:
+    """Torch raises, behind weights that have moved; a warning comes before the first step without a whole tick."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    cfg = pk.Config(scheduler_ticks=ticks)
+    ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, scheduler=made(optimizer)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=pk.errors.FindingWarning)
+        for _ in range(steps):
+            micro_batch(ready)
+            assert ready.step()
+    micro_batch(ready)
+    with pytest.warns(pk.errors.FindingWarning, match="come to its total_steps: it ticks no more"):
+        assert ready.step()
+    rate = ready.optimizer.param_groups[0]["lr"]
+    micro_batch(ready)
+    assert ready.step()
+    assert ready.optimizer.param_groups[0]["lr"] == rate
 
 
 def test_a_block_inside_one_that_ends_its_window_lets_it_end() -> None:

@@ -174,6 +174,23 @@ def test_float16_gradients_are_divided_before_they_are_clipped_and_stay_where_fl
         assert torch.allclose(mine, before - 0.5 * theirs.grad, atol=1e-3)
 
 
+def test_a_counter_that_is_used_again_changes_no_window() -> None:
+    """A float32 tensor of the loss's own device needs no conversion, and is copied all the same."""
+    learnt = []
+    for counter in (None, torch.zeros(())):
+        ready = alone()
+        for at, count in enumerate((11, 2)):
+            inputs, labels = micro_batch(0, at, 0)
+            given = count if counter is None else counter.fill_(count)
+            ready.backward(mean_loss(ready.model(inputs), labels), mean_over=given)
+            if counter is not None:
+                counter.zero_()
+            stepped = ready.step()
+        assert stepped
+        learnt.append([param.detach() for param in ready.model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*learnt, strict=True))
+
+
 def test_a_window_without_a_token_moves_nothing_and_leaves_the_next_as_it_is() -> None:
     ready = alone()
     inputs, labels = micro_batch(0, 0, 0)

@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from prepkit.compat.accelerate.loop import AcceleratedLoop
+from prepkit.objects.joint_optimizer import ticks_left
 
 
 class SteppedOptimizer(Optimizer):
@@ -110,7 +111,7 @@ class SteppedScheduler:
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Ticks where the window has ended with a step, and not past the ``total_steps`` of a one-cycle schedule."""
+        """Ticks where the window has ended with a step, and never past its end."""
         if self.ticks is None:
             self.scheduler.step(*args, **kwargs)
             return
@@ -119,7 +120,7 @@ class SteppedScheduler:
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
-        total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self.ticks):
-            if total is None or self.scheduler.last_epoch + self.inside < total:
+            left = ticks_left(self.scheduler)
+            if left is None or left > self.inside:
                 self.scheduler.step(*args, **kwargs)

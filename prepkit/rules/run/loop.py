@@ -248,6 +248,14 @@ _BEFORE_STEP = (
         overridable=True,
     ),
     _rule(
+        "scheduler-at-end",
+        "A scheduler that ends, such as OneCycleLR, has a tick for every step.",
+        checks.scheduler_at_end,
+        "Make it for all optimizer steps, those of every pass, times Config(scheduler_ticks=...).",
+        severity=Severity.WARNING,
+        source=("W-16",),
+    ),
+    _rule(
         "batches-read-ahead",
         "Batches are trained as they are read.",
         checks.read_ahead,

@@ -312,6 +312,12 @@ def scheduler_stepped(turn: Turn) -> tuple[Hit, ...]:
     return _hit(turn, f"the scheduler was stepped beside ready.step(), from {before} to {now}.")
 
 
+def scheduler_at_end(turn: Turn) -> tuple[Hit, ...]:
+    if not turn.event.at_end:
+        return _NONE
+    return _hit(turn, "the scheduler has come to its total_steps: it ticks no more, and the learning rate stays.")
+
+
 # --- what others do to the optimizer ---
 
 

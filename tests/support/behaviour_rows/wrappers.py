@@ -45,6 +45,9 @@ SCHEDULER: dict[str, Answers] = {
     "W-15": ("row W-16",),
     "W-16": (
         "test test_the_scheduler_ticks_as_often_as_the_plan_says",
+        "test test_a_scheduler_is_not_stepped_past_its_end",
+        "test test_a_schedule_over_the_processes_stops_where_accelerate_s_does",
+        "rule loop.scheduler-at-end",
         "deviation scheduler_ticks per optimizer step, 1 by default, however many processes run",
     ),
     "W-17": ("deviation no warning of torch is silenced", "test test_reading_an_architecture_warns_of_nothing"),
