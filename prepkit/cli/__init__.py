@@ -15,6 +15,7 @@ from attrs import asdict, evolve
 
 from prepkit.cli import audit as cli_audit
 from prepkit.cli import compare as cli_files
+from prepkit.cli import gate as cli_gate
 from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import plan_files as cli_model
 from prepkit.cli import plan_files as cli_refusal
@@ -304,6 +305,7 @@ def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
 
 
 main.add_command(cli_audit.audit)
+main.add_command(cli_gate.gate)
 main.add_command(cli_import.import_command)
 main.add_command(cli_import.export_command)
 main.add_command(cli_bytes.report)
