@@ -15,6 +15,7 @@ from attrs import asdict, evolve
 
 from prepkit.cli import audit as cli_audit
 from prepkit.cli import compare as cli_files
+from prepkit.cli import gate as cli_gate
 from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import plan_files as cli_model
 from prepkit.cli import plan_files as cli_refusal
@@ -90,24 +91,72 @@ def plan(config: str, model: str, cluster: Cluster, kind: str | None, output: st
     sys.exit(0 if legal else 1)
 
 
-@main.command(short_help="Check a config, or a plan file, against the rules.")
-@click.argument("file", type=FILE)
+@main.command("check", short_help="Check configs, launch scripts and plan files against the rules.")
+@click.argument("paths", metavar="[PATH ...]", type=click.Path(exists=True), nargs=-1)
 @model_option()
 @cluster_options
 @kind_option
 @as_json
-def check(file: str, model: str | None, cluster: Cluster, kind: str | None, as_json: bool) -> None:
-    """Check a config against a model, or the config and facts in a plan file against today's rules.
+def check_command(paths: tuple[str, ...], model: str | None, cluster: Cluster, kind: str | None, as_json: bool) -> None:
+    """Check what lies at each PATH, a file or a folder; without one, here.
 
-    Without --model, and of a config, only its keys and their values are checked. Warnings are shown; only errors that
-    are not overridden give exit code 1.
+    Finds configs of prepkit, accelerate, DeepSpeed, transformers, axolotl, LLaMA-Factory and torchtitan, plan files,
+    and the scripts that start them. Without --model every rule is asked that can be asked without one, and what cannot
+    be known here is said. Warnings are shown; only errors that are not overridden give exit code 1.
     """
+    from prepkit.cli.check import check_files
+
+    paths = paths or (".",)
+    if model:
+        _check_against(paths, model, cluster, kind, as_json)
+    only = paths[0]
+    if len(paths) == 1 and kind is None and (_is_plan(only) or not (Path(only).is_file() or Path(only).is_dir())):
+        _tell((_verdict_on_file(paths[0], cluster, as_json),), as_json)
+    check_files(paths, cluster, kind, as_json)
+
+
+def _check_against(paths: tuple[str, ...], model: str, cluster: Cluster, kind: str | None, as_json: bool) -> NoReturn:
+    """Check each config that is found against the model."""
+    from prepkit.formats.found import below, found
+
+    files = tuple(
+        file
+        for path in paths
+        for file in (below(path) if Path(path).is_dir() else (path,))
+        if path == file or ((one := found(file)) is not None and one.sort == "config")
+    )
+    if len(files) == 1:
+        _tell(_verdicts(files[0], model, cluster, as_json, kind), as_json)
+    if not files:
+        raise click.UsageError(f"there is no config in {', '.join(paths)}")
+    every: list[Verdict] = []
+    for file in files:
+        refused, imported = _read(file, kind)
+        verdicts = _verdicts(file, model, cluster, as_json, kind) if imported else (_refused(refused),)
+        every += verdicts
+        if not as_json:
+            say(f"{file}:")
+            _say_verdicts(verdicts)
+    if as_json:
+        _say_verdicts(tuple(every), as_json=True)
+    sys.exit(0 if all(verdict.plan is not None for verdict in every) else 1)
+
+
+def _refused(refused: PlanRejected | None) -> Verdict:
+    from prepkit.cli.verdict import Verdict
+
+    return Verdict(world_size=1, plan=None, findings=refused.findings if refused else ())
+
+
+def _tell(verdicts: tuple[Verdict, ...], as_json: bool) -> NoReturn:
+    """Say what the rules say, and end the command."""
+    _say_verdicts(verdicts, as_json)
+    sys.exit(0 if all(verdict.plan is not None for verdict in verdicts) else 1)
+
+
+def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False) -> None:
     from prepkit.cli.verdict import findings_data, verdicts_text
 
-    if model:
-        verdicts = _verdicts(file, model, cluster, as_json, kind)
-    else:
-        verdicts = (_verdict_on_file(file, cluster, as_json, kind),)
     legal = tuple(str(verdict.world_size) for verdict in verdicts if verdict.plan is not None)
     if as_json:
         say_json({"findings": findings_data(verdicts)})
@@ -115,7 +164,6 @@ def check(file: str, model: str | None, cluster: Cluster, kind: str | None, as_j
         say(text, err=True)
     if legal and not as_json:
         say(f"a plan exists for world size {', '.join(legal)}")
-    sys.exit(0 if len(legal) == len(verdicts) else 1)
 
 
 def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: str | None) -> tuple[Verdict, ...]:
@@ -147,36 +195,16 @@ def _read(config: str, kind: str | None) -> tuple[PlanRejected | None, Imported 
     return imported, imported.rest if isinstance(imported.rest, Imported) else None
 
 
-def _verdict_on_file(file: str, cluster: Cluster, as_json: bool, kind: str | None) -> Verdict:
+def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
     from prepkit import codec
     from prepkit.cli.verdict import judge
 
     loaded = cli_refusal.attempt(lambda: codec.load_plan(file))
     if isinstance(loaded, PlanRejected):
-        if kind is not None or cli_files.is_config(file, loaded):
-            _check_keys(file, kind, as_json)
         cli_refusal.refuse((loaded,), as_json)
     if cluster.envs() != (None,) or cluster.declared_loaders:
         raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
     return judge(loaded.config, loaded.facts)
-
-
-def _check_keys(config: str, kind: str | None, as_json: bool) -> NoReturn:
-    """Check what a config says by itself, where no model is given: its keys, their values, and what contradicts."""
-    from prepkit import codec
-    from prepkit.render.text import findings_text
-
-    refused, imported = _read(config, kind)
-    if refused is not None or imported is None:
-        cli_refusal.refuse((refused,), as_json)
-    if as_json:
-        say_json({"findings": codec.to_data(imported.notes)})
-    else:
-        if imported.notes:
-            say(findings_text(imported.notes), err=True)
-        say(f"every key of {config} is understood, as {imported.kind} means it; what it asks for depends on the model:")
-        say("add --model PKG.MOD:FACTORY, a function that returns it, and the rules are asked as well")
-    sys.exit(0)
 
 
 def _is_plan(file: str) -> bool:
@@ -277,6 +305,7 @@ def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
 
 
 main.add_command(cli_audit.audit)
+main.add_command(cli_gate.gate)
 main.add_command(cli_import.import_command)
 main.add_command(cli_import.export_command)
 main.add_command(cli_bytes.report)

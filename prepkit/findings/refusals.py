@@ -31,6 +31,7 @@ _DATA = "pk.load, pk.read_config, prepkit.codec"
 _PLAN_FILE = "pk.load, prepkit show, prepkit diff"
 _CONFIG_FILE = "pk.read_config, prepkit plan, prepkit check"
 _IMPORT = "pk.import_config, prepkit import, prepkit plan, prepkit check"
+_CHECK = "prepkit check, prepkit gate"
 _EXPORT = "pk.export_config, prepkit export"
 
 _FILES: tuple[Refusal, ...] = (
@@ -127,6 +128,13 @@ _FILES: tuple[Refusal, ...] = (
     ),
     # --- other libraries' files ---
     Refusal(
+        id="import.asks-machine",
+        summary="No key of an imported config leaves it to the machine that it runs on what is done.",
+        fix="Write what is meant.",
+        raised_by=_IMPORT,
+        severity=Severity.WARNING,
+    ),
+    Refusal(
         id="import.contradiction",
         summary="No two keys of an imported config say different things of one setting.",
         fix="Keep one of them.",
@@ -168,6 +176,30 @@ _FILES: tuple[Refusal, ...] = (
         summary="Every value of an imported config is one that its library knows.",
         fix="Write one of the values that the finding names.",
         raised_by=_IMPORT,
+    ),
+    Refusal(
+        id="launch.gpus",
+        summary="A script starts no more processes on a node than it asks Slurm for GPUs.",
+        fix="Start fewer, or ask for more.",
+        raised_by=_CHECK,
+    ),
+    Refusal(
+        id="launch.nodes",
+        summary="A script waits for no more machines than it asks Slurm for.",
+        fix="Write the same number in both places.",
+        raised_by=_CHECK,
+    ),
+    Refusal(
+        id="launch.processes",
+        summary="The processes that accelerate launch is told of can be divided over its machines.",
+        fix="Write the processes of all machines together.",
+        raised_by=_CHECK,
+    ),
+    Refusal(
+        id="launch.twice",
+        summary="Either srun or the launcher starts the processes of a node.",
+        fix="Write #SBATCH --ntasks-per-node=1.",
+        raised_by=_CHECK,
     ),
     Refusal(
         id="export.not-expressible",

@@ -106,10 +106,11 @@ def check(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[F
 def findings_of(resolved: Resolved, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
     """The same of a config and facts that the planner goes on with, so that nothing is worked out twice."""
     known = tuple(overrides.about_overrides((*rules, *LAW)) if rule.id == overrides.ID else rule for rule in rules)
-    return tuple(_finding(resolved.cfg, rule, hit) for rule in known for hit in rule.check(resolved))
+    return tuple(finding_of(resolved.cfg, rule, hit) for rule in known for hit in rule.check(resolved))
 
 
-def _finding(cfg: Config, rule: Rule, hit: Hit) -> Finding:
+def finding_of(cfg: Config, rule: Rule, hit: Hit) -> Finding:
+    """One hit as a finding, with the place that the setting was written at."""
     origin = origin_of(cfg.origins, hit.where, hit.what) if cfg.origins else None
     return Finding(
         rule=rule.id,

@@ -149,12 +149,12 @@ def test_a_slip_in_the_file_hides_no_finding_of_the_rules(folder: Path) -> None:
 def test_a_config_is_checked_by_its_keys_where_no_model_is_given(folder: Path) -> None:
     done = run("check", "fsdp2.toml")
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout.startswith("every key of fsdp2.toml is understood, as prepkit means it")
+    assert done.stdout.startswith("took fsdp2.toml for prepkit (engine)\n1 file fine")
     Path("c.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf17\n")
     done = run("check", "c.yaml")
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert "error import.wrong-value at c.yaml:2:1 mixed_precision" in done.stderr
-    assert json.loads(run("check", "single.json", "--json").stdout) == {"findings": []}
+    assert done.exit_code == 1
+    assert done.stderr.startswith("c.yaml:2:1: error import.wrong-value: ")
+    assert json.loads(run("check", "single.json", "--json").stdout)["findings"] == []
 
 
 @pytest.mark.parametrize("command", [("show",), ("diff", "one.json"), ("rehearse", *MAKE), ("report", "-o", "x.html")])

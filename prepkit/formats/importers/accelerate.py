@@ -327,6 +327,10 @@ def processes(file: Foreign, kind: str) -> tuple[int | None, int]:
     machines = max(machines or 1, 1)
     if world is None or world < 1:
         return 1 if kind == "NO" else None, machines
+    if kind == "NO" and world > 1 and file.source != "environment":  # ``simple_launcher`` of accelerate
+        what = f"distributed_type: NO starts one process, and not {world}"
+        file.warn("no-effect", "num_processes", what, "Write distributed_type: MULTI_GPU, or num_processes: 1.")
+        return 1, machines
     if kind == "NO" or world % machines == 0:
         return world, machines
     each = world // machines

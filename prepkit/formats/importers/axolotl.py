@@ -33,7 +33,7 @@ def read_axolotl(source: Source) -> Imported:
     for name, on in _AUTO.items():
         if data.get(name) == "auto":
             what = f"auto asks GPU and torch; it is read as {str(on).lower()}"
-            file.warn("no-effect", name, what, "Write true or false.")
+            file.warn("asks-machine", name, what, "Write true or false.")
             data[name] = on
     full = data.get("bf16") == "full" or (file.flag("bfloat16") or False)
     if full:

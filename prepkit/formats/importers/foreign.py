@@ -15,6 +15,7 @@ from prepkit.codec.text import shown
 from prepkit.config import Config, Origin
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.importers.source import Imported, Source, composed
+from prepkit.formats.importers.toml_places import toml_places
 
 TRUE, FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
 """What launchers take for switches, in small letters (accelerate ``str_to_bool``)."""
@@ -276,8 +277,6 @@ LineColumn = tuple[int, int]
 """Line and column, from 1."""
 
 _TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|/\*.*?\*/|//[^\n]*|\#[^\n]*|,(?=\s*[}\]])', re.DOTALL)
-_TABLE = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]+")
-_ASSIGNED = re.compile(r"\s*([\w.\"'-]+?)\s*=")
 
 
 def plain_json(text: str) -> str:
@@ -296,7 +295,10 @@ def positions(text: str, suffix: str) -> dict[str, LineColumn]:
     JSON is read as the YAML that it also is. Empty where a text is beyond that reader: values are had without places.
     """
     if suffix == ".toml":
-        return dict(_toml(text))
+        try:
+            return dict(toml_places(text))
+        except RecursionError:
+            return {}
     try:
         source = re.sub(r"\t", " ", plain_json(text)) if suffix == ".json" else text
         node = composed(source)
@@ -320,15 +322,3 @@ def _below(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, LineCol
         here = f"{path}.{name}" if path else name
         yield here, (key.start_mark.line + 1, key.start_mark.column + 1)
         yield from _below(value, here, seen)
-
-
-def _toml(text: str) -> Iterator[tuple[str, LineColumn]]:
-    """Tables and the keys assigned in them, line by line; inline tables as a whole."""
-    table = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if found := _TABLE.match(line):
-            table = found[1].replace('"', "")
-            yield table, (number, line.index("[") + 1)
-        elif found := _ASSIGNED.match(line):
-            key = found[1].replace('"', "").replace("'", "")
-            yield f"{table}.{key}" if table else key, (number, found.start(1) + 1)

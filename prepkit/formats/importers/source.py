@@ -7,6 +7,8 @@ import re
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -126,8 +128,8 @@ def _yaml(text: str, where: str) -> object:
         if _values(node, {}) > VALUES:
             what = f"with every alias written out it has more than {VALUES:,} values"
             _refuse("too-large", where, what, "write it out without the aliases")
-        with warnings.catch_warnings(action="ignore", category=ReusedAnchorWarning):
-            return YAML(typ="safe", pure=True).load(text)
+        # merging with << writes into the nodes, which are kept
+        return YAML(typ="safe", pure=True).constructor.construct_document(deepcopy(node) if "<<" in text else node)
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -139,8 +141,12 @@ def _yaml(text: str, where: str) -> object:
         _refuse_depth(where)
 
 
+@lru_cache(maxsize=4)
 def composed(text: str) -> Node | None:
-    """The nodes of a YAML text; None where it holds comments only. An anchor may be given anew, as YAML 1.2 has it."""
+    """The nodes of a YAML text; None where it holds comments only. An anchor may be given anew, as YAML 1.2 has it.
+
+    Kept, as a file is composed for its values and for its places, and that is what reading it takes.
+    """
     with warnings.catch_warnings(action="ignore", category=ReusedAnchorWarning):
         node: Node | None = YAML(typ="safe", pure=True).compose(text)
     return node

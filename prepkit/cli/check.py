@@ -1,0 +1,331 @@
+"""``prepkit check``: finds by itself what lies there, and says of each file what is wrong, fine, or not to be known."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from attrs import evolve, field, frozen
+
+from prepkit.cli import import_and_export as cli_import
+from prepkit.cli import plan_files as cli_refusal
+from prepkit.cli.options import Cluster
+from prepkit.cli.terminal import say, say_json
+from prepkit.config.origin import Origin, origin_of
+from prepkit.facts import Env
+from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.formats.found import SCRIPTS, Found, below, found
+from prepkit.formats.importers.source import READERS, Imported
+from prepkit.formats.launches import Named, Script, read_script, script_findings
+from prepkit.formats.places import Place, place_of
+
+BEYOND = (
+    *("import.not-supported", "import.missing-file", "import.asks-machine"),
+    # legal to DeepSpeed, which has a default, is given the value by its caller, or knows what prepkit does not
+    *("deepspeed.no-stage", "deepspeed.auto", "deepspeed.unknown-type", "deepspeed.two-places", "deepspeed.precision"),
+)
+"""Findings that say what prepkit cannot see or do, and not that the file is wrong for the library that reads it."""
+_SHOWN = 12
+"""Findings, and names of files, on one screen; those of a kind count as one."""
+_TELLS = {
+    "the model": "add --model PKG.MOD:FACTORY, a function that returns it",
+    "the number of processes": "add --world-size N",
+    "the device type": "add --device cuda",
+    "the version of torch": "add --torch VERSION",
+    "the optimizer": "run prepkit audit SCRIPT, where it trains",
+}
+"""What a rule would have to know, and what tells it."""
+_ELSEWHERE = "run prepkit audit SCRIPT, where it trains"
+
+
+@frozen(kw_only=True)
+class Checked:
+    """One file, and the three verdicts about it: what is wrong, how many rules found it fine, what they cannot know."""
+
+    found: Found
+    findings: tuple[tuple[Place, Finding], ...] = ()
+    fine: int = 0
+    """Rules that were asked to the end and said nothing."""
+    unknown: Mapping[str, int] = field(factory=dict)
+    """What is not known here, and how many rules would have to know it."""
+    beyond: tuple[tuple[Place, Finding], ...] = ()
+    """What prepkit does not do or see itself."""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it has an error."""
+        return any(finding.severity is Severity.ERROR for _, finding in self.findings)
+
+
+def check_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_json: bool) -> NoReturn:
+    """The command without a model: findings as they are made, then what is fine, and what cannot be known here."""
+    told, checked = _Told(), []
+    for one in examined(paths, cluster, kind):
+        checked.append(one)
+        if not as_json:
+            told.say(one)
+    if as_json:
+        say_json(data_of(checked))
+    else:
+        say("\n".join(_summary(checked, told, paths)))
+    sys.exit(1 if any(one.wrong for one in checked) else 0)
+
+
+# --- examining -------------------------------------------------------------------------------------------------------
+
+
+def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) -> Iterator[Checked]:
+    """Every file that is found, one after the other; a single file that is named is read whatever it is."""
+    founds = _found(paths, kind)
+    scripts = {one.path: read_script(one.path) for one in founds if one.sort == "script"}
+    sizes, missing, more = _started(scripts.values())
+    known = {_real(one.path) for one in founds}
+    founds += [one for path in more if _real(path) not in known and (one := found(path)) is not None]
+    for one in founds:
+        if one.path in scripts:
+            yield _script(one, scripts[one.path], missing.get(one.path, ()))
+        elif one.sort == "plan":
+            yield _plan(one)
+        else:
+            yield _config(one, cluster, sizes.get(_real(one.path), ()), kind)
+
+
+def _real(path: str) -> str:
+    return str(Path(path).resolve())
+
+
+def _found(paths: tuple[str, ...], kind: str | None) -> list[Found]:
+    every = [file for path in paths for file in (below(path) if Path(path).is_dir() else (path,))]
+    founds = [one for path in dict.fromkeys(every) if (one := found(path)) is not None]
+    if len(paths) == 1 and not founds and not Path(paths[0]).is_dir():
+        script = Path(paths[0]).suffix.lower() in SCRIPTS
+        founds = [Found(path=paths[0], sort="script" if script else "config", kind=kind or "", why="it was named")]
+    if kind is not None:
+        founds = [evolve(one, sort="config", kind=kind, why="--from says so") for one in founds]
+    return founds
+
+
+def _started(
+    scripts: Iterable[Script],
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Named, ...]], tuple[str, ...]]:
+    """World sizes that scripts start a config with; the configs that are not there; and those that are."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    missing: dict[str, tuple[Named, ...]] = {}
+    there: dict[str, None] = {}
+    for script in scripts:
+        for launch in script.launches:
+            for named in launch.configs:
+                place = _resolved(named.path, Path(script.path).parent)
+                if place is None:
+                    missing[script.path] = (*missing.get(script.path, ()), named)
+                    continue
+                there[place] = None
+                if launch.processes:
+                    sizes[_real(place)] = tuple(dict.fromkeys((*sizes.get(_real(place), ()), launch.processes)))
+    return sizes, missing, tuple(there)
+
+
+def _resolved(named: str, folder: Path) -> str | None:
+    """The file from where the script is, from here, or from a folder above the script: nobody knows where it runs."""
+    if "$" in named:
+        return None
+    absolute = folder.resolve()
+    for base in (folder, Path(), *absolute.parents[:6]):
+        try:
+            if (base / named).is_file():
+                return str(base / named)
+        except (OSError, ValueError):
+            return None
+    return None
+
+
+def _script(one: Found, script: Script, missing: tuple[Named, ...]) -> Checked:
+    findings = tuple((place_of(finding, one.path, "", ""), finding) for finding in script_findings(script))
+    beyond = tuple(
+        (
+            Place(one.path, named.line, named.column),
+            Finding(
+                rule="import.missing-file",
+                severity=Severity.NOTE,
+                where=f"{one.path}:{named.line}:{named.column}",
+                what=f"{named.path} is known when it runs" if "$" in named.path else f"{named.path} is not here",
+                fix=f"Check it where it is: prepkit check {named.path}",
+            ),
+        )
+        for named in missing
+    )
+    return Checked(found=one, findings=findings, fine=_SCRIPT_RULES, beyond=beyond)
+
+
+_SCRIPT_RULES = 4
+
+
+def _plan(one: Found) -> Checked:
+    from prepkit import codec
+    from prepkit.cli.verdict import judge
+
+    loaded = cli_refusal.attempt(lambda: codec.load_plan(one.path))
+    findings = loaded.findings if isinstance(loaded, PlanRejected) else judge(loaded.config, loaded.facts).findings
+    return Checked(found=one, findings=_placed(one, findings))
+
+
+def _config(one: Found, cluster: Cluster, sizes: tuple[int, ...], kind: str | None) -> Checked:
+    from prepkit.rules.without_model import ask
+
+    read = cli_import.read(one.path, kind or one.kind or None)
+    said = read.findings if isinstance(read, PlanRejected) else read.notes
+    imported = read.rest if isinstance(read, PlanRejected) else read
+    unknown: Counter[str] = Counter()
+    fine = 0
+    origins: tuple[Origin, ...] = ()
+    if isinstance(imported, Imported):
+        one, origins = evolve(one, kind=imported.kind), imported.written
+        every = tuple(ask(imported.config, *known) for known in _environments(cluster, imported, sizes))
+        wheres = [finding.where.partition(":$")[2] for finding in said]
+        unread = tuple(f"config{where}" for where in wheres if where)
+        asked = [f for answers in every for f in answers.findings if not f"{f.where}.".startswith(unread or ("\n",))]
+        said = tuple(dict.fromkeys((*said, *asked)))
+        unknown.update(what for _, what in every[0].unasked)
+        fine = every[0].asked - len({finding.rule for finding in every[0].findings})
+    elif not one.kind:
+        one = evolve(one, kind="nothing known")
+    placed = _placed(one, tuple(_with_origin(finding, origins) for finding in said))
+    return Checked(
+        found=one,
+        findings=tuple(pair for pair in placed if pair[1].rule not in BEYOND),
+        fine=fine,
+        unknown=unknown,
+        beyond=tuple(pair for pair in placed if pair[1].rule in BEYOND),
+    )
+
+
+def _with_origin(finding: Finding, written: tuple[Origin, ...]) -> Finding:
+    if finding.origin or not finding.where.startswith("config."):
+        return finding
+    return evolve(finding, origin=str(origin_of(written, finding.where, finding.what) or ""))
+
+
+def _environments(
+    cluster: Cluster, imported: Imported, sizes: tuple[int, ...]
+) -> tuple[tuple[Env, frozenset[str]], ...]:
+    """What is declared of the cluster, by the command line, the scripts that start it and the file, in this order."""
+    given: dict[str, Any] = {
+        "device": cluster.device or imported.device,
+        "per_node": cluster.per_node or imported.per_node,
+        "memory": cluster.memory,
+        "torch": cluster.torch,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    every = cluster.sizes or sizes or ((imported.world_size,) if imported.world_size else ())
+    if not every:
+        return ((Env.declare(world_size=1, **given), frozenset(given)),)
+    return tuple((Env.declare(world_size=size, **given), frozenset({"world_size", *given})) for size in every)
+
+
+def _placed(one: Found, findings: tuple[Finding, ...]) -> tuple[tuple[Place, Finding], ...]:
+    if not findings:
+        return ()
+    suffix = Path(one.path).suffix.lower()
+    try:
+        text = Path(one.path).read_text(encoding="utf-8-sig") if Path(one.path).is_file() and suffix in READERS else ""
+    except (OSError, UnicodeDecodeError):
+        text = ""
+    return tuple((place_of(finding, one.path, text, suffix), finding) for finding in findings)
+
+
+# --- telling ---------------------------------------------------------------------------------------------------------
+
+
+class _Told:
+    """Findings as they are printed: of those of a kind the first, with the number of the others at the end."""
+
+    def __init__(self) -> None:
+        self.again: Counter[tuple[str, str]] = Counter()
+        self.hidden = 0
+
+    def say(self, one: Checked) -> None:
+        """Print what is new in the findings of a file."""
+        for place, finding in one.findings:
+            kind = (finding.rule, finding.what)
+            self.again[kind] += 1
+            if self.again[kind] > 1:
+                continue
+            if len(self.again) > _SHOWN:
+                self.hidden += 1
+                continue
+            say(line_of(place, finding), err=True)
+
+
+def line_of(place: Place, finding: Finding) -> str:
+    """A finding in two lines, the place first, as editors and terminals follow it."""
+    what = f"{finding.severity.value} {finding.rule}: {finding.what}"
+    where = "" if str(place) in finding.where else f" ({finding.where})"
+    return f"{place}: {what}{where}\n  fix: {finding.fix}"
+
+
+def _summary(checked: list[Checked], told: _Told, paths: tuple[str, ...]) -> Iterator[str]:
+    repeated = sum(told.again.values()) - len(told.again)
+    if repeated or told.hidden:
+        rest = f"{told.hidden} more kinds of findings, and " if told.hidden else ""
+        yield f"{rest}{repeated} more findings of the kinds above: prepkit check --json {' '.join(paths)}"
+    if not checked:
+        yield f"nothing here that prepkit knows: {', '.join(paths)}"
+        return
+    yield from _taken(checked)
+    bad = [one for one in checked if one.wrong]
+    warned = [one for one in checked if one.findings and not one.wrong]
+    counts = (("wrong", len(bad)), ("with warnings", len(warned)), ("fine", len(checked) - len(bad) - len(warned)))
+    yield ", ".join(f"{count} {'file' if count == 1 else 'files'} {name}" for name, count in counts if count) + (
+        f": up to {max(one.fine for one in checked)} rules of a file hold"
+    )
+    yield from _not_known(checked)
+
+
+def _taken(checked: list[Checked]) -> Iterator[str]:
+    if len(checked) <= _SHOWN:
+        for one in checked:
+            yield f"took {one.found.path} for {one.found.kind} ({one.found.why})"
+        return
+    for kind, count in Counter(one.found.kind for one in checked).most_common():
+        first = next(one.found for one in checked if one.found.kind == kind)
+        yield f"took {count} files for {kind}, such as {first.path} ({first.why})"
+
+
+def _not_known(checked: list[Checked]) -> Iterator[str]:
+    most: dict[str, int] = {}
+    for one in checked:
+        for what, count in one.unknown.items():
+            most[what] = max(most.get(what, 0), count)
+    if most or any(one.beyond for one in checked):
+        yield "cannot know here:"
+    for what, count in sorted(most.items(), key=lambda pair: -pair[1]):
+        yield f"  {what}: {count} {'rule asks' if count == 1 else 'rules ask'} for it; {_TELLS.get(what, _ELSEWHERE)}"
+    beyond = [pair for one in checked for pair in one.beyond]
+    kinds: dict[str, list[tuple[Place, Finding]]] = {}
+    for place, finding in beyond:
+        kinds.setdefault(finding.what if finding.rule != BEYOND[1] else finding.rule, []).append((place, finding))
+    for pairs in list(kinds.values())[:_SHOWN]:
+        (place, finding), more = pairs[0], len(pairs) - 1
+        yield f"  {place}: {finding.what}{f' (and {more} more)' if more else ''}"
+
+
+def data_of(checked: Iterable[Checked]) -> dict[str, Any]:
+    """Everything as JSON data: each finding with its place, each file with what it was taken for."""
+    from prepkit import codec
+
+    def told(place: Place, finding: Finding) -> dict[str, Any]:
+        return {**codec.to_data(finding), "file": place.file, "line": place.line, "column": place.column}
+
+    every = tuple(checked)
+    return {
+        "findings": [told(*pair) for one in every for pair in one.findings],
+        "cannot_know": [told(*pair) for one in every for pair in one.beyond],
+        "files": [
+            {"file": one.found.path, "kind": one.found.kind, "why": one.found.why}
+            | {"rules_that_hold": one.fine, "not_known": dict(one.unknown)}
+            for one in every
+        ],
+    }

@@ -1,0 +1,126 @@
+"""``prepkit check`` without a model: what it finds by itself, what it says of it, and what it cannot know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import MAKE, run, workplace
+
+DEEPSPEED = """{
+  "train_micro_batch_size_per_gpu": 4,
+  "zero_optimization": {
+    "stage": 3,
+    "overlap_com": true
+  }
+}
+"""
+SLURM = """#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=4
+#SBATCH --ntasks-per-node=8
+CONFIG=acc.yaml
+srun torchrun --nnodes 4 --nproc_per_node=8 \\
+    train.py --deepspeed sub/ds.json
+accelerate launch --config_file $CONFIG --num_machines 2 --num_processes 3 train.py
+accelerate launch --config_file $ELSEWHERE/other.yaml train.py
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from workplace(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def project(folder: Path) -> Path:
+    """A folder of somebody else's: configs of four libraries, a script that starts two of them, and other files."""
+    here = folder / "project"
+    for name, text in {
+        "acc.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precison: bf16\n",
+        "sub/ds.json": DEEPSPEED,
+        "ax.yml": "base_model: m\ndatasets: []\nmicro_batch_size: 1\nbf16: auto\ncontext_parallel_size: 2\n",
+        "run.slurm": SLURM,
+        "package.json": '{"name": "engine", "kind": "other"}',
+        "workflow.yml": "on: push\njobs: {}\n",
+        ".hidden/acc.yaml": "distributed_type: NOTHING\n",
+    }.items():
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(text)
+    return here
+
+
+def test_a_folder_is_searched_and_each_finding_has_its_place(project: Path) -> None:
+    done = run("check", "project", "--json")
+    data = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert {(one["file"], one["kind"]) for one in data["files"]} == {
+        ("project/acc.yaml", "accelerate"),
+        ("project/sub/ds.json", "deepspeed"),
+        ("project/ax.yml", "axolotl"),
+        ("project/run.slurm", "script"),
+    }
+    places = {(one["rule"], one["file"], one["line"], one["column"]) for one in data["findings"]}
+    assert {
+        ("import.unknown-key", "project/acc.yaml", 3, 1),
+        ("deepspeed.unknown-key", "project/sub/ds.json", 5, 5),
+        ("launch.gpus", "project/run.slurm", 6, 6),
+        ("launch.nodes", "project/run.slurm", 6, 6),
+        ("launch.twice", "project/run.slurm", 6, 6),
+        ("launch.processes", "project/run.slurm", 8, 1),
+    } <= places
+
+
+def test_what_only_another_place_can_tell_is_not_called_wrong(project: Path) -> None:
+    data = json.loads(run("check", "project", "--json").stdout)
+    unknown = {(one["rule"], one["file"], one["line"]) for one in data["cannot_know"]}
+    assert unknown == {
+        ("import.asks-machine", "project/ax.yml", 4),
+        ("import.not-supported", "project/ax.yml", 5),
+        ("import.missing-file", "project/run.slurm", 9),
+    }
+    said = run("check", "project")
+    assert "cannot know here:" in said.stdout
+    assert "add --model PKG.MOD:FACTORY" in said.stdout
+    assert "project/ax.yml" not in said.stderr
+
+
+def test_a_script_says_for_how_many_processes_its_config_is_checked(project: Path) -> None:
+    """48 = 4 x 12 samples cannot be had on the 32 processes that the script starts."""
+    text = DEEPSPEED.replace("overlap_com", "overlap_comm").replace("{\n", '{\n  "train_batch_size": 48,\n', 1)
+    (project / "sub/ds.json").write_text(text)
+    alone = json.loads(run("check", "project/sub/ds.json", "--json").stdout)
+    assert not [one for one in alone["findings"] if one["rule"] == "deepspeed.batch-sizes"], alone
+    started = json.loads(run("check", "project", "--json").stdout)
+    found = [one for one in started["findings"] if one["file"].endswith("ds.json")]
+    assert any("32" in one["what"] for one in found), started["findings"]
+
+
+def test_findings_of_a_kind_are_told_once(folder: Path) -> None:
+    for number in range(30):
+        (folder / f"{number}.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precison: bf16\n")
+    done = run("check")
+    assert done.stderr.count("import.unknown-key") == 1
+    assert "29 more findings of the kinds above" in done.stdout
+    assert len((done.stdout + done.stderr).splitlines()) < 40
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml", "toml", "sh"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "\x00", "zero_optimization: [", '{"zero_optimization": 1, "fp16": []}', "[a"]
+)
+def test_a_damaged_file_gives_findings_and_no_traceback(suffix: str, text: str, folder: Path) -> None:
+    Path(f"deepspeed.{suffix}").write_text(text)
+    assert run("check", f"deepspeed.{suffix}", "--json").exit_code in (0, 1)
+    assert run("check", "--json").exit_code in (0, 1)
+
+
+def test_several_files_are_checked_against_one_model(folder: Path) -> None:
+    Path("broken.toml").write_text('[engine]\nkind = "FSDP9"\n')
+    done = run("check", "fsdp2.toml", "single.json", "broken.toml", *MAKE, "--world-size", "1", "--device", "cpu")
+    assert done.exit_code == 1
+    assert "single.json:\na plan exists for world size 1" in done.stdout
+    assert "codec.unknown-kind" in done.stderr

@@ -1,0 +1,99 @@
+"""A finding names the line and column at which the error was planted."""
+
+from __future__ import annotations
+
+import json
+import random
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from ruamel.yaml import YAML
+
+from prepkit.cli.check import examined
+from prepkit.cli.options import Cluster
+from prepkit.formats.importers.foreign import positions
+
+NOWHERE = Cluster(sizes=(), device=None, per_node=None, memory=None, torch=None)
+CONFIGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("prepkit", {"engine": {"kind": "FSDP2", "wrap": {"kind": "WrapClasses", "names": ["A", "B"]}}, "accumulation": 2,
+        "clip": {"kind": "ClipNorm", "max_norm": 1.0}, "precision": {"kind": "BF16"}, "mesh": {"replicate": 2}}),
+    ("deepspeed", {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2, "overlap_comm": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True}}, "bf16": {"enabled": True}}),
+    ("accelerate", {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 4,
+        "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": False, "fsdp_state_dict_type": "FULL_STATE_DICT"}}),
+)  # fmt: skip
+
+
+def _spelt(data: dict[str, Any], suffix: str, draw: random.Random) -> str:
+    if suffix == ".json":
+        return json.dumps(data, indent=draw.choice([None, 1, 2, 4, "\t"]))
+    if suffix == ".toml":
+        if draw.random() < 0.5:
+            return tomli_w.dumps(data)
+        lines = [f"{name} = {_inline(value)}" for name, value in data.items()]
+        return "# first\n\n" + "  # why\n".join(lines) + "\n"
+    out, yaml = StringIO(), YAML(typ="safe", pure=True)
+    yaml.default_flow_style = draw.choice([False, None, True])
+    yaml.dump(data, out)
+    return f"# first\n{out.getvalue()}"
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{name} = {_inline(inner)}" for name, inner in value.items()) + " }"
+    return json.dumps(value)
+
+
+def _planted(data: dict[str, Any], draw: random.Random) -> tuple[dict[str, Any], str]:
+    """The data with a key that nobody knows beside some key, at any depth."""
+    copy = json.loads(json.dumps(data))
+    places = [copy]
+    for place in places:
+        places += [value for value in place.values() if isinstance(value, dict)]
+    place = draw.choice(places)
+    items = list(place.items())
+    items.insert(draw.randrange(len(items) + 1), ("zq_planted", 3))
+    place.clear()
+    place.update(items)
+    return copy, "zq_planted"
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".yaml", ".json"])
+@pytest.mark.parametrize(("kind", "data"), CONFIGS, ids=[kind for kind, _ in CONFIGS])
+def test_a_planted_key_is_found_where_it_stands(kind: str, data: dict[str, Any], suffix: str, tmp_path: Path) -> None:
+    draw, right, tries = random.Random(f"{kind}{suffix}"), 0, 25
+    for _ in range(tries):
+        bent, key = _planted(data, draw)
+        text = _spelt(bent, suffix, draw)
+        file = tmp_path / f"c{suffix}"
+        file.write_text(text)
+        at = text.index(f'"{key}"' if f'"{key}"' in text else key)
+        there = (text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at))
+        (one,) = examined((str(file),), NOWHERE, kind)
+        right += there in {(place.line, place.column) for place, finding in one.findings if key in f"{place} {finding}"}
+    assert right == tries
+
+
+def test_a_text_of_toml_is_gone_through_as_its_reader_does() -> None:
+    text = """a.b = 1 # [c]
+c = \"\"\"
+[no] = 2
+\"\"\"
+[[loaders]]
+name = "x"
+[[loaders]]
+"name" = [ # two
+  { k = 1 },
+]
+[loaders.in]
+z = '''
+q = 1'''
+"""
+    assert positions(text, ".toml") == {
+        "a": (1, 1), "a.b": (1, 1), "c": (2, 1), "loaders": (7, 1), "loaders.0": (5, 1), "loaders.0.name": (6, 1),
+        "loaders.1": (7, 1), "loaders.1.name": (8, 1), "loaders.1.name.0": (9, 3), "loaders.1.name.0.k": (9, 5),
+        "loaders.1.in": (11, 1), "loaders.1.in.z": (12, 1),
+    }  # fmt: skip
