@@ -46,7 +46,7 @@ def window(
                 dots=(tuple(dot(got, v) for v in vectors),),
                 squares=(dot(got, got),),
                 holders=(0,),
-                noise=noise * length,
+                noise=noise * sum(sum(v[at] for v in vectors) ** 2 for at in range(SIZE)) ** 0.5 / len(vectors),
             )
         )
     return ProofFacts(world=world, shares=shares, gradients=tuple(gradients), **more)  # type: ignore[arg-type]
