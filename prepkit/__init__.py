@@ -30,7 +30,7 @@ NAMES = {
     "prepkit.training.prepared": ("Prepared",),
     "prepkit.api": (
         *("ExampleInputs", "activations", "apply", "audit", "build_plan", "check", "diff", "fingerprints", "fits"),
-        *("foreign_uses", "load", "rehearse", "save", "show", "watch"),
+        *("foreign_uses", "load", "prove", "rehearse", "save", "show", "watch"),
     ),
     "prepkit.codec.diff": ("patch",),
     "prepkit.formats.exporters": ("export_config",),

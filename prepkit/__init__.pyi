@@ -19,6 +19,7 @@ from prepkit.api import fingerprints as fingerprints
 from prepkit.api import fits as fits
 from prepkit.api import foreign_uses as foreign_uses
 from prepkit.api import load as load
+from prepkit.api import prove as prove
 from prepkit.api import rehearse as rehearse
 from prepkit.api import save as save
 from prepkit.api import show as show

@@ -56,7 +56,10 @@ def test_every_step_says_what_it_does_and_when_it_fails() -> None:
         assert "Fails" in kind.__doc__ or kind.__name__ in {"ShardLoader", "CreateOptimizer"}, kind.__name__
 
 
-ACTING = {"applying", "auditing", "compat", "court", "loading", "objects", "observe", "ranks", "saving", "training"}
+ACTING = {
+    *("applying", "auditing", "compat", "court", "loading", "objects", "observe", "proving", "ranks", "saving"),
+    "training",
+}
 """Rooms that act on live objects, or look at them."""
 
 

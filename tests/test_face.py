@@ -24,14 +24,18 @@ INNER = {
     "FirstStep": "ends a script inside prepkit audit",
     "HalfDone": "raised by a handler for the interpreter, which reports it in ApplyHalted",
     "HeaderError": "becomes a finding or the cause of an ApplyHalted",
+    "CannotReplay": "becomes a finding",
     "MisfitError": "becomes a finding",
     "NeedsValues": "documented as RuntimeError",
     "NoAnswer": "the cause of a RankFailed or an ApplyHalted",
     "NoValues": "the cause of an ApplyHalted",
     "NotInitialized": "the cause of an ApplyHalted",
     "NotJsonError": "becomes a finding",
+    "NotPlain": "becomes a finding",
     "NotOffered": "in prepkit.compat.accelerate",
     "ScriptEnded": "ends a script inside prepkit audit",
+    "TooLarge": "becomes a finding, or a ValueError of pk.prove",
+    "WindowDone": "ends a script inside prepkit audit --prove",
 }
 """Exceptions that no user of ``pk`` has to catch, and why."""
 

@@ -1,6 +1,6 @@
 """The public calls: thin over the rooms that act, which are imported when they are first needed."""
 
-from prepkit.api.acting import apply, audit, fingerprints, rehearse, watch
+from prepkit.api.acting import apply, audit, fingerprints, prove, rehearse, watch
 from prepkit.api.given import Given
 from prepkit.api.planning import ExampleInputs, activations, build_plan, check, fits, foreign_uses
 from prepkit.api.values import diff, load, save, show
@@ -18,6 +18,7 @@ __all__ = [
     "fits",
     "foreign_uses",
     "load",
+    "prove",
     "rehearse",
     "save",
     "show",

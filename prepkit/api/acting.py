@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
 
 from prepkit.api.given import Given, a_plan, loaders_of
 from prepkit.auditing.outcome import Audit
@@ -14,6 +16,7 @@ from prepkit.plan import Plan
 if TYPE_CHECKING:
     from prepkit.applying.rehearse import Rehearsal
     from prepkit.auditing.watch import Act, DriftWatch
+    from prepkit.proving.proof import Proof
     from prepkit.training.prepared import Prepared
 
 
@@ -88,6 +91,49 @@ def fingerprints(weights: Any, *, master_weights: bool = False) -> dict[str, str
     from prepkit.observe.fingerprints import as_text, of_files
 
     return of_files(str(weights)) if isinstance(weights, str | PathLike) else as_text(weights, masters=master_weights)
+
+
+def prove(
+    plan: Plan,
+    model: Any,
+    batches: Sequence[Any],
+    *,
+    optimizer: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    processes: int = 2,
+) -> Proof:
+    """Show by numbers that the plan trains the model as plain torch trains it, on a few processes of this machine.
+
+    Each process applies the plan under gloo and trains one window, whose inputs, gradients and weights are recorded;
+    then the window is done again on one process with nothing around the model, and both are compared. A plan for
+    another cluster is made again for these processes, from its config. ``batches``: one per micro-batch, those of rank
+    0 first; a mapping's entries are keywords of the model, a tuple's its arguments. ``loss`` is called with the outputs
+    and the batch; without it a model returns its loss. Both it and the model are pickled. ``model`` stays as it is.
+
+    Raises ``ValueError`` for too few batches, ``PlanRejected`` where there is no such plan for these processes, and
+    what a process raises, as torch's ``ProcessRaisedException``.
+    """
+    a_plan(plan)
+    from prepkit.api.planning import build_plan
+    from prepkit.config import ClipNorm
+    from prepkit.facts.proof import ClipProof
+    from prepkit.proving.spawned import Trial, enough, prove_in_processes
+
+    cfg, there = plan.config, plan.facts.env
+    if (there.world_size, there.device) != (processes, "cpu"):
+        plan = build_plan(cfg, model, optimizer=optimizer, env=Env.declare(world_size=processes, device="cpu"))
+    steps = plan.owners.accumulation_steps
+    trial = Trial(
+        plan=evolve(plan, target=None),
+        model=model,
+        optimizer=optimizer,
+        batches=enough(batches, processes, steps),
+        loss=loss,
+        accumulation=steps,
+        clip=ClipProof(most=cfg.clip.max_norm) if isinstance(cfg.clip, ClipNorm) else None,
+        apply=apply,
+    )
+    return prove_in_processes(trial, processes)
 
 
 def rehearse(plan: Plan, model: Any, *, rank: int = 0) -> Rehearsal:

@@ -61,7 +61,7 @@ def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
 
     handle = register_optimizer_step_pre_hook(look)
     try:
-        with _as_main(script, arguments):
+        with as_main(script, arguments):
             runpy.run_path(script, run_name="__main__")
     except FirstStep:
         pass
@@ -69,13 +69,13 @@ def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
         if end.code:
             raise ScriptEnded(f"{script} left with exit code {end.code} before its first optimizer step") from end
     except Exception as error:
-        raise ScriptEnded(_told(script, error)) from error
+        raise ScriptEnded(told(script, error)) from error
     finally:
         handle.remove()
     return seen.audit
 
 
-def _told(script: str, error: Exception) -> str:
+def told(script: str, error: Exception) -> str:
     """The traceback as Python shows it for the script alone, and what it means."""
     frames = error.__traceback__
     inside = frames
@@ -86,7 +86,7 @@ def _told(script: str, error: Exception) -> str:
 
 
 @contextmanager
-def _as_main(script: str, arguments: tuple[str, ...]) -> Iterator[None]:
+def as_main(script: str, arguments: tuple[str, ...]) -> Iterator[None]:
     """``sys.argv`` and ``sys.path`` as Python sets them for a script."""
     argv, path = sys.argv, sys.path[:]
     sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]

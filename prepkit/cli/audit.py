@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
-from prepkit.cli.options import as_json
+from prepkit.cli import plan_files
+from prepkit.cli.options import FILE, as_json, model_option
 from prepkit.cli.terminal import say, say_json
+
+if TYPE_CHECKING:
+    from prepkit.auditing.outcome import Audit
+    from prepkit.proving.proof import Proof
 
 SCRIPT_FAILED = 3
 """Exit code where the script itself failed: 1 says that the audit has found errors, 2 that there was none."""
@@ -17,31 +23,75 @@ SCRIPT_FAILED = 3
     short_help="Find what is wrong with a script's objects at its first step.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
+@click.option("--prove", is_flag=True, help="Take the first step too, and compare it with a replay in plain torch.")
 @as_json
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def audit(script: str, arguments: tuple[str, ...], as_json: bool) -> None:
+def audit(script: str, arguments: tuple[str, ...], prove: bool, as_json: bool) -> None:
     """Run a training script up to its first optimizer step, and say what is wrong with what stands there.
 
     SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken. Several processes:
     torchrun --nproc-per-node 2 -m prepkit audit SCRIPT. Only errors give exit code 1; a script that fails by itself
-    gives 3.
+    gives 3. With --prove the first step is taken, and the whole window is done again on rank 0 in plain torch:
+    weights, gradients and the step are compared.
     """
     from prepkit import codec
     from prepkit.auditing.script import ScriptEnded, audit_script, leave
     from prepkit.findings import errors
+    from prepkit.ranks import launcher
 
     try:
-        found = audit_script(script, arguments)
+        found: Audit | Proof | None
+        if prove:
+            from prepkit.proving.script import prove_script
+
+            found = prove_script(script, arguments)
+        else:
+            found = audit_script(script, arguments)
     except ScriptEnded as ended:
         click.echo(str(ended), err=True)
         sys.exit(SCRIPT_FAILED)
     if found is None:
         raise click.UsageError(f"{script} ended without an optimizer step, so that there was nothing to audit")
-    if found.facts.rank == 0:
+    if launcher.rank() == 0:
         if as_json:
             say_json({"findings": [codec.to_data(finding) for finding in found.findings], "seconds": found.seconds})
         else:
             say(str(found))
     leave()
     sys.exit(1 if errors(found.findings) else 0)
+
+
+@click.command(short_help="Show that a plan trains a model as plain torch does.")
+@click.argument("plan_file", metavar="PLAN", type=FILE)
+@model_option(required=True)
+@click.option("--batches", required=True, metavar="PKG.MOD:FACTORY", help="A function that returns a list of batches.")
+@click.option("--loss", metavar="PKG.MOD:FUNCTION", help="A function of outputs and batch that returns the loss.")
+@click.option("--processes", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes to start here.")
+@as_json
+def prove(plan_file: str, model: str, batches: str, loss: str | None, processes: int, as_json: bool) -> None:
+    """Apply a plan in a few processes of this machine, train one window, and compare it with a replay in plain torch.
+
+    A batch is what the model is called with: a mapping of keywords, a tuple of arguments, or one argument. There is one
+    for each micro-batch of each process. A plan for another cluster is made again for these processes. Errors give exit
+    code 1.
+    """
+    from prepkit import codec
+    from prepkit.api import prove as run
+    from prepkit.applying.rehearse import factory
+    from prepkit.findings import PlanRejected
+    from prepkit.findings import errors as errors_of
+
+    (plan,) = plan_files.load((plan_file,), as_json)
+    try:
+        made, given = factory.build(model, "cpu"), factory.named(batches)()
+        proof = run(plan, made, given, loss=factory.named(loss) if loss else None, processes=processes)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    except PlanRejected as refused:
+        plan_files.refuse((refused,), as_json)
+    if as_json:
+        say_json({"findings": [codec.to_data(finding) for finding in proof.findings], "seconds": proof.seconds})
+    else:
+        say(str(proof))
+    sys.exit(1 if errors_of(proof.findings) or proof.facts.unproven else 0)

@@ -344,6 +344,12 @@ _CHECKPOINTS: tuple[Refusal, ...] = (
         raised_by="ready.save, ready.resume, pk.fingerprints",
     ),
     Refusal(
+        id="prove.record",
+        summary="The record of a window is whole, and of a format that this version reads.",
+        fix="Record the window again; a record is read by the version of prepkit that has written it.",
+        raised_by="pk.prove, prepkit audit --prove",
+    ),
+    Refusal(
         id="export.not-written",
         summary="Rank 0 can write the whole model.",
         fix="Mend what the error names, or give another folder; the run is as it was.",

@@ -43,6 +43,7 @@ from prepkit.rules.memory import PLANNED_RULES
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run import AUDIT_RULES
 from prepkit.rules.run.loop import RULES as LOOP_RULES
+from prepkit.rules.run.proving import RULES as PROOF_RULES
 from prepkit.rules.run.saving import RULES as SAVING_RULES
 
 _OF_ONE_SUBJECT: tuple[Rule, ...] = (
@@ -79,7 +80,7 @@ _SUBJECTS: tuple[Rule, ...] = (*_OF_ONE_SUBJECT, environment.about_unknown_torch
 RULES: tuple[Rule, ...] = (*_SUBJECTS, overrides.about_overrides(_SUBJECTS))
 """Every rule in reporting order: what a run stands on, the model, who holds what, the optimizer, then single values."""
 
-LAW: tuple[Rule, ...] = (*RULES, *PLANNED_RULES, *FORWARD_RULES, *LOOP_RULES, *SAVING_RULES, *AUDIT_RULES)
+LAW: tuple[Rule, ...] = (*RULES, *PLANNED_RULES, *FORWARD_RULES, *LOOP_RULES, *SAVING_RULES, *AUDIT_RULES, *PROOF_RULES)
 """The law book: every rule of every moment. A config may override an error of any of them by its id."""
 
 

@@ -34,6 +34,7 @@ class Moment(StrEnum):
     RESUME = "before a checkpoint is read"
     AUDIT = "by pk.audit"
     DRIFT = "by pk.watch and audit.drift()"
+    PROVE = "by pk.prove and prepkit audit --prove"
 
 
 class Need(StrEnum):
@@ -77,7 +78,8 @@ class Rule:
     """What holds when the rule is silent."""
     check: Callable[[Any], Iterable[Hit]]
     """One hit per place; reads only. It is given a ``Resolved`` at ``Moment.PLAN``, ``memory.Held`` at
-    ``PLANNED``, ``forward.Use``s at ``FORWARD``, a ``Turn`` of the loop at ``LOOP``, and ``RunFacts`` at the others."""
+    ``PLANNED``, ``forward.Use``s at ``FORWARD``, a ``Turn`` of the loop at ``LOOP``, ``ProofFacts`` at
+    ``PROVE``, and ``RunFacts`` at the others."""
     fix: str
     """The imperative sentence a user follows."""
     severity: Severity = Severity.ERROR

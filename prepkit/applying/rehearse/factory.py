@@ -40,6 +40,11 @@ def build(factory: str, device: str = "meta") -> nn.Module:
     return model
 
 
+def named(path: str) -> Any:
+    """What ``pkg.mod:name`` names. Raises ``ValueError`` as ``build`` does."""
+    return _attribute(*_parts(path))
+
+
 def _parts(factory: str) -> tuple[str, str]:
     path, colon, name = factory.partition(":")
     if path.endswith(".py") or "/" in path:

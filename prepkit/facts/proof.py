@@ -1,0 +1,99 @@
+"""One window of training beside its replay: what an optimizer was about to step, and what it should have been.
+
+A *share* is the gradient of the loss of one micro-batch on one rank, replayed plainly in float64. What is recorded is
+compared with sums of shares through inner products alone, so that the facts stay small whatever the model's size.
+"""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class Share:
+    """One micro-batch of one rank."""
+
+    rank: int
+    micro: int
+    """Counted from 0."""
+    weight: float = 1.0
+    """The factor in the loss that was given to backward, times the micro-batches of the window, without the loss scale:
+    1 where each is divided by their number."""
+
+
+@frozen(kw_only=True)
+class GradientProof:
+    """One parameter's recorded gradient and its shares, as inner products; one entry for each replica."""
+
+    name: str
+    numel: int
+    gram: tuple[tuple[float, ...], ...]
+    """Of the shares among each other."""
+    dots: tuple[tuple[float, ...], ...] = ()
+    """Per replica: of what was recorded with each share. Empty: no gradient was recorded."""
+    squares: tuple[float, ...] = ()
+    """Per replica: of what was recorded with itself."""
+    holders: tuple[int, ...] = ()
+    """Per replica: the first rank that holds it, or a part of it."""
+    noise: float = 0.0
+    """Norm of the difference of two replays, in the run's dtypes and in float64: what rounding does."""
+
+
+@frozen(kw_only=True)
+class StepProof:
+    """What the optimizer has made of one parameter, beside the same step taken plainly over the same gradient."""
+
+    name: str
+    held: bool = True
+    """Whether the optimizer that stepped holds it."""
+    along: float = 0.0
+    """Inner product of both updates."""
+    expected: float = 0.0
+    """Square of the plain update."""
+    moved: float = 0.0
+    """Square of the update that was made."""
+    noise: float = 0.0
+    """Norm of the difference of the plain update in the run's dtypes and in float64."""
+
+
+@frozen(kw_only=True)
+class ClipProof:
+    """A clipping of gradients by their norm."""
+
+    most: float
+    """The norm that is allowed."""
+    seen: float | None = None
+    """The norm that was found; None: who clipped did not show it."""
+
+
+@frozen(kw_only=True)
+class ProofFacts:
+    """One window of all ranks, and its replay on one process."""
+
+    world: int
+    shares: tuple[Share, ...]
+    """In the order of every ``gram``."""
+    gradients: tuple[GradientProof, ...] = ()
+    steps: tuple[StepProof, ...] = ()
+    """Empty: the optimizer's step was not replayed."""
+    dtype: str = "float32"
+    """The lowest floating dtype that the run has computed in."""
+    eps: float = 2.0**-23
+    """Its rounding unit, or that of the dtype in which gradients are sent, where that is coarser."""
+    scale: float = 1.0
+    """What the loss was multiplied with against underflow."""
+    accumulation: int | None = None
+    """Micro-batches per step as a config or accelerate says; None: nobody says."""
+    clip: ClipProof | None = None
+    first_apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Parameters whose replicas differ before the step, with the ranks that part from the first one."""
+    after_apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Likewise after it."""
+    options_apart: tuple[str, ...] = ()
+    """Options of the optimizer that ranks should have alike and have not, with who has what."""
+    same_samples: bool = False
+    """Whether every rank has read the same, although each holds all of the model."""
+    unproven: str = ""
+    """Why nothing could be replayed; empty: it could."""
+    limits: tuple[str, ...] = ()
+    """What this proof cannot see, a sentence each."""

@@ -1,0 +1,182 @@
+"""A plain copy of a model, whatever it was wrapped in: its author's classes, whole weights, no library's hooks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+
+from prepkit.objects import names
+from prepkit.objects.forward import FP8_MARK, MARK
+from prepkit.objects.fsdp1_flat import absent_keys
+from prepkit.objects.names import Site, first_names, parameters_at, sites
+
+PREPARERS = ("torch.distributed", "torch._dynamo", "deepspeed", "accelerate", "lightning", "prepkit")
+"""Packages whose hooks and attributes a plain model has none of."""
+WRAPPERS = frozenset({"DistributedDataParallel", "DeepSpeedEngine", "_FabricModule"})
+"""Classes that keep what they call as their first child."""
+HOOKS = (
+    ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
+    ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
+)
+"""Where a module keeps the hooks of its forward, and what it knows of each."""
+
+
+def bare_copy(model: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
+    """A module of the classes that its author wrote, with these weights by canonical name. ``model`` stays as it is.
+
+    A parameter that is not among the weights is copied as it lies, frozen. Ties, shared modules, modes, attributes and
+    the author's own hooks are as they were.
+    """
+    places = [site for site in sites(model) if site.first]
+    making = _Making(weights=weights, buffers=buffers, absent=absent_keys(model), first=_first(model))
+    for site in places:
+        making.shell(site)
+    for site in places:
+        making.fill(site)
+    for site in places:
+        making.attributes(site.module)
+    root: nn.Module = making.copied[id(places[0].module)]
+    return root
+
+
+def _first(model: nn.Module) -> dict[int, str]:
+    return first_names(parameters_at(sites(model)))
+
+
+@frozen(kw_only=True, eq=False)
+class _Making:
+    """A copy that is being made."""
+
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    absent: Mapping[int, tuple[tuple[str, str], ...]]
+    """Keys that FSDP1 has taken from modules, each with its parameter's name."""
+    first: Mapping[int, str]
+    """Identity of a parameter to its name."""
+    copied: dict[int, Any] = field(factory=dict)
+    """Identity of a module, parameter or buffer to its copy."""
+    made: dict[str, nn.Parameter] = field(factory=dict)
+
+    def shell(self, site: Site) -> None:
+        """An empty module in the place of one and its wrappers."""
+        shell: nn.Module = object.__new__(_plain_class(type(site.module)))
+        nn.Module.__init__(shell)
+        self.copied.update({id(wrapper): shell for wrapper in site.stack})
+
+    def fill(self, site: Site) -> None:
+        """Its parameters, buffers and children."""
+        shell, module = self.copied[id(site.module)], site.module
+        gone = dict(self.absent.get(id(module), ()))
+        for key, param in module._parameters.items():
+            if key not in gone:
+                shell._parameters[key] = None if param is None else self._param(self.first[id(param)], param)
+                self.copied[id(param)] = shell._parameters[key]
+        for key, name in gone.items():
+            shell._parameters[key] = self._param(name, None)
+        for key, buffer in module._buffers.items():
+            path = f"{site.path}.{key}" if site.path else key
+            shell._buffers[key] = None if buffer is None else self.buffers.get(path, buffer).detach().clone()
+            self.copied[id(buffer)] = shell._buffers[key]
+        shell._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        for key, child in module._modules.items():
+            shell._modules[key] = None if child is None else self.copied[id(names.unwrap(child)[-1])]
+
+    def attributes(self, module: nn.Module) -> None:
+        """What else stands in it; nothing of a wrapper."""
+        shell = self.copied[id(module)]
+        if not isinstance(shell, Through):
+            _attributes(module, shell, dict(self.absent.get(id(module), ())), self.copied)
+
+    def _param(self, name: str, param: nn.Parameter | None) -> nn.Parameter:
+        if name not in self.made:
+            whole = self.weights[name].clone() if name in self.weights else copy.deepcopy(param)
+            assert whole is not None, "every parameter that FSDP1 has taken is among the weights"
+            self.made[name] = nn.Parameter(whole, requires_grad=False)
+        return self.made[name]
+
+
+class Through(nn.Module):
+    """Stands where a wrapper stood inside of a model, so that names stay."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module inside returns."""
+        return next(iter(self._modules.values()))(*args, **kwargs)  # type: ignore[misc]  # a wrapper has one
+
+
+def _plain_class(cls: type) -> type:
+    """The class behind the one that ``fully_shard`` or ``replicate`` has put in its place."""
+    if not WRAPPERS.isdisjoint(names.known_bases(cls)):
+        return Through
+    while len(cls.__bases__) > 1 and cls.__bases__[0].__module__.startswith("torch.distributed"):
+        cls = cls.__bases__[-1]
+    return cls
+
+
+def _attributes(module: nn.Module, shell: nn.Module, absent: Mapping[str, str], copied: dict[int, Any]) -> None:
+    """Everything else that stands in the instance, but for what a library has put there."""
+    internal = vars(nn.Module())
+    stood = vars(module)
+    ours = {"forward", "_original_forward"} if {MARK, FP8_MARK, "_original_forward"} & stood.keys() else set()
+    for key, value in stood.items():
+        if key in internal and key != "training":
+            continue
+        if (
+            key in absent
+            or key in ours
+            or key.startswith(("_prepkit", "_fsdp", "__composable", "ds_", "_ds_", "_hf_hook"))
+        ):
+            continue
+        if key == "_compiled_call_impl" or _foreign(value):
+            continue
+        vars(shell)[key] = _copied(value, copied)
+    for hooks, known in HOOKS:
+        for number, hook in stood[hooks].items():
+            if not _foreign(hook):
+                vars(shell)[hooks][number] = _copied(hook, copied)
+                for table in known:
+                    if number in stood[table]:
+                        vars(shell)[table][number] = stood[table][number]
+
+
+def _copied(value: Any, copied: dict[int, Any]) -> Any:
+    """A deep copy in which modules and tensors of the model are those of its copy; what has no copy is shared."""
+    try:
+        return copy.deepcopy(value, dict(copied))
+    except (TypeError, RuntimeError, NotImplementedError):  # a lock, a file, a graph, a process group
+        return value
+
+
+def _foreign(value: Any) -> bool:
+    while isinstance(value, partial):
+        value = value.func
+    value = getattr(value, "__func__", value)
+    homes = (getattr(value, "__module__", None), type(value).__module__)
+    return any(str(home).startswith(PREPARERS) for home in homes)
+
+
+def evaluate(model: nn.Module, paths: tuple[str, ...]) -> None:
+    """Puts exactly these modules into evaluation mode, and everything else into training mode."""
+    still = set(paths)
+    for path, module in names.named_modules(model).items():
+        module.training = path not in still
+
+
+def drops(model: nn.Module) -> bool:
+    """Whether a forward of it draws random numbers, as far as its classes tell."""
+    return any(isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 and one.training for one in model.modules())
+
+
+def normalises_over_ranks(model: nn.Module) -> bool:
+    """Whether it has layers whose output depends on what other ranks read."""
+    return any(isinstance(one, nn.SyncBatchNorm) and one.training for one in model.modules())
+
+
+def to(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy in another floating dtype."""
+    return copy.deepcopy(model).to(dtype)

@@ -1,0 +1,84 @@
+"""What the graph of a loss says: by which factor it was multiplied on its way, and in which dtype it was computed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+MOST = 20_000
+"""Nodes that are looked at."""
+THROUGH = (
+    "ToCopyBackward",
+    "CloneBackward",
+    "AliasBackward",
+    "ViewBackward",
+    "ReshapeAliasBackward",
+    "SqueezeBackward",
+)
+"""Nodes that leave the value as it is."""
+
+
+@frozen
+class Factor:
+    """How a loss was scaled."""
+
+    value: float
+    total: bool = False
+    """Whether what was scaled is a sum over samples."""
+
+
+def factor_of(loss: Tensor, ends: Collection[int]) -> Factor:
+    """The product of all numbers that the loss was multiplied with, back to what a loss function has returned.
+
+    ``ends``: identities of nodes at which the model's own outputs begin, which are not looked behind.
+    """
+    value, node = 1.0, loss.grad_fn
+    while node is not None and id(node) not in ends:
+        inputs = [one for one, _ in node.next_functions if one is not None]
+        by = _scaled(node) if len(inputs) == 1 else None
+        if by is None:
+            return Factor(value, _sums(node))
+        value *= by
+        node = inputs[0]
+    return Factor(value)
+
+
+def _scaled(node: Any) -> float | None:
+    """By how much a node scales what comes into it; None: it does something else."""
+    name = node.name()
+    if name.startswith(THROUGH):
+        return 1.0
+    if name.startswith("NegBackward"):
+        return -1.0
+    if not name.startswith(("MulBackward", "DivBackward")):
+        return None
+    other = node._saved_other if node._saved_other is not None else getattr(node, "_saved_self", None)
+    if not isinstance(other, Tensor) or other.numel() != 1:
+        return None
+    number = float(other)
+    return number if name.startswith("Mul") else 1 / number if number else None
+
+
+def _sums(node: Any) -> bool:
+    """Whether it is a sum, or a loss function that was told to sum."""
+    return node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", None) == 2
+
+
+def lowest_dtype(ends: Collection[Any], known: torch.dtype) -> torch.dtype:
+    """The lowest floating dtype of the nodes behind these, as far as one walks."""
+    seen: set[int] = set()
+    left, lowest = list(ends), known
+    while left and len(seen) < MOST:
+        node = left.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        for one in getattr(node, "_input_metadata", ()):
+            if one.dtype.is_floating_point and torch.finfo(one.dtype).eps > torch.finfo(lowest).eps:
+                lowest = one.dtype
+        left.extend(following for following, _ in node.next_functions)
+    return lowest

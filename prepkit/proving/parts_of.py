@@ -1,0 +1,58 @@
+"""Whole tensors out of what the ranks have recorded of them, one for each replica."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from prepkit.proving.record_file import Held, Record
+
+
+@frozen(eq=False)
+class Replica:
+    """One whole tensor."""
+
+    holder: int
+    """The first rank that holds it or a part of it."""
+    values: Tensor
+
+
+def replicas(records: tuple[Record, ...], kind: str, name: str) -> tuple[Replica, ...]:
+    """Each whole tensor that the parts of the ranks make, in the order of its holders; nothing where a part lacks."""
+    found: dict[tuple[int, object, int], list[tuple[int, Tensor, Held]]] = {}
+    shape: tuple[int, ...] = ()
+    for record in records:
+        held = next((one for one in record.head.params if one.name == name), None)
+        part = record.tensors.get(f"{kind}/{name}")
+        if held is None or part is None or (part.numel() == 0 and 0 not in held.shape):
+            continue
+        shape = held.shape
+        found.setdefault((held.start, held.dims, part.numel()), []).append((record.head.rank, part, held))
+    if not found or sum(numel for _, _, numel in found) != prod(shape):
+        return ()
+    made = []
+    for at in range(min(map(len, found.values()))):
+        whole = found_dtype(found).new_empty(prod(shape))
+        for ranks in found.values():
+            _, part, held = ranks[at]
+            _put(whole, part.reshape(-1), held)
+        made.append(Replica(min(ranks[at][0] for ranks in found.values()), whole.view(shape)))
+    return tuple(made)
+
+
+def found_dtype(found: dict[tuple[int, object, int], list[tuple[int, Tensor, Held]]]) -> Tensor:
+    """A part, whose dtype the whole has."""
+    return next(iter(found.values()))[0][1]
+
+
+def _put(whole: Tensor, part: Tensor, held: Held) -> None:
+    if held.dims is None:
+        whole[held.start : held.start + part.numel()] = part
+        return
+    index = torch.zeros((), dtype=torch.int64)
+    for size, offset, stride in held.dims:
+        index = index.unsqueeze(-1) + (torch.arange(size) + offset) * stride
+    whole[index.reshape(-1)[held.start : held.start + part.numel()]] = part

@@ -1,0 +1,70 @@
+"""What a proof comes to, and how records become one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from attrs import evolve, field, frozen
+from torch import nn
+
+from prepkit.facts.proof import ProofFacts
+from prepkit.findings import Finding, Severity, errors
+from prepkit.plan.attestation import Attestation
+from prepkit.proving.record_file import read
+from prepkit.proving.replay import CannotReplay, replayed
+from prepkit.rules import due
+from prepkit.rules.rule import Moment, findings_of
+
+
+@frozen(kw_only=True)
+class Proof:
+    """One window beside its replay, and everything that is wrong with it."""
+
+    facts: ProofFacts
+    findings: tuple[Finding, ...]
+    """In the order of the rules: errors, warnings, and what the proof cannot see as notes."""
+    attestation: Attestation | None = None
+    """Of the plan that was applied, these rules among those that were asked; None: nobody applied one."""
+    seconds: float = field(default=0.0, eq=False)
+
+    @property
+    def fine(self) -> bool:
+        """Whether the window was replayed, and nothing above a note was found."""
+        return not self.facts.unproven and all(one.severity is Severity.NOTE for one in self.findings)
+
+    @property
+    def failed(self) -> tuple[Finding, ...]:
+        """The errors."""
+        return errors(self.findings)
+
+    def __str__(self) -> str:
+        return "\n".join((self._head(), *map(str, self.findings)))
+
+    def _head(self) -> str:
+        facts = self.facts
+        if facts.unproven:
+            return "nothing was proven"
+        micros = len(facts.shares) // max(facts.world, 1)
+        seen = f"{facts.world} x {micros} micro-batches in {facts.dtype}, {len(facts.gradients)} gradients"
+        said = "as plain torch trains it" if not self.failed else "not as plain torch trains it"
+        return f"proof of {seen}, {len(facts.steps)} steps: trained {said}"
+
+
+def prove_records(model: nn.Module, folder: Path) -> Proof:
+    """The proof of the records in a folder; ``model`` is the root that ran, as it is now or as it was before.
+
+    Raises ``PlanRejected`` where a record cannot be read.
+    """
+    begun = time.perf_counter()
+    records = read(folder)
+    try:
+        facts = replayed(model, records)
+    except CannotReplay as why:
+        facts = ProofFacts(world=len(records), shares=(), unproven=str(why))
+    return evolve(found_in(facts), seconds=time.perf_counter() - begun)
+
+
+def found_in(facts: ProofFacts) -> Proof:
+    """What the rules say of these facts. Pure."""
+    return Proof(facts=facts, findings=findings_of(due(Moment.PROVE), facts))

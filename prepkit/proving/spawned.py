@@ -1,0 +1,118 @@
+"""A plan proven before the cluster: processes under gloo apply it and train one window, which is replayed here."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
+
+from prepkit.codec import files
+from prepkit.facts.proof import ClipProof
+from prepkit.plan import Plan
+from prepkit.plan.attestation import Attestation
+from prepkit.proving.proof import Proof, prove_records
+from prepkit.proving.record_file import write
+from prepkit.proving.recorder import Recorder
+from prepkit.proving.tree import tensors_of
+from prepkit.rules import due
+from prepkit.rules.rule import Moment, answers
+
+ATTESTATION = "attestation.json"
+STAND_IN = "the model returns no loss, and none was given: the mean of its squared outputs stood in for one"
+
+
+@frozen(kw_only=True, eq=False)
+class Trial:
+    """What every process is given."""
+
+    plan: Plan
+    model: nn.Module
+    optimizer: Any
+    batches: tuple[Any, ...]
+    """One for each micro-batch: those of rank 0 first."""
+    loss: Callable[[Any, Any], Tensor] | None
+    accumulation: int
+    clip: ClipProof | None
+    apply: Callable[..., Any]
+    """``pk.apply``."""
+
+
+def prove_in_processes(trial: Trial, processes: int) -> Proof:
+    """The proof of one window. Raises what a process raises, as ``torch.multiprocessing.ProcessRaisedException``."""
+    with TemporaryDirectory(prefix="prepkit-proof-") as folder:
+        spawn: Any = start_processes  # which has no types
+        spawn(_run, (processes, _free_port(), trial, folder), nprocs=processes, start_method="spawn")
+        proof = prove_records(trial.model, Path(folder))
+        attestation = files.load(str(Path(folder) / ATTESTATION))
+    assert isinstance(attestation, Attestation)
+    asked = answers(due(Moment.PROVE), Moment.PROVE, proof.facts)
+    return evolve(proof, attestation=evolve(attestation, asked=(*attestation.asked, *asked)))
+
+
+def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> None:
+    """One process: applies, trains a window, and leaves its record."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    torch.set_num_threads(1)
+    model, optimizer = copy.deepcopy((trial.model, trial.optimizer))  # theirs lie in memory that processes share
+    torch.manual_seed(rank)  # as ranks that read other samples draw
+    ready = trial.apply(trial.plan, model=model, optimizer=optimizer)
+    recorder = Recorder(root=ready.model, accumulation=trial.accumulation, clip=trial.clip)
+    mine = trial.batches[rank * trial.accumulation : (rank + 1) * trial.accumulation]
+    with recorder.on():
+        for batch in mine:
+            outputs = _called(ready.model, batch)
+            loss = _own_loss(outputs) if trial.loss is None else trial.loss(outputs, batch)
+            if loss is None:
+                recorder.tell(STAND_IN)
+                loss = torch.stack([one.float().square().mean() for one in tensors_of(outputs)]).sum()
+            ready.backward(loss)
+            ready.step()
+    write(recorder.record(), Path(folder))
+    if rank == 0:
+        files.save(ready.attestation, str(Path(folder) / ATTESTATION))
+
+
+def _free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        port: int = asked.getsockname()[1]
+    return port
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    """A mapping's entries are keywords, a tuple's are arguments."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _own_loss(outputs: Any) -> Tensor | None:
+    """The loss that a model returns: alone, as ``loss``, or under that key."""
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
+    return found if isinstance(found, Tensor) and found.numel() == 1 else None
+
+
+def enough(batches: Sequence[Any], processes: int, accumulation: int) -> tuple[Any, ...]:
+    """As many batches as a window reads. Raises ``ValueError`` where there are fewer."""
+    needed = processes * accumulation
+    if len(batches) < needed:
+        each = f"{processes} processes with {accumulation} micro-batches a step"
+        raise ValueError(f"{each} read {needed} batches, and {len(batches)} were given; give {needed} different ones")
+    return tuple(batches[:needed])

@@ -1,0 +1,64 @@
+"""Arguments and outputs of a forward as JSON beside their tensors: nothing is pickled, and no class is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+class NotPlain(ValueError):
+    """An argument is neither a tensor nor plain data, so that a record cannot hold it; the text names its class."""
+
+
+def written(value: Any, keep: Callable[[Tensor], str]) -> Any:
+    """The value as JSON data; ``keep`` takes each tensor and returns the key under which it lies."""
+    match value:
+        case Tensor():
+            return {"tensor": keep(value)}
+        case None | bool() | int() | float() | str():
+            return {"value": value}
+        case Mapping():
+            if all(isinstance(key, str) for key in value):
+                return {"dict": {key: written(one, keep) for key, one in value.items()}}
+        case tuple() | list():
+            return {type(value).__name__ if type(value) is list else "tuple": [written(one, keep) for one in value]}
+    raise NotPlain(f"the forward was given an object of class {type(value).__name__}")
+
+
+def read(text: str, tensors: Mapping[str, Tensor]) -> Any:
+    """The value again. Raises ``ValueError`` for anything that ``written`` does not write."""
+    return _read(json.loads(text), tensors)
+
+
+def _read(data: Any, tensors: Mapping[str, Tensor]) -> Any:
+    match data:
+        case {"tensor": str(key), **rest} if not rest and key in tensors:
+            return tensors[key]
+        case {"value": None | bool() | int() | float() | str() as value, **rest} if not rest:
+            return value
+        case {"dict": dict(items), **rest} if not rest:
+            return {key: _read(one, tensors) for key, one in items.items()}
+        case {"list": list(items), **rest} if not rest:
+            return [_read(one, tensors) for one in items]
+        case {"tuple": list(items), **rest} if not rest:
+            return tuple(_read(one, tensors) for one in items)
+    raise ValueError(f"{data!r:.80} is no argument of a recorded forward")
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Every tensor in an output, in an order that the same class of output always has."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors_of(one)
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from tensors_of(one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name))

@@ -1,0 +1,293 @@
+"""Why gradients are not what plain torch makes of the same window: read off inner products alone.
+
+Every cause is a sum of shares with factors of its own (all of them over the ranks: summed; one rank's: never averaged).
+The first cause whose sum lies as near to what was recorded as rounding allows is told. How near that is, was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import isclose, sqrt
+
+from attrs import frozen
+
+from prepkit.facts.proof import GradientProof, ProofFacts
+from prepkit.findings.text import count, spans
+
+NEAR = 0.03
+"""By which part a ratio may be off the number that explains it."""
+MARGIN = 8.0
+"""How much further than two replays from each other a right run may lie: it sums in another order, and may reduce in a
+lower dtype."""
+
+Vector = tuple[float, ...]
+
+
+@frozen
+class Cause:
+    """Why a gradient is not what it should be."""
+
+    rule: str
+    why: str
+    ratio: float = 1.0
+    rank: int | None = None
+    """Whose alone it is; None: not one rank's."""
+
+
+# --- what the shares should add up to ---------------------------------------------------------------------------------
+
+
+def counts(facts: ProofFacts) -> dict[int, int]:
+    """Micro-batches of each rank."""
+    found = dict.fromkeys(range(facts.world), 0)
+    for share in facts.shares:
+        found[share.rank] += 1
+    return found
+
+
+def mean(facts: ProofFacts) -> Vector:
+    """The average by definition: over the micro-batches of a rank, and over the ranks."""
+    number = counts(facts)
+    return tuple(1 / (facts.world * number[share.rank]) for share in facts.shares)
+
+
+def _micros(facts: ProofFacts) -> int:
+    return max(counts(facts).values(), default=1)
+
+
+def _common_weight(facts: ProofFacts) -> float | None:
+    """The factor that all losses carry; None: they carry different ones."""
+    weights = [share.weight for share in facts.shares]
+    return weights[0] if all(isclose(one, weights[0], rel_tol=1e-3) for one in weights) else None
+
+
+def _weighed(facts: ProofFacts) -> Cause | None:
+    """What is wrong with the factor of the losses, if it is one of this run's own numbers; else it is meant."""
+    weight, micros, world = _common_weight(facts), _micros(facts), facts.world
+    if weight is None or near(weight, 1.0):
+        return None
+    known = facts.accumulation is not None
+    if micros > 1 and near(weight, micros):
+        why = f"the loss is not divided by the {micros} micro-batches of a step"
+        return Cause("prove.accumulation", why, weight) if known or micros > 2 else None
+    if micros > 1 and near(weight, 1 / micros):
+        return Cause("prove.accumulation", f"the loss is divided twice by the accumulation ({micros})", weight)
+    if known and facts.accumulation != micros and near(weight * (facts.accumulation or 1), micros):
+        why = f"the loss is divided by {facts.accumulation}, and a step has {count(micros, 'micro-batch')}"
+        return Cause("prove.accumulation", why.replace("batchs", "batches"), weight)
+    if world > 1 and near(weight, 1 / world):
+        return Cause(
+            "prove.averaged-twice", f"the loss is divided by the {world} ranks, whose average is taken too", weight
+        )
+    if world > 1 and near(weight, world):
+        return Cause("prove.summed", f"the loss is multiplied by the {world} ranks, and gradients are averaged", weight)
+    return None
+
+
+def _clipping(facts: ProofFacts, aim: Vector) -> float:
+    """By how much a clipping shrinks the gradients."""
+    clip = facts.clip
+    if clip is None:
+        return 1.0
+    length = clip.seen if clip.seen is not None else norm(facts, aim)
+    return min(1.0, clip.most / (length + 1e-6))
+
+
+def norm(facts: ProofFacts, sums: Vector) -> float:
+    """Of all gradients together, if they are these sums of shares."""
+    return sqrt(sum(_square(one.gram, sums) for one in facts.gradients))
+
+
+# --- one gradient -----------------------------------------------------------------------------------------------------
+
+
+def _square(gram: Sequence[Vector], sums: Vector) -> float:
+    return max(
+        sum(a * b * value for a, row in zip(sums, gram, strict=True) for b, value in zip(sums, row, strict=True)), 0.0
+    )
+
+
+def _distance(one: GradientProof, copy: int, sums: Vector) -> float:
+    """Norm of what was recorded less a sum of shares."""
+    cross = sum(a * dot for a, dot in zip(sums, one.dots[copy], strict=True))
+    return sqrt(max(one.squares[copy] - 2 * cross + _square(one.gram, sums), 0.0))
+
+
+def _fitted(one: GradientProof, copy: int, sums: Vector) -> float:
+    """The factor with which the sum is nearest to what was recorded."""
+    square = _square(one.gram, sums)
+    return sum(a * dot for a, dot in zip(sums, one.dots[copy], strict=True)) / square if square else 0.0
+
+
+def near(value: float, other: float) -> bool:
+    """Whether a number explains a ratio."""
+    return abs(value - other) <= NEAR * abs(other)
+
+
+@frozen
+class _Aim:
+    """What every gradient should be, and how far off it may be."""
+
+    facts: ProofFacts
+    sums: Vector
+    clipping: float
+    scale: float
+    """Norm of a typical element, in the root of the square."""
+
+    def allowed(self, one: GradientProof) -> float:
+        """How far from the sum a right gradient may lie."""
+        typical = self.scale * sqrt(one.numel)
+        rounding = self.facts.eps * (sqrt(_square(one.gram, self.sums)) + 0.25 * self.clipping * typical)
+        return MARGIN * (self.clipping * one.noise + rounding)
+
+    def cause(self, one: GradientProof, copy: int) -> Cause | None:
+        """Why one replica of a gradient is not what it should be; None: it is, or nobody can tell."""
+        allowed, size = self.allowed(one), sqrt(_square(one.gram, self.sums))
+        if _distance(one, copy, self.sums) <= allowed:
+            return None
+        share = max(sqrt(one.gram[i][i]) for i in range(len(one.gram))) if one.gram else 0.0
+        if max(size, share) < 3 * allowed and sqrt(one.squares[copy]) < 10 * allowed:
+            return None  # there is nothing but rounding
+        relative = allowed / size if size else 1.0
+        ratio = _fitted(one, copy, self.sums)
+        if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in self.sums)) <= ratio * size * relative:
+            return _of_ratio(self.facts, ratio, self.clipping, copy)
+        for cause, sums in _parts(self.facts, self.sums, one.holders[copy]):
+            ratio, length = _fitted(one, copy, sums), sqrt(_square(one.gram, sums))
+            if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * max(
+                length * relative, allowed
+            ):
+                return Cause(cause.rule, cause.why, 1.0 if near(ratio, 1.0) else ratio, cause.rank)
+        square = one.squares[copy] * _square(one.gram, self.sums)
+        cosine = sum(a * d for a, d in zip(self.sums, one.dots[copy], strict=True)) / sqrt(square) if square else 0.0
+        return Cause("prove.direction", f"no sum of the micro-batches' gradients (cosine {cosine:.2f})")
+
+
+def _of_ratio(facts: ProofFacts, ratio: float, clipping: float, copy: int) -> Cause:
+    """The number of this run that explains a ratio."""
+    del copy
+    weighed = _weighed(facts)
+    rest = ratio / weighed.ratio if weighed is not None else ratio
+    if weighed is not None and near(rest, 1.0):
+        return Cause(weighed.rule, weighed.why, ratio)
+    also = f", and {weighed.why}" if weighed is not None else ""
+    world, micros, scale = facts.world, _micros(facts), facts.scale
+    or_micros = f" (or multiplied by the {micros} micro-batches)" if micros == world else ""
+    table: tuple[tuple[bool, float, str, str], ...] = (
+        (clipping < 1, 1 / clipping, "prove.not-clipped", "never clipped"),
+        (scale > 1, scale, "prove.scaled", f"stepped while they are scaled by {scale:g}: never unscaled"),
+        (scale > 1, 1 / scale, "prove.scaled", f"unscaled twice, by {scale:g}"),
+        (world > 1, world, "prove.summed", f"summed over the {world} ranks, not averaged{or_micros}"),
+        (world > 1, 1 / world, "prove.averaged-twice", f"averaged twice over the {world} ranks"),
+        (micros > 1, micros, "prove.accumulation", f"not divided by the {micros} micro-batches of a step"),
+        (micros > 1, 1 / micros, "prove.accumulation", f"divided once more by the {micros} micro-batches of a step"),
+    )
+    for asked, number, rule, why in table:
+        if asked and near(rest, number):
+            return Cause(rule, why + also, ratio)
+    return Cause("prove.ratio", f"which no number of this run explains{also}", ratio)
+
+
+def _parts(facts: ProofFacts, sums: Vector, holder: int) -> Iterator[tuple[Cause, Vector]]:
+    """Causes that leave something out, each with the sum of shares that it makes."""
+    world, micros = facts.world, _micros(facts)
+    for rank in range(world) if world > 1 else ():
+        yield Cause("prove.not-averaged", "", rank=rank), _only(facts, sums, {rank})
+    for group in _groups(world, holder):
+        why = f"averaged over {'ranks'} {spans(group)} alone, {len(group)} of {world}"
+        yield Cause("prove.part-of-ranks", why), _only(facts, sums, set(group))
+    if micros > 1:
+        last = micros - 1
+        for by, rule, why in (
+            (world, "prove.summed", f"summed over the {world} ranks at each micro-batch"),
+            (1 / world, "prove.averaged-twice", f"averaged twice over the {world} ranks at each micro-batch"),
+        ):
+            again = tuple(a * by ** (micros - share.micro) for a, share in zip(sums, facts.shares, strict=True))
+            if world > 1:
+                yield Cause(rule, f"{why}, what was reduced before among it"), again
+        for kept, why in (
+            ({last}, "of the last micro-batch alone"),
+            ({0}, "of the first micro-batch alone"),
+            (set(range(last)), "without the last micro-batch"),
+            (set(range(1, micros)), "without the first micro-batch"),
+        ):
+            if len(kept) < micros:
+                yield Cause("prove.micro-batch", why), _of_micros(facts, sums, kept)
+        if world > 1:
+            own = tuple(
+                a * world * (share.rank == holder) if share.micro < last else a
+                for a, share in zip(sums, facts.shares, strict=True)
+            )
+            why = "averaged over the last micro-batch, and each rank's own over those before"
+            yield Cause("prove.not-averaged", why), own
+
+
+def _groups(world: int, holder: int) -> Iterator[tuple[int, ...]]:
+    """Groups of ranks, next to each other or in steps, among which a mesh may have averaged."""
+    for size in range(2, world):
+        if world % size == 0:
+            first = holder - holder % size
+            yield tuple(range(first, first + size))
+            yield tuple(range(holder % (world // size), world, world // size))
+
+
+def _only(facts: ProofFacts, sums: Vector, ranks: set[int]) -> Vector:
+    more = facts.world / len(ranks)
+    return tuple(a * more if share.rank in ranks else 0.0 for a, share in zip(sums, facts.shares, strict=True))
+
+
+def _of_micros(facts: ProofFacts, sums: Vector, kept: set[int]) -> Vector:
+    return tuple(a if share.micro in kept else 0.0 for a, share in zip(sums, facts.shares, strict=True))
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+def aim_of(facts: ProofFacts) -> _Aim:
+    """What every gradient of these facts should be."""
+    average = mean(facts)
+    if _weighed(facts) is None:  # what is no number of this run is the loss's own
+        average = tuple(a * share.weight for a, share in zip(average, facts.shares, strict=True))
+    clipping = _clipping(facts, average)
+    sums = tuple(clipping * a for a in average)
+    numel = sum(one.numel for one in facts.gradients)
+    return _Aim(facts, sums, clipping, norm(facts, average) / sqrt(numel) if numel else 0.0)
+
+
+@lru_cache(maxsize=8)
+def causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
+    """Every cause with the parameters that it explains, in the order of the parameters. Pure."""
+    if facts.first_apart or not facts.shares or len(set(counts(facts).values())) > 1:
+        return ()  # what stands before explains it
+    aim, found = aim_of(facts), dict[tuple[str, str], tuple[list[float], list[str]]]()
+    for one in facts.gradients:
+        each = [aim.cause(one, copy) for copy in range(len(one.dots))]
+        if not one.dots and sqrt(_square(one.gram, aim.sums)) > 3 * aim.allowed(one):
+            each = [Cause("prove.no-gradient", "")]
+        for cause in dict.fromkeys(_merged(one, each)):
+            ratios, names = found.setdefault((cause.rule, cause.why), ([], []))
+            ratios.append(cause.ratio)
+            names.append(one.name)
+    return tuple(
+        (Cause(rule, why, sorted(ratios)[len(ratios) // 2]), tuple(dict.fromkeys(names)))
+        for (rule, why), (ratios, names) in found.items()
+    )
+
+
+def _merged(one: GradientProof, each: list[Cause | None]) -> list[Cause]:
+    """The causes of all replicas of one parameter, those of one rank's alone in one word."""
+    there = [cause for cause in each if cause is not None]
+    alone = [
+        (cause, holder) for cause, holder in zip(each, one.holders, strict=False) if cause and cause.rank is not None
+    ]
+    if not alone:
+        return there
+    owners = {cause.rank for cause, _ in alone}
+    if len(one.dots) > 1 and all(cause.rank == holder for cause, holder in alone):
+        why = "each rank's own: nobody averages them"
+    else:
+        why = f"those of rank {' and '.join(str(owner) for owner in sorted(o for o in owners if o is not None))} alone"
+    ratio = alone[0][0].ratio
+    rest = [cause for cause in there if cause.rank is None]
+    return [Cause("prove.not-averaged", why, ratio), *rest]

@@ -1,0 +1,284 @@
+"""What a window of training has done otherwise than plain torch does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import sqrt
+
+from prepkit.facts.proof import ProofFacts, StepProof
+from prepkit.findings import Severity
+from prepkit.findings.text import at, count, some
+from prepkit.rules.rule import Hit, Moment, Rule
+from prepkit.rules.run.proof_causes import MARGIN, aim_of, causes, counts, mean, near, norm
+
+
+def _gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
+    for cause, names in causes(facts):
+        if cause.rule == rule:
+            who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
+            ratio = "" if near(cause.ratio, 1.0) else f"{cause.ratio:.3f} x what they should be"
+            said = ": ".join(part for part in (ratio, cause.why) if part)
+            yield Hit("gradients" if who.startswith("All") else at(names[0]), f"{who} {said}.")
+
+
+def _those(names: tuple[str, ...], facts: ProofFacts) -> str:
+    """Gradients by the module that they all lie in, or by some of their names."""
+    every = [one.name for one in facts.gradients]
+    parts = names[0].split(".")[:-1]
+    for depth in range(len(parts), 0, -1):
+        begin = ".".join(parts[:depth]) + "."
+        if [name for name in every if name.startswith(begin)] == list(names):
+            return f"The gradients of `{begin[:-1]}`"
+    return f"The gradients of {len(names)} of {len(every)} parameters ({some(names)})"
+
+
+def _no_gradient(facts: ProofFacts) -> Iterator[Hit]:
+    for cause, names in causes(facts):
+        if cause.rule == "prove.no-gradient":
+            said = f"{count(len(names), 'parameter')} had no gradient when the optimizer stepped"
+            what = f"{said}, and should have: {some(names)}."
+            yield Hit(at(names[0]), what)
+
+
+def _clipped(facts: ProofFacts) -> Iterator[Hit]:
+    clip = facts.clip
+    if clip is None or clip.seen is None or facts.first_apart or not facts.gradients or not facts.shares:
+        return
+    length = norm(facts, tuple(a / aim_of(facts).clipping for a in aim_of(facts).sums))
+    off = clip.seen / length if length else 1.0
+    if facts.scale > 1 and near(off, facts.scale):
+        what = (
+            f"Gradients were clipped to {clip.most:g} while they were scaled by {facts.scale:g}: their norm seemed to "
+            f"be {clip.seen:.4g}, and is {length:.4g}."
+        )
+        yield Hit("gradients", what)
+    elif abs(off - 1) > 0.1 and not causes(facts):
+        yield Hit("gradients", f"Gradients were clipped by a norm of {clip.seen:.4g}, and their norm is {length:.4g}.")
+
+
+# --- before and after -------------------------------------------------------------------------------------------------
+
+
+def _first(facts: ProofFacts) -> Iterator[Hit]:
+    yield from _ranks_apart(facts.first_apart, "has other first weights than rank 0")
+
+
+def _after(facts: ProofFacts) -> Iterator[Hit]:
+    if not (facts.first_apart or causes(facts) or facts.options_apart or list(_uneven(facts))):
+        yield from _ranks_apart(
+            facts.after_apart, "has other weights than rank 0 after the step, over the same gradients"
+        )
+
+
+def _ranks_apart(apart: tuple[tuple[str, tuple[int, ...]], ...], what: str) -> Iterator[Hit]:
+    ranks = sorted({rank for _, found in apart for rank in found})
+    for rank in ranks:
+        names = [name for name, found in apart if rank in found]
+        yield Hit(at(names[0]), f"Rank {rank} {what}: {count(len(names), 'parameter')}, {some(names)}.")
+
+
+def _uneven(facts: ProofFacts) -> Iterator[Hit]:
+    number = counts(facts)
+    if len(set(number.values())) > 1:
+        said = ", ".join(f"{most} on rank {rank}" for rank, most in number.items())
+        yield Hit("loop", f"The ranks went backward over different numbers of micro-batches before the step: {said}.")
+
+
+def _options(facts: ProofFacts) -> Iterator[Hit]:
+    if facts.options_apart:
+        yield Hit("optimizer", f"Ranks step with different options: {'; '.join(facts.options_apart[:3])}.")
+
+
+def _samples(facts: ProofFacts) -> Iterator[Hit]:
+    if facts.same_samples:
+        yield Hit(
+            "loaders", f"All {facts.world} ranks have read the same samples: their average is what one of them has."
+        )
+
+
+def _not_held(facts: ProofFacts) -> Iterator[Hit]:
+    if names := [one.name for one in facts.steps if not one.held]:
+        yield Hit(
+            at(names[0]), f"The optimizer did not step {count(len(names), 'parameter')} that train: {some(names)}."
+        )
+    still = [one.name for one in facts.steps if one.held and one.moved == 0 and one.expected > _step_allowed(one) ** 2]
+    if still:
+        what = f"The optimizer holds {count(len(still), 'parameter')} that its step has not changed: {some(still)}."
+        yield Hit(
+            at(still[0]), what, "Look at what stands between the optimizer and the model: a skipped or a patched step."
+        )
+
+
+def _step_allowed(one: StepProof) -> float:
+    return MARGIN * one.noise + 1e-4 * sqrt(one.expected)
+
+
+def _step_size(facts: ProofFacts) -> Iterator[Hit]:
+    found: dict[str, list[str]] = {}
+    for one in facts.steps:
+        off = sqrt(max(one.moved - 2 * one.along + one.expected, 0.0))
+        if one.held and one.moved and off > _step_allowed(one):
+            ratio = one.along / one.expected if one.expected else float("inf")
+            length = sqrt(one.moved * one.expected)
+            turned = length and one.along / length < 0.99
+            said = "another direction" if turned else f"{ratio:.3f} x"
+            found.setdefault(said, []).append(one.name)
+    for said, names in found.items():
+        how = "in another direction than" if said == "another direction" else f"by {said} of what"
+        what = f"{count(len(names), 'parameter')} moved {how} the optimizer's options and these gradients give"
+        yield Hit(at(names[0]), f"{what}: {some(names)}.")
+
+
+def _limits(facts: ProofFacts) -> Iterator[Hit]:
+    for limit in facts.limits:
+        yield Hit("proof", f"{limit}.")
+    noise = sqrt(sum(one.noise**2 for one in facts.gradients))
+    if facts.gradients and facts.shares and noise > 0.1 * norm(facts, mean(facts)):
+        yield Hit(
+            "proof",
+            f"Rounding in {facts.dtype} alone changes the gradients by more than a tenth: small errors cannot be seen.",
+        )
+
+
+def _unproven(facts: ProofFacts) -> Iterator[Hit]:
+    if facts.unproven:
+        yield Hit("proof", f"{facts.unproven}.")
+
+
+def _row(
+    rule: str, summary: str, fix: str, check: Callable[[ProofFacts], Iterator[Hit]] | None = None, **more: Severity
+) -> Rule:
+    return Rule(
+        id=rule,
+        summary=summary,
+        check=check or partial(_gradients, rule),
+        at=(Moment.PROVE,),
+        fix=fix,
+        severity=more.get("severity", Severity.ERROR),
+        source=("TTrace, arXiv 2506.09280",),
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    _row(
+        "prove.unproven",
+        "A window could be recorded, and replayed plainly.",
+        "Give tensors and plain data to the model, and whole outputs; else compare by hand what the text names.",
+        _unproven,
+        severity=Severity.WARNING,
+    ),
+    _row(
+        "prove.first-weights",
+        "Every rank begins with the same weights.",
+        "Call torch.manual_seed with one number on all ranks before the model is made, or send rank 0's weights.",
+        _first,
+    ),
+    _row(
+        "prove.uneven",
+        "Every rank goes backward over as many micro-batches before a step.",
+        "Let no rank skip a batch that others train on; give all loaders the same length, with drop_last.",
+        _uneven,
+    ),
+    _row(
+        "prove.same-samples",
+        "Ranks that hold the whole model read different samples.",
+        "Give each loader a DistributedSampler, or let the library that prepares the model prepare it too.",
+        _samples,
+        severity=Severity.WARNING,
+    ),
+    _row(
+        "prove.summed",
+        "Gradients are averaged over the ranks.",
+        "Divide by the number of ranks where the sum is made: in the communication hook, or the all_reduce by hand.",
+    ),
+    _row(
+        "prove.averaged-twice",
+        "Gradients are divided by the number of ranks once.",
+        "Leave the division to the wrapper: DDP, FSDP and DeepSpeed average by themselves.",
+    ),
+    _row(
+        "prove.accumulation",
+        "The micro-batches of a step are averaged: each loss is divided by their number once.",
+        "Divide by the accumulation in one place: in the loop, or by accelerate, DeepSpeed or prepkit.",
+    ),
+    _row(
+        "prove.scaled",
+        "Gradients are unscaled once before they are stepped.",
+        "Step by scaler.step(optimizer), and call scaler.unscale_(optimizer) at most once, before clipping.",
+    ),
+    _row(
+        "prove.clipped-scaled",
+        "Gradients are clipped by their own norm: unscaled, averaged, and whole.",
+        "Call scaler.unscale_(optimizer) before clip_grad_norm_; clip after the last backward, over all parameters.",
+        _clipped,
+    ),
+    _row(
+        "prove.not-clipped",
+        "Gradients are clipped where the run says so.",
+        "Call the clipping of the library that prepared the model, after the last backward and before the step.",
+    ),
+    _row(
+        "prove.not-averaged",
+        "Every gradient is the average of all ranks.",
+        "Put what trains inside the wrapper, and leave no_sync() before the last backward of a step.",
+    ),
+    _row(
+        "prove.part-of-ranks",
+        "Gradients are averaged over all ranks that read other samples, and not over some.",
+        "Give the wrapper a mesh or a group of all ranks that read other samples.",
+    ),
+    _row(
+        "prove.micro-batch",
+        "Every micro-batch of a step counts in its gradients.",
+        "Clear gradients after the step alone, and step after the last micro-batch.",
+    ),
+    _row(
+        "prove.ratio",
+        "Gradients have the size that plain torch gives them.",
+        "Look for a factor at the loss, in a hook, or in what averages; the ratio is the factor.",
+    ),
+    _row(
+        "prove.direction",
+        "Gradients are a sum of those of the micro-batches.",
+        "Look at what changes weights, buffers or gradients between forward and step, and at layers that ranks share.",
+    ),
+    _row(
+        "prove.no-gradient",
+        "What takes part in the loss has a gradient.",
+        "Look for a .detach() or no_grad() on the way, requires_grad, and zero_grad() after the backward.",
+        _no_gradient,
+    ),
+    _row(
+        "prove.options",
+        "Ranks step with the same options.",
+        "Make the optimizer and its scheduler alike on every rank; set no learning rate by rank.",
+        _options,
+    ),
+    _row(
+        "prove.not-stepped",
+        "The optimizer steps everything that trains.",
+        "Make the optimizer after the model is wrapped, from all parameters that train.",
+        _not_held,
+    ),
+    _row(
+        "prove.step-size",
+        "Weights move as the optimizer's options say.",
+        "Look for hooks of the optimizer, weights that are written after the step, and groups that lost their options.",
+        _step_size,
+    ),
+    _row(
+        "prove.after-apart",
+        "Every rank has the same weights after a step.",
+        "Look for what a rank does alone between the backward and the end of the step.",
+        _after,
+    ),
+    _row(
+        "prove.limit",
+        "Everything that was recorded could be replayed.",
+        "Nothing: the rest was compared.",
+        _limits,
+        severity=Severity.NOTE,
+    ),
+)
+"""Reporting order: what ranks begin with, what they read, gradients by their cause, then the step."""

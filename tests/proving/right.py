@@ -1,0 +1,465 @@
+"""Right programs over engines and precisions: none of them may be accused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import prepkit as pk
+from tests.proving.window import DDP, WIDTH, Block, Window, adam, loop, loss_of, micros, net
+
+CPU = torch.device("cpu")
+
+
+def _looped(model: nn.Module, number: int = 2, optimizer: Any = None) -> Window:
+    stepped = optimizer or adam(model)
+    return Window(model, lambda: loop(model, stepped, number))
+
+
+def ddp(rank: int, world: int) -> Window:
+    return _looped(DDP(net()))
+
+
+def ddp_with_no_sync(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        first, last = micros(2)
+        with model.no_sync():
+            (loss_of(model, first) / 2).backward()
+        (loss_of(model, last) / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def ddp_with_dropout(rank: int, world: int) -> Window:
+    return _looped(DDP(net(0.3)), 3)
+
+
+def ddp_with_fp16_hook(rank: int, world: int) -> Window:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model = DDP(net())
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return _looped(model, 1)
+
+
+def ddp_clipped(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            (loss_of(model, batch) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def ddp_float16_clipped(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def train() -> None:
+        for batch in micros(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model, batch) / 2
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+
+    return Window(model, train)
+
+
+def ddp_bfloat16(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model, batch) / 2
+            loss.backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def ddp_with_a_weighted_loss(rank: int, world: int) -> Window:
+    """The loss carries a factor of its own, which is no number of the run."""
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, y in micros(2):
+            out = model(x)
+            loss = nn.functional.cross_entropy(out, y) + 0.1 * out.square().mean()
+            (0.7 * loss / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def ddp_with_a_summed_loss(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, y in micros(2):
+            (nn.functional.cross_entropy(model(x), y, reduction="sum") / 12).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def ddp_two_groups_sgd(rank: int, world: int) -> Window:
+    model = DDP(net())
+    groups = [
+        {"params": model.module.head.parameters(), "lr": 0.5, "weight_decay": 0.1},
+        {"params": [*model.module.enter.parameters(), *model.module.blocks.parameters()]},
+    ]
+    return _looped(model, 2, torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True))
+
+
+def ddp_two_optimizers(rank: int, world: int) -> Window:
+    model = DDP(net())
+    first = torch.optim.Adam(model.module.blocks.parameters(), lr=0.01)
+    second = torch.optim.RMSprop([*model.module.enter.parameters(), *model.module.head.parameters()], lr=0.01)
+
+    def train() -> None:
+        for batch in micros(2):
+            (loss_of(model, batch) / 2).backward()
+        first.step()
+        second.step()
+
+    return Window(model, train)
+
+
+def ddp_frozen_body(rank: int, world: int) -> Window:
+    whole = net()
+    whole.blocks.requires_grad_(requires_grad=False)
+    return _looped(DDP(whole))
+
+
+class LowRank(nn.Module):
+    """A frozen layer and two small ones beside it, as LoRA has them."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(requires_grad=False)
+        self.a = nn.Linear(base.in_features, 2, bias=False)
+        self.b = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.b(self.a(x))
+
+
+def _low_rank() -> nn.Module:
+    whole = net().requires_grad_(requires_grad=False)
+    torch.manual_seed(5)
+    for block in whole.blocks:
+        block.inner, block.outer = LowRank(block.inner), LowRank(block.outer)
+    torch.manual_seed(10 + dist.get_rank())
+    return whole
+
+
+def ddp_low_rank(rank: int, world: int) -> Window:
+    return _looped(DDP(_low_rank()))
+
+
+def fsdp2_low_rank(rank: int, world: int) -> Window:
+    model = _low_rank()
+    fully_shard(model)
+    return _looped(model)
+
+
+class Tied(nn.Module):
+    """A language model with one matrix at both ends, which returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Embedding(16, WIDTH)
+        self.block = Block(0.0)
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+        self.head.weight = self.enter.weight
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.block(self.enter(ids)))
+        found = {"logits": logits}
+        if labels is not None:
+            found["loss"] = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return found
+
+
+def _tied(wrap: Callable[[nn.Module], nn.Module]) -> Window:
+    torch.manual_seed(0)
+    model = wrap(Tied())
+    optimizer = adam(model)
+
+    def train() -> None:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(2):
+            ids = torch.randint(16, (3, 8), generator=generator)
+            (model(ids, labels=ids)["loss"] / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def ddp_tied_that_returns_its_loss(rank: int, world: int) -> Window:
+    return _tied(DDP)
+
+
+def fsdp2_tied(rank: int, world: int) -> Window:
+    return _tied(fully_shard)
+
+
+def fsdp1_tied(rank: int, world: int) -> Window:
+    return _tied(lambda model: FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True))
+
+
+def ddp_checkpointed(rank: int, world: int) -> Window:
+    whole = net(0.2)
+    apply_activation_checkpointing(whole, check_fn=lambda one: isinstance(one, Block))
+    return _looped(DDP(whole))
+
+
+def ddp_batch_norm(rank: int, world: int) -> Window:
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)))
+    return _looped(model)
+
+
+def fsdp2(rank: int, world: int) -> Window:
+    model = net()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return _looped(model)
+
+
+def fsdp2_without_sync_between(rank: int, world: int) -> Window:
+    model = net(0.1)
+    fully_shard(model)
+    optimizer = adam(model)
+
+    def train() -> None:
+        for at, batch in enumerate(micros(3)):
+            model.set_requires_gradient_sync(at == 2)
+            (loss_of(model, batch) / 3).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def fsdp2_bfloat16(rank: int, world: int) -> Window:
+    model = net()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return _looped(model)
+
+
+def fsdp2_offloaded(rank: int, world: int) -> Window:
+    model = net()
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return _looped(model)
+
+
+def fsdp2_clipped(rank: int, world: int) -> Window:
+    model = net()
+    fully_shard(model)
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            (loss_of(model, batch) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def fsdp2_hybrid(rank: int, world: int) -> Window:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = net()
+    fully_shard(model, mesh=mesh)
+    return _looped(model)
+
+
+def _fsdp1(**options: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(net(), device_id=CPU, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def fsdp1(rank: int, world: int) -> Window:
+    return _looped(_fsdp1())
+
+
+def fsdp1_original_params(rank: int, world: int) -> Window:
+    return _looped(_fsdp1(use_orig_params=True))
+
+
+def fsdp1_not_sharded(rank: int, world: int) -> Window:
+    return _looped(_fsdp1(sharding_strategy=ShardingStrategy.NO_SHARD))
+
+
+def fsdp1_bfloat16(rank: int, world: int) -> Window:
+    return _looped(_fsdp1(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)))
+
+
+def fsdp1_clipped(rank: int, world: int) -> Window:
+    model = _fsdp1()
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            (loss_of(model, batch) / 2).backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+TENSOR = {"inner": ColwiseParallel(), "outer": RowwiseParallel()}
+
+
+def tensor_parallel(rank: int, world: int) -> Window:
+    mesh = init_device_mesh("cpu", (world,))
+    model = net()
+    for block in model.blocks:
+        parallelize_module(block, mesh, TENSOR)
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2, rank=0):
+            (loss_of(model, batch) / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def tensor_parallel_in_fsdp2(rank: int, world: int) -> Window:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = net()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], TENSOR)
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2, rank=rank // 2):
+            (loss_of(model, batch) / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def _prepared(cfg: pk.Config, dropout: float = 0.0) -> Window:
+    """A window of prepkit's own loop."""
+    model = net(dropout)
+    ready = pk.apply(pk.build_plan(cfg, model))
+
+    def train() -> None:
+        for batch in micros(cfg.accumulation):
+            ready.backward(loss_of(ready.model, batch))
+            ready.step()
+
+    return Window(ready.model, train)
+
+
+ADAM = pk.optim.AdamW(lr=1e-2)
+
+
+def prepkit_ddp(rank: int, world: int) -> Window:
+    return _prepared(pk.Config(engine=pk.DDP(), optimizer=ADAM, accumulation=2, clip=pk.ClipNorm(0.1)), 0.1)
+
+
+def prepkit_ddp_bfloat16(rank: int, world: int) -> Window:
+    return _prepared(pk.Config(engine=pk.DDP(), optimizer=ADAM, accumulation=2, precision=pk.BF16()))
+
+
+def prepkit_fsdp2(rank: int, world: int) -> Window:
+    return _prepared(pk.Config(engine=pk.FSDP2(), optimizer=ADAM, accumulation=3, precision=pk.BF16()))
+
+
+def prepkit_fsdp1(rank: int, world: int) -> Window:
+    return _prepared(pk.Config(engine=pk.FSDP1(), optimizer=ADAM, accumulation=2))
+
+
+@frozen
+class Right:
+    make: Callable[[int, int], Window]
+    ranks: int = 2
+
+    @property
+    def id(self) -> str:
+        return self.make.__name__
+
+
+RIGHT: tuple[Right, ...] = (
+    *map(
+        Right,
+        (
+            ddp,
+            ddp_with_no_sync,
+            ddp_with_dropout,
+            ddp_with_fp16_hook,
+            ddp_clipped,
+            ddp_float16_clipped,
+            ddp_bfloat16,
+            ddp_with_a_weighted_loss,
+            ddp_with_a_summed_loss,
+            ddp_two_groups_sgd,
+            ddp_two_optimizers,
+            ddp_frozen_body,
+            ddp_low_rank,
+            ddp_tied_that_returns_its_loss,
+            ddp_checkpointed,
+            ddp_batch_norm,
+            fsdp2,
+            fsdp2_low_rank,
+            fsdp2_tied,
+            fsdp2_without_sync_between,
+            fsdp2_bfloat16,
+            fsdp2_offloaded,
+            fsdp2_clipped,
+            fsdp1,
+            fsdp1_tied,
+            fsdp1_original_params,
+            fsdp1_not_sharded,
+            fsdp1_bfloat16,
+            fsdp1_clipped,
+            tensor_parallel,
+            prepkit_ddp,
+            prepkit_ddp_bfloat16,
+            prepkit_fsdp2,
+            prepkit_fsdp1,
+        ),
+    ),
+    Right(fsdp2_hybrid, 4),
+    Right(tensor_parallel_in_fsdp2, 4),
+)

@@ -1,0 +1,177 @@
+"""Planted errors are told with their cause, and right programs are not accused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prepkit as pk
+from prepkit.findings import PlanRejected, Severity
+from prepkit.proving.record_file import path_of, read
+from tests.proving.right import RIGHT, Right
+from tests.proving.window import proved, recorded
+from tests.proving.wrong import ERRORS, Planted, hook_that_sums
+from tests.support.launch import torchrun
+from tests.support.patience import MOST
+
+
+@pytest.mark.parametrize("planted", ERRORS, ids=lambda planted: planted.id)
+def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, tmp_path: Path) -> None:
+    gang = request.getfixturevalue(f"gang{planted.ranks}")
+    proof = gang.run(proved, planted.make, str(tmp_path))[0]
+    told = [finding for finding in proof.findings if finding.severity is not Severity.NOTE]
+    assert {finding.rule for finding in told} == {planted.rule}, str(proof)
+    assert any(planted.says in finding.what for finding in told), str(proof)
+
+
+@pytest.mark.parametrize("right", RIGHT, ids=lambda right: right.id)
+def test_a_right_program_is_not_accused(right: Right, request: Any, tmp_path: Path) -> None:
+    gang = request.getfixturevalue(f"gang{right.ranks}")
+    proof = gang.run(proved, right.make, str(tmp_path))[0]
+    assert proof.fine, str(proof)
+    assert proof.facts.gradients
+    assert proof.facts.steps
+
+
+def left_behind(rank: int, world: int, folder: str) -> tuple[bool, bool, int]:
+    """Whether torch is as it was after a window, and how many hooks the root has."""
+    backward, call = torch.autograd.backward, nn.Module.__call__
+    _, window = recorded(hook_that_sums, rank, world, folder)
+    hooks = len(window.model._forward_hooks) + len(window.model._forward_pre_hooks)
+    return torch.autograd.backward is backward, nn.Module.__call__ is call, hooks
+
+
+def test_nothing_is_left_behind_and_a_torn_or_foreign_record_is_a_finding(gang2: Any, tmp_path: Path) -> None:
+    assert gang2.run(left_behind, str(tmp_path)) == [(True, True, 0)] * 2
+    assert [record.head.rank for record in read(tmp_path)] == [0, 1]
+    whole = path_of(tmp_path, 1).read_bytes()
+    for spoiled in (
+        whole[:-9],
+        b"not a record",
+        whole.replace(b'\\"rank\\": 1', b'\\"rank\\": 0'),
+        whole.replace(b'\\"format\\": 1', b'\\"format\\": 7'),
+        whole.replace(b'\\"scale\\"', b'\\"scald\\"'),
+    ):
+        assert spoiled != whole
+        path_of(tmp_path, 1).write_bytes(spoiled)
+        with pytest.raises(PlanRejected):
+            read(tmp_path)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop, self.outer = nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.drop(torch.relu(self.inner(x))))
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return Small()
+
+
+def batches() -> list[tuple[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(5, 6, generator=generator),) for _ in range(4)]
+
+
+def loss(outputs: Tensor, batch: tuple[Tensor]) -> Tensor:
+    return outputs.square().mean() + batch[0].mean()
+
+
+def test_a_plan_for_a_cluster_is_proven_here_and_the_attestation_says_so() -> None:
+    """In a process of its own: multiprocessing leaves a tracker of its resources behind."""
+    root = str(Path(pk.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", "from tests.proving.test_proving import prove_a_plan; prove_a_plan()"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=root,
+        timeout=120 * MOST,
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def prove_a_plan() -> None:
+    cfg = pk.Config(engine=pk.FSDP2(), optimizer=pk.optim.AdamW(lr=1e-2), accumulation=2, clip=pk.ClipNorm(0.05))
+    model = make()
+    plan = pk.build_plan(cfg, model, env=pk.Env.declare(world_size=16, device="cuda"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    proof = pk.prove(plan, model, batches(), loss=loss)
+    assert proof.fine, str(proof)
+    assert len(proof.facts.gradients) == len(proof.facts.steps) == 4
+    assert proof.attestation is not None
+    assert {"prove.summed", "run.other-layout"} <= {asked.rule for asked in proof.attestation.asked}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="2 processes with 2 micro-batches a step read 4 batches, and 3 were given"):
+        pk.prove(plan, model, batches()[:3], loss=loss)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+ours = Accelerator(cpu=True, gradient_accumulation_steps=4)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+model, optimizer = ours.prepare(model, torch.optim.AdamW(model.parameters()))
+generator = torch.Generator().manual_seed(ours.process_index)
+for step in range(8):
+    x = torch.randn(5, 6, generator=generator)
+    with ours.accumulate(model):
+        loss = model(x).square().mean()
+        ours.backward(loss DIVIDED)
+        optimizer.step()
+        optimizer.zero_grad()
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("divided", "says"), [("", ""), ("/ 4", "0.250 x what they should be: the loss is divided twice")]
+)
+def test_a_script_with_accelerate_is_proven_in_one_line(tmp_path: Path, divided: str, says: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("DIVIDED", divided))
+    root = str(Path(pk.__file__).parents[1])
+    command = [*torchrun(2), "-m", "prepkit", "audit", "--prove", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=120 * MOST, env=environment
+    )
+    assert "went on" not in done.stdout
+    assert "proof of 2 x 4 micro-batches" in done.stdout, done.stderr[-3000:]
+    assert (("prove.accumulation" in done.stdout) and (says in done.stdout)) == bool(says), done.stdout
+    assert (done.returncode == 0) == (not says)
+
+
+def test_a_plan_is_proven_from_the_command_line(tmp_path: Path) -> None:
+    plan = pk.build_plan(
+        pk.Config(engine=pk.DDP(), optimizer=pk.optim.SGD(lr=0.1)), make(), env=pk.Env.declare(world_size=2)
+    )
+    pk.save(plan, str(tmp_path / "plan.json"))
+    here = "tests.proving.test_proving"
+    command = [sys.executable, "-m", "prepkit", "prove", str(tmp_path / "plan.json"), "--model", f"{here}:make"]
+    command += ["--batches", f"{here}:batches", "--loss", f"{here}:loss"]
+    root = str(Path(pk.__file__).parents[1])
+    done = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=root,
+        timeout=120 * MOST,
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "trained as plain torch trains it" in done.stdout
