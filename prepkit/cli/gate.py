@@ -18,12 +18,12 @@ from prepkit.cli.options import Cluster, cluster_options, kind_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import Finding, Severity
 from prepkit.formats.found import found
-from prepkit.formats.places import Place
+from prepkit.formats.places import FilePlace
 
 MOST_RESULTS = 25_000
 """Results of one run that code scanning of GitHub takes."""
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
-_Placed = tuple[Place, Finding]
+_Placed = tuple[FilePlace, Finding]
 
 
 @click.command(short_help="Check for CI: SARIF, JUnit, annotations, a baseline.")
@@ -74,7 +74,7 @@ def gate(
     sys.exit(1 if strict and any(finding.severity is Severity.ERROR for _, finding in new) else 0)
 
 
-def print_of(place: Place, finding: Finding) -> str:
+def print_of(place: FilePlace, finding: Finding) -> str:
     """What stays of a finding when lines are added above it: file, rule, key and what is wrong."""
     where = re.sub(r":\d+:\d+", "", finding.where)
     text = "\0".join((Path(place.file).as_posix(), finding.rule, where, finding.what))
@@ -92,7 +92,7 @@ def _known(baseline: str | None) -> frozenset[str]:
         raise click.UsageError(what) from None
 
 
-def _data(place: Place, finding: Finding) -> dict[str, Any]:
+def _data(place: FilePlace, finding: Finding) -> dict[str, Any]:
     from prepkit import codec
 
     return {**codec.to_data(finding), "file": place.file, "line": place.line, "column": place.column}
@@ -112,7 +112,7 @@ def sarif(findings: tuple[_Placed, ...]) -> dict[str, Any]:
     }
 
 
-def _result(place: Place, finding: Finding, index: int) -> dict[str, Any]:
+def _result(place: FilePlace, finding: Finding, index: int) -> dict[str, Any]:
     region = {"startLine": place.line, "startColumn": place.column}
     where = {"artifactLocation": {"uri": Path(place.file).as_posix()}, "region": region}
     return {
@@ -136,7 +136,7 @@ def junit(findings: tuple[_Placed, ...]) -> str:
     return "\n".join(('<?xml version="1.0" encoding="UTF-8"?>', *lines, "</testsuite>"))
 
 
-def _annotation(place: Place, finding: Finding) -> str:
+def _annotation(place: FilePlace, finding: Finding) -> str:
     def escaped(text: str) -> str:
         return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from prepkit.cli.gate import MOST_RESULTS, sarif
 from prepkit.findings import Finding, Severity
-from prepkit.formats.places import Place
+from prepkit.formats.places import FilePlace
 from tests.support.command_line import ROOT, run, workplace
 
 BAD = "distributed_type: MULTI_GPU\nmixed_precison: bf16\n"
@@ -51,8 +51,8 @@ def test_sarif_keeps_errors_within_the_limit_of_code_scanning() -> None:
     def finding(severity: Severity) -> Finding:
         return Finding(rule="a.b", severity=severity, where="w", what="x", fix="y")
 
-    many = ((Place("f", 1, 1), finding(Severity.WARNING)),) * MOST_RESULTS
-    results = sarif((*many, (Place("f", 2, 1), finding(Severity.ERROR))))["runs"][0]["results"]
+    many = ((FilePlace("f", 1, 1), finding(Severity.WARNING)),) * MOST_RESULTS
+    results = sarif((*many, (FilePlace("f", 2, 1), finding(Severity.ERROR))))["runs"][0]["results"]
     assert len(results) == MOST_RESULTS
     assert results[0]["level"] == "error"
 
