@@ -19,8 +19,8 @@ from prepkit.facts import Env
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.found import SCRIPTS, Found, below, found
 from prepkit.formats.importers.source import READERS, Imported
-from prepkit.formats.launches import Named, Script, read_script, script_findings
-from prepkit.formats.places import Place, place_of
+from prepkit.formats.launches import NamedFile, Script, read_script, script_findings
+from prepkit.formats.places import FilePlace, place_of
 
 BEYOND = (
     *("import.not-supported", "import.missing-file", "import.asks-machine"),
@@ -46,12 +46,12 @@ class Checked:
     """One file, and the three verdicts about it: what is wrong, how many rules found it fine, what they cannot know."""
 
     found: Found
-    findings: tuple[tuple[Place, Finding], ...] = ()
+    findings: tuple[tuple[FilePlace, Finding], ...] = ()
     fine: int = 0
     """Rules that were asked to the end and said nothing."""
     unknown: Mapping[str, int] = field(factory=dict)
     """What is not known here, and how many rules would have to know it."""
-    beyond: tuple[tuple[Place, Finding], ...] = ()
+    beyond: tuple[tuple[FilePlace, Finding], ...] = ()
     """What prepkit does not do or see itself."""
 
     @property
@@ -110,10 +110,10 @@ def _found(paths: tuple[str, ...], kind: str | None) -> list[Found]:
 
 def _started(
     scripts: Iterable[Script],
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Named, ...]], tuple[str, ...]]:
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[NamedFile, ...]], tuple[str, ...]]:
     """World sizes that scripts start a config with; the configs that are not there; and those that are."""
     sizes: dict[str, tuple[int, ...]] = {}
-    missing: dict[str, tuple[Named, ...]] = {}
+    missing: dict[str, tuple[NamedFile, ...]] = {}
     there: dict[str, None] = {}
     for script in scripts:
         for launch in script.launches:
@@ -142,11 +142,11 @@ def _resolved(named: str, folder: Path) -> str | None:
     return None
 
 
-def _script(one: Found, script: Script, missing: tuple[Named, ...]) -> Checked:
+def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Checked:
     findings = tuple((place_of(finding, one.path, "", ""), finding) for finding in script_findings(script))
     beyond = tuple(
         (
-            Place(one.path, named.line, named.column),
+            FilePlace(one.path, named.line, named.column),
             Finding(
                 rule="import.missing-file",
                 severity=Severity.NOTE,
@@ -225,7 +225,7 @@ def _environments(
     return tuple((Env.declare(world_size=size, **given), frozenset({"world_size", *given})) for size in every)
 
 
-def _placed(one: Found, findings: tuple[Finding, ...]) -> tuple[tuple[Place, Finding], ...]:
+def _placed(one: Found, findings: tuple[Finding, ...]) -> tuple[tuple[FilePlace, Finding], ...]:
     if not findings:
         return ()
     suffix = Path(one.path).suffix.lower()
@@ -259,7 +259,7 @@ class _Told:
             say(line_of(place, finding), err=True)
 
 
-def line_of(place: Place, finding: Finding) -> str:
+def line_of(place: FilePlace, finding: Finding) -> str:
     """A finding in two lines, the place first, as editors and terminals follow it."""
     what = f"{finding.severity.value} {finding.rule}: {finding.what}"
     where = "" if str(place) in finding.where else f" ({finding.where})"
@@ -304,7 +304,7 @@ def _not_known(checked: list[Checked]) -> Iterator[str]:
     for what, count in sorted(most.items(), key=lambda pair: -pair[1]):
         yield f"  {what}: {count} {'rule asks' if count == 1 else 'rules ask'} for it; {_TELLS.get(what, _ELSEWHERE)}"
     beyond = [pair for one in checked for pair in one.beyond]
-    kinds: dict[str, list[tuple[Place, Finding]]] = {}
+    kinds: dict[str, list[tuple[FilePlace, Finding]]] = {}
     for place, finding in beyond:
         kinds.setdefault(finding.what if finding.rule != BEYOND[1] else finding.rule, []).append((place, finding))
     for pairs in list(kinds.values())[:_SHOWN]:
@@ -316,7 +316,7 @@ def data_of(checked: Iterable[Checked]) -> dict[str, Any]:
     """Everything as JSON data: each finding with its place, each file with what it was taken for."""
     from prepkit import codec
 
-    def told(place: Place, finding: Finding) -> dict[str, Any]:
+    def told(place: FilePlace, finding: Finding) -> dict[str, Any]:
         return {**codec.to_data(finding), "file": place.file, "line": place.line, "column": place.column}
 
     every = tuple(checked)

@@ -17,12 +17,13 @@ from prepkit.cli.check import examined, line_of
 from prepkit.cli.options import Cluster, cluster_options, kind_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import Finding, Severity
-from prepkit.formats.places import Place
+from prepkit.formats.found import found
+from prepkit.formats.places import FilePlace
 
 MOST_RESULTS = 25_000
 """Results of one run that code scanning of GitHub takes."""
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
-_Placed = tuple[Place, Finding]
+_Placed = tuple[FilePlace, Finding]
 
 
 @click.command(short_help="Check for CI: SARIF, JUnit, annotations, a baseline.")
@@ -49,7 +50,9 @@ def gate(
     """
     if write_baseline and baseline is None:
         raise click.UsageError("--write-baseline needs --baseline FILE")
-    every = tuple(pair for one in examined(paths or (".",), cluster, kind) for pair in one.findings)
+    # a hook is handed every file that has changed: those that nothing tells to be a config are passed by
+    asked = tuple(path for path in paths or (".",) if kind or Path(path).is_dir() or found(path) is not None)
+    every = tuple(pair for one in examined(asked, cluster, kind) for pair in one.findings) if asked else ()
     if write_baseline and baseline is not None:
         cli_files.write(json.dumps({"known": sorted({print_of(*pair) for pair in every})}, indent=1) + "\n", baseline)
         say(f"wrote {baseline}", err=True)
@@ -71,7 +74,7 @@ def gate(
     sys.exit(1 if strict and any(finding.severity is Severity.ERROR for _, finding in new) else 0)
 
 
-def print_of(place: Place, finding: Finding) -> str:
+def print_of(place: FilePlace, finding: Finding) -> str:
     """What stays of a finding when lines are added above it: file, rule, key and what is wrong."""
     where = re.sub(r":\d+:\d+", "", finding.where)
     text = "\0".join((Path(place.file).as_posix(), finding.rule, where, finding.what))
@@ -89,15 +92,15 @@ def _known(baseline: str | None) -> frozenset[str]:
         raise click.UsageError(what) from None
 
 
-def _data(place: Place, finding: Finding) -> dict[str, Any]:
+def _data(place: FilePlace, finding: Finding) -> dict[str, Any]:
     from prepkit import codec
 
     return {**codec.to_data(finding), "file": place.file, "line": place.line, "column": place.column}
 
 
-def sarif(found: tuple[_Placed, ...]) -> dict[str, Any]:
+def sarif(findings: tuple[_Placed, ...]) -> dict[str, Any]:
     """SARIF 2.1.0, within what code scanning takes; the errors come first where there are too many."""
-    first = sorted(found, key=lambda pair: pair[1].severity is not Severity.ERROR)[:MOST_RESULTS]
+    first = sorted(findings, key=lambda pair: pair[1].severity is not Severity.ERROR)[:MOST_RESULTS]
     rules = sorted({finding.rule for _, finding in first})
     driver = {"name": "prepkit", "rules": [{"id": rule, "properties": {"tags": ["training"]}} for rule in rules]}
     return {
@@ -109,7 +112,7 @@ def sarif(found: tuple[_Placed, ...]) -> dict[str, Any]:
     }
 
 
-def _result(place: Place, finding: Finding, index: int) -> dict[str, Any]:
+def _result(place: FilePlace, finding: Finding, index: int) -> dict[str, Any]:
     region = {"startLine": place.line, "startColumn": place.column}
     where = {"artifactLocation": {"uri": Path(place.file).as_posix()}, "region": region}
     return {
@@ -122,18 +125,18 @@ def _result(place: Place, finding: Finding, index: int) -> dict[str, Any]:
     }
 
 
-def junit(found: tuple[_Placed, ...]) -> str:
+def junit(findings: tuple[_Placed, ...]) -> str:
     """JUnit's XML: a test case per finding, which failed where it is an error."""
-    failed = sum(finding.severity is Severity.ERROR for _, finding in found)
-    lines = [f'<testsuite name="prepkit" tests="{len(found)}" failures="{failed}">']
-    for place, finding in found:
+    failed = sum(finding.severity is Severity.ERROR for _, finding in findings)
+    lines = [f'<testsuite name="prepkit" tests="{len(findings)}" failures="{failed}">']
+    for place, finding in findings:
         head = f"  <testcase classname={quoteattr(finding.rule)} name={quoteattr(str(place))}"
         failure = f"<failure message={quoteattr(f'{finding.what} Fix: {finding.fix}')}/>"
         lines.append(f"{head}>{failure}</testcase>" if finding.severity is Severity.ERROR else f"{head}/>")
     return "\n".join(('<?xml version="1.0" encoding="UTF-8"?>', *lines, "</testsuite>"))
 
 
-def _annotation(place: Place, finding: Finding) -> str:
+def _annotation(place: FilePlace, finding: Finding) -> str:
     def escaped(text: str) -> str:
         return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 

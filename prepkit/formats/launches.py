@@ -22,7 +22,7 @@ _ON = re.compile(r"\\\r?\n")
 
 
 @frozen(kw_only=True)
-class Named:
+class NamedFile:
     """A config file that a line names."""
 
     path: str
@@ -32,7 +32,7 @@ class Named:
 
 
 @frozen(kw_only=True)
-class Launch:
+class LaunchLine:
     """One line that starts processes."""
 
     launcher: str
@@ -42,7 +42,7 @@ class Launch:
     """All of them together; None: the line does not say."""
     nodes: int | None = None
     per_node: int | None = None
-    configs: tuple[Named, ...] = ()
+    configs: tuple[NamedFile, ...] = ()
     by_srun: bool = False
 
 
@@ -51,7 +51,7 @@ class Script:
     """A script, what it asks Slurm for, and what it starts."""
 
     path: str
-    launches: tuple[Launch, ...]
+    launches: tuple[LaunchLine, ...]
     slurm: Mapping[str, str] = field(factory=dict)
     """Options of ``#SBATCH`` lines by their long names."""
 
@@ -76,7 +76,7 @@ class _Word:
     at: int
 
 
-def _launches(text: str, values: Mapping[str, str]) -> Iterator[Launch]:
+def _launches(text: str, values: Mapping[str, str]) -> Iterator[LaunchLine]:
     joined = _ON.sub(lambda found: " " * len(found[0]), text)
     joined = re.sub(r"(?m)^\s*#[^\n]*|(?<=\s)#[^\n]*", lambda found: " " * len(found[0]), joined)
     for kept in _KEPT.finditer(joined):  # LAUNCHER="accelerate launch ...", which a later line runs
@@ -97,7 +97,7 @@ def _valued(word: str, values: Mapping[str, str]) -> str:
     return re.sub(r"[\"']", "", plain)
 
 
-def _launch(words: list[_Word], text: str) -> Launch | None:
+def _launch(words: list[_Word], text: str) -> LaunchLine | None:
     texts = [word.text for word in words]
     for at, word in enumerate(texts):
         name, after = word.rpartition("/")[2], texts[at + 1] if at + 1 < len(texts) else ""
@@ -118,7 +118,7 @@ def _launch(words: list[_Word], text: str) -> Launch | None:
     return None
 
 
-def _read(launcher: str, start: _Word, rest: list[_Word], text: str, *, by_srun: bool) -> Launch:
+def _read(launcher: str, start: _Word, rest: list[_Word], text: str, *, by_srun: bool) -> LaunchLine:
     options: dict[str, _Word] = {}
     script = next((i for i, word in enumerate(rest) if re.search(r"\.py$", word.text)), len(rest))
     for i, word in enumerate(rest):
@@ -136,13 +136,13 @@ def _read(launcher: str, start: _Word, rest: list[_Word], text: str, *, by_srun:
     if launcher in ("axolotl", "llamafactory-cli") and rest:
         named.append(rest[0])
     configs = tuple(
-        Named(path=word.text, line=_line(text, word.at)[0], column=_line(text, word.at)[1])
+        NamedFile(path=word.text, line=_line(text, word.at)[0], column=_line(text, word.at)[1])
         for word in named
         if re.search(r"\.(json|ya?ml|toml)$", word.text)
     )
     line, column = _line(text, start.at)
     nodes, each, whole = _sizes(launcher, {name: word.text for name, word in options.items()})
-    return Launch(
+    return LaunchLine(
         launcher=launcher,
         line=line,
         column=column,
@@ -186,7 +186,7 @@ def script_findings(script: Script) -> tuple[Finding, ...]:
     return tuple(finding for launch in script.launches for finding in _flaws(script, launch))
 
 
-def _flaws(script: Script, launch: Launch) -> Iterator[Finding]:
+def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
     where = f"{script.path}:{launch.line}:{launch.column}"
 
     def error(rule: str, what: str, fix: str) -> Finding:

@@ -16,7 +16,7 @@ _TWICE = re.compile(r"in line \d+ and in line (\d+)")
 
 
 @frozen
-class Place:
+class FilePlace:
     """A file, and line and column in it, from 1."""
 
     file: str
@@ -27,22 +27,22 @@ class Place:
         return f"{self.file}:{self.line}:{self.column}"
 
 
-def place_of(finding: Finding, file: str, text: str, suffix: str) -> Place:
+def place_of(finding: Finding, file: str, text: str, suffix: str) -> FilePlace:
     """Where the key or value stands that a finding about this file names; its beginning where it is about the whole."""
     if quoted := re.findall(r"`([\w.]+)`", finding.what):  # a key that lies deeper than the setting that came of it
         here = positions(text, suffix) if text else {}
         for name in quoted:
             if name in here and "." in name:
-                return Place(file, *here[name])
+                return FilePlace(file, *here[name])
     for pattern, said in ((_ORIGIN, finding.origin), (_WHERE, finding.where)):
         if found := pattern.fullmatch(said):
-            return Place(found[1], int(found[2]), int(found[3]))
+            return FilePlace(found[1], int(found[2]), int(found[3]))
     path = re.sub(r"\[(?:'|\")?(.*?)(?:'|\")?\]", r".\1", finding.where.partition(":$")[2]).strip(".")
     told = _TOLD.search(finding.what)
     if told and not path:
-        return Place(file, int(told[1]), int(told[2] or 1))
+        return FilePlace(file, int(told[1]), int(told[2] or 1))
     places = positions(text, suffix) if path else {}
     while path and path not in places:
         path = path.rpartition(".")[0]
     line, column = places.get(path, (1, 1))
-    return Place(file, line, column)
+    return FilePlace(file, line, column)

@@ -8,11 +8,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from ruamel.yaml import YAML
 
 from prepkit.cli.gate import MOST_RESULTS, sarif
 from prepkit.findings import Finding, Severity
-from prepkit.formats.places import Place
-from tests.support.command_line import run, workplace
+from prepkit.formats.places import FilePlace
+from tests.support.command_line import ROOT, run, workplace
 
 BAD = "distributed_type: MULTI_GPU\nmixed_precison: bf16\n"
 
@@ -50,8 +51,8 @@ def test_sarif_keeps_errors_within_the_limit_of_code_scanning() -> None:
     def finding(severity: Severity) -> Finding:
         return Finding(rule="a.b", severity=severity, where="w", what="x", fix="y")
 
-    many = ((Place("f", 1, 1), finding(Severity.WARNING)),) * MOST_RESULTS
-    results = sarif((*many, (Place("f", 2, 1), finding(Severity.ERROR))))["runs"][0]["results"]
+    many = ((FilePlace("f", 1, 1), finding(Severity.WARNING)),) * MOST_RESULTS
+    results = sarif((*many, (FilePlace("f", 2, 1), finding(Severity.ERROR))))["runs"][0]["results"]
     assert len(results) == MOST_RESULTS
     assert results[0]["level"] == "error"
 
@@ -76,3 +77,13 @@ def test_a_baseline_forgives_what_it_knows_and_nothing_else(folder: Path) -> Non
     (folder / "known.json").write_text("[]")
     assert run(*words).exit_code == 2
     assert run("gate", "--write-baseline").exit_code == 2
+
+
+def test_the_hooks_of_pre_commit_run_and_pass_by_what_is_no_config(folder: Path) -> None:
+    hooks = {hook["id"]: hook["entry"].split() for hook in YAML(typ="safe").load(ROOT / ".pre-commit-hooks.yaml")}
+    (folder / "workflow.yml").write_text("on: push\n")
+    codes = {}
+    for name, (command, *words) in hooks.items():
+        assert command == "prepkit"
+        codes[name] = [run(*words, file).exit_code for file in ("a,b.yaml", "workflow.yml")]
+    assert codes == {"prepkit-check": [0, 0], "prepkit-gate": [1, 0]}
