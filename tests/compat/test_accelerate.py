@@ -177,7 +177,7 @@ def test_what_is_not_offered_says_what_to_write_and_names_the_page(accelerator: 
     [
         (
             {"log_with": "wandb"},
-            "Accelerator(log_with=...): write accelerator.ready.log_to(pk.track.TensorBoard(folder))",
+            "Accelerator(log_with=...): write accelerator.ready.log.to(pk.track.TensorBoard(folder))",
         ),
         ({"dynamo_backend": "inductor"}, "Accelerator(dynamo_backend=...): give Accelerator(config=pk.Config(...))"),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8'"),

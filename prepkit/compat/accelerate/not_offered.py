@@ -13,9 +13,9 @@ PAGE = "docs/from-accelerate.md"
 OTHERWISE = {
     "profile": "write torch.profiler.profile",
     "log": "write accelerator.ready.log(values)",
-    "init_trackers": "write accelerator.ready.log_to(pk.track.TensorBoard(folder)) after prepare",
-    "get_tracker": "keep your tracker in a variable, and write accelerator.ready.log_to(lambda: tracker)",
-    "trackers": "write accelerator.ready.log_to(...) behind prepare",
+    "init_trackers": "write accelerator.ready.log.to(pk.track.TensorBoard(folder)) after prepare",
+    "get_tracker": "keep your tracker in a variable, and write accelerator.ready.log.to(lambda: tracker)",
+    "trackers": "write accelerator.ready.log.to(...) behind prepare",
     "unscale_gradients": "the step unscales before it clips; write accelerator.clip_grad_norm_(...)",
     "prepare_model": "write accelerator.prepare(model, optimizer, scheduler, loader)",
     "prepare_optimizer": "write accelerator.prepare(model, optimizer, scheduler, loader)",
