@@ -22,11 +22,11 @@ scheduler = OneCycleLR(optimizer, max_lr=3e-3, total_steps=args.steps + 1)
 
 cfg = config(args, clip=pk.ClipNorm(1.0), loaders=pk.data.ShardLoaders(split_batches=True))
 ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, scheduler=scheduler, loaders=[batches]))
-ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
+ready.log.to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
 for tokens in (bar := ready.ranks.progress(ready.loaders[0], desc="training")):
     loss = ready.model(tokens)
     ready.backward(loss)
-    loss = ready.reduce(loss.detach())
+    loss = ready.ranks.reduce(loss.detach())
     ready.step()
     ready.log({"loss": loss, "norm": ready.grad_norm})
     bar.set_postfix(loss=f"{float(loss):.2f}")

@@ -40,7 +40,7 @@ cfg = config(
 )
 ready = pk.apply(pk.build_plan(cfg, model, loaders=[batches, held_out]))
 training, evaluation = ready.loaders
-ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
+ready.log.to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
 captions = captions.to(next(ready.model.parameters()).device)
 while ready.steps < args.steps:
     for pixels, digits in ready.ranks.progress(training, desc=f"epoch {ready.epoch}"):
@@ -50,7 +50,7 @@ while ready.steps < args.steps:
         loss = (loss + functional.cross_entropy(scores.T, fits / fits.sum(1, keepdim=True))) / 2
         ready.backward(loss)
         ready.step()
-        ready.log({"loss": ready.reduce(loss.detach())})
+        ready.log({"loss": ready.ranks.reduce(loss.detach())})
         if ready.steps >= args.steps:
             break
 
@@ -59,7 +59,7 @@ with ready.evaluating():
     words = functional.normalize(ready.model.get_text_features(input_ids=captions).pooler_output, dim=-1)
     for pixels, digits in evaluation:
         seen = functional.normalize(ready.model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
-        right.append(ready.gather_for_metrics((seen @ words.T).argmax(1) == digits))
+        right.append(ready.ranks.gather_for_metrics((seen @ words.T).argmax(1) == digits))
 share = torch.cat(right).float().mean()
 ready.ranks.print(
     f"{ready.steps} steps; of {len(torch.cat(right))} held-out digits {share:.0%} are told by their caption"

@@ -36,13 +36,13 @@ cfg = config(args, loaders=pk.data.EachLoader(choices))
 if isinstance(cfg.engine, pk.DDP):  # torch's SyncBatchNorm needs an accelerator
     cfg = evolve(cfg, engine=evolve(cfg.engine, sync_batchnorm=torch.accelerator.is_available()))
 ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, loaders=loaders))
-ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
+ready.log.to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
 
 
 def accuracy() -> torch.Tensor:
     """Share of the held-out digits that are recognised, each counted once over all ranks."""
     with ready.evaluating():
-        right = [ready.gather_for_metrics(ready.model(x).argmax(1) == y) for x, y in ready.loaders[1]]
+        right = [ready.ranks.gather_for_metrics(ready.model(x).argmax(1) == y) for x, y in ready.loaders[1]]
     return torch.cat(right).float().mean()
 
 
@@ -51,7 +51,7 @@ while ready.steps < args.steps:
         loss = functional.cross_entropy(ready.model(x), y)
         ready.backward(loss)
         ready.step()
-        ready.log({"loss": ready.reduce(loss.detach())})
+        ready.log({"loss": ready.ranks.reduce(loss.detach())})
         if ready.steps >= args.steps:
             break
     ready.log({"accuracy": accuracy()})

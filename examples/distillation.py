@@ -57,14 +57,14 @@ frozen = Predictor(width=96, depth=3).requires_grad_(requires_grad=False).eval()
 cfg = config(args, intent=pk.Intent.INFERENCE, weights=pk.LoadWeights(f"{args.folder}/teacher"), clip=None)
 teacher = pk.apply(pk.build_plan(cfg, frozen))
 ready = prepared(Predictor(width=32, depth=1), optimizer=pk.optim.AdamW(lr=5e-3), clip=pk.ClipNorm(1.0))
-ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
+ready.log.to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
 for tokens in ready.ranks.progress(ready.loaders[0], desc="student"):
     with torch.no_grad():
         wanted = teacher.model(tokens[:, :-1]).log_softmax(-1).flatten(0, 1)
     logits = ready.model(tokens[:, :-1])
     loss = functional.kl_div(logits.log_softmax(-1).flatten(0, 1), wanted, log_target=True, reduction="batchmean")
     ready.backward(loss)
-    both = ready.reduce((loss.detach(), likelihood(logits, tokens).detach()))
+    both = ready.ranks.reduce((loss.detach(), likelihood(logits, tokens).detach()))
     ready.step()
     ready.log({"divergence": both[0], "cross-entropy": both[1]})
 

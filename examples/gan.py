@@ -26,7 +26,7 @@ cfg = config(
 )
 draws = pk.apply(pk.build_plan(cfg, generator))
 judges = pk.apply(pk.build_plan(cfg, critic, loaders=[batches]))
-judges.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
+judges.log.to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
 
 while judges.steps < args.steps:
     for real in judges.ranks.progress(judges.loaders[0], desc=f"epoch {judges.epoch}"):
@@ -42,7 +42,7 @@ while judges.steps < args.steps:
         draws.step()
         for param in judges.model.parameters():
             param.requires_grad_(requires_grad=True)
-        losses = judges.reduce((judged.detach(), fooled.detach()))
+        losses = judges.ranks.reduce((judged.detach(), fooled.detach()))
         judges.log({"critic": losses[0], "generator": losses[1]})
         if judges.steps >= args.steps:
             break

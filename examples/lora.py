@@ -31,12 +31,12 @@ batches = DataLoader(StandardLibrary(windows=8 * args.steps), batch_size=8)
 
 cfg = config(args, clip=pk.ClipNorm(1.0), loaders=pk.data.ShardLoaders(split_batches=True))
 ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, loaders=[batches]))
-ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
+ready.log.to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
 for tokens in ready.ranks.progress(ready.loaders[0], desc="training"):
     loss = ready.model(input_ids=tokens, labels=tokens).loss
     ready.backward(loss)
     ready.step()
-    ready.log({"loss": ready.reduce(loss.detach())})
+    ready.log({"loss": ready.ranks.reduce(loss.detach())})
 
 ready.export(f"{args.folder}/adapter")
 ready.ranks.barrier("the adapter is written")

@@ -38,7 +38,7 @@ def on_each_worker(given: dict[str, str | int]) -> None:
         ready.step()
     here = f"{given['folder']}/checkpoint"
     ready.save(here)
-    told = {"step": ready.steps, "loss": float(ready.reduce(loss.detach()))}
+    told = {"step": ready.steps, "loss": float(ready.ranks.reduce(loss.detach()))}
     train.report(told, checkpoint=train.Checkpoint.from_directory(here) if ready.ranks.is_main else None)
     ready.close()
 

@@ -36,12 +36,12 @@ torch.manual_seed(0)
 model = GPT(width=96, depth=3, heads=4)
 cfg = config(args, optimizer=pk.optim.AdamW(lr=3e-3), clip=pk.ClipNorm(1.0))
 ready = pk.apply(pk.build_plan(cfg, model, loaders=[batches]))
-ready.log_to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
+ready.log.to(pk.track.JsonLines(f"{args.folder}/log.jsonl"))
 for batch in ready.ranks.progress(ready.loaders[0], desc="training", total=args.steps):
     loss = ready.model(batch["tokens"])
     ready.backward(loss)
     ready.step()
-    ready.log({"loss": ready.reduce(loss.detach())})
+    ready.log({"loss": ready.ranks.reduce(loss.detach())})
     if ready.steps == args.steps:
         break
 

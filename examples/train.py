@@ -56,7 +56,7 @@ def train(ready: pk.Prepared, steps: int) -> tuple[list[float], float]:
             loss = ready.model(tokens)
             ready.backward(loss)
             ready.step()
-            losses.append(float(ready.reduce(loss.detach())))  # the mean over the ranks
+            losses.append(float(ready.ranks.reduce(loss.detach())))  # the mean over the ranks
             progress.update(task, advance=1, loss=losses[-1])
     return losses, time.perf_counter() - started
 

@@ -28,7 +28,7 @@ loaders = pk.data.EachLoader(
 cfg = evolve(pk.read_config(config), accumulation=2, loaders=loaders)
 ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, scheduler=scheduler, loaders=[train, held_out]))
 ready.resume(folder, missing_ok=True)
-ready.log_to(pk.track.JsonLines(f"{folder}/log.jsonl"))
+ready.log.to(pk.track.JsonLines(f"{folder}/log.jsonl"))
 
 with pk.processes.save_on_sigterm(ready, folder, keep=2):
     for epoch in range(ready.epoch, 2):
@@ -36,10 +36,10 @@ with pk.processes.save_on_sigterm(ready, folder, keep=2):
             loss = ready.model(batch)
             ready.backward(loss)
             if ready.step():
-                ready.log({"loss": ready.reduce(loss.detach()), "norm": ready.grad_norm})
+                ready.log({"loss": ready.ranks.reduce(loss.detach()), "norm": ready.grad_norm})
                 if ready.steps % 3 == 0:
                     with ready.evaluating():
-                        losses = [ready.reduce(ready.model(batch)) for batch in ready.loaders[1]]
+                        losses = [ready.ranks.reduce(ready.model(batch)) for batch in ready.loaders[1]]
                     ready.log({"held out": torch.stack(losses).mean()})
                     ready.save(folder, keep=2, wait=False)
 

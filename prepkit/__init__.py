@@ -27,6 +27,7 @@ NAMES = {
     "prepkit.plan": ("Plan",),
     "prepkit.plan.attestation": ("Attestation",),
     "prepkit.auditing.outcome": ("Audit",),
+    "prepkit.training.ema": ("Ema",),
     "prepkit.training.prepared": ("Prepared",),
     "prepkit.api": (
         *("ExampleInputs", "activations", "apply", "audit", "build_plan", "check", "diff", "fingerprints", "fits"),

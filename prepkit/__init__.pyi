@@ -59,6 +59,7 @@ from prepkit.formats.importers import import_config as import_config
 from prepkit.formats.importers.native import read_config as read_config
 from prepkit.plan import Plan as Plan
 from prepkit.plan.attestation import Attestation as Attestation
+from prepkit.training.ema import Ema as Ema
 from prepkit.training.prepared import Prepared as Prepared
 
 __version__: str

@@ -1,4 +1,4 @@
-"""Places that ``ready.log`` writes to: ``ready.log_to(pk.track.JsonLines("run.jsonl"))``."""
+"""Places that ``ready.log`` writes to: ``ready.log.to(pk.track.JsonLines("run.jsonl"))``."""
 
 from prepkit.training.trackers import JsonLines as JsonLines
 from prepkit.training.trackers import MLflow as MLflow

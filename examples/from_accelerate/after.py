@@ -30,12 +30,12 @@ for _ in range(ready.epoch, 2):
         loss = ready.model(batch)
         ready.backward(loss)
         if ready.step():
-            loss = ready.reduce(loss.detach())
+            loss = ready.ranks.reduce(loss.detach())
             ready.ranks.print(json.dumps({"step": ready.steps, "loss": loss.item()}))
             if ready.steps % 3 == 0:
                 ready.save(folder, keep=2)
     with ready.evaluating():
-        losses = [ready.gather_for_metrics(ready.model(batch)) for batch in ready.loaders[1]]
+        losses = [ready.ranks.gather_for_metrics(ready.model(batch)) for batch in ready.loaders[1]]
     ready.ranks.print(json.dumps({"step": ready.steps, "held out": torch.cat(losses).mean().item()}))
 
 ready.export(f"{folder}/exported")

@@ -48,6 +48,26 @@ def to_data(value: object) -> Any:
     return codec_converter.write(value)
 
 
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """The config of a plan as single values under dotted names, as trackers show it."""
+    return dict(_flat(to_data(plan.config), ""))
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """A config as single values under dotted names."""
+    match value:
+        case dict():
+            for name, part in value.items():
+                yield from _flat(part, f"{path}.{name}" if path else name)
+        case list():
+            for at, part in enumerate(value):
+                yield from _flat(part, f"{path}.{at}")
+        case None:
+            return
+        case _:
+            yield path, value
+
+
 @overload
 def from_data(data: object, cls: type[T], where: str = "$", language: Language = "json") -> T: ...
 @overload

@@ -22,7 +22,7 @@ class ShardLoaders:
     """Drop the tail that does not divide by the ranks. False repeats samples from the start instead."""
     purpose: Purpose = "training"
     """For ``evaluation`` every sample is read once: the last batches are smaller instead of filled up. Where there are
-    fewer samples than ranks, ``ready.gather_for_metrics`` leaves the repeats out."""
+    fewer samples than ranks, ``ready.ranks.gather_for_metrics`` leaves the repeats out."""
     split_batches: bool = False
     """The batch size that a loader has is that of all ranks together, and each rank gets its part of every batch."""
     dispatch: bool = False

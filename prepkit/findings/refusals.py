@@ -286,7 +286,7 @@ _FILES: tuple[Refusal, ...] = (
 
 # --- checkpoints and exports ---
 
-_SAVE, _RESUME, _EXPORTS = "ready.save, ready.check_saving", "ready.resume", "ready.export"
+_SAVE, _RESUME, _EXPORTS = "ready.save, ready.checkpoints.check", "ready.resume", "ready.export"
 
 _CHECKPOINTS: tuple[Refusal, ...] = (
     Refusal(
@@ -450,7 +450,7 @@ REFUSALS: tuple[Refusal, ...] = (
         id="ema.zero3",
         summary="Parameters are where their average can be taken.",
         fix="Average under FSDP2, or at ZeRO 0 to 2.",
-        raised_by="ready.ema",
+        raised_by="pk.Ema",
     ),
     Refusal(
         id="sigterm.other-thread",

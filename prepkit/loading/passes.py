@@ -9,6 +9,7 @@ from attrs import define, field
 
 from prepkit.facts.loop import BatchRead, PassEnded
 from prepkit.loading import draws
+from prepkit.loading.arguments import check_count
 from prepkit.loading.loader import Loader
 from prepkit.loading.reduce import gather_for_metrics
 
@@ -24,6 +25,9 @@ class Passes:
     """Loaders with a pass under way, the innermost last."""
     read: bool = field(default=False, init=False)
     """True if any of those that are trained on was read in this process."""
+
+    given_epoch: int = field(default=0, init=False)
+    """The epoch that ``set_epoch`` was given last; a resume puts it back."""
 
     def __attrs_post_init__(self) -> None:
         self._watch(self.loaders)
@@ -45,7 +49,9 @@ class Passes:
         return next(counted, None)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass over each loader has this number."""
+        """The next pass over each loader has this number, which gives its order. They advance by themselves too."""
+        check_count("epoch", epoch, least=0)
+        self.given_epoch = epoch
         for loader in self.loaders:
             draws.set_epoch(loader, epoch)
 

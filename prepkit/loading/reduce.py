@@ -58,10 +58,10 @@ def _problem(flat: list[Any], how: str, ranks: int) -> Exception | None:
         return ValueError(f"how={how!r:.40}: write one of {', '.join(get_args(How))}")
     for leaf in flat:
         if not isinstance(leaf, Tensor | int | float) or (isinstance(leaf, Tensor) and leaf.is_complex()):
-            return TypeError(f"ready.reduce takes tensors and numbers, nested or not, and not {leaf!r:.60}")
+            return TypeError(f"ready.ranks.reduce takes tensors and numbers, nested or not, and not {leaf!r:.60}")
         if _whole(leaf) > EXACT / (ranks if how in ("mean", "sum") else 1):
             what = f"{leaf!r:.60} over {ranks} ranks needs more than the 53 bits that are added up exactly"
-            return ValueError(f"{what}; ready.gather it, or give it as a float")
+            return ValueError(f"{what}; ready.ranks.gather it, or give it as a float")
     return None
 
 
@@ -101,7 +101,7 @@ def _exchanged(value: Any) -> list[bytes]:
     told = world().gather((failed, data))
     for rank, (why, _) in enumerate(told):
         if why:
-            raise TypeError(f"what rank {rank} gives ready.gather cannot be sent: {why}")
+            raise TypeError(f"what rank {rank} gives ready.ranks.gather cannot be sent: {why}")
     return [sent for _, sent in told]
 
 
@@ -141,8 +141,8 @@ def _refuse_difference(description: str, leaves: list[Any]) -> None:
     least, most = world().spread(torch.tensor(mark, device=_device(leaves)))
     if least != most:
         raise ValueError(
-            "the ranks give ready.reduce values of different structure, shape or dtype, or another how, or one that "
-            f"cannot be reduced; this one {description:.200}"
+            "the ranks give ready.ranks.reduce values of different structure, shape or dtype, or another how, or one "
+            f"that cannot be reduced; this one {description:.200}"
         )
 
 

@@ -12,9 +12,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 from attrs import asdict, define, frozen
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not exported for checkers
@@ -49,27 +49,31 @@ class Doing:
 
 @define(eq=False)
 class LongWaits:
-    """The thread of one rank; it ends with ``stop``, with the run's object, and with the process."""
+    """The thread of one rank; it ends with ``stop``, with this object, and with the process."""
 
-    over: threading.Event
-    thread: threading.Thread
+    end: Callable[[], None]
+    """Ends the thread. The end of the process calls it as well, and holds nothing else of this object."""
 
     def stop(self) -> None:
         """Ends the thread."""
-        self.over.set()
-        self.thread.join(ENDS_S)
-        atexit.unregister(self.stop)
+        self.end()
+        atexit.unregister(self.end)
 
 
-def tell_long_waits(run: Any, peers: Peers) -> LongWaits:
-    """Begin to look after the calls of this run, whose ranks are ``peers``. The thread does not hold the run."""
+def tell_long_waits(peers: Peers) -> LongWaits:
+    """Begin to watch the calls of a run with these ranks; ends with the object that is returned at the latest."""
     over = threading.Event()
     thread = threading.Thread(target=_look_again, args=(peers, over), name="prepkit: long waits", daemon=True)
-    waits = LongWaits(over, thread)
-    atexit.register(waits.stop)
-    weakref.finalize(run, over.set).atexit = False
+    waits = LongWaits(partial(_end, over, thread))
+    atexit.register(waits.end)
+    weakref.finalize(waits, over.set).atexit = False
     thread.start()
     return waits
+
+
+def _end(over: threading.Event, thread: threading.Thread) -> None:
+    over.set()
+    thread.join(ENDS_S)
 
 
 def _look_again(peers: Peers, over: threading.Event) -> None:

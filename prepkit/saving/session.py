@@ -19,6 +19,7 @@ from prepkit.findings import PlanRejected
 from prepkit.objects import joint_optimizer
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
+from prepkit.ranks.peers import Peers, named
 from prepkit.ranks.world import world
 from prepkit.rules.rule import Moment
 from prepkit.saving import folder as folders
@@ -176,6 +177,32 @@ class Checkpoints:
         self._plan_text = self._plan_text or plan_to_text(run.plan)
         attested = {} if run.attestation is None else {"attestation.json": attestation_to_text(run.attestation)}
         return {PLAN: self._plan_text, **attested}
+
+
+@frozen(eq=False)
+class RunCheckpoints:
+    """The checkpoints of one run: ``ready.checkpoints``."""
+
+    run: Checkpoints
+    _parts: Callable[[], RunParts]
+    """The parts of the run as they are now."""
+    _peers: Peers | None
+    """The other ranks; None: alone."""
+
+    @property
+    def writer(self) -> Writer:
+        """Writes them, and knows of the one under way."""
+        return self.run.writer
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written. Raises ``CheckpointFailed`` where it could not be."""
+        with named(self._peers, "ready.checkpoints.finish()"):
+            self.run.writer.finish()
+
+    def check(self, folder: str) -> None:
+        """Make the folder; raise now for what would keep ``save`` from working, as it would. Collective."""
+        with named(self._peers, "ready.checkpoints.check()"):
+            self.run.check(self._parts(), folder)
 
 
 def of(model: Module, court: Court) -> Checkpoints:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from attrs import define, field
 from torch import Tensor
-from torch.nn import Module
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from prepkit.findings import Finding, RunRefused, Severity
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.training.drivers import reshard
+from prepkit.training.prepared import Prepared
 
 
 @define
@@ -26,15 +26,13 @@ class Ema:
     averages are sharded alike, so that both can be saved, and put in each other's place. Buffers are the model's own.
     """
 
-    model: Module
+    run: Prepared = field(repr=False)
     decay: float = 0.999
-    around: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, repr=False)
-    """Entered while averages are applied: the run neither trains nor saves inside."""
     averages: dict[str, Tensor] = field(init=False, repr=False)
     """Canonical name to the average, a DTensor where the parameter is one."""
 
     def __attrs_post_init__(self) -> None:
-        if any(hasattr(param, "ds_tensor") for param in self.model.parameters()):
+        if any(hasattr(param, "ds_tensor") for param in self.run.model.parameters()):
             finding = Finding(
                 rule="ema.zero3",
                 severity=Severity.ERROR,
@@ -64,7 +62,7 @@ class Ema:
         ``ready.backward``, ``step``, ``save`` and ``resume`` raise ``RunRefused`` inside.
         """
         own = {name: param.detach().clone() for name, param in self._trained().items()}
-        with self.around():
+        with self.run.loop.averages_applied():
             self._put(self.averages)
             try:
                 yield
@@ -83,8 +81,8 @@ class Ema:
 
     def _trained(self) -> dict[str, Tensor]:
         """The trained parameters as they are between steps: units that a forward has left gathered are freed first."""
-        reshard(self.model)
-        return {name: param for name, param in names.named_parameters(self.model).items() if param.requires_grad}
+        reshard(self.run.model)
+        return {name: param for name, param in names.named_parameters(self.run.model).items() if param.requires_grad}
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, Tensor]) -> None:

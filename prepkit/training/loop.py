@@ -16,7 +16,7 @@ from attrs import define, evolve, field
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from prepkit.config import Clip, ClipNorm
 from prepkit.court import Court
@@ -29,9 +29,7 @@ from prepkit.loop.orders import Order
 from prepkit.objects.joint_optimizer import members, tick, ticks_left
 from prepkit.objects.whole_gradients import WholeGradients
 from prepkit.objects.xla_gradients import XLAGradients
-from prepkit.plan import Plan
 from prepkit.ranks.world import ranks_of, world
-from prepkit.rules.run.loop import RULES
 from prepkit.training import token_loss
 from prepkit.training.drivers import Driver
 from prepkit.training.marks import Marks
@@ -44,31 +42,6 @@ KNOWN = 512
 """Turns of the loop that are looked up and not worked out again: those of a loop that goes on as before."""
 QUOTED = 3
 """Lines of the history that a refusal quotes."""
-
-
-def loop_plan(plan: Plan, model: Any, optimizer: Any, scaler: Any, scheduler: Any) -> LoopPlan:
-    """The constants that the loop of a prepared model asks for."""
-    owners, run = plan.owners, plan.run
-    engine_ticks = run.engine_steps and owners.scheduler != "prepkit"
-    several = optimizer is not None and any(isinstance(one, LBFGS) for one in members(optimizer))
-    return LoopPlan(
-        accumulation=owners.accumulation_steps,
-        optimizer="" if optimizer is None else type(optimizer).__name__,
-        wants_closure="LBFGS" if several else "",
-        engine=run.engine,
-        engine_steps=run.engine_steps,
-        averages=plan.data_parallel_size > 1 and run.collectives == "torch",
-        wrapper_averages=isinstance(model, DistributedDataParallel),
-        loses_gradients=isinstance(model, FullyShardedDataParallel),
-        shows_gradients=run.shows_gradients,
-        average_each=run.average_each,
-        loss_scaled=scaler is not None,
-        clips="" if owners.clip is None else str(owners.clip),
-        ticks=0 if engine_ticks or scheduler is None else owners.scheduler_ticks,
-        global_batch=run.global_batch is not None,
-        no_mean_over=token_loss.without_effect(plan, model),
-        accepted=frozenset(rule.id for rule in RULES if rule.overridable and rule.id in run.accepted),
-    )
 
 
 @define(eq=False, kw_only=True)
@@ -149,6 +122,11 @@ class Loop:
         held = [param for param in self.trained() if param.grad is not None]
         found = self.engine.norm(self.model, held, power)
         return found if self.scaler is None else found / self.scaler.get_scale()
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Each of the optimizers that a step steps; ``optimizer`` is one for all of them where there are several."""
+        return members(self.optimizer)
 
     def trained(self) -> list[Parameter]:
         """All parameters that the optimizers hold."""

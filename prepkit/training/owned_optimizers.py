@@ -25,6 +25,7 @@ from prepkit.training.loop import Loop, averages_nothing
 def own(owner: Any, loop: Loop, before: WeakIdKeyDictionary) -> RemovableHandle:
     """Let ``owner`` step the loop's optimizers, and ask the rules about others over its model, until ``release``.
 
+    Of ``owner`` only the ``model`` is asked, and whether it is still alive.
     ``before`` are the parameters that the model had when it was given (``parameters_before``).
     """
     for optimizer in members(loop.optimizer):

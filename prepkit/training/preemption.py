@@ -79,7 +79,7 @@ def save_on_sigterm(ready: Prepared, folder: str, *, keep: int = 1) -> Iterator[
             fix="Call it in the main thread, the only one that Python lets handle a signal.",
         )
         raise RunRefused((finding,))
-    ready.check_saving(folder)
+    ready.checkpoints.check(folder)
     signals = _Signals(group=dist.new_group(backend="gloo") if world().carries_data else None)
 
     def told(number: int, frame: FrameType | None) -> None:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import Factory, define, evolve, field
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
-from torch.optim import Optimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from prepkit.applying.apply import Applied
 from prepkit.config.engines import SAME_DATA
 from prepkit.court import Court
 from prepkit.facts import loop as events
+from prepkit.facts.loop import LoopPlan
+from prepkit.loading.arguments import check_count, check_folder, check_names
 from prepkit.loading.passes import Passes
-from prepkit.loading.reduce import How, gather_over_ranks, reduce_over_ranks
-from prepkit.loop import History
 from prepkit.objects import joint_optimizer
 from prepkit.objects.bare_tree import guard_save
 from prepkit.objects.deepspeed import give_back_linear
@@ -37,18 +39,30 @@ from prepkit.ranks import end_groups
 from prepkit.ranks.long_waits import LongWaits, tell_long_waits
 from prepkit.ranks.peers import Peers, named, names_lost_rank
 from prepkit.ranks.world import world
+from prepkit.rules.run.loop import RULES
 from prepkit.saving import session
-from prepkit.training import export, owned_optimizers
-from prepkit.training.arguments import check_count, check_folder, check_names
+from prepkit.training import export, owned_optimizers, token_loss
 from prepkit.training.drivers import driver
-from prepkit.training.ema import Ema
 from prepkit.training.evaluation import in_eval_mode
 from prepkit.training.looks import Looks
-from prepkit.training.loop import Closure, Loop, loop_plan
+from prepkit.training.loop import Closure, Loop
 from prepkit.training.run_log import RunLog
 from prepkit.training.run_ranks import RunRanks
 from prepkit.training.token_loss import Count
-from prepkit.training.trackers import TrackerSpec
+
+MOVED = {
+    "check_saving": "ready.checkpoints.check(folder)",
+    "ema": "pk.Ema(ready, decay)",
+    "finish_saving": "ready.checkpoints.finish()",
+    "gather": "ready.ranks.gather(value)",
+    "gather_for_metrics": "ready.ranks.gather_for_metrics(value)",
+    "history": "ready.loop.history",
+    "log_to": "ready.log.to(tracker)",
+    "optimizers": "ready.loop.optimizers",
+    "reduce": "ready.ranks.reduce(value)",
+    "set_epoch": "ready.loop.passes.set_epoch(epoch)",
+}
+"""Members that are no longer here, to what to write now."""
 
 
 @define(kw_only=True)
@@ -85,17 +99,17 @@ class Prepared:
     """Asks the rules about what is about to be stepped."""
     _watch: RemovableHandle | None = field(default=None, init=False, repr=False)
     """Hears of optimizers that the plan does not know, until ``close``."""
-    _told_epoch: int = field(default=0, init=False, repr=False)
-    """The epoch that ``set_epoch`` was given last; ``resume`` puts it back."""
-    _checkpoints: session.Checkpoints = field(init=False, repr=False)
-    _log: RunLog = field(init=False, repr=False)
+    checkpoints: session.RunCheckpoints = field(init=False, repr=False)
+    """What there is to checkpoints beside ``save`` and ``resume``, such as ``ready.checkpoints.finish()``."""
+    log: RunLog = field(init=False, repr=False)
+    """Writes values to the trackers of ``ready.log.to(...)``: ``ready.log({"loss": loss})``."""
     _waits: LongWaits | None = field(default=None, init=False, repr=False)
     _ended: list[Any] = field(factory=list, init=False, repr=False)
     """The groups that ``close`` has ended: threads of gloo may still use them."""
 
     def __attrs_post_init__(self) -> None:
         plan, engine = self.plan, driver(self.model)
-        look = StepLook(plan=plan, model=self.model, optimizers=self.optimizers)
+        look = StepLook(plan=plan, model=self.model, optimizers=joint_optimizer.members(self.optimizer))
         self._looks = Looks(plan=plan, court=self._court, look=look)
         loop = self.loop = Loop(
             plan=loop_plan(plan, self.model, self.optimizer, self.scaler, self.scheduler),
@@ -114,21 +128,17 @@ class Prepared:
             passes=Passes(self.loaders),
         )
         guard_save(self.model)
-        self._checkpoints = session.of(self.model, self._court)
+        self.checkpoints = session.RunCheckpoints(session.of(self.model, self._court), _parting(self), self._peers)
         if engine.step is not None and self.optimizer is not None:
             self._looks.watch(self.model)
         self.loop.watch()
-        self.ranks = RunRanks(self._peers, lambda call: loop.do(events.Called(call)))
-        self._log = RunLog(self.ranks.is_main, plan.config)
+        called = lambda call, counts=False: loop.do(events.Called(call, counts=counts))  # noqa: E731
+        self.ranks = RunRanks(self._peers, called, loop.passes, _same_data(plan))
+        self.log = RunLog(self.ranks.is_main, plan, called, lambda: loop.steps)
         if self._peers is not None:
             self._peers.report_end()
-            self._waits = tell_long_waits(self, self._peers)
+            self._waits = tell_long_waits(self._peers)
         self.loop.average(forced=None)
-
-    @property
-    def optimizers(self) -> tuple[Optimizer, ...]:
-        """Each of the optimizers that ``step`` steps; ``optimizer`` is one for all of them where there are several."""
-        return joint_optimizer.members(self.optimizer)
 
     @property
     def attestation(self) -> Attestation | None:
@@ -148,10 +158,10 @@ class Prepared:
     def epoch(self) -> int:
         """The first epoch that has batches left: that of the first loader of training data, which ``resume`` puts back.
 
-        Where no such loader was prepared it is what ``set_epoch`` was given last.
+        Where no such loader was prepared it is what ``ready.loop.passes.set_epoch`` was given last.
         """
         counted = self.loop.passes.epoch
-        return self._told_epoch if counted is None else counted
+        return self.loop.passes.given_epoch if counted is None else counted
 
     @property
     def skipped(self) -> bool:
@@ -162,11 +172,6 @@ class Prepared:
     def grad_norm(self) -> torch.Tensor | None:
         """Norm of all gradients at the last optimizer step, before clipping; None unless the plan clips by norm."""
         return self.loop.grad_norm
-
-    @property
-    def history(self) -> History:
-        """The last events of the loop; ``print(ready.history)``."""
-        return self.loop.history
 
     @names_lost_rank
     def backward(self, loss: torch.Tensor, *, more: bool = False, mean_over: Count | None = None) -> None:
@@ -227,7 +232,7 @@ class Prepared:
             try:
                 engine = self.loop.engine
                 forget = partial(engine.left_out, self.model, drop=False, failed=False)
-                with in_eval_mode(self.model, self.optimizers, engine.settle, forget):
+                with in_eval_mode(self.model, joint_optimizer.members(self.optimizer), engine.settle, forget):
                     yield
             finally:
                 self.loop.do(events.EvaluationLeft())
@@ -236,36 +241,22 @@ class Prepared:
         """The module that was given, out of its wrappers. What is sharded in place stays sharded."""
         return unwrap(self.model, keep_autocast=keep_autocast, keep_compiled=keep_compiled)
 
-    def ema(self, decay: float = 0.999) -> Ema:
-        """A moving average of the trained parameters from here on, in the parts that each rank holds; see ``Ema``."""
-        return Ema(self.model, decay, self.loop.averages_applied)
-
     @names_lost_rank
     def save(self, folder: str, *, keep: int = 1, wait: bool = True) -> None:
         """Write all that another run needs to go on, every rank its shards. Collective; see ``saving``.
 
         The checkpoints that were in the folder count until the new one is whole; then all but the last ``keep`` go.
         Without ``wait`` it returns once all is copied to host memory, and training goes on; what goes wrong then is
-        raised by the next ``save``, ``finish_saving`` or ``close``. Raises on every rank: ``RunRefused`` for a folder
-        that is none or differs over them, inside an accumulation window, whose gradients are in no checkpoint, and
-        inside ``evaluating()``, where other weights may be in the place of the trained ones; ``CheckpointFailed`` where
-        it cannot be written.
+        raised by the next ``save``, ``checkpoints.finish`` or ``close``. Raises on every rank: ``RunRefused`` for a
+        folder that is none or differs over them, inside an accumulation window, whose gradients are in no checkpoint,
+        and inside ``evaluating()``, where other weights may be in the place of the trained ones;
+        ``CheckpointFailed`` where it cannot be written.
         """
         check_count("keep", keep, least=1)
         self.loop.do(events.Saved())
         self._looks.before_saving()
         with self.loop.allowed():
-            self._checkpoints.save(self._parts(), folder, keep=keep, wait=wait)
-
-    @names_lost_rank
-    def finish_saving(self) -> None:
-        """Wait for a checkpoint that is being written. Raises ``CheckpointFailed`` where it could not be."""
-        self._checkpoints.writer.finish()
-
-    @names_lost_rank
-    def check_saving(self, folder: str) -> None:
-        """Make the folder; raise now for what would keep ``save`` from working, as it would. Collective."""
-        self._checkpoints.check(self._parts(), folder)
+            self.checkpoints.run.save(self._parts(), folder, keep=keep, wait=wait)
 
     @names_lost_rank
     def resume(
@@ -282,7 +273,7 @@ class Prepared:
         check_names("accept", accept)
         self.loop.do(events.Resuming())
         with self.loop.allowed():
-            resumed = self._checkpoints.resume(
+            resumed = self.checkpoints.run.resume(
                 self._parts(), folder, accept=accept, only_model=only_model, missing_ok=missing_ok
             )
         if resumed is None:
@@ -303,7 +294,7 @@ class Prepared:
             attestation=self.attestation,
             steps=self.steps,
             epoch=self.epoch,
-            set_epoch=self.set_epoch,
+            set_epoch=self.loop.passes.set_epoch,
         )
 
     @names_lost_rank
@@ -331,13 +322,13 @@ class Prepared:
         """
         failing = sys.exc_info()[1] is not None
         if failing:
-            self._checkpoints.writer.leave()
+            self.checkpoints.writer.leave()
         else:
-            self._checkpoints.writer.close()
-        self._log.finish()
+            self.checkpoints.writer.close()
+        self.log.finish()
         if self.loop.plan.engine_steps:
             give_back_linear()
-        owned_optimizers.release(self, self.optimizers, self._watch)
+        owned_optimizers.release(self, joint_optimizer.members(self.optimizer), self._watch)
         self.model = unwrap(self.model)
         self.loop.close(self.model, driver(self.model))
         self._looks.look.let_go(self.model)
@@ -356,50 +347,12 @@ class Prepared:
             self._waits.stop()
         return self._ended
 
-    def log_to(self, *specs: TrackerSpec) -> None:
-        """``log`` writes there from here on: ``JsonLines``, ``TensorBoard``, ``WandB``, ``MLflow``, or a function.
+    if not TYPE_CHECKING:  # a checker knows the members, and would take any name for one of them
 
-        A function makes a tracker, as ``lambda: wandb.init(project="x")`` does (``training.trackers``). Only the
-        main process opens one; after ``resume``, so that it knows the step. Raises on every rank for what is no
-        tracker (``TypeError``), is logged to already (``ValueError``), or whose package is not installed
-        (``ModuleNotFoundError``); on the main process alone for what a function has made.
-        """
-        self.loop.do(events.Called("ready.log_to()"))
-        self._log.to(specs, self.steps)
-
-    def log(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
-        """Write numbers, words and tensors of one element on the main process; ``step`` None: ``steps``.
-
-        They are those of the main process: average over the ranks before. None is left out. Not collective; raises
-        ``TypeError`` on every rank that calls it for a value that is no single one, and ``ValueError`` for the name
-        ``step``, which is the trackers' own.
-        """
-        self.loop.do(events.Called("ready.log()", counts=step is None and bool(self._log.open)))
-        self._log.log(values, self.steps if step is None else step)
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next pass over each loader has this number, which gives its order. They advance by themselves too."""
-        check_count("epoch", epoch, least=0)
-        self._told_epoch = epoch
-        self.loop.passes.set_epoch(epoch)
-
-    @names_lost_rank
-    def reduce(self, value: Any, how: How = "mean") -> Any:
-        """Numbers and tensors, nested or not, as mean, sum, max or min over the data ranks. Collective."""
-        self.loop.do(events.Called("ready.reduce()"))
-        return reduce_over_ranks(value, how, _same_data(self.plan))
-
-    @names_lost_rank
-    def gather(self, value: Any) -> list[Any]:
-        """What each data rank gives, as a list with an item per rank; for what is small. Collective."""
-        self.loop.do(events.Called("ready.gather()"))
-        return gather_over_ranks(value, _same_data(self.plan))
-
-    @names_lost_rank
-    def gather_for_metrics(self, value: Any) -> Any:
-        """What all ranks have made of the batches in use, each sample once (``loading.gather``). Collective."""
-        self.loop.do(events.Called("ready.gather_for_metrics()"))
-        return self.loop.passes.gather(value)
+        def __getattr__(self, name: str) -> Any:
+            """Say what to write for a member that has moved."""
+            now = f"; write {MOVED[name]}" if name in MOVED else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{now}", name=name, obj=self)
 
     def _attest(self, asked: tuple[Asked, ...]) -> None:
         """Put what was asked before the first step into the attestation."""
@@ -418,9 +371,45 @@ def _asking(ready: Prepared) -> Callable[[], None]:
     return ask
 
 
+def _parting(ready: Prepared) -> Callable[[], session.RunParts]:
+    """Give the parts of a run as they are when they are asked for, without keeping the run alive."""
+    weak = weakref.proxy(ready)
+
+    def parts() -> session.RunParts:
+        found: session.RunParts = weak._parts()
+        return found
+
+    return parts
+
+
 def _same_data(plan: Plan) -> int:
     """Neighbouring ranks that read the same samples: those that differ on the last axes of the mesh alone."""
     return prod(axis.size for axis in plan.mesh if axis.name in SAME_DATA)
+
+
+def loop_plan(plan: Plan, model: Any, optimizer: Any, scaler: Any, scheduler: Any) -> LoopPlan:
+    """The constants that the loop of a prepared model asks for."""
+    owners, run = plan.owners, plan.run
+    engine_ticks = run.engine_steps and owners.scheduler != "prepkit"
+    several = optimizer is not None and any(isinstance(one, LBFGS) for one in joint_optimizer.members(optimizer))
+    return LoopPlan(
+        accumulation=owners.accumulation_steps,
+        optimizer="" if optimizer is None else type(optimizer).__name__,
+        wants_closure="LBFGS" if several else "",
+        engine=run.engine,
+        engine_steps=run.engine_steps,
+        averages=plan.data_parallel_size > 1 and run.collectives == "torch",
+        wrapper_averages=isinstance(model, DistributedDataParallel),
+        loses_gradients=isinstance(model, FullyShardedDataParallel),
+        shows_gradients=run.shows_gradients,
+        average_each=run.average_each,
+        loss_scaled=scaler is not None,
+        clips="" if owners.clip is None else str(owners.clip),
+        ticks=0 if engine_ticks or scheduler is None else owners.scheduler_ticks,
+        global_batch=run.global_batch is not None,
+        no_mean_over=token_loss.without_effect(plan, model),
+        accepted=frozenset(rule.id for rule in RULES if rule.overridable and rule.id in run.accepted),
+    )
 
 
 def prepared(applied: Applied) -> Prepared:

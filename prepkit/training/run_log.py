@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 import torch
 from attrs import define, field
 from torch.distributed.tensor import DTensor
 
-from prepkit.codec import to_data
-from prepkit.config import Config
+from prepkit.codec import settings_of
 from prepkit.loading.loader import Loader
+from prepkit.plan import Plan
 from prepkit.training import trackers
 from prepkit.training.trackers import Tracker, TrackerSpec
 
@@ -23,24 +23,36 @@ class RunLog:
 
     main: bool
     """This is the main process."""
-    config: Config
+    plan: Plan = field(repr=False)
+    """Its config is given to trackers that are opened."""
+    asked: Callable[..., None] = field(repr=False)
+    """Raises ``RunRefused`` for a call after ``close``; with ``counts`` also for a step that is not to be counted."""
+    steps: Callable[[], int] = field(repr=False)
+    """Optimizer steps that were taken."""
     open: list[Tracker] = field(factory=list, init=False)
     given: list[TrackerSpec] = field(factory=list, init=False)
     """Trackers that were given: known on every rank, so that a second time is refused on all of them."""
 
-    def to(self, specs: tuple[TrackerSpec, ...], step: int) -> None:
-        """Open trackers, all or none; ``step`` is the optimizer's. Raises as ``Prepared.log_to``."""
+    def to(self, *specs: TrackerSpec) -> None:
+        """Write there from here on: ``JsonLines``, ``TensorBoard``, ``WandB``, ``MLflow``, or a function. All or none.
+
+        A function makes a tracker, as ``lambda: wandb.init(project="x")`` does (``training.trackers``). Only the
+        main process opens one; after ``resume``, so that it knows the step. Raises on every rank for what is no
+        tracker (``TypeError``), is logged to already (``ValueError``), or whose package is not installed
+        (``ModuleNotFoundError``); on the main process alone for what a function has made.
+        """
+        self.asked("ready.log.to()")
         given = list(self.given)
         for spec in specs:
             trackers.check(spec)
             trackers.refuse_second(spec, given)
             given.append(spec)
         if self.main:
-            self._open(specs, step)
+            self._open(specs, self.steps())
         self.given = given
 
     def _open(self, specs: tuple[TrackerSpec, ...], step: int) -> None:
-        settings = dict(_flat(to_data(self.config), ""))
+        settings = settings_of(self.plan)
         new: list[Tracker] = []
         try:
             for spec in specs:
@@ -53,8 +65,15 @@ class RunLog:
             raise
         self.open.extend(new)
 
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Write values at a step. Raises ``TypeError`` and ``ValueError`` on every rank for what is no single value."""
+    def __call__(self, values: Mapping[str, Any], *, step: int | None = None) -> None:
+        """Write numbers, words and tensors of one element on the main process; ``step`` None: the optimizer's.
+
+        They are those of the main process: average over the ranks before. None is left out. Not collective; raises
+        ``TypeError`` on every rank that calls it for a value that is no single one, and ``ValueError`` for the name
+        ``step``, which is the trackers' own.
+        """
+        self.asked("ready.log()", step is None and bool(self.open))
+        step = self.steps() if step is None else step
         _check_call(values, step)
         for name, value in values.items():
             _check(name, value)
@@ -98,21 +117,6 @@ def _check(name: str, value: Any) -> None:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """A config as single values under dotted names."""
-    match value:
-        case dict():
-            for name, part in value.items():
-                yield from _flat(part, f"{path}.{name}" if path else name)
-        case list():
-            for at, part in enumerate(value):
-                yield from _flat(part, f"{path}.{at}")
-        case None:
-            return
-        case _:
-            yield path, value
 
 
 def show(main: bool, values: tuple[Any, ...], sep: str, end: str, file: TextIO | None) -> None:

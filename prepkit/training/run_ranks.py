@@ -7,6 +7,8 @@ from typing import Any, TextIO
 
 from attrs import frozen
 
+from prepkit.loading.passes import Passes
+from prepkit.loading.reduce import How, gather_over_ranks, reduce_over_ranks
 from prepkit.ranks import launcher, named_barrier
 from prepkit.ranks.peers import Peers, named
 from prepkit.ranks.within import check_limit
@@ -21,6 +23,9 @@ class RunRanks:
     """The others; None: alone."""
     _asked: Callable[[str], None]
     """Raises ``RunRefused`` for a call after ``close``."""
+    _passes: Passes
+    _same_data: int
+    """Neighbouring ranks that read the same samples, and count once."""
 
     @property
     def is_main(self) -> bool:
@@ -37,6 +42,24 @@ class RunRanks:
         A loader that goes on inside a pass begins its bar there. ``disable=False`` shows the bar in a file as well.
         """
         return run_log.bar(self.is_main, iterable, options)
+
+    def reduce(self, value: Any, how: How = "mean") -> Any:
+        """Numbers and tensors, nested or not, as mean, sum, max or min over the data ranks. Collective."""
+        with named(self._peers, "ready.ranks.reduce()"):
+            self._asked("ready.ranks.reduce()")
+            return reduce_over_ranks(value, how, self._same_data)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each data rank gives, as a list with an item per rank; for what is small. Collective."""
+        with named(self._peers, "ready.ranks.gather()"):
+            self._asked("ready.ranks.gather()")
+            return gather_over_ranks(value, self._same_data)
+
+    def gather_for_metrics(self, value: Any) -> Any:
+        """What all ranks have made of the batches in use, each sample once (``loading.gather``). Collective."""
+        with named(self._peers, "ready.ranks.gather_for_metrics()"):
+            self._asked("ready.ranks.gather_for_metrics()")
+            return self._passes.gather(value)
 
     def barrier(self, name: str = "", *, timeout_s: float = 600.0) -> None:
         """Return when every rank is here, with the same ``name``; host threads meet, devices are not waited for.

@@ -81,7 +81,7 @@ class WandB:
     """A run of Weights & Biases. Needs the package ``wandb``.
 
     Give it an ``id``, so that a run that goes on is the same one there; W&B leaves out steps that it has already. For
-    other options of ``wandb.init`` write ``ready.log_to(lambda: wandb.init(...))``.
+    other options of ``wandb.init`` write ``ready.log.to(lambda: wandb.init(...))``.
     """
 
     project: str
@@ -128,7 +128,7 @@ Open = Callable[[], Tracker]
 """A function of the user's that makes a tracker, called on the main process."""
 
 TrackerSpec = JsonLines | TensorBoard | WandB | MLflow | Open
-"""A value that ``ready.log_to`` takes."""
+"""A value that ``ready.log.to`` takes."""
 
 PACKAGES = {TensorBoard: "tensorboard", WandB: "wandb", MLflow: "mlflow"}
 """Packages that a tracker needs besides prepkit."""

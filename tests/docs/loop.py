@@ -15,7 +15,7 @@ _WITH = {
     events.PassEnded: (0,),
     events.Averaging: (None,),
     events.Resumed: (0,),
-    events.Called: ("ready.reduce()",),
+    events.Called: ("ready.ranks.reduce()",),
 }
 """Arguments of the events that have no defaults."""
 _SHOWN = LoopPlan(accumulation=2, ticks=1)

@@ -56,7 +56,7 @@ def looped(rank: int, world: int, engine: Engine, mesh: pk.Mesh | None = None, r
         trained.append(epoch)
         with torch.no_grad():
             for inputs, index in ready.loaders[1]:
-                seen, output = ready.gather_for_metrics((index, ready.model(inputs).sum(1)))
+                seen, output = ready.ranks.gather_for_metrics((index, ready.model(inputs).sum(1)))
                 gathered += seen.tolist()
                 losses += output.tolist()
     return trained, gathered, ready.loop.pending, losses
@@ -90,9 +90,9 @@ def test_what_is_gathered_in_an_inner_loop_is_of_its_batches() -> None:
     ready = pk.apply(pk.build_plan(pk.Config(optimizer=pk.optim.SGD(lr=0.1)), nn.Linear(1, 1), loaders=loaders))
     outer = iter(ready.loaders[0])
     next(outer)
-    inner = [ready.gather_for_metrics(batch).flatten().tolist() for batch in ready.loaders[1]]
+    inner = [ready.ranks.gather_for_metrics(batch).flatten().tolist() for batch in ready.loaders[1]]
     assert inner == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    assert ready.gather_for_metrics(next(outer)).flatten().tolist() == [4.0, 5.0]
+    assert ready.ranks.gather_for_metrics(next(outer)).flatten().tolist() == [4.0, 5.0]
 
 
 def test_a_loop_over_a_loader_that_skips_reads_the_rest_of_that_pass_alone() -> None:
@@ -186,7 +186,7 @@ def read(rank: int, world: int) -> dict[str, tuple[list[int], list[int], list[li
         for _ in range(2):
             once, sizes = [], []
             for batch in loader:
-                once += ready.gather_for_metrics(batch).tolist()
+                once += ready.ranks.gather_for_metrics(batch).tolist()
                 sizes.append(len(batch))
             passes.append(once)
         found[name] = (passes[0], sizes, passes)
@@ -341,7 +341,7 @@ def epochs(rank: int, world: int, told: bool, folder: str) -> tuple[list[int], i
             ready.resume(folder)
         for epoch in range(ready.epoch, 3):
             if told:
-                ready.set_epoch(epoch)
+                ready.loop.passes.set_epoch(epoch)
             seen.append(epoch)
             for inputs, _ in ready.loaders[1]:
                 ready.backward(ready.model(inputs).square().mean())

@@ -1,4 +1,4 @@
-"""``ready.reduce`` and ``ready.gather``: numbers of all ranks for a script that prints them or decides by them."""
+"""``ready.ranks.reduce`` and ``ready.ranks.gather``: numbers of all ranks for a script to use."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def numbers(rank: int, world: int, tensor: int = 1) -> dict[str, Any]:
     ready = prepared(pk.FSDP2() if tensor > 1 else pk.DDP(), mesh)
     mine = rank // tensor + 1
     value = {"loss": torch.tensor([float(mine), 0.5]), "seen": (mine, [torch.tensor(mine)]), "rate": mine / 4}
-    got = {how: ready.reduce(value, how) for how in ("mean", "sum", "max", "min")}
-    got["default"] = ready.reduce(float(mine))
-    got["wide"] = ready.reduce(torch.tensor(mine, dtype=torch.bfloat16), "sum")
-    got["flag"] = (ready.reduce(torch.tensor(mine == 1), "sum"), ready.reduce(mine == 1, "max"))
-    got["gather"] = ready.gather({"at": mine, "rows": torch.arange(mine)})
+    got = {how: ready.ranks.reduce(value, how) for how in ("mean", "sum", "max", "min")}
+    got["default"] = ready.ranks.reduce(float(mine))
+    got["wide"] = ready.ranks.reduce(torch.tensor(mine, dtype=torch.bfloat16), "sum")
+    got["flag"] = (ready.ranks.reduce(torch.tensor(mine == 1), "sum"), ready.ranks.reduce(mine == 1, "max"))
+    got["gather"] = ready.ranks.gather({"at": mine, "rows": torch.arange(mine)})
     if mesh is None:
         return got
     sharded = distribute_tensor(torch.arange(4.0), next(ready.model.parameters()).device_mesh)
-    return got | {"sharded": ready.reduce(sharded, "mean").tolist()}
+    return got | {"sharded": ready.ranks.reduce(sharded, "mean").tolist()}
 
 
 @pytest.mark.parametrize("tensor", [1, 2], ids=["ddp", "tensor"])
@@ -60,12 +60,12 @@ def test_numbers_are_those_of_the_data_ranks_and_tensor_ranks_count_once(gang2: 
 
 def test_one_process_has_its_own_numbers() -> None:
     ready = prepared(pk.Single())
-    assert ready.reduce({"a": 3, "b": torch.tensor([2.0])}, "sum") == {"a": 3, "b": torch.tensor([2.0])}
-    assert ready.reduce(3) == 3.0
-    assert ready.reduce({}) == {}
-    assert ready.gather("x") == ["x"]
+    assert ready.ranks.reduce({"a": 3, "b": torch.tensor([2.0])}, "sum") == {"a": 3, "b": torch.tensor([2.0])}
+    assert ready.ranks.reduce(3) == 3.0
+    assert ready.ranks.reduce({}) == {}
+    assert ready.ranks.gather("x") == ["x"]
     loss = torch.tensor(2.0, requires_grad=True)
-    assert not ready.reduce(loss).requires_grad
+    assert not ready.ranks.reduce(loss).requires_grad
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def differing(rank: int, world: int) -> list[str]:
     texts = []
     for mine in ({"a": 1.0, "b": 2.0}, {"b": 1.0, "a": 2.0}), (torch.ones(2), torch.ones(3)), (1.0, torch.ones(())):
         with pytest.raises(ValueError, match="different structure, shape or dtype") as refused:
-            ready.reduce(mine[rank])
+            ready.ranks.reduce(mine[rank])
         texts.append(str(refused.value))
-    return [*texts, str(ready.reduce(rank, "sum"))]
+    return [*texts, str(ready.ranks.reduce(rank, "sum"))]
 
 
 def test_ranks_that_do_not_mean_the_same_are_told_so_on_all_of_them_and_nobody_waits(gang2: Gang) -> None:
@@ -102,9 +102,9 @@ def unlike(rank: int, world: int) -> tuple[Any, bool]:
     """A sum where one rank has met no batch yet, and whether another ``how`` on one rank is told."""
     del world
     ready = prepared(pk.DDP())
-    total = ready.reduce(1 if rank else 1.5, "sum")
+    total = ready.ranks.reduce(1 if rank else 1.5, "sum")
     with pytest.raises(ValueError, match="or another how"):
-        ready.reduce(rank + 1, "sum" if rank else "max")
+        ready.ranks.reduce(rank + 1, "sum" if rank else "max")
     return total, True
 
 
@@ -119,11 +119,11 @@ def cannot(rank: int, world: int) -> list[str]:
     texts = []
     for mine in (None, "x", 2**52 + 1, torch.tensor(2**53)):
         with pytest.raises((TypeError, ValueError)) as refused:
-            ready.reduce(mine if rank else 1)
+            ready.ranks.reduce(mine if rank else 1)
         texts.append(str(refused.value))
     with pytest.raises(TypeError) as unsent:
-        ready.gather((lambda: 0) if rank else 1)
-    return [*texts, str(unsent.value), str(ready.reduce(rank, "sum")), str(ready.reduce(2**51, "sum"))]
+        ready.ranks.gather((lambda: 0) if rank else 1)
+    return [*texts, str(unsent.value), str(ready.ranks.reduce(rank, "sum")), str(ready.ranks.reduce(2**51, "sum"))]
 
 
 def test_what_one_rank_cannot_give_is_told_on_every_rank_and_both_go_on(gang2: Gang) -> None:
@@ -133,5 +133,5 @@ def test_what_one_rank_cannot_give_is_told_on_every_rank_and_both_go_on(gang2: G
     assert "and not 'x'" in own[1]
     assert all("needs more than the 53 bits" in text for text in own[2:4])
     assert other[4] == own[4]
-    assert other[4].startswith("what rank 1 gives ready.gather cannot be sent: ")
+    assert other[4].startswith("what rank 1 gives ready.ranks.gather cannot be sent: ")
     assert other[5:] == own[5:] == ["1", str(2**52)]

@@ -252,11 +252,11 @@ import sys
 import torch
 import prepkit as pk
 ready = pk.apply(pk.build_plan(pk.Config(engine=pk.DDP(), optimizer=pk.optim.AdamW()), torch.nn.Linear(2, 2)))
-assert ready.reduce(1.0) == 1.0
+assert ready.ranks.reduce(1.0) == 1.0
 if sys.argv[1] == "1":
     raise ValueError("no such batch")
 try:
-    ready.reduce(1.0)
+    ready.ranks.reduce(1.0)
 except pk.errors.RankFailed as failed:
     print(failed.rank, failed)
 """
@@ -285,7 +285,9 @@ def test_a_rank_that_raises_is_named_with_what_it_raised_and_called_last() -> No
             process.kill()
     assert raised.rstrip().endswith("ValueError: no such batch"), raised
     assert heard_by_zero.startswith("1 rank 1 of 2"), (heard_by_zero, errors)
-    words = "it raised ValueError: no such batch; the last call of its run was ready.reduce(), before ready.close()"
+    words = (
+        "it raised ValueError: no such batch; the last call of its run was ready.ranks.reduce(), before ready.close()"
+    )
     assert f"({words})" in heard_by_zero
 
 

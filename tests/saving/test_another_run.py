@@ -43,7 +43,7 @@ def test_checkpoints_of_a_run_that_was_not_resumed_are_left_alone_and_reported_o
         for _ in range(times):
             step(ready, steps)
             ready.save(str(tmp_path), keep=keep, wait=wait)
-        ready.finish_saving()
+        ready.checkpoints.finish()
 
     old, new, again = prepared(), prepared(), prepared()
     assert heard(lambda: saved(old, 3, 3, 3)) == []

@@ -62,7 +62,7 @@ def first_half(rank: int, world: int, cfg: Config, folder: str) -> list[float]:
     trained(ready, batches()[:2], rank, world)
     ready.save(folder, wait=False)
     on = trained(ready, batches()[2:], rank, world)
-    ready.finish_saving()
+    ready.checkpoints.finish()
     return on
 
 

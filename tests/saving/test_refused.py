@@ -232,12 +232,12 @@ def test_a_scheduler_that_could_not_be_read_again_is_said_before_training(tmp_pa
     ready = prepared()
     ready.scheduler.own = Bomb(tmp_path / "never")
     with pytest.raises(CheckpointFailed, match=r"not-plain at the state of the scheduler: it is no plain"):
-        ready.check_saving(str(tmp_path / "run"))
+        ready.checkpoints.check(str(tmp_path / "run"))
     (tmp_path / "file").touch()
     del ready.scheduler.own
     with pytest.raises(CheckpointFailed, match=r"checkpoint\.not-written at .*(Not a directory|File exists)"):
-        ready.check_saving(str(tmp_path / "file"))
-    ready.check_saving(str(tmp_path / "new" / "folder"))
+        ready.checkpoints.check(str(tmp_path / "file"))
+    ready.checkpoints.check(str(tmp_path / "new" / "folder"))
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
@@ -276,7 +276,7 @@ def test_counters_and_positions_of_loaders_go_on(tmp_path: Path) -> None:
     for one in (ready, again):
         one.loaders = (Positioned([1, 2]),)
     ready.loaders[0].at = 17
-    ready.set_epoch(3)
+    ready.loop.passes.set_epoch(3)
     train(ready, 2)
     ready.save(str(tmp_path))
     again.resume(str(tmp_path))
@@ -292,7 +292,7 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call_and_the_last_go
         patch.setattr(files, "_sha256", lambda _: (_ for _ in ()).throw(OSError("disk is gone")))
         ready.save(str(tmp_path), wait=False)
         with pytest.raises(CheckpointFailed, match="disk is gone"):
-            ready.finish_saving()
+            ready.checkpoints.finish()
     assert find(str(tmp_path)) == good
     assert not list(tmp_path.glob("*.partial"))
     before = state(ready)
@@ -350,7 +350,7 @@ def test_what_is_no_folder_is_refused_with_what_to_type_and_not_taken_for_a_new_
         lambda: ready.resume(folder),
         lambda: ready.resume(folder, missing_ok=True),
         lambda: ready.save(folder),
-        lambda: ready.check_saving(folder),
+        lambda: ready.checkpoints.check(folder),
     ):
         with pytest.raises(RunRefused) as caught:
             call()
@@ -380,7 +380,7 @@ def folders_that_differ(rank: int, world: int, root: str) -> list[str]:
     told: list[str] = []
     for other in (f"{root}/b", None):
         folder: Any = other if rank else f"{root}/a"
-        for call in (partial(ready.resume, missing_ok=True), ready.save, ready.check_saving):
+        for call in (partial(ready.resume, missing_ok=True), ready.save, ready.checkpoints.check):
             with pytest.raises(RunRefused) as caught:
                 call(folder)
             told.append(str(caught.value))

@@ -237,7 +237,7 @@ def test_saving_and_resuming_change_no_warning_filter_and_warn_of_nothing(tmp_pa
         warnings.simplefilter("always")
         inside = list(warnings.filters)
         ready.save(str(tmp_path), wait=wait)
-        ready.finish_saving()
+        ready.checkpoints.finish()
         prepared().resume(str(tmp_path))
         assert warnings.filters == inside
     assert [str(one.message) for one in heard] == []

@@ -102,7 +102,7 @@ def _train(ready: Any, model: Any, rank: int, steps: range) -> list[tuple[float,
         loss = tiny.loss_of(ready.model, tiny.batch_of(model, step, rank))
         ready.backward(loss)
         assert ready.step()
-        curve.append((float(ready.reduce(loss.detach())), float(ready.grad_norm)))
+        curve.append((float(ready.ranks.reduce(loss.detach())), float(ready.grad_norm)))
     return curve
 
 

@@ -55,14 +55,14 @@ def averaged(rank: int, world: int, engine: Any) -> tuple[torch.Tensor, torch.Te
     torch.manual_seed(0)
     cfg = pk.Config(engine=engine, optimizer=pk.optim.SGD(lr=0.1))
     ready: Any = pk.apply(pk.build_plan(cfg, Layers()))
-    ema = ready.ema(decay=0.5)
+    ema = pk.Ema(ready, decay=0.5)
     for _ in range(3):
         ready.backward(ready.model(BATCH.chunk(world)[rank]).square().mean())
         with torch.no_grad():
             ready.model(BATCH)  # leaves the root gathered when the optimizer steps
         assert ready.step()
         ema.update()
-    other = ready.ema(decay=0.5)
+    other = pk.Ema(ready, decay=0.5)
     other.load_state_dict(ema.state_dict())
     with torch.no_grad():
         with ema.applied():
@@ -88,19 +88,19 @@ def test_an_average_of_shards_equals_torchs_of_the_whole_model(gang2: Gang, engi
 def test_a_decay_that_averages_nothing_is_refused() -> None:
     ready: Any = pk.apply(pk.build_plan(pk.Config(optimizer=pk.optim.SGD(lr=0.1)), Layers()))
     with pytest.raises(ValueError, match="no average"):
-        ready.ema(decay=1.0)
+        pk.Ema(ready, decay=1.0)
 
 
 def test_no_average_is_taken_of_parameters_that_are_elsewhere() -> None:
     ready: Any = pk.apply(pk.build_plan(pk.Config(optimizer=pk.optim.SGD(lr=0.1)), Layers()))
     next(ready.model.parameters()).ds_tensor = torch.zeros(1)  # ZeRO-3's mark
     with pytest.raises(RunRefused, match=r"ema\.zero3 at model: ZeRO-3 keeps parameters"):
-        ready.ema()
+        pk.Ema(ready)
 
 
 def test_while_averages_stand_in_the_place_of_weights_nothing_is_trained_or_saved(tmp_path: Path) -> None:
     ready = pk.apply(pk.build_plan(pk.Config(optimizer=pk.optim.SGD(lr=0.1)), nn.Linear(2, 1)))
-    average = ready.ema(0.5)
+    average = pk.Ema(ready, 0.5)
     loss = ready.model(torch.ones(1, 2)).sum()
     with average.applied():
         for call in (lambda: ready.backward(loss), ready.step, lambda: ready.save(str(tmp_path))):

@@ -30,7 +30,7 @@ def curve(engine: pk.Single | pk.FSDP2) -> list[float]:
             loss = nn.functional.mse_loss(ready.model(inputs), targets)
             ready.backward(loss)
             ready.step()
-            losses.append(ready.reduce(float(loss.detach())))
+            losses.append(ready.ranks.reduce(float(loss.detach())))
     ready.close()
     return losses
 

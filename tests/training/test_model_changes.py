@@ -179,7 +179,7 @@ def averages(rank: int, world: int, folder: str) -> tuple[float, float, bool, st
     del rank, world
     lean()
     ready, model, _ = prepared(pk.DeepSpeed(stage=2, micro_batch=4), precision=pk.BF16())
-    ema = ready.ema(0.999)
+    ema = pk.Ema(ready, 0.999)
     start = ema.averages["inside.weight"].float().clone()
     train(ready, 2)
     ema.update()

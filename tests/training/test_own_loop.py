@@ -83,7 +83,7 @@ def test_nor_does_one_that_reads_the_optimizer_s_state_or_goes_on_behind_close()
 def test_steps_that_nobody_counted_are_told_where_their_number_is_written(tmp_path: Path) -> None:
     ready = prepared(pk.Single())
     seen: list[int] = []
-    ready.log_to(lambda: Kept(seen))
+    ready.log.to(lambda: Kept(seen))
     assert heard(lambda: ready.log({"loss": 1.0})) == [], "before any step the number is right"
     by_hand(ready)
     said = heard(lambda: [ready.log({"loss": 1.0}, step=1), ready.log({"loss": 1.0}), ready.log({"loss": 1.0})])

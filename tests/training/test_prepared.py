@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+import prepkit as pk
 from prepkit.config import (
     DDP,
     FSDP1,
@@ -28,7 +31,7 @@ from prepkit.config import (
 )
 from prepkit.objects import names
 from prepkit.training.drivers import clip, total_norm
-from prepkit.training.prepared import Prepared
+from prepkit.training.prepared import MOVED, Prepared
 from tests.support.fragile_model import WORDS, Tiny, applied, planned, stepped
 from tests.support.gang import Gang
 from tests.support.single_step import shard_mesh
@@ -265,7 +268,7 @@ def test_a_new_epoch_reaches_the_sharded_loaders_and_passes_the_others_by() -> N
     loaders = (whole_data, DataLoader(list(range(8)), sampler=sampler), [1])
     ready = Prepared(model=model, plan=planned(Config(), model, optimizer), loaders=loaders)
     first = list(sampler)
-    ready.set_epoch(5)
+    ready.loop.passes.set_epoch(5)
     assert sampler.epoch == 5
     assert list(sampler) != first
 
@@ -303,14 +306,14 @@ def test_a_window_goes_on_in_the_next_pass_where_the_config_says_so(how: ShardLo
 def test_metrics_are_gathered_inside_a_loop_and_by_sample() -> None:
     ready, _ = looped(Config(), 2)
     with pytest.raises(RuntimeError, match=r"inside a loop over one of ready\.loaders"):
-        ready.gather_for_metrics(torch.zeros(4))
+        ready.ranks.gather_for_metrics(torch.zeros(4))
     for batch in ready.loaders[0]:
-        assert ready.gather_for_metrics({"x": batch, "loss": batch.sum()})["x"].tolist() == batch.tolist()
-        assert ready.gather_for_metrics(["a", "b", "c", "d"]) == ["a", "b", "c", "d"]
+        assert ready.ranks.gather_for_metrics({"x": batch, "loss": batch.sum()})["x"].tolist() == batch.tolist()
+        assert ready.ranks.gather_for_metrics(["a", "b", "c", "d"]) == ["a", "b", "c", "d"]
         with pytest.raises(ValueError, match=r"shape \(2,\) for a batch of 4 samples; give it one row per sample"):
-            ready.gather_for_metrics(batch[:2])
+            ready.ranks.gather_for_metrics(batch[:2])
         with pytest.raises(ValueError, match="takes tensors or a list with an item per sample, not 3"):
-            ready.gather_for_metrics(3)
+            ready.ranks.gather_for_metrics(3)
 
 
 # --- clipping ------------------------------------------------------------------------------------------------------
@@ -348,3 +351,17 @@ def test_whole_and_sharded_gradients_have_one_norm_together(gang2: Gang, power: 
 def test_without_gradients_the_norm_is_zero() -> None:
     assert float(total_norm([], 2.0)) == 0.0
     assert float(clip(ClipNorm(1.0), [nn.Parameter(torch.zeros(1))]) or 0.0) == 0.0
+
+
+def test_a_member_that_has_moved_says_what_to_write() -> None:
+    plan = pk.build_plan(pk.Config(engine=pk.Single()), nn.Linear(2, 2))
+    ready = pk.apply(plan)
+    for name, now in MOVED.items():
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'; write {re.escape(now)}$"):
+            getattr(ready, name)
+        if now.startswith("ready."):
+            assert operator.attrgetter(now.removeprefix("ready.").partition("(")[0])(ready) is not None
+        else:
+            assert getattr(pk, now.removeprefix("pk.").partition("(")[0])
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+        _ = ready.nonsense  # type: ignore[attr-defined]

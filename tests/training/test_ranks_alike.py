@@ -43,7 +43,7 @@ def own_rates(rank: int, world: int, engine: Any) -> tuple[str, bool]:
 def test_rates_that_differ_over_ranks_are_refused_on_all_of_them(gang2: Gang, engine: Any) -> None:
     for told, same in gang2.run(own_rates, engine, timeout=60):
         assert "Ranks step with different options: lr of group 0 is 0.1 on rank 0, 0.2 on rank 1." in told
-        assert "give it ready.reduce(metric)" in told
+        assert "give it ready.ranks.reduce(metric)" in told
         assert same
 
 

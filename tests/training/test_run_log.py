@@ -31,7 +31,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_json_lines_hold_what_was_logged_at_which_step_and_go_on_after_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "log.jsonl"
     ready = prepared()
-    ready.log_to(pk.track.JsonLines(str(path)))
+    ready.log.to(pk.track.JsonLines(str(path)))
     ready.log({"loss": torch.tensor(2.5), "norm": None, "of": "epoch 0"})
     ready.backward(ready.model(torch.ones(1, 2)).sum())
     ready.step()
@@ -42,7 +42,7 @@ def test_json_lines_hold_what_was_logged_at_which_step_and_go_on_after_a_torn_li
     with path.open("a") as file:
         file.write('{"step": 8, "lo')
     again = prepared()
-    again.log_to(pk.track.JsonLines(str(path)))
+    again.log.to(pk.track.JsonLines(str(path)))
     again.log({"loss": 3.0}, step=8)
     again.close()
     assert lines(path) == [
@@ -65,10 +65,10 @@ def test_what_is_no_single_value_is_refused(value: Any, said: str) -> None:
 def test_what_is_no_tracker_or_has_no_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepared()
     with pytest.raises(TypeError, match=r"'runs/7' cannot be logged to; give pk.track.JsonLines"):
-        ready.log_to("runs/7")
+        ready.log.to("runs/7")
     monkeypatch.setattr("prepkit.training.trackers.PACKAGES", {pk.track.WandB: "no_such_package_here"})
     with pytest.raises(ModuleNotFoundError, match="WandB needs no_such_package_here: pip install"):
-        ready.log_to(pk.track.WandB(project="x"))
+        ready.log.to(pk.track.WandB(project="x"))
 
 
 class Recorder:
@@ -114,7 +114,7 @@ SPECS = {
 def test_each_tracker_is_called_as_its_package_wants(calls: list[tuple[Any, ...]], name: str) -> None:
     ready = prepared(accumulation=2)
     ready.loop.steps = 3  # as after a resume
-    ready.log_to(SPECS[name])
+    ready.log.to(SPECS[name])
     ready.log({"loss": torch.tensor(0.5), "of": "epoch 0"})
     ready.close()
     started, logged, ended = calls[:-2], calls[-2], calls[-1]
@@ -140,7 +140,7 @@ def test_each_tracker_is_called_as_its_package_wants(calls: list[tuple[Any, ...]
 
 def test_any_function_that_makes_a_tracker_will_do(calls: list[tuple[Any, ...]]) -> None:
     ready = prepared()
-    ready.log_to(lambda: Recorder(calls))
+    ready.log.to(lambda: Recorder(calls))
     ready.log({"loss": 1.0})
     ready.close()
     ready.close()
@@ -179,7 +179,7 @@ def quiet(rank: int, world: int, folder: str) -> dict[str, Any]:
     cfg = pk.Config(engine=pk.FSDP2(wrap=pk.wrap.WrapRoot()), optimizer=pk.optim.AdamW())
     ready = pk.apply(pk.build_plan(cfg, nn.Linear(2, 2), loaders=[loader]))
     out = io.StringIO()
-    ready.log_to(pk.track.JsonLines(f"{folder}/log.jsonl"), tracker)
+    ready.log.to(pk.track.JsonLines(f"{folder}/log.jsonl"), tracker)
     ready.log({"loss": float(rank)})
     ready.ranks.print("from", rank, file=out)
     list(ready.ranks.progress(ready.loaders[0], disable=False, file=out))
@@ -215,7 +215,7 @@ def test_a_file_that_holds_something_else_is_refused_and_stays(tmp_path: Path) -
 def test_what_json_has_no_number_for_is_a_word_that_float_reads(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     ready = prepared()
-    ready.log_to(pk.track.JsonLines(str(path)))
+    ready.log.to(pk.track.JsonLines(str(path)))
     ready.log({"nan": torch.tensor(float("nan")), "up": float("inf"), "down": float("-inf"), "loss": 1.0})
     ready.close()
 
@@ -243,7 +243,7 @@ def test_what_cannot_stand_in_a_log_is_refused_with_what_to_write(
     tmp_path: Path, values: Any, step: Any, error: type[Exception], said: str
 ) -> None:
     ready = prepared()
-    ready.log_to(pk.track.JsonLines(str(tmp_path / "log.jsonl")))
+    ready.log.to(pk.track.JsonLines(str(tmp_path / "log.jsonl")))
     with pytest.raises(error, match=said):
         ready.log(values, step=step)
     ready.close()
@@ -255,22 +255,22 @@ def test_nothing_is_logged_to_twice(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ready = prepared()
-    ready.log_to(pk.track.JsonLines("log.jsonl"), pk.track.TensorBoard(folder="runs"), pk.track.WandB(project="gpt"))
+    ready.log.to(pk.track.JsonLines("log.jsonl"), pk.track.TensorBoard(folder="runs"), pk.track.WandB(project="gpt"))
     for again in (
         pk.track.JsonLines(str(tmp_path / "log.jsonl")),
         pk.track.TensorBoard(folder="./runs"),
         pk.track.WandB(project="b"),
     ):
         with pytest.raises(ValueError, match=r"is where ready.log writes already"):
-            ready.log_to(again)
+            ready.log.to(again)
     with pytest.raises(ValueError, match=r"is where ready.log writes already"):
-        ready.log_to(pk.track.JsonLines("b.jsonl"), pk.track.JsonLines("./b.jsonl"))
+        ready.log.to(pk.track.JsonLines("b.jsonl"), pk.track.JsonLines("./b.jsonl"))
     assert not (tmp_path / "b.jsonl").exists()
     one = Recorder(calls)
     with pytest.raises(ValueError, match="given by a function, is logged to already"):
-        ready.log_to(lambda: one, lambda: one)
+        ready.log.to(lambda: one, lambda: one)
     assert calls[-1] == ("finish",), "what was opened is closed again"
-    ready.log_to(pk.track.JsonLines("b.jsonl"))
+    ready.log.to(pk.track.JsonLines("b.jsonl"))
     ready.log({"loss": 1.0})
     ready.close()
     assert lines(tmp_path / "log.jsonl") == lines(tmp_path / "b.jsonl") == [{"step": 0, "loss": 1.0}]
@@ -283,5 +283,5 @@ def test_a_function_that_makes_no_tracker_is_named_with_what_it_gave() -> None:
         return None
 
     with pytest.raises(TypeError, match=r"forgot_to_return.* gave None, which has no log and no finish; let it return"):
-        ready.log_to(forgot_to_return)  # type: ignore[arg-type]  # on purpose
+        ready.log.to(forgot_to_return)  # type: ignore[arg-type]  # on purpose
     ready.log({"loss": 1.0})

@@ -95,16 +95,16 @@ def trained(
         assert ready.step()
         if step == 1 and folder:
             ready.save(folder)
-            for member in ready.optimizers:
+            for member in ready.loop.optimizers:
                 for group in member.param_groups:
                     for param in group["params"]:
                         param.data.mul_(0.0)
                 member.state.clear()
             ready.resume(folder)
-    assert [type(each).__name__ for each in ready.optimizers] == ["Muon", "AdamW"]
+    assert [type(each).__name__ for each in ready.loop.optimizers] == ["Muon", "AdamW"]
     inner = dict(ready.unwrap().named_parameters())
     names = {id(param): name for name, param in inner.items()}
-    held = [[names[id(p)] for group in each.param_groups for p in group["params"]] for each in ready.optimizers]
+    held = [[names[id(p)] for group in each.param_groups for p in group["params"]] for each in ready.loop.optimizers]
     weights = {name: _whole(param) for name, param in inner.items()}
     ready.close()
     return weights, held
@@ -145,7 +145,7 @@ def test_two_optimizers_in_one_process_step_and_clear_together_under_one_loss_sc
         torch.testing.assert_close(dict(model.named_parameters())[key].detach(), value)
     state = ready.optimizer.state_dict()  # type: ignore[union-attr]  # there are two
     ready.optimizer.load_state_dict(state)  # type: ignore[union-attr]
-    assert [len(each.state) for each in ready.optimizers] == [2, 6]
+    assert [len(each.state) for each in ready.loop.optimizers] == [2, 6]
 
 
 def test_the_second_optimizer_that_the_plan_does_not_know_is_refused_before_it_steps() -> None:

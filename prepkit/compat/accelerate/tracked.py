@@ -64,6 +64,6 @@ class Tracked:
 
 def _tracking() -> Any:
     if find_spec("accelerate") is None:
-        what = "type pip install accelerate, or write accelerator.ready.log_to(pk.track.TensorBoard(folder))"
+        what = "type pip install accelerate, or write accelerator.ready.log.to(pk.track.TensorBoard(folder))"
         raise NotOffered("log_with without accelerate", what)
     return import_module("accelerate.tracking")

@@ -129,7 +129,7 @@ RULES: tuple[Rule, ...] = (
         cost="a share of the one exchange over the ranks that the moment makes",
         fix=(
             "Give every rank the same lr, weight_decay and groups: where a metric decides, as for ReduceLROnPlateau, "
-            "give it ready.reduce(metric)."
+            "give it ready.ranks.reduce(metric)."
         ),
         source=("pain 11",),
     ),
@@ -159,7 +159,7 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.DUE,),
         needs=(Need.LOOP, Need.RANKS),
         cost="a share of the one exchange over the ranks that the moment makes",
-        fix="End passes on all ranks together, as by `if ready.reduce(float(done), 'max'):`.",
+        fix="End passes on all ranks together, as by `if ready.ranks.reduce(float(done), 'max'):`.",
         severity=Severity.WARNING,
     ),
     Rule(
