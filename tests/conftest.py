@@ -15,10 +15,6 @@ from tests.support.gang import Gang
 def pytest_configure() -> None:
     """Before anything is collected: some tests ask which kernels are compiled."""
     own_extensions()
-    if name := os.environ.get("DROPPED_SETTING"):
-        from tests.support.dropped_setting import drop_for_good
-
-        drop_for_good(name)
 
 
 @pytest.fixture(autouse=True)

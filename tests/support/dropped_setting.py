@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, get_args
@@ -35,8 +34,8 @@ class Setting:
     value: object
 
 
-VARIABLE = "DROPPED_SETTING"
-"""Environment variable with a setting that every process of a test session drops."""
+ACTIVE: list[str] = []
+"""The setting that is dropped just now, if any: a gang drops it in its workers too."""
 
 
 class NotPlannedError(Exception):
@@ -132,9 +131,11 @@ def dropping(name: str) -> Iterator[Counter[str]]:
 
     Resolved.__init__ = resolved  # type: ignore[method-assign]
     planner.split = lambda cfg, *rest: split(less(cfg), *rest)  # type: ignore[attr-defined]
+    ACTIVE.append(name)
     try:
         yield met
     finally:
+        ACTIVE.pop()
         Resolved.__init__ = made  # type: ignore[method-assign]
         planner.split = split  # type: ignore[attr-defined]
 
@@ -149,8 +150,7 @@ def settings_of(cls: Any = Config) -> frozenset[str]:
     return frozenset({f"{cls.__name__}.{field.name}" for field in fields}).union(*below)
 
 
-def drop_for_good(name: str) -> None:
-    """Drop a setting until the process ends."""
-    dropped_here = dropping(name)
-    dropped_here.__enter__()
-    atexit.register(dropped_here.__exit__, None, None, None)
+def under_dropped(rank: int, world: int, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a worker of a gang runs for a test that drops a setting."""
+    with dropping(name):
+        return function(rank, world, *args)

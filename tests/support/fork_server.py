@@ -118,11 +118,6 @@ def serve(descriptor: int, imports: tuple[str, ...]) -> None:
     gc.freeze()  # no collection of a worker looks at the modules, or copies their pages
     from tests.support.gang_worker import work
 
-    if name := os.environ.get("DROPPED_SETTING"):
-        from tests.support.dropped_setting import drop_for_good
-
-        drop_for_good(name)
-
     wire = Connection(descriptor)
     codes: dict[int, int] = {}
     with suppress(EOFError, ConnectionError):

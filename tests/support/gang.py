@@ -111,6 +111,9 @@ class Gang:
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, *, grouped: bool) -> list[Any]:
         self._start()
         self.runs += 1
+        dropper = sys.modules.get("tests.support.dropped_setting")
+        if dropper is not None and dropper.ACTIVE:
+            function, args = dropper.under_dropped, (dropper.ACTIVE[-1], function, *args)
         meeting = str(Path(self.meetings.name) / f"{self.runs}") if grouped else str(free_port())
         # The path goes first: the worker needs it before it can unpickle the function.
         task = pickle.dumps((function, args, meeting, grouped))

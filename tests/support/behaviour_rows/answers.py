@@ -24,3 +24,6 @@ NO_CONTEXT_PARALLEL = "deviation context and sequence parallelism are not offere
 NO_SINGLETON = "deviation there is no process-wide state: each plan and each Prepared has its own"
 MOVED = "test test_batches_of_any_make_are_moved"
 DIVIDED = "test test_every_kind_of_loader_is_divided_so_that_each_sample_counts_once"
+
+REACHED = "test test_a_setting_reaches_what_the_library_is_given"
+"""The row is about settings, each of which has a case in that test."""

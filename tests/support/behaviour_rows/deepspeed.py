@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.behaviour_rows.answers import Answers
+from tests.support.behaviour_rows.answers import REACHED, Answers
 
 COMBINATION = "test test_a_combination_is_planned_with_its_owner_or_refused_with_every_reason"
 LITERAL = "test test_sections_with_literal_values_need_no_objects"
@@ -28,16 +28,18 @@ INITIALISE: dict[str, Answers] = {
         "test test_the_micro_batch_is_that_of_the_loader",
         "test test_loaders_with_batches_of_their_own_and_no_loader_at_all_leave_the_micro_batch_to_the_user",
         "deviation only loaders are asked for their batch size, and DeepSpeed(micro_batch=...) may say it",
+        REACHED,
     ),
     "DS-6": ("deviation loaders are sharded by sampler, so that their batch size is that of a rank",),
-    "DS-7": ("test test_the_micro_batch_is_that_of_the_smallest_loader_unless_the_largest_is_asked_for",),
+    "DS-7": ("test test_the_micro_batch_is_that_of_the_smallest_loader_unless_the_largest_is_asked_for", REACHED),
     "DS-8": ("rule deepspeed.no-micro-batch",),
     "DS-9": ("test test_the_third_number_follows_from_two", TWO_PLACES),
-    "DS-10": ("test test_the_third_number_follows_from_two",),
+    "DS-10": ("test test_the_third_number_follows_from_two", REACHED),
     "DS-11": (TWO_PLACES, "deviation a disagreement is an error that names both places; nobody adopts anything"),
     "DS-12": (
         "test test_clipping_is_always_written_because_deepspeeds_own_default_clips",
         "deviation clipping that is auto is config.clip, and 0.0 where that is none",
+        REACHED,
     ),
     "DS-13": (
         "test test_the_third_number_follows_from_two",
@@ -59,6 +61,7 @@ INITIALISE: dict[str, Answers] = {
         "step MarkLeafModules",
         "test test_experts_that_pick_by_the_data_are_suggested_as_leaves_and_marked_when_named",
         "test test_blocks_of_experts_are_gathered_whole",
+        REACHED,
     ),
     "DS-20": (
         "rule deepspeed.hidden-size",
@@ -71,6 +74,7 @@ INITIALISE: dict[str, Answers] = {
         "test test_numbers_of_spec_and_schedule_reach_the_sections",
         "test test_the_warm_up_ends_at_the_rate_of_the_optimizer_that_is_given",
         "deviation total_num_steps are optimizer steps, and nobody divides them by the processes",
+        REACHED,
     ),
     "DS-23": ("rule deepspeed.auto", "test test_auto_is_found_in_lists_too"),
     "DS-23a": ("rule deepspeed.batch", "test test_numbers_that_do_not_multiply_are_told_with_the_nearest_that_do"),
@@ -81,6 +85,7 @@ INITIALISE: dict[str, Answers] = {
         "rule deepspeed.hpu-lazy",
         "test test_an_offloaded_optimizer_becomes_the_cpu_form_of_the_same_algorithm",
         "test test_offloaded_state_is_stepped_by_deepspeeds_own_adam",
+        REACHED,
     ),
     "DS-27": (
         "test test_deepspeed_finds_the_rank_that_it_reads_and_nothing_else_in_the_environment",
@@ -161,7 +166,7 @@ TRUTH_TABLE: dict[str, Answers] = {
 
 PLUGIN: dict[str, Answers] = {
     "DP-1": (NO_ENVIRONMENT, NOTHING_READ),
-    "DP-2": ("test test_the_mapping_that_is_given_is_copied_and_never_changed",),
+    "DP-2": ("test test_the_mapping_that_is_given_is_copied_and_never_changed", REACHED),
     "DP-3": (TWO_PLACES, "deviation a config without the key gets config.accumulation, not 1"),
     "DP-4": ("rule deepspeed.no-stage",),
     "DP-5": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.behaviour_rows.answers import TYPED, Answers
+from tests.support.behaviour_rows.answers import REACHED, TYPED, Answers
 
 FP8_AND_XLA: dict[str, Answers] = {
     "ST-2": (
@@ -23,7 +23,7 @@ FP8_AND_XLA: dict[str, Answers] = {
     "ST-27": (
         "deviation MS-AMP gets no gradient scaler: it computes in bfloat16 and scales its weights itself (G-43)",
     ),
-    "ST-30": (TYPED, "test test_every_recipe_reaches_the_layer_with_its_options"),
+    "ST-30": (TYPED, "test test_every_recipe_reaches_the_layer_with_its_options", REACHED),
     "ST-31": (
         "test test_ms_amp_gets_a_section_of_its_own_and_its_own_initialize",
         "rule deepspeed.msamp",
@@ -65,6 +65,7 @@ FP8_AND_XLA: dict[str, Answers] = {
         "test test_layers_are_replaced_with_their_values_dtypes_and_names",
         "test test_one_odd_linear_never_stops_its_siblings",
         "deviation one odd Linear does not stop the others; norms without a bias and tied Linears stay (G-32)",
+        REACHED,
     ),
     "H-32": (
         "step ConvertFP8Linears",
@@ -72,6 +73,7 @@ FP8_AND_XLA: dict[str, Answers] = {
         "test test_the_odd_linear_counts_as_the_first",
         "test test_exactly_the_named_layers_are_converted_and_keep_their_parameters",
         "deviation which layers is in the plan; other filters are path patterns in skip",
+        REACHED,
     ),
     "H-33": (
         "step AutocastFP8Forward",
@@ -84,6 +86,7 @@ FP8_AND_XLA: dict[str, Answers] = {
         "step MoveToXLA",
         "test test_a_forked_process_moves_through_the_wrapper_and_others_by_themselves",
         "test test_the_optimizer_follows_its_parameters_by_name_with_its_state",
+        REACHED,
     ),
     "XL-2": (
         "test test_a_plan_for_the_processes_of_torch_xla_is_applied_and_trains",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.behaviour_rows.answers import NO_REGISTRY, NOT_ON_META, TYPED, Answers
+from tests.support.behaviour_rows.answers import NO_REGISTRY, NOT_ON_META, REACHED, TYPED, Answers
 
 FSDP1: dict[str, Answers] = {
     "F1-1": (
@@ -28,6 +28,7 @@ FSDP1: dict[str, Answers] = {
         "rule units.ignored-not-found",
         "test test_ignored_modules_are_in_no_unit_and_in_no_flat_parameter",
         "deviation shell patterns over paths, as everywhere in the config, not one regular expression",
+        REACHED,
     ),
     "F1-7": (
         "step WrapFSDP1",
@@ -39,6 +40,7 @@ FSDP1: dict[str, Answers] = {
         "step CheckpointModules",
         "test test_a_checkpoint_wrapper_goes_inside_the_unit_and_names_stay",
         "test test_two_processes_learn_what_one_learns",
+        REACHED,
     ),
     "F1-9": ("deviation checkpointing selects blocks of its own, whatever is wrapped (G-7)",),
     "F1-20": (
@@ -65,6 +67,7 @@ FSDP1: dict[str, Answers] = {
         "test test_without_master_weights_nothing_is_upcast_and_the_dtypes_to_compute_in_are_the_same",
         "test test_a_precision_gives_the_dtypes_in_which_flat_parameters_are_computed_reduced_and_buffered",
         "deviation BF16(master_weights=False) is how the dtypes of units come without the upcast",
+        REACHED,
     ),
     "F1-30": (NO_REGISTRY,),
     "F1-40": (
@@ -74,20 +77,23 @@ FSDP1: dict[str, Answers] = {
         "test test_two_processes_learn_what_one_learns",
         "test test_replicas_of_flat_shards_learn_what_one_process_learns",
         "deviation one field says it, sharding (G-12)",
+        REACHED,
     ),
-    "F1-41": ("rule fsdp1.offload-on-cpu", "test test_what_is_asked_for_reaches_torch"),
+    "F1-41": ("rule fsdp1.offload-on-cpu", "test test_what_is_asked_for_reaches_torch", REACHED),
     "F1-42": (
         "test test_fsdp1_cuts_flat_parameters_as_planned_to_the_element",
         "deviation a selection by blocks, classes, paths or size; a plan holds no callables",
+        REACHED,
     ),
     "F1-43": (
         "test test_what_is_asked_for_reaches_torch",
         "test test_batch_norms_stay_in_float32_while_all_else_computes_in_bfloat16",
         "test test_a_precision_gives_the_dtypes_in_which_flat_parameters_are_computed_reduced_and_buffered",
+        REACHED,
     ),
-    "F1-44": ("rule fsdp1.sync-on-cpu", "test test_torch_itself_broadcasts_no_module_states_on_the_cpu"),
-    "F1-45": ("test test_what_is_asked_for_reaches_torch", "deviation BACKWARD_PRE by default, as in torch"),
-    "F1-46": ("test test_what_is_asked_for_reaches_torch", "test test_two_processes_learn_what_one_learns"),
+    "F1-44": ("rule fsdp1.sync-on-cpu", "test test_torch_itself_broadcasts_no_module_states_on_the_cpu", REACHED),
+    "F1-45": ("test test_what_is_asked_for_reaches_torch", "deviation BACKWARD_PRE by default, as in torch", REACHED),
+    "F1-46": ("test test_what_is_asked_for_reaches_torch", "test test_two_processes_learn_what_one_learns", REACHED),
     "F1-47": (
         "rule fsdp1.unit-in-two-groups",
         "rule fsdp1.partial-state",
@@ -95,6 +101,7 @@ FSDP1: dict[str, Answers] = {
         "test test_two_processes_learn_what_one_learns",
         "test test_the_state_of_a_flat_parameter_is_that_of_its_parts_end_to_end",
         "deviation True by default; with False the optimizer's groups are rebuilt, or the plan is refused (G-1)",
+        REACHED,
     ),
     "F1-48": ("test test_flat_parameters_get_the_elements_that_a_rank_holds", NOT_ON_META),
     "F1-49": (
@@ -102,7 +109,7 @@ FSDP1: dict[str, Answers] = {
         "step AverageGradients",
         "test test_an_ignored_module_stays_whole_and_takes_along_what_is_tied_to_it",
     ),
-    "F1-50": ("test test_what_is_asked_for_reaches_torch",),
+    "F1-50": ("test test_what_is_asked_for_reaches_torch", REACHED),
     "F1-51": (
         "step WrapFSDP1",
         "test test_every_unit_is_told_the_device_of_the_rank_and_whether_rank_0_is_broadcast",
@@ -118,11 +125,12 @@ FSDP1: dict[str, Answers] = {
         "test test_a_precision_gives_the_dtypes_in_which_flat_parameters_are_computed_reduced_and_buffered",
         "test test_units_compute_in_the_planned_dtype_and_the_root_returns_its_own",
         "deviation reduced in float32 and returned in output_dtype, float32 unless asked; buffers stay as stored",
+        REACHED,
     ),
     "H-10d": (TYPED, "test test_an_unknown_key_anywhere_is_a_finding_at_its_path"),
     "H-10e": (TYPED,),
     "H-10f": ("test test_everything_that_is_wrong_is_said_at_once", "deviation the config is one value, read once"),
-    "H-11": ("test test_a_selection_gives_children_before_parents_and_never_the_root",),
+    "H-11": ("test test_a_selection_gives_children_before_parents_and_never_the_root", REACHED),
     "H-11a": (
         "rule wrap.class-not-found",
         "test test_declared_blocks_go_before_repeated_ones",

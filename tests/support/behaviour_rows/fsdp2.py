@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tests.support.behaviour_rows.answers import NO_REGISTRY, ON_ONE_MODULE, Answers
+from tests.support.behaviour_rows.answers import NO_REGISTRY, ON_ONE_MODULE, REACHED, Answers
 
 FSDP2: dict[str, Answers] = {
     "P2-1": ("step ShardLoader", "test test_loaders_are_sharded_unless_they_are_kept", ON_ONE_MODULE),
     "P2-2": ("test test_a_scheduler_made_before_still_drives_the_optimizer_after",),
     "P2-3": (ON_ONE_MODULE, "rule optimizer.none"),
     "P2-4": ("rule wrap.class-not-found", "test test_one_config_prepares_two_models_of_other_classes"),
-    "P2-5": ("step CheckpointModules", "rule blocks.none-selected", "rule blocks.one-unit"),
+    "P2-5": ("step CheckpointModules", "rule blocks.none-selected", "rule blocks.one-unit", REACHED),
     "P2-6": (
         "test test_fsdp2_checkpoints_before_it_compiles_before_it_shards_between_release_and_rebind",
         "deviation no setting of dynamo is changed",
@@ -30,11 +30,12 @@ FSDP2: dict[str, Answers] = {
     ),
     "M2-2": ("deviation units are paths in the plan, resolved once",),
     "M2-3": ("test test_sharding_frees_every_old_parameter_once_the_optimizer_is_released",),
-    "M2-4": ("step ShardUnits", "test test_units_compute_in_the_planned_dtype_and_the_root_returns_its_own"),
-    "M2-5": ("step BuildMesh", "test test_hsdp_has_a_mesh_of_two_axes_and_shards_over_the_second"),
+    "M2-4": ("step ShardUnits", "test test_units_compute_in_the_planned_dtype_and_the_root_returns_its_own", REACHED),
+    "M2-5": ("step BuildMesh", "test test_hsdp_has_a_mesh_of_two_axes_and_shards_over_the_second", REACHED),
     "M2-6": (
         "test test_what_is_packed_is_ignored_and_everything_else_sharded",
         "test test_what_stays_whole_trains_saves_resumes_and_exports_as_in_one_process",
+        REACHED,
     ),
     "M2-7": (
         "rule units.packed",
@@ -56,6 +57,7 @@ FSDP2: dict[str, Answers] = {
         "test test_a_model_that_rank_0_alone_has_trains_as_in_one_process",
         "test test_each_stage_gets_the_values_and_learns_what_the_plain_model_learns",
         "deviation asked for with BroadcastWeights; with files every rank reads its own bytes, and none broadcasts",
+        REACHED,
     ),
     "M2-14": (
         "step InitializeTensors",
@@ -63,6 +65,6 @@ FSDP2: dict[str, Answers] = {
         "test test_buffers_of_both_kinds_keep_rank_0_s_values_and_dtypes",
     ),
     "M2-15": ("deviation trained parameters alone are cast (M2-16)",),
-    "M2-16": ("step UpcastParameters", "test test_frozen_parameters_are_not_upcast"),
+    "M2-16": ("step UpcastParameters", "test test_frozen_parameters_are_not_upcast", REACHED),
     "M2-17": ("test test_every_unit_is_sharded_on_dim_0_and_ties_hold",),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.behaviour_rows.answers import TYPED, Answers
+from tests.support.behaviour_rows.answers import REACHED, TYPED, Answers
 
 HELPERS: dict[str, Answers] = {
     "H-1": ("test test_the_device_map_is_that_of_the_first_module_that_is_spread",),
@@ -31,6 +31,7 @@ HELPERS: dict[str, Answers] = {
         "test test_checkpointed_blocks_run_twice_and_give_the_same_gradients",
         "deviation the random state is preserved unless preserve_rng_state=False",
         "test test_inputs_of_offloaded_blocks_leave_the_device_in_forward",
+        REACHED,
     ),
     "H-17": ("test test_a_selection_gives_children_before_parents_and_never_the_root",),
     "H-18": (
@@ -79,6 +80,7 @@ HELPERS: dict[str, Answers] = {
         "rule ddp.powersgd",
         "test test_batched_powersgd_which_config_does_not_offer_still_fails_in_torch",
         "deviation batched PowerSGD is not offered: torch's own raises AssertionError at its first compressed step",
+        REACHED,
     ),
     "H-30a": ("deviation a wrapper is a field of the hook that it wraps, so that none stands alone (G-28)",),
     "H-30b": (TYPED + " (G-28)", "test test_an_unknown_kind_anywhere_is_a_finding_at_its_path"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.behaviour_rows.answers import NO_REGISTRY, Answers
+from tests.support.behaviour_rows.answers import NO_REGISTRY, REACHED, Answers
 
 DEVICE_MAP: dict[str, Answers] = {
     "DM-1": (
@@ -14,6 +14,7 @@ DEVICE_MAP: dict[str, Answers] = {
         "test test_only_the_config_keeps_a_device_map_and_a_variable_that_says_so_is_named",
         "test test_ddp_gets_no_device_ids_for_a_model_that_is_kept_spread",
         "deviation keep_device_map is config; ACCELERATE_BYPASS_DEVICE_MAP is recorded, named and not obeyed",
+        REACHED,
     ),
     "DM-3": (
         "test test_only_the_config_keeps_a_device_map_and_a_variable_that_says_so_is_named",
@@ -85,11 +86,13 @@ PLACEMENT: dict[str, Answers] = {
         "test test_inference_keeps_precision_placement_and_compilation",
         "test test_a_model_for_inference_computes_in_float8_and_is_not_wrapped",
         "deviation evaluation is an intent of the whole plan; under FSDP the model is sharded (pain 19)",
+        REACHED,
     ),
     "EV-2": (
         "test test_inference_wraps_nothing_under_ddp_and_shards_under_fsdp2",
         "test test_inference_is_sharded_under_fsdp1_too",
         "test test_a_model_for_inference_is_sharded_too",
+        REACHED,
     ),
 }
 
@@ -105,6 +108,7 @@ DATA_PARALLEL: dict[str, Answers] = {
         "test test_every_option_of_ddp_reaches_the_plan",
         "test test_every_option_reaches_the_wrapper",
         "deviation gradient_as_bucket_view is True unless said otherwise; dim and check_reduction are not offered",
+        REACHED,
     ),
     "DDP-5": (
         "test test_every_accelerator_gets_its_own_index_as_the_one_device_and_the_output_device",
@@ -113,8 +117,9 @@ DATA_PARALLEL: dict[str, Answers] = {
     "DDP-6": (
         "test test_a_cpu_and_a_model_that_is_spread_get_none",
         "deviation only a model that is spread gets none, whatever keep_device_map says",
+        REACHED,
     ),
-    "DDP-7": ("test test_a_hook_trains_two_ranks_alike",),
+    "DDP-7": ("test test_a_hook_trains_two_ranks_alike", REACHED),
     "DDP-8": (NO_REGISTRY,),
     "MC-1": (
         "test test_two_ranks_learn_what_one_process_learns_from_rank_0_s_weights",
@@ -129,6 +134,7 @@ TENSOR_PARALLEL: dict[str, Answers] = {
         "step ParallelizeModules",
         "rule tensor.no-plan",
         "deviation the engine TensorParallel, or a tensor axis of the mesh under FSDP2, asks for it",
+        REACHED,
     ),
     "TP-2": ("deviation torch's own styles cut the layers, so no version of transformers is asked for",),
     "TP-3": ("rule tensor.size-differs", "test test_a_model_that_arrives_cut_is_verified_and_not_cut_again"),
@@ -156,8 +162,9 @@ COMPILE: dict[str, Answers] = {
         "test test_compiling_refuses_what_is_compiled_or_absent",
         "test test_a_whole_model_is_one_graph_that_runs_at_every_call",
         "deviation in place, so that class, names and hooks stay; disable is not offered",
+        REACHED,
     ),
-    "CM-4": ("test test_equal_blocks_share_one_compilation_and_each_runs_it",),
+    "CM-4": ("test test_equal_blocks_share_one_compilation_and_each_runs_it", REACHED),
     "CM-5": (
         "test test_ddp_wraps_after_block_compilation_and_before_whole_compilation",
         "test test_fsdp1_wraps_after_block_compilation_and_before_whole_compilation",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.support.behaviour_rows.answers import FLAG, NO_CONTEXT_PARALLEL, Answers
+from tests.support.behaviour_rows.answers import FLAG, NO_CONTEXT_PARALLEL, REACHED, Answers
 
 MESH: dict[str, Answers] = {
-    "PC-1": (FLAG, "test test_a_mesh_that_the_launcher_laid_out_otherwise_is_named_by_its_axes"),
+    "PC-1": (FLAG, "test test_a_mesh_that_the_launcher_laid_out_otherwise_is_named_by_its_axes", REACHED),
     "PC-2": ("rule mesh.size-below-one",),
     "PC-3": (NO_CONTEXT_PARALLEL,),
     "PC-4": (NO_CONTEXT_PARALLEL, "test test_what_prepkit_does_not_do_or_accelerate_refuses_is_refused"),
@@ -23,6 +23,7 @@ BEFORE: dict[str, Answers] = {
         "step ParallelizeModules",
         "test test_shards_of_cut_layers_on_four_processes_learn_what_one_process_learns",
         "deviation parameters that no row names stay plain, and the optimizer follows by name",
+        REACHED,
     ),
     "X-2": (NO_CONTEXT_PARALLEL,),
     "X-3": (
@@ -34,6 +35,7 @@ BEFORE: dict[str, Answers] = {
         "step PrecomputeFloat8Scales",
         "rule fp8.library-missing",
         "test test_two_ranks_of_fsdp2_gather_float8_weights_with_scales_from_the_step_before",
+        REACHED,
     ),
     "X-5": ("step InitializeMSAMP", "rule fp8.msamp-deprecated", "rule fp8.msamp-optimizer"),
     "X-6": (NO_CONTEXT_PARALLEL,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.behaviour_rows.answers import NO_REGISTRY, ON_ONE_MODULE, Answers
+from tests.support.behaviour_rows.answers import NO_REGISTRY, ON_ONE_MODULE, REACHED, Answers
 
 PREPARE: dict[str, Answers] = {
     "PR-1": ("row PR-2",),
@@ -27,11 +27,12 @@ PREPARE: dict[str, Answers] = {
     "PR-12": ("deviation IPEX is not offered: it has ended, and torch has what it did",),
     "PR-13": ("step ParallelizeModules", "row X-1"),
     "PR-14": ("row X-2",),
-    "PR-15": ("step ConvertTransformerEngine", "test test_conversion_is_the_first_change_of_the_model"),
-    "PR-16": ("step ConvertFP8Linears", "test test_conversion_is_the_first_change_of_the_model"),
+    "PR-15": ("step ConvertTransformerEngine", "test test_conversion_is_the_first_change_of_the_model", REACHED),
+    "PR-16": ("step ConvertFP8Linears", "test test_conversion_is_the_first_change_of_the_model", REACHED),
     "PR-17": (
         "test test_a_setting_arrives_in_the_plan",
         "test test_ms_amp_starts_where_the_model_lives_and_before_ddp",
+        REACHED,
     ),
     "PR-18": (
         ON_ONE_MODULE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.behaviour_rows.answers import FLAG, NO_CONTEXT_PARALLEL, Answers
+from tests.support.behaviour_rows.answers import FLAG, NO_CONTEXT_PARALLEL, REACHED, Answers
 
 SINCE: dict[str, Answers] = {
     "SS-1": ("row BK-2",),
@@ -55,6 +55,7 @@ SINCE: dict[str, Answers] = {
     "SS-33": (
         "test test_the_scaler_is_that_of_the_device_and_sharded_under_fsdp1_alone",
         "test test_every_accelerator_gets_torch_s_scaler_for_its_type",
+        REACHED,
     ),
     "SS-34": (FLAG, "test test_what_the_launcher_writes_when_nobody_asked_says_nothing"),
     "SS-35": ("row CM-4", "row G-46"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.support.behaviour_rows.answers import TYPED, Answers
+from tests.support.behaviour_rows.answers import REACHED, TYPED, Answers
 
 START: dict[str, Answers] = {
     "ST-1": (
         "test test_a_backend_that_is_asked_for_is_started_whatever_the_device",
         "deviation SageMaker's own backend is not chosen by itself: write its name in config.backend",
+        REACHED,
     ),
     "ST-3": (
         "rule environment.backend",
@@ -32,11 +33,13 @@ START: dict[str, Answers] = {
         "test test_fsdp2_checkpoints_before_it_compiles_before_it_shards_between_release_and_rebind",
         "test test_units_cast_their_inputs_or_take_them_as_they_come",
         "deviation FSDP runs on the CPU and in one process (G-3); XLA and FSDP are two engines",
+        REACHED,
     ),
     "ST-10": (
         "rule environment.device",
         "rule environment.launcher-flag",
         "deviation ACCELERATE_TORCH_DEVICE is recorded, not obeyed; config.device is a type, its index is bound late",
+        REACHED,
     ),
     "ST-11": (
         "test test_a_cpu_computes_in_bfloat16_and_has_no_device_memory_of_its_own",
@@ -57,6 +60,7 @@ START: dict[str, Answers] = {
         "test test_everything_that_is_wrong_is_said_at_once",
         "rule environment.launcher-flag",
         "test test_a_flag_is_a_warning_where_the_config_says_otherwise_and_silent_where_it_agrees",
+        REACHED,
     ),
     "ST-23": (
         "rule precision.fp16-unsupported",
@@ -65,6 +69,7 @@ START: dict[str, Answers] = {
         "test test_the_scaler_is_that_of_the_device_and_sharded_under_fsdp1_alone",
         "test test_every_accelerator_gets_torch_s_scaler_for_its_type",
         "test test_an_overflow_on_one_rank_skips_the_step_on_all",
+        REACHED,
     ),
     "ST-24": (
         "rule precision.fp16-unsupported",
@@ -84,8 +89,9 @@ START: dict[str, Answers] = {
         "rule mesh.two-rests",
         "rule environment.launcher-flag",
         "step BuildMesh",
+        REACHED,
     ),
-    "ST-49": (TYPED, "rule values.accumulation"),
+    "ST-49": (TYPED, "rule values.accumulation", REACHED),
     "ST-50": (
         "rule environment.launcher-flag",
         "deviation no environment variable overrides the config: accumulation is its field alone",

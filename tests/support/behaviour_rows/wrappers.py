@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.behaviour_rows.answers import LOOP, NO_SINGLETON, NO_WRAPPER, Answers
+from tests.support.behaviour_rows.answers import LOOP, NO_SINGLETON, NO_WRAPPER, REACHED, Answers
 
 OPTIMIZER: dict[str, Answers] = {
     "W-1": (
@@ -36,6 +36,7 @@ SCHEDULER: dict[str, Answers] = {
         "rule values.scheduler-ticks",
         "test test_the_scheduler_ticks_as_often_as_the_plan_says",
         "deviation the scheduler ticks after optimizer steps alone",
+        REACHED,
     ),
     "W-13": (
         "test test_gradients_are_cleared_after_a_step_and_kept_before_it",
@@ -49,6 +50,7 @@ SCHEDULER: dict[str, Answers] = {
         "test test_a_schedule_over_the_processes_stops_where_accelerate_s_does",
         "rule loop.scheduler-at-end",
         "deviation scheduler_ticks per optimizer step, 1 by default, however many processes run",
+        REACHED,
     ),
     "W-17": ("deviation no warning of torch is silenced", "test test_reading_an_architecture_warns_of_nothing"),
 }
@@ -75,10 +77,12 @@ ACCUMULATION: dict[str, Answers] = {
     "W-30": (
         "test test_a_window_that_is_ended_early_is_averaged_and_stepped",
         "test test_the_last_batch_of_a_pass_ends_the_window",
+        REACHED,
     ),
     "W-31": (
         "test test_gradients_are_averaged_at_the_end_of_a_window_only",
         "test test_averaging_in_every_micro_batch_gives_the_same_and_keeps_no_whole_gradients",
+        REACHED,
     ),
     "W-32": (
         "test test_gradients_are_averaged_at_the_end_of_a_window_only",
