@@ -111,14 +111,7 @@ def findings_of(resolved: Resolved, rules: tuple[Rule, ...] = RULES) -> tuple[Fi
 
 def _finding(cfg: Config, rule: Rule, hit: Hit) -> Finding:
     origin = origin_of(cfg.origins, hit.where, hit.what) if cfg.origins else None
-    return Finding(
-        rule=rule.id,
-        severity=rule.severity,
-        where=hit.where,
-        what=hit.what,
-        fix=hit.fix or rule.fix,
-        origin=str(origin or ""),
-    )
+    return rule.found(hit, str(origin or ""))
 
 
 def split(

@@ -34,6 +34,7 @@ from prepkit.ranks.world import ranks_of, world
 from prepkit.rules.run.loop import RULES
 from prepkit.training import token_loss
 from prepkit.training.drivers import Driver
+from prepkit.training.evaluation import swaps_weights
 from prepkit.training.marks import Marks
 from prepkit.training.token_loss import Count, TokenWindow
 from prepkit.training.watching import Removable, watched
@@ -60,6 +61,7 @@ def loop_plan(plan: Plan, model: Any, optimizer: Any, scaler: Any, scheduler: An
         averages=plan.data_parallel_size > 1 and run.collectives == "torch",
         wrapper_averages=isinstance(model, DistributedDataParallel),
         loses_gradients=isinstance(model, FullyShardedDataParallel),
+        swaps_weights=swaps_weights(model, () if optimizer is None else members(optimizer)),
         shows_gradients=run.shows_gradients,
         average_each=run.average_each,
         loss_scaled=scaler is not None,
@@ -449,6 +451,9 @@ class Loop:
             return
         scaled = self.scaler is None or self.scaler._scale is not None
         self.do(events.SteppedByHand(averaged=not averages_nothing(self.model, optimizer), scaled=scaled))
+        if self.state.used:  # what it does not clear is found before the next backward
+            self._marks.before_step()
+            self._marks.after_step(ended=True)
 
 
 def _heard(loop: weakref.ref[Loop], model: Module, averages: bool) -> None:

@@ -219,8 +219,9 @@ class Prepared:
     def evaluating(self) -> Iterator[None]:
         """Inside, modules are in eval mode and nothing has a gradient; afterwards all is as before. On every rank.
 
-        Collective at its start where DDP has buffers. ``backward``, ``step``, ``save`` and ``resume`` raise
-        ``RunRefused`` inside, and it does between ``backward`` and ``step``.
+        Collective at its start where DDP has buffers. ``backward`` and ``step`` raise ``RunRefused`` inside, and where
+        eval mode may put other weights into the model ``save`` and ``resume`` do; it raises between ``backward`` and
+        ``step`` where the engine may lose gradients in a forward.
         """
         with named(self._peers, "ready.evaluating()"):
             self.loop.do(events.EvaluationEntered())
