@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from attrs import evolve
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -75,10 +76,12 @@ class LoopMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["plain", "wrapper", "engine", "hidden"]),
         each=st.booleans(),
         ticks=st.integers(0, 2),
+        swaps=st.booleans(),
     )
-    def begin(self, accumulation: int, kind: str, each: bool, ticks: int) -> None:
+    def begin(self, accumulation: int, kind: str, each: bool, ticks: int, swaps: bool) -> None:
         self.plan = LoopPlan(
             accumulation=accumulation,
+            swaps_weights=swaps,
             wrapper_averages=kind == "wrapper",
             engine_steps=kind == "engine",
             shows_gradients=kind in ("plain", "wrapper"),
@@ -325,10 +328,11 @@ class LoopMachine(RuleBasedStateMachine):
     @rule()
     def evaluate(self) -> None:
         if self.say(events.EvaluationEntered()):
-            assert not self.state.backwards
+            assert not (self.state.backwards and (self.plan.loses_gradients or self.plan.engine_steps))
             assert not self.say(events.Backward())
             assert not self.say(events.Step())
-            assert not self.say(events.Saved())
+            assert self.plan.swaps_weights or self.state.pending or self.say(events.Saved())
+            assert not self.plan.swaps_weights or not self.say(events.Saved())
             assert self.say(events.EvaluationLeft())
 
     @rule(averaged=st.booleans())
@@ -347,11 +351,20 @@ class LoopMachine(RuleBasedStateMachine):
 
     @rule()
     def step_by_hand(self) -> None:
-        before = self.state
-        if self.say(events.SteppedByHand()):
-            assert not self.state.used, "nobody else steps gradients that are divided for ready.step()"
-        else:
+        before, plan = self.state, self.plan
+        window = [*self.window, (self.micro_batch, self.losses)] if before.backwards else list(self.window)
+        if not self.say(events.SteppedByHand()):
             assert self.state == before
+        elif before.used:
+            assert plan.accumulation == 1
+            assert not any((plan.engine_steps, plan.ticks, before.weighed))
+            assert not self.state.pending, "its window is over"
+            if before.averaged and not before.cleared and not before.more:
+                self.window = window
+                self.look_at_what_is_stepped()
+            self.engine.clear()  # as the user's zero_grad does, of which the loop may hear nothing
+            self.window = []
+            self.drop_micro_batch()
 
 
 TestLoop = LoopMachine.TestCase
@@ -442,9 +455,11 @@ def test_the_laws_notice_a_planted_fault(fault: Callable[..., Any]) -> None:
 )
 def test_the_laws_notice_a_rule_that_is_gone(removed: str) -> None:
     def without(plan: LoopPlan, state: LoopState, event: Any) -> Any:
-        told = state.told | {f"loop.{removed}"}
-        done = advance(plan, state._replace(told=told), event)
-        return done if isinstance(done, Refused) else done._replace(state=done.state._replace(told=state.told))
+        done = advance(evolve(plan, accepted=frozenset({f"loop.{removed}"})), state, event)
+        if isinstance(done, Refused):
+            return done
+        rest = tuple(one for one in done.findings if one.rule != f"loop.{removed}")
+        return done._replace(state=done.state._replace(told=state.told), findings=rest)
 
     class Lawless(LoopMachine):
         advance = staticmethod(without)

@@ -33,6 +33,8 @@ class LoopPlan:
     """Averages are made by a wrapper that has to see the forward, as under DDP."""
     loses_gradients: bool = False
     """A forward without gradients, after a backward that averaged, loses what was averaged, as under FSDP1."""
+    swaps_weights: bool = True
+    """Evaluation puts other weights into the model, as optimizers with an eval mode and adapters that merge do."""
     shows_gradients: bool = True
     """``.grad`` holds the gradients of a window between its micro-batches, as under neither FSDP1 nor ZeRO."""
     average_each: bool = False

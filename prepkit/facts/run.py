@@ -228,6 +228,8 @@ class Unread:
     name: str
     meant: str
     """What would do what it seems to mean."""
+    sure: bool = False
+    """True if it can mean nothing else; False: the name is like one that is read."""
 
 
 @frozen(kw_only=True)

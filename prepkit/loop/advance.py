@@ -83,11 +83,9 @@ def _findings(plan: LoopPlan, state: LoopState, event: Event, asked: tuple[Any, 
     turn = Turn(state, event, plan)
     found: tuple[Finding, ...] = ()
     for rule in asked:
-        if (hits := rule.check(turn)) and rule.id not in state.told:
-            found += tuple(
-                Finding(rule=rule.id, severity=rule.severity, where=hit.where, what=hit.what, fix=hit.fix or rule.fix)
-                for hit in hits
-            )
+        if hits := rule.check(turn):
+            known = rule.id in state.told
+            found += tuple(one for one in map(rule.found, hits) if not known or _refuses(plan, one))
     return found
 
 
@@ -269,7 +267,9 @@ def _recovery(state: LoopState) -> tuple[Order, ...]:
 
 
 def _by_hand(plan: LoopPlan, state: LoopState, event: events.SteppedByHand) -> Outcome:
-    del plan, event
+    if state.used and not event.inner:  # its window was stepped, if not by the loop
+        after, told = _told(plan, _with_window_over(state))
+        return after, (orders.Settle(), *told)
     return (state if state.by_hand else state._replace(by_hand=True)), (orders.Settle(),)
 
 

@@ -27,6 +27,9 @@ def findings_text(findings: tuple[Finding, ...]) -> str:
     return "\n".join((*map(str, findings), summary))
 
 
+NOTHING_GOES_ON = "nothing can go on unless it holds"
+"""The reason why a rule cannot be overridden whose row gives no other."""
+
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 
@@ -55,12 +58,13 @@ def _rows(rule: Rule | Refusal) -> tuple[tuple[str, str], ...]:
 
 def _rule_rows(rule: Rule) -> tuple[tuple[str, str], ...]:
     asked = "; ".join(moment.value for moment in rule.at)
-    override = f"yes: overrides = [{rule.id!r}]" if rule.overridable else "no: nothing can go on unless it holds"
+    override = f"yes: overrides = [{rule.id!r}]" if rule.overridable else f"no: {rule.stops or NOTHING_GOES_ON}"
     repair = "yes: Rule.repair gives the mended config" if rule.repair else "no: config alone cannot give it"
     return (
         ("asked", asked if rule.at != (Moment.PLAN,) else ""),
         ("needs", "; ".join(need.value for need in rule.needs)),
         ("costs", rule.cost),
+        ("milder", f"a warning {rule.milder}" if rule.milder else ""),
         ("repair", repair if Moment.PLAN in rule.at else ""),
         ("override", override),
         ("source", ", ".join(rule.source)),

@@ -113,14 +113,7 @@ def findings_of(resolved: Resolved, rules: tuple[Rule, ...] = RULES) -> tuple[Fi
 def finding_of(cfg: Config, rule: Rule, hit: Hit) -> Finding:
     """One hit as a finding, with the place that the setting was written at."""
     origin = origin_of(cfg.origins, hit.where, hit.what) if cfg.origins else None
-    return Finding(
-        rule=rule.id,
-        severity=rule.severity,
-        where=hit.where,
-        what=hit.what,
-        fix=hit.fix or rule.fix,
-        origin=str(origin or ""),
-    )
+    return rule.found(hit, str(origin or ""))
 
 
 def split(

@@ -60,6 +60,8 @@ class Hit:
     """What is wrong there, with the values that show it."""
     fix: str = ""
     """What to type; empty: the rule's own ``fix`` says it."""
+    milder: bool = False
+    """Odd here and no more: a warning, where other hits of the rule are errors; the rule's ``milder`` says when."""
 
 
 Check = Callable[[Resolved], Iterable[Hit]]
@@ -89,12 +91,22 @@ class Rule:
     """What has to have been seen."""
     cost: str = ""
     """What asking it costs beyond reading, such as ``one all-reduce``; empty: nothing."""
+    milder: str = ""
+    """When a hit is a warning in the place of an error, as a clause; empty: never."""
     overridable: bool = True
     """False where nothing can go on unless the rule holds, such as a mesh that does not multiply to the world size."""
+    stops: str = ""
+    """The reason why nothing can go on unless it holds, as a clause; empty: the summary says it."""
     source: tuple[str, ...] = ()
     """Behaviour rows (``DM-1``), pains (``pain 5``) or functions of torch that the rule comes from."""
     repair: Repair | None = None
     """The fix as a function, where config alone can give it: it silences this rule and adds no other error."""
+
+    def found(self, hit: Hit, origin: str = "") -> Finding:
+        """Make the finding of one hit; ``origin`` is where an imported setting was read from."""
+        severity = Severity.WARNING if hit.milder and self.milder else self.severity
+        fix = hit.fix or self.fix
+        return Finding(rule=self.id, severity=severity, where=hit.where, what=hit.what, fix=fix, origin=origin)
 
 
 def under(engine: type, check: Check) -> Check:
@@ -127,8 +139,4 @@ def answers(rules: Iterable[Rule], moment: Moment, subject: Any) -> tuple[Asked,
 
 def findings_of(rules: Iterable[Rule], subject: Any) -> tuple[Finding, ...]:
     """Every finding of these rules about one subject, in the order of the rules. Pure."""
-    return tuple(
-        Finding(rule=rule.id, severity=rule.severity, where=hit.where, what=hit.what, fix=hit.fix or rule.fix)
-        for rule in rules
-        for hit in rule.check(subject)
-    )
+    return tuple(rule.found(hit) for rule in rules for hit in rule.check(subject))

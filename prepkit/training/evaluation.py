@@ -13,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from prepkit.objects import zero_masters
 from prepkit.objects.deepspeed import keeps_masters
 
+WRAPPERS = frozenset({"torch", "deepspeed"})
+"""Packages whose modules have a ``train`` of their own that writes no weight."""
+
 
 @contextmanager
 def in_eval_mode(
@@ -41,6 +44,13 @@ def in_eval_mode(
         settle(model)
 
 
+def swaps_weights(model: Module, optimizers: Sequence[Any]) -> bool:
+    """True where other weights may be in the model in eval mode: an optimizer has one, or a module does more there."""
+    kinds = {type(module) for module in model.modules()}
+    own = any(kind.train is not Module.train and kind.__module__.partition(".")[0] not in WRAPPERS for kind in kinds)
+    return own or any(_has_mode(_inner(optimizer)) for optimizer in optimizers)
+
+
 def _inner(optimizer: Any) -> Any:
     """The one that was given: DeepSpeed's stands around it."""
     return optimizer.optimizer if keeps_masters(optimizer) else optimizer
@@ -58,8 +68,11 @@ def _switch(optimizer: Any, model: Module, forget: Callable[[], None], *, traini
 
 def _trains(optimizer: Any) -> bool:
     """True where it has a mode, and trains: schedule-free optimizers say so in their groups."""
-    has_mode = callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
-    return has_mode and all(group.get("train_mode", True) for group in optimizer.param_groups)
+    return _has_mode(optimizer) and all(group.get("train_mode", True) for group in optimizer.param_groups)
+
+
+def _has_mode(optimizer: Any) -> bool:
+    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
 
 
 def _restore(flags: list[tuple[Module, bool]]) -> None:

@@ -427,6 +427,9 @@ class Loop:
             return
         scaled = self.scaler is None or self.scaler._scale is not None
         self.do(events.SteppedByHand(averaged=not averages_nothing(self.model, optimizer), scaled=scaled))
+        if self.state.used:  # what it does not clear is found before the next backward
+            self._marks.before_step()
+            self._marks.after_step(ended=True)
 
 
 def _heard(loop: weakref.ref[Loop], model: Module, averages: bool) -> None:

@@ -43,7 +43,7 @@ from prepkit.rules.run.loop import RULES
 from prepkit.saving import session
 from prepkit.training import export, owned_optimizers, token_loss
 from prepkit.training.drivers import driver
-from prepkit.training.evaluation import in_eval_mode
+from prepkit.training.evaluation import in_eval_mode, swaps_weights
 from prepkit.training.looks import Looks
 from prepkit.training.loop import Closure, Loop
 from prepkit.training.run_log import RunLog
@@ -224,8 +224,9 @@ class Prepared:
     def evaluating(self) -> Iterator[None]:
         """Inside, modules are in eval mode and nothing has a gradient; afterwards all is as before. On every rank.
 
-        Collective at its start where DDP has buffers. ``backward``, ``step``, ``save`` and ``resume`` raise
-        ``RunRefused`` inside, and it does between ``backward`` and ``step``.
+        Collective at its start where DDP has buffers. ``backward`` and ``step`` raise ``RunRefused`` inside, and where
+        eval mode may put other weights into the model ``save`` and ``resume`` do; it raises between ``backward`` and
+        ``step`` where the engine may lose gradients in a forward.
         """
         with named(self._peers, "ready.evaluating()"):
             self.loop.do(events.EvaluationEntered())
@@ -401,6 +402,7 @@ def loop_plan(plan: Plan, model: Any, optimizer: Any, scaler: Any, scheduler: An
         averages=plan.data_parallel_size > 1 and run.collectives == "torch",
         wrapper_averages=isinstance(model, DistributedDataParallel),
         loses_gradients=isinstance(model, FullyShardedDataParallel),
+        swaps_weights=swaps_weights(model, () if optimizer is None else joint_optimizer.members(optimizer)),
         shows_gradients=run.shows_gradients,
         average_each=run.average_each,
         loss_scaled=scaler is not None,

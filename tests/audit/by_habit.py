@@ -147,7 +147,7 @@ def labels_shifted_twice(rank: int, world: int) -> Case:
 
 
 def pads_without_a_mask(rank: int, world: int) -> Case:
-    ids = torch.tensor([5, 6, 7, 0, 0, 0])
+    ids = torch.tensor([0, 0, 0, 5, 6, 7])
     data = [{"input_ids": ids, "labels": torch.where(ids == 0, -100, ids)} for _ in range(8)]
     return case(llama(pad_token_id=0), loaders=(DataLoader(data, batch_size=2, shuffle=True),))  # type: ignore[arg-type]
 

@@ -220,7 +220,9 @@ def test_what_is_found_is_reported_once_or_given_to_a_function() -> None:
         rate_written(case)
         stepped(case)
     (one,) = (one for one in heard if isinstance(one.message, FindingWarning))
-    assert str(one.message).startswith("error run.drift-rate at optimizer.param_groups[0].lr: In step 2: The learning")
+    assert str(one.message).startswith(
+        "warning run.drift-rate at optimizer.param_groups[0].lr: In step 2: The learning"
+    )
     watch.close()
     rate_written(case)
     stepped(case)

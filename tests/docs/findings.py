@@ -7,6 +7,7 @@ from itertools import groupby
 
 from prepkit.findings import Finding
 from prepkit.findings.refusals import REFUSALS
+from prepkit.render.text import NOTHING_GOES_ON
 from prepkit.rules import LAW, check
 from prepkit.rules.rule import Moment, Rule
 from tests.docs.blocks import ROOT
@@ -83,9 +84,10 @@ def _moments(rules: tuple[Rule, ...]) -> str:
 
 
 def _rule(rule: Rule) -> str:
-    override = "can be overridden" if rule.overridable else "cannot be overridden: nothing can go on unless it holds"
+    override = "can be overridden" if rule.overridable else f"cannot be overridden: {rule.stops or NOTHING_GOES_ON}"
     repair = ", has a repair" if rule.repair else ""
-    lines = [f"### {rule.id}", "", f"{rule.severity.value.capitalize()}, {override}{repair}.", ""]
+    milder = f", or a warning {rule.milder}" if rule.milder else ""
+    lines = [f"### {rule.id}", "", f"{rule.severity.value.capitalize()}{milder}; {override}{repair}.", ""]
     lines += [f"- Holds: {_plain(rule.summary)}", f"- Fix: {_plain(rule.fix)}"]
     if rule.at != (Moment.PLAN,):
         lines.append(f"- Asked: {'; '.join(_plain(moment.value) for moment in rule.at)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -105,7 +106,9 @@ def trained(rank: int, world: int, engine: Engine, evaluations: int) -> tuple[li
         if evaluations:
             evaluated(ready, answers)
         ready.backward(ready.model(BATCH.chunk(world)[rank] + at).square().mean())
-        with pytest.raises(RunRefused, match=r"between ready.backward\(\)"), ready.evaluating():
+        loses = isinstance(engine, pk.FSDP1 | pk.DeepSpeed)
+        refused = pytest.raises(RunRefused, match=r"between ready.backward\(\)") if loses else nullcontext()
+        with refused, ready.evaluating():
             pass
         if isinstance(engine, pk.FSDP1) and at % 2:
             with pytest.raises(RunRefused, match="FSDP1 loses the gradients of the window"), torch.no_grad():
@@ -226,7 +229,7 @@ def test_an_optimizer_with_a_mode_of_its_own_follows_and_its_weights_are_not_sav
         assert torch.equal(given.weight, before + 1.0)
         with ready.evaluating():
             assert torch.equal(given.weight, before + 1.0)
-        with pytest.raises(RunRefused, match="optimizers without a schedule, and modules"):
+        with pytest.raises(RunRefused, match="an optimizer or a module that does more in eval mode"):
             ready.save(str(tmp_path))
     assert torch.allclose(given.weight, before)
     optimizer.eval()
@@ -260,7 +263,7 @@ def test_weights_that_eval_mode_has_merged_are_neither_saved_nor_resumed_meanwhi
     ready.save(str(tmp_path))
     with ready.evaluating():
         for call in (ready.save, ready.resume):
-            with pytest.raises(RunRefused, match=r"called inside ready.evaluating\(\), where optimizers without"):
+            with pytest.raises(RunRefused, match=r"called inside ready.evaluating\(\), where an optimizer or a module"):
                 call(str(tmp_path))
     assert ready.resume(str(tmp_path))
     assert all(map(torch.equal, before, ready.model.parameters()))

@@ -101,7 +101,10 @@ def _content(data: Any) -> str:
 
 
 def first_sample(data: Any, config: Any) -> Literal["", "shifted", "unmasked"]:
-    """What is wrong in the first sample that a causal language model of transformers is given."""
+    """What is wrong in the first sample that a causal language model of transformers is given.
+
+    Pads after the text whose labels count nothing do no harm: no token attends to what follows it.
+    """
     try:
         sample: Any = data[0] if hasattr(data, "__getitem__") and len(data) else {}
         ids, labels = (list(map(int, sample[name])) for name in ("input_ids", "labels"))
@@ -111,8 +114,11 @@ def first_sample(data: Any, config: Any) -> Literal["", "shifted", "unmasked"]:
     if len(pairs) > 2 and labels[: len(ids)] != ids and all(label == following for label, following in pairs):
         return "shifted"
     pad = getattr(config, "pad_token_id", None)
-    padded = pad is not None and len(ids) > 1 and (ids[-1] == ids[-2] == pad or ids[0] == ids[1] == pad)
-    return "unmasked" if padded and "attention_mask" not in sample else ""
+    if pad is None or "attention_mask" in sample or len(ids) < 2:
+        return ""
+    learns = any(one == pad == label for one, label in zip(ids[-2:], labels[-2:], strict=False))
+    before, behind = ids[0] == ids[1] == pad, ids[-1] == ids[-2] == pad
+    return "unmasked" if before or (behind and learns) else ""
 
 
 def _chain(loader: Any) -> list[Any]:

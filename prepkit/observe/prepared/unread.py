@@ -53,7 +53,7 @@ def _of_module(site: Site) -> Iterator[Unread]:
     own = vars(module)
     trained = own.get("requires_grad") is False and any(param.requires_grad for param in module.parameters())
     if trained:
-        yield Unread(where=where, name="requires_grad", meant="requires_grad_(False)")
+        yield Unread(where=where, name="requires_grad", meant="requires_grad_(False)", sure=True)
     for name, value in own.items():
         if isinstance(value, bool) and name not in _OWN and (meant := _near(name, ("training",))):
             yield Unread(where=where, name=name, meant=meant)

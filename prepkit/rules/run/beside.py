@@ -64,7 +64,6 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.STEP,),
         needs=(Need.OPTIMIZERS,),
         fix=_TOGETHER,
-        overridable=False,
         source=("pain 1",),
     ),
     Rule(
@@ -74,7 +73,6 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.STEP,),
         needs=(Need.OPTIMIZERS,),
         fix=_TOGETHER,
-        overridable=False,
     ),
     Rule(
         id="run.inside-window",
@@ -83,7 +81,6 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.STEP,),
         needs=(Need.OPTIMIZERS,),
         fix="Give it to build_plan, or write Config(accumulation=1).",
-        overridable=False,
     ),
     Rule(
         id="run.unsaved-optimizer",
@@ -106,6 +103,7 @@ RULES: tuple[Rule, ...] = (
             "StateDictOptions(full_state_dict=True), which takes names in the place of numbers."
         ),
         overridable=False,
+        stops="torch fails in its next step",
     ),
     Rule(
         id="run.whole-weights",
@@ -119,6 +117,7 @@ RULES: tuple[Rule, ...] = (
             "is read by ready.resume(folder, only_model=True)."
         ),
         overridable=False,
+        stops="torch cannot copy whole weights into shards",
     ),
 )
 """Reporting order: other optimizers, then what is loaded."""

@@ -125,7 +125,8 @@ def _ties(facts: RunFacts) -> Iterator[Hit]:
 def _slots(facts: RunFacts) -> Iterator[Hit]:
     for before, now in facts.running:
         for index, (old, new) in enumerate(zip(before.held, now.held, strict=False)):
-            gone = [name for name in old if name and name not in new]
+            frozen = {one.name for one in now.params if not one.requires_grad} if facts.applied is None else set()
+            gone = [name for name in old if name and name not in new and name not in frozen]
             orphans = now.orphans[index] - before.orphans[index]
             moved = facts.applied is not None and old != new  # then what is compared is each group, slot by slot
             where = "optimizer" if len(now.held) == 1 else f"optimizer{'.param_groups' * moved}[{index}]"
@@ -141,7 +142,8 @@ def _state(facts: RunFacts) -> Iterator[Hit]:
         for index, (old, new) in enumerate(zip(before.stateful, now.stateful, strict=False)):
             if lost := [name for name in old if name not in new]:
                 where = "optimizer" if len(now.stateful) == 1 else f"optimizer[{index}]"
-                yield Hit(where, f"The state of {count(len(lost), 'parameter')} is gone: {some(lost)}.")
+                what = f"The state of {count(len(lost), 'parameter')} is gone: {some(lost)}."
+                yield Hit(where, what, milder=facts.applied is None)
 
 
 def _hooks(facts: RunFacts) -> Iterator[Hit]:
@@ -181,7 +183,6 @@ RULES: tuple[Rule, ...] = (
             "Load weights before build_plan, or by ready.resume(folder, only_model=True) from what ready.save(folder) "
             "has written, which fills both."
         ),
-        overridable=False,
     ),
     Rule(
         id="run.put-in",
@@ -223,6 +224,7 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.DRIFT,),
         needs=(Need.BEFORE,),
         fix="Cast, move and change the model before it is prepared, not in the loop: no .half(), .to() or del there.",
+        severity=Severity.WARNING,
     ),
     Rule(
         id="run.drift-trained",
@@ -257,7 +259,11 @@ RULES: tuple[Rule, ...] = (
         check=_state,
         at=(Moment.APPLY, Moment.DRIFT),
         needs=(Need.BEFORE,),
-        fix="Clear no optimizer.state in the loop; load a state dict with the state of every parameter.",
+        fix=(
+            "Load a state dict with the state of every parameter; clear optimizer.state in the loop only to restart, "
+            "as SGDR and ReLoRA do."
+        ),
+        milder="while a loop runs, where state is cleared on purpose for a restart",
     ),
     Rule(
         id="run.drift-hooks",
@@ -274,7 +280,11 @@ RULES: tuple[Rule, ...] = (
         check=_rate,
         at=(Moment.DRIFT,),
         needs=(Need.BEFORE,),
-        fix="Let one of them set the rate: drop the line that writes param_groups[...]['lr'], or the scheduler.",
+        fix=(
+            "Let one of them set the rate: drop the line that writes param_groups[...]['lr'], or the scheduler; "
+            "nothing, for a warm-up by hand that the scheduler goes on from."
+        ),
+        severity=Severity.WARNING,
     ),
     Rule(
         id="run.drift-ranks",

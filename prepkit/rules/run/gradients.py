@@ -128,6 +128,7 @@ RULES: tuple[Rule, ...] = (
             "wrapped."
         ),
         overridable=False,
+        stops="DDP refuses the next forward itself",
         source=("K-H1", "pain 26", "torch reducer.cpp"),
     ),
     Rule(
@@ -148,7 +149,6 @@ RULES: tuple[Rule, ...] = (
         needs=(Need.GRADIENTS, Need.RANKS),
         cost="a share of the one exchange over the ranks that the moment makes",
         fix="Call the wrapper, model(x), and not model.module(x); leave no_sync() before a window's last backward.",
-        overridable=False,
         source=("torch DistributedDataParallel.forward",),
     ),
     Rule(
@@ -168,6 +168,7 @@ RULES: tuple[Rule, ...] = (
         needs=(Need.GRADIENTS,),
         fix="Report it: torch has laid the gradient out otherwise than the parameter.",
         overridable=False,
+        stops="the optimizer could not add it to the parameter",
     ),
     Rule(
         id="run.left-out",

@@ -105,7 +105,7 @@ def _divided_twice(facts: RunFacts) -> Iterator[Hit]:
 def _samples(facts: RunFacts) -> Iterator[Hit]:
     words = {
         "shifted": "Labels are shifted already, and the model shifts them again: it learns the token after next.",
-        "unmasked": "Samples end in pads, and have no attention_mask: the model attends to them.",
+        "unmasked": "Samples have pads and no attention_mask: tokens after them attend to them, or labels count them.",
     }
     for index, loader in enumerate(facts.loaders):
         if loader.sample:

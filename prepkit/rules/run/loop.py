@@ -30,7 +30,8 @@ def _rule(
     fix: str,
     *,
     severity: Severity = Severity.ERROR,
-    overridable: bool = False,
+    milder: str = "",
+    stops: str = "",
     source: tuple[str, ...] = (),
 ) -> Rule:
     return Rule(
@@ -41,7 +42,9 @@ def _rule(
         severity=severity,
         at=(Moment.LOOP,),
         needs=(Need.LOOP,),
-        overridable=overridable,
+        milder=milder,
+        overridable=not stops,
+        stops=stops,
         source=source,
     )
 
@@ -51,6 +54,7 @@ _CLOSED = _rule(
     "Nothing is trained, saved or asked of other ranks after ready.close().",
     checks.closed,
     "Call it before ready.close(); to go on, prepare the model again, with build_plan and apply.",
+    stops="the wrapper and its process group are gone",
 )
 _EVALUATING = _rule(
     "evaluating",
@@ -116,6 +120,7 @@ _BEFORE_BACKWARD = (
         "The loss of ready.backward() leads to parameters that are trained.",
         checks.leads_nowhere,
         "Give ready.backward() what ready.model(...) has led to.",
+        stops="torch has nothing to run a backward of",
     ),
     _rule(
         "engine-counts-backwards",
@@ -123,24 +128,28 @@ _BEFORE_BACKWARD = (
         checks.engine_counts,
         "Add the losses up for one ready.backward(loss).",
         source=("W-25",),
+        stops="the engine's windows would no longer be those of the loop",
     ),
     _rule(
         "weighed-on-some-ranks",
         "All ranks weigh their losses by tokens, or none does.",
         checks.weighed_on_some_ranks,
         "Give mean_over on every rank, 0 where a rank has no token, or on none.",
+        stops="ranks would wait for each other's tokens for ever",
     ),
     _rule(
         "weighed-in-vain",
         "Losses are weighed where gradients can be divided once, at the end of the window.",
         checks.weighed_in_vain,
         "Leave out mean_over; where a micro-batch has several losses, add them up for one.",
+        stops="there is no place where the gradients could be divided",
     ),
     _rule(
         "weighed-in-some-losses",
         "All losses of a window are weighed by tokens, or none is.",
         checks.weighed_in_some_losses,
         "Give mean_over to each ready.backward of a window, on every rank, or to none.",
+        stops="the number that the gradients are divided by is not known",
     ),
     _rule(
         "gradients-left-over",
@@ -148,7 +157,6 @@ _BEFORE_BACKWARD = (
         checks.left_over,
         "Remove that call, and add losses up for one ready.backward(loss); where the gradients are left over from "
         "before, call ready.optimizer.zero_grad() first.",
-        overridable=True,
     ),
     _rule(
         "backward-twice",
@@ -185,18 +193,21 @@ _BEFORE_STEP = (
         checks.nothing_to_step,
         "Build the plan with optimizer=..., or with Config(optimizer=AdamW(...)), or leave out ready.step() for "
         "inference.",
+        stops="there is no optimizer",
     ),
     _rule(
         "closure-wanted",
         "An optimizer that asks for gradients several times a step gets a closure.",
         checks.closure_wanted,
         "Write ready.step(closure), where closure computes the loss, calls ready.backward(loss) and returns the loss.",
+        stops="the optimizer raises without one",
     ),
     _rule(
         "closure-without-place",
         "A closure is given where one step makes its gradients anew.",
         checks.closure_has_no_place,
         "Leave out the closure, or plan without it: accumulation=1, and another precision than float16.",
+        stops="the gradients of other micro-batches, or their scale, would be lost",
     ),
     _rule(
         "step-without-backward",
@@ -223,7 +234,6 @@ _BEFORE_STEP = (
         "The last backward of a window averages its gradients over the ranks.",
         checks.never_averaged,
         "Leave it to ready.step() and Config(accumulation=...) which micro-batches average.",
-        overridable=True,
     ),
     _rule(
         "gradients-gone",
@@ -237,7 +247,6 @@ _BEFORE_STEP = (
         checks.written_scaled,
         "Remove that call: write Config(clip=pk.ClipNorm(1.0)), or ClipValue, by which ready.step() clips, and add "
         "losses up for one ready.backward(loss).",
-        overridable=True,
     ),
     _WRITTEN,
     _rule(
@@ -245,7 +254,6 @@ _BEFORE_STEP = (
         "The scheduler is stepped by ready.step() alone.",
         checks.scheduler_stepped,
         "Remove scheduler.step(), or write Config(scheduler_ticks=0) and step it yourself.",
-        overridable=True,
     ),
     _rule(
         "scheduler-at-end",
@@ -288,15 +296,15 @@ _BEFORE_HAND = (
         "stepped-by-hand",
         "Once ready.backward() is called, ready.step() steps the optimizer.",
         checks.stepped_by_hand,
-        "Write ready.step() in its place: it averages over the ranks, clips, steps, ticks the scheduler and clears the "
-        "gradients at the end of each window.",
+        "Write ready.step() in its place: it averages over the ranks, clips, steps, ticks the scheduler, clears the "
+        "gradients at the end of each window and counts it in ready.steps.",
+        milder="where ready.step() would do nothing else: accumulation=1, no clip, no loss scale, no ticks",
     ),
     _rule(
         "own-loop-unaveraged",
         "A loop of one's own steps gradients that are averaged over the ranks.",
         checks.own_loop_unaveraged,
         f"{INSTEAD[0].upper()}{INSTEAD[1:]}. For a loop of your own write Config(accumulation=1).",
-        overridable=True,
     ),
     _rule(
         "own-loop-leaves-out",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from attrs import evolve
+
 from prepkit.facts import loop as events
 from prepkit.facts.loop import Gradients, Turn
 from prepkit.findings.text import count
@@ -60,19 +62,21 @@ def averages_applied(turn: Turn) -> tuple[Hit, ...]:
 
 
 def saved_evaluating(turn: Turn) -> tuple[Hit, ...]:
-    if not turn.state.evaluating:
+    if not (turn.state.evaluating and turn.plan.swaps_weights):
         return _NONE
     return _hit(
         turn,
-        f"{called(turn.event)} was called inside ready.evaluating(), where optimizers without a schedule, and modules "
-        "in eval mode, may have put other weights in the place of those that are trained.",
+        f"{called(turn.event)} was called inside ready.evaluating(), where an optimizer or a module that does more in "
+        "eval mode may have put other weights in the place of those that are trained.",
     )
 
 
 def evaluated_in_micro_batch(turn: Turn) -> tuple[Hit, ...]:
-    if not turn.state.backwards:
+    plan = turn.plan
+    if not (turn.state.backwards and (plan.loses_gradients or plan.engine_steps)):
         return _NONE
-    return _hit(turn, "ready.evaluating() was entered between ready.backward() and ready.step().")
+    what = f"ready.evaluating() was entered between ready.backward() and ready.step(), and {plan.engine} may lose the"
+    return _hit(turn, f"{what} gradients of a window in a forward.")
 
 
 def unfinished(turn: Turn) -> tuple[Hit, ...]:
@@ -345,7 +349,10 @@ def left_out_inside_window(turn: Turn) -> tuple[Hit, ...]:
 def stepped_by_hand(turn: Turn) -> tuple[Hit, ...]:
     if not turn.state.used or turn.event.inner:
         return _NONE
-    return _hit(turn, "optimizer.step() was called after ready.backward().")
+    plan = turn.plan
+    whole = plan.accumulation == 1 and not (plan.engine_steps or plan.clips or plan.loss_scaled or plan.ticks)
+    hit = Hit(called(turn.event), "optimizer.step() was called after ready.backward().")
+    return (evolve(hit, milder=whole and turn.event.averaged and not turn.state.weighed),)
 
 
 def inner_stepped(turn: Turn) -> tuple[Hit, ...]:

@@ -119,7 +119,11 @@ RULES: tuple[Rule, ...] = (
         check=_eval,
         at=(Moment.AUDIT,),
         needs=(Need.OPTIMIZERS,),
-        fix="Call model.train() before the loop; from_pretrained returns a model in evaluation mode.",
+        fix=(
+            "Call model.train() before the loop, as from_pretrained returns a model in evaluation mode; nothing, where "
+            "it is to be trained without dropout."
+        ),
+        severity=Severity.WARNING,
         source=("pain 19",),
     ),
     Rule(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import isfinite
 
 from prepkit.facts.run import RunFacts
+from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.rules.rule import Hit, Moment, Need, Rule
 
@@ -70,7 +71,7 @@ def _batches(facts: RunFacts) -> Iterator[Hit]:
             seen = loader.seen
             if seen.drop_last and seen.length and seen.batch_size:
                 what += f": of {seen.length} samples it has fewer than a batch of {seen.batch_size}, and drop_last"
-            yield Hit(f"loaders[{index}]", f"{what}.")
+            yield Hit(f"loaders[{index}]", f"{what}.", milder=index > 0)
 
 
 RULES: tuple[Rule, ...] = (
@@ -115,7 +116,8 @@ RULES: tuple[Rule, ...] = (
         summary="Dropout leaves something.",
         check=_drops,
         at=(Moment.AUDIT,),
-        fix="Give p as the share that is dropped, such as 0.1.",
+        fix="Give p as the share that is dropped, such as 0.1; nothing, where a branch is to be switched off.",
+        severity=Severity.WARNING,
     ),
     Rule(
         id="run.state-misfit",
@@ -143,6 +145,7 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.AUDIT,),
         needs=(Need.LOADERS,),
         fix="Give the loader more samples, a smaller batch_size, or drop_last=False.",
+        milder="of a loader after the first, as one of an evaluation may be empty",
     ),
 )
 """Reporting order: rates, weights, what computes with them, state, data."""

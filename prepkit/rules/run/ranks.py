@@ -28,7 +28,7 @@ def _models(facts: RunFacts) -> Iterator[Hit]:
 def _optimizers(facts: RunFacts) -> Iterator[Hit]:
     for one in facts.unlike:
         yield Hit("optimizer", f"Ranks step with different options: {one.name} is {one.held}.")
-    if odd := _odd(facts.ranks, lambda rank: rank.optimizer):
+    if not _pipeline(facts) and (odd := _odd(facts.ranks, lambda rank: rank.optimizer)):
         yield Hit("optimizer", f"Class, groups or options on {odd} are not those of rank 0, such as lr.")
 
 
@@ -75,7 +75,7 @@ def _loss(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _schedulers(facts: RunFacts) -> Iterator[Hit]:
-    if odd := _odd(facts.ranks, lambda rank: rank.scheduler):
+    if not _pipeline(facts) and (odd := _odd(facts.ranks, lambda rank: rank.scheduler)):
         yield Hit("scheduler", f"Class, horizon or position on {odd} is not that of rank 0.")
 
 

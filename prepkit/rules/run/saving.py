@@ -299,6 +299,7 @@ RULES: tuple[Rule, ...] = (
         _no_folder,
         'Give every rank the same folder, such as "runs/7".',
         **_FOLDER,
+        stops="there is nowhere to write to, or read from",
     ),
     _row(
         "checkpoint.folders-differ",
@@ -306,6 +307,7 @@ RULES: tuple[Rule, ...] = (
         _folders_differ,
         'Give every rank the same folder, such as "runs/7".',
         **_FOLDER,
+        stops="a checkpoint is written and read by all ranks together",
     ),
     _row(
         "save.beside-another-run",
@@ -335,12 +337,14 @@ RULES: tuple[Rule, ...] = (
         _accepts_unknown,
         "Write one or more of checkpoint.other-config, checkpoint.other-dtype, checkpoint.other-optimizer and "
         "checkpoint.other-scheduler.",
+        stops="it accepts nothing",
     ),
     _row(
         "checkpoint.other-model",
         "The checkpoint holds the tensors of this model, in their shapes, and no others.",
         _other_model,
         "Build the model that was saved, or give the folder of this one.",
+        stops="there is no place for what is read",
     ),
     _row(
         "checkpoint.other-dtype",
@@ -361,6 +365,7 @@ RULES: tuple[Rule, ...] = (
         "A run that trains goes on from one that trained.",
         _both(_no_optimizer),
         f"Give the folder of a training run, or {_WEIGHTS_ALONE}.",
+        stops="there is no state to go on from; only_model=True does without",
     ),
     _row(
         "checkpoint.other-optimizer",
@@ -374,12 +379,14 @@ RULES: tuple[Rule, ...] = (
         "The checkpoint holds the state of this optimizer, in its shapes, and no other.",
         _other_state,
         f"Use the optimizer that was saved, or {_WEIGHTS_ALONE}.",
+        stops="there is no place for what is read; only_model=True does without",
     ),
     _row(
         "checkpoint.other-groups",
         "The optimizer has the groups of parameters that were saved.",
         _both(_other_groups),
         f"Group the parameters as they were, or {_WEIGHTS_ALONE}.",
+        stops="the settings of a group belong to its parameters; only_model=True does without",
     ),
     _row(
         "checkpoint.other-scheduler",

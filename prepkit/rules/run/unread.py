@@ -13,7 +13,7 @@ from prepkit.rules.rule import Hit, Moment, Need, Rule
 def _unread(facts: RunFacts) -> Iterator[Hit]:
     for one in facts.unread:
         what = f"`{one.name}` was set, and nothing reads it: `{one.meant}` does what it seems to mean."
-        yield Hit(one.where, what, f"Write {one.meant} in its place.")
+        yield Hit(one.where, what, f"Write {one.meant} in its place.", milder=not one.sure)
 
 
 def _hidden(facts: RunFacts) -> Iterator[Hit]:
@@ -55,6 +55,7 @@ RULES: tuple[Rule, ...] = (
         check=_unread,
         at=(Moment.AUDIT,),
         fix="Write the name that is read.",
+        milder="where the name is only like one that is read",
         source=("torch Module.requires_grad_", "torch Optimizer.add_param_group"),
     ),
     Rule(

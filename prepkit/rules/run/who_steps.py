@@ -155,7 +155,8 @@ RULES: tuple[Rule, ...] = (
         check=_zero,
         at=(Moment.AUDIT,),
         needs=(Need.OPTIMIZERS,),
-        fix="Give lr a value above 0.",
+        fix="Give lr a value above 0; nothing, where the loop sets it.",
+        severity=Severity.WARNING,
     ),
     Rule(
         id="run.float16-weights",
