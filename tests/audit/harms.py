@@ -369,7 +369,7 @@ HARMS: tuple[Harm, ...] = (
         by_hand.forward_of_the_original,
         copied_with_its_own_forward,
         "the copy gets no gradient",
-        gradient("head.weight"),
+        gradient("head"),
     ),
     Harm(by_hand.forward_bound_to_the_original, plain(), "the model gets no gradient", gradient("head")),
     Harm(

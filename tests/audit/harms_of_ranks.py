@@ -196,7 +196,7 @@ HARMS_OF_RANKS: tuple[HarmOfRanks, ...] = (
     HarmOfRanks(by_hand.no_wrapper, ddp, APART, parted),
     HarmOfRanks(by_hand.head_beside_ddp, inside_ddp, APART, parted),
     HarmOfRanks(by_hand.unfrozen_after_ddp, unfrozen_before_ddp, APART, parted),
-    HarmOfRanks(by_hand.head_replaced_after_ddp, head_replaced_before_ddp, APART, parted),
+    HarmOfRanks(by_hand.head_replaced_after_ddp, head_replaced_before_ddp, "the second step raises", parted),
     HarmOfRanks(by_hand.frozen_after_ddp, frozen_before_ddp, "the second step raises", parted),
     HarmOfRanks(by_hand.frozen_on_one_rank, ddp, APART, parted),
     HarmOfRanks(by_hand.rate_by_rank, ddp, APART, parted),

@@ -19,8 +19,8 @@ def test_a_cited_test_that_fails_and_one_that_proves_something_else_are_told_apa
     assert "5 of 5 proofs hold" in lines[-1], done.stdout + done.stderr
     at = lines.index("K-H3 FP16.growth_factor: 1 of 2 cited tests notice")
     assert lines[at + 1 : at + 3] == [
-        "  fails  test_a_setting_reaches_what_the_library_is_given",
         "  passes test_the_scaler_has_the_numbers_of_the_step_and_is_taken_back",
+        "  fails  test_a_setting_reaches_what_the_library_is_given",
     ]
     assert "  fails  test_only_the_config_keeps_a_device_map_and_a_variable_that_says_so_is_named" in lines
     assert done.returncode == 0
