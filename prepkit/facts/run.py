@@ -254,6 +254,10 @@ class LoopFacts:
     """Which window of micro-batches ends, counted from 1."""
     passes: tuple[int, int] = (0, 0)
     """The least and the greatest number of a pass over the data that a rank is in."""
+    orders: tuple[int, int] = (0, 0)
+    """The least and the greatest digest of what ranks take their part from, first of all; 0: nobody can tell."""
+    own_order: int = 0
+    """The digest of this rank."""
     loss_finite: bool = True
     """Whether the last loss is a number on every rank."""
     own_loss_finite: bool = True
@@ -417,6 +421,8 @@ class RunFacts:
     """How it was prepared; None where nobody has looked."""
     running: tuple[tuple[RunningFacts, RunningFacts], ...] = ()
     """What is compared: an earlier look and one at this step; empty where there is no earlier one."""
+    unrepeatable: tuple[int, ...] = ()
+    """Loaders whose pass under way would not begin again as it began."""
     overwritten: bool = False
     """Whether weights were written in place of which the optimizer keeps master weights of its own."""
     unlike: tuple[Unlike, ...] = ()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from hashlib import sha256
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -41,9 +42,11 @@ class RankBatches:
     """What all ranks together have read before in this pass: indices, or batches where these are whole."""
     shares: deque[Share] = field(factory=deque)
     """Of the newest pass: what was yielded and has not been taken out by the loader."""
+    began: int = 0
+    """A digest of what all ranks together read first in the newest pass, of 24 bits; 0: nothing was read yet."""
 
     def __iter__(self) -> Iterator[Any]:
-        self.shares = deque()
+        self.shares, self.began = deque(), 0
         return self._yield(self.shares, self._of_part(iter(self._drawn()), self.start))
 
     @property
@@ -58,6 +61,21 @@ class RankBatches:
             return length(count, 0, self.parts, self.tail, size=None)
         return length(0, count - count % self.size * self.drop_last, self.parts, self.tail, size=self.size)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the pass under way would begin again as it began, so that a resume goes on in the same order."""
+        return self.seed is None or not self.began or self._first(iter(self._drawn()))[1] == self.began
+
+    def _noted(self, order: Iterator[Any]) -> Iterator[Any]:
+        """The order, drawn when it is asked for: torch's loader draws a seed in between."""
+        first, self.began = self._first(order)
+        yield from chain(first, order)
+
+    def _first(self, order: Iterator[Any]) -> tuple[tuple[Any, ...], int]:
+        """What the ranks together read first: a last round is filled up with it, and its digest tells orders apart."""
+        first = tuple(islice(order, self.parts * (self.size or 1)))
+        return first, int.from_bytes(sha256(repr(first).encode()).digest()[:3], "big") or 1
+
     def _drawn(self) -> Iterable[Any]:
         if self.seed is None:
             set_epoch(self.order, self.epoch)
@@ -67,6 +85,7 @@ class RankBatches:
         return drawn(order, self.seed, self.epoch)
 
     def _of_part(self, order: Iterator[Any], start: int) -> Iterator[Share]:
+        order = self._noted(order)
         first = tuple(islice(order, min(start, self.parts * (self.size or 1))))  # what a last round is filled up with
         for _ in islice(order, start - len(first)):
             pass

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from attrs import define
+from torch.utils.data import IterableDataset, Sampler
 
 
 @define
@@ -59,20 +60,42 @@ def drawn(source: Iterable[Any], *seeds: int) -> Iterator[Any]:
         yield item
 
 
-def with_own_generators(sampler: Any, *seeds: int) -> Any:
-    """A copy of a sampler and of those it draws from, whose ``generator``, where it has one, follows from the seeds.
+def with_own_generators(source: Any, *seeds: int) -> Any:
+    """A copy of a sampler or stream, and of the samplers in it, whose own generators follow from the seeds.
 
-    Shared data stays shared. The sampler that is given is untouched (accelerate seeds the user's: behaviour DL-15).
+    Generators are those of torch, of ``random`` and of numpy, by whatever name it holds them; a stream without any is
+    given back itself. Shared data stays shared. What is given is untouched (accelerate seeds the user's: DL-15).
     """
-    if not hasattr(sampler, "__dict__"):
-        return sampler  # a list or an iterator
-    mine = copy.copy(sampler)
-    for name, held in list(vars(mine).items()):
-        if isinstance(held, torch.Generator):
-            setattr(mine, name, torch.Generator(held.device).manual_seed(hash(seeds) % 2**32))
-        elif name in ("sampler", "batch_sampler"):
-            setattr(mine, name, with_own_generators(held, *seeds))
+    held = getattr(source, "__dict__", None)
+    if held is None or (isinstance(source, IterableDataset) and not any(map(_is_generator, held.values()))):
+        return source  # a list or an iterator; or a stream, which may keep state of its own
+    mine, seed = copy.copy(source), hash(seeds) % 2**32
+    for name, value in list(vars(mine).items()):
+        if _is_generator(value):
+            setattr(mine, name, _begun(value, seed))
+        elif name in ("sampler", "batch_sampler") or isinstance(value, Sampler):
+            setattr(mine, name, with_own_generators(value, *seeds))
     return mine
+
+
+def _is_generator(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    kinds = (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
+
+
+def _begun(given: Any, seed: int) -> Any:
+    """A generator of the same kind, begun with the seed."""
+    if isinstance(given, torch.Generator):
+        return torch.Generator(given.device).manual_seed(seed)
+    if isinstance(given, random.Random):
+        mine = copy.copy(given)
+        mine.seed(seed)
+        return mine
+    numpy: Any = sys.modules["numpy"]
+    if isinstance(given, numpy.random.RandomState):
+        return numpy.random.RandomState(seed)
+    return numpy.random.Generator(type(given.bit_generator)(seed))
 
 
 def set_epoch(source: Any, epoch: int) -> None:

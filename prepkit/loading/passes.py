@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from attrs import define, field
@@ -10,8 +10,10 @@ from attrs import define, field
 from prepkit.facts.loop import BatchRead, PassEnded
 from prepkit.loading import draws
 from prepkit.loading.arguments import check_count
+from prepkit.loading.batch_sampler import RankBatches
 from prepkit.loading.loader import Loader
 from prepkit.loading.reduce import gather_for_metrics
+from prepkit.loading.sources import IndexedSource
 
 
 @define(eq=False)
@@ -47,6 +49,25 @@ class Passes:
         """Number of the first pass over the training data that has batches left; None: no loader here counts them."""
         counted = (one.open_epoch for one in self.loaders if isinstance(one, Loader) and not one.evaluation)
         return next(counted, None)
+
+    @property
+    def began(self) -> int:
+        """A digest of what the ranks together read first in the pass under way; 0: nobody can tell."""
+        return next((batches.began for batches in self._divided() if batches.began), 0)
+
+    def unrepeatable(self) -> tuple[int, ...]:
+        """Numbers of the loaders whose pass under way would begin in another order if it was begun again."""
+        return tuple(
+            number
+            for number, one in enumerate(self.loaders)
+            if isinstance(one, Loader) and isinstance(one.source, IndexedSource) and not one.source.batches.repeats
+        )
+
+    def _divided(self) -> Iterator[RankBatches]:
+        """What divides the loaders of training data over the ranks by index."""
+        for one in self.loaders:
+            if isinstance(one, Loader) and not one.evaluation and isinstance(one.source, IndexedSource):
+                yield one.source.batches
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass over each loader has this number, which gives its order. They advance by themselves too."""

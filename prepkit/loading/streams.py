@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 from torch.utils.data import IterableDataset, get_worker_info
 
-from prepkit.loading.draws import drawn, set_epoch
+from prepkit.loading.draws import drawn, set_epoch, with_own_generators
 from prepkit.loading.rounds import Share, Tail, rounds
 
 
@@ -49,7 +49,8 @@ class StreamPart(IterableDataset[Share]):
         worker = get_worker_info()
         epoch = int(self.epoch)
         set_epoch(self.stream, epoch)
-        batches = drawn(self._batches(), self.seed, epoch, 0 if worker is None else worker.id)
+        seeds = self.seed, epoch, 0 if worker is None else worker.id
+        batches = drawn(self._batches(with_own_generators(self.stream, *seeds)), *seeds)
         for shares in rounds(batches, self.parts, self.tail, size=self.size):
             yield shares[self.part]
 
@@ -57,9 +58,9 @@ class StreamPart(IterableDataset[Share]):
         """As torch's loader asks; raises ``TypeError`` where the stream has no length."""
         raise TypeError("a stream that is divided has no length of its own")
 
-    def _batches(self) -> Iterator[list[Any]]:
+    def _batches(self, stream: Any) -> Iterator[list[Any]]:
         """Lists of samples; of a stream that yields whole batches each is a list of its own."""
-        source = iter(self.stream)
+        source = iter(stream)
         while batch := list(islice(source, self.size or 1)):
             if len(batch) < (self.size or 1) and self.drop_last:
                 return

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -77,9 +77,13 @@ class Looks:
         if due(self._alone) and self._collective:
             self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
 
-    def before_saving(self) -> None:
-        """Raises ``RunRefused`` where a checkpoint or an export would hold other weights than those in the model."""
-        self.court.ask(Moment.SAVE, self.look.overwritten())
+    def before_saving(self, passes: Passes | None = None) -> None:
+        """Raises ``RunRefused`` where a checkpoint or an export would hold other weights than those in the model.
+
+        Warns where ``passes`` could not be gone on with.
+        """
+        lost = () if passes is None else passes.unrepeatable()
+        self.court.ask(Moment.SAVE, evolve(self.look.overwritten(), unrepeatable=lost))
 
     def before_step(self, loss: Loss | None, epoch: int, passes: Passes) -> tuple[Asked, ...]:
         """Raises ``RunRefused`` on every rank, or on none; gives what was asked of the first step, nothing after that.
@@ -134,6 +138,7 @@ class Looks:
             window=self._together,
             loss_finite=fine,
             own_loss_finite=fine,
+            own_order=passes.began,
             loaders=len(passes.loaders),
             read=passes.read,
             divides="given" if given else "nobody" if self.plan.run.divides_loaders else "",

@@ -255,7 +255,7 @@ class Prepared:
         """
         check_count("keep", keep, least=1)
         self.loop.do(events.Saved())
-        self._looks.before_saving()
+        self._looks.before_saving(self.loop.passes)
         with self.loop.allowed():
             self.checkpoints.run.save(self._parts(), folder, keep=keep, wait=wait)
 

@@ -111,6 +111,8 @@ BROKEN: dict[str, RunFacts] = {
     "run.ranks-optimizers": with_ranks(optimizer="b"),
     "run.ranks-values": evolve(FINE, parted=NAMES[:2]),
     "run.ranks-passes": evolve(FINE, loop=LoopFacts(window=2, passes=(0, 1))),
+    "run.orders-apart": evolve(FINE, loop=LoopFacts(window=1, orders=(1, 2), own_order=1)),
+    "run.order-lost": evolve(FINE, unrepeatable=(0,)),
     "run.loss-not-finite": evolve(FINE, loop=LoopFacts(window=2, loss_finite=False, own_loss_finite=False)),
     "run.not-read": evolve(FINE, loop=LoopFacts(window=1, loaders=1, read=False, divides="given", readers=2)),
     "run.dropout-alike": evolve(with_ranks(generator="a"), dropout=("drop",), drops=1),

@@ -39,9 +39,10 @@ WARNINGS = _ids(
         "steps-joined",
         "save": "beside-another-run",
         "run": "bfloat16-weights part-in-eval unlike-dtypes checkpointed-twice checkpointed-whole checkpoint-outside "
-        "compile-off one-unit averaging-off backend without-gradient ranks-passes loss-not-finite dropout-alike "
-        "not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks unsaved-optimizer "
-        "unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms ticked-early",
+        "compile-off one-unit averaging-off backend without-gradient ranks-passes order-lost loss-not-finite "
+        "dropout-alike not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks "
+        "unsaved-optimizer unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms "
+        "ticked-early",
     }
 )
 """What is said, and refuses nothing."""

@@ -140,10 +140,11 @@ class StepLook:
         rates, draws = _options(self.optimizers), _generator(self.plan.facts.env.device)
         replicas = _replicas(self.model) if looked and reduced else []
         everywhere = _joint(one for group, one in replicas if _all(group))
-        own = _numbers([float(own_pass), float(loop.own_loss_finite), draws, *rates], looked, everywhere, scaled=scaled)
+        alone = [float(own_pass), float(loop.own_loss_finite), draws, float(loop.own_order)]
+        own = _numbers([*alone, *rates], looked, everywhere, scaled=scaled)
         least, most = world().spread(own)
-        first = 3 + len(rates)
-        unlike = _unlike(rates, least[3:first].tolist(), most[3:first].tolist())
+        first = len(alone) + len(rates)
+        unlike = _unlike(rates, least[len(alone) : first].tolist(), most[len(alone) : first].tolist())
         apart = self.plan.data_parallel_size > 1 and world().carries_data
         facts = RunFacts(
             world_size=self.plan.world_size,
@@ -152,7 +153,12 @@ class StepLook:
             drawn_alike=bool(draws) and apart and bool(least[2] == most[2]),
             alike_for=self.plan.world_size // self.plan.data_parallel_size,
             unlike=unlike,
-            loop=evolve(loop, passes=(int(least[0]), int(most[0])), loss_finite=bool(least[1])),
+            loop=evolve(
+                loop,
+                passes=(int(least[0]), int(most[0])),
+                orders=(int(least[3]), int(most[3])),
+                loss_finite=bool(least[1]),
+            ),
         )
         if Need.GRADIENTS not in needs:
             return facts

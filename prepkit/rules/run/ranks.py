@@ -67,6 +67,21 @@ def _passes(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("loop", what)
 
 
+def _orders(facts: RunFacts) -> Iterator[Hit]:
+    if facts.loop is not None and all(facts.loop.orders) and facts.loop.orders[0] != facts.loop.orders[1]:
+        what = (
+            "Each rank takes its part of an order of its own: what one rank leaves to another is read by nobody, and "
+            "other samples twice."
+        )
+        yield Hit("loaders", what)
+
+
+def _unrepeatable(facts: RunFacts) -> Iterator[Hit]:
+    for number in facts.unrepeatable:
+        what = "The pass under way began in an order that does not come again: a resume would read some samples twice."
+        yield Hit(f"loaders[{number}]", what)
+
+
 def _loss(facts: RunFacts) -> Iterator[Hit]:
     if facts.loop is not None and not facts.loop.loss_finite:
         here = " on this rank" * (not facts.loop.own_loss_finite)
@@ -108,6 +123,11 @@ def _unlike(facts: RunFacts) -> Iterator[Hit]:
             yield Hit("env", what)
             return
 
+
+_DRAWN = (
+    "Let the sampler draw from a generator that it holds (self.generator = torch.Generator(), random.Random() or one "
+    "of numpy), which is seeded anew for each pass, or from (seed, epoch), with a set_epoch(epoch)."
+)
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -161,6 +181,27 @@ RULES: tuple[Rule, ...] = (
         cost="a share of the one exchange over the ranks that the moment makes",
         fix="End passes on all ranks together, as by `if ready.ranks.reduce(float(done), 'max'):`.",
         severity=Severity.WARNING,
+    ),
+    Rule(
+        id="run.orders-apart",
+        summary="Ranks take their parts of one order of the data.",
+        check=_orders,
+        at=(Moment.DUE,),
+        needs=(Need.LOOP, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix=_DRAWN,
+        source=("DL-15",),
+    ),
+    Rule(
+        id="run.order-lost",
+        summary="The order of a pass can be drawn again after a resume.",
+        check=_unrepeatable,
+        at=(Moment.SAVE,),
+        needs=(Need.BEFORE,),
+        cost="draws the order of a pass once more",
+        fix=_DRAWN,
+        severity=Severity.WARNING,
+        source=("DL-15",),
     ),
     Rule(
         id="run.loss-not-finite",

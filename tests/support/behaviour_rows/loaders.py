@@ -34,6 +34,9 @@ LOADERS: dict[str, Answers] = {
     "DL-13": ("rule loaders.already-distributed", DIVIDED, "test test_a_loader_is_divided_as_it_draws"),
     "DL-14": (DIVIDED, "test test_a_stream_that_draws_at_random_is_divided_as_one"),
     "DL-15": (
+        "test test_ranks_read_every_sample_once_whatever_generator_draws_the_order",
+        "rule run.orders-apart",
+        "rule run.order-lost",
         "test test_an_own_sampler_draws_alike_on_all_ranks_and_anew_in_every_epoch",
         "test test_everything_else_is_kept_and_the_given_loader_is_untouched",
     ),

@@ -1,0 +1,147 @@
+"""Samplers, batch samplers and streams that draw from generators of their own: one order on all ranks, and again."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+import prepkit as pk
+from tests.support.gang import Gang
+
+ROWS = 24
+
+
+def drawn(generator: Any) -> list[int]:
+    rows = list(range(ROWS))
+    generator.shuffle(rows)
+    return rows
+
+
+class Drawing(Sampler[int]):
+    """Indices from a generator that it holds, which nobody has seeded."""
+
+    def __init__(self, generator: Any) -> None:
+        self.own = generator
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(drawn(self.own))
+
+    def __len__(self) -> int:
+        return ROWS
+
+
+class Hidden(Drawing):
+    """From one that nobody can find."""
+
+    def __init__(self, generator: Any) -> None:
+        self.draw = lambda: drawn(generator)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draw())
+
+
+class Batches(Drawing):
+    """A batch sampler of the user's own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = drawn(self.own)
+        return (rows[at : at + 2] for at in range(0, ROWS, 2))
+
+    def __len__(self) -> int:
+        return ROWS // 2
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Rows in the order of a generator that it holds."""
+
+    def __init__(self, generator: Any) -> None:
+        self.own = generator
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor([float(row)]) for row in drawn(self.own))
+
+
+GENERATORS = {
+    "random": random.Random,
+    "numpy": np.random.default_rng,
+    "legacy": np.random.RandomState,
+}
+
+
+def loader(kind: str, generator: Any) -> DataLoader[Any]:
+    rows: Any = torch.arange(float(ROWS))[:, None]
+    if kind == "batches":
+        return DataLoader(rows, batch_sampler=Batches(generator))  # type: ignore[arg-type]  # a Sampler of lists
+    if kind == "stream":
+        return DataLoader(Stream(generator), batch_size=2)
+    return DataLoader(rows, batch_size=2, sampler=(Hidden if kind == "hidden" else Drawing)(generator))
+
+
+def prepared(kind: str, generator: Any, engine: Any) -> Any:
+    torch.manual_seed(0)
+    cfg = pk.Config(engine=engine, optimizer=pk.optim.SGD(lr=0.0))
+    return pk.apply(pk.build_plan(cfg, nn.Linear(1, 1), loaders=[loader(kind, generator)]))
+
+
+def train(ready: Any, batch: Any) -> list[int]:
+    ready.backward(ready.model(batch).mean())
+    ready.step()
+    return [int(row) for row in batch.flatten()]
+
+
+def read(rank: int, world: int, kind: str, name: str) -> list[int]:
+    del rank, world
+    ready = prepared(kind, GENERATORS[name](), pk.DDP())
+    return [row for batch in ready.loaders[0] for row in train(ready, batch)]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("kind", ["sampler", "batches", "stream"])
+def test_ranks_read_every_sample_once_whatever_generator_draws_the_order(gang2: Gang, kind: str, name: str) -> None:
+    parts = gang2.run(read, kind, name, timeout=60)
+    assert sorted(row for part in parts for row in part) == list(range(ROWS))
+    assert parts[0] + parts[1] != sorted(parts[0] + parts[1])
+
+
+def hidden(rank: int, world: int) -> str:
+    del world
+    ready = prepared("hidden", random.Random(rank), pk.DDP())
+    try:
+        train(ready, next(iter(ready.loaders[0])))
+    except pk.errors.RunRefused as refused:
+        return str(refused)
+    return ""
+
+
+def test_orders_that_differ_over_the_ranks_are_refused_before_the_first_step(gang2: Gang) -> None:
+    for told in gang2.run(hidden, timeout=60):
+        assert "run.orders-apart" in told
+        assert "Each rank takes its part of an order of its own" in told
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batches", "stream", "hidden"])
+def test_a_pass_goes_on_in_its_order_after_a_resume_or_the_save_says_that_it_cannot(kind: str, tmp_path: Path) -> None:
+    ready = prepared(kind, random.Random(1), pk.Single())
+    whole = []
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for at, batch in enumerate(ready.loaders[0]):
+            whole += train(ready, batch)
+            if at == 4:
+                ready.save(tmp_path)
+                before = list(whole)
+    told = [one for one in heard if "run.order-lost" in str(one.message)]
+    assert bool(told) == (kind == "hidden")
+    again = prepared(kind, random.Random(1), pk.Single())
+    again.resume(tmp_path)
+    rest = [row for batch in again.loaders[0] for row in train(again, batch)]
+    assert kind == "hidden" or before + rest == whole
