@@ -51,6 +51,7 @@ class Doing:
 class LongWaits:
     """The thread of one rank; it ends with ``stop``, with this object, and with the process."""
 
+    thread: threading.Thread
     end: Callable[[], None]
     """Ends the thread. The end of the process calls it as well, and holds nothing else of this object."""
 
@@ -64,7 +65,7 @@ def tell_long_waits(peers: Peers) -> LongWaits:
     """Begin to watch the calls of a run with these ranks; ends with the object that is returned at the latest."""
     over = threading.Event()
     thread = threading.Thread(target=_look_again, args=(peers, over), name="prepkit: long waits", daemon=True)
-    waits = LongWaits(partial(_end, over, thread))
+    waits = LongWaits(thread, partial(_end, over, thread))
     atexit.register(waits.end)
     weakref.finalize(waits, over.set).atexit = False
     thread.start()

@@ -79,7 +79,7 @@ def test_one_process_has_its_own_numbers() -> None:
 )
 def test_what_is_no_number_is_refused(value: Any, how: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        prepared(pk.Single()).reduce(value, how)
+        prepared(pk.Single()).ranks.reduce(value, how)
 
 
 def differing(rank: int, world: int) -> list[str]:

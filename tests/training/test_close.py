@@ -195,12 +195,12 @@ def test_what_would_act_rank_by_rank_after_the_end_raises(tmp_path: Path) -> Non
         "save": lambda: ready.save(str(tmp_path)),
         "resume": lambda: ready.resume(str(tmp_path), missing_ok=True),
         "log": lambda: ready.log({"loss": 1.0}),
-        "log_to": lambda: ready.log.to(JsonLines(str(tmp_path / "log"))),
+        "log.to": lambda: ready.log.to(JsonLines(str(tmp_path / "log"))),
         "ranks.barrier": lambda: ready.ranks.barrier("end"),
         "accumulate": lambda: ready.accumulate(last=True),
-        "reduce": lambda: ready.ranks.reduce(1.0),
-        "gather": lambda: ready.ranks.gather(1.0),
-        "gather_for_metrics": lambda: ready.ranks.gather_for_metrics(torch.zeros(2)),
+        "ranks.reduce": lambda: ready.ranks.reduce(1.0),
+        "ranks.gather": lambda: ready.ranks.gather(1.0),
+        "ranks.gather_for_metrics": lambda: ready.ranks.gather_for_metrics(torch.zeros(2)),
     }
     for name, call in calls.items():
         with pytest.raises(
