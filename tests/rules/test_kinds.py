@@ -41,7 +41,8 @@ WARNINGS = _ids(
         "run": "bfloat16-weights part-in-eval unlike-dtypes checkpointed-twice checkpointed-whole checkpoint-outside "
         "compile-off one-unit averaging-off backend without-gradient ranks-passes loss-not-finite dropout-alike "
         "not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks unsaved-optimizer "
-        "unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms ticked-early",
+        "unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms ticked-early eval-mode "
+        "drops-all rate-zero drift-params drift-rate",
     }
 )
 """What is said, and refuses nothing."""
@@ -71,8 +72,7 @@ NEEDED = _ids(
         "overrides": "unknown",
         "checkpoint": "folders-differ no-folder no-optimizer other-groups other-model other-state",
         "resume": "accepts-unknown",
-        "run": "gradients-waited-for gradients-part gradients-misplaced overwritten replaced unknown-optimizer "
-        "inside-window whole-state whole-weights",
+        "run": "gradients-waited-for gradients-misplaced whole-state whole-weights",
     }
 )
 """Without these nothing can go on: an override does not help."""
