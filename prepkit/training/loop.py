@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from attrs import define, evolve, field
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -29,12 +29,12 @@ from prepkit.loop.orders import Order
 from prepkit.objects.joint_optimizer import members, tick, ticks_left
 from prepkit.objects.whole_gradients import WholeGradients
 from prepkit.objects.xla_gradients import XLAGradients
-from prepkit.ranks.world import ranks_of, world
+from prepkit.ranks.world import world
 from prepkit.training import token_loss
 from prepkit.training.drivers import Driver
 from prepkit.training.marks import Marks
 from prepkit.training.token_loss import Count, TokenWindow
-from prepkit.training.watching import Removable, watched
+from prepkit.training.watching import Removable, averages_nothing, watched
 
 Closure = Callable[[], Any]
 
@@ -451,17 +451,6 @@ def _cleared(loop: weakref.ref[Loop]) -> None:
     if (own := loop()) is not None and not own._acting:
         own.do(events.Cleared())
         own._tokens.forget()
-
-
-def averages_nothing(model: Any, optimizer: Optimizer) -> bool:
-    """True where averaging is off, as inside a window, at a step that takes the gradients for averages."""
-    if isinstance(model, DistributedDataParallel):
-        return not model.require_backward_grad_sync and ranks_of(model.process_group).size > 1
-    if isinstance(model, FullyShardedDataParallel):
-        return not model._sync_gradients
-    if isinstance(model, FSDPModule):  # a backward that does not average leaves no gradient in the shards
-        return all(param.grad is None for group in optimizer.param_groups for param in group["params"])
-    return False
 
 
 def check_loss(loss: Any) -> None:

@@ -19,7 +19,8 @@ from prepkit.facts.run import RunFacts, StrangerFacts
 from prepkit.objects import names
 from prepkit.objects.joint_optimizer import members
 from prepkit.rules.rule import Moment
-from prepkit.training.loop import Loop, averages_nothing
+from prepkit.training.loop import Loop
+from prepkit.training.watching import averages_nothing
 
 
 def own(owner: Any, loop: Loop, before: WeakIdKeyDictionary) -> RemovableHandle:

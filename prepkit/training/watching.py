@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from attrs import define, field, frozen
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from prepkit.objects.deepspeed import keeps_masters
+from prepkit.ranks.world import ranks_of
 
 
 class Removable(Protocol):
@@ -110,3 +113,14 @@ def watched(
     clearing = [one for one in optimizers if hasattr(one, "zero_grad")]  # ZeRO-3's may clear nothing
     hooks += [guarded(optimizer, cleared) for optimizer in clearing]
     return hooks
+
+
+def averages_nothing(model: Any, optimizer: Optimizer) -> bool:
+    """True where averaging is off, as inside a window, at a step that takes the gradients for averages."""
+    if isinstance(model, DistributedDataParallel):
+        return not model.require_backward_grad_sync and ranks_of(model.process_group).size > 1
+    if isinstance(model, FullyShardedDataParallel):
+        return not model._sync_gradients
+    if isinstance(model, FSDPModule):  # a backward that does not average leaves no gradient in the shards
+        return all(param.grad is None for group in optimizer.param_groups for param in group["params"])
+    return False

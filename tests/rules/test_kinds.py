@@ -42,7 +42,7 @@ WARNINGS = _ids(
         "compile-off one-unit averaging-off backend without-gradient ranks-passes order-lost loss-not-finite "
         "dropout-alike not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks "
         "unsaved-optimizer unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms "
-        "ticked-early",
+        "ticked-early eval-mode drops-all rate-zero drift-params drift-rate",
     }
 )
 """What is said, and refuses nothing."""
@@ -72,8 +72,7 @@ NEEDED = _ids(
         "overrides": "unknown",
         "checkpoint": "folders-differ no-folder no-optimizer other-groups other-model other-state",
         "resume": "accepts-unknown",
-        "run": "gradients-waited-for gradients-part gradients-misplaced overwritten replaced unknown-optimizer "
-        "inside-window whole-state whole-weights",
+        "run": "gradients-waited-for gradients-misplaced whole-state whole-weights",
     }
 )
 """Without these nothing can go on: an override does not help."""

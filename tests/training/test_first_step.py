@@ -191,17 +191,6 @@ def test_it_is_looked_at_once(gang2: Gang) -> None:
     assert gang2.run(after_the_first, timeout=60) == [[RULES] * 3] * 2
 
 
-def test_an_optimizer_that_is_stepped_by_hand_after_ready_backward_is_refused() -> None:
-    ready = prepared("Single", Whole)
-    before = values(ready)
-    ready.backward(ready.model(torch.ones(2, 4)).sum())
-    with pytest.raises(RuntimeError, match=r"Write ready\.step\(\) in its place"):
-        ready.optimizer.step()
-    assert values(ready) == before
-    assert ready.step()
-    assert values(ready) != before
-
-
 def test_who_has_a_loop_of_their_own_steps_as_they_like() -> None:
     ready = prepared("Single", Whole)
     before = values(ready)
