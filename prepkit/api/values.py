@@ -10,6 +10,7 @@ from prepkit.codec import files
 from prepkit.codec.diff import Change
 from prepkit.codec.diff import diff as value_diff
 from prepkit.findings import Finding
+from prepkit.findings.text import harmless
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 
@@ -75,7 +76,7 @@ def show(
     from prepkit.render.text import text_of
 
     text = str(value) if isinstance(value, Audit) else text_of(value, sources=sources)
-    (file or sys.stdout).write(f"{text}\n")
+    (file or sys.stdout).write(f"{harmless(text)}\n")
 
 
 def diff(a: T, b: T) -> tuple[Change, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from io import TextIOWrapper
 from typing import IO, Any
@@ -11,6 +10,7 @@ from typing import IO, Any
 import click
 
 from prepkit.codec.text import readable
+from prepkit.findings.text import harmless
 
 COLOURS: tuple[str, ...] = (
     r"\A(?P<bold>\w+ plan for .*)",
@@ -38,14 +38,6 @@ def say(text: str, *, err: bool = False) -> None:
     stream = sys.stderr if err else sys.stdout
     text = harmless(text)
     _write(painted(text, stream) if stream is not None and stream.isatty() else text, stream)
-
-
-def harmless(text: str) -> str:
-    """The text with its control characters as escapes, line breaks and tabs aside: a name in a file moves no cursor."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-
-
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def say_json(data: Any) -> None:

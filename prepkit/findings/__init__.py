@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from attrs import field, frozen
 
-from prepkit.findings.text import shorter
+from prepkit.findings.text import harmless, shorter
 
 
 class Severity(StrEnum):
@@ -35,7 +35,7 @@ class Finding:
 
     def __str__(self) -> str:
         origin = f" ({self.origin})" if self.origin else ""
-        return f"{self.severity.value} {self.rule} at {self.where}{origin}: {self.what}\n  fix: {self.fix}"
+        return harmless(f"{self.severity.value} {self.rule} at {self.where}{origin}: {self.what}\n  fix: {self.fix}")
 
 
 def errors(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:

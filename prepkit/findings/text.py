@@ -10,6 +10,14 @@ from itertools import groupby
 from attrs import frozen
 
 
+def harmless(text: str) -> str:
+    """The text with its control characters as escapes, line breaks and tabs aside: a name in a file moves no cursor."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
 def shorter(text: str, most: int = 4000) -> str:
     """The text, cut where a message would be too long.
 

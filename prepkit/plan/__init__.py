@@ -11,6 +11,7 @@ from prepkit.config import Config
 from prepkit.config.engines import SAME_DATA
 from prepkit.facts import Facts
 from prepkit.findings import Finding
+from prepkit.findings.text import harmless
 from prepkit.plan.layout import ParamLayout as ParamLayout
 from prepkit.plan.summary import Owners as Owners
 from prepkit.plan.summary import Planned as Planned
@@ -77,4 +78,4 @@ class Plan:
             tuple(finding_lines("warnings", self.warnings)),
             tuple(finding_lines("overridden (accepted in config.overrides)", self.overridden)),
         )
-        return "\n\n".join("\n".join(lines) for lines in sections if lines)
+        return harmless("\n\n".join("\n".join(lines) for lines in sections if lines))
