@@ -47,7 +47,7 @@ WARNINGS = _ids(
 )
 """What is said, and refuses nothing."""
 
-NOTES = _ids({"run": "maybe-averaged samples-unknown left-out in-order"})
+NOTES = _ids({"run": "maybe-averaged samples-unknown left-out in-order", "prove": "limit"})
 """What may be meant so, or cannot be seen."""
 
 NEEDED = _ids(
