@@ -7,7 +7,7 @@ from tests.support.behaviour_rows.answers import NO_REGISTRY, ON_ONE_MODULE, REA
 PREPARE: dict[str, Answers] = {
     "PR-1": ("row PR-2",),
     "PR-2": ("deviation nobody says per object who is placed: the engine does", "test test_what_is_placed_by_whom"),
-    "PR-3": (ON_ONE_MODULE, "test test_a_loop_out_of_accumulate_and_calls_before_prepare_are_refused"),
+    "PR-3": (ON_ONE_MODULE, "test test_calls_before_prepare_are_refused"),
     "PR-4": ("rule model.device-map", "test test_a_refusal_leaves_the_model_as_it_was"),
     "PR-5": (ON_ONE_MODULE, "test test_two_engines_in_one_program_are_driven_each_by_its_own"),
     "PR-6": ("test test_an_optimizer_on_another_device_than_the_model_is_refused",),
@@ -18,7 +18,12 @@ PREPARE: dict[str, Answers] = {
     ),
     "PR-8": (ON_ONE_MODULE, "test test_one_config_prepares_two_models_of_other_classes"),
     "PR-9": ("deviation a plan has a model: a loader alone needs none",),
-    "PR-21": (ON_ONE_MODULE, "rule optimizer.misses-parameters", "rule optimizer.foreign-parameters"),
+    "PR-21": (
+        "deviation apply takes one model; the face of accelerate takes several, on one process and under DDP",
+        "rule optimizer.misses-parameters",
+        "rule optimizer.foreign-parameters",
+        "test test_a_loop_of_public_scripts_trains_as_torch_alone",
+    ),
     "PR-10": (
         "rule optimizer.misses-parameters",
         "test test_two_optimizers_train_what_they_train_by_hand_and_a_checkpoint_holds_both",

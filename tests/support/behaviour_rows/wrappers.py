@@ -35,7 +35,7 @@ SCHEDULER: dict[str, Answers] = {
     "W-12": (
         "rule values.scheduler-ticks",
         "test test_the_scheduler_ticks_as_often_as_the_plan_says",
-        "deviation the scheduler ticks after optimizer steps alone",
+        "deviation the scheduler ticks after optimizer steps alone; under the face of accelerate where the script says",
         REACHED,
     ),
     "W-13": (
