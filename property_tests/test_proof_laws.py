@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepkit.facts.proof import ClipProof, GradientProof, ProofFacts, Share
+from prepkit.facts.proof import ClipProof, GradientProof, LossShare, ProofFacts
 from prepkit.findings import Severity
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, findings_of
@@ -30,7 +30,7 @@ def window(
 ) -> ProofFacts:
     """A window whose recorded gradients are the shares times a factor for each rank and micro-batch, and a noise."""
     drawn = random.Random(seed)
-    shares = tuple(Share(rank=rank, micro=micro, weight=weight) for rank in range(world) for micro in range(micros))
+    shares = tuple(LossShare(rank=rank, micro=micro, weight=weight) for rank in range(world) for micro in range(micros))
     gradients = []
     for number in range(3):
         vectors = [[drawn.gauss(0, 1) for _ in range(SIZE)] for _ in shares]

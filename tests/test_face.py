@@ -33,6 +33,7 @@ INNER = {
     "NotJsonError": "becomes a finding",
     "NotPlain": "becomes a finding",
     "NotOffered": "in prepkit.compat.accelerate",
+    "_Unknown": "ends one rule's check inside prepkit check",
     "ScriptEnded": "ends a script inside prepkit audit",
     "TooLarge": "becomes a finding, or a ValueError of pk.prove",
     "WindowDone": "ends a script inside prepkit audit --prove",

@@ -10,7 +10,7 @@ from attrs import frozen
 
 
 @frozen(kw_only=True)
-class Share:
+class LossShare:
     """One micro-batch of one rank."""
 
     rank: int
@@ -71,7 +71,7 @@ class ProofFacts:
     """One window of all ranks, and its replay on one process."""
 
     world: int
-    shares: tuple[Share, ...]
+    shares: tuple[LossShare, ...]
     """In the order of every ``gram``."""
     gradients: tuple[GradientProof, ...] = ()
     steps: tuple[StepProof, ...] = ()

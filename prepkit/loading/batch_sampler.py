@@ -68,8 +68,13 @@ class RankBatches:
 
     def _noted(self, order: Iterator[Any]) -> Iterator[Any]:
         """The order, drawn when it is asked for: torch's loader draws a seed in between."""
-        first, self.began = self._first(order)
-        yield from chain(first, order)
+
+        def opened() -> Iterator[Iterable[Any]]:
+            first, self.began = self._first(order)
+            yield first
+            yield order
+
+        return chain.from_iterable(opened())
 
     def _first(self, order: Iterator[Any]) -> tuple[tuple[Any, ...], int]:
         """What the ranks together read first: a last round is filled up with it, and its digest tells orders apart."""

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from prepkit.proving.record_file import Held, Record
+from prepkit.proving.record_file import HeldPart, Record
 
 
 @frozen(eq=False)
@@ -22,7 +22,7 @@ class Replica:
 
 def replicas(records: tuple[Record, ...], kind: str, name: str) -> tuple[Replica, ...]:
     """Each whole tensor that the parts of the ranks make, in the order of its holders; nothing where a part lacks."""
-    found: dict[tuple[int, object, int], list[tuple[int, Tensor, Held]]] = {}
+    found: dict[tuple[int, object, int], list[tuple[int, Tensor, HeldPart]]] = {}
     shape: tuple[int, ...] = ()
     for record in records:
         held = next((one for one in record.head.params if one.name == name), None)
@@ -43,12 +43,12 @@ def replicas(records: tuple[Record, ...], kind: str, name: str) -> tuple[Replica
     return tuple(made)
 
 
-def found_dtype(found: dict[tuple[int, object, int], list[tuple[int, Tensor, Held]]]) -> Tensor:
+def found_dtype(found: dict[tuple[int, object, int], list[tuple[int, Tensor, HeldPart]]]) -> Tensor:
     """A part, whose dtype the whole has."""
     return next(iter(found.values()))[0][1]
 
 
-def _put(whole: Tensor, part: Tensor, held: Held) -> None:
+def _put(whole: Tensor, part: Tensor, held: HeldPart) -> None:
     if held.dims is None:
         whole[held.start : held.start + part.numel()] = part
         return

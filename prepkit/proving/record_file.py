@@ -20,7 +20,7 @@ KEY = "prepkit.record"
 
 
 @frozen(kw_only=True)
-class Held:
+class HeldPart:
     """One parameter: which part of it this rank holds, and who steps it."""
 
     name: str
@@ -35,7 +35,7 @@ class Held:
 
 
 @frozen(kw_only=True)
-class Call:
+class RecordedCall:
     """One call of the root's forward."""
 
     inputs: str
@@ -64,9 +64,9 @@ class Head:
     format: int = FORMAT
     rank: int
     world: int
-    calls: tuple[Call, ...]
+    calls: tuple[RecordedCall, ...]
     micros: tuple[Micro, ...]
-    params: tuple[Held, ...]
+    params: tuple[HeldPart, ...]
     evaluating: tuple[str, ...] = ()
     """Paths of modules that are not in training mode."""
     optimizer: str

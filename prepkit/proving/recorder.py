@@ -27,7 +27,7 @@ from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
 from prepkit.proving import tree
 from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype
-from prepkit.proving.record_file import Call, Head, Held, Micro, Record
+from prepkit.proving.record_file import Head, HeldPart, Micro, Record, RecordedCall
 from prepkit.ranks.world import world
 
 LARGEST = 4 << 30
@@ -133,11 +133,12 @@ class Recorder:
             rank=world().rank,
             world=world().size,
             calls=tuple(
-                Call(inputs=call.inputs, micro=call.micro, outputs=tuple(sorted(call.arrived))) for call in self._calls
+                RecordedCall(inputs=call.inputs, micro=call.micro, outputs=tuple(sorted(call.arrived)))
+                for call in self._calls
             ),
             micros=tuple(self._micros),
             params=tuple(
-                Held(
+                HeldPart(
                     name=name,
                     shape=self._shapes[name],
                     start=part.start,

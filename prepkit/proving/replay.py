@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from prepkit.facts.proof import GradientProof, ProofFacts, Share, StepProof
+from prepkit.facts.proof import GradientProof, LossShare, ProofFacts, StepProof
 from prepkit.objects import names
 from prepkit.proving import bare, tree
 from prepkit.proving.parts_of import Replica, replicas
@@ -89,9 +89,9 @@ def _plain(model: nn.Module, record: Record, weights: dict[str, tuple[Replica, .
     return plain.cpu()
 
 
-def _shares(records: tuple[Record, ...]) -> tuple[Share, ...]:
+def _shares(records: tuple[Record, ...]) -> tuple[LossShare, ...]:
     return tuple(
-        Share(rank=record.head.rank, micro=at, weight=_weight(one, len(record.head.micros), record.head.scale))
+        LossShare(rank=record.head.rank, micro=at, weight=_weight(one, len(record.head.micros), record.head.scale))
         for record in records
         for at, one in enumerate(record.head.micros)
     )
