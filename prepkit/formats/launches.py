@@ -190,23 +190,25 @@ def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
     where = f"{script.path}:{launch.line}:{launch.column}"
 
     def error(rule: str, what: str, fix: str) -> Finding:
-        return Finding(rule=f"launch.{rule}", severity=Severity.ERROR, where=where, what=what, fix=fix)
+        return Finding(rule=rule, severity=Severity.ERROR, where=where, what=what, fix=fix)
 
     nodes, whole = launch.nodes, launch.processes
     if launch.launcher == "accelerate" and nodes and whole and whole % nodes:
         what = f"--num_processes {whole} are all processes together, and --num_machines {nodes} does not divide them"
-        yield error("processes", what, f"Write --num_processes {whole * nodes}, or another multiple of {nodes}.")
+        yield error("launch.processes", what, f"Write --num_processes {whole * nodes}, or another multiple of {nodes}.")
     gpus, tasks = _gpus(script.slurm), script.slurm.get("--ntasks-per-node", "")
     if gpus and launch.per_node and launch.per_node > gpus:
         what = f"{launch.per_node} processes are started on a node, and Slurm is asked for {gpus} GPUs on it"
-        yield error("gpus", what, f"Start {gpus}, or ask for --gpus-per-node={launch.per_node}.")
+        yield error("launch.gpus", what, f"Start {gpus}, or ask for --gpus-per-node={launch.per_node}.")
     asked = script.slurm.get("--nodes", "")
     if asked.isdecimal() and nodes and nodes > int(asked):
         what = f"it waits for {nodes} machines, and Slurm is asked for {asked}"
-        yield error("nodes", what, f"Write {asked} there, or #SBATCH --nodes={nodes}.")
+        yield error("launch.nodes", what, f"Write {asked} there, or #SBATCH --nodes={nodes}.")
     if launch.by_srun and tasks.isdecimal() and int(tasks) > 1 and launch.per_node and launch.per_node > 1:
         what = f"srun starts {tasks} launchers on a node, and each of them {launch.per_node} processes"
-        yield error("twice", what, "Write #SBATCH --ntasks-per-node=1: the launcher starts the processes of its node.")
+        yield error(
+            "launch.twice", what, "Write #SBATCH --ntasks-per-node=1: the launcher starts the processes of its node."
+        )
 
 
 def _gpus(slurm: Mapping[str, str]) -> int | None:

@@ -36,6 +36,10 @@ def _text(node: ast.AST | None) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
+def _flaw_of_script(path: Path, name: str) -> bool:
+    return path.name == "launches.py" and name == "error"
+
+
 def _ids(path: Path) -> Iterator[tuple[str, int]]:
     """Ids that the file makes findings with, as far as they stand there in letters, and their lines."""
     short = path.parent.name in ("codec", "importers", "exporters")
@@ -47,7 +51,9 @@ def _ids(path: Path) -> Iterator[tuple[str, int]]:
         first = _text(node.args[0]) if node.args else None
         if name == "Finding" and keyword:
             yield keyword, node.lineno
-        elif path.parent.name in ("saving", "training") and name == "failed" and first:
+        elif first and (
+            (path.parent.name in ("saving", "training") and name == "failed") or _flaw_of_script(path, name)
+        ):
             yield first, node.lineno
         elif short and name in PREFIXES and first and "." not in first:
             yield PREFIXES[name] + first, node.lineno

@@ -103,7 +103,6 @@ class SteppedScheduler:
     def __init__(self, scheduler: Any, loop: AcceleratedLoop, optimizers: Sequence[Any], ticks: int | None) -> None:
         """``ticks`` per step: as many as processes, as accelerate has it; None: whenever the script says so."""
         vars(self).update(scheduler=scheduler, loop=loop, optimizers=tuple(optimizers), ticks=ticks)
-        self.inside = 0
 
     def __getattr__(self, name: str) -> Any:
         if name in ("scheduler", "loop"):  # before there is one, as while it is copied
@@ -115,12 +114,8 @@ class SteppedScheduler:
         if self.ticks is None:
             self.scheduler.step(*args, **kwargs)
             return
-        if not self.loop.boundary:
-            self.inside += 1  # accelerate counts these against the total as well
-            return
-        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+        if not self.loop.boundary or any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         for _ in range(self.ticks):
-            left = ticks_left(self.scheduler)
-            if left is None or left > self.inside:
+            if ticks_left(self.scheduler) != 0:
                 self.scheduler.step(*args, **kwargs)
