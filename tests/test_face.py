@@ -30,8 +30,10 @@ INNER = {
     "NoValues": "the cause of an ApplyHalted",
     "NotInitialized": "the cause of an ApplyHalted",
     "NotJsonError": "becomes a finding",
+    "NotKnown": "becomes a finding",
     "NotOffered": "in prepkit.compat.accelerate",
     "ScriptEnded": "ends a script inside prepkit audit",
+    "Unfit": "becomes a NotKnown",
 }
 """Exceptions that no user of ``pk`` has to catch, and why."""
 

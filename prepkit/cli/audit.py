@@ -7,6 +7,7 @@ import sys
 import click
 
 from prepkit.cli.options import as_json
+from prepkit.cli.plan_files import demand_torch
 from prepkit.cli.terminal import say, say_json
 
 SCRIPT_FAILED = 3
@@ -27,6 +28,7 @@ def audit(script: str, arguments: tuple[str, ...], as_json: bool) -> None:
     torchrun --nproc-per-node 2 -m prepkit audit SCRIPT. Only errors give exit code 1; a script that fails by itself
     gives 3.
     """
+    demand_torch("prepkit audit")
     from prepkit import codec
     from prepkit.auditing.script import ScriptEnded, audit_script, leave
     from prepkit.findings import errors
