@@ -43,6 +43,13 @@ class Ranks:
         return self.size > 1 and "fake" not in self.backend
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """Numbers that the ranks of the group have in the default group, in the order of the group."""
+        if not self.running:
+            return (0,)
+        return tuple(dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group))
+
+    @property
     def is_first(self) -> bool:
         """True on rank 0, and in a process on its own."""
         return self.rank == 0

@@ -19,7 +19,7 @@ from prepkit.observe.given import said
 from prepkit.observe.model import model_facts
 from prepkit.observe.preparation import preparation
 from prepkit.observe.prepared import averaging, fabric, modules
-from prepkit.observe.prepared.gradients import gradients_at_step
+from prepkit.observe.prepared.gradients import about_to_step, gradients
 from prepkit.observe.prepared.inside import with_inside
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.optimizers import (
@@ -54,7 +54,8 @@ def look(
     """Observe prepared objects. Draws nothing, and reads values of tensors only for ``VALUES``, ``STATE``, ``RANKS``.
 
     ``needs``: gather what the rules that are due ask for, and leave the rest at its default; the structure of the model
-    is always seen. ``Need.GRADIENTS``: the optimizers are about to step. Collective with ``Need.RANKS``: one exchange.
+    is always seen. ``Need.GRADIENTS``, with ``Need.RANKS``: the optimizers are about to step.
+    Collective with ``Need.RANKS``: one exchange.
     Raises ``TypeError`` for objects of the wrong kind and ``ValueError`` for a model that contains itself.
     """
     optimizers = optimizers_of(optimizer)
@@ -68,11 +69,10 @@ def look(
         facts = evolve(facts, preparation=how)
         if scheduler is not None and Need.OPTIMIZERS in needs:
             facts = evolve(facts, scheduler=prepared_scheduler(scheduler, optimizers))
-        seen = gradients_at_step(facts, places, optimizers) if Need.GRADIENTS in needs else None
-        if seen is not None:
-            facts = evolve(facts, gradients=seen[0])
+        seen = Need.GRADIENTS in needs and facts.engine is None  # DeepSpeed keeps gradients where nobody sees them
+        stepped = [*gradients(model, about_to_step(optimizers))] if seen else None
         if Need.RANKS in needs:
-            facts = compared(facts, places, optimizers, None if seen is None else seen[1])
+            facts = compared(facts, places, optimizers, stepped)
     return facts if env is None else evolve(facts, world_size=env.world_size)
 
 

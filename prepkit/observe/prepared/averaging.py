@@ -114,13 +114,22 @@ def ddp_facts(model: nn.Module, first: dict[int, str]) -> tuple[DDPFacts, ...]:
 
 def _ddp(path: str, module: DistributedDataParallel, first: dict[int, str]) -> DDPFacts:
     params = _reduced_by(module)
-    return DDPFacts(
-        path=path,
+    return evolve(
+        ddp_state(path, module),
         reduced=_in_reducer(module),
         known=sum(param.requires_grad for param in params),
         frozen=tuple(first.get(id(param), "?") for param in params if not param.requires_grad),
-        averages=bool(module.require_backward_grad_sync),
         ignored=_ignored(module, first),
+    )
+
+
+def ddp_state(path: str, module: DistributedDataParallel) -> DDPFacts:
+    """What a wrapper is set to: a few attributes, as a look before a step has time for."""
+    return DDPFacts(
+        path=path,
+        reduced=None,
+        known=0,
+        averages=bool(module.require_backward_grad_sync),
         joins=bool(getattr(getattr(module, "_join_config", None), "enable", False)),
         hook=", ".join(getattr(hook, "__qualname__", str(hook)) for hook, _ in getattr(module, "_comm_hooks", ())),
         waits=not (module.find_unused_parameters or module.static_graph),
