@@ -54,8 +54,7 @@ def look(
     """Observe prepared objects. Draws nothing, and reads values of tensors only for ``VALUES``, ``STATE``, ``RANKS``.
 
     ``needs``: gather what the rules that are due ask for, and leave the rest at its default; the structure of the model
-    is always seen. ``Need.GRADIENTS``, with ``Need.RANKS``: the optimizers are about to step.
-    Collective with ``Need.RANKS``: one exchange.
+    is always seen. ``Need.GRADIENTS``: the optimizers are about to step. Collective with ``Need.RANKS``: one exchange.
     Raises ``TypeError`` for objects of the wrong kind and ``ValueError`` for a model that contains itself.
     """
     optimizers = optimizers_of(optimizer)
@@ -71,8 +70,8 @@ def look(
             facts = evolve(facts, scheduler=prepared_scheduler(scheduler, optimizers))
         seen = Need.GRADIENTS in needs and facts.engine is None  # DeepSpeed keeps gradients where nobody sees them
         stepped = [*gradients(model, about_to_step(optimizers))] if seen else None
-        if Need.RANKS in needs:
-            facts = compared(facts, places, optimizers, stepped)
+        if seen or Need.RANKS in needs:
+            facts = compared(facts, places, optimizers, stepped, asks=Need.RANKS in needs)
     return facts if env is None else evolve(facts, world_size=env.world_size)
 
 

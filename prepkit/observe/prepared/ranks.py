@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,19 +20,19 @@ from prepkit.observe.fingerprints.tensor import fingerprint
 from prepkit.observe.prepared import optimizer_state
 from prepkit.observe.prepared.gradients import Gradient, judged_alike, told
 from prepkit.observe.prepared.optimizers import inner, options, unlike
-from prepkit.ranks.world import world
+from prepkit.ranks.world import ranks_of, world
 
 
 def compared(
-    facts: RunFacts, places: list[Site], optimizers: list[Any], stepped: Sequence[Gradient] | None = None
+    facts: RunFacts, places: list[Site], optimizers: list[Any], stepped: Sequence[Gradient] | None, *, asks: bool
 ) -> RunFacts:
-    """Add what every rank has reported. Collective, where the default group has several ranks and carries data.
+    """Add what every rank has reported. Collective with ``asks``, where the default group has several ranks.
 
     One exchange: a few digests per rank, the optimizers' options, and six numbers for each gradient in ``stepped``;
     where values differ, a second one of a number per tensor. Raises what torch raises when a rank does not come.
     """
     own = told(stepped or ())
-    if not world().carries_data:
+    if not (asks and world().carries_data):
         return _judged(facts, places, optimizers, stepped, [own])
     values = _values(facts, places)
     shards = {name: part for name, part in _shards(facts, places, values) if not part.values.is_meta}
@@ -134,7 +133,7 @@ def _last_axis(mesh: Any) -> tuple[int, ...]:
     """Tensor parallelism is the innermost axis under FSDP2 (torch ``fully_shard``: the mesh of shards comes first)."""
     if mesh.mesh_dim_names and not any("tp" in name or "tensor" in name for name in mesh.mesh_dim_names[-1:]):
         return ()
-    return tuple(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
+    return ranks_of(mesh.get_group(mesh.ndim - 1)).members
 
 
 def _values(facts: RunFacts, places: list[Site]) -> dict[str, int]:
