@@ -130,8 +130,8 @@ class Ranks:
         if self.carries_data:
             dist.broadcast(values, src=self.members[rank], group=self.group)
 
-    def scatter(self, values: list[T | None] | None) -> T | None:
-        """To each rank its item of the list that rank 0 gives, pickled on its way; the others give None."""
+    def scatter(self, values: list[Any] | None) -> Any:
+        """Give each rank its item of the list of rank 0, pickled on its way; the others give None."""
         got: list[Any] = [None]
         dist.scatter_object_list(got, values, src=self.members[0], group=self.group)
         return got[0]

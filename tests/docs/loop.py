@@ -10,6 +10,7 @@ from prepkit.facts.loop import LoopPlan, LoopState
 from prepkit.findings import Severity
 from prepkit.loop import Advanced, advance, orders
 from prepkit.rules.run.loop import ASKED
+from tests.docs.findings import link
 
 _WITH = {
     events.BatchRead: (0,),
@@ -110,7 +111,7 @@ def table() -> str:
     for kind in get_args(events.Event):
         rules = ASKED.get(kind, ())
         asked = ", ".join(
-            f"[{rule.id.removeprefix('loop.')}](reference/rules.md#{rule.id.replace('.', '')})"
+            f"[{rule.id.removeprefix('loop.')}](reference/{link(rule.id)})"
             + (" (warning)" if rule.severity is Severity.WARNING else "")
             for rule in rules
         )
