@@ -20,16 +20,14 @@ LAZY = (pk, errors, processes)
 SPACES = ("data", "ddp", "errors", "fp8", "optim", "processes", "rules", "tp", "track", "wrap")
 INNER = {
     "DistributedOperationException": "accelerate's own name, in prepkit.compat.accelerate",
-    "FileError": "the cause of an ApplyHalted",
     "FirstStep": "ends a script inside prepkit audit",
     "HalfDone": "raised by a handler for the interpreter, which reports it in ApplyHalted",
     "HeaderError": "becomes a finding or the cause of an ApplyHalted",
     "CannotReplay": "becomes a finding",
+    "Misread": "becomes a finding",
     "MisfitError": "becomes a finding",
     "NeedsValues": "documented as RuntimeError",
     "NoAnswer": "the cause of a RankFailed or an ApplyHalted",
-    "NoValues": "the cause of an ApplyHalted",
-    "NotInitialized": "the cause of an ApplyHalted",
     "NotJsonError": "becomes a finding",
     "NotPlain": "becomes a finding",
     "NotOffered": "in prepkit.compat.accelerate",

@@ -25,7 +25,6 @@ from prepkit.cli.options import FILE, MOST, SIZE, Cluster, as_json, cluster_opti
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
-from prepkit.findings.refusals import Refusal
 from prepkit.formats.importers.source import Imported
 from prepkit.version import VERSION
 
@@ -258,12 +257,10 @@ def diff(old: str, new: str, as_json: bool) -> None:
 @as_json
 def rules(rule_id: str | None, as_json: bool) -> None:
     """List every rule, and every reason for which a file, a call or a model is refused; or say all about one."""
-    from prepkit.findings.refusals import REFUSALS
     from prepkit.render.text import rule_text, rules_text
     from prepkit.rules import LAW
 
-    every: tuple[Rule | Refusal, ...] = (*LAW, *REFUSALS)
-    known = {rule.id: rule for rule in every}
+    known = {rule.id: rule for rule in LAW}
     if rule_id is not None and rule_id not in known:
         from difflib import get_close_matches
 
@@ -321,18 +318,22 @@ def _files(files: tuple[str, ...], as_json: bool) -> tuple[Plan | Attestation, .
     return cli_refusal.readable(cli_files.load(files), as_json)
 
 
-def _rule_data(rule: Rule | Refusal) -> dict[str, Any]:
-    texts: dict[str, Any] = {"id": rule.id, "severity": rule.severity.value, "summary": rule.summary, "fix": rule.fix}
-    if isinstance(rule, Refusal):
-        return texts | {"overridable": False, "repairs": False, "source": (rule.raised_by,)}
-    texts |= {
+def _rule_data(rule: Rule) -> dict[str, Any]:
+    return {
+        "id": rule.id,
+        "severity": rule.severity.value,
+        "summary": rule.summary,
+        "fix": rule.fix,
         "at": tuple(moment.name.lower() for moment in rule.at),
-        "needs": tuple(n.name.lower() for n in rule.needs),
+        "needs": tuple(need.name.lower() for need in rule.needs),
+        "overridable": rule.overridable,
+        "repairs": rule.repair is not None,
+        "source": rule.source,
+        "told_by": rule.told_by,
     }
-    return texts | {"overridable": rule.overridable, "repairs": rule.repair is not None, "source": rule.source}
 
 
-def _example(rule: Rule | Refusal) -> str:
+def _example(rule: Rule) -> str:
     """A call that breaks the rule, where one line does; the reference page has a finding of every other."""
     if rule.id.startswith("memory."):
         return "pk.fits(plan, memory='1MiB') breaks it, and says what would fit"

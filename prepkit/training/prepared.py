@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from prepkit.applying.apply import Applied
 from prepkit.config.engines import SAME_DATA
-from prepkit.court import Court
+from prepkit.court import Court, report
 from prepkit.facts import loop as events
 from prepkit.facts.loop import LoopPlan
 from prepkit.loading.arguments import check_count, check_folder, check_names
@@ -137,17 +137,17 @@ class Prepared:
         self.log = RunLog(self.ranks.is_main, plan, called, lambda: loop.steps)
         if self._peers is not None:
             self._peers.report_end()
-            self._waits = tell_long_waits(self._peers)
+            self._waits = tell_long_waits(self._peers, partial(report, every_rank=True))
         self.loop.average(forced=None)
 
     @property
     def attestation(self) -> Attestation | None:
-        """All that was looked at after apply and before the first step, and the ids of errors accepted so far."""
+        """All that was looked at after apply and before the first step; errors accepted and warnings told so far."""
         seen = self._attestation
         if seen is None:
             return None
         later = (rule for rule in self._court.overridden if rule not in seen.overridden)
-        return evolve(seen, overridden=(*seen.overridden, *later))
+        return evolve(seen, overridden=(*seen.overridden, *later), warned=tuple(self._court.warned.values()))
 
     @property
     def steps(self) -> int:
@@ -341,7 +341,7 @@ class Prepared:
             if failing:
                 end_groups.disconnect(None)
             else:
-                self._ended += end_groups.end_unless_used(self.model)
+                self._ended += end_groups.end_unless_used(self.model, self._court.hear)
         if self._peers is not None and not failing:
             self._peers.retract()
         if self._waits is not None:

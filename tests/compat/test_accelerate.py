@@ -147,7 +147,7 @@ def test_what_trains_otherwise_than_under_accelerate_is_told_once() -> None:
                     optimizer.step()
     told = [one for one in heard if "accelerate" in str(one.message)]
     assert all(one.filename == __file__ for one in told)
-    clipped, cleared = sorted(str(one.message) for one in told)
+    cleared, clipped = sorted(str(one.message) for one in told)
     assert "Write `if accelerator.sync_gradients:` above it" in clipped
     assert "under accelerate it throws away the micro-batches before" in cleared
     assert [norm != norm for norm in norms] == [True, False, True, False]
@@ -171,13 +171,16 @@ def test_what_is_not_offered_says_what_to_write_and_names_the_page(accelerator: 
     with pytest.raises(NotOffered) as caught:
         getattr(accelerator, name)
     assert OTHERWISE[name] in str(caught.value)
-    assert (ROOT / str(caught.value).rpartition("See ")[2]).is_file()
+    assert (ROOT / caught.value.findings[0].fix.rpartition("See ")[2]).is_file()
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"dynamo_backend": "inductor"}, "Accelerator(dynamo_backend=...): give Accelerator(config=pk.Config(...))"),
+        (
+            {"dynamo_backend": "inductor"},
+            "Accelerator(dynamo_backend=...)\n  fix: give Accelerator(config=pk.Config(...))",
+        ),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8'"),
         ({"kwargs_handlers": [SimpleNamespace()]}, "SimpleNamespace"),
     ],
