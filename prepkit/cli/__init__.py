@@ -285,6 +285,7 @@ def rules(rule_id: str | None, as_json: bool) -> None:
 @as_json
 def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
     """Run a saved plan on a copy of the model without weights, on this machine, and compare what stands there."""
+    cli_model.demand_torch("prepkit rehearse")
     from prepkit.applying.rehearse import RehearsalFailed
     from prepkit.applying.rehearse import rehearse as run
 

@@ -35,6 +35,7 @@ def audit(script: str, arguments: tuple[str, ...], prove: bool, as_json: bool) -
     gives 3. With --prove the first step is taken, and the whole window is done again on rank 0 in plain torch:
     weights, gradients and the step are compared.
     """
+    plan_files.demand_torch("prepkit audit")
     from prepkit import codec
     from prepkit.auditing.script import ScriptEnded, audit_script, leave
     from prepkit.findings import errors

@@ -43,7 +43,10 @@ SIZE = "{world_size}"
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 model_option = functools.partial(
-    click.option, "--model", metavar="PKG.MOD:FACTORY", help="A function without arguments that returns the model."
+    click.option,
+    "--model",
+    metavar="MODEL",
+    help="PKG.MOD:FACTORY, a function that returns it; or a folder with config.json, or ORG/NAME in the hub's cache.",
 )
 
 

@@ -404,6 +404,12 @@ REFUSALS: tuple[Refusal, ...] = (
         raised_by=_MODEL_OPTION,
     ),
     Refusal(
+        id="model.not-known",
+        summary="What a folder says of its model is enough to know its modules and parameters.",
+        fix="Give --model PKG.MOD:FACTORY, a function that returns the model.",
+        raised_by=_MODEL_OPTION,
+    ),
+    Refusal(
         id="audit.no-config",
         summary="What stands there is what a config of prepkit asks for.",
         fix="Prepare the model in the way that the finding says, or with prepkit.",

@@ -16,12 +16,13 @@ from torch.nn.parameter import is_lazy
 
 from prepkit.facts import BufferFact, ClassFact, Mark, ModelFacts, ModuleFact, ParamFact
 from prepkit.facts.model import WELL_KNOWN, ParamHook
+from prepkit.formats.models.architecture import peek
 from prepkit.objects.fsdp2_units import unit_facts
 from prepkit.objects.names import Site, known_bases
 from prepkit.objects.param_extras import attributes, hooks
 from prepkit.objects.state import placements
 from prepkit.objects.unwrap import PREPARED
-from prepkit.observe.architecture import architecture, ask, peek, tensor_plan
+from prepkit.observe.architecture import architecture, ask, tensor_plan
 from prepkit.ranks import launcher
 
 RESETS = ("reset_parameters", "_reset_parameters")
