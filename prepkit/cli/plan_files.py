@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
+from attrs import evolve
 
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
@@ -90,11 +91,8 @@ def _folder_facts(reference: str, env: Env | None, how: LoadWeights | None) -> F
         stored = None if how is None else folder.checkpoint_of(observe_checkpoint(how.path), how, seen.model)
     except folder.NotKnown as error:
         what, _, fix = str(error).rpartition("; ")
-        missing = isinstance(error, folder.NotThere)
-        found = Finding(
-            rule=WRONG if missing else "model.not-known", severity=Severity.ERROR, where=where, what=what, fix=fix
-        )
-        raise PlanRejected((found,)) from error
+        found = Finding(rule="model.not-known", severity=Severity.ERROR, where=where, what=what, fix=fix)
+        raise PlanRejected((evolve(found, rule=WRONG) if isinstance(error, folder.NotThere) else found,)) from error
     for word in seen.words:
         say(f"{where}: {word}", err=True)
     if env is None:

@@ -81,6 +81,8 @@ def _value(node: ast.expr, fields: Mapping[str, Any], counts: tuple[int, ...]) -
 def _chosen(node: ast.expr, sub: Callable[[ast.expr], Any]) -> Any:
     """Conditions, and what is one thing or another by them."""
     match node:
+        case ast.List(elts=parts):
+            return [sub(part) for part in parts]
         case ast.UnaryOp(op=ast.Not(), operand=inner):
             return not sub(inner)
         case ast.UnaryOp(op=ast.USub(), operand=inner):

@@ -45,7 +45,7 @@ class NotThere(NotKnown):
 
 
 @frozen(kw_only=True)
-class FolderFacts:
+class DescribedModel:
     """What a folder says of its model."""
 
     model: ModelFacts
@@ -53,7 +53,7 @@ class FolderFacts:
     """What could not be known, or differs between config and headers."""
 
 
-def read(path: Path) -> FolderFacts:
+def read(path: Path) -> DescribedModel:
     """Facts of the model in a folder, or beside a ``config.json``. Raises ``NotKnown``; runs and follows nothing."""
     folder, config = (path, path / CONFIG) if path.is_dir() else (path.parent, path)
     if config.exists():
@@ -70,7 +70,7 @@ def read(path: Path) -> FolderFacts:
     if not table:
         return _by_headers(stored, kind, name, raw)
     model = _by_table(table, str(name), raw, stored)
-    return FolderFacts(model=model, words=tuple(_differences(model, stored)))
+    return DescribedModel(model=model, words=tuple(_differences(model, stored)))
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _differences(model: ModelFacts, stored: CheckpointFacts | None) -> Iterator[
         yield f"{tensor.key} is {tensor.shape} in the file, and {by}: they belong to two models"
 
 
-def _by_headers(stored: CheckpointFacts | None, kind: str, name: str | None, raw: Mapping[str, Any]) -> FolderFacts:
+def _by_headers(stored: CheckpointFacts | None, kind: str, name: str | None, raw: Mapping[str, Any]) -> DescribedModel:
     what = f"no table says what {name or 'a model'} of the type {kind!r:.60} is"
     what = what if kind else f"{CONFIG} has no model_type"
     if stored is None or not stored.tensors:
@@ -196,7 +196,7 @@ def _by_headers(stored: CheckpointFacts | None, kind: str, name: str | None, raw
         f"{what}: names, shapes and dtypes are those of {stored.files[0].name if stored.files else INDEX}; classes of "
         f"modules, ties and buffers are not known, so that blocks are named by their place; {ELSE}, to have them"
     )
-    return FolderFacts(model=header_facts(stored.tensors), words=(words,))
+    return DescribedModel(model=header_facts(stored.tensors), words=(words,))
 
 
 def header_facts(tensors: tuple[StoredTensor, ...]) -> ModelFacts:

@@ -342,29 +342,31 @@ class _Base:
 
     def condition(self, target: Any, *, pairs: bool = True) -> str:
         """Condition that holds just where the target is true. Raises ``Unsolved``."""
-        tests = list(self.tests())
-        for text, mask in tests:
-            if (mask == target).all():
-                return text
-            if (mask != target).all():
-                return f"not ({text})"
-        if pairs:
-            both = [(text, mask) for text, mask in _with_opposites(tests)]
-            wide = [(text, mask) for text, mask in both if not (target & ~mask).any()]
-            narrow = [(text, mask) for text, mask in both if not (mask & ~target).any()]
-            for word, some in (("and", wide), ("or", narrow)):
-                for place, (text, mask) in enumerate(some[:400]):
-                    for other, more in some[:place]:
-                        joint = mask & more if word == "and" else mask | more
-                        if (joint == target).all():
-                            return f"({other}) {word} ({text})"
+        texts, masks = self._every_test()
+        if not texts:
+            raise Unsolved("there is no condition at all")
+        for same in np.flatnonzero((masks == target).all(axis=1))[:1]:
+            return texts[same]
+        if not pairs:
+            raise Unsolved(f"a condition true at {int(target.sum())} of {len(target)} places")
+        for word, kept in (("and", ~(target & ~masks).any(axis=1)), ("or", ~(masks & ~target).any(axis=1))):
+            places = np.flatnonzero(kept)[:400]
+            some = masks[places]
+            for place in places:
+                joint = some & masks[place] if word == "and" else some | masks[place]
+                for other in np.flatnonzero((joint == target).all(axis=1))[:1]:
+                    return f"({texts[places[other]]}) {word} ({texts[place]})"
         raise Unsolved(f"a condition true at {int(target.sum())} of {len(target)} places")
 
-
-def _with_opposites(tests: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for text, mask in tests:
-        yield text, mask
-        yield f"not ({text})", ~mask
+    def _every_test(self) -> tuple[list[str], Any]:
+        """Conditions and their opposites, and where each holds, as one matrix."""
+        if "tests" not in self._cache:
+            tests = list(self.tests())
+            texts = [text for plain, _ in tests for text in (plain, f"not ({plain})")]
+            masks = [mask for plain in (mask for _, mask in tests) for mask in (plain, ~plain)]
+            self._cache["tests"] = texts, np.stack(masks) if masks else None
+        held: tuple[list[str], Any] = self._cache["tests"]
+        return held
 
 
 def _in(text: str) -> str:
