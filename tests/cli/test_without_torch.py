@@ -122,6 +122,8 @@ def test_a_name_of_the_hub_is_looked_up_in_its_cache_alone(place: Path) -> None:
     (kept / "snapshots" / "abc").mkdir(parents=True)
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("abc")
+    (place / "elsewhere").mkdir()
+    (place / "elsewhere" / "config.json").write_bytes((place / "model" / "config.json").read_bytes())
     (place / "model" / "config.json").rename(kept / "snapshots" / "abc" / "config.json")
     code = f"""
 import os
@@ -132,7 +134,7 @@ code, text = run("check", "fsdp2.toml", "--model", "org/other", "--world-size", 
 assert code == 2 and "hf download org/other config.json" in text, text
 (code, text) = run("check", "fsdp2.toml", "--model", "nowhere/config.json")
 assert code == 2 and "name a folder with config.json" in text, text
-open({str(kept / "refs" / "main")!r}, "w").write("../../../model")
+open({str(kept / "refs" / "main")!r}, "w").write("../../../elsewhere")
 code, text = run("check", "fsdp2.toml", "--model", "org/name", "--world-size", "8")
 assert code == 2, text
 print("found")

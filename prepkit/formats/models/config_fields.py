@@ -13,6 +13,14 @@ MOST_ITEMS = 100_000
 ROTARY = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 """Where older files say beside ``rope_parameters`` which share of a head is rotated."""
 
+OLDER = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
+}
+"""Types of layers to what transformers calls them now (``remap_legacy_layer_types``)."""
+
 
 def fields(table: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
     """Every field of the config, by a model type's table (``config`` of its file). Raises ``Unfit``."""
@@ -42,6 +50,9 @@ def given(table: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
         found[name] = given(part, inside if isinstance(inside, Mapping) else {})
     if "rope_parameters" in found:
         found["rope_parameters"] = _rope(raw, found["rope_parameters"])
+    for name in ("layer_types", "mtp_layer_types"):
+        if isinstance(found.get(name), list):
+            found[name] = [OLDER.get(one, one) if isinstance(one, str) else one for one in found[name]]
     labels = raw.get("id2label")
     found["num_labels"] = len(labels) if isinstance(labels, Mapping) else raw.get("num_labels", 2)
     found["dtype"] = raw.get("dtype", raw.get("torch_dtype"))

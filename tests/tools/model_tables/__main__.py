@@ -96,7 +96,7 @@ def main(kinds: list[str], most: int) -> None:
             print(f"+ {kind} {name}: {time.monotonic() - begun:.0f} s, {file.stat().st_size:,} bytes", flush=True)
 
 
-def check(kinds: list[str], draws: int = 6) -> int:
+def check(kinds: list[str], draws: int = 20) -> int:
     """Number of tables that do not give the facts of newly drawn models."""
     wrong = 0
     for file in sorted(DATA.glob("*.json")):
@@ -125,4 +125,4 @@ if __name__ == "__main__":
     arguments = [one for one in sys.argv[1:] if not one.startswith("-")]
     if "--check" in sys.argv:
         sys.exit(1 if check(arguments) else 0)
-    main(arguments, 2 if "--all-classes" in sys.argv else 1)
+    main(arguments, 4 if "--all-classes" in sys.argv else 1)

@@ -24,7 +24,7 @@ KNOWN_QUOTIENTS = (
 CONSTANTS = (1, 2, 3, 4, 5, 6, 8, 16)
 
 
-FEWEST = 4
+FEWEST = 6
 """Probes on each side of a condition that divides sizes: fewer fit by chance."""
 
 LAST = -1
@@ -356,7 +356,29 @@ class _Base:
                 joint = some & masks[place] if word == "and" else some | masks[place]
                 for other in np.flatnonzero((joint == target).all(axis=1))[:1]:
                     return f"({texts[places[other]]}) {word} ({texts[place]})"
+        if (found := self._three(target)) is not None:
+            return found
+        if (found := self._three(~target)) is not None:
+            return f"not ({found})"
         raise Unsolved(f"a condition true at {int(target.sum())} of {len(target)} places")
+
+    def _three(self, target: Any) -> str | None:
+        """One of two things, each of which may be that two hold together; over the simplest conditions."""
+        texts, masks = self._every_test()
+        texts, masks = texts[:100], masks[:100]
+        parts: list[tuple[str, Any]] = []
+        for place in range(len(texts)):
+            joint = masks[place:] & masks[place]
+            for other in np.flatnonzero(joint.any(axis=1) & ~(joint & ~target).any(axis=1)):
+                both = f"({texts[place]}) and ({texts[place + other]})" if other else texts[place]
+                parts.append((both, joint[other]))
+        if not parts:
+            return None
+        every = np.stack([mask for _, mask in parts])
+        for text, mask in parts:
+            for other in np.flatnonzero(((every | mask) == target).all(axis=1))[:1]:
+                return f"({text}) or ({parts[other][0]})"
+        return None
 
     def _every_test(self) -> tuple[list[str], Any]:
         """Conditions and their opposites, and where each holds, as one matrix."""
