@@ -118,6 +118,7 @@ def prove(
     what a process raises, as torch's ``ProcessRaisedException``.
     """
     a_plan(plan)
+    needs_torch("pk.prove")
     from prepkit.api.planning import build_plan
     from prepkit.config import ClipNorm
     from prepkit.facts.proof import ClipProof

@@ -21,7 +21,17 @@ from prepkit.cli import plan_files as cli_model
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli import report_and_sweep as cli_bytes
 from prepkit.cli import terminal as cli_terminal
-from prepkit.cli.options import FILE, MOST, SIZE, Cluster, as_json, cluster_options, kind_option, model_option
+from prepkit.cli.options import (
+    FILE,
+    MOST,
+    SIZE,
+    Cluster,
+    as_json,
+    cluster_options,
+    kind_option,
+    model_option,
+    object_option,
+)
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
@@ -280,7 +290,7 @@ def rules(rule_id: str | None, as_json: bool) -> None:
 
 @main.command(short_help="Run a plan on a copy of the model without weights.")
 @click.argument("file", type=FILE)
-@model_option(required=True)
+@object_option
 @click.option("--rank", type=click.IntRange(0, MOST), default=0, show_default=True, help="Whose part to rehearse.")
 @as_json
 def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:

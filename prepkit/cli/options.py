@@ -48,7 +48,12 @@ model_option = functools.partial(
     metavar="MODEL",
     help="PKG.MOD:FACTORY, a function that returns it; or a folder with config.json, or ORG/NAME in the hub's cache.",
 )
+"""A model whose facts are enough."""
 
+object_option = click.option(
+    "--model", required=True, metavar="PKG.MOD:FACTORY", help="A function without arguments that returns the model."
+)
+"""A model that has to be there, to be rehearsed or trained."""
 
 kind_option = click.option(
     "--from", "kind", metavar="LIBRARY", help="Whose config it is; told by its keys if left out."

@@ -42,6 +42,9 @@ for words in (
     ("check", "fsdp2.toml", *model),
     ("check", "fsdp2.toml"),
     ("check", "plan.json"),
+    ("check",),
+    ("gate",),
+    ("gate", ".", "--format", "sarif"),
     ("show", "plan.json"),
     ("diff", "plan.json", "plan.json"),
     ("import", "accelerate.yaml", "-o", "imported.toml"),
@@ -92,6 +95,7 @@ calls = {
     "pk.apply": lambda: pk.apply(plan),
     "pk.rehearse": lambda: pk.rehearse(plan, None),
     "pk.audit": lambda: pk.audit(None),
+    "pk.prove": lambda: pk.prove(plan, None, []),
     "prepkit.Prepared": lambda: pk.Prepared,
     "a plan for live objects": lambda: pk.build_plan(pk.Config(), None),
 }
@@ -103,7 +107,12 @@ for what, call in calls.items():
     else:
         raise AssertionError(what)
 model = ("--model", "a.b:c")
-for words in (("plan", "fsdp2.toml", *model), ("rehearse", "plan.json", *model), ("audit", "a.py")):
+for words in (
+    ("plan", "fsdp2.toml", *model),
+    ("rehearse", "plan.json", *model),
+    ("audit", "a.py"),
+    ("prove", "plan.json", *model, "--batches", "a:b"),
+):
     code, text = run(*words)
     assert "needs torch, and it is not installed" in text, text
     assert text.startswith("UsageError"), text

@@ -97,7 +97,7 @@ def model_tables() -> str:
     held = {
         file.stem: list(json.loads(file.read_text())["models"])
         for file in sorted((ROOT / "prepkit" / "formats" / "models" / "data").glob("*.json"))
-        if file.stem != "activations"
+        if file.stem != "common"
     }
     classes = sorted((f"`{name}`" for names in held.values() for name in names), key=str.lower)
     return f"{len(held)} types of models: {', '.join(classes)}."

@@ -100,11 +100,15 @@ def _named(raw: Mapping[str, Any]) -> tuple[str, str | None]:
 
 def _table(kind: str) -> dict[str, Any]:
     """The table of a model type; empty where there is none."""
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", kind) or kind == "activations":
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", kind) or kind == COMMON:
         return {}
     file = files(__package__) / "data" / f"{kind}.json"
     found: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     return found
+
+
+COMMON = "common"
+"""The table that is no type's: activations, and classes of torch and of others that many types share."""
 
 
 def _by_table(
@@ -118,10 +122,11 @@ def _by_table(
         value = _at(raw, path)
         if value is not None and value != default:
             raise NotKnown(f"{path} is {value!r:.60}; what {name} is is known where it is {default!r:.60}; {ELSE}")
-    activations = json.loads((files(__package__) / "data" / "activations.json").read_text("utf-8"))
+    common = json.loads((files(__package__) / "data" / f"{COMMON}.json").read_text("utf-8"))
+    own = {"classes": table["classes"], "module": table["module"]}
     try:
         fields = config_fields.fields(model.get("config", table["config"]), raw)
-        return model_facts(model, fields, _dtype(fields["dtype"], stored), activations)
+        return model_facts(model | own, fields, _dtype(fields["dtype"], stored), common)
     except Unfit as error:
         raise NotKnown(f"{CONFIG}: {error}; mend it, or {ELSE}") from None
 

@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -20,13 +21,17 @@ from transformers.activations import ACT2FN
 from prepkit.facts import ModelFacts
 from prepkit.observe import observe
 
+FEWEST = 6
+"""Models of which a field has been given, before a table is trusted over it."""
+
 Raw = dict[str, Any]
 Path = tuple[str, ...]
 
 COMMON = {one.name for one in dataclasses.fields(PreTrainedConfig)} | {"model_type"}
 SKIPPED = re.compile(
     r"(_token_id|_token_index|_ids?|_index|_indices|seed|eps|epsilon|initializer\w*|\w*_std|torchscript|tokenizer_class"
-    r"|attn_implementation|pretraining_tp|is_encoder_decoder|return_dict\w*|output_\w+|rope_theta|rope_scaling)$"
+    r"|attn_implementation|pretraining_tp|suppress_tokens|summary_type|init_device|ctc_loss_reduction|init_scheme"
+    r"|is_encoder_decoder|return_dict\w*|output_\w+|rope_theta|rope_scaling)$"
 )
 HEADS = re.compile(r"(heads?|n_heads?|num_heads)$")
 KV = re.compile(r"kv|key_value")
@@ -79,8 +84,13 @@ class Drawer:
 
     @property
     def varied(self) -> set[Path]:
-        """Fields that were given in some config that became a model."""
-        return set(self._worked)
+        """Fields that were given in enough configs that became models."""
+        return {path for path, times in self._worked.items() if times >= FEWEST}
+
+    def usual(self) -> Iterator[Probe]:
+        """The model at the sizes that its class has by default, where those make one."""
+        with suppress(Unbuilt):
+            yield built(self.config_class, self.model_class, {"dtype": "float32"})
 
     def probe(self) -> Probe:
         """One model more. Raises ``Unbuilt`` where none could be made."""
@@ -147,6 +157,8 @@ class Drawer:
     def _text(self, name: str, default: str, kind: str) -> Any:
         if default in ACT2FN and ("act" in name or "nonlin" in name):
             return self._rng.choice(("gelu", "gelu_new", "silu", "relu", "gelu_pytorch_tanh", "tanh", "quick_gelu"))
+        if name in TEXTS:
+            return self._rng.choice(TEXTS[name])
         if options := re.findall(r"'([^']+)'", kind) if "Literal" in kind else ():
             return self._rng.choice(options)
         return KEEP
@@ -173,8 +185,8 @@ class Drawer:
                 return rng.choice(values)
         if name == "vocab_size":
             return (default or 100) + rng.randint(1, 500)
-        if default is None:
-            return 8 * rng.randint(2, 40)
+        if default is None or default < 0:
+            return rng.choice((default, 8 * rng.randint(2, 40))) if default else 8 * rng.randint(2, 40)
         if default <= 4:
             return max(1, default + rng.randint(0, 2)) if default else rng.randint(0, 2)
         if default <= 16:
@@ -185,7 +197,8 @@ class Drawer:
 SIZES: tuple[tuple[re.Pattern[str], Sequence[int]], ...] = (
     (re.compile(rf"({KV.pattern}).*{HEADS.pattern}"), (1, 2)),
     (HEADS, (2, 4, 6, 8, 12)),
-    (LAYERS, range(2, 8)),
+    (re.compile(r"^max_window_layers$|_layer_interval$|_sparse_step$"), range(1, 6)),
+    (LAYERS, (*range(2, 8), *range(2, 8), 9, 13, 25)),
     (WIDTH, range(96, 817, 48)),
     (HEAD_DIM, range(16, 113, 8)),
     (re.compile(r"(?<!shared_)experts$"), (4, 8, 12, 16, 20)),
@@ -194,6 +207,12 @@ SIZES: tuple[tuple[re.Pattern[str], Sequence[int]], ...] = (
     (re.compile(r"^patch_size$"), (8, 16, 32)),
 )
 """What a field is called, and the sizes that it is given: they divide each other as models need them to."""
+
+TEXTS = {
+    "feed_forward_proj": ("relu", "gated-gelu", "gated-silu"),
+    "feat_extract_norm": ("group", "layer"),
+}
+"""Fields whose texts the library reads, and lists in no type of theirs."""
 
 KEEP = object()
 """The field is not given."""

@@ -24,6 +24,9 @@ KNOWN_QUOTIENTS = (
 CONSTANTS = (1, 2, 3, 4, 5, 6, 8, 16)
 
 
+FEW = 64
+"""Numbers below it may decide what is there; one above it is a size, and equal to another by chance."""
+
 FEWEST = 6
 """Probes on each side of a condition that divides sizes: fewer fit by chance."""
 
@@ -250,6 +253,7 @@ class _Base:
                 yield f"{number} * {name}", number * values
                 yield f"{name} // {number}", values // number
                 yield f"{name} // {number} + 1", values // number + 1
+            yield f"({name} + 1) // 2", (values + 1) // 2
             for number in (1, 2, 3):
                 yield f"{name} + {number}", values + number
                 yield f"{name} - {number}", values - number
@@ -263,8 +267,9 @@ class _Base:
                 product = np.array([int(a * b) for a, b in zip(values.tolist(), held, strict=True)])
                 yield f"int({name} * {factor})", product
                 yield f"int({name} * {factor}) + 1", product + 1
-        for name, values in numbers.items():
-            for other, more in numbers.items():
+        sizes = {name: values for name, values in numbers.items() if name != "num_labels"}  # are a whole size
+        for name, values in sizes.items():
+            for other, more in sizes.items():
                 if name <= other:
                     yield f"{name} * {other}", values * more
                     yield f"{name} + {other}", values + more
@@ -332,7 +337,7 @@ class _Base:
     def _comparisons(self) -> Iterator[tuple[str, list[bool]]]:
         counts = set(INDICES)
         for name, values in self._numbers.items():
-            for number in sorted(set(values.tolist()))[:4]:
+            for number in sorted(number for number in set(values.tolist()) if number < FEW)[:4]:
                 yield f"{name} == {number}", (values == number).tolist()
             for other, more in self._numbers.items():
                 if name < other:

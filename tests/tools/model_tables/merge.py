@@ -12,6 +12,7 @@ from attrs import asdict, define, field
 from transformers.activations import ACT2FN
 
 from prepkit.facts import ClassFact, ModelFacts
+from prepkit.formats.models.expressions import INDICES
 from prepkit.observe import observe
 from tests.tools.model_tables.fit import Solver, Unsolved, Where
 
@@ -71,10 +72,10 @@ def model_table(observed: Sequence[tuple[Mapping[str, Any], ModelFacts]], solver
         ties.append([list(group), solver.solve(there)])
     tree = _solved(root, every, solver)
     return {
-        "classes": [class_data(one) for one in CLASSES],
+        "classes": {name: class_data(one) for name, one in CLASSES.items()},
         "whole": {name: value for name, value in whole.items() if value != _empty(name)},
         "ties": ties,
-        "root": tree,
+        "tree": tree,
     }
 
 
@@ -98,7 +99,8 @@ def _choice(seen: Mapping[Where, str], solver: Solver) -> Any:
 
 
 def class_data(fact: ClassFact) -> dict[str, Any]:
-    defaults = asdict(ClassFact(name="", module=""))
+    """What of the class is not as usual, but for its name."""
+    defaults = asdict(ClassFact(name=fact.name, module=""))
     return {name: value for name, value in asdict(fact).items() if value != defaults[name]}
 
 
@@ -159,38 +161,44 @@ def _ordered(lists: list[list[str]]) -> list[str]:
     return found
 
 
-def _solved(node: Node, there: list[Where], solver: Solver) -> dict[str, Any]:
-    """The node as data; it is due at each of the places ``there``."""
-    data: dict[str, Any] = {}
+def _solved(node: Node, there: list[Where], solver: Solver, name: str = "", depth: int = 0) -> list[str]:
+    """The node as lines of a table; it is due at each of the places ``there``."""
     present = list(node.classes)
-    if len(present) < len(there):
-        data["if"] = solver.solve({where: where in node.classes for where in there})
-    data["c"] = _class_of(node.classes, solver)
-    for key, held in (("p", node.params), ("b", node.buffers)):
-        if held:
-            data[key] = {name: _tensor(seen, present, solver) for name, seen in held.items()}
+    count = f"[{solver.solve(node.counts)}]" if node.repeat is not None else ""
+    said = f"{name}{count}: " if name else ""
+    line = " " * depth + said + _class_of(node.classes, solver)
+    lines = [line + _condition({where: where in node.classes for where in there}, solver)]
+    for sign, held in (("=", node.params), ("~", node.buffers)):
+        lines += [" " * (depth + 1) + _tensor(f"{name} {sign}", seen, present, solver) for name, seen in held.items()]
     if node.repeat is not None:
-        data["*"] = solver.solve(node.counts)
-        inside = list(node.repeat.classes)
-        data["n"] = _solved(node.repeat, inside, solver)
-    elif node.children:
-        data["n"] = {name: _solved(child, present, solver) for name, child in node.children.items()}
-    return data
+        lines += _solved(node.repeat, list(node.repeat.classes), solver, INDICES[_loops(present)], depth + 1)
+    for name, child in node.children.items():
+        lines += _solved(child, present, solver, name, depth + 1)
+    return lines
 
 
-def _class_of(seen: dict[Where, ClassFact], solver: Solver) -> Any:
-    """The class, ``act(field)`` of an activation that a field names, or a condition over classes, by their numbers."""
+def _loops(places: list[Where]) -> int:
+    return len(places[0][1]) if places else 0
+
+
+def _condition(there: Mapping[Where, bool], solver: Solver) -> str:
+    return "" if all(there.values()) else f" ? {solver.solve(there)}"
+
+
+def _class_of(seen: dict[Where, ClassFact], solver: Solver) -> str:
+    """The class, ``act(field)`` of an activation that a field names, or a condition over names of classes."""
     kinds = list(dict.fromkeys(seen.values()))
-    if len(kinds) == 1:
-        return CLASSES.setdefault(kinds[0], len(CLASSES))
-    for name in solver.texts():
-        if all(activation(solver.flat(where).get(name)) == fact for where, fact in seen.items()):
-            return f"act({name})"
-    numbers = {where: f"c{CLASSES.setdefault(fact, len(CLASSES))}" for where, fact in seen.items()}
-    return solver.solve(numbers)
+    if len(kinds) > 1:
+        for name in solver.texts():
+            if all(activation(solver.flat(where).get(name)) == fact for where, fact in seen.items()):
+                return f"act({name})"
+    for fact in kinds:
+        if CLASSES.setdefault(fact.name, fact) != fact:
+            raise Unsolved(f"two classes are called {fact.name}")
+    return kinds[0].name if len(kinds) == 1 else solver.solve({where: fact.name for where, fact in seen.items()})
 
 
-CLASSES: dict[ClassFact, int] = {}
+CLASSES: dict[str, ClassFact] = {}
 """Classes of the table that is made."""
 
 
@@ -203,22 +211,13 @@ def activation(name: Any) -> ClassFact | None:
     return facts.classes[facts.modules[0].cls] if len(facts.modules) == 1 and not facts.params else None
 
 
-def _tensor(seen: dict[Where, Any], present: list[Where], solver: Solver) -> list[Any]:
-    """``[dims, dtype, flag, condition]``, without what is as usual at the end. Dtype ``""``: the model's."""
+def _tensor(begun: str, seen: dict[Where, Any], present: list[Where], solver: Solver) -> str:
+    """``name = [dims]; dtype; flag ? condition``, without what is as usual."""
     if len({len(shape) for shape, _, _ in seen.values()}) > 1:
         raise Unsolved("a tensor has several numbers of dimensions")
     rank = len(next(iter(seen.values()))[0])
     dims = [solver.solve({where: value[0][dim] for where, value in seen.items()}) for dim in range(rank)]
-    dtypes = solver.solve({where: value[1] for where, value in seen.items()})
-    flags = solver.solve({where: value[2] for where, value in seen.items()})
-    row: list[Any] = [
-        [int(dim) if dim.isdecimal() else dim for dim in dims],
-        dtypes,
-        flags,
-        "True" if len(seen) == len(present) else solver.solve({where: where in seen for where in present}),
-    ]
-    for usual in ("True", "True", "dtype"):
-        if row[-1] != usual:
-            break
-        row.pop()
-    return row
+    dtype = solver.solve({where: value[1] for where, value in seen.items()})
+    flag = solver.solve({where: value[2] for where, value in seen.items()})
+    rest = "" if (dtype, flag) == ("dtype", "True") else f"; {dtype}" + ("" if flag == "True" else f"; {flag}")
+    return f"{begun} [{', '.join(dims)}]{rest}{_condition({where: where in seen for where in present}, solver)}"

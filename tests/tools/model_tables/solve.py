@@ -124,7 +124,7 @@ def _at(data: Any, path: tuple[str, ...]) -> Any:
 def solved(config_class: Any, model_class: Any) -> dict[str, Any]:
     """``{"config": ..., "model": ...}`` that gave the facts of every unseen model. Raises ``Unsolved``, ``Unbuilt``."""
     drawer = Drawer(config_class, model_class)
-    probes = [drawer.probe() for _ in range(FITTED)]
+    probes = [*drawer.usual(), *(drawer.probe() for _ in range(FITTED))]
     wrong = ""
     for _ in range(ROUNDS):
         unseen = [drawer.probe() for _ in range(UNSEEN)]
@@ -151,10 +151,11 @@ def _tried(drawer: Drawer, probes: list[Probe]) -> dict[str, Any]:
 
 
 @cache
-def activations() -> dict[str, Any]:
-    """Name of an activation to its class, as data."""
-    known = {name: activation(name) for name in ACT2FN}
-    return {name: class_data(fact) for name, fact in known.items() if fact is not None}
+def common() -> dict[str, Any]:
+    """Names of activations with their classes, as ``common.json`` has them beside classes that many types share."""
+    known = {name: fact for name in ACT2FN if (fact := activation(name)) is not None}
+    classes = {fact.name: class_data(fact) for fact in known.values()}
+    return {"activations": {name: fact.name for name, fact in known.items()}, "classes": classes}
 
 
 def difference(table: Mapping[str, Any], probe: Probe) -> str:
@@ -162,7 +163,7 @@ def difference(table: Mapping[str, Any], probe: Probe) -> str:
     raw = json.loads(json.dumps(probe.raw))
     try:
         fields = config_fields.fields(table["config"], raw)
-        made = model_facts(table["model"], fields, fields["dtype"] or "float32", activations())
+        made = model_facts({"module": ""} | table["model"], fields, fields["dtype"] or "float32", common())
     except Unfit as error:
         return f"unfit: {error}"
     if made == probe.facts:
@@ -175,6 +176,11 @@ def difference(table: Mapping[str, Any], probe: Probe) -> str:
                 return f"{name}: {len(left)} {len(right)} {pairs[:1]} of {raw}"
             return f"{name}: {left} is {right} of {raw}"
     return "?"
+
+
+def outside(model: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
+    """Whether the config says what the table was not tried with, which a reader is told."""
+    return any(_at(raw, tuple(path.split("."))) not in (None, default) for path, default in model["fixed"].items())
 
 
 def fixed(drawer: Drawer) -> dict[str, Any]:
