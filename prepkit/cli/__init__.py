@@ -173,7 +173,12 @@ def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False) -> None:
     elif text := verdicts_text(verdicts):
         say(text, err=True)
     if legal and not as_json:
+        from prepkit import planner
+
         say(f"a plan exists for world size {', '.join(legal)}")
+        plan = next(verdict.plan for verdict in verdicts if verdict.plan is not None)
+        if (costs := planner.costs(plan)) is not None:
+            say(str(costs))
 
 
 def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: str | None) -> tuple[Verdict, ...]:

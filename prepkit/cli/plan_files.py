@@ -87,7 +87,7 @@ def _folder_facts(reference: str, env: Env | None, how: LoadWeights | None) -> F
 
     where = f"--model {reference}"
     try:
-        seen = folder.read(_place(reference))
+        seen = folder.read(place(reference))
         stored = None if how is None else folder.checkpoint_of(observe_checkpoint(how.path), how, seen.model)
     except folder.NotKnown as error:
         what, _, fix = str(error).rpartition("; ")
@@ -102,7 +102,7 @@ def _folder_facts(reference: str, env: Env | None, how: LoadWeights | None) -> F
     return Facts(model=seen.model, checkpoint=stored, env=env or Env.declare(world_size=1))
 
 
-def _place(reference: str) -> Path:
+def place(reference: str) -> Path:
     """The folder or file; of a name of the hub what lies in its cache, as huggingface_hub lays it out. No network."""
     from prepkit.formats.models.folder import NotThere
 
@@ -115,9 +115,9 @@ def _place(reference: str) -> Path:
         revision = (kept / "refs" / "main").read_text("utf-8").strip()
     except (OSError, ValueError):
         revision = ""
-    place = kept / "snapshots" / revision
-    if revision.isalnum() and (place / "config.json").exists():
-        return place
+    there = kept / "snapshots" / revision
+    if revision.isalnum() and (there / "config.json").exists():
+        return there
     raise NotThere(
         f"there is no folder {reference}, and {reference} is not in the hub's cache; fetch what describes it with: "
         f"hf download {reference} config.json"

@@ -23,6 +23,8 @@ class Refusal:
     raised_by: str
     """Call or module that makes the finding."""
     severity: Severity = Severity.ERROR
+    lawful: str = ""
+    """What makes it right for the library whose file it is, as a clause; empty: it is wrong there too."""
 
 
 # --- files ---
@@ -133,6 +135,7 @@ _FILES: tuple[Refusal, ...] = (
         fix="Write what is meant.",
         raised_by=_IMPORT,
         severity=Severity.WARNING,
+        lawful="that library asks the machine",
     ),
     Refusal(
         id="import.contradiction",
@@ -145,6 +148,7 @@ _FILES: tuple[Refusal, ...] = (
         summary="A file that an imported config points to is there.",
         fix="Give its path, from where you are or from the file that points to it.",
         raised_by=_IMPORT,
+        lawful="the file may lie where it runs",
     ),
     Refusal(
         id="import.no-effect",
@@ -158,6 +162,7 @@ _FILES: tuple[Refusal, ...] = (
         summary="An imported config asks for what prepkit does.",
         fix="Write the nearest way that the finding names.",
         raised_by=_IMPORT,
+        lawful="that library does it",
     ),
     Refusal(
         id="import.unknown-key",

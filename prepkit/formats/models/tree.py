@@ -170,8 +170,7 @@ class _Grown:
         elif not said.isidentifier():
             name = evaluate(said, self.fields, counts)
         fact = self.classes[name]
-        rest = {"module": self.module} | fact | {"mro": tuple(fact.get("mro", ()))}
-        return ClassFact(name=name, **rest)
+        return ClassFact(name=name, **{"module": self.module, **fact, "mro": tuple(fact.get("mro", ()))})
 
     def _count(self, expression: str, counts: tuple[int, ...]) -> int:
         count = evaluate(expression, self.fields, counts)

@@ -210,7 +210,6 @@ SIZES: tuple[tuple[re.Pattern[str], Sequence[int]], ...] = (
 
 TEXTS = {
     "feed_forward_proj": ("relu", "gated-gelu", "gated-silu"),
-    "feat_extract_norm": ("group", "layer"),
 }
 """Fields whose texts the library reads, and lists in no type of theirs."""
 
