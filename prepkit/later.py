@@ -22,7 +22,7 @@ def later(
 
     def get(name: str) -> Any:
         if name in homes:
-            value = getattr(importlib.import_module(homes[name]), name)
+            value = getattr(_imported(homes[name], f"{module}.{name}"), name)
         elif name in spaces:
             value = importlib.import_module(spaces[name])
         else:
@@ -31,3 +31,29 @@ def later(
         return value
 
     return get, lambda: sorted((*homes, *spaces))
+
+
+def _imported(home: str, what: str) -> Any:
+    try:
+        return importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise no_torch(what) from error
+
+
+def needs_torch(what: str) -> None:
+    """Raise ``ModuleNotFoundError`` that says what to type where torch is not installed."""
+    try:
+        importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise no_torch(what) from error
+
+
+def no_torch(what: str) -> ModuleNotFoundError:
+    """The error of a call that needs torch where there is none."""
+    return ModuleNotFoundError(
+        f"{what} needs torch, and it is not installed; type: pip install 'prepkit[torch]'", name="torch"
+    )

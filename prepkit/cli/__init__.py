@@ -21,7 +21,17 @@ from prepkit.cli import plan_files as cli_model
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli import report_and_sweep as cli_bytes
 from prepkit.cli import terminal as cli_terminal
-from prepkit.cli.options import FILE, MOST, SIZE, Cluster, as_json, cluster_options, kind_option, model_option
+from prepkit.cli.options import (
+    FILE,
+    MOST,
+    SIZE,
+    Cluster,
+    as_json,
+    cluster_options,
+    kind_option,
+    model_option,
+    object_option,
+)
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
@@ -162,7 +172,12 @@ def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False) -> None:
     elif text := verdicts_text(verdicts):
         say(text, err=True)
     if legal and not as_json:
+        from prepkit import planner
+
         say(f"a plan exists for world size {', '.join(legal)}")
+        plan = next(verdict.plan for verdict in verdicts if verdict.plan is not None)
+        if (costs := planner.costs(plan)) is not None:
+            say(str(costs))
 
 
 def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: str | None) -> tuple[Verdict, ...]:
@@ -277,11 +292,12 @@ def rules(rule_id: str | None, as_json: bool) -> None:
 
 @main.command(short_help="Run a plan on a copy of the model without weights.")
 @click.argument("file", type=FILE)
-@model_option(required=True)
+@object_option
 @click.option("--rank", type=click.IntRange(0, MOST), default=0, show_default=True, help="Whose part to rehearse.")
 @as_json
 def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
     """Run a saved plan on a copy of the model without weights, on this machine, and compare what stands there."""
+    cli_model.demand_torch("prepkit rehearse")
     from prepkit.applying.rehearse import RehearsalFailed
     from prepkit.applying.rehearse import rehearse as run
 

@@ -189,6 +189,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.no-stage",
         summary="Somebody says which ZeRO stage is meant.",
+        lawful="DeepSpeed has a default for it",
         check=flaws("no-stage"),
         fix="Write DeepSpeed(stage=2).",
         source=("DP-4",),
@@ -205,6 +206,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.two-places",
         summary="No setting stands in two places that disagree.",
+        lawful="DeepSpeed reads one of them",
         check=flaws("two-places"),
         fix="Give it in one place.",
         overridable=False,
@@ -213,6 +215,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.precision",
         summary="config.precision alone says in which precision DeepSpeed computes.",
+        lawful="DeepSpeed reads its own section",
         check=flaws("precision"),
         fix="Say it in config.precision alone.",
         overridable=False,
@@ -284,6 +287,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.auto",
         summary="Every auto can be worked out.",
+        lawful="its caller may fill it in",
         check=flaws("auto"),
         fix="Write a value.",
         overridable=False,

@@ -101,6 +101,7 @@ _FILES: tuple[Rule, ...] = (
         summary="No key of an imported config leaves it to the machine that it runs on what is done.",
         fix="Write what is meant.",
         severity=Severity.WARNING,
+        lawful="that library asks the machine",
     ),
     _import(
         id="import.contradiction",
@@ -111,6 +112,7 @@ _FILES: tuple[Rule, ...] = (
         id="import.missing-file",
         summary="A file that an imported config points to is there.",
         fix="Give its path, from where you are or from the file that points to it.",
+        lawful="the file may lie where it runs",
     ),
     _import(
         id="import.no-effect",
@@ -122,6 +124,7 @@ _FILES: tuple[Rule, ...] = (
         id="import.not-supported",
         summary="An imported config asks for what prepkit does.",
         fix="Write the nearest way that the finding names.",
+        lawful="that library does it",
     ),
     _import(
         id="import.unknown-key",
@@ -393,6 +396,12 @@ REFUSALS: tuple[Rule, ...] = (
         id="model.not-built",
         summary="What --model names returns a model.",
         fix="Call it in Python and mend what it raises.",
+    ),
+    _refusal(
+        id="model.not-known",
+        summary="What a folder says of its model is enough to know its modules and parameters.",
+        fix="Give --model PKG.MOD:FACTORY, a function that returns the model.",
+        told_by="prepkit --model",
     ),
     _refusal(
         id="audit.no-config",
