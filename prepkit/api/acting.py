@@ -11,6 +11,7 @@ from attrs import evolve
 from prepkit.api.given import Given, a_plan, loaders_of
 from prepkit.auditing.outcome import Audit
 from prepkit.facts import Env
+from prepkit.later import collector_paused
 from prepkit.plan import Plan
 
 if TYPE_CHECKING:
@@ -37,10 +38,11 @@ def apply(
     every rank.
     """
     a_plan(plan)
-    from prepkit import planner
-    from prepkit.applying.apply import apply as act
-    from prepkit.applying.apply import guarded, look
-    from prepkit.training.prepared import prepared
+    with collector_paused():
+        from prepkit import planner
+        from prepkit.applying.apply import apply as act
+        from prepkit.applying.apply import guarded, look
+        from prepkit.training.prepared import prepared
 
     given = plan.target or Given(model=None)
     divided = given.loaders if loaders is None else loaders_of(loaders)
