@@ -11,7 +11,7 @@ from attrs import evolve
 from prepkit.api.given import Given, a_plan, loaders_of
 from prepkit.auditing.outcome import Audit
 from prepkit.facts import Env
-from prepkit.later import needs_torch
+from prepkit.later import collector_paused, needs_torch
 from prepkit.plan import Plan
 
 if TYPE_CHECKING:
@@ -39,10 +39,11 @@ def apply(
     """
     a_plan(plan)
     needs_torch("pk.apply")
-    from prepkit import planner
-    from prepkit.applying.apply import apply as act
-    from prepkit.applying.apply import guarded, look
-    from prepkit.training.prepared import prepared
+    with collector_paused():
+        from prepkit import planner
+        from prepkit.applying.apply import apply as act
+        from prepkit.applying.apply import guarded, look
+        from prepkit.training.prepared import prepared
 
     given = plan.target or Given(model=None)
     divided = given.loaders if loaders is None else loaders_of(loaders)

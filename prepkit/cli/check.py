@@ -19,11 +19,11 @@ from prepkit.config import AdamW, Origin
 from prepkit.config.origin import origin_of
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.rules.refusals import REFUSALS
 from prepkit.formats.found import SCRIPTS, Found, below, found
 from prepkit.formats.importers.source import READERS, Imported
 from prepkit.formats.launches import NamedFile, Script, read_script, script_findings
 from prepkit.formats.places import FilePlace, place_of
+from prepkit.rules.refusals import REFUSALS
 
 if TYPE_CHECKING:
     from prepkit.planner.budget import Costs
