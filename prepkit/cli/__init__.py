@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -31,6 +32,7 @@ from prepkit.cli.options import (
     kind_option,
     model_option,
     object_option,
+    policy_option,
 )
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
@@ -65,23 +67,34 @@ def main() -> None:
 @model_option(required=True)
 @cluster_options
 @kind_option
+@policy_option
 @click.option("-o", "--output", help=f"Plan file to write; {SIZE} in it stands for the world size.")
 @as_json
-def plan(config: str, model: str, cluster: Cluster, kind: str | None, output: str | None, as_json: bool) -> None:
+def plan(
+    config: str,
+    model: str,
+    cluster: Cluster,
+    kind: str | None,
+    policies: tuple[str, ...],
+    output: str | None,
+    as_json: bool,
+) -> None:
     """Plan a model's preparation, for the environment that is here or a declared one, and show or save the plan.
 
     CONFIG is a file of prepkit, accelerate or DeepSpeed; one that says how many processes it starts is planned for
-    as many. Nothing is written if any of the world sizes is refused.
+    as many. What a policy denies is refused, and what it warns of or excepts is recorded in the plan. Nothing is
+    written if any of the world sizes is refused.
     """
     from prepkit import codec
-    from prepkit.cli.verdict import findings_data, verdicts_text
+    from prepkit.cli.verdict import findings_data, recorded_in, verdicts_text
     from prepkit.render.plan import plan_text
 
     if output and len(set(cluster.sizes)) > 1 and SIZE not in output:
         raise click.UsageError(f"several world sizes need several files: write {SIZE} into -o, as in plan-{SIZE}.json")
     asked = tuple(output.replace(SIZE, str(size)) for size in cluster.sizes or (1,)) if output else ()
     cli_refusal.keep_inputs((config,), asked)
-    verdicts = _verdicts(config, model, cluster, as_json, kind)
+    policy = cli_refusal.policy(policies, as_json)  # before the model is imported, which may take a minute
+    verdicts = tuple(map(partial(recorded_in, policy, config), _verdicts(config, model, cluster, as_json, kind)))
     plans = tuple((verdict.world_size, verdict.plan) for verdict in verdicts if verdict.plan is not None)
     legal = len(plans) == len(verdicts)
     files = {size: output.replace(SIZE, str(size)) for size, _ in plans} if output and legal else {}

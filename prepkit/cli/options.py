@@ -60,6 +60,11 @@ kind_option = click.option(
 )
 
 
+policy_option = click.option(
+    "--policy", "policies", type=FILE, multiple=True, help="Rules of a team: a TOML or Python file; may be repeated."
+)
+
+
 @frozen(kw_only=True)
 class Cluster:
     """The cluster that a command line declares; None, or no sizes: what is here."""

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 from attrs import evolve
@@ -21,6 +21,9 @@ from prepkit.facts import Env, Facts
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.later import needs_torch
 from prepkit.plan import Plan
+
+if TYPE_CHECKING:
+    from prepkit.formats.policy import Policy
 
 # --- model -----------------------------------------------------------------------------------------------------------
 
@@ -188,6 +191,13 @@ def load(files: tuple[str, ...], as_json: bool) -> tuple[Plan, ...]:
     from prepkit.cli.compare import given_plan
 
     return readable(tuple(given_plan(file, functools.partial(codec.load_plan, file)) for file in files), as_json)
+
+
+def policy(files: tuple[str, ...], as_json: bool) -> Policy:
+    """The policies in the files. Ends the command where one cannot be read: a broken policy passes nothing."""
+    from prepkit.formats.policy import read_policies
+
+    return readable((attempt(lambda: read_policies(files)),), as_json)[0]
 
 
 def readable(loaded: tuple[T | PlanRejected, ...], as_json: bool) -> tuple[T, ...]:
