@@ -87,7 +87,7 @@ def _told(folder: Path, count: int) -> list[dict[str, str]]:
         time.sleep(0.02)
     if len(done) < count:
         return []
-    return [dict(line.split(" ", 1) for line in one.read_text().splitlines()) for one in done]  # type: ignore[misc]
+    return [dict(line.split(" ", 1) for line in one.read_text().splitlines()) for one in done]
 
 
 def _draws_alike(told: list[dict[str, str]], data: Any) -> tuple[str, bool]:

@@ -32,7 +32,7 @@ WARNINGS = _ids(
         "compile": "foreign-backend dynamic-cut",
         "checkpoint": "cache kept-on-device offload-on-cpu",
         "entry-points": "left-out",
-        "loaders": "fewer-than-ranks out-of-order same-data",
+        "loaders": "last-round fewer-than-ranks out-of-order same-data",
         "weights": "tied-twice buffer-not-computed",
         "memory": "may-exceed-device",
         "resume": "latest-torn nothing-saved other-batch other-clipping other-total-steps settings-replaced "
