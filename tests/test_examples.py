@@ -52,6 +52,10 @@ def test_one_script_trains_under_every_engine(
     assert losses[2] < losses[0]
 
 
+def test_the_plan_of_the_demo_warns_of_nothing(tmp_path: Path) -> None:
+    assert pk.load(str(saved_plan(tmp_path, "fsdp2", 2))).warnings == ()
+
+
 def test_the_custom_rule_refuses() -> None:
     ran = subprocess.run(
         [sys.executable, str(EXAMPLES / "custom_rule.py")], capture_output=True, text=True, check=True, env=ENVIRONMENT

@@ -364,6 +364,8 @@ def _rule_data(rule: Rule) -> dict[str, Any]:
 
 def _example(rule: Rule) -> str:
     """A call that breaks the rule, where one line does; the reference page has a finding of every other."""
+    if rule.id == "memory.exceeds-host":
+        return "env=pk.Env.declare(world_size=8, per_node=8, host_memory='1MiB') breaks it"
     if rule.id.startswith("memory."):
         return "pk.fits(plan, memory='1MiB') breaks it, and says what would fit"
     return ""

@@ -273,6 +273,7 @@ def _environments(
         "device": cluster.device or imported.device,
         "per_node": cluster.per_node or imported.per_node,
         "memory": cluster.memory,
+        "host_memory": cluster.host_memory,
         "torch": cluster.torch,
     }
     given = {name: value for name, value in given.items() if value is not None}

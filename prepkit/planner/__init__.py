@@ -154,7 +154,7 @@ def _mesh(plan: Plan, today: Resolved) -> tuple[Finding, ...]:
 def _memory(plan: Plan, today: Facts, again: budget.Again) -> tuple[Finding, ...]:
     planned, now = plan.facts.env.memory, today.env.memory
     if now is None or (planned is not None and planned <= now):
-        return ()
+        return ()  # a node's memory is declared, and never new
     standing, _ = split(plan.config, budget.findings(evolve(plan, facts=today), again))
     return _new(standing, lambda: (*plan.warnings, *plan.overridden))
 

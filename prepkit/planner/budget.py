@@ -29,14 +29,16 @@ from prepkit.findings.text import in_bytes, in_decimals
 from prepkit.plan import Plan
 from prepkit.predict import predict
 from prepkit.predict.deepspeed.inputs import REDUCE_BUCKET, zero_of
+from prepkit.predict.inputs import stored_bytes
 from prepkit.predict.prediction import Prediction
 from prepkit.resolve.deepspeed.data import offloaded, offloads, restaged, with_zero
 from prepkit.resolve.deepspeed.data import stage as stage_of
 from prepkit.resolve.engines import traits
 from prepkit.resolve.mesh import size_of
-from prepkit.rules.memory import PLANNED_RULES, Held
+from prepkit.rules.memory import PLANNED_RULES, Held, Host
 from prepkit.rules.mesh import strategy
 from prepkit.rules.rule import findings_of
+from prepkit.steps import ReadTensors, SendTensors
 
 Again = Callable[[Config], Result[Plan, tuple[Finding, ...]]]
 """Plans another config for the same facts."""
@@ -159,21 +161,27 @@ def fits(plan: Plan, memory: int, again: Again, activations: int | None = None) 
 
 
 def findings(plan: Plan, again: Again) -> tuple[Finding, ...]:
-    """What the rules about memory say of a finished plan; nothing where no memory of the device is known."""
-    memory, device = plan.facts.env.memory, plan.facts.env.device
-    if memory is None or (plan.config.device or device) != device:  # it is not the memory of the device computed on
+    """What the rules about memory say of a finished plan; nothing where no memory of a device or a node is known."""
+    env = plan.facts.env
+    elsewhere = (plan.config.device or env.device) != env.device  # it is not the memory of the device computed on
+    memory = None if elsewhere else env.memory
+    host = env.host_memory if env.per_node or plan.world_size == 1 else None
+    if memory is None and host is None:
         return ()
     prediction = predict(plan)
-    if not prediction.classes or bounds(prediction)[1] <= memory:
+    if not prediction.classes:
         return ()
-    fit = fits(plan, memory, again)
-    held = Held(
-        rank=prediction.fullest.first * prediction.tensor,
-        floor=fit.floor,
-        ceiling=fit.ceiling,
-        memory=memory,
-        options=tuple(map(str, fit.options)),
-    )
+    held = Held(rank=prediction.fullest.first * prediction.tensor, floor=0, ceiling=0, memory=0)
+    if memory is not None and bounds(prediction)[1] > memory:
+        fit = fits(plan, memory, again)
+        options = tuple(map(str, fit.options))
+        held = evolve(held, floor=fit.floor, ceiling=fit.ceiling, memory=memory, options=options)
+    if host is not None:
+        ranks = min(env.per_node or 1, plan.world_size)
+        own = any(isinstance(planned.step, ReadTensors | SendTensors) for planned in plan.steps)
+        loads = 0 if own else sum(map(stored_bytes, plan.layout))
+        keeps = max(one.total("host") for one in prediction.classes)
+        held = evolve(held, host=Host(memory=host, ranks=ranks, keeps=keeps, loads=loads))
     return findings_of(PLANNED_RULES, held)
 
 
@@ -223,7 +231,7 @@ def _option(plan: Plan, cfg: Config, moves: tuple[Move, ...], memory: int, again
         sent=prediction.sent,
         between=prediction.crossing(plan.facts.env.per_node),
         copied=prediction.copied,
-        host=max(ranks.total("host") for ranks in prediction.classes),
+        host=max(one.total("host") for one in prediction.classes),
         caveats=tuple(move.caveat for move in moves if move.caveat),
     )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from attrs import define, evolve, field
 
+from prepkit.codec.misfits import MOST
 from prepkit.codec.text import shown
 from prepkit.config import Config, Origin
 from prepkit.findings import Finding, PlanRejected, Severity
@@ -226,10 +228,14 @@ class Foreign:
         """Says which keys nobody has asked for, with the nearest of those that somebody has."""
         candidates = sorted({*known, *self._read})
         read = frozenset(self._read)  # as it is now: what is said below counts as read
+        said = 0
         for key in self.keys():
             parents = [key[:place] for place, letter in enumerate(key) if letter == "."]
             if key in read or any(parent not in read for parent in parents):
                 continue  # below an unknown one, which is said once
+            if (said := said + 1) > MOST:
+                self.error("unknown-key", key, f"{MOST} unknown keys are reported, and there are more", "Remove them.")
+                return
             near = get_close_matches(key, candidates, n=1, cutoff=0.75)
             fix = f"Write {near[0]!r}, or remove it." if near else "Remove it."
             self.error("unknown-key", key, f"{self.kind} knows no such key, and nothing would read it", fix)
@@ -250,6 +256,14 @@ class Foreign:
 
     def _wrong_type(self, name: str, value: object, kind: type) -> None:
         self.error("wrong-type", name, f"{shown(value)} is not {_NAMES[kind]}", f"Write {_NAMES[kind]}.")
+
+
+def beside(name: str, file: Path) -> Path | None:
+    """The file of that name, from here or beside the one that names it; None: there is none, as for pages of text."""
+    try:
+        return next((place for place in (Path(name), file.parent / name) if place.is_file()), None)
+    except (OSError, ValueError):  # longer than a name may be; a NUL in it
+        return None
 
 
 def foreign(kind: str, source: Source) -> Foreign:
