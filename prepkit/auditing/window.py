@@ -177,7 +177,7 @@ def _alike(key: str, name: str) -> bool:
 
 def _before(values: Any) -> str:
     """What has made these values, past what changes none: ``Softmax`` of ``SoftmaxBackward0``."""
-    node = getattr(values, "grad_fn", None)
+    node: Any = getattr(values, "grad_fn", None)
     for _ in range(6):
         name = type(node).__name__.partition("Backward")[0]
         if not name.startswith(SHAPES) or not node.next_functions:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from prepkit.facts.run import Unread
 from prepkit.objects.names import Site
-from prepkit.observe.architecture import peek
+from prepkit.formats.models.architecture import peek
 from prepkit.observe.prepared.optimizers import inner
 
 NEAR = 0.85
