@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import groupby
 
 from prepkit.findings import Finding, Severity
-from prepkit.findings.refusals import REFUSALS
 from prepkit.render.text import NOTHING_GOES_ON
 from prepkit.rules import LAW, check
 from prepkit.rules.rule import Moment, Rule
@@ -39,12 +38,14 @@ Errors raise `RunRefused` in a loop of prepkit's, and are findings of `pk.audit`
 
 _ERRORS_HEAD = """# Errors
 
-What prepkit raises, and the findings that come from no rule. `PlanRejected.findings` holds every finding; each has an
-id, a severity, a place, what is wrong and what to type. Findings of rules are in the [rules reference](rules.md).
+What prepkit raises, and the findings that a call tells by itself. `PlanRejected.findings` and `RunRefused.findings`
+hold every finding; each has an id, a severity, a place, what is wrong and what to type. Findings that a look makes are
+in the [rules reference](rules.md).
 """
 
-_REFUSALS_HEAD = """Each is about a file, a call or a model, not about a config, and cannot be overridden. `prepkit
-rules ID` prints one; the finding itself says what is wrong, where, and what to type for its case."""
+_REFUSALS_HEAD = """Each is about a file, a call, a model or a step of a plan, and is told by the call that meets it.
+It cannot be overridden unless it says so. `prepkit rules ID` prints one; the finding itself says what is wrong, where,
+and what to type for its case."""
 
 
 _PAGES = {
@@ -69,14 +70,19 @@ def link(rule: str) -> str:
 
 def _subjects() -> list[tuple[str, tuple[Rule, ...]]]:
     """Every rule by its subject, the first word of its id."""
-    ordered = sorted(LAW, key=lambda rule: rule.id.partition(".")[0])  # stable: reporting order stays
+    ordered = sorted(_law(), key=lambda rule: rule.id.partition(".")[0])  # stable: reporting order stays
     return [(name, tuple(rules)) for name, rules in groupby(ordered, lambda rule: rule.id.partition(".")[0])]
+
+
+def _law() -> tuple[Rule, ...]:
+    """Rules that a look asks; the others are told by a call, on the page of errors."""
+    return tuple(rule for rule in LAW if not rule.told_by)
 
 
 def rules_page() -> str:
     """What a rule is, and the names of all of them with the pages where they are."""
     subjects = _subjects()
-    lines = [_RULES_HEAD, f"{len(LAW)} rules on {len(_PAGES)} pages:", ""]
+    lines = [_RULES_HEAD, f"{len(_law())} rules on {len(_PAGES)} pages:", ""]
     for page, (title, _) in _PAGES.items():
         count = sum(len(rules) for name, rules in subjects if _ELSEWHERE.get(name, "config") == page)
         lines.append(f"- [{title}](rules-{page}.md): {count}")
@@ -129,7 +135,8 @@ def _moments(rules: tuple[Rule, ...]) -> str:
     known = {rule.id: rule for rule in rules}
     told = [name for _, names in INVARIANTS for name in names]
     assert len(set(told)) == len(told), "a rule is about one invariant"
-    rows = [(text, tuple(known[name] for name in names)) for text, names in INVARIANTS]
+    assert set(told) <= {rule.id for rule in LAW}
+    rows = [(text, tuple(known[name] for name in names if name in known)) for text, names in INVARIANTS]
     rows += [(rule.summary, (rule,)) for rule in rules if rule.id not in told]
     for text, of in rows:
         marks = " | ".join(_worst([rule for rule in of if moment in rule.at]) for moment, _ in columns)
@@ -182,8 +189,9 @@ def errors_page() -> str:
     lines = [_ERRORS_HEAD, "## Exceptions", ""]
     for name, row in ADVICE.items():
         lines += [f"### {name}", "", row["when"], "", f"**What to do.** {row['then']}", ""]
-    lines += ["## Findings without a rule", "", _REFUSALS_HEAD, ""]
-    for refusal in sorted(REFUSALS, key=lambda refusal: refusal.id):
+    lines += ["## Findings of calls", "", _REFUSALS_HEAD, ""]
+    for refusal in sorted((rule for rule in LAW if rule.told_by), key=lambda refusal: refusal.id):
         lines += [f"### {refusal.id}", "", f"- Holds otherwise: {_plain(refusal.summary)}"]
-        lines += [f"- What to do: {_plain(refusal.fix)}", f"- Met in: {refusal.raised_by}", ""]
+        override = ("- Can be overridden",) if refusal.overridable else ()
+        lines += [f"- What to do: {_plain(refusal.fix)}", f"- Met in: {refusal.told_by}", *override, ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -161,9 +161,15 @@ def test_whatever_a_loader_draws_by_is_split(loader: Any, how: dict[str, Any], p
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (DataLoader(Numbers()), "loader 0 reads an IterableDataset, and the plan divides it by samples; plan again"),
-        ([1, 2], "loader 0 is a list, and not a torch DataLoader; split the data yourself"),
-        (DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), "loader 0 has a DistributedSampler already; split"),
+        (
+            DataLoader(Numbers()),
+            "plan.model-changed at loaders[0]: reads an IterableDataset, and the plan divides it by samples",
+        ),
+        ([1, 2], "loaders.foreign at loaders[0]: is a list, and not a torch DataLoader"),
+        (
+            DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)),
+            "loaders.already-distributed at loaders[0]: has a DistributedSampler already",
+        ),
     ],
     ids=["stream", "list", "distributed"],
 )
@@ -174,7 +180,7 @@ def test_what_cannot_be_split_as_planned_is_refused(loader: Any, why: str) -> No
 
 def test_a_loader_that_was_not_given_is_refused() -> None:
     (text,) = problems(STEP, Target(model=torch.nn.Identity()))
-    assert text == "the plan shards loader 0, 0 were given; pass those of the plan"
+    assert text == "plan.model-changed at loaders[0]: the plan has it, and 0 were given; Pass the loaders of the plan."
 
 
 # --- what is handed out ---------------------------------------------------------------------------------------------
@@ -318,3 +324,42 @@ def test_a_pass_goes_on_after_the_batch_that_was_in_use_when_it_was_saved(kind: 
     assert (state["epoch"], state["consumed"]) == (2, 0)
     again.load_state_dict(state)
     assert (again.epoch, len(list(again))) == (2, 4)
+
+
+class Epochs(list[int]):
+    """A data set that is told which pass it is in, and gives that beside its samples."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__(rows)
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, at: Any) -> Any:
+        return 100 * self.epoch + super().__getitem__(at)
+
+
+class StreamOfEpochs(IterableDataset[int]):
+    """The same as a stream."""
+
+    def __init__(self) -> None:
+        self.rows = Epochs(DATA)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.rows[at] for at in DATA)
+
+
+@pytest.mark.parametrize("make", [lambda: Epochs(DATA), StreamOfEpochs], ids=["data set", "stream"])
+def test_data_sets_and_streams_are_told_the_epoch_of_each_pass(make: Any) -> None:
+    target = target_with(DataLoader(make(), batch_size=2, collate_fn=collate))
+    split = "stream" if make is StreamOfEpochs else "samples"
+    do(evolve(STEP, split=split), target)
+    loader = target.loaders[0]
+    for epoch in (0, 1):
+        assert {item // 100 for item in seen(loader)} == {epoch}
+    loader.set_epoch(7)
+    assert {item // 100 for item in seen(loader)} == {7}
