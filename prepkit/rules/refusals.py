@@ -333,12 +333,12 @@ _ACCELERATE: tuple[Rule, ...] = (
         fix="Give one model and its optimizer to one prepare, and each other model to an Accelerator.",
     ),
     _face(
-        id="accelerate.windows",
+        id="accelerate.outside-accumulate",
         summary="Under DeepSpeed a script accumulates gradients inside accelerator.accumulate.",
         fix="Write gradient_accumulation_steps and `with accelerator.accumulate(model):`.",
     ),
     _face(
-        id="accelerate.clipping",
+        id="accelerate.clips-otherwise",
         summary="A script clips as DeepSpeed's config says, and under fp16 all that is trained.",
         fix="Write the number into DeepSpeed's config, or give model.parameters() of the one model.",
     ),
