@@ -119,6 +119,16 @@ def test_an_optimizer_spec_may_be_given_in_the_call_or_in_the_config() -> None:
     assert ready.optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_the_objects_of_a_loop_and_sizes_may_be_given_by_their_place() -> None:
+    live = model()
+    optimizer = adam(live)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    plan = pk.build_plan(pk.Config(), live, optimizer, scheduler)
+    assert plan == pk.build_plan(pk.Config(), live, optimizer=optimizer, scheduler=scheduler)
+    assert pk.fits(plan, "1GiB", "2GiB") == pk.fits(plan, memory="1GiB", activations="2GiB")
+    assert not pk.fits(plan, "1GiB", "2GiB")
+
+
 def test_two_different_optimizer_specs_are_refused() -> None:
     with pytest.raises(pk.PlanRejected) as refused:
         pk.build_plan(pk.Config(optimizer=pk.optim.SGD()), model(), optimizer=pk.optim.AdamW())

@@ -10,6 +10,7 @@ from attrs import frozen
 from prepkit.facts.model import ModelFacts
 from prepkit.facts.preparation import HowPrepared
 from prepkit.facts.training import LoaderFacts
+from prepkit.facts.window import CourseFacts, WindowFacts
 
 Averager = Literal["ddp", "fsdp1", "fsdp2", "dtensor", "deepspeed", "hook"]
 """What sees to it that a parameter's gradient is that of several ranks; a hook on the parameter may do anything."""
@@ -437,6 +438,8 @@ class RunFacts:
     """None where nobody trains with prepkit's loop."""
     applied: AppliedFacts | None = None
     """None but after apply."""
+    window: WindowFacts | None = None
+    """None where no script was run."""
 
 
 @frozen(kw_only=True)
@@ -476,3 +479,6 @@ class RunningFacts:
     """What the scheduler has set them to last; empty without one, or where it does not say."""
     parted: tuple[str, ...] = ()
     """Parameters whose replicas on different ranks differ."""
+    recompiled: tuple[tuple[str, int], ...] = ()
+    """Functions that torch compiled as often as it may, and runs as they are since; and how often."""
+    course: CourseFacts = CourseFacts()

@@ -99,7 +99,7 @@ class Unplanned:
 def sweep(
     cfg: Config, facts: Facts, worlds: tuple[int, ...], engines: tuple[str, ...]
 ) -> tuple[tuple[Row, ...], tuple[Unplanned, ...]]:
-    """Every mesh of every world size for every engine, sorted: what fits first, then by traffic, then by memory.
+    """Every mesh of every world size for every engine, each size for itself: what fits first, then by traffic, memory.
 
     A row whose traffic is predicted in part comes after those that are alike and predicted in full.
 
@@ -139,7 +139,9 @@ def sweep(
                         rows.append(_row(name, prediction, mesh_axes, facts.env.memory, steps))
             refused += [Unplanned(engine=name, world_size=world, why=why, fix=fix) for why, fix in reasons[:1]]
     order = {"fits": 0, "": 0, "may not fit": 1, "does not fit": 2}
-    ranked = sorted(rows, key=lambda row: (order[row.verdict], not row.sent_in_full, row.sent, row.ceiling))
+    ranked = sorted(
+        rows, key=lambda row: (row.world_size, order[row.verdict], not row.sent_in_full, row.sent, row.ceiling)
+    )
     return tuple(ranked), tuple(refused)
 
 

@@ -20,16 +20,8 @@ _export = partial(_refusal, told_by="pk.export_config, prepkit export")
 
 _FILES: tuple[Rule, ...] = (
     # --- files that prepkit wrote ---
-    _data(
-        id="codec.damaged",
-        summary="The file is UTF-8 text in JSON.",
-        fix="Restore the file, or plan again.",
-    ),
-    _data(
-        id="codec.duplicate-key",
-        summary="No key appears twice in one object.",
-        fix="Keep one of them.",
-    ),
+    _data(id="codec.damaged", summary="The file is UTF-8 text in JSON.", fix="Restore the file, or plan again."),
+    _data(id="codec.duplicate-key", summary="No key appears twice in one object.", fix="Keep one of them."),
     _plan_file(
         id="codec.edited",
         summary="The contents of a saved plan or attestation have the digest that was written with them.",
@@ -101,6 +93,7 @@ _FILES: tuple[Rule, ...] = (
         summary="No key of an imported config leaves it to the machine that it runs on what is done.",
         fix="Write what is meant.",
         severity=Severity.WARNING,
+        lawful="that library asks the machine",
     ),
     _import(
         id="import.contradiction",
@@ -111,6 +104,7 @@ _FILES: tuple[Rule, ...] = (
         id="import.missing-file",
         summary="A file that an imported config points to is there.",
         fix="Give its path, from where you are or from the file that points to it.",
+        lawful="the file may lie where it runs",
     ),
     _import(
         id="import.no-effect",
@@ -122,6 +116,7 @@ _FILES: tuple[Rule, ...] = (
         id="import.not-supported",
         summary="An imported config asks for what prepkit does.",
         fix="Write the nearest way that the finding names.",
+        lawful="that library does it",
     ),
     _import(
         id="import.unknown-key",
@@ -184,11 +179,7 @@ _FILES: tuple[Rule, ...] = (
         summary="No key appears twice in one mapping of a YAML file.",
         fix="Keep one of them.",
     ),
-    _config_file(
-        id="config.empty",
-        summary="The config file says something.",
-        fix="Write at least the engine.",
-    ),
+    _config_file(id="config.empty", summary="The config file says something.", fix="Write at least the engine."),
     _config_file(
         id="config.not-a-mapping",
         summary="The top level of the config file is a mapping of config fields.",
@@ -393,6 +384,12 @@ REFUSALS: tuple[Rule, ...] = (
         id="model.not-built",
         summary="What --model names returns a model.",
         fix="Call it in Python and mend what it raises.",
+    ),
+    _refusal(
+        id="model.not-known",
+        summary="What a folder says of its model is enough to know its modules and parameters.",
+        fix="Give --model PKG.MOD:FACTORY, a function that returns the model.",
+        told_by="prepkit --model",
     ),
     _refusal(
         id="audit.no-config",

@@ -132,8 +132,15 @@ def test_what_is_sent_in_part_is_ranked_behind_what_is_known_in_full_and_says_so
     assert "and more" not in sweep_text(found[:-1], refused)
 
 
+def test_sizes_of_a_cluster_are_ranked_each_for_itself() -> None:
+    found, _ = sweep(CFG, facts("70B", 1, memory="80GB"), (64, 8), ("ddp", "fsdp2"))
+    sizes = [row.world_size for row in found]
+    assert sizes == sorted(sizes)
+    assert set(sizes) == {8, 64}
+
+
 def test_what_fits_comes_first_and_then_what_sends_least() -> None:
-    found, _ = sweep(CFG, facts("70B", 1, memory="80GB"), (8, 64), ("ddp", "fsdp2"))
+    found, _ = sweep(CFG, facts("70B", 1, memory="80GB"), (64,), ("ddp", "fsdp2"))
     verdicts = [row.verdict for row in found]
     assert verdicts == sorted(verdicts, key=("fits", "may not fit", "does not fit").index)
     assert len(set(verdicts)) > 1

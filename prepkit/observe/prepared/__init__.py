@@ -14,6 +14,7 @@ from prepkit.facts import Env
 from prepkit.facts.run import RunFacts
 from prepkit.objects.joint_optimizer import members
 from prepkit.objects.names import first_names, parameters_at, sites
+from prepkit.formats.models.architecture import peek
 from prepkit.observe.env import observe_env
 from prepkit.observe.given import said
 from prepkit.observe.model import model_facts
@@ -122,10 +123,10 @@ def _alone(
 
 def _language_config(module: nn.Module) -> Any:
     """The config of a causal language model of transformers, adapters around it or not; None for another model."""
-    base = getattr(module, "base_model", None)
-    inside = getattr(base, "model", module)
+    base = peek(module, "base_model")
+    inside = peek(base, "model") or module
     named = any(type(one).__name__.endswith("ForCausalLM") for one in (module, inside))
-    return getattr(inside, "config", None) if named else None
+    return peek(inside, "config") if named else None
 
 
 def _launched() -> int:

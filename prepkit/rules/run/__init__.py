@@ -8,6 +8,7 @@ from prepkit.rules.run import (
     averaging,
     beside,
     drift,
+    drift_course,
     gradients,
     inside,
     loaders,
@@ -17,6 +18,7 @@ from prepkit.rules.run import (
     ranks,
     unread,
     who_steps,
+    window,
     wrappers,
 )
 
@@ -33,8 +35,10 @@ AUDIT_RULES: tuple[Rule, ...] = (
     *ranks.RULES,
     *loaders.RULES,
     *owners.RULES,
+    *window.RULES,
     *beside.RULES,
     *drift.RULES,
+    *drift_course.RULES,
     applied.STEPS,
 )
 """Every rule about prepared objects in reporting order: a plan, who steps, model, ranks, data, changes, steps."""
