@@ -11,13 +11,16 @@ from typing import Any
 
 from attrs import define, field
 
+from prepkit import rules
 from prepkit.findings import Finding, FindingWarning, RunRefused, Severity
 from prepkit.ranks.launcher import rank
-from prepkit.rules import by_id, due
 from prepkit.rules.rule import Moment, findings_of
 
 HOME = str(Path(__file__).parent)
 """The folder of prepkit's own frames: a warning points at the line that called it."""
+
+found = rules.found
+"""The finding of a row by its id, for whoever has met what it forbids and knows nothing else of the law book."""
 
 
 @define(kw_only=True)
@@ -28,13 +31,13 @@ class Court:
     """Ids of rules whose errors pass, as in ``config.overrides``; a rule that is not overridable refuses anyway."""
     overridden: list[str] = field(factory=list, init=False)
     """Ids of the errors that were accepted, each once, for the attestation."""
-    _reported: set[tuple[str, str]] = field(factory=set, init=False)
-    """Rule and place of each warning that was reported."""
+    warned: dict[tuple[str, str], Finding] = field(factory=dict, init=False)
+    """Rule and place of each warning, for the attestation: rank 0 has shown it once."""
 
-    def also_accepting(self, rules: Collection[str]) -> Court:
+    def also_accepting(self, ids: Collection[str]) -> Court:
         """A court for one call that accepts these errors too, and adds them to those that this one has accepted."""
-        other = Court(accepted={*self.accepted, *rules})
-        other.overridden = self.overridden
+        other = Court(accepted={*self.accepted, *ids})
+        other.overridden, other.warned = self.overridden, self.warned
         return other
 
     def ask(self, moment: Moment, subject: Any) -> None:
@@ -42,7 +45,7 @@ class Court:
 
         Not collective: give it what all ranks have seen alike where all of them must refuse together.
         """
-        if found := findings_of(due(moment), subject):
+        if found := findings_of(rules.due(moment), subject):
             self.hear(found)
 
     def hear(self, findings: Iterable[Finding]) -> None:
@@ -51,7 +54,7 @@ class Court:
             raise RunRefused(refused)
 
     def judged(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-        """The errors that nobody has accepted; takes note of those that were, and reports warnings."""
+        """The errors that nobody has accepted; takes note of those that were and of warnings, and reports these."""
         refused = []
         for finding in findings:
             match finding.severity:
@@ -67,10 +70,14 @@ class Court:
         return tuple(refused)
 
     def _report(self, finding: Finding) -> None:
-        if (finding.rule, finding.where) in self._reported:
-            return
-        self._reported.add((finding.rule, finding.where))
-        report((finding,))
+        if (finding.rule, finding.where) not in self.warned:
+            self.warned[finding.rule, finding.where] = finding
+            report((finding,))
+
+
+def refused(rule: str, where: str, what: str, fix: str = "") -> RunRefused:
+    """The refusal to raise by who meets what a row forbids, by the row's id."""
+    return RunRefused((rules.found(rule, where, what, fix),))
 
 
 def report(findings: Iterable[Finding], *, every_rank: bool = False) -> None:
@@ -84,7 +91,7 @@ def report(findings: Iterable[Finding], *, every_rank: bool = False) -> None:
 
 
 def _overridable(rule: str) -> bool:
-    known = by_id().get(rule)
+    known = rules.by_id().get(rule)
     return known is not None and known.overridable
 
 

@@ -11,7 +11,6 @@ from typing import get_args
 
 import pytest
 
-from prepkit.findings.refusals import REFUSALS
 from prepkit.rules import LAW
 from prepkit.steps import Step
 from tests.docs import behaviour
@@ -54,7 +53,7 @@ def written() -> dict[str, list[str]]:
 def existing() -> dict[str, set[str]]:
     """What an answer of each kind may name."""
     return {
-        "rule": {rule.id for rule in LAW} | {refusal.id for refusal in REFUSALS},
+        "rule": {rule.id for rule in LAW},
         "step": {kind.__name__ for kind in get_args(Step)},
         "test": set(written()),
         "row": set(ROWS),

@@ -20,23 +20,23 @@ LAZY = (pk, errors, processes)
 SPACES = ("data", "ddp", "errors", "fp8", "optim", "processes", "rules", "tp", "track", "wrap")
 INNER = {
     "DistributedOperationException": "accelerate's own name, in prepkit.compat.accelerate",
-    "FileError": "the cause of an ApplyHalted",
     "FirstStep": "ends a script inside prepkit audit",
     "HalfDone": "raised by a handler for the interpreter, which reports it in ApplyHalted",
     "HeaderError": "becomes a finding or the cause of an ApplyHalted",
     "CannotReplay": "becomes a finding",
+    "Misread": "becomes a finding",
     "MisfitError": "becomes a finding",
     "NeedsValues": "documented as RuntimeError",
     "NoAnswer": "the cause of a RankFailed or an ApplyHalted",
-    "NoValues": "the cause of an ApplyHalted",
-    "NotInitialized": "the cause of an ApplyHalted",
     "NotJsonError": "becomes a finding",
     "NotPlain": "becomes a finding",
+    "NotKnown": "becomes a finding",
     "NotOffered": "in prepkit.compat.accelerate",
     "_Unknown": "ends one rule's check inside prepkit check",
     "ScriptEnded": "ends a script inside prepkit audit",
     "TooLarge": "becomes a finding, or a ValueError of pk.prove",
     "WindowDone": "ends a script inside prepkit audit --prove",
+    "Unfit": "becomes a NotKnown",
 }
 """Exceptions that no user of ``pk`` has to catch, and why."""
 

@@ -11,6 +11,7 @@ from attrs import evolve
 from prepkit.api.given import Given, a_plan, loaders_of
 from prepkit.auditing.outcome import Audit
 from prepkit.facts import Env
+from prepkit.later import collector_paused, needs_torch
 from prepkit.plan import Plan
 
 if TYPE_CHECKING:
@@ -37,10 +38,12 @@ def apply(
     every rank.
     """
     a_plan(plan)
-    from prepkit import planner
-    from prepkit.applying.apply import apply as act
-    from prepkit.applying.apply import guarded, look
-    from prepkit.training.prepared import prepared
+    needs_torch("pk.apply")
+    with collector_paused():
+        from prepkit import planner
+        from prepkit.applying.apply import apply as act
+        from prepkit.applying.apply import guarded, look
+        from prepkit.training.prepared import prepared
 
     given = plan.target or Given(model=None)
     divided = given.loaders if loaders is None else loaders_of(loaders)
@@ -73,6 +76,7 @@ def audit(
 
     Raises ``TypeError`` for objects of the wrong kind.
     """
+    needs_torch("pk.audit")
     from prepkit.auditing.audit import audit as look
 
     return look(model, optimizer, scheduler, loaders_of(loaders), env=env)
@@ -88,6 +92,7 @@ def fingerprints(weights: Any, *, master_weights: bool = False) -> dict[str, str
     other parameters;
     ``TypeError`` for anything else.
     """
+    needs_torch("pk.fingerprints")
     from prepkit.observe.fingerprints import as_text, of_files
 
     return of_files(str(weights)) if isinstance(weights, str | PathLike) else as_text(weights, masters=master_weights)
@@ -114,6 +119,7 @@ def prove(
     what a process raises, as torch's ``ProcessRaisedException``.
     """
     a_plan(plan)
+    needs_torch("pk.prove")
     from prepkit.api.planning import build_plan
     from prepkit.config import ClipNorm
     from prepkit.facts.proof import ClipProof
@@ -139,6 +145,7 @@ def prove(
 def rehearse(plan: Plan, model: Any, *, rank: int = 0) -> Rehearsal:
     """Run the plan with real torch as one rank, on a meta copy in a separate process."""
     a_plan(plan)
+    needs_torch("pk.rehearse")
     from prepkit.applying.rehearse import rehearse as run
 
     return run(plan, model, rank=rank)
@@ -162,6 +169,7 @@ def watch(
     training. Raises ``TypeError`` for objects of the wrong kind, and ``ValueError`` for ``every`` below 1 and a
     ``share`` that is none.
     """
+    needs_torch("pk.watch")
     from prepkit.auditing.watch import watch as begin
 
     return begin(model, optimizer, scheduler, every=every, share=share, act=act)

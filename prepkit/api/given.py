@@ -10,8 +10,10 @@ from attrs import evolve, frozen
 from prepkit import codec
 from prepkit.config import Config, LoadWeights, OptimizerSpec
 from prepkit.facts import Env, Facts
-from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings import PlanRejected
+from prepkit.later import needs_torch
 from prepkit.plan import Plan
+from prepkit.rules import found
 from prepkit.rules.rule import Rule
 
 
@@ -59,14 +61,7 @@ def with_spec(cfg: Config, optimizer: Any) -> tuple[Config, Any]:
     specs = asked if isinstance(optimizer, list | tuple) else optimizer
     if cfg.optimizer not in (None, specs):
         what = f"config says {cfg.optimizer}, the call says {specs}"
-        fix = "give the optimizer in one place"
-        raise PlanRejected(
-            (
-                Finding(
-                    rule="optimizer.two-places", severity=Severity.ERROR, where="config.optimizer", what=what, fix=fix
-                ),
-            )
-        )
+        raise PlanRejected((found("optimizer.two-places", "config.optimizer", what),))
     return evolve(cfg, optimizer=specs), None
 
 
@@ -80,6 +75,7 @@ def facts_of(
         if optimizer is not None or scheduler is not None or loaders:
             raise TypeError("facts already say what the optimizer, scheduler and loaders are; pass facts alone")
         return model if env is None else evolve(model, env=env)
+    needs_torch("a plan for live objects")
     from prepkit.observe import observe
 
     how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None

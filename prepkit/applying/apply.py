@@ -23,10 +23,10 @@ from prepkit.applying.step_kinds import handlers
 from prepkit.applying.verification import verify
 from prepkit.codec import plan_digests
 from prepkit.config import Intent
-from prepkit.court import Court
+from prepkit.court import Court, found
 from prepkit.facts import Env, Facts, LocalFacts
-from prepkit.findings import Finding, PlanRejected, RunRefused, Severity, errors
-from prepkit.interpreter import Done, Halted, interpret
+from prepkit.findings import Finding, PlanRejected, RunRefused, errors
+from prepkit.interpreter import Done, HalfDone, Halted, interpret
 from prepkit.objects import names
 from prepkit.objects.state import inspect
 from prepkit.objects.target import Target
@@ -35,7 +35,7 @@ from prepkit.observe import observe, observe_env
 from prepkit.observe.given import one_optimizer, one_scheduler
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
-from prepkit.plan.drift import Drift, drift, refusals
+from prepkit.plan.drift import Drift, DriftKind, drift
 from prepkit.ranks import end_groups
 from prepkit.ranks.agree import plan_differences
 from prepkit.ranks.all_or_none import RankGuard
@@ -66,12 +66,27 @@ class Applied:
     """Refuses and warns from now on: it knows what was reported and accepted already."""
 
 
-class ApplyHalted(Exception):
-    """A step could not be done. ``halted`` says which steps stand, which were undone, and which cannot be."""
+class ApplyHalted(RunRefused):
+    """A step could not be done. ``halted`` says which steps stand, which were undone, and which cannot be.
+
+    ``findings`` holds what the steps have refused before any of them acted, or what the step that failed has raised.
+    """
 
     def __init__(self, halted: Halted) -> None:
         self.halted = halted
-        super().__init__(str(halted))
+        super().__init__(_reasons(halted))
+        self.args = (str(halted),)
+
+
+def _reasons(halted: Halted) -> tuple[Finding, ...]:
+    """A failure that is no refusal, as of a disk or another rank, is the finding that its step has failed."""
+    if halted.problems:
+        return tuple(problem.finding for problem in halted.problems)
+    error = halted.error.__cause__ if isinstance(halted.error, HalfDone) else halted.error
+    if isinstance(error, RunRefused):
+        return error.findings
+    step = type(halted.step).__name__ if halted.step is not None else "apply"
+    return (found("apply.step-failed", step, f"{type(halted.error).__name__}: {halted.error}"),)
 
 
 class NotAsPlanned(RunRefused):
@@ -111,7 +126,7 @@ def look(
         facts=now.facts,
         drifts=drifts,
         refusals=(
-            *refusals(drifts),
+            *drifted(drifts),
             *(() if _fills(plan) else _weightless(now.local)),
             *claims.claimed_elsewhere(optimizer, model),
             *_inferring(plan, model),
@@ -175,7 +190,7 @@ def _run(
     provenance, (of_plan, of_model) = plan.provenance, plan_digests(plan)
     of_copies = () if guard is None else values.to_agree_on(plan, target.model)
     target.digests = (("prepkit", provenance.prepkit), ("plan", of_plan), ("model", of_model), *of_copies)
-    target.explain = partial(plan_differences, plan)
+    target.explain, target.judge = partial(plan_differences, plan), court.judged
     running = world().running
     if guard is not None:
         target.together, target.watch, target.store = guard.barrier, guard.watch, guard.rendezvous
@@ -188,7 +203,8 @@ def _run(
         seen = verify(plan, target, before=before)
         refused = court.judged(seen.found)
         overridden = (*(finding.rule for finding in plan.overridden), *court.overridden)
-        result = evolve(seen, plan=of_plan, made=provenance, overridden=overridden, env=env, drift=drifts)
+        seen = evolve(seen, overridden=overridden, warned=tuple(court.warned.values()))
+        result = evolve(seen, plan=of_plan, made=provenance, env=env, drift=drifts)
         results.append(result)
         if guard is not None:
             guard.with_others = False  # the last collective is over
@@ -198,7 +214,7 @@ def _run(
         if guard is not None:
             guard.report_success()
 
-    outcome = _interpreted(plan, target, finish, guard)
+    outcome = _interpreted(plan, target, finish, guard, court)
     if isinstance(outcome, Halted):
         return IOFailure(results[-1] if isinstance(outcome.error, NotAsPlanned) else outcome)
     vars(names.unwrap_root(target.model)[-1])[PREPARED] = _carried(plan)
@@ -226,15 +242,18 @@ def _fills(plan: Plan) -> bool:
     return any(isinstance(s, storage) or (isinstance(s, WrapFSDP1) and s.allocates) for s in steps)
 
 
-def _interpreted(plan: Plan, target: Target, finish: Callable[[], None], guard: RankGuard | None) -> Done | Halted:
+def _interpreted(
+    plan: Plan, target: Target, finish: Callable[[], None], guard: RankGuard | None, court: Court
+) -> Done | Halted:
     """Interprets the steps, and reports a failure to the other ranks.
 
     Of a failing step the guard hears before anything is undone; of refused checks only here, as nothing was begun.
     """
     steps = tuple(planned.step for planned in plan.steps)
+    ask = partial(interpret, steps, handlers(), target, judge=court.judged, finish=finish)
     if guard is None:
-        return interpret(steps, handlers(), target, finish=finish)
-    outcome = interpret(steps, handlers(), target, guard.on_event, finish=finish, on_failure=guard.report_failure)
+        return ask()
+    outcome = ask(guard.on_event, on_failure=guard.report_failure)
     if isinstance(outcome, Halted):
         if outcome.problems:
             guard.report_failure(ApplyHalted(outcome))
@@ -249,6 +268,23 @@ def _carried(plan: Plan) -> str:
     return f"{plan.run.engine}, precision {plan.run.precision}, config {config}"
 
 
+_DRIFTED: dict[DriftKind, str] = {
+    "identity": "plan.other-model",
+    "state": "plan.model-changed",
+    "environment": "plan.other-environment",
+}
+
+
+def drifted(drifts: tuple[Drift, ...], limit: int = 20) -> Iterator[Finding]:
+    """One finding per fact that forbids applying the plan; at most ``limit`` of each kind are spelled out."""
+    for kind, rule in _DRIFTED.items():
+        differing = [d for d in drifts if d.nature == kind]
+        for one in differing[:limit]:
+            yield found(rule, one.where, f"planned {one.planned}, now {one.now}")
+        if len(differing) > limit:
+            yield found(rule, "facts.model", f"{len(differing) - limit} more facts differ")
+
+
 def _weightless(local: LocalFacts) -> Iterator[Finding]:
     """A model without weights can be planned and rehearsed, but there is nothing in it to train."""
     for device, count in local.param_devices:
@@ -258,7 +294,7 @@ def _weightless(local: LocalFacts) -> Iterator[Finding]:
                 "plan with weights=LoadWeights(path) or InitWeights(), or BroadcastWeights() where rank 0 has values, "
                 "or build the model without torch.device('meta')"
             )
-            yield Finding(rule="plan.no-weights", severity=Severity.ERROR, where="model", what=what, fix=fix)
+            yield found("plan.no-weights", "model", what, fix)
 
 
 def _inferring(plan: Plan, model: Any) -> Iterator[Finding]:
@@ -274,7 +310,7 @@ def _inferring(plan: Plan, model: Any) -> Iterator[Finding]:
         fix = "build the model outside torch.inference_mode(), or plan with intent=Intent.INFERENCE"
     else:
         return
-    yield Finding(rule="plan.inference-mode", severity=Severity.ERROR, where=where, what=what, fix=fix)
+    yield found("plan.inference-mode", where, what, fix)
 
 
 def _raise(failure: Halted | Attestation) -> Any:

@@ -8,7 +8,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from prepkit.findings import Finding, Severity
+from prepkit.court import found
+from prepkit.findings import Finding
 from prepkit.objects import names
 from prepkit.objects.joint_optimizer import members
 
@@ -38,7 +39,7 @@ def claimed_elsewhere(optimizer: Optimizer | None, model: Module) -> tuple[Findi
     Each model's ``step`` would step it for both, and gradients of the other are averaged when that one's window ends.
     """
     inner = names.unwrap_root(model)[-1]
-    found = []
+    claimed = []
     for index, member in enumerate(members(optimizer)):
         owner = owner_of(member)
         if owner is not None and names.unwrap_root(owner.model)[-1] is not inner:
@@ -49,7 +50,5 @@ def claimed_elsewhere(optimizer: Optimizer | None, model: Module) -> tuple[Findi
                 "ready.close() of the first lets go of it"
             )
             where = f"optimizer[{index}]" if len(members(optimizer)) > 1 else "optimizer"
-            found.append(
-                Finding(rule="optimizer.prepared-elsewhere", severity=Severity.ERROR, where=where, what=what, fix=fix)
-            )
-    return tuple(found)
+            claimed.append(found("optimizer.prepared-elsewhere", where, what, fix))
+    return tuple(claimed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -21,11 +22,21 @@ from prepkit.cli import plan_files as cli_model
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli import report_and_sweep as cli_bytes
 from prepkit.cli import terminal as cli_terminal
-from prepkit.cli.options import FILE, MOST, SIZE, Cluster, as_json, cluster_options, kind_option, model_option
+from prepkit.cli.options import (
+    FILE,
+    MOST,
+    SIZE,
+    Cluster,
+    as_json,
+    cluster_options,
+    kind_option,
+    model_option,
+    object_option,
+    policy_option,
+)
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
-from prepkit.findings.refusals import Refusal
 from prepkit.formats.importers.source import Imported
 from prepkit.version import VERSION
 
@@ -56,23 +67,34 @@ def main() -> None:
 @model_option(required=True)
 @cluster_options
 @kind_option
+@policy_option
 @click.option("-o", "--output", help=f"Plan file to write; {SIZE} in it stands for the world size.")
 @as_json
-def plan(config: str, model: str, cluster: Cluster, kind: str | None, output: str | None, as_json: bool) -> None:
+def plan(
+    config: str,
+    model: str,
+    cluster: Cluster,
+    kind: str | None,
+    policies: tuple[str, ...],
+    output: str | None,
+    as_json: bool,
+) -> None:
     """Plan a model's preparation, for the environment that is here or a declared one, and show or save the plan.
 
     CONFIG is a file of prepkit, accelerate or DeepSpeed; one that says how many processes it starts is planned for
-    as many. Nothing is written if any of the world sizes is refused.
+    as many. What a policy denies is refused, and what it warns of or excepts is recorded in the plan. Nothing is
+    written if any of the world sizes is refused.
     """
     from prepkit import codec
-    from prepkit.cli.verdict import findings_data, verdicts_text
+    from prepkit.cli.verdict import findings_data, recorded_in, verdicts_text
     from prepkit.render.plan import plan_text
 
     if output and len(set(cluster.sizes)) > 1 and SIZE not in output:
         raise click.UsageError(f"several world sizes need several files: write {SIZE} into -o, as in plan-{SIZE}.json")
     asked = tuple(output.replace(SIZE, str(size)) for size in cluster.sizes or (1,)) if output else ()
     cli_refusal.keep_inputs((config,), asked)
-    verdicts = _verdicts(config, model, cluster, as_json, kind)
+    policy = cli_refusal.policy(policies, as_json)  # before the model is imported, which may take a minute
+    verdicts = tuple(map(partial(recorded_in, policy, config), _verdicts(config, model, cluster, as_json, kind)))
     plans = tuple((verdict.world_size, verdict.plan) for verdict in verdicts if verdict.plan is not None)
     legal = len(plans) == len(verdicts)
     files = {size: output.replace(SIZE, str(size)) for size, _ in plans} if output and legal else {}
@@ -163,7 +185,12 @@ def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False) -> None:
     elif text := verdicts_text(verdicts):
         say(text, err=True)
     if legal and not as_json:
+        from prepkit import planner
+
         say(f"a plan exists for world size {', '.join(legal)}")
+        plan = next(verdict.plan for verdict in verdicts if verdict.plan is not None)
+        if (costs := planner.costs(plan)) is not None:
+            say(str(costs))
 
 
 def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: str | None) -> tuple[Verdict, ...]:
@@ -258,12 +285,10 @@ def diff(old: str, new: str, as_json: bool) -> None:
 @as_json
 def rules(rule_id: str | None, as_json: bool) -> None:
     """List every rule, and every reason for which a file, a call or a model is refused; or say all about one."""
-    from prepkit.findings.refusals import REFUSALS
     from prepkit.render.text import rule_text, rules_text
     from prepkit.rules import LAW
 
-    every: tuple[Rule | Refusal, ...] = (*LAW, *REFUSALS)
-    known = {rule.id: rule for rule in every}
+    known = {rule.id: rule for rule in LAW}
     if rule_id is not None and rule_id not in known:
         from difflib import get_close_matches
 
@@ -280,11 +305,12 @@ def rules(rule_id: str | None, as_json: bool) -> None:
 
 @main.command(short_help="Run a plan on a copy of the model without weights.")
 @click.argument("file", type=FILE)
-@model_option(required=True)
+@object_option
 @click.option("--rank", type=click.IntRange(0, MOST), default=0, show_default=True, help="Whose part to rehearse.")
 @as_json
 def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
     """Run a saved plan on a copy of the model without weights, on this machine, and compare what stands there."""
+    cli_model.demand_torch("prepkit rehearse")
     from prepkit.applying.rehearse import RehearsalFailed
     from prepkit.applying.rehearse import rehearse as run
 
@@ -321,18 +347,22 @@ def _files(files: tuple[str, ...], as_json: bool) -> tuple[Plan | Attestation, .
     return cli_refusal.readable(cli_files.load(files), as_json)
 
 
-def _rule_data(rule: Rule | Refusal) -> dict[str, Any]:
-    texts: dict[str, Any] = {"id": rule.id, "severity": rule.severity.value, "summary": rule.summary, "fix": rule.fix}
-    if isinstance(rule, Refusal):
-        return texts | {"overridable": False, "repairs": False, "source": (rule.raised_by,)}
-    texts |= {
+def _rule_data(rule: Rule) -> dict[str, Any]:
+    return {
+        "id": rule.id,
+        "severity": rule.severity.value,
+        "summary": rule.summary,
+        "fix": rule.fix,
         "at": tuple(moment.name.lower() for moment in rule.at),
-        "needs": tuple(n.name.lower() for n in rule.needs),
+        "needs": tuple(need.name.lower() for need in rule.needs),
+        "overridable": rule.overridable,
+        "repairs": rule.repair is not None,
+        "source": rule.source,
+        "told_by": rule.told_by,
     }
-    return texts | {"overridable": rule.overridable, "repairs": rule.repair is not None, "source": rule.source}
 
 
-def _example(rule: Rule | Refusal) -> str:
+def _example(rule: Rule) -> str:
     """A call that breaks the rule, where one line does; the reference page has a finding of every other."""
     if rule.id == "memory.exceeds-host":
         return "env=pk.Env.declare(world_size=8, per_node=8, host_memory='1MiB') breaks it"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prepkit.cli import plan_files
-from prepkit.cli.options import FILE, as_json, model_option
+from prepkit.cli.options import FILE, as_json, object_option
 from prepkit.cli.terminal import say, say_json
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def audit(script: str, arguments: tuple[str, ...], prove: bool, as_json: bool) -
     gives 3. With --prove the first step is taken, and the whole window is done again on rank 0 in plain torch:
     weights, gradients and the step are compared.
     """
+    plan_files.demand_torch("prepkit audit")
     from prepkit import codec
     from prepkit.auditing.script import ScriptEnded, audit_script, leave
     from prepkit.findings import errors
@@ -64,7 +65,7 @@ def audit(script: str, arguments: tuple[str, ...], prove: bool, as_json: bool) -
 
 @click.command(short_help="Show that a plan trains a model as plain torch does.")
 @click.argument("plan_file", metavar="PLAN", type=FILE)
-@model_option(required=True)
+@object_option
 @click.option("--batches", required=True, metavar="PKG.MOD:FACTORY", help="A function that returns a list of batches.")
 @click.option("--loss", metavar="PKG.MOD:FUNCTION", help="A function of outputs and batch that returns the loss.")
 @click.option("--processes", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes to start here.")
@@ -76,6 +77,7 @@ def prove(plan_file: str, model: str, batches: str, loss: str | None, processes:
     for each micro-batch of each process. A plan for another cluster is made again for these processes. Errors give exit
     code 1.
     """
+    plan_files.demand_torch("prepkit prove")
     from prepkit import codec
     from prepkit.api import prove as run
     from prepkit.applying.rehearse import factory

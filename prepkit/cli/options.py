@@ -43,12 +43,25 @@ SIZE = "{world_size}"
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 model_option = functools.partial(
-    click.option, "--model", metavar="PKG.MOD:FACTORY", help="A function without arguments that returns the model."
+    click.option,
+    "--model",
+    metavar="MODEL",
+    help="PKG.MOD:FACTORY, a function that returns it; or a folder with config.json, or ORG/NAME in the hub's cache.",
 )
+"""A model whose facts are enough."""
 
+object_option = click.option(
+    "--model", required=True, metavar="PKG.MOD:FACTORY", help="A function without arguments that returns the model."
+)
+"""A model that has to be there, to be rehearsed or trained."""
 
 kind_option = click.option(
     "--from", "kind", metavar="LIBRARY", help="Whose config it is; told by its keys if left out."
+)
+
+
+policy_option = click.option(
+    "--policy", "policies", type=FILE, multiple=True, help="Rules of a team: a TOML or Python file; may be repeated."
 )
 
 

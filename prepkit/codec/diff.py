@@ -42,7 +42,7 @@ _ORDER = (
         "facts",
         "provenance",
     ),
-    *("plan", "made", "env", "drift", "rank", "asked", "fingerprints"),  # an attestation's
+    *("plan", "made", "env", "drift", "rank", "asked", "warned", "fingerprints"),  # an attestation's
 )
 """The parts of both in the order in which their changes are shown; facts come late, but the environment does not."""
 

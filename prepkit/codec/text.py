@@ -30,7 +30,7 @@ _WIDTH = 120
 
 
 def refusal(rule: str, where: str, what: str, fix: str) -> Finding:
-    """An error finding with the id ``codec.<rule>``; ``findings.refusals`` lists them all."""
+    """An error finding with the id ``codec.<rule>``; ``rules.refusals`` lists them all."""
     return Finding(rule=f"codec.{rule}", severity=Severity.ERROR, where=where, what=what, fix=fix)
 
 

@@ -7,7 +7,7 @@ import re
 from attrs import frozen
 
 from prepkit.findings import Finding
-from prepkit.formats.importers.foreign import positions
+from prepkit.formats.importers.positions import positions
 
 _ORIGIN = re.compile(r"(?:.* in )?(.+):(\d+):(\d+)", re.DOTALL)
 _WHERE = re.compile(r"(.+?):(\d+):(\d+)(?:\s.*)?", re.DOTALL)

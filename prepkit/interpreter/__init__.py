@@ -12,6 +12,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from attrs import field, frozen
 
+from prepkit.findings import Finding, Severity
+
 __all__ = ["Call", "Done", "Event", "HalfDone", "Halted", "Handler", "Phase", "Problem", "interpret", "recording"]
 
 S = TypeVar("S")
@@ -26,8 +28,8 @@ M = TypeVar("M")
 class Handler(Generic[S, T, M]):
     """How one step kind is checked, done and undone. ``do`` is all or nothing: when it raises, nothing has changed."""
 
-    ready: Callable[[S, T], tuple[str, ...]]
-    """Problems that can be known before any step has acted, one text each; empty when there are none. Reads only."""
+    ready: Callable[[S, T], tuple[Finding, ...]]
+    """Findings that can be made before any step has acted; empty when there are none. Reads only."""
     do: Callable[[S, T], M]
     """Acts, and returns what ``undo`` needs."""
     undo: Callable[[S, T, M], str | None] | None = None
@@ -65,10 +67,13 @@ def interpret(
     target: T,
     on_event: Callable[[Event], None] | None = None,
     *,
+    judge: Callable[[tuple[Finding, ...]], tuple[Finding, ...]] = lambda findings: findings,
     finish: Callable[[], None] | None = None,
     on_failure: Callable[[BaseException], BaseException] | None = None,
 ) -> Done | Halted:
     """Asks every step whether it is ready, then does them all, or undoes what was done and says what stands.
+
+    ``judge`` is given what the steps have found, and returns the findings for which none is to act.
 
     ``finish`` is called after the last step; what it raises undoes the steps as a failing step does. ``on_failure``
     hears what was raised before anything is undone, and returns what to report in its place: the same, or its cause.
@@ -78,7 +83,7 @@ def interpret(
     """
     steps = tuple(steps)
     notify = on_event or _ignore
-    problems = _problems(steps, handlers, target, notify)
+    problems = _problems(steps, handlers, target, notify, judge)
     if problems:
         return Halted(steps=steps, index=problems[0].index, problems=problems)
     memos: list[Any] = []
@@ -103,24 +108,32 @@ def interpret(
 
 
 def _problems(
-    steps: tuple[Any, ...], handlers: Mapping[type, Handler[Any, T, Any]], target: T, notify: Callable[[Event], None]
+    steps: tuple[Any, ...],
+    handlers: Mapping[type, Handler[Any, T, Any]],
+    target: T,
+    notify: Callable[[Event], None],
+    judge: Callable[[tuple[Finding, ...]], tuple[Finding, ...]],
 ) -> tuple[Problem, ...]:
-    problems: dict[str, Problem] = {}  # by text: two steps that need the same thing say so once
+    problems: dict[Finding, Problem] = {}  # two steps that need the same thing say so once
     for index, step in enumerate(steps):
         _notify(notify, "ready", index, step)
-        for text in _ask(step, handlers, target):
-            problems.setdefault(text, Problem(index=index, step=step, text=text))
-    return tuple(problems.values())
+        for finding in _ask(step, handlers, target):
+            problems.setdefault(finding, Problem(index=index, step=step, finding=finding))
+    return tuple(map(problems.__getitem__, judge(tuple(problems))))
 
 
-def _ask(step: Any, handlers: Mapping[type, Handler[Any, T, Any]], target: T) -> tuple[str, ...]:
-    handler = handlers.get(type(step))
+def _ask(step: Any, handlers: Mapping[type, Handler[Any, T, Any]], target: T) -> tuple[Finding, ...]:
+    handler, name = handlers.get(type(step)), type(step).__name__
     if handler is None:
-        return (f"{type(step).__name__} has no handler; add its row to the table of handlers",)
+        return (_unasked(name, "has no handler", "Add its row to the table of handlers."),)
     try:
         return handler.ready(step, target)
     except Exception as error:  # a check that cannot look is a problem among the others, not the end of asking
-        return (f"its check raised {type(error).__name__}: {error}",)
+        return (_unasked(name, f"its check raised {type(error).__name__}: {error}", "Mend what the error names."),)
+
+
+def _unasked(step: str, what: str, fix: str) -> Finding:
+    return Finding(rule="apply.not-asked", severity=Severity.ERROR, where=step, what=what, fix=fix)
 
 
 def _half(error: BaseException) -> tuple[str, ...]:
@@ -209,7 +222,7 @@ class Call:
 def recording(
     handlers: Mapping[type, Handler[Any, Any, Any]] | Iterable[type],
     *,
-    problems: Callable[[Any], tuple[str, ...]] = lambda step: (),  # noqa: ARG005  # the parameter is the interface
+    problems: Callable[[Any], tuple[Finding, ...]] = lambda step: (),  # noqa: ARG005  # the parameter is the interface
     on_do: Callable[[Any], Any] = lambda step: step,
     on_undo: Callable[[Any], None] = lambda step: None,  # noqa: ARG005  # likewise
 ) -> tuple[dict[type, Handler[Any, Any, Any]], list[Call]]:
@@ -220,7 +233,7 @@ def recording(
     """
     log: list[Call] = []
 
-    def ready(step: Any, target: Any) -> tuple[str, ...]:
+    def ready(step: Any, target: Any) -> tuple[Finding, ...]:
         del target
         log.append(Call(verb="ready", step=step))
         return problems(step)
@@ -246,7 +259,7 @@ class Problem:
 
     index: int
     step: Any
-    text: str
+    finding: Finding
 
 
 @frozen(kw_only=True)
@@ -298,7 +311,7 @@ def _story(halted: Halted) -> Iterator[str]:
     if halted.problems:
         count = len(halted.problems)
         yield f"not started: {count} problem{'s' if count > 1 else ''}; nothing was changed"
-        yield from (f"{named(problem.index)}: {problem.text}" for problem in halted.problems)
+        yield from (f"{named(problem.index)}: {problem.finding}" for problem in halted.problems)
         return
     error = halted.error
     if halted.step is None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, frozen
 
+from prepkit.court import refused
 from prepkit.loading.rounds import Tail, length, rounds
 from prepkit.loading.sources import IndexedSource, StreamSource
 from prepkit.loading.streams import BatchRead
@@ -38,14 +39,14 @@ class ShardsSource:
         return self.stream.loader
 
     def reads(self, epoch: int, consumed: int) -> Iterator[BatchRead]:
-        """One pass. Raises ``ValueError`` on every rank where one has no batch at all."""
+        """One pass. Raises ``RunRefused`` on every rank where one has no batch at all."""
         ranks = ranks_of(self.group)
         own = self.stream.reads(epoch, consumed // self.parts)
         ahead, counts = next(own, None), True
         if not bool(ranks.least(torch.tensor(ahead is not None, dtype=torch.int32))):
             if consumed:
                 return
-            raise ValueError("a rank has no batch: start fewer processes, or cut the data into more shards")
+            raise refused("loaders.no-batch", "loader", "a rank has no batch of it")
         more = True
         goes_on = ranks.worst if self.all_read else ranks.least
         while more:

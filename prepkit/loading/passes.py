@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import define, field
 
+from prepkit.court import refused
 from prepkit.facts.loop import BatchRead, PassEnded
 from prepkit.loading import draws
 from prepkit.loading.arguments import check_count
@@ -86,7 +87,7 @@ class Passes:
     def gather(self, value: Any) -> Any:
         """What all ranks have made of the batches in use; see ``gather_for_metrics``."""
         if not self.under_way:
-            raise RuntimeError("gather_for_metrics belongs inside a loop over one of ready.loaders, batch by batch")
+            raise refused("loop.gathered-outside-pass", "gather_for_metrics", "no batch of ready.loaders is in use")
         loader = self.under_way[-1]
         assert loader.present is not None, "one that is outside a pass is not in the list"
         return gather_for_metrics(value, loader.present, loader.part)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from prepkit.court import refused
 from prepkit.loading.streams import BatchRead
 from prepkit.ranks.world import Ranks, world
 
@@ -140,10 +141,8 @@ def _refuse_difference(description: str, leaves: list[Any]) -> None:
     mark = int.from_bytes(hashlib.sha256(description.encode()).digest()[:6], "big")
     least, most = world().spread(torch.tensor(mark, device=_device(leaves)))
     if least != most:
-        raise ValueError(
-            "the ranks give ready.ranks.reduce values of different structure, shape or dtype, or another how, or one "
-            f"that cannot be reduced; this one {description:.200}"
-        )
+        what = f"ranks give values of different structure, shape or dtype, or another how; this one {description:.200}"
+        raise refused("run.ranks-give", "ready.ranks.reduce", what)
 
 
 def _as_given(joint: Tensor, leaf: Tensor | Number, how: How) -> Any:
@@ -198,7 +197,7 @@ def gather_for_metrics(value: Any, read: BatchRead, part: int) -> Any:
 def _refuse(told: list[Told], value: Any, *, tensors: bool) -> None:
     """The same on every rank, as all of it follows from what the ranks have told."""
     if any((one.leaves is None) == tensors or len(one.leaves or ()) != len(told[0].leaves or ()) for one in told):
-        raise ValueError("the ranks give values of different structure to gather_for_metrics")
+        raise refused("run.ranks-give", "gather_for_metrics", "ranks give values of different structure")
     if not tensors and (not isinstance(value, Sequence) or isinstance(value, str)):
         raise ValueError(f"gather_for_metrics takes tensors or a list with an item per sample, not {value!r:.80}")
     for rank, one in enumerate(told):
@@ -213,8 +212,9 @@ def _refuse_leaf(rank: int, size: int | None, leaf: tuple[Any, ...], first: tupl
         what = f"rank {rank} gives gather_for_metrics a tensor of shape {shape} for a batch of {size} samples"
         raise ValueError(f"{what}; give it one row per sample, such as a loss with reduction='none'")
     if shape[1:] != first[0][1:] or len(shape) != len(first[0]) or dtype != first[1]:
-        what = f"rank 0 gives gather_for_metrics shape {first[0]} of {first[1]}, rank {rank} {shape} of {dtype}"
-        raise ValueError(f"{what}; pad them to one shape behind the first dimension")
+        what = f"rank 0 gives shape {first[0]} of {first[1]}, rank {rank} {shape} of {dtype}"
+        fix = "Pad them to one shape behind the first dimension."
+        raise refused("run.ranks-give", "gather_for_metrics", what, fix)
 
 
 def _gathered(leaf: Tensor, at: int, told: list[Told], order: list[int]) -> Tensor:

@@ -11,7 +11,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from prepkit.findings import RunRefused
 from prepkit.objects import names
+from prepkit.rules import found
 
 SAVE = "save_pretrained"
 """What transformers, diffusers and peft call it."""
@@ -66,12 +68,10 @@ class SaveWithoutWrappers:
         return self.save
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Saves as the class does. Raises ``RuntimeError`` where the parameters are shards, which it would write."""
+        """Saves as the class does. Raises ``RunRefused`` where the parameters are shards, which it would write."""
         if "state_dict" not in kwargs and _shards(self.model):
-            raise RuntimeError(
-                "save_pretrained would write this rank's shards; call ready.export(folder) on every rank: it gathers "
-                "them, and calls save_pretrained on rank 0"
-            )
+            what = "save_pretrained would write this rank's shards"
+            raise RunRefused((found("save.shards", "model.save_pretrained", what),))
         with bare_tree(self.model):
             return self.save(*args, **kwargs)
 

@@ -13,6 +13,8 @@ from attrs import define, field, frozen
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not exported for checkers
 from torch.distributed.device_mesh import DeviceMesh
 
+from prepkit.findings import Finding
+
 if TYPE_CHECKING:
     from prepkit.objects.whole_gradients import WholeGradients
     from prepkit.objects.xla_gradients import XLAGradients
@@ -67,3 +69,5 @@ class Target:
     """Process groups that were ended again (``groups.end``)."""
     explain: Callable[[], tuple[str, Callable[[str], tuple[str, ...]]]] | None = None
     """For ``Agree``, asked only when ranks differ: this rank's plan as text, and how it differs from another's."""
+    judge: Callable[[tuple[Finding, ...]], tuple[Finding, ...]] = lambda findings: findings
+    """Returns those of the findings that nobody has accepted (``court.judged``)."""

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from prepkit.findings import Finding, RunRefused, Severity
+from prepkit.findings import RunRefused
 from prepkit.objects import names
 from prepkit.objects.flat_range import FlatRange
+from prepkit.rules import found
 
 ZERO3 = "DeepSpeedZeroOptimizer_Stage3"
 WITHOUT = "DeepSpeedZeRoOffload"
@@ -70,14 +71,8 @@ def refuse_unreadable(engine: Any) -> None:
     if getattr(inner, "zenflow", False):
         why = "ZenFlow steps behind the training"
     if why:
-        finding = Finding(
-            rule="checkpoint.deepspeed-state",
-            severity=Severity.ERROR,
-            where="model",
-            what=f"prepkit cannot read what DeepSpeed holds: {why}",
-            fix="ready.model.save_checkpoint(folder) and load_checkpoint(folder) write and read DeepSpeed's own format",
-        )
-        raise RunRefused((finding,))
+        what = f"prepkit cannot read what DeepSpeed holds: {why}"
+        raise RunRefused((found("checkpoint.deepspeed-state", "model", what),))
 
 
 def steps(engine: Any) -> bool:

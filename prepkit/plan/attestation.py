@@ -39,6 +39,8 @@ class Attestation:
     rank: int = 0
     asked: tuple[Asked, ...] = ()
     """Every rule that was asked, in reporting order."""
+    warned: tuple[Finding, ...] = ()
+    """Warnings of the plan, of apply, and of the run until now, whatever rank has shown them; each once."""
     fingerprints: tuple[tuple[str, str], ...] = ()
     """Name and fingerprint of every parameter as it stood after apply, in 16 hex digits; empty unless asked for."""
 

@@ -12,7 +12,6 @@ from typing import Literal
 from attrs import frozen
 
 from prepkit.facts import Env, Facts, ModelFacts, OptimizerFacts
-from prepkit.findings import Finding, Severity
 
 DriftKind = Literal["identity", "state", "environment", "note"]
 
@@ -31,13 +30,6 @@ class Drift:
         return f"{self.where}: planned {self.planned}, now {self.now}"
 
 
-_FIXES: dict[DriftKind, tuple[str, str]] = {
-    "identity": ("plan.other-model", "apply the plan to the model that it was made for, or plan again for this one"),
-    "state": ("plan.model-changed", "undo the change, or plan again with the model as it is now"),
-    "environment": ("plan.other-environment", "launch as the plan says, or plan again for this launch"),
-}
-
-
 def drift(planned: Facts, now: Facts) -> tuple[Drift, ...]:
     """Every fact that differs, identity first. Facts that the plan only assumed are held to all the same.
 
@@ -48,20 +40,6 @@ def drift(planned: Facts, now: Facts) -> tuple[Drift, ...]:
         *_state(planned, now),
         *_environment(planned.env, now.env),
     )
-
-
-def refusals(drifts: tuple[Drift, ...], limit: int = 20) -> tuple[Finding, ...]:
-    """One error finding per fact that forbids applying the plan; at most ``limit`` of each kind are spelled out."""
-    out: list[Finding] = []
-    for kind, (rule, fix) in _FIXES.items():
-        differing = [d for d in drifts if d.nature == kind]
-        for drift in differing[:limit]:
-            what = f"planned {drift.planned}, now {drift.now}"
-            out.append(Finding(rule=rule, severity=Severity.ERROR, where=drift.where, what=what, fix=fix))
-        if len(differing) > limit:
-            what = f"{len(differing) - limit} more facts differ"
-            out.append(Finding(rule=rule, severity=Severity.ERROR, where="facts.model", what=what, fix=fix))
-    return tuple(out)
 
 
 def _identity(planned: ModelFacts, now: ModelFacts) -> Iterator[Drift]:

@@ -25,7 +25,7 @@ from prepkit.config import (
 )
 from prepkit.config.precision import PRECISIONS
 from prepkit.facts import Facts
-from prepkit.findings import Finding, Severity, errors
+from prepkit.findings import Finding, errors
 from prepkit.plan import Owners, Plan, Provenance, RunSettings
 from prepkit.plan.layout import ParamLayout
 from prepkit.plan.summary import Collectives
@@ -36,7 +36,7 @@ from prepkit.planner.fsdp2 import plan_fsdp2, plan_tensor_parallel
 from prepkit.planner.pieces import Piece
 from prepkit.planner.replicated import plan_ddp, plan_single, plan_xla
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules import RULES, findings_of, split
+from prepkit.rules import RULES, findings_of, found, split
 from prepkit.rules.rule import Rule
 from prepkit.version import VERSION
 
@@ -63,6 +63,11 @@ def plan(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> Result[P
 def fits(plan: Plan, memory: int, activations: int | None = None) -> budget.Fit:
     """Whether what a rank of the plan holds fits into a device's memory, and which changes would make it fit."""
     return budget.fits(plan, memory, lambda cfg: _drafted(cfg, plan.facts, RULES), activations)
+
+
+def costs(plan: Plan) -> budget.Costs | None:
+    """Memory and traffic of the plan, and its dearest settings; None where they are not predicted."""
+    return budget.costs(plan, lambda cfg: _drafted(cfg, plan.facts, RULES))
 
 
 def over_budget(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
@@ -143,7 +148,7 @@ def _mesh(plan: Plan, today: Resolved) -> tuple[Finding, ...]:
     fix = (
         "start as many processes on each node as planned, write the mesh into the config, or plan again for this launch"
     )
-    return (Finding(rule="plan.other-environment", severity=Severity.ERROR, where="env.per_node", what=what, fix=fix),)
+    return (found("plan.other-environment", "env.per_node", what, fix),)
 
 
 def _memory(plan: Plan, today: Facts, again: budget.Again) -> tuple[Finding, ...]:

@@ -25,7 +25,7 @@ from prepkit.config import (
     WrapBlocks,
 )
 from prepkit.findings import Finding
-from prepkit.findings.text import in_bytes
+from prepkit.findings.text import in_bytes, in_decimals
 from prepkit.plan import Plan
 from prepkit.predict import predict
 from prepkit.predict.deepspeed.inputs import REDUCE_BUCKET, zero_of
@@ -258,6 +258,63 @@ def typed(value: Any) -> str:
         if item != field.default
     )
     return f"{type(value).__name__}({given})"
+
+
+# --- what settings cost ----------------------------------------------------------------------------------------------
+
+DEAREST = 3
+"""Settings that are named."""
+
+
+@frozen(kw_only=True)
+class Costs:
+    """What a plan needs, and what its dearest settings would give back."""
+
+    floor: int
+    """Bytes that the fullest rank certainly holds at one moment."""
+    ceiling: int
+    """Bytes that it holds at most."""
+    sent: int
+    """Bytes that a rank sends per step."""
+    dearest: tuple[Option, ...] = ()
+    """The change of each of these settings that gives back most, the dearest first."""
+
+    def __str__(self) -> str:
+        need = f"{in_bytes(self.floor)} for certain and {in_bytes(self.ceiling)} at most on the fullest rank"
+        lines = [f"memory: {need}, activations not counted; each rank sends {in_decimals(self.sent)} a step"]
+        lines += ["dearest settings:"] if self.dearest else []
+        for option in self.dearest:
+            more = option.sent - self.sent
+            traffic = f"{in_decimals(abs(more))} {'more' if more > 0 else 'less'} sent" if more else ""
+            copied = f"{in_decimals(option.copied)} copied to and from the host" if option.copied else ""
+            step = " and ".join(filter(None, (traffic, copied)))
+            cost = f"{in_bytes(self.ceiling - option.ceiling)} less" + (f", {step} a step" if step else "")
+            lines.append("; ".join((f"  {', '.join(option.diff)}: {cost}", *option.caveats)))
+        return "\n".join(lines)
+
+    def data(self) -> dict[str, Any]:
+        """The same as JSON data, in bytes."""
+        dearest = [
+            {"change": list(one.diff), "less": self.ceiling - one.ceiling, "sent": one.sent, "copied": one.copied}
+            for one in self.dearest
+        ]
+        return {"floor": self.floor, "ceiling": self.ceiling, "sent": self.sent, "dearest": dearest}
+
+
+def costs(plan: Plan, again: Again) -> Costs | None:
+    """Memory and traffic of a plan, and the settings that cost most of the memory; None where it is not predicted."""
+    prediction = predict(plan)
+    if not prediction.classes:
+        return None
+    floor, ceiling = bounds(prediction)
+    best: dict[str, Option] = {}
+    for move in moves(plan):
+        cfg = _changed(plan.config, (move,))
+        option = _option(plan, cfg, (move,), ceiling - ceiling // 100, again) if cfg is not None else None
+        if option is not None and (move.about not in best or option.ceiling < best[move.about].ceiling):
+            best[move.about] = option
+    dearest = sorted(best.values(), key=lambda option: (option.ceiling, option.sent))[:DEAREST]
+    return Costs(floor=floor, ceiling=ceiling, sent=prediction.sent, dearest=tuple(dearest))
 
 
 # --- moves -----------------------------------------------------------------------------------------------------------

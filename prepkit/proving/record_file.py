@@ -11,7 +11,8 @@ from torch import Tensor
 
 from prepkit import codec
 from prepkit.facts.proof import ClipProof
-from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings import PlanRejected
+from prepkit.rules import found
 
 FORMAT = 1
 """Raised when a record can no longer be read as before."""
@@ -144,5 +145,4 @@ def _read(path: Path) -> Record:
 
 
 def _refused(path: Path, what: str) -> PlanRejected:
-    fix = "Record the window again; a record is read by the version of prepkit that has written it."
-    return PlanRejected((Finding(rule="prove.record", severity=Severity.ERROR, where=path.name, what=what, fix=fix),))
+    return PlanRejected((found("prove.record", path.name, what),))

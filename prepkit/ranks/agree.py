@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import assert_never
 
 from attrs import frozen
 
 from prepkit.codec import plan_from_text, plan_to_text
 from prepkit.codec.diff import Change, Set, Splice, diff, place
+from prepkit.findings import Finding, RunRefused
 from prepkit.findings.text import spans
 from prepkit.plan import Plan
 from prepkit.plan.drift import drift
 from prepkit.ranks.world import world
 from prepkit.render.changes import value_text
+from prepkit.rules import found
 
 Digests = tuple[tuple[str, str], ...]
 
 Explain = Callable[[], tuple[str, Callable[[str], tuple[str, ...]]]]
 """This rank's plan as text, and what differs from another rank's: one line per difference, the first ones first."""
 
-COMPARE = "save the plan on two of these ranks, pk.save(plan, f'plan-{rank}.json'), and run prepkit diff on the files"
-FIXES = {
-    "values": (
-        "give every rank the same values first: torch.manual_seed(0) before the model is built, or one checkpoint for "
-        "all; or plan with weights=BroadcastWeights() for those of rank 0, or InitWeights() for new ones"
-    ),
-    "training modes": "call model.train(), or model.eval(), for the same modules on every rank",
-}
-"""Fixes for ranks that differ in nothing else; elsewhere the plans are to be compared (``COMPARE``)."""
+RULES = {"values": "run.ranks-values", "training modes": "run.ranks-modes"}
+"""Name of a digest to the rule that all ranks hold the same; of the others it is ``plan.ranks-differ``."""
+
+Judge = Callable[[tuple[Finding, ...]], tuple[Finding, ...]]
 
 SHOWN = 10
 """Number of differences of one rank that are listed; the rest is counted."""
@@ -60,32 +57,45 @@ Details = tuple[tuple[int, tuple[str, ...]], ...]
 """Rank, and its differences from the rank that is taken for the majority."""
 
 
-class Disagreement(RuntimeError):
+class Disagreement(RunRefused):
     """Raised on every rank when any two hold different digests. Nothing has been changed yet.
 
     ``odd`` are the ranks outside the majority; ``details`` says of each how it differs, name by name.
     """
 
-    def __init__(self, differences: tuple[Difference, ...], ranks: int, details: Details = ()) -> None:
+    def __init__(
+        self, findings: tuple[Finding, ...], differences: tuple[Difference, ...], ranks: int, details: Details = ()
+    ) -> None:
         self.differences = differences
         self.details = details
-        self.odd = tuple(sorted({rank for difference in differences for rank in difference.odd}))
-        if len(self.odd) == ranks:
-            what = f"the {ranks} ranks do not hold the same plan and model, and none is in the majority"
+        self.odd = _odd(differences)
+        super().__init__(findings)
+        lines = (f"  {line}" for line in (*differences, *_detail_lines(details, _majority(differences, ranks))))
+        self.args = ("\n".join((str(self), *lines)),)
+
+
+def _odd(differences: Iterable[Difference]) -> tuple[int, ...]:
+    return tuple(sorted({rank for difference in differences for rank in difference.odd}))
+
+
+def _told(differences: tuple[Difference, ...], ranks: int) -> Iterator[Finding]:
+    """One finding for each rule that does not hold."""
+    rule_of = {difference.name: RULES.get(difference.name, "plan.ranks-differ") for difference in differences}
+    for rule in dict.fromkeys(rule_of.values()):
+        unlike = tuple(difference for difference in differences if rule_of[difference.name] == rule)
+        odd, names = _odd(unlike), " and ".join(difference.name for difference in unlike)
+        if len(odd) == ranks:
+            what = f"the {ranks} ranks do not hold the same {names}, and none is in the majority"
         else:
-            who, verb = ("rank", "differs") if len(self.odd) == 1 else ("ranks", "differ")
-            what = f"{who} {spans(self.odd)} of {ranks} {verb} from the others"
-        unlike = {difference.name for difference in differences}
-        fix = next((text for name, text in FIXES.items() if unlike == {name}), COMPARE)
-        lines = (
-            *(f"  {difference}" for difference in differences),
-            *_detail_lines(details, _majority(differences, ranks)),
-        )
-        super().__init__("\n".join((what, *lines, f"  fix: {fix}")))
+            who, verb = ("rank", "differs") if len(odd) == 1 else ("ranks", "differ")
+            what = f"{who} {spans(odd)} of {ranks} {verb} from the others"
+        yield found(rule, names, what)
 
 
-def agree(digests: Digests, explain: Explain | None = None) -> None:
+def agree(digests: Digests, explain: Explain | None = None, judge: Judge = lambda findings: findings) -> None:
     """Return when every rank of the default group holds the same names and digests; else raise ``Disagreement``.
+
+    ``judge`` returns those of the findings that refuse, alike on every rank: a config may accept some.
 
     Costs one all-gather of 32 bytes per rank; digests and one rank's plan are sent only when something differs.
     Every rank sees the same gathered bytes, so either all return or all raise. Waits no longer than the group's
@@ -96,8 +106,11 @@ def agree(digests: Digests, explain: Explain | None = None) -> None:
         return
     answers = ranks.gather((digests, explain is not None))
     differences = compare(tuple(theirs for theirs, _ in answers))
+    refused = judge(tuple(_told(differences, ranks.size)))
+    if not refused:
+        return
     details = _details(explain, differences) if explain and all(explains for _, explains in answers) else ()
-    raise Disagreement(differences, ranks.size, details)
+    raise Disagreement(refused, differences, ranks.size, details)
 
 
 def _details(explain: Explain, differences: tuple[Difference, ...]) -> Details:
@@ -125,8 +138,8 @@ def _detail_lines(details: Details, there: int) -> list[str]:
         text
         for lines, ranks in ranks_of.items()
         for text in (
-            f"  here on rank{'s' * (len(ranks) > 1)} {spans(tuple(ranks))}, there on rank {there}:",
-            *(f"    {line}" for line in lines),
+            f"here on rank{'s' * (len(ranks) > 1)} {spans(tuple(ranks))}, there on rank {there}:",
+            *(f"  {line}" for line in lines),
         )
     ]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import gc
 import inspect
-import logging
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +17,23 @@ import torch.distributed as dist
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from prepkit.findings import Finding
 from prepkit.findings.text import count
 from prepkit.ranks.world import world
+from prepkit.rules import found
 
-LOG = logging.getLogger("prepkit")
 
-
-def end_unless_used(own: Module) -> list[Any]:
+def end_unless_used(own: Module, hear: Callable[[tuple[Finding, ...]], None]) -> list[Any]:
     """Ends the groups as ``end`` does, unless wrappers of another model still use one on some rank. Collective.
 
     Such a wrapper could neither train on nor be freed safely under a group that has ended. The group is then left to
-    the process (``end_with_the_process``), with a warning on rank 0. ``own`` is the model whose run is closed.
+    the process (``end_with_the_process``), which rank 0 tells ``hear``. ``own`` is the model whose run is closed.
     """
     users = _users(own)
     if world().worst(torch.tensor(len(users))).item():
         if world().is_first:
             who = f"{count(len(users), 'wrapper')} here ({', '.join(sorted(set(users)))})" if users else "another rank"
-            LOG.warning(
-                "the process group is left to the end of the process: %s of another model still uses it. To end it "
-                "with ready.close(), delete that wrapper before",
-                who,
-            )
+            hear((found("run.group-in-use", "process group", f"{who} of another model still uses it"),))
         return []
     return end()
 

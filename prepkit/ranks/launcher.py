@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
+from prepkit.findings import Finding
 from prepkit.ranks.world import world
+from prepkit.rules import found
 from prepkit.steps import LocalDevice
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -172,12 +174,12 @@ def same_local_rank() -> Iterator[None]:
             os.environ["LOCAL_RANK"] = before
 
 
-def compiler_problems() -> tuple[str, ...]:
+def compiler_problems() -> tuple[Finding, ...]:
     """Why torch could not compile an extension here (torch ``utils/cpp_extension.py``); empty when it could."""
     compiler = os.environ.get("CXX") or "c++"
-    if missing := [name for name in (compiler, "ninja") if shutil.which(name) is None]:
-        return (f"{' and '.join(missing)}: not on PATH, and DeepSpeed compiles what it runs on the CPU; install it",)
-    return ()
+    missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
+    what = "not on PATH, and DeepSpeed compiles what it runs on the CPU"
+    return (found("deepspeed.compiler", " and ".join(missing), what),) if missing else ()
 
 
 def extensions_root() -> Path:
@@ -194,20 +196,25 @@ def extensions_root() -> Path:
     return Path(get_default_build_root()) / f"{python}_{built_for}"
 
 
-def device_problems(kind: str) -> tuple[str, ...]:
+def device_problems(kind: str) -> tuple[Finding, ...]:
     """Why this process has no device of that type of its own; empty when it has one."""
     if kind in ("cpu", "meta"):
         return ()
     try:
         module = torch.get_device_module(kind)
     except RuntimeError:
-        return (f"torch has no device type {kind!r}; it has {_device_types()}",)
+        return (_no_device(kind, f"torch has no such device type; it has {_device_types()}"),)
     if not module.is_available():
-        return (f"device type {kind!r} is not available here; plan with device={_device_types()}",)
+        return (_no_device(kind, "not available here", f"Plan with device={_device_types()}."),)
     count, index = module.device_count(), local_rank()
     if 1 < count <= index:
-        return (f"local rank {index} has no {kind} device: {count} are visible; start at most {count} processes here",)
+        what = f"{count} are visible, and there is none for local rank {index}"
+        return (_no_device(kind, what, f"Start at most {count} processes here."),)
     return ()
+
+
+def _no_device(kind: str, what: str, fix: str = "") -> Finding:
+    return found("environment.device", f"device {kind!r}", what, fix)
 
 
 def bind(device: LocalDevice) -> torch.device:

@@ -1,4 +1,4 @@
-"""Report, once, in the log of a rank that waits long inside a call, where the other ranks are.
+"""Warn, once, on a rank that waits long inside a call, where the other ranks are.
 
 A thread of each rank writes into the rendezvous store which call of the run it is in, or made last. Where its own is
 the same for a minute, it reads those of the others: where they are elsewhere, this one may wait for ever.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import threading
 import time
 import weakref
@@ -19,10 +18,12 @@ from functools import partial
 from attrs import asdict, define, frozen
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not exported for checkers
 
+from prepkit.findings import Finding
 from prepkit.ranks.peers import Peers
 from prepkit.ranks.within import own_connection
+from prepkit.rules import found
 
-LOG = logging.getLogger("prepkit")
+Report = Callable[[tuple[Finding, ...]], None]
 
 LOOK_S = 10.0
 """Seconds between two looks; what is read of another rank is at most so old."""
@@ -61,10 +62,10 @@ class LongWaits:
         atexit.unregister(self.end)
 
 
-def tell_long_waits(peers: Peers) -> LongWaits:
-    """Begin to watch the calls of a run with these ranks; ends with the object that is returned at the latest."""
+def tell_long_waits(peers: Peers, report: Report) -> LongWaits:
+    """Begin to watch the calls of a run with these ranks, until the object that is returned ends."""
     over = threading.Event()
-    thread = threading.Thread(target=_look_again, args=(peers, over), name="prepkit: long waits", daemon=True)
+    thread = threading.Thread(target=_look_again, args=(peers, over, report), name="prepkit: long waits", daemon=True)
     waits = LongWaits(thread, partial(_end, over, thread))
     atexit.register(waits.end)
     weakref.finalize(waits, over.set).atexit = False
@@ -77,15 +78,15 @@ def _end(over: threading.Event, thread: threading.Thread) -> None:
     thread.join(ENDS_S)
 
 
-def _look_again(peers: Peers, over: threading.Event) -> None:
+def _look_again(peers: Peers, over: threading.Event, report: Report) -> None:
     told = 0
     with suppress(RuntimeError):  # the store has gone, and with it everybody who could read there
         store = own_connection(peers.store.store)  # torch before 2.9 gives none, and nothing is reported
         while store is not None and not over.wait(LOOK_S):
-            told = _look(peers, store, told)
+            told = _look(peers, store, told, report)
 
 
-def _look(peers: Peers, store: Store, told: int) -> int:
+def _look(peers: Peers, store: Store, told: int, report: Report) -> int:
     """Writes where this rank is, and says once of each of its calls that the others are elsewhere."""
     number, entered = peers.calls, peers.entered
     own = Doing(call=peers.last_call, inside=entered is not None)
@@ -95,11 +96,8 @@ def _look(peers: Peers, store: Store, told: int) -> int:
         return told
     elsewhere = {rank: doing for rank, doing in _others(peers, store) if doing != own}
     if elsewhere:
-        LOG.warning(
-            "rank %d has been in %s for %.0f s, while %s. Such a call ends when every rank has made it: "
-            "where the others do not come, let every rank make the same calls, in the same order",
-            *(peers.rank, own.call, waited, in_words(elsewhere.items())),
-        )
+        what = f"it has been in {own.call} for {waited:.0f} s, while {in_words(elsewhere.items())}"
+        report((found("run.rank-waits", f"rank {peers.rank}", what),))
     return number
 
 

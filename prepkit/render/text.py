@@ -7,7 +7,6 @@ from typing import Any
 
 from prepkit.codec.diff import Set, Splice
 from prepkit.findings import Finding, Severity
-from prepkit.findings.refusals import Refusal
 from prepkit.findings.text import aligned, count
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
@@ -33,13 +32,13 @@ NOTHING_GOES_ON = "nothing can go on unless it holds"
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 
-def rules_text(rules: tuple[Rule | Refusal, ...]) -> str:
+def rules_text(rules: tuple[Rule, ...]) -> str:
     """List rules, a line each: id, severity, and what holds where there is no finding."""
     return "\n".join(aligned(tuple((rule.id, rule.severity.value, rule.summary) for rule in rules)))
 
 
-def rule_text(rule: Rule | Refusal, example: str = "") -> str:
-    """Describe one rule or refusal.
+def rule_text(rule: Rule, example: str = "") -> str:
+    """Describe one rule.
 
     ``example`` is a finding of it, or a line that tells how to see one.
     """
@@ -52,29 +51,19 @@ def rule_text(rule: Rule | Refusal, example: str = "") -> str:
     return "\n".join((f"{rule.severity.value} {rule.id}", *aligned(tuple(row for row in rows if row[1]), indent=2)))
 
 
-def _rows(rule: Rule | Refusal) -> tuple[tuple[str, str], ...]:
-    return _refusal_rows(rule) if isinstance(rule, Refusal) else _rule_rows(rule)
-
-
-def _rule_rows(rule: Rule) -> tuple[tuple[str, str], ...]:
+def _rows(rule: Rule) -> tuple[tuple[str, str], ...]:
     asked = "; ".join(moment.value for moment in rule.at)
     override = f"yes: overrides = [{rule.id!r}]" if rule.overridable else f"no: {rule.stops or NOTHING_GOES_ON}"
     repair = "yes: Rule.repair gives the mended config" if rule.repair else "no: config alone cannot give it"
     return (
-        ("asked", asked if rule.at != (Moment.PLAN,) else ""),
+        ("asked", asked if rule.at not in ((Moment.PLAN,), (Moment.CALL,)) else ""),
         ("needs", "; ".join(need.value for need in rule.needs)),
         ("costs", rule.cost),
         ("milder", f"a warning {rule.milder}" if rule.milder else ""),
         ("repair", repair if Moment.PLAN in rule.at else ""),
         ("override", override),
         ("source", ", ".join(rule.source)),
-    )
-
-
-def _refusal_rows(refusal: Refusal) -> tuple[tuple[str, str], ...]:
-    return (
-        ("override", "no: it is about a file, a call or a model, not about a config"),
-        ("met in", refusal.raised_by),
+        ("met in", rule.told_by),
     )
 
 

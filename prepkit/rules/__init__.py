@@ -40,8 +40,10 @@ from prepkit.rules import (
 )
 from prepkit.rules.forward import FORWARD_RULES
 from prepkit.rules.memory import PLANNED_RULES
+from prepkit.rules.refusals import REFUSALS
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run import AUDIT_RULES
+from prepkit.rules.run.applied import ACTS
 from prepkit.rules.run.loop import RULES as LOOP_RULES
 from prepkit.rules.run.proving import RULES as PROOF_RULES
 from prepkit.rules.run.saving import RULES as SAVING_RULES
@@ -80,7 +82,17 @@ _SUBJECTS: tuple[Rule, ...] = (*_OF_ONE_SUBJECT, environment.about_unknown_torch
 RULES: tuple[Rule, ...] = (*_SUBJECTS, overrides.about_overrides(_SUBJECTS))
 """Every rule in reporting order: what a run stands on, the model, who holds what, the optimizer, then single values."""
 
-LAW: tuple[Rule, ...] = (*RULES, *PLANNED_RULES, *FORWARD_RULES, *LOOP_RULES, *SAVING_RULES, *AUDIT_RULES, *PROOF_RULES)
+LAW: tuple[Rule, ...] = (
+    *RULES,
+    *PLANNED_RULES,
+    *FORWARD_RULES,
+    *LOOP_RULES,
+    *SAVING_RULES,
+    *AUDIT_RULES,
+    *PROOF_RULES,
+    *ACTS,
+    *REFUSALS,
+)
 """The law book: every rule of every moment. A config may override an error of any of them by its id."""
 
 
@@ -94,6 +106,11 @@ def due(moment: Moment) -> tuple[Rule, ...]:
 def by_id() -> dict[str, Rule]:
     """Id to rule, of the whole law book."""
     return {rule.id: rule for rule in LAW}
+
+
+def found(rule: str, where: str, what: str, fix: str = "") -> Finding:
+    """Make the finding of a row by its id, for the call that has met it; ``fix`` replaces the row's."""
+    return by_id()[rule].found(Hit(where, what, fix))
 
 
 def check(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:

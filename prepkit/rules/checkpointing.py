@@ -12,7 +12,7 @@ from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, shorter, some
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Moment, Rule
 
 OPERATOR = re.compile(r"[a-zA-Z_]\w*(\.\w+){1,2}")
 """Namespace, operator and, where only one is meant, its overload."""
@@ -118,6 +118,7 @@ RULES: tuple[Rule, ...] = (
         summary="Operators whose outputs are kept are named as torch.ops names them.",
         check=_operators,
         fix='Write a namespace, a dot and a name: keep_ops=("aten.mm",), or ("aten.mm.default",) for one overload.',
+        at=(Moment.PLAN, Moment.ACT),
         source=("torch create_selective_checkpoint_contexts",),
         repair=_recompute_all,
     ),

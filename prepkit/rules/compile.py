@@ -12,7 +12,7 @@ from prepkit.findings import Severity
 from prepkit.findings.text import did_you_mean, some
 from prepkit.resolve.engines import traits
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Moment, Rule
 
 # --- options of inductor ---------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ def _foreign_backend(resolved: Resolved) -> Iterator[Hit]:
     if (asked := _asked(resolved.cfg)) and asked.backend.strip() and asked.backend not in BACKENDS:
         fix = f"Import what registers it before apply, or write one of {', '.join(BACKENDS)}."
         what = f"torch itself brings no backend `{asked.backend}`."
-        yield Hit("config.compile.backend", what, fix + did_you_mean(asked.backend, BACKENDS))
+        yield Hit("config.compile.backend", what, fix + did_you_mean(asked.backend, BACKENDS), milder=True)
 
 
 def _options(resolved: Resolved) -> Iterator[Hit]:
@@ -375,7 +375,8 @@ RULES: tuple[Rule, ...] = (
         summary="The backend of torch.compile is one of torch's own.",
         check=_foreign_backend,
         fix="Import what registers it before apply.",
-        severity=Severity.WARNING,
+        at=(Moment.PLAN, Moment.ACT),
+        milder="before apply",
         source=("CM-3", "K-DY1"),
         repair=_usual_backend,
     ),
@@ -392,6 +393,7 @@ RULES: tuple[Rule, ...] = (
         summary="inductor knows the options that torch.compile is given.",
         check=_unknown_option,
         fix="Write a name that torch._inductor.list_options() has, or leave it out.",
+        at=(Moment.PLAN, Moment.ACT),
         source=("K-DY5", "torch._inductor.list_options"),
         repair=_known_options,
     ),

@@ -196,6 +196,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.no-stage",
         summary="Somebody says which ZeRO stage is meant.",
+        lawful="DeepSpeed has a default for it",
         check=flaws("no-stage"),
         fix="Write DeepSpeed(stage=2).",
         source=("DP-4",),
@@ -212,6 +213,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.two-places",
         summary="No setting stands in two places that disagree.",
+        lawful="DeepSpeed reads one of them",
         check=flaws("two-places"),
         fix="Give it in one place.",
         overridable=False,
@@ -220,6 +222,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.precision",
         summary="config.precision alone says in which precision DeepSpeed computes.",
+        lawful="DeepSpeed reads its own section",
         check=flaws("precision"),
         fix="Say it in config.precision alone.",
         overridable=False,
@@ -291,6 +294,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.auto",
         summary="Every auto can be worked out.",
+        lawful="its caller may fill it in",
         check=flaws("auto"),
         fix="Write a value.",
         overridable=False,

@@ -9,12 +9,11 @@ from attrs import evolve
 
 from prepkit.config import Config, DeepSpeed, Mixed
 from prepkit.facts import Env, Facts
-from prepkit.findings import Severity
 from prepkit.findings.text import count
 from prepkit.resolve.deepspeed.data import stage, tensor_parallel
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.deepspeed import flaws
-from prepkit.rules.rule import Hit, Rule, under, with_engine
+from prepkit.rules.rule import Hit, Moment, Rule, under, with_engine
 
 _FOR_DEVICE = {"mlu": (0, 15, 2), "musa": (0, 14, 3)}
 
@@ -60,10 +59,12 @@ def _accelerator(resolved: Resolved) -> Iterator[Hit]:
     forced = dict(facts.env.variables).get("DS_ACCELERATOR")
     if forced not in (None, device):
         what = f"DS_ACCELERATOR={forced} is set, and the plan computes on {device}."
-        yield Hit("env.variables.DS_ACCELERATOR", what, f"Write `export DS_ACCELERATOR={device}`, or unset it.")
+        yield Hit(
+            "env.variables.DS_ACCELERATOR", what, f"Write `export DS_ACCELERATOR={device}`, or unset it.", milder=True
+        )
     elif forced is None and device == "cpu" != facts.env.device:
         what = f"DeepSpeed takes the {facts.env.device} that it finds, and the plan computes on the CPU."
-        yield Hit("config.device", what, "Write `export DS_ACCELERATOR=cpu` before DeepSpeed is imported.")
+        yield Hit("config.device", what, "Write `export DS_ACCELERATOR=cpu` before DeepSpeed is imported.", milder=True)
 
 
 def _lazy(resolved: Resolved) -> Iterator[Hit]:
@@ -124,6 +125,7 @@ RULES: tuple[Rule, ...] = (
         summary="DeepSpeed is installed, and new enough for what is asked of it.",
         check=with_engine(DeepSpeed, _installed),
         fix="Write `pip install 'prepkit[deepspeed]'`.",
+        at=(Moment.PLAN, Moment.ACT),
         source=("ST-45", "DS-3", "DS-19", "DS-30"),
     ),
     Rule(
@@ -131,7 +133,8 @@ RULES: tuple[Rule, ...] = (
         summary="DeepSpeed works on the device of the plan.",
         check=under(DeepSpeed, _accelerator),
         fix="Set DS_ACCELERATOR before DeepSpeed is imported.",
-        severity=Severity.WARNING,  # the variable may be set by launch time; apply refuses if it is not
+        at=(Moment.PLAN, Moment.ACT),
+        milder="before apply, as the variable may be set until the launch",
         source=("deepspeed/accelerator/real_accelerator.py", "ST-3"),
     ),
     Rule(
@@ -163,6 +166,7 @@ RULES: tuple[Rule, ...] = (
         summary="One place says which optimizer DeepSpeed steps.",
         check=flaws("two-optimizers"),
         fix="Leave one of them out.",
+        at=(Moment.PLAN, Moment.ACT),
         overridable=False,
         source=("DS-70", "DS-77"),
     ),
@@ -177,6 +181,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.unknown-type",
         summary="The optimizer and scheduler sections name types that DeepSpeed knows.",
+        lawful="another release may know it",
         check=flaws("unknown-type"),
         fix="Write a type that it knows.",
         overridable=False,
@@ -211,6 +216,7 @@ RULES: tuple[Rule, ...] = (
         summary="An optimizer that is handed to ZeRO has no state yet.",
         check=with_engine(DeepSpeed, _state),
         fix="Pass a fresh optimizer, and load a checkpoint with the engine's load_checkpoint().",
+        at=(Moment.PLAN, Moment.ACT),
         source=("G-4", "DS-25"),
     ),
     Rule(

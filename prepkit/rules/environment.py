@@ -10,7 +10,7 @@ from prepkit.config import FSDP2, Config, Intent
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule, under
+from prepkit.rules.rule import Hit, Moment, Rule, under
 
 BACKENDS = frozenset({"cpu", "cuda", "xpu", "npu", "hpu", "mlu", "sdaa", "musa", "neuron"})
 """Device types for which the planner knows a process-group backend (ST-3)."""
@@ -180,6 +180,7 @@ RULES: tuple[Rule, ...] = (
         summary="The device that is asked for is the one of the environment, or the CPU.",
         check=_other_device,
         fix="Leave config.device out, or declare an environment with that device.",
+        at=(Moment.PLAN, Moment.ACT),
         overridable=False,
         source=("ST-10", "ST-12", "G-25"),
         repair=_own_device,

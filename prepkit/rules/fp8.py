@@ -25,7 +25,7 @@ from prepkit.findings.text import at, count, some
 from prepkit.resolve.fp8 import CONVERTED, MULTIPLE, has_engine_layers
 from prepkit.resolve.modules import matcher
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Moment, Rule
 
 OLDEST_TORCHAO = (0, 6, 1)
 ADA = (8, 9)
@@ -293,6 +293,7 @@ RULES: tuple[Rule, ...] = (
         summary="The library that computes in float8 is installed.",
         check=_missing,
         fix="Install it, or write precision=BF16().",
+        at=(Moment.PLAN, Moment.ACT),
         source=("ST-21", "ST-33", "X-3", "X-4", "X-5"),
         repair=bf16,
     ),
@@ -301,6 +302,7 @@ RULES: tuple[Rule, ...] = (
         summary="torchao is at least 0.6.1.",
         check=_old,
         fix="Write `pip install 'torchao>=0.6.1'`.",
+        at=(Moment.PLAN, Moment.ACT),
         source=("ST-21",),
         repair=bf16,
     ),

@@ -11,7 +11,7 @@ from prepkit.resolve.mesh import size_of
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.environment import BACKENDS
 from prepkit.rules.optimizer import SHAPED, classes
-from prepkit.rules.rule import Hit, Rule, options, with_engine
+from prepkit.rules.rule import Hit, Moment, Rule, options, with_engine
 
 
 def _on_cpu(resolved: Resolved) -> bool:
@@ -164,6 +164,7 @@ RULES: tuple[Rule, ...] = (
         summary="Without use_orig_params the trainable parameters of a unit are in one group of the optimizer.",
         check=with_engine(FSDP1, _two_groups),
         fix="Write use_orig_params=True, or put the unit's parameters into one group.",
+        at=(Moment.PLAN, Moment.ACT),
         source=("pain 1", "G-1", "F1-47"),
         repair=options(FSDP1, use_orig_params=True),
     ),
@@ -195,6 +196,7 @@ RULES: tuple[Rule, ...] = (
         summary="Module states are broadcast on an accelerator.",
         check=with_engine(FSDP1, _sync),
         fix="Write sync_module_states=False, and build the model alike on every rank.",
+        at=(Moment.PLAN, Moment.ACT),
         source=("F1-44", "K-F15", "torch _check_module_states_for_sync_module_states"),
         repair=options(FSDP1, sync_module_states=False),
     ),

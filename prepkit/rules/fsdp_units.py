@@ -13,7 +13,7 @@ from prepkit.plan.layout import itemsize
 from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.modules import PACKED
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule, under
+from prepkit.rules.rule import Hit, Moment, Rule, under
 
 IGNORES = (2, 7)
 """torch from which ``fully_shard`` takes ``ignored_params``."""
@@ -209,6 +209,7 @@ RULES: tuple[Rule, ...] = (
         summary="Under FSDP1 every parameter has at least one dimension.",
         check=under(FSDP1, _scalars),
         fix="Write engine=FSDP2(), which keeps it whole on every rank and averages its gradient.",
+        at=(Moment.PLAN, Moment.ACT),
         source=("F1-49", "torch FlatParamHandle"),
     ),
     Rule(
@@ -238,6 +239,7 @@ RULES: tuple[Rule, ...] = (
         summary="Where parameters are sharded every parameter holds values that can be gathered.",
         check=_integers,
         fix="Register it as a buffer, which is not sharded: module.register_buffer(name, tensor).",
+        at=(Moment.PLAN, Moment.ACT),
         source=("pain 12",),
     ),
     Rule(

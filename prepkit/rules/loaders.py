@@ -12,7 +12,7 @@ from prepkit.findings import Severity
 from prepkit.findings.text import at, count
 from prepkit.resolve import loaders
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Check, Hit, Rule
+from prepkit.rules.rule import Check, Hit, Moment, Rule
 
 _KEEP = "Split the data by rank yourself and write loaders=KeepLoaders()"
 
@@ -263,6 +263,7 @@ RULES: tuple[Rule, ...] = (
             "It is a {loader.name}, and no torch DataLoader: how it draws cannot be seen.",
         ),
         fix=f"{_KEEP}, or pass a torch.utils.data.DataLoader.",
+        at=(Moment.PLAN, Moment.ACT),
         overridable=False,
         source=("DL-18",),
         repair=_keep,
@@ -297,6 +298,7 @@ RULES: tuple[Rule, ...] = (
             "It is split by rank already: it has a DistributedSampler, or a stream that was split by node.",
         ),
         fix="Write loaders=KeepLoaders(), or pass a loader over the whole data.",
+        at=(Moment.PLAN, Moment.ACT),
         overridable=False,
         source=("DL-1", "DL-13", "DL-15"),
         repair=_keep,

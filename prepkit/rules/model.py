@@ -23,7 +23,7 @@ from prepkit.findings.text import at, count, some
 from prepkit.resolve.fsdp2 import LAZY
 from prepkit.resolve.modules import parent, unit_of
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule, with_engine
+from prepkit.rules.rule import Hit, Moment, Rule, with_engine
 
 _WRAPPED: tuple[Mark, ...] = ("ddp", "fsdp1", "fsdp2", "deepspeed", "fabric", "prepared")
 _WHOLE = ("Single", "DDP", "XLA")
@@ -285,6 +285,7 @@ RULES: tuple[Rule, ...] = (
         summary="No module is wrapped or prepared already.",
         check=_wrapped,
         fix="Pass the model as it was before it was wrapped, and build it anew if it was sharded in place.",
+        at=(Moment.PLAN, Moment.ACT),
         source=("BK-2", "G-20", "G-21", "G-56", "pain 19"),
     ),
     Rule(
@@ -299,6 +300,7 @@ RULES: tuple[Rule, ...] = (
         summary="A model that is to be compiled is not compiled already.",
         check=_compiled,
         fix="Write compile=None, or pass the model uncompiled.",
+        at=(Moment.PLAN, Moment.ACT),
         source=("CM-2", "G-46", "G-22"),
         repair=_eager,
     ),
@@ -307,6 +309,7 @@ RULES: tuple[Rule, ...] = (
         summary="A model that is to be checkpointed is not checkpointed already.",
         check=_checkpointed,
         fix="Write checkpointing=None, or call model.gradient_checkpointing_disable().",
+        at=(Moment.PLAN, Moment.ACT),
         source=("pain 21", "G-52"),
         repair=_no_checkpointing,
     ),
@@ -315,6 +318,7 @@ RULES: tuple[Rule, ...] = (
         summary="DDP and FSDP1 get plain parameters, TensorParallel and FSDP2 also such as they make themselves.",
         check=_dtensors,
         fix="Pass the model before it is sharded.",
+        at=(Moment.PLAN, Moment.ACT),
         source=("DDP-2", "H-2", "pain 34"),
     ),
     Rule(
@@ -336,6 +340,7 @@ RULES: tuple[Rule, ...] = (
         summary="A model that is trained has a trainable parameter.",
         check=_nothing_trainable,
         fix="Call requires_grad_(True) on what is to be trained, or write intent=Intent.INFERENCE.",
+        at=(Moment.PLAN, Moment.ACT),
         source=("DDP-3", "MC-1", "G-23", "G-30", "pain 19"),
     ),
     Rule(
@@ -353,6 +358,7 @@ RULES: tuple[Rule, ...] = (
             "Take them away before planning, or write engine=DDP(). After apply, FSDP2 runs what "
             "register_post_accumulate_grad_hook puts on the parameters of ready.model, with this rank's averaged shard."
         ),
+        at=(Moment.PLAN, Moment.ACT),
         source=("pain 1", "P2-8", "torch FSDPParam.sharded_param"),
     ),
     Rule(

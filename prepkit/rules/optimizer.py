@@ -18,7 +18,7 @@ from prepkit.resolve.deepspeed.data import look, said, stage
 from prepkit.resolve.engines import traits
 from prepkit.resolve.optimizer_table import FAILS, MEASURED, RAISES, places
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Moment, Rule
 
 # --- engines ---------------------------------------------------------------------------------------------------------
 
@@ -305,6 +305,7 @@ RULES: tuple[Rule, ...] = (
         summary="torch has the optimizer that is asked for.",
         check=_newer_torch,
         fix="Write `pip install -U torch`, or optimizer=AdamW(...).",
+        at=(Moment.PLAN, Moment.ACT),
         overridable=False,
         source=("torch.optim",),
     ),
@@ -359,6 +360,7 @@ RULES: tuple[Rule, ...] = (
         summary="Every tensor of the optimizer is a parameter of the model.",
         check=_foreign,
         fix="Build the optimizer from model.parameters() after the last change to it (adapters, dtype, size).",
+        at=(Moment.PLAN, Moment.ACT),
         source=("pain 1", "G-1", "P2-14"),
     ),
     Rule(
@@ -373,6 +375,7 @@ RULES: tuple[Rule, ...] = (
         summary="The optimizer is given or asked for, not both.",
         check=_two,
         fix="Leave config.optimizer out, or do not pass an optimizer.",
+        at=(Moment.PLAN, Moment.ACT),
         overridable=False,
         source=("pain 3",),
         repair=_drop_spec,

@@ -35,6 +35,8 @@ class Moment(StrEnum):
     AUDIT = "by pk.audit"
     DRIFT = "by pk.watch and audit.drift()"
     PROVE = "by pk.prove and prepkit audit --prove"
+    ACT = "by the steps of a plan, before they act"
+    CALL = "by the call that meets it"
 
 
 class Need(StrEnum):
@@ -78,10 +80,10 @@ class Rule:
     """``subject.what-is-wrong``; never reused."""
     summary: str
     """What holds when the rule is silent."""
-    check: Callable[[Any], Iterable[Hit]]
-    """One hit per place; reads only. It is given a ``Resolved`` at ``Moment.PLAN``, ``memory.Held`` at
-    ``PLANNED``, ``forward.Use``s at ``FORWARD``, a ``Turn`` of the loop at ``LOOP``, ``ProofFacts`` at
-    ``PROVE``, and ``RunFacts`` at the others."""
+    check: Callable[[Any], Iterable[Hit]] = lambda _: ()
+    """One hit per place; reads only. The default is for rows that ``told_by`` tells. It is given a ``Resolved`` at
+    ``Moment.PLAN``, ``memory.Held`` at ``PLANNED``, ``forward.Use``s at ``FORWARD``, a ``Turn`` of the loop at
+    ``LOOP``, ``ProofFacts`` at ``PROVE``, and ``RunFacts`` at the others."""
     fix: str
     """The imperative sentence a user follows."""
     severity: Severity = Severity.ERROR
@@ -95,10 +97,14 @@ class Rule:
     """When a hit is a warning in the place of an error, as a clause; empty: never."""
     overridable: bool = True
     """False where nothing can go on unless the rule holds, such as a mesh that does not multiply to the world size."""
+    lawful: str = ""
+    """What makes it right in a file of the library that it is about, as a clause; empty: it is wrong there too."""
     stops: str = ""
     """The reason why nothing can go on unless it holds, as a clause; empty: the summary says it."""
     source: tuple[str, ...] = ()
     """Behaviour rows (``DM-1``), pains (``pain 5``) or functions of torch that the rule comes from."""
+    told_by: str = ""
+    """Calls that tell it by its id (``rules.found``), where no look asks it."""
     repair: Repair | None = None
     """The fix as a function, where config alone can give it: it silences this rule and adds no other error."""
 

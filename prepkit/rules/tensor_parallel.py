@@ -21,7 +21,7 @@ from prepkit.resolve.tensor_parallel import (
     attention_layers,
     is_parallel,
 )
-from prepkit.rules.rule import Hit, Rule, under
+from prepkit.rules.rule import Hit, Moment, Rule, under
 
 _EXAMPLE = 'TPPlan((TPLayer("layers.*.up", "colwise"), TPLayer("layers.*.down", "rowwise")))'
 _WORDS = frozenset({"foreach", "fused"})
@@ -226,6 +226,7 @@ RULES: tuple[Rule, ...] = (
         summary="A row names modules that its style can cut.",
         check=_layer,
         fix="Name the linear layers and embeddings inside it, or leave the row out: what no row names stays whole.",
+        at=(Moment.PLAN, Moment.ACT),
         overridable=False,
         source=("torch ColwiseParallel", "torch RowwiseParallel", "pain 12"),
     ),
@@ -256,6 +257,7 @@ RULES: tuple[Rule, ...] = (
         summary="A tied parameter is cut alike under all of its names.",
         check=_ties,
         fix='Give them the same cut: a "rowwise" embedding lies as a "colwise" linear layer does.',
+        at=(Moment.PLAN, Moment.ACT),
         overridable=False,
         source=("pain 10",),
     ),

@@ -9,7 +9,7 @@ from prepkit.config import FSDP2
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule, options, with_engine
+from prepkit.rules.rule import Hit, Moment, Rule, options, with_engine
 
 REDUCES_ZEROS = (2, 13)
 """torch from which ``FSDPModule.set_reduce_scatter_unused_params`` is known to work (pull requests 170667, 183040)."""
@@ -53,6 +53,7 @@ RULES: tuple[Rule, ...] = (
         summary="Zeros are reduced for parameters without a gradient by a torch that can.",
         check=with_engine(FSDP2, _old_torch),
         fix="Write `pip install 'torch>=2.13'`, or leave reduce_unused out.",
+        at=(Moment.PLAN, Moment.ACT),
         overridable=False,
         source=("pain 35", "torch FSDPModule.set_reduce_scatter_unused_params"),
         repair=options(FSDP2, reduce_unused=False),

@@ -18,7 +18,7 @@ from prepkit.resolve.checkpoint import (
     without_initializer,
 )
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Moment, Rule
 
 _FLOAT8 = "FP8(backend=TorchAO()), whose layers keep the weights as they are"
 
@@ -283,6 +283,7 @@ RULES: tuple[Rule, ...] = (
         summary="Every file of the checkpoint is there and whole, and its index is right.",
         check=_unreadable,
         fix="Restore the file, or name another checkpoint in config.weights.",
+        at=(Moment.PLAN, Moment.ACT),
         overridable=False,
         source=("safetensors format",),
     ),
@@ -291,6 +292,7 @@ RULES: tuple[Rule, ...] = (
         summary="What is to be initialised has a reset_parameters, or an _init_weights above it.",
         check=_uninitialized,
         fix="Give the module a reset_parameters() that writes what it holds, or load the weights: LoadWeights(path).",
+        at=(Moment.PLAN, Moment.ACT),
         overridable=False,
         source=("G-5", "pain 17"),
     ),

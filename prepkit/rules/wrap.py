@@ -27,7 +27,7 @@ from prepkit.findings.text import did_you_mean, near, short, some
 from prepkit.resolve.engines import wrap_of
 from prepkit.resolve.modules import matcher, parent, repeated_blocks, select
 from prepkit.resolve.resolved import Resolved
-from prepkit.rules.rule import Hit, Rule
+from prepkit.rules.rule import Hit, Moment, Rule
 
 # --- selections ------------------------------------------------------------------------------------------------------
 
@@ -391,6 +391,7 @@ RULES: tuple[Rule, ...] = (
         summary="What is named has a forward of its own.",
         check=_container,
         fix="Name the modules inside the container.",
+        at=(Moment.PLAN, Moment.ACT),
         source=("G-8", "M2-10"),
         repair=_without(_container_class, _container_path),
     ),

@@ -11,7 +11,7 @@ from prepkit.facts import Facts
 from prepkit.resolve import loaders
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.fp8 import knows_libraries
-from prepkit.rules.rule import Hit, Rule, under
+from prepkit.rules.rule import Hit, Moment, Rule, under
 
 NOT_FOR_XLA = ("inductor", "cudagraphs", "tvm")
 """Backends of torch.compile that make code for other devices."""
@@ -60,6 +60,7 @@ RULES: tuple[Rule, ...] = (
         summary="torch_xla is installed where the engine is XLA.",
         check=under(XLA, _missing),
         fix="Write `pip install torch_xla`, or engine=Single() or engine=DDP().",
+        at=(Moment.PLAN, Moment.ACT),
         source=("ST-2",),
     ),
     Rule(

@@ -9,15 +9,12 @@ from typing import TypeVar
 
 import torch.distributed as dist
 from attrs import evolve
-from torch.distributed.checkpoint.api import CheckpointException
 
-from prepkit.findings import Finding, RunRefused, Severity
-from prepkit.findings.refusals import REFUSALS
+from prepkit.findings import Finding, RunRefused
 from prepkit.ranks.world import ranks_of
+from prepkit.rules import found
 
 T = TypeVar("T")
-
-_FIXES = {refusal.id: refusal.fix for refusal in REFUSALS}
 
 
 class CheckpointFailed(RuntimeError):
@@ -29,12 +26,8 @@ class CheckpointFailed(RuntimeError):
 
 
 def failed(rule: str, where: Path | str, what: str, fix: str = "") -> CheckpointFailed:
-    """The error with one finding, with an id of ``findings.refusals``; ``fix`` replaces the usual one."""
-    return CheckpointFailed((_finding(rule, where, what, fix),))
-
-
-def _finding(rule: str, where: Path | str, what: str, fix: str = "") -> Finding:
-    return Finding(rule=rule, severity=Severity.ERROR, where=str(where), what=what, fix=fix or _FIXES[rule])
+    """The error with one finding, with an id of the law book; ``fix`` replaces the usual one."""
+    return CheckpointFailed((found(rule, str(where), what, fix),))
 
 
 def on_every_rank(act: Callable[[], T], rule: str, where: Path | str, group: dist.ProcessGroup | None = None) -> T:
@@ -44,16 +37,16 @@ def on_every_rank(act: Callable[[], T], rule: str, where: Path | str, group: dis
     wrong, else ``CheckpointFailed``. An error without findings gets one of ``rule`` at ``where``. ``act`` holds no
     collective of its own.
     """
-    found: list[T] = []
+    done: list[T] = []
     error: Exception | None = None
     try:
-        found.append(act())
+        done.append(act())
     except Exception as raised:  # the others have to hear of any
         error = raised
     mine = () if error is None else _findings(error, rule, where)
     everyone = ranks_of(group).gather((mine, isinstance(error, RunRefused)))
     if all(not findings for findings, _ in everyone):
-        return found[0]
+        return done[0]
     at: dict[Finding, list[int]] = {}
     for rank, (findings, _) in enumerate(everyone):
         for finding in findings:
@@ -67,6 +60,8 @@ def on_every_rank(act: Callable[[], T], rule: str, where: Path | str, group: dis
 @contextmanager
 def torch_failure(rule: str, where: Path | str) -> Iterator[None]:
     """Turns torch's own error, which is no ``Exception`` and shows a stack of every rank, into ``CheckpointFailed``."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except CheckpointException as error:
@@ -74,14 +69,15 @@ def torch_failure(rule: str, where: Path | str) -> Iterator[None]:
         for rank, (raised, _) in error.failures.items():
             texts.setdefault(_text(raised), []).append(rank)
         size = ranks_of(None).size
-        found = (_with_ranks(_finding(rule, where, text), at, size) for text, at in texts.items())
-        raise CheckpointFailed(tuple(found)) from None
+        raise CheckpointFailed(
+            tuple(_with_ranks(found(rule, str(where), text), at, size) for text, at in texts.items())
+        ) from None
 
 
 def _findings(error: Exception, rule: str, where: Path | str) -> tuple[Finding, ...]:
     if isinstance(error, CheckpointFailed | RunRefused):
         return error.findings
-    return (_finding(rule, where, _text(error)),)
+    return (found(rule, str(where), _text(error)),)
 
 
 def _with_ranks(finding: Finding, ranks: list[int], size: int) -> Finding:

@@ -15,13 +15,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from prepkit.facts.saved_run import SavedFacts, SavedFile, SavedRun
-from prepkit.objects.flat_range import FlatRange, SavePlanner
+from prepkit.objects.flat_range import FlatRange
 from prepkit.ranks.world import ranks_of, world
 from prepkit.saving import files
 from prepkit.saving import folder as folders
 from prepkit.saving.contents import nested
 from prepkit.saving.failures import failed, on_every_rank, torch_failure
 from prepkit.saving.files import METADATA, SHARED, own_file
+from prepkit.saving.planners import SavePlanner
 from prepkit.version import VERSION
 
 LOG = logging.getLogger("prepkit")

@@ -10,7 +10,7 @@ from attrs import define, field
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from prepkit.findings import Finding, RunRefused, Severity
+from prepkit.court import refused
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.training.drivers import reshard
@@ -33,14 +33,8 @@ class Ema:
 
     def __attrs_post_init__(self) -> None:
         if any(hasattr(param, "ds_tensor") for param in self.run.model.parameters()):
-            finding = Finding(
-                rule="ema.zero3",
-                severity=Severity.ERROR,
-                where="model",
-                what="ZeRO-3 keeps parameters in buffers of its own, of which no average is taken",
-                fix="Average under FSDP2, or at ZeRO 0 to 2.",
-            )
-            raise RunRefused((finding,))
+            what = "ZeRO-3 keeps parameters in buffers of its own, of which no average is taken"
+            raise refused("ema.zero3", "model", what)
         if not isinstance(self.decay, float | int) or not 0 <= self.decay < 1:
             raise ValueError(f"a decay of {self.decay!r} is no average; write one from 0 to below 1, such as 0.999")
         self.averages = {name: _precise(param.detach()).clone() for name, param in self._trained().items()}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from attrs import define
 
-from prepkit.findings import Finding, RunRefused, Severity
+from prepkit.court import refused
 from prepkit.ranks.world import world
 from prepkit.training.prepared import Prepared
 
@@ -71,14 +71,8 @@ def save_on_sigterm(ready: Prepared, folder: str, *, keep: int = 1) -> Iterator[
     that cannot be saved into.
     """
     if threading.current_thread() is not threading.main_thread():
-        finding = Finding(
-            rule="sigterm.other-thread",
-            severity=Severity.ERROR,
-            where="save_on_sigterm",
-            what=f"it was called in the thread {threading.current_thread().name!r}",
-            fix="Call it in the main thread, the only one that Python lets handle a signal.",
-        )
-        raise RunRefused((finding,))
+        what = f"it was called in the thread {threading.current_thread().name!r}"
+        raise refused("sigterm.other-thread", "save_on_sigterm", what)
     ready.checkpoints.check(folder)
     signals = _Signals(group=dist.new_group(backend="gloo") if world().carries_data else None)
 

@@ -36,9 +36,9 @@ def seeded(rank: int, world: int, name: str) -> str:
 @pytest.mark.parametrize("name", ["FSDP1", "FSDP2"])
 def test_another_seed_on_one_rank_is_refused_before_anything_is_sharded(gang2: Gang, name: str) -> None:
     for text in gang2.run(seeded, name, timeout=60):
-        assert "do not hold the same plan and model" in text
+        assert "error run.ranks-values at values: the 2 ranks do not hold the same values" in text
         assert "\n  values: " in text
-        assert "torch.manual_seed(0) before the model is built" in text
+        assert "Write torch.manual_seed(0) before the model is built" in text
         assert "everything is as it was" in text
 
 
@@ -85,7 +85,8 @@ def evaluating(rank: int, world: int) -> str:
 def test_evaluation_mode_on_one_rank_is_refused_under_every_engine(gang2: Gang) -> None:
     for text in gang2.run(evaluating, timeout=60):
         assert "\n  training modes: " in text
-        assert "call model.train(), or model.eval(), for the same modules on every rank" in text
+        assert "error run.ranks-modes at training modes: " in text
+        assert "Call model.train(), or model.eval(), for the same modules on every rank" in text
 
 
 @pytest.mark.parametrize("place", [0, SAMPLED - 1])

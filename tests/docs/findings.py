@@ -6,7 +6,6 @@ import tomllib
 from itertools import groupby
 
 from prepkit.findings import Finding
-from prepkit.findings.refusals import REFUSALS
 from prepkit.render.text import NOTHING_GOES_ON
 from prepkit.rules import LAW, check
 from prepkit.rules.rule import Moment, Rule
@@ -36,18 +35,22 @@ Errors raise `RunRefused` in a loop of prepkit's, and are findings of `pk.audit`
 
 _ERRORS_HEAD = """# Errors
 
-What prepkit raises, and the findings that come from no rule. `PlanRejected.findings` holds every finding; each has an
-id, a severity, a place, what is wrong and what to type. Findings of rules are in the [rules reference](rules.md).
+What prepkit raises, and the findings that a call tells by itself. `PlanRejected.findings` and `RunRefused.findings`
+hold every finding; each has an id, a severity, a place, what is wrong and what to type. Findings that a look makes are
+in the [rules reference](rules.md).
 """
 
-_REFUSALS_HEAD = """Each is about a file, a call or a model, not about a config, and cannot be overridden. `prepkit
-rules ID` prints one; the finding itself says what is wrong, where, and what to type for its case."""
+_REFUSALS_HEAD = """Each is about a file, a call, a model or a step of a plan, and is told by the call that meets it.
+It cannot be overridden unless it says so. `prepkit rules ID` prints one; the finding itself says what is wrong, where,
+and what to type for its case."""
 
 
 def rules_page() -> str:
     """Every rule by its subject, the first word of its id."""
     lines = [_RULES_HEAD]
-    ordered = sorted(LAW, key=lambda rule: rule.id.partition(".")[0])  # stable: reporting order stays
+    ordered = sorted(
+        (rule for rule in LAW if not rule.told_by), key=lambda rule: rule.id.partition(".")[0]
+    )  # stable: reporting order stays
     subjects = [(name, tuple(rules)) for name, rules in groupby(ordered, lambda rule: rule.id.partition(".")[0])]
     counts = ", ".join(f"[{name}](#{name}) {len(rules)}" for name, rules in subjects)
     lines += [f"{len(ordered)} rules: {counts}.", ""]
@@ -122,8 +125,9 @@ def errors_page() -> str:
     lines = [_ERRORS_HEAD, "## Exceptions", ""]
     for name, row in ADVICE.items():
         lines += [f"### {name}", "", row["when"], "", f"**What to do.** {row['then']}", ""]
-    lines += ["## Findings without a rule", "", _REFUSALS_HEAD, ""]
-    for refusal in sorted(REFUSALS, key=lambda refusal: refusal.id):
+    lines += ["## Findings of calls", "", _REFUSALS_HEAD, ""]
+    for refusal in sorted((rule for rule in LAW if rule.told_by), key=lambda refusal: refusal.id):
         lines += [f"### {refusal.id}", "", f"- Holds otherwise: {_plain(refusal.summary)}"]
-        lines += [f"- What to do: {_plain(refusal.fix)}", f"- Met in: {refusal.raised_by}", ""]
+        override = ("- Can be overridden",) if refusal.overridable else ()
+        lines += [f"- What to do: {_plain(refusal.fix)}", f"- Met in: {refusal.told_by}", *override, ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -36,6 +36,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "adding": house.adding,
     "tested versions": house.tested_versions,
     "required versions": house.required_versions,
+    "model tables": house.model_tables,
     "checked predictions": house.checked_predictions,
     "ceilings": counted.ceilings,
     "accelerate scripts": report.markdown,

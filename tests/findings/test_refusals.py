@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from prepkit.findings.refusals import REFUSALS
+from prepkit.ranks.agree import RULES
 from prepkit.render.text import rule_text
 from prepkit.rules import LAW
+from prepkit.rules.rule import Moment, Rule
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,9 +28,13 @@ PREFIXES = {
 }
 """Functions of codec and importers that take an id without its subject, and the subject."""
 
+TELLERS = {"found", "refused", "told", "failed"}
+"""Functions that take a whole id first."""
+
 FILES = [path for path in sorted((ROOT / "prepkit").rglob("*.py")) if path.name != "refusals.py"]
 
-KNOWN = {rule.id for rule in (*LAW, *REFUSALS)}
+REFUSALS = tuple(rule for rule in LAW if rule.told_by)
+KNOWN = {rule.id for rule in LAW}
 
 
 def _text(node: ast.AST | None) -> str | None:
@@ -51,9 +56,7 @@ def _ids(path: Path) -> Iterator[tuple[str, int]]:
         first = _text(node.args[0]) if node.args else None
         if name == "Finding" and keyword:
             yield keyword, node.lineno
-        elif first and (
-            (path.parent.name in ("saving", "training") and name == "failed") or _flaw_of_script(path, name)
-        ):
+        elif first and (name in TELLERS or _flaw_of_script(path, name)):
             yield first, node.lineno
         elif short and name in PREFIXES and first and "." not in first:
             yield PREFIXES[name] + first, node.lineno
@@ -75,7 +78,7 @@ def _named(path: Path) -> Iterator[tuple[str, int]]:
 
 def test_every_id_that_a_finding_is_made_with_can_be_looked_up() -> None:
     unknown = [
-        f"{path.relative_to(ROOT)}:{line}: {rule} is in no table; add it to REFUSALS of prepkit/findings/refusals.py"
+        f"{path.relative_to(ROOT)}:{line}: {rule} is in no table; add its row to prepkit/rules/refusals.py"
         for path in FILES
         for rule, line in (*_ids(path), *_named(path))
         if rule not in KNOWN
@@ -88,20 +91,26 @@ def test_the_search_finds_ids_of_every_kind_so_that_it_can_miss_none() -> None:
     assert met >= {refusal.id for refusal in REFUSALS}
 
 
-def test_no_refusal_has_the_id_of_a_rule_or_of_another_refusal() -> None:
-    ids = [entry.id for entry in (*LAW, *REFUSALS)]
+def test_no_two_rows_of_the_law_book_have_one_id() -> None:
+    ids = [entry.id for entry in LAW]
     assert len(ids) == len(set(ids))
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.id)
-def test_a_refusal_says_what_holds_what_helps_and_where_it_is_met(refusal: object) -> None:
-    page = rule_text(refusal)  # type: ignore[arg-type]
-    assert [line.split()[0] for line in page.splitlines()] == [
-        refusal.severity.value,
-        "holds",
-        "fix",
-        "override",
-        "met",
-    ]
-    assert refusal.summary.endswith(".")  # type: ignore[attr-defined]
-    assert refusal.fix.endswith(".")  # type: ignore[attr-defined]
+def test_a_row_that_calls_tell_says_what_holds_what_helps_and_where_it_is_met(refusal: Rule) -> None:
+    lines = [line.split()[0] for line in rule_text(refusal).splitlines()]
+    assert lines[:3] == [refusal.severity.value, "holds", "fix"]
+    assert lines[-1] == "met"
+    assert refusal.summary.endswith(".")
+    assert refusal.fix.endswith(".")
+
+
+HANDLERS = ROOT / "prepkit/applying/handlers"
+
+
+def test_what_steps_tell_is_asked_by_steps_and_nothing_else_is() -> None:
+    files = (*sorted(HANDLERS.glob("*.py")), ROOT / "prepkit/ranks/launcher.py", ROOT / "prepkit/ranks/agree.py")
+    told = {rule for path in files for rule, _ in _ids(path)} | set(RULES.values())
+    told |= {"apply.not-asked", "apply.step-failed", "plan.ranks-differ"}  # by interpreter, apply and ``ranks.agree``
+    told |= {"fp8.library-missing", "xla.library-missing"}  # by an argument
+    assert told == {rule.id for rule in LAW if Moment.ACT in rule.at}

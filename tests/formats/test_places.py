@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from prepkit.cli.check import examined
 from prepkit.cli.options import Cluster
-from prepkit.formats.importers.foreign import positions
+from prepkit.formats.importers.positions import positions
 
 NOWHERE = Cluster(sizes=(), device=None, per_node=None, memory=None, torch=None)
 CONFIGS: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 
+from prepkit.findings import Finding, Severity
 from prepkit.interpreter import Call, Done, Event, Halted, Handler, interpret, recording
 
 
@@ -21,6 +22,10 @@ class Cut:
 
 
 PLAN = (Wash("pan"), Cut("leek"), Wash("knife"))
+
+
+def found(where: str, what: str) -> Finding:
+    return Finding(rule="apply.not-asked", severity=Severity.ERROR, where=where, what=what, fix="Buy one.")
 
 
 def verbs(log: list[Call]) -> list[tuple[str, str]]:
@@ -44,10 +49,14 @@ def test_all_checks_come_before_the_first_deed() -> None:
 
 
 def test_every_problem_is_collected_and_nothing_is_done() -> None:
-    handlers, log = recording((Wash, Cut), problems=lambda step: (f"no {step.name}", f"late {step.name}"))
+    handlers, log = recording((Wash, Cut), problems=lambda step: (found(step.name, "none"), found(step.name, "late")))
     halted = interpret(PLAN, handlers, None)
     assert isinstance(halted, Halted)
-    assert [problem.text for problem in halted.problems][:3] == ["no pan", "late pan", "no leek"]
+    assert [(one.finding.where, one.finding.what) for one in halted.problems][:3] == [
+        ("pan", "none"),
+        ("pan", "late"),
+        ("leek", "none"),
+    ]
     assert len(halted.problems) == 6
     assert {call.verb for call in log} == {"ready"}
     assert halted.done == ()
@@ -55,21 +64,21 @@ def test_every_problem_is_collected_and_nothing_is_done() -> None:
 
 
 def test_a_problem_that_two_steps_share_is_said_once() -> None:
-    handlers, _ = recording((Wash, Cut), problems=lambda step: ("there is no water",))
+    handlers, _ = recording((Wash, Cut), problems=lambda step: (found("water", "none"),))
     halted = interpret(PLAN, handlers, None)
     assert isinstance(halted, Halted)
-    assert [(p.index, p.text) for p in halted.problems] == [(0, "there is no water")]
+    assert [(p.index, p.finding.where) for p in halted.problems] == [(0, "water")]
 
 
 def test_a_check_that_raises_is_a_problem_among_the_others() -> None:
-    def ready(step: Wash, target: None) -> tuple[str, ...]:
+    def ready(step: Wash, target: None) -> tuple[Finding, ...]:
         raise KeyError(step.name)
 
-    handlers, log = recording((Wash, Cut), problems=lambda step: ("blunt",))
+    handlers, log = recording((Wash, Cut), problems=lambda step: (found("knife", "blunt"),))
     handlers[Wash] = Handler(ready=ready, do=handlers[Wash].do)
     halted = interpret(PLAN, handlers, None)
     assert isinstance(halted, Halted)
-    assert [problem.text for problem in halted.problems] == [
+    assert [problem.finding.what for problem in halted.problems] == [
         "its check raised KeyError: 'pan'",
         "blunt",
         "its check raised KeyError: 'knife'",
@@ -77,11 +86,22 @@ def test_a_check_that_raises_is_a_problem_among_the_others() -> None:
     assert verbs(log) == [("ready", "leek")]
 
 
+def test_what_the_judge_accepts_keeps_no_step_from_acting() -> None:
+    handlers, log = recording((Wash, Cut), problems=lambda step: (found(step.name, "late"),))
+    assert interpret(PLAN, handlers, None, judge=lambda findings: findings[:0]) == Done(steps=PLAN)
+    halted = interpret(PLAN, handlers, None, judge=lambda findings: findings[1:2])
+    assert isinstance(halted, Halted)
+    assert [(one.index, one.finding.where) for one in halted.problems] == [(1, "leek")]
+    assert [verb for verb, _ in verbs(log)].count("do") == 3
+
+
 def test_a_step_without_a_handler_is_a_problem() -> None:
     handlers, _ = recording((Wash,))
     halted = interpret(PLAN, handlers, None)
     assert isinstance(halted, Halted)
-    assert [p.text for p in halted.problems] == ["Cut has no handler; add its row to the table of handlers"]
+    assert [(p.finding.rule, p.finding.where, p.finding.what) for p in halted.problems] == [
+        ("apply.not-asked", "Cut", "has no handler")
+    ]
 
 
 def test_a_failure_takes_back_in_reverse_and_leaves_the_failing_step_alone() -> None:
@@ -149,9 +169,12 @@ def test_an_undo_that_raises_does_not_close_the_others() -> None:
 
 
 def test_problems_read_as_a_list_that_begins_with_nothing_was_changed() -> None:
-    handlers, _ = recording((Wash, Cut), problems=lambda step: (f"no {step.name}",))
+    handlers, _ = recording((Wash, Cut), problems=lambda step: (found(step.name, "none"),))
     assert str(interpret(PLAN, handlers, None)) == (
-        "not started: 3 problems; nothing was changed\n  1. Wash: no pan\n  2. Cut: no leek\n  3. Wash: no knife"
+        "not started: 3 problems; nothing was changed\n"
+        "  1. Wash: error apply.not-asked at pan: none\n  fix: Buy one.\n"
+        "  2. Cut: error apply.not-asked at leek: none\n  fix: Buy one.\n"
+        "  3. Wash: error apply.not-asked at knife: none\n  fix: Buy one."
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from prepkit.applying.apply import drifted
 from prepkit.facts import Facts
-from prepkit.plan.drift import DriftKind, drift, refusals
+from prepkit.plan.drift import DriftKind, drift
 from prepkit.testing import marked, tiny_facts, tiny_loader, tiny_model
 
 SEEN = tiny_facts(world=2, loader=tiny_loader())
@@ -61,13 +62,13 @@ def test_each_difference_is_named_with_its_place_and_both_values(name: str) -> N
 @pytest.mark.parametrize("name", CASES)
 def test_all_but_notes_refuse_the_plan(name: str) -> None:
     now, kind, where, _ = CASES[name]
-    refused = refusals(drift(SEEN, now))
+    refused = tuple(drifted(drift(SEEN, now)))
     assert [finding.where for finding in refused] == ([] if kind == "note" else [where])
 
 
 def test_another_model_and_a_changed_one_have_two_different_messages() -> None:
-    another = refusals(drift(SEEN, with_param(shape=(9, 4))))[0]
-    changed = refusals(drift(SEEN, with_param(requires_grad=False)))[0]
+    another = next(drifted(drift(SEEN, with_param(shape=(9, 4)))))
+    changed = next(drifted(drift(SEEN, with_param(requires_grad=False))))
     assert (another.rule, changed.rule) == ("plan.other-model", "plan.model-changed")
     assert another.fix != changed.fix
 
@@ -79,6 +80,6 @@ def test_equal_facts_have_no_drift() -> None:
 def test_many_differences_are_counted_after_the_first_twenty() -> None:
     big = tiny_facts(tiny_model(blocks=30))
     wide = tiny_facts(tiny_model(blocks=30, width=8))
-    refused = refusals(drift(big, wide))
+    refused = tuple(drifted(drift(big, wide)))
     assert len(refused) == 21
     assert refused[-1].what == f"{len(drift(big, wide)) - 20} more facts differ"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from prepkit.court import Court
 from prepkit.ranks.agree import Difference, Disagreement, agree, compare, spans
 from tests.support.gang import Gang
 
@@ -50,7 +52,12 @@ def test_one_odd_rank_of_four_is_named_on_every_rank(gang4: Gang, odd: int, name
     text, named, _ = heard[0]
     assert named == (odd,)
     assert f"rank {odd} of 4 differs from the others" in text
-    assert [line.split(":")[0].strip() for line in text.splitlines()[1:-1]] == [name]
+    assert text.startswith(f"error plan.ranks-differ at {name}: ")
+    assert [line.split(":")[0].strip() for line in text.splitlines()] == [
+        f"error plan.ranks-differ at {name}",
+        "fix",
+        name,
+    ]
     assert max(seconds for _, _, seconds in heard) < 5
 
 
@@ -61,12 +68,40 @@ def test_two_ranks_that_differ_are_both_named_because_neither_is_the_majority(ga
         heard[0][0]
         == heard[1][0]
         == (
-            "the 2 ranks do not hold the same plan and model, and none is in the majority\n"
-            "  plan: 9f8e7d6c5b4a on rank 0 | 0dd0dd0dd0dd on rank 1\n"
-            "  fix: save the plan on two of these ranks, pk.save(plan, f'plan-{rank}.json'), "
-            "and run prepkit diff on the files"
+            "error plan.ranks-differ at plan: the 2 ranks do not hold the same plan, and none is in the majority\n"
+            "  fix: Run pk.save(plan, f'plan-{rank}.json') on two of these ranks, and prepkit diff on the files.\n"
+            "  plan: 9f8e7d6c5b4a on rank 0 | 0dd0dd0dd0dd on rank 1"
         )
     )
+
+
+def accepting(
+    rank: int, world: int, digests: tuple[str, ...], accepted: tuple[str, ...]
+) -> tuple[list[str], list[str]]:
+    """Rules of the findings that refuse, and of those that were accepted, where each rank has digests of its own."""
+    del world
+    court = Court(accepted=accepted)
+    try:
+        agree(tuple((name, f"sha256:{rank}") for name in digests), judge=court.judged)
+    except Disagreement as said:
+        return [finding.rule for finding in said.findings], court.overridden
+    return [], court.overridden
+
+
+@pytest.mark.parametrize(
+    ("digests", "accepted", "refused", "overridden"),
+    [
+        (("values",), (), ["run.ranks-values"], []),
+        (("training modes", "values"), (), ["run.ranks-modes", "run.ranks-values"], []),
+        (("values",), ("run.ranks-values",), [], ["run.ranks-values"]),
+        (("plan", "values", "model"), ("run.ranks-values",), ["plan.ranks-differ"], ["run.ranks-values"]),
+        (("plan",), ("plan.ranks-differ",), ["plan.ranks-differ"], []),
+    ],
+)
+def test_each_rule_that_does_not_hold_is_told_once_and_gives_way_to_its_override(
+    gang2: Gang, digests: Any, accepted: Any, refused: list[str], overridden: list[str]
+) -> None:
+    assert gang2.run(accepting, digests, accepted) == [(refused, overridden)] * 2
 
 
 def test_a_disagreement_leaves_the_group_usable(gang2: Gang) -> None:

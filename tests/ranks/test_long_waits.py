@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import time
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
 import prepkit as pk
+from prepkit.findings import FindingWarning
 from prepkit.ranks import long_waits
 from prepkit.ranks.long_waits import Doing, in_words
 from tests.support.fragile_model import TOKENS, Tiny
 from tests.support.gang import Gang
-
-
-class Heard(logging.Handler):
-    """What was logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 def _ready() -> Any:
@@ -46,9 +36,9 @@ def _threads() -> int:
 def waits(rank: int, world: int, where: str) -> tuple[list[str], int, int]:
     """What a rank says while both are in a long evaluation, or while it waits in a barrier and the other sleeps."""
     del world
-    heard, before = Heard(), (long_waits.LOOK_S, long_waits.LONG_S)
-    logging.getLogger("prepkit").addHandler(heard)
-    try:
+    before = (long_waits.LOOK_S, long_waits.LONG_S)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always", FindingWarning)
         ready = _ready()
         running = _threads()
         if where == "evaluating":
@@ -59,16 +49,16 @@ def waits(rank: int, world: int, where: str) -> tuple[list[str], int, int]:
                 time.sleep(4.0 if rank else 0.0)
                 ready.ranks.barrier("here")
         ready.close()
-    finally:
-        logging.getLogger("prepkit").removeHandler(heard)
-        long_waits.LOOK_S, long_waits.LONG_S = before
-    return [text for text in heard.said if "has been in" in text], running, _threads()
+    long_waits.LOOK_S, long_waits.LONG_S = before
+    told = (one.message.finding for one in heard if isinstance(one.message, FindingWarning))
+    said = [f"{one.where}: {one.what}" for one in told if one.rule == "run.rank-waits"]
+    return said, running, _threads()
 
 
 def test_a_rank_that_waits_for_one_that_is_elsewhere_says_so_once_for_each_call(gang2: Gang) -> None:
     (waiting, running, left), (sleeping, _, _) = gang2.run(waits, "barrier")
     assert len(waiting) == 2
-    assert "rank 0 has been in ready.ranks.barrier() for" in waiting[0]
+    assert "rank 0: it has been in ready.ranks.barrier() for" in waiting[0]
     assert "while rank 1 has returned from ready.step()" in waiting[0]
     assert "while rank 1 has returned from ready.ranks.barrier()" in waiting[1]
     assert sleeping == []

@@ -28,8 +28,8 @@ WARNINGS = _ids(
         "fp8": "idle-in-eval launcher-flag msamp-deprecated",
         "ddp": "unused-in-static-graph no-batchnorm",
         "fsdp1": "buffer-dtype-ignored frozen-gradients no-shard",
-        "deepspeed": "stage-0-16-bit accelerator experts",
-        "compile": "foreign-backend dynamic-cut",
+        "deepspeed": "stage-0-16-bit experts",
+        "compile": "dynamic-cut",
         "checkpoint": "cache kept-on-device offload-on-cpu",
         "entry-points": "left-out",
         "loaders": "last-round fewer-than-ranks out-of-order same-data",
@@ -48,6 +48,9 @@ WARNINGS = _ids(
     }
 )
 """What is said, and refuses nothing."""
+
+TOLD = _ids({"apply": "gradient-lost", "checkpoint": "replaced-linear", "deepspeed": "stale-lock"})
+"""What calls tell by themselves, and give way to an override."""
 
 NOTES = _ids({"run": "maybe-averaged samples-unknown left-out in-order", "prove": "limit"})
 """What may be meant so, or cannot be seen."""
@@ -113,8 +116,8 @@ MENDED = _ids(
 )
 """What the config alone can mend."""
 
-OURS = tuple(rule for rule in LAW if not rule.id.startswith("loop."))
-"""All but the rules of the loop, most of which hold by what its events are."""
+OURS = tuple(rule for rule in LAW if not rule.id.startswith("loop.") and not rule.told_by)
+"""All that a look asks but the rules of the loop, most of which hold by what its events are."""
 
 
 def test_these_rules_warn_or_note_and_all_others_refuse() -> None:
@@ -124,6 +127,10 @@ def test_these_rules_warn_or_note_and_all_others_refuse() -> None:
 
 def test_these_rules_hold_whatever_is_overridden_and_all_others_give_way() -> None:
     assert {rule.id for rule in OURS if not rule.overridable} == NEEDED
+
+
+def test_of_what_calls_tell_only_these_rows_give_way() -> None:
+    assert {rule.id for rule in LAW if rule.told_by and rule.overridable} == TOLD
 
 
 def test_these_rules_mend_the_config_and_no_others() -> None:

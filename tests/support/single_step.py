@@ -12,12 +12,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from prepkit.applying.step_kinds import handlers
 from prepkit.objects.target import Target
+from prepkit.rules import by_id
 from prepkit.steps import Step
 
 
 def problems(step: Step, target: Target) -> tuple[str, ...]:
-    """What the step's check says."""
-    return handlers()[type(step)].ready(step, target)
+    """What the step's check says, one line for each finding, with the fix where that is not its rule's."""
+    found = handlers()[type(step)].ready(step, target)
+    fixes = (one.fix if one.fix != by_id()[one.rule].fix else "" for one in found)
+    return tuple(
+        f"{one.rule} at {one.where}: {one.what}; {fix}".removesuffix("; ")
+        for one, fix in zip(found, fixes, strict=True)
+    )
 
 
 def do(step: Step, target: Target) -> Any:

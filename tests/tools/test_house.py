@@ -26,16 +26,33 @@ def bad(plan, dist):
         warnings.warn("no id")
     match plan:
         case FSDP2():
-            raise LoopOutOfOrder(f"no id {plan}")
-    raise LoopOutOfOrder(plan)
+            raise RuntimeError(f"no id {plan}")
+    LOG.warning("no id")
+    raise ValueError(plan)
+class OutOfOrder(Exception):
+    pass
+class Late(OutOfOrder):
+    pass
+class Told(RunRefused):
+    pass
+def worse():
+    if 1:
+        raise Late("no id")
+    raise Told(())
 """
     found = {house.PACKAGE / "training" / "planted.py": ast.parse(planted)}
     monkeypatch.setattr(house, "modules", lambda: found)
-    assert house.raised(house.REFUSALS) == 1
+    house.untold.cache_clear()
+    assert house.raised(lambda name: name == "RuntimeError") == 1
+    assert house.untold() == {"OutOfOrder", "Late"}
+    assert house.raised(house.untold().__contains__) == 1
+    assert house.raised(house.ARGUMENTS.__contains__) == 1
+    assert house.logged() == 1
     assert house.calls("warnings.warn", house.RUNNING) == 1
     assert house.calls("is_initialized") == 1
     assert house.engine_tests() == 2
     assert house.config_reads() == 1
+    house.untold.cache_clear()
 
 
 def test_a_line_of_digests_is_noticed(tmp_path: Path) -> None:

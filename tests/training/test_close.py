@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import subprocess
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import prepkit as pk
 from prepkit.config import DDP, FSDP2, AdamW, Config, Engine, Single
 from prepkit.facts import Env
+from prepkit.findings import FindingWarning
 from prepkit.ranks import end_groups
 from prepkit.training.prepared import Prepared
 from prepkit.training.trackers import JsonLines
@@ -99,11 +100,10 @@ def closes_beside(rank: int, world: int) -> tuple[bool, float, list[str], bool]:
     others = [DistributedDataParallel(torch.nn.Linear(1, 1))]
     if rank == 0:
         others.clear()
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("prepkit").addHandler(handler)
-    ready.close()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always", FindingWarning)
+        ready.close()
+    told = [str(one.message) for one in heard if isinstance(one.message, FindingWarning)]
     ran = dist.is_initialized()
     total = torch.ones(())
     dist.all_reduce(total)
@@ -117,8 +117,8 @@ def closes_beside(rank: int, world: int) -> tuple[bool, float, list[str], bool]:
 def test_a_group_that_another_wrapper_uses_on_one_rank_is_ended_on_none(gang2: Gang) -> None:
     of_zero, of_one = gang2.run_fresh(closes_beside)
     left = (
-        "the process group is left to the end of the process: another rank of another model still uses it. To end it "
-        "with ready.close(), delete that wrapper before"
+        "warning run.group-in-use at process group: another rank of another model still uses it\n"
+        "  fix: Delete the other model's wrapper before ready.close()."
     )
     assert of_zero == (True, 2.0, [left], True)
     assert of_one == (True, 2.0, [], True)

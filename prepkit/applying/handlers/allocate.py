@@ -11,6 +11,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from prepkit.applying.handlers import problems
 from prepkit.applying.handlers.named_tensors import named_tensors
 from prepkit.interpreter import Handler
 from prepkit.objects import names
@@ -29,11 +30,11 @@ class DevicesBefore:
     """The dictionary that holds each buffer, its key in it, and the buffer."""
 
 
-def allocate_ready(step: AllocateTensors, target: Target) -> tuple[str, ...]:
+def allocate_ready(step: AllocateTensors, target: Target) -> problems.Found:
     """The devices must be there."""
     del target
-    problems = launcher.device_problems(step.device.type)
-    return problems + (launcher.device_problems(step.buffers.type) if step.buffers else ())
+    met = launcher.device_problems(step.device.type)
+    return met + (launcher.device_problems(step.buffers.type) if step.buffers else ())
 
 
 def allocate_do(step: AllocateTensors, target: Target) -> DevicesBefore:

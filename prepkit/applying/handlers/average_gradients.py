@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.interpreter import Handler
 from prepkit.objects import names
 from prepkit.objects.target import Target
@@ -10,15 +10,15 @@ from prepkit.objects.whole_gradients import WholeGradients
 from prepkit.steps import AverageGradients
 
 
-def average_ready(step: AverageGradients, target: Target) -> tuple[str, ...]:
+def average_ready(step: AverageGradients, target: Target) -> problems.Found:
     """Every name must be a parameter."""
-    return problem_texts.absent("parameter", step.names, names.named_parameters(target.model))
+    return problems.absent("parameter", step.names, names.named_parameters(target.model))
 
 
 def average_do(step: AverageGradients, target: Target) -> WholeGradients:
     """Hands the parameters to whoever ends a window, and watches every optimizer that holds one of them."""
     if target.mesh is None:
-        raise RuntimeError("there is no device mesh to average over; BuildMesh has to come before AverageGradients")
+        raise problems.no_mesh("average over")
     params = names.named_parameters(target.model)
     axes = step.axes or target.mesh.mesh_dim_names or ()
     groups = tuple(target.mesh[axis].get_group() for axis in axes if target.mesh[axis].size() > 1)

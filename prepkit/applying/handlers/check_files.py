@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from prepkit.applying.handlers import problems
+from prepkit.court import found, refused
+from prepkit.findings import Finding, RunRefused
 from prepkit.findings.text import spans
+from prepkit.formats.safetensors_header import header_digest, parse_header
 from prepkit.interpreter import Handler
-from prepkit.objects.safetensors_header import header_digest, parse_header
 from prepkit.objects.target import Target
 from prepkit.ranks.agree import Difference, Disagreement, agree
 from prepkit.steps import CheckFiles, File
@@ -23,11 +27,7 @@ SAMPLED_TENSORS = 2048
 """Tensors of one file that are sampled at most, spread evenly: a sample costs a page of the disk."""
 
 
-class FileError(RuntimeError):
-    """A file is not as planned; names it, and the tensor where there is one."""
-
-
-def check_ready(step: CheckFiles, target: Target) -> tuple[str, ...]:
+def check_ready(step: CheckFiles, target: Target) -> problems.Found:
     """Always: a rank that refused here would leave the others waiting, so files are looked at when all are there."""
     del step, target
     return ()
@@ -36,17 +36,16 @@ def check_ready(step: CheckFiles, target: Target) -> tuple[str, ...]:
 def check_do(step: CheckFiles, target: Target) -> None:
     """Looks at every file, then waits for the other ranks, and compares samples of the contents with theirs.
 
-    Raises ``FileError``, on every rank where contents differ, or what the first to fail has said.
+    Raises ``RunRefused``, on every rank where contents differ, or what the first to fail has said.
     """
-    differences = [text for file in step.files if (text := _difference(file))]
-    if differences:
-        raise FileError("; ".join(differences))
+    if differing := tuple(finding for file in step.files for finding in _differences(file)):
+        raise RunRefused(differing)
     digests = tuple((file.path, _sampled(file)) for file in step.files)
     target.together()
     try:
         agree(digests)
     except Disagreement as error:
-        raise FileError("; ".join(map(_told, error.differences))) from None
+        raise RunRefused(tuple(map(_told, error.differences))) from None
 
 
 def check_undo(step: CheckFiles, target: Target, memo: None) -> None:
@@ -54,23 +53,25 @@ def check_undo(step: CheckFiles, target: Target, memo: None) -> None:
     del step, target, memo
 
 
-def _difference(file: File) -> str:
-    """How a file is not the one that was planned with; empty when it is."""
+def _differences(file: File) -> Iterator[Finding]:
+    """How a file is not the one that was planned with."""
     try:
         size = Path(file.path).stat().st_size
         if size != file.size:
-            return f"{file.path} has {size:,} bytes, {file.size:,} when the plan was made; restore it, or plan again"
+            what = f"has {size:,} bytes, {file.size:,} when the plan was made"
+            yield found("weights.file-changed", file.path, what)
+            return
         with Path(file.path).open("rb") as opened:
             head = opened.read(file.data)
     except OSError as error:
-        return f"{file.path} cannot be read: {error.strerror or error}"
+        yield from unreadable(file.path, error).findings
+        return
     if header_digest(head) != file.header:
-        return f"{file.path} has another header than when the plan was made; restore it, or plan again"
-    return ""
+        yield found("weights.file-changed", file.path, "has another header than when the plan was made")
 
 
 def _sampled(file: File) -> str:
-    """Digest of the first, the middle and the last bytes of each tensor. Raises ``FileError``."""
+    """Digest of the first, the middle and the last bytes of each tensor. Raises ``RunRefused``."""
     digest = hashlib.sha256()
     try:
         with Path(file.path).open("rb", buffering=0) as opened:
@@ -81,13 +82,18 @@ def _sampled(file: File) -> str:
                     length = min(SAMPLE, tensor.length - offset)
                     digest.update(os.pread(opened.fileno(), length, tensor.start + offset))
     except OSError as error:
-        raise FileError(f"{file.path} cannot be read: {error.strerror or error}") from None
+        raise unreadable(file.path, error) from None
     return digest.hexdigest()
 
 
-def _told(difference: Difference) -> str:
+def unreadable(path: str, error: OSError) -> RunRefused:
+    """The refusal of a file that the machine cannot read."""
+    return refused("weights.unreadable", path, f"cannot be read: {error.strerror or error}")
+
+
+def _told(difference: Difference) -> Finding:
     held = " and ".join(f"other values on rank{'s' * (len(at) > 1)} {spans(at)}" for _, at in difference.holders)
-    return f"{difference.name} has {held}, with one header; give every rank the same checkpoint, or one folder for all"
+    return found("weights.files-differ", difference.name, f"has {held}, with one header")
 
 
 CHECK: Handler[CheckFiles, Target, None] = Handler(ready=check_ready, do=check_do, undo=check_undo)

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.nn import Module
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.interpreter import Handler
 from prepkit.objects import names
 from prepkit.objects.deepspeed import replaced_linear
@@ -33,22 +33,25 @@ def options(step: CheckpointModules) -> dict[str, Any]:
     return given
 
 
-def checkpoint_ready(step: CheckpointModules, target: Target) -> tuple[str, ...]:
+def checkpoint_ready(step: CheckpointModules, target: Target) -> problems.Found:
     """Every path must be a module inside the root that is not wrapped yet."""
     modules = names.named_slots(target.model)
-    problems = problem_texts.absent("module", step.paths, modules)
-    if wrapped := [path for path in step.paths if isinstance(modules.get(path), CheckpointWrapper)]:
-        problems += (f"{problem_texts.listed(wrapped)}: checkpointed already; apply to a model that was not prepared",)
+    wrapped = (path for path in step.paths if isinstance(modules.get(path), CheckpointWrapper))
+    met = problems.absent("module", step.paths, modules)
+    met += problems.told("model.already-checkpointed", wrapped, "checkpointed already", problems.PLAIN)
     if "" in step.paths:
-        problems += ("the root cannot be checkpointed, its wrapper would have no parent; name modules inside it",)
-    if unknown := [name for name in step.keep_ops if not overloads(name)]:
-        what = "torch has no such operator; import the library that defines it, or write keep_ops as torch.ops has them"
-        problems += (f"{problem_texts.listed(unknown)}: {what}, such as aten.mm.default",)
+        what, fix = "cannot be checkpointed: its wrapper would have no parent", "Name modules inside it."
+        met += problems.told("wrap.container", [""], what, fix)
+    unknown = (name for name in step.keep_ops if not overloads(name))
+    fix = "Import the library that defines it, or write it as torch.ops has it: aten.mm.default."
+    met += problems.told("checkpoint.operator", unknown, "torch has no such operator", fix)
     if step.keep_ops and replaced_linear() and not any(hasattr(param, "ds_id") for param in target.model.parameters()):
-        left = "ZeRO-3 of an earlier run in this process has left a linear of its own in the place of torch's"
-        wrong = "kept outputs would give wrong gradients"
-        problems += (f"{left}, {wrong}; call ready.close() of that run first, or leave keep_ops out",)
-    return problems
+        what = (
+            "ZeRO-3 of an earlier run in this process has left a linear of its own in the place of torch's, and kept "
+            "outputs would give wrong gradients"
+        )
+        met += problems.told("checkpoint.replaced-linear", ["torch.nn.functional.linear"], what)
+    return met
 
 
 def checkpoint_do(step: CheckpointModules, target: Target) -> None:

@@ -9,26 +9,25 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.interpreter import Handler
 from prepkit.objects import names
 from prepkit.objects.target import Target
 from prepkit.steps import CompileModules
 
 
-def compile_ready(step: CompileModules, target: Target) -> tuple[str, ...]:
+def compile_ready(step: CompileModules, target: Target) -> problems.Found:
     """Every path must be a module that is not compiled yet (CM-1, G-46), and torch must know the backend (K-DY1)."""
     modules = names.named_slots(target.model)
-    problems = problem_texts.absent("module", step.paths, modules)
-    known = torch.compiler.list_backends(exclude_tags=None)
-    if step.backend not in known:
-        problems += (
-            f"torch.compile knows no backend {step.backend!r}; import what registers it, or plan with inductor",
-        )
-    problems += _misfits(step)
-    if compiled := [path for path in step.paths if path in modules and _is_compiled(modules[path])]:
-        problems += (f"{problem_texts.listed(compiled)}: compiled already; give the model before torch.compile",)
-    return problems
+    compiled = (path for path in step.paths if path in modules and _is_compiled(modules[path]))
+    unknown = [step.backend] if step.backend not in torch.compiler.list_backends(exclude_tags=None) else []
+    fix = "Import what registers it before apply, or plan with inductor."
+    return (
+        *problems.absent("module", step.paths, modules),
+        *problems.told("compile.foreign-backend", unknown, "torch.compile knows no such backend", fix),
+        *_misfits(step),
+        *problems.told("model.already-compiled", compiled, "compiled already", "Give the model before torch.compile."),
+    )
 
 
 def arguments(step: CompileModules) -> dict[str, Any]:
@@ -45,21 +44,20 @@ def arguments(step: CompileModules) -> dict[str, Any]:
     return how
 
 
-def _misfits(step: CompileModules) -> tuple[str, ...]:
+def _misfits(step: CompileModules) -> problems.Found:
     """Arguments that this torch does not have, and options that inductor would refuse in the midst of applying."""
     known = inspect.signature(torch.compile).parameters
-    problems = tuple(
-        f"torch.compile of torch {torch.__version__} has no argument {name}; leave it out of config.compile"
-        for name in arguments(step)
-        if name not in known
-    )
+    older = (name for name in arguments(step) if name not in known)
+    what = f"torch.compile of torch {torch.__version__} has no such argument"
+    met = problems.told("compile.unknown-option", older, what, "Leave it out of config.compile.")
     if step.backend == "inductor":
         for option in step.options:
             try:
                 torch._TorchCompileInductorWrapper(None, {option.name: option.value}, step.dynamic)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
-                problems += (f"inductor takes no option {option.name}={option.value!r}: {_reason(option.name, error)}",)
-    return problems
+                what = f"inductor does not take {option.value!r}: {_reason(option.name, error)}"
+                met += problems.told("compile.unknown-option", [option.name], what)
+    return met
 
 
 def _reason(name: str, error: RuntimeError) -> str:

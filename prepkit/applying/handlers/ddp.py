@@ -9,11 +9,10 @@ from typing import Any
 import attrs
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.interpreter import HalfDone, Handler
 from prepkit.objects import names
 from prepkit.objects.target import Target
@@ -31,22 +30,18 @@ class Wrapped:
     """What cannot be taken back on this rank."""
 
 
-def wrap_ready(step: WrapDDP, target: Target) -> tuple[str, ...]:
+def wrap_ready(step: WrapDDP, target: Target) -> problems.Found:
     """The model must be plain, and something in it trainable (DDP-2, DDP-3)."""
-    problems: tuple[str, ...] = ()
-    modules = names.named_slots(target.model)
-    if inside := [path for path, module in modules.items() if isinstance(module, DistributedDataParallel)]:
-        problems += (
-            f"{problem_texts.listed(inside)}: wrapped in DistributedDataParallel already; give the module inside it",
-        )
-    params = names.named_parameters(target.model)
-    if sharded := [name for name, param in params.items() if isinstance(param, DTensor)]:
-        problems += (
-            f"{problem_texts.listed(sharded)}: sharded, DDP needs whole parameters; use FSDP2, or build the model anew",
-        )
-    if not any(param.requires_grad for param in params.values()):
-        problems += ("no parameter requires a gradient, so DDP has nothing to average; plan with intent=inference",)
-    return problems + (() if step.device is None else launcher.device_problems(step.device.type))
+    modules, params = names.named_slots(target.model), names.named_parameters(target.model)
+    inside = (path for path, module in modules.items() if isinstance(module, DistributedDataParallel))
+    fix = "Give the module inside it."
+    idle = () if any(param.requires_grad for param in params.values()) else ("model",)
+    return (
+        *problems.told("model.already-wrapped", inside, "in DistributedDataParallel already", fix),
+        *problems.sharded(params, "DDP needs whole parameters"),
+        *problems.told("model.nothing-trainable", idle, "no parameter requires a gradient, and DDP averages nothing"),
+        *(() if step.device is None else launcher.device_problems(step.device.type)),
+    )
 
 
 def can_send_nothing() -> bool:

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.applying.handlers.allocate import allocate_inside, swap_content
 from prepkit.applying.handlers.fp8 import WIDE
 from prepkit.applying.handlers.named_tensors import named_tensors
 from prepkit.applying.handlers.swap_layers import library_problems
+from prepkit.court import found
+from prepkit.findings import RunRefused
 from prepkit.interpreter import Handler
 from prepkit.objects import names, zero3
 from prepkit.objects.deepspeed import DataRanks, forget_groups, without_shared_memory
@@ -54,12 +55,11 @@ TORCH_ONLY = frozenset(
 # --- cast ----------------------------------------------------------------------------------------------------------
 
 
-def cast_ready(step: CastForward, target: Target) -> tuple[str, ...]:
+def cast_ready(step: CastForward, target: Target) -> problems.Found:
     """A second layer would cast twice (G-20)."""
     del step
-    if hasattr(target.model, MARK):
-        return ("the model's forward is cast by prepkit already; apply to a model that was not prepared",)
-    return ()
+    marked = ["model.forward"] if hasattr(target.model, MARK) else []
+    return problems.told("model.already-wrapped", marked, "cast by prepkit already", problems.PLAIN)
 
 
 def cast_do(step: CastForward, target: Target) -> Any:
@@ -88,9 +88,9 @@ CAST: Handler[CastForward, Target, Any] = Handler(ready=cast_ready, do=cast_do, 
 # --- leaf modules --------------------------------------------------------------------------------------------------
 
 
-def leaves_ready(step: MarkLeafModules, target: Target) -> tuple[str, ...]:
+def leaves_ready(step: MarkLeafModules, target: Target) -> problems.Found:
     """Every path must be a module."""
-    return problem_texts.absent("module", step.paths, names.named_modules(target.model))
+    return problems.absent("module", step.paths, names.named_modules(target.model))
 
 
 def leaves_do(step: MarkLeafModules, target: Target) -> dict[str, Any]:
@@ -125,14 +125,14 @@ CPU_KERNELS = {"DeepSpeedCPUAdam": "cpu_adam", "DeepSpeedCPUAdagrad": "cpu_adagr
 """The kernel that each of DeepSpeed's CPU optimizers compiles (deepspeed ``ops/op_builder``)."""
 
 
-def convert_ready(step: ConvertOptimizer, target: Target) -> tuple[str, ...]:
+def convert_ready(step: ConvertOptimizer, target: Target) -> problems.Found:
     """The optimizer must have no state yet, and nobody have left a lock on the kernel that is compiled for it.
 
     It may not be there yet either: an earlier step can create it.
     """
     if target.optimizer is not None and not all(map(unstepped, target.optimizer.state.values())):
-        kind = type(target.optimizer).__name__
-        return (f"the optimizer ({kind}) has state, which DeepSpeed's CPU form would not take; pass a fresh one",)
+        what = f"{type(target.optimizer).__name__} has state, which DeepSpeed's CPU form would not take"
+        return problems.told("deepspeed.optimizer-state", ["optimizer"], what, "Pass a fresh one.")
     return missing() or lock_problems((CPU_KERNELS[step.algorithm],))
 
 
@@ -140,7 +140,7 @@ def convert_do(step: ConvertOptimizer, target: Target) -> Optimizer:
     """DeepSpeed's optimizer over the same groups, to which the scheduler is bound; returns the one that was there."""
     old = target.optimizer
     if old is None:
-        raise RuntimeError(f"there is no optimizer to convert to {step.algorithm}; pass one to apply()")
+        raise RunRefused(problems.no_optimizer(target))
     groups = [{key: value for key, value in g.items() if key not in TORCH_ONLY} for g in old.param_groups]
     options = {"adamw_mode": step.decoupled} if step.algorithm == "DeepSpeedCPUAdam" else {}
     # The first group's numbers are the defaults too: the kernel is created with them.
@@ -189,38 +189,35 @@ CONVERT: Handler[ConvertOptimizer, Target, Optimizer] = Handler(ready=convert_re
 # --- initialize ----------------------------------------------------------------------------------------------------
 
 
-def missing() -> tuple[str, ...]:
+def missing() -> problems.Found:
     """One text where DeepSpeed is not installed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        return ("DeepSpeed is not installed; type pip install 'prepkit[deepspeed]'",)
-    return ()
+    lacking = ["deepspeed"] if importlib.util.find_spec("deepspeed") is None else []
+    return problems.told("deepspeed.installed", lacking, "DeepSpeed is not installed")
 
 
-def initialize_ready(step: InitializeDeepSpeed, target: Target) -> tuple[str, ...]:
+def initialize_ready(step: InitializeDeepSpeed, target: Target) -> problems.Found:
     """Everything that can be known before a call that has no way back."""
-    if problems := missing() + _msamp_problems(step):
-        return problems
+    if met := missing() + _msamp_problems(step):
+        return met
     modules, params = names.named_slots(target.model), names.named_parameters(target.model)
     if isinstance(target.model, engine_class()):
-        problems += ("the model is a DeepSpeed engine already; give the module inside it, built anew",)
-    elif wrapped := [path for path, m in modules.items() if isinstance(m, FSDPModule) or names.is_root_wrapper(m)]:
-        problems += (f"{problem_texts.listed(wrapped)}: wrapped already; give the model as it was before",)
-    if sharded := [name for name, param in params.items() if isinstance(param, DTensor)]:
-        problems += (
-            f"{problem_texts.listed(sharded)}: sharded already, DeepSpeed shards whole parameters; build it anew",
-        )
-    if (empty := [name for name, param in params.items() if param.is_meta]) and not step.filled:
-        problems += (f"{problem_texts.listed(empty)}: on meta, without data to hand over; load the weights first",)
-    problems += problem_texts.absent("module", step.kept, modules)
-    problems += problem_texts.absent("parameter", step.names, params) + problem_texts.with_gradient(params, params)
-    if step.optimizer == "section" and target.optimizer is not None:
-        problems += ("DeepSpeed makes the optimizer from its config, but one was given; leave one of them out",)
+        fix = "Give the module inside it, built again."
+        met += problems.told("model.already-wrapped", ["model"], "a DeepSpeed engine already", fix)
+    else:
+        wrapped = (path for path, m in modules.items() if isinstance(m, FSDPModule) or names.is_root_wrapper(m))
+        met += problems.told("model.already-wrapped", wrapped, "wrapped already")
+    met += problems.sharded(params, "DeepSpeed shards whole parameters")
+    met += () if step.filled else problems.on_meta(params)
+    met += problems.absent("module", step.kept, modules)
+    met += problems.absent("parameter", step.names, params) + problems.with_gradient(params, params)
+    two = ["optimizer"] if step.optimizer == "section" and target.optimizer is not None else []
+    met += problems.told("deepspeed.two-optimizers", two, "DeepSpeed makes one from its config, and one was given")
     kernels = _kernels(step)
     devices = device_problems(step.device, compiles=bool(kernels)) + launcher.device_problems(step.device)
-    return problems + devices + lock_problems(kernels)
+    return met + devices + lock_problems(kernels)
 
 
-def _msamp_problems(step: InitializeDeepSpeed) -> tuple[str, ...]:
+def _msamp_problems(step: InitializeDeepSpeed) -> problems.Found:
     return library_problems("msamp.deepspeed", "msamp") if step.library == "msamp" else ()
 
 
@@ -232,15 +229,16 @@ def engine_class() -> type:
     return engine
 
 
-def device_problems(device: str, *, compiles: bool) -> tuple[str, ...]:
+def device_problems(device: str, *, compiles: bool) -> problems.Found:
     """One text where DeepSpeed works on another device, or cannot compile for it."""
     from deepspeed.accelerator import get_accelerator
 
     works_on = get_accelerator().device_name()
     if works_on == device:
         return launcher.compiler_problems() if device == "cpu" and compiles else ()
-    fix = f"type export DS_ACCELERATOR={device}, which it reads when it is first imported"
-    return (f"DeepSpeed works on {works_on}, and the plan computes on {device}; {fix}",)
+    fix = f"Type export DS_ACCELERATOR={device}, which it reads when it is first imported."
+    what = f"DeepSpeed works on {works_on}, and the plan computes on {device}"
+    return problems.told("deepspeed.accelerator", ["env.variables.DS_ACCELERATOR"], what, fix)
 
 
 def _kernels(step: InitializeDeepSpeed) -> tuple[str, ...]:
@@ -267,7 +265,7 @@ def config_of(settings: tuple[Setting, ...]) -> dict[str, Any]:
 def initialize_do(step: InitializeDeepSpeed, target: Target) -> None:
     """Collective. Puts the engine in the place of the model, and ZeRO's optimizer in that of the optimizer.
 
-    Raises ``RuntimeError`` with what DeepSpeed said.
+    Raises ``RunRefused`` with what DeepSpeed said.
     """
     library = importlib.import_module("deepspeed" if step.library == "deepspeed" else "msamp.deepspeed")
     forget_groups()
@@ -292,7 +290,7 @@ def initialize_do(step: InitializeDeepSpeed, target: Target) -> None:
                 dist_init_required=False,
             )
     except (AssertionError, ValueError, TypeError, KeyError) as error:
-        raise RuntimeError(f"{library.__name__}.initialize refused: {type(error).__name__}: {error}") from error
+        raise problems.step_refused(f"{library.__name__}.initialize", type(error).__name__, error) from error
     target.model, target.optimizer = engine, optimizer
     if step.scheduler != "outside":
         target.scheduler = scheduler
@@ -331,11 +329,17 @@ def stale_locks(kernels: Iterable[str]) -> tuple[Path, ...]:
     return tuple(lock for lock in locks if _is_stale(lock))
 
 
-def lock_problems(kernels: Iterable[str]) -> tuple[str, ...]:
+def lock_problems(kernels: Iterable[str]) -> problems.Found:
     """One text for every stale lock, with what to type."""
+    left = "left by a compilation that was killed: DeepSpeed would wait for it for ever"
+    unless = "unless another machine compiles in this folder now"
     return tuple(
-        f"{lock}: left by a compilation that was killed, DeepSpeed would wait for it for ever; unless another machine "
-        f"is compiling in this folder now, type rm {lock}"
+        found(
+            "deepspeed.stale-lock",
+            str(lock),
+            left,
+            f"Type rm {lock}, {unless}.",
+        )
         for lock in stale_locks(kernels)
     )
 
@@ -373,21 +377,18 @@ def _is_open(file: Path) -> bool:
 # The ``Init`` stays alive in the parameters: they are gathered as *its* config says. So the step has the whole config.
 
 
-def partition_ready(step: PartitionParameters, target: Target) -> tuple[str, ...]:
+def partition_ready(step: PartitionParameters, target: Target) -> problems.Found:
     """DeepSpeed must be there and work on the device, and the parameters be plain ones."""
-    if problems := missing():
-        return problems
+    if met := missing():
+        return met
     params = names.named_parameters(target.model)
-    problems = ()
-    if divided := [name for name, param in params.items() if hasattr(param, "ds_id")]:
-        problems = (f"{problem_texts.listed(divided)}: divided by deepspeed.zero.Init; build the model outside it",)
-    return problems + device_problems(step.device.type, compiles=False)
+    return problems.partitioned(params.items()) + device_problems(step.device.type, compiles=False)
 
 
 def partition_do(step: PartitionParameters, target: Target) -> None:
     """Notes in ``target.unfilled`` what has no values yet; all other parameters keep theirs, in parts.
 
-    Raises ``RuntimeError`` with the parameter at which it ended.
+    Raises ``RunRefused`` with the parameter at which it ended.
     """
     device = launcher.bind(step.device)
     target.together()
@@ -414,7 +415,7 @@ def _partition(name: str, param: Parameter, init: Any, device: torch.device) -> 
     try:
         _divide(param, init, device)
     except Exception as error:
-        raise RuntimeError(f"{name} could not be divided, those before it are: {error}") from error
+        raise problems.step_refused(name, "could not be divided, those before it are", error) from error
 
 
 def _divide(param: Any, init: Any, device: torch.device) -> None:

@@ -6,7 +6,7 @@ from attrs import frozen
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn import Module
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.interpreter import Handler
 from prepkit.objects import names
 from prepkit.objects.entry_point import IN_STEP, MARK, ThroughWrapper, like_forward
@@ -24,13 +24,14 @@ class Registered:
     """Modules whose ``generate`` was told that ranks go in step."""
 
 
-def register_ready(step: RegisterEntryPoints, target: Target) -> tuple[str, ...]:
+def register_ready(step: RegisterEntryPoints, target: Target) -> problems.Found:
     """The model must have every method, and none may stand in the instance already."""
     inner = names.unwrap_root(target.model)[-1]
-    problems = problem_texts.absent("method", step.names, {name for name in step.names if hasattr(inner, name)})
-    if MARK in vars(inner):
-        problems += ("its methods are entry points already; apply to a model that was not prepared",)
-    return problems
+    marked = ["model"] if MARK in vars(inner) else []
+    return (
+        *problems.absent("method", step.names, {name for name in step.names if hasattr(inner, name)}),
+        *problems.told("model.already-wrapped", marked, "its methods are entry points already", problems.PLAIN),
+    )
 
 
 def register_do(step: RegisterEntryPoints, target: Target) -> Registered:

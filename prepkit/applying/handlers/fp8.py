@@ -11,8 +11,9 @@ from torch.nn import Linear, Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.applying.handlers.swap_layers import Swapped, layer_problems, library_problems, put_back, swap
+from prepkit.findings import RunRefused
 from prepkit.interpreter import Handler
 from prepkit.objects import names
 from prepkit.objects.target import Target
@@ -21,7 +22,7 @@ from prepkit.steps import ConvertFP8Linears, InitializeMSAMP, PrecomputeFloat8Sc
 # --- torchao -------------------------------------------------------------------------------------------------------
 
 
-def convert_ready(step: ConvertFP8Linears, target: Target) -> tuple[str, ...]:
+def convert_ready(step: ConvertFP8Linears, target: Target) -> problems.Found:
     """The library must be there, and every layer a plain Linear without hooks."""
     return library_problems("torchao.float8", "torchao") + layer_problems(step.paths, Linear, target.model)
 
@@ -57,7 +58,7 @@ CONVERT: Handler[ConvertFP8Linears, Target, tuple[Swapped, ...]] = Handler(
 )
 
 
-def scales_ready(step: PrecomputeFloat8Scales, target: Target) -> tuple[str, ...]:
+def scales_ready(step: PrecomputeFloat8Scales, target: Target) -> problems.Found:
     """The library must be there. An optimizer may still be created by a step before this one."""
     del step, target
     return library_problems("torchao.float8", "torchao")
@@ -69,7 +70,7 @@ def scales_do(step: PrecomputeFloat8Scales, target: Target) -> RemovableHandle:
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     if target.optimizer is None:
-        raise RuntimeError("there is no optimizer to watch; give one, or plan with precompute_scales=False")
+        raise RunRefused(problems.no_optimizer(target))
     model = target.model
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -114,17 +115,18 @@ class BeforeMSAMP:
     """The scheduler drives the optimizer."""
 
 
-def msamp_ready(step: InitializeMSAMP, target: Target) -> tuple[str, ...]:
+def msamp_ready(step: InitializeMSAMP, target: Target) -> problems.Found:
     """MS-AMP and an optimizer must be there; under DDP, MS-AMP's own wrapper must stand in the place of torch's."""
-    problems = library_problems("msamp", "msamp")
-    problems += problem_texts.absent("module", (*step.linears, *step.kept), names.named_modules(target.model))
-    if target.optimizer is None:
-        problems += ("MS-AMP replaces model and optimizer together; give an optimizer to apply()",)
+    met = library_problems("msamp", "msamp")
+    met += problems.absent("module", (*step.linears, *step.kept), names.named_modules(target.model))
+    met += problems.no_optimizer(target)
     ddp = torch.nn.parallel.DistributedDataParallel
-    if step.reduced and not problems and not ddp.__module__.startswith("msamp"):
-        left = "this msamp leaves torch's DistributedDataParallel as it is, which would not reduce float8 gradients"
-        problems += (f"{left}; install a newer one, or plan with backend=TorchAO()",)
-    return problems
+    if step.reduced and not met and not ddp.__module__.startswith("msamp"):
+        what = "this msamp leaves torch's DistributedDataParallel as it is, which would not reduce float8 gradients"
+        met += problems.told(
+            "fp8.library-too-old", ["msamp"], what, "Install a newer one, or plan with backend=TorchAO()."
+        )
+    return met
 
 
 def msamp_do(step: InitializeMSAMP, target: Target) -> BeforeMSAMP:
@@ -132,7 +134,7 @@ def msamp_do(step: InitializeMSAMP, target: Target) -> BeforeMSAMP:
     import msamp
 
     if target.optimizer is None:
-        raise ValueError("the target has no optimizer; its check was not asked")
+        raise RunRefused(problems.no_optimizer(target))
     before = _before(target.model, target.optimizer, target.scheduler)
     modules = names.named_modules(target.model)
     try:

@@ -19,11 +19,12 @@ from torch.distributed.fsdp import (
 )
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.applying.handlers.allocate import allocate_inside
 from prepkit.applying.handlers.named_tensors import named_tensors
 from prepkit.applying.handlers.optimizer import shape_problems
 from prepkit.applying.handlers.optimizer_state import ParamState, lay_out
+from prepkit.court import refused
 from prepkit.interpreter import Handler
 from prepkit.objects import fsdp1_flat, names
 from prepkit.objects.target import Target
@@ -40,36 +41,34 @@ STRATEGIES = {
 """Names of the step to torch's; the last one is public in torch's documentation and private in its enum (K-F2)."""
 
 
-def wrap_ready(step: WrapFSDP1, target: Target) -> tuple[str, ...]:
+def wrap_ready(step: WrapFSDP1, target: Target) -> problems.Found:
     """Everything that FSDP1 refuses must be found here: it has no way back (torch ``_flat_param.py``)."""
     modules, params = names.named_slots(target.model), names.named_parameters(target.model)
     paths = [unit.path for unit in step.units]
-    problems = problem_texts.absent("module", (*paths, *step.ignored), modules)
-    if hollow := [path for path in paths if path in modules and _is_container(modules[path])]:
-        problems += (
-            f"{problem_texts.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",
-        )
-    wrapped = [p for p, module in modules.items() if isinstance(module, FullyShardedDataParallel | FSDPModule)]
-    if wrapped:
-        problems += (f"{problem_texts.listed(wrapped)}: sharded already; apply to a model that was not prepared",)
-    if scalars := [name for name, param in params.items() if param.ndim == 0]:
-        problems += (f"{problem_texts.listed(scalars)}: a scalar cannot be flattened; make it a tensor of shape (1,)",)
-    if odd := [name for name, param in params.items() if not param.is_floating_point()]:
-        problems += (
-            f"{problem_texts.listed(odd)}: {params[odd[0]].dtype} cannot be flattened; register it as a buffer",
-        )
-    if step.sync_module_states and step.device.type == "cpu":
-        problems += ("torch broadcasts module states on an accelerator only; plan with sync_module_states=False",)
-    return problems + problem_texts.with_gradient(params, params) + launcher.device_problems(step.device.type)
+    wrapped = (path for path, module in modules.items() if isinstance(module, FullyShardedDataParallel | FSDPModule))
+    scalars = (name for name, param in params.items() if param.ndim == 0)
+    odd = [name for name, param in params.items() if not param.is_floating_point()]
+    dtype = params[odd[0]].dtype if odd else None
+    alone = ["config.engine"] if step.sync_module_states and step.device.type == "cpu" else []
+    return (
+        *problems.absent("module", (*paths, *step.ignored), modules),
+        *problems.hollow(path for path in paths if path in modules and _is_container(modules[path])),
+        *problems.told("model.already-wrapped", wrapped, "sharded already", problems.PLAIN),
+        *problems.told("units.scalar", scalars, "a scalar cannot be flattened", "Make it a tensor of shape (1,)."),
+        *problems.told("units.integer", odd, f"{dtype} cannot be flattened"),
+        *problems.told("fsdp1.sync-on-cpu", alone, "torch broadcasts module states on an accelerator only"),
+        *problems.with_gradient(params, params),
+        *launcher.device_problems(step.device.type),
+    )
 
 
 def wrap_do(step: WrapFSDP1, target: Target) -> None:
     """Wraps the units in their order. Of a checkpointed module the checkpoint wrapper goes inside the unit (F1-8).
 
-    Raises ``RuntimeError`` that says which units are wrapped and which one failed.
+    Raises ``RunRefused`` that says which units are wrapped and which one failed.
     """
     if target.mesh is None:
-        raise RuntimeError("there is no device mesh to cut over; BuildMesh has to come before WrapFSDP1")
+        raise problems.no_mesh("cut over")
     device = launcher.bind(step.device)
     modules = names.named_slots(target.model)
     ignored = [modules[path] for path in step.ignored]
@@ -88,9 +87,9 @@ def wrap_do(step: WrapFSDP1, target: Target) -> None:
                 allocate_inside(modules[unit.path], device)
             wrapped = _wrap(step, unit, modules[unit.path], target, device, ignored)
         except Exception as error:
-            name = problem_texts.listed([unit.path])
-            progress = f"wrapped before it: {problem_texts.listed(done)}" if done else "it was the first"
-            raise RuntimeError(f"unit {name} could not be wrapped ({progress}): {error}") from error
+            name = problems.listed([unit.path])
+            progress = f"wrapped before it: {problems.listed(done)}" if done else "it was the first"
+            raise problems.step_refused(f"unit {name}", f"could not be wrapped ({progress})", error) from error
         _put(target, unit.path, modules[unit.path], wrapped)
         done.append(unit.path)
 
@@ -159,17 +158,17 @@ class Grouped:
     released: dict[str, ParamState]
 
 
-def regroup_ready(step: RegroupOptimizer, target: Target) -> tuple[str, ...]:
+def regroup_ready(step: RegroupOptimizer, target: Target) -> problems.Found:
     """Every name must be a parameter; which unit it falls into is known once the units are wrapped."""
-    problems = shape_problems(step.slots, target)
     holders = fsdp1_flat.holders(target.model)
-    return problems + problem_texts.absent("parameter", (n for group in step.slots for n in group if n), holders)
+    named = (name for group in step.slots for name in group if name)
+    return shape_problems(step.slots, target) + problems.absent("parameter", named, holders)
 
 
 def regroup_do(step: RegroupOptimizer, target: Target) -> Grouped:
     """Each group gets the holder of each of its names once, in order; what is not the model's stays where it is.
 
-    Raises ``ValueError``, with nothing changed, when one holder falls into two groups or states do not join.
+    Raises ``RunRefused``, with nothing changed, when one holder falls into two groups or states do not join.
     """
     optimizer = target.optimizer
     assert optimizer is not None, "its check was asked"
@@ -182,7 +181,7 @@ def regroup_do(step: RegroupOptimizer, target: Target) -> Grouped:
         for name, tensor in zip(slots, group["params"], strict=True):
             param = holders[name] if name else tensor
             if group_of.setdefault(id(param), index) != index:
-                raise ValueError(f"the flat parameter with {name} falls into two groups; put its unit into one group")
+                raise refused("fsdp1.unit-in-two-groups", name, "its flat parameter falls into two groups")
             members[id(param)] = param
         groups.append(list(members.values()))
     on_device = {key: _on_device(optimizer.param_groups[index]) for key, index in group_of.items()}
@@ -221,8 +220,8 @@ def _joined(
             joined[param] = lay_out(state, param, scalars_on_device=on_device[id(param)])
         elif param not in joined:
             if missing := [other for other in members if other not in released]:
-                text = "without the state that others of its unit have; create the optimizer after preparing"
-                raise ValueError(f"{problem_texts.listed(missing)}: {text}")
+                what = "without the state that others of its unit have"
+                raise refused("optimizer.state-layout", problems.listed(missing), what)
             joined[param] = _join({n: released[n] for n in members}, pieces, param, on_device[id(param)])
     return joined
 
@@ -231,9 +230,9 @@ def _join(
     states: dict[str, ParamState], pieces: dict[str, fsdp1_flat.FlatShard], param: Parameter, on_device: bool
 ) -> ParamState:
     first, *others = states
-    listed = problem_texts.listed(list(states))
+    listed = problems.listed(list(states))
     if any(states[name].keys() != states[first].keys() for name in others):
-        raise ValueError(f"{listed}: have states of different kinds; create the optimizer after preparing")
+        raise refused("optimizer.state-layout", listed, "states of different kinds")
     joined: ParamState = {}
     for key, first_value in states[first].items():
         values = {name: state[key] for name, state in states.items()}
@@ -244,9 +243,7 @@ def _join(
                 first_value.to(param.device) if isinstance(first_value, torch.Tensor) and on_device else first_value
             )
         else:
-            raise ValueError(
-                f"{listed}: {key!r} differs, and a flat parameter has one; create the optimizer afterwards"
-            )
+            raise refused("optimizer.state-layout", listed, f"{key!r} differs, and a flat parameter has one")
     return joined
 
 

@@ -13,7 +13,7 @@ from attrs import frozen
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.interpreter import Handler
 from prepkit.objects import names, param_extras
 from prepkit.objects.fsdp2_units import unit_facts
@@ -22,41 +22,38 @@ from prepkit.plan.layout import chunk
 from prepkit.steps import ShardUnits, Unit
 
 
-def shard_ready(step: ShardUnits, target: Target) -> tuple[str, ...]:
+def shard_ready(step: ShardUnits, target: Target) -> problems.Found:
     """Everything that ``fully_shard`` refuses must be found here: it has no way back (G-8, torch ``_fsdp_init.py``)."""
-    old = (_OLD,) if step.reduce_unused and not hasattr(FSDPModule, _UNUSED) else ()
+    old = ["reduce_unused"] if step.reduce_unused and not hasattr(FSDPModule, _UNUSED) else []
+    met = problems.told("units.unused-on-old-torch", old, f"torch {torch.__version__} has no FSDPModule.{_UNUSED}")
     if step.already_sharded:
-        return old + _other_units(step, target)
+        return met + _other_units(step, target)
     modules, params = names.named_slots(target.model), names.named_parameters(target.model)
     paths = [unit.path for unit in step.units]
-    problems = problem_texts.absent("module", paths, modules)
-    if hollow := [path for path in paths if path in modules and _is_container(modules[path])]:
-        problems += (
-            f"{problem_texts.listed(hollow)}: a container without forward cannot be a unit; wrap the modules inside it",
-        )
-    if sharded := [path for path, module in modules.items() if isinstance(module, FSDPModule)]:
-        problems += (f"{problem_texts.listed(sharded)}: sharded already; apply to a model that was not prepared",)
-    problems += problem_texts.absent("parameter", step.ignored, params)
-    if scalars := [name for name, param in params.items() if param.ndim == 0 and name not in set(step.ignored)]:
-        problems += (f"{problem_texts.listed(scalars)}: a scalar cannot be sharded; plan it among the ignored ones",)
-    return old + problems + problem_texts.with_gradient(params, params)
+    sharded = (path for path, module in modules.items() if isinstance(module, FSDPModule))
+    scalars = (name for name, param in params.items() if param.ndim == 0 and name not in set(step.ignored))
+    return (
+        *met,
+        *problems.absent("module", paths, modules),
+        *problems.hollow(path for path in paths if path in modules and _is_container(modules[path])),
+        *problems.told("model.already-wrapped", sharded, "sharded already", problems.PLAIN),
+        *problems.absent("parameter", step.ignored, params),
+        *problems.told("units.scalar", scalars, "a scalar cannot be sharded", "Plan it among the ignored ones."),
+        *problems.with_gradient(params, params),
+    )
 
 
 _UNUSED = "set_reduce_scatter_unused_params"
 _OLD = f"reduce_unused: this torch {torch.__version__} has no FSDPModule.{_UNUSED}; pip install 'torch>=2.13'"
 
 
-def _other_units(step: ShardUnits, target: Target) -> tuple[str, ...]:
+def _other_units(step: ShardUnits, target: Target) -> problems.Found:
     """Units that the plan takes for granted, and those that it does not know."""
     existing = {unit.path for unit in unit_facts(names.sites(target.model))}
     planned = {unit.path for unit in step.units}
-    texts = "planned as a unit already, which it is not", "a unit already, which was not planned"
-    differences = (sorted(planned - existing), sorted(existing - planned))
-    again = "build the plan again from this model"
-    return tuple(
-        f"{problem_texts.listed(paths)}: {text}; {again}"
-        for paths, text in zip(differences, texts, strict=True)
-        if paths
+    return (
+        *problems.told("plan.model-changed", sorted(planned - existing), "planned as a unit already, which it is not"),
+        *problems.told("plan.model-changed", sorted(existing - planned), "a unit already, which was not planned"),
     )
 
 
@@ -75,7 +72,7 @@ def shard_do(step: ShardUnits, target: Target) -> None:
 
 def _shard_all(step: ShardUnits, target: Target) -> None:
     if target.mesh is None:
-        raise RuntimeError("there is no device mesh to shard over; BuildMesh has to come before ShardUnits")
+        raise problems.no_mesh("shard over")
     modules, ignored = names.named_slots(target.model), _ignored_params(step, target)
     kept = param_extras.every_attribute(target.model)
     done: list[str] = []
@@ -84,9 +81,9 @@ def _shard_all(step: ShardUnits, target: Target) -> None:
             try:
                 _shard(step, unit, modules[unit.path], target, ignored)
             except Exception as error:
-                name = problem_texts.listed([unit.path])
-                progress = f"sharded before it: {problem_texts.listed(done)}" if done else "it was the first"
-                raise RuntimeError(f"unit {name} could not be sharded ({progress}): {error}") from error
+                name = problems.listed([unit.path])
+                progress = f"sharded before it: {problems.listed(done)}" if done else "it was the first"
+                raise problems.step_refused(f"unit {name}", f"could not be sharded ({progress})", error) from error
             done.append(unit.path)
     param_extras.carry_over(target.model, kept)
 

@@ -7,13 +7,14 @@ from typing import Any
 from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from prepkit.applying.handlers import problems
 from prepkit.interpreter import Handler
 from prepkit.objects.target import Target
 from prepkit.ranks import launcher
 from prepkit.steps import CreateGradScaler
 
 
-def scaler_ready(step: CreateGradScaler, target: Target) -> tuple[str, ...]:
+def scaler_ready(step: CreateGradScaler, target: Target) -> problems.Found:
     """The device must be there: without CUDA, torch would hand out a scaler that does nothing (ST-23)."""
     del target
     return launcher.device_problems(step.device)

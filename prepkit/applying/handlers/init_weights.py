@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.applying.handlers.init_slots import (
     Flattened,
     Slot,
@@ -40,6 +40,7 @@ from prepkit.applying.handlers.init_slots import (
     slots,
     whole_shape,
 )
+from prepkit.court import refused
 from prepkit.interpreter import Handler
 from prepkit.objects import names
 from prepkit.objects.local_part import local
@@ -53,25 +54,20 @@ INIT_METHOD = "_init_weights"
 """By which a model initializes each module inside it, as those of transformers do."""
 
 
-class NotInitialized(RuntimeError):
-    """An initializer ran and left tensors unwritten, or there was none; names them."""
-
-
-def initialize_ready(step: InitializeTensors, target: Target) -> tuple[str, ...]:
+def initialize_ready(step: InitializeTensors, target: Target) -> problems.Found:
     """Every named parameter, and every named buffer on meta, must be in a module that something initializes."""
     sites = names.sites(target.model)
     tensors = _sites_of_tensors(sites)
-    problems = problem_texts.absent("parameter", step.params, tensors) + problem_texts.absent(
-        "buffer", step.buffers, tensors
-    )
     wanted = [name for name in step.params if name in tensors]
     wanted += [name for name in step.buffers if name in tensors and tensors[name][1].is_meta]
     models = _initializing_models(sites)
-    orphans = [n for n in wanted if not _reset_method(tensors[n][0].module) and models[tensors[n][0].path] is None]
-    if orphans:
-        text = f"{problem_texts.listed(orphans)}: without values, and nothing initialises it"
-        problems += (f"{text}; give its module a reset_parameters()",)
-    return problems + adapter_problems(sites, wanted)
+    orphans = (n for n in wanted if not _reset_method(tensors[n][0].module) and models[tensors[n][0].path] is None)
+    return (
+        *problems.absent("parameter", step.params, tensors),
+        *problems.absent("buffer", step.buffers, tensors),
+        *problems.told("weights.no-initialiser", orphans, "without values, and nothing initialises it"),
+        *adapter_problems(sites, wanted),
+    )
 
 
 def initialize_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
@@ -79,7 +75,7 @@ def initialize_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
 
     A unit is whole at one time because initializers of a module may write what its children hold (GPT-2's residual
     projections). What is not to be initialized stays as it is. Returns the names of what had values before. Raises
-    ``NotInitialized``.
+    ``RunRefused``.
     """
     sites = [site for site in names.sites(target.model) if site.first]
     wanted = {*step.params, *(name for name in step.buffers if name in target.unfilled)}
@@ -87,7 +83,7 @@ def initialize_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
     device = next((local(param).device for param in target.model.parameters()), torch.device("cpu"))
     forked = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
     lost = tuple(name for name in step.params if name not in target.unfilled)
-    with torch.random.fork_rng(**forked), torch.no_grad(), problem_texts.half_done(lost):
+    with torch.random.fork_rng(**forked), torch.no_grad(), problems.half_done(lost):
         flat, adapters = flattened(target.model), adapter_configs(sites)
         for unit in step.units:
             inside = [site for site in sites if unit_of[site.path] == unit]
@@ -100,7 +96,7 @@ def initialize_do(step: InitializeTensors, target: Target) -> tuple[str, ...]:
 def initialize_undo(step: InitializeTensors, target: Target, memo: tuple[str, ...]) -> str | None:
     """What had no values before has none again: no more than a note, as its storage goes with ``AllocateTensors``."""
     target.unfilled |= set(step.params) - set(memo)
-    return problem_texts.overwritten(memo)
+    return problems.overwritten(memo)
 
 
 def _unit_of_each(sites: Sequence[Site], units: frozenset[str]) -> dict[str, str]:
@@ -138,11 +134,9 @@ def _initialize_unit(
                 reset_adapters(site.module, adapters[site.path])
             written.append({n: slot.twin.detach().clone() for n, slot in filled.items() if not _takes_nan(slot.twin)})
     if unwritten := [name for name, slot in filled.items() if _unwritten(name, slot.twin, written)]:
-        listed = problem_texts.listed(unwritten)
-        raise NotInitialized(
-            f"{listed}: still without values after reset_parameters() and _init_weights(); write them there, or load "
-            "the weights: LoadWeights(path)"
-        )
+        listed = problems.listed(unwritten)
+        what = "still without values after reset_parameters() and _init_weights()"
+        raise refused("weights.not-initialised", listed, what)
     for slot in filled.values():
         slot.keep()
 
@@ -196,13 +190,12 @@ class OtherUnitsParameter(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Properties and sizes pass; anything else raises ``NotInitialized``."""
+        """Properties and sizes pass; anything else raises ``RunRefused``."""
         if func.__name__ in {"__get__", "dim", "size", "numel", "detach", "is_floating_point", "__len__"}:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch
-        raise NotInitialized(
-            f"an initialiser calls {func.__name__} on a parameter of shape {tuple(args[0].shape)} that another unit "
-            "holds; initialise it in a module of that unit, or load the weights: LoadWeights(path)"
-        )
+        what = f"an initialiser calls {func.__name__} on a parameter of shape {tuple(args[0].shape)} of another unit"
+        fix = "Initialise it in a module of that unit, or load the weights: LoadWeights(path)."
+        raise refused("weights.not-initialised", "model", what, fix)
 
 
 @contextmanager
@@ -280,16 +273,17 @@ def adapter_configs(sites: Sequence[Site]) -> dict[str, Configs]:
     return configs
 
 
-def adapter_problems(sites: Sequence[Site], wanted: Sequence[str]) -> tuple[str, ...]:
+def adapter_problems(sites: Sequence[Site], wanted: Sequence[str]) -> problems.Found:
     """One text for the adapters that would have to be made from the values of the base."""
-    configs, problems = adapter_configs(sites), []
+    configs, met = adapter_configs(sites), []
     for site in sites:
         for name, how in _adapters(site.module, configs[site.path]):
             inside = [param for param in wanted if param.startswith(f"{site.path}.lora_") and f".{name}" in param]
             if inside and how not in FROM_SHAPES:
-                problems.append(f"{inside[0]}: init_lora_weights={how!r} is made from the values of the base")
-    fix = "; prepare the adapter with values, and write weights=BroadcastWeights(), or init_lora_weights=True"
-    return (problems[0] + (f", and {len(problems) - 1} more" if problems[1:] else "") + fix,) if problems else ()
+                met.append((inside[0], f"init_lora_weights={how!r} is made from the values of the base"))
+    fix = "Prepare the adapter with values, and write weights=BroadcastWeights(), or init_lora_weights=True."
+    what = met[0][1] + f", and {len(met) - 1} more" * (len(met) > 1) if met else ""
+    return problems.told("weights.not-initialised", [name for name, _ in met[:1]], what, fix)
 
 
 def reset_adapters(module: Module, configs: Configs) -> None:

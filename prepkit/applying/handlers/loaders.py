@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from prepkit.applying.handlers import problems
+from prepkit.court import found
 from prepkit.interpreter import Handler
 from prepkit.loading.batch_sampler import RankBatches
 from prepkit.loading.joint_sources import BatchSource, DispatchedSource, ShardsSource
@@ -20,23 +22,26 @@ from prepkit.ranks import launcher
 from prepkit.ranks.world import world
 from prepkit.steps import ShardLoader, WrapLoader
 
-KEEP = "split the data yourself and plan with loaders=KeepLoaders()"
+
+def _missing(step: ShardLoader | WrapLoader, target: Target) -> problems.Found:
+    fewer = [f"loaders[{step.index}]"] if step.index >= len(target.loaders) else []
+    what = f"the plan has it, and {len(target.loaders)} were given"
+    return problems.told("plan.model-changed", fewer, what, "Pass the loaders of the plan.")
 
 
-def shard_ready(step: ShardLoader, target: Target) -> tuple[str, ...]:
+def shard_ready(step: ShardLoader, target: Target) -> problems.Found:
     """The loader must be one that can be divided in the planned way."""
-    if step.index >= len(target.loaders):
-        return (f"the plan shards loader {step.index}, {len(target.loaders)} were given; pass those of the plan",)
-    loader = target.loaders[step.index]
-    name = f"loader {step.index}"
+    if met := _missing(step, target):
+        return met
+    where, loader = f"loaders[{step.index}]", target.loaders[step.index]
     if not isinstance(loader, DataLoader):
-        return (f"{name} is a {type(loader).__name__}, and not a torch DataLoader; {KEEP}",)
+        return (found("loaders.foreign", where, f"is a {type(loader).__name__}, and not a torch DataLoader"),)
     streams = isinstance(loader.dataset, IterableDataset)
     if streams != (step.split in ("stream", "shards")):
         what = "reads an IterableDataset" if streams else "has a data set with indices"
-        return (f"{name} {what}, and the plan divides it by {step.split}; plan again with this loader",)
+        return (found("plan.model-changed", where, f"{what}, and the plan divides it by {step.split}"),)
     if isinstance(loader.sampler, DistributedSampler):
-        return (f"{name} has a DistributedSampler already; {KEEP}",)
+        return (found("loaders.already-distributed", where, "has a DistributedSampler already"),)
     return ()
 
 
@@ -125,17 +130,16 @@ def data_part(step: ShardLoader | WrapLoader, target: Target) -> tuple[int, int]
     if step.axes is None:
         return world().size // step.same_data, world().rank // step.same_data
     if target.mesh is None:
-        raise RuntimeError("there is no device mesh to divide the data over; BuildMesh has to come before the loaders")
+        raise problems.no_mesh("divide the data over")
     sizes = [target.mesh[axis].size() for axis in step.axes]
     places = [target.mesh.get_local_rank(axis) for axis in step.axes]
     return prod(sizes), sum(place * prod(sizes[at + 1 :]) for at, place in enumerate(places))
 
 
-def wrap_ready(step: WrapLoader, target: Target) -> tuple[str, ...]:
+def wrap_ready(step: WrapLoader, target: Target) -> problems.Found:
     """There must be a loader, and a device."""
-    if step.index >= len(target.loaders):
-        return (f"the plan wraps loader {step.index}, {len(target.loaders)} were given; pass those of the plan",)
-    return () if step.device is None else launcher.device_problems(step.device.type)
+    met = _missing(step, target)
+    return met if met or step.device is None else launcher.device_problems(step.device.type)
 
 
 def wrap_do(step: WrapLoader, target: Target) -> Any:

@@ -10,7 +10,7 @@ from attrs import frozen
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.applying.handlers.optimizer_state import state_of
 from prepkit.interpreter import Handler
 from prepkit.objects import names
@@ -27,13 +27,10 @@ from prepkit.steps import (
 # --- move ----------------------------------------------------------------------------------------------------------
 
 
-def move_ready(step: MoveModel, target: Target) -> tuple[str, ...]:
+def move_ready(step: MoveModel, target: Target) -> problems.Found:
     """The device must be there, and every tensor must have data to move."""
-    empty = [name for name, tensor in _tensors(target.model).items() if tensor.is_meta]
-    problems = launcher.device_problems(step.device.type)
-    if empty and step.device.type != "meta":
-        problems += (f"{problem_texts.listed(empty)}: on meta, without data to move; load the weights first",)
-    return problems
+    met = launcher.device_problems(step.device.type)
+    return met + (() if step.device.type == "meta" else problems.on_meta(_tensors(target.model)))
 
 
 def move_do(step: MoveModel, target: Target) -> dict[str, torch.device]:
@@ -75,10 +72,10 @@ MOVE: Handler[MoveModel, Target, dict[str, torch.device]] = Handler(ready=move_r
 # --- lay in order --------------------------------------------------------------------------------------------------
 
 
-def contiguous_ready(step: MakeContiguous, target: Target) -> tuple[str, ...]:
+def contiguous_ready(step: MakeContiguous, target: Target) -> problems.Found:
     """Every name must be a parameter, without a gradient in the old order."""
     params = names.named_parameters(target.model)
-    return problem_texts.absent("parameter", step.names, params) + problem_texts.with_gradient(step.names, params)
+    return problems.absent("parameter", step.names, params) + problems.with_gradient(step.names, params)
 
 
 def contiguous_do(step: MakeContiguous, target: Target) -> dict[str, torch.Tensor]:
@@ -115,15 +112,16 @@ class Narrow:
     """Keys of the optimizer state that followed it."""
 
 
-def upcast_ready(step: UpcastParameters, target: Target) -> tuple[str, ...]:
+def upcast_ready(step: UpcastParameters, target: Target) -> problems.Found:
     """Every name must be a parameter that the dtype can hold exactly, or the way back would not be exact either."""
     params, dtype = names.named_parameters(target.model), getattr(torch, step.dtype)
     wide = [n for n in step.names if n in params and torch.promote_types(params[n].dtype, dtype) != dtype]
-    problems = problem_texts.absent("parameter", step.names, params) + problem_texts.with_gradient(step.names, params)
-    if wide:
-        listed, widest = problem_texts.listed(wide), params[wide[0]].dtype
-        problems += (f"{listed}: {widest} does not fit into {step.dtype}; build the plan again",)
-    return problems
+    widest = params[wide[0]].dtype if wide else None
+    return (
+        *problems.absent("parameter", step.names, params),
+        *problems.with_gradient(step.names, params),
+        *problems.told("plan.other-model", wide, f"{widest} does not fit into {step.dtype}"),
+    )
 
 
 def upcast_do(step: UpcastParameters, target: Target) -> tuple[Narrow, ...]:
@@ -171,12 +169,11 @@ UPCAST: Handler[UpcastParameters, Target, tuple[Narrow, ...]] = Handler(
 # --- autocast ------------------------------------------------------------------------------------------------------
 
 
-def autocast_ready(step: AutocastForward, target: Target) -> tuple[str, ...]:
+def autocast_ready(step: AutocastForward, target: Target) -> problems.Found:
     """A second layer would cast twice (G-20)."""
     del step
-    if hasattr(target.model, MARK):
-        return ("the model's forward runs under prepkit's autocast already; apply to a model that was not prepared",)
-    return ()
+    marked = ["model.forward"] if hasattr(target.model, MARK) else []
+    return problems.told("model.already-wrapped", marked, "runs under prepkit's autocast already", problems.PLAIN)
 
 
 def autocast_do(step: AutocastForward, target: Target) -> Any:

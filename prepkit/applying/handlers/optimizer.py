@@ -10,8 +10,10 @@ from attrs import field, frozen
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.applying.handlers.optimizer_state import ParamState, lay_out, unmovable
+from prepkit.court import refused
+from prepkit.findings import RunRefused
 from prepkit.interpreter import Handler
 from prepkit.objects import fsdp1_flat, names
 from prepkit.objects.joint_optimizer import joined, members
@@ -23,11 +25,11 @@ Slots = tuple[tuple[str, ...], ...]
 # --- release -------------------------------------------------------------------------------------------------------
 
 
-def release_ready(step: ReleaseOptimizer, target: Target) -> tuple[str, ...]:
+def release_ready(step: ReleaseOptimizer, target: Target) -> problems.Found:
     """Every slot must hold the parameter that the step names, and state must be of a kind that shards can take."""
-    problems = shape_problems(step.slots, target)
-    if problems or target.optimizer is None:
-        return problems
+    met = shape_problems(step.slots, target)
+    if met or target.optimizer is None:
+        return met
     params = names.named_parameters(target.model)
     own = {id(param) for param in params.values()}
     wrong = [
@@ -36,13 +38,13 @@ def release_ready(step: ReleaseOptimizer, target: Target) -> tuple[str, ...]:
         if (params.get(name) is not tensor if name else id(tensor) in own)
     ]
     if wrong:
-        text = f"the optimizer no longer holds {problem_texts.listed(wrong)} where the plan says; build the plan again"
-        return (*problem_texts.absent("parameter", _named(step.slots), params), text)
+        moved = problems.told("plan.model-changed", wrong, "the optimizer no longer holds it where the plan says")
+        return problems.absent("parameter", _named(step.slots), params) + moved
     return tuple(
-        text
+        finding
         for _, _, name, tensor in _slots(step.slots, target.optimizer)
         if name
-        for text in unmovable(name, target.optimizer.state.get(tensor, {}), tensor.shape)
+        for finding in unmovable(name, target.optimizer.state.get(tensor, {}), tensor.shape)
     )
 
 
@@ -88,23 +90,19 @@ class Bound:
     """The optimizer's own state; None where it had none, and where the state came from ``target.released``."""
 
 
-def rebind_ready(step: RebindOptimizer, target: Target) -> tuple[str, ...]:
+def rebind_ready(step: RebindOptimizer, target: Target) -> problems.Found:
     """Slots and names must be there, and no state may be moved to a parameter without data, where it would be lost."""
-    problems = shape_problems(step.slots, target)
-    if problems or target.optimizer is None:
-        return problems
-    params = names.named_parameters(target.model)
-    lost = [
+    met = shape_problems(step.slots, target)
+    if met or target.optimizer is None:
+        return met
+    params, state = names.named_parameters(target.model), target.optimizer.state
+    lost = (
         name
         for name in _named(step.slots)
-        if name in params and params[name].is_meta and _has_data(target.optimizer.state.get(params[name], {}))
-    ]
-    problems = problem_texts.absent("parameter", _named(step.slots), params)
-    if lost:
-        problems += (
-            f"{problem_texts.listed(lost)}: on meta, but the optimizer has state for it; load the weights first",
-        )
-    return problems
+        if name in params and params[name].is_meta and _has_data(state.get(params[name], {}))
+    )
+    empty = problems.told("plan.no-weights", lost, "on meta, but the optimizer has state for it")
+    return problems.absent("parameter", _named(step.slots), params) + empty
 
 
 def rebind_do(step: RebindOptimizer, target: Target) -> tuple[Bound, ...]:
@@ -113,7 +111,7 @@ def rebind_do(step: RebindOptimizer, target: Target) -> tuple[Bound, ...]:
     Released state is freed one parameter at a time, so the peak is one whole state and the shards of the others.
     """
     optimizer, params = _optimizer(target), names.named_parameters(target.model)
-    if missing := problem_texts.absent("parameter", _named(step.slots), params):
+    if missing := problems.absent("parameter", _named(step.slots), params):
         raise KeyError(missing[0])
     before: list[Bound] = []
     pieces = fsdp1_flat.flat_shards(target.model)
@@ -168,28 +166,29 @@ def optimizer_class(name: str) -> type[Optimizer] | None:
     return found if isinstance(found, type) and issubclass(found, Optimizer) else None
 
 
-def create_ready(step: CreateOptimizer, target: Target) -> tuple[str, ...]:
+def create_ready(step: CreateOptimizer, target: Target) -> problems.Found:
     """No optimizer may be there, torch must know its class, and every name must be a parameter."""
-    problems = problem_texts.absent("parameter", _created_names(step), names.named_parameters(target.model))
-    if target.optimizer is not None:
-        kind = type(target.optimizer).__name__
-        problems += (f"the plan creates {step.algorithm}, but an optimizer ({kind}) was given; leave one of them out",)
-    if optimizer_class(step.algorithm) is None:
-        problems += (f"torch {torch.__version__} has no torch.optim.{step.algorithm}; plan with another optimizer",)
-    return problems
+    kind = type(target.optimizer).__name__
+    two = ["optimizer"] if target.optimizer is not None else []
+    lacking = [f"torch.optim.{step.algorithm}"] if optimizer_class(step.algorithm) is None else []
+    return (
+        *problems.absent("parameter", _created_names(step), names.named_parameters(target.model)),
+        *problems.told("optimizer.two", two, f"the plan creates {step.algorithm}, and an optimizer ({kind}) was given"),
+        *problems.told("optimizer.newer-torch", lacking, f"torch {torch.__version__} does not have it"),
+    )
 
 
 def create_do(step: CreateOptimizer, target: Target) -> None:
     """A group with the named parameters, in their order, and those with options of their own.
 
-    What stands for several parameters (FSDP1) is held once. Raises ``ValueError`` where it falls into two groups.
+    What stands for several parameters (FSDP1) is held once. Raises ``RunRefused`` where it falls into two groups.
     """
     holders = fsdp1_flat.holders(target.model)
     make: Any = optimizer_class(step.algorithm)
     groups = [(step.names, _keywords(())), *((group.names, _keywords(group.options)) for group in step.groups)]
     held = [dict.fromkeys(holders[name] for name in of) for of, _ in groups]
     if sum(map(len, held)) != len({id(param) for params in held for param in params}):
-        raise ValueError("a flat parameter falls into two groups of the optimizer; put its unit into one group")
+        raise refused("fsdp1.unit-in-two-groups", "optimizer", "a flat parameter falls into two of its groups")
     filled = [{"params": list(params), **own} for params, (_, own) in zip(held, groups, strict=True) if params]
     target.optimizer = joined((*members(target.optimizer), make(filled, **_keywords(step.options))))
 
@@ -224,18 +223,17 @@ def _named(slots: Slots) -> tuple[str, ...]:
 
 def _optimizer(target: Target) -> Optimizer:
     if target.optimizer is None:
-        raise ValueError("the target has no optimizer; its check was not asked")
+        raise RunRefused(problems.no_optimizer(target))
     return target.optimizer
 
 
-def shape_problems(slots: Slots, target: Target) -> tuple[str, ...]:
+def shape_problems(slots: Slots, target: Target) -> problems.Found:
     """The optimizer must be there, with groups as long as the plan's."""
     if target.optimizer is None:
-        return ("the plan was made with an optimizer; give it to apply(), or build the plan again without one",)
+        return problems.no_optimizer(target)
     planned, present = [len(group) for group in slots], [len(g["params"]) for g in target.optimizer.param_groups]
-    if planned != present:
-        return (f"the optimizer has groups of {present} parameters, the plan of {planned}; build the plan again",)
-    return ()
+    differ = ["optimizer"] if planned != present else []
+    return problems.told("plan.model-changed", differ, f"has groups of {present} parameters, the plan of {planned}")
 
 
 def _has_data(state: ParamState) -> bool:

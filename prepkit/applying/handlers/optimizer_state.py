@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
+from prepkit.applying.handlers import problems
+from prepkit.court import found, refused
 from prepkit.objects.fsdp1_flat import FlatShard
 from prepkit.objects.target import Target
 from prepkit.plan.layout import chunk
@@ -28,11 +30,14 @@ def state_of(target: Target, name: str, param: Parameter) -> ParamState:
     return state
 
 
-def unmovable(name: str, state: ParamState, shape: torch.Size) -> tuple[str, ...]:
+def unmovable(name: str, state: ParamState, shape: torch.Size) -> problems.Found:
     """Texts for the entries that no shard of the parameter could take along, such as Adafactor's factored moments."""
     return tuple(
-        f"optimizer state {key!r} of {name} is {_shown(value)}, neither of the parameter's shape {tuple(shape)} nor a "
-        f"scalar, so it cannot be sharded; create the optimizer after preparing"
+        found(
+            "optimizer.state-layout",
+            f"optimizer.state[{name}][{key!r}]",
+            f"is {_shown(value)}, neither of the parameter's shape {tuple(shape)} nor a scalar, and cannot be sharded",
+        )
         for key, value in state.items()
         if not _movable(value, shape)
     )
@@ -82,7 +87,7 @@ def _place(
 def shard(whole: torch.Tensor, like: DTensor) -> DTensor:
     """The part of a whole tensor that this rank holds, placed as ``like``; ``whole`` may be freed afterwards.
 
-    Raises ``ValueError`` when the part has another shape than the local part of ``like``.
+    Raises ``RunRefused`` when the part has another shape than the local part of ``like``.
     """
     part = whole
     # What is strided is divided last, whatever its axis: fully_shard divides what another axis has divided already.
@@ -94,12 +99,14 @@ def shard(whole: torch.Tensor, like: DTensor) -> DTensor:
                 index, count = like.device_mesh.get_local_rank(axis), like.device_mesh.size(axis)
                 part = part.narrow(dim, *chunk(part.size(dim), count, index))
             case _:
-                raise ValueError(f"state cannot be laid out as {placement}; create the optimizer after preparing")
+                raise refused("optimizer.state-layout", "optimizer.state", f"cannot be laid out as {placement}")
     local = _local(like)
     if part.shape != local.shape:
-        raise ValueError(
-            f"the part of a {tuple(whole.shape)} state for {like.placements} has shape {tuple(part.shape)}, "
-            f"the parameter's has {tuple(local.shape)}; create the optimizer after preparing"
+        raise refused(
+            "optimizer.state-layout",
+            "optimizer.state",
+            f"the part of a {tuple(whole.shape)} state for {like.placements} has shape {tuple(part.shape)}, the "
+            f"parameter's has {tuple(local.shape)}",
         )
     own = part.to(local.device, copy=True)  # a view would keep the whole tensor alive
     return DTensor.from_local(

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed import DistError, HashStore, PrefixStore  # type: ignore[attr-defined]  # public, but not exported for checkers
 from torch.distributed.device_mesh import init_device_mesh
 
+from prepkit.applying.handlers import problems
+from prepkit.court import refused
 from prepkit.interpreter import Handler
 from prepkit.objects.target import Target
 from prepkit.ranks import end_groups, group_limits, launcher
@@ -23,55 +25,57 @@ FORMING_S = 5.0
 """Seconds after its own time-out at which torch has to have given up forming a group."""
 
 
-def start_ready(step: StartProcessGroup, target: Target) -> tuple[str, ...]:
+def start_ready(step: StartProcessGroup, target: Target) -> problems.Found:
     """A running group must be the plan's; else the launcher must have said what torch needs to start one."""
     del target
     if world().running:
         return _running_problems(step)
     device = _device(step.backend)
-    problems = () if device is None else launcher.device_problems(device.type)
-    return _launch_problems(step) + problems
+    return _launch_problems(step) + (() if device is None else launcher.device_problems(device.type))
 
 
-def _running_problems(step: StartProcessGroup) -> tuple[str, ...]:
-    problems = []
-    if (here := world().size) != step.world_size:
-        problems.append(
-            f"the running process group has {here} ranks, the plan is for {step.world_size}; "
-            f"start {step.world_size} processes, or build the plan again here"
-        )
-    running = _devices(world().backend)
-    wanted = _devices(step.backend)
+def _other(where: str, what: str, fix: str) -> problems.Found:
+    """A launch that is not the plan's, with what to type; none where that is nothing."""
+    return problems.told("plan.other-environment", [where] if fix else [], what, fix)
+
+
+def _running_problems(step: StartProcessGroup) -> problems.Found:
+    running, wanted = _devices(world().backend), _devices(step.backend)
     # A fake group stands for any other: it carries no data and serves to rehearse.
     fits = (
         "fake" in running.values()
         or (set(wanted) == {""} and wanted[""] in running.values())
         or wanted.items() <= running.items()
     )
-    if not fits:
-        problems.append(
-            f"the running process group has backend {world().backend}, the plan wants {step.backend}; "
-            f"call init_process_group({step.backend!r}), or plan with backend={world().backend!r}"
-        )
-    return tuple(problems)
+    size, backend = world().size, world().backend
+    other_size, other_backend = size != step.world_size, not fits
+    start = f"Start {step.world_size} processes, or build the plan again here."
+    group = f"Call init_process_group({step.backend!r}), or plan with backend={backend!r}."
+    return (
+        *_other("process group", f"has {size} ranks, the plan is for {step.world_size}", start if other_size else ""),
+        *_other(
+            "process group", f"has backend {backend}, the plan wants {step.backend}", group if other_backend else ""
+        ),
+    )
 
 
-def _launch_problems(step: StartProcessGroup) -> tuple[str, ...]:
+def _launch_problems(step: StartProcessGroup) -> problems.Found:
     launch = launcher.launch()
     run = f"torchrun --nproc-per-node={step.world_size} your_script.py"
     if not launch.launched:
-        if step.world_size == 1:
-            return ()
-        return (f"the plan is for {step.world_size} ranks, but this process was started alone; type {run}",)
+        alone = f"the plan is for {step.world_size} ranks, but this process was started alone"
+        return _other("launch", alone, "" if step.world_size == 1 else f"Type {run}.")
     if launch.missing and launch.by_mpi:
         here = f"MPI started {launch.world_size} processes on several nodes, and MASTER_ADDR is not set"
-        return (f"{here}; type mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT={launcher.PORT} ...",)
+        return _other(
+            "env.MASTER_ADDR", here, f"Type mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT={launcher.PORT} ..."
+        )
     if launch.missing:
-        return (f"the launcher's {', '.join(launch.missing)} are not set; start with {run}, or unset the others",)
-    if launch.world_size != str(step.world_size):
-        wrong = f"WORLD_SIZE is {launch.world_size}, the plan is for {step.world_size} ranks"
-        return (f"{wrong}; start {step.world_size} processes, or build the plan again here",)
-    return ()
+        fix = f"Start with {run}, or unset the others."
+        return _other("launch", f"the launcher's {', '.join(launch.missing)} are not set", fix)
+    wrong = f"is {launch.world_size}, the plan is for {step.world_size} ranks"
+    start = f"Start {step.world_size} processes, or build the plan again here."
+    return _other("env.WORLD_SIZE", wrong, start if launch.world_size != str(step.world_size) else "")
 
 
 def start_do(step: StartProcessGroup, target: Target) -> bool:
@@ -116,8 +120,8 @@ def _formed(form: Callable[[], None], step: StartProcessGroup, target: Target) -
     try:
         within(step.timeout_s + FORMING_S, form, f"forming {ranks}", target.watch)
     except DistError as error:
-        late = f"{ranks} was not formed within {step.timeout_s:g} s: a rank that was there before does not answer"
-        raise RuntimeError(f"{late}; the connections between the machines, or that rank's log, say why") from error
+        late = f"not formed within {step.timeout_s:g} s: a rank that was there before does not answer"
+        raise refused("apply.group-not-formed", ranks, late) from error
 
 
 def start_undo(step: StartProcessGroup, target: Target, started: bool) -> None:
@@ -144,7 +148,7 @@ def _device(backend: str) -> LocalDevice | None:
     return LocalDevice(type="cuda" if accelerator is None else accelerator.type)
 
 
-def agree_ready(step: Agree, target: Target) -> tuple[str, ...]:
+def agree_ready(step: Agree, target: Target) -> problems.Found:
     """Always: what the other ranks hold is not known before all of them are there."""
     del step, target
     return ()
@@ -156,7 +160,7 @@ def agree_do(step: Agree, target: Target) -> None:
     from prepkit.ranks.agree import agree
 
     target.together()
-    agree(target.digests, target.explain)
+    agree(target.digests, target.explain, target.judge)
 
 
 def agree_undo(step: Agree, target: Target, memo: None) -> None:
@@ -164,15 +168,14 @@ def agree_undo(step: Agree, target: Target, memo: None) -> None:
     del step, target, memo
 
 
-def mesh_ready(step: BuildMesh, target: Target) -> tuple[str, ...]:
+def mesh_ready(step: BuildMesh, target: Target) -> problems.Found:
     """The axes must multiply to the world size, where that is known before the group starts."""
     del target
     ranks = prod(axis.size for axis in step.axes)
     shape = " x ".join(f"{axis.name}={axis.size}" for axis in step.axes)
-    problems: tuple[str, ...] = ()
-    if world().running and ranks != world().size:
-        problems = (f"mesh {shape} is for {ranks} ranks, the process group has {world().size}; plan again here",)
-    return problems + launcher.device_problems(step.device)
+    differs = world().running and ranks != world().size
+    what = f"{shape} is for {ranks} ranks, the process group has {world().size}"
+    return _other("mesh", what, "Build the plan again here." if differs else "") + launcher.device_problems(step.device)
 
 
 def mesh_do(step: BuildMesh, target: Target) -> None:

@@ -24,9 +24,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from prepkit.applying.handlers import problem_texts
-from prepkit.applying.handlers.check_files import FileError
+from prepkit.applying.handlers import problems
+from prepkit.applying.handlers.check_files import unreadable
 from prepkit.applying.handlers.named_tensors import named_parts, named_tensors
+from prepkit.court import refused
 from prepkit.interpreter import Handler
 from prepkit.objects.target import Target
 from prepkit.plan.byte_ranges import BoxRead, Range, complete, reads
@@ -39,25 +40,28 @@ STAGING = 16 * 2**20
 """Bytes of the one buffer that values pass through on their way to another dtype, device, or order."""
 
 
-def read_ready(step: ReadTensors, target: Target) -> tuple[str, ...]:
+class Misread(Exception):
+    """What is read of a tensor does not fit into its place; who reads the file refuses it by its name."""
+
+
+def read_ready(step: ReadTensors, target: Target) -> problems.Found:
     """Every name must be a parameter or buffer of the shape that the checkpoint gives it, in one or in chunks."""
     tensors = named_tensors(target)
-    problems = problem_texts.absent("tensor", [source.name for source in step.sources], tensors)
-    odd = [s.name for s in step.sources if s.name in tensors and tuple(tensors[s.name].shape) != s.shape]
-    if odd:
-        names = tuple(dict.fromkeys(odd))
-        problems += (f"{problem_texts.listed(names)}: not of the shape that the checkpoint has; build the plan again",)
-    return problems
+    odd = (s.name for s in step.sources if s.name in tensors and tuple(tensors[s.name].shape) != s.shape)
+    return (
+        *problems.absent("tensor", (source.name for source in step.sources), tensors),
+        *problems.told("plan.other-model", dict.fromkeys(odd), "not of the shape that the checkpoint has"),
+    )
 
 
 def read_do(step: ReadTensors, target: Target) -> tuple[str, ...]:
     """Reads this rank's bytes of every source, then waits for the other ranks.
 
     What is read in chunks has values when all of them are read. Returns the names of what had values before. Raises
-    ``FileError`` that names file and tensor.
+    ``RunRefused`` that names file and tensor.
     """
     lost = tuple(dict.fromkeys(source.name for source in step.sources if source.name not in target.unfilled))
-    with problem_texts.half_done(lost):
+    with problems.half_done(lost):
         _read_all(step, target)
         target.together()
         target.unfilled -= complete(step.sources)
@@ -67,7 +71,7 @@ def read_do(step: ReadTensors, target: Target) -> tuple[str, ...]:
 def read_undo(step: ReadTensors, target: Target, memo: tuple[str, ...]) -> str | None:
     """What had no values before has none again: no more than a note, as its storage goes with ``AllocateTensors``."""
     target.unfilled |= {source.name for source in step.sources} - set(memo)
-    return problem_texts.overwritten(memo)
+    return problems.overwritten(memo)
 
 
 def _read_all(step: ReadTensors, target: Target) -> None:
@@ -85,19 +89,19 @@ def _read_all(step: ReadTensors, target: Target) -> None:
                 for box in boxes:
                     into = _filled_part(parts[source.name], box)
                     _fill(into, source, box.ranges, descriptors[source.file], staging)
-            except (FileError, OSError) as error:
+            except (Misread, OSError) as error:
                 reason = getattr(error, "strerror", None) or error
-                raise FileError(f"{file.path}: `{source.key}` {reason}; restore the file") from None
+                raise refused("weights.unreadable", file.path, f"`{source.key}` {reason}") from None
             advance(sum(part.length for box in boxes for part in box.ranges))
 
 
 @contextmanager
 def _descriptor(path: str) -> Iterator[int]:
-    """Of the file, open for reading. Raises ``FileError`` where it cannot be opened."""
+    """Of the file, open for reading. Raises ``RunRefused`` where it cannot be opened."""
     try:
         number = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise FileError(f"{path} cannot be read: {error.strerror}; restore it") from None
+        raise unreadable(path, error) from None
     try:
         yield number
     finally:
@@ -118,10 +122,10 @@ class Staging:
 
 
 def _check_size(part: Tensor, boxes: Sequence[BoxRead]) -> None:
-    """Raises ``FileError`` for a part of another size than planned."""
+    """Raises ``Misread`` for a part of another size than planned."""
     planned = sum(prod(box.box) for box in boxes)
     if planned != part.numel():
-        raise FileError(f"does not fit: this rank holds {part.numel():,} elements, the plan reads {planned:,}")
+        raise Misread(f"does not fit: this rank holds {part.numel():,} elements, the plan reads {planned:,}")
 
 
 def _filled_part(part: Tensor, read: BoxRead) -> Tensor:
@@ -174,7 +178,7 @@ def _read(ahead: list[Range], into: Tensor, descriptor: int) -> None:
     done = 0
     while done < flat.numel():
         if not ahead:
-            raise FileError(f"does not fit: the plan reads {done:,} bytes of {flat.numel():,}")
+            raise Misread(f"does not fit: the plan reads {done:,} bytes of {flat.numel():,}")
         part = ahead.pop()
         length = min(part.length, flat.numel() - done)
         _pread(descriptor, flat[done : done + length], part.start)
@@ -184,14 +188,14 @@ def _read(ahead: list[Range], into: Tensor, descriptor: int) -> None:
 
 
 def _pread(descriptor: int, into: Tensor, start: int) -> None:
-    """Fills a contiguous host tensor from a file. Raises ``FileError`` where the file ends first."""
+    """Fills a contiguous host tensor from a file. Raises ``Misread`` where the file ends first."""
     length = into.numel() * into.element_size()
     view = memoryview((c_char * length).from_address(into.data_ptr())).cast("B")
     done = 0
     while done < length:
         count = os.preadv(descriptor, [view[done:]], start + done)
         if count == 0:
-            raise FileError(f"ends after {done:,} of {length:,} bytes: the file was truncated")
+            raise Misread(f"ends after {done:,} of {length:,} bytes: the file was truncated")
         done += count
 
 

@@ -33,10 +33,11 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.applying.handlers.channel import P2PChannel
 from prepkit.applying.handlers.named_tensors import named_parts, named_tensors
 from prepkit.applying.handlers.stash import require_values
+from prepkit.court import refused
 from prepkit.interpreter import Handler
 from prepkit.objects.target import Target
 from prepkit.plan.broadcast import ROOT, bytes_sent, kept_slices, sends, sent_whole, source_rank
@@ -47,22 +48,22 @@ from prepkit.ranks.world import world
 from prepkit.steps import Axis, SendTensors, Transfer
 
 
-def send_ready(step: SendTensors, target: Target) -> tuple[str, ...]:
+def send_ready(step: SendTensors, target: Target) -> problems.Found:
     """Every name must be a parameter or buffer of the planned shape."""
     tensors = named_tensors(target)
-    problems = problem_texts.absent("tensor", [transfer.name for transfer in step.tensors], tensors)
     known = [transfer for transfer in step.tensors if transfer.name in tensors]
-    odd = [t.name for t in known if (tensors[t.name].numel(),) != t.shape != tuple(tensors[t.name].shape)]
-    if odd:
-        problems += (f"{problem_texts.listed(odd)}: not of the planned shape; build the plan again from this model",)
-    return problems
+    odd = (t.name for t in known if (tensors[t.name].numel(),) != t.shape != tuple(tensors[t.name].shape))
+    return (
+        *problems.absent("tensor", (transfer.name for transfer in step.tensors), tensors),
+        *problems.told("plan.other-model", odd, "not of the planned shape"),
+    )
 
 
 def send_do(step: SendTensors, target: Target) -> tuple[str, ...]:
     """Sends tensor by tensor, in planned order, after all ranks have come; then waits for them again.
 
     Rank 0 frees what it had stashed once it is sent. Returns the names of what had values on this rank and has rank
-    0's now. Raises ``NoValues``, and ``RuntimeError`` where this rank holds another shard than planned.
+    0's now. Raises ``RunRefused`` where rank 0 has no values, and where this rank holds another shard than planned.
     """
     tensors, rank = named_tensors(target), world().rank
     if rank == ROOT:
@@ -70,7 +71,7 @@ def send_do(step: SendTensors, target: Target) -> tuple[str, ...]:
     parts = named_parts(target)
     target.together()
     lost = () if rank == ROOT else tuple(t.name for t in step.tensors if t.name not in target.unfilled)
-    with problem_texts.half_done(lost), torch.no_grad(), _own_channel(parts, target) as channel:
+    with problems.half_done(lost), torch.no_grad(), _own_channel(parts, target) as channel:
         _send_all(step, parts, target, channel)
         target.together()
         target.unfilled -= {transfer.name for transfer in step.tensors}
@@ -81,7 +82,7 @@ def send_undo(step: SendTensors, target: Target, memo: tuple[str, ...]) -> str |
     """What had no values before has none again: its storage goes with ``AllocateTensors``."""
     if world().rank != ROOT:
         target.unfilled |= {transfer.name for transfer in step.tensors} - set(memo)
-    return problem_texts.overwritten(memo)
+    return problems.overwritten(memo)
 
 
 def _lacks(transfer: Transfer, tensors: dict[str, Tensor], target: Target) -> bool:
@@ -145,13 +146,15 @@ def send(
     ``values`` is the whole tensor on rank 0, and None on the others. ``shard`` is where this rank's shard goes; None on
     rank 0 where that has its values already. Every dtype travels as plain bytes, as no backend knows them all.
     Afterwards messages may still be in flight, and a shard still empty, until ``channel.drain``. Raises
-    ``RuntimeError`` where ``shard`` has another shape than the plan's.
+    ``RunRefused`` where ``shard`` has another shape than the plan's.
     """
     kept = kept_slices(transfer, axes, world().rank)
     if not transfer.shape:  # a scalar travels as a tensor of one element
         values, shard = (None if tensor is None else tensor.view(1) for tensor in (values, shard))
     if shard is not None and tuple(shard.shape) != (planned := tuple(part.size for part in kept)):
-        raise RuntimeError(f"{transfer.name}: this rank holds {list(shard.shape)}, planned {list(planned)}; plan again")
+        raise refused(
+            "plan.other-model", transfer.name, f"this rank holds {list(shard.shape)}, planned {list(planned)}"
+        )
     if values is not None:
         _send_from_root(transfer, axes, values, channel)
         if shard is not None:

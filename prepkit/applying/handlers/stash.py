@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.applying.handlers.named_tensors import named_tensors
+from prepkit.court import refused
 from prepkit.interpreter import Handler
 from prepkit.objects import names
 from prepkit.objects.target import Stashed, Target
@@ -25,20 +26,16 @@ from prepkit.ranks.world import world
 from prepkit.steps import StashTensors
 
 
-class NoValues(RuntimeError):
-    """Rank 0 was to send tensors that it has no values of; names them."""
-
-
-def stash_ready(step: StashTensors, target: Target) -> tuple[str, ...]:
+def stash_ready(step: StashTensors, target: Target) -> problems.Found:
     """Every name must be there. That rank 0 has values is asked when all are there, or the others would wait for it."""
-    return problem_texts.absent("tensor", (*step.params, *step.buffers), named_tensors(target))
+    return problems.absent("tensor", (*step.params, *step.buffers), named_tensors(target))
 
 
 def stash_do(step: StashTensors, target: Target) -> tuple[str, ...]:
     """Exchanges every parameter's content with one on meta: ties stay tied, an optimizer keeps what it holds.
 
-    Waits for the other ranks. Returns the names of what had values. Raises ``NoValues`` on rank 0, and what the first
-    to fail has said on the others; ``RuntimeError`` where a graph or a weak reference holds a parameter.
+    Waits for the other ranks. Returns the names of what had values. Raises ``RunRefused`` on rank 0, and what the first
+    to fail has said on the others; also where a graph or a weak reference holds a parameter.
     """
     tensors, params = named_tensors(target), names.named_parameters(target.model)
     if world().rank == ROOT:
@@ -64,7 +61,7 @@ def stash_undo(step: StashTensors, target: Target, memo: tuple[str, ...]) -> str
             continue  # a failure came before the exchange
         stashed.held.data = stashed.held.data.to(stashed.device)
         _swap(stashed.param, stashed.held)
-    return f"{problem_texts.listed(sent)}: sent, and freed on this rank" if sent else None
+    return f"{problems.listed(sent)}: sent, and freed on this rank" if sent else None
 
 
 def _stash(name: str, param: Parameter, target: Target) -> None:
@@ -75,10 +72,8 @@ def _stash(name: str, param: Parameter, target: Target) -> None:
     try:
         _swap(param, twin)  # from here on ``twin`` is what the parameter was
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{name}: held by more than the model and its optimizer; let go of the losses, outputs and references from "
-            f"before apply ({error})"
-        ) from error
+        what = f"held by more than the model and its optimizer ({error})"
+        raise refused("weights.held-elsewhere", name, what) from error
     twin.data = twin.data.to("cpu")
 
 
@@ -87,12 +82,10 @@ def _swap(first: Tensor, second: Tensor) -> None:
 
 
 def require_values(empty: list[str]) -> None:
-    """Raises ``NoValues`` where there are any names of tensors without values."""
+    """Raises ``RunRefused`` where there are any names of tensors without values."""
     if empty:
-        raise NoValues(
-            f"rank {ROOT} has no values of {problem_texts.listed(empty)}, which it is to send; build its model outside "
-            "torch.device('meta'), or plan with weights=LoadWeights(path) or InitWeights()"
-        )
+        fix = "Build its model outside torch.device('meta'), or plan with weights=LoadWeights(path) or InitWeights()."
+        raise refused("plan.no-weights", problems.listed(empty), f"rank {ROOT} has no values of it to send", fix)
 
 
 STASH: Handler[StashTensors, Target, tuple[str, ...]] = Handler(ready=stash_ready, do=stash_do, undo=stash_undo)

@@ -9,7 +9,7 @@ from importlib import import_module
 from attrs import frozen
 from torch.nn import Module
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
 from prepkit.objects import names
 
 _TABLES = (
@@ -29,35 +29,30 @@ class Swapped:
     new: Module
 
 
-def library_problems(module: str, package: str) -> tuple[str, ...]:
+def library_problems(module: str, package: str, rule: str = "fp8.library-missing") -> problems.Found:
     """Why a library cannot be used here; empty when it can be imported."""
     try:
         import_module(module)
     except ImportError as error:
-        return (f"{module} cannot be imported: {error}; type: pip install {package}",)
+        return problems.told(rule, [module], f"cannot be imported: {error}", f"Type pip install {package}.")
     return ()
 
 
-def layer_problems(paths: Iterable[str], cls: type[Module], model: Module) -> tuple[str, ...]:
+def layer_problems(paths: Iterable[str], cls: type[Module], model: Module) -> problems.Found:
     """What keeps these modules from being replaced: not there, another class, or hooks that would be lost."""
     paths, modules = tuple(paths), names.named_modules(model)
-    problems = problem_texts.absent("module", paths, modules)
     layers = {path: modules[path] for path in paths if path in modules}
-    if other := [path for path, module in layers.items() if type(module) is not cls]:
-        kind = type(layers[other[0]]).__name__
-        problems += (
-            f"{problem_texts.listed(other)}: {kind}, where the plan says {cls.__name__}; build the plan again",
-        )
-    if hooked := [path for path, module in layers.items() if any(getattr(module, name) for name in _HOOKS)]:
-        problems += (
-            f"{problem_texts.listed(hooked)}: hooks would be lost with the layer; register them after preparing",
-        )
-    partitioned = [n for path, m in layers.items() for n, p in m.named_parameters(path) if hasattr(p, "ds_id")]
-    if partitioned:
-        problems += (
-            f"{problem_texts.listed(partitioned)}: partitioned by ZeRO-3; build the model outside deepspeed.zero.Init",
-        )
-    return problems
+    other = [path for path, module in layers.items() if type(module) is not cls]
+    kind = type(layers[other[0]]).__name__ if other else ""
+    lost, after = "hooks would be lost with the layer", "Register them after preparing."
+    hooked = (path for path, module in layers.items() if any(getattr(module, name) for name in _HOOKS))
+    inside = (pair for path, module in layers.items() for pair in module.named_parameters(path))
+    return (
+        *problems.absent("module", paths, modules),
+        *problems.told("plan.other-model", other, f"{kind}, where the plan says {cls.__name__}"),
+        *problems.told("params.hooks-lost", hooked, lost, after),
+        *problems.partitioned(inside),
+    )
 
 
 def swap(model: Module, paths: Iterable[str], make: Callable[[Module], Module]) -> tuple[Swapped, ...]:

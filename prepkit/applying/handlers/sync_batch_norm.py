@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prepkit.applying.handlers import problem_texts, swap_layers
+from prepkit.applying.handlers import problems, swap_layers
 from prepkit.interpreter import Handler
 from prepkit.objects import names
 from prepkit.objects.target import Target
@@ -15,14 +15,12 @@ Memo = tuple[tuple[Module, Module], ...]
 """Each old module with the one that stands in its place."""
 
 
-def convert_ready(step: ConvertSyncBatchNorm, target: Target) -> tuple[str, ...]:
+def convert_ready(step: ConvertSyncBatchNorm, target: Target) -> problems.Found:
     """Every path must be a batch norm that is not synchronised yet."""
     modules = names.named_slots(target.model)
-    problems = problem_texts.absent("module", step.paths, modules)
-    other = [path for path in step.paths if path in modules and not _is_plain(modules[path])]
-    if other:
-        problems += (f"{problem_texts.listed(other)}: no plain batch norm; build the plan again from this model",)
-    return problems
+    other = (path for path in step.paths if path in modules and not _is_plain(modules[path]))
+    missing = problems.absent("module", step.paths, modules)
+    return missing + problems.told("plan.other-model", other, "no plain batch norm")
 
 
 def convert_do(step: ConvertSyncBatchNorm, target: Target) -> Memo:

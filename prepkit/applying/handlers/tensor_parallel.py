@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Embedding, Linear, Module, Parameter
 
-from prepkit.applying.handlers import problem_texts
+from prepkit.applying.handlers import problems
+from prepkit.court import refused
 from prepkit.interpreter import Handler
 from prepkit.objects import names, param_extras
 from prepkit.objects.activation_placements import PLACEMENTS
@@ -35,21 +36,19 @@ SAMPLE = 1024
 """Elements of each parameter that ranks compare."""
 
 
-def parallelize_ready(step: ParallelizeModules, target: Target) -> tuple[str, ...]:
+def parallelize_ready(step: ParallelizeModules, target: Target) -> problems.Found:
     """Everything that torch's styles refuse must be found here: there is no way back."""
     modules, params = names.named_modules(target.model), names.named_parameters(target.model)
     paths = [path for style in step.styles for path in style.paths]
-    problems = problem_texts.absent("module", paths, modules)
     layers = [path for style in step.styles if style.style in ("colwise", "rowwise") for path in style.paths]
-    if odd := [path for path in layers if path in modules and not isinstance(modules[path], Linear | Embedding)]:
-        problems += (
-            f"{problem_texts.listed(odd)}: neither a Linear nor an Embedding, so it has no rows and columns to cut",
-        )
-    if sharded := [name for name, param in params.items() if isinstance(param, DTensor)]:
-        problems += (
-            f"{problem_texts.listed(sharded)}: cut or sharded already; apply to a model that was not prepared",
-        )
-    return problems + problem_texts.with_gradient(params, params)
+    odd = (path for path in layers if path in modules and not isinstance(modules[path], Linear | Embedding))
+    what = "neither a Linear nor an Embedding, so it has no rows and columns to cut"
+    return (
+        *problems.absent("module", paths, modules),
+        *problems.told("tensor.not-a-layer", odd, what),
+        *problems.sharded(params, "cut or sharded already"),
+        *problems.with_gradient(params, params),
+    )
 
 
 def parallelize_do(step: ParallelizeModules, target: Target) -> None:
@@ -68,8 +67,8 @@ def parallelize_do(step: ParallelizeModules, target: Target) -> None:
             try:
                 _parallelize(modules[path], style, mesh)
             except Exception as error:
-                where = f"module {problem_texts.listed([path])}"
-                raise RuntimeError(f"{where} could not be cut {style.style} ({done} cut before it): {error}") from error
+                what = f"could not be cut {style.style} ({done} cut before it)"
+                raise problems.step_refused(f"module {problems.listed([path])}", what, error) from error
             done += 1
     _tie(target.model, ties)
     param_extras.carry_over(target.model, kept)
@@ -78,7 +77,7 @@ def parallelize_do(step: ParallelizeModules, target: Target) -> None:
 def _axis(step: ParallelizeModules, target: Target) -> DeviceMesh:
     mesh = target.mesh
     if mesh is None or step.axis not in (mesh.mesh_dim_names or ()):
-        raise RuntimeError(f"there is no device mesh with an axis {step.axis!r}; BuildMesh has to come before")
+        raise problems.no_mesh(f"cut over, with an axis {step.axis!r}")
     return mesh[step.axis]
 
 
@@ -163,7 +162,7 @@ def _tie(model: Module, ties: Iterable[list[str]]) -> None:
         for name in others:
             path, _, key = name.rpartition(".")
             if params[name] is not params[first] and _placements(params[name]) != _placements(params[first]):
-                raise RuntimeError(f"{name} and {first} were one parameter and are cut differently; plan again")
+                raise refused("tensor.tie-broken", name, f"was one parameter with {first}, and is cut differently")
             modules[path].register_parameter(key, params[first])
 
 
@@ -178,11 +177,8 @@ def _compare(model: Module) -> None:
     try:
         agree(digests)
     except Disagreement as error:
-        differing = problem_texts.listed([difference.name for difference in error.differences])
-        raise RuntimeError(
-            f"the ranks hold different weights in {differing}; seed them alike before building the model, "
-            "or load the same checkpoint on all of them"
-        ) from None
+        differing = problems.listed([difference.name for difference in error.differences])
+        raise refused("run.ranks-values", differing, "the ranks hold different weights") from None
 
 
 def _digest(param: Tensor) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn import LayerNorm, Linear, Module
 
+from prepkit.applying.handlers import problems
 from prepkit.applying.handlers.swap_layers import Swapped, layer_problems, library_problems, put_back, swap
 from prepkit.interpreter import Handler
 from prepkit.objects.forward import FP8_MARK, FP8Forward
@@ -18,12 +19,12 @@ _LIBRARY = ("transformer_engine.pytorch", "'transformer_engine[pytorch]'")
 # --- layers --------------------------------------------------------------------------------------------------------
 
 
-def convert_ready(step: ConvertTransformerEngine, target: Target) -> tuple[str, ...]:
+def convert_ready(step: ConvertTransformerEngine, target: Target) -> problems.Found:
     """TransformerEngine must be there, and every layer one of torch's own, without hooks."""
     return (
-        library_problems(*_LIBRARY)
-        + layer_problems(step.linears, Linear, target.model)
-        + layer_problems(step.norms, LayerNorm, target.model)
+        *library_problems(*_LIBRARY),
+        *layer_problems(step.linears, Linear, target.model),
+        *layer_problems(step.norms, LayerNorm, target.model),
     )
 
 
@@ -65,19 +66,17 @@ CONVERT: Handler[ConvertTransformerEngine, Target, tuple[Swapped, ...]] = Handle
 # --- autocast ------------------------------------------------------------------------------------------------------
 
 
-def autocast_ready(step: AutocastFP8Forward, target: Target) -> tuple[str, ...]:
+def autocast_ready(step: AutocastFP8Forward, target: Target) -> problems.Found:
     """TransformerEngine must be there and take the recipe, and nothing of the model be under its autocast yet."""
-    problems = library_problems(*_LIBRARY)
-    if not problems:
+    met = library_problems(*_LIBRARY)
+    if not met:
         try:
             _recipe(step)  # a newer one knows fewer options, and after FSDP1 there is no way back
         except Exception as error:
-            problems += (f"TransformerEngine refuses the recipe {step.recipe}: {error}; leave the option out",)
-    if any(FP8_MARK in vars(module) for module in target.model.modules()):
-        problems += (
-            "the model's forward runs under prepkit's float8 autocast; apply to a model that was not prepared",
-        )
-    return problems
+            what = f"TransformerEngine refuses it: {error}"
+            met += problems.told("fp8.recipe-refused", [step.recipe], what)
+    marked = ["model.forward"] if any(FP8_MARK in vars(module) for module in target.model.modules()) else []
+    return met + problems.told("model.already-wrapped", marked, "runs under prepkit's float8 autocast", problems.PLAIN)
 
 
 def autocast_do(step: AutocastFP8Forward, target: Target) -> tuple[Module, Any]:

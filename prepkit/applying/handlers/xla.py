@@ -8,7 +8,9 @@ import torch
 from attrs import frozen
 from torch.nn import Module, Parameter
 
+from prepkit.applying.handlers import problems
 from prepkit.applying.handlers.swap_layers import library_problems
+from prepkit.findings import RunRefused
 from prepkit.interpreter import Handler
 from prepkit.objects import names
 from prepkit.objects.target import Target
@@ -26,20 +28,21 @@ class Placed:
     data: torch.Tensor
 
 
-def move_ready(step: MoveToXLA, target: Target) -> tuple[str, ...]:
+def move_ready(step: MoveToXLA, target: Target) -> problems.Found:
     """torch_xla must be there, and the optimizer's parameters where the model's are (PR-6, which never looked)."""
     del step
-    problems = library_problems("torch_xla", "torch_xla")
     params = names.named_parameters(target.model)
-    if empty := [name for name, param in params.items() if param.is_meta]:
-        problems += (f"{empty[0]} is on meta, without data to move; load the weights first",)
     devices = sorted({str(param.device) for param in params.values()})
     groups = target.optimizer.param_groups if target.optimizer else []
     optimizer_devices = sorted({str(param.device) for group in groups for param in group["params"]})
-    if elsewhere := [device for device in optimizer_devices if device not in devices]:
-        apart = f"the optimizer holds parameters on {', '.join(elsewhere)}, the model's are on {', '.join(devices)}"
-        problems += (f"{apart}; build the optimizer from model.parameters() after the last move",)
-    return problems
+    elsewhere = [device for device in optimizer_devices if device not in devices]
+    what = f"holds parameters on {', '.join(elsewhere)}, the model's are on {', '.join(devices)}"
+    fix = "Build the optimizer from model.parameters() after the last move."
+    return (
+        *library_problems("torch_xla", "torch_xla", "xla.library-missing"),
+        *problems.on_meta(params),
+        *problems.told("optimizer.foreign-parameters", ["optimizer"] if elsewhere else [], what, fix),
+    )
 
 
 def move_do(step: MoveToXLA, target: Target) -> tuple[Placed, ...]:
@@ -81,17 +84,17 @@ def move_undo(step: MoveToXLA, target: Target, memo: tuple[Placed, ...]) -> None
 MOVE: Handler[MoveToXLA, Target, tuple[Placed, ...]] = Handler(ready=move_ready, do=move_do, undo=move_undo)
 
 
-def reduce_ready(step: ReduceXLAGradients, target: Target) -> tuple[str, ...]:
+def reduce_ready(step: ReduceXLAGradients, target: Target) -> problems.Found:
     """torch_xla must be there. An optimizer may still be created by a step before this one."""
     del step, target
-    return library_problems("torch_xla", "torch_xla")
+    return library_problems("torch_xla", "torch_xla", "xla.library-missing")
 
 
 def reduce_do(step: ReduceXLAGradients, target: Target) -> XLAGradients:
     """Sums all gradients over the processes, divided by their number (W-5): before they are clipped, or the step."""
     del step
     if target.optimizer is None:
-        raise RuntimeError("there is no optimizer to watch; its gradients would stay each process's own")
+        raise RunRefused(problems.no_optimizer(target))
     gradients = XLAGradients(optimizer=target.optimizer)
     gradients.watch()
     target.whole_gradients = gradients

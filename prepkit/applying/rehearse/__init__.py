@@ -27,6 +27,7 @@ from prepkit.applying.rehearse.meta import fake_twin, meta_copy, zero_twin
 from prepkit.applying.step_kinds import KINDS, handlers
 from prepkit.applying.verification import verify
 from prepkit.codec import plan_from_text, plan_to_text
+from prepkit.court import Court
 from prepkit.findings import Finding
 from prepkit.interpreter import Halted, Handler, interpret
 from prepkit.objects import deepspeed
@@ -183,7 +184,8 @@ def staged(plan: Plan, model: Module, *, rank: int = 0, optimizer: Optimizer | N
     try:
         table = _faked(mode) if mode else {**handlers(), WrapDDP: ddp.WITHOUT_VALUES}
         with launcher.same_local_rank():
-            outcome = interpret(tuple(planned.step for planned in substituted.steps), table, target)
+            steps, court = tuple(planned.step for planned in substituted.steps), Court(accepted=plan.run.accepted)
+            outcome = interpret(steps, table, target, judge=court.judged)
         halted = str(outcome) if isinstance(outcome, Halted) else ""
         yield Staged(target=target, plan=substituted, omitted=omitted, halted=halted)
     finally:

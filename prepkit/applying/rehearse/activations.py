@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from prepkit.applying.rehearse.meta import fake_twin, meta_copy
 from prepkit.applying.step_kinds import handlers
 from prepkit.config import Intent
+from prepkit.court import found, report
 from prepkit.findings.text import count, some
 from prepkit.interpreter import Halted, interpret
 from prepkit.objects.names import named_modules, named_parameters
@@ -89,9 +89,11 @@ def _failed(plan: Plan, model: Module, dtypes: Iterable[torch.dtype], error: Exc
 def _tell(without: tuple[str, ...]) -> None:
     """The prediction counts optimizer state for what never gets a gradient, and an optimizer makes none for it."""
     if without:
-        names = f"{count(len(without), 'trained parameter')} got no gradient from this micro-batch: {some(without)}"
-        rest = "the predicted optimizer state counts what an optimizer would keep for them, and it keeps nothing"
-        logging.getLogger("prepkit").warning("%s; %s", names, rest)
+        what = (
+            f"{count(len(without), 'trained parameter')} got no gradient from this micro-batch: {some(without)}; the "
+            "predicted optimizer state counts what an optimizer would keep for them, and it keeps nothing"
+        )
+        report((found("forward.no-gradient", without[0], what),))
 
 
 def _local(plan: Plan) -> Iterator[Step]:

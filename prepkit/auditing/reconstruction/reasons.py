@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from attrs import define, field
 
-from prepkit.findings import Finding, Severity
+from prepkit.findings import Finding
+from prepkit.rules import found
 
 
 @define
@@ -15,7 +16,7 @@ class Reasons:
 
     def add(self, where: str, what: str, fix: str) -> None:
         """Add a reason against a config."""
-        self.found.append(Finding(rule="audit.no-config", severity=Severity.ERROR, where=where, what=what, fix=fix))
+        self.found.append(found("audit.no-config", where, what, fix))
 
     def same(self, where: str, what: str, values: set[object] | frozenset[object]) -> None:
         """Add a reason where there are several values of a setting that a config has once."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from prepkit.compat.accelerate.not_offered import NotOffered
+from prepkit.compat.accelerate.not_offered import BEFORE, NotOffered
 from prepkit.ranks import end_groups, launcher
 from prepkit.ranks.world import world
 
@@ -32,7 +32,7 @@ def join(device: torch.device, timeout_s: float = 600.0) -> None:
     backend = BACKENDS.get(device.type)
     if backend is None:
         what = "call it after accelerator.prepare, which starts the process group"
-        raise NotOffered(f"talking to other ranks before prepare on {device.type}", what)
+        raise NotOffered(f"talking to other ranks before prepare on {device.type}", what, BEFORE)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))

@@ -10,7 +10,7 @@ from attrs import evolve
 from prepkit.api import apply, build_plan
 from prepkit.compat.accelerate import group
 from prepkit.compat.accelerate.arguments import launched_config
-from prepkit.compat.accelerate.not_offered import NotOffered
+from prepkit.compat.accelerate.not_offered import BEFORE, NotOffered
 from prepkit.config import DDP, FSDP1, FSDP2, Config, Intent, Mesh, ShardLoaders, Single
 from prepkit.loading.loader import Loader
 from prepkit.ranks import launcher
@@ -28,7 +28,7 @@ def prepared_alone(config: Config, loaders: list[Any]) -> Prepared:
     tensor = config.mesh.tensor if isinstance(config.mesh, Mesh) else 1
     if not isinstance(config.engine, _BY_RANK) or tensor != 1:
         what = f"prepare of loaders alone under {type(config.engine).__name__}"
-        raise NotOffered(what, "give them to one prepare with the model, which says what data is divided over")
+        raise NotOffered(what, "give them to one prepare with the model, which says what data is divided over", BEFORE)
     engine = Single() if group.is_alone() else DDP()
     alone = Config(engine=engine, device=config.device, timeout_s=config.timeout_s, loaders=config.loaders)
     with torch.random.fork_rng(devices=[]):  # what the script draws next is what it would have drawn
@@ -80,6 +80,6 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     loader that was not prepared.
     """
     if not isinstance(dataloader, Loader):
-        raise NotOffered(f"skip_first_batches({type(dataloader).__name__})", "prepare the loader first")
+        raise NotOffered(f"skip_first_batches({type(dataloader).__name__})", "prepare the loader first", BEFORE)
     dataloader.skip(num_batches)
     return dataloader

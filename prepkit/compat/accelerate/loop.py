@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,9 +10,10 @@ import torch
 from attrs import define, field
 from torch.optim import Optimizer
 
-from prepkit.compat.accelerate.not_offered import PAGE, NotOffered, in_their_words
+from prepkit.compat.accelerate.not_offered import NotOffered, as_the_loop, in_their_words
 from prepkit.compat.accelerate.synchronization import not_averaged
 from prepkit.config import Clip, ClipNorm, ClipValue
+from prepkit.court import found
 from prepkit.training.prepared import Prepared
 
 
@@ -45,7 +45,6 @@ class AcceleratedLoop:
     """Micro-batches of this window that have ended, where nothing is driven."""
     overflowed: bool = field(default=False, init=False)
     """Likewise: the last step was skipped."""
-    _told: set[str] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.ready.loop.leave_gradients()
@@ -81,7 +80,8 @@ class AcceleratedLoop:
         for ready in self.models:
             if ready.plan.run.engine not in ("Single", "DDP"):
                 what = "give one model and its optimizer to one prepare, and each other model to an Accelerator"
-                raise NotOffered(f"several models, or an optimizer alone, under {ready.plan.run.engine}", what)
+                name = f"several models, or an optimizer alone, under {ready.plan.run.engine}"
+                raise NotOffered(name, what, "accelerate.several-models")
             ready.loop.release()  # steps and zero_grad are the script's
             ready.loop.average(forced=True)
         self.driven = False
@@ -130,7 +130,7 @@ class AcceleratedLoop:
         """Inside, gradients of the model stay each rank's own; of all where none is named."""
         if self._by_engine:
             what = "write gradient_accumulation_steps and `with accelerator.accumulate(model):`"
-            raise NotOffered("no_sync under DeepSpeed", what)
+            raise NotOffered("no_sync under DeepSpeed", what, "accelerate.windows")
         with ExitStack() as stack:
             for ready in [one for one in self.models if model is one.model] or self.models:
                 stack.enter_context(not_averaged(ready))
@@ -142,7 +142,8 @@ class AcceleratedLoop:
         """Adds its gradients, divided by the micro-batches of a window."""
         if self._by_engine and self.accumulation > 1 and not self.inside:
             what = "write `with accelerator.accumulate(model):`"
-            raise NotOffered("gradient_accumulation_steps without accumulate under DeepSpeed", what)
+            name = "gradient_accumulation_steps without accumulate under DeepSpeed"
+            raise NotOffered(name, what, "accelerate.windows")
         self._heed_no_sync()
         self.stepped = False
         if self.inside:
@@ -171,7 +172,7 @@ class AcceleratedLoop:
     def step_of(self, optimizer: Optimizer, closure: Any) -> None:
         """``optimizer.step()`` of the script: ends the micro-batch, or steps this optimizer at the end of a window."""
         if closure is not None and self.driven:
-            raise NotOffered("optimizer.step(closure)", "write accelerator.ready.step(closure)")
+            raise as_the_loop("loop.closure-wanted")
         if not (self.boundary or self.inside):
             return
         if self.driven and not self.ready.loop.state.backwards:
@@ -205,8 +206,7 @@ class AcceleratedLoop:
     def _nothing_to_step(self) -> None:
         """A script that writes ``loss.backward()`` from the first steps on is stepped as accelerate does it."""
         if self.ready.loop.state.used or self._by_engine or self.ready.scaler is not None:
-            what = "write accelerator.backward(loss) in the place of loss.backward(), and one step for each"
-            raise NotOffered("optimizer.step() without accelerator.backward(loss) since the last", what)
+            raise as_the_loop("loop.step-without-backward")
         self.step_by_hand()
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
@@ -221,11 +221,11 @@ class AcceleratedLoop:
             return
         loop = self.ready.loop
         if self.boundary and self.inside and loop.state.micro_batches:
-            self.tell(
-                "optimizer.zero_grad() was called at the top of the last micro-batch of a window, and cleared nothing: "
-                "under accelerate it throws away the micro-batches before. Write it behind optimizer.step()",
-                stacklevel=4,
+            what = (
+                "it was called at the top of the last micro-batch of a window, and cleared nothing: under accelerate "
+                "it throws away the micro-batches before"
             )
+            self._tell("accelerate.cleared-nothing", "optimizer.zero_grad", what)
         if not loop.state.micro_batches and (self.boundary or not loop.state.backwards) and not self._by_engine:
             optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -251,17 +251,19 @@ class AcceleratedLoop:
         Raises ``NotOffered`` where that says nothing, or another number, which accelerate passes over.
         """
         if not isinstance(self.planned, ClipNorm):
-            raise NotOffered("clipping under DeepSpeed", f'write "gradient_clipping": {clip.max_norm} into its config')
+            said = f'write "gradient_clipping": {clip.max_norm} into its config'
+            raise NotOffered("clipping under DeepSpeed", said, "accelerate.clipping")
         if clip != self.planned:
             said = f"its config says gradient_clipping {self.planned.max_norm}, by the 2-norm; write the same number"
-            raise NotOffered(f"clipping by {clip.max_norm} under DeepSpeed", said)
+            raise NotOffered(f"clipping by {clip.max_norm} under DeepSpeed", said, "accelerate.clipping")
         norm = self.ready.grad_norm
         return torch.tensor(float("nan")) if norm is None else norm
 
     def clip_value(self, parameters: Any, clip: ClipValue) -> None:
         """Lets ``step`` clip so (``_choose``)."""
         if self._by_engine:
-            raise NotOffered("clipping by value under DeepSpeed", "write accelerator.clip_grad_norm_(...)")
+            said = "write accelerator.clip_grad_norm_(...)"
+            raise NotOffered("clipping by value under DeepSpeed", said, "accelerate.clipping")
         self._choose(parameters, clip)
 
     def _choose(self, parameters: Any, clip: ClipNorm | ClipValue) -> torch.Tensor | None:
@@ -272,23 +274,22 @@ class AcceleratedLoop:
         """
         chosen: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not chosen:
-            self.tell(
+            what = (
                 "clipping was given no parameter, and clips nothing, as under accelerate: an iterator such as "
-                "itertools.chain(...) is at its end after its first use. Write list(...) around it",
-                stacklevel=5,
+                "itertools.chain(...) is at its end after its first use"
             )
+            self._tell("accelerate.clips-nothing", "accelerator.clip_grad_norm_", what)
             return torch.tensor(0.0)
         if not (self.driven and self._all_trained(chosen)):
             return self._clipped_now(chosen, clip)
         if self.boundary:
             self.ready.loop.clip = clip
         else:
-            self.tell(
+            what = (
                 "clipping was asked for in a micro-batch that does not end its window, and is left out: accelerate "
-                "would clip what has come together so far, of each rank alone. Write `if accelerator.sync_gradients:` "
-                "above it",
-                stacklevel=5,
+                "would clip what has come together so far, of each rank alone"
             )
+            self._tell("accelerate.clips-inside-window", "accelerator.clip_grad_norm_", what)
         return None
 
     def _all_trained(self, chosen: Sequence[Any]) -> bool:
@@ -298,12 +299,10 @@ class AcceleratedLoop:
     def _clipped_now(self, chosen: list[Any], clip: ClipNorm | ClipValue) -> torch.Tensor:
         if self.ready.scaler is not None:
             what = "give model.parameters() of the one model, or write mixed_precision='bf16'"
-            raise NotOffered("clipping a part of the parameters under fp16", what)
+            raise NotOffered("clipping a part of the parameters under fp16", what, "accelerate.clipping")
         norm = self.ready.loop.engine.clip(self.ready.model, clip, chosen)
         return torch.tensor(0.0) if norm is None else norm
 
-    def tell(self, what: str, stacklevel: int) -> None:
-        """Warns where a script trains otherwise than under accelerate: once for each way."""
-        if what not in self._told:
-            self._told.add(what)
-            warnings.warn(f"{what}. See {PAGE}", stacklevel=stacklevel)
+    def _tell(self, rule: str, where: str, what: str) -> None:
+        """Warns where a script trains otherwise than under accelerate."""
+        self.ready.loop.court.hear((found(rule, where, what),))

@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from prepkit.court import found
 from prepkit.findings import RunRefused
 from prepkit.findings.text import near
 
 PAGE = "docs/from-accelerate.md"
 """The page that has accelerate's calls beside prepkit's."""
+
+BEFORE = "accelerate.before-prepare"
+"""Rule of what needs a prepared model."""
 
 OTHERWISE = {
     "unscale_gradients": "leave it out: accelerator.clip_grad_norm_(...) unscales by itself",
@@ -34,11 +38,15 @@ ARGUMENTS = {
 """Arguments of accelerate's ``Accelerator`` that have no place here, and what to write."""
 
 
-class NotOffered(RuntimeError):
-    """Something that the script asks of accelerate, and that this face does not do; the text says what to type."""
+class NotOffered(RunRefused):
+    """Something that the script asks of accelerate, and that this face does not do; its finding says what to type.
 
-    def __init__(self, name: str, otherwise: str) -> None:
-        super().__init__(f"prepkit.compat.accelerate does not offer {name}: {otherwise}. See {PAGE}")
+    ``rule`` is that of prepkit's own loop where the face says in accelerate's words what that has refused.
+    """
+
+    def __init__(self, name: str, otherwise: str, rule: str = "accelerate.not-offered") -> None:
+        what = f"prepkit.compat.accelerate does not offer {name}"
+        super().__init__((found(rule, "accelerator", what, f"{otherwise}. See {PAGE}"),))
 
 
 def no_options(call: str, options: dict[str, Any]) -> None:
@@ -84,8 +92,17 @@ _WORDS = {
         "write `if accelerator.sync_gradients:` above it, behind optimizer.step()",
     ),
     "loop.closure-wanted": ("an optimizer that takes a closure", "write accelerator.ready.step(closure)"),
+    "loop.step-without-backward": (
+        "optimizer.step() without accelerator.backward(loss) since the last",
+        "write accelerator.backward(loss) in the place of loss.backward(), and one step for each",
+    ),
 }
 """Rules of the loop to what a script for accelerate has done, and what it is to write."""
+
+
+def as_the_loop(rule: str) -> NotOffered:
+    """What a rule of the loop refuses, in accelerate's words."""
+    return NotOffered(*_WORDS[rule], rule)
 
 
 @contextmanager
@@ -94,7 +111,7 @@ def in_their_words() -> Iterator[None]:
     try:
         yield
     except RunRefused as refused:
-        known = [_WORDS[found.rule] for found in refused.findings if found.rule in _WORDS]
-        if not known or len(known) < len(refused.findings):
+        rules = [finding.rule for finding in refused.findings]
+        if not rules or not _WORDS.keys() >= set(rules):
             raise
-        raise NotOffered(*known[0]) from refused
+        raise as_the_loop(rules[0]) from refused

@@ -14,7 +14,7 @@ from prepkit.api import apply, build_plan
 from prepkit.compat.accelerate import operations
 from prepkit.compat.accelerate.loaders import prepared_alone
 from prepkit.compat.accelerate.loop import AcceleratedLoop
-from prepkit.compat.accelerate.not_offered import NotOffered
+from prepkit.compat.accelerate.not_offered import BEFORE, NotOffered
 from prepkit.compat.accelerate.objects import belong, is_prepared, place_of
 from prepkit.compat.accelerate.stepped import SteppedOptimizer, SteppedScheduler
 from prepkit.config import Config, Intent
@@ -42,7 +42,7 @@ class Preparation:
     def loop(self) -> AcceleratedLoop:
         """The model's. Raises ``NotOffered`` before there is one."""
         if self.started_loop is None:
-            raise NotOffered("this before prepare", "call accelerator.prepare(model, ...) first")
+            raise NotOffered("this before prepare", "call accelerator.prepare(model, ...) first", BEFORE)
         return self.started_loop
 
     @property

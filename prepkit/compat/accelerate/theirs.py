@@ -28,7 +28,9 @@ def name(wanted: str) -> Any:
     if wanted not in NAMES:
         raise AttributeError(str(NotOffered(wanted, "import it from accelerate where it prepares nothing")))
     if find_spec("accelerate") is None:
-        raise AttributeError(str(NotOffered(f"{wanted} without accelerate", "type pip install accelerate")))
+        raise AttributeError(
+            str(NotOffered(f"{wanted} without accelerate", "type pip install accelerate", "accelerate.not-installed"))
+        )
     module = import_module("accelerate")
     return getattr(module, wanted) if hasattr(module, wanted) else getattr(import_module("accelerate.utils"), wanted)
 

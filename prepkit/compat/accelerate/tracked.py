@@ -65,5 +65,5 @@ class Tracked:
 def _tracking() -> Any:
     if find_spec("accelerate") is None:
         what = "type pip install accelerate, or write accelerator.ready.log.to(pk.track.TensorBoard(folder))"
-        raise NotOffered("log_with without accelerate", what)
+        raise NotOffered("log_with without accelerate", what, "accelerate.not-installed")
     return import_module("accelerate.tracking")

@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from prepkit.court import refused
 from prepkit.findings.text import some
 from prepkit.observe.fingerprints.parts import Part, as_computed, parts
 from prepkit.observe.fingerprints.tensor import as_hex, fingerprint, fingerprint_sum, unsigned
@@ -35,11 +36,13 @@ def fingerprints(model: nn.Module, *, masters: bool = False) -> Fingerprints:
     """Of every parameter, whoever has prepared the model; see ``parts`` for what is left out, and what it raises.
 
     Collective where a process group with several ranks carries data: 32 bytes, and 24 for each parameter. Raises
-    ``ValueError`` on every rank where they have not the same parameters.
+    ``RunRefused`` on every rank where they have not the same parameters.
     """
     held = parts(model, masters=masters)
     if not world().same(sorted(held)):
-        raise ValueError("ranks hold parameters of other names, and so no common fingerprints: build one model on all")
+        raise refused(
+            "run.ranks-models", "model", "ranks hold parameters of other names, and so no common fingerprints"
+        )
     return summed(held)
 
 
@@ -49,9 +52,7 @@ def as_text(model: nn.Module, *, masters: bool = False) -> dict[str, str]:
         raise TypeError(f"weights is {said(model)}; pass a torch.nn.Module, or the path of safetensors files")
     found = fingerprints(model, masters=masters)
     if found.parted:
-        raise ValueError(
-            f"ranks hold other values of the same weights: {some(found.parted)}; broadcast them from rank 0"
-        )
+        raise refused("run.ranks-values", "model", f"ranks hold other values of the same weights: {some(found.parted)}")
     return {name: as_hex(value) for name, value in found.values.items()}
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from prepkit.court import refused
 from prepkit.objects import fsdp1_flat, names, zero3, zero_masters
 from prepkit.objects.fsdp1_flat import FlatShard
 from prepkit.observe.fingerprints.tensor import Dim, fingerprint_sum
@@ -46,13 +47,13 @@ def parts(model: nn.Module, *, masters: bool = False) -> dict[str, Part]:
     Left out, on every rank alike, is what has no bits of its own that could be compared: tensor subclasses that hold
     several tensors, experts that each rank has for itself, what DeepSpeed's AutoTP has split, ``Partial`` placements.
     ``masters``: of what DeepSpeed steps the float32 master weights, which are what is saved and exported.
-    Raises ``ValueError`` for parameters on meta, and what ``zero_masters.refuse_unreadable`` raises.
+    Raises ``RunRefused`` for parameters on meta, and what ``zero_masters.refuse_unreadable`` raises.
     """
     stepped = _masters(model) if masters else {}
     found = {name: stepped.get(name) or part for name, part in as_computed(model)}
     if empty := [name for name, part in found.items() if part.values.is_meta]:
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
-        raise ValueError(f"{empty[0]}{more} has no values: it is on meta; load or initialise the weights first")
+        raise refused("plan.no-weights", f"{empty[0]}{more}", "on meta, without values")
     return found
 
 

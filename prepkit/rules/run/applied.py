@@ -1,8 +1,9 @@
-"""What apply has made of a model, against the plan: layout, master weights, buffers, values, owners, steps."""
+"""What the steps of a plan have to find, and what they have made: layout, master weights, values, owners."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from prepkit.facts.run import AppliedFacts, RunFacts
 from prepkit.findings.text import at, count, some
@@ -83,3 +84,92 @@ STEPS = Rule(
     fix=REPORT,
 )
 """Told last: what else is wrong often follows from it, and is said in words of the model."""
+
+_act = partial(Rule, at=(Moment.ACT,), told_by="pk.apply", overridable=False)
+
+ACTS: tuple[Rule, ...] = (
+    _act(
+        id="apply.not-asked",
+        summary="Every step of a plan has a handler, whose check can look.",
+        fix="Mend what the check raised; a step without a handler needs its row in the table of handlers.",
+    ),
+    _act(
+        id="apply.step-failed",
+        summary="Every step of a plan can be done, on every rank.",
+        fix="Mend what the error names, and apply the plan again; the end of the message says what stands.",
+    ),
+    _act(
+        id="apply.library-refused",
+        summary="torch, DeepSpeed and MS-AMP do what a step asks of them.",
+        fix="Mend what the error names; build model and optimizer again before the next apply.",
+    ),
+    _act(
+        id="apply.no-mesh",
+        summary="The device mesh is built before a step works on it.",
+        fix="Apply a whole plan: BuildMesh has to come before this step.",
+    ),
+    _act(
+        id="apply.group-not-formed",
+        summary="All ranks form the process group within its time-out.",
+        fix="Look at the connections between the machines, or at that rank's log.",
+    ),
+    _act(
+        id="apply.gradient-lost",
+        summary="No parameter that a step replaces holds a gradient.",
+        fix="Call optimizer.zero_grad() first.",
+        overridable=True,
+    ),
+    _act(
+        id="plan.ranks-differ",
+        summary="All ranks apply one plan to one model.",
+        fix="Run pk.save(plan, f'plan-{rank}.json') on two of these ranks, and prepkit diff on the files.",
+    ),
+    _act(
+        id="checkpoint.replaced-linear",
+        summary="Kept outputs of linear layers are those of torch's own.",
+        fix="Call ready.close() of that run first, or leave keep_ops out.",
+        overridable=True,
+    ),
+    _act(
+        id="deepspeed.compiler",
+        summary="A compiler and ninja are there where DeepSpeed compiles what it runs.",
+        fix="Install it.",
+    ),
+    _act(
+        id="deepspeed.stale-lock",
+        summary="No lock of a killed compilation is left where DeepSpeed compiles.",
+        fix="Remove the file.",
+        overridable=True,
+    ),
+    _act(
+        id="fp8.recipe-refused",
+        summary="TransformerEngine takes the recipe, with its options.",
+        fix="Leave out the option that it names.",
+    ),
+    _act(
+        id="optimizer.state-layout",
+        summary="State of the optimizer can be laid out as its parameters are.",
+        fix="Create the optimizer after preparing.",
+    ),
+    _act(
+        id="weights.not-initialised",
+        summary="Initialisers write all that is without values, each in its own unit.",
+        fix="Write them there, or load the weights: LoadWeights(path).",
+    ),
+    _act(
+        id="weights.held-elsewhere",
+        summary="Nobody but the model and its optimizer holds a parameter whose values are stashed.",
+        fix="Let go of the losses, outputs and references from before apply.",
+    ),
+    _act(
+        id="weights.file-changed",
+        summary="The files of the checkpoint are as they were when the plan was made.",
+        fix="Restore the file, or plan again.",
+    ),
+    _act(
+        id="weights.files-differ",
+        summary="All ranks read one checkpoint.",
+        fix="Give every rank the same checkpoint, or one folder for all.",
+    ),
+)
+"""What a step of a plan has to find before it acts; steps tell rows of a config too, those that have ``Moment.ACT``."""

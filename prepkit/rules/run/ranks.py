@@ -157,20 +157,23 @@ RULES: tuple[Rule, ...] = (
         id="run.ranks-values",
         summary="What every rank holds whole has one value.",
         check=_values,
-        at=(Moment.APPLY, Moment.AUDIT),
+        at=(Moment.ACT, Moment.APPLY, Moment.AUDIT),
         needs=(Need.RANKS,),
         cost="a share of the one exchange over the ranks that the moment makes",
-        fix="Load weights on every rank before the model is wrapped, or broadcast them: dist.broadcast(tensor, src=0).",
+        fix=(
+            "Write torch.manual_seed(0) before the model is built, load one checkpoint on every rank, or send rank 0's "
+            "values: dist.broadcast(tensor, src=0), or weights=BroadcastWeights() in the config."
+        ),
         source=("pain 11", "pain 17"),
     ),
     Rule(
         id="run.ranks-modes",
         summary="Every rank has the same modules in training mode.",
         check=_modes,
-        at=(Moment.AUDIT,),
+        at=(Moment.ACT, Moment.AUDIT),
         needs=(Need.RANKS,),
         cost="a share of the one exchange over the ranks that the moment makes",
-        fix="Call model.train() on every rank, behind what one rank alone evaluates.",
+        fix="Call model.train(), or model.eval(), for the same modules on every rank.",
     ),
     Rule(
         id="run.ranks-passes",

@@ -238,9 +238,11 @@ def test_a_plan_for_other_units_is_not_applied() -> None:
         (step,) = (one.step for one in plan.steps if isinstance(one.step, ShardUnits))
         assert shard_ready(step, Target(model=plain())) == ()
         (problem,) = shard_ready(step, Target(model=rest))
-        assert problem.startswith("layers.0, layers.1, layers.2: planned as a unit already")
+        assert (problem.rule, problem.where) == ("plan.model-changed", "layers.0, layers.1, layers.2")
+        assert problem.what == "planned as a unit already, which it is not"
         (problem,) = shard_ready(evolve(step, units=step.units[1:]), Target(model=plain()))
-        assert problem.startswith("layers.0: a unit already, which was not planned")
+        assert (problem.rule, problem.where) == ("plan.model-changed", "layers.0")
+        assert problem.what == "a unit already, which was not planned"
 
 
 def test_a_unit_that_was_asked_for_something_else_since_is_drift() -> None:

@@ -77,14 +77,18 @@ def test_wrapped_frozen_and_sharded_models_are_refused() -> None:
         target = Target(model=Tiny())
         do(wrapping(), target)
         (text,) = problems(wrapping(), target)
-        assert text == ("'' (the root): wrapped in DistributedDataParallel already; give the module inside it")
+        assert (
+            text
+            == "model.already-wrapped at '' (the root): in DistributedDataParallel already; Give the module inside it."
+        )
     (text,) = problems(wrapping(), Target(model=Tiny().requires_grad_(requires_grad=False)))
-    assert text == "no parameter requires a gradient, so DDP has nothing to average; plan with intent=inference"
+    assert text == "model.nothing-trainable at model: no parameter requires a gradient, and DDP averages nothing"
     with fake_group(2):
         target = Target(model=Tiny(), mesh=shard_mesh(2))
         do(sharding(), target)
         (text,) = problems(wrapping(), target)
-        assert text.endswith(": sharded, DDP needs whole parameters; use FSDP2, or build the model anew")
+        assert text.startswith("model.sharded-parameters at ")
+        assert text.endswith(": DDP needs whole parameters")
 
 
 def learn(rank: int, world: int) -> Any:

@@ -255,8 +255,8 @@ def test_what_is_no_plain_batch_norm_is_refused() -> None:
     target = Target(model=Normed())
     do(ConvertSyncBatchNorm(paths=("first.1",)), target)
     assert problems(ConvertSyncBatchNorm(paths=("first.0", "first.1", "nose")), target) == (
-        "the model has no module nose; build the plan again from this model",
-        "first.0, first.1: no plain batch norm; build the plan again from this model",
+        "plan.other-model at nose: the model has no such module",
+        "plan.other-model at first.0, first.1: no plain batch norm",
     )
 
 

@@ -118,7 +118,10 @@ def test_an_optimizer_with_state_is_not_converted_and_a_fresh_one_is() -> None:
     model(torch.ones(1, 2)).sum().backward()
     target.optimizer.step()  # type: ignore[union-attr]  # given above
     (said,) = problems(CONVERT, target)
-    assert said == "the optimizer (AdamW) has state, which DeepSpeed's CPU form would not take; pass a fresh one"
+    assert said == (
+        "deepspeed.optimizer-state at optimizer: AdamW has state, which DeepSpeed's CPU form would not take; "
+        "Pass a fresh one."
+    )
 
 
 @pytest.mark.parametrize("name", ["Adam", "Adagrad", "Lion"])
@@ -139,7 +142,7 @@ def test_what_is_cast_already_is_not_cast_again() -> None:
     target = Target(model=nn.Linear(2, 2))
     do(step, target)
     assert problems(step, target) == (
-        "the model's forward is cast by prepkit already; apply to a model that was not prepared",
+        "model.already-wrapped at model.forward: cast by prepkit already; Apply to a model that was not prepared.",
     )
 
 
@@ -149,13 +152,16 @@ def test_sharded_parameters_are_not_handed_over() -> None:
     with fake_group(2):
         fully_shard(model, mesh=shard_mesh(2))
         said = problems(INITIALIZE, Target(model=model))
-    assert "weight, bias: sharded already, DeepSpeed shards whole parameters; build it anew" in said
+    assert "model.sharded-parameters at weight, bias: DeepSpeed shards whole parameters" in said
 
 
 def test_another_device_than_deepspeed_works_on_is_said_with_what_to_type() -> None:
     lean()
     said = problems(evolve(INITIALIZE, device="cuda"), Target(model=nn.Linear(2, 2)))
-    expected = "DeepSpeed works on cpu, and the plan computes on cuda; type export DS_ACCELERATOR=cuda"
+    expected = (
+        "deepspeed.accelerator at env.variables.DS_ACCELERATOR: DeepSpeed works on cpu, and the plan computes on cuda; "
+        "Type export DS_ACCELERATOR=cuda"
+    )
     assert any(text.startswith(expected) for text in said), said
 
 
@@ -166,13 +172,13 @@ def test_an_engine_is_not_made_an_engine_again() -> None:
     engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
     nn.Module.__init__(engine)
     said = problems(evolve(INITIALIZE, names=()), Target(model=engine))
-    assert "the model is a DeepSpeed engine already; give the module inside it, built anew" in said
+    assert "model.already-wrapped at model: a DeepSpeed engine already; Give the module inside it, built again." in said
 
 
 def test_one_optimizer_is_enough() -> None:
     lean()
     model = nn.Linear(2, 2)
     given = Target(model=model, optimizer=AdamW(model.parameters()))
-    left_out = "DeepSpeed makes the optimizer from its config, but one was given; leave one of them out"
+    left_out = "deepspeed.two-optimizers at optimizer: DeepSpeed makes one from its config, and one was given"
     assert left_out in problems(evolve(INITIALIZE, optimizer="section"), given)
     assert left_out not in problems(INITIALIZE, given)

@@ -102,13 +102,13 @@ def test_a_subclass_of_layernorm_is_refused(engine: library_doubles.Calls) -> No
     model = seeded()
     model.layers[0].norm = nn.Identity()  # type: ignore[union-attr]  # a ModuleList of Blocks
     (text,) = problems(ConvertTransformerEngine(linears=(), norms=NORMS), Target(model=model))
-    assert text == "layers.0.norm: Identity, where the plan says LayerNorm; build the plan again"
+    assert text == "plan.other-model at layers.0.norm: Identity, where the plan says LayerNorm"
 
 
 def test_without_the_library_both_steps_are_refused() -> None:
     for step in (ConvertTransformerEngine(linears=(), norms=()), DELAYED):
         (text,) = problems(step, Target(model=Wide()))
-        assert text.endswith("type: pip install 'transformer_engine[pytorch]'")
+        assert text.endswith("Type pip install 'transformer_engine[pytorch]'.")
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -165,8 +165,7 @@ def test_a_recipe_that_the_library_refuses_is_refused_before_anything_is_done(mo
     monkeypatch.setattr(library_doubles, "OLDER", frozenset())
     (text,) = problems(evolve(DELAYED, interval=2), Target(model=Wide()))
     assert text == (
-        "TransformerEngine refuses the recipe DelayedScaling: unexpected keyword argument 'interval'; "
-        "leave the option out"
+        "fp8.recipe-refused at DelayedScaling: TransformerEngine refuses it: unexpected keyword argument 'interval'"
     )
     assert problems(DELAYED, Target(model=Wide())) == ()
 
@@ -232,7 +231,7 @@ def test_a_plain_function_as_forward_is_called_as_it_is_and_put_back(engine: lib
     memo = do(DELAYED, target)
     assert model(1) == 2
     (text,) = problems(DELAYED, target)
-    assert text.startswith("the model's forward runs under prepkit's float8 autocast")
+    assert text.startswith("model.already-wrapped at model.forward: runs under prepkit's float8 autocast")
     assert {mark for m in observe(model).facts.model.modules for mark in m.marks} == {"autocast"}
     undo(DELAYED, target, memo)
     assert vars(model)["forward"] is plain
@@ -371,9 +370,12 @@ def test_an_ms_amp_without_a_ddp_of_its_own_is_refused_under_ddp(monkeypatch: py
     model = seeded()
     step = InitializeMSAMP(opt_level="O2", linears=("layers.0.inner",), kept=("head",), reduced=True)
     (text,) = problems(step, Target(model=model, optimizer=SGD(model.parameters(), lr=0.1)))
-    assert text.startswith("this msamp leaves torch's DistributedDataParallel as it is")
+    assert text.startswith("fp8.library-too-old at msamp: this msamp leaves torch's DistributedDataParallel as it is")
     (text,) = problems(step, Target(model=model))
-    assert text == "MS-AMP replaces model and optimizer together; give an optimizer to apply()"
+    assert text == (
+        "plan.model-changed at optimizer: the plan was made with one; "
+        "Give it to apply(), or build the plan again without one."
+    )
 
 
 def test_a_step_after_ms_amp_that_fails_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -429,12 +429,12 @@ class Scaled(nn.Module):
 
 def test_what_torch_would_refuse_half_way_is_refused_before_it_begins() -> None:
     assert problems(wrapping("layers", "nose", sync_module_states=True), Target(model=Scaled())) == (
-        "the model has no module nose; build the plan again from this model",
-        "layers: a container without forward cannot be a unit; wrap the modules inside it",
-        "scale: a scalar cannot be flattened; make it a tensor of shape (1,)",
-        "table: torch.int64 cannot be flattened; register it as a buffer",
-        "torch broadcasts module states on an accelerator only; plan with sync_module_states=False",
-        "layers.0.weight: holds a gradient that would be lost; call optimizer.zero_grad() first",
+        "plan.other-model at nose: the model has no such module",
+        "wrap.container at layers: a container without forward cannot be a unit",
+        "units.scalar at scale: a scalar cannot be flattened; Make it a tensor of shape (1,).",
+        "units.integer at table: torch.int64 cannot be flattened",
+        "fsdp1.sync-on-cpu at config.engine: torch broadcasts module states on an accelerator only",
+        "apply.gradient-lost at layers.0.weight: there is a gradient, which would be lost",
     )
 
 
@@ -463,7 +463,9 @@ def test_a_wrapped_model_is_refused() -> None:
     with fake_group(2):
         target = Target(model=Tiny(), mesh=shard_mesh(2))
         do(wrapping("layers.0"), target)
-        text = "'' (the root), layers.0: sharded already; apply to a model that was not prepared"
+        text = (
+            "model.already-wrapped at '' (the root), layers.0: sharded already; Apply to a model that was not prepared."
+        )
         assert problems(wrapping("layers.1"), target) == (text,)
 
 
@@ -474,11 +476,11 @@ def test_a_failure_names_the_flat_units_and_says_that_there_is_no_way_back() -> 
         halted = interpret((wrapping(*BLOCKS),), handlers(), Target(model=model, mesh=shard_mesh(2)))
     assert isinstance(halted, Halted)
     assert halted.torn
-    assert "unit layers.1 could not be wrapped (wrapped before it: layers.0): Must flatten" in str(halted)
+    assert "unit layers.1: could not be wrapped (wrapped before it: layers.0): Must flatten" in str(halted)
 
 
 def test_wrapping_without_a_mesh_names_the_step_that_is_missing() -> None:
-    with pytest.raises(RuntimeError, match="BuildMesh has to come before WrapFSDP1"):
+    with pytest.raises(RuntimeError, match="BuildMesh has to come before this step"):
         do(wrapping(), Target(model=Tiny()))
 
 
@@ -527,7 +529,7 @@ def test_the_state_of_a_flat_parameter_is_that_of_its_parts_end_to_end(rank: int
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("two groups", "falls into two groups; put its unit into one group"),
+        ("two groups", "fsdp1.unit-in-two-groups"),
         ("counts", "'step' differs, and a flat parameter has one"),
         ("no state", "layers.0.scale: without the state that others of its unit have"),
     ],

@@ -140,10 +140,10 @@ class Scaled(nn.Module):
 
 def test_what_fully_shard_would_refuse_half_way_is_refused_before_it_begins() -> None:
     assert problems(sharding("layers", "nose"), Target(model=Scaled())) == (
-        "the model has no module nose; build the plan again from this model",
-        "layers: a container without forward cannot be a unit; wrap the modules inside it",
-        "scale: a scalar cannot be sharded; plan it among the ignored ones",
-        "layers.0.weight: holds a gradient that would be lost; call optimizer.zero_grad() first",
+        "plan.other-model at nose: the model has no such module",
+        "wrap.container at layers: a container without forward cannot be a unit",
+        "units.scalar at scale: a scalar cannot be sharded; Plan it among the ignored ones.",
+        "apply.gradient-lost at layers.0.weight: there is a gradient, which would be lost",
     )
 
 
@@ -152,7 +152,9 @@ def test_a_sharded_model_is_refused() -> None:
         target = Target(model=Tiny(), mesh=shard_mesh(2))
         do(sharding("layers.0"), target)
         (text,) = problems(sharding("layers.1"), target)
-        assert text == "'' (the root), layers.0: sharded already; apply to a model that was not prepared"
+        assert text == (
+            "model.already-wrapped at '' (the root), layers.0: sharded already; Apply to a model that was not prepared."
+        )
 
 
 @pytest.mark.parametrize("accelerator", [False, True])
@@ -208,12 +210,12 @@ def test_a_failure_says_which_units_stand_and_that_there_is_no_way_back(monkeypa
         halted = interpret((sharding(*BLOCKS),), handlers(), Target(model=Tiny(), mesh=shard_mesh(2)))
     assert isinstance(halted, Halted)
     assert halted.torn
-    assert "unit layers.2 could not be sharded (sharded before it: layers.0, layers.1): uneven" in str(halted)
+    assert "unit layers.2: could not be sharded (sharded before it: layers.0, layers.1): uneven" in str(halted)
     assert "build model and optimizer again" in str(halted)
 
 
 def test_sharding_without_a_mesh_names_the_step_that_is_missing() -> None:
-    with pytest.raises(RuntimeError, match="BuildMesh has to come before ShardUnits"):
+    with pytest.raises(RuntimeError, match="BuildMesh has to come before this step"):
         do(sharding(), Target(model=Tiny()))
 
 

@@ -156,4 +156,4 @@ def test_a_scaler_that_torch_would_switch_off_is_refused() -> None:
         device="cuda", sharded=False, init_scale=2.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1
     )
     (text,) = problems(step, Target(model=Tiny()))
-    assert "'cuda' is not available here" in text
+    assert "'cuda': not available here" in text

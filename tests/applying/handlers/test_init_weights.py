@@ -178,7 +178,7 @@ def reaching(rank: int, world: int) -> str:
 
 def test_a_method_that_reaches_into_another_unit_is_an_error_and_writes_nothing(gang2: Gang) -> None:
     for text in gang2.run(reaching):
-        assert "an initialiser calls zero_ on a parameter of shape (3, 3) that another unit holds" in text
+        assert "an initialiser calls zero_ on a parameter of shape (3, 3) of another unit" in text
 
 
 class Looking(Reaching):

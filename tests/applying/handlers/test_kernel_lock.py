@@ -17,10 +17,12 @@ from torch.utils import cpp_extension
 
 from prepkit.applying.handlers import deepspeed
 from prepkit.applying.handlers.deepspeed import LONGEST_BUILD_S, lock_problems
+from prepkit.findings import Finding
 from prepkit.objects.deepspeed import SHARED_MEMORY
 from prepkit.objects.target import Target
 from prepkit.ranks import launcher
 from prepkit.ranks.group_limits import default_limit
+from prepkit.rules import found
 from prepkit.steps import ConvertOptimizer, InitializeDeepSpeed, Setting
 from tests.support.deepspeed_cpu import lean, own_extensions
 from tests.support.single_step import do, gloo_alone, problems
@@ -40,17 +42,21 @@ def planted(folder: Path, kernel: str) -> Path:
     return lock
 
 
-def text_of(lock: Path) -> str:
-    return (
-        f"{lock}: left by a compilation that was killed, DeepSpeed would wait for it for ever; unless another machine "
-        f"is compiling in this folder now, type rm {lock}"
-    )
+def finding_of(lock: Path) -> Finding:
+    fix = f"Type rm {lock}, unless another machine compiles in this folder now."
+    what = "left by a compilation that was killed: DeepSpeed would wait for it for ever"
+    return found("deepspeed.stale-lock", str(lock), what, fix)
+
+
+def line_of(lock: Path) -> str:
+    one = finding_of(lock)
+    return f"{one.rule} at {one.where}: {one.what}; {one.fix}"
 
 
 def test_a_lock_that_nobody_holds_is_named_with_what_to_type(folder: Path) -> None:
     assert lock_problems(("cpu_adam", "cpu_lion")) == ()
     lock = planted(folder, "cpu_adam")
-    assert lock_problems(("cpu_adam", "cpu_lion", "cpu_adam")) == (text_of(lock),)
+    assert lock_problems(("cpu_adam", "cpu_lion", "cpu_adam")) == (finding_of(lock),)
     assert lock_problems(("cpu_lion",)) == ()
 
 
@@ -71,7 +77,7 @@ def test_a_lock_is_stale_from_when_its_builder_is_killed(folder: Path) -> None:
         builder.kill()
         builder.wait()
         builder.stdout.close()
-    assert lock_problems(("cpu_adam",)) == (text_of(lock),)
+    assert lock_problems(("cpu_adam",)) == (finding_of(lock),)
 
 
 def test_where_nobody_can_tell_who_holds_it_a_lock_is_stale_once_it_is_old(
@@ -82,7 +88,7 @@ def test_where_nobody_can_tell_who_holds_it_a_lock_is_stale_once_it_is_old(
     assert lock_problems(("cpu_adam",)) == ()
     old = time.time() - LONGEST_BUILD_S - 1
     os.utime(lock, (old, old))
-    assert lock_problems(("cpu_adam",)) == (text_of(lock),)
+    assert lock_problems(("cpu_adam",)) == (finding_of(lock),)
 
 
 def test_a_session_of_tests_removes_stale_locks_from_its_own_folder(folder: Path) -> None:
@@ -113,7 +119,7 @@ def test_converting_an_optimizer_is_refused_while_its_kernel_is_locked(
     assert problems(step, target) == ()
     planted(folder, "fused_adam")
     lock = planted(folder, kernel)
-    assert problems(step, target) == (text_of(lock),)
+    assert problems(step, target) == (line_of(lock),)
 
 
 def initializing(**changes: Any) -> InitializeDeepSpeed:
@@ -144,7 +150,7 @@ def test_initializing_is_refused_while_the_kernel_of_its_own_optimizer_is_locked
     lean()
     target = Target(model=nn.Linear(2, 2))
     lock = planted(folder, kernel)
-    assert text_of(lock) in problems(step, target)
+    assert line_of(lock) in problems(step, target)
     assert problems(initializing(), target) == ()
 
 

@@ -161,9 +161,15 @@ def test_whatever_a_loader_draws_by_is_split(loader: Any, how: dict[str, Any], p
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (DataLoader(Numbers()), "loader 0 reads an IterableDataset, and the plan divides it by samples; plan again"),
-        ([1, 2], "loader 0 is a list, and not a torch DataLoader; split the data yourself"),
-        (DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), "loader 0 has a DistributedSampler already; split"),
+        (
+            DataLoader(Numbers()),
+            "plan.model-changed at loaders[0]: reads an IterableDataset, and the plan divides it by samples",
+        ),
+        ([1, 2], "loaders.foreign at loaders[0]: is a list, and not a torch DataLoader"),
+        (
+            DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)),
+            "loaders.already-distributed at loaders[0]: has a DistributedSampler already",
+        ),
     ],
     ids=["stream", "list", "distributed"],
 )
@@ -174,7 +180,7 @@ def test_what_cannot_be_split_as_planned_is_refused(loader: Any, why: str) -> No
 
 def test_a_loader_that_was_not_given_is_refused() -> None:
     (text,) = problems(STEP, Target(model=torch.nn.Identity()))
-    assert text == "the plan shards loader 0, 0 were given; pass those of the plan"
+    assert text == "plan.model-changed at loaders[0]: the plan has it, and 0 were given; Pass the loaders of the plan."
 
 
 # --- what is handed out ---------------------------------------------------------------------------------------------

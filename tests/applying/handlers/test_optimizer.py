@@ -137,27 +137,27 @@ def test_a_release_refuses_slots_that_changed_since() -> None:
     params[0], params[1] = params[1], params[0]
     (text,) = problems(release, target)
     first, second = release.slots[1][:2]
-    assert text == f"the optimizer no longer holds {first}, {second} where the plan says; build the plan again"
+    assert text == f"plan.model-changed at {first}, {second}: the optimizer no longer holds it where the plan says"
 
 
 def test_a_release_refuses_another_number_of_slots_and_no_optimizer() -> None:
     target, release, rebind = given()
     optimizer_of(target).param_groups[0]["params"].pop()
-    told = ("the optimizer has groups of [2, 10] parameters, the plan of [3, 10]; build the plan again",)
+    told = ("plan.model-changed at optimizer: has groups of [2, 10] parameters, the plan of [3, 10]",)
     assert problems(release, target) == problems(rebind, target) == told
     (text,) = problems(release, Target(model=Tiny()))
-    assert text.startswith("the plan was made with an optimizer; give it to apply()")
+    assert text.startswith("plan.model-changed at optimizer: the plan was made with one; Give it to apply()")
 
 
 def test_state_that_no_shard_can_take_is_refused_before_anything_is_released() -> None:
     target, release, _ = given(lambda params: Adafactor(params, lr=0.1))
     found = problems(release, target)
     assert found[0] == (
-        "optimizer state 'row_var' of embed.weight is of shape (11, 1), neither of the parameter's shape (11, 6) nor a "
-        "scalar, so it cannot be sharded; create the optimizer after preparing"
+        "optimizer.state-layout at optimizer.state[embed.weight]['row_var']: is of shape (11, 1), neither of the "
+        "parameter's shape (11, 6) nor a scalar, and cannot be sharded"
     )
     optimizer_of(target).state[target.model.embed.weight] = {"history": [torch.ones(3)]}
-    assert "'history' of embed.weight is a list" in problems(release, target)[0]
+    assert "optimizer.state[embed.weight]['history']: is a list" in problems(release, target)[0]
 
 
 # --- rebind --------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_state_is_never_moved_to_a_parameter_without_data() -> None:
     optimizer = SGD([model.embed.weight], lr=0.1, momentum=0.9)
     optimizer.state[model.embed.weight] = {"momentum_buffer": torch.ones(11, 6)}
     (text,) = problems(RebindOptimizer(slots=(("embed.weight",),)), Target(model=model, optimizer=optimizer))
-    assert text == "embed.weight: on meta, but the optimizer has state for it; load the weights first"
+    assert text == "plan.no-weights at embed.weight: on meta, but the optimizer has state for it"
 
 
 def test_counters_of_a_capturable_optimizer_go_to_the_device_and_others_stay() -> None:
@@ -383,6 +383,6 @@ def test_creating_is_refused_beside_a_given_optimizer_and_for_unknown_names() ->
     model = Tiny()
     target = Target(model=model, optimizer=SGD(model.parameters(), lr=0.1))
     assert problems(CreateOptimizer(algorithm="AdamW", names=("nose",), options=()), target) == (
-        "the model has no parameter nose; build the plan again from this model",
-        "the plan creates AdamW, but an optimizer (SGD) was given; leave one of them out",
+        "plan.other-model at nose: the model has no such parameter",
+        "optimizer.two at optimizer: the plan creates AdamW, and an optimizer (SGD) was given",
     )

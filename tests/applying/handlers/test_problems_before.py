@@ -47,14 +47,17 @@ def test_a_layer_without_rows_and_columns_is_not_cut(style: str) -> None:
     cut = ParallelStyle(paths=("0", "1"), style=style, input_layout="replicate", output_layout="replicate")  # type: ignore[arg-type]  # one of two literals
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     assert problems(ParallelizeModules(styles=(cut,), axis="tensor"), Target(model=model)) == (
-        "1: neither a Linear nor an Embedding, so it has no rows and columns to cut",
+        "tensor.not-a-layer at 1: neither a Linear nor an Embedding, so it has no rows and columns to cut",
     )
 
 
 def test_a_library_that_is_not_there_is_named_with_its_package() -> None:
     step = InitializeMSAMP(opt_level="O1", linears=(), kept=(), reduced=False)
     said = problems(step, Target(model=nn.Linear(2, 2)))
-    assert any(text.startswith("msamp cannot be imported: ") and text.endswith("pip install msamp") for text in said)
+    assert any(
+        text.startswith("fp8.library-missing at msamp: cannot be imported: ") and text.endswith("pip install msamp.")
+        for text in said
+    )
 
 
 class Running(nn.ModuleList):
@@ -89,7 +92,7 @@ def test_a_list_of_modules_is_a_unit_where_it_has_a_forward() -> None:
     assert problems(wrapped("0"), Target(model=runs)) == ()
     hollow = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
     assert problems(wrapped("0"), Target(model=hollow)) == (
-        "0: a container without forward cannot be a unit; wrap the modules inside it",
+        "wrap.container at 0: a container without forward cannot be a unit",
     )
 
 
@@ -102,7 +105,7 @@ def test_units_that_nobody_planned_are_listed_in_order() -> None:
             units=(), param_dtype=None, reduce_dtype=None, offload=False, pin_memory=False, already_sharded=True
         )
         (said,) = problems(step, Target(model=model))
-    assert said.startswith("0, 1, 2")
+    assert said.startswith("plan.model-changed at 0, 1, 2")
 
 
 def test_a_device_is_bound_before_its_group_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,15 +163,17 @@ def test_entry_points_are_registered_once() -> None:
     step = RegisterEntryPoints(names=("extra_repr",), through="forward")
     target = Target(model=nn.Linear(2, 2))
     do(step, target)
-    said = "its methods are entry points already; apply to a model that was not prepared"
+    said = (
+        "model.already-wrapped at model: its methods are entry points already; Apply to a model that was not prepared."
+    )
     assert said in problems(step, target)
 
 
 def test_scales_are_not_computed_without_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     (said,) = problems(PrecomputeFloat8Scales(), Target(model=nn.Linear(2, 2)))
-    assert said.startswith("torchao.float8 cannot be imported: ")
-    assert said.endswith("type: pip install torchao")
+    assert said.startswith("fp8.library-missing at torchao.float8: cannot be imported: ")
+    assert said.endswith("Type pip install torchao.")
 
 
 def test_a_tensor_of_another_shape_is_not_sent() -> None:
@@ -177,14 +182,14 @@ def test_a_tensor_of_another_shape_is_not_sent() -> None:
         for name, shape in (("weight", (3, 2)), ("bias", (2,)))
     )
     said = problems(SendTensors(tensors=transfers, axes=()), Target(model=nn.Linear(2, 2)))
-    assert said == ("weight: not of the planned shape; build the plan again from this model",)
+    assert said == ("plan.other-model at weight: not of the planned shape",)
 
 
 def test_what_is_on_meta_does_not_move_to_an_xla_device() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     said = problems(MoveToXLA(forked=False), Target(model=model))
-    assert "weight is on meta, without data to move; load the weights first" in said
+    assert "plan.no-weights at weight, bias: on meta, without data" in said
 
 
 def test_devices_of_an_optimizer_that_are_not_the_models_are_listed_in_order() -> None:
@@ -193,4 +198,4 @@ def test_devices_of_an_optimizer_that_are_not_the_models_are_listed_in_order() -
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     said = problems(MoveToXLA(forked=False), Target(model=model, optimizer=optimizer))
-    assert any("the optimizer holds parameters on cpu, the model's are on meta" in text for text in said)
+    assert any("optimizer: holds parameters on cpu, the model's are on meta" in text for text in said)

@@ -49,7 +49,10 @@ def test_a_group_that_ran_before_is_used_and_not_ended() -> None:
 
 def test_several_ranks_without_a_launcher_are_refused_with_the_command_to_type() -> None:
     assert problems(TWO, nothing()) == (
-        "the plan is for 2 ranks, but this process was started alone; type torchrun --nproc-per-node=2 your_script.py",
+        (
+            "plan.other-environment at launch: the plan is for 2 ranks, but this process was started alone; "
+            "Type torchrun --nproc-per-node=2 your_script.py."
+        ),
     )
 
 
@@ -57,14 +60,19 @@ def test_a_launcher_that_forgot_variables_is_refused_by_their_names(monkeypatch:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     (text,) = problems(TWO, nothing())
-    assert text.startswith("the launcher's MASTER_ADDR, MASTER_PORT are not set; start with torchrun")
+    assert text.startswith(
+        "plan.other-environment at launch: the launcher's MASTER_ADDR, MASTER_PORT are not set; Start with torchrun"
+    )
 
 
 def test_a_launch_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert problems(TWO, nothing()) == (
-        "WORLD_SIZE is 3, the plan is for 2 ranks; start 2 processes, or build the plan again here",
+        (
+            "plan.other-environment at env.WORLD_SIZE: is 3, the plan is for 2 ranks; "
+            "Start 2 processes, or build the plan again here."
+        ),
     )
 
 
@@ -97,8 +105,11 @@ def test_mpirun_on_several_nodes_is_told_what_to_pass_on(monkeypatch: pytest.Mon
     for name, value in (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     (text,) = problems(TWO, nothing())
-    assert text.startswith("MPI started 2 processes on several nodes, and MASTER_ADDR is not set; ")
-    assert text.endswith("type mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...")
+    assert text.startswith(
+        "plan.other-environment at env.MASTER_ADDR: "
+        "MPI started 2 processes on several nodes, and MASTER_ADDR is not set; "
+    )
+    assert text.endswith("Type mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...")
     monkeypatch.setenv("MASTER_ADDR", "node-0")
     assert problems(TWO, nothing()) == ()
     assert launcher.local_rank() == 0
@@ -141,11 +152,14 @@ def test_processes_that_mpirun_started_train_as_under_torchrun(gang2: Gang) -> N
 def test_a_running_group_of_another_size_or_backend_is_refused() -> None:
     with gloo_alone():
         assert problems(TWO, nothing()) == (
-            "the running process group has 1 ranks, the plan is for 2; start 2 processes, or build the plan again here",
+            (
+                "plan.other-environment at process group: has 1 ranks, the plan is for 2; "
+                "Start 2 processes, or build the plan again here."
+            ),
         )
         (text,) = problems(StartProcessGroup(backend="nccl", world_size=1, timeout_s=1.0), nothing())
-        assert text.startswith("the running process group has backend cpu:gloo")
-        assert "the plan wants nccl; call init_process_group('nccl'), or plan with backend=" in text
+        assert text.startswith("plan.other-environment at process group: has backend cpu:gloo")
+        assert "the plan wants nccl; Call init_process_group('nccl'), or plan with backend=" in text
         assert problems(StartProcessGroup(backend="cpu:gloo", world_size=1, timeout_s=1.0), nothing()) == ()
         (text,) = problems(StartProcessGroup(backend="cpu:gloo,cuda:nccl", world_size=1, timeout_s=1.0), nothing())
         assert "the plan wants cpu:gloo,cuda:nccl" in text
@@ -159,7 +173,7 @@ def test_a_fake_group_stands_for_any_backend() -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="shows what is said where there is no accelerator")
 def test_a_backend_for_an_accelerator_that_is_not_here_is_refused() -> None:
     (text,) = problems(StartProcessGroup(backend="nccl", world_size=1, timeout_s=1.0), nothing())
-    assert text == "device type 'cuda' is not available here; plan with device='cpu'"
+    assert text == "environment.device at device 'cuda': not available here; Plan with device='cpu'."
 
 
 class Cards:
@@ -193,8 +207,10 @@ def test_the_device_is_the_local_rank_s_unless_one_alone_is_visible(
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda kind: Cards(4))
     monkeypatch.setenv("LOCAL_RANK", "4")
-    (text,) = launcher.device_problems("cuda")
-    assert text == "local rank 4 has no cuda device: 4 are visible; start at most 4 processes here"
+    (found,) = launcher.device_problems("cuda")
+    assert found.rule == "environment.device"
+    assert found.what == "4 are visible, and there is none for local rank 4"
+    assert found.fix == "Start at most 4 processes here."
 
 
 def test_a_mesh_has_the_planned_axes_and_is_forgotten_again() -> None:
@@ -212,7 +228,10 @@ def test_a_mesh_that_does_not_multiply_to_the_world_is_refused() -> None:
     step = BuildMesh(device="cpu", axes=(Axis(name="replicate", size=2), Axis(name="shard", size=3)))
     with fake_group(8):
         (text,) = problems(step, nothing())
-        assert text == "mesh replicate=2 x shard=3 is for 6 ranks, the process group has 8; plan again here"
+        assert text == (
+            "plan.other-environment at mesh: replicate=2 x shard=3 is for 6 ranks, the process group has 8; "
+            "Build the plan again here."
+        )
     assert problems(step, nothing()) == ()
 
 
@@ -243,4 +262,4 @@ def test_a_launcher_s_group_is_started_agreed_on_laid_out_and_ended(gang2: Gang)
 def test_a_disagreement_is_raised_on_every_rank(gang2: Gang) -> None:
     first, second = gang2.run(disagree)
     assert first == second
-    assert "the 2 ranks do not hold the same plan and model" in first
+    assert "plan.ranks-differ at plan: the 2 ranks do not hold the same plan" in first

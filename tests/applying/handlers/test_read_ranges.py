@@ -25,7 +25,7 @@ def test_a_range_that_is_read_in_two_goes_on_where_it_stopped_and_no_further(tmp
             read_weights._read(ahead, into, descriptor)
             read += into.tolist()
         assert ahead == []
-        with pytest.raises(read_weights.FileError, match="the plan reads 0 bytes of 1"):
+        with pytest.raises(read_weights.Misread, match="the plan reads 0 bytes of 1"):
             read_weights._read(ahead, torch.zeros(1, dtype=torch.uint8), descriptor)
     finally:
         os.close(descriptor)

@@ -267,9 +267,9 @@ def refusal(rank: int, world: int, path: str, harm: str, family: str) -> tuple[s
     if rank == 0 and harm in HARMS:
         HARMS[harm](file)
     dist.barrier()
-    real = check_files._difference
+    real = check_files._differences
     if rank == 1 and harm == "not here":  # this rank has not mounted the folder
-        check_files._difference = lambda file: real(evolve(file, path=file.path.replace(path, "/nowhere")))
+        check_files._differences = lambda file: real(evolve(file, path=file.path.replace(path, "/nowhere")))
     sampled = check_files._sampled
     if rank == 1 and harm == "other values":  # another checkpoint of the same model stands here under the same path
         other = f"{path}-of-rank-1"
@@ -279,7 +279,7 @@ def refusal(rank: int, world: int, path: str, harm: str, family: str) -> tuple[s
     except pk.errors.ApplyHalted as halted:
         return told(halted), not any(hasattr(p, "placements") for p in model.parameters())
     finally:
-        check_files._difference, check_files._sampled = real, sampled
+        check_files._differences, check_files._sampled = real, sampled
     return "", True
 
 
@@ -299,10 +299,10 @@ HARMS = {"cut": cut, "gone": Path.unlink, "other": other_header}
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        ("cut", "FileError: {file} has"),
-        ("gone", "FileError: {file} cannot be read: No such file"),
-        ("other", "FileError: {file} has another header than when the plan was made"),
-        ("not here", "rank 1 of 2 failed: FileError: /nowhere/model-00001-of-"),
+        ("cut", "RunRefused: error weights.file-changed at {file}: has"),
+        ("gone", "RunRefused: error weights.unreadable at {file}: cannot be read: No such file"),
+        ("other", "RunRefused: error weights.file-changed at {file}: has another header than when the plan was made"),
+        ("not here", "rank 1 of 2 failed: RunRefused: error weights.unreadable at /nowhere/model-00001-of-"),
     ],
 )
 def test_a_file_that_changed_is_an_error_on_every_rank_before_anything_is_sharded(
@@ -327,7 +327,9 @@ def test_a_checkpoint_whose_values_are_others_on_one_rank_is_refused_with_file_a
     bytes_[-1] ^= 1
     file.write_bytes(bytes_)
     for text, untouched in gang2.run(refusal, path, "other values", "llama", timeout=30):
-        assert f"{path}/{file.name} has other values on rank 0 and other values on rank 1" in text, text
+        assert (
+            f"weights.files-differ at {path}/{file.name}: has other values on rank 0 and other values on rank 1" in text
+        ), text
         assert text.count(".safetensors") == 1, "the files that are alike are not named"
         assert untouched
 
@@ -355,8 +357,8 @@ def test_a_file_that_ends_while_it_is_read_is_an_error_on_every_rank_with_file_a
 ) -> None:
     path = saved(tmp_path, size="1GB")
     first, second = gang2.run(cut_while_reading, path, timeout=30)
-    assert first.startswith("RankFailed: rank 1 of 2 failed: FileError: ")
-    assert second.startswith("FileError: ")
+    assert first.startswith("RankFailed: rank 1 of 2 failed: RunRefused: error weights.unreadable at ")
+    assert second.startswith("RunRefused: error weights.unreadable at ")
     for text in (first, second):
         assert "model.safetensors: `" in text
         assert "the file was truncated" in text

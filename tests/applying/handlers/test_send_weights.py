@@ -23,7 +23,7 @@ from prepkit.applying.handlers import allocate, send_weights
 from prepkit.applying.handlers import channel as channels
 from prepkit.applying.handlers.channel import P2PChannel
 from prepkit.applying.handlers.send_weights import send, send_do
-from prepkit.applying.handlers.stash import NoValues, stash_do, stash_undo
+from prepkit.applying.handlers.stash import stash_do, stash_undo
 from prepkit.objects.target import Target
 from prepkit.plan import broadcast
 from prepkit.steps import AllocateTensors, LocalDevice, SendTensors, StashTensors, Transfer
@@ -366,7 +366,8 @@ def test_a_rank_0_without_values_is_an_error_on_every_rank_and_nothing_is_change
     gang2: Gang, engine: Any, what: str, name: str
 ) -> None:
     for said, took, changed in gang2.run(lacking, engine, what, timeout=40):
-        assert f"rank 0 has no values of {name}" in said
+        assert f"plan.no-weights at {name}" in said
+        assert "rank 0 has no values" in said
         assert "LoadWeights(path)" in said
         assert took < 15
         assert changed == []
@@ -443,7 +444,9 @@ def test_a_parameter_that_something_else_holds_is_named_and_nothing_is_changed(k
     target, before = Target(model=model), [param.detach().clone() for param in model.parameters()]
     held_by = model(TOKENS).sum() if kept == "a loss" else weakref.ref(model.layers[2].outer.weight)
     name = "embed.weight" if kept == "a loss" else "layers.2.outer.weight"
-    with pytest.raises(RuntimeError, match=rf"^{name}: held by more than the model and its optimizer; let go of"):
+    with pytest.raises(
+        RuntimeError, match=rf"weights.held-elsewhere at {name}: held by more than the model and its optimizer"
+    ):
         stash_do(StashTensors(params=names, buffers=()), target)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert not target.stashed
@@ -487,7 +490,7 @@ def test_parameters_that_nobody_stashed_are_not_sent_from_shards() -> None:
     with torch.device("meta"):
         model = Tiny()
     target = Target(model=model, unfilled={"embed.weight"})
-    with pytest.raises(NoValues, match=r"rank 0 has no values of embed\.weight"):
+    with pytest.raises(pk.errors.RunRefused, match=r"plan.no-weights at embed\.weight: rank 0 has no values"):
         send_do(SendTensors(tensors=sent_of(model)[:1], axes=()), target)
 
 

@@ -169,7 +169,7 @@ def seeded_apart(rank: int, world: int) -> tuple[str, bool]:
 
 def test_ranks_with_different_weights_are_told_so_before_a_layer_is_cut(gang2: Gang) -> None:
     for text, cut in gang2.run(seeded_apart):
-        assert "the ranks hold different weights in layers.1.up.weight; seed them alike" in text
+        assert "run.ranks-values at layers.1.up.weight: the ranks hold different weights" in text
         assert not cut
 
 

@@ -162,16 +162,16 @@ def test_an_optimizer_on_another_device_than_the_model_is_refused(monkeypatch: p
     away = SGD([torch.nn.Parameter(torch.ones(1, device="meta"))], lr=0.1)
     (text,) = problems(MoveToXLA(forked=False), Target(model=Wide(), optimizer=away))
     assert text == (
-        "the optimizer holds parameters on meta, the model's are on cpu; "
-        "build the optimizer from model.parameters() after the last move"
+        "optimizer.foreign-parameters at optimizer: holds parameters on meta, the model's are on cpu; "
+        "Build the optimizer from model.parameters() after the last move."
     )
 
 
 def test_without_the_library_or_without_an_optimizer_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     (text,) = problems(MoveToXLA(forked=False), Target(model=Wide()))
-    assert text.endswith("type: pip install torch_xla")
-    with pytest.raises(RuntimeError, match="no optimizer to watch"):
+    assert text.startswith("xla.library-missing at torch_xla: cannot be imported: ")
+    with pytest.raises(RuntimeError, match=r"plan\.model-changed at optimizer"):
         act(ReduceXLAGradients(), Target(model=Wide()))
 
 

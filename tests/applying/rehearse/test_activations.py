@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import warnings
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 import prepkit as pk
 from prepkit.config import CheckpointBlocks, Config
+from prepkit.findings import FindingWarning
 from prepkit.plan import Plan
 from prepkit.predict import predict
 from prepkit.predict.prediction import Label
@@ -143,16 +144,13 @@ class Idle(nn.Module):
         return out
 
 
-def test_what_gets_no_gradient_is_named_because_the_predicted_state_counts_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_gets_no_gradient_is_named_because_the_predicted_state_counts_it() -> None:
     model = Idle()
     plan = pk.build_plan(Config(optimizer=pk.optim.AdamW()), model)
     assert any("one that never gets a gradient has none" in note for note in predict(plan).notes)
-    with caplog.at_level(logging.WARNING, logger="prepkit"):
+    said = "forward.no-gradient at idle.weight: 2 trained parameters got no gradient .*: `idle.weight`, `idle.bias`"
+    with pytest.warns(FindingWarning, match=said):
         pk.activations(plan, model, pk.ExampleInputs(torch.ones(2, 4)))
-    (record,) = caplog.records
-    assert (
-        "2 trained parameters got no gradient from this micro-batch: `idle.weight`, `idle.bias`" in record.getMessage()
-    )
-    caplog.clear()
-    pk.activations(plan, model.used, pk.ExampleInputs(torch.ones(2, 4)))
-    assert not caplog.records
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FindingWarning)
+        pk.activations(plan, model.used, pk.ExampleInputs(torch.ones(2, 4)))

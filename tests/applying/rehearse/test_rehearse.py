@@ -416,4 +416,4 @@ def test_a_step_that_no_handler_knows_cannot_be_rehearsed_silently(monkeypatch: 
     known = {kind: handler for kind, handler in handlers().items() if kind is not CompileModules}
     monkeypatch.setattr("prepkit.applying.rehearse.handlers", lambda: known)
     seen = rehearse_here(evolve(made, steps=made.steps + because(step, "to be refused")), model)
-    assert "CompileModules has no handler" in seen.halted
+    assert "apply.not-asked at CompileModules: has no handler" in seen.halted
