@@ -87,7 +87,7 @@ def _sent(
             return (("all-reduce", 0, narrow),)
         case "colwise", "replicate", "replicate":
             gathered = narrow if embeds else wide
-            return (("all-gather", gathered, 0), *(() if embeds else (("all-reduce", 0, narrow),)))  # type: ignore[return-value]  # literals
+            return (("all-gather", gathered, 0), *(() if embeds else (("all-reduce", 0, narrow),)))
         case _:
             return None
 
