@@ -68,7 +68,7 @@ def test_ranks_of_a_node_that_all_build_the_model_are_added_up() -> None:
     for host, found in (("384GB", []), ("240GB", [("memory.exceeds-host", Severity.WARNING)])):
         made = planner.plan(cfg, facts("8B", 16, host_memory=host)).unwrap()
         assert [(one.rule, one.severity) for one in made.warnings] == found
-    assert "Each of 8 ranks of a node holds 29.9 GiB there when it builds its model" in made.warnings[0].what
+    assert "Each of 8 ranks of a node holds 29.92 GiB there when it builds its model" in made.warnings[0].what
     sends = planner.plan(evolve(cfg, weights=BroadcastWeights()), facts("8B", 16, host_memory="240GB")).unwrap()
     assert "memory.exceeds-host" not in {one.rule for one in sends.warnings}
 
