@@ -111,7 +111,7 @@ def _tell(form: str, new: tuple[_Placed, ...], known: int, excepted: tuple[_Plac
         case "junit":
             say(junit(new, excepted))
         case "github":
-            if text := annotations(new):
+            if text := as_annotations(new):
                 say(text)
         case _:
             also = f", {len(excepted)} excepted" if excepted else ""
@@ -162,10 +162,9 @@ def sarif(findings: tuple[_Placed, ...], excepted: tuple[_Placed, ...] = ()) -> 
 
 
 def _rule(name: str) -> dict[str, Any]:
-    from prepkit.findings.refusals import REFUSALS
     from prepkit.rules import by_id
 
-    known = by_id().get(name) or next((one for one in REFUSALS if one.id == name), None)
+    known = by_id().get(name)
     said = {"id": name, "properties": {"tags": ["training"]}}
     if known is None:
         return said
@@ -222,7 +221,7 @@ def _quoted(text: str) -> str:
     return quoteattr(_NOT_XML.sub("\ufffd", text))
 
 
-def annotations(findings: tuple[_Placed, ...]) -> str:
+def as_annotations(findings: tuple[_Placed, ...]) -> str:
     """Commands of GitHub's workflows; of each level as many as are shown, and the number of the others."""
     lines: list[str] = []
     for severity in Severity:
