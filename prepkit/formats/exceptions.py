@@ -12,7 +12,12 @@ from prepkit.codec.text import shown
 from prepkit.findings import Finding, Severity
 from prepkit.formats.places import FilePlace
 
-WRONG, ENDED, UNUSED, UNOWNED = "gate.exception", "gate.exception-ended", "gate.exception-unused", "gate.exception-owner"
+WRONG, ENDED, UNUSED, UNOWNED = (
+    "gate.exception",
+    "gate.exception-ended",
+    "gate.exception-unused",
+    "gate.exception-owner",
+)
 _FORM = "# prepkit: ignore[RULE] until 2027-01-01 by WHO because REASON"
 _MARK = re.compile(r"(?:#|//)\s*prepkit\s*:\s*(ignore\b.*)")
 _COMMENT = re.compile(

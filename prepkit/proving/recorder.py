@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from prepkit.auditing.window import around_calls, called_first
 from prepkit.facts.proof import ClipProof
 from prepkit.objects import names
 from prepkit.objects.fsdp1_flat import flat_shards, holders
@@ -91,7 +92,7 @@ class Recorder:
         with ExitStack() as stack:
             self._stack = stack
             if self.root is None:
-                stack.enter_context(_called_first(self._root))
+                stack.enter_context(called_first(self._root))
             else:
                 self._attach(self.root, stack)
             for home, name, around in (
@@ -102,7 +103,7 @@ class Recorder:
                 *((home, CLIPS, self._clipped) for home in _that_clip()),
                 (FullyShardedDataParallel, "clip_grad_norm_", self._clipped_fsdp1),
             ):
-                stack.enter_context(_around(home, name, around))
+                stack.enter_context(around_calls(home, name, around))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             yield self
@@ -347,41 +348,6 @@ def _adding(arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
         arrived[place] = arrived[place] + kept if place in arrived else kept
 
     return hook
-
-
-@contextmanager
-def _around(home: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``around`` is called with the function and its arguments instead of it."""
-    plain = vars(home)[name]
-
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        return around(plain, *args, **kwargs)
-
-    setattr(home, name, instead)
-    try:
-        yield
-    finally:
-        setattr(home, name, plain)
-
-
-@contextmanager
-def _called_first(tell: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Inside, ``tell`` is told of modules that are called from outside of any other, before they are."""
-    plain = nn.Module.__call__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tell(module)
-        nn.Module.__call__ = plain  # type: ignore[method-assign]  # inside, all is as it was, also for compilers
-        try:
-            return plain(module, *args, **kwargs)
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
-
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = plain  # type: ignore[method-assign]
 
 
 def _plain_options(optimizer: Any, group: dict[str, Any]) -> str:

@@ -12,9 +12,9 @@ from torch import nn
 
 from prepkit.facts import Env
 from prepkit.facts.run import RunFacts
+from prepkit.formats.models.architecture import peek
 from prepkit.objects.joint_optimizer import members
 from prepkit.objects.names import first_names, parameters_at, sites
-from prepkit.formats.models.architecture import peek
 from prepkit.observe.env import observe_env
 from prepkit.observe.given import said
 from prepkit.observe.model import model_facts

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from prepkit.facts.run import Unread
-from prepkit.objects.names import Site
 from prepkit.formats.models.architecture import peek
+from prepkit.objects.names import Site
 from prepkit.observe.prepared.optimizers import inner
 
 NEAR = 0.85
