@@ -56,8 +56,13 @@ def test_nothing_is_left_behind_and_a_torn_or_foreign_record_is_a_finding(gang2:
         whole[:-9],
         b"not a record",
         whole.replace(b'\\"rank\\": 1', b'\\"rank\\": 0'),
-        whole.replace(b'\\"format\\": 1', b'\\"format\\": 7'),
+        whole.replace(b'\\"format\\": 2', b'\\"format\\": 7'),
         whole.replace(b'\\"scale\\"', b'\\"scald\\"'),
+        whole.replace(b'\\"start\\": 0', b'\\"start\\": 9'),
+        whole.replace(b'\\"micro\\": 0', b'\\"micro\\": 9'),
+        whole.replace(b'\\"float32\\"', b'\\"saveall\\"'),
+        whole.replace(b'\\\\\\"class\\\\\\"', b'\\\\\\"klass\\\\\\"'),
+        whole.replace(b'\\\\\\"tensor\\\\\\"', b'\\\\\\"pickle\\\\\\"'),
     ):
         assert spoiled != whole
         path_of(tmp_path, 1).write_bytes(spoiled)
