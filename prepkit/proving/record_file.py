@@ -68,6 +68,20 @@ class Micro:
 
 
 @frozen(kw_only=True)
+class Traced:
+    """An output that was noted: its numbers lie under ``trace/`` and its place."""
+
+    micro: int
+    kind: str
+    """``module``, ``operator``, or ``gradient`` that arrived at a module's output."""
+    path: str
+    """The module."""
+    operator: str = ""
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@frozen(kw_only=True)
 class Head:
     """Everything of a record but its tensors."""
 
@@ -93,6 +107,8 @@ class Head:
     clip: ClipProof | None = None
     accumulation: int | None = None
     limits: tuple[str, ...] = ()
+    trace: tuple[Traced, ...] = ()
+    """Outputs in the order in which they were computed; empty: nobody asked for them."""
 
 
 @frozen(eq=False)
@@ -168,6 +184,8 @@ def _wrong(head: Head, tensors: Mapping[str, Tensor]) -> Iterator[str]:
             yield f"{text:.60} is no group of an optimizer"
     for one in head.params:
         yield from _wrong_part(one, head, tensors)
+    if any(f"trace/{at}" not in tensors for at in range(len(head.trace))):
+        yield f"it lacks numbers of its {len(head.trace)} traced outputs"
     for at in range(len(head.calls)):
         yield from _wrong_call(at, head, tensors)
 

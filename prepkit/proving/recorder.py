@@ -29,6 +29,7 @@ from prepkit.observe.fingerprints.parts import Part, parts
 from prepkit.proving import bare, tree
 from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype
 from prepkit.proving.record_file import Head, HeldPart, Micro, Record, RecordedCall
+from prepkit.proving.trace import Tracer
 from prepkit.ranks.world import world
 from prepkit.training.token_loss import TokenWindow
 
@@ -73,12 +74,16 @@ class Recorder:
     raises: bool = True
     """Whether a larger record ends the program; else nothing more is recorded, and ``too_large`` says so."""
     too_large: str = field(default="", init=False)
+    traces: bool = False
+    """Whether outputs of all modules and operators are noted too, for ``proving.bisect``."""
     when_done: Callable[[], None] = lambda: None  # the default of a field
     """Called once the window is complete: everything that trains was stepped, or the next window begins."""
     done: bool = field(default=False, init=False)
     _stepping: bool = field(default=False, init=False)
     _calls: list[_Called] = field(factory=list, init=False)
     _micros: list[Micro] = field(factory=list, init=False)
+    _tracer: Tracer = field(factory=Tracer, init=False)
+    _operators: ExitStack = field(factory=ExitStack, init=False)
     _scale: float = field(default=1.0, init=False)
     _dtype: torch.dtype = field(default=torch.float64, init=False)
     _parts: dict[str, Part] = field(factory=dict, init=False)
@@ -173,7 +178,9 @@ class Recorder:
             clip=clip,
             accumulation=self.accumulation,
             limits=tuple(self._limits),
+            trace=tuple(self._tracer.entries),
         )
+        self._tensors |= {f"trace/{at}": values for at, values in enumerate(self._tracer.values)}
         return Record(head, self._tensors)
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -191,6 +198,9 @@ class Recorder:
 
     def _attach(self, root: nn.Module, stack: ExitStack) -> None:
         self.root = root
+        if self.traces:
+            stack.enter_context(self._tracer.on(root))
+            stack.callback(self._operators.close)
         if (compiled := root._compiled_call_impl) is not None:  # hooks would be compiled with the model
 
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -228,6 +238,10 @@ class Recorder:
         except tree.NotPlain as error:
             self._limits[f"{error}, which a record does not hold: nothing was replayed"] = None
             inputs = ""
+        if self.traces:
+            self._tracer.micro = len(self._micros)
+            self._operators.close()
+            self._operators.enter_context(self._tracer.operators())
         own = "num_items_in_batch" in kwargs
         self._calls.append(_Called(inputs, tensors, own_total=own))
         held = sum(one.nbytes for call in self._calls for one in call.tensors.values())
@@ -237,6 +251,7 @@ class Recorder:
             )
 
     def _leaves(self, _: nn.Module, __: Any, output: Any) -> None:
+        self._operators.close()
         if self.done or not torch.is_grad_enabled() or not self._calls:
             return
         call = self._calls[-1]
@@ -270,7 +285,9 @@ class Recorder:
         self._tokens = None
         for call in open_calls:
             call.micro = micro
+        self._tracer.backward = True
         result = plain(tensors, *args, **kwargs)
+        self._tracer.backward = False
         for call in open_calls:
             call.ends = ()
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
@@ -283,6 +300,7 @@ class Recorder:
         if not self.done and not self._optimizers and self._holds(optimizer):
             self._calls = [call for call in self._calls if call.micro < 0]
             self._micros.clear()
+            self._tracer.forget()
         return plain(optimizer, *args, **kwargs)
 
     def _holds(self, optimizer: Any) -> bool:

@@ -52,7 +52,7 @@ class Streamed:
     """The most bytes that were held at once."""
     _names: dict[int, str] = field(factory=dict, init=False)
     _kept: OrderedDict[str, Tensor] = field(factory=OrderedDict, init=False)
-    _storages: dict[int, tuple[StorageWeakRef, str]] = field(factory=dict, init=False)
+    _storages: dict[int, tuple[Any, str]] = field(factory=dict, init=False)
     _saved: int = field(default=0, init=False)
     _file: Any = field(default=None, init=False)
 
@@ -74,7 +74,8 @@ class Streamed:
         if name not in self._kept:
             found = self.fetch(name)
             self._kept[name] = found
-            self._storages[found.untyped_storage().data_ptr()] = (StorageWeakRef(found.untyped_storage()), name)
+            made: Any = StorageWeakRef  # which has no types
+            self._storages[found.untyped_storage().data_ptr()] = (made(found.untyped_storage()), name)
             held = sum(one.nbytes for one in self._kept.values())
             while held > self.limit and len(self._kept) > 1:
                 _, gone = self._kept.popitem(last=False)
