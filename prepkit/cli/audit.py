@@ -89,8 +89,8 @@ def bisect(first: str, second: str, as_json: bool) -> None:
     """Compare two windows that prepkit audit --prove --keep FOLDER has left.
 
     It names the first module that differs, and in it the first operator, forward and then backward. Micro-batches are
-    paired by what they were given, so that runs of other engines and other numbers of ranks can be compared. A difference
-    gives exit code 1.
+    paired by what they were given, so that runs of other engines and other numbers of ranks can be compared. A
+    difference gives exit code 1.
     """
     from attrs import asdict
 

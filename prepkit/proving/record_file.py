@@ -106,6 +106,10 @@ class Head:
     scale: float = 1.0
     clip: ClipProof | None = None
     accumulation: int | None = None
+    device: str = "cpu"
+    """Type of the device on which it was computed."""
+    lines: tuple[str, ...] = ()
+    """Where the program went backward and stepped, as ``train.py:31``."""
     limits: tuple[str, ...] = ()
     trace: tuple[Traced, ...] = ()
     """Outputs in the order in which they were computed; empty: nobody asked for them."""

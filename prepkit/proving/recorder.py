@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ LARGEST = 4 << 30
 """Bytes that a record may take on a rank."""
 
 
+HOME = str(Path(__file__).parents[1])
+"""The folder of prepkit's own frames."""
+LIBRARIES = frozenset({"site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}"})
+"""Folders of what a program has not written itself."""
 CLIPS = "clip_grads_with_norm_"
 """The public name of torch's function, under which modules have imported it."""
 
@@ -95,6 +100,7 @@ class Recorder:
     _tokens: float | None = field(default=None, init=False)
     _first: dict[int, int] = field(factory=dict, init=False)
     _fresh: bool = field(default=True, init=False)
+    _lines: dict[str, None] = field(factory=dict, init=False)
     _limits: dict[str, None] = field(factory=dict, init=False)
     _stack: ExitStack = field(factory=ExitStack, init=False)
 
@@ -177,6 +183,8 @@ class Recorder:
             scale=scale,
             clip=clip,
             accumulation=self.accumulation,
+            device=next((param.device.type for param in self.root.parameters()), "cpu"),
+            lines=tuple(self._lines),
             limits=tuple(self._limits),
             trace=tuple(self._tracer.entries),
         )
@@ -283,16 +291,16 @@ class Recorder:
             )
         )
         self._tokens = None
+        self._lines |= dict.fromkeys(_line("backward"))
         for call in open_calls:
             call.micro = micro
         self._tracer.backward = True
         result = plain(tensors, *args, **kwargs)
         self._tracer.backward = False
-        for call in open_calls:
-            call.ends = ()
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
             self._micros.pop()
-            self._calls = [call for call in self._calls if call not in open_calls]
+            for call in open_calls:
+                call.micro = -1  # its own may follow
         return result
 
     def _cleared(self, plain: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -334,7 +342,24 @@ class Recorder:
 
     # --- step -------------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Records what is about to be stepped; what a closure makes first, behind the closure."""
+        given = [*args, *(kwargs or {}).values()]
+        closures = [one for one in given if callable(one) and not isinstance(one, torch.optim.Optimizer)]
+        if not closures or self.done:
+            self._gradients(optimizer)
+            return None
+
+        def closure() -> Any:
+            result = closures[0]()
+            self._gradients(optimizer)
+            return result
+
+        return tuple(closure if one is closures[0] else one for one in args), {
+            key: closure if one is closures[0] else one for key, one in (kwargs or {}).items()
+        }
+
+    def _gradients(self, optimizer: Any) -> None:
         if self.done or self._stepping or self.root is None or not self._micros:
             return
         if not self._parts:
@@ -345,6 +370,7 @@ class Recorder:
         if not (held := self._places(optimizer)):
             return
         self._stepping = True
+        self._lines |= dict.fromkeys(_line("step"))
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
             self._fresh = self._fresh and not any(optimizer.state.values())
@@ -414,7 +440,9 @@ def _that_clip() -> list[Any]:
 def _adding(arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
     """A hook that keeps the gradient of an output; one that arrives again adds up."""
 
-    def hook(grad: Tensor) -> None:
+    def hook(grad: Tensor | None) -> None:
+        if grad is None:  # as DDP gives to outputs that no loss has used
+            return
         kept = local(grad).detach().cpu().clone()
         arrived[place] = arrived[place] + kept if place in arrived else kept
 
@@ -484,6 +512,17 @@ def _engine(root: nn.Module | None) -> Any:
 def _parameters(root: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
     """Every parameter, or the flat one of FSDP1 that trains in its place."""
     return list(holders(root).items()) if root is not None else []
+
+
+def _line(what: str) -> Iterator[str]:
+    """The line of the program, outside of installed packages and of prepkit, that has led here."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith((HOME, "<")) or LIBRARIES.intersection(Path(file).parts)):
+            yield f"{what} at {Path(file).name}:{frame.f_lineno}"
+            return
+        frame = frame.f_back  # type: ignore[assignment]  # the last one has none
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

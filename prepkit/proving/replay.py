@@ -124,6 +124,7 @@ def replayed(window: Replay) -> ProofFacts:
         after_apart=tuple((name, ranks) for name, _, ranks in apart if ranks),
         options_apart=_options_apart(records),
         same_samples=_same_samples(records),
+        lines=first.lines,
         limits=(*limits, *more, *unlike, *_meant(records), *((why,) if why else ())),
     )
 
@@ -173,7 +174,7 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
         for at, micro in enumerate(record.head.micros):
             share: dict[str, Tensor] = {}
             for number, call in enumerate(record.head.calls):
-                if call.micro == at:
+                if call.micro == at and call.outputs:
                     divisor = record.head.scale / len(record.head.micros) if micro.total else micro.factor
                     _again(model, streamed, share, window, _Call(record, number, divisor or 1.0, low))
             zero = [name for name, param in streamed.params.items() if param.requires_grad and name not in share]
@@ -285,6 +286,8 @@ def _no_step(records: tuple[Record, ...]) -> str:
     head = records[0].head
     if not head.fresh:
         return f"{head.optimizer} had state from earlier steps, which a record does not hold: its step was not replayed"
+    if "LBFGS" in head.optimizer:
+        return f"{head.optimizer} asks for several gradients in a step: the first was compared, and no step"
     if any(_class_of(json.loads(group)["class"]) is None for group in head.groups):
         return f"{head.optimizer} is no optimizer of torch's: its step was not replayed"
     return ""
@@ -394,6 +397,10 @@ def _unlike(model: nn.Module, records: tuple[Record, ...]) -> tuple[str, ...]:
         "SyncBatchNorm normalises over the samples of all ranks, and each micro-batch is replayed by itself: "
         "gradients were not compared": bare.normalises_over_ranks(model),
         "dropout inside of cut layers draws other numbers than a whole layer does: gradients were not compared": cut
+        and bare.drops(model),
+        "dropout on an accelerator draws other numbers than in float64 on the host: gradients were not compared": any(
+            record.head.device != "cpu" for record in records
+        )
         and bare.drops(model),
         "no gradient arrived at an output of the model: gradients were not compared": not any(
             call.outputs for record in records for call in record.head.calls

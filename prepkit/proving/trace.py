@@ -96,7 +96,7 @@ class Tracer:
         return hook
 
     def _arriving(self, what: str) -> Callable[[Tensor], None]:
-        return lambda grad: self.note("gradient", what, grad)
+        return lambda grad: None if grad is None else self.note("gradient", what, grad)
 
 
 class _Operators(TorchDispatchMode):

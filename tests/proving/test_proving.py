@@ -15,14 +15,18 @@ from torch import Tensor, nn
 import prepkit as pk
 from prepkit.findings import PlanRejected, Severity
 from prepkit.proving.record_file import path_of, read
+from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
 from tests.proving.right import RIGHT, Right
 from tests.proving.window import proved, recorded
 from tests.proving.wrong import ERRORS, Planted, hook_that_sums
 from tests.support.launch import torchrun
 from tests.support.patience import MOST
 
+MORE_ERRORS = tuple(Planted(program, rule) for program, rule in DRAWN_ERRORS[::9])
+"""A share of them; ``python -m tests.tools.proofs`` tries all."""
 
-@pytest.mark.parametrize("planted", ERRORS, ids=lambda planted: planted.id)
+
+@pytest.mark.parametrize("planted", [*ERRORS, *MORE_ERRORS], ids=lambda planted: planted.id)
 def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, tmp_path: Path) -> None:
     gang = request.getfixturevalue(f"gang{planted.ranks}")
     proof = gang.run(proved, planted.make, str(tmp_path))[0]
@@ -31,7 +35,7 @@ def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, 
     assert any(planted.says in finding.what for finding in told), str(proof)
 
 
-@pytest.mark.parametrize("right", RIGHT, ids=lambda right: right.id)
+@pytest.mark.parametrize("right", [*RIGHT[::2], *map(Right, DRAWN_RIGHT[::13])], ids=lambda right: right.id)
 def test_a_right_program_is_not_accused(right: Right, request: Any, tmp_path: Path) -> None:
     gang = request.getfixturevalue(f"gang{right.ranks}")
     proof = gang.run(proved, right.make, str(tmp_path))[0]
@@ -157,6 +161,7 @@ def test_a_script_with_accelerate_is_proven_in_one_line(tmp_path: Path, divided:
     assert "went on" not in done.stdout
     assert "proof of 2 x 4 micro-batches" in done.stdout, done.stderr[-3000:]
     assert (("prove.accumulation" in done.stdout) and (says in done.stdout)) == bool(says), done.stdout
+    assert ("backward at train.py:14, step at train.py:15" in done.stdout) == bool(says)
     assert (done.returncode == 0) == (not says)
 
 
