@@ -19,14 +19,14 @@ from prepkit.objects.names import Site, first_names, parameters_at, sites
 from prepkit.observe.fingerprints import summed
 from prepkit.observe.fingerprints.parts import Part, as_computed
 from prepkit.observe.model import dtype_name
-from prepkit.observe.prepared.optimizers import inner, prepared_optimizer
+from prepkit.observe.prepared.optimizers import inner, options, prepared_optimizer, short_digest, unlike
 from prepkit.ranks.world import world
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, findings_of
 
 ROUND = 16
 """Looks within which every weight is compared, whatever its share of the time."""
-RATES = "learning rates"
+OPTIONS = "options of the optimizers"
 """Name under which they travel beside the parameters."""
 
 
@@ -183,15 +183,15 @@ class RunningLook:
     ) -> RunningFacts:
         """With what ranks differ in: one all-reduce."""
         sent = {name: held.get(name, _nothing()) for name in chosen}  # what is gone here must not stop the others
-        rates = torch.tensor(now.rates, dtype=torch.float64)
-        sent[RATES] = Part(values=rates, numel=rates.numel(), replica=world().rank)
+        own = options(self.optimizers)
+        sent[OPTIONS] = Part(values=torch.tensor([short_digest(own)]), numel=1, replica=world().rank)
         found = summed(sent, (begun - self._ended, self.last_seconds))
         between, spent = found.told
         self.rotation.account(chosen, between, spent, self.share or 1.0)
         self.rotation.drop(set(chosen) - set(found.replicated))
-        parted = tuple(name for name in found.parted if name != RATES)
-        if RATES in found.parted:
-            self.unlike = (Unlike(name="lr", held=f"{', '.join(f'{rate:g}' for rate in now.rates)} on this rank"),)
+        parted = tuple(name for name in found.parted if name != OPTIONS)
+        if OPTIONS in found.parted:  # which every rank has found alike
+            self.unlike = unlike(world().gather(own))
         return evolve(now, parted=parted)
 
 

@@ -164,8 +164,6 @@ class RankFacts:
     """Digest of the names of parameters."""
     model: str
     """Digest of names, shapes, dtypes and of what trains."""
-    optimizer: str
-    """Digest of groups and their options."""
     values: str
     """Digest of the values that all ranks of a group should hold alike."""
     generator: str
@@ -195,15 +193,15 @@ class GradientFacts:
     stepped: int
     """Parameters of the model that it holds and that train."""
     missing: tuple[str, ...] = ()
-    """Those of them without a gradient."""
+    """Those of them without a gradient on a rank that holds some of their elements."""
     spoiled: tuple[str, ...] = ()
-    """Those whose gradient has NaN or infinite elements on this rank."""
+    """Those whose gradient has NaN or infinite elements on a rank."""
     zero: bool = False
-    """Whether every gradient there is holds zeros only."""
+    """True if every gradient there is holds zeros only, on all ranks."""
     compared: tuple[str, ...] = ()
-    """Those whose gradient every rank holds whole, so that it was compared."""
+    """Those whose gradient several ranks hold the same of, so that it was compared."""
     parted: tuple[str, ...] = ()
-    """Those among them whose gradient is not the same on all ranks."""
+    """Those among them whose gradient is further apart over these ranks than rounding brings it."""
     misplaced: tuple[str, ...] = ()
     """Those whose gradient has not the placements or the dtype of the parameter."""
     on_some_ranks: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from prepkit.facts.saved_run import SavedFacts, SavedFile, SavedRun
 from prepkit.objects.flat_range import FlatRange
-from prepkit.ranks.world import ranks_of, world
+from prepkit.ranks.world import new_group, ranks_of, world
 from prepkit.saving import files
 from prepkit.saving import folder as folders
 from prepkit.saving.contents import nested
@@ -126,7 +126,7 @@ class Writer:
         if not world().running:
             return None
         if self.group is None or self._of is not dist.group.WORLD:
-            self.group, self._of = dist.new_group(backend="gloo"), dist.group.WORLD
+            self.group, self._of = new_group("gloo"), dist.group.WORLD
         return self.group
 
 

@@ -85,7 +85,7 @@ ERRORS: tuple[PlantedError, ...] = (
     # --- who averages ---
     PlantedError(by_hand.no_wrapper, "run.not-averaged", "torch", 2, "no wrapper on two ranks"),
     PlantedError(by_hand.head_beside_ddp, "run.not-averaged", "torch", 2, "a layer outside DDP"),
-    PlantedError(by_hand.unfrozen_after_ddp, "run.not-averaged", "torch", 2, "unfrozen after DDP"),
+    PlantedError(by_hand.unfrozen_after_ddp, "run.unfrozen", "torch", 2, "unfrozen after DDP"),
     PlantedError(by_hand.head_replaced_after_ddp, "run.not-averaged", "torch", 2, "replaced after DDP"),
     PlantedError(by_sharding.fsdp2_leaves_the_head, "run.not-averaged", "torch", 2, "ignored by fully_shard"),
     PlantedError(by_libraries.model_not_prepared, "run.not-averaged", "accelerate", 2, "model not prepared"),

@@ -333,7 +333,7 @@ def test_ranks_that_part_are_told_on_all_of_them(gang2: Gang) -> None:
         assert seen["nothing"] == seen["back"] == []
         assert "Ranks that hold the same of 1 parameter differ: `blocks.1.inner.weight`" in seen["bit"][0]
         assert seen["no sync"] == ["run.drift-averaging"]
-        assert "Ranks step with different options: lr is " in seen["rate"][0]
+        assert "Ranks step with different options: lr of group 0 is 0.001 on rank 0, 1.001 on rank 1" in seen["rate"][0]
         assert set(seen["averaged by nobody"]) == {"run.drift-ranks"}
     apart = {"run.drift-ranks", "run.ranks-optimizers"}  # the rates still differ
     assert set(first["gone"]) == apart  # nobody hangs where a rank has lost a parameter

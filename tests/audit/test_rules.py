@@ -26,6 +26,7 @@ from prepkit.facts.run import (
     RunningFacts,
     RunningParam,
     StrangerFacts,
+    Unlike,
     Unread,
     WrappedModule,
 )
@@ -47,7 +48,7 @@ FINE = RunFacts(
     world_size=2,
     backend="cpu:gloo",
 )
-RANK = RankFacts(rank=0, names="a", model="a", optimizer="a", values="a", generator="a", tensor_ranks=(0,))
+RANK = RankFacts(rank=0, names="a", model="a", values="a", generator="a", tensor_ranks=(0,))
 
 
 def with_params(**changes: object) -> RunFacts:
@@ -115,7 +116,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.ddp-frozen": evolve(FINE, ddp=(DDPFacts(path="", reduced=4, known=3, frozen=NAMES[:1]),)),
     "run.backend": with_params(device="cuda"),
     "run.ranks-models": with_ranks(model="b"),
-    "run.ranks-optimizers": with_ranks(optimizer="b"),
+    "run.ranks-optimizers": evolve(FINE, unlike=(Unlike(name="lr of group 0", held="0.1 on rank 0, 0.2 on rank 1"),)),
     "run.ranks-values": evolve(FINE, parted=NAMES[:2]),
     "run.ranks-passes": evolve(FINE, loop=LoopFacts(window=2, passes=(0, 1))),
     "run.orders-apart": evolve(FINE, loop=LoopFacts(window=1, orders=(1, 2), own_order=1)),

@@ -22,6 +22,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/config.md": classes.config_page,
     "reference/steps.md": classes.steps_page,
     "reference/rules.md": findings.rules_page,
+    **findings.PAGES,
     "reference/errors.md": findings.errors_page,
     "reference/command-line.md": commands.page,
     "reference/behaviour.md": behaviour.page,

@@ -27,6 +27,16 @@ TOLD = frozenset({"RunRefused", "PlanRejected", "CheckpointFailed"})
 ARGUMENTS = frozenset({"TypeError", "ValueError", "AttributeError", "KeyError"})
 """What Python itself raises over an argument."""
 
+COLLECTIVES = frozenset(
+    {
+        *("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object_list", "gather"),
+        *("new_group", "reduce", "reduce_scatter", "scatter", "scatter_object_list"),
+        *("batch_isend_irecv", "irecv", "isend", "recv", "send", "P2POp"),
+        *("get_global_rank", "get_process_group_ranks", "get_rank", "get_world_size"),
+    }
+)
+"""Of ``torch.distributed``: what sends to other ranks or asks who they are, which ``prepkit.ranks`` does for all."""
+
 
 @frozen(kw_only=True)
 class Count:
@@ -90,6 +100,17 @@ def calls(name: str, rooms: tuple[str, ...] = ()) -> int:
     """Calls of a function, by the last part of its name or all of it."""
     found = [ast.unparse(node.func) for node in nodes(ast.Call, rooms) if isinstance(node, ast.Call)]
     return sum(one == name or one.endswith(f".{name}") for one in found)
+
+
+def raw_collectives() -> int:
+    """Uses of ``COLLECTIVES`` by way of ``dist``, ``torch.distributed`` or XLA's, outside of ``prepkit.ranks``."""
+    found = 0
+    for path, tree in modules().items():
+        if path.relative_to(PACKAGE).parts[0] != "ranks":
+            used = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+            parts = (one.rpartition(".") for one in used)
+            found += sum(name in COLLECTIVES and of in ("dist", "torch.distributed", "xm") for of, _, name in parts)
+    return found
 
 
 def engine_tests() -> int:
@@ -171,6 +192,7 @@ def counts() -> tuple[Count, ...]:
         Count(what="warnings without an id there", now=calls("warnings.warn", REFUSING), before=10, ceiling=0),
         Count(what="warnings of a logger there", now=logged(), before=None, ceiling=2),
         Count(what="is_initialized()", now=calls("is_initialized"), before=83, ceiling=2),
+        Count(what="collectives outside of ranks", now=raw_collectives(), before=None, ceiling=0),
         Count(what="tests of an engine's class", now=engine_tests(), before=242, ceiling=140),
         Count(what="reads of plan.config there", now=config_reads(), before=19, ceiling=0),
         Count(what="files with one importer", now=single_callers(), before=229, ceiling=147),

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -18,7 +17,7 @@ from prepkit.objects import fsdp1_flat, names, zero3, zero_masters
 from prepkit.objects.fsdp1_flat import FlatShard
 from prepkit.observe.fingerprints.tensor import Dim, fingerprint_sum
 from prepkit.plan.layout import chunk
-from prepkit.ranks.world import world
+from prepkit.ranks.world import ranks_of, world
 
 
 @frozen(eq=False, kw_only=True)
@@ -76,7 +75,7 @@ def _of_param(param: Any, replicas: dict[Any, int]) -> Part | None:
         return None
     if zero3.is_partitioned(param):
         start = min(param.ds_tensor.numel() * param.ds_zero_partition_rank, param.ds_numel)
-        lowest = min(dist.get_process_group_ranks(param.ds_process_group))
+        lowest = min(ranks_of(param.ds_process_group).members)
         return Part(values=zero3.held(param), start=start, numel=param.ds_numel, replica=lowest)
     if isinstance(param, DTensor):
         return _of_dtensor(param, replicas)
@@ -131,7 +130,7 @@ def _of_flat(shard: FlatShard, unit: Any) -> Part:
     row = (shard.flat if local is None else local).detach().view(-1)
     begin = 0 if shard.first else shard.start % shard.shard if shard.cut else shard.start
     numel = prod(shard.shape)
-    lowest = min(dist.get_process_group_ranks(unit.process_group)) if shard.cut else world().rank
+    lowest = min(ranks_of(unit.process_group).members) if shard.cut else world().rank
     values = row[begin : begin + shard.last - shard.first]
     return Part(values=values, start=shard.first, dims=_permuted(shard), numel=numel, replica=lowest)
 
@@ -155,7 +154,7 @@ def _masters(model: nn.Module) -> dict[str, Part]:
             if id(param) not in stepped:
                 continue
             group: Any = getattr(param, "ds_process_group", None) or engine.seq_data_parallel_group
-            lowest = min(dist.get_process_group_ranks(group)) if divided else world().rank
+            lowest = min(ranks_of(group).members) if divided else world().rank
             numel = int(getattr(param, "ds_numel", param.numel()))
             run = runs[name].part(runs[name].flat) if name in runs else None
             values = param.detach().reshape(-1)[:0] if run is None else run.values
