@@ -29,15 +29,20 @@ def apply(
     scheduler: Any = None,
     loaders: Sequence[Any] | None = None,
     fingerprint: bool = False,
+    prove: int = 0,
 ) -> Prepared:
     """Do what the plan says to the objects that it was built from, or to those given here, and verify the outcome.
 
     Raises ``PlanRejected`` before anything is touched when the objects are not those of the plan, and
     ``ApplyHalted`` when a step fails: its ``halted`` says what was left as it is and what was undone.
     ``fingerprint``: the attestation has a number for the values of each parameter, the same before and after and on
-    every rank.
+    every rank. ``prove``: so many of the first windows are recorded, and each is done again by rank 0 in plain torch
+    when its step was taken; the others send it tensors, one at a time. Errors raise ``RunRefused`` from
+    ``ready.step()`` on every rank, and the attestation has what was asked. Raises ``ValueError`` for no such number.
     """
     a_plan(plan)
+    if isinstance(prove, bool) or not isinstance(prove, int) or prove < 0:
+        raise ValueError(f"prove={prove!r:.40} is no number of windows; write prove=1 for the first one")
     needs_torch("pk.apply")
     with collector_paused():
         from prepkit import planner
@@ -57,7 +62,12 @@ def apply(
         )
         found = () if today.refusals else planner.since(plan, today.facts)
         applied = act(plan, today, guard, found, fingerprint=fingerprint)
-    return prepared(applied)
+    ready = prepared(applied)
+    if prove:
+        from prepkit.proving.live import prove_windows
+
+        prove_windows(ready, prove)
+    return ready
 
 
 def audit(

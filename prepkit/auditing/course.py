@@ -120,23 +120,27 @@ class Passes:
 
     repeated: dict[str, None] = field(factory=dict)
     _epochs: weakref.WeakKeyDictionary[Any, int] = field(factory=weakref.WeakKeyDictionary)
-    _plain: Callable[..., Any] | None = None
+    _pair: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    """What was there, and what is in its place."""
 
     def listen(self) -> None:
         """Begin."""
-        plain = self._plain = DistributedSampler.__iter__
+        plain = DistributedSampler.__iter__
 
         def instead(sampler: Any) -> Iterator[Any]:
-            epoch = sampler.epoch
-            yield from plain(sampler)
-            if sampler.shuffle and self._epochs.get(sampler) == epoch:
-                self.repeated[f"of {len(sampler.dataset)} samples, at epoch {epoch}"] = None
-            self._epochs[sampler] = epoch
+            return self._heard(sampler, sampler.epoch, plain(sampler))
 
+        self._pair = plain, instead
         DistributedSampler.__iter__ = instead  # type: ignore[method-assign]
 
+    def _heard(self, sampler: Any, epoch: int, indices: Iterator[Any]) -> Iterator[Any]:
+        yield from indices
+        if sampler.shuffle and self._epochs.get(sampler) == epoch:
+            self.repeated[f"of {len(sampler.dataset)} samples, at epoch {epoch}"] = None
+        self._epochs[sampler] = epoch
+
     def close(self) -> None:
-        """End."""
-        if self._plain is not None:
-            DistributedSampler.__iter__ = self._plain  # type: ignore[method-assign]
-            self._plain = None
+        """End; beside one that has begun later, that one still hears, and passes on what is asked."""
+        if self._pair is not None and DistributedSampler.__iter__ is self._pair[1]:
+            DistributedSampler.__iter__ = self._pair[0]  # type: ignore[method-assign]
+        self._pair = None

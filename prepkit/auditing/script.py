@@ -27,7 +27,7 @@ from prepkit.auditing.audit import audit
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window
 from prepkit.findings import Finding
-from prepkit.observe.prepared.optimizers import inner
+from prepkit.observe.prepared.optimizers import engines, inner
 from prepkit.ranks import end_groups
 from prepkit.ranks.world import world
 
@@ -126,7 +126,8 @@ def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = Non
     model = _model_of(optimizer, roots)
     optimizers = [optimizer, *_beside(optimizer, alive, model)]
     heard = None if window is None else window.facts(alive)
-    found = audit(model, optimizers, _scheduler(optimizers, alive), _loaders(alive), at_step=made, window=heard)
+    scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
+    found = audit(model, optimizers, scheduler, _loaders(alive), at_step=made, window=heard)
     others = () if window is None else tuple(_of_others(model, roots, alive))
     return evolve(found, findings=found.findings + others, seconds=time.perf_counter() - begun)
 

@@ -26,7 +26,10 @@ SQUASHED = {
     "binary_cross_entropy_with_logits": ("Sigmoid", "Softmax"),
 }
 """Losses of ``torch.nn.functional``, and what they must not be given."""
-SHAPES = ("View", "Reshape", "Transpose", "Permute", "ToCopy", "Squeeze", "Unsqueeze", "Alias", "Clone", "T", "Select")
+SHAPES = frozenset(
+    {"View", "ReshapeAlias", "UnsafeView", "Transpose", "Permute", "ToCopy", "Squeeze", "Unsqueeze", "Alias", "Clone"}
+    | {"T", "Select", "Slice", "Index", "AsStrided", "Contiguous"}
+)
 """Operations that change no value."""
 DIVIDES = ("DivBackward0", "MulBackward0")
 PAST = ("accelerate.", "deepspeed.", "lightning.", "pytorch_lightning.", "transformers.")
@@ -54,20 +57,20 @@ class Window:
         """Inside, it listens."""
         with ExitStack() as stack:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
-            stack.enter_context(_called_first(self._enters))
+            stack.enter_context(called_first(self._enters))
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
                     if name in vars(scaler):
-                        stack.enter_context(_around(scaler, name, around))
+                        stack.enter_context(around_calls(scaler, name, around))
             for home in (clip_grad, torch.nn.utils):
                 for name in ("clip_grad_norm_", "clip_grad_value_"):
-                    stack.enter_context(_around(home, name, self._clips))
+                    stack.enter_context(around_calls(home, name, self._clips))
             for name in SQUASHED:
-                stack.enter_context(_around(nn.functional, name, self._loss(name)))
-            stack.enter_context(_around(torch.autograd, "backward", self._backward))
-            stack.enter_context(_around(nn.Module, "load_state_dict", self._loaded))
-            stack.enter_context(_around(torch, "compile", self._compile))
-            stack.enter_context(_around(_MultiProcessingDataLoaderIter, "__init__", self._reads))
+                stack.enter_context(around_calls(nn.functional, name, self._loss(name)))
+            stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
+            stack.enter_context(around_calls(nn.Module, "load_state_dict", self._loaded))
+            stack.enter_context(around_calls(torch, "compile", self._compile))
+            stack.enter_context(around_calls(_MultiProcessingDataLoaderIter, "__init__", self._reads))
             yield self
 
     def facts(self, alive: list[Any]) -> WindowFacts:
@@ -180,7 +183,7 @@ def _before(values: Any) -> str:
     node: Any = getattr(values, "grad_fn", None)
     for _ in range(6):
         name = type(node).__name__.partition("Backward")[0]
-        if not name.startswith(SHAPES) or not node.next_functions:
+        if name not in SHAPES or not node.next_functions:
             return name
         node = node.next_functions[0][0]
     return ""
@@ -227,7 +230,7 @@ def _of_lightning(trainer: Any) -> tuple[int | None, int | None]:
 
 
 @contextmanager
-def _around(home: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+def around_calls(home: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
     """Inside, ``around`` is called with the function and its arguments in its place."""
     plain = vars(home)[name]
 
@@ -242,7 +245,7 @@ def _around(home: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _called_first(tell: Callable[[nn.Module], None]) -> Iterator[None]:
+def called_first(tell: Callable[[nn.Module], None]) -> Iterator[None]:
     """Inside, ``tell`` is told of modules that are called from outside of any other, before they are."""
     plain = nn.Module.__call__
 

@@ -333,6 +333,7 @@ def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
 main.add_command(cli_audit.audit)
 main.add_command(cli_gate.gate)
 main.add_command(cli_audit.prove)
+main.add_command(cli_audit.bisect)
 main.add_command(cli_import.import_command)
 main.add_command(cli_import.export_command)
 main.add_command(cli_bytes.report)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -24,16 +26,20 @@ SCRIPT_FAILED = 3
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option("--prove", is_flag=True, help="Take the first step too, and compare it with a replay in plain torch.")
+@click.option("--keep", metavar="FOLDER", help="With --prove: leave the record there, for prepkit bisect.")
+@click.option("--torchrun", type=click.IntRange(1, 64), metavar="N", help="Run the script in N processes here.")
 @as_json
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def audit(script: str, arguments: tuple[str, ...], prove: bool, as_json: bool) -> None:
+def audit(  # an argument for each option
+    script: str, arguments: tuple[str, ...], prove: bool, keep: str | None, torchrun: int | None, as_json: bool
+) -> None:
     """Run a training script up to its first optimizer step, and say what is wrong with what stands there.
 
     SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken. Several processes:
-    torchrun --nproc-per-node 2 -m prepkit audit SCRIPT. Only errors give exit code 1; a script that fails by itself
-    gives 3. With --prove the first step is taken, and the whole window is done again on rank 0 in plain torch:
-    weights, gradients and the step are compared.
+    --torchrun 2, or torchrun --nproc-per-node 2 -m prepkit audit SCRIPT; torchrun gives 1 for any exit code but 0. Only
+    errors give exit code 1; a script that fails by itself gives 3. With --prove the first step is taken, and the whole
+    window is done again on rank 0 in plain torch: weights, gradients and the step are compared.
     """
     plan_files.demand_torch("prepkit audit")
     from prepkit import codec
@@ -41,12 +47,19 @@ def audit(script: str, arguments: tuple[str, ...], prove: bool, as_json: bool) -
     from prepkit.findings import errors
     from prepkit.ranks import launcher
 
+    if keep is not None and not prove:
+        raise click.UsageError("--keep leaves the record of a proof: give --prove too")
+    if torchrun is not None:
+        _launched(
+            torchrun,
+            [*["--prove"] * prove, *(["--keep", keep] if keep else []), *["--json"] * as_json, script, *arguments],
+        )
     try:
         found: Audit | Proof | None
         if prove:
             from prepkit.proving.script import prove_script
 
-            found = prove_script(script, arguments)
+            found = prove_script(script, arguments, keep)
         else:
             found = audit_script(script, arguments)
     except ScriptEnded as ended:
@@ -61,6 +74,39 @@ def audit(script: str, arguments: tuple[str, ...], prove: bool, as_json: bool) -
             say(str(found))
     leave()
     sys.exit(1 if errors(found.findings) else 0)
+
+
+def _launched(processes: int, arguments: list[str]) -> NoReturn:
+    """The same command on every process of a launcher of torch's, in the place of this one."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "prepkit", "audit", *arguments])  # itself
+
+
+@click.command(short_help="Find where two recorded windows part.")
+@click.argument("first", type=click.Path(exists=True, file_okay=False))
+@click.argument("second", type=click.Path(exists=True, file_okay=False))
+@as_json
+def bisect(first: str, second: str, as_json: bool) -> None:
+    """Compare two windows that prepkit audit --prove --keep FOLDER has left.
+
+    It names the first module that differs, and in it the first operator, forward and then backward. Micro-batches are
+    paired by what they were given, so that runs of other engines and other numbers of ranks can be compared. A
+    difference gives exit code 1.
+    """
+    from attrs import asdict
+
+    from prepkit.findings import PlanRejected
+    from prepkit.proving.bisect import parting
+
+    try:
+        found = parting(Path(first), Path(second))
+    except PlanRejected as refused:
+        plan_files.refuse((refused,), as_json)
+    if as_json:
+        say_json(asdict(found))
+    else:
+        say(str(found))
+    sys.exit(1 if found.stage else 0)
 
 
 @click.command(short_help="Show that a plan trains a model as plain torch does.")

@@ -23,7 +23,6 @@ from prepkit.formats.found import SCRIPTS, Found, below, found
 from prepkit.formats.importers.source import READERS, Imported
 from prepkit.formats.launches import NamedFile, Script, read_script, script_findings
 from prepkit.formats.places import FilePlace, place_of
-from prepkit.rules.refusals import REFUSALS
 
 if TYPE_CHECKING:
     from prepkit.planner.budget import Costs
@@ -251,7 +250,7 @@ def _sorted(checked: Checked, placed: tuple[tuple[FilePlace, Finding], ...]) -> 
 
     if checked.found.kind == "prepkit":
         return evolve(checked, findings=placed)
-    lawful = {rule.id for rule in (*LAW, *REFUSALS) if rule.lawful}
+    lawful = {rule.id for rule in LAW if rule.lawful}
     return evolve(
         checked,
         findings=tuple(pair for pair in placed if pair[1].rule not in lawful),

@@ -95,7 +95,7 @@ PLANNED_RULES: tuple[Rule, ...] = (
         at=(Moment.PLANNED,),
         fix=(
             "Build the model on meta and write weights=LoadWeights(path): each rank reads its own bytes; or on all but "
-            "one rank, and weights=SendWeights()."
+            "one rank, and weights=BroadcastWeights()."
         ),
         milder="for what is held before apply, as a model on meta holds nothing",
         source=("pain 6",),

@@ -20,16 +20,8 @@ _export = partial(_refusal, told_by="pk.export_config, prepkit export")
 
 _FILES: tuple[Rule, ...] = (
     # --- files that prepkit wrote ---
-    _data(
-        id="codec.damaged",
-        summary="The file is UTF-8 text in JSON.",
-        fix="Restore the file, or plan again.",
-    ),
-    _data(
-        id="codec.duplicate-key",
-        summary="No key appears twice in one object.",
-        fix="Keep one of them.",
-    ),
+    _data(id="codec.damaged", summary="The file is UTF-8 text in JSON.", fix="Restore the file, or plan again."),
+    _data(id="codec.duplicate-key", summary="No key appears twice in one object.", fix="Keep one of them."),
     _plan_file(
         id="codec.edited",
         summary="The contents of a saved plan or attestation have the digest that was written with them.",
@@ -187,11 +179,7 @@ _FILES: tuple[Rule, ...] = (
         summary="No key appears twice in one mapping of a YAML file.",
         fix="Keep one of them.",
     ),
-    _config_file(
-        id="config.empty",
-        summary="The config file says something.",
-        fix="Write at least the engine.",
-    ),
+    _config_file(id="config.empty", summary="The config file says something.", fix="Write at least the engine."),
     _config_file(
         id="config.not-a-mapping",
         summary="The top level of the config file is a mapping of config fields.",
@@ -336,12 +324,12 @@ _ACCELERATE: tuple[Rule, ...] = (
         fix="Give one model and its optimizer to one prepare, and each other model to an Accelerator.",
     ),
     _face(
-        id="accelerate.windows",
+        id="accelerate.outside-accumulate",
         summary="Under DeepSpeed a script accumulates gradients inside accelerator.accumulate.",
         fix="Write gradient_accumulation_steps and `with accelerator.accumulate(model):`.",
     ),
     _face(
-        id="accelerate.clipping",
+        id="accelerate.clips-otherwise",
         summary="A script clips as DeepSpeed's config says, and under fp16 all that is trained.",
         fix="Write the number into DeepSpeed's config, or give model.parameters() of the one model.",
     ),

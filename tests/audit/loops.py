@@ -688,6 +688,17 @@ def epochs_of_a_sampler(rank: int, world: int) -> None:
             taken(model, optimizer, fn.cross_entropy(model(x), y))
 
 
+def engine_with_its_schedule(rank: int, world: int) -> None:
+    from tests.audit.by_libraries import engine_of
+
+    model = net()
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1, "total_num_steps": 8}}
+    engine, *_ = engine_of(model, 1, optimizer=adam(model), config={"scheduler": schedule})
+    for x, y in divided(rank, world):
+        engine.backward(fn.cross_entropy(engine(x), y))
+        engine.step()
+
+
 _ONE = (
     *(scaled, scaled_and_clipped, scaler_switched_off, two_scaled, loss_alone_under_autocast, teacher_in_float16),
     *(soft_labels, log_softmax_before_cross_entropy, log_softmax_before_nll, policy, gated, attended, bounded),
@@ -710,4 +721,5 @@ RIGHT: tuple[Loop, ...] = (
     Loop(trainer_with_a_schedule, "transformers"),
     *(Loop(run, "lightning") for run in (lightning_by_step, lightning_by_epoch, lightning_by_hand)),
     *(Loop(run, "torch", 2) for run in _TWO),
+    Loop(engine_with_its_schedule, "deepspeed", 2),
 )

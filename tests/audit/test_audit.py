@@ -59,6 +59,12 @@ def test_an_error_of_two_ranks_is_found_by_its_rule_on_both(pair: list[dict[str,
         assert rule in {found for found, _, _ in seen[name]}, seen[name]
 
 
+def test_a_hook_that_averages_nothing_is_named_as_the_cause(pair: list[dict[str, Any]]) -> None:
+    for seen in pair:
+        (text,) = (text for rule, _, text in seen["hook_that_averages_nothing"] if rule == "run.gradients-part")
+        assert "Look at DDP's communication hook `hook_that_averages_nothing.<locals>.nothing`" in text
+
+
 @pytest.mark.parametrize("program", [one for one in CLEAN if one.ranks == 1], ids=lambda one: one.id)
 def test_a_clean_program_of_one_process_has_no_finding_above_a_note(program: Any) -> None:
     pytest.importorskip(program.library)

@@ -11,7 +11,8 @@ from torch.nn import functional as fn
 from torch.optim import lr_scheduler as rates
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tests.audit.case import WIDTH, adam, net, rows
+from tests.audit.by_libraries import engine_of
+from tests.audit.case import WIDTH, adam, divided, net, rows
 from tests.audit.loops import (
     RIGHT,
     Loop,
@@ -179,6 +180,15 @@ def sequence_shorter_than_the_trainer(rank: int, world: int) -> None:
     trained_by_transformers(make)
 
 
+def decayed_by_an_engine_inside_a_pass(rank: int, world: int) -> None:
+    model = net()
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1, "total_num_steps": 3}}
+    engine, *_ = engine_of(model, 0, optimizer=adam(model), config={"scheduler": schedule})
+    for x, y in divided(rank, world):
+        engine.backward(fn.cross_entropy(engine(x), y))
+        engine.step()
+
+
 WRONG: tuple[Loop, ...] = (
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
     Loop(scaled_and_stepped_past_the_scaler, rule="run.scaled-stepped"),
@@ -197,6 +207,7 @@ WRONG: tuple[Loop, ...] = (
         Loop(run, "transformers", rule="run.trainer-schedule")
         for run in (shorter_than_the_trainer, sequence_shorter_than_the_trainer)
     ),
+    Loop(decayed_by_an_engine_inside_a_pass, "deepspeed", 2, rule="run.scheduler-early"),
     Loop(steps_ticked_by_epoch, "lightning", rule="run.trainer-schedule"),
 )
 LOOPS: tuple[Loop, ...] = (*RIGHT, *WRONG)

@@ -21,6 +21,9 @@ from prepkit.observe.prepared import fabric, optimizer_state
 MASTERS = ("bf16_stochastic_round", "master_weights", "use_master_weights")
 """Options and attributes of optimizers of torchao, apex and others that make low-precision weights safe."""
 
+BY_BATCH = ("WarmupDecayLR", "WarmupCosineLR")
+"""Schedulers of DeepSpeed that an engine ticks with each of its steps until their end."""
+
 KEEP_STATE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adafactor", "Adadelta")
 """Optimizers of torch that have state of every parameter from their first step on, and none before."""
 
@@ -143,7 +146,7 @@ def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
         early=_early(scheduler),
         ticked=last if isinstance(last := getattr(scheduler, "last_epoch", None), int) else None,
         ticks=_ticks(given),
-        by_batch=isinstance(scheduler, OneCycleLR),
+        by_batch=isinstance(scheduler, OneCycleLR) or type(scheduler).__name__ in BY_BATCH,
     )
 
 

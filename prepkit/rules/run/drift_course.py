@@ -55,6 +55,11 @@ def _options(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(name, f"It is {new} since the last look, and was {old}.")
 
 
+def _steps(seen: CourseFacts) -> int:
+    """Optimizer steps until then; 0 where nobody counts them."""
+    return seen.steps if seen.steps is not None else next((one for one in seen.counts if one is not None), 0)
+
+
 def _ticks(facts: RunFacts) -> Iterator[Hit]:
     each = facts.scheduler.ticks if facts.scheduler is not None else 1
     for before, now in _pairs(facts):
@@ -63,8 +68,7 @@ def _ticks(facts: RunFacts) -> Iterator[Hit]:
         if now.horizon and before.ticked <= now.horizon < now.ticked:
             what = f"It is made for {now.horizon} ticks, and was ticked {now.ticked} times: its end is behind it."
             yield Hit("scheduler", what, "Make it for as many ticks as there are steps, or end there.")
-        (new, *_), (old, *_) = (now.steps, *now.counts, None), (before.steps, *before.counts, None)
-        steps = new - old if new is not None and old is not None else 0
+        steps = _steps(now) - _steps(before)
         if steps > 1 and now.ticked - before.ticked >= 2 * steps * each:
             what = f"It was ticked {now.ticked - before.ticked} times in {steps} steps."
             yield Hit("scheduler", what)

@@ -9,7 +9,7 @@ from attrs import evolve
 
 import prepkit as pk
 from prepkit import config, planner
-from prepkit.config import BF16, DDP, FSDP2, AdamW, Config, Mesh, OffloadToCPU, SendWeights, WrapRoot
+from prepkit.config import BF16, DDP, FSDP2, AdamW, BroadcastWeights, Config, Mesh, OffloadToCPU, WrapRoot
 from prepkit.facts import Env, Facts
 from prepkit.findings import Finding, Severity
 from prepkit.findings.text import in_bytes
@@ -68,8 +68,8 @@ def test_ranks_of_a_node_that_all_build_the_model_are_added_up() -> None:
     for host, found in (("384GB", []), ("240GB", [("memory.exceeds-host", Severity.WARNING)])):
         made = planner.plan(cfg, facts("8B", 16, host_memory=host)).unwrap()
         assert [(one.rule, one.severity) for one in made.warnings] == found
-    assert "Each of 8 ranks of a node holds 29.9 GiB there when it builds its model" in made.warnings[0].what
-    sends = planner.plan(evolve(cfg, weights=SendWeights()), facts("8B", 16, host_memory="240GB")).unwrap()
+    assert "Each of 8 ranks of a node holds 29.92 GiB there when it builds its model" in made.warnings[0].what
+    sends = planner.plan(evolve(cfg, weights=BroadcastWeights()), facts("8B", 16, host_memory="240GB")).unwrap()
     assert "memory.exceeds-host" not in {one.rule for one in sends.warnings}
 
 
