@@ -251,7 +251,7 @@ def _sorted(checked: Checked, placed: tuple[tuple[FilePlace, Finding], ...]) -> 
 
     if checked.found.kind == "prepkit":
         return evolve(checked, findings=placed)
-    lawful = {rule.id for rule in (*LAW, *REFUSALS) if rule.lawful}
+    lawful = {*(rule.id for rule in LAW if rule.lawful), *(refusal.id for refusal in REFUSALS if refusal.lawful)}
     return evolve(
         checked,
         findings=tuple(pair for pair in placed if pair[1].rule not in lawful),
