@@ -27,7 +27,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-def _spelt(data: dict[str, Any], suffix: str, draw: random.Random) -> str:
+def spelt(data: dict[str, Any], suffix: str, draw: random.Random) -> str:
     if suffix == ".json":
         return json.dumps(data, indent=draw.choice([None, 1, 2, 4, "\t"]))
     if suffix == ".toml":
@@ -67,7 +67,7 @@ def test_a_planted_key_is_found_where_it_stands(kind: str, data: dict[str, Any],
     draw, right, tries = random.Random(f"{kind}{suffix}"), 0, 25
     for _ in range(tries):
         bent, key = _planted(data, draw)
-        text = _spelt(bent, suffix, draw)
+        text = spelt(bent, suffix, draw)
         file = tmp_path / f"c{suffix}"
         file.write_text(text)
         at = text.index(f'"{key}"' if f'"{key}"' in text else key)
