@@ -14,6 +14,7 @@ _WHERE = re.compile(r"(.+?):(\d+):(\d+)(?:\s.*)?", re.DOTALL)
 _TOLD = re.compile(r"\bline (\d+)(?:,? column (\d+))?")
 _KEY = re.compile(r"\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b")
 """A word that can only be a key."""
+_WORD = re.compile(r"\b[a-z]{4,}\b")
 
 
 @frozen
@@ -34,7 +35,7 @@ def place_of(finding: Finding, file: str, text: str, suffix: str) -> FilePlace:
     if (place.file, place.line, place.column) != (file, 1, 1) or not text:
         return place
     here = positions(text, suffix)
-    words = (*_KEY.findall(finding.what), finding.where.rpartition(".")[2])
+    words = (*_KEY.findall(finding.what), finding.where.rpartition(".")[2], *_WORD.findall(finding.what))
     named = (where for word in words for path, where in here.items() if path.rpartition(".")[2] == word)
     return FilePlace(file, *next(named, (1, 1)))
 
