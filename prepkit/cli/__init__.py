@@ -118,17 +118,30 @@ def plan(
 @model_option()
 @cluster_options
 @kind_option
+@click.option("--fix", is_flag=True, help="Mend what is safe to mend, before anything is checked.")
+@click.option("--diff", "as_diff", is_flag=True, help="Show what --fix would change, and change nothing.")
 @as_json
-def check_command(paths: tuple[str, ...], model: str | None, cluster: Cluster, kind: str | None, as_json: bool) -> None:
+def check_command(
+    paths: tuple[str, ...],
+    model: str | None,
+    cluster: Cluster,
+    kind: str | None,
+    fix: bool,
+    as_diff: bool,
+    as_json: bool,
+) -> None:
     """Check what lies at each PATH, a file or a folder; without one, here.
 
     Finds configs of prepkit, accelerate, DeepSpeed, transformers, axolotl, LLaMA-Factory and torchtitan, plan files,
     and the scripts that start them. Without --model every rule is asked that can be asked without one, and what cannot
-    be known here is said. Warnings are shown; only errors that are not overridden give exit code 1.
+    be known here is said. Warnings are shown; only errors that are not overridden give exit code 1. --fix removes keys
+    without effect, where all that is read stays as it is, and mends the spelling of keys that their library refuses.
     """
-    from prepkit.cli.check import check_files
+    from prepkit.cli.check import check_files, mend_files
 
     paths = paths or (".",)
+    if fix or as_diff:
+        mend_files(paths, kind, as_diff)
     if model:
         _check_against(paths, model, cluster, kind, as_json)
     only = paths[0]

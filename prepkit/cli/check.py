@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import sys
 import textwrap
 from collections import Counter
@@ -20,7 +22,9 @@ from prepkit.config.origin import origin_of
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.found import SCRIPTS, Found, below, found
+from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import READERS, Imported
+from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.launches import NamedFile, Script, read_script, script_findings
 from prepkit.formats.places import FilePlace, place_of
 
@@ -83,6 +87,29 @@ def check_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_j
     else:
         say("\n".join(_summary(checked, told, paths)))
     sys.exit(1 if any(one.wrong for one in checked) else 0)
+
+
+def mend_files(paths: tuple[str, ...], kind: str | None, as_diff: bool) -> None:
+    """Mend what is safe in every config; or show it, and end the command, with 1 where there is something to mend."""
+    from prepkit.formats.edits import mended
+
+    changed = 0
+    for one in _found(paths, kind):
+        if one.sort != "config" or one.kind not in IMPORTERS:
+            continue
+        source = cli_refusal.attempt(functools.partial(read_source, one.path))
+        if isinstance(source, PlanRejected):
+            continue
+        after, gone = mended(source, one.kind)
+        changed += bool(gone)
+        if gone and as_diff:
+            before, now = (text.splitlines(keepends=True) for text in (source.text, after.text))
+            say("".join(difflib.unified_diff(before, now, one.path, one.path)).rstrip())
+        elif gone:
+            cli_refusal.write(after.text, one.path)
+            say(f"mended {one.path}: {', '.join(finding.where.rpartition(' ')[2] for finding in gone)}", err=True)
+    if as_diff:
+        sys.exit(1 if changed else 0)
 
 
 # --- examining -------------------------------------------------------------------------------------------------------

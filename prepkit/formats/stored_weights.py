@@ -26,10 +26,11 @@ INDEX = "model.safetensors.index.json"
 """What ``save_pretrained`` of transformers writes: one file, or several and an index of them."""
 
 
-def observe_checkpoint(path: str) -> CheckpointFacts:
+def observe_checkpoint(path: str, most: int = LARGEST) -> CheckpointFacts:
     """Facts of the checkpoint at ``path``: a file, an index, or a folder that holds one of them.
 
-    Never raises over what is there: what is missing, damaged or truncated is in ``problems``.
+    Never raises over what is there: what is missing, damaged or truncated is in ``problems``, as is a file whose header
+    would make those that are read longer than ``most`` bytes together.
     """
     try:
         place = _found(Path(path))
@@ -42,7 +43,8 @@ def observe_checkpoint(path: str) -> CheckpointFacts:
     problems: list[StoredProblem] = []
     for name in [place.name] if index is None else sorted(set(index.values())):
         try:
-            file, held, end = _read(place.parent / name, len(files))
+            file, held, end = _read(place.parent / name, len(files), most)
+            most -= file.data
         except (OSError, ValueError) as error:
             problems.append(StoredProblem(file=name, what=_said(error)))
             continue
@@ -55,13 +57,16 @@ def observe_checkpoint(path: str) -> CheckpointFacts:
     )
 
 
-def head(path: str | Path) -> bytes:
+def head(path: str | Path, most: int = LARGEST) -> bytes:
     """The first bytes of a safetensors file, up to its first tensor. Raises ``OSError`` and ``HeaderError``."""
     if not stat.S_ISREG(Path(path).stat().st_mode):
         raise HeaderError("it is no regular file; give the path of a file")  # one that waits for a writer among them
     with Path(path).open("rb") as file:
         prefix = file.read(PREFIX)
-        return prefix + file.read(header_size(prefix))
+        size = header_size(prefix)
+        if size > most:
+            raise HeaderError(f"its header has {size:,} bytes, and {most:,} are left to read: no model has that many")
+        return prefix + file.read(size)
 
 
 def _found(path: Path) -> Path:
@@ -99,8 +104,8 @@ def _plain(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name
 
 
-def _read(path: Path, index: int) -> tuple[StoredFile, tuple[StoredTensor, ...], int]:
-    first = head(path)
+def _read(path: Path, index: int, most: int) -> tuple[StoredFile, tuple[StoredTensor, ...], int]:
+    first = head(path, most)
     header = parse_header(first, index)
     file = StoredFile(name=path.name, size=path.stat().st_size, header=header_digest(first), data=header.data)
     return file, header.tensors, header.end

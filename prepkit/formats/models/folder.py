@@ -27,7 +27,10 @@ CONFIG = "config.json"
 MOST_BYTES = 8 * 2**20
 """Size of a ``config.json`` at most."""
 
-MOST_TENSORS, DEEPEST, LONGEST_NAME = 1_000_000, 40, 1000
+MOST_HEADERS = 24 * 2**20
+"""Bytes of all headers of a model together: those of 91,000 tensors have 10 million."""
+
+MOST_TENSORS, DEEPEST, LONGEST_NAME = 250_000, 40, 1000
 """Tensors of a model, parts of a name and its characters, at most."""
 
 ELSE = "give --model PKG.MOD:FACTORY, a function that returns the model"
@@ -162,7 +165,7 @@ def _stored(folder: Path) -> CheckpointFacts | None:
     if place.name == INDEX:
         for name in sorted({found.name for found in folder.glob("*.safetensors")}):
             _keep_inside(folder, folder / name)
-    stored = observe_checkpoint(str(place))
+    stored = observe_checkpoint(str(place), MOST_HEADERS)
     if len(stored.tensors) > MOST_TENSORS:
         raise NotKnown(f"{place.name} names more than {MOST_TENSORS:,} tensors; {ELSE}")
     return stored
@@ -201,7 +204,8 @@ def _by_headers(stored: CheckpointFacts | None, kind: str, name: str | None, raw
         f"{what}: names, shapes and dtypes are those of {stored.files[0].name if stored.files else INDEX}; classes of "
         f"modules, ties and buffers are not known, so that blocks are named by their place; {ELSE}, to have them"
     )
-    return DescribedModel(model=header_facts(stored.tensors), words=(words,))
+    damaged = tuple(f"{one.file} {one.what}" for one in stored.problems[:3])
+    return DescribedModel(model=header_facts(stored.tensors), words=(words, *damaged))
 
 
 def header_facts(tensors: tuple[StoredTensor, ...]) -> ModelFacts:

@@ -13,6 +13,9 @@ from prepkit.resolve.deepspeed.data import AUTO, Data, drop, look, put
 from prepkit.resolve.deepspeed.flaws import Draft
 from prepkit.resolve.deepspeed.keys import OPEN, REMOVED, SECTIONS
 
+COMMENT = ("_", "//", "#")
+"""What a key at the top begins with that people write for people; DeepSpeed reads no such key."""
+
 _NAMES = {"bool": "true or false", "int": "a whole number", "float": "a number", "text": "text", "list": "a list"}
 MOST = 100
 """Unknown keys that are reported, each with what is near to it."""
@@ -64,6 +67,10 @@ def _sections(draft: Draft) -> None:
             return
         for key in tuple(data):
             here = f"{path}.{key}" if path else key
+            if not path and key.startswith(COMMENT):
+                del data[key]
+                draft.notes.append(f"{here} is left out (a comment)")
+                continue
             if key not in known:
                 unknown.append(here)
                 if len(unknown) > MOST:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,32 @@ def test_a_header_of_a_hundred_gigabytes_costs_nothing(tmp_path: Path) -> None:
     header = json.dumps({"net.weight": entry}).encode()
     put(tmp_path, {"model_type": "strange"})
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    (param,) = folder.read(tmp_path).model.params
+    seen = folder.read(tmp_path)
+    (param,) = seen.model.params
     assert param.shape == (500_000, 50_000)
+    assert seen.words[1].startswith("model.safetensors truncated: it has ")
     (tmp_path / "model.safetensors").write_bytes((10**11).to_bytes(8, "little") + header)
     with pytest.raises(folder.NotKnown, match="a header of 100,000,000,000 bytes"):
         folder.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "it has 0 bytes"),
+        ((90).to_bytes(8, "little") + b'{"net.weight":', "it ends after 22 bytes"),
+        ((95_000_000).to_bytes(8, "little") + b" ", "its header has 95,000,000 bytes"),
+        ((400_007).to_bytes(8, "little") + b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", ""),
+    ],
+    ids=["empty", "torn", "huge", "deep"],
+)
+def test_a_header_that_is_torn_huge_or_deep_costs_milliseconds(tmp_path: Path, data: bytes, said: str) -> None:
+    put(tmp_path, {"model_type": "strange"})
+    (tmp_path / "model.safetensors").write_bytes(data)
+    begun = time.process_time()
+    with pytest.raises(folder.NotKnown, match=f"there are no headers .*{said}"):
+        folder.read(tmp_path)
+    assert time.process_time() - begun < 0.1
 
 
 def test_a_name_of_hundreds_of_parts_is_refused(tmp_path: Path) -> None:
