@@ -376,8 +376,45 @@ _CHECKPOINTS: tuple[Refusal, ...] = (
 _APPLY = "pk.apply, prepkit.applying.run"
 _MODEL_OPTION = "prepkit plan, check, rehearse and report with --model"
 
+_GATE: tuple[Refusal, ...] = (
+    Refusal(
+        id="gate.exception",
+        summary="A comment that names prepkit's ignore is an exception that prepkit reads.",
+        fix="Write # prepkit: ignore[RULE] until 2027-01-01 by WHO because REASON.",
+        raised_by="prepkit gate",
+    ),
+    Refusal(
+        id="gate.exception-ended",
+        summary="The day of an exception has not passed.",
+        fix="Mend what the rule finds, or write another day.",
+        raised_by="prepkit gate",
+        severity=Severity.WARNING,
+    ),
+    Refusal(
+        id="gate.exception-owner",
+        summary="Somebody owns every exception.",
+        fix="Write by WHO before because.",
+        raised_by="prepkit gate",
+        severity=Severity.NOTE,
+    ),
+    Refusal(
+        id="gate.exception-unused",
+        summary="Every exception excepts something.",
+        fix="Remove it.",
+        raised_by="prepkit gate",
+        severity=Severity.NOTE,
+    ),
+    Refusal(
+        id="policy.broken",
+        summary="A policy can be read, and its rules can be asked.",
+        fix="Mend the line that the finding names: nothing passes until then.",
+        raised_by="prepkit gate --policy, prepkit plan --policy",
+    ),
+)
+
 REFUSALS: tuple[Refusal, ...] = (
     *_FILES,
+    *_GATE,
     # --- calls ---
     Refusal(
         id="optimizer.two-places",

@@ -15,6 +15,7 @@ from prepkit import codec
 from prepkit.codec.text import shown
 from prepkit.facts import parse_bytes
 from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings.text import in_bytes
 from prepkit.formats.exceptions import Exempt, sort
 from prepkit.formats.importers.foreign import positions
 from prepkit.formats.importers.source import read
@@ -23,7 +24,6 @@ from prepkit.plan import Plan
 from prepkit.predict.said import BYTES, at, said
 from prepkit.rules.rule import Moment, Rule
 
-BROKEN = "policy.broken"
 MOST = 1_000
 """Rules and exceptions of one file."""
 LARGEST = 2**20
@@ -80,11 +80,7 @@ class Threshold:
         )
 
     def _text(self, value: object) -> str:
-        return _in_bytes(value) if self.what in BYTES and isinstance(value, int) else shown(value)
-
-
-def _in_bytes(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**28 else f"{size / 2**20:.2f} MiB" if size >= 2**18 else f"{size} B"
+        return in_bytes(value) if self.what in BYTES and isinstance(value, int) else shown(value)
 
 
 @frozen(kw_only=True)
@@ -108,7 +104,7 @@ class Judged:
 
 
 def read_policies(files: Iterable[str]) -> Policy:
-    """The policies in these files. Raises ``PlanRejected`` with every place that is wrong: a broken policy passes nothing.
+    """The policies in these files. Raises ``PlanRejected`` with every place that is wrong.
 
     A TOML file holds data alone; a Python file, which has to be named by whoever runs the command, is run.
     """
@@ -152,9 +148,7 @@ def recorded(policy: Policy, plan: Plan, today: date, file: str = "") -> Plan:
         raise PlanRejected((*plan.warnings, *judged.warned, *judged.denied))
     if not judged.warned and not judged.excepted:
         return plan
-    return evolve(
-        plan, warnings=(*plan.warnings, *judged.warned), overridden=(*plan.overridden, *judged.excepted)
-    )
+    return evolve(plan, warnings=(*plan.warnings, *judged.warned), overridden=(*plan.overridden, *judged.excepted))
 
 
 def asked(policy: Policy, plan: Plan) -> Iterator[Finding]:
@@ -172,7 +166,9 @@ def asked(policy: Policy, plan: Plan) -> Iterator[Finding]:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}:{frame.lineno}"
             what = f"the rule {rule.id} raises {type(error).__name__}: {error}"
-            raise PlanRejected((_broken(where, what, "Mend the rule: nothing passes while it cannot be asked."),)) from error
+            raise PlanRejected(
+                (_broken(where, what, "Mend the rule: nothing passes while it cannot be asked."),)
+            ) from error
 
 
 def refusals_of(policy: Policy, file: str) -> tuple[tuple[FilePlace, Finding], ...]:
@@ -239,7 +235,9 @@ class _Reader:
         self.keys(at_, entry, _KEYS, ("id", "what", "because"))
         tests = [test for test in _TESTS if test in entry]
         if len(tests) != 1:
-            self.say(at_, f"it has {len(tests) or 'none'} of {', '.join(_TESTS)}", "Write one of them, such as above = 8.")
+            self.say(
+                at_, f"it has {len(tests) or 'none'} of {', '.join(_TESTS)}", "Write one of them, such as above = 8."
+            )
         if len(self.wrong) > before:
             return None
         test = tests[0]
@@ -273,7 +271,12 @@ class _Reader:
         before = len(self.wrong)
         day = entry.get("until")
         texts = {key: value for key, value in entry.items() if key != "until"}
-        self.keys(at_, {**texts, **({"until": ""} if "until" in entry else {})}, _EXCEPTION, ("rule", "until", "because", "owner"))
+        self.keys(
+            at_,
+            {**texts, **({"until": ""} if "until" in entry else {})},
+            _EXCEPTION,
+            ("rule", "until", "because", "owner"),
+        )
         if "until" in entry and type(day) is not date:
             self.say(f"{at_}.until", f"{shown(str(day))} is not a day", "Write until = 2027-01-01, without quotes.")
         if len(self.wrong) > before or type(day) is not date:
@@ -321,7 +324,9 @@ def _of_python(file: str) -> Policy:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         line = getattr(error, "lineno", None) or (frames[-1].lineno if frames else 1)
         what = f"it raises {type(error).__name__}: {error}"
-        raise PlanRejected((_broken(f"{file}:{line}:1", what, "Mend it: nothing passes while it cannot be read."),)) from error
+        raise PlanRejected(
+            (_broken(f"{file}:{line}:1", what, "Mend it: nothing passes while it cannot be read."),)
+        ) from error
     if not isinstance(rules, tuple | list) or not all(isinstance(rule, Rule) for rule in rules):
         what = "it has no RULES, a tuple of prepkit.rules.Rule"
         raise PlanRejected((_broken(f"{file}:1:1", what, "Write RULES = (Rule(...),) at its end."),))
@@ -333,4 +338,4 @@ def _of_python(file: str) -> Policy:
 
 
 def _broken(where: str, what: str, fix: str) -> Finding:
-    return Finding(rule=BROKEN, severity=Severity.ERROR, where=where, what=what, fix=fix)
+    return Finding(rule="policy.broken", severity=Severity.ERROR, where=where, what=what, fix=fix)

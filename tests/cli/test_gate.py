@@ -102,7 +102,11 @@ def _strict(day: str, file: str = "a,b.yaml") -> tuple[int, list[str]]:
 
 def test_an_exception_ends_with_its_day_and_is_told_then(folder: Path) -> None:
     first, second = BAD.splitlines(keepends=True)
-    for text in (first + EXCEPTED + second, f"{first}{second.rstrip()}  {EXCEPTED}", f"{first}{EXCEPTED}\n# why\n{second}"):
+    for text in (
+        first + EXCEPTED + second,
+        f"{first}{second.rstrip()}  {EXCEPTED}",
+        f"{first}{EXCEPTED}\n# why\n{second}",
+    ):
         (folder / "a,b.yaml").write_text(text)
         assert _strict("2027-01-01") == (0, [])
         assert _strict("2027-01-02") == (1, ["import.unknown-key", "gate.exception-ended"])
@@ -147,7 +151,7 @@ def test_annotations_stay_within_what_is_shown(folder: Path) -> None:
 
 
 def test_junit_is_xml_whatever_a_file_holds(folder: Path) -> None:
-    bad = Finding(rule="a.b", severity=Severity.ERROR, where="w", what="\x00<&\"\ud800\uffff]]>", fix="y")
+    bad = Finding(rule="a.b", severity=Severity.ERROR, where="w", what='\x00<&"\ud800\uffff]]>', fix="y")
     suite = ElementTree.fromstring(junit(((FilePlace("f\x01", 1, 1), bad),)).encode())
     assert suite[0].get("name") == "f\ufffd:1:1"
 
