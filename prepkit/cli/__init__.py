@@ -319,6 +319,28 @@ def rules(rule_id: str | None, as_json: bool) -> None:
         say(rules_text(chosen))
 
 
+@main.command("statement", short_help="Write an attestation as an in-toto Statement, to be signed.")
+@click.argument("file", type=FILE)
+@click.option("-o", "--output", help="File to write; without it the text is printed.")
+def statement_command(file: str, output: str | None) -> None:
+    """Write an attestation as an in-toto Statement, which stock tools sign and verify.
+
+    One that does not hold is written too, and gives exit code 1.
+    """
+    from prepkit.codec.statement import statement
+    from prepkit.plan.attestation import Attestation
+
+    loaded = _files((file,), as_json=False)[0]
+    if not isinstance(loaded, Attestation):
+        raise click.UsageError(f"{file} is a plan; give an attestation, as pk.save(ready.attestation, path) writes it")
+    if output:
+        cli_refusal.keep_inputs((file,), (output,))
+        cli_refusal.write(json.dumps(statement(loaded), indent=1) + "\n", output)
+    else:
+        say_json(statement(loaded))
+    sys.exit(1 if loaded.failed else 0)
+
+
 @main.command(short_help="Print the JSON Schema of a file, for editors.")
 @click.argument("name", type=click.Choice(("config", "plan", "findings", "attestation", "deepspeed")))
 def schema(name: str) -> None:

@@ -111,7 +111,7 @@ def _tell(form: str, new: tuple[_Placed, ...], known: int, excepted: tuple[_Plac
         case "junit":
             say(junit(new, excepted))
         case "github":
-            if text := annotations(new):
+            if text := workflow_commands(new):
                 say(text)
         case _:
             also = f", {len(excepted)} excepted" if excepted else ""
@@ -222,7 +222,7 @@ def _quoted(text: str) -> str:
     return quoteattr(_NOT_XML.sub("\ufffd", text))
 
 
-def annotations(findings: tuple[_Placed, ...]) -> str:
+def workflow_commands(findings: tuple[_Placed, ...]) -> str:
     """Commands of GitHub's workflows; of each level as many as are shown, and the number of the others."""
     lines: list[str] = []
     for severity in Severity:

@@ -69,7 +69,10 @@ def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
     tag = {TAG: {"const": cls.__name__}} if cls in field_types.tagged() else {}
     said = field_docs(cls)
     properties = {
-        field.name: {**_of(field.type, definitions), **({"description": said[field.name]} if field.name in said else {})}
+        field.name: {
+            **_of(field.type, definitions),
+            **({"description": said[field.name]} if field.name in said else {}),
+        }
         for field in field_types.fields(cls)
     }
     doc = (cls.__doc__ or "").split("\n\n")[0].replace("\n", " ").strip()

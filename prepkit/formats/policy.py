@@ -108,7 +108,8 @@ def read_policies(files: Iterable[str]) -> Policy:
 
     A TOML file holds data alone; a Python file, which has to be named by whoever runs the command, is run.
     """
-    policy, wrong = Policy(), []
+    policy = Policy()
+    wrong: list[Finding] = []
     for file in files:
         try:
             one = _of_python(file) if file.endswith(".py") else _of_toml(file)
@@ -215,9 +216,9 @@ class _Reader:
             if (found := self.threshold(f"{table}.{index}", entry, severity)) is not None
         )
         exempt = tuple(
-            found
+            one
             for index, entry in self.entries(data, "exception")
-            if (found := self.exception(f"exception.{index}", entry)) is not None
+            if (one := self.exception(f"exception.{index}", entry)) is not None
         )
         if self.wrong:
             raise PlanRejected(tuple(self.wrong[:MOST]))

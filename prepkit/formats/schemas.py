@@ -25,7 +25,9 @@ def config() -> dict[str, Any]:
     for name, field in _OWN.items():
         inside = schema["$defs"][name]["properties"]
         described = {"description": inside[field].pop("description")} if "description" in inside[field] else {}
-        nested = {"type": "object"} if name == "DeepSpeed" else {"type": "object", "additionalProperties": _option(schema)}
+        nested = (
+            {"type": "object"} if name == "DeepSpeed" else {"type": "object", "additionalProperties": _option(schema)}
+        )
         inside[field] = {"anyOf": [inside[field], nested], **described}
     return schema
 
@@ -76,7 +78,7 @@ def _sealed(schema: dict[str, Any], kind: str, number: int, key: str, more: tupl
 
 
 def deepspeed() -> dict[str, Any]:
-    """A JSON of DeepSpeed, from the table of its keys: ``auto`` and null are taken where a caller or DeepSpeed fills in."""
+    """A JSON of DeepSpeed, from the table of its keys; ``auto`` and null stand where others fill in."""
     schema = {"$schema": DRAFT, "title": f"DeepSpeed {VERSION} config", **_section("")}
     for path in REMOVED:
         at = schema
@@ -103,7 +105,9 @@ def _value(path: str, kinds: str) -> dict[str, Any]:
     if "any" in allowed:
         return {}
     if path in CHOICES:
-        texts = "|".join("".join(f"[{one.lower()}{one.upper()}]" if one.isalpha() else one for one in text) for text in CHOICES[path])
+        texts = "|".join(
+            "".join(f"[{one.lower()}{one.upper()}]" if one.isalpha() else one for one in text) for text in CHOICES[path]
+        )
         return {"anyOf": [{"type": "string", "pattern": f"^({texts})$"}, {"enum": ["auto", None]}]}
     ways = [_section(path)] if "map" in allowed else []
     for kind in allowed:

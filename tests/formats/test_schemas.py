@@ -11,13 +11,11 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import evolve
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from hypothesis.errors import NonInteractiveExampleWarning
 
 from prepkit import codec
@@ -36,7 +34,26 @@ from tests.support.plans import PLANS
 
 jsonschema = pytest.importorskip("jsonschema")
 
-BENT: tuple[Any, ...] = (None, True, -1, 0, 7, 0.5, -0.5, 1e30, 2**70, "", "x", "auto", "DDP", "None", [], ["x"], [1, 2], {})
+BENT: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    7,
+    0.5,
+    -0.5,
+    1e30,
+    2**70,
+    "",
+    "x",
+    "auto",
+    "DDP",
+    "None",
+    [],
+    ["x"],
+    [1, 2],
+    {},
+)
 """What is put where something else stood. No float without a fraction: JSON Schema counts it as an integer."""
 
 
@@ -80,7 +97,13 @@ def drawn_configs(count: int) -> Iterator[dict[str, Any]]:
     """Data of drawn configs."""
     found: list[Config] = []
 
-    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
     @given(configs())
     def draw(config: Config) -> None:
         found.append(config)
@@ -127,7 +150,7 @@ READERS: dict[str, tuple[Callable[[int], Iterator[dict[str, Any]]], Callable[[di
 
 
 def disagreements(name: str, count: int) -> tuple[list[dict[str, Any]], Counter[bool]]:
-    """Files that schema and reader judge otherwise, and how many were taken and refused: each drawn one and nine bent."""
+    """Files that schema and reader judge otherwise, and how many were taken and refused: one drawn, nine bent."""
     validator = jsonschema.Draft202012Validator(SCHEMAS[name]())
     draw_files, is_read = READERS[name]
     draw, other, judged = random.Random(1), [], Counter[bool]()
