@@ -83,7 +83,7 @@ def _gathered(
 
     policy = cli_files.policy(policies, as_json=False)
     every: list[_Placed] = []
-    exempt = [*policy.exempt]
+    exempt: list[exceptions.Exempt] = []
     for one in examined(asked, cluster, kind) if asked else ():
         every += one.findings
         own, wrong = exceptions.comments(one.found.path, _text(one.found.path))
@@ -91,6 +91,8 @@ def _gathered(
         every += wrong
         if one.found.sort == "plan" and policies and not one.wrong:
             every += refusals_of(policy, one.found.path)
+    # those of a policy are about every file of a repository, and not about these alone
+    exempt += (one for one in policy.exempt if any(one.covers(*pair) for pair in every))
     return exceptions.sort(tuple(dict.fromkeys(every)), tuple(exempt), today)
 
 
