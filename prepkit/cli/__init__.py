@@ -276,15 +276,34 @@ def show(file: str, as_json: bool, sources: bool) -> None:
     say(codec_files.to_text(loaded).rstrip("\n") if as_json else text_of(loaded, sources=sources))
 
 
-@main.command(short_help="Show what turns one saved plan into another.")
-@click.argument("old", type=FILE)
-@click.argument("new", type=FILE)
+@main.command(short_help="Show what turns one saved plan into another, or one revision.")
+@click.argument("what", metavar="OLD NEW | BASE..HEAD [PATH ...]", nargs=-1, required=True)
+@model_option()
+@cluster_options
+@click.option("--comment", is_flag=True, help="Of two revisions: print Markdown for a comment on a pull request.")
 @as_json
-def diff(old: str, new: str, as_json: bool) -> None:
-    """Show what turns one saved plan, or attestation, into another; exit code 1 if they differ."""
-    from prepkit import codec
+def diff(what: tuple[str, ...], model: str | None, cluster: Cluster, comment: bool, as_json: bool) -> None:
+    """Show what turns one saved plan, or attestation, into another; exit code 1 if they differ.
 
-    before, after = _files((old, new), as_json)
+    BASE..HEAD are two revisions of the git repository here, BASE...HEAD begins where the two have parted: of each
+    config and plan file that changed, memory, traffic between nodes and global batch where a plan can be made, and
+    what is trained differently. Plans of configs are made with --model, and for the cluster that is declared.
+    """
+    from prepkit import codec
+    from prepkit.cli import revisions
+
+    if revisions.is_range(what):
+        every = revisions.changed(what, revisions.planner(model, cluster))
+        if as_json:
+            say_json({"files": revisions.data_of(every)})
+        else:
+            say(revisions.comment_of(every, what[0]) if comment else revisions.text_of(every))
+        sys.exit(1 if every else 0)
+    if len(what) != 2 or comment or model:
+        raise click.UsageError("give two files that prepkit wrote, or two revisions such as main..HEAD")
+    for file in what:
+        FILE.convert(file, None, click.get_current_context())
+    before, after = _files(what, as_json)
     changes = cli_files.changes(before, after)
     if as_json:
         say_json({"changes": [{"kind": type(change).__name__} | codec.to_data(change) for change in changes]})
@@ -314,6 +333,37 @@ def rules(rule_id: str | None, as_json: bool) -> None:
         say(rule_text(known[rule_id], _example(known[rule_id])))
     else:
         say(rules_text(chosen))
+
+
+@main.command("statement", short_help="Write an attestation as an in-toto Statement, to be signed.")
+@click.argument("file", type=FILE)
+@click.option("-o", "--output", help="File to write; without it the text is printed.")
+def statement_command(file: str, output: str | None) -> None:
+    """Write an attestation as an in-toto Statement, which stock tools sign and verify.
+
+    One that does not hold is written too, and gives exit code 1.
+    """
+    from prepkit.codec.statement import statement
+    from prepkit.plan.attestation import Attestation
+
+    loaded = _files((file,), as_json=False)[0]
+    if not isinstance(loaded, Attestation):
+        raise click.UsageError(f"{file} is a plan; give an attestation, as pk.save(ready.attestation, path) writes it")
+    if output:
+        cli_refusal.keep_inputs((file,), (output,))
+        cli_refusal.write(json.dumps(statement(loaded), indent=1) + "\n", output)
+    else:
+        say_json(statement(loaded))
+    sys.exit(1 if loaded.failed else 0)
+
+
+@main.command(short_help="Print the JSON Schema of a file, for editors.")
+@click.argument("name", type=click.Choice(("config", "plan", "findings", "attestation", "deepspeed")))
+def schema(name: str) -> None:
+    """Print the JSON Schema (2020-12) of a config, a plan, findings, an attestation, or DeepSpeed's JSON."""
+    from prepkit.formats.schemas import SCHEMAS
+
+    say_json(SCHEMAS[name]())
 
 
 @main.command(short_help="Run a plan on a copy of the model without weights.")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from prepkit.auditing.outcome import Audit
     from prepkit.proving.proof import Proof
 
+CODES = "PREPKIT_AUDIT_CODES"
+"""Variable with the folder into which each process of --torchrun writes its exit code."""
 SCRIPT_FAILED = 3
 """Exit code where the script itself failed: 1 says that the audit has found errors, 2 that there was none."""
 
@@ -27,33 +29,42 @@ SCRIPT_FAILED = 3
 )
 @click.option("--prove", is_flag=True, help="Take the first step too, and compare it with a replay in plain torch.")
 @click.option("--keep", metavar="FOLDER", help="With --prove: leave the record there, for prepkit bisect.")
-@click.option("--torchrun", type=click.IntRange(1, 64), metavar="N", help="Run the script in N processes here.")
+@click.option("--torchrun", "processes", type=click.IntRange(1, 64), metavar="N", help="Start it in N processes here.")
 @as_json
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def audit(  # an argument for each option
-    script: str, arguments: tuple[str, ...], prove: bool, keep: str | None, torchrun: int | None, as_json: bool
+    script: str, arguments: tuple[str, ...], prove: bool, keep: str | None, processes: int | None, as_json: bool
 ) -> None:
     """Run a training script up to its first optimizer step, and say what is wrong with what stands there.
 
-    SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken. Several processes:
-    --torchrun 2, or torchrun --nproc-per-node 2 -m prepkit audit SCRIPT; torchrun gives 1 for any exit code but 0. Only
-    errors give exit code 1; a script that fails by itself gives 3. With --prove the first step is taken, and the whole
-    window is done again on rank 0 in plain torch: weights, gradients and the step are compared.
+    SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken. With --torchrun 2 it is
+    started in two processes of this machine, on the CPU and gloo; on several machines: torchrun ... -m prepkit audit
+    SCRIPT. Only errors give exit code 1; a script that fails by itself gives 3. With --prove the first step is taken,
+    and the whole window is done again on rank 0 in plain torch: weights, gradients and the step are compared.
     """
     plan_files.demand_torch("prepkit audit")
+    if keep is not None and not prove:
+        raise click.UsageError("--keep leaves the record of a proof: give --prove too")
+    if processes:
+        kept = () if keep is None else ("--keep", keep)
+        _in_processes(processes, (*["--prove"] * prove, *kept, *["--json"] * as_json, script, *arguments))
+    code = _audited(script, arguments, prove, keep, as_json)
+    if folder := os.environ.get(CODES):
+        from prepkit.ranks import launcher
+
+        Path(folder, str(launcher.rank())).write_text(str(code))
+        sys.exit(0 if code == 1 else code)  # every rank has found the same; with another code torchrun ends the others
+    sys.exit(code)
+
+
+def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | None, as_json: bool) -> int:
+    """Audit in this process, say what is found, and return the exit code."""
     from prepkit import codec
     from prepkit.auditing.script import ScriptEnded, audit_script, leave
     from prepkit.findings import errors
     from prepkit.ranks import launcher
 
-    if keep is not None and not prove:
-        raise click.UsageError("--keep leaves the record of a proof: give --prove too")
-    if torchrun is not None:
-        _launched(
-            torchrun,
-            [*["--prove"] * prove, *(["--keep", keep] if keep else []), *["--json"] * as_json, script, *arguments],
-        )
     try:
         found: Audit | Proof | None
         if prove:
@@ -64,22 +75,33 @@ def audit(  # an argument for each option
             found = audit_script(script, arguments)
     except ScriptEnded as ended:
         click.echo(str(ended), err=True)
-        sys.exit(SCRIPT_FAILED)
+        return SCRIPT_FAILED
     if found is None:
-        raise click.UsageError(f"{script} ended without an optimizer step, so that there was nothing to audit")
+        click.echo(f"Error: {script} ended without an optimizer step, so that there was nothing to audit", err=True)
+        return 2
     if launcher.rank() == 0:
         if as_json:
             say_json({"findings": [codec.to_data(finding) for finding in found.findings], "seconds": found.seconds})
         else:
             say(str(found))
     leave()
-    sys.exit(1 if errors(found.findings) else 0)
+    return 1 if errors(found.findings) else 0
 
 
-def _launched(processes: int, arguments: list[str]) -> NoReturn:
-    """The same command on every process of a launcher of torch's, in the place of this one."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    os.execv(sys.executable, [sys.executable, *launcher, "-m", "prepkit", "audit", *arguments])  # itself
+def _in_processes(count: int, words: tuple[str, ...]) -> NoReturn:
+    """Run the audit again in so many processes, and end as the first of them that has something to say.
+
+    torchrun ends with 1 whatever its processes ended with, so that each leaves its exit code in a folder.
+    """
+    import subprocess
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        launched = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
+        env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **os.environ, CODES: folder}
+        done = subprocess.run((*launched, "-m", "prepkit", "audit", *words), env=env, check=False)
+        codes = [int(file.read_text()) for file in Path(folder).iterdir()]
+    sys.exit(max((code for code in codes if code), default=0 if codes else done.returncode))
 
 
 @click.command(short_help="Find where two recorded windows part.")

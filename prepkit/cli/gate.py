@@ -83,7 +83,7 @@ def _gathered(
 
     policy = cli_files.policy(policies, as_json=False)
     every: list[_Placed] = []
-    exempt = [*policy.exempt]
+    exempt: list[exceptions.Exempt] = []
     for one in examined(asked, cluster, kind) if asked else ():
         every += one.findings
         own, wrong = exceptions.comments(one.found.path, _text(one.found.path))
@@ -91,6 +91,8 @@ def _gathered(
         every += wrong
         if one.found.sort == "plan" and policies and not one.wrong:
             every += refusals_of(policy, one.found.path)
+    # those of a policy are about every file of a repository, and not about these alone
+    exempt += (one for one in policy.exempt if any(one.covers(*pair) for pair in every))
     return exceptions.sort(tuple(dict.fromkeys(every)), tuple(exempt), today)
 
 
@@ -111,7 +113,7 @@ def _tell(form: str, new: tuple[_Placed, ...], known: int, excepted: tuple[_Plac
         case "junit":
             say(junit(new, excepted))
         case "github":
-            if text := as_annotations(new):
+            if text := workflow_commands(new):
                 say(text)
         case _:
             also = f", {len(excepted)} excepted" if excepted else ""
@@ -221,7 +223,7 @@ def _quoted(text: str) -> str:
     return quoteattr(_NOT_XML.sub("\ufffd", text))
 
 
-def as_annotations(findings: tuple[_Placed, ...]) -> str:
+def workflow_commands(findings: tuple[_Placed, ...]) -> str:
     """Commands of GitHub's workflows; of each level as many as are shown, and the number of the others."""
     lines: list[str] = []
     for severity in Severity:

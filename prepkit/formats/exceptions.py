@@ -12,12 +12,6 @@ from prepkit.codec.text import shown
 from prepkit.findings import Finding, Severity
 from prepkit.formats.places import FilePlace
 
-WRONG, ENDED, UNUSED, UNOWNED = (
-    "gate.exception",
-    "gate.exception-ended",
-    "gate.exception-unused",
-    "gate.exception-owner",
-)
 _FORM = "# prepkit: ignore[RULE] until 2027-01-01 by WHO because REASON"
 _MARK = re.compile(r"(?:#|//)\s*prepkit\s*:\s*(ignore\b.*)")
 _COMMENT = re.compile(
@@ -77,7 +71,9 @@ def comments(file: str, text: str) -> tuple[tuple[Exempt, ...], tuple[tuple[File
         day = _day(told["until"]) if told else None
         if told is None or day is None or len(found) == MOST:
             what = f"{shown(mark[0])} is no exception that prepkit reads, and excepts nothing"
-            wrong.append((place, _said(WRONG, Severity.ERROR, place, what, f"Write {_FORM}")))
+            error, where = Severity.ERROR, str(place)
+            found_wrong = Finding(rule="gate.exception", severity=error, where=where, what=what, fix=f"Write {_FORM}")
+            wrong.append((place, found_wrong))
             continue
         alone = not line[: mark.start()].strip()
         about = _next(lines, number) if alone else number
@@ -100,7 +96,7 @@ def _day(text: str) -> date | None:
 
 
 def sort(findings: tuple[tuple[FilePlace, Finding], ...], exempt: tuple[Exempt, ...], today: date) -> Sorted:
-    """Findings that stand and those that are excepted today; an exception that has ended, or is about nothing, is told."""
+    """Findings that stand and those that are excepted today; one that has ended, or excepts nothing, is told."""
     standing: list[tuple[FilePlace, Finding]] = []
     excepted: list[tuple[FilePlace, Finding]] = []
     used: set[FilePlace] = set()
@@ -117,18 +113,19 @@ def sort(findings: tuple[tuple[FilePlace, Finding], ...], exempt: tuple[Exempt, 
 
 def _told(exempt: tuple[Exempt, ...], used: set[FilePlace], today: date) -> Iterator[tuple[FilePlace, Finding]]:
     for one in exempt:
-        at = one.written
+        where = str(one.written)
         if one.written not in used:
             what = f"nothing here is found by {one.rule}, so that its exception excepts nothing"
-            yield at, _said(UNUSED, Severity.NOTE, at, what, "Remove it.")
+            note = Severity.NOTE
+            yield one.written, Finding(rule="gate.exception-unused", severity=note, where=where, what=what, fix=_REMOVE)
         elif today > one.until:
             what = f"the exception of {one.rule} has ended on {one.until} ({one.because})"
-            fix = "Mend what it finds, or write another day."
-            yield at, _said(ENDED, Severity.WARNING, at, what, fix)
+            warn, fix = Severity.WARNING, "Mend what it finds, or write another day."
+            yield one.written, Finding(rule="gate.exception-ended", severity=warn, where=where, what=what, fix=fix)
         elif not one.owner:
             what = f"nobody owns the exception of {one.rule}"
-            yield at, _said(UNOWNED, Severity.NOTE, at, what, "Write by WHO before because.")
+            note, fix = Severity.NOTE, "Write by WHO before because."
+            yield one.written, Finding(rule="gate.exception-owner", severity=note, where=where, what=what, fix=fix)
 
 
-def _said(rule: str, severity: Severity, place: FilePlace, what: str, fix: str) -> Finding:
-    return Finding(rule=rule, severity=severity, where=str(place), what=what, fix=fix)
+_REMOVE = "Remove it."

@@ -15,6 +15,7 @@ from prepkit import codec
 from prepkit.codec.text import shown
 from prepkit.facts import parse_bytes
 from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings.text import in_bytes
 from prepkit.formats.exceptions import Exempt, sort
 from prepkit.formats.importers.foreign import positions
 from prepkit.formats.importers.source import read
@@ -23,7 +24,6 @@ from prepkit.plan import Plan
 from prepkit.predict.said import BYTES, at, said
 from prepkit.rules.rule import Moment, Rule
 
-BROKEN = "policy.broken"
 MOST = 1_000
 """Rules and exceptions of one file."""
 LARGEST = 2**20
@@ -80,13 +80,7 @@ class Threshold:
         )
 
     def _text(self, value: object) -> str:
-        return _in_bytes(value) if self.what in BYTES and isinstance(value, int) else shown(value)
-
-
-def _in_bytes(size: int) -> str:
-    return (
-        f"{size / 2**30:.2f} GiB" if abs(size) >= 2**28 else f"{size / 2**20:.2f} MiB" if size >= 2**18 else f"{size} B"
-    )
+        return in_bytes(value) if self.what in BYTES and isinstance(value, int) else shown(value)
 
 
 @frozen(kw_only=True)
@@ -110,11 +104,12 @@ class Judged:
 
 
 def read_policies(files: Iterable[str]) -> Policy:
-    """The policies in these files. Raises ``PlanRejected`` with every place that is wrong: a broken policy passes nothing.
+    """The policies in these files. Raises ``PlanRejected`` with every place that is wrong.
 
     A TOML file holds data alone; a Python file, which has to be named by whoever runs the command, is run.
     """
-    policy, wrong = Policy(), []
+    policy = Policy()
+    wrong: list[Finding] = []
     for file in files:
         try:
             one = _of_python(file) if file.endswith(".py") else _of_toml(file)
@@ -221,9 +216,9 @@ class _Reader:
             if (found := self.threshold(f"{table}.{index}", entry, severity)) is not None
         )
         exempt = tuple(
-            found
+            one
             for index, entry in self.entries(data, "exception")
-            if (found := self.exception(f"exception.{index}", entry)) is not None
+            if (one := self.exception(f"exception.{index}", entry)) is not None
         )
         if self.wrong:
             raise PlanRejected(tuple(self.wrong[:MOST]))
@@ -344,4 +339,4 @@ def _of_python(file: str) -> Policy:
 
 
 def _broken(where: str, what: str, fix: str) -> Finding:
-    return Finding(rule=BROKEN, severity=Severity.ERROR, where=where, what=what, fix=fix)
+    return Finding(rule="policy.broken", severity=Severity.ERROR, where=where, what=what, fix=fix)

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from ruamel.yaml import YAML
 
-from prepkit.cli.gate import MOST_RESULTS, as_annotations, junit, sarif
+from prepkit.cli.gate import MOST_RESULTS, junit, sarif, workflow_commands
 from prepkit.findings import Finding, Severity
 from prepkit.formats.places import FilePlace
 from tests.support.command_line import ROOT, run, workplace
@@ -146,7 +146,7 @@ def test_exceptions_are_suppressions_in_sarif_and_skipped_in_junit(folder: Path)
 
 def test_annotations_stay_within_what_is_shown(folder: Path) -> None:
     finding = Finding(rule="a.b", severity=Severity.ERROR, where="w", what="x", fix="y")
-    lines = as_annotations(((FilePlace("f", 1, 1), finding),) * 25).splitlines()
+    lines = workflow_commands(((FilePlace("f", 1, 1), finding),) * 25).splitlines()
     assert (len(lines), lines[-1]) == (10, "::error title=prepkit::and 16 more: prepkit gate --format text")
 
 
