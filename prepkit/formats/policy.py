@@ -17,7 +17,7 @@ from prepkit.facts import parse_bytes
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.findings.text import in_bytes
 from prepkit.formats.exceptions import Exempt, sort
-from prepkit.formats.importers.foreign import positions
+from prepkit.formats.importers.positions import positions
 from prepkit.formats.importers.source import read
 from prepkit.formats.places import FilePlace
 from prepkit.plan import Plan
