@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
 from prepkit.proving import bare, tree
+from prepkit.proving.hooks import CLIPS, adding, line_of, that_clip
 from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype
 from prepkit.proving.record_file import Head, HeldPart, Micro, Record, RecordedCall
 from prepkit.proving.trace import Tracer
@@ -37,14 +36,6 @@ from prepkit.training.token_loss import TokenWindow
 
 LARGEST = 4 << 30
 """Bytes that a record may take on a rank."""
-
-
-HOME = str(Path(__file__).parents[1])
-"""The folder of prepkit's own frames."""
-LIBRARIES = frozenset({"site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}"})
-"""Folders of what a program has not written itself."""
-CLIPS = "clip_grads_with_norm_"
-"""The public name of torch's function, under which modules have imported it."""
 
 
 class TooLarge(ValueError):
@@ -114,16 +105,16 @@ class Recorder:
                 stack.enter_context(called_first(self._root))
             else:
                 self._attach(self.root, stack)
-            for home, name, around in (
+            for home, name, instead in (
                 (torch.autograd, "backward", self._backward),
                 (torch.optim.Optimizer, "zero_grad", self._cleared),
                 (torch.amp.GradScaler, "scale", self._scaled),
                 (clip_grad, "_clip_grads_with_norm_", self._clipped),
-                *((home, CLIPS, self._clipped) for home in _that_clip()),
+                *((home, CLIPS, self._clipped) for home in that_clip()),
                 (FullyShardedDataParallel, "clip_grad_norm_", self._clipped_fsdp1),
                 (TokenWindow, "weighed", self._weighed),
             ):
-                stack.enter_context(around_calls(home, name, around))
+                stack.enter_context(around_calls(home, name, instead))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             yield self
@@ -269,7 +260,7 @@ class Recorder:
         self._dtype = lowest_dtype(call.ends, self._dtype)
         for place, tensor in enumerate(found):
             if tensor.requires_grad:
-                tensor.register_hook(_adding(call.arrived, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(adding(call.arrived, place))  # type: ignore[no-untyped-call]
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -292,7 +283,7 @@ class Recorder:
             )
         )
         self._tokens = None
-        self._lines |= dict.fromkeys(_line("backward"))
+        self._lines |= dict.fromkeys(line_of("backward"))
         for call in open_calls:
             call.micro = micro
         self._tracer.backward = True
@@ -371,10 +362,10 @@ class Recorder:
         if not (held := self._places(optimizer)):
             return
         self._stepping = True
-        self._lines |= dict.fromkeys(_line("step"))
+        self._lines |= dict.fromkeys(line_of("step"))
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
-            self._fresh = self._fresh and not any(optimizer.state.values())
+            self._fresh = self._fresh and all(map(_is_fresh, optimizer.state.values()))
             self._first[id(optimizer)] = len(self._options)
             self._options += tuple(_plain_options(optimizer, group) for group in optimizer.param_groups)
         for name, (group, holder, at) in held.items():
@@ -432,24 +423,6 @@ class Recorder:
         self._calls.clear()
 
 
-def _that_clip() -> list[Any]:
-    """Modules that hold torch's function by its public name."""
-    plain = clip_grad._clip_grads_with_norm_
-    return [one for one in list(sys.modules.values()) if getattr(one, "__dict__", {}).get(CLIPS) is plain]
-
-
-def _adding(arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
-    """A hook that keeps the gradient of an output; one that arrives again adds up."""
-
-    def hook(grad: Tensor | None) -> None:
-        if grad is None:  # as DDP gives to outputs that no loss has used
-            return
-        kept = local(grad).detach().cpu().clone()
-        arrived[place] = arrived[place] + kept if place in arrived else kept
-
-    return hook
-
-
 def _plain_options(optimizer: Any, group: dict[str, Any]) -> str:
     kept: dict[str, Any] = {
         key: [float(one) for one in value] if isinstance(value, tuple | list) else _number(value)
@@ -458,6 +431,11 @@ def _plain_options(optimizer: Any, group: dict[str, Any]) -> str:
         and (_is_number(value) or (isinstance(value, tuple | list) and all(map(_is_number, value))))
     }
     return json.dumps({"class": type(optimizer).__name__, **kept}, sort_keys=True)
+
+
+def _is_fresh(state: Any) -> bool:
+    """Whether it is as the optimizer has made it: Adagrad has some before its first step."""
+    return not state or ("step" in state and float(state["step"]) == 0)
 
 
 def _is_number(value: Any) -> bool:
@@ -478,17 +456,6 @@ def _engine(root: nn.Module | None) -> Any:
 def _parameters(root: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
     """Every parameter, or the flat one of FSDP1 that trains in its place."""
     return list(holders(root).items()) if root is not None else []
-
-
-def _line(what: str) -> Iterator[str]:
-    """The line of the program, outside of installed packages and of prepkit, that has led here."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not (file.startswith((HOME, "<")) or LIBRARIES.intersection(Path(file).parts)):
-            yield f"{what} at {Path(file).name}:{frame.f_lineno}"
-            return
-        frame = frame.f_back  # type: ignore[assignment]  # the last one has none
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
