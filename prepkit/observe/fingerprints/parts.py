@@ -10,6 +10,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from prepkit.court import refused
@@ -44,7 +45,8 @@ def parts(model: nn.Module, *, masters: bool = False) -> dict[str, Part]:
     """Canonical name to this rank's part of every parameter, each once; nothing of it is gathered or copied.
 
     Left out, on every rank alike, is what has no bits of its own that could be compared: tensor subclasses that hold
-    several tensors, experts that each rank has for itself, what DeepSpeed's AutoTP has split, ``Partial`` placements.
+    several tensors, layers without a shape yet, experts that each rank has for itself, what DeepSpeed's AutoTP has
+    split, ``Partial`` placements.
     ``masters``: of what DeepSpeed steps the float32 master weights, which are what is saved and exported.
     Raises ``RunRefused`` for parameters on meta, and what ``zero_masters.refuse_unreadable`` raises.
     """
@@ -79,7 +81,7 @@ def _of_param(param: Any, replicas: dict[Any, int]) -> Part | None:
         return Part(values=zero3.held(param), start=start, numel=param.ds_numel, replica=lowest)
     if isinstance(param, DTensor):
         return _of_dtensor(param, replicas)
-    if is_traceable_wrapper_subclass(param):
+    if is_traceable_wrapper_subclass(param) or is_lazy(param):
         return None
     return Part(values=param, numel=param.numel(), replica=world().rank)
 
