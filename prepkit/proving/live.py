@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 
 import torch
-import torch.distributed as dist
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from prepkit.proving.proof import Proof, found_in, prove_record
 from prepkit.proving.record_file import Head, Record
 from prepkit.proving.recorder import Recorder
 from prepkit.proving.replay import HALF
-from prepkit.ranks.world import world
+from prepkit.ranks.world import RankZeroFailed, world
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, answers
 from prepkit.training.prepared import Prepared
@@ -57,7 +56,7 @@ def _sent(rank: int, tensor: Tensor) -> Tensor:
     wire = world().wire(tensor.device)
     sent = tensor.contiguous().view(-1).view(torch.uint8).to(wire)  # not every backend knows every dtype
     if sent.numel():
-        dist.broadcast(sent, rank)
+        world().send(sent, rank)
     return sent.cpu().view(tensor.dtype).view(tensor.shape)
 
 
@@ -74,7 +73,7 @@ def proven_together(root: nn.Module, mine: Record) -> Proof:
             shape, dtype = told[rank][1][key]
             _sent(rank, mine.tensors[key] if rank == ranks.rank else torch.empty(shape, dtype=dtype))
         if isinstance(asked, str):
-            raise RuntimeError(f"the proof on rank 0 failed: {asked}")
+            raise RankZeroFailed(f"the proof of a window: rank 0 raised {asked}")
         assert isinstance(asked, Proof)
         return asked
     try:
