@@ -132,9 +132,10 @@ def replayed(window: Replay) -> ProofFacts:
 def _twice(window: Replay) -> tuple[Shares, Shares, tuple[str, ...]]:
     """The shares in float64, and again in the run's dtype; and what has to be told of that."""
     dtype = window.records[0].head.dtype
+    told: tuple[str, ...] = ()
     try:
         try:
-            exact, told = _gradients(window, torch.float64), ()
+            exact = _gradients(window, torch.float64)
         except RuntimeError as error:
             said = f"the model does not run in float64 ({str(error).splitlines()[0][:80]}): float32 is compared"
             exact, told = _gradients(window, torch.float32), (said,)
