@@ -41,6 +41,7 @@ HARM = frozenset({"import", "exec", "compile", "open", "os.system", "os.exec", "
 PAYLOADS: tuple[Any, ...] = (
     *("os.system", "builtins.eval", "__import__('os')", "!!python/object/apply:os.system", "prepkit.cli:main"),
     *("__class__", "__reduce__", "../../etc/passwd", "\x00", "\ud800", "{{7*7}}", "%s" * 40, "Ω" * 500, "NaN", "1e999"),
+    *("7", "0", "2.13", "9" * 5000),
     *(None, True, -1, 0, 2**63, -(2**70), 10**300, 1e308, 0.1, [], {}, [[]], [None] * 50),
     *({"kind": "os.system"}, {"kind": ["ls"]}, {"__class__": "os"}, {"kind": "Config", "kind ": 1}, {"": {}}),
 )

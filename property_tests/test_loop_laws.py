@@ -25,6 +25,10 @@ RANKS = 2
 Loss = tuple[Any, ...]
 """Rank, micro-batch and number of the loss within it."""
 Gradient = dict[Loss, Fraction]
+SCALE = 1024
+"""That of float16, which is taken out before the optimizer acts."""
+ACCEPTED = ("loop.scheduler-stepped", "loop.saved-evaluating", "loop.own-loop-unaveraged")
+"""Errors that leave gradients as they are, and that a config may accept."""
 MODEST = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 BRIEF = settings(MODEST, max_examples=500, database=None, phases=(Phase.generate,), derandomize=True)
 
@@ -51,7 +55,7 @@ class Engine:
     def backward(self, order: orders.RunBackward, micro_batch: int, number: int, tokens: tuple[int, ...]) -> None:
         by = self.plan.accumulation if order.by_engine else order.divide_by
         for rank, grads in enumerate(self.own):
-            weight = Fraction(tokens[rank] if order.weigh else 1, by)
+            weight = Fraction(tokens[rank] if order.weigh else 1, by) * (SCALE if order.scale else 1)
             key = (rank, micro_batch, number)
             grads[key] = grads.get(key, Fraction(0)) + weight
         self.tokens += sum(tokens) if order.weigh else 0
@@ -77,10 +81,29 @@ class LoopMachine(RuleBasedStateMachine):
         each=st.booleans(),
         ticks=st.integers(0, 2),
         swaps=st.booleans(),
+        scaled=st.booleans(),
+        clears=st.sampled_from([True, True, False]),
+        closure=st.sampled_from(["", "", "LBFGS"]),
+        accepted=st.sets(st.sampled_from(ACCEPTED)),
     )
-    def begin(self, accumulation: int, kind: str, each: bool, ticks: int, swaps: bool) -> None:
+    def begin(
+        self,
+        accumulation: int,
+        kind: str,
+        each: bool,
+        ticks: int,
+        swaps: bool,
+        scaled: bool,
+        clears: bool,
+        closure: str,
+        accepted: set[str],
+    ) -> None:
         self.plan = LoopPlan(
             accumulation=accumulation,
+            loss_scaled=scaled and kind != "engine",
+            clears=clears,
+            wants_closure=closure if accumulation == 1 and not scaled and kind != "engine" else "",
+            accepted=frozenset(accepted),
             swaps_weights=swaps,
             wrapper_averages=kind == "wrapper",
             engine_steps=kind == "engine",
@@ -95,6 +118,7 @@ class LoopMachine(RuleBasedStateMachine):
         self.stepped: set[int] = set()
         self.ticked = self.ends = 0
         self.foreign = False
+        self.heard: set[str] = set()
         self.say(events.Averaging(None))
 
     # --- the driver ---
@@ -108,7 +132,10 @@ class LoopMachine(RuleBasedStateMachine):
             assert type(self).advance(self.plan, before, event) == done
             return False
         assert isinstance(done, Advanced)
-        assert all(one.severity is Severity.WARNING for one in done.findings)
+        for one in done.findings:
+            assert one.severity is Severity.WARNING or one.rule in self.plan.accepted
+            assert one.rule not in self.heard, "it is reported once"
+        self.heard |= {one.rule for one in done.findings}
         self.state = done.state
         for order in done.orders:
             self.carry_out(order, tokens)
@@ -140,6 +167,7 @@ class LoopMachine(RuleBasedStateMachine):
     def look_at_what_is_stepped(self) -> None:
         """The law: each loss of each micro-batch of the window, once, averaged and divided as planned."""
         wanted: Gradient = {}
+        scale = SCALE if self.plan.loss_scaled else 1
         total = sum(sum(self.tokens[at]) for at, _ in self.window if at in self.tokens)
         for micro_batch, losses in self.window:
             for rank in range(RANKS):
@@ -147,7 +175,7 @@ class LoopMachine(RuleBasedStateMachine):
                     weighed = micro_batch in self.tokens
                     share = Fraction(self.tokens[micro_batch][rank], total) if weighed else None
                     whole = Fraction(1, self.plan.accumulation * RANKS)
-                    wanted[rank, micro_batch, number] = whole if share is None else share
+                    wanted[rank, micro_batch, number] = scale * (whole if share is None else share)
         assert self.engine.averaged == wanted
         assert not any(self.engine.own), "gradients of one rank alone wait for no step"
         assert not self.stepped & {at for at, _ in self.window}
@@ -183,6 +211,8 @@ class LoopMachine(RuleBasedStateMachine):
     @rule(more=st.booleans(), past=st.booleans(), weighed=st.booleans(), tokens=st.tuples(*[st.integers(1, 9)] * RANKS))
     def backward(self, more: bool, past: bool, weighed: bool, tokens: tuple[int, ...]) -> None:
         weighed = weighed and not more
+        if not self.plan.clears and self.state.backwards:
+            return  # such a script says by its steps where a micro-batch ends
         if not past and self.say(events.ForwardRan(averages=self.engine.averages)):
             self.engine.forward()
         again = self.state.backwards and not self.state.more
@@ -209,7 +239,7 @@ class LoopMachine(RuleBasedStateMachine):
             self.backward(more=False, past=past, weighed=weighed, tokens=(2 + at, 1))
             self.step(overflows=overflows)
 
-    @precondition(lambda self: self.plan.wrapper_averages)
+    @precondition(lambda self: self.plan.wrapper_averages and self.plan.clears)
     @rule()
     def train_in_no_sync(self) -> None:
         """DDP's own ``no_sync``, of which nobody hears."""
@@ -228,21 +258,28 @@ class LoopMachine(RuleBasedStateMachine):
     def set_gradients_to_none(self) -> None:
         self.engine.clear()
 
-    @rule(overflows=st.booleans())
-    def step(self, overflows: bool) -> None:
+    @rule(overflows=st.booleans(), moved=st.sampled_from([None, None, (3, 4)]))
+    def step(self, overflows: bool, moved: tuple[int, int] | None = None) -> None:
         ends, seen = ends_window(self.plan, self.state), self.seen_before_step()
         window = list(self.window)
         if self.state.backwards:
             self.window.append((self.micro_batch, self.losses))
         ticked = self.ticked
-        if not self.say(events.Step(gradients=seen)):
+        moved = moved if ends and self.plan.ticks else None
+        if not self.say(events.Step(gradients=seen, moved=moved)):
             self.window = window
             return
+        assert not self.plan.wants_closure
+        assert moved is None or "loop.scheduler-stepped" in self.plan.accepted
         self.drop_micro_batch()
         if not ends:
             return
         assert self.say(events.Stepped(applied=not overflows))
         assert self.ticked - ticked == (0 if overflows else self.plan.ticks)
+        if not (self.plan.clears or self.plan.engine_steps):
+            assert not self.engine.empty, "the script clears it"
+            assert self.say(events.Cleared())
+            self.engine.clear()
         assert self.engine.empty, "what was stepped is cleared"
         self.window = []
 
@@ -286,6 +323,7 @@ class LoopMachine(RuleBasedStateMachine):
             self.window = [(self.micro_batch, 1)]
         self.carry_out(done.orders[-1], (1, 1))
         assert self.say(events.Stepped())
+        self.engine.clear()
         self.window = []
         self.drop_micro_batch()
 
@@ -331,8 +369,9 @@ class LoopMachine(RuleBasedStateMachine):
             assert not (self.state.backwards and (self.plan.loses_gradients or self.plan.engine_steps))
             assert not self.say(events.Backward())
             assert not self.say(events.Step())
-            assert self.plan.swaps_weights or self.state.pending or self.say(events.Saved())
-            assert not self.plan.swaps_weights or not self.say(events.Saved())
+            swaps = self.plan.swaps_weights and "loop.saved-evaluating" not in self.plan.accepted
+            assert swaps or self.state.pending or self.say(events.Saved())
+            assert not swaps or not self.say(events.Saved())
             assert self.say(events.EvaluationLeft())
 
     @rule(averaged=st.booleans())
@@ -357,7 +396,7 @@ class LoopMachine(RuleBasedStateMachine):
             assert self.state == before
         elif before.used:
             assert plan.accumulation == 1
-            assert not any((plan.engine_steps, plan.ticks, before.weighed))
+            assert not any((plan.engine_steps, plan.ticks, plan.loss_scaled, before.weighed))
             assert not self.state.pending, "its window is over"
             if before.averaged and not before.cleared and not before.more:
                 self.window = window
@@ -365,6 +404,44 @@ class LoopMachine(RuleBasedStateMachine):
             self.engine.clear()  # as the user's zero_grad does, of which the loop may hear nothing
             self.window = []
             self.drop_micro_batch()
+
+    @rule(averaged=st.booleans(), scaled=st.booleans(), inner=st.sampled_from(["", "Adam"]))
+    def step_by_hand_of_another_kind(self, averaged: bool, scaled: bool, inner: str) -> None:
+        """A loop of the user's own, of which the loop of the plan keeps out; an inner optimizer reaches no weight."""
+        before, accepts = self.state, "loop.own-loop-unaveraged" in self.plan.accepted
+        if before.used and not inner:
+            return  # ``step_by_hand``
+        counts = self.say(events.SteppedByHand(averaged=averaged, scaled=scaled, inner=inner))
+        assert counts is (not inner and (averaged or accepts))
+        assert self.state._replace(told=before.told, by_hand=before.by_hand) == before
+        assert self.state.by_hand is (counts or before.by_hand)
+
+    @precondition(lambda self: self.plan.clears and not self.state.pending)
+    @rule(forced=st.sampled_from([True, False, None]))
+    def average(self, forced: bool | None) -> None:
+        """As inside accelerate's ``no_sync``, which is left again."""
+        assert self.say(events.Averaging(forced))
+        assert forced is None or self.engine.averages is forced
+        self.train(times=1, weighed=False, past=False, overflows=False)
+        assert forced is not False or self.state.pending or not self.plan.averages or self.plan.accumulation > 1
+        assert self.say(events.Averaging(None))
+
+    @rule(counts=st.booleans())
+    def call(self, counts: bool) -> None:
+        before = self.state
+        assert self.say(events.Called("ready.log()", counts))
+        assert self.state == before._replace(told=self.state.told)
+
+    @rule()
+    def close_a_copy(self) -> None:
+        """Nothing goes on in a closed loop; this one does."""
+        done = type(self).advance(self.plan, self.state, events.Closed())
+        assert isinstance(done, Advanced)
+        called = events.Called("ready.log()")
+        for event in (events.Backward(), events.Step(), events.Saved(), events.Resuming(), events.LeftOut(), called):
+            refused = type(self).advance(self.plan, done.state, event)
+            assert isinstance(refused, Refused)
+            assert "loop.closed" in {one.rule for one in refused.findings}
 
 
 TestLoop = LoopMachine.TestCase
@@ -422,7 +499,46 @@ def _recovers_nothing(done: Any, *_: Any) -> Any:
     return done._replace(orders=tuple(one for one in done.orders if not isinstance(one, orders.Recover)))
 
 
+def _scales_nothing(done: Any, *_: Any) -> Any:
+    todo = tuple(one._replace(scale=False) if isinstance(one, orders.RunBackward) else one for one in done.orders)
+    return done._replace(orders=todo)
+
+
+def _clears_what_the_script_keeps(done: Any, _: LoopState, event: Any) -> Any:
+    stepped = isinstance(event, events.Stepped)
+    return done._replace(orders=(*done.orders, orders.Clear())) if stepped else done
+
+
+def _tells_again(done: Any, before: LoopState, _: Any) -> Any:
+    return done._replace(state=done.state._replace(told=before.told))
+
+
+def _opens_again(done: Any, *_: Any) -> Any:
+    return done._replace(state=done.state._replace(closed=False))
+
+
+def _hears_of_no_forced_average(done: Any, before: LoopState, event: Any) -> Any:
+    return Advanced(before, ()) if isinstance(event, events.Averaging) and event.forced is not None else done
+
+
+def _calls_count(done: Any, _: LoopState, event: Any) -> Any:
+    called = isinstance(event, events.Called)
+    return done._replace(state=done.state._replace(micro_batches=1)) if called else done
+
+
+def _own_loop_is_used(done: Any, _: LoopState, event: Any) -> Any:
+    by_hand = isinstance(event, events.SteppedByHand)
+    return done._replace(state=done.state._replace(used=True)) if by_hand else done
+
+
 FAULTS = (
+    _scales_nothing,
+    _clears_what_the_script_keeps,
+    _tells_again,
+    _opens_again,
+    _hears_of_no_forced_average,
+    _calls_count,
+    _own_loop_is_used,
     _recovers_nothing,
     _without_division,
     _without_tokens,
@@ -451,15 +567,20 @@ def test_the_laws_notice_a_planted_fault(fault: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "removed", ["backward-twice", "backward-failed", "past-the-wrapper", "never-averaged", "gradients-lost"]
+    "removed",
+    [
+        *("backward-twice", "backward-failed", "past-the-wrapper", "never-averaged", "gradients-lost"),
+        *("closure-wanted", "inner-optimizer-stepped", "own-loop-unaveraged", "scheduler-stepped"),
+    ],
 )
 def test_the_laws_notice_a_rule_that_is_gone(removed: str) -> None:
     def without(plan: LoopPlan, state: LoopState, event: Any) -> Any:
-        done = advance(evolve(plan, accepted=frozenset({f"loop.{removed}"})), state, event)
+        done = advance(evolve(plan, accepted=plan.accepted | {f"loop.{removed}"}), state, event)
         if isinstance(done, Refused):
             return done
         rest = tuple(one for one in done.findings if one.rule != f"loop.{removed}")
-        return done._replace(state=done.state._replace(told=state.told), findings=rest)
+        told = done.state.told - ({f"loop.{removed}"} - state.told)
+        return done._replace(state=done.state._replace(told=told), findings=rest)
 
     class Lawless(LoopMachine):
         advance = staticmethod(without)

@@ -119,6 +119,16 @@ def test_an_optimizer_spec_may_be_given_in_the_call_or_in_the_config() -> None:
     assert ready.optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_the_objects_of_a_loop_and_sizes_may_be_given_by_their_place() -> None:
+    live = model()
+    optimizer = adam(live)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    plan = pk.build_plan(pk.Config(), live, optimizer, scheduler)
+    assert plan == pk.build_plan(pk.Config(), live, optimizer=optimizer, scheduler=scheduler)
+    assert pk.fits(plan, "1GiB", "2GiB") == pk.fits(plan, memory="1GiB", activations="2GiB")
+    assert not pk.fits(plan, "1GiB", "2GiB")
+
+
 def test_two_different_optimizer_specs_are_refused() -> None:
     with pytest.raises(pk.PlanRejected) as refused:
         pk.build_plan(pk.Config(optimizer=pk.optim.SGD()), model(), optimizer=pk.optim.AdamW())
@@ -209,8 +219,47 @@ def test_a_step_that_fails_halts_with_its_cause_and_undoes_the_others(monkeypatc
     with pytest.raises(pk.errors.ApplyHalted) as raised:
         pk.apply(made)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert [(one.rule, one.where) for one in raised.value.findings] == [("apply.step-failed", "CompileModules")]
     assert raised.value.halted.clean
     assert "forward" not in live.__dict__
+
+
+def test_what_a_step_refuses_before_it_acts_has_an_id_and_gives_way_to_its_override() -> None:
+    live = model().bfloat16()
+    for param in live.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.raises(pk.errors.RunRefused) as raised:
+        pk.apply(pk.build_plan(pk.Config(precision=pk.BF16()), live))
+    assert isinstance(raised.value, pk.errors.ApplyHalted)
+    assert [one.rule for one in raised.value.findings] == ["apply.gradient-lost"]
+    assert {param.dtype for param in live.parameters()} == {torch.bfloat16}
+    ready = pk.apply(pk.build_plan(pk.Config(precision=pk.BF16(), overrides=("apply.gradient-lost",)), live))
+    assert ready.attestation.overridden == ("apply.gradient-lost",)
+
+
+def test_what_steps_refuse_and_nobody_can_accept_halts_whatever_is_overridden() -> None:
+    cfg = pk.Config(overrides=("plan.other-model",))
+    with pytest.raises(pk.errors.PlanRejected, match=r"overrides\.unknown"):
+        pk.build_plan(cfg, model())
+
+
+def test_warnings_of_plan_and_run_are_in_the_attestation_once_each(tmp_path: Path) -> None:
+    live = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(live.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
+    ready = pk.apply(pk.build_plan(pk.Config(), live, optimizer=optimizer, scheduler=scheduler))
+    before = [one.rule for one in ready.attestation.warned]
+
+    def trained() -> None:
+        for _ in range(4):
+            ready.backward(ready.model(torch.ones(1, 2)).sum())
+            ready.step()
+
+    with pytest.warns(FindingWarning, match=r"loop\.scheduler-at-end"):
+        trained()
+    assert [one.rule for one in ready.attestation.warned] == [*before, "loop.scheduler-at-end"]
+    pk.save(ready.attestation, tmp_path / "attestation.json")
+    assert pk.load(tmp_path / "attestation.json") == ready.attestation
 
 
 def test_the_functional_face_returns_failures_as_values() -> None:

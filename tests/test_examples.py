@@ -12,20 +12,21 @@ import pytest
 
 import prepkit as pk
 from tests.support.deepspeed_cpu import kernel_built
+from tests.support.fork_server import ForkServers
 from tests.support.launch import launch, torchrun
-from tests.support.patience import MOST
+from tests.support.script import run_script
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CONFIGS = sorted([*(EXAMPLES / "configs").iterdir(), *(EXAMPLES / "engines").iterdir()])
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{EXAMPLES}{os.pathsep}{EXAMPLES.parent}"}
 
 
-def saved_plan(folder: Path, engine: str, world: int) -> Path:
+def saved_plan(folder: Path, servers: ForkServers, engine: str, world: int) -> Path:
     """A plan of the demo, made as a user makes it."""
     path = folder / "plan.json"
     config = str(EXAMPLES / "engines" / f"{engine}.toml")
     script = [str(EXAMPLES / "plan.py"), config, "--processes", str(world), "--steps", "3", "-o", str(path)]
-    subprocess.run([sys.executable, *script], check=True, env=ENVIRONMENT, timeout=100 * MOST)
+    run_script(servers, 1, script, ENVIRONMENT, timeout=100)
     return path
 
 
@@ -33,18 +34,26 @@ ENGINES = [("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("tensor", 2), ("single", 1),
 
 
 @pytest.mark.parametrize(("engine", "world"), ENGINES)
-def test_one_script_trains_under_every_engine(tmp_path: Path, engine: str, world: int) -> None:
+def test_one_script_trains_under_every_engine(
+    tmp_path: Path, fork_servers: ForkServers, engine: str, world: int
+) -> None:
     if engine == "zero3" and not kernel_built("deepspeed_shm_comm"):
         pytest.skip("DeepSpeed is not installed, or has not compiled its CPU collectives; PREPKIT_BUILD_OPS=1 lets it")
-    path = saved_plan(tmp_path, engine, world)
+    path = saved_plan(tmp_path, fork_servers, engine, world)
     out = tmp_path / "result.json"
-    launcher = torchrun(world) if world > 1 else [sys.executable]
     script = [str(EXAMPLES / "train.py"), str(path), "--steps", "3", "--out", str(out)]
-    launch([*launcher, *script], ENVIRONMENT, timeout=150)
+    if engine == "fsdp2":
+        launch([*torchrun(world), *script], ENVIRONMENT, timeout=150)
+    else:
+        run_script(fork_servers, world, script, ENVIRONMENT, timeout=150)
     losses = json.loads(out.read_text())["losses"]
     assert len(losses) == 3
     assert losses == pytest.approx([5.4831, 5.3, 5.2], abs=0.3)
     assert losses[2] < losses[0]
+
+
+def test_the_plan_of_the_demo_warns_of_nothing(tmp_path: Path) -> None:
+    assert pk.load(str(saved_plan(tmp_path, "fsdp2", 2))).warnings == ()
 
 
 def test_the_custom_rule_refuses() -> None:

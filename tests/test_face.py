@@ -30,11 +30,13 @@ INNER = {
     "NoAnswer": "the cause of a RankFailed or an ApplyHalted",
     "NotJsonError": "becomes a finding",
     "NotPlain": "becomes a finding",
+    "NotKnown": "becomes a finding",
     "NotOffered": "in prepkit.compat.accelerate",
     "_Unknown": "ends one rule's check inside prepkit check",
     "ScriptEnded": "ends a script inside prepkit audit",
     "TooLarge": "becomes a finding, or a ValueError of pk.prove",
     "WindowDone": "ends a script inside prepkit audit --prove",
+    "Unfit": "becomes a NotKnown",
 }
 """Exceptions that no user of ``pk`` has to catch, and why."""
 

@@ -17,7 +17,7 @@ from prepkit.resolve.deepspeed.schema import CHOICES, LIMITS
 from prepkit.resolve.deepspeed.working import working_config
 from prepkit.testing import tiny_facts, tiny_loader
 
-ODD = (None, True, -1, 0, 2**63, 10**400, 1e308, float("nan"), "", "\ud800", "9" * 10_000, ("x", 1), [], object())
+ODD = (None, True, -1, 0, 2**63, 10**400, 1e308, float("nan"), "", "\ud800", "7", "9" * 10_000, ("x", 1), [], object())
 NEEDED: dict[type, tuple[Any, ...]] = {
     ClipNorm: (1.0,),
     ClipValue: (1.0,),

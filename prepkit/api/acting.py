@@ -11,6 +11,7 @@ from attrs import evolve
 from prepkit.api.given import Given, a_plan, loaders_of
 from prepkit.auditing.outcome import Audit
 from prepkit.facts import Env
+from prepkit.later import collector_paused, needs_torch
 from prepkit.plan import Plan
 
 if TYPE_CHECKING:
@@ -28,19 +29,26 @@ def apply(
     scheduler: Any = None,
     loaders: Sequence[Any] | None = None,
     fingerprint: bool = False,
+    prove: int = 0,
 ) -> Prepared:
     """Do what the plan says to the objects that it was built from, or to those given here, and verify the outcome.
 
     Raises ``PlanRejected`` before anything is touched when the objects are not those of the plan, and
     ``ApplyHalted`` when a step fails: its ``halted`` says what was left as it is and what was undone.
     ``fingerprint``: the attestation has a number for the values of each parameter, the same before and after and on
-    every rank.
+    every rank. ``prove``: so many of the first windows are recorded, and each is done again by rank 0 in plain torch
+    when its step was taken; the others send it tensors, one at a time. Errors raise ``RunRefused`` from
+    ``ready.step()`` on every rank, and the attestation has what was asked. Raises ``ValueError`` for no such number.
     """
     a_plan(plan)
-    from prepkit import planner
-    from prepkit.applying.apply import apply as act
-    from prepkit.applying.apply import guarded, look
-    from prepkit.training.prepared import prepared
+    if isinstance(prove, bool) or not isinstance(prove, int) or prove < 0:
+        raise ValueError(f"prove={prove!r:.40} is no number of windows; write prove=1 for the first one")
+    needs_torch("pk.apply")
+    with collector_paused():
+        from prepkit import planner
+        from prepkit.applying.apply import apply as act
+        from prepkit.applying.apply import guarded, look
+        from prepkit.training.prepared import prepared
 
     given = plan.target or Given(model=None)
     divided = given.loaders if loaders is None else loaders_of(loaders)
@@ -54,7 +62,12 @@ def apply(
         )
         found = () if today.refusals else planner.since(plan, today.facts)
         applied = act(plan, today, guard, found, fingerprint=fingerprint)
-    return prepared(applied)
+    ready = prepared(applied)
+    if prove:
+        from prepkit.proving.live import prove_windows
+
+        prove_windows(ready, prove)
+    return ready
 
 
 def audit(
@@ -73,6 +86,7 @@ def audit(
 
     Raises ``TypeError`` for objects of the wrong kind.
     """
+    needs_torch("pk.audit")
     from prepkit.auditing.audit import audit as look
 
     return look(model, optimizer, scheduler, loaders_of(loaders), env=env)
@@ -88,6 +102,7 @@ def fingerprints(weights: Any, *, master_weights: bool = False) -> dict[str, str
     other parameters;
     ``TypeError`` for anything else.
     """
+    needs_torch("pk.fingerprints")
     from prepkit.observe.fingerprints import as_text, of_files
 
     return of_files(str(weights)) if isinstance(weights, str | PathLike) else as_text(weights, masters=master_weights)
@@ -114,6 +129,7 @@ def prove(
     what a process raises, as torch's ``ProcessRaisedException``.
     """
     a_plan(plan)
+    needs_torch("pk.prove")
     from prepkit.api.planning import build_plan
     from prepkit.config import ClipNorm
     from prepkit.facts.proof import ClipProof
@@ -139,6 +155,7 @@ def prove(
 def rehearse(plan: Plan, model: Any, *, rank: int = 0) -> Rehearsal:
     """Run the plan with real torch as one rank, on a meta copy in a separate process."""
     a_plan(plan)
+    needs_torch("pk.rehearse")
     from prepkit.applying.rehearse import rehearse as run
 
     return run(plan, model, rank=rank)
@@ -162,6 +179,7 @@ def watch(
     training. Raises ``TypeError`` for objects of the wrong kind, and ``ValueError`` for ``every`` below 1 and a
     ``share`` that is none.
     """
+    needs_torch("pk.watch")
     from prepkit.auditing.watch import watch as begin
 
     return begin(model, optimizer, scheduler, every=every, share=share, act=act)

@@ -11,6 +11,7 @@ from prepkit import codec
 from prepkit.config import Config, LoadWeights, OptimizerSpec
 from prepkit.facts import Env, Facts
 from prepkit.findings import PlanRejected
+from prepkit.later import needs_torch
 from prepkit.plan import Plan
 from prepkit.rules import found
 from prepkit.rules.rule import Rule
@@ -74,6 +75,7 @@ def facts_of(
         if optimizer is not None or scheduler is not None or loaders:
             raise TypeError("facts already say what the optimizer, scheduler and loaders are; pass facts alone")
         return model if env is None else evolve(model, env=env)
+    needs_torch("a plan for live objects")
     from prepkit.observe import observe
 
     how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None

@@ -13,6 +13,7 @@ from prepkit.api.given import Given, a_plan, facts_of, loaders_of, rules_of, wit
 from prepkit.config import Config
 from prepkit.facts import Env, Facts, parse_bytes
 from prepkit.findings import Finding, PlanRejected
+from prepkit.later import needs_torch
 from prepkit.plan import Plan
 from prepkit.planner.budget import Fit
 from prepkit.rules import RULES
@@ -139,6 +140,7 @@ def activations(plan: Plan, model: Any, example: ExampleInputs) -> int:
     """
     a_plan(plan)
     inputs_of(example)
+    needs_torch("pk.activations")
     from prepkit.applying.rehearse.activations import activations as estimate
 
     return estimate(plan, model, *example.args, **example.kwargs)
@@ -153,6 +155,7 @@ def foreign_uses(plan: Plan, model: Any, example: ExampleInputs) -> tuple[Findin
     bare inputs.
     """
     inputs_of(example)
+    needs_torch("pk.foreign_uses")
     from prepkit.applying.rehearse.foreign_use import foreign_uses as find
 
     return find(plan, model, *example.args, **example.kwargs)

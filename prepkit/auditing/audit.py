@@ -13,6 +13,7 @@ from torch import nn
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.running import RunningLook
 from prepkit.facts import Env
+from prepkit.facts.window import WindowFacts
 from prepkit.observe.prepared import BEFORE_A_STEP, look, optimizers_of
 from prepkit.observe.prepared.around import accelerate_window, averages_by_hand
 from prepkit.rules import due
@@ -28,10 +29,12 @@ def audit(
     env: Env | None = None,
     ask_ranks: bool = True,
     at_step: bool = False,
+    window: WindowFacts | None = None,
 ) -> Audit:
     """What is wrong with objects that are ready to be trained, whoever has prepared them; see ``pk.audit``.
 
     ``at_step``: the optimizers are about to step, so that their gradients are looked at too.
+    ``window``: what a script did until then.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 4)
@@ -46,7 +49,9 @@ def audit(
     needs = {need for rule in rules for need in rule.needs} & (BEFORE_A_STEP | ({Need.GRADIENTS} if at_step else set()))
     facts = look(model, optimizer, scheduler, loaders, needs=needs if ask_ranks else needs - {Need.RANKS}, env=env)
     inside, unused = accelerate_window(optimizer) if at_step else (False, False)
-    facts = evolve(facts, gradients_on=torch.is_grad_enabled(), inside_window=inside, unused_window=unused)
+    there = at_step and any(param.grad is not None for param in model.parameters())  # as in a hook of backward
+    facts = evolve(facts, gradients_on=there or torch.is_grad_enabled(), window=window)
+    facts = evolve(facts, inside_window=inside, unused_window=unused)
     if facts.world_size > 1:
         facts = evolve(facts, averages_by_hand=averages_by_hand())
     findings = findings_of(rules, facts)

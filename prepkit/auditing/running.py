@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
+from math import isqrt
 from typing import Any
 
 import torch
 from attrs import define, evolve, field
 from torch import nn
 
+from prepkit.auditing.course import Passes, at_zero, course, not_finite
 from prepkit.facts.run import RunFacts, RunningFacts, RunningParam, Unlike
 from prepkit.findings import Finding
 from prepkit.objects.names import Site, first_names, parameters_at, sites
 from prepkit.observe.fingerprints import summed
 from prepkit.observe.fingerprints.parts import Part, as_computed
 from prepkit.observe.model import dtype_name
-from prepkit.observe.prepared.optimizers import inner, prepared_optimizer
+from prepkit.observe.prepared.optimizers import inner, options, prepared_optimizer, short_digest, unlike
 from prepkit.ranks.world import world
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, findings_of
 
-RATES = "learning rates"
+ROUND = 16
+"""Looks within which every weight is compared, whatever its share of the time."""
+OPTIONS = "options of the optimizers"
 """Name under which they travel beside the parameters."""
 
 
 @define(kw_only=True)
 class Rotation:
-    """Which weights are compared over ranks at a look. Every rank counts alike, so that all send the same names."""
+    """Which weights are read at a look, and compared over ranks. Every rank counts alike: all send the same names."""
 
     names: tuple[str, ...] | None = None
     """Of parameters that are compared; None: not asked yet. Those of one replica alone leave."""
@@ -50,7 +55,7 @@ class Rotation:
             return order
         if not self.speed:
             return (min(order, key=lambda name: self.sizes[name]),)
-        taken, left = 0, self.allowed
+        taken, left = 0, max(self.allowed, sum(self.sizes[name] for name in names) / ROUND)
         while taken < len(order) and left > 0:
             left -= self.sizes[order[taken]]
             taken += 1
@@ -91,7 +96,13 @@ class RunningLook:
     """That all looks have taken."""
     last_seconds: float = field(default=0.0, init=False)
     """That the last one has taken."""
+    steps: int | None = field(default=None, init=False)
+    """Optimizer steps that whoever looks has counted."""
+    passes: Passes | None = field(default=None, init=False)
     _ended: float = field(factory=time.perf_counter, init=False)
+    _changed: dict[str, str] = field(factory=dict, init=False)
+    """Options that were other at the look before the last, with what they were."""
+    _nonzero: set[str] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.before = self._seen()
@@ -101,8 +112,13 @@ class RunningLook:
         """Findings since the last look. Collective where ranks are asked."""
         begun = time.perf_counter()
         now, self.unlike = self._seen(), ()
+        held = {name: part for name, part in as_computed(self.model) if not part.values.is_meta}
+        chosen = self._chosen(held)
+        now = self._read(now, held, chosen)
         if self.asks_ranks and world().carries_data:
-            now = self._compared(now, begun)
+            now = self._compared(now, begun, held, chosen)
+        else:
+            self.rotation.account(chosen, begun - self._ended, self.last_seconds, self.share or 1.0)
         found = findings_of(
             due(Moment.DRIFT), evolve(self.facts, running=((self.before, now),), unlike=self.unlike, ranks=())
         )
@@ -128,29 +144,54 @@ class RunningLook:
             stateful=tuple(tuple(_stateful(inner(one), first)) for one in self.optimizers),
             rates=rates,
             scheduled=scheduled,
+            recompiled=recompiled(),
+            course=course(places, self.optimizers, self.scheduler),
         )
 
-    def _compared(self, now: RunningFacts, begun: float) -> RunningFacts:
-        """With what ranks differ in: one all-reduce. The first look asks whether they have the same parameters."""
-        held = {name: part for name, part in as_computed(self.model) if not part.values.is_meta}
+    def _chosen(self, held: dict[str, Part]) -> tuple[str, ...]:
+        """Names to be read now. The first look asks the ranks whether they have the same parameters."""
         if self.rotation.names is None:
-            same = world().same(sorted(held))
-            self.asks_ranks = same  # else stages of a pipeline, or other models, which the audit tells
-            self.rotation.names = tuple(sorted(held)) if same else ()
+            self.asks_ranks = self.asks_ranks and world().carries_data and world().same(sorted(held))
+            self.rotation.names = tuple(sorted(held))  # without ranks: stages of a pipeline, which the audit tells
             self.rotation.sizes = {name: part.numel for name, part in held.items()}
-        if not self.asks_ranks:
-            return now
-        chosen = self.rotation.take(every=self.share is None)
+        return self.rotation.take(every=self.share is None)
+
+    def _read(self, now: RunningFacts, held: dict[str, Part], chosen: tuple[str, ...]) -> RunningFacts:
+        """With what the chosen weights and their moments hold, and the smallest weight's at each look."""
+        sizes = self.rotation.sizes
+        names = {*chosen, *sorted(sizes, key=lambda name: (sizes[name], name))[:1]}
+        first = first_names(parameters_at(sites(self.model)))
+        moments = at_zero(self.optimizers, first, names)
+        zeroed = tuple(name for name, zero in moments.items() if zero and name in self._nonzero)
+        self._nonzero = (self._nonzero | {name for name, zero in moments.items() if not zero}) - set(zeroed)
+        options, before = dict(now.course.options), dict(self.before.course.options)
+        changed = {name: before[name] for name in options if options[name] != before.get(name, options[name])}
+        rested = [name for name in self._changed if name in options and name not in changed]
+        course = evolve(
+            now.course,
+            not_finite=not_finite(held, sorted(names)),
+            zeroed=zeroed,
+            altered=tuple((name, self._changed[name], options[name]) for name in rested),
+            steps=self.steps,
+            repeated=tuple(self.passes.repeated) if self.passes is not None else (),
+        )
+        self._changed = changed
+        return evolve(now, course=course)
+
+    def _compared(
+        self, now: RunningFacts, begun: float, held: dict[str, Part], chosen: tuple[str, ...]
+    ) -> RunningFacts:
+        """With what ranks differ in: one all-reduce."""
         sent = {name: held.get(name, _nothing()) for name in chosen}  # what is gone here must not stop the others
-        rates = torch.tensor(now.rates, dtype=torch.float64)
-        sent[RATES] = Part(values=rates, numel=rates.numel(), replica=world().rank)
+        own = options(self.optimizers)
+        sent[OPTIONS] = Part(values=torch.tensor([short_digest(own)]), numel=1, replica=world().rank)
         found = summed(sent, (begun - self._ended, self.last_seconds))
         between, spent = found.told
         self.rotation.account(chosen, between, spent, self.share or 1.0)
         self.rotation.drop(set(chosen) - set(found.replicated))
-        parted = tuple(name for name in found.parted if name != RATES)
-        if RATES in found.parted:
-            self.unlike = (Unlike(name="lr", held=f"{', '.join(f'{rate:g}' for rate in now.rates)} on this rank"),)
+        parted = tuple(name for name in found.parted if name != OPTIONS)
+        if OPTIONS in found.parted:  # which every rank has found alike
+            self.unlike = unlike(world().gather(own))
         return evolve(now, parted=parted)
 
 
@@ -195,6 +236,16 @@ def _stateful(optimizer: Any, first: dict[int, str]) -> Iterator[str]:
     for at, param in enumerate(slots):
         if state.get(param):
             yield first.get(id(param), f"slot {at}")
+
+
+def recompiled() -> tuple[tuple[str, int], ...]:
+    """Functions that torch has compiled as often as it may, and how often: each look at a code fails all its guards."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return ()
+    failed = getattr(dynamo.utils, "guard_failures", {})
+    times = {code.co_name: (isqrt(8 * len(failures) + 1) - 1) // 2 for code, failures in [*failed.items()]}
+    return tuple(sorted((name, many) for name, many in times.items() if many >= dynamo.config.recompile_limit))
 
 
 def _rates(scheduler: Any, optimizers: list[Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -7,9 +7,10 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
 from prepkit.auditing.outcome import Audit
-from prepkit.observe.prepared.optimizers import inner
+from prepkit.auditing.window import Window
+from prepkit.findings import Finding
+from prepkit.observe.prepared.optimizers import engines, inner
 from prepkit.ranks import end_groups
 from prepkit.ranks.world import world
 
@@ -47,29 +50,38 @@ class _Seen:
 def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
     """What is wrong in a script at its first optimizer step, which is not taken; None where it takes none.
 
-    The script runs as ``python script arguments`` would run it, on every rank that a launcher has started. Model,
+    The script runs as ``python script arguments`` would run it, on every rank that a launcher has started. Models,
     scheduler and loaders are found among the live objects: the model whose parameters the optimizer holds or that has
-    gradients, the scheduler that drives it, and the loaders that are being iterated.
+    gradients, those of other optimizers, the scheduler that drives it, and the loaders that are being iterated.
     Raises ``ScriptEnded`` for what the script itself raises before that.
     """
-    seen = _Seen()
-
-    def look(optimizer: Any, arguments: Any, named: Any) -> None:
-        closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
-        seen.audit = _everywhere(audit_step(optimizer, made=not closure))
-        raise FirstStep
-
-    handle = register_optimizer_step_pre_hook(look)
     try:
         with as_main(script, arguments):
-            runpy.run_path(script, run_name="__main__")
-    except FirstStep:
-        pass
+            return audit_run(lambda: runpy.run_path(script, run_name="__main__"))
     except SystemExit as end:
         if end.code:
             raise ScriptEnded(f"{script} left with exit code {end.code} before its first optimizer step") from end
     except Exception as error:
         raise ScriptEnded(told(script, error)) from error
+    return None
+
+
+def audit_run(run: Callable[[], object]) -> Audit | None:
+    """The same of a function that trains. Raises what it raises before its first step."""
+    seen = _Seen()
+    window = Window()
+
+    def look(optimizer: Any, arguments: Any, named: Any) -> None:
+        closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
+        seen.audit = _everywhere(audit_step(optimizer, made=not closure, window=window))
+        raise FirstStep
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        with window.on():
+            run()
+    except FirstStep:
+        pass
     finally:
         handle.remove()
     return seen.audit
@@ -102,20 +114,53 @@ def _everywhere(found: Audit) -> Audit:
     return evolve(found, findings=tuple(each))
 
 
-def audit_step(optimizer: Any, *, made: bool = True) -> Audit:
-    """An audit of everything that is live and belongs to this optimizer, which is about to step.
+def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = None) -> Audit:
+    """An audit of everything that is live and belongs to this optimizer, which is about to step, and of other models.
 
-    ``made``: whether the gradients are there, and no closure is to make them first.
+    ``made``: whether the gradients are there, and no closure is to make them first. ``window`` has heard what went
+    before.
     """
     begun = time.perf_counter()
     alive = [thing for thing in gc.get_objects() if _is_of_a_loop(type(thing))]  # type: ignore[arg-type]
-    modules = [thing for thing in alive if isinstance(thing, nn.Module)]
-    model = _model_of(optimizer, _roots(modules))
-    if model is None:
-        model = nn.Module()  # nothing with parameters is alive: whatever the optimizer steps is an orphan
+    roots = _roots([thing for thing in alive if isinstance(thing, nn.Module)])
+    model = _model_of(optimizer, roots)
     optimizers = [optimizer, *_beside(optimizer, alive, model)]
-    found = audit(model, optimizers, _scheduler(optimizers, alive), _loaders(alive), at_step=made)
-    return evolve(found, seconds=time.perf_counter() - begun)
+    heard = None if window is None else window.facts(alive)
+    scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
+    found = audit(model, optimizers, scheduler, _loaders(alive), at_step=made, window=heard)
+    others = () if window is None else tuple(_of_others(model, roots, alive))
+    return evolve(found, findings=found.findings + others, seconds=time.perf_counter() - begun)
+
+
+OF_OTHERS = frozenset(
+    f"run.{name}"
+    for name in (
+        *("orphans", "state-lost", "state-misfit", "state-not-finite", "rate-not-finite", "nan", "infinite"),
+        *("left-on-meta", "float16-weights", "bfloat16-weights", "unlike-dtypes", "negative-variance", "hidden-module"),
+        *("unread-setting", "ranks-models", "ranks-optimizers", "ranks-values", "ranks-state", "drops-all"),
+    )
+)
+"""Rules that hold for a model while another one is stepped: it may rest, be frozen or evaluate meanwhile."""
+
+
+def _of_others(model: nn.Module, roots: list[nn.Module], alive: list[Any]) -> Iterator[Finding]:
+    """Findings of other living models that an optimizer of their own is to step."""
+    known = {id(param) for param in model.parameters()}
+    pairs: dict[int, tuple[nn.Module, list[Any]]] = {}
+    for one in alive:
+        if not isinstance(one, torch.optim.Optimizer) or inner(one) is not one or not one.param_groups:
+            continue
+        held = {id(param) for group in one.param_groups for param in group["params"]}
+        root = max(roots, key=lambda root: sum(id(param) in held for param in root.parameters()), default=None)
+        if root is not None and not held & known and any(id(param) in held for param in root.parameters()):
+            pairs.setdefault(id(root), (root, []))[1].append(one)
+    told = [(type(root).__name__, len(optimizers)) for root, optimizers in pairs.values()]
+    alike = world().same(told)
+    for root, optimizers in pairs.values():
+        found = audit(root, optimizers, ask_ranks=alike)
+        for finding in found.findings:
+            if finding.rule in OF_OTHERS:
+                yield evolve(finding, where=f"{type(root).__name__}: {finding.where}")
 
 
 _KINDS = (nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader, _BaseDataLoaderIter)
@@ -134,15 +179,36 @@ def _roots(modules: list[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if id(module) not in inside and next(module.parameters(), None) is not None]
 
 
-def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module | None:
-    """The root with most parameters that the optimizer holds or that have gradients; of equal ones the largest."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
+    """The root with most parameters that the optimizer holds or that have gradients; of equal ones the largest.
+
+    Together with other roots, and parameters that stand in none, of which it steps gradients.
+    """
+    slots = {id(param): param for group in optimizer.param_groups for param in group["params"]}
 
     def weight(root: nn.Module) -> tuple[int, int]:
         params = list(root.parameters())
-        return sum(id(param) in held or param.grad is not None for param in params), len(params)
+        return sum(id(param) in slots or param.grad is not None for param in params), len(params)
 
-    return max(roots, key=weight, default=None)
+    model = max(roots, key=weight, default=None)
+    if model is None:
+        return nn.Module()  # nothing with parameters is alive: whatever the optimizer steps is an orphan
+    parts = {type(model).__name__: model}
+    known = {id(param) for param in model.parameters()}
+    live = {key for key, param in slots.items() if param.grad is not None}
+    for root in roots:
+        own = {id(param) for param in root.parameters()}
+        if root is not model and own & live - known:
+            parts[_free(type(root).__name__, parts)] = root
+            known |= own
+    loose = [slots[key] for key in slots if key in live - known and isinstance(slots[key], nn.Parameter)]
+    if loose:
+        parts[_free("beside", parts)] = nn.ParameterList(loose)
+    return model if len(parts) == 1 else nn.ModuleDict(parts)
+
+
+def _free(name: str, taken: Container[str]) -> str:
+    return next(one for at in count(1) if (one := name if at == 1 else f"{name}_{at}") not in taken)
 
 
 def _beside(optimizer: Any, alive: list[Any], model: nn.Module) -> list[Any]:

@@ -10,6 +10,7 @@ import torch
 from attrs import define, evolve, field
 from torch import nn
 
+from prepkit.auditing.course import Passes
 from prepkit.auditing.running import RunningLook
 from prepkit.court import report
 from prepkit.findings import Finding
@@ -51,6 +52,8 @@ class DriftWatch:
         known = optimizers_of(optimizer)
         facts = look(model, known, scheduler, needs={Need.OPTIMIZERS})
         self._look = RunningLook(model=model, optimizers=known, scheduler=scheduler, facts=facts, share=self.share)
+        self._look.steps, self._look.passes = self.steps, Passes()
+        self._look.passes.listen()
         self._engine = next(iter(engines(model)), None)
         self._handle = _stepping(known[0]).register_step_pre_hook(self._before_step)
 
@@ -59,6 +62,8 @@ class DriftWatch:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+        if self._look is not None and self._look.passes is not None:
+            self._look.passes.close()
 
     def _before_step(self, *_: Any) -> None:
         """What the last step left is whole here; inside DeepSpeed's step it is not, whose groups step one by one."""
@@ -69,6 +74,7 @@ class DriftWatch:
         if self.steps % self.every or self._look is None:
             return
         self.looks += 1
+        self._look.steps = self.steps
         seen = {(one.rule, one.where) for one in self.findings}
         found = tuple(one for one in self._look.look() if (one.rule, one.where) not in seen)
         self.findings += found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -21,7 +22,18 @@ from prepkit.cli import plan_files as cli_model
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli import report_and_sweep as cli_bytes
 from prepkit.cli import terminal as cli_terminal
-from prepkit.cli.options import FILE, MOST, SIZE, Cluster, as_json, cluster_options, kind_option, model_option
+from prepkit.cli.options import (
+    FILE,
+    MOST,
+    SIZE,
+    Cluster,
+    as_json,
+    cluster_options,
+    kind_option,
+    model_option,
+    object_option,
+    policy_option,
+)
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
@@ -55,23 +67,34 @@ def main() -> None:
 @model_option(required=True)
 @cluster_options
 @kind_option
+@policy_option
 @click.option("-o", "--output", help=f"Plan file to write; {SIZE} in it stands for the world size.")
 @as_json
-def plan(config: str, model: str, cluster: Cluster, kind: str | None, output: str | None, as_json: bool) -> None:
+def plan(
+    config: str,
+    model: str,
+    cluster: Cluster,
+    kind: str | None,
+    policies: tuple[str, ...],
+    output: str | None,
+    as_json: bool,
+) -> None:
     """Plan a model's preparation, for the environment that is here or a declared one, and show or save the plan.
 
     CONFIG is a file of prepkit, accelerate or DeepSpeed; one that says how many processes it starts is planned for
-    as many. Nothing is written if any of the world sizes is refused.
+    as many. What a policy denies is refused, and what it warns of or excepts is recorded in the plan. Nothing is
+    written if any of the world sizes is refused.
     """
     from prepkit import codec
-    from prepkit.cli.verdict import findings_data, verdicts_text
+    from prepkit.cli.verdict import findings_data, recorded_in, verdicts_text
     from prepkit.render.plan import plan_text
 
     if output and len(set(cluster.sizes)) > 1 and SIZE not in output:
         raise click.UsageError(f"several world sizes need several files: write {SIZE} into -o, as in plan-{SIZE}.json")
     asked = tuple(output.replace(SIZE, str(size)) for size in cluster.sizes or (1,)) if output else ()
     cli_refusal.keep_inputs((config,), asked)
-    verdicts = _verdicts(config, model, cluster, as_json, kind)
+    policy = cli_refusal.policy(policies, as_json)  # before the model is imported, which may take a minute
+    verdicts = tuple(map(partial(recorded_in, policy, config), _verdicts(config, model, cluster, as_json, kind)))
     plans = tuple((verdict.world_size, verdict.plan) for verdict in verdicts if verdict.plan is not None)
     legal = len(plans) == len(verdicts)
     files = {size: output.replace(SIZE, str(size)) for size, _ in plans} if output and legal else {}
@@ -95,17 +118,30 @@ def plan(config: str, model: str, cluster: Cluster, kind: str | None, output: st
 @model_option()
 @cluster_options
 @kind_option
+@click.option("--fix", is_flag=True, help="Mend what is safe to mend, before anything is checked.")
+@click.option("--diff", "as_diff", is_flag=True, help="Show what --fix would change, and change nothing.")
 @as_json
-def check_command(paths: tuple[str, ...], model: str | None, cluster: Cluster, kind: str | None, as_json: bool) -> None:
+def check_command(
+    paths: tuple[str, ...],
+    model: str | None,
+    cluster: Cluster,
+    kind: str | None,
+    fix: bool,
+    as_diff: bool,
+    as_json: bool,
+) -> None:
     """Check what lies at each PATH, a file or a folder; without one, here.
 
     Finds configs of prepkit, accelerate, DeepSpeed, transformers, axolotl, LLaMA-Factory and torchtitan, plan files,
     and the scripts that start them. Without --model every rule is asked that can be asked without one, and what cannot
-    be known here is said. Warnings are shown; only errors that are not overridden give exit code 1.
+    be known here is said. Warnings are shown; only errors that are not overridden give exit code 1. --fix removes keys
+    without effect, where all that is read stays as it is, and mends the spelling of keys that their library refuses.
     """
-    from prepkit.cli.check import check_files
+    from prepkit.cli.check import check_files, mend_files
 
     paths = paths or (".",)
+    if fix or as_diff:
+        mend_files(paths, kind, as_diff)
     if model:
         _check_against(paths, model, cluster, kind, as_json)
     only = paths[0]
@@ -162,7 +198,12 @@ def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False) -> None:
     elif text := verdicts_text(verdicts):
         say(text, err=True)
     if legal and not as_json:
+        from prepkit import planner
+
         say(f"a plan exists for world size {', '.join(legal)}")
+        plan = next(verdict.plan for verdict in verdicts if verdict.plan is not None)
+        if (costs := planner.costs(plan)) is not None:
+            say(str(costs))
 
 
 def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: str | None) -> tuple[Verdict, ...]:
@@ -235,15 +276,34 @@ def show(file: str, as_json: bool, sources: bool) -> None:
     say(codec_files.to_text(loaded).rstrip("\n") if as_json else text_of(loaded, sources=sources))
 
 
-@main.command(short_help="Show what turns one saved plan into another.")
-@click.argument("old", type=FILE)
-@click.argument("new", type=FILE)
+@main.command(short_help="Show what turns one saved plan into another, or one revision.")
+@click.argument("what", metavar="OLD NEW | BASE..HEAD [PATH ...]", nargs=-1, required=True)
+@model_option()
+@cluster_options
+@click.option("--comment", is_flag=True, help="Of two revisions: print Markdown for a comment on a pull request.")
 @as_json
-def diff(old: str, new: str, as_json: bool) -> None:
-    """Show what turns one saved plan, or attestation, into another; exit code 1 if they differ."""
-    from prepkit import codec
+def diff(what: tuple[str, ...], model: str | None, cluster: Cluster, comment: bool, as_json: bool) -> None:
+    """Show what turns one saved plan, or attestation, into another; exit code 1 if they differ.
 
-    before, after = _files((old, new), as_json)
+    BASE..HEAD are two revisions of the git repository here, BASE...HEAD begins where the two have parted: of each
+    config and plan file that changed, memory, traffic between nodes and global batch where a plan can be made, and
+    what is trained differently. Plans of configs are made with --model, and for the cluster that is declared.
+    """
+    from prepkit import codec
+    from prepkit.cli import revisions
+
+    if revisions.is_range(what):
+        every = revisions.changed(what, revisions.planner(model, cluster))
+        if as_json:
+            say_json({"files": revisions.data_of(every)})
+        else:
+            say(revisions.comment_of(every, what[0]) if comment else revisions.text_of(every))
+        sys.exit(1 if every else 0)
+    if len(what) != 2 or comment or model:
+        raise click.UsageError("give two files that prepkit wrote, or two revisions such as main..HEAD")
+    for file in what:
+        FILE.convert(file, None, click.get_current_context())
+    before, after = _files(what, as_json)
     changes = cli_files.changes(before, after)
     if as_json:
         say_json({"changes": [{"kind": type(change).__name__} | codec.to_data(change) for change in changes]})
@@ -275,13 +335,45 @@ def rules(rule_id: str | None, as_json: bool) -> None:
         say(rules_text(chosen))
 
 
+@main.command("statement", short_help="Write an attestation as an in-toto Statement, to be signed.")
+@click.argument("file", type=FILE)
+@click.option("-o", "--output", help="File to write; without it the text is printed.")
+def statement_command(file: str, output: str | None) -> None:
+    """Write an attestation as an in-toto Statement, which stock tools sign and verify.
+
+    One that does not hold is written too, and gives exit code 1.
+    """
+    from prepkit.codec.statement import statement
+    from prepkit.plan.attestation import Attestation
+
+    loaded = _files((file,), as_json=False)[0]
+    if not isinstance(loaded, Attestation):
+        raise click.UsageError(f"{file} is a plan; give an attestation, as pk.save(ready.attestation, path) writes it")
+    if output:
+        cli_refusal.keep_inputs((file,), (output,))
+        cli_refusal.write(json.dumps(statement(loaded), indent=1) + "\n", output)
+    else:
+        say_json(statement(loaded))
+    sys.exit(1 if loaded.failed else 0)
+
+
+@main.command(short_help="Print the JSON Schema of a file, for editors.")
+@click.argument("name", type=click.Choice(("config", "plan", "findings", "attestation", "deepspeed")))
+def schema(name: str) -> None:
+    """Print the JSON Schema (2020-12) of a config, a plan, findings, an attestation, or DeepSpeed's JSON."""
+    from prepkit.formats.schemas import SCHEMAS
+
+    say_json(SCHEMAS[name]())
+
+
 @main.command(short_help="Run a plan on a copy of the model without weights.")
 @click.argument("file", type=FILE)
-@model_option(required=True)
+@object_option
 @click.option("--rank", type=click.IntRange(0, MOST), default=0, show_default=True, help="Whose part to rehearse.")
 @as_json
 def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
     """Run a saved plan on a copy of the model without weights, on this machine, and compare what stands there."""
+    cli_model.demand_torch("prepkit rehearse")
     from prepkit.applying.rehearse import RehearsalFailed
     from prepkit.applying.rehearse import rehearse as run
 
@@ -304,6 +396,7 @@ def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
 main.add_command(cli_audit.audit)
 main.add_command(cli_gate.gate)
 main.add_command(cli_audit.prove)
+main.add_command(cli_audit.bisect)
 main.add_command(cli_import.import_command)
 main.add_command(cli_import.export_command)
 main.add_command(cli_bytes.report)
@@ -335,6 +428,8 @@ def _rule_data(rule: Rule) -> dict[str, Any]:
 
 def _example(rule: Rule) -> str:
     """A call that breaks the rule, where one line does; the reference page has a finding of every other."""
+    if rule.id == "memory.exceeds-host":
+        return "env=pk.Env.declare(world_size=8, per_node=8, host_memory='1MiB') breaks it"
     if rule.id.startswith("memory."):
         return "pk.fits(plan, memory='1MiB') breaks it, and says what would fit"
     return ""

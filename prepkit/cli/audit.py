@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from prepkit.cli import plan_files
-from prepkit.cli.options import FILE, as_json, model_option
+from prepkit.cli.options import FILE, as_json, object_option
 from prepkit.cli.terminal import say, say_json
 
 if TYPE_CHECKING:
     from prepkit.auditing.outcome import Audit
     from prepkit.proving.proof import Proof
 
+CODES = "PREPKIT_AUDIT_CODES"
+"""Variable with the folder into which each process of --torchrun writes its exit code."""
 SCRIPT_FAILED = 3
 """Exit code where the script itself failed: 1 says that the audit has found errors, 2 that there was none."""
 
@@ -24,17 +28,38 @@ SCRIPT_FAILED = 3
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option("--prove", is_flag=True, help="Take the first step too, and compare it with a replay in plain torch.")
+@click.option("--keep", metavar="FOLDER", help="With --prove: leave the record there, for prepkit bisect.")
+@click.option("--torchrun", "processes", type=click.IntRange(1, 64), metavar="N", help="Start it in N processes here.")
 @as_json
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def audit(script: str, arguments: tuple[str, ...], prove: bool, as_json: bool) -> None:
+def audit(  # an argument for each option
+    script: str, arguments: tuple[str, ...], prove: bool, keep: str | None, processes: int | None, as_json: bool
+) -> None:
     """Run a training script up to its first optimizer step, and say what is wrong with what stands there.
 
-    SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken. Several processes:
-    torchrun --nproc-per-node 2 -m prepkit audit SCRIPT. Only errors give exit code 1; a script that fails by itself
-    gives 3. With --prove the first step is taken, and the whole window is done again on rank 0 in plain torch:
-    weights, gradients and the step are compared.
+    SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken. With --torchrun 2 it is
+    started in two processes of this machine, on the CPU and gloo; on several machines: torchrun ... -m prepkit audit
+    SCRIPT. Only errors give exit code 1; a script that fails by itself gives 3. With --prove the first step is taken,
+    and the whole window is done again on rank 0 in plain torch: weights, gradients and the step are compared.
     """
+    plan_files.demand_torch("prepkit audit")
+    if keep is not None and not prove:
+        raise click.UsageError("--keep leaves the record of a proof: give --prove too")
+    if processes:
+        kept = () if keep is None else ("--keep", keep)
+        _in_processes(processes, (*["--prove"] * prove, *kept, *["--json"] * as_json, script, *arguments))
+    code = _audited(script, arguments, prove, keep, as_json)
+    if folder := os.environ.get(CODES):
+        from prepkit.ranks import launcher
+
+        Path(folder, str(launcher.rank())).write_text(str(code))
+        sys.exit(0 if code == 1 else code)  # every rank has found the same; with another code torchrun ends the others
+    sys.exit(code)
+
+
+def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | None, as_json: bool) -> int:
+    """Audit in this process, say what is found, and return the exit code."""
     from prepkit import codec
     from prepkit.auditing.script import ScriptEnded, audit_script, leave
     from prepkit.findings import errors
@@ -45,26 +70,70 @@ def audit(script: str, arguments: tuple[str, ...], prove: bool, as_json: bool) -
         if prove:
             from prepkit.proving.script import prove_script
 
-            found = prove_script(script, arguments)
+            found = prove_script(script, arguments, keep)
         else:
             found = audit_script(script, arguments)
     except ScriptEnded as ended:
         click.echo(str(ended), err=True)
-        sys.exit(SCRIPT_FAILED)
+        return SCRIPT_FAILED
     if found is None:
-        raise click.UsageError(f"{script} ended without an optimizer step, so that there was nothing to audit")
+        click.echo(f"Error: {script} ended without an optimizer step, so that there was nothing to audit", err=True)
+        return 2
     if launcher.rank() == 0:
         if as_json:
             say_json({"findings": [codec.to_data(finding) for finding in found.findings], "seconds": found.seconds})
         else:
             say(str(found))
     leave()
-    sys.exit(1 if errors(found.findings) else 0)
+    return 1 if errors(found.findings) else 0
+
+
+def _in_processes(count: int, words: tuple[str, ...]) -> NoReturn:
+    """Run the audit again in so many processes, and end as the first of them that has something to say.
+
+    torchrun ends with 1 whatever its processes ended with, so that each leaves its exit code in a folder.
+    """
+    import subprocess
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        launched = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
+        env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **os.environ, CODES: folder}
+        done = subprocess.run((*launched, "-m", "prepkit", "audit", *words), env=env, check=False)
+        codes = [int(file.read_text()) for file in Path(folder).iterdir()]
+    sys.exit(max((code for code in codes if code), default=0 if codes else done.returncode))
+
+
+@click.command(short_help="Find where two recorded windows part.")
+@click.argument("first", type=click.Path(exists=True, file_okay=False))
+@click.argument("second", type=click.Path(exists=True, file_okay=False))
+@as_json
+def bisect(first: str, second: str, as_json: bool) -> None:
+    """Compare two windows that prepkit audit --prove --keep FOLDER has left.
+
+    It names the first module that differs, and in it the first operator, forward and then backward. Micro-batches are
+    paired by what they were given, so that runs of other engines and other numbers of ranks can be compared. A
+    difference gives exit code 1.
+    """
+    from attrs import asdict
+
+    from prepkit.findings import PlanRejected
+    from prepkit.proving.bisect import parting
+
+    try:
+        found = parting(Path(first), Path(second))
+    except PlanRejected as refused:
+        plan_files.refuse((refused,), as_json)
+    if as_json:
+        say_json(asdict(found))
+    else:
+        say(str(found))
+    sys.exit(1 if found.stage else 0)
 
 
 @click.command(short_help="Show that a plan trains a model as plain torch does.")
 @click.argument("plan_file", metavar="PLAN", type=FILE)
-@model_option(required=True)
+@object_option
 @click.option("--batches", required=True, metavar="PKG.MOD:FACTORY", help="A function that returns a list of batches.")
 @click.option("--loss", metavar="PKG.MOD:FUNCTION", help="A function of outputs and batch that returns the loss.")
 @click.option("--processes", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes to start here.")
@@ -76,6 +145,7 @@ def prove(plan_file: str, model: str, batches: str, loss: str | None, processes:
     for each micro-batch of each process. A plan for another cluster is made again for these processes. Errors give exit
     code 1.
     """
+    plan_files.demand_torch("prepkit prove")
     from prepkit import codec
     from prepkit.api import prove as run
     from prepkit.applying.rehearse import factory

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import evolve, field, frozen
 
@@ -14,30 +17,35 @@ from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli.options import Cluster
 from prepkit.cli.terminal import say, say_json
-from prepkit.config.origin import Origin, origin_of
-from prepkit.facts import Env
+from prepkit.config import AdamW, Origin
+from prepkit.config.origin import origin_of
+from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.found import SCRIPTS, Found, below, found
+from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import READERS, Imported
+from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.launches import NamedFile, Script, read_script, script_findings
 from prepkit.formats.places import FilePlace, place_of
 
-BEYOND = (
-    *("import.not-supported", "import.missing-file", "import.asks-machine"),
-    # legal to DeepSpeed, which has a default, is given the value by its caller, or knows what prepkit does not
-    *("deepspeed.no-stage", "deepspeed.auto", "deepspeed.unknown-type", "deepspeed.two-places", "deepspeed.precision"),
-)
-"""Findings that say what prepkit cannot see or do, and not that the file is wrong for the library that reads it."""
+if TYPE_CHECKING:
+    from prepkit.planner.budget import Costs
+
+_RATE = 1e-3
+"""A rate of learning, which costs nothing."""
+_COSTS = 3
+"""Plans whose memory is told."""
 _SHOWN = 12
 """Findings, and names of files, on one screen; those of a kind count as one."""
 _TELLS = {
-    "the model": "add --model PKG.MOD:FACTORY, a function that returns it",
+    "the model": "add --model FOLDER, with its config.json, or --model PKG.MOD:FACTORY, a function that returns it",
     "the number of processes": "add --world-size N",
     "the device type": "add --device cuda",
     "the version of torch": "add --torch VERSION",
     "the optimizer": "run prepkit audit SCRIPT, where it trains",
 }
 """What a rule would have to know, and what tells it."""
+_MISSING = "import.missing-file"
 _ELSEWHERE = "run prepkit audit SCRIPT, where it trains"
 
 
@@ -52,7 +60,14 @@ class Checked:
     unknown: Mapping[str, int] = field(factory=dict)
     """What is not known here, and how many rules would have to know it."""
     beyond: tuple[tuple[FilePlace, Finding], ...] = ()
-    """What prepkit does not do or see itself."""
+    """What prepkit does not do or see itself, and is right for the library whose file it is."""
+    model: str = ""
+    """The model that the file names; its facts were read unless ``absent`` says why not."""
+    absent: str = ""
+    supposed: str = ""
+    """What the costs suppose that the file does not say."""
+    costs: Costs | None = None
+    """What a rank of its plan holds and sends, where model and number of processes are known."""
 
     @property
     def wrong(self) -> bool:
@@ -72,6 +87,29 @@ def check_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_j
     else:
         say("\n".join(_summary(checked, told, paths)))
     sys.exit(1 if any(one.wrong for one in checked) else 0)
+
+
+def mend_files(paths: tuple[str, ...], kind: str | None, as_diff: bool) -> None:
+    """Mend what is safe in every config; or show it, and end the command, with 1 where there is something to mend."""
+    from prepkit.formats.edits import mended
+
+    changed = 0
+    for one in _found(paths, kind):
+        if one.sort != "config" or one.kind not in IMPORTERS:
+            continue
+        source = cli_refusal.attempt(functools.partial(read_source, one.path))
+        if isinstance(source, PlanRejected):
+            continue
+        after, gone = mended(source, one.kind)
+        changed += bool(gone)
+        if gone and as_diff:
+            before, now = (text.splitlines(keepends=True) for text in (source.text, after.text))
+            say("".join(difflib.unified_diff(before, now, one.path, one.path)).rstrip())
+        elif gone:
+            cli_refusal.write(after.text, one.path)
+            say(f"mended {one.path}: {', '.join(finding.where.rpartition(' ')[2] for finding in gone)}", err=True)
+    if as_diff:
+        sys.exit(1 if changed else 0)
 
 
 # --- examining -------------------------------------------------------------------------------------------------------
@@ -148,7 +186,7 @@ def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Check
         (
             FilePlace(one.path, named.line, named.column),
             Finding(
-                rule="import.missing-file",
+                rule=_MISSING,
                 severity=Severity.NOTE,
                 where=f"{one.path}:{named.line}:{named.column}",
                 what=f"{named.path} is known when it runs" if "$" in named.path else f"{named.path} is not here",
@@ -173,32 +211,77 @@ def _plan(one: Found) -> Checked:
 
 
 def _config(one: Found, cluster: Cluster, sizes: tuple[int, ...], kind: str | None) -> Checked:
-    from prepkit.rules.without_model import ask
-
     read = cli_import.read(one.path, kind or one.kind or None)
     said = read.findings if isinstance(read, PlanRejected) else read.notes
     imported = read.rest if isinstance(read, PlanRejected) else read
-    unknown: Counter[str] = Counter()
-    fine = 0
-    origins: tuple[Origin, ...] = ()
-    if isinstance(imported, Imported):
-        one, origins = evolve(one, kind=imported.kind), imported.written
-        every = tuple(ask(imported.config, *known) for known in _environments(cluster, imported, sizes))
-        wheres = [finding.where.partition(":$")[2] for finding in said]
-        unread = tuple(f"config{where}" for where in wheres if where)
-        asked = [f for answers in every for f in answers.findings if not f"{f.where}.".startswith(unread or ("\n",))]
-        said = tuple(dict.fromkeys((*said, *asked)))
-        unknown.update(what for _, what in every[0].unasked)
-        fine = every[0].asked - len({finding.rule for finding in every[0].findings})
-    elif not one.kind:
-        one = evolve(one, kind="nothing known")
-    placed = _placed(one, tuple(_with_origin(finding, origins) for finding in said))
-    return Checked(
-        found=one,
-        findings=tuple(pair for pair in placed if pair[1].rule not in BEYOND),
-        fine=fine,
-        unknown=unknown,
-        beyond=tuple(pair for pair in placed if pair[1].rule in BEYOND),
+    if not isinstance(imported, Imported):
+        one = one if one.kind else evolve(one, kind="nothing known")
+        return _sorted(Checked(found=one), _placed(one, said))
+    one = evolve(one, kind=imported.kind)
+    wheres = [finding.where.partition(":$")[2] for finding in said]
+    unread = tuple(f"config{where}" for where in wheres if where)
+    asked = _asked(one, cluster, imported, sizes)
+    found = [f for f in asked.said if not f"{f.where}.".startswith(unread or ("\n",))]
+    every = tuple(_with_origin(finding, imported.written) for finding in dict.fromkeys((*said, *found)))
+    return _sorted(evolve(asked.checked, found=one), _placed(one, every))
+
+
+@frozen
+class _Asked:
+    checked: Checked
+    said: tuple[Finding, ...]
+
+
+def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: tuple[int, ...]) -> _Asked:
+    """What every rule says that can be asked: with the model that the file names, or without one."""
+    from prepkit.rules.without_model import ask
+
+    envs = _environments(cluster, imported, sizes)
+    model, absent = _named_model(one, imported)
+    checked = Checked(found=one, model=imported.model or "", absent=absent)
+    every = tuple(ask(imported.config, *known, model) for known in envs)
+    said = tuple(finding for answers in every for finding in answers.findings)
+    fine = every[0].asked - len({finding.rule for finding in every[0].findings})
+    unknown = Counter(what for _, what in every[0].unasked)
+    costs = None
+    if model is not None and "world_size" in envs[0][1]:
+        from prepkit import planner
+
+        facts = Facts(model=model, env=envs[0][0], loaders=cluster.declared_loaders)
+        cfg = imported.config
+        cfg = cfg if cfg.optimizer is not None else evolve(cfg, optimizer=AdamW(lr=_RATE))
+        checked = evolve(checked, supposed="" if cfg == imported.config else ", and supposing AdamW")
+        costs = planner.plan(cfg, facts).map(planner.costs).value_or(None)
+    return _Asked(evolve(checked, fine=fine, unknown=unknown, costs=costs), said)
+
+
+def _named_model(one: Found, imported: Imported) -> tuple[ModelFacts | None, str]:
+    """Facts of the model that a file names, from a folder beside it or the hub's cache; or why there are none."""
+    from prepkit.formats.models import folder
+
+    name = imported.model
+    if name is None:
+        return None, ""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        return None, f"it names {name}, which lies elsewhere; add --model {name}"
+    beside = Path(one.path).parent / name
+    try:
+        return folder.read(beside if beside.is_dir() else cli_refusal.place(name)).model, ""
+    except folder.NotKnown as error:
+        return None, f"it names {name}: {error}"
+
+
+def _sorted(checked: Checked, placed: tuple[tuple[FilePlace, Finding], ...]) -> Checked:
+    """What is wrong, and what is right for the library whose file it is."""
+    from prepkit.rules import LAW
+
+    if checked.found.kind == "prepkit":
+        return evolve(checked, findings=placed)
+    lawful = {rule.id for rule in LAW if rule.lawful}
+    return evolve(
+        checked,
+        findings=tuple(pair for pair in placed if pair[1].rule not in lawful),
+        beyond=tuple(pair for pair in placed if pair[1].rule in lawful),
     )
 
 
@@ -216,6 +299,7 @@ def _environments(
         "device": cluster.device or imported.device,
         "per_node": cluster.per_node or imported.per_node,
         "memory": cluster.memory,
+        "host_memory": cluster.host_memory,
         "torch": cluster.torch,
     }
     given = {name: value for name, value in given.items() if value is not None}
@@ -281,6 +365,9 @@ def _summary(checked: list[Checked], told: _Told, paths: tuple[str, ...]) -> Ite
     yield ", ".join(f"{count} {'file' if count == 1 else 'files'} {name}" for name, count in counts if count) + (
         f": up to {max(one.fine for one in checked)} rules of a file hold"
     )
+    for one in [one for one in checked if one.costs is not None][:_COSTS]:
+        yield f"{one.found.path}, with {one.model}{one.supposed}:"
+        yield textwrap.indent(str(one.costs), "  ")
     yield from _not_known(checked)
 
 
@@ -299,14 +386,17 @@ def _not_known(checked: list[Checked]) -> Iterator[str]:
     for one in checked:
         for what, count in one.unknown.items():
             most[what] = max(most.get(what, 0), count)
-    if most or any(one.beyond for one in checked):
+    absent = {one.absent: one for one in checked if one.absent}
+    if most or absent or any(one.beyond for one in checked):
         yield "cannot know here:"
+    for why, one in list(absent.items())[:_SHOWN]:
+        yield f"  {one.found.path}: {why}"
     for what, count in sorted(most.items(), key=lambda pair: -pair[1]):
         yield f"  {what}: {count} {'rule asks' if count == 1 else 'rules ask'} for it; {_TELLS.get(what, _ELSEWHERE)}"
     beyond = [pair for one in checked for pair in one.beyond]
     kinds: dict[str, list[tuple[FilePlace, Finding]]] = {}
     for place, finding in beyond:
-        kinds.setdefault(finding.what if finding.rule != BEYOND[1] else finding.rule, []).append((place, finding))
+        kinds.setdefault(finding.what if finding.rule != _MISSING else finding.rule, []).append((place, finding))
     for pairs in list(kinds.values())[:_SHOWN]:
         (place, finding), more = pairs[0], len(pairs) - 1
         yield f"  {place}: {finding.what}{f' (and {more} more)' if more else ''}"
@@ -325,7 +415,8 @@ def data_of(checked: Iterable[Checked]) -> dict[str, Any]:
         "cannot_know": [told(*pair) for one in every for pair in one.beyond],
         "files": [
             {"file": one.found.path, "kind": one.found.kind, "why": one.found.why}
-            | {"rules_that_hold": one.fine, "not_known": dict(one.unknown)}
+            | {"rules_that_hold": one.fine, "not_known": dict(one.unknown), "model": one.model, "absent": one.absent}
+            | ({} if one.costs is None else {"costs": one.costs.data()})
             for one in every
         ],
     }

@@ -1,10 +1,11 @@
-"""``prepkit gate``: what ``prepkit check`` finds, in the formats of CI, with a baseline of what is known already."""
+"""``prepkit gate``: what ``prepkit check`` finds, in the formats of CI, with a baseline, exceptions and policies."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from datetime import date, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,17 @@ import click
 
 from prepkit.cli import plan_files as cli_files
 from prepkit.cli.check import examined, line_of
-from prepkit.cli.options import Cluster, cluster_options, kind_option
+from prepkit.cli.options import Cluster, cluster_options, kind_option, policy_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import Finding, Severity
+from prepkit.formats import exceptions
 from prepkit.formats.found import found
 from prepkit.formats.places import FilePlace
 
-MOST_RESULTS = 25_000
-"""Results of one run that code scanning of GitHub takes."""
+MOST_RESULTS = 5_000
+"""Results of one run that code scanning of GitHub shows; it refuses more than 25,000."""
+MOST_ANNOTATIONS = 10
+"""Annotations of each level that GitHub shows of one step."""
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
 _Placed = tuple[FilePlace, Finding]
 
@@ -30,48 +34,91 @@ _Placed = tuple[FilePlace, Finding]
 @click.argument("paths", metavar="[PATH ...]", type=click.Path(exists=True), nargs=-1)
 @cluster_options
 @kind_option
+@policy_option
 @click.option("--format", "form", type=click.Choice(("text", "json", "junit", "sarif", "github")), default="text")
 @click.option("--strict", is_flag=True, help="End with 1 where there is an error; without it findings are advice.")
 @click.option("--baseline", type=click.Path(dir_okay=False), help="File of findings that are known already.")
 @click.option("--write-baseline", is_flag=True, help="Write what is found now into the baseline.")
+@click.option("--on", "day", type=click.DateTime(["%Y-%m-%d"]), help="Judge exceptions as of this day; else today.")
 def gate(
     paths: tuple[str, ...],
     cluster: Cluster,
     kind: str | None,
+    policies: tuple[str, ...],
     form: str,
     strict: bool,  # as click calls it
     baseline: str | None,
     write_baseline: bool,
+    day: datetime | None,
 ) -> None:
     """Check what lies at each PATH, as prepkit check does without a model, for CI.
 
-    Exit codes: 0 fine, or findings without --strict; 1 an error that the baseline does not know, with --strict; 2 used
+    A finding is excepted until a day by a comment beside it: # prepkit: ignore[RULE] until 2027-01-01 by WHO because
+    REASON. Policies are asked of the plan files among the paths. Exit codes: 0 fine, or findings without --strict; 1 an
+    error that neither the baseline nor an exception knows, with --strict, or a policy that cannot be read; 2 used
     wrongly.
     """
     if write_baseline and baseline is None:
         raise click.UsageError("--write-baseline needs --baseline FILE")
     # a hook is handed every file that has changed: those that nothing tells to be a config are passed by
     asked = tuple(path for path in paths or (".",) if kind or Path(path).is_dir() or found(path) is not None)
-    every = tuple(pair for one in examined(asked, cluster, kind) for pair in one.findings) if asked else ()
+    today = day.date() if day else date.today()
+    result = _gathered(asked, cluster, kind, policies, today)
+    every, excepted = result.standing, result.excepted
     if write_baseline and baseline is not None:
         cli_files.write(json.dumps({"known": sorted({print_of(*pair) for pair in every})}, indent=1) + "\n", baseline)
         say(f"wrote {baseline}", err=True)
         sys.exit(0)
     known = _known(baseline)
     new = tuple(pair for pair in every if print_of(*pair) not in known)
+    _tell(form, new, len(every) - len(new), excepted)
+    sys.exit(1 if strict and any(finding.severity is Severity.ERROR for _, finding in new) else 0)
+
+
+def _gathered(
+    asked: tuple[str, ...], cluster: Cluster, kind: str | None, policies: tuple[str, ...], today: date
+) -> exceptions.Sorted:
+    """Every finding of the files and, of plan files, of the policies, sorted by the exceptions that there are."""
+    from prepkit.formats.policy import refusals_of
+
+    policy = cli_files.policy(policies, as_json=False)
+    every: list[_Placed] = []
+    exempt: list[exceptions.Exempt] = []
+    for one in examined(asked, cluster, kind) if asked else ():
+        every += one.findings
+        own, wrong = exceptions.comments(one.found.path, _text(one.found.path))
+        exempt += own
+        every += wrong
+        if one.found.sort == "plan" and policies and not one.wrong:
+            every += refusals_of(policy, one.found.path)
+    # those of a policy are about every file of a repository, and not about these alone
+    exempt += (one for one in policy.exempt if any(one.covers(*pair) for pair in every))
+    return exceptions.sort(tuple(dict.fromkeys(every)), tuple(exempt), today)
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    except OSError:
+        return ""
+
+
+def _tell(form: str, new: tuple[_Placed, ...], known: int, excepted: tuple[_Placed, ...]) -> None:
     match form:
         case "json":
-            say_json({"findings": [_data(*pair) for pair in new], "known": len(every) - len(new)})
+            data = {"findings": [_data(*pair) for pair in new], "known": known}
+            say_json(data | {"excepted": [_data(*pair) for pair in excepted]})
         case "sarif":
-            say_json(sarif(new))
+            say_json(sarif(new, excepted))
         case "junit":
-            say(junit(new))
+            say(junit(new, excepted))
         case "github":
-            say("\n".join(_annotation(*pair) for pair in new))
+            if text := workflow_commands(new):
+                say(text)
         case _:
-            text = (*(line_of(*pair) for pair in new), f"{len(new)} new, {len(every) - len(new)} known")
-            say("\n".join(text))
-    sys.exit(1 if strict and any(finding.severity is Severity.ERROR for _, finding in new) else 0)
+            also = f", {len(excepted)} excepted" if excepted else ""
+            accepted = (f"{place}: {finding.rule} {finding.origin}" for place, finding in excepted)
+            say("\n".join((*(line_of(*pair) for pair in new), *accepted, f"{len(new)} new, {known} known{also}")))
 
 
 def print_of(place: FilePlace, finding: Finding) -> str:
@@ -98,24 +145,38 @@ def _data(place: FilePlace, finding: Finding) -> dict[str, Any]:
     return {**codec.to_data(finding), "file": place.file, "line": place.line, "column": place.column}
 
 
-def sarif(findings: tuple[_Placed, ...]) -> dict[str, Any]:
+# --- SARIF -----------------------------------------------------------------------------------------------------------
+
+
+def sarif(findings: tuple[_Placed, ...], excepted: tuple[_Placed, ...] = ()) -> dict[str, Any]:
     """SARIF 2.1.0, within what code scanning takes; the errors come first where there are too many."""
-    first = sorted(findings, key=lambda pair: pair[1].severity is not Severity.ERROR)[:MOST_RESULTS]
-    rules = sorted({finding.rule for _, finding in first})
-    driver = {"name": "prepkit", "rules": [{"id": rule, "properties": {"tags": ["training"]}} for rule in rules]}
+    order = [Severity.ERROR, Severity.WARNING, Severity.NOTE]
+    first = sorted(findings, key=lambda pair: order.index(pair[1].severity))
+    kept = [*((pair, False) for pair in first), *((pair, True) for pair in excepted)][:MOST_RESULTS]
+    rules = sorted({finding.rule for (_, finding), _ in kept})
+    driver = {"name": "prepkit", "rules": [_rule(rule) for rule in rules]}
+    results = [_result(*pair, rules.index(pair[1].rule), accepted) for pair, accepted in kept]
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
-        "runs": [
-            {"tool": {"driver": driver}, "results": [_result(*pair, rules.index(pair[1].rule)) for pair in first]}
-        ],
+        "runs": [{"tool": {"driver": driver}, "results": results}],
     }
 
 
-def _result(place: FilePlace, finding: Finding, index: int) -> dict[str, Any]:
+def _rule(name: str) -> dict[str, Any]:
+    from prepkit.rules import by_id
+
+    known = by_id().get(name)
+    said = {"id": name, "properties": {"tags": ["training"]}}
+    if known is None:
+        return said
+    return said | {"shortDescription": {"text": known.summary}, "help": {"text": known.fix}}
+
+
+def _result(place: FilePlace, finding: Finding, index: int, accepted: bool) -> dict[str, Any]:
     region = {"startLine": place.line, "startColumn": place.column}
-    where = {"artifactLocation": {"uri": Path(place.file).as_posix()}, "region": region}
-    return {
+    where = {"artifactLocation": {"uri": _uri(place.file)}, "region": region}
+    result = {
         "ruleId": finding.rule,
         "ruleIndex": index,
         "level": _LEVELS[finding.severity],
@@ -123,17 +184,57 @@ def _result(place: FilePlace, finding: Finding, index: int) -> dict[str, Any]:
         "locations": [{"physicalLocation": where}],
         "partialFingerprints": {"prepkit/v1": print_of(place, finding)},
     }
+    if accepted:
+        result["suppressions"] = [{"kind": "inSource", "justification": finding.origin}]
+    return result
 
 
-def junit(findings: tuple[_Placed, ...]) -> str:
-    """JUnit's XML: a test case per finding, which failed where it is an error."""
+def _uri(file: str) -> str:
+    """A file's name as a reference of RFC 3986, relative to where the command runs."""
+    from urllib.parse import quote
+
+    return quote(Path(file).as_posix(), safe="/,")
+
+
+# --- JUnit and annotations -------------------------------------------------------------------------------------------
+
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit(findings: tuple[_Placed, ...], excepted: tuple[_Placed, ...] = ()) -> str:
+    """JUnit's XML: a test case per finding, which failed where it is an error and was skipped where it is excepted."""
     failed = sum(finding.severity is Severity.ERROR for _, finding in findings)
-    lines = [f'<testsuite name="prepkit" tests="{len(findings)}" failures="{failed}">']
+    count = len(findings) + len(excepted)
+    lines = [f'<testsuite name="prepkit" tests="{count}" failures="{failed}" skipped="{len(excepted)}">']
     for place, finding in findings:
-        head = f"  <testcase classname={quoteattr(finding.rule)} name={quoteattr(str(place))}"
-        failure = f"<failure message={quoteattr(f'{finding.what} Fix: {finding.fix}')}/>"
-        lines.append(f"{head}>{failure}</testcase>" if finding.severity is Severity.ERROR else f"{head}/>")
+        failure = f"<failure message={_quoted(f'{finding.what} Fix: {finding.fix}')}/>"
+        lines.append(_case(place, finding, failure if finding.severity is Severity.ERROR else ""))
+    lines += (_case(place, finding, f"<skipped message={_quoted(finding.origin)}/>") for place, finding in excepted)
     return "\n".join(('<?xml version="1.0" encoding="UTF-8"?>', *lines, "</testsuite>"))
+
+
+def _case(place: FilePlace, finding: Finding, inside: str) -> str:
+    head = f"  <testcase classname={_quoted(finding.rule)} name={_quoted(str(place))}"
+    return f"{head}>{inside}</testcase>" if inside else f"{head}/>"
+
+
+def _quoted(text: str) -> str:
+    return quoteattr(_NOT_XML.sub("\ufffd", text))
+
+
+def workflow_commands(findings: tuple[_Placed, ...]) -> str:
+    """Commands of GitHub's workflows; of each level as many as are shown, and the number of the others."""
+    lines: list[str] = []
+    for severity in Severity:
+        of_level = [pair for pair in findings if pair[1].severity is severity]
+        more = len(of_level) - MOST_ANNOTATIONS
+        shown = of_level if more <= 0 else of_level[: MOST_ANNOTATIONS - 1]
+        lines += (_annotation(*pair) for pair in shown)
+        if more > 0:
+            level = {"note": "notice"}.get(severity.value, severity.value)
+            lines.append(f"::{level} title=prepkit::and {more + 1} more: prepkit gate --format text")
+    return "\n".join(lines)
 
 
 def _annotation(place: FilePlace, finding: Finding) -> str:

@@ -43,12 +43,25 @@ SIZE = "{world_size}"
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 model_option = functools.partial(
-    click.option, "--model", metavar="PKG.MOD:FACTORY", help="A function without arguments that returns the model."
+    click.option,
+    "--model",
+    metavar="MODEL",
+    help="PKG.MOD:FACTORY, a function that returns it; or a folder with config.json, or ORG/NAME in the hub's cache.",
 )
+"""A model whose facts are enough."""
 
+object_option = click.option(
+    "--model", required=True, metavar="PKG.MOD:FACTORY", help="A function without arguments that returns the model."
+)
+"""A model that has to be there, to be rehearsed or trained."""
 
 kind_option = click.option(
     "--from", "kind", metavar="LIBRARY", help="Whose config it is; told by its keys if left out."
+)
+
+
+policy_option = click.option(
+    "--policy", "policies", type=FILE, multiple=True, help="Rules of a team: a TOML or Python file; may be repeated."
 )
 
 
@@ -60,6 +73,7 @@ class Cluster:
     device: str | None
     per_node: int | None
     memory: int | None
+    host_memory: int | None
     torch: str | None
     batch_size: int | None = None
     """Samples that a rank reads at once."""
@@ -76,6 +90,7 @@ class Cluster:
         What the command line leaves open is as an imported config declares it.
         """
         options = {"device": self.device, "per_node": self.per_node, "memory": self.memory, "torch": self.torch}
+        options["host_memory"] = self.host_memory
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         sizes = self.sizes
         if imported is not None and imported.world_size is not None:
@@ -108,7 +123,9 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(world_size: tuple[int, ...], **rest: Any) -> None:
-        declared = {name: rest.pop(name) for name in ("device", "per_node", "memory", "torch", "batch_size")}
+        declared = {
+            name: rest.pop(name) for name in ("device", "per_node", "memory", "host_memory", "torch", "batch_size")
+        }
         command(cluster=Cluster(sizes=world_size, **declared), **rest)
 
     for option in (
@@ -116,6 +133,7 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
             "--batch-size", type=click.IntRange(1, MOST), help="Samples that a rank reads at once, for global_batch."
         ),
         click.option("--torch", metavar="VERSION", help="torch version there, such as 2.9."),
+        click.option("--host-memory", callback=_bytes, metavar="SIZE", help="Memory of a node, such as 384GB."),
         memory_option,
         click.option("--per-node", type=click.IntRange(1, MOST), help="Processes on one node."),
         click.option("--device", metavar="TYPE", help="Device type, such as cuda or cpu."),

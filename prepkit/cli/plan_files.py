@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
+from attrs import evolve
 
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.facts import Env, Facts
 from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.later import needs_torch
 from prepkit.plan import Plan
+
+if TYPE_CHECKING:
+    from prepkit.formats.policy import Policy
 
 # --- model -----------------------------------------------------------------------------------------------------------
 
@@ -27,6 +34,7 @@ WRONG = "cli.no-such-model"
 
 def build(reference: str) -> Any:
     """The ``nn.Module``, on meta. Raises ``PlanRejected`` where the path leads nowhere or the user's code raises."""
+    demand_torch(f"--model {reference}, a function that returns the model,")
     from prepkit.applying.rehearse import factory
 
     for name in ("torchao", "torch.utils._pytree"):
@@ -42,16 +50,81 @@ def _concerns_us(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(("Failed to load", "<enum "))
 
 
+def demand_torch(what: str) -> None:
+    """Ends the command, which is what needs it, where torch is not installed."""
+    try:
+        needs_torch(what)
+    except ModuleNotFoundError as error:
+        raise click.UsageError(str(error)) from None
+
+
 def facts(reference: str, env: Env | None, checkpoint: LoadWeights | None = None) -> Facts:
-    """Facts of the model, in an environment that is declared or here, and of a checkpoint. Raises as ``build`` does."""
+    """Facts of the model, in an environment that is declared or here, and of a checkpoint. Raises as ``build`` does.
+
+    A folder's are read without torch; where no cluster is declared, one process is.
+    """
+    if is_folder(reference):
+        return _folder_facts(reference, env, checkpoint)
+    model = build(reference)
     from prepkit.applying.rehearse import factory
     from prepkit.observe import observe
 
-    model = build(reference)
     try:
         return observe(model, env=env, checkpoint=checkpoint).facts
     except (TypeError, ValueError) as error:
         raise PlanRejected((_finding(reference, error, factory.__file__),)) from error
+
+
+def is_folder(reference: str) -> bool:
+    """True of a folder, a ``config.json`` and a name of the hub such as ``org/name``; not of ``pkg.mod:factory``."""
+    there = Path(reference)
+    return there.is_dir() or (":" not in reference and (there.suffix == ".json" or _HUB_NAME(reference) is not None))
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?(?<!\.py)").fullmatch
+
+
+def _folder_facts(reference: str, env: Env | None, how: LoadWeights | None) -> Facts:
+    from prepkit.formats.models import folder
+    from prepkit.formats.stored_weights import observe_checkpoint
+
+    where = f"--model {reference}"
+    try:
+        seen = folder.read(place(reference))
+        stored = None if how is None else folder.checkpoint_of(observe_checkpoint(how.path), how, seen.model)
+    except folder.NotKnown as error:
+        what, _, fix = str(error).rpartition("; ")
+        found = Finding(rule="model.not-known", severity=Severity.ERROR, where=where, what=what, fix=fix)
+        raise PlanRejected((evolve(found, rule=WRONG) if isinstance(error, folder.NotThere) else found,)) from error
+    for word in seen.words:
+        say(f"{where}: {word}", err=True)
+    if env is None:
+        say(
+            f"{where}: no cluster is declared: one process on a cuda device; add --world-size 8 --device cuda", err=True
+        )
+    return Facts(model=seen.model, checkpoint=stored, env=env or Env.declare(world_size=1))
+
+
+def place(reference: str) -> Path:
+    """The folder or file; of a name of the hub what lies in its cache, as huggingface_hub lays it out. No network."""
+    from prepkit.formats.models.folder import NotThere
+
+    if Path(reference).exists() or reference.endswith(".json") or not _HUB_NAME(reference):
+        return Path(reference)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or home) / "hub").expanduser()
+    kept = hub / f"models--{reference.replace('/', '--')}"
+    try:
+        revision = (kept / "refs" / "main").read_text("utf-8").strip()
+    except (OSError, ValueError):
+        revision = ""
+    there = kept / "snapshots" / revision
+    if revision.isalnum() and (there / "config.json").exists():
+        return there
+    raise NotThere(
+        f"there is no folder {reference}, and {reference} is not in the hub's cache; fetch what describes it with: "
+        f"hf download {reference} config.json"
+    )
 
 
 def _finding(reference: str, error: Exception, ours: str) -> Finding:
@@ -118,6 +191,13 @@ def load(files: tuple[str, ...], as_json: bool) -> tuple[Plan, ...]:
     from prepkit.cli.compare import given_plan
 
     return readable(tuple(given_plan(file, functools.partial(codec.load_plan, file)) for file in files), as_json)
+
+
+def policy(files: tuple[str, ...], as_json: bool) -> Policy:
+    """The policies in the files. Ends the command where one cannot be read: a broken policy passes nothing."""
+    from prepkit.formats.policy import read_policies
+
+    return readable((attempt(lambda: read_policies(files)),), as_json)[0]
 
 
 def readable(loaded: tuple[T | PlanRejected, ...], as_json: bool) -> tuple[T, ...]:

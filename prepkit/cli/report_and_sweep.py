@@ -49,6 +49,7 @@ def report(files: tuple[str, ...], output: str, memory: int | None, activations:
 @cluster_options
 @kind_option
 @click.option("--engine", "engines", type=click.Choice(cli_options.ENGINES), multiple=True, help="May be repeated.")
+@click.option("--tokens", type=click.IntRange(min=1), help="Tokens of a micro-batch on a rank: batch x sequence.")
 @click.option("--limit", type=click.IntRange(min=1), default=40, show_default=True, help="Rows to show.")
 @as_json
 def sweep(
@@ -57,6 +58,7 @@ def sweep(
     cluster: Cluster,
     kind: str | None,
     engines: tuple[str, ...],
+    tokens: int | None,
     limit: int,
     as_json: bool,
 ) -> None:
@@ -71,7 +73,8 @@ def sweep(
     if isinstance(facts, PlanRejected):
         cli_refusal.refuse((facts,), as_json)
     sizes = tuple(dict.fromkeys(cluster.sizes)) or (facts.env.world_size,)
-    tables = table.sweep(cfg, evolve(facts, loaders=cluster.declared_loaders), sizes, engines or cli_options.ENGINES)
+    facts = evolve(facts, loaders=cluster.declared_loaders)
+    tables = table.sweep(cfg, facts, sizes, engines or cli_options.ENGINES, tokens)
     if as_json:
         say_json(table.sweep_data(*tables))
     else:

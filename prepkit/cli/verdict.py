@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 from attrs import evolve, frozen
@@ -12,6 +13,7 @@ from prepkit.config import Config, Origin
 from prepkit.config.origin import origin_of
 from prepkit.facts import Facts
 from prepkit.findings import Finding, PlanRejected
+from prepkit.formats.policy import Policy, recorded
 from prepkit.plan import Plan
 from prepkit.render.text import findings_text
 
@@ -37,6 +39,17 @@ def judge(cfg: Config, facts: Facts) -> Verdict:
         .lash(lambda findings: Success(Verdict(world_size=size, plan=None, findings=findings)))
         .unwrap()
     )
+
+
+def recorded_in(policy: Policy, file: str, verdict: Verdict) -> Verdict:
+    """The verdict with what the policy says of its plan: denied, or recorded in it. Exceptions end with their day."""
+    if verdict.plan is None or not policy.files:
+        return verdict
+    try:
+        plan = recorded(policy, verdict.plan, date.today(), file)
+    except PlanRejected as refused:
+        return evolve(verdict, plan=None, findings=refused.findings)
+    return evolve(verdict, plan=plan, findings=plan.warnings, accepted=plan.overridden)
 
 
 def placed(verdict: Verdict, written: tuple[Origin, ...], refused: PlanRejected | None) -> Verdict:

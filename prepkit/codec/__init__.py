@@ -50,7 +50,12 @@ def to_data(value: object) -> Any:
 
 def settings_of(plan: Plan) -> dict[str, Any]:
     """The config of a plan as single values under dotted names, as trackers show it."""
-    return dict(_flat(to_data(plan.config), ""))
+    return flat(to_data(plan.config))
+
+
+def flat(data: Any) -> dict[str, Any]:
+    """Data as single values under dotted names; what is null is left out."""
+    return dict(_flat(data, ""))
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -75,6 +75,7 @@ _PER_NODE = _of(
     lambda value: value is None or _whole(1, _MOST_RANKS)(value),
 )
 _MEMORY = _of("bytes, such as memory='80GiB'", lambda value: value is None or _whole(0, _MOST_BYTES)(value))
+_HOST = _of("bytes, such as host_memory='384GB'", lambda value: value is None or _whole(0, _MOST_BYTES)(value))
 _CAPABILITY = _of(
     "two whole numbers, such as capability=(9, 0), or None",
     lambda value: value is None or (isinstance(value, tuple) and len(value) == 2 and all(map(_whole(0, 10**6), value))),
@@ -96,6 +97,9 @@ class Env:
     """Device type of the accelerator, or ``cpu``."""
     memory: int | None = field(default=None, validator=_MEMORY)
     """Bytes of one device; None: not known."""
+    host_memory: int | None = field(default=None, validator=_HOST)
+    """Bytes that a node has beside its devices, as declared; None: not known. Nodes may have other sizes, so that it is
+    no fact that ranks observe."""
     capability: tuple[int, int] | None = field(default=None, validator=_CAPABILITY)
     """CUDA compute capability; None: not CUDA, or not known."""
     bf16: bool | None = field(default=None, validator=_BF16)
@@ -136,6 +140,7 @@ class Env:
         device: str = "cuda",
         per_node: int | None = None,
         memory: str | int | None = None,
+        host_memory: str | int | None = None,
         capability: tuple[int, int] | None = None,
         bf16: bool | None = None,
         torch: str = "",
@@ -156,6 +161,7 @@ class Env:
             "device": device,
             "per_node": per_node,
             "memory": None if memory is None else parse_bytes(memory),
+            "host_memory": None if host_memory is None else parse_bytes(host_memory),
             "capability": capability,
             "bf16": bf16,
             "torch": torch,

@@ -93,6 +93,8 @@ class ProofFacts:
     """Options of the optimizer that ranks should have alike and have not, with who has what."""
     same_samples: bool = False
     """Whether every rank has read the same, although each holds all of the model."""
+    lines: tuple[str, ...] = ()
+    """Where the program went backward, and where it stepped: ``train.py:31``; empty: nobody knows."""
     unproven: str = ""
     """Why nothing could be replayed; empty: it could."""
     limits: tuple[str, ...] = ()

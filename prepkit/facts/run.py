@@ -10,6 +10,7 @@ from attrs import frozen
 from prepkit.facts.model import ModelFacts
 from prepkit.facts.preparation import HowPrepared
 from prepkit.facts.training import LoaderFacts
+from prepkit.facts.window import CourseFacts, WindowFacts
 
 Averager = Literal["ddp", "fsdp1", "fsdp2", "dtensor", "deepspeed", "hook"]
 """What sees to it that a parameter's gradient is that of several ranks; a hook on the parameter may do anything."""
@@ -163,8 +164,6 @@ class RankFacts:
     """Digest of the names of parameters."""
     model: str
     """Digest of names, shapes, dtypes and of what trains."""
-    optimizer: str
-    """Digest of groups and their options."""
     values: str
     """Digest of the values that all ranks of a group should hold alike."""
     generator: str
@@ -194,15 +193,15 @@ class GradientFacts:
     stepped: int
     """Parameters of the model that it holds and that train."""
     missing: tuple[str, ...] = ()
-    """Those of them without a gradient."""
+    """Those of them without a gradient on a rank that holds some of their elements."""
     spoiled: tuple[str, ...] = ()
-    """Those whose gradient has NaN or infinite elements on this rank."""
+    """Those whose gradient has NaN or infinite elements on a rank."""
     zero: bool = False
-    """Whether every gradient there is holds zeros only."""
+    """True if every gradient there is holds zeros only, on all ranks."""
     compared: tuple[str, ...] = ()
-    """Those whose gradient every rank holds whole, so that it was compared."""
+    """Those whose gradient several ranks hold the same of, so that it was compared."""
     parted: tuple[str, ...] = ()
-    """Those among them whose gradient is not the same on all ranks."""
+    """Those among them whose gradient is further apart over these ranks than rounding brings it."""
     misplaced: tuple[str, ...] = ()
     """Those whose gradient has not the placements or the dtype of the parameter."""
     on_some_ranks: tuple[str, ...] = ()
@@ -437,6 +436,8 @@ class RunFacts:
     """None where nobody trains with prepkit's loop."""
     applied: AppliedFacts | None = None
     """None but after apply."""
+    window: WindowFacts | None = None
+    """None where no script was run."""
 
 
 @frozen(kw_only=True)
@@ -476,3 +477,6 @@ class RunningFacts:
     """What the scheduler has set them to last; empty without one, or where it does not say."""
     parted: tuple[str, ...] = ()
     """Parameters whose replicas on different ranks differ."""
+    recompiled: tuple[tuple[str, int], ...] = ()
+    """Functions that torch compiled as often as it may, and runs as they are since; and how often."""
+    course: CourseFacts = CourseFacts()

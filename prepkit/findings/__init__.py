@@ -60,7 +60,8 @@ class PlanRejected(Exception):
 class RunRefused(RuntimeError):
     """A prepared model was about to be trained, saved or resumed wrongly. ``findings`` holds every reason.
 
-    Raised on every rank that would have gone wrong, before anything was changed by the call that is refused.
+    Raised on every rank that would have gone wrong, before anything was changed by the call that is refused. Where
+    steps had acted already, ``ApplyHalted`` and ``NotAsPlanned`` say what they have left.
     """
 
     def __init__(self, findings: tuple[Finding, ...], lately: tuple[str, ...] = ()) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 from attrs import frozen
 
 from prepkit.codec import LARGEST
-from prepkit.formats.importers.foreign import plain_json
+from prepkit.formats.importers.positions import plain_json
 
 MOST = 20_000
 """Files of one folder that are looked at."""

@@ -7,12 +7,14 @@ import re
 from attrs import frozen
 
 from prepkit.findings import Finding
-from prepkit.formats.importers.foreign import positions
+from prepkit.formats.importers.positions import positions
 
 _ORIGIN = re.compile(r"(?:.* in )?(.+):(\d+):(\d+)", re.DOTALL)
 _WHERE = re.compile(r"(.+?):(\d+):(\d+)(?:\s.*)?", re.DOTALL)
 _TOLD = re.compile(r"\bline (\d+)(?:,? column (\d+))?")
-_TWICE = re.compile(r"in line \d+ and in line (\d+)")
+_KEY = re.compile(r"\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b")
+"""A word that can only be a key."""
+_WORD = re.compile(r"\b[a-z]{4,}\b")
 
 
 @frozen
@@ -29,6 +31,16 @@ class FilePlace:
 
 def place_of(finding: Finding, file: str, text: str, suffix: str) -> FilePlace:
     """Where the key or value stands that a finding about this file names; its beginning where it is about the whole."""
+    place = _told_place(finding, file, text, suffix)
+    if (place.file, place.line, place.column) != (file, 1, 1) or not text:
+        return place
+    here = positions(text, suffix)
+    words = (*_KEY.findall(finding.what), finding.where.rpartition(".")[2], *_WORD.findall(finding.what))
+    named = (where for word in words for path, where in here.items() if path.rpartition(".")[2] == word)
+    return FilePlace(file, *next(named, (1, 1)))
+
+
+def _told_place(finding: Finding, file: str, text: str, suffix: str) -> FilePlace:
     if quoted := re.findall(r"`([\w.]+)`", finding.what):  # a key that lies deeper than the setting that came of it
         here = positions(text, suffix) if text else {}
         for name in quoted:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from attrs import define, frozen
 
 from prepkit.court import refused
@@ -111,16 +110,15 @@ class DispatchedSource:
             except Exception as raised:
                 error = raised
             sent = None if source is None else [Failed(repr(error)) if error else reads and reads[at] for at in parts]
-            got: list[Any] = [None]
-            dist.scatter_object_list(got, sent, src=0, group=self.group)
+            got = ranks.scatter(sent)
             if error is not None:
                 raise error
-            failed = got[0].text if isinstance(got[0], Failed) else None
+            failed = got.text if isinstance(got, Failed) else None
             if failed is not None:
                 raise RuntimeError(f"rank 0, which reads for all ranks, failed: {failed}")
-            if got[0] is None:
+            if got is None:
                 return
-            yield got[0]
+            yield got
 
     def _all_parts(self, epoch: int, consumed: int) -> Iterator[tuple[BatchRead, ...]]:
         batches = ([read] for read in self.inner.reads(epoch, consumed))

@@ -12,7 +12,6 @@ from numbers import Number
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -223,9 +222,5 @@ def _gathered(leaf: Tensor, at: int, told: list[Told], order: list[int]) -> Tens
     device = world().wire(mine.device)
     sent = mine.new_zeros((max(rows), *mine.shape[1:]), device=device)
     sent[: mine.shape[0]] = mine.to(device)
-    everyone = [torch.empty_like(sent) for _ in told]
-    if world().carries_data:
-        dist.all_gather(everyone, sent)
-    else:
-        everyone = [sent] * len(told)
+    everyone = world().parts(sent)
     return torch.cat([everyone[rank][: told[rank].kept(rows[rank])] for rank in order]).to(leaf.device)

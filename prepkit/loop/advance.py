@@ -1,17 +1,7 @@
 """One event after the other: where the loop is then, and what is to be done; or why the event is refused.
 
-::
-
-                    backward (more)                     skip, zero_grad: nothing was added
-                      +--------+                  +-------------------------------------------+
-                      v        |                  v                                           |
-    between micro-batches --- backward ---> in a micro-batch --- step, window not full ---> between micro-batches
-            ^                                     |
-            |                                     +--- step, window full ---> ending ---> the orders of the step
-            |                                                                   |  |
-            +------------------------ stepped, or overflowed -------------------+  +--- refused: in the micro-batch
-
-``save`` and ``resume`` are for the state between windows, ``evaluating`` for the one between micro-batches.
+The table ``_AFTER`` has for each event the function that says what follows; ``docs/training-loop.md`` has the diagram,
+which is drawn from it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 ZeRO gives every rank such a run of each parameter. A checkpoint holds boxes (offsets and sizes per dim), so that what
 any engine has cut fits any other; a run of a row-major tensor is a few boxes, and each of them is a view of the run.
+torch's checkpoints are imported by what they call here, which is late: a run that saves nothing does not pay for them.
 """
 
 from __future__ import annotations
@@ -12,10 +13,6 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 """Offsets, sizes, and which element of the run is its first."""
@@ -42,6 +39,9 @@ class FlatRange:
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         """One item per box."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offsets)),
@@ -57,6 +57,8 @@ class FlatRange:
 
     def __create_chunk_list__(self) -> list[Any]:
         """The boxes that are to be filled."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [
             ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
             for offsets, sizes, _ in self._boxes()
@@ -71,30 +73,6 @@ class FlatRange:
 
     def _boxes(self) -> list[Box]:
         return list(boxes(self.shape, self.start, self.start + self.values.numel()))
-
-
-class SavePlanner(DefaultSavePlanner):
-    """torch's, which finds the shards of its own classes only (``find_state_dict_object``)."""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is written for an index."""
-        found = self.state_dict.get(index.fqn)
-        return found.__get_tensor_shard__(index) if isinstance(found, FlatRange) else super().lookup_object(index)
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """As ``SavePlanner``, for reading."""
-
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Puts back what torch does not know, and has written None over (``_init_state_dict``)."""
-        ranges = {name: one for name, one in flatten_state_dict(state_dict)[0].items() if isinstance(one, FlatRange)}
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.state_dict.update(ranges)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """What is filled for an index."""
-        found = self.state_dict.get(index.fqn)
-        return found.__get_tensor_shard__(index) if isinstance(found, FlatRange) else super().lookup_tensor(index)
 
 
 def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:

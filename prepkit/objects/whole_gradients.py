@@ -7,7 +7,6 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 from torch.nn import Parameter
@@ -16,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from prepkit.objects.local_part import local
+from prepkit.ranks.world import ranks_of
 
 
 @define(eq=False)
@@ -70,8 +70,7 @@ def average(params: Sequence[Parameter], groups: Iterable[Any]) -> None:
     """
     flat = _flattened(params)
     for group in groups:
-        dist.all_reduce(flat, group=group)
-        flat /= dist.get_world_size(group)
+        ranks_of(group).average(flat)
     sizes = [len(params), *(local(param).numel() for param in params)]
     there, *parts = torch.split(flat, sizes)
     missing = [index for index, param in enumerate(params) if param.grad is None]

@@ -8,6 +8,8 @@ from attrs import define, field
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from prepkit.ranks.world import average_on_xla
+
 
 @define(eq=False)
 class XLAGradients:
@@ -38,12 +40,9 @@ class XLAGradients:
 
     def average(self) -> None:
         """All of them, in place; what is averaged already stays the same."""
-        import torch_xla.core.xla_model as xm
-        import torch_xla.runtime as xr
-
         groups = self.optimizer.param_groups
         gradients = [param.grad for group in groups for param in group["params"] if param.grad is not None]
-        xm.all_reduce("sum", gradients, scale=1.0 / xr.world_size())
+        average_on_xla(gradients)
         self.fresh = True
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

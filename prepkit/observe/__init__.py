@@ -13,8 +13,9 @@ from torch import nn
 from prepkit.config import LoadWeights
 from prepkit.facts import Env, Facts, LocalFacts, ModelFacts, Observation
 from prepkit.facts.checkpoint import CheckpointFacts
+from prepkit.formats.stored_weights import observe_checkpoint
 from prepkit.objects.names import Site, first_names, parameters_at, sites
-from prepkit.observe.checkpoint import mapped, observe_checkpoint
+from prepkit.observe.checkpoint import mapped
 from prepkit.observe.env import observe_env
 from prepkit.observe.given import one_optimizer, one_scheduler, said
 from prepkit.observe.loaders import loader_facts

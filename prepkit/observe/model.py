@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.nn.parameter import is_lazy
 
-from prepkit.facts import BufferFact, ClassFact, Mark, ModelFacts, ModuleFact, ParamFact
+from prepkit.facts import ArchitectureFacts, BufferFact, ClassFact, Mark, ModelFacts, ModuleFact, ParamFact
 from prepkit.facts.model import WELL_KNOWN, ParamHook
+from prepkit.formats.models.architecture import PARTS, peek, said, said_by
 from prepkit.objects.fsdp2_units import unit_facts
 from prepkit.objects.names import Site, known_bases
 from prepkit.objects.param_extras import attributes, hooks
 from prepkit.objects.state import placements
 from prepkit.objects.unwrap import PREPARED
-from prepkit.observe.architecture import architecture, ask, peek, tensor_plan
 from prepkit.ranks import launcher
 
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -333,3 +333,42 @@ def _self_written(places: Sequence[Site], first: Mapping[int, str]) -> Iterator[
         module = site.module
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and site.first and module.max_norm is not None:
             yield first[id(module.weight)], f"max_norm={float(module.max_norm):g}"
+
+
+# --- what its config says of the architecture; asking never raises -----------------------------------------------
+
+
+def ask(owner: object, method: str) -> Any:
+    """What the method without arguments returns; None if it is missing or raises, as ``get_input_embeddings`` may."""
+    try:
+        return getattr(owner, method)()
+    except Exception:  # as above
+        return None
+
+
+def architecture(model: nn.Module) -> ArchitectureFacts:
+    """Facts of ``model.config``, and of its text config where it says nothing itself (multimodal models)."""
+    config = peek(model, "config")
+    parts = (peek(config, name) for name in PARTS)
+    sources = tuple(source for source in (config, ask(config, "get_text_config"), *parts) if source is not None)
+    return said_by(sources, _tp_size(model, config))
+
+
+def _tp_size(model: nn.Module, config: object) -> int | None:
+    """``model.tp_size``, else that of ``config.distributed_config``, a mapping or an object (H-3)."""
+    return said((model, peek(config, "distributed_config")), int, "tp_size")
+
+
+def tensor_plan(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """The model's own tensor-parallel plan. What its config says of the base model comes under the base's prefix."""
+    own = peek(model, "tp_plan") or peek(model, "_tp_plan")
+    if isinstance(own, Mapping) and own:
+        return _pairs(own, "")
+    base = peek(peek(model, "config"), "base_model_tp_plan")
+    prefix = peek(model, "base_model_prefix")
+    inside = isinstance(prefix, str) and isinstance(peek(model, prefix), nn.Module)
+    return _pairs(base, f"{prefix}." if inside else "") if isinstance(base, Mapping) else ()
+
+
+def _pairs(plan: Mapping[Any, Any], prefix: str) -> tuple[tuple[str, str], ...]:
+    return tuple((prefix + path, style) for path, style in plan.items() if isinstance(path, str) and type(style) is str)

@@ -55,8 +55,14 @@ def scheduler_facts(scheduler: object, optimizer: torch.optim.Optimizer | None) 
     )
 
 
-HORIZONS = {"OneCycleLR": "total_steps", "CosineAnnealingLR": "T_max", "PolynomialLR": "total_iters"}
-"""Schedulers of torch that go to an end, and the attribute that says after how many ticks."""
+HORIZONS = {
+    "OneCycleLR": "total_steps",
+    "CosineAnnealingLR": "T_max",
+    "PolynomialLR": "total_iters",
+    "WarmupDecayLR": "total_num_steps",
+    "WarmupCosineLR": "total_num_steps",
+}
+"""Schedulers of torch and DeepSpeed that go to an end, and the attribute that says after how many ticks."""
 
 
 def horizon(scheduler: object) -> int | None:
@@ -65,6 +71,8 @@ def horizon(scheduler: object) -> int | None:
     transformers' schedules are ``LambdaLR`` over a partial function with ``num_training_steps`` among its keywords.
     """
     ticks: object = getattr(scheduler, HORIZONS.get(type(scheduler).__name__, ""), None)
+    if isinstance(scheduler, torch.optim.lr_scheduler.LinearLR) and scheduler.end_factor == 0:
+        ticks = scheduler.total_iters  # one that rises, or falls to a rate that goes on, has no end
     if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
         said = {getattr(each, "keywords", {}).get("num_training_steps") for each in scheduler.lr_lambdas}
         ticks = said.pop() if len(said) == 1 else None

@@ -152,6 +152,7 @@ _ENVIRONMENT: dict[str, DriftKind] = {
     "device": "environment",
     "per_node": "note",
     "memory": "note",
+    "host_memory": "note",
     "capability": "note",
     "bf16": "note",
     "torch": "note",

@@ -65,6 +65,11 @@ def fits(plan: Plan, memory: int, activations: int | None = None) -> budget.Fit:
     return budget.fits(plan, memory, lambda cfg: _drafted(cfg, plan.facts, RULES), activations)
 
 
+def costs(plan: Plan) -> budget.Costs | None:
+    """Memory and traffic of the plan, and its dearest settings; None where they are not predicted."""
+    return budget.costs(plan, lambda cfg: _drafted(cfg, plan.facts, RULES))
+
+
 def over_budget(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
     """What the rules about memory say, also where the config accepts it; nothing where there is no plan."""
     again = partial(_drafted, facts=facts, rules=rules)
@@ -149,7 +154,7 @@ def _mesh(plan: Plan, today: Resolved) -> tuple[Finding, ...]:
 def _memory(plan: Plan, today: Facts, again: budget.Again) -> tuple[Finding, ...]:
     planned, now = plan.facts.env.memory, today.env.memory
     if now is None or (planned is not None and planned <= now):
-        return ()
+        return ()  # a node's memory is declared, and never new
     standing, _ = split(plan.config, budget.findings(evolve(plan, facts=today), again))
     return _new(standing, lambda: (*plan.warnings, *plan.overridden))
 

@@ -25,18 +25,20 @@ from prepkit.config import (
     WrapBlocks,
 )
 from prepkit.findings import Finding
-from prepkit.findings.text import in_bytes
+from prepkit.findings.text import in_bytes, in_decimals
 from prepkit.plan import Plan
 from prepkit.predict import predict
 from prepkit.predict.deepspeed.inputs import REDUCE_BUCKET, zero_of
+from prepkit.predict.inputs import stored_bytes
 from prepkit.predict.prediction import Prediction
 from prepkit.resolve.deepspeed.data import offloaded, offloads, restaged, with_zero
 from prepkit.resolve.deepspeed.data import stage as stage_of
 from prepkit.resolve.engines import traits
 from prepkit.resolve.mesh import size_of
-from prepkit.rules.memory import PLANNED_RULES, Held
+from prepkit.rules.memory import PLANNED_RULES, Held, Host
 from prepkit.rules.mesh import strategy
 from prepkit.rules.rule import findings_of
+from prepkit.steps import ReadTensors, SendTensors
 
 Again = Callable[[Config], Result[Plan, tuple[Finding, ...]]]
 """Plans another config for the same facts."""
@@ -159,21 +161,27 @@ def fits(plan: Plan, memory: int, again: Again, activations: int | None = None) 
 
 
 def findings(plan: Plan, again: Again) -> tuple[Finding, ...]:
-    """What the rules about memory say of a finished plan; nothing where no memory of the device is known."""
-    memory, device = plan.facts.env.memory, plan.facts.env.device
-    if memory is None or (plan.config.device or device) != device:  # it is not the memory of the device computed on
+    """What the rules about memory say of a finished plan; nothing where no memory of a device or a node is known."""
+    env = plan.facts.env
+    elsewhere = (plan.config.device or env.device) != env.device  # it is not the memory of the device computed on
+    memory = None if elsewhere else env.memory
+    host = env.host_memory if env.per_node or plan.world_size == 1 else None
+    if memory is None and host is None:
         return ()
     prediction = predict(plan)
-    if not prediction.classes or bounds(prediction)[1] <= memory:
+    if not prediction.classes:
         return ()
-    fit = fits(plan, memory, again)
-    held = Held(
-        rank=prediction.fullest.first * prediction.tensor,
-        floor=fit.floor,
-        ceiling=fit.ceiling,
-        memory=memory,
-        options=tuple(map(str, fit.options)),
-    )
+    held = Held(rank=prediction.fullest.first * prediction.tensor, floor=0, ceiling=0, memory=0)
+    if memory is not None and bounds(prediction)[1] > memory:
+        fit = fits(plan, memory, again)
+        options = tuple(map(str, fit.options))
+        held = evolve(held, floor=fit.floor, ceiling=fit.ceiling, memory=memory, options=options)
+    if host is not None:
+        ranks = min(env.per_node or 1, plan.world_size)
+        own = any(isinstance(planned.step, ReadTensors | SendTensors) for planned in plan.steps)
+        loads = 0 if own else sum(map(stored_bytes, plan.layout))
+        keeps = max(one.total("host") for one in prediction.classes)
+        held = evolve(held, host=Host(memory=host, ranks=ranks, keeps=keeps, loads=loads))
     return findings_of(PLANNED_RULES, held)
 
 
@@ -223,7 +231,7 @@ def _option(plan: Plan, cfg: Config, moves: tuple[Move, ...], memory: int, again
         sent=prediction.sent,
         between=prediction.crossing(plan.facts.env.per_node),
         copied=prediction.copied,
-        host=max(ranks.total("host") for ranks in prediction.classes),
+        host=max(one.total("host") for one in prediction.classes),
         caveats=tuple(move.caveat for move in moves if move.caveat),
     )
 
@@ -250,6 +258,63 @@ def typed(value: Any) -> str:
         if item != field.default
     )
     return f"{type(value).__name__}({given})"
+
+
+# --- what settings cost ----------------------------------------------------------------------------------------------
+
+DEAREST = 3
+"""Settings that are named."""
+
+
+@frozen(kw_only=True)
+class Costs:
+    """What a plan needs, and what its dearest settings would give back."""
+
+    floor: int
+    """Bytes that the fullest rank certainly holds at one moment."""
+    ceiling: int
+    """Bytes that it holds at most."""
+    sent: int
+    """Bytes that a rank sends per step."""
+    dearest: tuple[Option, ...] = ()
+    """The change of each of these settings that gives back most, the dearest first."""
+
+    def __str__(self) -> str:
+        need = f"{in_bytes(self.floor)} for certain and {in_bytes(self.ceiling)} at most on the fullest rank"
+        lines = [f"memory: {need}, activations not counted; each rank sends {in_decimals(self.sent)} a step"]
+        lines += ["dearest settings:"] if self.dearest else []
+        for option in self.dearest:
+            more = option.sent - self.sent
+            traffic = f"{in_decimals(abs(more))} {'more' if more > 0 else 'less'} sent" if more else ""
+            copied = f"{in_decimals(option.copied)} copied to and from the host" if option.copied else ""
+            step = " and ".join(filter(None, (traffic, copied)))
+            cost = f"{in_bytes(self.ceiling - option.ceiling)} less" + (f", {step} a step" if step else "")
+            lines.append("; ".join((f"  {', '.join(option.diff)}: {cost}", *option.caveats)))
+        return "\n".join(lines)
+
+    def data(self) -> dict[str, Any]:
+        """The same as JSON data, in bytes."""
+        dearest = [
+            {"change": list(one.diff), "less": self.ceiling - one.ceiling, "sent": one.sent, "copied": one.copied}
+            for one in self.dearest
+        ]
+        return {"floor": self.floor, "ceiling": self.ceiling, "sent": self.sent, "dearest": dearest}
+
+
+def costs(plan: Plan, again: Again) -> Costs | None:
+    """Memory and traffic of a plan, and the settings that cost most of the memory; None where it is not predicted."""
+    prediction = predict(plan)
+    if not prediction.classes:
+        return None
+    floor, ceiling = bounds(prediction)
+    best: dict[str, Option] = {}
+    for move in moves(plan):
+        cfg = _changed(plan.config, (move,))
+        option = _option(plan, cfg, (move,), ceiling - ceiling // 100, again) if cfg is not None else None
+        if option is not None and (move.about not in best or option.ceiling < best[move.about].ceiling):
+            best[move.about] = option
+    dearest = sorted(best.values(), key=lambda option: (option.ceiling, option.sent))[:DEAREST]
+    return Costs(floor=floor, ceiling=ceiling, sent=prediction.sent, dearest=tuple(dearest))
 
 
 # --- moves -----------------------------------------------------------------------------------------------------------

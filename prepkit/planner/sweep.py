@@ -25,7 +25,8 @@ from prepkit.findings import errors
 from prepkit.findings.text import aligned, count, in_bytes
 from prepkit.predict import predict_inputs
 from prepkit.predict.inputs import Inputs, inputs_of
-from prepkit.predict.prediction import Prediction
+from prepkit.predict.prediction import Prediction, Traffic
+from prepkit.predict.tensor_parallel import cut_traffic
 from prepkit.resolve.deepspeed.batch import MICRO, WHOLE
 from prepkit.resolve.deepspeed.data import offloaded, offloads, restaged, said
 from prepkit.resolve.engines import ENGINES as ROWS
@@ -80,7 +81,7 @@ class Row:
     copied: int
     empty_ranks: int
     sent_in_full: bool = True
-    """``sent`` is all of it. False where layers are cut: what they send follows the inputs, and is not predicted."""
+    """``sent`` is all of it. False where layers are cut and nobody says of how many tokens, or how is not counted."""
     accumulation: int = 1
     """Micro-batches per optimizer step: as asked, or what the global batch gives at this size."""
 
@@ -97,14 +98,15 @@ class Unplanned:
 
 
 def sweep(
-    cfg: Config, facts: Facts, worlds: tuple[int, ...], engines: tuple[str, ...]
+    cfg: Config, facts: Facts, worlds: tuple[int, ...], engines: tuple[str, ...], tokens: int | None = None
 ) -> tuple[tuple[Row, ...], tuple[Unplanned, ...]]:
-    """Every mesh of every world size for every engine, sorted: what fits first, then by traffic, then by memory.
+    """Every mesh of every world size for every engine, each size for itself: what fits first, then by traffic, memory.
 
     A row whose traffic is predicted in part comes after those that are alike and predicted in full.
 
     ``facts.env`` says everything about the cluster but its size. The rules are asked once per engine and world size,
-    those about the mesh for each mesh; predictions are those of ``predict``.
+    those about the mesh for each mesh; predictions are those of ``predict``. ``tokens`` of a micro-batch on a rank:
+    then what cut layers send is predicted too.
 
     >>> from prepkit.testing.tiny import tiny_facts
     >>> rows, refused = sweep(Config(), tiny_facts(), worlds=(2, 4), engines=("single", "ddp"))
@@ -120,6 +122,7 @@ def sweep(
         if isinstance(engine, FSDP1):
             engine = strategy(engine, hybrid=False)  # legal at every size; the meshes come after
         inputs: dict[tuple[int, int], Inputs] = {}
+        cuts: dict[tuple[int, int], tuple[Traffic, ...] | None] = {}
         for world in worlds:
             world_facts = evolve(facts, env=evolve(facts.env, world_size=world, memory=None))
             reasons: list[tuple[str, str]] = []
@@ -132,14 +135,20 @@ def sweep(
                 # What a job takes from the model is the same at every size, as long as layers are cut alike.
                 steps = Resolved(cfg=candidate, facts=world_facts).accumulation
                 key = (world if ROWS[type(engine)].cuts_all_ranks else tensor, steps)
-                inputs[key] = (inputs.get(key) or inputs_of(planner.plan(candidate, world_facts).unwrap())).over(world)
+                if key not in inputs:
+                    made = planner.plan(candidate, world_facts).unwrap()
+                    inputs[key], cuts[key] = inputs_of(made), cut_traffic(made, tokens) if tokens else None
+                inputs[key] = inputs[key].over(world)
                 for mesh_axes, prediction in _laid(candidate, world_facts, inputs[key]):
                     reasons += [(why, "") for why in prediction.not_predicted[:1] if not prediction.classes]
                     if prediction.classes:
-                        rows.append(_row(name, prediction, mesh_axes, facts.env.memory, steps))
+                        row = _row(name, prediction, mesh_axes, facts.env.memory, steps)
+                        rows.append(_with_cuts(row, cuts[key]))
             refused += [Unplanned(engine=name, world_size=world, why=why, fix=fix) for why, fix in reasons[:1]]
     order = {"fits": 0, "": 0, "may not fit": 1, "does not fit": 2}
-    ranked = sorted(rows, key=lambda row: (order[row.verdict], not row.sent_in_full, row.sent, row.ceiling))
+    ranked = sorted(
+        rows, key=lambda row: (row.world_size, order[row.verdict], not row.sent_in_full, row.sent, row.ceiling)
+    )
     return tuple(ranked), tuple(refused)
 
 
@@ -230,6 +239,13 @@ def _row(name: str, prediction: Prediction, mesh_axes: tuple[Axis, ...], memory:
     )
 
 
+def _with_cuts(row: Row, cuts: tuple[Traffic, ...] | None) -> Row:
+    """With what cut layers send in the micro-batches of a step, where it is predicted."""
+    if cuts is None or row.sent_in_full:
+        return row
+    return evolve(row, sent=row.sent + row.accumulation * sum(one.sent for one in cuts), sent_in_full=True)
+
+
 def sweep_text(rows: tuple[Row, ...], refused: tuple[Unplanned, ...], limit: int = 40) -> str:
     """The table, its first ``limit`` rows, and what was refused."""
     accumulates = any(row.accumulation > 1 for row in rows)
@@ -270,7 +286,8 @@ def sweep_text(rows: tuple[Row, ...], refused: tuple[Unplanned, ...], limit: int
         lines.append(f"{name} over {', '.join(f'{entry.world_size:,}' for entry in entries)} ranks: {entries[0].why}")
         lines += [f"  fix: {entries[0].fix}"] if entries[0].fix else []
     if not all(row.sent_in_full for row in rows[:limit]):
-        lines.append("and more: what cut layers send is not predicted, and such rows come after those in full")
+        lines.append("and more: what cut layers send follows the tokens of a micro-batch, which --tokens says")
+        lines.append("rows that send more come after those that are predicted in full")
     return "\n".join((*lines, "bytes are of the fullest rank; activations are not counted"))
 
 

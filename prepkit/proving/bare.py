@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 
@@ -95,7 +94,7 @@ class _Making:
 
     def _param(self, name: str, param: nn.Parameter | None) -> nn.Parameter:
         if name not in self.made:
-            whole = self.weights[name].clone() if name in self.weights else copy.deepcopy(param)
+            whole = self.weights[name] if name in self.weights else copy.deepcopy(param)
             assert whole is not None, "every parameter that FSDP1 has taken is among the weights"
             self.made[name] = nn.Parameter(whole, requires_grad=False)
         return self.made[name]
@@ -160,6 +159,14 @@ def _foreign(value: Any) -> bool:
     return any(str(home).startswith(PREPARERS) for home in homes)
 
 
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Canonical name and buffer, each once."""
+    for site in sites(model):
+        for name, buffer in site.module._buffers.items():
+            if buffer is not None and site.first:
+                yield (f"{site.path}.{name}" if site.path else name), buffer
+
+
 def evaluate(model: nn.Module, paths: tuple[str, ...]) -> None:
     """Puts exactly these modules into evaluation mode, and everything else into training mode."""
     still = set(paths)
@@ -175,8 +182,3 @@ def drops(model: nn.Module) -> bool:
 def normalises_over_ranks(model: nn.Module) -> bool:
     """Whether it has layers whose output depends on what other ranks read."""
     return any(isinstance(one, nn.SyncBatchNorm) and one.training for one in model.modules())
-
-
-def to(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in another floating dtype."""
-    return copy.deepcopy(model).to(dtype)

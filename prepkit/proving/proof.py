@@ -11,8 +11,8 @@ from torch import nn
 from prepkit.facts.proof import ProofFacts
 from prepkit.findings import Finding, Severity, errors
 from prepkit.plan.attestation import Attestation
-from prepkit.proving.record_file import read
-from prepkit.proving.replay import CannotReplay, replayed
+from prepkit.proving.record_file import Record, read
+from prepkit.proving.replay import MEMORY, CannotReplay, Replay, replayed
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, findings_of
 
@@ -27,6 +27,8 @@ class Proof:
     attestation: Attestation | None = None
     """Of the plan that was applied, these rules among those that were asked; None: nobody applied one."""
     seconds: float = field(default=0.0, eq=False)
+    held: int = field(default=0, eq=False)
+    """The most bytes of weights, and of what backward keeps, that the replay held at once."""
 
     @property
     def fine(self) -> bool:
@@ -56,13 +58,18 @@ def prove_records(model: nn.Module, folder: Path) -> Proof:
 
     Raises ``PlanRejected`` where a record cannot be read.
     """
+    return prove_record(model, read(folder))
+
+
+def prove_record(model: nn.Module, records: tuple[Record, ...], limit: int = MEMORY) -> Proof:
+    """The same of records of all ranks, whose tensors may lie anywhere; ``limit`` as in ``replay.Replay``."""
     begun = time.perf_counter()
-    records = read(folder)
+    window = Replay(model=model, records=records, limit=limit)
     try:
-        facts = replayed(model, records)
+        facts = replayed(window)
     except CannotReplay as why:
         facts = ProofFacts(world=len(records), shares=(), unproven=str(why))
-    return evolve(found_in(facts), seconds=time.perf_counter() - begun)
+    return evolve(found_in(facts), seconds=time.perf_counter() - begun, held=window.held)
 
 
 def found_in(facts: ProofFacts) -> Proof:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ from torch import Tensor
 from prepkit import codec
 from prepkit.facts.proof import ClipProof
 from prepkit.findings import PlanRejected
+from prepkit.proving import tree
 from prepkit.rules import found
 
-FORMAT = 1
+FORMAT = 2
 """Raised when a record can no longer be read as before."""
+FLOATING: tuple[str, ...] = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 KEY = "prepkit.record"
 """Of the header among the file's metadata."""
 
@@ -31,6 +35,8 @@ class HeldPart:
     dims: tuple[tuple[int, int, int], ...] | None = None
     """How places become indices of the whole, as in ``observe.fingerprints.parts``; None: they are the indices."""
     trained: bool = True
+    here: int = 0
+    """Elements of it on this rank."""
     group: int | None = None
     """Of the optimizer that stepped; None: it does not hold it."""
 
@@ -45,6 +51,8 @@ class RecordedCall:
     """The backward that it belongs to, counted from 0."""
     outputs: tuple[int, ...]
     """Places of the outputs at which a gradient arrived."""
+    digest: str = ""
+    """Of all tensors that it was given."""
 
 
 @frozen(kw_only=True)
@@ -56,6 +64,22 @@ class Micro:
     """By which the loss was multiplied on the way from what a loss function, or the model, returned."""
     total: bool = False
     """Whether that was a sum over samples, so that the factor is a part of the mean."""
+    tokens: float | None = None
+    """Over how many tokens it is a mean, where the run weighs it by them."""
+
+
+@frozen(kw_only=True)
+class Traced:
+    """An output that was noted: its numbers lie under ``trace/`` and its place."""
+
+    micro: int
+    kind: str
+    """``module``, ``operator``, or ``gradient`` that arrived at a module's output."""
+    path: str
+    """The module."""
+    operator: str = ""
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @frozen(kw_only=True)
@@ -83,7 +107,13 @@ class Head:
     scale: float = 1.0
     clip: ClipProof | None = None
     accumulation: int | None = None
+    device: str = "cpu"
+    """Type of the device on which it was computed."""
+    lines: tuple[str, ...] = ()
+    """Where the program went backward and stepped, as ``train.py:31``."""
     limits: tuple[str, ...] = ()
+    trace: tuple[Traced, ...] = ()
+    """Outputs in the order in which they were computed; empty: nobody asked for them."""
 
 
 @frozen(eq=False)
@@ -91,7 +121,7 @@ class Record:
     """One rank's record in memory."""
 
     head: Head
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
 
 
 def path_of(folder: Path, rank: int) -> Path:
@@ -138,10 +168,63 @@ def _read(path: Path) -> Record:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise _refused(path, f"its format is {data.get('format') if isinstance(data, dict) else None}, not {FORMAT}")
     head = codec.from_data(data, Head, path.name)
-    wanted = [f"{kind}/{one.name}" for one in head.params for kind in ("weight",)]
-    if missing := [key for key in wanted if key not in tensors]:
-        raise _refused(path, f"its header names {missing[0]}, which it does not hold")
+    for what in _wrong(head, tensors):
+        raise _refused(path, what)
     return Record(head, tensors)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _wrong(head: Head, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """What the header says of tensors that is not so."""
+    if head.dtype not in FLOATING or head.sent not in FLOATING:
+        yield f"it has computed in {head.dtype:.40}, which is no floating dtype"
+    for text in head.groups:
+        if not isinstance(group := _json(text), dict) or not isinstance(group.get("class"), str):
+            yield f"{text:.60} is no group of an optimizer"
+    for one in head.params:
+        yield from _wrong_part(one, head, tensors)
+    if any(f"trace/{at}" not in tensors for at in range(len(head.trace))):
+        yield f"it lacks numbers of its {len(head.trace)} traced outputs"
+    for at in range(len(head.calls)):
+        yield from _wrong_call(at, head, tensors)
+
+
+def _wrong_part(one: HeldPart, head: Head, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    for kind in ("weight", "grad", "after"):
+        held = tensors.get(f"{kind}/{one.name}")
+        if held is None and kind == "weight":
+            yield f"its header names {kind}/{one.name}, which it does not hold"
+        if held is not None and held.numel() != one.here:
+            yield f"{kind}/{one.name} has {held.numel()} elements, and its header says {one.here}"
+    whole, dims = prod(one.shape), one.dims or ()
+    spread = prod(size for size, _, _ in dims) if dims else whole
+    furthest = sum((size - 1 + first) * by for size, first, by in dims)
+    below = min((0, one.start, *one.shape, *(number for dim in dims for number in dim)))
+    if below < 0 or one.start + one.here > min(spread, whole) or furthest >= max(whole, 1):
+        yield f"the part of {one.name} lies outside of {one.shape}"
+    if one.group is not None and not 0 <= one.group < len(head.groups):
+        yield f"{one.name} is in group {one.group}, and there are {len(head.groups)}"
+
+
+def _wrong_call(at: int, head: Head, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    call, begin = head.calls[at], f"input/{at}/"
+    given = {key.removeprefix(begin): one for key, one in tensors.items() if key.startswith(begin)}
+    if not -1 <= call.micro < len(head.micros):
+        yield f"call {at} is of micro-batch {call.micro}, and there are {len(head.micros)}"
+    if not call.inputs and not head.limits:
+        yield f"call {at} has no inputs, and nothing says why"
+    if call.inputs and not tree.readable(call.inputs, given):
+        yield f"the inputs of call {at} cannot be read"
+    lacking = [] if "rng" in given else ["its generator"]
+    lacking += [f"the gradient of output {place}" for place in call.outputs if f"output/{at}/{place}" not in tensors]
+    if lacking:
+        yield f"call {at} lacks {lacking[0]}"
 
 
 def _refused(path: Path, what: str) -> PlanRejected:

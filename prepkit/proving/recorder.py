@@ -6,8 +6,8 @@ recorded, nothing hangs anywhere.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,22 +20,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from prepkit.auditing.window import around_calls, called_first
 from prepkit.facts.proof import ClipProof
 from prepkit.objects import names
 from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
-from prepkit.proving import tree
+from prepkit.proving import bare, tree
+from prepkit.proving.hooks import CLIPS, adding, line_of, that_clip
 from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype
 from prepkit.proving.record_file import Head, HeldPart, Micro, Record, RecordedCall
+from prepkit.proving.trace import Tracer
 from prepkit.ranks.world import world
+from prepkit.training.token_loss import TokenWindow
 
 LARGEST = 4 << 30
 """Bytes that a record may take on a rank."""
-
-
-CLIPS = "clip_grads_with_norm_"
-"""The public name of torch's function, under which modules have imported it."""
 
 
 class TooLarge(ValueError):
@@ -63,15 +63,24 @@ class Recorder:
     root: nn.Module | None = None
     """What the loop calls. None: the first module with trained parameters that is called from outside of any other."""
     accumulation: int | None = None
+    computes_in: str | None = None
+    """The lowest floating dtype, as a plan has it; None: as the graph of the outputs shows."""
     clip: ClipProof | None = None
     """As a plan or an engine has it; a clipping that is seen says more."""
     largest: int = LARGEST
+    raises: bool = True
+    """Whether a larger record ends the program; else nothing more is recorded, and ``too_large`` says so."""
+    too_large: str = field(default="", init=False)
+    traces: bool = False
+    """Whether outputs of all modules and operators are noted too, for ``proving.bisect``."""
     when_done: Callable[[], None] = lambda: None  # the default of a field
     """Called once the window is complete: everything that trains was stepped, or the next window begins."""
     done: bool = field(default=False, init=False)
     _stepping: bool = field(default=False, init=False)
     _calls: list[_Called] = field(factory=list, init=False)
     _micros: list[Micro] = field(factory=list, init=False)
+    _tracer: Tracer = field(factory=Tracer, init=False)
+    _operators: ExitStack = field(factory=ExitStack, init=False)
     _scale: float = field(default=1.0, init=False)
     _dtype: torch.dtype = field(default=torch.float64, init=False)
     _parts: dict[str, Part] = field(factory=dict, init=False)
@@ -80,8 +89,10 @@ class Recorder:
     _shapes: dict[str, tuple[int, ...]] = field(factory=dict, init=False)
     _optimizers: list[Any] = field(factory=list, init=False)
     _options: tuple[str, ...] = field(default=(), init=False)
+    _tokens: float | None = field(default=None, init=False)
     _first: dict[int, int] = field(factory=dict, init=False)
     _fresh: bool = field(default=True, init=False)
+    _lines: dict[str, None] = field(factory=dict, init=False)
     _limits: dict[str, None] = field(factory=dict, init=False)
     _stack: ExitStack = field(factory=ExitStack, init=False)
 
@@ -91,18 +102,19 @@ class Recorder:
         with ExitStack() as stack:
             self._stack = stack
             if self.root is None:
-                stack.enter_context(_called_first(self._root))
+                stack.enter_context(called_first(self._root))
             else:
                 self._attach(self.root, stack)
-            for home, name, around in (
+            for home, name, instead in (
                 (torch.autograd, "backward", self._backward),
                 (torch.optim.Optimizer, "zero_grad", self._cleared),
                 (torch.amp.GradScaler, "scale", self._scaled),
                 (clip_grad, "_clip_grads_with_norm_", self._clipped),
-                *((home, CLIPS, self._clipped) for home in _that_clip()),
+                *((home, CLIPS, self._clipped) for home in that_clip()),
                 (FullyShardedDataParallel, "clip_grad_norm_", self._clipped_fsdp1),
+                (TokenWindow, "weighed", self._weighed),
             ):
-                stack.enter_context(_around(home, name, around))
+                stack.enter_context(around_calls(home, name, instead))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             yield self
@@ -133,7 +145,12 @@ class Recorder:
             rank=world().rank,
             world=world().size,
             calls=tuple(
-                RecordedCall(inputs=call.inputs, micro=call.micro, outputs=tuple(sorted(call.arrived)))
+                RecordedCall(
+                    inputs=call.inputs,
+                    micro=call.micro,
+                    outputs=tuple(sorted(call.arrived)),
+                    digest=_digest(call.tensors),
+                )
                 for call in self._calls
             ),
             micros=tuple(self._micros),
@@ -143,6 +160,7 @@ class Recorder:
                     shape=self._shapes[name],
                     start=part.start,
                     dims=part.dims,
+                    here=part.values.numel(),
                     trained=name in trained,
                     group=self._groups.get(name),
                 )
@@ -152,13 +170,17 @@ class Recorder:
             optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in self._optimizers)),
             groups=self._options,
             fresh=self._fresh,
-            dtype=str(self._dtype).removeprefix("torch."),
+            dtype=str(self._dtype).removeprefix("torch.") if self.computes_in is None else self.computes_in,
             sent="bfloat16" if any(getattr(one, "_comm_hooks", None) for one in self.root.modules()) else "float32",
             scale=scale,
             clip=clip,
             accumulation=self.accumulation,
+            device=next((param.device.type for param in self.root.parameters()), "cpu"),
+            lines=tuple(self._lines),
             limits=tuple(self._limits),
+            trace=tuple(self._tracer.entries),
         )
+        self._tensors |= {f"trace/{at}": values for at, values in enumerate(self._tracer.values)}
         return Record(head, self._tensors)
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -176,6 +198,20 @@ class Recorder:
 
     def _attach(self, root: nn.Module, stack: ExitStack) -> None:
         self.root = root
+        if self.traces:
+            stack.enter_context(self._tracer.on(root))
+            stack.callback(self._operators.close)
+        if (compiled := root._compiled_call_impl) is not None:  # hooks would be compiled with the model
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._enters(root, args, kwargs)
+                output = compiled(*args, **kwargs)
+                self._leaves(root, args, output)
+                return output
+
+            root._compiled_call_impl = call
+            stack.callback(setattr, root, "_compiled_call_impl", compiled)
+            return
         stack.callback(root.register_forward_pre_hook(self._enters, prepend=True, with_kwargs=True).remove)
         stack.callback(root.register_forward_hook(self._leaves).remove)
 
@@ -184,6 +220,12 @@ class Recorder:
             self._complete()
         if self.done or not torch.is_grad_enabled():
             return
+        if not self._calls:
+            assert self.root is not None
+            for path, buffer in bare.named_buffers(self.root):
+                self._keep(f"buffer/{path}", local(buffer))
+        if torch.is_autocast_enabled("cpu"):
+            self._dtype = torch.get_autocast_dtype("cpu")
         tensors: dict[str, Tensor] = {"rng": torch.get_rng_state()}
 
         def keep(tensor: Tensor) -> str:
@@ -196,15 +238,20 @@ class Recorder:
         except tree.NotPlain as error:
             self._limits[f"{error}, which a record does not hold: nothing was replayed"] = None
             inputs = ""
+        if self.traces:
+            self._tracer.micro = len(self._micros)
+            self._operators.close()
+            self._operators.enter_context(self._tracer.operators())
         own = "num_items_in_batch" in kwargs
         self._calls.append(_Called(inputs, tensors, own_total=own))
         held = sum(one.nbytes for call in self._calls for one in call.tensors.values())
         if held > self.largest:
-            raise TooLarge(
+            self._give_up(
                 f"the inputs of {len(self._calls)} calls take {held:,} bytes, and {self.largest:,} may be kept"
             )
 
     def _leaves(self, _: nn.Module, __: Any, output: Any) -> None:
+        self._operators.close()
         if self.done or not torch.is_grad_enabled() or not self._calls:
             return
         call = self._calls[-1]
@@ -213,7 +260,7 @@ class Recorder:
         self._dtype = lowest_dtype(call.ends, self._dtype)
         for place, tensor in enumerate(found):
             if tensor.requires_grad:
-                tensor.register_hook(_adding(call.arrived, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(adding(call.arrived, place))  # type: ignore[no-untyped-call]
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -227,15 +274,25 @@ class Recorder:
         micro = len(self._micros)
         total = factor.total or any(call.own_total for call in open_calls)
         loss = float(losses[0].detach())
-        self._micros.append(Micro(loss=loss / factor.value if factor.value else loss, factor=factor.value, total=total))
+        self._micros.append(
+            Micro(
+                loss=loss / factor.value if factor.value else loss,
+                factor=factor.value,
+                total=total and self._tokens is None,
+                tokens=self._tokens,
+            )
+        )
+        self._tokens = None
+        self._lines |= dict.fromkeys(line_of("backward"))
         for call in open_calls:
             call.micro = micro
+        self._tracer.backward = True
         result = plain(tensors, *args, **kwargs)
-        for call in open_calls:
-            call.ends = ()
+        self._tracer.backward = False
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
             self._micros.pop()
-            self._calls = [call for call in self._calls if call not in open_calls]
+            for call in open_calls:
+                call.micro = -1  # its own may follow
         return result
 
     def _cleared(self, plain: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -243,6 +300,7 @@ class Recorder:
         if not self.done and not self._optimizers and self._holds(optimizer):
             self._calls = [call for call in self._calls if call.micro < 0]
             self._micros.clear()
+            self._tracer.forget()
         return plain(optimizer, *args, **kwargs)
 
     def _holds(self, optimizer: Any) -> bool:
@@ -255,6 +313,12 @@ class Recorder:
         result = plain(scaler, *args, **kwargs)
         self._scale = float(scaler.get_scale())
         return result
+
+    def _weighed(self, plain: Callable[..., Any], window: Any, loss: Tensor, mean_over: Any) -> Any:
+        """The run says over how many tokens a loss is a mean."""
+        if not self.done and mean_over is not None:
+            self._tokens = float(mean_over)
+        return plain(window, loss, mean_over)
 
     def _clipped(self, plain: Callable[..., Any], params: Any, most: float, norm: Any, *args: Any, **kw: Any) -> Any:
         if not self.done and not isinstance(norm, DTensor):
@@ -270,7 +334,24 @@ class Recorder:
 
     # --- step -------------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Records what is about to be stepped; what a closure makes first, behind the closure."""
+        given = [*args, *(kwargs or {}).values()]
+        closures = [one for one in given if callable(one) and not isinstance(one, torch.optim.Optimizer)]
+        if not closures or self.done:
+            self._gradients(optimizer)
+            return None
+
+        def closure() -> Any:
+            result = closures[0]()
+            self._gradients(optimizer)
+            return result
+
+        return tuple(closure if one is closures[0] else one for one in args), {
+            key: closure if one is closures[0] else one for key, one in (kwargs or {}).items()
+        }
+
+    def _gradients(self, optimizer: Any) -> None:
         if self.done or self._stepping or self.root is None or not self._micros:
             return
         if not self._parts:
@@ -278,21 +359,21 @@ class Recorder:
             self._shapes = _shapes(self.root)
             for name, part in self._parts.items():
                 self._keep(f"weight/{name}", part.values)
-            for path, buffer in _buffers(self.root):
-                self._keep(f"buffer/{path}", local(buffer))
         if not (held := self._places(optimizer)):
             return
         self._stepping = True
+        self._lines |= dict.fromkeys(line_of("step"))
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
-            self._fresh = self._fresh and not any(optimizer.state.values())
+            self._fresh = self._fresh and all(map(_is_fresh, optimizer.state.values()))
             self._first[id(optimizer)] = len(self._options)
             self._options += tuple(_plain_options(optimizer, group) for group in optimizer.param_groups)
         for name, (group, holder, at) in held.items():
             self._groups[name] = self._first[id(optimizer)] + group
             if holder.grad is not None:
                 numel = self._parts[name].values.numel()
-                self._keep(f"grad/{name}", local(holder.grad).reshape(-1)[at : at + numel])
+                grad = holder.grad.to_dense() if holder.grad.is_sparse else holder.grad
+                self._keep(f"grad/{name}", local(grad).reshape(-1)[at : at + numel])
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer not in self._optimizers or not self._stepping:
@@ -325,63 +406,21 @@ class Recorder:
         return found
 
     def _keep(self, key: str, tensor: Tensor) -> None:
+        if self.too_large:
+            return
         self._tensors[key] = (
             tensor.detach().reshape(-1).cpu().clone() if "buffer/" not in key else tensor.detach().cpu()
         )
         held = sum(one.nbytes for one in self._tensors.values())
         if held > self.largest:
-            raise TooLarge(f"weights and gradients take more than {self.largest:,} bytes on a rank")
+            self._give_up(f"weights and gradients take more than {self.largest:,} bytes on a rank")
 
-
-def _that_clip() -> list[Any]:
-    """Modules that hold torch's function by its public name."""
-    plain = clip_grad._clip_grads_with_norm_
-    return [one for one in list(sys.modules.values()) if getattr(one, "__dict__", {}).get(CLIPS) is plain]
-
-
-def _adding(arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
-    """A hook that keeps the gradient of an output; one that arrives again adds up."""
-
-    def hook(grad: Tensor) -> None:
-        kept = local(grad).detach().cpu().clone()
-        arrived[place] = arrived[place] + kept if place in arrived else kept
-
-    return hook
-
-
-@contextmanager
-def _around(home: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``around`` is called with the function and its arguments instead of it."""
-    plain = vars(home)[name]
-
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        return around(plain, *args, **kwargs)
-
-    setattr(home, name, instead)
-    try:
-        yield
-    finally:
-        setattr(home, name, plain)
-
-
-@contextmanager
-def _called_first(tell: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Inside, ``tell`` is told of modules that are called from outside of any other, before they are."""
-    plain = nn.Module.__call__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tell(module)
-        nn.Module.__call__ = plain  # type: ignore[method-assign]  # inside, all is as it was, also for compilers
-        try:
-            return plain(module, *args, **kwargs)
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
-
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = plain  # type: ignore[method-assign]
+    def _give_up(self, why: str) -> None:
+        if self.raises:
+            raise TooLarge(why)
+        self.too_large, self.done = why, True
+        self._tensors.clear()
+        self._calls.clear()
 
 
 def _plain_options(optimizer: Any, group: dict[str, Any]) -> str:
@@ -392,6 +431,11 @@ def _plain_options(optimizer: Any, group: dict[str, Any]) -> str:
         and (_is_number(value) or (isinstance(value, tuple | list) and all(map(_is_number, value))))
     }
     return json.dumps({"class": type(optimizer).__name__, **kept}, sort_keys=True)
+
+
+def _is_fresh(state: Any) -> bool:
+    """Whether it is as the optimizer has made it: Adagrad has some before its first step."""
+    return not state or ("step" in state and float(state["step"]) == 0)
 
 
 def _is_number(value: Any) -> bool:
@@ -414,11 +458,14 @@ def _parameters(root: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
     return list(holders(root).items()) if root is not None else []
 
 
-def _buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for site in names.sites(root):
-        for name, buffer in site.module._buffers.items():
-            if buffer is not None and site.first:
-                yield (f"{site.path}.{name}" if site.path else name), buffer
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """Of keys, kinds and bytes of everything that a call was given; of a generator nothing."""
+    found = hashlib.sha256()
+    for key, one in sorted(tensors.items()):
+        if key != "rng":
+            found.update(repr((key, one.dtype, tuple(one.shape))).encode())
+            found.update(one.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def _shapes(root: nn.Module) -> dict[str, tuple[int, ...]]:

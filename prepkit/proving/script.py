@@ -19,18 +19,19 @@ class WindowDone(BaseException):
     """Ends the script behind its first window; no ``except Exception`` of the script holds it up."""
 
 
-def prove_script(script: str, arguments: tuple[str, ...] = ()) -> Proof | None:
+def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None = None) -> Proof | None:
     """The proof of a script's first window, on every rank; None where no optimizer steps a model that was called.
 
     The script runs as ``python script arguments`` would run it, on every rank that a launcher has started, until
     all that trains was stepped, or the next window begins. Rank 0 replays while the others wait.
+    ``keep``: a folder that the record is left in, with what each module and operator has computed, for ``bisect``.
     Raises ``ScriptEnded`` for what the script itself raises before that.
     """
 
     def end() -> None:
         raise WindowDone
 
-    recorder = Recorder(when_done=end)
+    recorder = Recorder(when_done=end, traces=keep is not None)
     with recorder.on():
         try:
             with as_main(script, arguments):
@@ -45,10 +46,10 @@ def prove_script(script: str, arguments: tuple[str, ...] = ()) -> Proof | None:
         except Exception as error:
             raise ScriptEnded(told(script, error)) from error
     stepped = recorder.root is not None and bool(recorder.stepped)
-    return _together(recorder, stepped)
+    return _together(recorder, stepped, keep)
 
 
-def _together(recorder: Recorder, stepped: bool) -> Proof | None:
+def _together(recorder: Recorder, stepped: bool, keep: str | None) -> Proof | None:
     """Rank 0's proof on every rank. Collective where there are several."""
     every = world().gather(stepped)
     if not any(every):
@@ -56,7 +57,8 @@ def _together(recorder: Recorder, stepped: bool) -> Proof | None:
     if not all(every):
         ranks = ", ".join(str(rank) for rank, one in enumerate(every) if not one)
         return _unproven(f"rank {ranks} had stepped nothing when the others were done")
-    folder = Path(world().from_first(tempfile.mkdtemp(prefix="prepkit-proof-") if world().is_first else ""))
+    made = keep or (tempfile.mkdtemp(prefix="prepkit-proof-") if world().is_first else "")
+    folder = Path(world().from_first(made))
     try:
         write(recorder.record(), folder)
         world().meet()
@@ -64,7 +66,7 @@ def _together(recorder: Recorder, stepped: bool) -> Proof | None:
         proof = prove_records(recorder.root, folder) if world().is_first else None
         return world().from_first(proof)
     finally:
-        if world().is_first:
+        if world().is_first and keep is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 

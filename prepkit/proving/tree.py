@@ -34,6 +34,15 @@ def read(text: str, tensors: Mapping[str, Tensor]) -> Any:
     return _read(json.loads(text), tensors)
 
 
+def readable(text: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether ``read`` takes it for arguments and keywords."""
+    try:
+        found = read(text, tensors)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, list) and len(found) == 2 and isinstance(found[1], dict)
+
+
 def _read(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     match data:
         case {"tensor": str(key), **rest} if not rest and key in tensors:

@@ -43,6 +43,13 @@ class Ranks:
         return self.size > 1 and "fake" not in self.backend
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """Numbers that the ranks of the group have in the default group, in the order of the group."""
+        if not self.running:
+            return (0,)
+        return tuple(dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group))
+
+    @property
     def is_first(self) -> bool:
         """True on rank 0, and in a process on its own."""
         return self.rank == 0
@@ -104,6 +111,35 @@ class Ranks:
             return values.detach() * self.size
         return self._reduced(values, dist.ReduceOp.SUM)
 
+    def average(self, values: Tensor) -> None:
+        """Put the mean over the ranks in the place of each element, without a copy. On a device of the backend."""
+        if self.running:
+            dist.all_reduce(values, group=self.group)
+            values /= self.size
+
+    def parts(self, values: Tensor, into: list[Tensor] | None = None) -> list[Tensor]:
+        """The tensors of all ranks, of one shape and dtype, rank by rank; ``into``: written into these."""
+        if into is None and not self.carries_data:
+            return [values] * self.size
+        everyone = [torch.empty_like(values) for _ in range(self.size)] if into is None else into
+        dist.all_gather(everyone, values, group=self.group)
+        return everyone
+
+    def send(self, values: Tensor, rank: int) -> None:
+        """Put the tensor of this rank of the group in the place of everybody else's, of the same shape and dtype."""
+        if self.carries_data:
+            dist.broadcast(values, src=self.members[rank], group=self.group)
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        """Give each rank its item of the list of rank 0, pickled on its way; the others give None."""
+        got: list[Any] = [None]
+        dist.scatter_object_list(got, values, src=self.members[0], group=self.group)
+        return got[0]
+
+    def ask_worst(self, values: Tensor) -> Any:
+        """Begin to put the largest of each element over the ranks in its place; what is returned has a ``wait``."""
+        return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+
     def meet(self) -> None:
         """Returns when every rank is here, or fails after the group's time-out."""
         if self.carries_data:
@@ -131,6 +167,20 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
         backend=str(dist.get_backend_config(group)),
         group=group,
     )
+
+
+def new_group(backend: str | None = None) -> dist.ProcessGroup:
+    """Another group of all ranks, whose messages mix with no others; None: on the default backend. Collective."""
+    group: dist.ProcessGroup = dist.new_group(backend=backend)
+    return group
+
+
+def average_on_xla(tensors: list[Tensor]) -> None:
+    """Put the mean over XLA's processes, of which torch knows no group, in the place of each tensor."""
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    xm.all_reduce("sum", tensors, scale=1.0 / xr.world_size())
 
 
 class RankZeroFailed(RuntimeError):

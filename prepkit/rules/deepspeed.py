@@ -110,6 +110,13 @@ def experts(model: ModelFacts) -> tuple[str, ...]:
     return tuple(dict.fromkeys(at_path[path] for path in holders if path in at_path))
 
 
+def _complex(resolved: Resolved, engine: DeepSpeed) -> Iterator[Hit]:
+    params = resolved.facts.model.params
+    names = [one.name for one in params if one.requires_grad and one.dtype.startswith("complex")]
+    if names and stage(engine) and resolved.trains:
+        yield Hit(at(names[0]), f"Trained complex numbers, which ZeRO flattens among real ones: {some(names)}.")
+
+
 def _experts(resolved: Resolved, engine: DeepSpeed) -> Iterator[Hit]:
     if stage(engine) != 3 or engine.leaf_modules:
         return
@@ -189,6 +196,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.no-stage",
         summary="Somebody says which ZeRO stage is meant.",
+        lawful="DeepSpeed has a default for it",
         check=flaws("no-stage"),
         fix="Write DeepSpeed(stage=2).",
         source=("DP-4",),
@@ -205,6 +213,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.two-places",
         summary="No setting stands in two places that disagree.",
+        lawful="DeepSpeed reads one of them",
         check=flaws("two-places"),
         fix="Give it in one place.",
         overridable=False,
@@ -213,6 +222,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.precision",
         summary="config.precision alone says in which precision DeepSpeed computes.",
+        lawful="DeepSpeed reads its own section",
         check=flaws("precision"),
         fix="Say it in config.precision alone.",
         overridable=False,
@@ -284,6 +294,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.auto",
         summary="Every auto can be worked out.",
+        lawful="its caller may fill it in",
         check=flaws("auto"),
         fix="Write a value.",
         overridable=False,
@@ -366,6 +377,13 @@ RULES: tuple[Rule, ...] = (
         check=with_engine(DeepSpeed, _leaf_inputs),
         fix="Call model.enable_input_require_grads(), or train something before it, or leave it out of leaf_modules.",
         source=("deepspeed PartitionedParameterCoordinator", "DS-19"),
+    ),
+    Rule(
+        id="deepspeed.complex",
+        summary="What ZeRO flattens into one tensor are real numbers.",
+        check=with_engine(DeepSpeed, _complex),
+        fix="Keep real and imaginary part as two real parameters (torch.view_as_complex), or write engine=DDP().",
+        source=("deepspeed flatten_dense_tensors",),
     ),
     Rule(
         id="deepspeed.experts",

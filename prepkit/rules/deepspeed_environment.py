@@ -181,6 +181,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="deepspeed.unknown-type",
         summary="The optimizer and scheduler sections name types that DeepSpeed knows.",
+        lawful="another release may know it",
         check=flaws("unknown-type"),
         fix="Write a type that it knows.",
         overridable=False,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 from attrs import evolve
 
-from prepkit.config import XLA, Config, EachLoader, KeepLoaders, ShardLoaders
+from prepkit.config import DDP, XLA, Config, EachLoader, KeepLoaders, ShardLoaders
 from prepkit.facts import Facts, LoaderFacts
 from prepkit.findings import Severity
-from prepkit.findings.text import count
+from prepkit.findings.text import at, count
 from prepkit.resolve import loaders
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Check, Hit, Moment, Rule
@@ -91,6 +91,25 @@ def _repeats(resolved: Resolved) -> Iterator[Hit]:
         if how.purpose == "training" and loader.length is not None and 0 < loader.length < parts:
             samples = count(loader.length, "sample")
             yield Hit(where, f"{samples} over {parts} ranks: some of them are read by several ranks.")
+
+
+def _last_round(resolved: Resolved) -> Iterator[Hit]:
+    """Torch raises there: "Expected more than 1 value per channel when training"."""
+    model, parts = resolved.facts.model, resolved.data_parallel_size
+    synced = isinstance(resolved.cfg.engine, DDP) and resolved.cfg.engine.sync_batchnorm
+    norms = [one.path for one in model.modules if model.classes[one.cls].name == "BatchNorm1d"]
+    for index, loader in enumerate(resolved.facts.loaders if norms and resolved.trains and not synced else ()):
+        how = loaders.choice(resolved.cfg, index)
+        size = loaders.batch_size(how, loader, parts)
+        odd = loader.iterable or loader.custom_batches or loader.foreign or loader.length is None or loader.drop_last
+        if not isinstance(how, ShardLoaders) or how.purpose != "training" or how.drop_last or odd or not size:
+            continue
+        rest = (loader.length or 0) % (size * parts)
+        if size > 1 and rest and -(-rest // parts) == 1:
+            what = (
+                f"{loader.length} samples in batches of {size} over {count(parts, 'rank')} end with one sample a rank"
+            )
+            yield Hit(f"loaders[{index}]", f"{what}, of which {at(norms[0])} takes no variance: torch raises there.")
 
 
 def _same_data(resolved: Resolved) -> Iterator[Hit]:
@@ -306,6 +325,14 @@ RULES: tuple[Rule, ...] = (
         fix='Start fewer processes if every sample is to count once, or write purpose="evaluation" to evaluate.',
         severity=Severity.WARNING,
         source=("DL-21", "DL-27"),
+    ),
+    Rule(
+        id="loaders.last-round",
+        summary="The last batch of a pass has a variance for batch norms.",
+        check=_last_round,
+        fix="Build the loader with drop_last=True, or with another batch_size.",
+        severity=Severity.WARNING,
+        source=("DL-21", "torch batch_norm"),
     ),
     Rule(
         id="loaders.same-data",

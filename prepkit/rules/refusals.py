@@ -5,234 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 from prepkit.findings import Severity
+from prepkit.rules.files import FILES, refusal
 from prepkit.rules.rule import Moment, Rule
-
-_refusal = partial(Rule, at=(Moment.CALL,), overridable=False)
-
-# --- files ---
-
-_data = partial(_refusal, told_by="pk.load, pk.read_config, prepkit.codec")
-_plan_file = partial(_refusal, told_by="pk.load, prepkit show, prepkit diff")
-_config_file = partial(_refusal, told_by="pk.read_config, prepkit plan, prepkit check")
-_import = partial(_refusal, told_by="pk.import_config, prepkit import, prepkit plan, prepkit check")
-_check = partial(_refusal, told_by="prepkit check, prepkit gate")
-_export = partial(_refusal, told_by="pk.export_config, prepkit export")
-
-_FILES: tuple[Rule, ...] = (
-    # --- files that prepkit wrote ---
-    _data(
-        id="codec.damaged",
-        summary="The file is UTF-8 text in JSON.",
-        fix="Restore the file, or plan again.",
-    ),
-    _data(
-        id="codec.duplicate-key",
-        summary="No key appears twice in one object.",
-        fix="Keep one of them.",
-    ),
-    _plan_file(
-        id="codec.edited",
-        summary="The contents of a saved plan or attestation have the digest that was written with them.",
-        fix="Change the config and plan again; a plan is not edited by hand.",
-    ),
-    _plan_file(
-        id="codec.foreign",
-        summary="The file says of itself that it is a plan or an attestation of prepkit.",
-        fix="Give a file that pk.save(plan, path) wrote.",
-    ),
-    _plan_file(
-        id="codec.inconsistent",
-        summary="The parts of a saved plan fit each other: indices lead somewhere, axes multiply to the ranks.",
-        fix="Plan again; a plan is not edited by hand.",
-    ),
-    _data(
-        id="codec.missing-key",
-        summary="Every key without a default is there.",
-        fix="Add the key; the finding says what stands under it.",
-    ),
-    _plan_file(
-        id="codec.other-format",
-        summary="The file has the format number that this prepkit reads.",
-        fix="Use the prepkit that wrote the file, or plan again with this one.",
-    ),
-    _plan_file(
-        id="codec.too-large",
-        summary="The file is not larger than any plan can be.",
-        fix="Give the path of a plan file.",
-    ),
-    _data(
-        id="codec.too-many",
-        summary="Not more places of one list or object are wrong than findings report.",
-        fix="Correct the places that are reported, or write the file again.",
-    ),
-    _data(
-        id="codec.unknown-key",
-        summary="Every key is one that the value has.",
-        fix="Write the name that is proposed, or remove the key.",
-    ),
-    _data(
-        id="codec.unknown-kind",
-        summary="A kind is the name of a class that may stand in that place.",
-        fix="Write one of the names that the finding lists.",
-    ),
-    _plan_file(
-        id="codec.unreadable",
-        summary="The file is there and may be read.",
-        fix="Give the path of a plan file.",
-    ),
-    _plan_file(
-        id="codec.wrong-keys",
-        summary="An attestation file has the keys of an attestation file, and no others.",
-        fix="Restore the file.",
-    ),
-    _data(
-        id="codec.wrong-type",
-        summary="Every value has the type of its field; none is turned into another.",
-        fix="Write the type that the finding names.",
-    ),
-    _data(
-        id="codec.wrong-value",
-        summary="Every value is one that its field allows, and that JSON has.",
-        fix="Write one of the values that the finding names.",
-    ),
-    # --- other libraries' files ---
-    _import(
-        id="import.asks-machine",
-        summary="No key of an imported config leaves it to the machine that it runs on what is done.",
-        fix="Write what is meant.",
-        severity=Severity.WARNING,
-    ),
-    _import(
-        id="import.contradiction",
-        summary="No two keys of an imported config say different things of one setting.",
-        fix="Keep one of them.",
-    ),
-    _import(
-        id="import.missing-file",
-        summary="A file that an imported config points to is there.",
-        fix="Give its path, from where you are or from the file that points to it.",
-    ),
-    _import(
-        id="import.no-effect",
-        summary="Every key of an imported config does something where it stands.",
-        fix="Remove the key.",
-        severity=Severity.WARNING,
-    ),
-    _import(
-        id="import.not-supported",
-        summary="An imported config asks for what prepkit does.",
-        fix="Write the nearest way that the finding names.",
-    ),
-    _import(
-        id="import.unknown-key",
-        summary="Every key of an imported config is one that its library knows.",
-        fix="Write the name that is proposed, or remove the key.",
-    ),
-    _import(
-        id="import.wrong-type",
-        summary="Every value of an imported config has the type that its library takes.",
-        fix="Write the type that the finding names.",
-    ),
-    _import(
-        id="import.wrong-value",
-        summary="Every value of an imported config is one that its library knows.",
-        fix="Write one of the values that the finding names.",
-    ),
-    _check(
-        id="launch.gpus",
-        summary="A script starts no more processes on a node than it asks Slurm for GPUs.",
-        fix="Start fewer, or ask for more.",
-    ),
-    _check(
-        id="launch.nodes",
-        summary="A script waits for no more machines than it asks Slurm for.",
-        fix="Write the same number in both places.",
-    ),
-    _check(
-        id="launch.processes",
-        summary="The processes that accelerate launch is told of can be divided over its machines.",
-        fix="Write the processes of all machines together.",
-    ),
-    _check(
-        id="launch.twice",
-        summary="Either srun or the launcher starts the processes of a node.",
-        fix="Write #SBATCH --ntasks-per-node=1.",
-    ),
-    _export(
-        id="export.not-expressible",
-        summary="Every setting of an exported config is one that the other library's file can say.",
-        fix="Write what it can say, or leave it out with partial=True (--partial) and see to it in your script.",
-    ),
-    _export(
-        id="export.unknown-extension",
-        summary="An exported file has an extension that its library reads.",
-        fix="Name it with one of the extensions that the finding names.",
-    ),
-    _export(
-        id="export.unknown-library",
-        summary="The library that a config is exported to is one of those that there is an exporter for.",
-        fix="Write accelerate, deepspeed or transformers.",
-    ),
-    # --- config files ---
-    _config_file(
-        id="config.damaged",
-        summary="The config file is UTF-8 text in the format that its extension says.",
-        fix="Mend the file at the line and column that the finding names.",
-    ),
-    _config_file(
-        id="config.duplicate-key",
-        summary="No key appears twice in one mapping of a YAML file.",
-        fix="Keep one of them.",
-    ),
-    _config_file(
-        id="config.empty",
-        summary="The config file says something.",
-        fix="Write at least the engine.",
-    ),
-    _config_file(
-        id="config.not-a-mapping",
-        summary="The top level of the config file is a mapping of config fields.",
-        fix="Write fields such as 'engine' at the top level.",
-    ),
-    _config_file(
-        id="config.recursive",
-        summary="No value of a YAML file contains itself through an alias.",
-        fix="Write it out without the alias.",
-    ),
-    _config_file(
-        id="config.too-large",
-        summary="The config file, with every alias written out, is not larger than any config can be.",
-        fix="Write it out without aliases, or shorter.",
-    ),
-    _config_file(
-        id="config.too-many",
-        summary="Not more places of one file are wrong than findings report.",
-        fix="Correct the places that are reported, or write the file again.",
-    ),
-    _config_file(
-        id="config.unknown-extension",
-        summary="The extension of the config file says its format.",
-        fix="Name it with one of .toml, .yaml, .yml, .json.",
-    ),
-    _config_file(
-        id="config.unrecognised",
-        summary="The keys of the config file tell whose it is.",
-        fix="Say whose it is: --from on the command line, import_config(path, kind) in Python.",
-    ),
-    _config_file(
-        id="config.unreadable",
-        summary="The config file is there and may be read.",
-        fix="Give the path of a config file.",
-    ),
-)
-"""Reporting order: file by file."""
-
 
 # --- checkpoints and exports ---
 
-_save = partial(_refusal, told_by="ready.save, ready.checkpoints.check")
-_resume = partial(_refusal, told_by="ready.resume")
-_exports = partial(_refusal, told_by="ready.export")
+_save = partial(refusal, told_by="ready.save, ready.checkpoints.check")
+_resume = partial(refusal, told_by="ready.resume")
+_exports = partial(refusal, told_by="ready.export")
 
 _CHECKPOINTS: tuple[Rule, ...] = (
     _save(
@@ -275,13 +55,13 @@ _CHECKPOINTS: tuple[Rule, ...] = (
         summary="A checkpoint holds tensors and plain data, and names no file outside of its folder.",
         fix="Do not use the file: no checkpoint of prepkit or torch is made so. Nothing in it was run.",
     ),
-    _refusal(
+    refusal(
         id="checkpoint.deepspeed-state",
         summary="What DeepSpeed keeps can be told apart by parameter.",
         fix="Save and load in DeepSpeed's own format, by ready.model.save_checkpoint and load_checkpoint.",
         told_by="ready.save, ready.resume, pk.fingerprints",
     ),
-    _refusal(
+    refusal(
         id="prove.record",
         summary="The record of a window is whole, and of a format that this version reads.",
         fix="Record the window again; a record is read by the version of prepkit that has written it.",
@@ -308,7 +88,7 @@ _CHECKPOINTS: tuple[Rule, ...] = (
 
 # --- accelerate's face ---
 
-_face = partial(_refusal, told_by="prepkit.compat.accelerate")
+_face = partial(refusal, told_by="prepkit.compat.accelerate")
 _PAGE = "docs/from-accelerate.md"
 
 _ACCELERATE: tuple[Rule, ...] = (
@@ -333,12 +113,12 @@ _ACCELERATE: tuple[Rule, ...] = (
         fix="Give one model and its optimizer to one prepare, and each other model to an Accelerator.",
     ),
     _face(
-        id="accelerate.windows",
+        id="accelerate.outside-accumulate",
         summary="Under DeepSpeed a script accumulates gradients inside accelerator.accumulate.",
         fix="Write gradient_accumulation_steps and `with accelerator.accumulate(model):`.",
     ),
     _face(
-        id="accelerate.clipping",
+        id="accelerate.clips-otherwise",
         summary="A script clips as DeepSpeed's config says, and under fp16 all that is trained.",
         fix="Write the number into DeepSpeed's config, or give model.parameters() of the one model.",
     ),
@@ -366,19 +146,19 @@ _ACCELERATE: tuple[Rule, ...] = (
 
 # --- all ---
 
-_apply = partial(_refusal, told_by="pk.apply, prepkit.applying.run")
-_model_option = partial(_refusal, told_by="prepkit plan, check, rehearse and report with --model")
+_apply = partial(refusal, told_by="pk.apply, prepkit.applying.run")
+_model_option = partial(refusal, told_by="prepkit plan, check, rehearse and report with --model")
 
 REFUSALS: tuple[Rule, ...] = (
-    *_FILES,
+    *FILES,
     # --- calls ---
-    _refusal(
+    refusal(
         id="optimizer.two-places",
         summary="The config and the call do not name two different optimizers.",
         fix="Give the optimizer in one place.",
         told_by="pk.build_plan, pk.check",
     ),
-    _refusal(
+    refusal(
         id="diff.does-not-fit",
         summary="Every change meets the values that it was taken from.",
         fix="Patch the plan that the changes were taken from.",
@@ -394,7 +174,13 @@ REFUSALS: tuple[Rule, ...] = (
         summary="What --model names returns a model.",
         fix="Call it in Python and mend what it raises.",
     ),
-    _refusal(
+    refusal(
+        id="model.not-known",
+        summary="What a folder says of its model is enough to know its modules and parameters.",
+        fix="Give --model PKG.MOD:FACTORY, a function that returns the model.",
+        told_by="prepkit --model",
+    ),
+    refusal(
         id="audit.no-config",
         summary="What stands there is what a config of prepkit asks for.",
         fix="Prepare the model in the way that the finding says, or with prepkit.",
@@ -419,7 +205,7 @@ REFUSALS: tuple[Rule, ...] = (
         fix="Launch as the plan says, or plan again for this launch.",
         at=(Moment.CALL, Moment.ACT),
     ),
-    _refusal(
+    refusal(
         id="optimizer.prepared-elsewhere",
         summary="No optimizer is prepared with two models.",
         fix="Give each model an optimizer of its own, or put both models into one module.",
@@ -437,52 +223,52 @@ REFUSALS: tuple[Rule, ...] = (
         at=(Moment.CALL, Moment.ACT),
     ),
     # --- a run ---
-    _refusal(
+    refusal(
         id="run.ranks-give",
         summary="All ranks give values of one structure, shape and dtype to what is done over all of them.",
         fix="Give values of one structure, shape and dtype, and the same how, on every rank.",
         told_by="ready.ranks.reduce, gather_for_metrics",
     ),
-    _refusal(
+    refusal(
         id="run.group-in-use",
         summary="Nobody uses the process group any more when ready.close() ends it; else it ends with the process.",
         fix="Delete the other model's wrapper before ready.close().",
         told_by="ready.close",
         severity=Severity.WARNING,
     ),
-    _refusal(
+    refusal(
         id="run.rank-waits",
         summary="All ranks make the same calls, in the same order.",
         fix="Look at what the other ranks do: such a call ends when every rank has made it.",
         told_by="a call of ready in which a rank waits for a minute",
         severity=Severity.WARNING,
     ),
-    _refusal(
+    refusal(
         id="loop.gathered-outside-pass",
         summary="gather_for_metrics is called inside a loop over one of ready.loaders, batch by batch.",
         fix="Call it inside the loop over the loader, once for each batch.",
         told_by="ready.ranks.gather_for_metrics",
     ),
-    _refusal(
+    refusal(
         id="forward.no-gradient",
         summary="Every trained parameter gets a gradient from the example.",
         fix="Freeze it with requires_grad_(False), or give an example that uses it.",
         told_by="pk.activations",
         severity=Severity.WARNING,
     ),
-    _refusal(
+    refusal(
         id="save.shards",
         summary="model.save_pretrained is called where parameters are whole.",
         fix="Call ready.export(folder) on every rank: it gathers them, and calls save_pretrained on rank 0.",
         told_by="model.save_pretrained",
     ),
-    _refusal(
+    refusal(
         id="ema.zero3",
         summary="Parameters are where their average can be taken.",
         fix="Average under FSDP2, or at ZeRO 0 to 2.",
         told_by="pk.Ema",
     ),
-    _refusal(
+    refusal(
         id="sigterm.other-thread",
         summary="Signals are handled in the main thread.",
         fix="Call save_on_sigterm in the main thread.",

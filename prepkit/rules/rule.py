@@ -97,6 +97,8 @@ class Rule:
     """When a hit is a warning in the place of an error, as a clause; empty: never."""
     overridable: bool = True
     """False where nothing can go on unless the rule holds, such as a mesh that does not multiply to the world size."""
+    lawful: str = ""
+    """What makes it right in a file of the library that it is about, as a clause; empty: it is wrong there too."""
     stops: str = ""
     """The reason why nothing can go on unless it holds, as a clause; empty: the summary says it."""
     source: tuple[str, ...] = ()

@@ -55,6 +55,9 @@ def _clip(resolved: Resolved) -> Iterator[Hit]:
             assert_never(resolved.cfg.clip)
     if not limit > 0:
         yield Hit(where, f"A limit of {limit} would make every gradient 0 or turn it round.")
+    elif isinf(limit):
+        fix = "Leave clip out; or write a limit that is never reached, such as ClipNorm(1e9), for the norm alone."
+        yield Hit(where, "A limit of inf clips nothing, and no file of a plan can say it.", fix)
 
 
 def _norm_type(resolved: Resolved) -> Iterator[Hit]:

@@ -7,7 +7,7 @@ from typing import Any, cast
 from attrs import frozen
 
 from prepkit.config import Config
-from prepkit.facts import Env, Facts, GroupFact, LoaderFacts, OptimizerFacts, SchedulerFacts
+from prepkit.facts import Env, Facts, GroupFact, LoaderFacts, ModelFacts, OptimizerFacts, SchedulerFacts
 from prepkit.findings import Finding
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES, finding_of
@@ -97,14 +97,17 @@ class Answers:
     """Number of rules that were asked to the end."""
 
 
-def ask(cfg: Config, env: Env, known: frozenset[str], rules: tuple[Rule, ...] = RULES) -> Answers:
+def ask(
+    cfg: Config, env: Env, known: frozenset[str], model: ModelFacts | None = None, rules: tuple[Rule, ...] = RULES
+) -> Answers:
     """Ask every rule about a config in an environment of which the fields ``known`` are known. Pure.
 
     What a rule has found before it reads what is not known stands: a hit is a hit whatever comes behind it. One that
     cannot be asked to the end is asked about runs that are far apart, and what it says of each of them stands too.
     """
-    plain = _resolved(cfg, env, known, {})
-    supposed = tuple(_resolved(cfg, env, known, facts) for facts in _SUPPOSED)
+    seen = {} if model is None else {"model": model}
+    plain = _resolved(cfg, env, known, seen)
+    supposed = tuple(_resolved(cfg, env, known, facts | seen) for facts in _SUPPOSED)
     findings: list[Finding] = []
     unasked: list[tuple[str, str]] = []
     for rule in rules:

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch.distributed as dist
 from attrs import evolve
-from torch.distributed.checkpoint.api import CheckpointException
 
 from prepkit.findings import Finding, RunRefused
 from prepkit.ranks.world import ranks_of
@@ -61,6 +60,8 @@ def on_every_rank(act: Callable[[], T], rule: str, where: Path | str, group: dis
 @contextmanager
 def torch_failure(rule: str, where: Path | str) -> Iterator[None]:
     """Turns torch's own error, which is no ``Exception`` and shows a stack of every rank, into ``CheckpointFailed``."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except CheckpointException as error:

@@ -10,13 +10,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from prepkit.facts.saved_run import ResumeFacts, SavedRun
-from prepkit.objects.flat_range import LoadPlanner
 from prepkit.ranks.world import world
 from prepkit.saving import contents, files
 from prepkit.saving import folder as folders
 from prepkit.saving.contents import Contents
 from prepkit.saving.failures import CheckpointFailed, failed, on_every_rank, torch_failure
 from prepkit.saving.files import MANIFEST, METADATA, SHARED, own_file
+from prepkit.saving.planners import LoadPlanner
 
 NOT_READ = "checkpoint.not-read"
 

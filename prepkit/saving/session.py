@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
 from attrs import define, field, frozen
-from torch.nn import Module
-from torch.optim import Optimizer
 
 from prepkit.codec import load_plan, plan_to_text
 from prepkit.codec.files import attestation_to_text
@@ -18,8 +15,6 @@ from prepkit.facts.saved_run import FolderFacts, ResumeFacts, Said, SavedFacts, 
 from prepkit.findings import PlanRejected
 from prepkit.objects import joint_optimizer
 from prepkit.plan import Plan
-from prepkit.plan.attestation import Attestation
-from prepkit.ranks.peers import Peers, named
 from prepkit.ranks.world import world
 from prepkit.rules.rule import Moment
 from prepkit.saving import folder as folders
@@ -28,25 +23,8 @@ from prepkit.saving.contents import Contents
 from prepkit.saving.failures import CheckpointFailed, on_every_rank
 from prepkit.saving.files import PLAN, plain_bytes
 from prepkit.saving.reading import WholeCheckpoint
+from prepkit.saving.run import RunParts
 from prepkit.saving.writing import Snapshot, Writer
-
-
-@frozen(kw_only=True, eq=False)
-class RunParts:
-    """All of a run that a checkpoint is made of, or is read into, at one moment."""
-
-    model: Module
-    optimizer: Optimizer | None = None
-    scheduler: Any = None
-    scaler: torch.amp.GradScaler | None = None
-    loaders: tuple[Any, ...] = ()
-    plan: Plan
-    attestation: Attestation | None = None
-    steps: int = 0
-    """Optimizer steps that were taken."""
-    epoch: int = 0
-    set_epoch: Callable[[int], None]
-    """Called by a resume before the positions of the loaders are put back."""
 
 
 @frozen(kw_only=True)
@@ -177,37 +155,6 @@ class Checkpoints:
         self._plan_text = self._plan_text or plan_to_text(run.plan)
         attested = {} if run.attestation is None else {"attestation.json": attestation_to_text(run.attestation)}
         return {PLAN: self._plan_text, **attested}
-
-
-@frozen(eq=False)
-class RunCheckpoints:
-    """The checkpoints of one run: ``ready.checkpoints``."""
-
-    run: Checkpoints
-    _parts: Callable[[], RunParts]
-    """The parts of the run as they are now."""
-    _peers: Peers | None
-    """The other ranks; None: alone."""
-
-    @property
-    def writer(self) -> Writer:
-        """Writes them, and knows of the one under way."""
-        return self.run.writer
-
-    def finish(self) -> None:
-        """Wait for a checkpoint that is being written. Raises ``CheckpointFailed`` where it could not be."""
-        with named(self._peers, "ready.checkpoints.finish()"):
-            self.run.writer.finish()
-
-    def check(self, folder: str) -> None:
-        """Make the folder; raise now for what would keep ``save`` from working, as it would. Collective."""
-        with named(self._peers, "ready.checkpoints.check()"):
-            self.run.check(self._parts(), folder)
-
-
-def of(model: Module, court: Court) -> Checkpoints:
-    """The checkpoints of a model that has just been prepared."""
-    return Checkpoints(modules=saved_facts.modules_of(model), config=saved_facts.config_of(model), court=court)
 
 
 def _trained(plan: Plan, held: Contents) -> tuple[tuple[str, ...], ...]:

@@ -15,13 +15,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from prepkit.facts.saved_run import SavedFacts, SavedFile, SavedRun
-from prepkit.objects.flat_range import FlatRange, SavePlanner
-from prepkit.ranks.world import ranks_of, world
+from prepkit.objects.flat_range import FlatRange
+from prepkit.ranks.world import new_group, ranks_of, world
 from prepkit.saving import files
 from prepkit.saving import folder as folders
 from prepkit.saving.contents import nested
 from prepkit.saving.failures import failed, on_every_rank, torch_failure
 from prepkit.saving.files import METADATA, SHARED, own_file
+from prepkit.saving.planners import SavePlanner
 from prepkit.version import VERSION
 
 LOG = logging.getLogger("prepkit")
@@ -125,7 +126,7 @@ class Writer:
         if not world().running:
             return None
         if self.group is None or self._of is not dist.group.WORLD:
-            self.group, self._of = dist.new_group(backend="gloo"), dist.group.WORLD
+            self.group, self._of = new_group("gloo"), dist.group.WORLD
         return self.group
 
 

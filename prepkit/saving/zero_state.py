@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from prepkit.objects import names, zero_masters
 from prepkit.objects.flat_range import FlatRange
 from prepkit.objects.zero_masters import Master
+from prepkit.ranks.world import ranks_of
 from prepkit.saving.contents import MODEL, STATE, Contents
 
 COUNTED = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -133,7 +133,7 @@ def _frozen(param: Any) -> Any:
 
 def _partition(param: Any) -> int:
     """Number of the part that is on this rank."""
-    return dist.get_rank(param.ds_process_group)
+    return ranks_of(param.ds_process_group).rank
 
 
 def _lies_as(value: Any, flat: Tensor) -> bool:

@@ -7,12 +7,12 @@ from math import isinf
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module, Parameter
 
 from prepkit.config import Clip, ClipNorm, ClipValue
 from prepkit.objects import fsdp1_flat
+from prepkit.ranks.world import ranks_of
 
 
 def sync(units: Iterable[FullyShardedDataParallel], on: bool) -> None:
@@ -54,10 +54,8 @@ def total_norm(model: Module, params: list[Parameter], power: float) -> torch.Te
     device: Any = model.compute_device
     parts = [_norm([p for p in params if (id(p) in shards) is which], power, device) for which in (True, False)]
     if shards:
-        how = dist.ReduceOp.MAX if isinf(power) else dist.ReduceOp.SUM
-        parts[0] = parts[0] if isinf(power) else parts[0] ** power
-        dist.all_reduce(parts[0], op=how, group=model.process_group)
-        parts[0] = parts[0] if isinf(power) else parts[0] ** (1.0 / power)
+        ranks = ranks_of(model.process_group)
+        parts[0] = ranks.worst(parts[0]) if isinf(power) else ranks.total(parts[0] ** power) ** (1.0 / power)
     joint: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), power)
     return joint
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,7 @@ from prepkit.objects import fsdp1_flat, names
 from prepkit.objects.bare_tree import bare_tree
 from prepkit.objects.fsdp1_flat import FlatShard
 from prepkit.objects.unwrap import unwrap
-from prepkit.ranks.world import world
+from prepkit.ranks.world import ranks_of, world
 from prepkit.saving.failures import failed, on_every_rank
 from prepkit.saving.state import is_deepspeed
 
@@ -137,8 +136,9 @@ def _flat(unit: Any, shard: FlatShard) -> Tensor:
         return local
     device = unit.compute_device
     part = local.to(device)
-    row = torch.empty(shard.shard * dist.get_world_size(unit.process_group), dtype=part.dtype, device=device)
-    dist.all_gather(list(row.chunk(len(row) // shard.shard)), part, group=unit.process_group)
+    ranks = ranks_of(unit.process_group)
+    row = torch.empty(shard.shard * ranks.size, dtype=part.dtype, device=device)
+    ranks.parts(part, into=list(row.chunk(ranks.size)))
     return row
 
 

@@ -15,7 +15,7 @@ from prepkit.court import Court
 from prepkit.facts.run import LoopFacts, RunFacts
 from prepkit.loading.passes import Passes
 from prepkit.objects.local_part import local
-from prepkit.observe.prepared.own_gradients import Watched, gradients
+from prepkit.observe.prepared.gradients import Watched, gradients
 from prepkit.observe.prepared.step import StepLook
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Asked

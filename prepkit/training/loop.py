@@ -71,6 +71,8 @@ class Loop:
     """Asked before the model takes weights."""
     at_window: Callable[[], None] | None = field(default=None, init=False)
     """Called on every rank when a window has ended; see ``training.preemption``."""
+    proven: Callable[[], None] | None = field(default=None, init=False)
+    """Likewise, and before; see ``proving.live``."""
     state: LoopState = field(factory=LoopState, init=False)
     history: History = field(factory=History, init=False)
     steps: int = field(default=0, init=False)
@@ -260,6 +262,8 @@ class Loop:
         self._marks.after_step(ended=True)
         self.steps += not self.skipped
         self.do(events.Stepped(not self.skipped))
+        if self.proven is not None:
+            self.proven()
         if self.at_window is not None:
             self.at_window()
         return not self.skipped
@@ -414,6 +418,7 @@ class Loop:
 
     def release(self) -> None:
         """Let the optimizers and the model alone again."""
+        self.proven = None
         while self._hooks:
             self._hooks.pop().remove()
 

@@ -11,11 +11,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from attrs import define
 
 from prepkit.court import refused
-from prepkit.ranks.world import world
+from prepkit.ranks.world import new_group, ranks_of, world
 from prepkit.training.prepared import Prepared
 
 CODE = 128 + signal.SIGTERM
@@ -47,7 +46,7 @@ class _Signals:
             return self.told
         before = self.heard()
         self.answer = torch.tensor(int(self.told))
-        self.asked = dist.all_reduce(self.answer, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.asked = ranks_of(self.group).ask_worst(self.answer)
         return before
 
     def heard(self) -> bool:
@@ -74,7 +73,7 @@ def save_on_sigterm(ready: Prepared, folder: str, *, keep: int = 1) -> Iterator[
         what = f"it was called in the thread {threading.current_thread().name!r}"
         raise refused("sigterm.other-thread", "save_on_sigterm", what)
     ready.checkpoints.check(folder)
-    signals = _Signals(group=dist.new_group(backend="gloo") if world().carries_data else None)
+    signals = _Signals(group=new_group("gloo") if world().carries_data else None)
 
     def told(number: int, frame: FrameType | None) -> None:
         del number, frame

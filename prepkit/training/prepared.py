@@ -40,8 +40,8 @@ from prepkit.ranks.long_waits import LongWaits, tell_long_waits
 from prepkit.ranks.peers import Peers, named, names_lost_rank
 from prepkit.ranks.world import world
 from prepkit.rules.run.loop import RULES
-from prepkit.saving import session
-from prepkit.training import export, owned_optimizers, token_loss
+from prepkit.saving import run as saving
+from prepkit.training import owned_optimizers, token_loss
 from prepkit.training.drivers import driver
 from prepkit.training.evaluation import in_eval_mode, swaps_weights
 from prepkit.training.looks import Looks
@@ -99,7 +99,7 @@ class Prepared:
     """Asks the rules about what is about to be stepped."""
     _watch: RemovableHandle | None = field(default=None, init=False, repr=False)
     """Hears of optimizers that the plan does not know, until ``close``."""
-    checkpoints: session.RunCheckpoints = field(init=False, repr=False)
+    checkpoints: saving.RunCheckpoints = field(init=False, repr=False)
     """What there is to checkpoints beside ``save`` and ``resume``, such as ``ready.checkpoints.finish()``."""
     log: RunLog = field(init=False, repr=False)
     """Writes values to the trackers of ``ready.log.to(...)``: ``ready.log({"loss": loss})``."""
@@ -128,7 +128,7 @@ class Prepared:
             passes=Passes(self.loaders),
         )
         guard_save(self.model)
-        self.checkpoints = session.RunCheckpoints(session.of(self.model, self._court), _parting(self), self._peers)
+        self.checkpoints = saving.of(self.model, self._court, _parting(self), self._peers)
         if engine.step is not None and self.optimizer is not None:
             self._looks.watch(self.model)
         self.loop.watch()
@@ -283,9 +283,9 @@ class Prepared:
         self.loop.resumed(self.steps if resumed.steps is None else resumed.steps)
         return True
 
-    def _parts(self) -> session.RunParts:
+    def _parts(self) -> saving.RunParts:
         """The parts of this run that a checkpoint is made of."""
-        return session.RunParts(
+        return saving.RunParts(
             model=self.model,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
@@ -304,9 +304,11 @@ class Prepared:
 
         Raises ``CheckpointFailed`` on every rank where it cannot be written, or does not hold what was trained.
         """
+        from prepkit.training.export import export  # late, as torch's checkpoints are
+
         check_folder("ready.export", folder)
         self._looks.before_saving()
-        export.export(folder, self.model, masters=not self.loop.state.averages)  # averages are in the model alone
+        export(folder, self.model, masters=not self.loop.state.averages)  # averages are in the model alone
 
     @names_lost_rank
     def close(self, *, keep_group: bool = False) -> list[Any]:
@@ -322,10 +324,7 @@ class Prepared:
         still use it.
         """
         failing = sys.exc_info()[1] is not None
-        if failing:
-            self.checkpoints.writer.leave()
-        else:
-            self.checkpoints.writer.close()
+        self.checkpoints.close(failing=failing)
         self.log.finish()
         if self.loop.plan.engine_steps:
             give_back_linear()
@@ -372,12 +371,12 @@ def _asking(ready: Prepared) -> Callable[[], None]:
     return ask
 
 
-def _parting(ready: Prepared) -> Callable[[], session.RunParts]:
+def _parting(ready: Prepared) -> Callable[[], saving.RunParts]:
     """Give the parts of a run as they are when they are asked for, without keeping the run alive."""
     weak = weakref.proxy(ready)
 
-    def parts() -> session.RunParts:
-        found: session.RunParts = weak._parts()
+    def parts() -> saving.RunParts:
+        found: saving.RunParts = weak._parts()
         return found
 
     return parts

@@ -93,6 +93,10 @@ def launched_without_a_group(rank: int, world: int) -> Case:
     return case(net())
 
 
+def samples_in_one_order(rank: int, world: int) -> Case:
+    return case(net(), loaders=(DataLoader(rows(), batch_size=4),))
+
+
 def teacher_that_drops(rank: int, world: int) -> Case:
     return case(Distilled(hidden=False).train())
 

@@ -85,7 +85,7 @@ ERRORS: tuple[PlantedError, ...] = (
     # --- who averages ---
     PlantedError(by_hand.no_wrapper, "run.not-averaged", "torch", 2, "no wrapper on two ranks"),
     PlantedError(by_hand.head_beside_ddp, "run.not-averaged", "torch", 2, "a layer outside DDP"),
-    PlantedError(by_hand.unfrozen_after_ddp, "run.not-averaged", "torch", 2, "unfrozen after DDP"),
+    PlantedError(by_hand.unfrozen_after_ddp, "run.unfrozen", "torch", 2, "unfrozen after DDP"),
     PlantedError(by_hand.head_replaced_after_ddp, "run.not-averaged", "torch", 2, "replaced after DDP"),
     PlantedError(by_sharding.fsdp2_leaves_the_head, "run.not-averaged", "torch", 2, "ignored by fully_shard"),
     PlantedError(by_libraries.model_not_prepared, "run.not-averaged", "accelerate", 2, "model not prepared"),
@@ -167,6 +167,7 @@ ERRORS: tuple[PlantedError, ...] = (
     PlantedError(by_habit.weights_in_a_tuple, "run.hidden-module", "torch", 1, "parameters in a tuple"),
     PlantedError(by_habit.gradients_off, "run.gradients-off", "torch", 1, "gradients switched off"),
     PlantedError(by_habit.launched_without_a_group, "run.no-group", "torch", 1, "torchrun without a group"),
+    PlantedError(by_habit.samples_in_one_order, "run.in-order", "torch", 1, "shuffle=False in training"),
     PlantedError(by_habit.teacher_that_drops, "run.frozen-drops", "torch", 1, "a frozen teacher with dropout"),
     PlantedError(by_habit.norms_of_a_frozen_part, "run.frozen-norms", "torch", 1, "batch norms of a frozen part"),
     PlantedError(

@@ -22,6 +22,7 @@ from tests.audit.case import WIDTH, Case, adam, divided, net
 from tests.audit.clean import CLEAN
 from tests.audit.errors import ERRORS
 from tests.audit.programs import audited, launched
+from tests.audit.wrong_loops import WRONG
 from tests.support.gang import Gang
 
 
@@ -58,6 +59,12 @@ def test_an_error_of_two_ranks_is_found_by_its_rule_on_both(pair: list[dict[str,
         assert rule in {found for found, _, _ in seen[name]}, seen[name]
 
 
+def test_a_hook_that_averages_nothing_is_named_as_the_cause(pair: list[dict[str, Any]]) -> None:
+    for seen in pair:
+        (text,) = (text for rule, _, text in seen["hook_that_averages_nothing"] if rule == "run.gradients-part")
+        assert "Look at DDP's communication hook `hook_that_averages_nothing.<locals>.nothing`" in text
+
+
 @pytest.mark.parametrize("program", [one for one in CLEAN if one.ranks == 1], ids=lambda one: one.id)
 def test_a_clean_program_of_one_process_has_no_finding_above_a_note(program: Any) -> None:
     pytest.importorskip(program.library)
@@ -75,7 +82,7 @@ def test_the_table_is_as_large_as_it_was_frozen_and_every_rule_has_an_error_or_a
     assert len(CLEAN) >= 120
     assert len({one.id for one in (*ERRORS, *CLEAN)}) == len(ERRORS) + len(CLEAN)
     without = {rule.id for rule in due(Moment.AUDIT) if rule.severity is not Severity.NOTE} - {
-        one.rule for one in ERRORS
+        one.rule for one in (*ERRORS, *WRONG)
     }
     assert without == {"run.backend", "run.gradients-misplaced"}  # torch takes no such gradient from Python
 
@@ -189,3 +196,27 @@ def test_an_environment_that_is_declared_is_judged_by() -> None:
 def test_rules_are_read_without_torch() -> None:
     code = "import prepkit.auditing, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+class Odd(nn.Module):
+    """A config that cannot be read yet, and a layer without a shape yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(4)
+        self.norm = nn.LazyBatchNorm1d()
+        self.other = nn.Linear(2, 2)
+
+    @property
+    def config(self) -> Any:
+        raise RuntimeError("no config before the model is built")
+
+    base_model = config
+
+
+def test_a_model_with_lazy_layers_and_a_config_that_raises_is_audited() -> None:
+    model = Odd()
+    audit = pk.audit(model, torch.optim.SGD(model.other.parameters(), lr=0.1))
+    assert {one.rule for one in audit.findings} <= {"run.missed"}
+    assert audit.drift() == ()
+    assert pk.audit(nn.Sequential(nn.LazyLinear(4))).findings == ()

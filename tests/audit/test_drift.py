@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import prepkit as pk
-from prepkit.auditing.running import Rotation
+from prepkit.auditing.running import ROUND, Rotation
 from prepkit.auditing.watch import DriftWatch
 from prepkit.findings import FindingWarning
 from tests.audit import clean
@@ -115,6 +115,133 @@ def test_what_changes_between_two_steps_is_found_by_its_rule(name: str) -> None:
     assert rule == "run.drift-rate" or rule not in {finding.rule for finding in audit.drift()}  # told once
 
 
+def evaluating(case: Case) -> None:
+    case.model.eval()
+
+
+def spoiled(case: Case) -> None:
+    case.model.blocks[2].inner.weight.data[3, 3] = float("nan")
+
+
+def zeroed(case: Case) -> None:
+    for state in case.optimizer.state.values():
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+
+
+def begun_anew(case: Case) -> None:
+    for state in case.optimizer.state.values():
+        state["step"].zero_()
+
+
+def decay_written(case: Case) -> None:
+    case.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def betas_written(case: Case) -> None:
+    case.optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+
+
+def ticked_twice(case: Case) -> None:
+    for _ in range(3):
+        stepped(case)
+        case.scheduler.step()
+
+
+def ticked_on(case: Case) -> None:
+    stepped(case, count=3)
+
+
+COURSE: dict[str, tuple[Callable[[Case], None], str, str]] = {
+    "evaluating": (evaluating, "run.drift-mode", "3 modules with dropout or batch norm went into evaluation mode"),
+    "spoiled": (spoiled, "run.drift-not-finite", "since the last look: `blocks.2.inner.weight`"),
+    "zeroed": (zeroed, "run.drift-zeroed", "The moments of 10 parameters are zero, and were not"),
+    "begun anew": (begun_anew, "run.drift-counts", "has counted 0 steps, and 2 at the last look"),
+    "decay": (
+        decay_written,
+        "run.drift-options",
+        "weight_decay: It is 0.5 since the last look, and was 0.01",
+    ),
+    "betas": (
+        betas_written,
+        "run.drift-options",
+        "(0.5, 0.999) since the last look, and was (0.9, 0.999)",
+    ),
+    "ticked twice": (ticked_twice, "run.drift-ticks", "It was ticked 6 times in 3 steps"),
+    "ticked on": (ticked_on, "run.drift-ticks", "made for 4 ticks, and was ticked 5 times: its end is behind it"),
+}
+
+
+@pytest.mark.parametrize("name", COURSE)
+def test_where_a_run_goes_wrong_is_found_at_the_next_look(name: str) -> None:
+    plant, rule, text = COURSE[name]
+    model = net(dropout=0.1)
+    optimizer = adam(model)
+    case = Case(model=model, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4))
+    audit = pk.audit(case.model, case.optimizer, case.scheduler)
+    stepped(case, count=2)
+    assert audit.drift() == ()
+    plant(case)
+    looks = [audit.drift() for _ in range(1 + (rule == "run.drift-options"))]  # which might be a schedule's at first
+    told = [str(one).replace("\n     ", "") for one in looks[-1] if one.rule == rule]
+    assert any(text in one for one in told), looks
+    assert rule in {"run.drift-not-finite"} or rule not in {one.rule for one in audit.drift()}  # told once
+
+
+def test_an_option_that_a_schedule_moves_at_each_step_is_no_drift() -> None:
+    case = tied_with_a_hook()
+    watch = pk.watch(case.model, case.optimizer, every=1)
+    for at in range(6):
+        case.optimizer.param_groups[0]["weight_decay"] = 0.01 * (at + 1)
+        stepped(case)
+    watch.close()
+    assert watch.findings == ()
+
+
+def test_passes_of_one_order_are_found_where_nobody_sets_the_epoch() -> None:
+    for sets, found in ((True, set()), (False, {"run.drift-epoch"})):
+        case = tied_with_a_hook()
+        sampler: Any = DistributedSampler(rows(), num_replicas=1, rank=0)
+        plain = DistributedSampler.__iter__
+        watch = pk.watch(case.model, case.optimizer, every=1)
+        for epoch in range(3):
+            if sets:
+                sampler.set_epoch(epoch)
+            for x, _ in DataLoader(rows(), 8, sampler=sampler):
+                case.model(x).square().mean().backward()
+                case.optimizer.step()
+        watch.close()
+        assert {one.rule for one in watch.findings} == found
+        assert DistributedSampler.__iter__ is plain
+
+
+class Renamed(nn.Module):
+    """Compiled anew in each step, until torch gives up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.name = nn.Linear(WIDTH, 4), ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if self.name == "" else self.inner(x) / 10
+
+
+def test_code_that_is_compiled_in_each_step_is_found() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.guard_failures.clear()
+    model = Renamed()
+    optimizer = adam(model)
+    fast: Any = torch.compile(model, backend="eager")
+    watch = pk.watch(fast, optimizer, every=4)
+    for at in range(12):
+        model.name = f"step {at}"
+        fast(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+    watch.close()
+    torch._dynamo.utils.guard_failures.clear()
+    assert [one.rule for one in watch.findings] == ["run.recompiled"]
+
+
 def test_an_audit_of_facts_alone_says_what_to_call() -> None:
     facts = pk.audit(net()).facts
     with pytest.raises(ValueError, match=r"call pk\.audit\(model, optimizer\) in the program that trains"):
@@ -184,6 +311,9 @@ def parting(rank: int, world: int) -> dict[str, list[str]]:
     found["bit"] = [str(one) for one in audit.drift()]
     bits[3, 3] ^= rank
     found["back"] = [str(one) for one in audit.drift()]
+    with case.model.no_sync():
+        found["no sync"] = [one.rule for one in audit.drift()]
+    audit.drift()
     case.optimizer.param_groups[0]["lr"] += rank
     found["rate"] = [str(one) for one in audit.drift()]
     if rank == 1:
@@ -202,11 +332,29 @@ def test_ranks_that_part_are_told_on_all_of_them(gang2: Gang) -> None:
     for seen in (first, second):
         assert seen["nothing"] == seen["back"] == []
         assert "Ranks that hold the same of 1 parameter differ: `blocks.1.inner.weight`" in seen["bit"][0]
-        assert "Ranks step with different options: lr is " in seen["rate"][0]
+        assert seen["no sync"] == ["run.drift-averaging"]
+        assert "Ranks step with different options: lr of group 0 is 0.001 on rank 0, 1.001 on rank 1" in seen["rate"][0]
         assert set(seen["averaged by nobody"]) == {"run.drift-ranks"}
     apart = {"run.drift-ranks", "run.ranks-optimizers"}  # the rates still differ
     assert set(first["gone"]) == apart  # nobody hangs where a rank has lost a parameter
     assert set(second["gone"]) == {"run.drift-params", "run.drift-slots", "run.drift-state", *apart}
+
+
+def flipped(rank: int, world: int) -> int:
+    """Looks until a flipped bit of rank 1 is told, at the share that a watch has by itself."""
+    case = clean.plain_ddp(rank, world)
+    watch = pk.watch(case.model, case.optimizer, every=1)
+    stepped(case, rank, 3)
+    case.model.module.blocks[1].inner.weight.detach().view(torch.int32)[3, 3] ^= rank
+    while not watch.findings and watch.looks < 100:
+        stepped(case, rank)
+    watch.close()
+    return watch.looks - 3
+
+
+def test_a_flipped_bit_is_told_within_a_round_of_looks(gang2: Gang) -> None:
+    first, second = gang2.run(flipped)
+    assert first == second <= ROUND + 1
 
 
 def test_what_is_found_is_reported_once_or_given_to_a_function() -> None:
@@ -238,19 +386,23 @@ def test_what_is_found_is_reported_once_or_given_to_a_function() -> None:
 
 
 def test_weights_are_compared_in_turn_within_their_share_of_the_time() -> None:
-    """A look that reads 1e6 elements a second, and takes a millisecond besides, every 60 seconds."""
+    """A look that reads 1e8 elements a second, and takes a millisecond besides, every 60 seconds."""
     sizes = {f"w{at}": 10 ** (2 + at % 5) for at in range(40)}
     rotation = Rotation(names=tuple(sorted(sizes)), sizes=sizes)
     spent, total, seen, looks = 0.0, 0.0, set[str](), 2000
     for _ in range(looks):
         taken = rotation.take(every=False)
         rotation.account(taken, 60.0, spent, 0.001)
-        spent = 0.001 + sum(sizes[name] for name in taken) / 1e6
+        spent = 0.001 + sum(sizes[name] for name in taken) / 1e8
         total += spent
         seen |= set(taken)
     assert seen == set(sizes)
     assert 0.0005 < total / (60.0 * looks) < 0.0011
     assert rotation.take(every=True) != ()
+    slow, seen = Rotation(names=rotation.names, sizes=sizes, speed=1.0), set()  # its share is nothing
+    for _ in range(ROUND):
+        seen |= set(slow.take(every=False))
+    assert seen == set(sizes)
     rotation.drop({"w0"})
     assert "w0" not in rotation.take(every=True)
 

@@ -26,9 +26,11 @@ from prepkit.facts.run import (
     RunningFacts,
     RunningParam,
     StrangerFacts,
+    Unlike,
     Unread,
     WrappedModule,
 )
+from prepkit.facts.window import CourseFacts, Loaded, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, Need, Rule, findings_of
@@ -46,7 +48,7 @@ FINE = RunFacts(
     world_size=2,
     backend="cpu:gloo",
 )
-RANK = RankFacts(rank=0, names="a", model="a", optimizer="a", values="a", generator="a", tensor_ranks=(0,))
+RANK = RankFacts(rank=0, names="a", model="a", values="a", generator="a", tensor_ranks=(0,))
 
 
 def with_params(**changes: object) -> RunFacts:
@@ -79,6 +81,12 @@ def later(**changed: Any) -> RunFacts:
     return evolve(FINE, running=((RUNNING, evolve(RUNNING, **changed)),))
 
 
+def onwards(then: dict[str, Any], now: dict[str, Any]) -> RunFacts:
+    """What two looks find in the course of a run."""
+    before = evolve(RUNNING, course=CourseFacts(**then))
+    return evolve(FINE, running=((before, evolve(RUNNING, course=CourseFacts(**now))),))
+
+
 def switched(**now: Any) -> RunFacts:
     """The first parameter was frozen since, or unfrozen where it would not be served."""
     trains = "served" in now
@@ -108,7 +116,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.ddp-frozen": evolve(FINE, ddp=(DDPFacts(path="", reduced=4, known=3, frozen=NAMES[:1]),)),
     "run.backend": with_params(device="cuda"),
     "run.ranks-models": with_ranks(model="b"),
-    "run.ranks-optimizers": with_ranks(optimizer="b"),
+    "run.ranks-optimizers": evolve(FINE, unlike=(Unlike(name="lr of group 0", held="0.1 on rank 0, 0.2 on rank 1"),)),
     "run.ranks-values": evolve(FINE, parted=NAMES[:2]),
     "run.ranks-passes": evolve(FINE, loop=LoopFacts(window=2, passes=(0, 1))),
     "run.orders-apart": evolve(FINE, loop=LoopFacts(window=1, orders=(1, 2), own_order=1)),
@@ -216,6 +224,31 @@ BROKEN: dict[str, RunFacts] = {
     "run.drift-hooks": later(hooks=()),
     "run.drift-rate": later(rates=(0.5,)),
     "run.drift-ranks": later(parted=NAMES[:1]),
+    "run.drift-not-finite": later(course=CourseFacts(not_finite=NAMES[:1])),
+    "run.drift-averaging": later(course=CourseFacts(unaveraged=("",))),
+    "run.drift-zeroed": later(course=CourseFacts(zeroed=NAMES[:1])),
+    "run.drift-counts": onwards({"counts": (7,)}, {"counts": (1,)}),
+    "run.drift-mode": later(course=CourseFacts(resting=("drop",))),
+    "run.drift-options": later(course=CourseFacts(altered=(("param_groups[0].eps", "1e-08", "0.1"),))),
+    "run.drift-ticks": onwards({"ticked": 9, "horizon": 10, "steps": 9}, {"ticked": 13, "horizon": 10, "steps": 11}),
+    "run.drift-epoch": later(course=CourseFacts(repeated=("of 32 samples, at epoch 0",))),
+    "run.scaled-stepped": evolve(FINE, window=WindowFacts(scaled=True)),
+    "run.clipped-scaled": evolve(FINE, window=WindowFacts(scaled=True, scaler_steps=True, clipped_scaled=True)),
+    "run.loaded-nothing": evolve(
+        FINE, window=WindowFacts(loaded=(Loaded(model="Net", given=9, key="module.head.bias", near="head.bias"),))
+    ),
+    "run.workers-alike": evolve(
+        FINE, window=WindowFacts(workers=(WorkersAlike(loader="Rows", workers=4, what="give the same samples"),))
+    ),
+    "run.float16-unscaled": evolve(FINE, window=WindowFacts(float16=("Net",))),
+    "run.undivided": evolve(FINE, accumulation=4, window=WindowFacts(undivided=True)),
+    "run.compiled-idle": evolve(FINE, window=WindowFacts(idle=("Net",))),
+    "run.recompiled": later(recompiled=(("forward", 8),)),
+    "run.trainer-schedule": evolve(
+        FINE,
+        scheduler=PreparedScheduler(name="OneCycleLR", drives_optimizer=True, horizon=24),
+        window=WindowFacts(trainer="the Trainer", steps=24, ticks=3),
+    ),
 }
 
 

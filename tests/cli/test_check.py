@@ -84,7 +84,7 @@ def test_what_only_another_place_can_tell_is_not_called_wrong(project: Path) -> 
     }
     said = run("check", "project")
     assert "cannot know here:" in said.stdout
-    assert "add --model PKG.MOD:FACTORY" in said.stdout
+    assert "add --model FOLDER, with its config.json, or --model PKG.MOD:FACTORY" in said.stdout
     assert "project/ax.yml" not in said.stderr
 
 
@@ -97,6 +97,56 @@ def test_a_script_says_for_how_many_processes_its_config_is_checked(project: Pat
     started = json.loads(run("check", "project", "--json").stdout)
     found = [one for one in started["findings"] if one["file"].endswith("ds.json")]
     assert any("32" in one["what"] for one in found), started["findings"]
+
+
+AXOLOTL = """base_model: org/small
+datasets: []
+micro_batch_size: 1
+gradient_accumulation_steps: 4
+learning_rate: 2e-5
+"""
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 8}
+
+
+def test_a_model_that_is_named_and_not_here_is_told_with_the_command_that_fetches_it(folder: Path) -> None:
+    Path("ax.yml").write_text(AXOLOTL)
+    said = run("check", "ax.yml", "--world-size", "8").stdout
+    assert "ax.yml: it names org/small: there is no folder org/small" in said
+    assert "hf download org/small config.json" in said
+    assert "memory" not in said
+    Path("ax.yml").write_text(AXOLOTL.replace("org/small", "../../etc"))
+    assert "it names ../../etc, which lies elsewhere" in run("check", "ax.yml").stdout
+    Path("ax.yml").write_text(AXOLOTL + "adapter: lora\n")  # what is trained is not the model alone
+    assert "org/small" not in run("check", "ax.yml", "--world-size", "8").stdout
+
+
+def test_a_model_beside_the_file_gives_memory_and_the_dearest_settings(folder: Path) -> None:
+    """6.5 B parameters, float32, in AdamW: 4 + 4 + 8 bytes of each on every rank of DDP, and an eighth if sharded."""
+    Path("ax.yml").write_text(AXOLOTL)
+    Path("org/small").mkdir(parents=True)
+    Path("org/small/config.json").write_text(json.dumps(LLAMA))
+    alone = json.loads(run("check", "ax.yml", "--json").stdout)["files"][0]
+    one = json.loads(run("check", "ax.yml", "--json", "--world-size", "8").stdout)["files"][0]
+    assert one["rules_that_hold"] > alone["rules_that_hold"]
+    assert "the model" not in one["not_known"]
+    assert one["costs"]["floor"] == pytest.approx(16 * 5_933_109_248, rel=1e-3)
+    dearest = one["costs"]["dearest"]
+    assert dearest[0]["change"] == ["engine=FSDP2() instead of DDP()"]
+    assert dearest[0]["less"] > one["costs"]["floor"] // 2
+    said = run("check", "ax.yml", "--world-size", "8").stdout
+    assert "ax.yml, with org/small, and supposing AdamW:" in said
+    assert "GiB for certain and " in said
+    assert "dearest settings:\n    engine=FSDP2() instead of DDP(): " in said
+
+
+def test_what_another_library_may_do_is_wrong_in_a_file_of_prepkits_own(folder: Path) -> None:
+    both = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    Path("own.json").write_text(json.dumps({"engine": {"kind": "DeepSpeed", "config": both}}))
+    Path("ds.json").write_text(json.dumps(both))
+    data = json.loads(run("check", "own.json", "ds.json", "--json").stdout)
+    assert {(one["rule"], one["file"]) for one in data["findings"] if one["rule"] == "deepspeed.precision"} == {
+        ("deepspeed.precision", "own.json")
+    }
 
 
 def test_findings_of_a_kind_are_told_once(folder: Path) -> None:

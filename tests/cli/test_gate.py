@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from ruamel.yaml import YAML
 
-from prepkit.cli.gate import MOST_RESULTS, sarif
+from prepkit.cli.gate import MOST_RESULTS, junit, sarif, workflow_commands
 from prepkit.findings import Finding, Severity
 from prepkit.formats.places import FilePlace
 from tests.support.command_line import ROOT, run, workplace
@@ -87,3 +88,85 @@ def test_the_hooks_of_pre_commit_run_and_pass_by_what_is_no_config(folder: Path)
         assert command == "prepkit"
         codes[name] = [run(*words, file).exit_code for file in ("a,b.yaml", "workflow.yml")]
     assert codes == {"prepkit-check": [0, 0], "prepkit-gate": [1, 0]}
+
+
+# --- exceptions ------------------------------------------------------------------------------------------------------
+
+EXCEPTED = "# prepkit: ignore[import.unknown-key] until 2027-01-01 by ana because it is for a patched accelerate\n"
+
+
+def _strict(day: str, file: str = "a,b.yaml") -> tuple[int, list[str]]:
+    result = run("gate", file, "--strict", "--format", "json", "--on", day)
+    return result.exit_code, [one["rule"] for one in json.loads(result.stdout)["findings"]]
+
+
+def test_an_exception_ends_with_its_day_and_is_told_then(folder: Path) -> None:
+    first, second = BAD.splitlines(keepends=True)
+    for text in (
+        first + EXCEPTED + second,
+        f"{first}{second.rstrip()}  {EXCEPTED}",
+        f"{first}{EXCEPTED}\n# why\n{second}",
+    ):
+        (folder / "a,b.yaml").write_text(text)
+        assert _strict("2027-01-01") == (0, [])
+        assert _strict("2027-01-02") == (1, ["import.unknown-key", "gate.exception-ended"])
+    said = run("gate", "a,b.yaml", "--on", "2026-12-31").stdout
+    assert "excepted until 2027-01-01 by ana: it is for a patched accelerate (a,b.yaml:2:1)" in said
+    assert "0 new, 0 known, 1 excepted" in said
+
+
+def test_an_exception_is_about_its_rule_and_its_line_alone(folder: Path) -> None:
+    for comment in (EXCEPTED.replace("unknown-key", "wrong-value"), f"{EXCEPTED}downcast_bf16: false\n"):
+        (folder / "a,b.yaml").write_text(BAD.replace("mixed", f"{comment}mixed"))
+        code, rules = _strict("2026-12-31")
+        assert (code, rules) == (1, ["import.unknown-key", "gate.exception-unused"])
+
+
+def test_a_comment_that_is_no_exception_excepts_nothing_and_is_an_error(folder: Path) -> None:
+    for comment in (
+        "# prepkit: ignore\n",
+        EXCEPTED.replace("because", "for"),
+        EXCEPTED.replace("2027-01-01", "2027-13-01"),
+        EXCEPTED.replace(" until 2027-01-01", ""),
+    ):
+        (folder / "a,b.yaml").write_text(BAD.replace("mixed", f"{comment}mixed"))
+        assert _strict("2026-12-31") == (1, ["import.unknown-key", "gate.exception"])
+    (folder / "a,b.yaml").write_text(BAD.replace("mixed", f"{EXCEPTED.replace(' by ana', '')}mixed"))
+    assert _strict("2026-12-31") == (0, ["gate.exception-owner"])
+
+
+def test_exceptions_are_suppressions_in_sarif_and_skipped_in_junit(folder: Path) -> None:
+    (folder / "a,b.yaml").write_text(BAD.replace("mixed", f"{EXCEPTED}mixed"))
+    words = ("gate", "a,b.yaml", "--on", "2026-12-31", "--format")
+    (result,) = json.loads(run(*words, "sarif").stdout)["runs"][0]["results"]
+    assert result["suppressions"][0]["justification"].startswith("excepted until 2027-01-01 by ana")
+    suite = ElementTree.fromstring(run(*words, "junit").stdout.encode())
+    assert (suite.get("failures"), suite.get("skipped"), suite[0][0].tag) == ("0", "1", "skipped")
+
+
+def test_annotations_stay_within_what_is_shown(folder: Path) -> None:
+    finding = Finding(rule="a.b", severity=Severity.ERROR, where="w", what="x", fix="y")
+    lines = workflow_commands(((FilePlace("f", 1, 1), finding),) * 25).splitlines()
+    assert (len(lines), lines[-1]) == (10, "::error title=prepkit::and 16 more: prepkit gate --format text")
+
+
+def test_junit_is_xml_whatever_a_file_holds(folder: Path) -> None:
+    bad = Finding(rule="a.b", severity=Severity.ERROR, where="w", what='\x00<&"\ud800\uffff]]>', fix="y")
+    suite = ElementTree.fromstring(junit(((FilePlace("f\x01", 1, 1), bad),)).encode())
+    assert suite[0].get("name") == "f\ufffd:1:1"
+
+
+def test_sarif_is_what_the_schema_of_oasis_takes(folder: Path) -> None:
+    """``PREPKIT_SARIF_SCHEMA`` names that file (oasis-tcs/sarif-spec), which is not kept here for its licence."""
+    file = os.environ.get("PREPKIT_SARIF_SCHEMA")
+    jsonschema = pytest.importorskip("jsonschema")
+    if not file:
+        pytest.skip("PREPKIT_SARIF_SCHEMA names no schema")
+    (folder / "one.yaml").write_text(BAD.replace("mixed", f"{EXCEPTED}mixed"))
+    (folder / "ä b.yaml").write_text(BAD)
+    schema = json.loads(Path(file).read_text())
+    data = json.loads(run("gate", ".", "--format", "sarif", "--on", "2026-12-31").stdout)
+    assert len(data["runs"][0]["results"]) >= 3
+    jsonschema.Draft7Validator(schema, format_checker=jsonschema.FormatChecker()).validate(data)
+    data["runs"][0]["results"][0]["level"] = "bad"
+    assert not jsonschema.Draft7Validator(schema).is_valid(data)

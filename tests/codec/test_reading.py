@@ -15,7 +15,7 @@ from prepkit import codec
 from prepkit.codec import text as reading
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers import native
-from prepkit.observe.checkpoint import observe_checkpoint
+from prepkit.formats.stored_weights import observe_checkpoint
 
 
 @pytest.fixture

@@ -17,20 +17,21 @@ from torch.utils.data import DataLoader
 from prepkit.compat import accelerate as face
 from prepkit.compat.accelerate import OTHERWISE, Accelerator, NotOffered, PlanRejected, theirs
 from prepkit.config import BF16, DDP, FP16, FSDP2, Config, ShardLoaders
-from tests.support.launch import launch, torchrun
+from tests.support.fork_server import ForkServers
+from tests.support.script import run_script
 
 SCRIPT = Path(__file__).with_name("script.py")
 ROOT = SCRIPT.parents[2]
 
 
-def by_both(tmp_path: Path, *arguments: str) -> tuple[list[Any], list[Any]]:
+def by_both(servers: ForkServers, tmp_path: Path, *arguments: str) -> tuple[list[Any], list[Any]]:
     """What the script says on two processes under accelerate, and under prepkit's face."""
     pytest.importorskip("accelerate")
     said = []
     for library in ("accelerate", "prepkit.compat.accelerate"):
         out = tmp_path / f"{library}.json"
-        command = [*torchrun(2), str(SCRIPT), library, "2", "bf16", str(out), *arguments]
-        launch(command, {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}, 120)
+        command = [str(SCRIPT), library, "2", "bf16", str(out), *arguments]
+        run_script(servers, 2, command, {"ACCELERATE_USE_CPU": "true"}, 120)
         said.append(json.loads(out.read_text()))
     theirs, ours = said
     assert len(theirs) == len(ours) == 2 * (64 // 8 // 2) + 2
@@ -39,15 +40,17 @@ def by_both(tmp_path: Path, *arguments: str) -> tuple[list[Any], list[Any]]:
     return theirs, ours
 
 
-def test_a_script_trains_and_evaluates_on_two_processes_as_under_accelerate(tmp_path: Path) -> None:
-    _, ours = by_both(tmp_path)
+def test_a_script_trains_and_evaluates_on_two_processes_as_under_accelerate(
+    tmp_path: Path, fork_servers: ForkServers
+) -> None:
+    _, ours = by_both(fork_servers, tmp_path)
     assert ours[0][0] > ours[-2][0]
     assert [row[0] for row in ours if len(row) == 2] == [21, 21]
 
 
-def test_a_schedule_over_the_processes_stops_where_accelerate_s_does(tmp_path: Path) -> None:
+def test_a_schedule_over_the_processes_stops_where_accelerate_s_does(tmp_path: Path, fork_servers: ForkServers) -> None:
     """Made for 5 ticks, of which each of 4 steps on two processes takes two."""
-    _, ours = by_both(tmp_path, "5")
+    _, ours = by_both(fork_servers, tmp_path, "5")
     rates = [row[1] for row in ours if len(row) == 3]
     assert rates[-3] == rates[-1]
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 _FENCE = re.compile(r"^( *)```(\S*)\s*$")
 _NOTE = re.compile(r"^<!-- (setup|file|raises|exit|output|needs|not run)(?:: (.*?))?(?: -->)?$")
-LANGUAGES = ("python", "console", "text", "toml", "yaml", "json", "sh", "makefile")
+LANGUAGES = ("python", "mermaid", "console", "text", "toml", "yaml", "json", "sh", "makefile")
 """What a fence may say. Python, console, sh and config blocks are run, compiled or read; text is only compared."""
 
 

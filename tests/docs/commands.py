@@ -9,7 +9,8 @@ from prepkit.cli import main
 _HEAD = """# Command line
 
 `prepkit COMMAND --help` prints the same. Exit codes: 0 fine, 1 findings or differences, 2 used wrongly. `show`,
-`diff`, `rules`, `report`, and `check` without `--model` never import torch. `--json` prints for scripts.
+`diff`, `rules`, `import`, `export` and `report` never import torch, nor does a `--model` that is a folder. `--json`
+prints for scripts.
 
 The shell completes commands and options once it has read one line, which goes into `~/.bashrc`, `~/.zshrc` or
 `~/.config/fish/completions/prepkit.fish`:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from itertools import groupby
 
-from prepkit.findings import Finding
+from prepkit.findings import Finding, Severity
 from prepkit.render.text import NOTHING_GOES_ON
 from prepkit.rules import LAW, check
 from prepkit.rules.rule import Moment, Rule
+from prepkit.rules.run import INVARIANTS
 from tests.docs.blocks import ROOT
 from tests.support.counterexamples import COUNTEREXAMPLES
 
@@ -28,7 +30,8 @@ comes from. The example below a rule is a finding of it.
 """
 
 _RUN_HEAD = """These rules are about prepared objects, whoever has prepared them. One look gathers what the rules that
-are due at a moment need, with one exchange over the ranks; each invariant is one row, asked at all of its moments.
+are due at a moment need, with one exchange over the ranks; each invariant is one row of
+the table, with the rules that tell how it is broken and the moments at which they are asked.
 Errors raise `RunRefused` in a loop of prepkit's, and are findings of `pk.audit` and `pk.watch`
 ([how](../howto/audit.md)).
 """
@@ -45,21 +48,67 @@ It cannot be overridden unless it says so. `prepkit rules ID` prints one; the fi
 and what to type for its case."""
 
 
-def rules_page() -> str:
+_PAGES = {
+    "config": ("Rules of a config", "They are asked before there is a plan; those about memory once there is one."),
+    "run": ("Rules of prepared objects", _RUN_HEAD),
+    "loop": (
+        "Rules of the loop",
+        "They are asked at each call of the loop ([events](../training-loop.md#what-follows-what)).",
+    ),
+    "checkpoints": ("Rules of checkpoints", "They are asked before a checkpoint is written or read."),
+    "prove": ("Rules of a proof", "They are asked of a window that was replayed ([how](../howto/prove.md))."),
+}
+"""Page of the rules reference to its title and what it begins with."""
+_ELSEWHERE = {"run": "run", "loop": "loop", "checkpoint": "checkpoints", "resume": "checkpoints", "prove": "prove"}
+"""Subjects that are not on the page about configs."""
+
+
+def link(rule: str) -> str:
+    """The place of a rule, from a page beside the reference's."""
+    return f"rules-{_ELSEWHERE.get(rule.partition('.')[0], 'config')}.md#{rule.replace('.', '')}"
+
+
+def _subjects() -> list[tuple[str, tuple[Rule, ...]]]:
     """Every rule by its subject, the first word of its id."""
-    lines = [_RULES_HEAD]
-    ordered = sorted(
-        (rule for rule in LAW if not rule.told_by), key=lambda rule: rule.id.partition(".")[0]
-    )  # stable: reporting order stays
-    subjects = [(name, tuple(rules)) for name, rules in groupby(ordered, lambda rule: rule.id.partition(".")[0])]
-    counts = ", ".join(f"[{name}](#{name}) {len(rules)}" for name, rules in subjects)
-    lines += [f"{len(ordered)} rules: {counts}.", ""]
+    asked = (rule for rule in LAW if not rule.told_by)
+    ordered = sorted(asked, key=lambda rule: rule.id.partition(".")[0])  # stable: reporting order stays
+    return [(name, tuple(rules)) for name, rules in groupby(ordered, lambda rule: rule.id.partition(".")[0])]
+
+
+def rules_page() -> str:
+    """What a rule is, and the names of all of them with the pages where they are."""
+    subjects = _subjects()
+    total = sum(len(rules) for _, rules in subjects)
+    lines = [_RULES_HEAD, f"{total} rules on {len(_PAGES)} pages:", ""]
+    for page, (title, _) in _PAGES.items():
+        count = sum(len(rules) for name, rules in subjects if _ELSEWHERE.get(name, "config") == page)
+        lines.append(f"- [{title}](rules-{page}.md): {count}")
+    lines += ["", "| subject | rules |", "|---|---|"]
     for name, rules in subjects:
-        lines += [f"## {name}", ""]
-        if name == "run":
-            lines += [_RUN_HEAD, _moments(rules), ""]
-        lines += map(_rule, rules)
+        said = ", ".join(f"[{rule.id.partition('.')[2]}]({link(rule.id)})" for rule in rules)
+        lines.append(f"| {name} | {said} |")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def rules_of(page: str) -> Callable[[], str]:
+    """What makes one page of the rules reference."""
+
+    def made() -> str:
+        title, head = _PAGES[page]
+        subjects = [(name, rules) for name, rules in _subjects() if _ELSEWHERE.get(name, "config") == page]
+        lines = [f"# {title}", "", head, ""]
+        if page == "run":
+            lines += [_moments(subjects[0][1]), ""]
+        else:
+            lines += [", ".join(f"[{name}](#{name}) {len(rules)}" for name, rules in subjects) + ".", ""]
+        for name, rules in subjects:
+            lines += [f"## {name}", "", *map(_rule, rules)]
+        return "\n".join(lines).rstrip() + "\n"
+
+    return made
+
+
+PAGES = {f"reference/rules-{page}.md": rules_of(page) for page in _PAGES}
 
 
 _COLUMNS = (
@@ -77,13 +126,24 @@ _COLUMNS = (
 
 
 def _moments(rules: tuple[Rule, ...]) -> str:
-    """One row for each invariant, with its moments."""
+    """One row for each invariant, with the rules that tell how it is broken and the moments at which they are asked."""
     columns = [(moment, word) for moment, word in _COLUMNS if any(moment in rule.at for rule in rules)]
-    lines = [f"| invariant | rule | {' | '.join(word for _, word in columns)} |", "|---" * (2 + len(columns)) + "|"]
-    for rule in rules:
-        marks = " | ".join(rule.severity.value if moment in rule.at else "" for moment, _ in columns)
-        lines.append(f"| {_plain(rule.summary)} | [{rule.id}](#{rule.id.replace('.', '')}) | {marks} |")
+    lines = [f"| invariant | told by | {' | '.join(word for _, word in columns)} |", "|---" * (2 + len(columns)) + "|"]
+    known = {rule.id: rule for rule in rules}
+    told = [name for _, names in INVARIANTS for name in names]
+    assert len(set(told)) == len(told), "a rule is about one invariant"
+    rows = [(text, tuple(known[name] for name in names)) for text, names in INVARIANTS]
+    rows += [(rule.summary, (rule,)) for rule in rules if rule.id not in told]
+    for text, of in rows:
+        marks = " | ".join(_worst([rule for rule in of if moment in rule.at]) for moment, _ in columns)
+        names = ", ".join(f"[{rule.id.removeprefix('run.')}](#{rule.id.replace('.', '')})" for rule in of)
+        lines.append(f"| {_plain(text)} | {names} | {marks} |")
     return "\n".join(lines)
+
+
+def _worst(rules: list[Rule]) -> str:
+    kinds = [rule.severity for rule in rules]
+    return next((kind.value for kind in (Severity.ERROR, Severity.WARNING, Severity.NOTE) if kind in kinds), "")
 
 
 def _rule(rule: Rule) -> str:

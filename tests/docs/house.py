@@ -88,3 +88,16 @@ def adding() -> str:
     start = next(at for at, line in enumerate(lines) if line.startswith("| to add |"))
     rows = takewhile(lambda line: line.startswith("|"), lines[start:])
     return "\n".join(rows)
+
+
+def model_tables() -> str:
+    """The types with tables, as Markdown: how many, and which classes of each."""
+    import json
+
+    held = {
+        file.stem: list(json.loads(file.read_text())["models"])
+        for file in sorted((ROOT / "prepkit" / "formats" / "models" / "data").glob("*.json"))
+        if file.stem != "common"
+    }
+    classes = sorted((f"`{name}`" for names in held.values() for name in names), key=str.lower)
+    return f"{len(held)} types of models: {', '.join(classes)}."

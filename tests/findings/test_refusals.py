@@ -69,7 +69,7 @@ def _named(path: Path) -> Iterator[tuple[str, int]]:
         text = _text(node) or ""
         subject, _, rest = text.partition(".")
         if (
-            subject in {"plan", "cli", "codec", "diff", "checkpoint", "export"} & subjects
+            subject in {"plan", "cli", "codec", "diff", "checkpoint", "export", "accelerate"} & subjects
             and "-" in rest
             and rest.replace("-", "").isalpha()
         ):

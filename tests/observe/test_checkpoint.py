@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prepkit.observe.checkpoint import INDEX, observe_checkpoint
+from prepkit.formats.stored_weights import INDEX, observe_checkpoint
 
 DEEP = 100_000
 

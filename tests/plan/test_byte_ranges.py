@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepkit.objects.safetensors_header import Header, HeaderError, parse_header
+from prepkit.formats.safetensors_header import Header, HeaderError, parse_header
 from prepkit.plan.byte_ranges import ranges
 from prepkit.plan.layout import ParamLayout, Placement, local_shape
 from prepkit.steps import Axis, FileSlice

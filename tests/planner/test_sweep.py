@@ -128,12 +128,31 @@ def test_what_is_sent_in_part_is_ranked_behind_what_is_known_in_full_and_says_so
     assert all(row.sent_in_full for row in found[:-1])
     lines = sweep_text(found, refused).splitlines()
     assert "0 B and more" in next(line for line in lines if line.startswith("tensor"))
-    assert lines[-2].startswith("and more: what cut layers send is not predicted")
+    assert lines[-3].startswith("and more: what cut layers send follows the tokens of a micro-batch, which --tokens")
     assert "and more" not in sweep_text(found[:-1], refused)
 
 
+def test_with_the_tokens_of_a_micro_batch_cut_layers_are_ranked_by_what_they_send() -> None:
+    """Each gate's output is gathered, and the gradient of its input added up: 7/8 and 2 x 7/8 of it leave a rank."""
+    cuts = TPPlan((TPLayer("model.layers.*.mlp.gate_proj", "colwise", output_layout="replicate"),))
+    cfg = evolve(CFG, tp_plan=cuts, accumulation=2)
+    found, refused = sweep(cfg, facts("8B", 1), (8,), ("tensor", "ddp"), tokens=8192)
+    (cut,) = (row for row in found if row.engine == "tensor")
+    assert cut.sent_in_full
+    assert cut.sent == 2 * 32 * 4 * 8192 * (14336 * 7 // 8 + 2 * 4096 * 7 // 8)
+    assert "and more" not in sweep_text(found, refused)
+    assert [row.sent for row in found] == sorted(row.sent for row in found)
+
+
+def test_sizes_of_a_cluster_are_ranked_each_for_itself() -> None:
+    found, _ = sweep(CFG, facts("70B", 1, memory="80GB"), (64, 8), ("ddp", "fsdp2"))
+    sizes = [row.world_size for row in found]
+    assert sizes == sorted(sizes)
+    assert set(sizes) == {8, 64}
+
+
 def test_what_fits_comes_first_and_then_what_sends_least() -> None:
-    found, _ = sweep(CFG, facts("70B", 1, memory="80GB"), (8, 64), ("ddp", "fsdp2"))
+    found, _ = sweep(CFG, facts("70B", 1, memory="80GB"), (64,), ("ddp", "fsdp2"))
     verdicts = [row.verdict for row in found]
     assert verdicts == sorted(verdicts, key=("fits", "may not fit", "does not fit").index)
     assert len(set(verdicts)) > 1

@@ -7,15 +7,21 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from math import prod
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from prepkit.config import BF16, DDP, FSDP1, FSDP2, TensorParallel
+import prepkit as pk
+from prepkit.config import BF16, DDP, FSDP1, FSDP2, TensorParallel, TPLayer, TPPlan
 from prepkit.predict.ddp import DEFAULT_CAP, FIRST_BUCKET, bucket_sizes
 from prepkit.predict.optimizers import OptimizerInputs, state_formula
+from prepkit.predict.tensor_parallel import cut_traffic
 from tests.support.drawn_models import Case, case, cut
 from tests.support.fork_server import ROOT
 from tests.support.gang import Gang
@@ -70,6 +76,66 @@ def test_cut_layers_hold_and_send_what_was_predicted_alone_and_under_shards(gang
     for rows in (*gang2.run(on_each_rank, alone), *gang4.run(on_each_rank, under, timeout=180)):
         assert wrong(rows) == []
         assert {row.what for row in rows} >= {"parameters", "gradients", "optimizer state"}
+
+
+class Cut(torch.nn.Module):
+    """A vocabulary cut by words, two cut pairs of layers, and a head whose output is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(32, 16)
+        self.up = torch.nn.ModuleList(torch.nn.Linear(16, 24, bias=False) for _ in range(2))
+        self.down = torch.nn.ModuleList(torch.nn.Linear(24, 16, bias=False) for _ in range(2))
+        self.head = torch.nn.Linear(16, 32, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(torch.relu(up(x)))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Sent(TorchDispatchMode):
+    """Bytes of the whole buffers of what DTensors send, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        name = func.name()
+        if name.startswith("_c10d_functional::all_reduce"):
+            self.bytes["all-reduce"] += args[0].numel() * args[0].element_size()
+        elif name.startswith("_c10d_functional::all_gather_into_tensor"):
+            self.bytes["all-gather"] += args[0].numel() * args[0].element_size() * args[1]
+        return func(*args, **(kwargs or {}))
+
+
+def cut_sends(rank: int, world: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Predicted and sent in forward and backward of 6 tokens."""
+    torch.manual_seed(0)
+    layers = (
+        TPLayer("words", "rowwise", input_layout="replicate"),
+        TPLayer("up.*", "colwise"),
+        TPLayer("down.*", "rowwise"),
+        TPLayer("head", "colwise", output_layout="replicate"),
+    )
+    made = pk.build_plan(pk.Config(engine=TensorParallel(), tp_plan=TPPlan(layers)), Cut())
+    predicted = cut_traffic(made, 6)
+    assert predicted is not None
+    ready = pk.apply(made)
+    with Sent() as sent:
+        ready.model(torch.arange(6).reshape(2, 3)).square().mean().backward()
+    return {one.collective: one.bytes for one in predicted}, dict(sent.bytes)
+
+
+def test_cut_layers_send_what_is_predicted_from_the_tokens(gang2: Gang) -> None:
+    for predicted, sent in gang2.run(cut_sends):
+        assert predicted == sent
+        assert set(sent) == {"all-reduce", "all-gather"}
 
 
 @pytest.mark.slow

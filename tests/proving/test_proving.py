@@ -15,14 +15,18 @@ from torch import Tensor, nn
 import prepkit as pk
 from prepkit.findings import PlanRejected, Severity
 from prepkit.proving.record_file import path_of, read
+from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
 from tests.proving.right import RIGHT, Right
 from tests.proving.window import proved, recorded
 from tests.proving.wrong import ERRORS, Planted, hook_that_sums
 from tests.support.launch import torchrun
 from tests.support.patience import MOST
 
+MORE_ERRORS = tuple(Planted(program, rule) for program, rule in DRAWN_ERRORS[::9])
+"""A share of them; ``python -m tests.tools.proofs`` tries all."""
 
-@pytest.mark.parametrize("planted", ERRORS, ids=lambda planted: planted.id)
+
+@pytest.mark.parametrize("planted", [*ERRORS, *MORE_ERRORS], ids=lambda planted: planted.id)
 def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, tmp_path: Path) -> None:
     gang = request.getfixturevalue(f"gang{planted.ranks}")
     proof = gang.run(proved, planted.make, str(tmp_path))[0]
@@ -31,7 +35,7 @@ def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, 
     assert any(planted.says in finding.what for finding in told), str(proof)
 
 
-@pytest.mark.parametrize("right", RIGHT, ids=lambda right: right.id)
+@pytest.mark.parametrize("right", [*RIGHT[::2], *map(Right, DRAWN_RIGHT[::13])], ids=lambda right: right.id)
 def test_a_right_program_is_not_accused(right: Right, request: Any, tmp_path: Path) -> None:
     gang = request.getfixturevalue(f"gang{right.ranks}")
     proof = gang.run(proved, right.make, str(tmp_path))[0]
@@ -56,8 +60,13 @@ def test_nothing_is_left_behind_and_a_torn_or_foreign_record_is_a_finding(gang2:
         whole[:-9],
         b"not a record",
         whole.replace(b'\\"rank\\": 1', b'\\"rank\\": 0'),
-        whole.replace(b'\\"format\\": 1', b'\\"format\\": 7'),
+        whole.replace(b'\\"format\\": 2', b'\\"format\\": 7'),
         whole.replace(b'\\"scale\\"', b'\\"scald\\"'),
+        whole.replace(b'\\"start\\": 0', b'\\"start\\": 9'),
+        whole.replace(b'\\"micro\\": 0', b'\\"micro\\": 9'),
+        whole.replace(b'\\"float32\\"', b'\\"saveall\\"'),
+        whole.replace(b'\\\\\\"class\\\\\\"', b'\\\\\\"klass\\\\\\"'),
+        whole.replace(b'\\\\\\"tensor\\\\\\"', b'\\\\\\"pickle\\\\\\"'),
     ):
         assert spoiled != whole
         path_of(tmp_path, 1).write_bytes(spoiled)
@@ -152,6 +161,7 @@ def test_a_script_with_accelerate_is_proven_in_one_line(tmp_path: Path, divided:
     assert "went on" not in done.stdout
     assert "proof of 2 x 4 micro-batches" in done.stdout, done.stderr[-3000:]
     assert (("prove.accumulation" in done.stdout) and (says in done.stdout)) == bool(says), done.stdout
+    assert ("backward at train.py:14, step at train.py:15" in done.stdout) == bool(says)
     assert (done.returncode == 0) == (not says)
 
 

@@ -32,7 +32,7 @@ WARNINGS = _ids(
         "compile": "dynamic-cut",
         "checkpoint": "cache kept-on-device offload-on-cpu",
         "entry-points": "left-out",
-        "loaders": "fewer-than-ranks out-of-order same-data",
+        "loaders": "last-round fewer-than-ranks out-of-order same-data",
         "weights": "tied-twice buffer-not-computed",
         "memory": "may-exceed-device",
         "resume": "latest-torn nothing-saved other-batch other-clipping other-total-steps settings-replaced "
@@ -43,7 +43,8 @@ WARNINGS = _ids(
         "compile-off one-unit averaging-off backend without-gradient ranks-passes order-lost loss-not-finite "
         "dropout-alike not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks "
         "unsaved-optimizer unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms "
-        "ticked-early eval-mode drops-all rate-zero drift-params drift-rate",
+        "ticked-early eval-mode drops-all rate-zero drift-params drift-rate drift-zeroed drift-counts drift-mode "
+        "drift-options drift-ticks drift-epoch float16-unscaled compiled-idle recompiled trainer-schedule",
     }
 )
 """What is said, and refuses nothing."""

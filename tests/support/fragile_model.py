@@ -16,10 +16,10 @@ from prepkit.applying.step_kinds import handlers
 from prepkit.config import Config, LoadWeights
 from prepkit.facts import Env
 from prepkit.facts.checkpoint import CheckpointFacts, KeyMapping, WeightConverter
+from prepkit.formats.stored_weights import observe_checkpoint
 from prepkit.interpreter import Done, interpret
 from prepkit.objects.target import Target
 from prepkit.observe import observe
-from prepkit.observe.checkpoint import observe_checkpoint
 from prepkit.plan import Plan
 from prepkit.planner import plan
 

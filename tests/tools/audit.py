@@ -15,6 +15,8 @@ from contextlib import closing
 from tests.audit.clean import CLEAN, CleanProgram
 from tests.audit.errors import ERRORS, NOT_MADE, PlantedError
 from tests.audit.programs import Outcome, audited
+from tests.audit.test_loops import all_heard
+from tests.audit.wrong_loops import LOOPS
 from tests.support.deepspeed_cpu import own_extensions
 from tests.support.fork_server import ForkServers
 from tests.support.gang import Gang, GangError
@@ -68,14 +70,34 @@ def table_of_clean_programs(gangs: dict[int, Gang], words: Sequence[str]) -> int
     return wrong
 
 
+def table_of_loops(gangs: dict[int, Gang], words: Sequence[str]) -> int:
+    """Whole loops up to their first step, as ``prepkit audit SCRIPT`` sees them."""
+    print("\n| loop | library | ranks | has to be found | above a note |\n|---|---|---|---|---|")
+    wrong = 0
+    for one in LOOPS:
+        if words and one.id not in words:
+            continue
+        try:
+            found = gangs[one.ranks].run(all_heard, [one.id])[0][one.id]
+        except GangError as error:
+            wrong += 1
+            print(f"| {one.id} | {one.library} | DID NOT RUN: {str(error).strip().splitlines()[-1][:120]} | | |")
+            continue
+        above = sorted({rule for rule, severity, _ in found if severity != "note"})
+        wrong += one.rule not in above if one.rule else bool(above)
+        print(f"| {one.id} | {one.library} | {one.ranks} | {one.rule} | {', '.join(above) or '0'} |", flush=True)
+    return wrong
+
+
 def main(words: Sequence[str]) -> int:
     os.environ["DS_ACCELERATOR"] = "cpu"
     own_extensions()
     with closing(ForkServers()) as servers, closing(Gang(1, servers)) as alone, closing(Gang(2, servers)) as pair:
         gangs = {1: alone, 2: pair}
         missed, wrong = table_of_errors(gangs, words), table_of_clean_programs(gangs, words)
-    print(f"\n{missed} errors were not found, {wrong} clean programs were not clean")
-    return 1 if missed or wrong else 0
+        odd = table_of_loops(gangs, words)
+    print(f"\n{missed} errors were not found, {wrong} clean programs were not clean, {odd} loops were judged wrongly")
+    return 1 if missed or wrong or odd else 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import prepkit as pk
+from prepkit.auditing.audit import audit
 from prepkit.findings import FindingWarning, RunRefused
 from tests.support.gang import Gang
 
@@ -139,23 +140,61 @@ def test_where_all_is_well_the_attestation_says_so(gang2: Gang, engine: str) -> 
         assert (text, told, same, checks) == ("", "", False, RULES)
 
 
-def apart(rank: int, world: int) -> str:
+def apart(rank: int, world: int, factor: float, hook: bool) -> tuple[str, str]:
+    """What the first step and the audit say where rank 1's gradients are its own by a factor."""
     del world
     ready = prepared("DDP", Whole)
-    ready.backward(ready.model(torch.full((2, 4), rank + 1.0)).sum())
+    if hook:
+        ready.model.register_comm_hook(None, as_each_has_it)
+    ready.backward(ready.model(torch.full((2, 4), rank + 1.0 if hook else 1.0)).sum())
     for param in ready.model.parameters():  # as a hook of the user's might
-        param.grad *= rank + 1.0
+        param.grad *= 1.0 if hook or not rank else factor
+    seen = audit(ready.model, ready.optimizer, at_step=True)
+    judged = "\n".join(str(one) for one in seen.findings if one.rule == "run.gradients-part")
     try:
         ready.step()
     except RunRefused as error:
-        return str(error)
-    return ""
+        return str(error), judged
+    return "", judged
 
 
-def test_gradients_that_differ_over_the_replicas_are_seen(gang2: Gang) -> None:
-    for text in gang2.run(apart, timeout=60):
-        assert "error run.gradients-part at model.used.weight" in text
-        assert "Call the wrapper, model(x)" in text
+def as_each_has_it(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations
+    """A communication hook that averages nothing."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+@pytest.mark.parametrize(
+    ("factor", "hook", "fix"),
+    [
+        (2.0, False, "Call the wrapper, model(x)"),
+        (-1.0, False, "Call the wrapper, model(x)"),
+        (1.0, True, "hook `as_each_has_it`"),
+        (1.0 + 1e-6, False, ""),
+    ],
+    ids=["larger", "other signs", "hook", "rounding"],
+)
+def test_gradients_that_differ_over_the_replicas_are_seen_by_step_and_audit_alike(
+    gang2: Gang, factor: float, hook: bool, fix: str
+) -> None:
+    for text, judged in gang2.run(apart, factor, hook, timeout=60):
+        assert ("error run.gradients-part at model.used.weight" in text) is bool(fix)
+        assert ("error run.gradients-part at model.used.weight" in judged) is bool(fix)
+        assert fix in text
+        assert fix in judged
+
+
+class Zero(Whole):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 0
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP1", "FSDP2", "ZeRO 2"])
+def test_gradients_that_are_all_zero_are_refused_before_they_are_stepped(gang2: Gang, engine: str) -> None:
+    for text, _, same, _ in gang2.run(first, engine, Zero, timeout=90):
+        assert "error run.steps-nothing at optimizer: Every gradient of 4 parameters" in text
+        assert same
 
 
 def infinite(rank: int, world: int, engine: str) -> str:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
@@ -17,6 +16,7 @@ from prepkit.objects.fsdp2_units import unit_fact
 from prepkit.objects.local_part import local
 from prepkit.objects.state import LiveModel
 from prepkit.objects.whole_gradients import WholeGradients
+from prepkit.ranks.world import ranks_of
 from prepkit.steps import AverageGradients, FlatUnit, RegroupOptimizer, ShardUnits, Unit, WrapFSDP1
 
 
@@ -146,5 +146,5 @@ def averaged(step: AverageGradients, live: LiveModel) -> Iterator[Departure]:
     mesh = live.target.mesh
     axes = (step.axes or mesh.mesh_dim_names or ()) if mesh is not None else ()
     wanted = [mesh[axis].size() for axis in axes if mesh is not None and mesh[axis].size() > 1]
-    found = [dist.get_world_size(group) for group in watched.groups] if watched else []
+    found = [ranks_of(group).size for group in watched.groups] if watched else []
     yield from same("AverageGradients", "sizes of the groups", wanted, found)

@@ -15,8 +15,8 @@ from prepkit.applying.handlers import problems
 from prepkit.court import found, refused
 from prepkit.findings import Finding, RunRefused
 from prepkit.findings.text import spans
+from prepkit.formats.safetensors_header import header_digest, parse_header
 from prepkit.interpreter import Handler
-from prepkit.objects.safetensors_header import header_digest, parse_header
 from prepkit.objects.target import Target
 from prepkit.ranks.agree import Difference, Disagreement, agree
 from prepkit.steps import CheckFiles, File

@@ -19,7 +19,7 @@ from prepkit.loading.rounds import Tail
 from prepkit.loading.sources import IndexedSource, StreamSource, rebuilt
 from prepkit.objects.target import Target
 from prepkit.ranks import launcher
-from prepkit.ranks.world import world
+from prepkit.ranks.world import new_group, world
 from prepkit.steps import ShardLoader, WrapLoader
 
 
@@ -70,7 +70,7 @@ def _host_group(target: Target) -> Any:
     if dist.get_backend() == "gloo":
         return dist.group.WORLD
     target.together()
-    return dist.new_group(backend="gloo")
+    return new_group("gloo")
 
 
 def _source(step: ShardLoader, loader: DataLoader[Any], parts: int, part: int, group: Any) -> BatchSource:

@@ -34,7 +34,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from prepkit.applying.handlers import problems
-from prepkit.applying.handlers.channel import P2PChannel
 from prepkit.applying.handlers.named_tensors import named_parts, named_tensors
 from prepkit.applying.handlers.stash import require_values
 from prepkit.court import refused
@@ -43,8 +42,9 @@ from prepkit.objects.target import Target
 from prepkit.plan.broadcast import ROOT, bytes_sent, kept_slices, sends, sent_whole, source_rank
 from prepkit.plan.byte_ranges import Slice
 from prepkit.plan.layout import itemsize
+from prepkit.ranks.channel import P2PChannel
 from prepkit.ranks.progress import progress
-from prepkit.ranks.world import world
+from prepkit.ranks.world import new_group, world
 from prepkit.steps import Axis, SendTensors, Transfer
 
 
@@ -98,7 +98,7 @@ def _own_channel(parts: dict[str, Tensor], target: Target) -> Iterator[P2PChanne
     the default group it could not, as the sharded model holds that.
     """
     first = next((part.device for part in parts.values()), torch.device("cpu"))
-    channel = P2PChannel(device=world().wire(first), group=dist.new_group())
+    channel = P2PChannel(device=world().wire(first), group=new_group())
     try:
         yield channel
     except BaseException:

@@ -20,6 +20,7 @@ from torch.nn import Embedding, Linear, Module, Parameter
 
 from prepkit.applying.handlers import problems
 from prepkit.court import refused
+from prepkit.findings import RunRefused
 from prepkit.interpreter import Handler
 from prepkit.objects import names, param_extras
 from prepkit.objects.activation_placements import PLACEMENTS
@@ -59,7 +60,7 @@ def parallelize_do(step: ParallelizeModules, target: Target) -> None:
     """
     mesh = _axis(step, target)
     target.together()  # the comparison is a collective
-    _compare(target.model)
+    _compare(target)
     ties, kept = _ties(target.model), param_extras.every_attribute(target.model)
     modules, done = names.named_modules(target.model), 0
     for style in step.styles:
@@ -170,15 +171,17 @@ def _placements(param: Tensor) -> tuple[Placement, ...] | None:
     return tuple(param.placements) if isinstance(param, DTensor) else None
 
 
-def _compare(model: Module) -> None:
+def _compare(target: Target) -> None:
     """Shards of different weights would make a model that nobody has trained (pain 11)."""
-    params = names.named_parameters(model).items()
+    params = names.named_parameters(target.model).items()
     digests = tuple((name, _digest(param)) for name, param in params if not param.is_meta)
     try:
         agree(digests)
     except Disagreement as error:
-        differing = problems.listed([difference.name for difference in error.differences])
-        raise refused("run.ranks-values", differing, "the ranks hold different weights") from None
+        differing = [difference.name for difference in error.differences]
+        told = problems.told("run.ranks-values", differing, "the ranks hold different weights")
+        if standing := target.judge(told):
+            raise RunRefused(standing) from None
 
 
 def _digest(param: Tensor) -> str:

@@ -130,7 +130,7 @@ class AcceleratedLoop:
         """Inside, gradients of the model stay each rank's own; of all where none is named."""
         if self._by_engine:
             what = "write gradient_accumulation_steps and `with accelerator.accumulate(model):`"
-            raise NotOffered("no_sync under DeepSpeed", what, "accelerate.windows")
+            raise NotOffered("no_sync under DeepSpeed", what, "accelerate.outside-accumulate")
         with ExitStack() as stack:
             for ready in [one for one in self.models if model is one.model] or self.models:
                 stack.enter_context(not_averaged(ready))
@@ -143,7 +143,7 @@ class AcceleratedLoop:
         if self._by_engine and self.accumulation > 1 and not self.inside:
             what = "write `with accelerator.accumulate(model):`"
             name = "gradient_accumulation_steps without accumulate under DeepSpeed"
-            raise NotOffered(name, what, "accelerate.windows")
+            raise NotOffered(name, what, "accelerate.outside-accumulate")
         self._heed_no_sync()
         self.stepped = False
         if self.inside:
@@ -252,10 +252,10 @@ class AcceleratedLoop:
         """
         if not isinstance(self.planned, ClipNorm):
             said = f'write "gradient_clipping": {clip.max_norm} into its config'
-            raise NotOffered("clipping under DeepSpeed", said, "accelerate.clipping")
+            raise NotOffered("clipping under DeepSpeed", said, "accelerate.clips-otherwise")
         if clip != self.planned:
             said = f"its config says gradient_clipping {self.planned.max_norm}, by the 2-norm; write the same number"
-            raise NotOffered(f"clipping by {clip.max_norm} under DeepSpeed", said, "accelerate.clipping")
+            raise NotOffered(f"clipping by {clip.max_norm} under DeepSpeed", said, "accelerate.clips-otherwise")
         norm = self.ready.grad_norm
         return torch.tensor(float("nan")) if norm is None else norm
 
@@ -263,7 +263,7 @@ class AcceleratedLoop:
         """Lets ``step`` clip so (``_choose``)."""
         if self._by_engine:
             said = "write accelerator.clip_grad_norm_(...)"
-            raise NotOffered("clipping by value under DeepSpeed", said, "accelerate.clipping")
+            raise NotOffered("clipping by value under DeepSpeed", said, "accelerate.clips-otherwise")
         self._choose(parameters, clip)
 
     def _choose(self, parameters: Any, clip: ClipNorm | ClipValue) -> torch.Tensor | None:
@@ -299,7 +299,7 @@ class AcceleratedLoop:
     def _clipped_now(self, chosen: list[Any], clip: ClipNorm | ClipValue) -> torch.Tensor:
         if self.ready.scaler is not None:
             what = "give model.parameters() of the one model, or write mixed_precision='bf16'"
-            raise NotOffered("clipping a part of the parameters under fp16", what, "accelerate.clipping")
+            raise NotOffered("clipping a part of the parameters under fp16", what, "accelerate.clips-otherwise")
         norm = self.ready.loop.engine.clip(self.ready.model, clip, chosen)
         return torch.tensor(0.0) if norm is None else norm
 

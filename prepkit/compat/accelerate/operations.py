@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -52,8 +51,7 @@ def broadcast(value: Any, from_process: int = 0) -> Any:
 
     def sent(tensor: Tensor) -> Tensor:
         mine = _travelling(tensor).clone()
-        if world().carries_data:
-            dist.broadcast(mine, src=from_process)
+        world().send(mine, from_process)
         return mine.to(tensor.device)
 
     return _on_tensors(value, sent, "broadcast", lambda tensor: tuple(tensor.shape))
@@ -89,8 +87,7 @@ def gather_object(value: Any) -> list[Any]:
 def broadcast_object_list(value: list[Any], from_process: int = 0) -> list[Any]:
     """Puts the items of one rank's list into that of every rank. Collective; what is sent is pickled."""
     group.join(_device())
-    if world().carries_data:
-        dist.broadcast_object_list(value, src=from_process)
+    value[:] = world().sent_by(from_process, value)
     return value
 
 
@@ -133,9 +130,7 @@ def _gathered(tensor: Tensor) -> Tensor:
     if not world().carries_data:
         return mine
     mine = mine[None] if mine.ndim == 0 else mine
-    parts = [torch.empty_like(mine) for _ in range(world().size)]
-    dist.all_gather(parts, mine)
-    return torch.cat(parts).to(tensor.device)
+    return torch.cat(world().parts(mine)).to(tensor.device)
 
 
 def _travelling(tensor: Tensor) -> Tensor:

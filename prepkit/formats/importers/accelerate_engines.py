@@ -30,7 +30,7 @@ from prepkit.config import (
 from prepkit.config.engines import Sharding
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers.deepspeed import read_deepspeed
-from prepkit.formats.importers.foreign import Foreign
+from prepkit.formats.importers.foreign import Foreign, beside
 from prepkit.formats.importers.source import JSON, read
 from prepkit.resolve.deepspeed.keys import SECTIONS
 
@@ -257,10 +257,9 @@ def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tu
         if file.has(f"{_IN_DEEPSPEED}{key}"):
             what = "accelerate refuses it beside deepspeed_config_file"
             file.error("contradiction", f"{_IN_DEEPSPEED}{key}", what, f"Write it into {name}, and remove it here.")
-    places = (Path(name), path.parent / name)
-    found = next((place for place in places if place.is_file()), None)
+    found = beside(name, path)
     if found is None:
-        what = f"there is no file {name}, neither from here nor beside {path.name}"
+        what = f"there is no file {name:.120}, neither from here nor beside {path.name}"
         file.error("missing-file", f"{_IN_DEEPSPEED}deepspeed_config_file", what, "Give the path of the JSON file.")
         return config
     try:

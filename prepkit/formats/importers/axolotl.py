@@ -8,7 +8,7 @@ from attrs import evolve
 
 from prepkit.codec.text import shown
 from prepkit.config import BF16, FP8, FSDP1, FSDP2, CheckpointBlocks, DType, Mesh, TorchAO
-from prepkit.formats.importers.foreign import Foreign, foreign
+from prepkit.formats.importers.foreign import Foreign, foreign, named_model
 from prepkit.formats.importers.source import Imported, Source
 from prepkit.formats.importers.training_arguments import training_arguments
 
@@ -62,7 +62,8 @@ def read_axolotl(source: Source) -> Imported:
         config = evolve(config, precision=FP8(backend=backend, reduce_dtype=reduce, master_weights=not full))
     if sizes and isinstance(config.engine, FSDP2):
         config = evolve(config, mesh=Mesh(**{"shard": -1} | sizes))
-    return evolve(imported, config=config)
+    parts = any(file.data.get(name) for name in ("adapter", "load_in_4bit", "load_in_8bit", "unfrozen_parameters"))
+    return evolve(imported, config=config, model=None if parts else named_model(file, "base_model"))
 
 
 def _offloaded(file: Foreign) -> bool:

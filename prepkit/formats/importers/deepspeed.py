@@ -43,7 +43,7 @@ def from_json(file: Foreign, asked: Precision | None = None) -> Config:
     if file.raw("activation_checkpointing.cpu_checkpointing") is True:
         what = "DeepSpeed does it in models that call deepspeed.checkpointing.checkpoint by themselves, and in no other"
         fix = "Write checkpointing=CheckpointBlocks(offload=True) beside the engine, or leave it to such a model."
-        file.warn("no-effect", "activation_checkpointing.cpu_checkpointing", what, fix)
+        file.warn("not-supported", "activation_checkpointing.cpu_checkpointing", what, fix)
     clip = _number(file, "gradient_clipping", "clip")
     steps = _number(file, "gradient_accumulation_steps", "accumulation")
     config = Config(

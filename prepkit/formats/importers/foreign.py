@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from attrs import define, evolve, field
-from ruamel.yaml.error import YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
+from prepkit.codec.misfits import MOST
 from prepkit.codec.text import shown
 from prepkit.config import Config, Origin
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.formats.importers.source import Imported, Source, composed
-from prepkit.formats.importers.toml_places import toml_places
+from prepkit.formats.importers.positions import LineColumn, plain_json, positions
+from prepkit.formats.importers.source import Imported, Source
 
 TRUE, FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
 """What launchers take for switches, in small letters (accelerate ``str_to_bool``)."""
@@ -229,10 +228,14 @@ class Foreign:
         """Says which keys nobody has asked for, with the nearest of those that somebody has."""
         candidates = sorted({*known, *self._read})
         read = frozenset(self._read)  # as it is now: what is said below counts as read
+        said = 0
         for key in self.keys():
             parents = [key[:place] for place, letter in enumerate(key) if letter == "."]
             if key in read or any(parent not in read for parent in parents):
                 continue  # below an unknown one, which is said once
+            if (said := said + 1) > MOST:
+                self.error("unknown-key", key, f"{MOST} unknown keys are reported, and there are more", "Remove them.")
+                return
             near = get_close_matches(key, candidates, n=1, cutoff=0.75)
             fix = f"Write {near[0]!r}, or remove it." if near else "Remove it."
             self.error("unknown-key", key, f"{self.kind} knows no such key, and nothing would read it", fix)
@@ -255,10 +258,24 @@ class Foreign:
         self.error("wrong-type", name, f"{shown(value)} is not {_NAMES[kind]}", f"Write {_NAMES[kind]}.")
 
 
+def beside(name: str, file: Path) -> Path | None:
+    """The file of that name, from here or beside the one that names it; None: there is none, as for pages of text."""
+    try:
+        return next((place for place in (Path(name), file.parent / name) if place.is_file()), None)
+    except (OSError, ValueError):  # longer than a name may be; a NUL in it
+        return None
+
+
 def foreign(kind: str, source: Source) -> Foreign:
     """The file by its extension: TOML, YAML, or JSON with comments. Raises ``PlanRejected`` where it is no mapping."""
     places = positions(source.text, source.suffix)
     return Foreign(kind=kind, source=source.path, data=lenient(source), places=places)
+
+
+def named_model(file: Foreign, key: str) -> str | None:
+    """Folder, or name on the hub, of the model that a file is about."""
+    name = file.data.get(key)
+    return name if isinstance(name, str) and 0 < len(name) < 200 else None
 
 
 def lenient(source: Source) -> dict[str, Any]:
@@ -268,57 +285,3 @@ def lenient(source: Source) -> dict[str, Any]:
 
 def _colons(place: LineColumn | None) -> str:
     return "" if place is None else f":{place[0]}:{place[1]}"
-
-
-# --- positions in files ----------------------------------------------------------------------------------------------
-
-
-LineColumn = tuple[int, int]
-"""Line and column, from 1."""
-
-_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|/\*.*?\*/|//[^\n]*|\#[^\n]*|,(?=\s*[}\]])', re.DOTALL)
-
-
-def plain_json(text: str) -> str:
-    """JSON without comments (``//``, ``#``, ``/* */``) and trailing commas; every other character keeps its place."""
-    blank = _TOKENS.sub(_blanked, text)
-    return _TOKENS.sub(_blanked, blank)  # a comma before a comment is seen as the last one when the comment is gone
-
-
-def _blanked(token: re.Match[str]) -> str:
-    return token[0] if token[0].startswith('"') else re.sub(r"[^\n]", " ", token[0])
-
-
-def positions(text: str, suffix: str) -> dict[str, LineColumn]:
-    """Dotted path of every key to where it stands; items of a list by their index.
-
-    JSON is read as the YAML that it also is. Empty where a text is beyond that reader: values are had without places.
-    """
-    if suffix == ".toml":
-        try:
-            return dict(toml_places(text))
-        except RecursionError:
-            return {}
-    try:
-        source = re.sub(r"\t", " ", plain_json(text)) if suffix == ".json" else text
-        node = composed(source)
-    except (YAMLError, ValueError, RecursionError):
-        return {}
-    return dict(_below(node, "", set())) if node is not None else {}
-
-
-def _below(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, LineColumn]]:
-    if id(node) in seen:  # an alias: its keys have been told where they stand
-        return
-    seen.add(id(node))
-    match node:
-        case MappingNode(value=pairs):
-            children = [(str(key.value), key, value) for key, value in pairs]
-        case SequenceNode(value=items):
-            children = [(str(index), item, item) for index, item in enumerate(items)]
-        case _:
-            return
-    for name, key, value in children:
-        here = f"{path}.{name}" if path else name
-        yield here, (key.start_mark.line + 1, key.start_mark.column + 1)
-        yield from _below(value, here, seen)

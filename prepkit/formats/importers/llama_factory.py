@@ -19,7 +19,7 @@ from prepkit.config import (
     TorchAO,
     TransformerEngine,
 )
-from prepkit.formats.importers.foreign import Foreign, foreign
+from prepkit.formats.importers.foreign import Foreign, foreign, named_model
 from prepkit.formats.importers.source import Imported, Source
 from prepkit.formats.importers.training_arguments import training_arguments
 
@@ -48,7 +48,8 @@ def read_llama_factory(source: Source) -> Imported:
     config = imported.config
     if checkpointed:
         config = evolve(config, checkpointing=CheckpointBlocks())
-    return evolve(imported, config=_precise(config, float8, pure=bool(pure)))
+    model = named_model(file, "model_name_or_path") if file.data.get("finetuning_type") == "full" else None
+    return evolve(imported, config=_precise(config, float8, pure=bool(pure)), model=model)
 
 
 def _precise(config: Config, float8: FP8Backend | None, *, pure: bool) -> Config:

@@ -12,7 +12,7 @@ from prepkit.codec.misfits import meant
 from prepkit.config import Config, Origin
 from prepkit.config.origin import origin_of
 from prepkit.findings import Finding, PlanRejected
-from prepkit.formats.importers.foreign import positions
+from prepkit.formats.importers.positions import positions
 from prepkit.formats.importers.source import LANGUAGES, Imported, Source, read, refuse_damage, refuse_unrecognised
 
 

@@ -260,6 +260,8 @@ class Imported:
     """Processes on one machine; None: it does not say."""
     device: str | None = None
     """Device type of the machines; None: it does not say."""
+    model: str | None = None
+    """Folder, or name on the hub, of a model that the file says to train whole; None: it does not say."""
     not_preparation: tuple[Origin, ...] = ()
     """What the file says of launching, logging or the run itself: read, and of no concern to preparation."""
     unchanged: tuple[Origin, ...] = ()

@@ -31,7 +31,7 @@ from prepkit.config import (
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers.accelerate_engines import fsdp
 from prepkit.formats.importers.deepspeed import AUTO, from_json, read_deepspeed
-from prepkit.formats.importers.foreign import Foreign, foreign
+from prepkit.formats.importers.foreign import Foreign, beside, foreign
 from prepkit.formats.importers.source import JSON, Imported, Source, read
 
 _MAX_NORM = 1.0
@@ -141,9 +141,9 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
         file.covered("deepspeed")
         file.findings += nested.findings
         return _with_json(config, inner, file, micro_batch)
-    found = next((place for place in (Path(str(given)), path.parent / str(given)) if place.is_file()), None)
+    found = beside(str(given), path)
     if found is None:
-        what = f"there is no file {given}, neither from here nor beside {path.name}"
+        what = f"there is no file {given!s:.120}, neither from here nor beside {path.name}"
         file.error("missing-file", "deepspeed", what, "Give the path of the JSON file.")
         return config
     try:
@@ -304,9 +304,9 @@ def _reduced(precision: Precision) -> Precision:
 
 
 def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
-    found = next((place for place in (Path(name), path.parent / name) if place.is_file()), None)
+    found = beside(name, path)
     if found is None:
-        what = f"there is no file {name}, neither from here nor beside {path.name}"
+        what = f"there is no file {name:.120}, neither from here nor beside {path.name}"
         file.error("missing-file", key, what, "Give the path of the JSON file.")
         return {}
     return read(str(found), JSON).data()

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from prepkit.court import refused
@@ -18,7 +18,7 @@ from prepkit.objects import fsdp1_flat, names, zero3, zero_masters
 from prepkit.objects.fsdp1_flat import FlatShard
 from prepkit.observe.fingerprints.tensor import Dim, fingerprint_sum
 from prepkit.plan.layout import chunk
-from prepkit.ranks.world import world
+from prepkit.ranks.world import ranks_of, world
 
 
 @frozen(eq=False, kw_only=True)
@@ -45,7 +45,8 @@ def parts(model: nn.Module, *, masters: bool = False) -> dict[str, Part]:
     """Canonical name to this rank's part of every parameter, each once; nothing of it is gathered or copied.
 
     Left out, on every rank alike, is what has no bits of its own that could be compared: tensor subclasses that hold
-    several tensors, experts that each rank has for itself, what DeepSpeed's AutoTP has split, ``Partial`` placements.
+    several tensors, layers without a shape yet, experts that each rank has for itself, what DeepSpeed's AutoTP has
+    split, ``Partial`` placements.
     ``masters``: of what DeepSpeed steps the float32 master weights, which are what is saved and exported.
     Raises ``RunRefused`` for parameters on meta, and what ``zero_masters.refuse_unreadable`` raises.
     """
@@ -76,11 +77,11 @@ def _of_param(param: Any, replicas: dict[Any, int]) -> Part | None:
         return None
     if zero3.is_partitioned(param):
         start = min(param.ds_tensor.numel() * param.ds_zero_partition_rank, param.ds_numel)
-        lowest = min(dist.get_process_group_ranks(param.ds_process_group))
+        lowest = min(ranks_of(param.ds_process_group).members)
         return Part(values=zero3.held(param), start=start, numel=param.ds_numel, replica=lowest)
     if isinstance(param, DTensor):
         return _of_dtensor(param, replicas)
-    if is_traceable_wrapper_subclass(param):
+    if is_traceable_wrapper_subclass(param) or is_lazy(param):
         return None
     return Part(values=param, numel=param.numel(), replica=world().rank)
 
@@ -131,7 +132,7 @@ def _of_flat(shard: FlatShard, unit: Any) -> Part:
     row = (shard.flat if local is None else local).detach().view(-1)
     begin = 0 if shard.first else shard.start % shard.shard if shard.cut else shard.start
     numel = prod(shard.shape)
-    lowest = min(dist.get_process_group_ranks(unit.process_group)) if shard.cut else world().rank
+    lowest = min(ranks_of(unit.process_group).members) if shard.cut else world().rank
     values = row[begin : begin + shard.last - shard.first]
     return Part(values=values, start=shard.first, dims=_permuted(shard), numel=numel, replica=lowest)
 
@@ -155,7 +156,7 @@ def _masters(model: nn.Module) -> dict[str, Part]:
             if id(param) not in stepped:
                 continue
             group: Any = getattr(param, "ds_process_group", None) or engine.seq_data_parallel_group
-            lowest = min(dist.get_process_group_ranks(group)) if divided else world().rank
+            lowest = min(ranks_of(group).members) if divided else world().rank
             numel = int(getattr(param, "ds_numel", param.numel()))
             run = runs[name].part(runs[name].flat) if name in runs else None
             values = param.detach().reshape(-1)[:0] if run is None else run.values

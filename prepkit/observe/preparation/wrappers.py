@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.facts.preparation import DDPOptions, FlatUnitOptions, NamedValues
 from prepkit.objects.names import Site
 from prepkit.observe.model import dtype_name
+from prepkit.ranks.world import ranks_of
 
 WRAPPERS = ("fp16_compress_wrapper", "bf16_compress_wrapper")
 """Communication hooks of torch around another hook."""
@@ -24,7 +24,7 @@ def ddp_options(places: list[Site]) -> DDPOptions | None:
         return None
     ddp: Any = found
     return DDPOptions(
-        ranks=dist.get_world_size(ddp.process_group),
+        ranks=ranks_of(ddp.process_group).size,
         broadcast_buffers=bool(ddp.broadcast_buffers),
         bucket_cap_mb=ddp.bucket_bytes_cap / 2**20,
         find_unused_parameters=bool(ddp.find_unused_parameters),
@@ -67,8 +67,8 @@ def _flat_unit(path: str, unit: Any) -> FlatUnitOptions:
     hybrid = "HYBRID" in unit.sharding_strategy.name
     return FlatUnitOptions(
         path=path,
-        ranks=dist.get_world_size(unit.process_group),
-        copies=dist.get_world_size(between) if hybrid and between is not None else 1,
+        ranks=ranks_of(unit.process_group).size,
+        copies=ranks_of(between).size if hybrid and between is not None else 1,
         sharding=unit.sharding_strategy.name.removeprefix("_"),
         param_dtype=_dtype(mixed.param_dtype),
         reduce_dtype=_dtype(mixed.reduce_dtype),

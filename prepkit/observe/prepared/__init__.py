@@ -12,6 +12,7 @@ from torch import nn
 
 from prepkit.facts import Env
 from prepkit.facts.run import RunFacts
+from prepkit.formats.models.architecture import peek
 from prepkit.objects.joint_optimizer import members
 from prepkit.objects.names import first_names, parameters_at, sites
 from prepkit.observe.env import observe_env
@@ -19,7 +20,7 @@ from prepkit.observe.given import said
 from prepkit.observe.model import model_facts
 from prepkit.observe.preparation import preparation
 from prepkit.observe.prepared import averaging, fabric, modules
-from prepkit.observe.prepared.gradients import gradients_at_step
+from prepkit.observe.prepared.gradients import about_to_step, gradients
 from prepkit.observe.prepared.inside import with_inside
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.optimizers import (
@@ -68,11 +69,10 @@ def look(
         facts = evolve(facts, preparation=how)
         if scheduler is not None and Need.OPTIMIZERS in needs:
             facts = evolve(facts, scheduler=prepared_scheduler(scheduler, optimizers))
-        seen = gradients_at_step(facts, places, optimizers) if Need.GRADIENTS in needs else None
-        if seen is not None:
-            facts = evolve(facts, gradients=seen[0])
-        if Need.RANKS in needs:
-            facts = compared(facts, places, optimizers, None if seen is None else seen[1])
+        seen = Need.GRADIENTS in needs and facts.engine is None  # DeepSpeed keeps gradients where nobody sees them
+        stepped = [*gradients(model, about_to_step(optimizers))] if seen else None
+        if seen or Need.RANKS in needs:
+            facts = compared(facts, places, optimizers, stepped, asks=Need.RANKS in needs)
     return facts if env is None else evolve(facts, world_size=env.world_size)
 
 
@@ -122,10 +122,10 @@ def _alone(
 
 def _language_config(module: nn.Module) -> Any:
     """The config of a causal language model of transformers, adapters around it or not; None for another model."""
-    base = getattr(module, "base_model", None)
-    inside = getattr(base, "model", module)
+    base = peek(module, "base_model")
+    inside = peek(base, "model") or module
     named = any(type(one).__name__.endswith("ForCausalLM") for one in (module, inside))
-    return getattr(inside, "config", None) if named else None
+    return peek(inside, "config") if named else None
 
 
 def _launched() -> int:

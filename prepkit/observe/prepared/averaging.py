@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
 from attrs import evolve
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -16,7 +15,7 @@ from prepkit.facts.run import Averager, DDPFacts, PreparedParam
 from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.names import Site, known_bases
 from prepkit.observe.model import dtype_name
-from prepkit.ranks.world import world
+from prepkit.ranks.world import ranks_of, world
 
 Covered = dict[int, list[tuple[Averager, int]]]
 """``id`` of a parameter to who averages it, and over how many ranks."""
@@ -60,7 +59,7 @@ def _covered(model: nn.Module) -> Covered:
         bases = known_bases(type(module))
         match module:
             case DistributedDataParallel():
-                _cover(found, _reduced_by(module), "ddp", dist.get_world_size(module.process_group))
+                _cover(found, _reduced_by(module), "ddp", ranks_of(module.process_group).size)
             case FullyShardedDataParallel():
                 held: Any = module._handle
                 flat = held.flat_param if held is not None else None
@@ -93,10 +92,10 @@ def _fsdp1_ranks(unit: FullyShardedDataParallel) -> int:
     """Ranks that the unit's gradients come from: its shards, and its replicas unless torch fell back to NO_SHARD."""
     handle: Any = unit._handle
     state: Any = unit
-    shards = int(dist.get_world_size(state.process_group))
+    shards = ranks_of(state.process_group).size
     between = getattr(state, "_inter_node_pg", None)
     hybrid = handle is not None and "HYBRID" in handle._sharding_strategy.name
-    return shards * (dist.get_world_size(between) if hybrid and between is not None else 1)
+    return shards * (ranks_of(between).size if hybrid and between is not None else 1)
 
 
 def _reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
@@ -114,13 +113,22 @@ def ddp_facts(model: nn.Module, first: dict[int, str]) -> tuple[DDPFacts, ...]:
 
 def _ddp(path: str, module: DistributedDataParallel, first: dict[int, str]) -> DDPFacts:
     params = _reduced_by(module)
-    return DDPFacts(
-        path=path,
+    return evolve(
+        ddp_state(path, module),
         reduced=_in_reducer(module),
         known=sum(param.requires_grad for param in params),
         frozen=tuple(first.get(id(param), "?") for param in params if not param.requires_grad),
-        averages=bool(module.require_backward_grad_sync),
         ignored=_ignored(module, first),
+    )
+
+
+def ddp_state(path: str, module: DistributedDataParallel) -> DDPFacts:
+    """What a wrapper is set to: a few attributes, as a look before a step has time for."""
+    return DDPFacts(
+        path=path,
+        reduced=None,
+        known=0,
+        averages=bool(module.require_backward_grad_sync),
         joins=bool(getattr(getattr(module, "_join_config", None), "enable", False)),
         hook=", ".join(getattr(hook, "__qualname__", str(hook)) for hook, _ in getattr(module, "_comm_hooks", ())),
         waits=not (module.find_unused_parameters or module.static_graph),

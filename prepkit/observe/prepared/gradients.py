@@ -1,65 +1,263 @@
-"""Gradients as an optimizer is about to step them."""
+"""Gradients as an optimizer is about to step them: one look and one verdict, for the audit and for the first step.
+
+Each gradient is six numbers on a rank. How they travel is the caller's affair: the loop sends the smallest and the
+largest over the ranks with its one exchange, the audit those of every rank with its own.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from attrs import define, field, frozen
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 
-from prepkit.facts.run import GradientFacts, RunFacts
+from prepkit.facts.run import GradientFacts
+from prepkit.objects import fsdp1_flat, names
 from prepkit.objects.local_part import local
-from prepkit.objects.names import Site, first_names, parameters_at
-from prepkit.observe.fingerprints.tensor import fingerprint
+from prepkit.observe.prepared.averaging import prepared_params
 from prepkit.observe.prepared.optimizers import inner
+from prepkit.ranks.world import ranks_of, world
 
-_COMPARED = frozenset({"ddp", "hook"})
-"""What leaves a parameter and its gradient whole on every rank."""
+TOLERANCE = 1e-2
+"""Relative difference between gradients of replicas that sums in another order may make."""
+
+NUMBERS = 6
+"""Of each gradient: missing, there, not finite, misplaced, its largest absolute value, and its ``tilt``."""
+
+_WHOLE = frozenset({"ddp", "hook"})
+"""What averages a gradient and leaves it whole on every rank."""
+
+Replicas = list[tuple[Any, frozenset[str]]]
+"""Groups of ranks, None for all, with the parameters of which each rank of the group holds the same."""
+
+Spread = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+"""A group of ranks and this rank's rows, to the smallest and the largest of each number over the group."""
 
 
-def gradients_at_step(
-    facts: RunFacts, places: list[Site], optimizers: list[Any]
-) -> tuple[GradientFacts, dict[str, int]] | None:
-    """The gradients that these optimizers hold, and fingerprints of those that ranks should hold whole and alike.
+@frozen(kw_only=True)
+class Gradient:
+    """What this rank knows of the gradient of one parameter."""
 
-    None under DeepSpeed, which keeps gradients where nobody sees them.
+    name: str
+    """Canonical name of the parameter."""
+    missing: bool
+    """True if it has none, though this rank holds some of the parameter's elements."""
+    largest: Tensor | None
+    """The largest absolute value of this rank's part, a scalar; None where there is no part, or it was not seen."""
+    tilt: Tensor | None = None
+    """The sum of this rank's part, divided by the root of its number of elements; None: it was not seen."""
+    misplaced: bool = False
+    """True if placements or dtype are not the parameter's."""
+
+
+def gradients(model: Module, held: Iterable[Any] | None = None) -> Iterator[Gradient]:
+    """The gradients of the trained parameters, in the order of the model. ``held``: only of these; None: of all.
+
+    Under FSDP1 a rank holds a shard of each flat parameter, in which a named one may have no element.
     """
-    if facts.engine is not None:
-        return None
-    named = parameters_at(places)
-    first = first_names(named)
-    known = [inner(one) for one in optimizers]
-    held = {id(param) for one in _stepping(known) for group in one.param_groups for param in group["params"]}
-    params = {path: p for path, p in named if first[id(p)] == path and id(p) in held and p.requires_grad}
-    dense = {path: p.grad for path, p in params.items() if p.grad is not None and not p.grad.is_sparse}
-    scaled = any(hasattr(one, "found_inf") for one in known)  # a GradScaler that lets the optimizer skip by itself
-    found = GradientFacts(
-        stepped=len(params),
-        missing=tuple(path for path, param in params.items() if param.grad is None and local(param).numel()),
-        spoiled=() if scaled else tuple(path for path, grad in dense.items() if not _finite(grad)),
-        zero=bool(dense) and all(_zero(grad) for grad in dense.values()),
+    known = None if held is None else {id(param) for param in held}
+    sharded = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    shards = fsdp1_flat.flat_shards(model) if sharded else {}
+    for name, param in names.named_parameters(model).items():
+        shard = shards.pop(name, None)
+        holder = param if shard is None or shard.original else shard.flat
+        if "_flat_param" not in name and _steps(holder, known):
+            yield _of(name, holder, here=shard is None or shard.last > shard.first)
+    for name, shard in shards.items():  # of which nothing but the flat parameter is left
+        if _steps(shard.flat, known):
+            yield _of(name, shard.flat, here=shard.last > shard.first)
+
+
+def _steps(param: Parameter, held: set[int] | None) -> bool:
+    return param.requires_grad and (held is None or id(param) in held)
+
+
+def _of(name: str, param: Parameter, *, here: bool) -> Gradient:
+    grad = param.grad
+    if grad is None:
+        return Gradient(name=name, missing=here and local(param).numel() > 0, largest=None)
+    part = _values(local(grad).detach())
+    placed = grad.placements == param.placements if isinstance(grad, DTensor) and isinstance(param, DTensor) else True
+    misplaced = not placed or grad.dtype != param.dtype
+    if not part.numel() or part.is_meta:
+        return Gradient(name=name, missing=False, largest=None, misplaced=misplaced)
+    real = torch.view_as_real(part) if part.is_complex() else part
+    return Gradient(
+        name=name,
+        missing=False,
+        largest=part.abs().max().float(),
+        tilt=real.sum(dtype=torch.float32) / math.sqrt(part.numel()),
+        misplaced=misplaced,
     )
-    whole = {param.name for param in facts.params if set(param.averaged_by) <= _COMPARED}
-    values = {
-        path: fingerprint(grad) for path, grad in dense.items() if path in whole and not isinstance(grad, DTensor)
-    }
-    return found, values
 
 
-def _stepping(known: list[Any]) -> list[Any]:
-    """The first, which is about to step, and of the others those whose gradients are there: a GAN has two turns."""
-    return [
-        one
-        for at, one in enumerate(known)
-        if not at or any(param.grad is not None for group in one.param_groups for param in group["params"])
-    ]
+def _values(gradient: Tensor) -> Tensor:
+    """The numbers that are there: of a sparse gradient (``nn.Embedding(sparse=True)``) those of its rows."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _finite(grad: Tensor) -> bool:
-    mine = grad._local_tensor if isinstance(grad, DTensor) else grad
-    return mine.device.type == "meta" or bool(torch.isfinite(mine).all())
+def rows(looked: Sequence[Gradient]) -> Tensor:
+    """What a rank tells of its gradients: ``NUMBERS`` rows of float32 on the host. Each device is waited for once."""
+    found = torch.zeros(NUMBERS, len(looked))
+    seen = [at for at, one in enumerate(looked) if one.largest is not None]
+    pairs = [(one.largest, one.tilt) for one in looked if one.largest is not None]
+    if seen:
+        none = torch.zeros_like(pairs[0][0])
+        flat = [none if value is None else value for pair in pairs for value in pair]
+        largest, tilt = torch.stack(flat).cpu().view(-1, 2).unbind(1)
+        found[1, seen], found[2, seen] = 1.0, (~torch.isfinite(largest)).float()
+        found[4, seen], found[5, seen] = largest.nan_to_num(0, 0, 0), tilt.nan_to_num(0, 0, 0)
+    found[0] = torch.tensor([float(one.missing) for one in looked])
+    found[3] = torch.tensor([float(one.misplaced) for one in looked])
+    return found
 
 
-def _zero(grad: Tensor) -> bool:
-    return not isinstance(grad, DTensor) and grad.device.type != "meta" and not grad.any()
+def told(looked: Sequence[Gradient]) -> dict[str, list[float]]:
+    """Name to the six numbers, as they are gathered."""
+    return dict(zip((one.name for one in looked), rows(looked).T.tolist(), strict=True))
+
+
+def judged_alike(
+    looked: Sequence[Gradient], model: Module, everyone: Sequence[dict[str, list[float]]], *, scaled: bool
+) -> GradientFacts:
+    """As ``judged``, from what every rank has told. What one of them does not step is compared with nothing."""
+    absent = [0.0] * NUMBERS
+    table = torch.tensor([[own.get(one.name, absent) for one in looked] for own in everyone])
+    table = table.reshape(len(everyone), len(looked), NUMBERS).transpose(1, 2)
+    common = frozenset(one.name for one in looked if all(one.name in own for own in everyone))
+
+    def spread(group: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+        ranks = ranks_of(group)
+        chosen = table[list(ranks.members)] if ranks.size < len(everyone) else table
+        return chosen.amin(0), chosen.amax(0)
+
+    groups = [(group, alike & common) for group, alike in replicas(model)] if len(everyone) > 1 else []
+    return judged(looked, rows(looked), groups, spread, scaled=scaled)
+
+
+def about_to_step(optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Parameters of the first, and of the others with gradients: a GAN has two turns."""
+    for at, one in enumerate(map(inner, optimizers)):
+        held = [param for group in one.param_groups for param in group["params"]]
+        if not at or any(param.grad is not None for param in held):
+            yield from held
+
+
+def judged(
+    looked: Sequence[Gradient], own: Tensor, groups: Replicas, spread: Spread, *, reduced: bool = True, scaled: bool
+) -> GradientFacts:
+    """What the rows of all ranks say of the gradients; ``own`` are this rank's.
+
+    ``reduced``: replicas hold what is averaged already, and so the same. ``scaled``: an overflow of float16 is
+    expected, and the scaler's affair.
+    """
+    _, most = spread(None, own)
+    missing, there, spoiled, misplaced, largest, _ = most.reshape(NUMBERS, -1)
+    some = missing * there if reduced else missing * 0
+    far = torch.zeros(len(looked), dtype=torch.bool)
+    compared: set[str] = set()
+    for group, alike in groups if reduced else ():
+        chosen = torch.tensor([one.name in alike for one in looked], dtype=torch.bool)
+        if chosen.any():
+            compared |= {one.name for one in looked if one.name in alike}
+            far |= chosen & _far(*spread(group, own))
+    far &= ~some.bool()
+    return GradientFacts(
+        stepped=len(looked),
+        missing=_named(looked, missing),
+        spoiled=() if scaled else _named(looked, spoiled),
+        zero=bool(there.any()) and not bool((largest + spoiled).any()),
+        misplaced=_named(looked, misplaced),
+        on_some_ranks=_named(looked, some),
+        compared=tuple(one.name for one in looked if one.name in compared),
+        parted=_named(looked, far),
+    )
+
+
+def _far(least: Tensor, most: Tensor) -> Tensor:
+    """Further apart than rounding brings it: in the largest value or, as of gradients with other signs, in the sum.
+
+    n elements that are each off by a share of the largest make a sum that is off by the root of n times as much.
+    """
+    low, high = least.reshape(NUMBERS, -1), most.reshape(NUMBERS, -1)
+    return ((high - low)[4:] > TOLERANCE * high[4]).any(dim=0)
+
+
+def _named(looked: Sequence[Gradient], row: Tensor) -> tuple[str, ...]:
+    return tuple(one.name for one, yes in zip(looked, row.tolist(), strict=True) if yes)
+
+
+def replicas(model: Module) -> Replicas:
+    """Who replicates what: by the wrapper, by the placements of DTensors, or by hooks, which may reduce over all."""
+    if not world().running:
+        return []
+    named = names.named_parameters(model)
+    if isinstance(model, FullyShardedDataParallel):
+        whole = model.sharding_strategy is ShardingStrategy.NO_SHARD
+        between = model.process_group if whole else getattr(model, "_inter_node_pg", None)  # the hybrid strategies'
+        return [(between, frozenset(named) | frozenset(fsdp1_flat.flat_shards(model)))] if between is not None else []
+    by = {param.name: set(param.averaged_by) for param in prepared_params(model, named)}
+    whole_here = {name for name, param in named.items() if by[name] and by[name] <= _WHOLE}
+    meshes = [param.device_mesh for param in named.values() if isinstance(param, DTensor)]
+    root = next((mesh for mesh in meshes if mesh.ndim == max(m.ndim for m in meshes)), None)
+    axes = (root.mesh_dim_names or ()) if root is not None else ()
+    found: Replicas = [(root[axis].get_group(), _replicated(named, axis)) for axis in axes if root is not None]
+    if whole_here and not found:
+        group = model.process_group if isinstance(model, DistributedDataParallel) else None
+        found = [(group, frozenset(name for name in whole_here if not isinstance(named[name], DTensor)))]
+    return found
+
+
+def _replicated(params: dict[str, Any], axis: str) -> frozenset[str]:
+    """Parameters of which every rank on the axis holds the same."""
+    return frozenset(
+        name
+        for name, param in params.items()
+        if not isinstance(param, DTensor)
+        or axis not in (param.device_mesh.mesh_dim_names or ())
+        or isinstance(param.placements[(param.device_mesh.mesh_dim_names or ()).index(axis)], Replicate)
+    )
+
+
+@define
+class Watched:
+    """The gradients of an engine that takes them away as they come, such as DeepSpeed's, noted in one window."""
+
+    model: Module
+    seen: dict[str, Tensor] = field(factory=dict)
+    """Name to the largest absolute value among the gradients of this rank's micro-batches, before any reduction."""
+    hooks: list[Any] = field(factory=list)
+
+    def begin(self) -> None:
+        """Hooks every trained parameter (``Tensor.register_hook``), which changes no gradient."""
+        for name, param in names.named_parameters(self.model).items():
+            if param.requires_grad and hasattr(param, "register_hook"):  # MS-AMP's scaled weights have none
+                self.hooks.append(param.register_hook(self._note(name)))  # type: ignore[no-untyped-call]
+
+    def end(self) -> Iterator[Gradient]:
+        """Takes the hooks away, and gives what they saw."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        for name, param in names.named_parameters(self.model).items():
+            if param.requires_grad:
+                missing = name not in self.seen and hasattr(param, "register_hook")
+                yield Gradient(name=name, missing=missing, largest=self.seen.get(name))
+
+    def _note(self, name: str) -> Any:
+        def note(grad: Tensor) -> None:
+            if grad.numel():
+                largest = _values(grad.detach()).abs().max().float()
+                before = self.seen.get(name)
+                self.seen[name] = largest if before is None else torch.maximum(before, largest)
+            else:
+                self.seen.setdefault(name, torch.zeros((), device=grad.device))
+
+        return note

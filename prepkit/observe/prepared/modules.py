@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from prepkit.facts.run import WrappedModule, Wrapper
 from prepkit.objects.local_part import local
@@ -163,6 +164,8 @@ def with_nan(tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 def _readable(part: Tensor) -> bool:
     """Whether it holds numbers that may be broken."""
+    if is_lazy(part):  # without a shape yet
+        return False
     data = part.device.type != "meta" and not isinstance(part, FakeTensor) and part.numel() > 0
     return data and (part.is_floating_point() or part.is_complex())
 

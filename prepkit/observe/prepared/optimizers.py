@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from prepkit.facts.run import EngineFacts, PreparedOptimizer, PreparedScheduler
+from prepkit.facts.run import EngineFacts, PreparedOptimizer, PreparedScheduler, Unlike
+from prepkit.findings.text import spans
 from prepkit.objects.deepspeed import stepped
 from prepkit.objects.names import known_bases
 from prepkit.observe.optimizer import horizon
@@ -17,6 +20,9 @@ from prepkit.observe.prepared import fabric, optimizer_state
 
 MASTERS = ("bf16_stochastic_round", "master_weights", "use_master_weights")
 """Options and attributes of optimizers of torchao, apex and others that make low-precision weights safe."""
+
+BY_BATCH = ("WarmupDecayLR", "WarmupCosineLR")
+"""Schedulers of DeepSpeed that an engine ticks with each of its steps until their end."""
 
 KEEP_STATE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adafactor", "Adadelta")
 """Optimizers of torch that have state of every parameter from their first step on, and none before."""
@@ -79,6 +85,49 @@ def _rates(optimizer: Any) -> dict[str, Any]:
     return {"fresh": kept, "rates": rates, "scheduled": any("initial_lr" in group for group in groups)}
 
 
+def options(optimizers: Iterable[Any]) -> dict[str, object]:
+    """What every rank should step with alike: classes, and the options of all groups that are words or numbers.
+
+    Numbers to seven digits, as float32 holds them; a rate that is a tensor is read, which waits for its device.
+    """
+    known = [inner(one) for one in optimizers]
+    found: dict[str, object] = {f"class of optimizer {at}": type(one).__name__ for at, one in enumerate(known)}
+    for at, group in enumerate(group for one in known for group in one.param_groups):
+        for key, value in sorted(group.items()):
+            plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            if _is_plain(plain):
+                found[f"{key} of group {at}"] = float(f"{plain:.7g}") if isinstance(plain, float) else plain
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    """True for an option: a word, a number, or some, as betas are."""
+    if isinstance(value, tuple):
+        return all(isinstance(one, bool | int | float | str) for one in value)
+    return isinstance(value, bool | int | float | str)
+
+
+def unlike(everyone: Sequence[dict[str, object]]) -> tuple[Unlike, ...]:
+    """The first options that differ between these ranks, with who has which."""
+    called = dict.fromkeys(name for own in everyone for name in own)
+    apart = [name for name in called if len({own.get(name) for own in everyone}) > 1]
+    return tuple(Unlike(name=name, held=_holders([own.get(name, "absent") for own in everyone])) for name in apart[:3])
+
+
+def _holders(values: Sequence[object]) -> str:
+    """Values with the ranks that hold them, as ``0.1 on rank 0, 0.2 on ranks 1-3``; the first few."""
+    holders: dict[object, list[int]] = {}
+    for rank, value in enumerate(values):
+        holders.setdefault(value, []).append(rank)
+    shown = [f"{value} on rank{'s' * (len(at) > 1)} {spans(tuple(at))}" for value, at in list(holders.items())[:4]]
+    return ", ".join(shown) + ", ..." * (len(holders) > 4)
+
+
+def short_digest(value: object) -> float:
+    """A number below 2**24, which float32 holds, that is the same for values of the same ``repr``."""
+    return float(zlib.crc32(value if isinstance(value, bytes) else repr(value).encode()) & 0xFFFFFF)
+
+
 def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
     """Facts of one scheduler, and whether it drives one of the optimizers."""
     scheduler = inner(given)
@@ -97,7 +146,7 @@ def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
         early=_early(scheduler),
         ticked=last if isinstance(last := getattr(scheduler, "last_epoch", None), int) else None,
         ticks=_ticks(given),
-        by_batch=isinstance(scheduler, OneCycleLR),
+        by_batch=isinstance(scheduler, OneCycleLR) or type(scheduler).__name__ in BY_BATCH,
     )
 
 

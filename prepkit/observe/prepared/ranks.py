@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,41 +18,46 @@ from prepkit.observe.fingerprints import summed
 from prepkit.observe.fingerprints.parts import Part, as_computed
 from prepkit.observe.fingerprints.tensor import fingerprint
 from prepkit.observe.prepared import optimizer_state
-from prepkit.observe.prepared.optimizers import inner
-from prepkit.ranks.world import world
+from prepkit.observe.prepared.gradients import Gradient, judged_alike, told
+from prepkit.observe.prepared.optimizers import inner, options, unlike
+from prepkit.ranks.world import ranks_of, world
 
 
 def compared(
-    facts: RunFacts, places: list[Site], optimizers: list[Any], whole_gradients: dict[str, int] | None = None
+    facts: RunFacts, places: list[Site], optimizers: list[Any], stepped: Sequence[Gradient] | None, *, asks: bool
 ) -> RunFacts:
-    """Add what every rank has reported. Collective, where the default group has several ranks and carries data.
+    """Add what every rank has reported. Collective with ``asks``, where the default group has several ranks.
 
-    One exchange: a few digests per rank and, with them, ``whole_gradients``, the fingerprints of gradients that this
-    rank holds whole; where values differ, a second one of a number per tensor. Raises what torch raises when a rank
-    does not come.
+    One exchange: a few digests per rank, the optimizers' options, and six numbers for each gradient in ``stepped``;
+    where values differ, a second one of a number per tensor. Raises what torch raises when a rank does not come.
     """
-    if not world().carries_data:
-        return facts
+    own = told(stepped or ())
+    if not (asks and world().carries_data):
+        return _judged(facts, places, optimizers, stepped, [own])
     values = _values(facts, places)
-    missing = facts.gradients.missing if facts.gradients is not None else ()
     shards = {name: part for name, part in _shards(facts, places, values) if not part.values.is_meta}
-    everyone = world().gather((_told(facts, places, optimizers, values), whole_gradients, missing, sorted(shards)))
-    ranks = tuple(told for told, _, _, _ in everyone)
-    facts = evolve(facts, ranks=ranks, parted=_parted(ranks, values))
+    here = _told(facts, places, optimizers, values)
+    everyone = world().gather((here, options(optimizers), own, sorted(shards)))
+    ranks = tuple(rank for rank, _, _, _ in everyone)
+    apart = unlike([held for _, held, _, _ in everyone])
+    facts = evolve(facts, ranks=ranks, parted=_parted(ranks, values), unlike=apart)
     if shards and all(names == everyone[0][3] for _, _, _, names in everyone):
         facts = evolve(facts, parted=(*facts.parted, *summed(shards).parted))
-    if facts.gradients is None or len({rank.names for rank in ranks}) > 1:
+    stages = len({rank.names for rank in ranks}) > 1
+    return _judged(facts, places, optimizers, stepped, [own] if stages else [one for _, _, one, _ in everyone])
+
+
+def _judged(
+    facts: RunFacts,
+    places: list[Site],
+    optimizers: list[Any],
+    stepped: Sequence[Gradient] | None,
+    everyone: Sequence[dict[str, list[float]]],
+) -> RunFacts:
+    if stepped is None:
         return facts
-    held = [gradients for _, gradients, _, _ in everyone if gradients is not None]
-    common = [path for path in held[0] if all(path in other for other in held)]
-    some = dict.fromkeys(path for _, _, lacking, _ in everyone for path in lacking)
-    seen = evolve(
-        facts.gradients,
-        compared=tuple(common),
-        parted=tuple(path for path in common if len({other[path] for other in held}) > 1),
-        on_some_ranks=tuple(path for path in some if any(path in other for other in held)),
-    )
-    return evolve(facts, gradients=seen)
+    scaled = any(hasattr(inner(one), "found_inf") for one in optimizers)  # a GradScaler lets it skip by itself
+    return evolve(facts, gradients=judged_alike(stepped, places[0].slot, everyone, scaled=scaled))
 
 
 def _shards(facts: RunFacts, places: list[Site], whole: dict[str, int]) -> Iterator[tuple[str, Part]]:
@@ -68,7 +72,6 @@ def _told(facts: RunFacts, places: list[Site], optimizers: list[Any], values: di
         rank=world().rank,
         names=_digest(names),
         model=_digest((_params(facts), facts.model.ties, tuple(buffer.name for buffer in facts.model.buffers))),
-        optimizer=_digest(tuple(_options(one) for one in optimizers)),
         values=_digest(values),
         generator=_generator(facts),
         tensor_ranks=tensor_ranks(places),
@@ -101,21 +104,6 @@ def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
-def _options(given: Any) -> Any:
-    optimizer = inner(given)
-    return type(optimizer).__name__, tuple(
-        tuple((key, value) for key, value in sorted(group.items()) if _is_plain(value))
-        for group in optimizer.param_groups
-    )
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is an option: a word, a number, or some, as betas are."""
-    if isinstance(value, tuple):
-        return all(isinstance(one, bool | int | float | str) for one in value)
-    return isinstance(value, bool | int | float | str)
-
-
 def _generator(facts: RunFacts) -> str:
     kinds = {param.device for param in facts.params}
     states = [torch.get_rng_state()]
@@ -145,7 +133,7 @@ def _last_axis(mesh: Any) -> tuple[int, ...]:
     """Tensor parallelism is the innermost axis under FSDP2 (torch ``fully_shard``: the mesh of shards comes first)."""
     if mesh.mesh_dim_names and not any("tp" in name or "tensor" in name for name in mesh.mesh_dim_names[-1:]):
         return ()
-    return tuple(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
+    return ranks_of(mesh.get_group(mesh.ndim - 1)).members
 
 
 def _values(facts: RunFacts, places: list[Site]) -> dict[str, int]:

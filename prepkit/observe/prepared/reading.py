@@ -34,20 +34,20 @@ def first_reads(loader: Any) -> tuple[str, str]:
         return "", ""
     data = loader.dataset
     try:
-        with _generators_kept():
+        with generators_kept():
             if isinstance(data, IterableDataset):
                 if type(data).__module__.startswith("datasets."):
                     return "", ""
-                return "", _digest(list(islice(iter(copy.deepcopy(data)), BATCHES)))
+                return "", digest_of(list(islice(iter(copy.deepcopy(data)), BATCHES)))
             own = _copied(loader._index_sampler, data)
             batches = list(islice(iter(own), BATCHES))
         each = [at for batch in batches for at in (batch if isinstance(batch, list | tuple) else (batch,))]
         first = range(min(SAMPLES, len(each))) if loader_facts(loader).sampler in ("sequential", "random") else each
-        with _generators_kept(seed=0):
-            samples = _digest([data[at] for at in first[:SAMPLES]])
+        with generators_kept(seed=0):
+            samples = digest_of([data[at] for at in first[:SAMPLES]])
     except Exception:  # code of the user runs here, which may not stand being asked twice
         return "", ""
-    return (_digest(batches), samples) if batches else ("", "")
+    return (digest_of(batches), samples) if batches else ("", "")
 
 
 def _copied(sampler: Any, data: Any) -> Any:
@@ -68,7 +68,7 @@ def _copied(sampler: Any, data: Any) -> Any:
 
 
 @contextmanager
-def _generators_kept(seed: int | None = None) -> Iterator[None]:
+def generators_kept(seed: int | None = None) -> Iterator[None]:
     """The process's generators are afterwards as before; ``seed``: begun anew inside."""
     numpy: Any = sys.modules.get("numpy")
     kept = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
@@ -86,7 +86,8 @@ def _generators_kept(seed: int | None = None) -> Iterator[None]:
             numpy.random.set_state(kept[2])
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
+    """The same for equal samples, batches and lists of them."""
     return hashlib.sha256(repr(_told(value)).encode()).hexdigest()
 
 

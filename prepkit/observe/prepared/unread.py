@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from prepkit.facts.run import Unread
+from prepkit.formats.models.architecture import peek
 from prepkit.objects.names import Site
 from prepkit.observe.prepared.optimizers import inner
 
@@ -67,7 +68,7 @@ def _of_module(site: Site) -> Iterator[Unread]:
             if not name.startswith("_") and (meant := _near(name, _PARAMETER)):
                 yield Unread(where=f"{where}.{key}", name=name, meant=meant)
     if not site.path:
-        yield from _of_config(getattr(module, "config", None), f"{where}.config")
+        yield from _of_config(peek(module, "config"), f"{where}.config")
 
 
 def _of_config(config: Any, where: str) -> Iterator[Unread]:

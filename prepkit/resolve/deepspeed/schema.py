@@ -13,7 +13,12 @@ from prepkit.resolve.deepspeed.data import AUTO, Data, drop, look, put
 from prepkit.resolve.deepspeed.flaws import Draft
 from prepkit.resolve.deepspeed.keys import OPEN, REMOVED, SECTIONS
 
+COMMENT = ("_", "//", "#")
+"""What a key at the top begins with that people write for people; DeepSpeed reads no such key."""
+
 _NAMES = {"bool": "true or false", "int": "a whole number", "float": "a number", "text": "text", "list": "a list"}
+MOST = 100
+"""Unknown keys that are reported, each with what is near to it."""
 _OLD = {
     "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer.device",
     "zero_optimization.cpu_offload_param": "zero_optimization.offload_param.device",
@@ -54,13 +59,22 @@ def _sections(draft: Draft) -> None:
     if isinstance(asked, FP8) and isinstance(asked.backend, MSAMP):
         sections |= {"": SECTIONS[""] | {"msamp": "map"}, "msamp": _MSAMP}
 
+    unknown: list[str] = []
+
     def visit(path: str, data: Data) -> None:
         known = sections.get(path)
         if known is None or path in OPEN:
             return
         for key in tuple(data):
             here = f"{path}.{key}" if path else key
+            if not path and key.startswith(COMMENT):
+                del data[key]
+                draft.notes.append(f"{here} is left out (a comment)")
+                continue
             if key not in known:
+                unknown.append(here)
+                if len(unknown) > MOST:
+                    continue
                 _unknown(draft, here, key, known)
                 continue
             if data[key] is None:
@@ -72,6 +86,8 @@ def _sections(draft: Draft) -> None:
                 visit(here, inner)
 
     visit("", draft.data)
+    if len(unknown) > MOST:
+        draft.flaw("unknown-key", f"{len(unknown)} keys are unknown to DeepSpeed; {MOST} of them are reported.")
 
 
 def _unknown(draft: Draft, here: str, key: str, known: dict[str, str]) -> None:

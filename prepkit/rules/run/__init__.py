@@ -8,6 +8,7 @@ from prepkit.rules.run import (
     averaging,
     beside,
     drift,
+    drift_course,
     gradients,
     inside,
     loaders,
@@ -17,6 +18,7 @@ from prepkit.rules.run import (
     ranks,
     unread,
     who_steps,
+    window,
     wrappers,
 )
 
@@ -33,8 +35,66 @@ AUDIT_RULES: tuple[Rule, ...] = (
     *ranks.RULES,
     *loaders.RULES,
     *owners.RULES,
+    *window.RULES,
     *beside.RULES,
     *drift.RULES,
+    *drift_course.RULES,
     applied.STEPS,
 )
 """Every rule about prepared objects in reporting order: a plan, who steps, model, ranks, data, changes, steps."""
+
+INVARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "Optimizers step the parameters that the model has, each once, and those that train.",
+        (
+            *("run.orphans", "run.missed", "run.stepped-twice", "run.nothing-trains", "run.drift-slots", "run.put-in"),
+            *("run.replaced", "run.unfrozen", "run.frozen", "run.drift-params", "run.drift-trained"),
+        ),
+    ),
+    (
+        "State belongs to parameters that are stepped, and fits them.",
+        ("run.state-lost", "run.state-misfit", "run.drift-state"),
+    ),
+    (
+        "Every parameter that is stepped has a gradient, on all ranks that hold it.",
+        (
+            *("run.steps-nothing", "run.gradients-waited-for", "run.gradients-on-some-ranks", "run.without-gradient"),
+            *("run.left-out", "run.gradients-misplaced"),
+        ),
+    ),
+    (
+        "Gradients of what is replicated are averaged over all data ranks.",
+        (
+            *(
+                "run.not-averaged",
+                "run.maybe-averaged",
+                "run.averaging-off",
+                "run.averaged-over-part",
+                "run.ddp-frozen",
+            ),
+            *("run.gradients-part", "run.inside-window", "run.drift-hooks"),
+        ),
+    ),
+    (
+        "Low-precision weights are stepped in float32.",
+        (*("run.no-master-weights", "run.float16-weights", "run.bfloat16-weights", "run.cast", "run.overwritten"),),
+    ),
+    ("Tied parameters are one.", ("run.tie-broken", "run.drift-ties")),
+    (
+        "Ranks hold one model with the same weights, in the same modes.",
+        (*("run.ranks-models", "run.ranks-values", "run.drift-ranks", "run.ranks-modes"),),
+    ),
+    ("Ranks step alike.", ("run.ranks-optimizers", "run.ranks-schedulers", "run.ranks-state")),
+    (
+        "Ranks draw alike where they hold parts of one layer, and only there.",
+        ("run.dropout-alike", "run.dropout-unlike"),
+    ),
+    (
+        "Numbers are finite.",
+        (
+            *("run.nan", "run.infinite", "run.loss-not-finite", "run.gradients-not-finite", "run.state-not-finite"),
+            "run.rate-not-finite",
+        ),
+    ),
+)
+"""What several rules are about, each of them another way to break it; every other rule is an invariant by itself."""

@@ -72,23 +72,6 @@ def _maybe_by_hand(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("model", what)
 
 
-def _unfrozen(facts: RunFacts) -> Iterator[Hit]:
-    for ddp in facts.ddp:
-        if facts.world_size > 1 and ddp.reduced is not None and ddp.known > ddp.reduced:
-            what = (
-                f"{ddp.known} parameters train, and DistributedDataParallel averages {ddp.reduced}: those that were "
-                "unfrozen after it was made are trained by each rank alone."
-            )
-            yield Hit(
-                at(ddp.path), what, "Call requires_grad_(True) first, and DistributedDataParallel(model) after it."
-            )
-
-
-def _both(facts: RunFacts) -> Iterator[Hit]:
-    yield from _not_averaged(facts)
-    yield from _unfrozen(facts)
-
-
 def _frozen(facts: RunFacts) -> Iterator[Hit]:
     for ddp in facts.ddp:
         if ddp.reduced is not None and ddp.known < ddp.reduced:
@@ -148,7 +131,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="run.not-averaged",
         summary="The gradients of everything that is trained are averaged over ranks.",
-        check=_both,
+        check=_not_averaged,
         at=(Moment.AUDIT,),
         needs=(Need.OPTIMIZERS, Need.GRADIENTS, Need.RANKS),
         cost="a share of the one exchange over the ranks that the moment makes",

@@ -39,6 +39,15 @@ def _switched(before: RunningFacts, now: RunningFacts) -> Iterator[RunningParam]
 
 
 def _unfrozen(facts: RunFacts) -> Iterator[Hit]:
+    """Since an earlier look or, where there was none, since the wrapper was made."""
+    for ddp in () if facts.running or facts.world_size < 2 else facts.ddp:
+        if ddp.reduced is not None and ddp.known > ddp.reduced:
+            what = (
+                f"{ddp.known} parameters train, and DistributedDataParallel averages {ddp.reduced}: those that were "
+                "unfrozen after it was made are trained by each rank alone."
+            )
+            fix = "Call requires_grad_(True) first, and DistributedDataParallel(model) after it."
+            yield Hit(at(ddp.path), what, fix)
     for before, now in facts.running:
         if loose := [one.name for one in _switched(before, now) if one.requires_grad and not one.served]:
             what = f"{count(len(loose), 'parameter')} unfrozen since the model was prepared, and"
@@ -196,7 +205,7 @@ RULES: tuple[Rule, ...] = (
         id="run.unfrozen",
         summary="A parameter that is unfrozen is averaged and stepped.",
         check=_unfrozen,
-        at=(Moment.DUE, Moment.DRIFT),
+        at=(Moment.AUDIT, Moment.DUE, Moment.DRIFT),
         needs=(Need.BEFORE,),
         fix=AGAIN,
     ),

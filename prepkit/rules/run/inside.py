@@ -9,6 +9,13 @@ from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.rules.rule import Hit, Moment, Need, Rule
 
+LOGITS = {
+    "cross_entropy": "Leave the softmax out: it takes logits.",
+    "binary_cross_entropy_with_logits": "Leave the sigmoid out: it takes logits.",
+    "nll_loss": "Write log_softmax in the place of softmax.",
+}
+"""What a loss takes."""
+
 
 def _drops(facts: RunFacts) -> Iterator[Hit]:
     if facts.optimizers and facts.frozen_drops:
@@ -37,6 +44,8 @@ def _renormalised(facts: RunFacts) -> Iterator[Hit]:
 def _softmax(facts: RunFacts) -> Iterator[Hit]:
     if facts.softmax:
         yield Hit(at(facts.softmax), "The model ends with a softmax, and its CrossEntropyLoss takes another one.")
+    for loss, before in facts.window.squashed if facts.window is not None else ():
+        yield Hit("loss", f"{loss} was given what has gone through a {before} already.", LOGITS[loss])
 
 
 def _off(facts: RunFacts) -> Iterator[Hit]:

@@ -19,7 +19,8 @@ def _gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
             who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
             ratio = "" if near(cause.ratio, 1.0) else f"{cause.ratio:.3f} x what they should be"
             said = ": ".join(part for part in (ratio, cause.why) if part)
-            yield Hit("gradients" if who.startswith("All") else at(names[0]), f"{who} {said}.")
+            line = f" ({', '.join(facts.lines)})" if facts.lines else ""
+            yield Hit("gradients" if who.startswith("All") else at(names[0]), f"{who} {said}{line}.")
 
 
 def _those(names: tuple[str, ...], facts: ProofFacts) -> str:

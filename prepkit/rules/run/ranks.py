@@ -26,10 +26,8 @@ def _models(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _optimizers(facts: RunFacts) -> Iterator[Hit]:
-    for one in facts.unlike:
+    for one in () if _pipeline(facts) else facts.unlike:
         yield Hit("optimizer", f"Ranks step with different options: {one.name} is {one.held}.")
-    if not _pipeline(facts) and (odd := _odd(facts.ranks, lambda rank: rank.optimizer)):
-        yield Hit("optimizer", f"Class, groups or options on {odd} are not those of rank 0, such as lr.")
 
 
 def _values(facts: RunFacts) -> Iterator[Hit]:

@@ -324,3 +324,42 @@ def test_a_pass_goes_on_after_the_batch_that_was_in_use_when_it_was_saved(kind: 
     assert (state["epoch"], state["consumed"]) == (2, 0)
     again.load_state_dict(state)
     assert (again.epoch, len(list(again))) == (2, 4)
+
+
+class Epochs(list[int]):
+    """A data set that is told which pass it is in, and gives that beside its samples."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__(rows)
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, at: Any) -> Any:
+        return 100 * self.epoch + super().__getitem__(at)
+
+
+class StreamOfEpochs(IterableDataset[int]):
+    """The same as a stream."""
+
+    def __init__(self) -> None:
+        self.rows = Epochs(DATA)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.rows[at] for at in DATA)
+
+
+@pytest.mark.parametrize("make", [lambda: Epochs(DATA), StreamOfEpochs], ids=["data set", "stream"])
+def test_data_sets_and_streams_are_told_the_epoch_of_each_pass(make: Any) -> None:
+    target = target_with(DataLoader(make(), batch_size=2, collate_fn=collate))
+    split = "stream" if make is StreamOfEpochs else "samples"
+    do(evolve(STEP, split=split), target)
+    loader = target.loaders[0]
+    for epoch in (0, 1):
+        assert {item // 100 for item in seen(loader)} == {epoch}
+    loader.set_epoch(7)
+    assert {item // 100 for item in seen(loader)} == {7}

@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import prepkit as pk
 from prepkit.applying.handlers import allocate, send_weights
-from prepkit.applying.handlers import channel as channels
-from prepkit.applying.handlers.channel import P2PChannel
 from prepkit.applying.handlers.send_weights import send, send_do
 from prepkit.applying.handlers.stash import stash_do, stash_undo
 from prepkit.objects.target import Target
 from prepkit.plan import broadcast
+from prepkit.ranks import channel as channels
+from prepkit.ranks.channel import P2PChannel
 from prepkit.steps import AllocateTensors, LocalDevice, SendTensors, StashTensors, Transfer
 from tests.support.fragile_model import TOKENS, Tiny, planned, stepped
 from tests.support.gang import Gang

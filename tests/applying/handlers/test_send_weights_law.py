@@ -12,12 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prepkit.applying.handlers import channel as channels
 from prepkit.applying.handlers import send_weights
-from prepkit.applying.handlers.channel import P2PChannel
 from prepkit.applying.handlers.send_weights import send
 from prepkit.plan import broadcast
 from prepkit.plan.byte_ranges import local_slices
+from prepkit.ranks import channel as channels
+from prepkit.ranks.channel import P2PChannel
 from prepkit.ranks.world import Ranks
 from prepkit.steps import Axis, Transfer
 from tests.support.in_memory_messages import InMemoryNetwork

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -282,6 +283,17 @@ fsdp_config:
             "nothing would read it"
         ),
     ]
+
+
+def test_of_very_many_unknown_keys_some_are_told_and_the_rest_counted_in_no_time(tmp_path: Path) -> None:
+    (tmp_path / "accelerate.yaml").write_text("".join(f"mixed_precisio{at}: 1\n" for at in range(20_000)))
+    begun = time.process_time()
+    with pytest.raises(PlanRejected) as refused:
+        import_config(tmp_path / "accelerate.yaml", "accelerate")
+    told = [one for one in refused.value.findings if one.rule == "import.unknown-key"]
+    assert len(told) == 101
+    assert "100 unknown keys are reported" in told[-1].what
+    assert time.process_time() - begun < 20.0
 
 
 def test_an_unknown_key_gets_the_near_spelling(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from prepkit.findings import Finding, PlanRejected
 from prepkit.formats.importers import IMPORTERS, import_config
 from prepkit.formats.importers.native import read_config
 from prepkit.formats.importers.source import READERS, read
+from prepkit.resolve.engines import ENGINES
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
 
@@ -261,6 +262,11 @@ def test_a_file_that_cannot_be_read_says_where_it_stumbles(
     assert found.what.startswith(what)
     assert found.fix
     assert "plan again" not in found.fix
+
+
+def test_an_empty_file_is_told_every_engine_that_may_be_written(tmp_path: Path) -> None:
+    (found,) = refused(write(tmp_path, "c.yaml", ""))
+    assert all(engine.__name__ in found.fix for engine in ENGINES)
 
 
 def test_a_missing_file_and_a_folder_are_findings(tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_data_and_logging_are_listed_and_a_slip_of_the_pen_is_refused(tmp_path: 
         ("fsdp: true\ndeepspeed: {zero_optimization: {stage: 2}}", "one of them shards"),
         ("fsdp: full_shrad", "'full_shrad' is no word of transformers' fsdp"),
         ("deepspeed: nowhere.json", "there is no file nowhere.json"),
+        (f"deepspeed: {'x' * 5000}.json", "there is no file xxxx"),
         ("fsdp: true\nfsdp_config: {vresion: 2}", "knows no such key"),
     ],
 )

@@ -9,9 +9,10 @@ from attrs import evolve
 
 import prepkit as pk
 from prepkit import config, planner
-from prepkit.config import BF16, DDP, FSDP2, AdamW, Config, Mesh, OffloadToCPU, WrapRoot
+from prepkit.config import BF16, DDP, FSDP2, AdamW, BroadcastWeights, Config, Mesh, OffloadToCPU, WrapRoot
 from prepkit.facts import Env, Facts
 from prepkit.findings import Finding, Severity
+from prepkit.findings.text import in_bytes
 from prepkit.planner.budget import Fit, bounds, typed
 from prepkit.predict import predict
 from prepkit.rules import RULES
@@ -59,6 +60,26 @@ def test_a_budget_is_asked_only_where_the_memory_of_the_device_is_known() -> Non
     assert not planner.plan(NODES, facts("70B", 64)).unwrap().warnings
     small = facts("70B", 64, memory="1GiB")
     assert not planner.plan(evolve(NODES, device="cpu"), small).unwrap().warnings  # that is not the memory of the CPU
+
+
+def test_ranks_of_a_node_that_all_build_the_model_are_added_up() -> None:
+    """8 ranks with 8 billion parameters in float32, 32 GB each; one of them sends where the config says so."""
+    cfg = Config(engine=FSDP2(), optimizer=AdamW())
+    for host, found in (("384GB", []), ("240GB", [("memory.exceeds-host", Severity.WARNING)])):
+        made = planner.plan(cfg, facts("8B", 16, host_memory=host)).unwrap()
+        assert [(one.rule, one.severity) for one in made.warnings] == found
+    assert "Each of 8 ranks of a node holds 29.92 GiB there when it builds its model" in made.warnings[0].what
+    sends = planner.plan(evolve(cfg, weights=BroadcastWeights()), facts("8B", 16, host_memory="240GB")).unwrap()
+    assert "memory.exceeds-host" not in {one.rule for one in sends.warnings}
+
+
+def test_what_ranks_of_a_node_keep_offloaded_has_to_fit_together() -> None:
+    cfg = Config(engine=FSDP2(offload=OffloadToCPU()), optimizer=AdamW())
+    held = predict(planner.plan(cfg, facts("8B", 16)).unwrap()).fullest.total("host")
+    assert planner.plan(cfg, facts("8B", 16, host_memory="384GiB")).unwrap().warnings == ()
+    (found,) = refused(cfg, facts("8B", 16, host_memory=8 * held - 1))
+    assert (found.rule, found.severity) == ("memory.exceeds-host", Severity.ERROR)
+    assert f"Each of 8 ranks of a node holds {in_bytes(held)} there when it keeps offloaded" in found.what
 
 
 def test_check_says_it_too_and_stays_silent_where_there_is_no_plan() -> None:

@@ -144,6 +144,18 @@ def test_an_unknown_key_is_told_with_the_nearest_known_one_also_of_another_secti
     assert flaw.fix.startswith(fix)
 
 
+def test_of_very_many_unknown_keys_a_hundred_are_told_and_the_rest_counted() -> None:
+    flaws = worked({f"nonsense_{at}": 1 for at in range(20_000)}).flaws
+    assert len(flaws) == 101
+    assert flaws[-1].what == "20000 keys are unknown to DeepSpeed; 100 of them are reported."
+
+
+def test_a_batch_of_auto_that_no_loader_says_is_told_to_pass_one() -> None:
+    flaws = worked({"train_micro_batch_size_per_gpu": "auto"}, micro_batch=None).flaws
+    (flaw,) = (one for one in flaws if one.rule == "deepspeed.auto")
+    assert flaw.fix.startswith("Pass loaders=[...], or --batch-size 4 on the command line")
+
+
 @pytest.mark.parametrize(
     ("said", "what", "fix"),
     [

@@ -220,10 +220,10 @@ PLUGIN: dict[str, Answers] = {
 STATE_AND_OFFLOAD: dict[str, Answers] = {
     "ST-22": ("step CastForward", PRECISION, "deviation config.precision is what runs, and what is reported"),
     "ST-42": (NO_PLUGIN,),
-    "ST-43": (NO_PLUGIN, "test test_two_engines_in_one_program_are_driven_each_by_its_own"),
+    "ST-43": (NO_PLUGIN, "test test_two_engines_that_both_train_learn_what_each_learns_alone"),
     "ST-44": ("test test_text_that_is_no_object_of_settings_is_refused_with_the_reason",),
     "ST-45": ("rule deepspeed.installed", "test test_each_feature_has_the_version_that_it_needs"),
-    "ST-47": ("test test_two_engines_in_one_program_are_driven_each_by_its_own",),
+    "ST-47": ("test test_two_engines_that_both_train_learn_what_each_learns_alone",),
     "H-40": ("step ConvertOptimizer", "test test_an_offloaded_optimizer_becomes_the_cpu_form_of_the_same_algorithm"),
     "H-40a": (
         "test test_an_offloaded_optimizer_becomes_the_cpu_form_of_the_same_algorithm",

@@ -72,7 +72,11 @@ LOADERS: dict[str, Answers] = {
         DIVIDED,
         REACHED,
     ),
-    "DL-26": ("test test_the_micro_batch_is_that_of_the_loader", "rule loaders.split-batches"),
+    "DL-26": (
+        "test test_the_micro_batch_is_that_of_the_loader",
+        "test test_preparing_a_loader_draws_nothing",
+        "rule loaders.split-batches",
+    ),
     "DL-27": (
         "test test_one_loop_reads_moves_counts_and_gathers_alike_under_every_engine",
         "test test_metrics_are_gathered_inside_a_loop_and_by_sample",
@@ -81,6 +85,7 @@ LOADERS: dict[str, Answers] = {
         REACHED,
     ),
     "DL-28": (
+        "test test_data_sets_and_streams_are_told_the_epoch_of_each_pass",
         "test test_a_new_epoch_reaches_the_sharded_loaders_and_passes_the_others_by",
         "test test_a_pass_that_was_left_early_is_not_taken_up_by_the_next_loop",
     ),

@@ -24,6 +24,7 @@ OPTIMIZER: dict[str, Answers] = {
     "W-7": (
         NO_WRAPPER,
         "test test_an_optimizer_with_a_mode_of_its_own_follows_and_its_weights_are_not_saved_meanwhile",
+        "test test_a_mode_of_an_optimizer_s_own_reaches_the_model_under_every_engine",
     ),
     "W-8": ("step MoveToXLA", "test test_the_optimizer_follows_its_parameters_by_name_with_its_state"),
     "W-9": (NO_WRAPPER,),
@@ -52,7 +53,10 @@ SCHEDULER: dict[str, Answers] = {
         "deviation scheduler_ticks per optimizer step, 1 by default, however many processes run",
         REACHED,
     ),
-    "W-17": ("deviation no warning of torch is silenced", "test test_reading_an_architecture_warns_of_nothing"),
+    "W-17": (
+        "deviation no warning of torch is silenced",
+        "test test_saving_and_resuming_change_no_warning_filter_and_warn_of_nothing",
+    ),
 }
 
 ENGINE: dict[str, Answers] = {

@@ -20,7 +20,7 @@ from prepkit.config import (
     TPPlan,
 )
 from prepkit.facts import ArchitectureFacts
-from prepkit.testing.tiny import marked, tiny_facts, tiny_model
+from prepkit.testing.tiny import marked, tiny_facts, tiny_loader, tiny_model, with_batchnorm
 from tests.support.counterexamples.build import Counterexample, env, loaded, of, ranks
 
 COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
@@ -84,6 +84,10 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     ),
     "loaders.already-distributed": lambda: loaded(Config(engine=DDP()), sampler="distributed"),
     "loaders.no-batch": lambda: loaded(Config(engine=DDP(), loaders=ShardLoaders(drop_last=True)), length=1),
+    "loaders.last-round": lambda: (
+        Config(engine=DDP()),
+        tiny_facts(with_batchnorm(tiny_model()), world=2, loader=tiny_loader(length=66)),
+    ),
     "loaders.fewer-than-ranks": lambda: loaded(Config(engine=DDP()), length=1),
     "loaders.same-data": lambda: loaded(Config(engine=DDP(), loaders=KeepLoaders())),
 }

@@ -105,5 +105,6 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
         scheduler=SchedulerFacts(name="StepLR", drives_optimizer=True),
     ),
     "deepspeed.experts": lambda: _deepspeed(stage=3, model=tiny_experts()),
+    "deepspeed.complex": lambda: _deepspeed(stage=1, model=tiny_model(dtype="complex64")),
 }
 """Rule id to a config and facts on which the rule fires."""

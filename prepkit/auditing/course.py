@@ -1,0 +1,146 @@
+"""Where a run stands at one look, as ``CourseFacts``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+from prepkit.facts.window import CourseFacts
+from prepkit.objects.local_part import local
+from prepkit.objects.names import Site
+from prepkit.observe.fingerprints.parts import Part
+from prepkit.observe.optimizer import horizon
+from prepkit.observe.prepared.averaging import unaveraged
+from prepkit.observe.prepared.modules import rate
+from prepkit.observe.prepared.optimizers import inner
+
+Pair = tuple[str, str]
+
+
+def course(places: list[Site], optimizers: Iterable[Any], scheduler: Any) -> CourseFacts:
+    """What can be told without reading a weight."""
+    known = [inner(one) for one in optimizers]
+    driver = None if scheduler is None else inner(scheduler)
+    ticked = getattr(driver, "last_epoch", None)
+    return CourseFacts(
+        resting=tuple(site.path for site in places if site.first and _rests(site.module)),
+        unaveraged=tuple(site.path for site in places for one in site.stack if _unsynced(one)) + unaveraged(places),
+        options=tuple(pair for at, one in enumerate(known) for pair in _options(at, len(known), one)),
+        counts=tuple(map(_count, known)),
+        ticked=ticked if isinstance(ticked, int) else None,
+        horizon=None if driver is None else horizon(driver),
+    )
+
+
+def _rests(module: nn.Module) -> bool:
+    batch = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+    return not module.training and (batch or rate(module) > 0)
+
+
+def _unsynced(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel) and not module.require_backward_grad_sync
+
+
+def _options(at: int, many: int, optimizer: Any) -> Iterator[Pair]:
+    """Numbers and flags of each group, but for what schedulers set."""
+    for group, options in enumerate(optimizer.param_groups):
+        where = f"{'optimizer' if many == 1 else f'optimizer[{at}]'}.param_groups[{group}]"
+        for name, value in options.items():
+            if name not in ("params", "lr", "initial_lr", "max_lr", "min_lr", "param_names") and _plain(value):
+                yield f"{where}.{name}", str(value)
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) or (isinstance(value, tuple | list) and all(map(_plain, value)))
+
+
+def _count(optimizer: Any) -> int | None:
+    """The highest of the counts that stand on the CPU, where reading one waits for nobody."""
+    found = -1
+    for state in getattr(optimizer, "state", {}).values():
+        step = state.get("step") if isinstance(state, dict) else None
+        if isinstance(step, int | float) or (isinstance(step, Tensor) and step.device.type == "cpu"):
+            found = max(found, int(step))
+    return None if found < 0 else found
+
+
+def not_finite(held: Mapping[str, Part], names: Iterable[str]) -> tuple[str, ...]:
+    """Those of them that have NaN or infinite elements here. Reads each once, and waits for each device once."""
+    chosen = [name for name in names if name in held and held[name].values.is_floating_point()]
+    sums = [_largest(held[name].values.detach()) if held[name].values.numel() else None for name in chosen]
+    return tuple(name for name, one in zip(chosen, _numbers(sums), strict=True) if not one < float("inf"))
+
+
+def at_zero(optimizers: Iterable[Any], first: Mapping[int, str], names: set[str]) -> dict[str, bool]:
+    """Whether the moments of a parameter are zero, of those of the named ones that have moments."""
+    chosen, sums = [], []
+    for optimizer in map(inner, optimizers):
+        for param, state in getattr(optimizer, "state", {}).items():
+            name = first.get(id(param), "")
+            if name not in names or not isinstance(state, dict):
+                continue
+            moments = [local(one) for one in state.values() if isinstance(one, Tensor) and one.shape == param.shape]
+            parts = [_largest(one.detach()) for one in moments if one.numel() and one.is_floating_point()]
+            if param.ndim and parts:
+                chosen.append(name)
+                sums.append(torch.stack(parts).amax())
+    return {name: one == 0.0 for name, one in zip(chosen, _numbers(sums), strict=True)}
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The largest magnitude, without a copy but of elements of 8 bits; NaN where one is."""
+    low, high = (values.float() if values.element_size() == 1 else values).aminmax()
+    return torch.maximum(high, -low).float()
+
+
+def _numbers(found: list[Any]) -> list[float]:
+    """Their values; each device is waited for once."""
+    told = [0.0] * len(found)
+    places: dict[torch.device, list[int]] = {}
+    for at, one in enumerate(found):
+        if one is not None:
+            places.setdefault(one.device, []).append(at)
+    for each in places.values():
+        values = torch.stack([found[at].float() for at in each]).tolist()
+        for at, value in zip(each, values, strict=True):
+            told[at] = value
+    return told
+
+
+@define(eq=False)
+class Passes:
+    """Listens to which epochs ``DistributedSampler``s go through; ``close`` puts back what was there."""
+
+    repeated: dict[str, None] = field(factory=dict)
+    _epochs: weakref.WeakKeyDictionary[Any, int] = field(factory=weakref.WeakKeyDictionary)
+    _pair: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    """What was there, and what is in its place."""
+
+    def listen(self) -> None:
+        """Begin."""
+        plain = DistributedSampler.__iter__
+
+        def instead(sampler: Any) -> Iterator[Any]:
+            return self._heard(sampler, sampler.epoch, plain(sampler))
+
+        self._pair = plain, instead
+        DistributedSampler.__iter__ = instead  # type: ignore[method-assign]
+
+    def _heard(self, sampler: Any, epoch: int, indices: Iterator[Any]) -> Iterator[Any]:
+        yield from indices
+        if sampler.shuffle and self._epochs.get(sampler) == epoch:
+            self.repeated[f"of {len(sampler.dataset)} samples, at epoch {epoch}"] = None
+        self._epochs[sampler] = epoch
+
+    def close(self) -> None:
+        """End; beside one that has begun later, that one still hears, and passes on what is asked."""
+        if self._pair is not None and DistributedSampler.__iter__ is self._pair[1]:
+            DistributedSampler.__iter__ = self._pair[0]  # type: ignore[method-assign]
+        self._pair = None

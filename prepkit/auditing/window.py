@@ -1,0 +1,264 @@
+"""What passes through torch's functions while a script runs up to its first step; afterwards all is as before."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from prepkit.auditing import workers
+from prepkit.auditing.running import recompiled
+from prepkit.facts.window import Loaded, WindowFacts
+
+SQUASHED = {
+    "cross_entropy": ("Softmax",),
+    "nll_loss": ("Softmax",),
+    "binary_cross_entropy_with_logits": ("Sigmoid", "Softmax"),
+}
+"""Losses of ``torch.nn.functional``, and what they must not be given."""
+SHAPES = frozenset(
+    {"View", "ReshapeAlias", "UnsafeView", "Transpose", "Permute", "ToCopy", "Squeeze", "Unsqueeze", "Alias", "Clone"}
+    | {"T", "Select", "Slice", "Index", "AsStrided", "Contiguous"}
+)
+"""Operations that change no value."""
+DIVIDES = ("DivBackward0", "MulBackward0")
+PAST = ("accelerate.", "deepspeed.", "lightning.", "pytorch_lightning.", "transformers.")
+"""Modules whose own code calls backward for a loop."""
+
+
+@define(eq=False)
+class Window:
+    """Listens inside ``on()``, until ``facts`` is asked at a step."""
+
+    scaled: bool = False
+    stepping: bool = False
+    clipped_scaled: bool = False
+    undivided: bool = False
+    squashed: dict[tuple[str, str], None] = field(factory=dict)
+    folder: str = ""
+    _float16: dict[str, None] = field(factory=dict)
+    _unscaled: set[int] = field(factory=set)
+    _loads: dict[int, tuple[weakref.ref[nn.Module], Loaded | None]] = field(factory=dict)
+    _compiled: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = field(factory=list)
+    _called: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
+
+    @contextmanager
+    def on(self) -> Iterator[Window]:
+        """Inside, it listens."""
+        with ExitStack() as stack:
+            self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
+            stack.enter_context(called_first(self._enters))
+            for scaler in _scalers():
+                for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
+                    if name in vars(scaler):
+                        stack.enter_context(around_calls(scaler, name, around))
+            for home in (clip_grad, torch.nn.utils):
+                for name in ("clip_grad_norm_", "clip_grad_value_"):
+                    stack.enter_context(around_calls(home, name, self._clips))
+            for name in SQUASHED:
+                stack.enter_context(around_calls(nn.functional, name, self._loss(name)))
+            stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
+            stack.enter_context(around_calls(nn.Module, "load_state_dict", self._loaded))
+            stack.enter_context(around_calls(torch, "compile", self._compile))
+            stack.enter_context(around_calls(_MultiProcessingDataLoaderIter, "__init__", self._reads))
+            yield self
+
+    def facts(self, alive: list[Any]) -> WindowFacts:
+        """What was heard so far. Reads on in streams that several workers give, which nobody reads afterwards."""
+        trainer, steps, ticks = _planned()
+        return WindowFacts(
+            float16=tuple(self._float16),
+            scaled=self.scaled,
+            scaler_steps=self.stepping,
+            clipped_scaled=self.clipped_scaled,
+            squashed=tuple(self.squashed),
+            loaded=tuple(one for module, one in self._loads.values() if one is not None and module() is not None),
+            idle=tuple(self._idle()),
+            workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
+            undivided=self.undivided,
+            recompiled=recompiled(),
+            trainer=trainer,
+            steps=steps,
+            ticks=ticks,
+        )
+
+    def _enters(self, module: nn.Module) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._called[id(module)] = weakref.ref(module)
+        narrow = next((one for one in module.parameters() if one.requires_grad and one.dtype == torch.float32), None)
+        kind = None if narrow is None else narrow.device.type
+        if kind and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+            self._float16[type(module).__name__] = None
+
+    def _scales(self, plain: Any, scaler: Any, *given: Any, **named: Any) -> Any:
+        self.scaled = self.scaled or scaler.is_enabled()
+        return plain(scaler, *given, **named)
+
+    def _unscales(self, plain: Any, scaler: Any, optimizer: Any, *given: Any, **named: Any) -> Any:
+        self._unscaled |= {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return plain(scaler, optimizer, *given, **named)
+
+    def _steps(self, plain: Any, scaler: Any, *given: Any, **named: Any) -> Any:
+        before, self.stepping = self.stepping, self.stepping or scaler.is_enabled()
+        try:
+            return plain(scaler, *given, **named)
+        finally:
+            self.stepping = before
+
+    def _clips(self, plain: Any, params: Any, *given: Any, **named: Any) -> Any:
+        params = [params] if isinstance(params, Tensor) else [*params]
+        held = {id(param) for param in params if param.grad is not None}
+        self.clipped_scaled = self.clipped_scaled or (self.scaled and not held <= self._unscaled)
+        return plain(params, *given, **named)
+
+    def _loss(self, name: str) -> Callable[..., Any]:
+        def around(plain: Any, *given: Any, **named: Any) -> Any:
+            values = given[0] if given else named.get("input")
+            if not torch.compiler.is_compiling() and (before := _before(values)) in SQUASHED[name]:
+                self.squashed[name, before.lower()] = None
+            return plain(*given, **named)
+
+        return around
+
+    def _backward(self, plain: Any, tensors: Any, *given: Any, **named: Any) -> Any:
+        loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
+        node = getattr(loss, "grad_fn", None)
+        if not _by_a_library() and getattr(loss, "numel", int)() == 1 and type(node).__name__ not in DIVIDES:
+            self.undivided = True
+        return plain(tensors, *given, **named)
+
+    def _loaded(self, plain: Any, module: Any, state: Any, *given: Any, **named: Any) -> Any:
+        result = plain(module, state, *given, **named)
+        keys = [key for key in state if isinstance(key, str)]
+        missing, unexpected = getattr(result, "missing_keys", ()), set(getattr(result, "unexpected_keys", ()))
+        self._loads[id(module)] = weakref.ref(module), None
+        if keys and missing and unexpected.issuperset(keys):
+            pairs = ((key, name) for key in keys for name in missing if _alike(key, name))
+            key, near = next(pairs, (keys[0], ""))
+            told = Loaded(model=type(module).__name__, given=len(keys), key=key, near=near)
+            self._loads[id(module)] = weakref.ref(module), told
+        return result
+
+    def _compile(self, plain: Any, model: Any = None, *given: Any, **named: Any) -> Any:
+        result = plain(model, *given, **named)
+        if isinstance(model, nn.Module) and isinstance(result, nn.Module) and result is not model:
+            self._compiled.append((weakref.ref(model), weakref.ref(result)))
+        return result
+
+    def _idle(self) -> Iterator[str]:
+        roots = [module for one in self._called.values() if (module := one()) is not None]
+        inside = {id(module) for root in roots for module in root.modules()}
+        for model, result in self._compiled:
+            if id(model()) in inside and id(result()) not in inside:
+                yield type(model()).__name__
+
+    def _reads(self, plain: Any, reading: Any, loader: Any) -> None:
+        before = loader.worker_init_fn
+        loader.worker_init_fn = workers.Telling(str(Path(self.folder) / f"{id(reading)}"), before)
+        reading._prepkit_told = loader.worker_init_fn.folder
+        try:
+            plain(reading, loader)
+        finally:
+            loader.worker_init_fn = before
+
+
+def _alike(key: str, name: str) -> bool:
+    """Whether one is the other behind a prefix."""
+    return key.endswith(f".{name}") or name.endswith(f".{key}")
+
+
+def _before(values: Any) -> str:
+    """What has made these values, past what changes none: ``Softmax`` of ``SoftmaxBackward0``."""
+    node: Any = getattr(values, "grad_fn", None)
+    for _ in range(6):
+        name = type(node).__name__.partition("Backward")[0]
+        if name not in SHAPES or not node.next_functions:
+            return name
+        node = node.next_functions[0][0]
+    return ""
+
+
+def _by_a_library() -> bool:
+    frame = sys._getframe(2)
+    for _ in range(8):
+        if str(frame.f_globals.get("__name__", "")).startswith(PAST):
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
+def _scalers() -> list[type]:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    return [torch.amp.GradScaler, ShardedGradScaler]
+
+
+def _planned() -> tuple[str, int | None, int | None]:
+    """The Trainer of transformers or Lightning whose code steps now, its steps, and how often it ticks a scheduler."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        kinds = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(owner).__mro__}
+        if "transformers.Trainer" in kinds and isinstance(steps := getattr(owner.state, "max_steps", None), int):  # type: ignore[union-attr]
+            return "the Trainer", steps, steps
+        if kinds & {"lightning.Trainer", "pytorch_lightning.Trainer"}:
+            return ("the Trainer", *_of_lightning(owner))
+        frame = frame.f_back  # type: ignore[assignment]
+    return "", None, None
+
+
+def _of_lightning(trainer: Any) -> tuple[int | None, int | None]:
+    steps = trainer.estimated_stepping_batches
+    configs = trainer.lr_scheduler_configs
+    if not isinstance(steps, int) or len(configs) != 1:
+        return None, None
+    epochs = trainer.max_epochs if isinstance(trainer.max_epochs, int) and trainer.max_epochs > 0 else None
+    return steps, (steps if configs[0].interval == "step" else epochs)
+
+
+@contextmanager
+def around_calls(home: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``around`` is called with the function and its arguments in its place."""
+    plain = vars(home)[name]
+
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        return around(plain, *args, **kwargs)
+
+    setattr(home, name, instead)
+    try:
+        yield
+    finally:
+        setattr(home, name, plain)
+
+
+@contextmanager
+def called_first(tell: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Inside, ``tell`` is told of modules that are called from outside of any other, before they are."""
+    plain = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tell(module)
+        nn.Module.__call__ = plain  # type: ignore[method-assign]  # inside, all is as it was, also for compilers
+        try:
+            return plain(module, *args, **kwargs)
+        finally:
+            nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = plain  # type: ignore[method-assign]

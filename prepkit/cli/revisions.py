@@ -1,0 +1,303 @@
+"""What changed between two revisions of a git repository: of each config and plan file, in numbers and in words."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import click
+from attrs import evolve, frozen
+
+from prepkit import codec
+from prepkit.cli import import_and_export as cli_import
+from prepkit.cli import plan_files as cli_files
+from prepkit.config import Config
+from prepkit.facts import Env, Facts
+from prepkit.findings import PlanRejected
+from prepkit.findings.text import in_bytes
+from prepkit.formats.found import found
+from prepkit.formats.importers.source import Imported
+from prepkit.plan import Plan
+from prepkit.predict.said import at, said
+
+MARK = "<!-- prepkit diff -->"
+"""First line of the comment, by which the next run finds it and writes it anew."""
+LARGEST = 2**28
+"""Bytes of the configs of one revision."""
+_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+_NUMBERS = (
+    ("memory for certain", "memory.for_certain"),
+    ("memory at most", "memory.at_most"),
+    ("host memory", "memory.host"),
+    ("sent per step", "traffic.sent"),
+    ("between nodes per step", "traffic.between_nodes"),
+    ("global batch", "global_batch"),
+    ("micro-batches per step", "accumulation"),
+    ("processes", "world_size"),
+)
+TRAINS = (
+    *("precision", "clip", "optimizer", "accumulation", "global_batch", "scheduler_ticks", "total_steps", "weights"),
+    *("loaders", "intent"),
+)
+"""Settings that change what is computed; others change where and how."""
+
+Plans = Callable[[str, Config, Imported | None], Plan | PlanRejected | None]
+"""Makes the plan of a config in a file; None where no model is given."""
+
+
+@frozen(kw_only=True)
+class Side:
+    """A file at one revision."""
+
+    config: Config | None = None
+    plan: Plan | None = None
+    refused: tuple[str, ...] = ()
+    """Findings against it."""
+
+
+@frozen(kw_only=True)
+class Row:
+    """A value before and after; None: it is not known, or there is no file."""
+
+    name: str
+    before: Any
+    after: Any
+    bytes: bool = False
+
+    @property
+    def share(self) -> str:
+        """The change in percent, where both are numbers."""
+        if not isinstance(self.before, int) or not isinstance(self.after, int) or not self.before:
+            return ""
+        return f"{100 * (self.after - self.before) / self.before:+.0f} %"
+
+    def texts(self) -> tuple[str, str]:
+        """Both values as people read them."""
+        return self._text(self.before), self._text(self.after)
+
+    def _text(self, value: Any) -> str:
+        return "not known" if value is None else in_bytes(value) if self.bytes else str(value)
+
+
+@frozen(kw_only=True)
+class Changed:
+    """What changed in one file."""
+
+    file: str
+    what: str
+    """``added``, ``removed`` or ``changed``."""
+    rows: tuple[Row, ...] = ()
+    trains: tuple[tuple[str, Any, Any], ...] = ()
+    """Settings that change what is computed, before and after."""
+    settings: tuple[tuple[str, Any, Any], ...] = ()
+    """The other settings."""
+    refused: tuple[str, ...] = ()
+    """Why the new file is refused."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether the file says the same as before."""
+        return not (self.rows or self.trains or self.settings or self.refused) and self.what == "changed"
+
+
+def is_range(words: tuple[str, ...]) -> bool:
+    """Whether the first word is two revisions, and no file."""
+    return bool(words) and ".." in words[0] and not Path(words[0]).exists()
+
+
+def changed(words: tuple[str, ...], plans: Plans) -> tuple[Changed, ...]:
+    """What changed of the configs and plans below the paths. Ends the command where git knows no such revisions."""
+    base, dots, head = re.fullmatch(r"(.*?)(\.{2,3})(.*)", words[0]).groups()  # type: ignore[union-attr]
+    base, head = base or "HEAD", head or "HEAD"
+    if dots == "...":
+        base = _git("merge-base", "--", base, head).decode().strip()
+    base, head = (
+        _git("rev-parse", "--verify", "--end-of-options", f"{one}^{{commit}}").decode().strip() for one in (base, head)
+    )
+    names = _git("diff", "--name-only", "--relative", "-z", "--no-renames", base, head, "--", *(words[1:] or (".",)))
+    files = [
+        name for name in names.decode(errors="replace").split("\0") if PurePosixPath(name).suffix.lower() in _SUFFIXES
+    ]
+    if not files:
+        return ()
+    with tempfile.TemporaryDirectory() as folder:
+        sides = [_checked_out(revision, Path(folder, name)) for revision, name in ((base, "base"), (head, "head"))]
+        every = [_compared(file, *(_side(Path(side, file), file, plans) for side in sides)) for file in files]
+    return tuple(one for one in every if one is not None and not one.empty)
+
+
+def _git(*words: str) -> bytes:
+    try:
+        done = subprocess.run(("git", *words), capture_output=True, check=False)
+    except OSError as error:
+        raise click.UsageError(f"git cannot be run: {error.strerror}") from None
+    if done.returncode:
+        said_ = done.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"]
+        raise click.UsageError(f"git {words[0]}: {said_[0]}")
+    return done.stdout
+
+
+def _checked_out(revision: str, folder: Path) -> Path:
+    """The configs of a revision, all of them, as one may name another; links are not followed, nor written."""
+    folder.mkdir()
+    names = _git("ls-tree", "-r", "-z", "--name-only", revision).decode(errors="replace").split("\0")
+    endings = {suffix for name in names if (suffix := PurePosixPath(name).suffix).lower() in _SUFFIXES}
+    if not endings:
+        return folder
+    size = 0
+    archive = _git("archive", "--format=tar", revision, "--", *(f"*{suffix}" for suffix in sorted(endings)))
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for member in tar:
+            size += member.size
+            if size > LARGEST:
+                raise click.UsageError(f"the configs of {revision:.12} have more than {LARGEST:,} bytes")
+            if member.isfile() or member.isdir():
+                tar.extract(member, folder, filter="data")
+    return folder
+
+
+def _side(path: Path, name: str, plans: Plans) -> Side | None:
+    """What the file is there; None where there is none, or nothing tells it to be of any concern."""
+    one = found(str(path)) if path.is_file() else None
+    if one is None or one.sort == "script":
+        return None
+    if one.sort == "plan":
+        loaded = cli_files.attempt(lambda: codec.load_plan(str(path)))
+        if isinstance(loaded, PlanRejected):
+            return Side(refused=_lines(loaded, path, name))
+        return Side(config=loaded.config, plan=loaded)
+    read = cli_import.read(str(path), one.kind or None)
+    if isinstance(read, PlanRejected):
+        return Side(refused=_lines(read, path, name))
+    config = evolve(read.config, origins=())
+    made = plans(name, config, read)
+    if isinstance(made, PlanRejected):
+        return Side(config=config, refused=_lines(made, path, name))
+    return Side(config=config, plan=made)
+
+
+def _lines(refused: PlanRejected, path: Path, name: str) -> tuple[str, ...]:
+    from prepkit.findings import errors
+
+    return tuple(f"{one.rule} at {one.where}: {one.what}".replace(str(path), name) for one in errors(refused.findings))
+
+
+def _compared(file: str, before: Side | None, after: Side | None) -> Changed | None:
+    if before is None and after is None:
+        return None
+    if after is None:
+        return Changed(file=file, what="removed")
+    old = before or Side()
+    refused = tuple(line for line in after.refused if line not in old.refused)
+    changes = tuple(_settings(old.config, after.config)) if old.config and after.config else ()
+    return Changed(
+        file=file,
+        what="changed" if before else "added",
+        rows=tuple(_rows(old.plan, after.plan)) if after.plan else (),
+        trains=tuple(one for one in changes if one[0].partition(".")[0] in TRAINS),
+        settings=tuple(one for one in changes if one[0].partition(".")[0] not in TRAINS),
+        refused=refused,
+    )
+
+
+def _rows(before: Plan | None, after: Plan) -> Iterator[Row]:
+    old, new = said(before) if before else None, said(after)
+    for name, path in _NUMBERS:
+        was, now = at(old, path) if old else None, at(new, path)
+        if was != now:
+            yield Row(name=name, before=was, after=now, bytes=path.startswith(("memory", "traffic")))
+
+
+def _settings(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]]:
+    old, new = (codec.flat(codec.to_data(config)) for config in (before, after))
+    for name in dict.fromkeys((*old, *new)):
+        if old.get(name) != new.get(name):
+            yield name, old.get(name), new.get(name)
+
+
+def planner(model: str | None, cluster: Any) -> Plans:
+    """Makes plans for the model, which is looked at once; without one, none."""
+    from prepkit.cli.verdict import judge
+
+    seen: list[Facts | PlanRejected] = []
+
+    def plan(_: str, config: Config, imported: Imported | None) -> Plan | PlanRejected | None:
+        if model is None:
+            return None
+        env: Env | None = cluster.envs(imported)[0]
+        if not seen:
+            seen.append(cli_files.attempt(lambda: cli_files.facts(model, env)))
+        facts = seen[0]
+        if isinstance(facts, PlanRejected):
+            cli_files.refuse((facts,), as_json=False)
+        verdict = judge(config, evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders))
+        return verdict.plan if verdict.plan is not None else PlanRejected(verdict.findings)
+
+    return plan
+
+
+# --- telling ---------------------------------------------------------------------------------------------------------
+
+
+def data_of(every: tuple[Changed, ...]) -> list[dict[str, Any]]:
+    """Everything as JSON data."""
+    return [
+        {
+            "file": one.file,
+            "what": one.what,
+            "numbers": [{"name": row.name, "before": row.before, "after": row.after} for row in one.rows],
+            "trains_differently": [dict(zip(("setting", "before", "after"), pair, strict=True)) for pair in one.trains],
+            "settings": [dict(zip(("setting", "before", "after"), pair, strict=True)) for pair in one.settings],
+            "refused": list(one.refused),
+        }
+        for one in every
+    ]
+
+
+def text_of(every: tuple[Changed, ...]) -> str:
+    """Everything as plain text."""
+    return "\n".join(line for one in every for line in _text(one)) or "no config or plan says anything else than before"
+
+
+def _text(one: Changed) -> Iterator[str]:
+    yield f"{one.file}: {one.what}"
+    for row in one.rows:
+        yield f"  {row.name}: {' -> '.join(row.texts())}{f' ({row.share})' if row.share else ''}"
+    for title, pairs in (("trains differently", one.trains), ("settings", one.settings)):
+        yield from (f"  {title}: {name}: {_value(old)} -> {_value(new)}" for name, old, new in pairs)
+    yield from (f"  refused: {line}" for line in one.refused)
+
+
+def comment_of(every: tuple[Changed, ...], revisions: str) -> str:
+    """Everything as a comment on a pull request, in Markdown; what files say stands in it as code."""
+    lines = [MARK, f"**prepkit** {_code(revisions)}"]
+    if not every:
+        lines += ["", "No config or plan says anything else than before."]
+    for one in every:
+        lines += ["", f"### {_code(one.file)} {one.what}"]
+        if one.rows:
+            lines += ["", "| of a rank | before | after | |", "|---|--:|--:|--:|"]
+            lines += (f"| {row.name} | {' | '.join(row.texts())} | {row.share} |" for row in one.rows)
+        for title, pairs in (("Trains differently", one.trains), ("Other settings", one.settings)):
+            if pairs:
+                lines += ["", f"{title}:", ""]
+                lines += (f"- {_code(name)}: {_code(_value(old))} → {_code(_value(new))}" for name, old, new in pairs)
+        if one.refused:
+            lines += ["", "Refused:", "", *(f"- {_code(line)}" for line in one.refused)]
+    return "\n".join(lines)[:60_000]
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _code(text: str) -> str:
+    """Text that Markdown shows as it is: no link, no mention, no HTML, on one line."""
+    plain = re.sub(r"[\x00-\x1f\x7f`|]", " ", text)[:300]
+    return f"`{plain}`" if plain.strip() else "` `"

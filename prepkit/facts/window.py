@@ -1,0 +1,91 @@
+"""What a script did up to its first optimizer step, seen from outside of it."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class Loaded:
+    """A ``load_state_dict`` that took nothing of what it was given."""
+
+    model: str
+    """Class of the module."""
+    given: int
+    """Keys that it was given."""
+    key: str
+    """One of them."""
+    near: str = ""
+    """The module's key that it would have been without or with a prefix; empty: there is none."""
+
+
+@frozen(kw_only=True)
+class WorkersAlike:
+    """A loader of which several workers draw, or give, the same."""
+
+    loader: str
+    """Class of its data set."""
+    workers: int
+    what: str
+    """What is alike."""
+    sure: bool = True
+    """False: nobody could tell whether the data set draws at all."""
+
+
+@frozen(kw_only=True)
+class WindowFacts:
+    """What passed through which function before the first step."""
+
+    float16: tuple[str, ...] = ()
+    """Classes of modules that were called under an autocast to float16 and train in float32."""
+    scaled: bool = False
+    """Whether a loss went through an enabled ``GradScaler``."""
+    scaler_steps: bool = False
+    """Whether an enabled ``GradScaler`` steps."""
+    clipped_scaled: bool = False
+    """Whether gradients were clipped that were scaled still."""
+    squashed: tuple[tuple[str, str], ...] = ()
+    """Losses that were given what has gone through a softmax or sigmoid already: function, and what went before."""
+    loaded: tuple[Loaded, ...] = ()
+    idle: tuple[str, ...] = ()
+    """Classes of modules that were compiled, and called as they were before."""
+    workers: tuple[WorkersAlike, ...] = ()
+    undivided: bool = False
+    """Whether a loss went backward past accelerate, divided by nothing."""
+    recompiled: tuple[tuple[str, int], ...] = ()
+    """Functions that torch compiled as often as it may, and runs as they are since; and how often."""
+    trainer: str = ""
+    """The Trainer that steps; empty: none."""
+    steps: int | None = None
+    """Optimizer steps that it is to take."""
+    ticks: int | None = None
+    """How often it ticks the scheduler until its end."""
+
+
+@frozen(kw_only=True)
+class CourseFacts:
+    """Where a run stands at one look: modes, averaging, counts, and what the weights that were read hold."""
+
+    resting: tuple[str, ...] = ()
+    """Modules that drop or average batches, and are in evaluation mode."""
+    unaveraged: tuple[str, ...] = ()
+    """Wrappers whose next backward averages nothing."""
+    options: tuple[tuple[str, str], ...] = ()
+    """Options of groups but for the rate: ``param_groups[0].eps`` and its value."""
+    altered: tuple[tuple[str, str, str], ...] = ()
+    """Those that were other before the last look and have rested since, so that no schedule moves them: name, what it
+    was, what it is."""
+    counts: tuple[int | None, ...] = ()
+    """Per optimizer how many steps its state has counted; None: it counts none."""
+    steps: int | None = None
+    """Optimizer steps since watching began; None: nobody counts them."""
+    ticked: int | None = None
+    """Ticks of the scheduler; None: there is none, or it does not say."""
+    horizon: int | None = None
+    """Ticks that it is made for; None: none, or not known."""
+    not_finite: tuple[str, ...] = ()
+    """Of the weights that were read those that are NaN or infinite somewhere."""
+    zeroed: tuple[str, ...] = ()
+    """Of the parameters that were read those whose moments were other than zero before, and are zero."""
+    repeated: tuple[str, ...] = ()
+    """Samplers that have given two whole passes in one order, with the epoch of it."""

@@ -1,0 +1,131 @@
+"""Exceptions to a rule: of whom, why, and until when, as a comment beside what is excepted or an entry of a policy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import date
+
+from attrs import evolve, field, frozen
+
+from prepkit.codec.text import shown
+from prepkit.findings import Finding, Severity
+from prepkit.formats.places import FilePlace
+
+_FORM = "# prepkit: ignore[RULE] until 2027-01-01 by WHO because REASON"
+_MARK = re.compile(r"(?:#|//)\s*prepkit\s*:\s*(ignore\b.*)")
+_COMMENT = re.compile(
+    r"ignore\[(?P<rule>[\w.-]+)\]\s+until\s+(?P<until>\d{4}-\d\d-\d\d)(?:\s+by\s+(?P<owner>\S+))?\s+because\s+(?P<because>\S.*)"
+)
+MOST = 1_000
+"""Exceptions that are read of one file."""
+
+
+@frozen(kw_only=True)
+class Exempt:
+    """An exception: findings of the rule at the place are accepted up to and with a day."""
+
+    rule: str
+    until: date
+    because: str
+    owner: str = ""
+    file: str = ""
+    """The file that it is about; empty: every file."""
+    line: int = 0
+    """The line that it is about; 0: every line."""
+    written: FilePlace = field(eq=False)
+    """Where the exception itself stands."""
+
+    def covers(self, place: FilePlace, finding: Finding) -> bool:
+        """Whether the exception is about this finding, whatever the day."""
+        return finding.rule == self.rule and self.file in ("", place.file) and self.line in (0, place.line)
+
+    def __str__(self) -> str:
+        owner = f" by {self.owner}" if self.owner else ""
+        return f"excepted until {self.until}{owner}: {self.because} ({self.written})"
+
+
+@frozen
+class Sorted:
+    """Findings by what exceptions make of them."""
+
+    standing: tuple[tuple[FilePlace, Finding], ...]
+    """Those that nothing excepts, and what is wrong with the exceptions themselves."""
+    excepted: tuple[tuple[FilePlace, Finding], ...]
+    """Those that are accepted for now; ``origin`` says by which exception."""
+
+
+def comments(file: str, text: str) -> tuple[tuple[Exempt, ...], tuple[tuple[FilePlace, Finding], ...]]:
+    """Exceptions in the comments of a file, and comments that were meant as one and are none.
+
+    A comment with a line of its own is about the next line that has none.
+    """
+    found: list[Exempt] = []
+    wrong: list[tuple[FilePlace, Finding]] = []
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if "prepkit" not in line or not (mark := _MARK.search(line)):
+            continue
+        place = FilePlace(file, number, mark.start() + 1)
+        told = _COMMENT.fullmatch(mark[1].strip())
+        day = _day(told["until"]) if told else None
+        if told is None or day is None or len(found) == MOST:
+            what = f"{shown(mark[0])} is no exception that prepkit reads, and excepts nothing"
+            error, where = Severity.ERROR, str(place)
+            found_wrong = Finding(rule="gate.exception", severity=error, where=where, what=what, fix=f"Write {_FORM}")
+            wrong.append((place, found_wrong))
+            continue
+        alone = not line[: mark.start()].strip()
+        about = _next(lines, number) if alone else number
+        parts = {"rule": told["rule"], "because": told["because"], "owner": told["owner"] or ""}
+        found.append(Exempt(**parts, until=day, file=file, line=about, written=place))
+    return tuple(found), tuple(wrong)
+
+
+def _next(lines: list[str], number: int) -> int:
+    """The next line that is neither empty nor a comment."""
+    below = enumerate(lines[number:], start=number + 1)
+    return next((at for at, line in below if line.strip() and not line.lstrip().startswith(("#", "//"))), number)
+
+
+def _day(text: str) -> date | None:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def sort(findings: tuple[tuple[FilePlace, Finding], ...], exempt: tuple[Exempt, ...], today: date) -> Sorted:
+    """Findings that stand and those that are excepted today; one that has ended, or excepts nothing, is told."""
+    standing: list[tuple[FilePlace, Finding]] = []
+    excepted: list[tuple[FilePlace, Finding]] = []
+    used: set[FilePlace] = set()
+    for place, finding in findings:
+        about = [one for one in exempt if one.covers(place, finding)]
+        used.update(one.written for one in about)
+        valid = next((one for one in about if today <= one.until), None)
+        if valid is None:
+            standing.append((place, finding))
+        else:
+            excepted.append((place, evolve(finding, origin=str(valid))))
+    return Sorted((*standing, *_told(exempt, used, today)), tuple(excepted))
+
+
+def _told(exempt: tuple[Exempt, ...], used: set[FilePlace], today: date) -> Iterator[tuple[FilePlace, Finding]]:
+    for one in exempt:
+        where = str(one.written)
+        if one.written not in used:
+            what = f"nothing here is found by {one.rule}, so that its exception excepts nothing"
+            note = Severity.NOTE
+            yield one.written, Finding(rule="gate.exception-unused", severity=note, where=where, what=what, fix=_REMOVE)
+        elif today > one.until:
+            what = f"the exception of {one.rule} has ended on {one.until} ({one.because})"
+            warn, fix = Severity.WARNING, "Mend what it finds, or write another day."
+            yield one.written, Finding(rule="gate.exception-ended", severity=warn, where=where, what=what, fix=fix)
+        elif not one.owner:
+            what = f"nobody owns the exception of {one.rule}"
+            note, fix = Severity.NOTE, "Write by WHO before because."
+            yield one.written, Finding(rule="gate.exception-owner", severity=note, where=where, what=what, fix=fix)
+
+
+_REMOVE = "Remove it."

@@ -1,0 +1,246 @@
+"""A model's facts from its folder: ``config.json``, and headers of safetensors files. Nothing else is opened."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from prepkit.codec.text import read_bytes
+from prepkit.config import LoadWeights
+from prepkit.facts import ClassFact, ModelFacts, ModuleFact, ParamFact
+from prepkit.facts.checkpoint import CheckpointFacts, StoredTensor
+from prepkit.formats.models import config_fields
+from prepkit.formats.models.expressions import Unfit
+from prepkit.formats.models.tree import model_facts
+from prepkit.formats.stored_weights import INDEX, SINGLE, observe_checkpoint, state_names
+from prepkit.resolve.checkpoint import renamed, unreadable
+
+CONFIG = "config.json"
+
+MOST_BYTES = 8 * 2**20
+"""Size of a ``config.json`` at most."""
+
+MOST_HEADERS = 24 * 2**20
+"""Bytes of all headers of a model together: those of 91,000 tensors have 10 million."""
+
+MOST_TENSORS, DEEPEST, LONGEST_NAME = 250_000, 40, 1000
+"""Tensors of a model, parts of a name and its characters, at most."""
+
+ELSE = "give --model PKG.MOD:FACTORY, a function that returns the model"
+
+UNSEEN = ("quantization_config", "per_layer_config", "heterogeneous")
+"""What changes the modules of any model in ways that no table holds."""
+
+
+class NotKnown(ValueError):
+    """The facts of the model cannot be known from its folder; the text says why, and what to type."""
+
+
+class NotThere(NotKnown):
+    """There is no such folder."""
+
+
+@frozen(kw_only=True)
+class DescribedModel:
+    """What a folder says of its model."""
+
+    model: ModelFacts
+    words: tuple[str, ...] = ()
+    """What could not be known, or differs between config and headers."""
+
+
+def read(path: Path) -> DescribedModel:
+    """Facts of the model in a folder, or beside a ``config.json``. Raises ``NotKnown``; runs and follows nothing."""
+    folder, config = (path, path / CONFIG) if path.is_dir() else (path.parent, path)
+    if config.exists():
+        _keep_inside(folder, config)
+    raw = _config(config)
+    stored = _stored(folder)
+    kind, name = _named(raw)
+    table = _table(kind)
+    if name is not None and name not in table.get("models", {}):
+        table = {}
+    if name is None and table:
+        names = ", ".join(table["models"])
+        raise NotKnown(f'{config.name} names no class; add "architectures": [...] with one of {names}')
+    if not table:
+        return _by_headers(stored, kind, name, raw)
+    model = _by_table(table, str(name), raw, stored)
+    return DescribedModel(model=model, words=tuple(_differences(model, stored)))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        text = read_bytes(path, MOST_BYTES + 1)
+    except OSError as error:
+        raise NotThere(f"{path} cannot be read: {error.strerror or error}; name a folder with {CONFIG}") from None
+    except ValueError:
+        raise NotThere(f"{path!a:.200} is no name of a file; name a folder with {CONFIG}") from None
+    if len(text) > MOST_BYTES:
+        raise NotKnown(f"{path} has more than {MOST_BYTES:,} bytes: that is no config of a model; {ELSE}")
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        raise NotKnown(f"{path} is no JSON; fetch it again") from None
+    if not isinstance(data, dict):
+        raise NotKnown(f"{path} is no JSON object; fetch it again")
+    return data
+
+
+def _named(raw: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The model's type and its class."""
+    kind, names = raw.get("model_type"), raw.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    return (kind if isinstance(kind, str) else ""), (first if isinstance(first, str) else None)
+
+
+def _table(kind: str) -> dict[str, Any]:
+    """The table of a model type; empty where there is none."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,60}", kind) or kind == COMMON:
+        return {}
+    file = files(__package__) / "data" / f"{kind}.json"
+    found: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    return found
+
+
+COMMON = "common"
+"""The table that is no type's: activations, and classes of torch and of others that many types share."""
+
+
+def _by_table(
+    table: Mapping[str, Any], name: str, raw: Mapping[str, Any], stored: CheckpointFacts | None
+) -> ModelFacts:
+    model = table["models"][name]
+    for unseen in UNSEEN:
+        if raw.get(unseen):
+            raise NotKnown(f"{unseen} changes the modules of {name}, and no table says how; {ELSE}")
+    for path, default in model["fixed"].items():
+        value = _at(raw, path)
+        if value is not None and value != default:
+            raise NotKnown(f"{path} is {value!r:.60}; what {name} is is known where it is {default!r:.60}; {ELSE}")
+    common = json.loads((files(__package__) / "data" / f"{COMMON}.json").read_text("utf-8"))
+    own = {"classes": table["classes"], "module": table["module"]}
+    try:
+        fields = config_fields.fields(model.get("config", table["config"]), raw)
+        return model_facts(model | own, fields, _dtype(fields["dtype"], stored), common)
+    except Unfit as error:
+        raise NotKnown(f"{CONFIG}: {error}; mend it, or {ELSE}") from None
+
+
+def _dtype(said: Any, stored: CheckpointFacts | None) -> str:
+    """The config's, as transformers takes it, else that of the first floating tensor, else float32."""
+    if isinstance(said, str) and said.removeprefix("torch.") in DTYPES:
+        return said.removeprefix("torch.")
+    if said not in (None, "auto"):
+        raise Unfit(f"dtype is {said!r:.60}; write one of {', '.join(DTYPES)}")
+    kinds = (tensor.dtype for tensor in stored.tensors) if stored else ()
+    return next((kind for kind in kinds if kind in DTYPES), "float32")
+
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def _at(raw: Any, path: str) -> Any:
+    for name in path.split("."):
+        raw = raw.get(name) if isinstance(raw, Mapping) else None
+    return raw
+
+
+# --- headers ---------------------------------------------------------------------------------------------------------
+
+
+def _stored(folder: Path) -> CheckpointFacts | None:
+    """What the headers say; None where there are no safetensors files. Files outside the folder are not opened."""
+    place = next((folder / name for name in (INDEX, SINGLE) if (folder / name).exists()), None)
+    if place is None:
+        return None
+    _keep_inside(folder, place)
+    if place.name == INDEX:
+        for name in sorted({found.name for found in folder.glob("*.safetensors")}):
+            _keep_inside(folder, folder / name)
+    stored = observe_checkpoint(str(place), MOST_HEADERS)
+    if len(stored.tensors) > MOST_TENSORS:
+        raise NotKnown(f"{place.name} names more than {MOST_TENSORS:,} tensors; {ELSE}")
+    return stored
+
+
+def _keep_inside(folder: Path, file: Path) -> None:
+    """A link of the hub's cache leads to its ``blobs``; any other that leads out of the folder is refused."""
+    at, home = file.resolve(), folder.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if not (at.is_relative_to(home) or at.is_relative_to(blobs)):
+        raise NotKnown(f"{file.name} is a link out of its folder; copy the file, or {ELSE}")
+
+
+def _differences(model: ModelFacts, stored: CheckpointFacts | None) -> Iterator[str]:
+    """Where the files hold other shapes than the config makes. Names are the library's business: it maps old ones."""
+    if stored is None:
+        return
+    yield from (f"{problem.file} {problem.what}" for problem in stored.problems[:3])
+    shapes = {param.name: param.shape for param in model.params}
+    wrong = [one for one in stored.tensors if one.key in shapes and one.shape != shapes[one.key]]
+    for tensor in wrong[:3]:
+        by = f"{shapes[tensor.key]} by {CONFIG}"
+        yield f"{tensor.key} is {tensor.shape} in the file, and {by}: they belong to two models"
+
+
+def _by_headers(stored: CheckpointFacts | None, kind: str, name: str | None, raw: Mapping[str, Any]) -> DescribedModel:
+    what = f"no table says what {name or 'a model'} of the type {kind!r:.60} is"
+    what = what if kind else f"{CONFIG} has no model_type"
+    if stored is None or not stored.tensors:
+        problems = "".join(f" ({one.file} {one.what})" for one in (stored.problems[:1] if stored else ()))
+        beside = f"there are no headers of safetensors files beside it{problems}"
+        raise NotKnown(f"{what}, and {beside}; fetch {SINGLE}, or {ELSE}")
+    if raw.get("quantization_config"):
+        raise NotKnown(f"{what}, and its weights are quantised; {ELSE}")
+    words = (
+        f"{what}: names, shapes and dtypes are those of {stored.files[0].name if stored.files else INDEX}; classes of "
+        f"modules, ties and buffers are not known, so that blocks are named by their place; {ELSE}, to have them"
+    )
+    damaged = tuple(f"{one.file} {one.what}" for one in stored.problems[:3])
+    return DescribedModel(model=header_facts(stored.tensors), words=(words, *damaged))
+
+
+def header_facts(tensors: tuple[StoredTensor, ...]) -> ModelFacts:
+    """A model of which the tensors are known: a module per part of a name, whose class is its place."""
+    ordered = sorted(tensors, key=lambda one: [(int(p) if p.isdecimal() else -1, p) for p in one.key.split(".")])
+    paths: dict[str, None] = {"": None}
+    for tensor in ordered:
+        parts = tensor.key.split(".")[:-1]
+        if len(parts) > DEEPEST or len(tensor.key) > LONGEST_NAME:
+            raise NotKnown(f"{tensor.key:.60}... is no name of a parameter; {ELSE}")
+        paths |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    children = Counter(path.rpartition(".")[0] for path in paths if path)
+    numbered = Counter(path.rpartition(".")[0] for path in paths if path.rpartition(".")[2].isdecimal())
+    classes: dict[ClassFact, int] = {}
+    modules = []
+    for path in paths:
+        is_list = bool(children[path]) and children[path] == numbered[path]
+        place = re.sub(r"(?<![^.])\d+(?![^.])", "*", path) or "model"
+        fact = (
+            ClassFact(name="ModuleList", module="torch.nn.modules.container", has_forward=False)
+            if is_list
+            else ClassFact(name=place, module="")
+        )
+        modules.append(ModuleFact(path=path, cls=classes.setdefault(fact, len(classes))))
+    params = tuple(ParamFact(name=one.key, shape=one.shape, dtype=one.dtype) for one in ordered)
+    return ModelFacts(classes=tuple(classes), modules=tuple(modules), params=params)
+
+
+def checkpoint_of(stored: CheckpointFacts, how: LoadWeights, model: ModelFacts) -> CheckpointFacts:
+    """The checkpoint, renamed as asked. Raises ``NotKnown`` where its names are not the model's."""
+    if unreadable(how):
+        return stored
+    names = state_names(model)
+    strange = next((one.key for one in stored.tensors if renamed(how, one.key) not in names), None)
+    if strange is not None:
+        what = f"{strange} of {stored.path} is no name of the model, and where it belongs its library knows"
+        raise NotKnown(f"{what}; {ELSE}")
+    return evolve(stored, rename=how.rename)

@@ -1,0 +1,55 @@
+"""What a plan says in single values: what policies are asked about, and what a pull request's comment compares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prepkit import codec
+from prepkit.plan import Plan
+from prepkit.predict import predict
+
+BYTES = ("memory.for_certain", "memory.at_most", "memory.host", "traffic.sent", "traffic.between_nodes")
+"""Paths whose values are bytes."""
+
+
+def said(plan: Plan) -> dict[str, Any]:
+    """The values by name; None is what is not known, such as traffic between nodes where nobody says how large one is.
+
+    ``memory`` and ``traffic`` are of the fullest rank, in bytes, and per optimizer step; activations are not counted.
+    """
+    prediction, env = predict(plan), plan.facts.env
+    known = prediction.classes
+    sizes = {axis.name: axis.size for axis in plan.mesh}
+    between = prediction.crossing(env.per_node) if known and env.per_node else None
+    if plan.world_size == 1:
+        between = 0
+    optimizer = plan.facts.optimizer
+    return {
+        "engine": type(plan.config.engine).__name__,
+        "world_size": plan.world_size,
+        "per_node": env.per_node,
+        "device": env.device,
+        "mesh": {name: sizes.get(name, 1) for name in ("replicate", "shard", "tensor")},
+        "global_batch": plan.owners.global_batch,
+        "accumulation": plan.owners.accumulation_steps,
+        "optimizer": optimizer.name if optimizer else None,
+        "parameters": sum(param.numel for param in plan.facts.model.params),
+        "memory": {
+            "for_certain": max(ranks.floor() for ranks in known) if known else None,
+            "at_most": max(ranks.total() for ranks in known) if known else None,
+            "host": max(ranks.total("host") for ranks in known) if known else None,
+        },
+        "traffic": {"sent": prediction.sent if known else None, "between_nodes": between},
+        "warnings": [finding.rule for finding in plan.warnings],
+        "overridden": [finding.rule for finding in plan.overridden],
+        "config": codec.to_data(plan.config),
+    }
+
+
+def at(values: Any, path: str) -> Any:
+    """The value at a dotted path. Raises ``KeyError`` where there is none."""
+    for name in path.split("."):
+        if not isinstance(values, dict) or name not in values:
+            raise KeyError(path)
+        values = values[name]
+    return values

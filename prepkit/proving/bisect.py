@@ -1,0 +1,167 @@
+"""Where two recorded windows part: what they read, the first module, then the first operator, forward then backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from prepkit.proving.parts_of import replicas
+from prepkit.proving.record_file import Record, Traced, read
+
+MARGIN = 8.0
+"""By how much more than what came before, or than rounding, an output may differ."""
+
+
+@frozen(kw_only=True)
+class Parting:
+    """Where two windows first differ by more than rounding."""
+
+    stage: str
+    """``inputs``, ``weights``, ``forward``, ``backward``, ``gradients`` or ``step``; empty: nowhere."""
+    where: str = ""
+    """The module, or the parameter."""
+    operator: str = ""
+    """The first operator in it; empty: none of its own, or none was recorded."""
+    micro: int = 0
+    apart: float = 0.0
+    """Norm of the difference over the norm."""
+    before: float = 0.0
+    """The most that anything before it was apart."""
+    compared: int = 0
+    """Outputs that both windows have."""
+
+    def __str__(self) -> str:
+        if not self.stage:
+            return f"the windows differ nowhere beyond rounding: {self.compared} outputs were compared"
+        if self.stage == "inputs":
+            return "no micro-batch of one window was given what one of the other was: compare runs over the same data"
+        place = f"at `{self.where}`" if self.where else "at the root"
+        inside = f", in {self.operator}" if self.operator else ""
+        words = {
+            "weights": f"the windows begin with other weights {place}",
+            "forward": f"the first module that differs in the forward is {place.removeprefix('at ')}{inside}",
+            "backward": f"the forwards are the same; the first gradient that differs in the backward arrives {place}",
+            "gradients": f"every backward is the same; the gradient that was stepped differs {place}: what averages, "
+            "clips or scales it does otherwise",
+            "step": f"gradients are the same; the step differs {place}",
+        }
+        size = f" ({self.apart:.2e} of it, {self.before:.2e} before)"
+        return words[self.stage] + (f" of micro-batch {self.micro}" if self.stage in WAYS else "") + size
+
+
+WAYS = {"forward": "module", "backward": "gradient"}
+Key = tuple[str, str, str, tuple[int, ...], int]
+
+
+def parting(first: Path, second: Path) -> Parting:
+    """Where the records in two folders part. Raises ``PlanRejected`` where one cannot be read."""
+    return between(read(first), read(second))
+
+
+def between(first: tuple[Record, ...], second: tuple[Record, ...]) -> Parting:
+    """The same of records in memory. Ranks and micro-batches are paired by what they were given."""
+    found = next(_weights(first, second), None)
+    if found is not None:
+        return found
+    pairs = list(_pairs(first, second))
+    if not pairs:
+        return Parting(stage="inputs")
+    compared = 0
+    for stage, kind in WAYS.items():
+        each = [_first(a, b, micros, stage, kind) for a, b, micros in pairs]
+        compared += sum(one.compared for one in each)
+        if there := [one for one in each if one.stage]:
+            return there[0]
+    for stage, kind in (("gradients", "grad"), ("step", "after")):
+        if (late := next(_stepped(first, second, stage, kind), None)) is not None:
+            return late
+    return Parting(stage="", compared=compared)
+
+
+def _pairs(first: tuple[Record, ...], second: tuple[Record, ...]) -> Iterator[tuple[Record, Record, tuple[int, int]]]:
+    """Records with the micro-batches of each that were given the same."""
+    there = {call.digest: (record, call.micro) for record in reversed(second) for call in reversed(record.head.calls)}
+    for record in first:
+        for call in record.head.calls:
+            if call.micro >= 0 and call.digest in there:
+                other, micro = there[call.digest]
+                yield record, other, (call.micro, micro)
+
+
+def _noise(*records: Record) -> float:
+    return max(torch.finfo(getattr(torch, record.head.dtype)).eps for record in records)
+
+
+def _weights(first: tuple[Record, ...], second: tuple[Record, ...]) -> Iterator[Parting]:
+    for name in (one.name for one in first[0].head.params):
+        a, b = replicas(first, "weight", name), replicas(second, "weight", name)
+        if a and b and (apart := _apart(a[0].values, b[0].values)) > MARGIN * _noise(first[0], second[0]):
+            yield Parting(stage="weights", where=name, apart=apart)
+
+
+def _stepped(first: tuple[Record, ...], second: tuple[Record, ...], stage: str, kind: str) -> Iterator[Parting]:
+    """Parameters of which something differs at the step: by a hundred times rounding, since it is a sum of many."""
+    noise = _noise(*first, *second)
+    for name in (one.name for one in first[0].head.params):
+        a, b = replicas(first, kind, name), replicas(second, kind, name)
+        if a and b and (apart := _apart(a[0].values, b[0].values)) > 100 * noise:
+            yield Parting(stage=stage, where=name, apart=apart, before=noise)
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    one, other = a.double().reshape(-1), b.double().reshape(-1)
+    if one.shape != other.shape:
+        return float("inf")
+    size = max(float(one.norm()), float(other.norm()))
+    return float((one - other).norm()) / size if size else 0.0
+
+
+def _keyed(record: Record, micro: int, kind: str) -> dict[Key, int]:
+    """Entries of one kind, by what they are and how often that came before."""
+    seen: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
+    found: dict[Key, int] = {}
+    for at, one in enumerate(record.head.trace):
+        if one.micro == micro and one.kind == kind:
+            what = (one.kind, one.path, one.operator, one.shape)
+            found[*what, seen.get(what, 0)] = at
+            seen[what] = seen.get(what, 0) + 1
+    return found
+
+
+def _walked(a: Record, b: Record, micros: tuple[int, int], kind: str) -> Iterator[tuple[Traced, float, float]]:
+    """What both have, with how far it is apart and how far anything before it was at most."""
+    mine, other = _keyed(a, micros[0], kind), _keyed(b, micros[1], kind)
+    worst = _noise(a, b)
+    for key, at in mine.items():
+        if key in other:
+            apart = _apart(a.tensors[f"trace/{at}"], b.tensors[f"trace/{other[key]}"])
+            yield a.head.trace[at], apart, worst
+            worst = max(worst, apart)
+
+
+def _first(a: Record, b: Record, micros: tuple[int, int], stage: str, kind: str) -> Parting:
+    compared = 0
+    for traced, apart, before in _walked(a, b, micros, kind):
+        compared += 1
+        if apart > MARGIN * before:
+            operator = _operator(a, b, micros, traced.path) if stage == "forward" else ""
+            return Parting(
+                stage=stage,
+                where=traced.path,
+                operator=operator,
+                micro=micros[0],
+                apart=apart,
+                before=before,
+                compared=compared,
+            )
+    return Parting(stage="", compared=compared)
+
+
+def _operator(a: Record, b: Record, micros: tuple[int, int], path: str) -> str:
+    """The first operator in a module whose output differs."""
+    inside = (one for one in _walked(a, b, micros, "operator") if one[0].path == path)
+    return next((traced.operator for traced, apart, before in inside if apart > MARGIN * before), "")

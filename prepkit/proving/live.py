@@ -1,0 +1,161 @@
+"""The first windows of a prepared run, proven where they ran: records stay in memory, and travel by collectives alone.
+
+Rank 0 replays, and asks for one tensor after the other; the other ranks answer until it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+
+import torch
+from attrs import define, evolve, field, frozen
+from torch import Tensor, nn
+
+from prepkit.config import ClipNorm
+from prepkit.config.precision import PRECISIONS
+from prepkit.facts.proof import ClipProof, ProofFacts
+from prepkit.findings.text import spans
+from prepkit.proving.proof import Proof, found_in, prove_record
+from prepkit.proving.record_file import Head, Record
+from prepkit.proving.recorder import Recorder
+from prepkit.proving.replay import HALF
+from prepkit.ranks.world import RankZeroFailed, world
+from prepkit.rules import due
+from prepkit.rules.rule import Moment, answers
+from prepkit.training.prepared import Prepared
+
+Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of every tensor of a record."""
+
+
+@frozen(eq=False)
+class Elsewhere(Mapping[str, Tensor]):
+    """The tensors of another rank's record: each travels when rank 0 looks at it."""
+
+    rank: int
+    kinds: Kinds
+
+    def __getitem__(self, key: str) -> Tensor:
+        shape, dtype = self.kinds[key]
+        world().from_first((self.rank, key))
+        return _sent(self.rank, torch.empty(shape, dtype=dtype))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.kinds
+
+
+def _sent(rank: int, tensor: Tensor) -> Tensor:
+    """A tensor of this rank's, on every rank. Collective."""
+    wire = world().wire(tensor.device)
+    sent = tensor.contiguous().view(-1).view(torch.uint8).to(wire)  # not every backend knows every dtype
+    if sent.numel():
+        world().send(sent, rank)
+    return sent.cpu().view(tensor.dtype).view(tensor.shape)
+
+
+def proven_together(root: nn.Module, mine: Record) -> Proof:
+    """The proof of the window of which each rank gives its record. Collective; the same on every rank."""
+    ranks = world()
+    kinds = {key: (tuple(one.shape), one.dtype) for key, one in mine.tensors.items()}
+    told: list[tuple[Head, Kinds]] = ranks.gather((mine.head, kinds))
+    if not ranks.carries_data:
+        return prove_record(root, (mine,))
+    if not ranks.is_first:
+        while isinstance(asked := ranks.from_first(None), tuple):
+            rank, key = asked
+            shape, dtype = told[rank][1][key]
+            _sent(rank, mine.tensors[key] if rank == ranks.rank else torch.empty(shape, dtype=dtype))
+        if isinstance(asked, str):
+            raise RankZeroFailed(f"the proof of a window: rank 0 raised {asked}")
+        assert isinstance(asked, Proof)
+        return asked
+    try:
+        records = (mine, *(Record(head, Elsewhere(at + 1, there)) for at, (head, there) in enumerate(told[1:])))
+        proof = prove_record(root, records)
+    except BaseException as error:  # the others wait to be told
+        ranks.from_first(f"{type(error).__name__}: {error}")
+        raise
+    return ranks.from_first(proof)
+
+
+@define(eq=False)
+class Proving:
+    """Records the windows of a prepared run, and proves each when its step was taken."""
+
+    ready: Prepared
+    left: int
+    """Windows that are still to be proven."""
+    recorder: Recorder = field(init=False)
+    _stack: ExitStack = field(factory=ExitStack, init=False)
+
+    def begin(self) -> None:
+        """Puts hooks on for one window."""
+        plan = self.ready.plan
+        clip, lowest = plan.owners.clip, PRECISIONS[type(plan.config.precision)].compute_dtype
+        self.recorder = Recorder(
+            root=self.ready.model,
+            accumulation=plan.owners.accumulation_steps,
+            clip=ClipProof(most=clip.max_norm) if isinstance(clip, ClipNorm) else None,
+            computes_in=lowest if plan.config.compile is not None and lowest in HALF else None,
+            raises=False,
+        )
+        self._stack.enter_context(self.recorder.on())
+        self.ready.loop.proven = self.window
+
+    def window(self) -> None:
+        """A window has ended. Collective: proves what was recorded, and reports it as any other rule."""
+        self._stack.close()
+        ready = self.ready
+        ready.loop.proven = None
+        if ready.skipped:  # nothing was stepped
+            self.begin()
+            return
+        proof = self._proof()
+        asked = answers(due(Moment.PROVE), Moment.PROVE, proof.facts)
+        ready._attest(asked)
+        self.left -= 1
+        if self.left:
+            self.begin()
+        ready._court.hear(proof.findings)
+
+    def _proof(self) -> Proof:
+        ranks, recorder = world(), self.recorder
+        norm = self.ready.grad_norm
+        if recorder.clip is not None and recorder.clip.seen is None and norm is not None:
+            recorder.clip = evolve(recorder.clip, seen=float(norm))
+        said = recorder.too_large or ("" if recorder.stepped else "no optimizer has stepped what the model trains")
+        every = ranks.gather(said)
+        if not any(every):
+            return proven_together(self.ready.model, recorder.record())
+        which = spans(tuple(rank for rank, one in enumerate(every) if one))
+        why = f"rank {which}: {next(filter(None, every))}"
+        return found_in(ProofFacts(world=ranks.size, shares=(), unproven=why))
+
+    def end(self) -> None:
+        """Takes hooks off, if a window was never complete."""
+        self._stack.close()
+
+
+def prove_windows(ready: Prepared, number: int) -> None:
+    """Proves the next windows of a run that was just prepared. See ``pk.apply``."""
+    proving = Proving(ready, number)
+    proving.begin()
+    ready.loop._hooks.append(_Removable(proving))
+
+
+@frozen(eq=False)
+class _Removable:
+    """Ends with the loop's own hooks."""
+
+    proving: Proving
+
+    def remove(self) -> None:
+        """As of a hook of torch's."""
+        self.proving.end()

@@ -1,0 +1,160 @@
+"""A model that runs although its weights are elsewhere: each is fetched when an operator needs it, and let go again.
+
+What backward would keep of a weight is fetched once more, and what else it keeps lies in a file beyond a limit. So a
+model of any size is done again within the memory of its largest layer, whatever its forward does with its parameters.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+LOOKS: frozenset[Any] = frozenset(
+    {
+        *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "grad_fn")),
+        *(getattr(torch.Tensor, name).__get__ for name in ("is_leaf", "is_cuda", "is_meta", "ndim", "layout", "grad")),
+        *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "__hash__")),
+        torch.is_floating_point,
+        torch.numel,
+    }
+)
+"""Functions that look at a parameter, and not at its values."""
+
+
+def stub(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Stands for a weight: of its shape, in the memory of one element."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+@define(eq=False)
+class Streamed:
+    """Inside ``with streamed.on():`` operators find the values of ``params``, which are stubs."""
+
+    params: dict[str, nn.Parameter]
+    fetch: Callable[[str], Tensor]
+    """A whole weight in the dtype of the replay."""
+    limit: int
+    """Bytes of weights that are kept, and of what backward keeps, before either goes elsewhere."""
+    arrived: Callable[[str, Tensor], None] = field(init=False)
+    """Told each gradient of a weight; one that arrives again adds up."""
+    most: int = field(default=0, init=False)
+    """The most bytes that were held at once."""
+    _names: dict[int, str] = field(factory=dict, init=False)
+    _kept: OrderedDict[str, Tensor] = field(factory=OrderedDict, init=False)
+    _storages: dict[int, tuple[Any, str]] = field(factory=dict, init=False)
+    _saved: int = field(default=0, init=False)
+    _file: Any = field(default=None, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._names = {id(param): name for name, param in self.params.items()}
+
+    def on(self, arrived: Callable[[str, Tensor], None]) -> tuple[AbstractContextManager[Any], ...]:
+        """The contexts of one forward and its backward."""
+        self.arrived, self._saved = arrived, 0
+        return _Mode(self), saved_tensors_hooks(self._pack, self._unpack)
+
+    def real(self, tensor: Tensor) -> Tensor:
+        """The weight that a stub stands for; any other tensor as it is."""
+        name = self._names.get(id(tensor))
+        return tensor if name is None else cast("Tensor", _Fetched.apply(tensor, self, name))  # type: ignore[no-untyped-call]
+
+    def whole(self, name: str) -> Tensor:
+        """One weight, as an alias of what is kept."""
+        if name not in self._kept:
+            found = self.fetch(name)
+            self._kept[name] = found
+            made: Any = StorageWeakRef  # which has no types
+            self._storages[found.untyped_storage().data_ptr()] = (made(found.untyped_storage()), name)
+            held = sum(one.nbytes for one in self._kept.values())
+            while held > self.limit and len(self._kept) > 1:
+                _, gone = self._kept.popitem(last=False)
+                held -= gone.nbytes
+            self.most = max(self.most, held + self._saved)
+        self._kept.move_to_end(name)
+        return self._kept[name].detach()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        known = self._storages.get(storage.data_ptr())
+        if known is not None and not known[0].expired() and tensor.dtype == self.params[known[1]].dtype:
+            return _View(known[1], tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        if tensor.layout is not torch.strided or self._saved + tensor.nbytes <= self.limit:
+            self._saved += tensor.nbytes if tensor.layout is torch.strided else 0
+            self.most = max(self.most, self._saved + sum(one.nbytes for one in self._kept.values()))
+            return tensor
+        if self._file is None:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115  # it lives as long as the graph that reads it
+        begin = self._file.seek(0, 2)
+        self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return _Filed(begin, tensor.nbytes, tensor.dtype, tuple(tensor.shape), tensor.device)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        match packed:
+            case _View():
+                return self.whole(packed.name).as_strided(packed.shape, packed.stride, packed.offset)
+            case _Filed():
+                self._file.seek(packed.begin)
+                read = bytearray(self._file.read(packed.nbytes))
+                return torch.frombuffer(read, dtype=packed.dtype).view(packed.shape).to(packed.device)
+            case _:
+                return cast("Tensor", packed)
+
+
+@frozen
+class _View:
+    """What backward keeps of a weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@frozen
+class _Filed:
+    """What backward keeps in a file."""
+
+    begin: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, streamed: Streamed) -> None:
+        super().__init__()
+        self.streamed = streamed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func in LOOKS:
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(Tensor, self.streamed.real, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Fetched(torch.autograd.Function):
+    """From a stub to its weight; backward tells the gradient, and leaves none in the stub."""
+
+    @staticmethod
+    def forward(ctx: Any, held: Tensor, streamed: Streamed, name: str) -> Tensor:
+        del held
+        ctx.streamed, ctx.name = streamed, name
+        return streamed.whole(name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.streamed.arrived(ctx.name, grads[0])
+        return None, None, None

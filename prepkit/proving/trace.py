@@ -1,0 +1,124 @@
+"""What each module and operator of a window has computed, in a few numbers, so that two windows can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prepkit.objects import names
+from prepkit.objects.local_part import local
+from prepkit.proving import tree
+from prepkit.proving.record_file import Traced
+
+ELEMENTS = 64
+"""Of each output, beside its norm."""
+MOST = 20_000
+"""Outputs that are kept of a window."""
+
+
+@define(eq=False)
+class Tracer:
+    """Notes outputs in the order in which they are computed."""
+
+    entries: list[Traced] = field(factory=list)
+    values: list[Tensor] = field(factory=list)
+    micro: int = 0
+    backward: bool = False
+    _path: list[str] = field(factory=lambda: [""])
+    _busy: bool = False
+
+    @contextmanager
+    def on(self, root: nn.Module) -> Iterator[None]:
+        """Hooks of every module, but of what is compiled, are on inside."""
+        with ExitStack() as stack:
+            for path, module in names.named_modules(root).items():
+                if module._compiled_call_impl is None:
+                    stack.callback(module.register_forward_pre_hook(self._entering(path), prepend=True).remove)
+                    stack.callback(module.register_forward_hook(self._leaving(path), always_call=True).remove)
+            yield
+
+    @contextmanager
+    def operators(self) -> Iterator[None]:
+        """Operators are noted inside."""
+        with _Operators(self):
+            yield
+
+    def forget(self) -> None:
+        """What was noted is no part of the window."""
+        self.entries.clear()
+        self.values.clear()
+
+    def note(self, kind: str, what: str, tensor: Tensor) -> None:
+        """Keeps one output."""
+        if self._busy or len(self.entries) >= MOST or not tensor.is_floating_point() or tensor.is_meta:
+            return
+        self._busy = True
+        try:
+            row = local(tensor).detach().reshape(-1)
+            self.entries.append(
+                Traced(
+                    micro=self.micro,
+                    kind=kind,
+                    path=self._path[-1] if kind == "operator" else what,
+                    operator=what if kind == "operator" else "",
+                    shape=tuple(local(tensor).shape),
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                )
+            )
+            self.values.append(_sketch(row))
+        finally:
+            self._busy = False
+
+    def _entering(self, path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self._path.append(path)
+
+        return hook
+
+    def _leaving(self, path: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if len(self._path) > 1:
+                self._path.pop()
+            if self.backward or output is None:  # what checkpointing computes again
+                return
+            for at, tensor in enumerate(tree.tensors_of(output)):
+                what = path if at == 0 else f"{path} (output {at})"
+                self.note("module", what, tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(self._arriving(what))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _arriving(self, what: str) -> Callable[[Tensor], None]:
+        return lambda grad: None if grad is None else self.note("gradient", what, grad)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        output = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not self.tracer.backward:
+            for tensor in tree.tensors_of(output):
+                if type(tensor) is Tensor:
+                    self.tracer.note("operator", str(func), tensor)
+        return output
+
+
+def _sketch(row: Tensor) -> Tensor:
+    """Norm and some elements, the same ones of every output of its size."""
+    if row.numel() > ELEMENTS:
+        generator = torch.Generator().manual_seed(row.numel())
+        picked = row[torch.randint(row.numel(), (ELEMENTS,), generator=generator).to(row.device)]
+    else:
+        picked = row
+    return torch.cat((torch.linalg.vector_norm(row.double()).view(1), picked.double())).cpu()

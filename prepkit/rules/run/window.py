@@ -1,0 +1,171 @@
+"""What a script did up to its first step: scaled, clipped, loaded, compiled, read, and went backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prepkit.facts.run import RunFacts
+from prepkit.findings import Severity
+from prepkit.findings.text import count, some
+from prepkit.rules.rule import Hit, Moment, Need, Rule
+
+
+def _unscaled(facts: RunFacts) -> Iterator[Hit]:
+    seen = facts.window
+    if seen is not None and seen.float16 and not seen.scaled and not seen.scaler_steps:
+        what = f"{some(seen.float16)} ran under an autocast to float16, and no loss was scaled."
+        yield Hit("loss", f"{what} Gradients below 6e-8 are zero.")
+
+
+def _scales(facts: RunFacts) -> Iterator[Hit]:
+    seen = facts.window
+    if seen is not None and seen.scaled and not seen.scaler_steps:
+        yield Hit("optimizer", "A loss was scaled by GradScaler.scale(), and the optimizer steps by itself.")
+    elif seen is not None and seen.scaler_steps and not seen.scaled:
+        what = "GradScaler.step() divides the gradients by a scale with which nobody has multiplied the loss."
+        yield Hit("optimizer", what, "Write scaler.scale(loss).backward().")
+
+
+def _clipped(facts: RunFacts) -> Iterator[Hit]:
+    if facts.window is not None and facts.window.clipped_scaled:
+        yield Hit("gradients", "They were clipped while they were scaled, so that nearly nothing is left of them.")
+
+
+def _loaded(facts: RunFacts) -> Iterator[Hit]:
+    for one in facts.window.loaded if facts.window is not None else ():
+        what = f"load_state_dict(strict=False) took none of {count(one.given, 'key')}, such as `{one.key}`"
+        near = f"; the model has `{one.near}`" if one.near else ", none of which the model has"
+        yield Hit(one.model, f"{what}{near}.", milder=not one.near)
+
+
+def _idle(facts: RunFacts) -> Iterator[Hit]:
+    for name in facts.window.idle if facts.window is not None else ():
+        yield Hit("model", f"torch.compile({name}) was called, and the loop calls the {name} that was given to it.")
+
+
+def _recompiled(facts: RunFacts) -> Iterator[Hit]:
+    known = dict(facts.window.recompiled) if facts.window is not None else {}
+    for before, now in facts.running:
+        known |= dict(now.recompiled) if now.recompiled != before.recompiled else {}
+    for name, times in known.items():
+        yield Hit(
+            "model", f"torch has compiled `{name}` {times} times, which is its limit, and runs it uncompiled now."
+        )
+
+
+def _workers(facts: RunFacts) -> Iterator[Hit]:
+    for one in facts.window.workers if facts.window is not None else ():
+        what = f"Several of its {one.workers} workers {one.what}."
+        yield Hit(f"loader of {one.loader}", what, milder=not one.sure)
+
+
+def _undivided(facts: RunFacts) -> Iterator[Hit]:
+    if facts.window is not None and facts.window.undivided and (facts.accumulation or 1) > 1:
+        what = f"loss.backward() in a window of {facts.accumulation} micro-batches, which only accelerate would divide"
+        yield Hit("loss", f"{what}: gradients are {facts.accumulation} times what they should be.")
+
+
+def _ends(facts: RunFacts) -> Iterator[Hit]:
+    seen, scheduler = facts.window, facts.scheduler
+    if seen is None or scheduler is None or not scheduler.horizon or not seen.steps or not seen.ticks:
+        return
+    made = f"`{scheduler.name}` is made for {scheduler.horizon} ticks"
+    if scheduler.horizon < seen.ticks:
+        end = f"{seen.trainer} takes {seen.steps} steps and ticks it {seen.ticks} times: it is at its end before."
+        yield Hit("scheduler", f"{made}, and {end}", f"Make it for {seen.ticks} ticks.")
+    elif seen.ticks * 2 <= scheduler.horizon <= seen.steps:
+        ticks = f"{seen.trainer} ticks it {count(seen.ticks, 'time')} in {seen.steps} steps: it hardly begins."
+        yield Hit(
+            "scheduler", f"{made}, and {ticks}", "Tick it with each step: {'scheduler': ..., 'interval': 'step'}."
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="run.scaled-stepped",
+        summary="Gradients of a scaled loss are divided by the scale before they are stepped, and no others are.",
+        check=_scales,
+        at=(Moment.AUDIT,),
+        needs=(Need.GRADIENTS,),
+        fix="Write scaler.step(optimizer); scaler.update().",
+        source=("torch GradScaler",),
+    ),
+    Rule(
+        id="run.clipped-scaled",
+        summary="What is clipped are the gradients, and not their scaled multiples.",
+        check=_clipped,
+        at=(Moment.AUDIT,),
+        needs=(Need.GRADIENTS,),
+        fix="Call scaler.unscale_(optimizer) before clip_grad_norm_.",
+        source=("torch GradScaler.unscale_",),
+    ),
+    Rule(
+        id="run.loaded-nothing",
+        summary="A state dict that is loaded has keys of the model.",
+        check=_loaded,
+        at=(Moment.AUDIT,),
+        fix="Rename the keys, as by removeprefix('module.'), and load with strict=True, or look at what it returns.",
+        milder="where no key of the model is like one that was given",
+        source=("torch Module.load_state_dict",),
+    ),
+    Rule(
+        id="run.workers-alike",
+        summary="Workers of a loader give other samples, and draw other random numbers.",
+        check=_workers,
+        at=(Moment.AUDIT,),
+        fix=(
+            "Divide a stream by torch.utils.data.get_worker_info(), and seed in worker_init_fn with "
+            "torch.initial_seed(), which is another one in each worker."
+        ),
+        milder="where nobody could tell whether the data set draws",
+        source=("torch DataLoader worker_init_fn",),
+    ),
+    Rule(
+        id="run.float16-unscaled",
+        summary="A loss whose gradients are computed in float16 is scaled.",
+        check=_unscaled,
+        at=(Moment.AUDIT,),
+        needs=(Need.GRADIENTS,),
+        fix="Train with torch.bfloat16, or through torch.amp.GradScaler.",
+        severity=Severity.WARNING,
+        source=("torch.amp",),
+    ),
+    Rule(
+        id="run.undivided",
+        summary="The loss of a micro-batch is divided by the number of micro-batches.",
+        check=_undivided,
+        at=(Moment.AUDIT,),
+        fix="Call accelerator.backward(loss).",
+        source=("accelerate Accelerator.backward",),
+    ),
+    Rule(
+        id="run.compiled-idle",
+        summary="What is compiled is what is called.",
+        check=_idle,
+        at=(Moment.AUDIT,),
+        fix="Write model = torch.compile(model), or model.compile(), which compiles it in place.",
+        severity=Severity.WARNING,
+        source=("torch.compile",),
+    ),
+    Rule(
+        id="run.recompiled",
+        summary="Compiled code serves more than a few steps.",
+        check=_recompiled,
+        at=(Moment.AUDIT, Moment.DRIFT),
+        needs=(Need.BEFORE,),
+        fix="See TORCH_LOGS=recompiles: keep counters and names out of forward, and mark sizes that change dynamic.",
+        severity=Severity.WARNING,
+        source=("torch._dynamo recompile_limit",),
+    ),
+    Rule(
+        id="run.trainer-schedule",
+        summary="A schedule lasts as long as the Trainer that ticks it.",
+        check=_ends,
+        at=(Moment.AUDIT,),
+        needs=(Need.OPTIMIZERS,),
+        fix="Make it for as many ticks as the Trainer makes.",
+        severity=Severity.WARNING,
+        source=("pain 15",),
+    ),
+)
+"""Reporting order: numbers that are wrong, then what is in vain, then what ends early."""

@@ -1,0 +1,725 @@
+"""Right programs of unusual shape as loops, each run up to its first step as ``prepkit audit SCRIPT`` runs one."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as fn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler as rates
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
+
+from prepkit.auditing.script import audit_run
+from tests.audit.case import WIDTH, adam, divided, net, rows
+from tests.audit.odd import LightningAdam, Sam
+
+X = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+Y = torch.tensor([0, 1, 2, 3])
+
+
+@frozen
+class Loop:
+    """A program that trains, on this rank of so many."""
+
+    run: Callable[[int, int], None]
+    library: str = "torch"
+    ranks: int = 1
+    rule: str = ""
+    """The rule that has to find what is wrong in it; empty: nothing is."""
+
+    @property
+    def id(self) -> str:
+        return self.run.__name__
+
+
+def heard(loop: Loop, rank: int = 0, world: int = 1) -> list[tuple[str, str, str]]:
+    """Rule, severity and text of each finding at the first step."""
+    torch.manual_seed(rank)
+    found = audit_run(lambda: loop.run(rank, world))
+    assert found is not None, f"{loop.id} never stepped"
+    return [(one.rule, one.severity.value, str(one)) for one in found.findings]
+
+
+def loss_of(model: nn.Module, x: Tensor = X) -> Tensor:
+    return fn.cross_entropy(model(x), Y)
+
+
+def taken(model: nn.Module, optimizer: Any, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+# --- precision, clipping ---
+
+
+def scaled(rank: int, world: int) -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu")
+    optimizer = adam(model)
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of(model)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+
+
+def scaled_and_clipped(rank: int, world: int) -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu")
+    optimizer = adam(model)
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of(model)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+
+
+def scaler_switched_off(rank: int, world: int) -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu", enabled=False)
+    optimizer = adam(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+
+
+def two_scaled(rank: int, world: int) -> None:
+    one, other, scaler = net(), net(), torch.amp.GradScaler("cpu")
+    optimizers = adam(one), adam(other)
+    with torch.autocast("cpu", torch.float16):
+        losses = loss_of(one), loss_of(other)
+    for loss in losses:
+        scaler.scale(loss).backward()
+    for model, optimizer in zip((one, other), optimizers, strict=True):
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+
+
+def loss_alone_under_autocast(rank: int, world: int) -> None:
+    model = net()
+    output = model(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = fn.cross_entropy(output, Y)
+    taken(model, adam(model), loss)
+
+
+def teacher_in_float16(rank: int, world: int) -> None:
+    model, teacher = net(), net().eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        wanted = teacher(X).float()
+    taken(model, adam(model), fn.mse_loss(model(X), wanted))
+
+
+# --- losses ---
+
+
+def soft_labels(rank: int, world: int) -> None:
+    model, teacher = net(), net().eval()
+    with torch.no_grad():
+        wanted = teacher(X).softmax(-1)
+    taken(model, adam(model), fn.cross_entropy(model(X), wanted))
+
+
+def log_softmax_before_cross_entropy(rank: int, world: int) -> None:
+    model = nn.Sequential(net(), nn.LogSoftmax(-1))
+    taken(model, adam(model), nn.CrossEntropyLoss()(model(X), Y))
+
+
+def log_softmax_before_nll(rank: int, world: int) -> None:
+    model = nn.Sequential(net(), nn.LogSoftmax(-1))
+    taken(model, adam(model), nn.NLLLoss()(model(X), Y))
+
+
+def policy(rank: int, world: int) -> None:
+    model = nn.Sequential(net(), nn.Softmax(-1))
+    chances = model(X)
+    taken(model, adam(model), -(chances.gather(1, Y[:, None]).log() * 0.5).mean())
+
+
+def gated(rank: int, world: int) -> None:
+    model = nn.Sequential(net(), nn.Softmax(-1), nn.Linear(4, 4))
+    taken(model, adam(model), loss_of(model))
+
+
+def attended(rank: int, world: int) -> None:
+    model = nn.ModuleDict({"mix": nn.MultiheadAttention(WIDTH, 2, batch_first=True), "head": nn.Linear(WIDTH, 4)})
+    output = model["head"](model["mix"](X[None], X[None], X[None])[0][0])
+    taken(model, adam(model), fn.cross_entropy(output, Y))
+
+
+def bounded(rank: int, world: int) -> None:
+    model = nn.Sequential(net(), nn.Sigmoid())
+    taken(model, adam(model), fn.binary_cross_entropy(model(X), torch.ones(4, 4)))
+
+
+# --- weights from files ---
+
+
+def body_loaded(rank: int, world: int) -> None:
+    model = net()
+    model.load_state_dict({key: value for key, value in net().state_dict().items() if "head" not in key}, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def loaded_again_by_the_right_names(rank: int, world: int) -> None:
+    model = net()
+    state = {f"module.{key}": value for key, value in net().state_dict().items()}
+    if model.load_state_dict(state, strict=False).missing_keys:
+        model.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
+    taken(model, adam(model), loss_of(model))
+
+
+def nothing_to_load(rank: int, world: int) -> None:
+    model = net()
+    model.load_state_dict({}, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def loaded_and_replaced(rank: int, world: int) -> None:
+    model = net()
+    model.head = nn.Linear(WIDTH, 7)
+    model.load_state_dict(model.state_dict())
+    model.head = nn.Linear(WIDTH, 4)
+    taken(model, adam(model), loss_of(model))
+
+
+# --- compiled ---
+
+
+def compiled(rank: int, world: int) -> None:
+    model = net()
+    fast: Any = torch.compile(model, backend="eager")
+    taken(model, adam(model), loss_of(fast))
+
+
+def compiled_blocks(rank: int, world: int) -> None:
+    model = net()
+    for at, block in enumerate(model.blocks):
+        model.blocks[at] = torch.compile(block, backend="eager")  # type: ignore[assignment]
+    taken(model, adam(model), loss_of(model))
+
+
+def compiled_in_place(rank: int, world: int) -> None:
+    model = net()
+    model.compile(backend="eager")
+    taken(model, adam(model), loss_of(model))
+
+
+def average_compiled_for_later(rank: int, world: int) -> None:
+    model = net()
+    later = torch.compile(copy.deepcopy(model).eval(), backend="eager")
+    taken(model, adam(model), loss_of(model))
+    assert later is not None
+
+
+def step_compiled(rank: int, world: int) -> None:
+    model = net()
+
+    @torch.compile(backend="eager")
+    def loss() -> Tensor:
+        return loss_of(model)
+
+    taken(model, adam(model), loss())
+
+
+def lengths_that_differ(rank: int, world: int) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 4))
+    fast: Any = torch.compile(model, backend="eager")
+    optimizer = adam(model)
+    for length in (2, 3, 5, 8, 13):
+        (fast(torch.ones(length, WIDTH)).square().mean() / 5).backward()
+    optimizer.step()
+
+
+# --- workers ---
+
+
+class Noisy(Dataset[Tensor]):
+    """Rows with noise from the process's generators."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, at: int) -> Tensor:
+        return torch.full((WIDTH,), at / 32) + torch.randn(WIDTH) * random.random()  # noise
+
+
+class Shuffled(Dataset[Tensor]):
+    """A generator of its own that served when it was made, and no more."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(0)  # an order
+        self.order = self.rng.sample(range(32), 32)
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, at: int) -> Tensor:
+        return torch.full((WIDTH,), self.order[at] / 32)
+
+
+class Divided(IterableDataset[Tensor]):
+    """A stream of which each worker gives its part."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        assert info is not None
+        return (torch.full((WIDTH,), at / 32) for at in range(info.id, 64, info.num_workers))
+
+
+class Constant(IterableDataset[Tensor]):
+    """One sample over and over, as to see that a model can learn it."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(64, WIDTH))
+
+
+def over(data: Any, **given: Any) -> None:
+    model = net()
+    optimizer = adam(model)
+    for batch in DataLoader(data, batch_size=4, **given):
+        taken(model, optimizer, model(batch).square().mean())
+
+
+def workers_of_their_own_seeds(rank: int, world: int) -> None:
+    over(Noisy(), num_workers=2, shuffle=True)
+
+
+def workers_with_an_order_of_the_data_set(rank: int, world: int) -> None:
+    over(Shuffled(), num_workers=2, shuffle=True)
+
+
+def workers_of_a_divided_stream(rank: int, world: int) -> None:
+    over(Divided(), num_workers=2)
+
+
+def workers_of_one_sample(rank: int, world: int) -> None:
+    over(Constant(), num_workers=2)
+
+
+def one_seed(worker: int) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+def workers_with_one_seed_that_nobody_draws_with(rank: int, world: int) -> None:
+    over(Shuffled(), num_workers=2, shuffle=True, worker_init_fn=one_seed)
+
+
+# --- several models and optimizers ---
+
+
+def discriminator_first(rank: int, world: int) -> None:
+    maker, judge = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
+    first, second = adam(judge), adam(maker)
+    taken(judge, first, judge(maker(torch.randn(4, 8)).detach()).mean() - judge(X).mean())
+    taken(maker, second, -judge(maker(torch.randn(4, 8))).mean())
+
+
+def maker_first_and_judge_frozen(rank: int, world: int) -> None:
+    maker, judge = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
+    first, second = adam(maker), adam(judge)
+    judge.requires_grad_(requires_grad=False).eval()
+    taken(maker, first, -judge(maker(torch.randn(4, 8))).mean())
+    assert second is not None
+
+
+def actor_critic_and_temperature(rank: int, world: int) -> None:
+    actor, critic = nn.Linear(WIDTH, 4), nn.Linear(WIDTH + 4, 1)
+    target = copy.deepcopy(critic).requires_grad_(requires_grad=False)
+    heat = torch.zeros(1, requires_grad=True)
+    steps = adam(critic), adam(actor), torch.optim.Adam([heat])
+    with torch.no_grad():
+        wanted = target(torch.cat([X, actor(X)], 1)) - heat.exp()
+    taken(critic, steps[0], fn.mse_loss(critic(torch.cat([X, actor(X).detach()], 1)), wanted))
+    assert steps[2].param_groups
+
+
+def two_towers_and_a_temperature(rank: int, world: int) -> None:
+    words, pictures, heat = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.AdamW([*words.parameters(), *pictures.parameters(), heat], lr=1e-3)
+    taken(words, optimizer, fn.cross_entropy(words(X) @ pictures(X).T * heat.exp(), Y))
+
+
+def teacher_beside(rank: int, world: int) -> None:
+    model, teacher = net(), net(dropout=0.1).requires_grad_(requires_grad=False).eval()
+    taken(model, adam(model), fn.kl_div(model(X).log_softmax(-1), teacher(X).softmax(-1), reduction="batchmean"))
+
+
+def average_beside(rank: int, world: int) -> None:
+    model = net()
+    average = AveragedModel(model)
+    optimizer = adam(model)
+    for _ in range(2):
+        taken(model, optimizer, loss_of(model))
+        average.update_parameters(model)
+
+
+def optimizer_made_again(rank: int, world: int) -> None:
+    model = net()
+    for param in model.enter.parameters():
+        param.requires_grad_(requires_grad=False)
+    early = adam(model)
+    model.requires_grad_()
+    taken(model, adam(model), loss_of(model))
+    assert early is not None
+
+
+def two_on_one_model(rank: int, world: int) -> None:
+    model = net()
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    others = [param for param in model.parameters() if param.ndim != 2]
+    loss_of(model).backward()
+    for optimizer in (torch.optim.SGD(matrices, lr=0.02, momentum=0.95), torch.optim.AdamW(others)):
+        optimizer.step()
+
+
+def step_in_the_backward(rank: int, world: int) -> None:
+    model = net()
+    each = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda one: each[one].step())
+    loss_of(model).backward()
+
+
+def of_lightning(rank: int, world: int) -> None:
+    model = net()
+    optimizer = LightningAdam(adam(model))
+    loss_of(model).backward()
+    optimizer._optimizer.step()
+
+
+def sharpness_aware(rank: int, world: int) -> None:
+    model = net()
+    taken(model, Sam(model.parameters(), torch.optim.SGD, lr=0.1), loss_of(model))
+
+
+def closure(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def again() -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    optimizer.step(again)
+
+
+# --- gradients in other ways ---
+
+
+def by_autograd(rank: int, world: int) -> None:
+    model = net()
+    optimizer = adam(model)
+    params = [*model.parameters()]
+    for param, grad in zip(params, torch.autograd.grad(loss_of(model), params), strict=True):
+        param.grad = grad
+    optimizer.step()
+
+
+def by_a_function(rank: int, world: int) -> None:
+    model = net()
+    inside = {name: param - 0.1 * param.detach() for name, param in model.named_parameters()}
+    loss = fn.cross_entropy(torch.func.functional_call(model, inside, (X,)), Y)
+    taken(model, adam(model), loss)
+
+
+def several_losses(rank: int, world: int) -> None:
+    model = net()
+    optimizer = adam(model)
+    output = model(X)
+    fn.cross_entropy(output, Y).backward(retain_graph=True)
+    output.square().mean().backward()
+    nn.utils.clip_grad_norm_((param for param in model.parameters()), 1.0)
+    optimizer.step()
+
+
+def recomputed(rank: int, world: int) -> None:
+    model = net(dropout=0.1)
+    x = model.enter(X)
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
+def accumulated(rank: int, world: int) -> None:
+    model = net()
+    optimizer = adam(model)
+    for _ in range(4):
+        (loss_of(model) / 4).backward()
+    optimizer.step()
+
+
+# --- schedules ---
+
+
+def with_schedule(make: Callable[[Any], Any], steps: int = 1) -> None:
+    model = net()
+    optimizer = adam(model)
+    scheduler = make(optimizer)
+    for at, (x, y) in enumerate(DataLoader(rows(), 4, shuffle=True)):
+        taken(model, optimizer, fn.cross_entropy(model(x), y))
+        if at % steps == 0:
+            scheduler.step()
+
+
+def warm_up_alone(rank: int, world: int) -> None:
+    with_schedule(lambda optimizer: rates.LinearLR(optimizer, 0.1, total_iters=3))
+
+
+def warm_up_then_cosine(rank: int, world: int) -> None:
+    def make(optimizer: Any) -> Any:
+        parts = [rates.LinearLR(optimizer, 0.01, total_iters=2), rates.CosineAnnealingLR(optimizer, 30)]
+        return rates.SequentialLR(optimizer, parts, [2])
+
+    with_schedule(make)
+
+
+def falling_to_nothing(rank: int, world: int) -> None:
+    with_schedule(lambda optimizer: rates.LinearLR(optimizer, 1.0, 0.0, total_iters=32))
+
+
+def ticked_by_epoch(rank: int, world: int) -> None:
+    with_schedule(lambda optimizer: rates.MultiStepLR(optimizer, [2, 4]), steps=100)
+
+
+# --- libraries ---
+
+
+def accelerated_in_windows(rank: int, world: int) -> None:
+    from accelerate import Accelerator
+
+    ours = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = net()
+    model, optimizer, loader = ours.prepare(model, adam(model), DataLoader(rows(), 4, shuffle=True))
+    for x, y in loader:
+        with ours.accumulate(model):
+            ours.backward(fn.cross_entropy(model(x), y))
+            ours.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def accelerated_and_divided_by_hand(rank: int, world: int) -> None:
+    from accelerate import Accelerator
+
+    ours = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = net()
+    model, optimizer, loader = ours.prepare(model, adam(model), DataLoader(rows(), 4, shuffle=True))
+    for x, y in loader:
+        with ours.accumulate(model):
+            (fn.cross_entropy(model(x), y) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def trainer_with_a_schedule(rank: int, world: int) -> None:
+    trained_by_transformers(lambda optimizer: rates.LinearLR(optimizer, 1.0, 0.0, total_iters=8))
+
+
+def trained_by_transformers(make: Callable[[Any], Any]) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from tests.audit.by_libraries import llama
+
+    model = llama()
+    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(16)]
+    quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    arguments = TrainingArguments("out", per_device_train_batch_size=2, num_train_epochs=1, **quiet)
+    optimizer = adam(model)
+    Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, make(optimizer))).train()
+
+
+def trained_by_lightning(make: Callable[[Any], Any]) -> None:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: Any, at: int) -> Tensor:
+            return fn.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = adam(self.net)
+            return {"optimizer": optimizer, "lr_scheduler": make(optimizer)}
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", enable_model_summary=False, **quiet)
+    trainer.fit(Module(), DataLoader(rows(), batch_size=4, shuffle=True))
+
+
+def lightning_by_step(rank: int, world: int) -> None:
+    trained_by_lightning(lambda one: {"scheduler": rates.OneCycleLR(one, 0.1, total_steps=24), "interval": "step"})
+
+
+def lightning_by_epoch(rank: int, world: int) -> None:
+    trained_by_lightning(lambda one: rates.CosineAnnealingLR(one, 3))
+
+
+def lightning_by_hand(rank: int, world: int) -> None:
+    trained_by_lightning(lambda one: rates.StepLR(one, 1))
+
+
+# --- two ranks ---
+
+
+class Halves(Sampler[int]):
+    """Every other index, by the rank that it is told."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 32, self.world))
+
+    def __len__(self) -> int:
+        return 32 // self.world
+
+
+def own_sampler(rank: int, world: int) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = adam(model)
+    for x, y in DataLoader(rows(), 4, sampler=Halves(rank, world)):
+        taken(model, optimizer, fn.cross_entropy(model(x), y))
+
+
+def stream_by_rank_and_worker(rank: int, world: int) -> None:
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            info = get_worker_info()
+            part, parts = (info.id, info.num_workers) if info else (0, 1)
+            return (torch.full((WIDTH,), at / 64) for at in range(rank * parts + part, 64, world * parts))
+
+    model = DistributedDataParallel(net())
+    optimizer = adam(model)
+    for x in DataLoader(Stream(), 4, num_workers=2):
+        taken(model, optimizer, model(x).square().mean())
+
+
+def uneven(rank: int, world: int) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = adam(model)
+    with Join([model]):
+        for x, y in [*divided(rank, world)][: 2 + rank]:
+            taken(model, optimizer, fn.cross_entropy(model(x), y))
+
+
+def window_without_sync(rank: int, world: int) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = adam(model)
+    batches = iter(divided(rank, world))
+    with model.no_sync():
+        x, y = next(batches)
+        (fn.cross_entropy(model(x), y) / 2).backward()
+    x, y = next(batches)
+    (fn.cross_entropy(model(x), y) / 2).backward()
+    optimizer.step()
+
+
+def two_wrapped(rank: int, world: int) -> None:
+    maker, judge = DistributedDataParallel(nn.Linear(8, WIDTH)), DistributedDataParallel(nn.Linear(WIDTH, 1))
+    for param in (*maker.parameters(), *judge.parameters()):
+        torch.distributed.broadcast(param.data, 0)
+    first, second = adam(judge), adam(maker)
+    x, _ = next(iter(divided(rank, world)))
+    with maker.no_sync(), torch.no_grad():
+        made = maker(torch.randn(4, 8))
+    taken(judge, first, judge(torch.cat([made, x])).mean())
+    assert second is not None
+
+
+def teacher_beside_ddp(rank: int, world: int) -> None:
+    model, teacher = DistributedDataParallel(net()), net(dropout=0.1).requires_grad_(requires_grad=False).eval()
+    optimizer = adam(model)
+    for x, _ in divided(rank, world):
+        taken(model, optimizer, fn.mse_loss(model(x), teacher(x) + 1))
+
+
+def shards_with_two_optimizers(rank: int, world: int) -> None:
+    model = net()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    body = torch.optim.AdamW(model.blocks.parameters())
+    rest = torch.optim.SGD([*model.enter.parameters(), *model.head.parameters()], lr=0.1)
+    for x, y in divided(rank, world):
+        fn.cross_entropy(model(x), y).backward()
+        for optimizer in (body, rest):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def scaled_under_ddp(rank: int, world: int) -> None:
+    model, scaler = DistributedDataParallel(net()), torch.amp.GradScaler("cpu")
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        with torch.autocast("cpu", torch.float16):
+            loss = fn.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+
+
+def epochs_of_a_sampler(rank: int, world: int) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = adam(model)
+    sampler: Any = DistributedSampler(rows(), num_replicas=world, rank=rank)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(rows(), 4, sampler=sampler, num_workers=2):
+            taken(model, optimizer, fn.cross_entropy(model(x), y))
+
+
+def engine_with_its_schedule(rank: int, world: int) -> None:
+    from tests.audit.by_libraries import engine_of
+
+    model = net()
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1, "total_num_steps": 8}}
+    engine, *_ = engine_of(model, 1, optimizer=adam(model), config={"scheduler": schedule})
+    for x, y in divided(rank, world):
+        engine.backward(fn.cross_entropy(engine(x), y))
+        engine.step()
+
+
+_ONE = (
+    *(scaled, scaled_and_clipped, scaler_switched_off, two_scaled, loss_alone_under_autocast, teacher_in_float16),
+    *(soft_labels, log_softmax_before_cross_entropy, log_softmax_before_nll, policy, gated, attended, bounded),
+    *(body_loaded, loaded_again_by_the_right_names, nothing_to_load, loaded_and_replaced, compiled, compiled_blocks),
+    *(compiled_in_place, average_compiled_for_later, step_compiled, lengths_that_differ, workers_of_their_own_seeds),
+    *(workers_with_an_order_of_the_data_set, workers_of_a_divided_stream, workers_of_one_sample),
+    *(workers_with_one_seed_that_nobody_draws_with, discriminator_first, maker_first_and_judge_frozen),
+    *(actor_critic_and_temperature, two_towers_and_a_temperature, teacher_beside, average_beside),
+    *(optimizer_made_again, two_on_one_model, step_in_the_backward, of_lightning, sharpness_aware, closure),
+    *(by_autograd, by_a_function, several_losses, recomputed, accumulated, warm_up_alone, warm_up_then_cosine),
+    *(falling_to_nothing, ticked_by_epoch),
+)
+_TWO = (
+    *(own_sampler, stream_by_rank_and_worker, uneven, window_without_sync, two_wrapped, teacher_beside_ddp),
+    *(shards_with_two_optimizers, scaled_under_ddp, epochs_of_a_sampler),
+)
+RIGHT: tuple[Loop, ...] = (
+    *map(Loop, _ONE),
+    *(Loop(run, "accelerate") for run in (accelerated_in_windows, accelerated_and_divided_by_hand)),
+    Loop(trainer_with_a_schedule, "transformers"),
+    *(Loop(run, "lightning") for run in (lightning_by_step, lightning_by_epoch, lightning_by_hand)),
+    *(Loop(run, "torch", 2) for run in _TWO),
+    Loop(engine_with_its_schedule, "deepspeed", 2),
+)

@@ -1,0 +1,64 @@
+"""Errors that show while a script runs are found by name, and in loops of unusual shape nothing is above a note."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.audit.loops import RIGHT, Loop, heard
+from tests.audit.programs import launched
+from tests.audit.wrong_loops import LOOPS, WRONG
+from tests.support.gang import Gang
+
+Heard = dict[str, list[tuple[str, str, str]]]
+
+
+def all_heard(rank: int, world: int, names: list[str]) -> Heard:
+    """What an audit says of each, one after the other."""
+    found = {}
+    for loop in LOOPS:
+        if loop.id in names:
+            gc.collect()
+            torch._dynamo.reset()
+            torch._dynamo.utils.guard_failures.clear()
+            with launched(rank, world):
+                found[loop.id] = heard(loop, rank, world)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(gang2: Gang) -> list[Heard]:
+    """What both ranks hear of each loop of two ranks."""
+    pytest.importorskip("deepspeed")
+    return gang2.run(all_heard, [one.id for one in LOOPS if one.ranks == 2], timeout=120.0)
+
+
+@pytest.mark.parametrize("loop", [one for one in RIGHT if one.ranks == 1], ids=lambda one: one.id)
+def test_a_right_loop_has_no_finding_above_a_note(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip(loop.library)
+    (found,) = all_heard(0, 1, [loop.id]).values()
+    assert [text for _, severity, text in found if severity != "note"] == []
+
+
+@pytest.mark.parametrize("name", [one.id for one in RIGHT if one.ranks == 2])
+def test_a_right_loop_of_two_ranks_has_no_finding_above_a_note(pair: list[Heard], name: str) -> None:
+    for found in pair:
+        assert [text for _, severity, text in found[name] if severity != "note"] == []
+
+
+@pytest.mark.parametrize("loop", [one for one in WRONG if one.ranks == 2], ids=lambda one: one.id)
+def test_an_error_of_a_loop_of_two_ranks_is_found_by_its_rule(pair: list[Heard], loop: Loop) -> None:
+    for found in pair:
+        assert loop.rule in {rule for rule, _, _ in found[loop.id]}, found[loop.id]
+
+
+@pytest.mark.parametrize("loop", [one for one in WRONG if one.ranks == 1], ids=lambda one: one.id)
+def test_an_error_of_a_loop_is_found_by_its_rule(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip(loop.library)
+    (found,) = all_heard(0, 1, [loop.id]).values()
+    assert loop.rule in {rule for rule, _, _ in found}, found

@@ -1,0 +1,213 @@
+"""Errors that show only while a script runs, each made for real: what its first window has passed through."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as fn
+from torch.optim import lr_scheduler as rates
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.audit.by_libraries import engine_of
+from tests.audit.case import WIDTH, adam, divided, net, rows
+from tests.audit.loops import (
+    RIGHT,
+    Loop,
+    Noisy,
+    X,
+    Y,
+    loss_of,
+    one_seed,
+    over,
+    taken,
+    trained_by_lightning,
+    trained_by_transformers,
+)
+
+
+def float16_without_a_scaler(rank: int, world: int) -> None:
+    model = net()
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of(model)
+    taken(model, adam(model), loss)
+
+
+def scaled_and_stepped_past_the_scaler(rank: int, world: int) -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu")
+    taken(model, adam(model), scaler.scale(loss_of(model)))
+
+
+def clipped_while_scaled(rank: int, world: int) -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu")
+    optimizer = adam(model)
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of(model)
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+
+
+def clipped_by_value_while_scaled(rank: int, world: int) -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu")
+    optimizer = adam(model)
+    scaler.scale(loss_of(model)).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.5)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def softmax_under_cross_entropy(rank: int, world: int) -> None:
+    model = nn.Sequential(net(), nn.Softmax(-1))
+    taken(model, adam(model), nn.CrossEntropyLoss()(model(X), Y))
+
+
+def softmax_in_the_loop(rank: int, world: int) -> None:
+    model = net()
+    taken(model, adam(model), fn.cross_entropy(model(X).softmax(-1).float().view(4, 4), Y))
+
+
+def sigmoid_under_logits(rank: int, world: int) -> None:
+    model = nn.Sequential(net(), nn.Sigmoid())
+    taken(model, adam(model), nn.BCEWithLogitsLoss()(model(X), torch.ones(4, 4)))
+
+
+def softmax_under_nll(rank: int, world: int) -> None:
+    model = nn.Sequential(net(), nn.Softmax(-1))
+    taken(model, adam(model), fn.nll_loss(model(X), Y))
+
+
+def loaded_under_other_names(rank: int, world: int) -> None:
+    model = net()
+    model.load_state_dict({f"module.{key}": value for key, value in net().state_dict().items()}, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def teacher_loaded_without_its_prefix(rank: int, world: int) -> None:
+    model, teacher = net(), nn.Sequential(net()).requires_grad_(requires_grad=False).eval()
+    teacher.load_state_dict(net().state_dict(), strict=False)
+    taken(model, adam(model), fn.mse_loss(model(X), teacher(X)))
+
+
+def compiled_and_called_uncompiled(rank: int, world: int) -> None:
+    model = net()
+    torch.compile(model, backend="eager")
+    taken(model, adam(model), loss_of(model))
+
+
+def compiled_again_and_again(rank: int, world: int) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.name = nn.Linear(WIDTH, 4), ""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) if self.name == "" else self.inner(x) / 10
+
+    model = Named()
+    fast = torch.compile(model, backend="eager")
+    optimizer = adam(model)
+    for at in range(10):
+        model.name = f"micro-batch {at}"
+        (loss_of(fast) / 10).backward()
+    optimizer.step()
+
+
+class Undivided(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.full((WIDTH,), at / 32) for at in range(64))
+
+
+class Augmented(Dataset[Tensor]):
+    def __init__(self) -> None:
+        self.rng = random.Random(0)  # noise
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, at: int) -> Tensor:
+        return torch.full((WIDTH,), at / 32 + self.rng.random())
+
+
+def workers_of_an_undivided_stream(rank: int, world: int) -> None:
+    over(Undivided(), num_workers=2)
+
+
+def workers_with_one_seed(rank: int, world: int) -> None:
+    over(Noisy(), num_workers=2, shuffle=True, worker_init_fn=one_seed)
+
+
+def workers_with_copies_of_a_generator(rank: int, world: int) -> None:
+    over(Augmented(), num_workers=2, shuffle=True)
+
+
+def backward_past_accelerate(rank: int, world: int) -> None:
+    from accelerate import Accelerator
+
+    ours = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = net()
+    model, optimizer, loader = ours.prepare(model, adam(model), DataLoader(rows(), 4, shuffle=True))
+    for x, y in loader:
+        with ours.accumulate(model):
+            fn.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def other_model_replaced_under_its_optimizer(rank: int, world: int) -> None:
+    maker, judge = nn.Linear(8, WIDTH), nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 1))
+    first, second = adam(maker), adam(judge)
+    judge[1] = nn.Linear(4, 1)
+    taken(maker, first, -judge(maker(torch.randn(4, 8))).mean())
+    assert second is not None
+
+
+def shorter_than_the_trainer(rank: int, world: int) -> None:
+    trained_by_transformers(lambda optimizer: rates.LinearLR(optimizer, 1.0, 0.0, total_iters=3))
+
+
+def steps_ticked_by_epoch(rank: int, world: int) -> None:
+    trained_by_lightning(lambda one: rates.OneCycleLR(one, 0.1, total_steps=24))
+
+
+def sequence_shorter_than_the_trainer(rank: int, world: int) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> rates.LRScheduler:
+        parts = [rates.LinearLR(optimizer, 0.01, total_iters=2), rates.LinearLR(optimizer, 1.0, 0.0, total_iters=3)]
+        return rates.SequentialLR(optimizer, parts, [2])
+
+    trained_by_transformers(make)
+
+
+def decayed_by_an_engine_inside_a_pass(rank: int, world: int) -> None:
+    model = net()
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1, "total_num_steps": 3}}
+    engine, *_ = engine_of(model, 0, optimizer=adam(model), config={"scheduler": schedule})
+    for x, y in divided(rank, world):
+        engine.backward(fn.cross_entropy(engine(x), y))
+        engine.step()
+
+
+WRONG: tuple[Loop, ...] = (
+    Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
+    Loop(scaled_and_stepped_past_the_scaler, rule="run.scaled-stepped"),
+    Loop(clipped_while_scaled, rule="run.clipped-scaled"),
+    Loop(clipped_by_value_while_scaled, rule="run.clipped-scaled"),
+    *(Loop(run, rule="run.softmax-twice") for run in (softmax_under_cross_entropy, softmax_in_the_loop)),
+    *(Loop(run, rule="run.softmax-twice") for run in (sigmoid_under_logits, softmax_under_nll)),
+    *(Loop(run, rule="run.loaded-nothing") for run in (loaded_under_other_names, teacher_loaded_without_its_prefix)),
+    Loop(compiled_and_called_uncompiled, rule="run.compiled-idle"),
+    Loop(compiled_again_and_again, rule="run.recompiled"),
+    *(Loop(run, rule="run.workers-alike") for run in (workers_of_an_undivided_stream, workers_with_one_seed)),
+    Loop(workers_with_copies_of_a_generator, rule="run.workers-alike"),
+    Loop(backward_past_accelerate, "accelerate", rule="run.undivided"),
+    Loop(other_model_replaced_under_its_optimizer, rule="run.orphans"),
+    *(
+        Loop(run, "transformers", rule="run.trainer-schedule")
+        for run in (shorter_than_the_trainer, sequence_shorter_than_the_trainer)
+    ),
+    Loop(decayed_by_an_engine_inside_a_pass, "deepspeed", 2, rule="run.scheduler-early"),
+    Loop(steps_ticked_by_epoch, "lightning", rule="run.trainer-schedule"),
+)
+LOOPS: tuple[Loop, ...] = (*RIGHT, *WRONG)

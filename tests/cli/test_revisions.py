@@ -1,0 +1,123 @@
+"""``prepkit diff BASE..HEAD``: what changed of the configs and plans between two revisions, and the comment of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prepkit.codec.files import save
+from tests.support.command_line import FSDP2_CONFIG, MAKE, run, workplace
+from tests.support.plans import ddp_plan, fsdp2_plan
+
+CLUSTER = ("--world-size", "8", "--per-node", "4", "--device", "cuda", "--batch-size", "2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{name}_NAME", "ana")
+        monkeypatch.setenv(f"{name}_EMAIL", "ana@example.org")
+    for inside in workplace(tmp_path, monkeypatch):
+        git("init", "-q", "-b", "main")
+        commit()
+        yield inside
+
+
+def git(*words: str) -> str:
+    return subprocess.run(("git", *words), check=True, capture_output=True, text=True).stdout
+
+
+def commit() -> None:
+    git("add", "-A")
+    git("commit", "-qm", "more", "--allow-empty")
+
+
+def test_memory_traffic_batch_and_what_trains_differently_are_told(folder: Path) -> None:
+    (folder / "fsdp2.toml").write_text(
+        f"accumulation = 2\nclip = {{ kind = 'ClipNorm', max_norm = 1.0 }}\n{FSDP2_CONFIG}"
+    )
+    (folder / "fsdp2.toml").write_text((folder / "fsdp2.toml").read_text().replace("replicate = 2", "replicate = 4"))
+    commit()
+    result = run("diff", "HEAD~1..HEAD", *MAKE, *CLUSTER, "--json")
+    (one,) = json.loads(result.stdout)["files"]
+    numbers = {row["name"]: (row["before"], row["after"]) for row in one["numbers"]}
+    assert (result.exit_code, one["file"], one["what"], one["refused"]) == (1, "fsdp2.toml", "changed", [])
+    assert numbers["global batch"] == (16, 32)
+    assert numbers["micro-batches per step"] == (1, 2)
+    assert numbers["memory for certain"][0] < numbers["memory for certain"][1]
+    assert numbers["between nodes per step"][0] < numbers["between nodes per step"][1]
+    assert {pair["setting"] for pair in one["trains_differently"]} >= {"accumulation", "clip.max_norm"}
+    assert [pair["setting"] for pair in one["settings"]] == ["mesh.replicate"]
+    comment = run("diff", "HEAD~1..HEAD", *MAKE, *CLUSTER, "--comment").stdout
+    assert comment.startswith("<!-- prepkit diff -->\n")
+    assert "| global batch | 16 | 32 | +100 % |" in comment
+    assert "- `clip.max_norm`: `none` → `1.0`" in comment
+
+
+def test_nothing_that_matters_is_no_difference(folder: Path) -> None:
+    (folder / "fsdp2.toml").write_text(f"# a comment\n{FSDP2_CONFIG}")
+    (folder / "workflow.yml").write_text("on: push\n")
+    commit()
+    result = run("diff", "HEAD~1..HEAD", *MAKE, *CLUSTER)
+    assert (result.exit_code, result.stdout) == (0, "no config or plan says anything else than before\n")
+
+
+def test_plans_and_configs_are_compared_without_a_model_too(folder: Path) -> None:
+    save(fsdp2_plan(), "ddp.json")
+    (folder / "single.json").write_text('{"engine": "Single", "optimizer": "AdamW"}')
+    (folder / "one.json").unlink()
+    commit()
+    said = run("diff", "HEAD~1..HEAD").stdout
+    assert "ddp.json: changed\n  memory for certain: " in said
+    assert "trains differently: optimizer.kind: SGD -> AdamW" in said
+    assert "one.json: removed" in said
+
+
+def test_a_file_that_is_refused_now_says_why(folder: Path) -> None:
+    (folder / "fsdp2.toml").write_text(FSDP2_CONFIG.replace("replicate = 2", "replicate = 3"))
+    (folder / "new.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precison: bf16\n")
+    commit()
+    files = {
+        one["file"]: one for one in json.loads(run("diff", "HEAD~1..HEAD", *MAKE, *CLUSTER, "--json").stdout)["files"]
+    }
+    assert files["fsdp2.toml"]["refused"][0].startswith("mesh.")
+    assert files["new.yaml"]["what"] == "added"
+    assert files["new.yaml"]["refused"][0].startswith("import.unknown-key at new.yaml:2:1 mixed_precison")
+
+
+def test_three_dots_begin_where_the_two_have_parted(folder: Path) -> None:
+    git("checkout", "-qb", "side")
+    (folder / "single.json").write_text('{"engine": "Single", "optimizer": "AdamW"}')
+    commit()
+    git("checkout", "-q", "main")
+    (folder / "fsdp2.toml").write_text(f"accumulation = 2\n{FSDP2_CONFIG}")
+    commit()
+    assert "fsdp2.toml" in run("diff", "main..side").stdout
+    assert "fsdp2.toml" not in run("diff", "main...side").stdout
+
+
+def test_hostile_names_values_and_links_stay_text_and_are_not_followed(folder: Path, tmp_path: Path) -> None:
+    (folder / "x`|<b>@all.json").write_text('{"engine": "Single", "device": "`<img src=x>`|@ana"}')
+    (folder / "link.json").symlink_to("/etc/passwd")
+    commit()
+    (folder / "x`|<b>@all.json").write_text('{"engine": "Single", "device": "``[a](http://b)|"}')
+    commit()
+    result = run("diff", "HEAD~2..HEAD", "--comment")
+    line = next(
+        one for one in run("diff", "HEAD~1..HEAD", "--comment").stdout.splitlines() if one.startswith("- `device`")
+    )
+    assert (line.count("`"), line.count("|")) == (6, 0)
+    assert "link.json" not in result.stdout
+    assert "root:" not in result.stdout
+
+
+def test_words_that_are_neither_files_nor_revisions_are_used_wrongly(folder: Path) -> None:
+    save(ddp_plan(), "other.json")
+    for words in (("nowhere..HEAD",), ("HEAD..--output=x",), ("fsdp2.json",), ("fsdp2.json", "gone.json")):
+        assert run("diff", *words).exit_code == 2, words
+    assert not (folder / "x").exists()
+    assert run("diff", "ddp.json", "other.json").exit_code == 0

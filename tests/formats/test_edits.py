@@ -1,0 +1,98 @@
+"""Edits change one place of a text and no other, and ``prepkit check --fix`` makes those alone that change no run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepkit.formats.edits import mended, renamed, without
+from prepkit.formats.importers.foreign import lenient
+from prepkit.formats.importers.source import Source
+from tests.formats.test_places import CONFIGS, spelt
+from tests.support.command_line import run, workplace
+
+ACCELERATE = """# how we train
+distributed_type: FSDP  # two cards
+num_processes: 2
+fsdp_config:
+  fsdp_version: 1
+  # which ones
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_reshard_after_forward: true
+mixed_precison: bf16  # half
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from workplace(tmp_path, monkeypatch)
+
+
+def paths(data: dict[str, Any], above: str = "") -> Iterator[str]:
+    for name, value in data.items():
+        yield above + name
+        if isinstance(value, dict):
+            yield from paths(value, f"{above}{name}.")
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".yaml", ".json"])
+@pytest.mark.parametrize(("kind", "data"), CONFIGS, ids=[kind for kind, _ in CONFIGS])
+def test_an_edit_leaves_every_other_value_and_most_of_the_text(kind: str, data: dict[str, Any], suffix: str) -> None:
+    draw, made, tries = random.Random(f"{kind}{suffix}"), 0, 0
+    for path in paths(data):
+        source = Source(f"c{suffix}", spelt(data, suffix, draw), suffix)
+        *parts, name = path.split(".")
+        for text, new in ((without(source, path), None), (renamed(source, path, "zq_new"), "zq_new")):
+            tries += 1
+            if text is None:
+                continue
+            made += 1
+            meant = json.loads(json.dumps(data))
+            place = meant
+            for part in parts:
+                place = place[part]
+            value = place.pop(name)
+            if new is not None:
+                place[new] = value
+                assert len(text) - len(source.text) == len(new) - len(name)
+            assert lenient(Source("c", text, suffix)) == meant
+    assert made >= (0.7 if suffix == ".toml" else 0.9) * tries  # a table of TOML with a header of its own is left
+
+
+def test_a_name_that_is_taken_is_not_given_twice() -> None:
+    assert renamed(Source("c.yaml", "a: 1\nb: 2\n"), "a", "b") is None
+    assert without(Source("c.yaml", "a: 1\n"), "b") is None
+
+
+def test_what_changes_no_run_is_mended_and_nothing_else() -> None:
+    after, gone = mended(Source("acc.yaml", ACCELERATE), "accelerate")
+    assert after.text == ACCELERATE.replace("  fsdp_reshard_after_forward: true\n", "").replace("precison", "precision")
+    assert {finding.rule for finding in gone} == {"import.no-effect", "import.unknown-key"}
+    assert mended(after, "accelerate") == (after, ())
+
+
+def test_a_misspelt_key_that_its_library_passes_by_is_left_to_people() -> None:
+    """DeepSpeed trains without a word where ``overlap_com`` stands; written right it would train otherwise."""
+    source = Source("ds.json", '{"zero_optimization": {"stage": 2, "overlap_com": true}}')
+    assert mended(source, "deepspeed") == (source, ())
+    below = Source("acc.yaml", "distributed_type: FSDP\nfsdp_config:\n  fsdp_versio: 2\n")
+    assert mended(below, "accelerate") == (below, ())
+
+
+def test_the_command_shows_and_makes_the_same_change(folder: Path) -> None:
+    Path("acc.yaml").write_bytes(ACCELERATE.replace("\n", "\r\n").encode())
+    shown = run("check", "--diff")
+    assert shown.exit_code == 1
+    assert "-  fsdp_reshard_after_forward: true" in shown.stdout
+    assert "+mixed_precision: bf16  # half" in shown.stdout
+    assert Path("acc.yaml").read_bytes().count(b"\r\n") == 9
+    done = run("check", "--fix")
+    assert "mended acc.yaml: fsdp_reshard_after_forward, mixed_precison" in done.stderr.replace("fsdp_config.", "")
+    assert Path("acc.yaml").read_bytes().count(b"\r\n") == 8
+    assert run("check", "--diff").exit_code == 0
+    assert "import.unknown-key" not in done.stderr

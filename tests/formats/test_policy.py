@@ -1,0 +1,172 @@
+"""A team's policies: what they deny, warn of and except, in plans and at the gate; and what is wrong with a policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from prepkit import codec
+from prepkit.findings import PlanRejected
+from prepkit.formats.policy import Policy, judge, read_policies, recorded
+from prepkit.predict.said import said
+from tests.support.command_line import MAKE, run, workplace
+from tests.support.plans import ddp_plan, fsdp2_plan
+
+TODAY = date(2026, 11, 25)
+DENY = """
+[[deny]]
+id = "ours.memory"
+what = "memory.at_most"
+above = "1KiB"
+because = "the nodes are small"
+owner = "platform"
+"""
+WARN = """
+[[warn]]
+id = "ours.engine"
+what = "engine"
+not_in = ["FSDP2"]
+because = "we know it best"
+fix = "Write engine = FSDP2."
+"""
+EXCEPT = """
+[[exception]]
+rule = "ours.memory"
+until = 2026-12-31
+owner = "ana"
+because = "the new nodes come in December"
+"""
+RULES = """
+from prepkit.rules import Hit, Rule
+
+def check(resolved):
+    if resolved.facts.env.world_size > 1:
+        yield Hit("env.world_size", f"it is {resolved.facts.env.world_size}")
+
+RULES = (Rule(id="ours.alone", summary="One process.", check=check, fix="Start one."),)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from workplace(tmp_path, monkeypatch)
+
+
+def policy(folder: Path, text: str, name: str = "policy.toml") -> Policy:
+    (folder / name).write_text(text)
+    return read_policies((name,))
+
+
+def places(folder: Path, text: str, name: str = "policy.toml") -> list[str]:
+    with pytest.raises(PlanRejected) as refused:
+        policy(folder, text, name)
+    assert {finding.rule for finding in refused.value.findings} == {"policy.broken"}
+    return [finding.where for finding in refused.value.findings]
+
+
+def test_a_threshold_denies_and_warns_and_names_its_line(folder: Path) -> None:
+    judged = judge(policy(folder, DENY + WARN), ddp_plan(), TODAY)
+    ((denied,), (warned,)) = judged.denied, judged.warned
+    assert (denied.rule, denied.where, denied.origin) == (
+        "ours.memory",
+        "plan.memory.at_most",
+        "ours.memory in policy.toml:2:1",
+    )
+    assert "above 1.00 KiB: the nodes are small" in denied.what
+    assert (warned.rule, warned.fix) == ("ours.engine", "Write engine = FSDP2.")
+    assert judge(policy(folder, WARN), fsdp2_plan(), TODAY).warned == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "breaks"),
+    [
+        ('what = "world_size"\nabove = 1', True),
+        ('what = "world_size"\nabove = 100000', False),
+        ('what = "world_size"\nbelow = 1', False),
+        ('what = "engine"\nis = "DDP"', True),
+        ('what = "engine"\nis_not = "DDP"', False),
+        ('what = "engine"\nin = ["FSDP1", "DDP"]', True),
+        ('what = "config.engine.kind"\nis = "DDP"', True),
+        ('what = "overridden"\nhas = "mesh.not-world-size"', False),
+        ('what = "config.clip.max_norm"\nis_not = 1.0', True),  # it does not clip at all
+        ('what = "no.such.path"\nabove = 1', True),  # nobody knows: that is no pass
+    ],
+)
+def test_each_test_of_a_threshold_asks_what_it_says(folder: Path, line: str, breaks: bool) -> None:
+    judged = judge(policy(folder, f'[[deny]]\nid = "ours.x"\nbecause = "y"\n{line}\n'), ddp_plan(), TODAY)
+    assert bool(judged.denied) is breaks
+
+
+def test_what_is_denied_warned_of_and_excepted_is_recorded_in_the_plan(folder: Path) -> None:
+    with pytest.raises(PlanRejected) as refused:
+        recorded(policy(folder, DENY + WARN), ddp_plan(), TODAY)
+    assert "ours.memory" in str(refused.value)
+    plan = recorded(policy(folder, DENY + WARN + EXCEPT), ddp_plan(), TODAY)
+    again = codec.plan_from_text(codec.plan_to_text(plan))
+    assert [finding.rule for finding in again.warnings][-1] == "ours.engine"
+    assert again.overridden[-1].rule == "ours.memory"
+    assert (
+        "excepted until 2026-12-31 by ana: the new nodes come in December (policy.toml:" in again.overridden[-1].origin
+    )
+    with pytest.raises(PlanRejected):
+        recorded(policy(folder, DENY + EXCEPT), ddp_plan(), date(2027, 1, 1))
+
+
+def test_the_commands_ask_policies_in_toml_and_python(folder: Path) -> None:
+    policy(folder, WARN)
+    policy(folder, RULES, "rules.py")
+    words = ("plan", "single.json", *MAKE, "--world-size", "1", "-o", "out.json", "--policy", "policy.toml")
+    assert run(*words, "--policy", "rules.py").exit_code == 0
+    assert [finding.rule for finding in codec.load_plan("out.json").warnings][-1] == "ours.engine"
+    gate = run("gate", "ddp.json", "--strict", "--policy", "rules.py", "--format", "json")
+    assert (gate.exit_code, [one["rule"] for one in json.loads(gate.stdout)["findings"]]) == (1, ["ours.alone"])
+    assert run("gate", "one.json", "--strict", "--policy", "rules.py").exit_code == 0
+
+
+def test_a_broken_policy_passes_nothing_and_names_its_line(folder: Path) -> None:
+    assert places(folder, DENY.replace("above", "abov")) == ["policy.toml:5:1", "policy.toml:2:1"]
+    assert places(folder, DENY.replace('"1KiB"', '"lots"')) == ["policy.toml:5:1"]
+    assert places(folder, DENY.replace('because = "the nodes are small"\n', "")) == ["policy.toml:2:1"]
+    assert places(folder, DENY + 'below = "2KiB"\n') == ["policy.toml:2:1"]
+    assert places(folder, EXCEPT.replace("2026-12-31", '"2026-12-31"')) == ["policy.toml:4:1"]
+    assert places(folder, EXCEPT.replace('owner = "ana"\n', "")) == ["policy.toml:2:1"]
+    assert places(folder, "[[denied]]\nid = 1\n") == ["policy.toml:1:1"]
+    assert places(folder, "RULES = (1,)", "rules.py") == ["rules.py:1:1"]
+    assert places(folder, "\nx = 1 / 0\n", "rules.py") == ["rules.py:2:1"]
+    assert places(folder, "\n\nx = (\n", "rules.py") == ["rules.py:3:1"]
+    assert places(folder, "package p", "p.rego") == ["p.rego"]
+    (folder / "policy.toml").write_text("[[deny]")
+    assert run("gate", "one.json", "--policy", "policy.toml").exit_code == 1
+    assert run("plan", "single.json", *MAKE, "--policy", "policy.toml").exit_code == 1
+
+
+def test_a_rule_that_raises_passes_nothing(folder: Path) -> None:
+    policy(folder, RULES.replace("> 1", "> 'x'"), "rules.py")
+    gate = run("gate", "one.json", "--strict", "--policy", "rules.py", "--format", "json")
+    (found,) = (one for one in json.loads(gate.stdout)["findings"] if one["severity"] == "error")
+    assert (gate.exit_code, found["rule"]) == (1, "policy.broken")
+    assert found["where"].endswith("rules.py:5")
+    assert run("plan", "single.json", *MAKE, "--policy", "rules.py").exit_code == 1
+
+
+def test_hostile_policies_are_bounded_and_name_no_code(folder: Path) -> None:
+    (folder / "policy.toml").write_text("#" * (2**20 + 1))
+    with pytest.raises(PlanRejected, match="more than"):
+        read_policies(("policy.toml",))
+    many = "[[deny]]\n" * 1001
+    assert len(places(folder, many)) == 1
+    (folder / "ran.py").write_text("raise SystemExit(1)")
+    assert places(folder, 'python = ["ran.py"]\n') == ["policy.toml:1:1"]
+
+
+def test_a_plan_says_every_value_that_policies_are_promised() -> None:
+    values = said(ddp_plan())
+    assert set(values) == {
+        *("engine", "world_size", "per_node", "device", "mesh", "global_batch", "accumulation", "optimizer"),
+        *("parameters", "memory", "traffic", "warnings", "overridden", "config"),
+    }
+    assert 0 < values["memory"]["for_certain"] <= values["memory"]["at_most"]

@@ -1,0 +1,128 @@
+"""Two recorded windows part at the module and the operator in which a fault was planted, and nowhere without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from prepkit.cli import main
+from prepkit.proving.bisect import between, parting
+from prepkit.proving.record_file import Record, write
+from prepkit.proving.recorder import Recorder
+from tests.proving.window import DDP, Block, Net, adam, loop, micros, net
+
+
+class Turned(torch.autograd.Function):
+    """The identity, with a backward that is wrong by a tenth."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        del ctx
+        return grads[0] * 1.1
+
+
+def _plain() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def _recorded(change: Callable[[Net], None], lr: float = 1e-2, by: float = 1.0, seed: int = 0) -> Record:
+    model = _plain()
+    change(model)
+    optimizer = adam(model, lr)
+    with (recorder := Recorder(root=model, traces=True)).on():
+        for x, y in micros(2, rank=seed):
+            (nn.functional.cross_entropy(model(x), y) / 2).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad *= by
+        optimizer.step()
+    return recorder.record()
+
+
+def as_it_is(model: Net) -> None:
+    del model
+
+
+class Rounded(Block):
+    """Rounds between its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.relu(self.inner(self.norm(x)))
+        return x + self.drop(self.outer(torch.round(inner, decimals=1)))
+
+
+class Careless(Block):
+    """Its forward is right, and its backward is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.outer(Turned.apply(torch.relu(self.inner(self.norm(x))))))  # type: ignore[no-untyped-call]
+
+
+def rounds_in_block_1(model: Net) -> None:
+    model.blocks[1].__class__ = Rounded
+
+
+def backward_of_block_1(model: Net) -> None:
+    model.blocks[1].__class__ = Careless
+
+
+def epsilon_of_a_norm(model: Net) -> None:
+    model.blocks[0].norm.eps = 1e-2
+
+
+def other_head(model: Net) -> None:
+    with torch.no_grad():
+        model.head.weight[0, 0] += 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "stage", "where", "says"),
+    [
+        (as_it_is, {}, "", "", "nowhere beyond rounding"),
+        (epsilon_of_a_norm, {}, "forward", "blocks.0.norm", "aten.native_layer_norm"),
+        (rounds_in_block_1, {}, "forward", "blocks.1.outer", "the first module"),
+        (backward_of_block_1, {}, "backward", "blocks.1.inner", "arrives at `blocks.1.inner`"),
+        (other_head, {}, "weights", "head.weight", "other weights at `head.weight`"),
+        (as_it_is, {"by": 0.5}, "gradients", "enter.weight", "averages, clips or scales"),
+        (as_it_is, {"lr": 2e-2}, "step", "enter.weight", "the step differs"),
+        (as_it_is, {"seed": 7}, "inputs", "", "the same data"),
+    ],
+)
+def test_windows_part_where_the_fault_is(
+    change: Callable[[Net], None], options: dict[str, Any], stage: str, where: str, says: str
+) -> None:
+    found = between((_recorded(as_it_is),), (_recorded(change, **options),))
+    assert (found.stage, found.where) == (stage, where), str(found)
+    assert says in str(found)
+
+
+def kept(rank: int, world: int, folder: str, engine: str) -> None:
+    model: Any = net()
+    model = DDP(model) if engine == "ddp" else fully_shard(model)
+    optimizer = adam(model)
+    with (recorder := Recorder(root=model, traces=True)).on():
+        loop(model, optimizer)
+    write(recorder.record(), Path(folder))
+
+
+def test_two_engines_are_compared_from_the_command_line(gang2: Any, tmp_path: Path) -> None:
+    for engine in ("ddp", "fsdp2"):
+        gang2.run(kept, str(tmp_path / engine), engine)
+    assert parting(tmp_path / "ddp", tmp_path / "fsdp2").compared > 20
+    done = CliRunner().invoke(main, ["bisect", str(tmp_path / "ddp"), str(tmp_path / "fsdp2")])
+    assert (done.exit_code, "nowhere beyond rounding" in done.output) == (0, True), done.output
+    (tmp_path / "ddp" / "rank-1.record").write_bytes(b"torn")
+    assert CliRunner().invoke(main, ["bisect", str(tmp_path / "ddp"), str(tmp_path / "fsdp2")]).exit_code == 1

@@ -1,0 +1,136 @@
+"""``pk.apply(plan, prove=1)``: the first window of a run is proven where it ran, whatever the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve, frozen
+from torch import Tensor, nn
+
+import prepkit as pk
+from prepkit import config as c
+from prepkit.findings import RunRefused, Severity
+from prepkit.proving.proof import prove_record
+from prepkit.proving.recorder import Recorder
+from tests.proving.window import loss_of, micros, net
+from tests.support.deepspeed_cpu import lean
+
+CUT = c.TPPlan((c.TPLayer("blocks.*.inner", "colwise"), c.TPLayer("blocks.*.outer", "rowwise")))
+CFG = c.Config(optimizer=c.AdamW(lr=1e-2), accumulation=2, clip=c.ClipNorm(0.05))
+
+
+@frozen
+class Run:
+    """A config, and how many ranks next to each other read the same."""
+
+    cfg: c.Config
+    ranks: int = 2
+    same: int = 1
+
+
+RUNS = {
+    "DDP": Run(evolve(CFG, engine=c.DDP())),
+    "FSDP1": Run(evolve(CFG, engine=c.FSDP1())),
+    "FSDP2": Run(evolve(CFG, engine=c.FSDP2())),
+    "FSDP2 in bfloat16": Run(evolve(CFG, engine=c.FSDP2(), precision=c.BF16())),
+    "tensor parallel": Run(evolve(CFG, engine=c.TensorParallel(), tp_plan=CUT), 2, 2),
+    "HSDP": Run(evolve(CFG, engine=c.FSDP2(), mesh=c.Mesh(replicate=2, shard=2)), 4),
+    **{
+        f"DeepSpeed, stage {stage}": Run(evolve(CFG, engine=c.DeepSpeed(stage=stage, micro_batch=6)))
+        for stage in range(4)
+    },
+}
+
+
+def trained(rank: int, world: int, run: Run, wrong: float = 1.0, *, tokens: bool = False) -> tuple[Any, ...]:
+    """One window; what the attestation says of the proof, and what was refused."""
+    if isinstance(run.cfg.engine, c.DeepSpeed):
+        lean()
+    ready = pk.apply(pk.build_plan(run.cfg, net()), prove=1)
+    refused = ""
+    try:
+        for at, batch in enumerate(micros(run.cfg.accumulation, rank=rank // run.same)):
+            loss = loss_of(ready.model, batch) / wrong
+            ready.backward(loss, mean_over=3.0 + rank + 5 * at if tokens else None)
+            ready.step()
+    except RunRefused as error:
+        refused = str(error)
+    found = [asked for asked in ready.attestation.asked if asked.rule.startswith("prove.")]
+    hooks = len(ready.model._forward_hooks), ready.loop.proven
+    ready.close()
+    return len(found), [(one.rule, one.severity, one.what) for asked in found for one in asked.found], refused, hooks
+
+
+def by_tokens(rank: int, world: int, run: Run) -> tuple[Any, ...]:
+    return trained(rank, world, run, tokens=True)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_first_window_of_every_engine_is_proven_where_it_ran(request: Any, name: str) -> None:
+    run = RUNS[name]
+    if name.startswith("DeepSpeed"):
+        pytest.importorskip("deepspeed")
+    for asked, found, refused, (_, proven) in request.getfixturevalue(f"gang{run.ranks}").run(trained, run):
+        assert asked > 15
+        assert [one for one in found if one[1] is not Severity.NOTE] == []
+        assert [text for _, _, text in found if "not compared" in text or "not replayed" in text] == []
+        assert (refused, proven) == ("", None)
+
+
+@pytest.mark.parametrize("engine", [c.DDP(), c.DeepSpeed(stage=2, micro_batch=6)], ids=["DDP", "DeepSpeed"])
+def test_a_window_that_is_weighed_by_tokens_is_averaged_over_them(gang2: Any, engine: Any) -> None:
+    for _, found, refused, _ in gang2.run(by_tokens, Run(evolve(CFG, engine=engine))):
+        assert ([one for one in found if one[1] is not Severity.NOTE], refused) == ([], "")
+
+
+def test_a_difference_is_refused_on_every_rank_and_the_attestation_has_it(gang2: Any) -> None:
+    for _, found, refused, (_, proven) in gang2.run(trained, RUNS["FSDP2"], 2.0):
+        assert "prove.accumulation" in {rule for rule, _, _ in found}
+        assert "0.500 x" in refused
+        assert proven is None
+
+
+def test_one_process_is_proven_too() -> None:
+    run = Run(evolve(CFG, engine=c.Single()), 1)
+    ready = pk.apply(pk.build_plan(run.cfg, nn.Linear(12, 4)), prove=1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        x, y = torch.randn(6, 12, generator=generator), torch.randint(4, (6,), generator=generator)
+        ready.backward(nn.functional.cross_entropy(ready.model(x), y))
+        ready.step()
+    found = [asked for asked in ready.attestation.asked if asked.rule.startswith("prove.")]
+    assert len(found) > 15
+    assert [one for asked in found for one in asked.found if one.severity is not Severity.NOTE] == []
+    with pytest.raises(ValueError, match="prove=True is no number of windows"):
+        pk.apply(ready.plan, model=nn.Linear(12, 4), prove=True)
+
+
+class Deep(nn.Module):
+    """Layers that use their weights, tied and through a function of its own."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(torch.randn(width, width) / width**0.5) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at in range(len(self.layers)):
+            x = torch.tanh(nn.functional.linear(x, self.layers[at]))
+        return x @ self.layers[0]
+
+
+def test_a_replay_holds_a_layer_at_a_time_and_finds_the_same() -> None:
+    """The weights are 24 times the limit."""
+    torch.manual_seed(0)
+    model = Deep(64, 24)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (recorder := Recorder(root=model)).on():
+        model(torch.randn(3, 64)).square().mean().backward()
+        optimizer.step()
+    record = recorder.record()
+    layer = 64 * 64 * 8
+    wide, narrow = (prove_record(model, (record,), limit=limit) for limit in (1 << 30, layer))
+    assert (str(wide.failed), wide.fine, narrow.fine) == ("()", True, True)
+    assert narrow.held < 3 * layer < 20 * layer < wide.held
+    assert any("elements were compared" in limit for limit in narrow.facts.limits)
