@@ -31,6 +31,9 @@ class ShardLoaders:
     """Move each batch to the device that the model computes on."""
     ends_window: bool = True
     """The last batch of a pass ends the accumulation window, so that no gradient waits for the next epoch."""
+    whole_batches: bool = False
+    """The last batch of every rank is whole, filled up from the start as accelerate does it, so that nearly a batch per
+    rank may be read twice. False cuts what is left into equal parts."""
 
 
 @frozen(kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from attrs import define, field
+from attrs import fields as attributes
 from torch.utils import _pytree as pytree  # public under this name before torch 2.9 has another
 
 from prepkit.loading.joint_sources import BatchSource
@@ -66,6 +67,15 @@ class Loader:
     def __len__(self) -> int:
         """Batches of a whole pass on this rank. Raises ``TypeError`` where nobody knows, as of most streams."""
         return self.source.length()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What it reads, and where it stands. A copy is in no pass, and no run hears of its batches."""
+        run = ("present", "watchers", "before_batch")
+        return {one.name: getattr(self, one.name) for one in attributes(type(self)) if one.name not in run}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in (state | {"present": None, "watchers": [], "before_batch": None}).items():
+            setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("source", "__setstate__"):  # before there is one, as while it is copied

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice, repeat
 from typing import Any, Literal, NamedTuple
 
-Tail = Literal["repeat", "spread", "trim", "drop"]
+Tail = Literal["repeat", "fill", "spread", "trim", "drop"]
 """What becomes of a last round that is incomplete. ``repeat``: equal parts, filled up from the first samples.
+``fill``: whole batches on every part, filled up from the first samples, as accelerate has it.
 ``spread``: every sample once, so that parts differ by one sample; a rank that is left with none reads one that does not
 count. ``trim``: equal parts, and less than a sample per rank is dropped. ``drop``: nothing of it is read."""
 
@@ -61,9 +62,9 @@ def length(batches: int, samples: int, parts: int, tail: Tail, *, size: int | No
     """Number of rounds over so many batches of ``size`` samples; ``samples`` is not read where batches are whole."""
     if size is None:
         full, left = divmod(batches, parts)
-        return full + (left > 0 and tail in ("repeat", "spread"))
+        return full + (left > 0 and tail in ("repeat", "fill", "spread"))
     full, left = divmod(samples, size * parts)
-    least = {"repeat": 1, "spread": 1, "trim": parts, "drop": size * parts}[tail]
+    least = {"trim": parts, "drop": size * parts}.get(tail, 1)
     return full + (left >= least)
 
 
@@ -87,7 +88,7 @@ def _ends(
 ) -> Iterator[tuple[Share, ...]]:
     """The last full round, and what follows it."""
     left = _units(rest, size)
-    dropped = len(left) < {"repeat": 1, "spread": 1, "trim": parts, "drop": len(left) + 1}[tail]
+    dropped = len(left) < {"trim": parts, "drop": len(left) + 1}.get(tail, 1)
     if held is not None:
         full = _units(held, size)
         if tail == "spread" and size is not None and 0 < len(left) < parts and len(full) + len(left) >= 2 * parts:
@@ -109,6 +110,7 @@ def _ends(
         yield from _evenly(left, parts, 1, consumed - len(left))
     else:
         each = len(left) // parts if tail == "trim" else -(-len(left) // parts)
+        each = size if tail == "fill" and parts > 1 else each
         filled = [*left, *islice(more, max(0, each * parts - len(left)))]
         yield tuple(
             Share(filled[at : at + each], min(each, max(0, len(left) - at)), consumed, last=True)

@@ -262,7 +262,8 @@ def _initialise_deepspeed(step: InitializeDeepSpeed) -> str:
 
 
 def _shard_loader(step: ShardLoader) -> str:
-    tail = "the tail dropped" if step.drop_last else "the tail filled up from the start"
+    filled = "the tail filled up from the start" + " to whole batches" * step.fill
+    tail = "the tail dropped" if step.drop_last else filled
     if step.spread:
         tail = "each sample once"
     over = ""

@@ -193,6 +193,7 @@ def _shard(resolved: Resolved, index: int, loader: LoaderFacts, how: ShardLoader
         batch_size=loaders.batch_size(how, loader, parts) if how.split_batches else None,
         dispatch=how.dispatch and resolved.facts.env.world_size > 1,
         spread=how.purpose == "evaluation",
+        fill=how.whole_batches and how.purpose == "training",
     )
     reason, *rows = _why_divided(resolved, parts, axes is not None or same > 1)
     repeated = loaders.repeats(how, loader, parts)

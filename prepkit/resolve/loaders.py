@@ -55,7 +55,11 @@ def repeats(how: ShardLoaders, loader: LoaderFacts, parts: int) -> int | None:
     if how.purpose == "evaluation":
         rounds = -(-loader.length // (size * parts))
         return max(0, rounds * parts - loader.length)
-    return -(loader.length % (size * parts)) % parts
+    return (
+        -loader.length % (size * parts)
+        if how.whole_batches and parts > 1
+        else -(loader.length % (size * parts)) % parts
+    )
 
 
 # --- global batch ----------------------------------------------------------------------------------------------------

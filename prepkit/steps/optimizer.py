@@ -107,6 +107,8 @@ class ShardLoader:
     """Whether rank 0 reads for all ranks, and sends to each its batches."""
     spread: bool = False
     """A last incomplete round is spread over the ranks, so that every sample is read once; else it is filled up."""
+    fill: bool = False
+    """It is filled up to a whole batch on every rank, and not to equal parts."""
 
 
 @frozen(kw_only=True)

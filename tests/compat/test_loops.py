@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.local_sgd import LocalSGD
 from torch.nn import Linear, Module
 from torch.utils.data import DataLoader
 
@@ -143,6 +144,36 @@ def part_clipped(accelerator: Any, rows: list[torch.Tensor]) -> list[Module]:
     return [model]
 
 
+def left_out(accelerator: Any, rows: list[torch.Tensor]) -> list[Module]:
+    """A batch whose loss is not finite is left out before its backward."""
+    model = net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for at, row in enumerate(rows):
+        loss = model(row).square().mean() * (float("nan") if at == 1 else 1.0)
+        if not torch.isfinite(loss):
+            optimizer.zero_grad()
+            continue
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model]
+
+
+def left_out_late(accelerator: Any, rows: list[torch.Tensor]) -> list[Module]:
+    """Likewise behind its backward."""
+    model = net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for at, row in enumerate(rows):
+        loss = model(row).square().mean() * (float("nan") if at == 1 else 1.0)
+        accelerator.backward(loss)
+        if not torch.isfinite(loss):
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model]
+
+
 LOOPS: tuple[Callable[[Any, list[torch.Tensor]], list[Module]], ...] = (
     two_backwards,
     by_hand_windows,
@@ -151,6 +182,8 @@ LOOPS: tuple[Callable[[Any, list[torch.Tensor]], list[Module]], ...] = (
     one_optimizer_over_two,
     adversaries,
     part_clipped,
+    left_out,
+    left_out_late,
 )
 
 
@@ -180,6 +213,42 @@ def test_on_two_ranks_they_train_as_torch_alone_on_all_rows(gang2: Gang) -> None
         assert torch.equal(one, other), loop.__name__
         alone = weights(loop(Plain(), [*ROWS.split(6)]))
         assert torch.allclose(one, alone, atol=1e-6), loop.__name__
+
+
+def alone_for_two_steps(rank: int, world: int) -> list[torch.Tensor]:
+    """Weights behind each step of LocalSGD, in which ranks meet at every second."""
+    accelerator = Accelerator(cpu=True, config=Config(engine=DDP()))
+    model = net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    seen = []
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local:
+        for row in ROWS.split(6):
+            accelerator.backward(model(row[rank::world]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            seen.append(weights([model]).clone())
+    accelerator.end_training()
+    return seen
+
+
+def test_ranks_of_local_sgd_train_alone_and_meet_where_they_say(gang2: Gang) -> None:
+    told = gang2.run_fresh(alone_for_two_steps)
+    models = [net(), net()]
+    optimizers = [sgd(model) for model in models]
+    for at, row in enumerate(ROWS.split(6)):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            model(row[rank::2]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if at % 2:
+            with torch.no_grad():
+                for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                    one.copy_((one + other) / 2)
+                    other.copy_(one)
+        for rank, model in enumerate(models):
+            assert torch.allclose(told[rank][at], weights([model]), atol=1e-6), (rank, at)
+    assert not torch.equal(told[0][0], told[1][0])
 
 
 def test_outside_of_accumulate_each_step_is_one_and_losses_are_divided_all_the_same() -> None:
@@ -247,6 +316,19 @@ def test_the_prepared_optimizer_is_one_of_torch_with_its_own_mode_that_copies_an
         assert one.state_dict()["param_groups"] == given.state_dict()["param_groups"]
         one.param_groups[0]["lr"] = 5.0
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_prepared_loader_copies_and_pickles_inside_a_pass(accelerator: Accelerator) -> None:
+    model = net()
+    rows: Any = ROWS
+    _, _, loader = accelerator.prepare(model, sgd(model), DataLoader(rows, batch_size=6))
+    for _ in loader:
+        made = [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]
+        assert [one.present for one in made] == [None, None]
+    for one in made:
+        assert len(one) == 4
+        assert torch.equal(torch.cat([*one]), ROWS)
+        assert not accelerator.gradient_state.in_dataloader
 
 
 def test_a_one_cycle_schedule_is_not_ticked_past_its_end() -> None:

@@ -1,10 +1,10 @@
 """Runs public training scripts under accelerate and under ``prepkit.compat.accelerate``, and compares their losses.
 
-``python -m tests.tools.public_scripts FOLDER...`` reads the scripts from checkouts of accelerate, peft or diffusers,
-runs each as it is published but for the one import of ``Accelerator``, on one and on two gloo processes, and prints a
-row for each. Nothing is downloaded: small data and models of our own stand in (``public_script_stands``), and no
-loader shuffles. ``--only WORD`` chooses scripts by a part of their path. It ends with 1 where a script that works under
-accelerate gives other losses, or none, without one of the face's own refusals.
+``python -m tests.tools.public_scripts FOLDER...`` reads the scripts from checkouts of accelerate, peft, diffusers or
+transformers, runs each as it is published but for the one import of ``Accelerator``, on one and on two gloo processes,
+and prints a row for each. Nothing is downloaded: small data and models of our own stand in (``public_script_stands``,
+``public_script_models``), and no loader shuffles. ``--only WORD,WORD`` chooses scripts by parts of their paths. It ends
+with 1 where a script that works under accelerate gives other losses, or none, without one of the face's own refusals.
 """
 
 from __future__ import annotations
@@ -43,6 +43,79 @@ class Script:
 
 
 BY_FEATURE = "examples/by_feature/"
+PICTURES = "--output_dir {out} --resolution 32 --train_batch_size 2 --report_to tensorboard"
+SD = "--pretrained_model_name_or_path {sd} --max_train_steps 4 --seed 3"
+SDXL = "--pretrained_model_name_or_path {sdxl}"
+SUBJECT = "--instance_data_dir {images}/subject --instance_prompt dog"
+ADAPTED = f"{SUBJECT} --num_dataloader_workers 0"
+CONCEPT = "--train_data_dir {images}/subject --placeholder_token <it> --initializer_token a"
+DATASET = "--dataset_name flowers --max_train_samples 11"
+RESEARCH = "research_projects/"
+HUBER = f"{RESEARCH}scheduled_huber_loss_training/"
+DIFFUSION = {
+    "text_to_image/train_text_to_image": f"{DATASET} --use_ema --gradient_accumulation_steps 2 --checkpointing_steps 2",
+    "text_to_image/train_text_to_image_lora": f"{DATASET} --rank 2",
+    "text_to_image/train_text_to_image_sdxl": f"{SDXL} {DATASET}",
+    "text_to_image/train_text_to_image_lora_sdxl": f"{SDXL} {DATASET} --rank 2",
+    "dreambooth/train_dreambooth": f"{SUBJECT} --train_text_encoder",
+    "dreambooth/train_dreambooth_lora": f"{SUBJECT} --rank 2 --gradient_accumulation_steps 2",
+    "dreambooth/train_dreambooth_lora_sdxl": f"{SDXL} {SUBJECT} --rank 2",
+    "textual_inversion/textual_inversion": CONCEPT,
+    "textual_inversion/textual_inversion_sdxl": f"{SDXL} {CONCEPT}",
+    "instruct_pix2pix/train_instruct_pix2pix": f"{DATASET} --conditioning_dropout_prob 0.1 --use_ema",
+    "instruct_pix2pix/train_instruct_pix2pix_sdxl": f"{SDXL} {DATASET}",
+    "controlnet/train_controlnet": f"{DATASET} --gradient_accumulation_steps 2",
+    "controlnet/train_controlnet_sdxl": f"{SDXL} {DATASET}",
+    "t2i_adapter/train_t2i_adapter_sdxl": f"{SDXL} {DATASET}",
+    "custom_diffusion/train_custom_diffusion": f"{SUBJECT} --modifier_token <new1> --no_safe_serialization",
+    f"{RESEARCH}lora/train_text_to_image_lora": DATASET,
+    f"{RESEARCH}instructpix2pix_lora/train_instruct_pix2pix_lora": DATASET,
+    f"{RESEARCH}dreambooth_inpaint/train_dreambooth_inpaint": SUBJECT,
+    f"{RESEARCH}dreambooth_inpaint/train_dreambooth_inpaint_lora": SUBJECT,
+    f"{RESEARCH}multi_token_textual_inversion/textual_inversion": CONCEPT,
+    f"{HUBER}text_to_image/train_text_to_image": DATASET,
+    f"{HUBER}text_to_image/train_text_to_image_lora": DATASET,
+    f"{HUBER}dreambooth/train_dreambooth": SUBJECT,
+    f"{HUBER}dreambooth/train_dreambooth_lora": SUBJECT,
+    "lora_dreambooth/train_dreambooth": f"{ADAPTED} --use_lora",
+    "oft_dreambooth/train_dreambooth": f"{ADAPTED} --use_oft",
+    "deft_dreambooth/train_dreambooth": ADAPTED,
+    "hra_dreambooth/train_dreambooth": ADAPTED,
+    "boft_dreambooth/train_dreambooth": ADAPTED,
+    "stable_diffusion/train_dreambooth": f"{ADAPTED} lora",
+}
+"""Scripts of diffusers and peft that train on Stable Diffusion, and what is typed beside its folder."""
+FROM_PICTURES = {
+    "unconditional_image_generation/train_unconditional": "--train_data_dir {images}/labelled "
+    "--model_config_name_or_path {unet} --num_epochs 1 --eval_batch_size 1 --ddpm_num_steps 20 "
+    "--ddpm_num_inference_steps 2 --save_images_epochs 5 --use_ema",
+    "vqgan/train_vqgan": f"{DATASET} --model_config_name_or_path {{vq}} --max_train_steps 4 --seed 3",
+    f"{RESEARCH}autoencoderkl/train_autoencoderkl": f"{DATASET} --pretrained_model_name_or_path {{vae}} "
+    "--max_train_steps 4 --seed 3 --disc_start 100",
+    f"{RESEARCH}consistency_training/train_cm_ct_unconditional": "--train_data_dir {images}/labelled --num_epochs 1",
+}
+TRAINER = "--output_dir {out} --per_device_train_batch_size 4 --num_train_epochs 2 --seed 3"
+TEXT = "--model_name_or_path {bert} --per_device_eval_batch_size 4"
+READ = "--train_file {data}/%s.json --validation_file {data}/%s_test.json"
+NO_TRAINER = {
+    "text-classification/run_glue": f"{TEXT} {READ % (('pairs',) * 2)} --checkpointing_steps epoch",
+    "language-modeling/run_clm": f"--model_name_or_path {{gpt2}} {READ % (('texts',) * 2)} --block_size 16 "
+    "--gradient_accumulation_steps 2 --checkpointing_steps 3",
+    "language-modeling/run_fim": f"--model_name_or_path {{gpt2}} {READ % (('texts',) * 2)} --block_size 16",
+    "language-modeling/run_mlm": f"{TEXT} {READ % (('texts',) * 2)} --max_seq_length 16",
+    "multiple-choice/run_swag": f"{TEXT} {READ % (('choices',) * 2)} --max_seq_length 16",
+    "question-answering/run_qa": f"{TEXT} {READ % (('questions',) * 2)} --max_seq_length 24 --doc_stride 8",
+    "token-classification/run_ner": f"{TEXT} {READ % (('tags',) * 2)} --task_name ner",
+    "summarization/run_summarization": f"--model_name_or_path {{t5}} {READ % (('summaries',) * 2)} --num_beams 1 "
+    "--max_target_length 8 --max_source_length 16 --source_prefix it --text_column text --summary_column summary",
+    "translation/run_translation": f"--model_name_or_path {{t5}} {READ % (('translations',) * 2)} --source_lang en "
+    "--target_lang ro --max_target_length 8 --max_source_length 16 --num_beams 1",
+    "image-classification/run_image_classification": "--model_name_or_path {vit} --dataset_name flowers "
+    "--train_val_split 0.3 --ignore_mismatched_sizes --label_column_name label --max_train_steps 6",
+    "image-pretraining/run_mim": "--model_name_or_path {vit} --dataset_name flowers --mask_patch_size 8 "
+    "--train_val_split 0.3 --image_column_name image --per_device_eval_batch_size 4 --max_train_steps 6",
+}
+"""Scripts of transformers, without the end of their names."""
 SCRIPTS = (
     Script("examples/nlp_example.py", "--cpu"),
     Script("examples/complete_nlp_example.py", "--cpu --checkpointing_steps epoch --output_dir {out} --with_tracking"),
@@ -76,6 +149,9 @@ SCRIPTS = (
         "--output_dir {out} --max_length 16",
     ),
     Script("examples/conditional_generation/peft_lora_seq2seq_accelerate_fsdp.py"),
+    *(Script(f"examples/{path}.py", f"{PICTURES} {SD} {others}") for path, others in DIFFUSION.items()),
+    *(Script(f"examples/{path}.py", f"{PICTURES} {others}") for path, others in FROM_PICTURES.items()),
+    *(Script(f"examples/pytorch/{path}_no_trainer.py", f"{TRAINER} {given}") for path, given in NO_TRAINER.items()),
 )
 
 
@@ -135,7 +211,7 @@ def run(script: str, arguments: Sequence[str], library: str, world: int, folder:
         if world > 1:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
             os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+        os.environ |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -187,13 +263,15 @@ def compared(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> tuple[
     return ("equal", f"{count} losses and metrics") if count else ("not run", "trains nothing under accelerate")
 
 
-def rows(folders: Sequence[str], word: str, kept: Path) -> Counter[str]:
+def rows(folders: Sequence[str], words: str, kept: Path) -> Counter[str]:
     """Prints a row for each script in the folders; returns how many came out how."""
+    named_operators()
     import accelerate  # noqa: F401  # before processes are forked
     import datasets  # noqa: F401
     import transformers  # noqa: F401
 
     import prepkit.compat.accelerate  # noqa: F401
+    from tests.tools.public_script_models import FOLDERS, folder_of
     from tests.tools.public_script_stands import picture_folder, text_files
 
     outcomes: Counter[str] = Counter()
@@ -201,8 +279,10 @@ def rows(folders: Sequence[str], word: str, kept: Path) -> Counter[str]:
     print("| script | processes | outcome | reason |\n|---|--:|---|---|")
     found = [(Path(folder).resolve(), one) for folder in folders for one in SCRIPTS if Path(folder, one.path).is_file()]
     for number, (root, script) in enumerate(found):
-        if word not in script.path:
+        if not any(one in script.path for one in words.split(",")):
             continue
+        asked = [name for name in FOLDERS if f"{{{name}}}" in script.arguments]
+        given |= {name: str(folder_of(name, kept / "folders")) for name in asked}
         for world in script.worlds:
             said = []
             for library in LIBRARIES:
@@ -216,11 +296,29 @@ def rows(folders: Sequence[str], word: str, kept: Path) -> Counter[str]:
     return outcomes
 
 
+def named_operators() -> None:
+    """Names the operators that a torchvision for another build of torch lacks; transforms, which use none, import."""
+    import torch
+
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        return
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        OPERATORS.append(library)  # they go with it
+
+
+OPERATORS: list[object] = []
+
+
 def main(arguments: Sequence[str]) -> int:
     """See above."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.public_scripts")
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a checkout of accelerate, peft or diffusers")
-    parser.add_argument("--only", default="", metavar="WORD", help="a part of a script's path")
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a checkout of one of the four libraries")
+    parser.add_argument("--only", default="", metavar="WORD", help="parts of scripts' paths, between commas")
     parser.add_argument("--keep", metavar="FOLDER", help="where what the scripts write is left")
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:

@@ -80,7 +80,7 @@ def _source(step: ShardLoader, loader: DataLoader[Any], parts: int, part: int, g
     if step.split == "shards":
         own = loader.dataset.shard(num_shards=parts, index=part)  # type: ignore[attr-defined]  # a fact
         stream = StreamSource(rebuilt(loader, dataset=own), size=loader.batch_size or 1)
-        return ShardsSource(stream, group, parts, all_read=tail in ("repeat", "spread"))
+        return ShardsSource(stream, group, parts, all_read=tail in ("repeat", "fill", "spread"))
     return _read_here(step, loader, parts, part)
 
 
@@ -122,7 +122,9 @@ def tail_of(step: ShardLoader, loader: Any) -> Tail:
         return "spread"
     if getattr(_batching(loader), "drop_last", False):
         return "drop"
-    return "trim" if step.drop_last else "repeat"
+    if step.drop_last:
+        return "trim"
+    return "fill" if step.fill else "repeat"
 
 
 def data_part(step: ShardLoader | WrapLoader, target: Target) -> tuple[int, int]:

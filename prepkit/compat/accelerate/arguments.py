@@ -80,7 +80,7 @@ def says_loaders(arguments: Mapping[str, Any]) -> bool:
 def loaders_of(given: Any, arguments: Mapping[str, Any]) -> ShardLoaders:
     """What a ``DataLoaderConfiguration`` says of loaders; uneven batches become every sample once, on equal terms."""
     plugin = arguments["gradient_accumulation_plugin"]
-    said: dict[str, Any] = {"to_device": arguments["device_placement"]}
+    said: dict[str, Any] = {"to_device": arguments["device_placement"], "whole_batches": True}
     if given is not None:
         said |= {"split_batches": bool(given.split_batches), "dispatch": bool(given.dispatch_batches)}
         said |= {"seed": given.data_seed or 0, "purpose": "training" if given.even_batches else "evaluation"}

@@ -66,6 +66,7 @@ def prepare_data_loader(
         split_batches=split_batches,
         dispatch=bool(dispatch_batches),
         purpose="training" if even_batches else "evaluation",
+        whole_batches=True,
         to_device=put_on_device,
         seed=data_seed or 0,
     )

@@ -217,6 +217,7 @@ def loader_choices(count: int | None = None, *, split: bool = True) -> SearchStr
         drop_last=st.booleans(),
         split_batches=st.booleans() if split else st.none().map(bool),
         dispatch=st.booleans(),
+        whole_batches=st.booleans(),
         **common,
     )
     one = st.builds(c.KeepLoaders, **common) | sharded

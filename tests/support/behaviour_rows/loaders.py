@@ -58,6 +58,7 @@ LOADERS: dict[str, Answers] = {
         "deviation a last round is shared out in equal parts, so that less than a sample per rank is repeated",
         "test test_every_sample_counts_once_and_in_order_but_for_what_the_tail_drops",
         "test test_all_ranks_read_as_many_batches_and_know_the_last",
+        "test test_a_last_round_is_filled_up_as_accelerate_does",
         REACHED,
     ),
     "DL-21s": ("test test_a_batch_is_split_over_the_ranks_where_that_is_asked_for", DIVIDED, REACHED),
