@@ -18,6 +18,7 @@ from prepkit.cli import audit as cli_audit
 from prepkit.cli import compare as cli_files
 from prepkit.cli import gate as cli_gate
 from prepkit.cli import import_and_export as cli_import
+from prepkit.cli import init as cli_init
 from prepkit.cli import plan_files as cli_model
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli import report_and_sweep as cli_bytes
@@ -395,6 +396,7 @@ def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
 
 main.add_command(cli_audit.audit)
 main.add_command(cli_gate.gate)
+main.add_command(cli_init.init)
 main.add_command(cli_audit.prove)
 main.add_command(cli_audit.bisect)
 main.add_command(cli_import.import_command)
