@@ -15,6 +15,7 @@ from prepkit.later import collector_paused, needs_torch
 from prepkit.plan import Plan
 
 if TYPE_CHECKING:
+    from prepkit.api.records import Require
     from prepkit.applying.rehearse import Rehearsal
     from prepkit.auditing.watch import Act, DriftWatch
     from prepkit.proving.proof import Proof
@@ -30,6 +31,8 @@ def apply(
     loaders: Sequence[Any] | None = None,
     fingerprint: bool = False,
     prove: int = 0,
+    require: Require | None = None,
+    log: str | PathLike[str] | None = None,
 ) -> Prepared:
     """Do what the plan says to the objects that it was built from, or to those given here, and verify the outcome.
 
@@ -39,6 +42,10 @@ def apply(
     every rank. ``prove``: so many of the first windows are recorded, and each is done again by rank 0 in plain torch
     when its step was taken; the others send it tensors, one at a time. Errors raise ``RunRefused`` from
     ``ready.step()`` on every rank, and the attestation has what was asked. Raises ``ValueError`` for no such number.
+    ``require``: a plan is refused, on all ranks, unless each rank's ``require`` accepts its in-toto Statement, as
+    ``prepkit statement`` writes it: a function of these bytes that returns True, or the words of a command that ends
+    with 0, which is given them on its input, or as the file ``{statement}``. ``log``: a file to which rank 0 appends
+    what was applied; ``prepkit log`` verifies its chain.
     """
     a_plan(plan)
     if isinstance(prove, bool) or not isinstance(prove, int) or prove < 0:
@@ -46,6 +53,7 @@ def apply(
     needs_torch("pk.apply")
     with collector_paused():
         from prepkit import planner
+        from prepkit.api import records
         from prepkit.applying.apply import apply as act
         from prepkit.applying.apply import guarded, look
         from prepkit.training.prepared import prepared
@@ -61,7 +69,9 @@ def apply(
             loaders=divided,
         )
         found = () if today.refusals else planner.since(plan, today.facts)
+        found = (*found, *records.refused(plan, require, log))
         applied = act(plan, today, guard, found, fingerprint=fingerprint)
+        records.kept(plan, applied.attestation, log)
     ready = prepared(applied)
     if prove:
         from prepkit.proving.live import prove_windows

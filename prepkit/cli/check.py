@@ -49,6 +49,11 @@ _MISSING = "import.missing-file"
 _ELSEWHERE = "run prepkit audit SCRIPT, where it trains"
 
 
+def tells(what: str) -> str:
+    """What would tell what is not known here."""
+    return _TELLS.get(what, _ELSEWHERE)
+
+
 @frozen(kw_only=True)
 class Checked:
     """One file, and the three verdicts about it: what is wrong, how many rules found it fine, what they cannot know."""
@@ -392,7 +397,7 @@ def _not_known(checked: list[Checked]) -> Iterator[str]:
     for why, one in list(absent.items())[:_SHOWN]:
         yield f"  {one.found.path}: {why}"
     for what, count in sorted(most.items(), key=lambda pair: -pair[1]):
-        yield f"  {what}: {count} {'rule asks' if count == 1 else 'rules ask'} for it; {_TELLS.get(what, _ELSEWHERE)}"
+        yield f"  {what}: {count} {'rule asks' if count == 1 else 'rules ask'} for it; {tells(what)}"
     beyond = [pair for one in checked for pair in one.beyond]
     kinds: dict[str, list[tuple[FilePlace, Finding]]] = {}
     for place, finding in beyond:

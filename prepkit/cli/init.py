@@ -76,7 +76,9 @@ def init(model: str, gpus: int, nodes: int, memory: int | None, device: str, out
         cli_files.refuse((facts,), as_json=False)
     cfg, why = _chosen(facts, nodes)
     options = f"--model {shlex.quote(model)} --world-size {gpus * nodes} --per-node {gpus} --device {device}"
-    options += "" if memory is None else f" --memory {memory // _GIB}GiB" if memory % _GIB == 0 else f" --memory {memory}"
+    options += (
+        "" if memory is None else f" --memory {memory // _GIB}GiB" if memory % _GIB == 0 else f" --memory {memory}"
+    )
     head = {"model": model, "gpus": f"{nodes} x {gpus} {device}", "file": shlex.quote(output), "options": options}
     text = _HEAD.format_map({name: _in_one_line(value) for name, value in head.items()})
     try:
@@ -123,10 +125,16 @@ def _candidates(facts: Facts, nodes: int) -> Iterator[tuple[Config, str]]:
     if nodes > 1 and per_node > 1:
         local = evolve(plain, engine=FSDP2(), mesh=Mesh(replicate=nodes, shard=per_node))
         yield local, "a node holds a copy in shards, so that little crosses nodes"
-        yield evolve(local, checkpointing=CheckpointBlocks()), "a node holds a copy in shards, and recomputes each block"
+        yield (
+            evolve(local, checkpointing=CheckpointBlocks()),
+            "a node holds a copy in shards, each block recomputed",
+        )
     sharded = evolve(plain, engine=FSDP2(), checkpointing=CheckpointBlocks())
     yield sharded, "shards over all devices, and each block recomputed"
-    yield evolve(sharded, engine=FSDP2(offload=OffloadToCPU())), "shards over all devices, kept on the host between uses"
+    yield (
+        evolve(sharded, engine=FSDP2(offload=OffloadToCPU())),
+        "shards over all devices, on the host between uses",
+    )
 
 
 def _settings(cfg: Config, why: str) -> Iterator[str]:
