@@ -44,15 +44,15 @@ def _by_regopy(document: str) -> dict[str, list[str]]:
 ASKS: tuple[Callable[[str], dict[str, list[str]]], ...] = (_by_conftest, _by_regopy)
 
 
-def _clipped(plan: Plan) -> Plan:
-    return evolve(plan, config=evolve(plan.config, clip=ClipNorm(1.0)))
+def _clipped(plan: Plan, clip: ClipNorm | None = ClipNorm(1.0)) -> Plan:
+    return evolve(plan, config=evolve(plan.config, clip=clip))
 
 
 @pytest.mark.parametrize("ask", ASKS)
 def test_a_plan_is_denied_warned_of_and_passed(ask: Callable[[str], dict[str, list[str]]]) -> None:
     passed = ask(plan_to_text(_clipped(fsdp2_plan())))
     assert passed == {"deny": [], "warn": []}
-    (denied,) = ask(plan_to_text(fsdp2_plan()))["deny"]
+    (denied,) = ask(plan_to_text(_clipped(fsdp2_plan(), None)))["deny"]
     assert denied.startswith("gradients are not clipped")
     (warned,) = ask(plan_to_text(_clipped(ddp_plan())))["warn"]
     assert warned == "DDP is not what we know best, which is FSDP2"
