@@ -339,9 +339,9 @@ def rules(rule_id: str | None, as_json: bool) -> None:
 
 
 @main.command(short_help="Print the JSON Schema of a file, for editors.")
-@click.argument("name", type=click.Choice(("config", "plan", "findings", "attestation", "deepspeed")))
+@click.argument("name", type=click.Choice(("config", "plan", "findings", "attestation", "deepspeed", "accelerate")))
 def schema(name: str) -> None:
-    """Print the JSON Schema (2020-12) of a config, a plan, findings, an attestation, or DeepSpeed's JSON."""
+    """Print the JSON Schema (2020-12) of a config, a plan, findings, an attestation, or of DeepSpeed and accelerate."""
     from prepkit.formats.schemas import SCHEMAS
 
     say_json(SCHEMAS[name]())

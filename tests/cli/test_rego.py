@@ -44,8 +44,8 @@ def _by_regopy(document: str) -> dict[str, list[str]]:
 ASKS: tuple[Callable[[str], dict[str, list[str]]], ...] = (_by_conftest, _by_regopy)
 
 
-def _clipped(plan: Plan, clip: ClipNorm | None = ClipNorm(1.0)) -> Plan:
-    return evolve(plan, config=evolve(plan.config, clip=clip))
+def _clipped(plan: Plan, norm: float | None = 1.0) -> Plan:
+    return evolve(plan, config=evolve(plan.config, clip=None if norm is None else ClipNorm(norm)))
 
 
 @pytest.mark.parametrize("ask", ASKS)
