@@ -75,17 +75,19 @@ def unasked(rules: Iterable[Rule], facts: RunFacts, *, at_step: bool) -> Iterato
     """
     absent: dict[Need, str] = {}
     if not facts.optimizers:
-        absent |= dict.fromkeys((Need.OPTIMIZERS, Need.STATE), "the optimizer, as none was given")
+        absent |= dict.fromkeys((Need.OPTIMIZERS, Need.STATE), "the optimizer, as there is none")
     if not at_step:
         absent[Need.GRADIENTS] = "the gradients, as nobody is about to step: run prepkit audit SCRIPT"
     elif facts.engine is not None:
         absent[Need.GRADIENTS] = "the gradients, which DeepSpeed keeps where nobody sees them"
     if not facts.loaders:
-        absent[Need.LOADERS] = "the loaders, as none was given"
+        absent[Need.LOADERS] = "the loaders, as there is none"
     if facts.world_size == 1:
         absent[Need.RANKS] = "what other ranks would see: run prepkit audit --torchrun 2 SCRIPT"
     elif not facts.ranks:
         absent[Need.RANKS] = "what the other ranks have seen, as they were not asked"
+    if facts.window is None:
+        absent[Need.BEFORE] = "what stood there before: pk.watch, or prepkit audit SCRIPT"
     for rule in rules:
         if (why := next((absent[need] for need in rule.needs if need in absent), None)) is not None:
             yield rule.id, why

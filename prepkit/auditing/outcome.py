@@ -74,7 +74,7 @@ class Audit:
         said = [str(finding) for finding in self.findings]
         fine = ["nothing is wrong that can be told before the first step"]
         counts = Counter(why for _, why in self.unasked)
-        unknown = [f"  {why}: {count(rules, 'rule')}" for why, rules in counts.items()]
+        unknown = [f"  {count(rules, 'rule')}: {why}" for why, rules in counts.items()]
         return "\n".join((_head(self.facts), *(said or fine), *(["cannot know here:"] if unknown else ()), *unknown))
 
 

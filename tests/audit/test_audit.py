@@ -181,7 +181,7 @@ def test_an_audit_reads_as_what_stands_there_and_what_is_wrong(capsys: pytest.Ca
         "audit of Net, 1.2 K parameters, 1.2 K trained; no wrapper over 1 rank; AdamW; 1 loader",
         "nothing is wrong that can be told before the first step",
         "cannot know here:",
-        *(f"  {why}: {number} rules" for why, number in Counter(why for _, why in audit.unasked).items()),
+        *(f"  {number} rules: {why}" for why, number in Counter(why for _, why in audit.unasked).items()),
     ]
     model.head = nn.Linear(WIDTH, 4)
     wrong = pk.audit(model, adam(net()))
@@ -195,11 +195,11 @@ def test_an_audit_names_each_rule_that_could_not_be_asked_and_why() -> None:
     everything = pk.audit(model, adam(model), loaders=[divided(0, 1)])
     asked = {rule.id: rule.needs for rule in due(Moment.AUDIT)}
     why = dict(everything.unasked)
-    assert set(why) == {rule for rule, needs in asked.items() if {Need.GRADIENTS, Need.RANKS} & set(needs)}
+    assert set(why) == {rule for rule, needs in asked.items() if {Need.GRADIENTS, Need.RANKS, Need.BEFORE} & set(needs)}
     assert "nobody is about to step" in why["run.steps-nothing"]
     alone = dict(pk.audit(model).unasked)
     assert set(alone) == {rule for rule, needs in asked.items() if set(needs) - {Need.VALUES}}
-    assert alone["run.orphans"] == "the optimizer, as none was given"
+    assert alone["run.orphans"] == "the optimizer, as there is none"
 
 
 def test_an_environment_that_is_declared_is_judged_by() -> None:
