@@ -160,7 +160,7 @@ def _entry(raw: bytes, path: str | os.PathLike[str], number: int) -> tuple[Entry
     if not raw.endswith(b"\n"):
         raise _torn(path, number, "it ends in the middle: writing it was interrupted, or what follows was cut off")
     try:
-        data = parse(raw.decode(), f"{path}:{number}:$")
+        data: Any = parse(raw.decode(), f"{path}:{number}:$")
     except UnicodeDecodeError as error:
         raise _torn(path, number, f"byte {error.start} is not UTF-8 text") from None
     except PlanRejected as refused:

@@ -124,7 +124,7 @@ def _value(path: str, kinds: str) -> dict[str, Any]:
 
 _FULL = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "fp8_config": ""}
 """Sections to the beginning of their keys, which a file may leave out; that of ``fp8_config`` is one it may add."""
-_EMPTY = {"enum": [None, "", 0, False, []]}
+_EMPTY: dict[str, Any] = {"enum": [None, "", 0, False, []]}
 """What stands for a section without keys."""
 _LEAST = {"num_machines": 1, **{f"{axis}_size": 1 for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}}
 _SECOND = {"anyOf": [{"const": 2}, {"type": "string", "pattern": r"^\s*\+?0*2(\.0*)?\s*$"}]}
@@ -144,7 +144,7 @@ def accelerate() -> dict[str, Any]:
     second = {"anyOf": [_inside("fsdp_config", name, _SECOND) for name in ("fsdp_version", "version")]}
     from_json = _inside("deepspeed_config", "deepspeed_config_file", {"type": "string"})
     precision = top.asked["mixed_precision"]
-    cases = (
+    cases: tuple[tuple[str, list[dict[str, Any]], dict[str, Any]], ...] = (
         ("fsdp_config", [fsdp, second], {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}),
         ("fsdp_config", [fsdp, {"not": second}], {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}),
         (
