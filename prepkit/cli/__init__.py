@@ -193,20 +193,24 @@ def _tell(verdicts: tuple[Verdict, ...], as_json: bool) -> NoReturn:
 
 
 def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False) -> None:
+    from prepkit.cli.check import tells, unknown_in, unknown_lines
     from prepkit.cli.verdict import findings_data, verdicts_text
 
     legal = tuple(str(verdict.world_size) for verdict in verdicts if verdict.plan is not None)
+    plan = next((verdict.plan for verdict in verdicts if verdict.plan is not None), None)
+    unknown = {} if plan is None else unknown_in(plan)
     if as_json:
-        say_json({"findings": findings_data(verdicts)})
+        not_known = [{"what": what, "rules": count, "tells": tells(what)} for what, count in unknown.items()]
+        say_json({"findings": findings_data(verdicts), "cannot_know": not_known})
     elif text := verdicts_text(verdicts):
         say(text, err=True)
-    if legal and not as_json:
+    if plan is not None and not as_json:
         from prepkit import planner
 
         say(f"a plan exists for world size {', '.join(legal)}")
-        plan = next(verdict.plan for verdict in verdicts if verdict.plan is not None)
         if (costs := planner.costs(plan)) is not None:
             say(str(costs))
+        say("\n".join(("cannot know here:", *unknown_lines(unknown))) if unknown else "every rule could be asked")
 
 
 def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: str | None) -> tuple[Verdict, ...]:

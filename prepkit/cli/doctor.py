@@ -120,7 +120,7 @@ def _requirements() -> Iterable[str]:
 
 def _too_old(versions: Mapping[str, str], requirements: Iterable[str]) -> Iterator[Finding]:
     """Libraries that are older than the oldest that prepkit was tried with."""
-    oldest = dict(match.groups() for text in requirements if (match := _OLDEST.match(text)))
+    oldest = {match[1]: match[2] for text in requirements if (match := _OLDEST.match(text))}
     for name, version in versions.items():
         least = oldest.get(name)
         if least is not None and _numbers(version) < _numbers(least):

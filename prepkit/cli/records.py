@@ -12,9 +12,11 @@ from prepkit.cli import plan_files as cli_files
 from prepkit.cli.compare import load
 from prepkit.cli.options import FILE, as_json
 from prepkit.cli.terminal import say, say_json
-from prepkit.codec import canonical
 from prepkit.codec.log import Entry, read
+from prepkit.codec.text import canonical
 from prepkit.findings import PlanRejected
+from prepkit.plan import Plan
+from prepkit.plan.attestation import Attestation
 from prepkit.rules import found
 
 
@@ -28,9 +30,8 @@ def statement(file: str, output: str | None) -> None:
     not hold is written too, and gives exit code 1.
     """
     from prepkit.codec.statement import statement_text
-    from prepkit.plan.attestation import Attestation
 
-    (loaded,) = cli_files.readable(load((file,)), as_json=False)
+    loaded: Plan | Attestation = cli_files.readable(load((file,)), as_json=False)[0]
     text = statement_text(loaded)
     if output:
         cli_files.keep_inputs((file,), (output,))

@@ -218,7 +218,7 @@ def test_findings_go_to_stdout_as_json(folder: Path) -> None:
 
 def test_check_says_for_which_sizes_a_plan_exists(folder: Path) -> None:
     done = run("check", "fsdp2.toml", *MAKE, "--world-size", "4", "--world-size", "6")
-    assert (done.exit_code, done.stdout, done.stderr) == (0, "a plan exists for world size 4, 6\n", "")
+    assert (done.exit_code, done.stdout.splitlines()[0], done.stderr) == (0, "a plan exists for world size 4, 6", "")
 
 
 def test_check_shows_errors_that_the_config_accepts_and_does_not_count_them(folder: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_config_that_can_be_read_once_is_read_once(folder: Path) -> None:
     writer = threading.Thread(target=lambda: Path("piped.toml").write_text(text), daemon=True)
     writer.start()
     done = run("check", "piped.toml", *MAKE, "--world-size", "4")
-    assert (done.exit_code, done.stdout) == (0, "a plan exists for world size 4\n")
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, "a plan exists for world size 4")
     writer.join(timeout=10)
 
 
