@@ -115,7 +115,7 @@ def _numbers(found: list[Any]) -> list[float]:
 
 
 @define(eq=False)
-class Passes:
+class SampledEpochs:
     """Listens to which epochs ``DistributedSampler``s go through; ``close`` puts back what was there."""
 
     repeated: dict[str, None] = field(factory=dict)
