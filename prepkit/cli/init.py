@@ -13,7 +13,7 @@ from prepkit import planner
 from prepkit.cli import plan_files as cli_files
 from prepkit.cli.options import MOST, memory_option, model_option
 from prepkit.cli.terminal import say
-from prepkit.config import BF16, DDP, FSDP2, AdamW, CheckpointBlocks, Config, Mesh, OffloadToCPU, Single
+from prepkit.config import BF16, DDP, FSDP2, AdamW, CheckpointBlocks, Config, Mesh, OffloadToCPU
 from prepkit.facts import Env, Facts
 from prepkit.findings import PlanRejected, errors
 
@@ -140,15 +140,9 @@ def _candidates(facts: Facts, nodes: int) -> Iterator[tuple[Config, str]]:
 def _settings(cfg: Config, why: str) -> Iterator[str]:
     """The lines of what was chosen."""
     yield f"# {why[0].upper()}{why[1:]}."
-    match cfg.engine:
-        case Single():
-            yield 'engine = "Single"\n'
-        case DDP():
-            yield 'engine = "DDP"\n'
-        case FSDP2(offload=None):
-            yield 'engine = "FSDP2"\n'
-        case _:
-            yield 'engine = { kind = "FSDP2", offload = "OffloadToCPU" }\n'
+    name = type(cfg.engine).__name__
+    plain = cfg.engine == type(cfg.engine)()
+    yield f'engine = "{name}"\n' if plain else f'engine = {{ kind = "{name}", offload = "OffloadToCPU" }}\n'
     if cfg.mesh is not None:
         yield "# Copies over nodes, shards on each."
         yield f"mesh = {{ replicate = {cfg.mesh.replicate}, shard = {cfg.mesh.shard} }}\n"

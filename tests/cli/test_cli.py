@@ -219,6 +219,7 @@ def test_findings_go_to_stdout_as_json(folder: Path) -> None:
 def test_check_says_for_which_sizes_a_plan_exists(folder: Path) -> None:
     done = run("check", "fsdp2.toml", *MAKE, "--world-size", "4", "--world-size", "6")
     assert (done.exit_code, done.stdout.splitlines()[0], done.stderr) == (0, "a plan exists for world size 4, 6", "")
+    assert "for certain" in done.stdout
 
 
 def test_check_shows_errors_that_the_config_accepts_and_does_not_count_them(folder: Path) -> None:
@@ -253,7 +254,7 @@ def test_check_runs_todays_rules_on_the_config_and_facts_in_a_plan_file(folder: 
         (("plan", "absent.toml", *MAKE), "does not exist"),
         (("show", "absent.json"), "does not exist"),
         (("show", "."), "is a directory"),
-        (("diff", "ddp.json"), "Missing argument 'NEW'"),
+        (("diff", "ddp.json"), "give two files that prepkit wrote, or two revisions"),
         (("plan", "fsdp2.toml", *MAKE, "--memory", "lots"), "'lots' is not a size in bytes"),
         (("plan", "fsdp2.toml", *MAKE, "--world-size", "0"), "0 is not in the range"),
         (("plan", "single.json", *MAKE, "-o", "absent/plan.json"), "cannot be written"),
