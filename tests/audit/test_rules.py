@@ -133,7 +133,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.gradients-waited-for": evolve(
         FINE,
         ddp=(DDPFacts(path="", reduced=2, known=2, waits=True),),
-        gradients=GradientFacts(stepped=2, missing=NAMES[:1], parted=NAMES[1:2]),
+        gradients=GradientFacts(stepped=2, missing=NAMES[:1], awaited=NAMES[:1], parted=NAMES[1:2]),
     ),
     "run.gradients-on-some-ranks": evolve(FINE, gradients=GradientFacts(stepped=2, on_some_ranks=NAMES[:1])),
     "run.gradients-misplaced": evolve(FINE, gradients=GradientFacts(stepped=2, misplaced=NAMES[:1])),
