@@ -159,7 +159,7 @@ def _finite(loss: Loss | None) -> bool:
 
 def _local(moment: Moment) -> tuple[Rule, ...]:
     """Rules that one rank answers by itself, from an earlier look."""
-    return tuple(rule for rule in rules_due(moment) if rule.needs == (Need.BEFORE,))
+    return tuple(rule for rule in rules_due(moment) if Need.BEFORE in rule.needs)
 
 
 def _over_ranks(moment: Moment) -> tuple[Rule, ...]:

@@ -1,0 +1,33 @@
+"""Every error of the loop does harm: a number comes out wrong, or torch ends the program."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from prepkit.findings import RunRefused
+from tests.audit.test_harms import alike
+from tests.training.loop_harms import LOOP_HARMS, LoopHarm, prepared, seen, size, torch_after, train
+
+
+def label(harm: LoopHarm) -> str:
+    return harm.rule
+
+
+@pytest.mark.filterwarnings("ignore::prepkit.errors.FindingWarning")
+@pytest.mark.parametrize("harm", LOOP_HARMS, ids=label)
+def test_a_slip_is_refused_and_does_harm_where_it_is_not(harm: LoopHarm) -> None:
+    with pytest.raises(RunRefused) as refused:
+        harm.slip()
+    assert harm.rule in {one.rule for one in refused.value.findings}
+    wrong, right = seen(harm)
+    assert isinstance(right, float)
+    assert math.isfinite(right)
+    assert not alike(wrong, right), f"{harm.rule} does no harm here: {wrong} both ways"
+
+
+def test_the_loop_without_a_slip_comes_to_what_plain_torch_does() -> None:
+    ready = prepared(accumulation=2)
+    train(ready, 0, 1, 2, 3)
+    assert alike(size(ready.model), torch_after([0, 1], [2, 3], divide_by=2)())
