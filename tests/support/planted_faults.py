@@ -194,8 +194,8 @@ FAULTS: tuple[Planted, ...] = (
     *faults(
         s.StashTensors,
         SENT,
-        ("rank 0 keeps its values in the model", nothing, "rank 0 has no values of embed.weight"),
-        ("a parameter stays in the model", stash_but_one, "rank 0 has no values of embed.weight"),
+        ("rank 0 keeps its values in the model", nothing, "plan.no-weights at embed.weight"),
+        ("a parameter stays in the model", stash_but_one, "plan.no-weights at embed.weight"),
         world=2,
     ),
     *faults(

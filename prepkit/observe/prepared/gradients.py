@@ -140,7 +140,8 @@ def judged_alike(
         chosen = table[list(ranks.members)] if ranks.size < len(everyone) else table
         return chosen.amin(0), chosen.amax(0)
 
-    groups = [(group, alike & common) for group, alike in replicas(model)] if len(everyone) > 1 else []
+    found = [*replicas(model), (None, _bare(model))]  # which somebody may have averaged by hand
+    groups = [(group, alike & common) for group, alike in found] if len(everyone) > 1 else []
     return judged(looked, rows(looked), model, groups, spread, scaled=scaled)
 
 
@@ -240,6 +241,13 @@ def replicas(model: Module) -> Replicas:
         group = model.process_group if isinstance(model, DistributedDataParallel) else None
         found = [(group, frozenset(name for name in whole_here if not isinstance(named[name], DTensor)))]
     return found
+
+
+def _bare(model: Module) -> frozenset[str]:
+    """Parameters that nothing wraps, shards or averages."""
+    return frozenset(
+        param.name for param in prepared_params(model, names.named_parameters(model)) if not param.averaged_by
+    )
 
 
 def _replicated(params: dict[str, Any], axis: str) -> frozenset[str]:

@@ -16,7 +16,9 @@ def _nothing(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("optimizer", f"None of {count(found.stepped, 'parameter')} that it is about to step has a gradient.")
     elif found is not None and found.zero:
         what = f"Every gradient of {count(found.stepped, 'parameter')} that it is about to step is zero."
-        yield Hit("optimizer", what, "Look for a clip of 0, a loss times 0, or labels that are all ignored.")
+        yield Hit(
+            "optimizer", what, "Look for a clip of 0, a loss times 0, or labels that are all ignored.", milder=True
+        )
 
 
 def _without(facts: RunFacts) -> Iterator[Hit]:
@@ -112,6 +114,7 @@ RULES: tuple[Rule, ...] = (
         at=_BOTH,
         needs=(Need.GRADIENTS,),
         fix="Call zero_grad() before backward or after step(), not between them; give the optimizer what is trained.",
+        milder="for gradients of zeros, as of a window without a label that counts",
     ),
     Rule(
         id="run.gradients-waited-for",
