@@ -31,7 +31,8 @@ def statement(file: str, output: str | None) -> None:
     """
     from prepkit.codec.statement import statement_text
 
-    loaded: Plan | Attestation = cli_files.readable(load((file,)), as_json=False)[0]
+    every: tuple[Plan | Attestation, ...] = cli_files.readable(load((file,)), as_json=False)
+    (loaded,) = every
     text = statement_text(loaded)
     if output:
         cli_files.keep_inputs((file,), (output,))
