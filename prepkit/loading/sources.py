@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from prepkit.loading.batch_sampler import RankBatches
 from prepkit.loading.draws import as_they_were, set_epoch
-from prepkit.loading.rounds import Tail
+from prepkit.loading.rounds import Share, Tail
 from prepkit.loading.streams import BatchRead, CollateShare, StreamPart
 
 
@@ -34,6 +34,9 @@ class IndexedSource:
 
     loader: Any
     batches: RankBatches
+    ahead: bool = False
+    """True if each batch is read before the one in use is given, as accelerate does it: what samples draw at random
+    comes before what the step draws."""
 
     @classmethod
     def of(cls, loader: Any, batches: RankBatches) -> IndexedSource:
@@ -47,10 +50,11 @@ class IndexedSource:
         set_epoch(self.loader.dataset, epoch)
         with as_they_were(resumed=bool(consumed)):
             source = iter(self.loader)
-        shares = self.batches.shares
-        for batch in source:
-            share = shares.popleft()
-            yield BatchRead(batch, len(share.items), share.counted, share.consumed, share.last)
+        reads = map(_told, source, iter(self.batches.shares.popleft, None))
+        held = next(reads, None) if self.ahead else None
+        while (read := held or next(reads, None)) is not None:
+            held = next(reads, None) if self.ahead else None
+            yield read
 
     def length(self) -> int:
         """Batches of a whole pass. Raises ``TypeError`` where nobody knows."""
@@ -65,6 +69,10 @@ class IndexedSource:
 
     def restore(self, state: Any) -> None:
         """There is nothing to restore."""
+
+
+def _told(batch: Any, share: Share) -> BatchRead:
+    return BatchRead(batch, len(share.items), share.counted, share.consumed, share.last)
 
 
 @define(eq=False)

@@ -250,4 +250,5 @@ def test_accelerates_own_objects_are_read() -> None:
     assert config.engine == DDP(find_unused_parameters=True)
     assert config.precision == FP16(init_scale=1024.0)
     assert (config.accumulation, config.timeout_s) == (4, 60.0)
-    assert config.loaders == ShardLoaders(split_batches=True, dispatch=True, seed=3, ends_window=False)
+    asked = ShardLoaders(split_batches=True, dispatch=True, seed=3, ends_window=False, whole_batches=True)
+    assert config.loaders == asked

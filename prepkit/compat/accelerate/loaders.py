@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from prepkit.compat.accelerate.arguments import launched_config
 from prepkit.compat.accelerate.not_offered import BEFORE, NotOffered
 from prepkit.config import DDP, FSDP1, FSDP2, Config, Intent, Mesh, ShardLoaders, Single
 from prepkit.loading.loader import Loader
+from prepkit.loading.sources import IndexedSource
 from prepkit.ranks import launcher
 from prepkit.training.prepared import Prepared
 
@@ -37,7 +39,16 @@ def prepared_alone(config: Config, loaders: list[Any]) -> Prepared:
     how = config.loaders
     for loader in ready.loaders:  # a plan that trains nothing has no windows; the model that comes may
         loader.ends_window = isinstance(how, ShardLoaders) and how.ends_window and how.purpose == "training"
+    read_ahead(ready.loaders)
     return ready
+
+
+def read_ahead(loaders: Iterable[Any]) -> None:
+    """Lets them read a batch before the one in use is given, so that random numbers are drawn as under accelerate."""
+    for source in (loader.source for loader in loaders if isinstance(loader, Loader)):
+        inner = getattr(source, "inner", source)  # what rank 0 reads for all
+        if isinstance(inner, IndexedSource):  # others do so anyway
+            inner.ahead = True
 
 
 def prepare_data_loader(
