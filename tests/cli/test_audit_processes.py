@@ -38,7 +38,7 @@ def test_a_right_script_is_fine_in_two_processes(tmp_path: Path) -> None:
 
 
 def test_a_wrong_one_gives_one_and_says_it_once(tmp_path: Path) -> None:
-    code, text = _audit(tmp_path, "--json", wrapped="")  # two processes, and nobody averages
+    code, text = _audit(tmp_path, "--json", params="torch.nn.Linear(4, 4).parameters()")  # of another model
     assert code == 1, text
     assert json.loads(text[text.index("{") : text.rindex("}") + 1])["findings"]
     assert "ChildFailedError" not in text
