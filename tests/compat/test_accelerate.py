@@ -239,7 +239,9 @@ def test_accelerates_own_objects_are_read() -> None:
     config = Accelerator(
         config=Config(engine=DDP()),
         mixed_precision="fp16",
-        dataloader_config=utils.DataLoaderConfiguration(split_batches=True, dispatch_batches=True, data_seed=3),
+        dataloader_config=utils.DataLoaderConfiguration(
+            split_batches=True, dispatch_batches=True, use_seedable_sampler=True, data_seed=3
+        ),
         gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False),
         kwargs_handlers=[
             utils.DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True),

@@ -67,7 +67,7 @@ class SavedState:
         """The folder that was written. Hooks hear of it before; they get models, weights and the folder.
 
         Collective where models are sharded or folders are named. Elsewhere the main process writes by itself, as under
-        accelerate, since many scripts let nobody else come here; each of the others that does writes what it draws by.
+        accelerate, since many scripts let nobody else come here; each rank that does writes what it draws by.
         """
         folder = Path(output_dir) if not self._named else self._next()
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ class SavedState:
             for name, one in self._beside():
                 torch.save(one.state_dict(), folder / name)
             self._forget(folder)
-        elif whole:
+        if whole:
             own = {"steps": models[0].steps} | of_this_rank(models[0].loaders)
             torch.save(own, folder / _of_rank(self.state.process_index))
         if self._named or not whole:
