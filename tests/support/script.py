@@ -17,20 +17,29 @@ from tests.support.gang import Gang
 
 
 def run_script(
-    servers: ForkServers, world: int, command: Sequence[str], environment: Mapping[str, str], timeout: float
+    servers: ForkServers,
+    world: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    timeout: float,
+    folder: Path | None = None,
 ) -> str:
     """Run a script, ``command[0]``, as torchrun would on so many processes; return what they wrote, rank by rank.
+
+    ``folder``: where it is run; None: where the test runs.
 
     Raises ``GangError`` where it raises on a rank, or is there after ``timeout`` seconds of an idle machine.
     """
     gang = Gang(world, servers)
     try:
-        return "".join(gang.run_fresh(_as_script, tuple(command), dict(environment), timeout=timeout))
+        where = str(folder or Path.cwd())
+        return "".join(gang.run_fresh(_as_script, tuple(command), dict(environment), where, timeout=timeout))
     finally:
         gang.close()
 
 
-def _as_script(rank: int, world: int, command: tuple[str, ...], environment: dict[str, str]) -> str:
+def _as_script(rank: int, world: int, command: tuple[str, ...], environment: dict[str, str], folder: str) -> str:
+    os.chdir(folder)
     os.environ.update(environment)
     sys.path[:0] = [str(Path(command[0]).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     sys.argv = list(command)
