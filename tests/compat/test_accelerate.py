@@ -182,7 +182,7 @@ def test_what_is_not_offered_says_what_to_write_and_names_the_page(accelerator: 
     [
         (
             {"dynamo_backend": "inductor"},
-            "Accelerator(dynamo_backend=...)\n  fix: give Accelerator(config=pk.Config(...))",
+            "Accelerator(dynamo_backend=...)\n  fix: give Accelerator(config=pk.Config(engine=pk.DDP(), compile=",
         ),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8'"),
         ({"kwargs_handlers": [SimpleNamespace()]}, "SimpleNamespace"),

@@ -19,10 +19,11 @@ from prepkit.loading.loader import Loader
 from prepkit.loading.sources import IndexedSource
 from prepkit.ranks import launcher
 from prepkit.resolve.deepspeed.data import tensor_parallel
+from prepkit.resolve.engines import engine_of, traits
 from prepkit.training.prepared import Prepared
 
 _BY_RANK = Single | DDP | FSDP1 | FSDP2 | DeepSpeed
-"""Engines under which every rank reads its own part, unless ranks are cut into for tensors."""
+"""Engines under which every rank reads its own part, unless some of them hold parts of one tensor."""
 
 
 def prepared_alone(config: Config, loaders: list[Any]) -> Prepared:
@@ -31,8 +32,8 @@ def prepared_alone(config: Config, loaders: list[Any]) -> Prepared:
     Raises ``PlanRejected``; and ``NotOffered`` for engines that divide the data by what the model is cut into.
     """
     tensor = config.mesh.tensor if isinstance(config.mesh, Mesh) else 1
-    if isinstance(config.engine, DeepSpeed):
-        tensor = tensor_parallel(config.engine)
+    if traits(config).own_layout:
+        tensor = tensor_parallel(engine_of(config, DeepSpeed))
     if not isinstance(config.engine, _BY_RANK) or tensor != 1:
         what = f"prepare of loaders alone under {type(config.engine).__name__}"
         raise NotOffered(what, "give them to one prepare with the model, which says what data is divided over", BEFORE)
