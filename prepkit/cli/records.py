@@ -31,7 +31,8 @@ def statement(file: str, output: str | None) -> None:
     """
     from prepkit.codec.statement import statement_text
 
-    loaded: Plan | Attestation = cli_files.readable(load((file,)), as_json=False)[0]
+    every: tuple[Plan | Attestation, ...] = cli_files.readable(load((file,)), as_json=False)
+    loaded = every[0]
     text = statement_text(loaded)
     if output:
         cli_files.keep_inputs((file,), (output,))
@@ -51,31 +52,32 @@ def log(file: str, has: str | None, as_json: bool) -> None:
     Exit code 1 where it is torn, with the line: changed, left out, moved, or cut in half. Whoever keeps the digest of
     the last entry elsewhere finds by --has that entries were cut off at the end.
     """
-    every: list[Entry] = []
-    refused: PlanRejected | None = None
+    listed: list[dict[str, Any]] = []
+    last, known, refused = "", False, None
     try:
-        every.extend(read(file))
+        for one in read(file):
+            listed.append({"line": one.line, "at": one.at, "plan": one.plan, "holds": one.holds})
+            last, known = one.digest, known or one.digest == has
+            if not as_json:
+                say(_line(one))
     except PlanRejected as torn:
         refused = torn
-    if refused is None and has is not None and all(entry.digest != has for entry in every):
+    if refused is None and has is not None and not known:
         refused = PlanRejected((found("log.cut", file, f"no entry of it has the digest {has!r:.90}"),))
-    last = every[-1].digest if every else ""
     if as_json:
         from prepkit import codec
 
-        listed = [{"line": one.line, "at": one.at, "plan": one.plan, "holds": one.holds} for one in every]
-        torn_at = codec.to_data(refused.findings) if refused else []
-        say_json({"entries": listed, "last": last, "findings": torn_at})
+        say_json({"entries": listed, "last": last, "findings": codec.to_data(refused.findings) if refused else []})
         sys.exit(1 if refused else 0)
-    for one in every:
-        engine, size = one.said.get("engine"), one.said["env"].get("world_size")
-        kind = engine.get("kind") if isinstance(engine, dict) else engine
-        say(
-            f"{one.line}  {one.at}  {_short(one.plan)}  {kind} over {size}  {'holds' if one.holds else 'does not hold'}"
-        )
     if refused is not None:
         cli_files.refuse((refused,), as_json=False)
-    say(f"{len(every)} whole; the last is {last}" if every else "nothing was written yet")
+    say(f"{len(listed)} whole; the last is {last}" if listed else "nothing was written yet")
+
+
+def _line(one: Entry) -> str:
+    engine, size = one.said.get("engine"), one.said["env"].get("world_size")
+    kind = engine.get("kind") if isinstance(engine, dict) else engine
+    return f"{one.line}  {one.at}  {_short(one.plan)}  {kind} over {size}  {'holds' if one.holds else 'does not hold'}"
 
 
 @click.command(short_help="Say which plan first had the value of a setting.")
@@ -88,13 +90,12 @@ def blame(file: str, field: str, as_json: bool) -> None:
     FIELD is a setting such as optimizer.lr or engine, or one of the environment, such as env.world_size. A log that is
     torn is not believed: exit code 1.
     """
-    every = cli_files.attempt(lambda: tuple(read(file)))
-    if isinstance(every, PlanRejected):
-        cli_files.refuse((every,), as_json)
     path = tuple(field.removeprefix("config.").split("."))
-    changes = tuple(_changes(every, path))
+    changes = cli_files.attempt(lambda: tuple(_changes(read(file), path)))
+    if isinstance(changes, PlanRejected):
+        cli_files.refuse((changes,), as_json)
     if all(value is _ABSENT for _, value in changes):
-        raise click.UsageError(_unknown(field, path, every))
+        raise click.UsageError(_unknown(field, path, changes[0][0] if changes else None))
     if as_json:
         told = [{"at": one.at, "line": one.line, "plan": one.plan} | _data(value) for one, value in reversed(changes)]
         say_json({"field": field, "values": told})
@@ -107,7 +108,7 @@ def blame(file: str, field: str, as_json: bool) -> None:
 _ABSENT = object()
 
 
-def _changes(every: tuple[Entry, ...], path: tuple[str, ...]) -> Iterator[tuple[Entry, Any]]:
+def _changes(every: Iterator[Entry], path: tuple[str, ...]) -> Iterator[tuple[Entry, Any]]:
     """Each entry at which the value is another than before, with the value."""
     before: object = None
     for entry in every:
@@ -133,13 +134,13 @@ def _data(value: Any) -> dict[str, Any]:
     return {} if value is _ABSENT else {"value": value}
 
 
-def _unknown(field: str, path: tuple[str, ...], every: tuple[Entry, ...]) -> str:
-    """A field that no plan has, and the nearest that one has."""
+def _unknown(field: str, path: tuple[str, ...], first: Entry | None) -> str:
+    """A field that no plan has, and the nearest that the first one has."""
     from difflib import get_close_matches
 
-    if not every:
+    if first is None:
         return "the log has no entry yet"
-    above = _value(every[-1].said, path[:-1])
+    above = _value(first.said, path[:-1])
     near = get_close_matches(path[-1], above, n=1) if isinstance(above, dict) else []
     better = ".".join((*path[:-1], *near))
     fix = f"did you mean {better!r}?" if near else "write optimizer.lr or the like"

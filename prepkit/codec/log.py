@@ -10,6 +10,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 from attrs import evolve, frozen
@@ -24,8 +25,8 @@ FORMAT = 1
 """Format number of a line."""
 LONGEST = 1 << 22
 """Bytes of a line at most; one of a plan has some thousands."""
-MOST = 1 << 20
-"""Lines of a log at most, so that reading one ends."""
+LARGEST = 1 << 30
+"""Bytes of a log at most, so that reading one ends."""
 _TYPES: dict[str, type] = {
     **dict.fromkeys(("before", "at", "plan", "facts", "attestation", "digest"), str),
     **dict.fromkeys(("config", "env"), dict),
@@ -73,6 +74,8 @@ def append(path: str | os.PathLike[str], plan: Plan, attestation: Attestation, a
         data["before"] = _last(descriptor, end, path)
         seal = digest_text(canonical(data))
         line = (canonical(data | {"digest": seal}) + "\n").encode(errors="backslashreplace")
+        if end + len(line) > LARGEST or len(line) > LONGEST:
+            raise _unreadable(path, OSError(0, "it would be longer than a log is read; begin another"))
         try:
             written = os.write(descriptor, line)
             os.fsync(descriptor)
@@ -102,11 +105,11 @@ def read(path: str | os.PathLike[str]) -> Iterator[Entry]:
         raise _unreadable(path, error) from None
     before = ""
     with os.fdopen(descriptor, "rb") as file:
-        for number in range(1, MOST + 2):
+        if os.fstat(descriptor).st_size > LARGEST:
+            raise _unreadable(path, OSError(0, f"it has more than {LARGEST:,} bytes"))
+        for number in count(1):
             if not (raw := file.readline(LONGEST + 1)):
                 return
-            if number > MOST:
-                raise _torn(path, number, f"a log has at most {MOST:,} lines")
             entry, named = _entry(raw, path, number)
             if named != before:
                 behind, after = (shown(one) if one else "no line" for one in (named, before))

@@ -187,6 +187,7 @@ def test_a_check_against_a_model_says_what_no_declared_cluster_tells(folder: Pat
     assert [
         line.split(":")[0].strip() for line in done.stdout.splitlines() if "asks for it" in line or "ask for it" in line
     ]
+    assert run("check", "fsdp2.toml", "--torch", "nightly").exit_code == 0  # which is no release
     assert "the version of torch" not in {
         one["what"] for one in json.loads(run(*words, "--torch", "2.9", "--json").stdout)["cannot_know"]
     }

@@ -134,9 +134,18 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
                 call()
 
 
-def test_a_log_of_too_many_lines_is_read_to_its_limit(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "MOST", 3)
-    assert torn(file) == (3, "4")
+def test_a_log_that_is_too_large_is_neither_read_nor_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = file.stat().st_size
+    monkeypatch.setattr(log, "LARGEST", size)
+    assert torn(file) == (5, "")
+    with pytest.raises(PlanRejected, match=r"log\.unreadable.*begin another"):
+        append(file, sample_plan(), HELD, "2026")
+    assert file.stat().st_size == size
+    monkeypatch.setattr(log, "LARGEST", size - 1)
+    with pytest.raises(PlanRejected, match=r"log\.unreadable.*more than"):
+        list(read(file))
+    done = run("log", "runs.log")
+    assert (done.exit_code, "log.unreadable" in done.stderr) == (1, True)
 
 
 def _append(file: str, number: int) -> None:
