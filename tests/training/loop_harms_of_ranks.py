@@ -66,8 +66,8 @@ def after_close(rank: int, *, slip: bool) -> float:
 
 
 def forward_between(rank: int, *, slip: bool) -> float:
-    ready = prepared(pk.FSDP1())
-    train(ready, rank)
+    ready = prepared(pk.FSDP1(), accumulation=2)
+    train(ready, rank, rank, rank)
     ready.backward(loss_of(ready.model, rank))
     if slip:
         with torch.no_grad():
@@ -77,8 +77,8 @@ def forward_between(rank: int, *, slip: bool) -> float:
 
 
 def evaluated_between(rank: int, *, slip: bool) -> float:
-    ready = prepared(pk.FSDP1())
-    train(ready, rank)
+    ready = prepared(pk.FSDP1(), accumulation=2)
+    train(ready, rank, rank, rank)
     ready.backward(loss_of(ready.model, rank))
     if slip:
         with ready.evaluating():
@@ -91,7 +91,7 @@ LOOP_HARMS_OF_RANKS: tuple[LoopHarmOfRanks, ...] = (
     LoopHarmOfRanks("loop.past-the-wrapper", "the ranks' weights part", past_ddp),
     LoopHarmOfRanks("loop.never-averaged", "the ranks' weights part", ended_late),
     LoopHarmOfRanks("loop.own-loop-unaveraged", "the ranks' weights part", stepped_by_hand),
-    LoopHarmOfRanks("loop.closed", "the ranks' weights part", after_close),
+    LoopHarmOfRanks("loop.closed", "the ranks' weights part", after_close, also=("loop.past-the-wrapper",)),
     LoopHarmOfRanks("loop.forward-loses-gradients", "the step is lost", forward_between, also=("loop.gradients-gone",)),
     LoopHarmOfRanks(
         "loop.evaluated-before-step",
