@@ -198,8 +198,13 @@ class OfPrepkit:
         more = [name for name in ("clip", "checkpointing", "compile") if getattr(self.extra, name) is not None]
         return "_".join((parts, *more)) + (f"_divided_by_{self.by:g}" if self.by != 1 else "")
 
+    @property
+    def needs(self) -> str:
+        """The package that has to be there."""
+        return "deepspeed" if self.engine.startswith("DeepSpeed") else ""
+
     def __call__(self, rank: int, world: int) -> Window:
-        if self.engine.startswith("DeepSpeed"):
+        if self.needs:
             lean()
         cfg = evolve(
             self.extra,
