@@ -38,14 +38,15 @@ def factor_of(loss: Tensor) -> Factor:
 
     Also inside of a model that returns its loss, as a LightningModule does.
     """
-    value, node = 1.0, loss.grad_fn
+    value, node, place = 1.0, loss.grad_fn, loss.output_nr
     while node is not None:
-        inputs = [one for one, _ in node.next_functions if one is not None]
-        by = _scaled(node) if len(inputs) == 1 else None
-        if by is None:
+        inputs = [one for one in node.next_functions if one[0] is not None]
+        if node.name() == "_DDPSinkBackward":  # hands each output on as it is
+            by, inputs = 1.0, [node.next_functions[place]]
+        elif (by := _scaled(node) if len(inputs) == 1 else None) is None:
             return Factor(value, _sums(node), _count(node))
         value *= by
-        node = inputs[0]
+        node, place = inputs[0]
     return Factor(value)
 
 

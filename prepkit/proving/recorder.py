@@ -142,14 +142,15 @@ class Recorder:
                 stack.enter_context(called_first(self._root))
             else:
                 self._attach(self.root, stack)
-            for home, name, instead in (
+            around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
                 (torch.autograd, "backward", self._backward),
                 (torch.optim.Optimizer, "zero_grad", self._cleared),
                 (nn.Module, "zero_grad", self._cleared),
                 (torch.amp.GradScaler, "scale", self._scaled),
                 *self._clips.places(self._clippable, self._micros),
                 (TokenWindow, "weighed", self._weighed),
-            ):
+            )
+            for home, name, instead in around:
                 stack.enter_context(around_calls(home, name, instead))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
@@ -361,7 +362,7 @@ class Recorder:
         result = plain(which, *args, **kwargs)
         if self.done and self._holds(which):
             self._over()
-        elif not self.done and not self.stepped and self._holds(which):
+        elif not (self.done or self.stepped or isinstance(which, nn.Module)) and self._holds(which):
             self._calls = [call for call in self._calls if call.micro < 0]
             for what in (self._micros, self._clips.at, self._around.outside):
                 what.clear()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import torch
 from attrs import define, frozen
@@ -107,10 +108,6 @@ def replayed(window: Replay) -> ProofFacts:
     unlike = _unlike(window.streamed(torch.float32)[0], records)
     held = {one.name for record in records for one in record.head.params if one.trained and one.group is not None}
     judged = [one.name for one in first.params if one.name in held] if not unlike and not spoiled else []
-    clamped = [name for name in judged if _is_clamped(window, name)]
-    if clamped:
-        more += (f"{len(clamped)} gradients were clipped by value to {first.value:g}: they were not compared",)
-    judged = [name for name in judged if name not in clamped]
     if judged and any(_size(one.shape) > window.most for one in first.params):
         more += (f"of each gradient {window.most:,} elements were compared, as many as memory holds",)
     steps, no_step = steps_of(window)
@@ -258,7 +255,7 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
         mine = window.sampled(grad.to_dense() if grad.is_sparse else grad)
         share[name] = share[name] + mine if name in share else mine
 
-    entered = model if call.entry == "forward" else getattr(model, call.entry)
+    entered: Callable[..., Any] = model if call.entry == "forward" else getattr(model, call.entry)
     with ExitStack() as stack:
         for context in streamed.on(arrived):
             stack.enter_context(context)
@@ -308,12 +305,15 @@ def _reaches(end: Tensor, other: Tensor) -> bool:
 def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> GradientProof:
     """Inner products, of all elements, or as those of a part of them tell."""
     shares = torch.stack([share[name] for share in reference])
+    apart = torch.stack([share[name] for share in rounded]).mean(0) - shares.mean(0)
     found = replicas(window.records, "grad", name)
     numel = _size(next(one.shape for one in window.records[0].head.params if one.name == name))
     more = numel / shares.shape[1] if shares.shape[1] else 1.0
     got = [window.sampled(one.values) for one in found]
+    if window.records[0].head.value is not None:
+        kept = _not_clamped(window, shares, got)
+        shares, got = shares * kept, [one * kept for one in got]
     weight = window.sampled(window.weight(name))
-    apart = torch.stack([share[name] for share in rounded]).mean(0) - shares.mean(0)
     return GradientProof(
         name=name,
         numel=numel,
@@ -329,11 +329,13 @@ def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> 
     )
 
 
-def _is_clamped(window: Replay, name: str) -> bool:
-    """Whether a clipping by value may have changed its gradient."""
-    most = window.records[0].head.value
-    found = replicas(window.records, "grad", name) if most is not None else ()
-    return any(bool((one.values.abs() >= (1 - 1e-6) * (most or 0.0)).any()) for one in found)
+def _not_clamped(window: Replay, shares: Tensor, got: list[Tensor]) -> Tensor:
+    """1 for each element that is to be compared, 0 where a clipping by value explains what it is."""
+    most = window.records[0].head.value or 0.0
+    weights = torch.tensor([share.weight for share in _shares(window.records)], dtype=shares.dtype)
+    mean = weights @ shares / len(shares)
+    reached = torch.stack([(one.abs() >= (1 - 1e-6) * most) & (one.sign() == mean.sign()) for one in got]).any(0)
+    return (~(reached & (mean.abs() >= 0.99 * most))).to(shares.dtype)
 
 
 def _decay(window: Replay, name: str) -> float:

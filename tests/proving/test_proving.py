@@ -21,7 +21,6 @@ from tests.proving.right import RIGHT, Right
 from tests.proving.unseen import UNSEEN
 from tests.proving.window import proved, recorded
 from tests.proving.wrong import ERRORS, Planted, hook_that_sums
-from tests.support.launch import torchrun
 from tests.support.patience import MOST
 
 MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *DRAWN_ERRORS[::9], *BY_LIBRARIES[::11]))
@@ -145,7 +144,7 @@ SCRIPT = """
 import torch, torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
-ours = Accelerator(cpu=True, gradient_accumulation_steps=4)
+ours = Accelerator(gradient_accumulation_steps=4)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 model, optimizer = ours.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -167,7 +166,7 @@ print("went on")
 def test_a_script_with_accelerate_is_proven_in_one_line(tmp_path: Path, divided: str, says: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("DIVIDED", divided))
     root = str(Path(pk.__file__).parents[1])
-    command = [*torchrun(2), "-m", "prepkit", "audit", "--prove", "train.py"]
+    command = [sys.executable, "-m", "prepkit", "audit", "--prove", "--torchrun", "2", "train.py"]
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=120 * MOST, env=environment

@@ -185,14 +185,18 @@ def trained(rank: int, world: int, case: Case) -> list[float]:
 
 
 def proven(rank: int, world: int, case: Case) -> list[str]:
-    """What a proof of the first two windows tells, and what it has not compared, but for the state of the second step.
+    """What the proof of the first two windows of a case finds."""
+    return found_by_proof(_trained(rank, case, prove=2)[0])
+
+
+def found_by_proof(ready: Any) -> list[str]:
+    """All that proofs of a run's windows have told, what they could not compare among it.
 
     Raises ``AssertionError`` where nothing was asked.
     """
-    ready, _ = _trained(rank, case, prove=2)
     asked = [one for one in ready.attestation.asked if one.rule.startswith("prove.")]
     assert len(asked) > 30, asked
-    return [one.what for each in asked for one in each.found if "state from earlier steps" not in one.what]
+    return [one.what for each in asked for one in each.found]
 
 
 def _trained(rank: int, case: Case, prove: int = 0) -> tuple[Any, list[float]]:

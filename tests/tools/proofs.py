@@ -17,7 +17,7 @@ from torch import nn
 from prepkit.findings import Finding, Severity
 from prepkit.proving.proof import Proof, prove_record
 from prepkit.proving.recorder import Recorder
-from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT, OfPrepkit
+from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT, RIGHT_OF_FOUR, OfPrepkit
 from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES, OfLibrary
 from tests.proving.right import RIGHT, Right
 from tests.proving.unseen import UNSEEN
@@ -26,7 +26,8 @@ from tests.proving.wrong import ERRORS, Planted
 from tests.support.gang import Gang, GangError, gang_of
 
 ALL_ERRORS = (*ERRORS, *(Planted(*one) for one in (*UNSEEN, *DRAWN_ERRORS, *BY_LIBRARIES)))
-ALL_RIGHT = (*RIGHT, *map(Right, DRAWN_RIGHT), *(Right(*one) for one in RIGHT_BY_LIBRARIES))
+MORE_RIGHT = (*((one, 2) for one in DRAWN_RIGHT), *((one, 4) for one in RIGHT_OF_FOUR), *RIGHT_BY_LIBRARIES)
+ALL_RIGHT = (*RIGHT, *(Right(*one) for one in MORE_RIGHT))
 
 
 def told(proof: Proof) -> list[Finding]:
