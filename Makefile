@@ -21,7 +21,7 @@ REAL := tests/applying tests/audit/test_script.py tests/differential tests/loadi
 
 GOLDEN := tests/audit/test_rules.py tests/codec tests/planner tests/predict tests/render tests/resolve tests/rules
 
-.PHONY: demo quick test lint types contracts bench faults drawn docs golden counts mutants clean
+.PHONY: demo quick test lint types contracts bench faults drawn docs page golden counts mutants clean
 
 demo: $(READY)  ## Plan, show and train a language model, and compare the engines
 	$(BIN)/python examples/demo.py
@@ -55,6 +55,10 @@ drawn: $(READY)  ## Legal configs drawn at random, trained for real on two and f
 docs: $(READY)  ## The pages of docs/ as a site in build/site; a dead link fails
 	$(BIN)/python -m tests.docs.generate
 	$(BIN)/zensical build --strict --clean
+
+page: $(READY)  ## The page on which prepkit is tried without installing it, in build/page; takes npm
+	npm install --no-audit --no-fund --prefix build/node pyodide
+	$(BIN)/python -m tests.tools.page build/page build/node/node_modules
 
 golden: $(READY)  ## The texts that tests compare with, written anew: read what has changed in them
 	WRITE_GOLDEN=1 $(BIN)/python -m pytest -q $(GOLDEN)

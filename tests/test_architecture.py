@@ -83,6 +83,7 @@ def test_a_variable_of_the_environment_is_read_by_rooms_that_act_and_by_whoever_
     files = (ROOT / "prepkit").rglob("*.py")
     readers = [file.relative_to(ROOT) for file in files if re.search(r"\b(environ|getenv)\b", file.read_text())]
     assert {str(path) for path in readers if path.parts[1] not in ACTING - {"compat"}} == {
+        "prepkit/cli/audit.py",
         "prepkit/cli/import_and_export.py",
         "prepkit/cli/plan_files.py",
         "prepkit/compat/accelerate/arguments.py",

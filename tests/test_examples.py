@@ -52,8 +52,8 @@ def test_one_script_trains_under_every_engine(
     assert losses[2] < losses[0]
 
 
-def test_the_plan_of_the_demo_warns_of_nothing(tmp_path: Path) -> None:
-    assert pk.load(str(saved_plan(tmp_path, "fsdp2", 2))).warnings == ()
+def test_the_plan_of_the_demo_warns_of_nothing(tmp_path: Path, fork_servers: ForkServers) -> None:
+    assert pk.load(str(saved_plan(tmp_path, fork_servers, "fsdp2", 2))).warnings == ()
 
 
 def test_the_custom_rule_refuses() -> None:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import prepkit as pk
-from prepkit.facts.run import RankFacts
+from prepkit.facts.run import Unlike
 from prepkit.findings import FindingWarning, RunRefused, Severity
 from prepkit.rules import LAW
-from prepkit.rules.rule import Moment
+from prepkit.rules.rule import Hit, Moment
 from tests.audit.case import WIDTH, Case, adam, net
 from tests.audit.test_rules import FINE, RANK
 from tests.support.gang import Gang, GangError
@@ -238,8 +238,8 @@ def frozen_on_the_way(case: Case) -> None:
     [
         (widened, {"run.drift-params"}),
         (warmed_up, {"run.drift-rate"}),
-        (restarted, {"run.drift-state"}),
-        (frozen_on_the_way, {"run.drift-trained", "run.drift-state"}),
+        (restarted, {"run.state-lost"}),
+        (frozen_on_the_way, {"run.drift-trained", "run.state-lost"}),
     ],
     ids=lambda one: one.__name__ if callable(one) else "",
 )
@@ -260,12 +260,14 @@ def test_a_change_on_purpose_while_a_loop_runs_is_no_error(change: Callable[[Cas
 def test_stages_of_a_pipeline_may_step_with_options_of_their_own() -> None:
     ask = [rule for rule in LAW if rule.id in ("run.ranks-optimizers", "run.ranks-schedulers")]
 
-    def ranks(names: str) -> tuple[RankFacts, ...]:
-        other = evolve(RANK, rank=1, names=names, optimizer="b", scheduler="b")
-        return (evolve(RANK, names="a"), other)
+    unlike = (Unlike(name="lr of group 0", held="0.1 on rank 0, 0.2 on rank 1"),)
 
-    assert [hit for rule in ask for hit in rule.check(evolve(FINE, ranks=ranks("b")))] == []
-    assert len([hit for rule in ask for hit in rule.check(evolve(FINE, ranks=ranks("a")))]) == 2
+    def found(names: str) -> list[Hit]:
+        ranks = (evolve(RANK, names="a"), evolve(RANK, rank=1, names=names, scheduler="b"))
+        return [hit for rule in ask for hit in rule.check(evolve(FINE, ranks=ranks, unlike=unlike))]
+
+    assert found("b") == []
+    assert len(found("a")) == 2
 
 
 # --- all rows ---

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import evolve
 
 from prepkit.api.given import Given, a_plan, loaders_of
 from prepkit.auditing.outcome import Audit
+from prepkit.codec import log as log_file
+from prepkit.codec.statement import statement_text
 from prepkit.facts import Env
+from prepkit.findings import Finding, PlanRejected
+from prepkit.findings.text import shorter
 from prepkit.later import collector_paused, needs_torch
 from prepkit.plan import Plan
+from prepkit.rules import found
 
 if TYPE_CHECKING:
     from prepkit.applying.rehearse import Rehearsal
     from prepkit.auditing.watch import Act, DriftWatch
     from prepkit.proving.proof import Proof
     from prepkit.training.prepared import Prepared
+
+
+Require: TypeAlias = Callable[[bytes], object] | Sequence[str]
+"""Who decides whether a plan may be applied: a function of its statement, or the words of a command."""
+FILE = "{statement}"
+"""Word of a command that stands for a file with the statement."""
+SECONDS = 60.0
+"""How long a command may take to decide."""
 
 
 def apply(
@@ -30,6 +46,8 @@ def apply(
     loaders: Sequence[Any] | None = None,
     fingerprint: bool = False,
     prove: int = 0,
+    require: Require | None = None,
+    log: str | PathLike[str] | None = None,
 ) -> Prepared:
     """Do what the plan says to the objects that it was built from, or to those given here, and verify the outcome.
 
@@ -39,6 +57,10 @@ def apply(
     every rank. ``prove``: so many of the first windows are recorded, and each is done again by rank 0 in plain torch
     when its step was taken; the others send it tensors, one at a time. Errors raise ``RunRefused`` from
     ``ready.step()`` on every rank, and the attestation has what was asked. Raises ``ValueError`` for no such number.
+    ``require``: a plan is refused, on all ranks, unless each rank's ``require`` accepts its in-toto Statement, as
+    ``prepkit statement`` writes it: a function of these bytes that returns True, or the words of a command that ends
+    with 0, which is given them on its input, or as the file ``{statement}``. ``log``: a file to which rank 0 appends
+    what was applied, once it stands there (``PlanRejected`` where that fails); ``prepkit log`` verifies its chain.
     """
     a_plan(plan)
     if isinstance(prove, bool) or not isinstance(prove, int) or prove < 0:
@@ -48,6 +70,8 @@ def apply(
         from prepkit import planner
         from prepkit.applying.apply import apply as act
         from prepkit.applying.apply import guarded, look
+        from prepkit.observe.env import now
+        from prepkit.ranks.launcher import rank
         from prepkit.training.prepared import prepared
 
     given = plan.target or Given(model=None)
@@ -60,8 +84,11 @@ def apply(
             scheduler=given.scheduler if scheduler is None else scheduler,
             loaders=divided,
         )
-        found = () if today.refusals else planner.since(plan, today.facts)
-        applied = act(plan, today, guard, found, fingerprint=fingerprint)
+        new = () if today.refusals else planner.since(plan, today.facts)
+        log = log if rank() == 0 else None
+        applied = act(plan, today, guard, (*new, *_refused(plan, require, log)), fingerprint=fingerprint)
+        if log is not None:
+            log_file.append(log, plan, applied.attestation, now())
     ready = prepared(applied)
     if prove:
         from prepkit.proving.live import prove_windows
@@ -183,3 +210,48 @@ def watch(
     from prepkit.auditing.watch import watch as begin
 
     return begin(model, optimizer, scheduler, every=every, share=share, act=act)
+
+
+# --- who has signed a plan, and the log of what was applied ---------------------------------------------------------
+
+
+def _refused(plan: Plan, require: Require | None, log: str | PathLike[str] | None) -> Iterator[Finding]:
+    """Why the plan may not be applied, or could not be kept. Raises ``TypeError`` for another kind of ``require``."""
+    if require is not None and (what := _not_accepted(statement_text(plan).encode(), require)):
+        yield found("plan.not-signed", "require", what)
+    if log is not None:
+        try:
+            log_file.check_end(log)
+        except PlanRejected as torn:
+            yield from torn.findings
+
+
+def _not_accepted(statement: bytes, require: Require) -> str:
+    """Why the statement is not accepted; empty where it is. Whatever goes wrong on the way accepts nothing."""
+    if callable(require):
+        try:
+            answer = require(statement)
+        except Exception as error:  # whatever it raises, it has not accepted
+            return f"{_name(require)} raised {type(error).__name__}: {error}"
+        return "" if answer is True else f"{_name(require)} returned {answer!r:.60}, and not True"
+    if isinstance(require, str | bytes) or not require or not all(isinstance(word, str) for word in require):
+        raise TypeError(
+            f"require={require!r:.60} is neither a function nor the words of a command; write "
+            'require=("ssh-keygen", "-Y", "verify", ...)'
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "statement.json")
+        file.write_bytes(statement)
+        words = [str(file) if word == FILE else word for word in require]
+        try:
+            done = subprocess.run(words, input=statement, capture_output=True, timeout=SECONDS, check=False)
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            return f"{words[0]} could not decide: {error}"
+    if done.returncode == 0:
+        return ""
+    said = " ".join((done.stderr or done.stdout).decode(errors="backslashreplace").split())
+    return f"{words[0]} ended with {done.returncode}: {shorter(said, 200) or 'it said nothing'}"
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch import nn
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.running import RunningLook
 from prepkit.facts import Env
+from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
 from prepkit.observe.prepared import BEFORE_A_STEP, look, optimizers_of
 from prepkit.observe.prepared.around import accelerate_window, averages_by_hand
 from prepkit.rules import due
-from prepkit.rules.rule import Moment, Need, findings_of
+from prepkit.rules.rule import Moment, Need, Rule, findings_of
 
 
 def audit(
@@ -58,4 +59,35 @@ def audit(
     again = RunningLook(
         model=model, optimizers=optimizers_of(optimizer), scheduler=scheduler, facts=facts, asks_ranks=bool(facts.ranks)
     )
-    return Audit(facts=facts, findings=findings, seconds=time.perf_counter() - begun, look_again=again.look)
+    return Audit(
+        facts=facts,
+        findings=findings,
+        unasked=tuple(unasked(rules, facts, at_step=at_step)),
+        seconds=time.perf_counter() - begun,
+        look_again=again.look,
+    )
+
+
+def unasked(rules: Iterable[Rule], facts: RunFacts, *, at_step: bool) -> Iterator[tuple[str, str]]:
+    """Id of each rule that had to know what was not there to be seen, and what that is. Pure.
+
+    Of one rank the rules about several ask nothing, and nobody knows what several would show.
+    """
+    absent: dict[Need, str] = {}
+    if not facts.optimizers:
+        absent |= dict.fromkeys((Need.OPTIMIZERS, Need.STATE), "the optimizer, as there is none")
+    if not at_step:
+        absent[Need.GRADIENTS] = "the gradients, as nobody is about to step: run prepkit audit SCRIPT"
+    elif facts.engine is not None:
+        absent[Need.GRADIENTS] = "the gradients, which DeepSpeed keeps where nobody sees them"
+    if not facts.loaders:
+        absent[Need.LOADERS] = "the loaders, as there is none"
+    if facts.world_size == 1:
+        absent[Need.RANKS] = "what other ranks would see: run prepkit audit --torchrun 2 SCRIPT"
+    elif not facts.ranks:
+        absent[Need.RANKS] = "what the other ranks have seen, as they were not asked"
+    if facts.window is None:
+        absent[Need.BEFORE] = "what stood there before: pk.watch, or prepkit audit SCRIPT"
+    for rule in rules:
+        if (why := next((absent[need] for need in rule.needs if need in absent), None)) is not None:
+            yield rule.id, why

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -115,32 +115,42 @@ def _numbers(found: list[Any]) -> list[float]:
 
 
 @define(eq=False)
-class Passes:
-    """Listens to which epochs ``DistributedSampler``s go through; ``close`` puts back what was there."""
+class SampledEpochs:
+    """Listens to which epochs ``DistributedSampler``s go through, from ``listen`` to ``close`` or its own end."""
 
     repeated: dict[str, None] = field(factory=dict)
     _epochs: weakref.WeakKeyDictionary[Any, int] = field(factory=weakref.WeakKeyDictionary)
-    _pair: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-    """What was there, and what is in its place."""
 
     def listen(self) -> None:
-        """Begin."""
-        plain = DistributedSampler.__iter__
+        """Begin. What torch gives is replaced once, however many listen."""
+        _LISTENING.add(self)
+        if DistributedSampler.__iter__ is _PLAIN:
+            DistributedSampler.__iter__ = _heard  # type: ignore[method-assign]
 
-        def instead(sampler: Any) -> Iterator[Any]:
-            return self._heard(sampler, sampler.epoch, plain(sampler))
+    def close(self) -> None:
+        """End; the last to do so puts back what was there, unless somebody else has replaced it meanwhile."""
+        _LISTENING.discard(self)
+        if not _LISTENING and DistributedSampler.__iter__ is _heard:
+            DistributedSampler.__iter__ = _PLAIN  # type: ignore[method-assign]
 
-        self._pair = plain, instead
-        DistributedSampler.__iter__ = instead  # type: ignore[method-assign]
-
-    def _heard(self, sampler: Any, epoch: int, indices: Iterator[Any]) -> Iterator[Any]:
-        yield from indices
+    def hear(self, sampler: Any, epoch: int) -> None:
+        """A pass of the sampler has ended."""
         if sampler.shuffle and self._epochs.get(sampler) == epoch:
             self.repeated[f"of {len(sampler.dataset)} samples, at epoch {epoch}"] = None
         self._epochs[sampler] = epoch
 
-    def close(self) -> None:
-        """End; beside one that has begun later, that one still hears, and passes on what is asked."""
-        if self._pair is not None and DistributedSampler.__iter__ is self._pair[1]:
-            DistributedSampler.__iter__ = self._pair[0]  # type: ignore[method-assign]
-        self._pair = None
+
+_LISTENING: weakref.WeakSet[SampledEpochs] = weakref.WeakSet()
+_PLAIN = DistributedSampler.__iter__
+
+
+def _heard(sampler: Any) -> Iterator[Any]:
+    epoch = sampler.epoch
+    indices = _PLAIN(sampler)
+    return _passed_on(sampler, epoch, indices) if _LISTENING else indices
+
+
+def _passed_on(sampler: Any, epoch: int, indices: Iterator[Any]) -> Iterator[Any]:
+    yield from indices
+    for one in tuple(_LISTENING):
+        one.hear(sampler, epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from attrs import field, frozen
@@ -20,6 +21,8 @@ class Audit:
     facts: RunFacts
     findings: tuple[Finding, ...]
     """Every finding: errors, warnings and notes, in the order of the rules."""
+    unasked: tuple[tuple[str, str], ...] = ()
+    """Id of each rule that could not be asked to the end, and what was not there to be seen."""
     seconds: float = field(default=0.0, eq=False)
     """How long it took to look."""
     look_again: Callable[[], tuple[Finding, ...]] | None = field(default=None, eq=False, repr=False)
@@ -69,7 +72,10 @@ class Audit:
 
     def __str__(self) -> str:
         said = [str(finding) for finding in self.findings]
-        return "\n".join((_head(self.facts), *(said or ["nothing is wrong that can be told before the first step"])))
+        fine = ["nothing is wrong that can be told before the first step"]
+        counts = Counter(why for _, why in self.unasked)
+        unknown = [f"  {count(rules, 'rule')}: {why}" for why, rules in counts.items()]
+        return "\n".join((_head(self.facts), *(said or fine), *(["cannot know here:"] if unknown else ()), *unknown))
 
 
 def _head(facts: RunFacts) -> str:

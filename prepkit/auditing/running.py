@@ -12,7 +12,7 @@ import torch
 from attrs import define, evolve, field
 from torch import nn
 
-from prepkit.auditing.course import Passes, at_zero, course, not_finite
+from prepkit.auditing.course import SampledEpochs, at_zero, course, not_finite
 from prepkit.facts.run import RunFacts, RunningFacts, RunningParam, Unlike
 from prepkit.findings import Finding
 from prepkit.objects.names import Site, first_names, parameters_at, sites
@@ -98,7 +98,7 @@ class RunningLook:
     """That the last one has taken."""
     steps: int | None = field(default=None, init=False)
     """Optimizer steps that whoever looks has counted."""
-    passes: Passes | None = field(default=None, init=False)
+    passes: SampledEpochs | None = field(default=None, init=False)
     _ended: float = field(factory=time.perf_counter, init=False)
     _changed: dict[str, str] = field(factory=dict, init=False)
     """Options that were other at the look before the last, with what they were."""

@@ -10,7 +10,7 @@ import torch
 from attrs import define, evolve, field
 from torch import nn
 
-from prepkit.auditing.course import Passes
+from prepkit.auditing.course import SampledEpochs
 from prepkit.auditing.running import RunningLook
 from prepkit.court import report
 from prepkit.findings import Finding
@@ -52,7 +52,7 @@ class DriftWatch:
         known = optimizers_of(optimizer)
         facts = look(model, known, scheduler, needs={Need.OPTIMIZERS})
         self._look = RunningLook(model=model, optimizers=known, scheduler=scheduler, facts=facts, share=self.share)
-        self._look.steps, self._look.passes = self.steps, Passes()
+        self._look.steps, self._look.passes = self.steps, SampledEpochs()
         self._look.passes.listen()
         self._engine = next(iter(engines(model)), None)
         self._handle = _stepping(known[0]).register_step_pre_hook(self._before_step)

@@ -16,10 +16,13 @@ from attrs import asdict, evolve
 
 from prepkit.cli import audit as cli_audit
 from prepkit.cli import compare as cli_files
+from prepkit.cli import doctor as cli_doctor
 from prepkit.cli import gate as cli_gate
 from prepkit.cli import import_and_export as cli_import
+from prepkit.cli import init as cli_init
 from prepkit.cli import plan_files as cli_model
 from prepkit.cli import plan_files as cli_refusal
+from prepkit.cli import records as cli_records
 from prepkit.cli import report_and_sweep as cli_bytes
 from prepkit.cli import terminal as cli_terminal
 from prepkit.cli.options import (
@@ -190,20 +193,24 @@ def _tell(verdicts: tuple[Verdict, ...], as_json: bool) -> NoReturn:
 
 
 def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False) -> None:
+    from prepkit.cli.check import tells, unknown_in, unknown_lines
     from prepkit.cli.verdict import findings_data, verdicts_text
 
     legal = tuple(str(verdict.world_size) for verdict in verdicts if verdict.plan is not None)
+    plan = next((verdict.plan for verdict in verdicts if verdict.plan is not None), None)
+    unknown = {} if plan is None else unknown_in(plan)
     if as_json:
-        say_json({"findings": findings_data(verdicts)})
+        not_known = [{"what": what, "rules": count, "tells": tells(what)} for what, count in unknown.items()]
+        say_json({"findings": findings_data(verdicts), "cannot_know": not_known})
     elif text := verdicts_text(verdicts):
         say(text, err=True)
-    if legal and not as_json:
+    if plan is not None and not as_json:
         from prepkit import planner
 
         say(f"a plan exists for world size {', '.join(legal)}")
-        plan = next(verdict.plan for verdict in verdicts if verdict.plan is not None)
         if (costs := planner.costs(plan)) is not None:
             say(str(costs))
+        say("\n".join(("cannot know here:", *unknown_lines(unknown))) if unknown else "every rule could be asked")
 
 
 def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: str | None) -> tuple[Verdict, ...]:
@@ -335,32 +342,10 @@ def rules(rule_id: str | None, as_json: bool) -> None:
         say(rules_text(chosen))
 
 
-@main.command("statement", short_help="Write an attestation as an in-toto Statement, to be signed.")
-@click.argument("file", type=FILE)
-@click.option("-o", "--output", help="File to write; without it the text is printed.")
-def statement_command(file: str, output: str | None) -> None:
-    """Write an attestation as an in-toto Statement, which stock tools sign and verify.
-
-    One that does not hold is written too, and gives exit code 1.
-    """
-    from prepkit.codec.statement import statement
-    from prepkit.plan.attestation import Attestation
-
-    loaded = _files((file,), as_json=False)[0]
-    if not isinstance(loaded, Attestation):
-        raise click.UsageError(f"{file} is a plan; give an attestation, as pk.save(ready.attestation, path) writes it")
-    if output:
-        cli_refusal.keep_inputs((file,), (output,))
-        cli_refusal.write(json.dumps(statement(loaded), indent=1) + "\n", output)
-    else:
-        say_json(statement(loaded))
-    sys.exit(1 if loaded.failed else 0)
-
-
 @main.command(short_help="Print the JSON Schema of a file, for editors.")
-@click.argument("name", type=click.Choice(("config", "plan", "findings", "attestation", "deepspeed")))
+@click.argument("name", type=click.Choice(("config", "plan", "findings", "attestation", "deepspeed", "accelerate")))
 def schema(name: str) -> None:
-    """Print the JSON Schema (2020-12) of a config, a plan, findings, an attestation, or DeepSpeed's JSON."""
+    """Print the JSON Schema (2020-12) of a config, a plan, findings, an attestation, or of DeepSpeed and accelerate."""
     from prepkit.formats.schemas import SCHEMAS
 
     say_json(SCHEMAS[name]())
@@ -395,6 +380,11 @@ def rehearse(file: str, model: str, rank: int, as_json: bool) -> None:
 
 main.add_command(cli_audit.audit)
 main.add_command(cli_gate.gate)
+main.add_command(cli_init.init)
+main.add_command(cli_doctor.doctor)
+main.add_command(cli_records.statement)
+main.add_command(cli_records.log)
+main.add_command(cli_records.blame)
 main.add_command(cli_audit.prove)
 main.add_command(cli_audit.bisect)
 main.add_command(cli_import.import_command)

@@ -14,7 +14,6 @@ from prepkit.cli.options import FILE, as_json, object_option
 from prepkit.cli.terminal import say, say_json
 
 if TYPE_CHECKING:
-    from prepkit.auditing.outcome import Audit
     from prepkit.proving.proof import Proof
 
 CODES = "PREPKIT_AUDIT_CODES"
@@ -61,6 +60,7 @@ def audit(  # an argument for each option
 def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | None, as_json: bool) -> int:
     """Audit in this process, say what is found, and return the exit code."""
     from prepkit import codec
+    from prepkit.auditing.outcome import Audit
     from prepkit.auditing.script import ScriptEnded, audit_script, leave
     from prepkit.findings import errors
     from prepkit.ranks import launcher
@@ -79,9 +79,11 @@ def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | N
     if found is None:
         click.echo(f"Error: {script} ended without an optimizer step, so that there was nothing to audit", err=True)
         return 2
-    if launcher.rank() == 0:
+    if launcher.is_main():
         if as_json:
-            say_json({"findings": [codec.to_data(finding) for finding in found.findings], "seconds": found.seconds})
+            unknown = found.unasked if isinstance(found, Audit) else ()
+            said = {"findings": [codec.to_data(finding) for finding in found.findings], "seconds": found.seconds}
+            say_json(said | {"cannot_know": [{"rule": rule, "what": what} for rule, what in unknown]})
         else:
             say(str(found))
     leave()

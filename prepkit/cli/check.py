@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from attrs import evolve, field, frozen
+from attrs import evolve, field, fields_dict, frozen
 
+from prepkit import rules
 from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli.options import Cluster
 from prepkit.cli.terminal import say, say_json
-from prepkit.config import AdamW, Origin
+from prepkit.config import AdamW, LoadWeights, Origin
 from prepkit.config.origin import origin_of
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Finding, PlanRejected, Severity
@@ -29,6 +30,7 @@ from prepkit.formats.launches import NamedFile, Script, read_script, script_find
 from prepkit.formats.places import FilePlace, place_of
 
 if TYPE_CHECKING:
+    from prepkit.plan import Plan
     from prepkit.planner.budget import Costs
 
 _RATE = 1e-3
@@ -47,6 +49,11 @@ _TELLS = {
 """What a rule would have to know, and what tells it."""
 _MISSING = "import.missing-file"
 _ELSEWHERE = "run prepkit audit SCRIPT, where it trains"
+
+
+def tells(what: str) -> str:
+    """What would tell what is not known here."""
+    return _TELLS.get(what, _ELSEWHERE)
 
 
 @frozen(kw_only=True)
@@ -185,17 +192,16 @@ def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Check
     beyond = tuple(
         (
             FilePlace(one.path, named.line, named.column),
-            Finding(
-                rule=_MISSING,
-                severity=Severity.NOTE,
-                where=f"{one.path}:{named.line}:{named.column}",
-                what=f"{named.path} is known when it runs" if "$" in named.path else f"{named.path} is not here",
-                fix=f"Check it where it is: prepkit check {named.path}",
-            ),
+            evolve(_not_here(f"{one.path}:{named.line}:{named.column}", named.path), severity=Severity.NOTE),
         )
         for named in missing
     )
     return Checked(found=one, findings=findings, fine=_SCRIPT_RULES, beyond=beyond)
+
+
+def _not_here(where: str, named: str) -> Finding:
+    what = f"{named} is known when it runs" if "$" in named else f"{named} is not here"
+    return rules.found(_MISSING, where, what, f"Check it where it is: prepkit check {named}")
 
 
 _SCRIPT_RULES = 4
@@ -391,8 +397,7 @@ def _not_known(checked: list[Checked]) -> Iterator[str]:
         yield "cannot know here:"
     for why, one in list(absent.items())[:_SHOWN]:
         yield f"  {one.found.path}: {why}"
-    for what, count in sorted(most.items(), key=lambda pair: -pair[1]):
-        yield f"  {what}: {count} {'rule asks' if count == 1 else 'rules ask'} for it; {_TELLS.get(what, _ELSEWHERE)}"
+    yield from unknown_lines(most)
     beyond = [pair for one in checked for pair in one.beyond]
     kinds: dict[str, list[tuple[FilePlace, Finding]]] = {}
     for place, finding in beyond:
@@ -400,6 +405,28 @@ def _not_known(checked: list[Checked]) -> Iterator[str]:
     for pairs in list(kinds.values())[:_SHOWN]:
         (place, finding), more = pairs[0], len(pairs) - 1
         yield f"  {place}: {finding.what}{f' (and {more} more)' if more else ''}"
+
+
+def unknown_lines(unknown: Mapping[str, int]) -> Iterator[str]:
+    """What is not known, the number of rules that ask for it, and what tells it; what most ask for first."""
+    for what, count in sorted(unknown.items(), key=lambda pair: -pair[1]):
+        yield f"  {what}: {count} {'rule asks' if count == 1 else 'rules ask'} for it; {tells(what)}"
+
+
+def unknown_in(plan: Plan) -> Mapping[str, int]:
+    """What rules would have to know beside the model and the cluster of a plan, and how many would."""
+    from prepkit.rules.without_model import ask
+
+    facts = plan.facts
+    known = frozenset(facts.env.assumed) or frozenset(fields_dict(Env))  # declared, or looked at
+    answers = ask(plan.config, facts.env, known, facts.model)
+    seen = {
+        "the optimizer": facts.optimizer is not None or plan.config.optimizer is not None,
+        "the scheduler": facts.scheduler is not None,
+        "the loaders": bool(facts.loaders),
+        "the checkpoint": facts.checkpoint is not None or not isinstance(plan.config.weights, LoadWeights),
+    }
+    return Counter(what for _, what in answers.unasked if not seen.get(what))
 
 
 def data_of(checked: Iterable[Checked]) -> dict[str, Any]:

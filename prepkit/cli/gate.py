@@ -18,12 +18,15 @@ from prepkit.cli.check import examined, line_of
 from prepkit.cli.options import Cluster, cluster_options, kind_option, policy_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import Finding, Severity
+from prepkit.findings.text import shorter
 from prepkit.formats import exceptions
 from prepkit.formats.found import found
 from prepkit.formats.places import FilePlace
 
 MOST_RESULTS = 5_000
 """Results of one run that code scanning of GitHub shows; it refuses more than 25,000."""
+LONGEST_MESSAGE = 1_000
+"""Letters of a result's message, so that the most results, compressed, are within the 10 MB that it takes."""
 MOST_ANNOTATIONS = 10
 """Annotations of each level that GitHub shows of one step."""
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
@@ -156,11 +159,12 @@ def sarif(findings: tuple[_Placed, ...], excepted: tuple[_Placed, ...] = ()) -> 
     rules = sorted({finding.rule for (_, finding), _ in kept})
     driver = {"name": "prepkit", "rules": [_rule(rule) for rule in rules]}
     results = [_result(*pair, rules.index(pair[1].rule), accepted) for pair, accepted in kept]
-    return {
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "version": "2.1.0",
-        "runs": [{"tool": {"driver": driver}, "results": results}],
-    }
+    run: dict[str, Any] = {"tool": {"driver": driver}, "results": results}
+    if left_out := len(findings) + len(excepted) - len(kept):
+        text = f"{left_out:,} more findings than code scanning shows are left out: prepkit gate --format json has all"
+        note = {"level": "warning", "message": {"text": text}}
+        run["invocations"] = [{"executionSuccessful": True, "toolExecutionNotifications": [note]}]
+    return {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
 
 
 def _rule(name: str) -> dict[str, Any]:
@@ -180,13 +184,18 @@ def _result(place: FilePlace, finding: Finding, index: int, accepted: bool) -> d
         "ruleId": finding.rule,
         "ruleIndex": index,
         "level": _LEVELS[finding.severity],
-        "message": {"text": f"{finding.what} Fix: {finding.fix}"},
+        "message": {"text": _message(finding)},
         "locations": [{"physicalLocation": where}],
         "partialFingerprints": {"prepkit/v1": print_of(place, finding)},
     }
     if accepted:
         result["suppressions"] = [{"kind": "inSource", "justification": finding.origin}]
     return result
+
+
+def _message(finding: Finding) -> str:
+    fix = shorter(f" Fix: {finding.fix}", LONGEST_MESSAGE // 2)
+    return shorter(finding.what, LONGEST_MESSAGE - len(fix)) + fix
 
 
 def _uri(file: str) -> str:

@@ -69,12 +69,12 @@ policy_option = click.option(
 class Cluster:
     """The cluster that a command line declares; None, or no sizes: what is here."""
 
-    sizes: tuple[int, ...]
-    device: str | None
-    per_node: int | None
-    memory: int | None
-    host_memory: int | None
-    torch: str | None
+    sizes: tuple[int, ...] = ()
+    device: str | None = None
+    per_node: int | None = None
+    memory: int | None = None
+    host_memory: int | None = None
+    torch: str | None = None
     batch_size: int | None = None
     """Samples that a rank reads at once."""
 

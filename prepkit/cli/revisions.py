@@ -62,7 +62,7 @@ class Side:
 
 
 @frozen(kw_only=True)
-class Row:
+class Number:
     """A value before and after; None: it is not known, or there is no file."""
 
     name: str
@@ -92,7 +92,7 @@ class Changed:
     file: str
     what: str
     """``added``, ``removed`` or ``changed``."""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[Number, ...] = ()
     trains: tuple[tuple[str, Any, Any], ...] = ()
     """Settings that change what is computed, before and after."""
     settings: tuple[tuple[str, Any, Any], ...] = ()
@@ -206,12 +206,12 @@ def _compared(file: str, before: Side | None, after: Side | None) -> Changed | N
     )
 
 
-def _rows(before: Plan | None, after: Plan) -> Iterator[Row]:
+def _rows(before: Plan | None, after: Plan) -> Iterator[Number]:
     old, new = said(before) if before else None, said(after)
     for name, path in _NUMBERS:
         was, now = at(old, path) if old else None, at(new, path)
         if was != now:
-            yield Row(name=name, before=was, after=now, bytes=path.startswith(("memory", "traffic")))
+            yield Number(name=name, before=was, after=now, bytes=path.startswith(("memory", "traffic")))
 
 
 def _settings(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]]:

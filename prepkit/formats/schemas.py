@@ -9,6 +9,9 @@ from prepkit.codec import FORMAT, KIND, files
 from prepkit.codec.schema import DRAFT, schema_of
 from prepkit.config import Config
 from prepkit.findings import Finding
+from prepkit.formats.importers.accelerate import TYPES, asked_for
+from prepkit.formats.importers.accelerate_engines import STRATEGIES
+from prepkit.formats.importers.foreign import FALSE, TRUE
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 from prepkit.resolve.deepspeed.keys import OPEN, REMOVED, SECTIONS, VERSION
@@ -105,9 +108,7 @@ def _value(path: str, kinds: str) -> dict[str, Any]:
     if "any" in allowed:
         return {}
     if path in CHOICES:
-        texts = "|".join(
-            "".join(f"[{one.lower()}{one.upper()}]" if one.isalpha() else one for one in text) for text in CHOICES[path]
-        )
+        texts = "|".join(map(_any_case, CHOICES[path]))
         return {"anyOf": [{"type": "string", "pattern": f"^({texts})$"}, {"enum": ["auto", None]}]}
     ways = [_section(path)] if "map" in allowed else []
     for kind in allowed:
@@ -118,11 +119,170 @@ def _value(path: str, kinds: str) -> dict[str, Any]:
     return {"anyOf": [*ways, {"enum": ["auto", None]}]}
 
 
+# --- accelerate ------------------------------------------------------------------------------------------------------
+
+
+_FULL = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "fp8_config": ""}
+"""Sections to the beginning of their keys, which a file may leave out; that of ``fp8_config`` is one it may add."""
+_EMPTY: dict[str, Any] = {"enum": [None, "", 0, False, []]}
+"""What stands for a section without keys."""
+_LEAST = {"num_machines": 1, **{f"{axis}_size": 1 for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}}
+_SECOND = {"anyOf": [{"const": 2}, {"type": "string", "pattern": r"^\s*\+?0*2(\.0*)?\s*$"}]}
+_TEXTS = {
+    "whole": r"^\s*[+-]?[0-9]+(\.0*)?([eE]\+?[0-9]+)?\s*$",
+    "number": r"^\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*$",
+    "positive": r"^\s*\+?0*[1-9][0-9]*(\.0*)?\s*$",
+}
+
+
+def accelerate() -> dict[str, Any]:
+    """Launch config of accelerate, from what its reader asks for: under each distributed type, and of each section."""
+    top = asked_for({"distributed_type": "NO", "megatron_lm_config": {"x": 1}})
+    fsdp = _is("distributed_type", ("word", *TYPES), "FSDP")
+    zero = _is("distributed_type", ("word", *TYPES), "DEEPSPEED")
+    by_itself = _is("distributed_type", ("word", *TYPES), "XLA", "TPU", "DEEPSPEED")
+    second = {"anyOf": [_inside("fsdp_config", name, _SECOND) for name in ("fsdp_version", "version")]}
+    from_json = _inside("deepspeed_config", "deepspeed_config_file", {"type": "string"})
+    precision = top.asked["mixed_precision"]
+    cases: tuple[tuple[str, list[dict[str, Any]], dict[str, Any]], ...] = (
+        ("fsdp_config", [fsdp, second], {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}),
+        ("fsdp_config", [fsdp, {"not": second}], {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}),
+        (
+            "deepspeed_config",
+            [zero, {"not": from_json}],
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"": 1}},
+        ),
+        (
+            "deepspeed_config",
+            [zero, from_json],
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "\0"}},
+        ),
+        ("dynamo_config", [{"not": by_itself}], {"distributed_type": "NO", "dynamo_config": {"": 1}}),
+        (
+            "fp8_config",
+            [_is("mixed_precision", precision, "fp8")],
+            {"distributed_type": "NO", "mixed_precision": "fp8", "fp8_config": {"backend": "AO"}},
+        ),
+        ("parallelism_config", [], {"distributed_type": "NO", "parallelism_config": {"": 1}}),
+    )
+    compiled = {"if": {"not": by_itself}, "then": {"properties": {"dynamo_backend": _asked("", ("raw",), free=False)}}}
+    every = {
+        name: way
+        for section, _, data in cases
+        for name, way in asked_for(data).asked.items()
+        if name.startswith(f"{section}.")
+    }
+    return {
+        "$schema": DRAFT,
+        "title": "accelerate config",
+        "type": "object",
+        "properties": {
+            name: _asked(name, way, free=name in top.free or name == "dynamo_backend")
+            for name, way in sorted(top.asked.items())
+            if "." not in name
+        },
+        "required": ["distributed_type"],
+        "additionalProperties": False,
+        "allOf": [compiled, *(_when(when, section, _closed(section, data, every)) for section, when, data in cases)],
+    }
+
+
+def _when(conditions: list[dict[str, Any]], section: str, schema: dict[str, Any]) -> dict[str, Any]:
+    then = {"properties": {section: schema}}
+    return {"if": {"allOf": conditions}, "then": then} if conditions else then
+
+
+def _closed(section: str, data: dict[str, Any], every: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """A section as its reader asks for it in such a file, which has every key of it: what is not looked at has a 1."""
+    inside_it = {name.partition(".")[2]: way for name, way in every.items() if name.startswith(f"{section}.")}
+    own = {key: 1 if way == ("raw",) else None for key, way in inside_it.items()}
+    file = asked_for({**data, section: {**own, **data[section]}})
+    inside: dict[str, Any] = {}
+    for name, way in sorted(file.asked.items()):
+        if name.startswith(f"{section}."):
+            key, start = name.partition(".")[2], _FULL.get(section)
+            inside[key] = _asked(key, way, free=name in file.free)
+            if start and key.startswith(start):
+                inside[key.removeprefix(start)] = inside[key]
+            elif start == "" and key != "fp8_format":
+                inside[f"fp8_{key}"] = inside[key]
+    return {"anyOf": [{"type": "object", "properties": inside, "additionalProperties": False}, _EMPTY]}
+
+
+def _asked(name: str, way: tuple[str, ...], *, free: bool) -> dict[str, Any]:
+    """The values that are taken where a key is asked for in this way; null is never given.
+
+    ``free``: nobody looks at what is below it; else each key below one that is no section is unknown.
+    """
+    least = _LEAST.get(name.removeprefix("parallelism_config_"))
+    match way[0], name:
+        case _, "fsdp_version":
+            return {
+                "anyOf": [{"enum": [None, 0, 1]}, _SECOND, {"type": "string", "pattern": r"^\s*\+?0*[01](\.0*)?\s*$"}]
+            }
+        case _, "override_linear_precision":
+            three = {"type": "array", "minItems": 3, "maxItems": 3, "items": {"type": "boolean"}}
+            return {"anyOf": [{"type": "null"}, three, {"type": "string", "pattern": "^[^,]*,[^,]*,[^,]*$"}]}
+        case _, "num_processes":
+            counted = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]}
+            return {"anyOf": [{"type": "null"}, counted, {"type": "string", "pattern": _TEXTS["positive"]}]}
+        case "flag", "fsdp_reshard_after_forward":
+            return {"anyOf": [_flag(), {"type": "string", "pattern": f"^({'|'.join(map(_any_case, STRATEGIES))})$"}]}
+        case "flag", _:
+            return _flag()
+        case "whole", _ if least is not None:
+            number = {"type": "integer", "minimum": least}
+            return {"anyOf": [{"type": "null"}, number, {"type": "string", "pattern": _TEXTS["positive"]}]}
+        case "whole" | "number", _:
+            kind = {"whole": "integer", "number": "number"}[way[0]]
+            return {"anyOf": [{"type": ["null", kind]}, {"type": "string", "pattern": _TEXTS[way[0]]}]}
+        case "text", _:
+            return {"type": ["null", "string"]}
+        case "names", _:
+            return {"type": ["null", "string", "array"], "items": {"type": "string"}}
+        case "word", _:
+            return {"anyOf": [{"type": "null"}, _word(way[1:], way[1:])]}
+        case "section", _:
+            return {"anyOf": [{"type": "object"}, _EMPTY]}
+    return {} if free else {"not": {"type": "object", "minProperties": 1}}
+
+
+def _is(key: str, way: tuple[str, ...], *words: str) -> dict[str, Any]:
+    """What tells that a key says one of these words."""
+    return {"properties": {key: _word(way[1:], words)}, "required": [key]}
+
+
+def _inside(section: str, key: str, value: dict[str, Any]) -> dict[str, Any]:
+    """What tells that a key of a section has such a value."""
+    below = {"type": "object", "properties": {key: value}, "required": [key]}
+    return {"properties": {section: below}, "required": [section]}
+
+
+def _word(all_words: tuple[str, ...], words: tuple[str, ...]) -> dict[str, Any]:
+    """A word in any case, or its place among all of them, from 1; behind a dot, as the repr of an enum has it."""
+    places = [all_words.index(word) + 1 for word in words]
+    texts = "|".join((*map(_any_case, words), *(f"0*{place}" for place in places)))
+    switches = [value for value, said in ((False, "no"), (True, "yes")) if said in map(str.lower, words)]
+    return {"anyOf": [{"type": "string", "pattern": rf"^\s*([\s\S]*\.)?({texts})\s*$"}, {"enum": [*places, *switches]}]}
+
+
+def _flag() -> dict[str, Any]:
+    texts = "|".join(map(_any_case, (*TRUE, *FALSE)))
+    return {
+        "anyOf": [{"type": ["null", "boolean"]}, {"enum": [0, 1]}, {"type": "string", "pattern": rf"^\s*({texts})\s*$"}]
+    }
+
+
+def _any_case(text: str) -> str:
+    return "".join(f"[{one.lower()}{one.upper()}]" if one.isalpha() else one for one in text)
+
+
 SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     "config": config,
     "plan": plan,
     "findings": findings,
     "attestation": attestation,
     "deepspeed": deepspeed,
+    "accelerate": accelerate,
 }
 """Name, as ``prepkit schema`` takes it, to its schema."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 
@@ -12,6 +13,7 @@ import torch
 from attrs import frozen
 
 from prepkit.facts import Env
+from prepkit.findings.text import in_bytes
 from prepkit.ranks.launcher import LOCAL_RANK, PER_NODE, WORLD_SIZE, from_launcher
 from prepkit.ranks.world import world
 
@@ -101,6 +103,28 @@ def _xla_processes() -> int | None:
     if runtime is None or core is None or not core._xla_get_replication_devices_count():
         return None
     return int(runtime.world_size())
+
+
+def now() -> str:
+    """The time in UTC, to the second, for what is kept; no plan has one."""
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def devices() -> tuple[str, ...]:
+    """A line for each accelerator that this process sees, with its memory; or for the CPU."""
+    if not torch.accelerator.is_available():
+        return (f"cpu, {os.cpu_count()} cores, no accelerator",)
+    kind = torch.accelerator.current_accelerator()
+    name = kind.type if kind else "cpu"
+    module = getattr(torch, name, None)
+    told = getattr(module, "get_device_properties", None)
+    lines = []
+    for index in range(torch.accelerator.device_count()):
+        properties = told(index) if told is not None else None
+        memory = getattr(properties, "total_memory", None)
+        size = "" if memory is None else f", {in_bytes(memory)}"
+        lines.append(f"{name}:{index} {getattr(properties, 'name', '')}{size}".replace(" ,", ","))
+    return tuple(lines)
 
 
 @frozen(kw_only=True)

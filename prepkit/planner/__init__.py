@@ -152,11 +152,16 @@ def _mesh(plan: Plan, today: Resolved) -> tuple[Finding, ...]:
 
 
 def _memory(plan: Plan, today: Facts, again: budget.Again) -> tuple[Finding, ...]:
-    planned, now = plan.facts.env.memory, today.env.memory
-    if now is None or (planned is not None and planned <= now):
-        return ()  # a node's memory is declared, and never new
+    planned, now = plan.facts.env, today.env
+    if not (_shrank(planned.memory, now.memory) or _shrank(planned.host_memory, now.host_memory)):
+        return ()
     standing, _ = split(plan.config, budget.findings(evolve(plan, facts=today), again))
     return _new(standing, lambda: (*plan.warnings, *plan.overridden))
+
+
+def _shrank(planned: int | None, now: int | None) -> bool:
+    """Whether there are fewer bytes than planned, or bytes are known only now."""
+    return now is not None and (planned is None or now < planned)
 
 
 # --- duties and settings of the run ----------------------------------------------------------------------------------

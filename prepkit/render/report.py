@@ -29,6 +29,9 @@ COLOURS: dict[str, str] = dict(
 )
 """Colour of each category; far enough apart for eyes that see few of them, and always named beside."""
 
+MOST_RANKS, MOST_NODES = 16, 16
+"""Ranks of a node, and nodes, that the picture of the mesh shows."""
+
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; background: #fff; margin: 2rem auto; max-width: 76rem;
   padding: 0 1.5rem; }
@@ -42,7 +45,7 @@ code, .mono { font: 13px/1.45 ui-monospace, monospace; overflow-wrap: anywhere; 
 .swatch { display: inline-block; width: .8em; height: .8em; margin-right: .45em; border-radius: 2px; }
 details { margin: .3rem 0 .3rem 1.1rem; } summary { cursor: pointer; } section { min-width: 0; }
 td:nth-child(2) > code, td:first-child { white-space: nowrap; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; } table.mesh { width: auto; } .mesh td { padding: .2rem .5rem; }
 """
 
 
@@ -153,6 +156,7 @@ def report(plans: Sequence[tuple[str, Plan]], memory: int | None = None, activat
         ("Traffic per optimizer step", _traffic),
         ("What it means", _notes),
         ("Findings", _findings),
+        ("Mesh", lambda page_plan: mesh(page_plan.plan)),
         ("Structure", lambda page_plan: _node(tree(page_plan.plan), level=0)),
         ("Steps", _steps),
     )
@@ -234,6 +238,40 @@ def _traffic(page_plan: PagePlan) -> str:
         for entry in page_plan.prediction.traffic
     ]  # fmt: skip
     return table(("collective", "what", "calls", "over", "whole", "sent by a rank", "how sure"), rows, (2, 4, 5))
+
+
+def mesh(plan: Plan) -> str:
+    """A picture of the ranks: a row is a node, ranks of one colour hold a copy of the model between them."""
+    if not plan.mesh:
+        return tag("p", "one process", "dim")
+    world, per_node = plan.world_size, plan.facts.env.per_node or min(plan.world_size, MOST_RANKS)
+    shades = tuple(COLOURS.values())
+    rows = []
+    for first in range(0, min(world, per_node * MOST_NODES), per_node):
+        ranks = range(first, min(first + per_node, world))
+        cells = ""
+        for rank in ranks[:MOST_RANKS]:
+            place = dict(zip((axis.name for axis in plan.mesh), _coordinates(plan, rank), strict=True))
+            shade = shades[place.get("replicate", 0) % len(shades)]
+            said = text(f"rank {rank}: {', '.join(f'{name} {index}' for name, index in place.items())}")
+            cells += f'<td class="n" style="background:{shade}33" title="{said}">{rank}</td>'
+        more = f'<td class="dim">and {len(ranks) - MOST_RANKS:,} more</td>' if len(ranks) > MOST_RANKS else ""
+        head = f"node {first // per_node}" if plan.facts.env.per_node else "ranks"
+        rows.append(f"<tr><th>{head}</th>{cells}{more}</tr>")
+    hidden = -(-world // per_node) - len(rows)
+    what = "A row is a node. " if plan.facts.env.per_node else "Which ranks share a node is not known. "
+    what += f"Ranks of one colour hold one copy of the model between them: {axes(plan.mesh)}."
+    what += f" {count(hidden, 'more node')} like these." if hidden else ""
+    return tag("p", text(what), "dim") + f'<table class="mesh">{"".join(rows)}</table>'
+
+
+def _coordinates(plan: Plan, rank: int) -> tuple[int, ...]:
+    """Where a rank stands along each axis; the last one counts fastest."""
+    at: list[int] = []
+    for axis in reversed(plan.mesh):
+        rank, index = divmod(rank, axis.size)
+        at.append(index)
+    return tuple(reversed(at))
 
 
 def _notes(page_plan: PagePlan) -> str:

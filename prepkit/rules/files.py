@@ -51,8 +51,45 @@ _GATE: tuple[Rule, ...] = (
     ),
 )
 
+_doctor = partial(refusal, told_by="prepkit doctor")
+_log = partial(refusal, told_by="pk.apply(log=...), prepkit log, prepkit blame")
+
+_MACHINE: tuple[Rule, ...] = (
+    _doctor(
+        id="machine.library-too-old",
+        summary="Every library that is installed is as new as the oldest that prepkit was tried with.",
+        fix="Install a newer one.",
+    ),
+    _doctor(
+        id="machine.torch-broken",
+        summary="torch can be imported, and sees the devices that are here.",
+        fix="Mend what the error names, such as the driver, or install torch anew.",
+    ),
+)
+
+_LOG: tuple[Rule, ...] = (
+    _log(
+        id="log.torn",
+        summary="Every entry of a log is as it was written, behind the one that was written before it.",
+        fix="Restore the file from a copy, or begin another log: nothing is written behind what is torn.",
+    ),
+    _log(
+        id="log.cut",
+        summary="The log still has the entry whose digest was kept elsewhere.",
+        fix="Restore the file from a copy: entries were cut off, or written anew.",
+        told_by="prepkit log --has",
+    ),
+    _log(
+        id="log.unreadable",
+        summary="The log is there, and is a file that can be read and written.",
+        fix="Give the path of a file in a folder that is there.",
+    ),
+)
+
 FILES: tuple[Rule, ...] = (
     *_GATE,
+    *_MACHINE,
+    *_LOG,
     # --- files that prepkit wrote ---
     _data(id="codec.damaged", summary="The file is UTF-8 text in JSON.", fix="Restore the file, or plan again."),
     _data(id="codec.duplicate-key", summary="No key appears twice in one object.", fix="Keep one of them."),
@@ -133,6 +170,7 @@ FILES: tuple[Rule, ...] = (
         id="import.contradiction",
         summary="No two keys of an imported config say different things of one setting.",
         fix="Keep one of them.",
+        milder="where that library goes on with a rounded number of processes",
     ),
     _import(
         id="import.missing-file",
@@ -151,6 +189,7 @@ FILES: tuple[Rule, ...] = (
         summary="An imported config asks for what prepkit does.",
         fix="Write the nearest way that the finding names.",
         lawful="that library does it",
+        milder="where its own models do it, and others do not",
     ),
     _import(
         id="import.unknown-key",
@@ -166,6 +205,7 @@ FILES: tuple[Rule, ...] = (
         id="import.wrong-value",
         summary="Every value of an imported config is one that its library knows.",
         fix="Write one of the values that the finding names.",
+        milder="where what it means is clear all the same",
     ),
     _check(
         id="launch.gpus",

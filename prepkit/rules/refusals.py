@@ -212,6 +212,11 @@ REFUSALS: tuple[Rule, ...] = (
         told_by="pk.apply",
     ),
     _apply(
+        id="plan.not-signed",
+        summary="Who is asked by require= accepts the statement of the plan.",
+        fix="Have it signed: prepkit statement plan.json -o plan.statement.json, and sign that file.",
+    ),
+    _apply(
         id="plan.inference-mode",
         summary="What is to be trained is made and prepared outside torch.inference_mode().",
         fix="Build the model and call apply outside torch.inference_mode(), or plan with intent=Intent.INFERENCE.",

@@ -105,6 +105,7 @@ def ask(
     What a rule has found before it reads what is not known stands: a hit is a hit whatever comes behind it. One that
     cannot be asked to the end is asked about runs that are far apart, and what it says of each of them stands too.
     """
+    known = known if env.knows_release else known - {"torch"}  # a name such as nightly says nothing
     seen = {} if model is None else {"model": model}
     plain = _resolved(cfg, env, known, seen)
     supposed = tuple(_resolved(cfg, env, known, facts | seen) for facts in _SUPPOSED)

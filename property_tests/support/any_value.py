@@ -29,6 +29,7 @@ FIELDS: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (Env, "world_size"): st.integers(1 - 2**31, 2**31 - 1),
     (Env, "per_node"): st.none() | st.integers(1, 2**31 - 1),
     (Env, "memory"): st.none() | st.integers(0, 2**62),
+    (Env, "host_memory"): st.none() | st.integers(0, 2**62),
     (Env, "capability"): st.none() | st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
 }
 

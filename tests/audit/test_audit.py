@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 import prepkit as pk
 from prepkit.findings import Severity
 from prepkit.rules import due
-from prepkit.rules.rule import Moment
+from prepkit.rules.rule import Moment, Need
 from tests.audit import by_hand, clean
 from tests.audit.case import WIDTH, Case, adam, divided, net
 from tests.audit.clean import CLEAN
@@ -180,12 +181,26 @@ def test_an_audit_reads_as_what_stands_there_and_what_is_wrong(capsys: pytest.Ca
     assert str(audit).splitlines() == [
         "audit of Net, 1.2 K parameters, 1.2 K trained; no wrapper over 1 rank; AdamW; 1 loader",
         "nothing is wrong that can be told before the first step",
+        "cannot know here:",
+        *(f"  {number} rules: {why}" for why, number in Counter(why for _, why in audit.unasked).items()),
     ]
     model.head = nn.Linear(WIDTH, 4)
     wrong = pk.audit(model, adam(net()))
     assert not wrong.fine
     pk.show(wrong)
     assert "error run.orphans at optimizer" in capsys.readouterr().out
+
+
+def test_an_audit_names_each_rule_that_could_not_be_asked_and_why() -> None:
+    model = net()
+    everything = pk.audit(model, adam(model), loaders=[divided(0, 1)])
+    asked = {rule.id: rule.needs for rule in due(Moment.AUDIT)}
+    why = dict(everything.unasked)
+    assert set(why) == {rule for rule, needs in asked.items() if {Need.GRADIENTS, Need.RANKS, Need.BEFORE} & set(needs)}
+    assert "nobody is about to step" in why["run.steps-nothing"]
+    alone = dict(pk.audit(model).unasked)
+    assert set(alone) == {rule for rule, needs in asked.items() if set(needs) - {Need.VALUES}}
+    assert alone["run.orphans"] == "the optimizer, as there is none"
 
 
 def test_an_environment_that_is_declared_is_judged_by() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,14 +12,16 @@ import torch
 
 from tests.audit.loops import RIGHT, Loop, heard
 from tests.audit.wrong_loops import LOOPS, WRONG
+from tests.support.fork_server import ForkServers
 from tests.support.gang import Gang
 from tests.support.launch import launched
 
 Heard = dict[str, list[tuple[str, str, str]]]
 
 
-def all_heard(rank: int, world: int, names: list[str]) -> Heard:
+def all_heard(rank: int, world: int, names: list[str], folder: str = ".") -> Heard:
     """What an audit says of each, one after the other."""
+    os.chdir(folder)
     found = {}
     for loop in LOOPS:
         if loop.id in names:
@@ -36,11 +40,18 @@ def pair(gang2: Gang) -> list[Heard]:
     return gang2.run(all_heard, [one.id for one in LOOPS if one.ranks == 2], timeout=120.0)
 
 
+@pytest.fixture(scope="module")
+def alone(fork_servers: ForkServers) -> Iterator[Gang]:
+    """A process in which no other test has left a model that an audit would find."""
+    gang = Gang(1, fork_servers)
+    yield gang
+    gang.close()
+
+
 @pytest.mark.parametrize("loop", [one for one in RIGHT if one.ranks == 1], ids=lambda one: one.id)
-def test_a_right_loop_has_no_finding_above_a_note(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_right_loop_has_no_finding_above_a_note(alone: Gang, loop: Loop, tmp_path: Path) -> None:
     pytest.importorskip(loop.library)
-    (found,) = all_heard(0, 1, [loop.id]).values()
+    (found,) = alone.run_fresh(all_heard, [loop.id], str(tmp_path))[0].values()
     assert [text for _, severity, text in found if severity != "note"] == []
 
 
@@ -57,8 +68,7 @@ def test_an_error_of_a_loop_of_two_ranks_is_found_by_its_rule(pair: list[Heard],
 
 
 @pytest.mark.parametrize("loop", [one for one in WRONG if one.ranks == 1], ids=lambda one: one.id)
-def test_an_error_of_a_loop_is_found_by_its_rule(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_error_of_a_loop_is_found_by_its_rule(alone: Gang, loop: Loop, tmp_path: Path) -> None:
     pytest.importorskip(loop.library)
-    (found,) = all_heard(0, 1, [loop.id]).values()
+    (found,) = alone.run_fresh(all_heard, [loop.id], str(tmp_path))[0].values()
     assert loop.rule in {rule for rule, _, _ in found}, found

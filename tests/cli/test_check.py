@@ -174,3 +174,20 @@ def test_several_files_are_checked_against_one_model(folder: Path) -> None:
     assert done.exit_code == 1
     assert "single.json:\na plan exists for world size 1" in done.stdout
     assert "codec.unknown-kind" in done.stderr
+
+
+def test_a_check_against_a_model_says_what_no_declared_cluster_tells(folder: Path) -> None:
+    words = ("check", "fsdp2.toml", *MAKE, "--world-size", "4", "--device", "cuda")
+    done = run(*words)
+    said = json.loads(run(*words, "--json").stdout)["cannot_know"]
+    what = {one["what"]: one["tells"] for one in said}
+    assert what["the version of torch"] == "add --torch VERSION"
+    assert {"the loaders", "the scheduler"} <= set(what)
+    assert not {"the model", "the number of processes", "the device type", "the optimizer"} & set(what)  # all given
+    assert [
+        line.split(":")[0].strip() for line in done.stdout.splitlines() if "asks for it" in line or "ask for it" in line
+    ]
+    assert run("check", "fsdp2.toml", "--torch", "nightly").exit_code == 0  # which is no release
+    assert "the version of torch" not in {
+        one["what"] for one in json.loads(run(*words, "--torch", "2.9", "--json").stdout)["cannot_know"]
+    }

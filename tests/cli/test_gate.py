@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import random
+from base64 import b85encode
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -56,6 +59,34 @@ def test_sarif_keeps_errors_within_the_limit_of_code_scanning() -> None:
     results = sarif((*many, (FilePlace("f", 2, 1), finding(Severity.ERROR))))["runs"][0]["results"]
     assert len(results) == MOST_RESULTS
     assert results[0]["level"] == "error"
+
+
+def test_thirty_thousand_findings_are_within_every_limit_of_code_scanning() -> None:
+    """GitHub, SARIF support: 10 MB compressed, 25,000 results and rules, 20 tags of a rule; 5,000 are shown."""
+    draw = random.Random(0)
+
+    def text(length: int) -> str:
+        return b85encode(draw.randbytes(length)).decode()
+
+    def pair(number: int) -> tuple[FilePlace, Finding]:
+        severity = Severity.ERROR if number == 29_999 else Severity.NOTE if number % 2 else Severity.WARNING
+        finding = Finding(rule=f"rule.{number % 700}", severity=severity, where="w", what=text(3000), fix=text(3000))
+        return FilePlace(f"{number}/{text(150)}", number + 1, 1), finding
+
+    findings = tuple(map(pair, range(30_000)))
+    data = sarif(findings)
+    (ran,) = data["runs"]
+    results, rules = ran["results"], ran["tool"]["driver"]["rules"]
+    assert len(gzip.compress(json.dumps(data).encode())) < 10_000_000
+    assert (len(results), results[0]["level"]) == (MOST_RESULTS, "error")
+    assert {one["level"] for one in results[1:]} == {"warning"}
+    assert all(len(one["message"]["text"]) <= 1_000 and " Fix: " in one["message"]["text"] for one in results)
+    assert all(rules[one["ruleIndex"]]["id"] == one["ruleId"] for one in results)
+    assert len(rules) < 25_000
+    assert all(len(rule["properties"]["tags"]) <= 20 for rule in rules)
+    (note,) = ran["invocations"][0]["toolExecutionNotifications"]
+    assert note["message"]["text"].startswith("25,000 more findings than code scanning shows")
+    assert "invocations" not in sarif(findings[:10])["runs"][0]
 
 
 def test_annotations_junit_and_json_name_the_place(folder: Path) -> None:

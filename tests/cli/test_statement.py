@@ -31,7 +31,9 @@ def test_a_statement_names_its_subjects_by_digests_and_says_what_was_asked(folde
     for subject in data["subject"]:
         assert set(subject["digest"]) == {"sha256"}
         assert ":" not in subject["digest"]["sha256"]
-    assert run("statement", "ddp.json").exit_code == 2
+    of_plan = json.loads(run("statement", "ddp.json").stdout)
+    assert (of_plan["predicateType"], of_plan["predicate"]["engine"]) == ("https://prepkit.dev/plan/v1", "DDP")
+    assert run("statement", "fsdp2.toml").exit_code == 1
 
 
 def test_ssh_keygen_signs_it_and_refuses_one_that_was_changed_or_signed_by_another(folder: Path) -> None:

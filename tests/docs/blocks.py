@@ -4,10 +4,11 @@ A comment stands on the lines just before the block that it is about, and a plai
 
 ``<!-- setup`` … ``-->``           Python that the page needs and a reader does not; runs in its place.
 ``<!-- file: NAME -->``            the block is a file: it is written into the page's folder before what follows.
-``<!-- raises: NAME -->``          the Python block ends in that exception.
+``<!-- raises: NAME -->``          the Python block, or reading the config, ends in that exception.
 ``<!-- exit: N -->``               the last command of the console block ends with that status; without it, with 0.
 ``<!-- output -->``                the text block is what the Python block before it has printed, or its error's text.
 ``<!-- needs: MODULE -->``         skipped where the module is not installed.
+``<!-- policy -->``                the TOML block is a policy, and is read as one.
 ``<!-- not run: REASON -->``       compiled or parsed only.
 """
 
@@ -21,7 +22,7 @@ from attrs import field, frozen
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 _FENCE = re.compile(r"^( *)```(\S*)\s*$")
-_NOTE = re.compile(r"^<!-- (setup|file|raises|exit|output|needs|not run)(?:: (.*?))?(?: -->)?$")
+_NOTE = re.compile(r"^<!-- (setup|file|raises|exit|output|needs|policy|not run)(?:: (.*?))?(?: -->)?$")
 LANGUAGES = ("python", "mermaid", "console", "text", "toml", "yaml", "json", "sh", "makefile")
 """What a fence may say. Python, console, sh and config blocks are run, compiled or read; text is only compared."""
 

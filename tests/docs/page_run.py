@@ -18,9 +18,14 @@ from typing import Any
 import pytest
 
 import prepkit as pk
+from prepkit.formats.importers.positions import positions
+from prepkit.formats.policy import read_policies
 from tests.docs.blocks import ROOT, Block
 from tests.support.command_line import run as run_prepkit
-from tests.support.launch import launch, torchrun
+from tests.support.fork_server import ForkServers
+from tests.support.launch import launch
+from tests.support.patience import MOST
+from tests.support.script import run_script
 
 SECONDS = 240.0
 """The longest that one command of a page may take, on a machine that does much else."""
@@ -38,8 +43,9 @@ def differs(expected: str, actual: str) -> str:
 class PageRun:
     """State of one page: its folder is the working directory, its namespace that of all its Python blocks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, servers: ForkServers) -> None:
         self.folder = folder
+        self.servers = servers
         self.namespace: dict[str, Any] = {"__name__": "page"}
         self.printed = ""
         """What the last Python block has printed, or the text of its error."""
@@ -76,7 +82,16 @@ class PageRun:
     def _config(self, block: Block) -> None:
         path = self.folder / f"block-{block.line}.{block.language}"
         path.write_text(block.text)
-        pk.import_config(path)
+        if "policy" in block.notes:
+            read_policies((str(path),))
+        elif "not run" in block.notes:
+            positions(block.text, path.suffix)
+        elif wanted := block.notes.get("raises"):
+            with pytest.raises(Exception) as caught:  # noqa: PT011  # its type is compared below
+                pk.import_config(path)
+            assert caught.type.__name__ == wanted, f"{block}: {caught.value!r}"
+        else:
+            pk.import_config(path)
 
     def _python(self, block: Block) -> None:
         code = compile("\n" * block.line + block.text, block.page, "exec", dont_inherit=True)
@@ -110,12 +125,17 @@ class PageRun:
             case ["prepkit", *rest]:
                 done = run_prepkit(*rest)
                 return done.exit_code, done.output
+            case ["python", "-m", *_]:
+                return 0, launch([sys.executable, *words[1:]], environment, timeout=SECONDS)
             case ["python", *rest]:
-                return 0, launch([sys.executable, *rest], environment, timeout=SECONDS)
+                return 0, self._script(1, rest, environment)
             case ["torchrun", "--nproc-per-node", count, *rest]:
-                return 0, launch([*torchrun(int(count)), *rest], environment, timeout=SECONDS)
+                return 0, self._script(int(count), rest, environment)
             case _:
                 raise AssertionError(f"{block}: no test runs `{command}`; say why with <!-- not run: reason -->")
+
+    def _script(self, processes: int, command: list[str], environment: dict[str, str]) -> str:
+        return run_script(self.servers, processes, command, environment, timeout=SECONDS / MOST, folder=self.folder)
 
     def _known(self, block: Block) -> None:
         """What a command that is not run names, where that is cheap: targets of make, extras and modules of ours."""

@@ -13,19 +13,20 @@ import torch.distributed as dist
 from prepkit.observe.env import VARIABLES
 from tests.docs.blocks import LANGUAGES, ROOT, blocks, pages
 from tests.docs.page_run import PageRun, differs, typed
+from tests.support.fork_server import ForkServers
 
 PAGES = tuple(page for page in pages() if blocks(page))
 
 
 @pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageRun]:
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_servers: ForkServers) -> Iterator[PageRun]:
     """Somebody in an empty folder beside the examples; what they import from it is forgotten afterwards."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(ROOT / "examples"), *sys.path])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    yield PageRun(tmp_path)
+    yield PageRun(tmp_path, fork_servers)
     for name, module in tuple(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if file and Path(file).parent in (tmp_path, ROOT / "examples"):

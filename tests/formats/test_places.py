@@ -17,7 +17,7 @@ from prepkit.cli.check import examined
 from prepkit.cli.options import Cluster
 from prepkit.formats.importers.positions import positions
 
-NOWHERE = Cluster(sizes=(), device=None, per_node=None, memory=None, torch=None)
+NOWHERE = Cluster()
 CONFIGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("prepkit", {"engine": {"kind": "FSDP2", "wrap": {"kind": "WrapClasses", "names": ["A", "B"]}}, "accumulation": 2,
         "clip": {"kind": "ClipNorm", "max_norm": 1.0}, "precision": {"kind": "BF16"}, "mesh": {"replicate": 2}}),

@@ -21,6 +21,7 @@ from hypothesis.errors import NonInteractiveExampleWarning
 from prepkit import codec
 from prepkit.config import Config, DeepSpeed
 from prepkit.findings import PlanRejected
+from prepkit.formats.importers.accelerate import TYPES, asked_for, read_accelerate
 from prepkit.formats.importers.native import read_prepkit
 from prepkit.formats.importers.source import Source
 from prepkit.formats.schemas import SCHEMAS
@@ -143,9 +144,70 @@ def drawn_deepspeed(count: int) -> Iterator[dict[str, Any]]:
         yield section("")
 
 
+WRONG = {"import.unknown-key", "import.wrong-type", "import.wrong-value"}
+"""What a schema can see. Values that contradict each other, or that prepkit does not do, are right one by one."""
+
+
+def accelerate_is_read(data: dict[str, Any]) -> bool:
+    """Whether keys, types and words are taken as accelerate's reader takes them."""
+    try:
+        read_accelerate(Source("x.json", json.dumps(data), ".json"))
+    except PlanRejected as refused:
+        return not WRONG.intersection(finding.rule for finding in refused.findings)
+    return True
+
+
+_GIVEN: dict[str, tuple[Any, ...]] = {
+    "flag": (True, False, 0, 1, "yes", "False", " on ", "n"),
+    "whole": (1, 2, 8, 4096, "2", "16", "4.0"),
+    "number": (1, 0.5, 1e-3, "1.5", "1e3"),
+    "names": ("Block", "Block,Other", ["Block"], []),
+    "section": (None, {}, {"x": 1}),
+    "text": ("x", ""),
+    "raw": ("x", "", 1, [1], {"x": 1}),
+}
+"""A way of asking for a key to values that it takes, or does not look at."""
+
+
+def _given(draw: random.Random, way: tuple[str, ...]) -> Any:
+    if draw.random() < 0.1:
+        return None
+    if way[0] != "word":
+        return draw.choice(_GIVEN[way[0]])
+    place = draw.randrange(1, len(way))
+    word = way[place]
+    return draw.choice((word, word.lower(), word.upper(), f"Kind.{word}", place, str(place)))
+
+
+def drawn_accelerate(count: int) -> Iterator[dict[str, Any]]:
+    """Launch configs, drawn from what the reader asks for: each way of asking has its values."""
+    draw = random.Random(2)
+    probes = [
+        {"distributed_type": kind, "mixed_precision": "fp8", "fsdp_config": {"fsdp_version": version}}
+        | {section: {"": 1} for section in ("deepspeed_config", "dynamo_config", "fp8_config", "parallelism_config")}
+        for kind in TYPES
+        for version in (1, 2)
+    ]
+    asked = [file.asked for file in map(asked_for, probes)]
+
+    for _ in range(count):
+        at = draw.randrange(len(asked))
+        known, data = asked[at], {"distributed_type": probes[at]["distributed_type"]}
+        for name in draw.sample(sorted(known), draw.randrange(min(len(known), 12))):
+            section, _, key = name.rpartition(".")
+            if section and isinstance(data.setdefault(section, {}), dict):
+                short = key.removeprefix("fsdp_").removeprefix("dynamo_") if draw.random() < 0.2 else key
+                if not {short, key} & data[section].keys():
+                    data[section][short] = 2 if key == "fsdp_version" and at % 2 else _given(draw, known[name])
+            elif not section and name not in data:
+                data[name] = _given(draw, known[name])
+        yield data
+
+
 READERS: dict[str, tuple[Callable[[int], Iterator[dict[str, Any]]], Callable[[dict[str, Any]], bool]]] = {
     "config": (drawn_configs, config_is_read),
     "deepspeed": (drawn_deepspeed, deepspeed_is_read),
+    "accelerate": (drawn_accelerate, accelerate_is_read),
 }
 
 

@@ -54,6 +54,12 @@ CASES: dict[str, tuple[Config, Env, dict[str, Any], str]] = {
         "compile.switched-off",
     ),
     "memory": (Config(engine=DDP()), OPEN, {"memory": 100}, "memory.exceeds-device"),
+    "host_memory": (
+        Config(engine=DDP()),
+        evolve(OPEN, per_node=8),
+        {"host_memory": 100},
+        "memory.exceeds-host",
+    ),
     "per_node": (
         Config(engine=FSDP1(sharding="HYBRID_SHARD")),
         evolve(OPEN, per_node=4),

@@ -19,9 +19,10 @@ from prepkit.findings.text import in_bytes
 from prepkit.plan import Plan
 from prepkit.predict import predict
 from prepkit.render.plan import plan_text
-from prepkit.render.report import COLOURS, report
+from prepkit.render.report import COLOURS, mesh, report
+from prepkit.steps import Axis
 from tests.support.llama_facts import fsdp2
-from tests.support.plans import PLANS, fsdp2_plan
+from tests.support.plans import PLANS, fsdp2_plan, single_plan
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -100,6 +101,23 @@ def test_bars_are_as_long_as_their_bytes_and_the_budget_stands_on_the_same_scale
     (line,) = [attrs for tag, attrs in seen if tag == "line"]
     assert float(str(line["x1"])) == pytest.approx(130 + per_byte * memory, rel=0.01)
     assert len({r["y"] for r in rects}) == 2, "one bar for the fullest rank and one for the emptiest"
+
+
+def test_the_picture_of_the_mesh_has_a_row_for_each_node_and_a_colour_for_each_copy() -> None:
+    def cells(plan: Plan) -> dict[str, str]:
+        found = [attrs for tag, attrs in Tags(mesh(plan)).found if tag == "td" and "title" in attrs]
+        return {str(one["title"]): str(one["style"]) for one in found}
+
+    plan = fsdp2_plan()
+    two = evolve(plan, mesh=(Axis(name="replicate", size=2), Axis(name="shard", size=3)))
+    seen = cells(two)
+    assert list(seen) == [f"rank {rank}: replicate {rank // 3}, shard {rank % 3}" for rank in range(6)]
+    colours = list(seen.values())
+    assert (len(set(colours[:3])), len(set(colours[3:])), len(set(colours))) == (1, 1, 2)
+    wide = fsdp2("8B", 4096)
+    assert len(cells(wide)) == 16 * (wide.facts.env.per_node or 16)
+    assert "more nodes like these" in mesh(wide)
+    assert "one process" in mesh(single_plan())
 
 
 def test_two_plans_stand_side_by_side_with_their_differences() -> None:

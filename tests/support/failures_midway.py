@@ -14,6 +14,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -131,6 +133,9 @@ SOME = 2 if THOROUGH else 0
 
 CALLS = 24 if THOROUGH else 4
 """Of the calls into torch that one handler makes so many are made to fail, spread evenly."""
+
+CASES = len(ENGINES) if THOROUGH else 4
+"""Each kind of step is made to fail inside in so many cases: the first that have it; at its boundaries in all."""
 
 OF_A_REAL_GROUP = (
     *(StartProcessGroup, Agree, BuildMesh, WrapDDP, ShardUnits),
@@ -348,12 +353,23 @@ def traced(real: Handler[Any, Any, Any], planter: Planter) -> Handler[Any, Any, 
     return evolve(real, do=do)
 
 
+def entered(engine: str) -> tuple[type, ...]:
+    """Kinds of the engine's steps that are made to fail inside, in their order."""
+    kinds = tuple(dict.fromkeys(type(one.step) for one in case(engine)[0].steps))
+    real = StartProcessGroup in kinds and ENGINES[engine].world == 1
+    return tuple(kind for kind in kinds if not real or kind in OF_A_REAL_GROUP)
+
+
+@cache
+def cases_of(kind: type) -> tuple[str, ...]:
+    """The first cases in which it is made to fail inside."""
+    return tuple(islice((engine for engine in ENGINES if kind in entered(engine)), CASES))
+
+
 def inside_handlers(engine: str, *, lines: bool) -> Iterator[Outcome]:
     """At every line that a handler runs; or at some of the calls that it leads to inside torch."""
     plan, _ = case(engine)
-    kinds = dict.fromkeys(type(one.step) for one in plan.steps)
-    real = StartProcessGroup in kinds and ENGINES[engine].world == 1
-    for kind in (kind for kind in kinds if not real or kind in OF_A_REAL_GROUP):
+    for kind in (kind for kind in entered(engine) if engine in cases_of(kind)):
         counter = Planter(lines=lines)
         _, target = case(engine)
         with stage(engine):

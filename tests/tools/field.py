@@ -26,7 +26,7 @@ DRAWN = 10
 """Findings of a rule that people look at."""
 FALSE = 0.01
 """Share of false alarms at most."""
-NOWHERE = Cluster(sizes=(), device=None, per_node=None, memory=None, torch=None)
+NOWHERE = Cluster()
 
 Key = tuple[str, str]
 """A rule, and a digest of the file in which it finds something."""

@@ -71,7 +71,7 @@ def exported(rank: int, world: int, engine: Any, folder: str) -> str:
 def test_an_adapter_over_checkpointed_blocks_is_written_whole(gang2: Gang, tmp_path: Path, engine: Any) -> None:
     pytest.importorskip("peft")
     for told in gang2.run(exported, engine, str(tmp_path), timeout=90):
-        assert ("call ready.export(folder) on every rank" in told) is isinstance(engine, pk.FSDP2)
+        assert ("Call ready.export(folder) on every rank" in told) is isinstance(engine, pk.FSDP2)
 
 
 class Forgetful(nn.Linear):

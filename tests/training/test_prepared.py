@@ -305,7 +305,7 @@ def test_a_window_goes_on_in_the_next_pass_where_the_config_says_so(how: ShardLo
 
 def test_metrics_are_gathered_inside_a_loop_and_by_sample() -> None:
     ready, _ = looped(Config(), 2)
-    with pytest.raises(RuntimeError, match=r"inside a loop over one of ready\.loaders"):
+    with pytest.raises(RuntimeError, match=r"loop\.gathered-outside-pass"):
         ready.ranks.gather_for_metrics(torch.zeros(4))
     for batch in ready.loaders[0]:
         assert ready.ranks.gather_for_metrics({"x": batch, "loss": batch.sum()})["x"].tolist() == batch.tolist()

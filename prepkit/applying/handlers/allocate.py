@@ -30,7 +30,7 @@ class DevicesBefore:
     """The dictionary that holds each buffer, its key in it, and the buffer."""
 
 
-def allocate_ready(step: AllocateTensors, target: Target) -> problems.Found:
+def allocate_ready(step: AllocateTensors, target: Target) -> problems.Problems:
     """The devices must be there."""
     del target
     met = launcher.device_problems(step.device.type)

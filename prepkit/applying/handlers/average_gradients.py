@@ -10,7 +10,7 @@ from prepkit.objects.whole_gradients import WholeGradients
 from prepkit.steps import AverageGradients
 
 
-def average_ready(step: AverageGradients, target: Target) -> problems.Found:
+def average_ready(step: AverageGradients, target: Target) -> problems.Problems:
     """Every name must be a parameter."""
     return problems.absent("parameter", step.names, names.named_parameters(target.model))
 

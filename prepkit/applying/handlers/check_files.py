@@ -27,7 +27,7 @@ SAMPLED_TENSORS = 2048
 """Tensors of one file that are sampled at most, spread evenly: a sample costs a page of the disk."""
 
 
-def check_ready(step: CheckFiles, target: Target) -> problems.Found:
+def check_ready(step: CheckFiles, target: Target) -> problems.Problems:
     """Always: a rank that refused here would leave the others waiting, so files are looked at when all are there."""
     del step, target
     return ()

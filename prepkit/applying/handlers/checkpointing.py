@@ -33,7 +33,7 @@ def options(step: CheckpointModules) -> dict[str, Any]:
     return given
 
 
-def checkpoint_ready(step: CheckpointModules, target: Target) -> problems.Found:
+def checkpoint_ready(step: CheckpointModules, target: Target) -> problems.Problems:
     """Every path must be a module inside the root that is not wrapped yet."""
     modules = names.named_slots(target.model)
     wrapped = (path for path in step.paths if isinstance(modules.get(path), CheckpointWrapper))

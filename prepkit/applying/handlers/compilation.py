@@ -16,7 +16,7 @@ from prepkit.objects.target import Target
 from prepkit.steps import CompileModules
 
 
-def compile_ready(step: CompileModules, target: Target) -> problems.Found:
+def compile_ready(step: CompileModules, target: Target) -> problems.Problems:
     """Every path must be a module that is not compiled yet (CM-1, G-46), and torch must know the backend (K-DY1)."""
     modules = names.named_slots(target.model)
     compiled = (path for path in step.paths if path in modules and _is_compiled(modules[path]))
@@ -44,7 +44,7 @@ def arguments(step: CompileModules) -> dict[str, Any]:
     return how
 
 
-def _misfits(step: CompileModules) -> problems.Found:
+def _misfits(step: CompileModules) -> problems.Problems:
     """Arguments that this torch does not have, and options that inductor would refuse in the midst of applying."""
     known = inspect.signature(torch.compile).parameters
     older = (name for name in arguments(step) if name not in known)

@@ -30,7 +30,7 @@ class Wrapped:
     """What cannot be taken back on this rank."""
 
 
-def wrap_ready(step: WrapDDP, target: Target) -> problems.Found:
+def wrap_ready(step: WrapDDP, target: Target) -> problems.Problems:
     """The model must be plain, and something in it trainable (DDP-2, DDP-3)."""
     modules, params = names.named_slots(target.model), names.named_parameters(target.model)
     inside = (path for path, module in modules.items() if isinstance(module, DistributedDataParallel))

@@ -55,7 +55,7 @@ TORCH_ONLY = frozenset(
 # --- cast ----------------------------------------------------------------------------------------------------------
 
 
-def cast_ready(step: CastForward, target: Target) -> problems.Found:
+def cast_ready(step: CastForward, target: Target) -> problems.Problems:
     """A second layer would cast twice (G-20)."""
     del step
     marked = ["model.forward"] if hasattr(target.model, MARK) else []
@@ -88,7 +88,7 @@ CAST: Handler[CastForward, Target, Any] = Handler(ready=cast_ready, do=cast_do, 
 # --- leaf modules --------------------------------------------------------------------------------------------------
 
 
-def leaves_ready(step: MarkLeafModules, target: Target) -> problems.Found:
+def leaves_ready(step: MarkLeafModules, target: Target) -> problems.Problems:
     """Every path must be a module."""
     return problems.absent("module", step.paths, names.named_modules(target.model))
 
@@ -125,7 +125,7 @@ CPU_KERNELS = {"DeepSpeedCPUAdam": "cpu_adam", "DeepSpeedCPUAdagrad": "cpu_adagr
 """The kernel that each of DeepSpeed's CPU optimizers compiles (deepspeed ``ops/op_builder``)."""
 
 
-def convert_ready(step: ConvertOptimizer, target: Target) -> problems.Found:
+def convert_ready(step: ConvertOptimizer, target: Target) -> problems.Problems:
     """The optimizer must have no state yet, and nobody have left a lock on the kernel that is compiled for it.
 
     It may not be there yet either: an earlier step can create it.
@@ -189,13 +189,13 @@ CONVERT: Handler[ConvertOptimizer, Target, Optimizer] = Handler(ready=convert_re
 # --- initialize ----------------------------------------------------------------------------------------------------
 
 
-def missing() -> problems.Found:
+def missing() -> problems.Problems:
     """One text where DeepSpeed is not installed."""
     lacking = ["deepspeed"] if importlib.util.find_spec("deepspeed") is None else []
     return problems.told("deepspeed.installed", lacking, "DeepSpeed is not installed")
 
 
-def initialize_ready(step: InitializeDeepSpeed, target: Target) -> problems.Found:
+def initialize_ready(step: InitializeDeepSpeed, target: Target) -> problems.Problems:
     """Everything that can be known before a call that has no way back."""
     if met := missing() + _msamp_problems(step):
         return met
@@ -217,7 +217,7 @@ def initialize_ready(step: InitializeDeepSpeed, target: Target) -> problems.Foun
     return met + devices + lock_problems(kernels)
 
 
-def _msamp_problems(step: InitializeDeepSpeed) -> problems.Found:
+def _msamp_problems(step: InitializeDeepSpeed) -> problems.Problems:
     return library_problems("msamp.deepspeed", "msamp") if step.library == "msamp" else ()
 
 
@@ -229,7 +229,7 @@ def engine_class() -> type:
     return engine
 
 
-def device_problems(device: str, *, compiles: bool) -> problems.Found:
+def device_problems(device: str, *, compiles: bool) -> problems.Problems:
     """One text where DeepSpeed works on another device, or cannot compile for it."""
     from deepspeed.accelerator import get_accelerator
 
@@ -329,7 +329,7 @@ def stale_locks(kernels: Iterable[str]) -> tuple[Path, ...]:
     return tuple(lock for lock in locks if _is_stale(lock))
 
 
-def lock_problems(kernels: Iterable[str]) -> problems.Found:
+def lock_problems(kernels: Iterable[str]) -> problems.Problems:
     """One text for every stale lock, with what to type."""
     left = "left by a compilation that was killed: DeepSpeed would wait for it for ever"
     unless = "unless another machine compiles in this folder now"
@@ -377,7 +377,7 @@ def _is_open(file: Path) -> bool:
 # The ``Init`` stays alive in the parameters: they are gathered as *its* config says. So the step has the whole config.
 
 
-def partition_ready(step: PartitionParameters, target: Target) -> problems.Found:
+def partition_ready(step: PartitionParameters, target: Target) -> problems.Problems:
     """DeepSpeed must be there and work on the device, and the parameters be plain ones."""
     if met := missing():
         return met

@@ -24,7 +24,7 @@ class Registered:
     """Modules whose ``generate`` was told that ranks go in step."""
 
 
-def register_ready(step: RegisterEntryPoints, target: Target) -> problems.Found:
+def register_ready(step: RegisterEntryPoints, target: Target) -> problems.Problems:
     """The model must have every method, and none may stand in the instance already."""
     inner = names.unwrap_root(target.model)[-1]
     marked = ["model"] if MARK in vars(inner) else []

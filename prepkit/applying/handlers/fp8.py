@@ -22,7 +22,7 @@ from prepkit.steps import ConvertFP8Linears, InitializeMSAMP, PrecomputeFloat8Sc
 # --- torchao -------------------------------------------------------------------------------------------------------
 
 
-def convert_ready(step: ConvertFP8Linears, target: Target) -> problems.Found:
+def convert_ready(step: ConvertFP8Linears, target: Target) -> problems.Problems:
     """The library must be there, and every layer a plain Linear without hooks."""
     return library_problems("torchao.float8", "torchao") + layer_problems(step.paths, Linear, target.model)
 
@@ -58,7 +58,7 @@ CONVERT: Handler[ConvertFP8Linears, Target, tuple[Swapped, ...]] = Handler(
 )
 
 
-def scales_ready(step: PrecomputeFloat8Scales, target: Target) -> problems.Found:
+def scales_ready(step: PrecomputeFloat8Scales, target: Target) -> problems.Problems:
     """The library must be there. An optimizer may still be created by a step before this one."""
     del step, target
     return library_problems("torchao.float8", "torchao")
@@ -115,7 +115,7 @@ class BeforeMSAMP:
     """The scheduler drives the optimizer."""
 
 
-def msamp_ready(step: InitializeMSAMP, target: Target) -> problems.Found:
+def msamp_ready(step: InitializeMSAMP, target: Target) -> problems.Problems:
     """MS-AMP and an optimizer must be there; under DDP, MS-AMP's own wrapper must stand in the place of torch's."""
     met = library_problems("msamp", "msamp")
     met += problems.absent("module", (*step.linears, *step.kept), names.named_modules(target.model))

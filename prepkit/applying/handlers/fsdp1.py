@@ -41,7 +41,7 @@ STRATEGIES = {
 """Names of the step to torch's; the last one is public in torch's documentation and private in its enum (K-F2)."""
 
 
-def wrap_ready(step: WrapFSDP1, target: Target) -> problems.Found:
+def wrap_ready(step: WrapFSDP1, target: Target) -> problems.Problems:
     """Everything that FSDP1 refuses must be found here: it has no way back (torch ``_flat_param.py``)."""
     modules, params = names.named_slots(target.model), names.named_parameters(target.model)
     paths = [unit.path for unit in step.units]
@@ -158,7 +158,7 @@ class Grouped:
     released: dict[str, ParamState]
 
 
-def regroup_ready(step: RegroupOptimizer, target: Target) -> problems.Found:
+def regroup_ready(step: RegroupOptimizer, target: Target) -> problems.Problems:
     """Every name must be a parameter; which unit it falls into is known once the units are wrapped."""
     holders = fsdp1_flat.holders(target.model)
     named = (name for group in step.slots for name in group if name)

@@ -22,7 +22,7 @@ from prepkit.plan.layout import chunk
 from prepkit.steps import ShardUnits, Unit
 
 
-def shard_ready(step: ShardUnits, target: Target) -> problems.Found:
+def shard_ready(step: ShardUnits, target: Target) -> problems.Problems:
     """Everything that ``fully_shard`` refuses must be found here: it has no way back (G-8, torch ``_fsdp_init.py``)."""
     old = ["reduce_unused"] if step.reduce_unused and not hasattr(FSDPModule, _UNUSED) else []
     met = problems.told("units.unused-on-old-torch", old, f"torch {torch.__version__} has no FSDPModule.{_UNUSED}")
@@ -47,7 +47,7 @@ _UNUSED = "set_reduce_scatter_unused_params"
 _OLD = f"reduce_unused: this torch {torch.__version__} has no FSDPModule.{_UNUSED}; pip install 'torch>=2.13'"
 
 
-def _other_units(step: ShardUnits, target: Target) -> problems.Found:
+def _other_units(step: ShardUnits, target: Target) -> problems.Problems:
     """Units that the plan takes for granted, and those that it does not know."""
     existing = {unit.path for unit in unit_facts(names.sites(target.model))}
     planned = {unit.path for unit in step.units}

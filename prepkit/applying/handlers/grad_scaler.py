@@ -14,7 +14,7 @@ from prepkit.ranks import launcher
 from prepkit.steps import CreateGradScaler
 
 
-def scaler_ready(step: CreateGradScaler, target: Target) -> problems.Found:
+def scaler_ready(step: CreateGradScaler, target: Target) -> problems.Problems:
     """The device must be there: without CUDA, torch would hand out a scaler that does nothing (ST-23)."""
     del target
     return launcher.device_problems(step.device)

@@ -54,7 +54,7 @@ INIT_METHOD = "_init_weights"
 """By which a model initializes each module inside it, as those of transformers do."""
 
 
-def initialize_ready(step: InitializeTensors, target: Target) -> problems.Found:
+def initialize_ready(step: InitializeTensors, target: Target) -> problems.Problems:
     """Every named parameter, and every named buffer on meta, must be in a module that something initializes."""
     sites = names.sites(target.model)
     tensors = _sites_of_tensors(sites)
@@ -273,7 +273,7 @@ def adapter_configs(sites: Sequence[Site]) -> dict[str, Configs]:
     return configs
 
 
-def adapter_problems(sites: Sequence[Site], wanted: Sequence[str]) -> problems.Found:
+def adapter_problems(sites: Sequence[Site], wanted: Sequence[str]) -> problems.Problems:
     """One text for the adapters that would have to be made from the values of the base."""
     configs, met = adapter_configs(sites), []
     for site in sites:

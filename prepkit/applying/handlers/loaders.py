@@ -23,13 +23,13 @@ from prepkit.ranks.world import new_group, world
 from prepkit.steps import ShardLoader, WrapLoader
 
 
-def _missing(step: ShardLoader | WrapLoader, target: Target) -> problems.Found:
+def _missing(step: ShardLoader | WrapLoader, target: Target) -> problems.Problems:
     fewer = [f"loaders[{step.index}]"] if step.index >= len(target.loaders) else []
     what = f"the plan has it, and {len(target.loaders)} were given"
     return problems.told("plan.model-changed", fewer, what, "Pass the loaders of the plan.")
 
 
-def shard_ready(step: ShardLoader, target: Target) -> problems.Found:
+def shard_ready(step: ShardLoader, target: Target) -> problems.Problems:
     """The loader must be one that can be divided in the planned way."""
     if met := _missing(step, target):
         return met
@@ -138,7 +138,7 @@ def data_part(step: ShardLoader | WrapLoader, target: Target) -> tuple[int, int]
     return prod(sizes), sum(place * prod(sizes[at + 1 :]) for at, place in enumerate(places))
 
 
-def wrap_ready(step: WrapLoader, target: Target) -> problems.Found:
+def wrap_ready(step: WrapLoader, target: Target) -> problems.Problems:
     """There must be a loader, and a device."""
     met = _missing(step, target)
     return met if met or step.device is None else launcher.device_problems(step.device.type)

@@ -27,7 +27,7 @@ from prepkit.steps import (
 # --- move ----------------------------------------------------------------------------------------------------------
 
 
-def move_ready(step: MoveModel, target: Target) -> problems.Found:
+def move_ready(step: MoveModel, target: Target) -> problems.Problems:
     """The device must be there, and every tensor must have data to move."""
     met = launcher.device_problems(step.device.type)
     return met + (() if step.device.type == "meta" else problems.on_meta(_tensors(target.model)))
@@ -72,7 +72,7 @@ MOVE: Handler[MoveModel, Target, dict[str, torch.device]] = Handler(ready=move_r
 # --- lay in order --------------------------------------------------------------------------------------------------
 
 
-def contiguous_ready(step: MakeContiguous, target: Target) -> problems.Found:
+def contiguous_ready(step: MakeContiguous, target: Target) -> problems.Problems:
     """Every name must be a parameter, without a gradient in the old order."""
     params = names.named_parameters(target.model)
     return problems.absent("parameter", step.names, params) + problems.with_gradient(step.names, params)
@@ -112,7 +112,7 @@ class Narrow:
     """Keys of the optimizer state that followed it."""
 
 
-def upcast_ready(step: UpcastParameters, target: Target) -> problems.Found:
+def upcast_ready(step: UpcastParameters, target: Target) -> problems.Problems:
     """Every name must be a parameter that the dtype can hold exactly, or the way back would not be exact either."""
     params, dtype = names.named_parameters(target.model), getattr(torch, step.dtype)
     wide = [n for n in step.names if n in params and torch.promote_types(params[n].dtype, dtype) != dtype]
@@ -169,7 +169,7 @@ UPCAST: Handler[UpcastParameters, Target, tuple[Narrow, ...]] = Handler(
 # --- autocast ------------------------------------------------------------------------------------------------------
 
 
-def autocast_ready(step: AutocastForward, target: Target) -> problems.Found:
+def autocast_ready(step: AutocastForward, target: Target) -> problems.Problems:
     """A second layer would cast twice (G-20)."""
     del step
     marked = ["model.forward"] if hasattr(target.model, MARK) else []

@@ -25,7 +25,7 @@ Slots = tuple[tuple[str, ...], ...]
 # --- release -------------------------------------------------------------------------------------------------------
 
 
-def release_ready(step: ReleaseOptimizer, target: Target) -> problems.Found:
+def release_ready(step: ReleaseOptimizer, target: Target) -> problems.Problems:
     """Every slot must hold the parameter that the step names, and state must be of a kind that shards can take."""
     met = shape_problems(step.slots, target)
     if met or target.optimizer is None:
@@ -90,7 +90,7 @@ class Bound:
     """The optimizer's own state; None where it had none, and where the state came from ``target.released``."""
 
 
-def rebind_ready(step: RebindOptimizer, target: Target) -> problems.Found:
+def rebind_ready(step: RebindOptimizer, target: Target) -> problems.Problems:
     """Slots and names must be there, and no state may be moved to a parameter without data, where it would be lost."""
     met = shape_problems(step.slots, target)
     if met or target.optimizer is None:
@@ -166,7 +166,7 @@ def optimizer_class(name: str) -> type[Optimizer] | None:
     return found if isinstance(found, type) and issubclass(found, Optimizer) else None
 
 
-def create_ready(step: CreateOptimizer, target: Target) -> problems.Found:
+def create_ready(step: CreateOptimizer, target: Target) -> problems.Problems:
     """No optimizer may be there, torch must know its class, and every name must be a parameter."""
     kind = type(target.optimizer).__name__
     two = ["optimizer"] if target.optimizer is not None else []
@@ -227,7 +227,7 @@ def _optimizer(target: Target) -> Optimizer:
     return target.optimizer
 
 
-def shape_problems(slots: Slots, target: Target) -> problems.Found:
+def shape_problems(slots: Slots, target: Target) -> problems.Problems:
     """The optimizer must be there, with groups as long as the plan's."""
     if target.optimizer is None:
         return problems.no_optimizer(target)

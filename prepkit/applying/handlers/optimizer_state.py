@@ -30,7 +30,7 @@ def state_of(target: Target, name: str, param: Parameter) -> ParamState:
     return state
 
 
-def unmovable(name: str, state: ParamState, shape: torch.Size) -> problems.Found:
+def unmovable(name: str, state: ParamState, shape: torch.Size) -> problems.Problems:
     """Texts for the entries that no shard of the parameter could take along, such as Adafactor's factored moments."""
     return tuple(
         found(

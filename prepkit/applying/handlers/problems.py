@@ -14,48 +14,48 @@ from prepkit.findings import Finding, RunRefused
 from prepkit.interpreter import HalfDone
 from prepkit.objects.target import Target
 
-Found = tuple[Finding, ...]
+Problems = tuple[Finding, ...]
 PLAIN = "Apply to a model that was not prepared."
 
 
-def told(rule: str, names: Iterable[str], what: str, fix: str = "") -> Found:
+def told(rule: str, names: Iterable[str], what: str, fix: str = "") -> Problems:
     """One finding for all these names; none where there are none."""
     names = list(names)
     return (found(rule, listed(names), what, fix),) if names else ()
 
 
-def absent(kind: str, wanted: Iterable[str], existing: Collection[str] | Mapping[str, object]) -> Found:
+def absent(kind: str, wanted: Iterable[str], existing: Collection[str] | Mapping[str, object]) -> Problems:
     """One finding for all the wanted names that the model does not have."""
     return told("plan.other-model", (name for name in wanted if name not in existing), f"the model has no such {kind}")
 
 
-def sharded(params: Mapping[str, Parameter], what: str) -> Found:
+def sharded(params: Mapping[str, Parameter], what: str) -> Problems:
     """One finding for all parameters that arrive sharded, and so whom the step cannot take."""
     return told(
         "model.sharded-parameters", (name for name, param in params.items() if isinstance(param, DTensor)), what
     )
 
 
-def partitioned(params: Iterable[tuple[str, Parameter]]) -> Found:
+def partitioned(params: Iterable[tuple[str, Parameter]]) -> Problems:
     """One finding for all parameters that DeepSpeed has divided."""
     names = (name for name, param in params if hasattr(param, "ds_id"))
     fix = "Build the model outside deepspeed.zero.Init."
     return told("model.sharded-parameters", names, "divided by deepspeed.zero.Init", fix)
 
 
-def on_meta(tensors: Mapping[str, Tensor]) -> Found:
+def on_meta(tensors: Mapping[str, Tensor]) -> Problems:
     """One finding for all tensors that have no data."""
     return told(
         "plan.no-weights", (name for name, tensor in tensors.items() if tensor.is_meta), "on meta, without data"
     )
 
 
-def hollow(paths: Iterable[str]) -> Found:
+def hollow(paths: Iterable[str]) -> Problems:
     """One finding for all modules that hold others and have no forward."""
     return told("wrap.container", paths, "a container without forward cannot be a unit")
 
 
-def no_optimizer(target: Target) -> Found:
+def no_optimizer(target: Target) -> Problems:
     """A finding where the plan's optimizer was not given."""
     what, fix = "the plan was made with one", "Give it to apply(), or build the plan again without one."
     return told("plan.model-changed", [] if target.optimizer is not None else ["optimizer"], what, fix)
@@ -77,7 +77,7 @@ def listed(names: Sequence[str]) -> str:
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def with_gradient(wanted: Iterable[str], params: Mapping[str, Parameter]) -> Found:
+def with_gradient(wanted: Iterable[str], params: Mapping[str, Parameter]) -> Problems:
     """One finding for all wanted parameters whose gradient a step would lose."""
     names = (name for name in wanted if name in params and params[name].grad is not None)
     return told("apply.gradient-lost", names, "there is a gradient, which would be lost")

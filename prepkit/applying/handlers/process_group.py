@@ -25,7 +25,7 @@ FORMING_S = 5.0
 """Seconds after its own time-out at which torch has to have given up forming a group."""
 
 
-def start_ready(step: StartProcessGroup, target: Target) -> problems.Found:
+def start_ready(step: StartProcessGroup, target: Target) -> problems.Problems:
     """A running group must be the plan's; else the launcher must have said what torch needs to start one."""
     del target
     if world().running:
@@ -34,12 +34,12 @@ def start_ready(step: StartProcessGroup, target: Target) -> problems.Found:
     return _launch_problems(step) + (() if device is None else launcher.device_problems(device.type))
 
 
-def _other(where: str, what: str, fix: str) -> problems.Found:
+def _other(where: str, what: str, fix: str) -> problems.Problems:
     """A launch that is not the plan's, with what to type; none where that is nothing."""
     return problems.told("plan.other-environment", [where] if fix else [], what, fix)
 
 
-def _running_problems(step: StartProcessGroup) -> problems.Found:
+def _running_problems(step: StartProcessGroup) -> problems.Problems:
     running, wanted = _devices(world().backend), _devices(step.backend)
     # A fake group stands for any other: it carries no data and serves to rehearse.
     fits = (
@@ -59,7 +59,7 @@ def _running_problems(step: StartProcessGroup) -> problems.Found:
     )
 
 
-def _launch_problems(step: StartProcessGroup) -> problems.Found:
+def _launch_problems(step: StartProcessGroup) -> problems.Problems:
     launch = launcher.launch()
     run = f"torchrun --nproc-per-node={step.world_size} your_script.py"
     if not launch.launched:
@@ -148,7 +148,7 @@ def _device(backend: str) -> LocalDevice | None:
     return LocalDevice(type="cuda" if accelerator is None else accelerator.type)
 
 
-def agree_ready(step: Agree, target: Target) -> problems.Found:
+def agree_ready(step: Agree, target: Target) -> problems.Problems:
     """Always: what the other ranks hold is not known before all of them are there."""
     del step, target
     return ()
@@ -168,7 +168,7 @@ def agree_undo(step: Agree, target: Target, memo: None) -> None:
     del step, target, memo
 
 
-def mesh_ready(step: BuildMesh, target: Target) -> problems.Found:
+def mesh_ready(step: BuildMesh, target: Target) -> problems.Problems:
     """The axes must multiply to the world size, where that is known before the group starts."""
     del target
     ranks = prod(axis.size for axis in step.axes)

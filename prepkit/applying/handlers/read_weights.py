@@ -44,7 +44,7 @@ class Misread(Exception):
     """What is read of a tensor does not fit into its place; who reads the file refuses it by its name."""
 
 
-def read_ready(step: ReadTensors, target: Target) -> problems.Found:
+def read_ready(step: ReadTensors, target: Target) -> problems.Problems:
     """Every name must be a parameter or buffer of the shape that the checkpoint gives it, in one or in chunks."""
     tensors = named_tensors(target)
     odd = (s.name for s in step.sources if s.name in tensors and tuple(tensors[s.name].shape) != s.shape)

@@ -48,7 +48,7 @@ from prepkit.ranks.world import new_group, world
 from prepkit.steps import Axis, SendTensors, Transfer
 
 
-def send_ready(step: SendTensors, target: Target) -> problems.Found:
+def send_ready(step: SendTensors, target: Target) -> problems.Problems:
     """Every name must be a parameter or buffer of the planned shape."""
     tensors = named_tensors(target)
     known = [transfer for transfer in step.tensors if transfer.name in tensors]

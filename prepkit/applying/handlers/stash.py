@@ -26,7 +26,7 @@ from prepkit.ranks.world import world
 from prepkit.steps import StashTensors
 
 
-def stash_ready(step: StashTensors, target: Target) -> problems.Found:
+def stash_ready(step: StashTensors, target: Target) -> problems.Problems:
     """Every name must be there. That rank 0 has values is asked when all are there, or the others would wait for it."""
     return problems.absent("tensor", (*step.params, *step.buffers), named_tensors(target))
 

@@ -29,7 +29,7 @@ class Swapped:
     new: Module
 
 
-def library_problems(module: str, package: str, rule: str = "fp8.library-missing") -> problems.Found:
+def library_problems(module: str, package: str, rule: str = "fp8.library-missing") -> problems.Problems:
     """Why a library cannot be used here; empty when it can be imported."""
     try:
         import_module(module)
@@ -38,7 +38,7 @@ def library_problems(module: str, package: str, rule: str = "fp8.library-missing
     return ()
 
 
-def layer_problems(paths: Iterable[str], cls: type[Module], model: Module) -> problems.Found:
+def layer_problems(paths: Iterable[str], cls: type[Module], model: Module) -> problems.Problems:
     """What keeps these modules from being replaced: not there, another class, or hooks that would be lost."""
     paths, modules = tuple(paths), names.named_modules(model)
     layers = {path: modules[path] for path in paths if path in modules}

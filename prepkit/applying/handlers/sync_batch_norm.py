@@ -15,7 +15,7 @@ Memo = tuple[tuple[Module, Module], ...]
 """Each old module with the one that stands in its place."""
 
 
-def convert_ready(step: ConvertSyncBatchNorm, target: Target) -> problems.Found:
+def convert_ready(step: ConvertSyncBatchNorm, target: Target) -> problems.Problems:
     """Every path must be a batch norm that is not synchronised yet."""
     modules = names.named_slots(target.model)
     other = (path for path in step.paths if path in modules and not _is_plain(modules[path]))

@@ -37,7 +37,7 @@ SAMPLE = 1024
 """Elements of each parameter that ranks compare."""
 
 
-def parallelize_ready(step: ParallelizeModules, target: Target) -> problems.Found:
+def parallelize_ready(step: ParallelizeModules, target: Target) -> problems.Problems:
     """Everything that torch's styles refuse must be found here: there is no way back."""
     modules, params = names.named_modules(target.model), names.named_parameters(target.model)
     paths = [path for style in step.styles for path in style.paths]

@@ -19,7 +19,7 @@ _LIBRARY = ("transformer_engine.pytorch", "'transformer_engine[pytorch]'")
 # --- layers --------------------------------------------------------------------------------------------------------
 
 
-def convert_ready(step: ConvertTransformerEngine, target: Target) -> problems.Found:
+def convert_ready(step: ConvertTransformerEngine, target: Target) -> problems.Problems:
     """TransformerEngine must be there, and every layer one of torch's own, without hooks."""
     return (
         *library_problems(*_LIBRARY),
@@ -66,7 +66,7 @@ CONVERT: Handler[ConvertTransformerEngine, Target, tuple[Swapped, ...]] = Handle
 # --- autocast ------------------------------------------------------------------------------------------------------
 
 
-def autocast_ready(step: AutocastFP8Forward, target: Target) -> problems.Found:
+def autocast_ready(step: AutocastFP8Forward, target: Target) -> problems.Problems:
     """TransformerEngine must be there and take the recipe, and nothing of the model be under its autocast yet."""
     met = library_problems(*_LIBRARY)
     if not met:

@@ -28,7 +28,7 @@ class Placed:
     data: torch.Tensor
 
 
-def move_ready(step: MoveToXLA, target: Target) -> problems.Found:
+def move_ready(step: MoveToXLA, target: Target) -> problems.Problems:
     """torch_xla must be there, and the optimizer's parameters where the model's are (PR-6, which never looked)."""
     del step
     params = names.named_parameters(target.model)
@@ -84,7 +84,7 @@ def move_undo(step: MoveToXLA, target: Target, memo: tuple[Placed, ...]) -> None
 MOVE: Handler[MoveToXLA, Target, tuple[Placed, ...]] = Handler(ready=move_ready, do=move_do, undo=move_undo)
 
 
-def reduce_ready(step: ReduceXLAGradients, target: Target) -> problems.Found:
+def reduce_ready(step: ReduceXLAGradients, target: Target) -> problems.Problems:
     """torch_xla must be there. An optimizer may still be created by a step before this one."""
     del step, target
     return library_problems("torch_xla", "torch_xla", "xla.library-missing")

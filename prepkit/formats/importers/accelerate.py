@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from prepkit.config import (
     TorchAO,
     TransformerEngine,
 )
+from prepkit.findings import PlanRejected
 from prepkit.formats.importers.accelerate_engines import deepspeed, fsdp, weights
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.source import Imported, Source
@@ -112,6 +114,15 @@ def read_accelerate(source: Source) -> Imported:
     return understand(file, source.path)
 
 
+def asked_for(data: dict[str, Any]) -> Foreign:
+    """The account of a file that holds this: which keys are asked for, and how. No file that it names is found."""
+    file = Foreign(kind="accelerate", source="schema", data=data)
+    name_in_full(file)
+    with suppress(PlanRejected):
+        understand(file, "schema")
+    return file
+
+
 def understand(file: Foreign, path: str) -> Imported:
     """The same of keys that were read already; ``path`` is where another file that they name may lie beside."""
     if not file.has("distributed_type"):
@@ -165,6 +176,7 @@ def _engine(file: Foreign, kind: str, world: int | None, mesh: Mesh | None, prec
         case "TP":
             return TensorParallel()
         case "MEGATRON_LM":
+            file.section("megatron_lm_config")
             file.covered("megatron_lm_config")
             what = "Megatron-LM replaces model, optimizer and loop, and prepkit prepares a model that you have"
             file.error("not-supported", "distributed_type", what, "Write FSDP, with a parallelism_config for tp_size.")

@@ -35,7 +35,7 @@ from prepkit.formats.importers.source import JSON, read
 from prepkit.resolve.deepspeed.keys import SECTIONS
 
 _IN_FSDP = "fsdp_config."
-_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _FIRST_ONLY = ("backward_prefetch", "backward_prefetch_policy", "forward_prefetch", "use_orig_params")
@@ -99,7 +99,7 @@ def _wrap(file: Foreign) -> Wrap:
 
 
 def _first(file: Foreign) -> FSDP1:
-    strategy = file.word(f"{_IN_FSDP}fsdp_sharding_strategy", _STRATEGIES, "engine.sharding") or "FULL_SHARD"
+    strategy = file.word(f"{_IN_FSDP}fsdp_sharding_strategy", STRATEGIES, "engine.sharding") or "FULL_SHARD"
     reshard = f"{_IN_FSDP}fsdp_reshard_after_forward"
     if file.has(reshard):
         file.without_effect(reshard, "FSDP of version 1 reads fsdp_sharding_strategy in its place", "Remove it.")
@@ -129,13 +129,13 @@ def _first(file: Foreign) -> FSDP1:
 def _second(file: Foreign) -> FSDP2:
     for name in (*_FIRST_ONLY, "limit_all_gathers", "sync_module_states"):
         file.without_effect(f"{_IN_FSDP}fsdp_{name}", "FSDP of version 2 does not read it")
-    strategy = file.word(f"{_IN_FSDP}fsdp_sharding_strategy", _STRATEGIES)
+    strategy = file.word(f"{_IN_FSDP}fsdp_sharding_strategy", STRATEGIES)
     if strategy:
         why = "FSDP of version 2 reads fsdp_reshard_after_forward in its place"
         file.without_effect(f"{_IN_FSDP}fsdp_sharding_strategy", why)
     reshard = f"{_IN_FSDP}fsdp_reshard_after_forward"
     freed: bool | None
-    if isinstance(file.raw(reshard), str) and str(file.raw(reshard)).upper() in _STRATEGIES:
+    if isinstance(file.raw(reshard), str) and str(file.raw(reshard)).upper() in STRATEGIES:
         freed = str(file.raw(reshard, "engine.reshard_after_forward")).upper() not in ("SHARD_GRAD_OP", "NO_SHARD")
         what = "version 2 wants true or false here, and a name is refused by accelerate"
         file.warn("wrong-value", reshard, what, f"Write {str(freed).lower()}.")
@@ -254,7 +254,7 @@ def _rest(file: Foreign) -> dict[str, object]:
 
 def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tuple[str, ...]) -> Config:
     for key in _BESIDE_A_FILE:
-        if file.has(f"{_IN_DEEPSPEED}{key}"):
+        if file.raw(f"{_IN_DEEPSPEED}{key}") is not None or file.has(f"{_IN_DEEPSPEED}{key}"):
             what = "accelerate refuses it beside deepspeed_config_file"
             file.error("contradiction", f"{_IN_DEEPSPEED}{key}", what, f"Write it into {name}, and remove it here.")
     found = beside(name, path)

@@ -15,6 +15,7 @@ from prepkit.config import Config, Origin
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.importers.positions import LineColumn, plain_json, positions
 from prepkit.formats.importers.source import Imported, Source
+from prepkit.rules import found
 
 TRUE, FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
 """What launchers take for switches, in small letters (accelerate ``str_to_bool``)."""
@@ -37,6 +38,10 @@ class Foreign:
     findings: list[Finding] = field(factory=list)
     declared: set[str] = field(factory=set)
     """Keys that say something of the cluster."""
+    asked: dict[str, tuple[str, ...]] = field(factory=dict, repr=False)
+    """Key to the way in which it was asked for, be it there or not: the name of a method, and the words of ``word``."""
+    free: set[str] = field(factory=set, repr=False)
+    """Keys below which everything is taken."""
     _read: set[str] = field(factory=set)
 
     # --- reading ---------------------------------------------------------------------------------------------------
@@ -45,6 +50,7 @@ class Foreign:
         """The value at a dotted path, or the whole; None where there is none. Notes where ``settings`` come from."""
         value = self._value(name)
         self._read.add(name)
+        self.asked.setdefault(name, ("raw",))
         if value is not None:
             self.origins += [self._origin(name, f"config.{setting}") for setting in settings]
         return value
@@ -58,6 +64,7 @@ class Foreign:
     def flag(self, name: str, *settings: str) -> bool | None:
         """A switch, also as the texts ``yes`` and ``false``."""
         value = self.raw(name, *settings)
+        self.asked[name] = ("flag",)
         if isinstance(value, bool | None):
             return value
         text = str(value).strip().lower()
@@ -69,6 +76,7 @@ class Foreign:
     def whole(self, name: str, *settings: str) -> int | None:
         """A whole number, also as ``8.0``, ``5e8`` and ``"8"``."""
         number = self.number(name, *settings)
+        self.asked[name] = ("whole",)
         if number is None or float(number).is_integer():
             return None if number is None else int(number)
         self._wrong_type(name, number, int)
@@ -77,6 +85,7 @@ class Foreign:
     def number(self, name: str, *settings: str) -> float | None:
         """A finite number, also as text."""
         value = self.raw(name, *settings)
+        self.asked[name] = ("number",)
         if value is None:
             return None
         try:
@@ -91,6 +100,7 @@ class Foreign:
     def text(self, name: str, *settings: str) -> str | None:
         """A text."""
         value = self.raw(name, *settings)
+        self.asked[name] = ("text",)
         if isinstance(value, str | None):
             return value
         self._wrong_type(name, value, str)
@@ -99,11 +109,12 @@ class Foreign:
     def word(self, name: str, words: Sequence[str], *settings: str) -> str | None:
         """One of some words, whatever the case; a digit is the place among them, from 1."""
         value = self.raw(name, *settings)
+        self.asked[name] = ("word", *words)
         if value is None:
             return None
         if isinstance(value, bool):  # YAML 1.1 reads NO as false
             value = "yes" if value else "no"
-        given = str(value).strip().rpartition(".")[2].lower()
+        given = "" if isinstance(value, float) else str(value).strip().rpartition(".")[2].lower()  # 0.5 is no 5
         if given.isdecimal() and 1 <= int(given) <= len(words):
             return words[int(given) - 1]
         for word in words:
@@ -117,6 +128,7 @@ class Foreign:
     def names(self, name: str, *settings: str) -> tuple[str, ...] | None:
         """A list of texts, also as one text with commas."""
         value = self.raw(name, *settings)
+        self.asked[name] = ("names",)
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         if value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
@@ -127,6 +139,7 @@ class Foreign:
     def section(self, name: str) -> dict[str, Any]:
         """The keys below a path; none where it is missing or empty."""
         value = self.raw(name)
+        self.asked[name] = ("section",)
         if isinstance(value, dict):
             return value
         if value:
@@ -138,27 +151,31 @@ class Foreign:
     def launching(self, *names: str) -> None:
         """Keys, with all that is below them, that are of no concern to preparation."""
         for name in names:
+            self.free.add(name)
             if self.raw(name) is not None or self.has(name):
                 self.not_preparation.append(self._origin(name, ""))
                 self.covered(name)
 
     def covered(self, name: str) -> None:
         """Counts a section and all that is below it as read: a finding about the whole says what becomes of it."""
+        self.asked.setdefault(name, ("raw",))
+        self.free.add(name)
         self._read.update(key for key in self.keys() if key == name or key.startswith(f"{name}."))
 
     def without_effect(self, name: str, why: str, fix: str = "Remove it.") -> None:
         """Says that a key does nothing where it stands, if it stands there."""
+        self.asked.setdefault(name, ("raw",))
         if self.has(name):
             self.covered(name)
-            self._say("no-effect", Severity.WARNING, name, why, fix)
+            self.error("no-effect", name, why, fix)
 
     def error(self, rule: str, name: str, what: str, fix: str) -> None:
-        """Says what is wrong with a key."""
-        self._say(rule, Severity.ERROR, name, what, fix)
+        """Says what is wrong with a key, in the severity of its row."""
+        self._say(rule, name, what, fix)
 
     def warn(self, rule: str, name: str, what: str, fix: str) -> None:
         """Says what should be known of a key."""
-        self._say(rule, Severity.WARNING, name, what, fix)
+        self._say(rule, name, what, fix, milder=True)
 
     # --- the account ----------------------------------------------------------------------------------------------
 
@@ -248,11 +265,9 @@ class Foreign:
         line, column = self.places.get(name, (None, None))
         return Origin(setting=setting, key=self.shown_as.get(name, name), source=self.source, line=line, column=column)
 
-    def _say(self, rule: str, severity: Severity, name: str, what: str, fix: str) -> None:
+    def _say(self, rule: str, name: str, what: str, fix: str, *, milder: bool = False) -> None:
         self._read.add(name)
-        self.findings.append(
-            Finding(rule=f"import.{rule}", severity=severity, where=self.where(name), what=what, fix=fix)
-        )
+        self.findings.append(found(f"import.{rule}", self.where(name), what, fix, milder=milder))
 
     def _wrong_type(self, name: str, value: object, kind: type) -> None:
         self.error("wrong-type", name, f"{shown(value)} is not {_NAMES[kind]}", f"Write {_NAMES[kind]}.")

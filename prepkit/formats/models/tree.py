@@ -30,7 +30,7 @@ class Tensor:
 
 
 @frozen(kw_only=True)
-class Node:
+class SourceModule:
     """A module, ``name[count]: Class ? condition``, above what is in it; with a count it holds its one child so often.
 
     A class is a name, ``act(field)``, which is an activation that a field names, or an expression that gives a name.
@@ -41,26 +41,26 @@ class Node:
     count: str = ""
     there: str = "True"
     tensors: tuple[Tensor, ...] = ()
-    children: tuple[Node, ...] = ()
+    children: tuple[SourceModule, ...] = ()
 
 
 _TENSOR = re.compile(r"(\w+) ([=~]) (\[[^;?]*\])(?:; ([^;?]+?))?(?:; ([^;?]+?))?(?: \? (.+))?")
 _MODULE = re.compile(r"(?:(\w+)(?:\[(.+)\])?: )?([^?]+?)(?: \? (.+))?")
 
 
-def parsed(lines: Sequence[str]) -> Node:
+def parsed(lines: Sequence[str]) -> SourceModule:
     """The tree in lines, which are indented by one blank for each module around them."""
     return _node(lines, 0)[0]
 
 
-def _node(lines: Sequence[str], at: int) -> tuple[Node, int]:
+def _node(lines: Sequence[str], at: int) -> tuple[SourceModule, int]:
     depth = _depth(lines[at])
     said = _MODULE.fullmatch(lines[at][depth:])
     if said is None:
         raise ValueError(f"{lines[at]!r} is no line of a table")
     name, count, cls, there = said.groups()
     tensors: list[Tensor] = []
-    children: list[Node] = []
+    children: list[SourceModule] = []
     at += 1
     while at < len(lines) and _depth(lines[at]) > depth:
         if tensor := _TENSOR.fullmatch(lines[at].strip()):
@@ -69,7 +69,7 @@ def _node(lines: Sequence[str], at: int) -> tuple[Node, int]:
         else:
             child, at = _node(lines, at)
             children.append(child)
-    return Node(
+    return SourceModule(
         name=name or "",
         cls=cls,
         count=count or "",
@@ -141,7 +141,7 @@ class _Grown:
     params: list[ParamFact] = field(factory=list)
     buffers: list[BufferFact] = field(factory=list)
 
-    def add(self, node: Node, path: str, counts: tuple[int, ...]) -> None:
+    def add(self, node: SourceModule, path: str, counts: tuple[int, ...]) -> None:
         """Add a module with all that is in it, if it is there."""
         if not evaluate(node.there, self.fields, counts):
             return

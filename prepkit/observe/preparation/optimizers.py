@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from prepkit.facts.preparation import HeldBytes, OptimizerOptions, SteppedGroup
 from prepkit.objects import fsdp1_flat
@@ -97,7 +98,7 @@ def held_bytes(model: nn.Module, optimizers: list[Any]) -> tuple[HeldBytes, ...]
     }
     counted: dict[tuple[Any, str], int] = {}
     for what, tensors in kinds.items():
-        for tensor in map(local, tensors):
+        for tensor in map(local, (one for one in tensors if not is_lazy(one))):
             key = (what, tensor.device.type)
             counted[key] = counted.get(key, 0) + tensor.numel() * tensor.element_size()
     return tuple(HeldBytes(what=what, device=device, bytes=size) for (what, device), size in counted.items() if size)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, DistributedSampler
 
 from prepkit.facts.run import Unread
@@ -159,4 +160,4 @@ def _shape(thing: Any) -> Any:
     if isinstance(thing, nn.Parameter):
         return None
     inside = thing.module if type(thing).__name__ == "AveragedModel" else thing
-    return tuple((name, tuple(param.shape)) for name, param in inside.named_parameters())
+    return tuple((name, () if is_lazy(param) else tuple(param.shape)) for name, param in inside.named_parameters())

@@ -72,7 +72,7 @@ def said_of_a_flipped_bit(model: Any, rank: int, world: int, true: Numbers) -> s
         flipped(mine[name])
     try:
         now = pk.fingerprints(model, master_weights=True)
-    except ValueError as error:
+    except pk.RunRefused as error:
         return str(error)
     return f"other numbers: {sum(now[name] != true[name] for name in true)}"
 
@@ -204,7 +204,7 @@ def test_alone_every_weight_has_its_number_and_loaded_ones_have_those_of_the_fil
     ready.export(str(tmp_path))
     with torch.device("meta"):
         other = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
-    with pytest.raises(ValueError, match=r"0\.weight and 3 more has no values: it is on meta"):
+    with pytest.raises(pk.RunRefused, match=r"plan.no-weights at 0\.weight and 3 more"):
         pk.fingerprints(other)
     loading = pk.Config(intent=pk.Intent.INFERENCE, weights=pk.LoadWeights(str(tmp_path)))
     loaded = pk.apply(pk.build_plan(loading, other), fingerprint=True)
