@@ -13,7 +13,7 @@ from attrs import define, field
 
 from prepkit import rules
 from prepkit.findings import Finding, FindingWarning, RunRefused, Severity
-from prepkit.ranks.launcher import rank
+from prepkit.ranks.launcher import is_main
 from prepkit.rules.rule import Moment, findings_of
 
 HOME = str(Path(__file__).parent)
@@ -85,7 +85,7 @@ def report(findings: Iterable[Finding], *, every_rank: bool = False) -> None:
 
     On rank 0, unless ``every_rank``: for what a rank sees by itself, and the others may not.
     """
-    if every_rank or rank() == 0:
+    if every_rank or is_main():
         for finding in findings:
             warnings.warn(FindingWarning(finding), stacklevel=_depth())
 

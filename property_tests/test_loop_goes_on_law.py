@@ -12,9 +12,9 @@ from torch import nn
 
 import prepkit as pk
 from prepkit.facts import loop as events
-from prepkit.facts.loop import LoopPlan, LoopState, ends_window
+from prepkit.facts.loop import Batches, LoopPlan, LoopState, ends_window
 from prepkit.findings import RunRefused
-from prepkit.loop import Advanced, Refused, advance, orders
+from prepkit.loop import Advanced, Refused, advance, learned, orders
 from prepkit.loop.advance import Junction
 from prepkit.training import loop as driven
 
@@ -55,11 +55,11 @@ class Script:
 
 
 def resumed(script: Script, steps: int) -> Script:
-    """Another process, with what a checkpoint holds of the loop: the number of its steps."""
+    """Another process, with what a checkpoint holds of the loop: the number of its steps, and what batches make."""
     assert script.say(events.Saved()) == ()
     again = Script(script.plan, script.batches, script.micro_batches)
     again.say(events.Resuming())
-    again.say(events.Resumed(steps))
+    again.say(events.Resumed(steps, learned(script.state)))
     return again
 
 
@@ -73,32 +73,31 @@ plans = st.builds(
 )
 
 
-def goes_on(plan: LoopPlan, batches: int, passes: int, resume: Callable[[Script, int], Script]) -> None:
+def goes_on(plan: LoopPlan, batches: int, passes: int, each: int, resume: Callable[[Script, int], Script]) -> None:
     """Resume after every batch that leaves no window open, and compare with the run that went on.
 
-    Each batch makes one micro-batch: a checkpoint does not hold how many they usually make, so that a run with several
-    learns it again, and the first window over the end of a pass may end elsewhere.
+    ``each``: micro-batches of a batch.
     """
-    whole = Script(plan, batches, 1)
+    whole = Script(plan, batches, each)
     every = list(whole.train(0, batches * passes))
     for at in range(1, batches * passes):
-        first = Script(plan, batches, 1)
+        first = Script(plan, batches, each)
         before = list(first.train(0, at))
-        assert before == every[:at]
+        assert before == every[: at * each]
         if not first.state.pending:
-            assert list(resume(first, at).train(at, batches * passes)) == every[at:]
+            assert list(resume(first, at).train(at, batches * passes)) == every[at * each :]
 
 
-@given(plans, st.integers(1, 7), st.integers(1, 3))
+@given(plans, st.integers(1, 7), st.integers(1, 3), st.integers(1, 3))
 def test_a_run_that_is_resumed_goes_on_as_the_run_that_was_not_stopped(
-    plan: LoopPlan, batches: int, passes: int
+    plan: LoopPlan, batches: int, passes: int, each: int
 ) -> None:
-    goes_on(plan, batches, passes, resumed)
+    goes_on(plan, batches, passes, each, resumed)
 
 
-@pytest.mark.parametrize("fault", ["micro_batches", "cut_short", "averaging"])
+@pytest.mark.parametrize("fault", ["micro_batches", "cut_short", "averaging", "batches"])
 def test_the_law_notices_a_resume_that_is_somewhere_else(fault: str) -> None:
-    wrong: dict[str, Any] = {"micro_batches": 1, "cut_short": True, "averaging": False}
+    wrong: dict[str, Any] = {"micro_batches": 1, "cut_short": True, "averaging": False, "batches": Batches()}
 
     def elsewhere(script: Script, steps: int) -> Script:
         again = resumed(script, steps)
@@ -107,7 +106,7 @@ def test_the_law_notices_a_resume_that_is_somewhere_else(fault: str) -> None:
         return again
 
     with pytest.raises(AssertionError):
-        goes_on(LoopPlan(accumulation=3, wrapper_averages=True), 7, 2, elsewhere)
+        goes_on(LoopPlan(accumulation=3, wrapper_averages=True), 7, 2, 1 + 2 * (fault == "batches"), elsewhere)
 
 
 # --- what the driver has learnt ---

@@ -238,8 +238,8 @@ def frozen_on_the_way(case: Case) -> None:
     [
         (widened, {"run.drift-params"}),
         (warmed_up, {"run.drift-rate"}),
-        (restarted, {"run.drift-state"}),
-        (frozen_on_the_way, {"run.drift-trained", "run.drift-state"}),
+        (restarted, {"run.state-lost"}),
+        (frozen_on_the_way, {"run.drift-trained", "run.state-lost"}),
     ],
     ids=lambda one: one.__name__ if callable(one) else "",
 )

@@ -136,7 +136,7 @@ OF_OTHERS = frozenset(
     f"run.{name}"
     for name in (
         *("orphans", "state-lost", "state-misfit", "state-not-finite", "rate-not-finite", "nan", "infinite"),
-        *("left-on-meta", "float16-weights", "bfloat16-weights", "unlike-dtypes", "negative-variance", "hidden-module"),
+        *("left-on-meta", "no-master-weights", "unlike-dtypes", "negative-variance", "hidden-module"),
         *("unread-setting", "ranks-models", "ranks-optimizers", "ranks-values", "ranks-state", "drops-all"),
     )
 )

@@ -79,7 +79,7 @@ def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | N
     if found is None:
         click.echo(f"Error: {script} ended without an optimizer step, so that there was nothing to audit", err=True)
         return 2
-    if launcher.rank() == 0:
+    if launcher.is_main():
         if as_json:
             unknown = found.unasked if isinstance(found, Audit) else ()
             said = {"findings": [codec.to_data(finding) for finding in found.findings], "seconds": found.seconds}

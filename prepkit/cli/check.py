@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import evolve, field, fields_dict, frozen
 
+from prepkit import rules
 from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli.options import Cluster
@@ -191,17 +192,16 @@ def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Check
     beyond = tuple(
         (
             FilePlace(one.path, named.line, named.column),
-            Finding(
-                rule=_MISSING,
-                severity=Severity.NOTE,
-                where=f"{one.path}:{named.line}:{named.column}",
-                what=f"{named.path} is known when it runs" if "$" in named.path else f"{named.path} is not here",
-                fix=f"Check it where it is: prepkit check {named.path}",
-            ),
+            evolve(_not_here(f"{one.path}:{named.line}:{named.column}", named.path), severity=Severity.NOTE),
         )
         for named in missing
     )
     return Checked(found=one, findings=findings, fine=_SCRIPT_RULES, beyond=beyond)
+
+
+def _not_here(where: str, named: str) -> Finding:
+    what = f"{named} is known when it runs" if "$" in named else f"{named} is not here"
+    return rules.found(_MISSING, where, what, f"Check it where it is: prepkit check {named}")
 
 
 _SCRIPT_RULES = 4

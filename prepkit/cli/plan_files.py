@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
-from attrs import evolve
 
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.facts import Env, Facts
-from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings import Finding, PlanRejected
 from prepkit.later import needs_torch
 from prepkit.plan import Plan
+from prepkit.rules import found
 
 if TYPE_CHECKING:
     from prepkit.formats.policy import Policy
@@ -94,8 +94,9 @@ def _folder_facts(reference: str, env: Env | None, how: LoadWeights | None) -> F
         stored = None if how is None else folder.checkpoint_of(observe_checkpoint(how.path), how, seen.model)
     except folder.NotKnown as error:
         what, _, fix = str(error).rpartition("; ")
-        found = Finding(rule="model.not-known", severity=Severity.ERROR, where=where, what=what, fix=fix)
-        raise PlanRejected((evolve(found, rule=WRONG) if isinstance(error, folder.NotThere) else found,)) from error
+        if isinstance(error, folder.NotThere):
+            raise PlanRejected((found(WRONG, where, what, fix),)) from error
+        raise PlanRejected((found("model.not-known", where, what, fix),)) from error
     for word in seen.words:
         say(f"{where}: {word}", err=True)
     if env is None:
@@ -134,15 +135,11 @@ def _finding(reference: str, error: Exception, ours: str) -> Finding:
     if isinstance(error, ValueError) and frame.filename == ours:
         what, _, fix = str(error).partition("; ")
         fix = fix or "write package.module:name, such as train:make_model"
-        return Finding(rule=WRONG, severity=Severity.ERROR, where=where, what=what, fix=fix)
+        return found(WRONG, where, what, fix)
     module, _, name = reference.partition(":")
-    return Finding(
-        rule="model.not-built",
-        severity=Severity.ERROR,
-        where=where,
-        what=f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})",
-        fix=f'see the whole traceback with: python -c "import {module}; {module}.{name}()"',
-    )
+    what = f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+    fix = f'see the whole traceback with: python -c "import {module}; {module}.{name}()"'
+    return found("model.not-built", where, what, fix)
 
 
 T = TypeVar("T")

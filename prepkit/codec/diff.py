@@ -19,9 +19,10 @@ from attrs import frozen
 from prepkit import codec
 from prepkit.codec.languages import TAG
 from prepkit.codec.text import brief, canonical, inside, shown
-from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings import Finding, PlanRejected
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
+from prepkit.rules import found
 
 T = TypeVar("T", Plan, Attestation)
 
@@ -118,13 +119,7 @@ def patch(a: T, changes: Iterable[Change]) -> T:
 
 
 def _does_not_fit(change: Change, error: Exception) -> Finding:
-    return Finding(
-        rule="diff.does-not-fit",
-        severity=Severity.ERROR,
-        where=place(change.path),
-        what=f"the change {change} does not fit this plan: {error}",
-        fix="patch the plan that the changes were taken from",
-    )
+    return found("diff.does-not-fit", place(change.path), f"the change {change} does not fit this plan: {error}")
 
 
 def _rank(change: Change) -> int:

@@ -19,8 +19,9 @@ from typing import Any, TypeAlias
 
 from attrs import frozen
 
-from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings import Finding, PlanRejected
 from prepkit.findings.text import shorter
+from prepkit.rules import found
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -30,8 +31,8 @@ _WIDTH = 120
 
 
 def refusal(rule: str, where: str, what: str, fix: str) -> Finding:
-    """An error finding with the id ``codec.<rule>``; ``rules.refusals`` lists them all."""
-    return Finding(rule=f"codec.{rule}", severity=Severity.ERROR, where=where, what=what, fix=fix)
+    """Make the finding of the row ``codec.<rule>`` of ``rules.files``."""
+    return found(f"codec.{rule}", where, what, fix)
 
 
 def inside(where: str, key: object) -> str:

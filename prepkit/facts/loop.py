@@ -283,6 +283,8 @@ class Resumed(NamedTuple):
     """A checkpoint was read."""
 
     steps: int
+    seen: tuple[tuple[int, int, int], ...] = ()
+    """What the saved run knew of its batches; empty: nothing, or the checkpoint does not say."""
 
 
 class Called(NamedTuple):

@@ -167,7 +167,7 @@ class RankFacts:
     values: str
     """Digest of the values that all ranks of a group should hold alike."""
     generator: str
-    """Digest of the states of the random generators."""
+    """Digest of the state of the generator that dropout draws from."""
     tensor_ranks: tuple[int, ...] = ()
     """Ranks that hold parts of the same layers; this rank alone where no layer is cut."""
     loaders: tuple[tuple[int, int, str, str], ...] = ()
@@ -191,11 +191,13 @@ class GradientFacts:
     """The gradients that an optimizer is about to step."""
 
     stepped: int
-    """Parameters of the model that it holds and that train."""
+    """Parameters of the model that an optimizer holds and that train."""
     missing: tuple[str, ...] = ()
     """Those of them without a gradient on a rank that holds some of their elements."""
+    awaited: tuple[str, ...] = ()
+    """Those without one among all that train, which DDP waits for whether they are stepped or not."""
     spoiled: tuple[str, ...] = ()
-    """Those whose gradient has NaN or infinite elements on a rank."""
+    """Those that train, stepped or not, whose gradient has NaN or infinite elements on a rank: they spoil a norm."""
     zero: bool = False
     """True if every gradient there is holds zeros only, on all ranks."""
     compared: tuple[str, ...] = ()
@@ -206,6 +208,8 @@ class GradientFacts:
     """Those whose gradient has not the placements or the dtype of the parameter."""
     on_some_ranks: tuple[str, ...] = ()
     """Those that have a gradient on some ranks, and none on others that hold a part of them."""
+    not_chosen: tuple[str, ...] = ()
+    """Those without one that a batch may leave out: a member of a ModuleList, or an optimizer's whole turn."""
 
 
 @frozen(kw_only=True)

@@ -8,11 +8,11 @@ from datetime import date
 
 from attrs import evolve, field, frozen
 
+from prepkit import rules
 from prepkit.codec.text import shown
-from prepkit.findings import Finding, Severity
+from prepkit.findings import Finding
 from prepkit.formats.places import FilePlace
 
-_FORM = "# prepkit: ignore[RULE] until 2027-01-01 by WHO because REASON"
 _MARK = re.compile(r"(?:#|//)\s*prepkit\s*:\s*(ignore\b.*)")
 _COMMENT = re.compile(
     r"ignore\[(?P<rule>[\w.-]+)\]\s+until\s+(?P<until>\d{4}-\d\d-\d\d)(?:\s+by\s+(?P<owner>\S+))?\s+because\s+(?P<because>\S.*)"
@@ -71,9 +71,7 @@ def comments(file: str, text: str) -> tuple[tuple[Exempt, ...], tuple[tuple[File
         day = _day(told["until"]) if told else None
         if told is None or day is None or len(found) == MOST:
             what = f"{shown(mark[0])} is no exception that prepkit reads, and excepts nothing"
-            error, where = Severity.ERROR, str(place)
-            found_wrong = Finding(rule="gate.exception", severity=error, where=where, what=what, fix=f"Write {_FORM}")
-            wrong.append((place, found_wrong))
+            wrong.append((place, rules.found("gate.exception", str(place), what)))
             continue
         alone = not line[: mark.start()].strip()
         about = _next(lines, number) if alone else number
@@ -116,16 +114,10 @@ def _told(exempt: tuple[Exempt, ...], used: set[FilePlace], today: date) -> Iter
         where = str(one.written)
         if one.written not in used:
             what = f"nothing here is found by {one.rule}, so that its exception excepts nothing"
-            note = Severity.NOTE
-            yield one.written, Finding(rule="gate.exception-unused", severity=note, where=where, what=what, fix=_REMOVE)
+            yield one.written, rules.found("gate.exception-unused", where, what)
         elif today > one.until:
             what = f"the exception of {one.rule} has ended on {one.until} ({one.because})"
-            warn, fix = Severity.WARNING, "Mend what it finds, or write another day."
-            yield one.written, Finding(rule="gate.exception-ended", severity=warn, where=where, what=what, fix=fix)
+            yield one.written, rules.found("gate.exception-ended", where, what)
         elif not one.owner:
             what = f"nobody owns the exception of {one.rule}"
-            note, fix = Severity.NOTE, "Write by WHO before because."
-            yield one.written, Finding(rule="gate.exception-owner", severity=note, where=where, what=what, fix=fix)
-
-
-_REMOVE = "Remove it."
+            yield one.written, rules.found("gate.exception-owner", where, what)

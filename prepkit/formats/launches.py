@@ -8,8 +8,9 @@ from pathlib import Path
 
 from attrs import field, frozen
 
+from prepkit import rules
 from prepkit.codec import LARGEST
-from prepkit.findings import Finding, Severity
+from prepkit.findings import Finding
 
 _WORD = re.compile(r"""(?:[^\s"'\\;&|]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+|[;&|]+|\n""", re.DOTALL)
 _SET = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s;&|$`(]+)\s*(?:#.*)?$", re.MULTILINE)
@@ -190,7 +191,7 @@ def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
     where = f"{script.path}:{launch.line}:{launch.column}"
 
     def error(rule: str, what: str, fix: str) -> Finding:
-        return Finding(rule=rule, severity=Severity.ERROR, where=where, what=what, fix=fix)
+        return rules.found(rule, where, what, fix)
 
     nodes, whole = launch.nodes, launch.processes
     if launch.launcher == "accelerate" and nodes and whole and whole % nodes:

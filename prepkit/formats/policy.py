@@ -22,6 +22,7 @@ from prepkit.formats.importers.source import read
 from prepkit.formats.places import FilePlace
 from prepkit.plan import Plan
 from prepkit.predict.said import BYTES, at, said
+from prepkit.rules import found
 from prepkit.rules.rule import Moment, Rule
 
 MOST = 1_000
@@ -339,4 +340,4 @@ def _of_python(file: str) -> Policy:
 
 
 def _broken(where: str, what: str, fix: str) -> Finding:
-    return Finding(rule="policy.broken", severity=Severity.ERROR, where=where, what=what, fix=fix)
+    return found("policy.broken", where, what, fix)

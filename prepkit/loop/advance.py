@@ -147,6 +147,15 @@ def _learned(batches: Batches) -> tuple[tuple[int, int, int], ...]:
     return tuple((*one, times) for one, times in counts.items() if times)
 
 
+def learned(state: LoopState) -> tuple[tuple[int, int, int], ...]:
+    """What a checkpoint holds of a loop between windows: how many micro-batches its batches usually make.
+
+    A batch of which micro-batches are still to come counts nothing.
+    """
+    batches = state.batches
+    return batches.seen if batches.trained < batches.expected else _learned(batches)
+
+
 def _expected(seen: tuple[tuple[int, int, int], ...], loader: int) -> int:
     """Micro-batches that most batches of the loader made, the larger of two that are as frequent; 1 where none was."""
     return max(((times, made) for of, made, times in seen if of == loader), default=(0, 1))[1]
@@ -275,6 +284,11 @@ def _averaging(plan: LoopPlan, state: LoopState, event: events.Averaging) -> Out
     return _told(plan, state._replace(forced=event.forced))
 
 
+def _resumed(plan: LoopPlan, state: LoopState, event: events.Resumed) -> Outcome:
+    del plan  # the batch that was in use is one of before
+    return (state._replace(batches=Batches(seen=event.seen)) if event.seen else state), ()
+
+
 def _as_it_was(plan: LoopPlan, state: LoopState, event: Event) -> Outcome:
     del plan, event
     return state, ()
@@ -301,7 +315,7 @@ _AFTER: Mapping[type, Callable[[LoopPlan, LoopState, Any], Outcome]] = {
     events.AveragesLeft: lambda _, state, __: (state._replace(averages=state.averages - 1), ()),
     events.Saved: _as_it_was,
     events.Resuming: _as_it_was,
-    events.Resumed: _as_it_was,
+    events.Resumed: _resumed,
     events.Called: _as_it_was,
     events.Closed: lambda _, state, __: (state._replace(closed=True), ()),
 }

@@ -119,6 +119,11 @@ def rank() -> int:
     return world().rank if world().running else int(launch().rank or 0)
 
 
+def is_main() -> bool:
+    """True in the one process that reports and writes for all, also before there is a group."""
+    return rank() == 0
+
+
 @frozen(kw_only=True)
 class Address:
     """Where the ranks of a launch have their store, and who this process is there."""

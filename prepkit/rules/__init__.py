@@ -108,9 +108,9 @@ def by_id() -> dict[str, Rule]:
     return {rule.id: rule for rule in LAW}
 
 
-def found(rule: str, where: str, what: str, fix: str = "") -> Finding:
+def found(rule: str, where: str, what: str, fix: str = "", *, milder: bool = False) -> Finding:
     """Make the finding of a row by its id, for the call that has met it; ``fix`` replaces the row's."""
-    return by_id()[rule].found(Hit(where, what, fix))
+    return by_id()[rule].found(Hit(where, what, fix, milder))
 
 
 def check(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:

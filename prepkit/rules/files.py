@@ -170,6 +170,7 @@ FILES: tuple[Rule, ...] = (
         id="import.contradiction",
         summary="No two keys of an imported config say different things of one setting.",
         fix="Keep one of them.",
+        milder="where that library goes on with a rounded number of processes",
     ),
     _import(
         id="import.missing-file",
@@ -188,6 +189,7 @@ FILES: tuple[Rule, ...] = (
         summary="An imported config asks for what prepkit does.",
         fix="Write the nearest way that the finding names.",
         lawful="that library does it",
+        milder="where its own models do it, and others do not",
     ),
     _import(
         id="import.unknown-key",
@@ -203,6 +205,7 @@ FILES: tuple[Rule, ...] = (
         id="import.wrong-value",
         summary="Every value of an imported config is one that its library knows.",
         fix="Write one of the values that the finding names.",
+        milder="where what it means is clear all the same",
     ),
     _check(
         id="launch.gpus",

@@ -17,12 +17,11 @@ from prepkit.rules import found
 T = TypeVar("T")
 
 
-class CheckpointFailed(RuntimeError):
-    """A checkpoint or an export could not be written or read. ``findings`` says why, and on which ranks."""
+class CheckpointFailed(RunRefused):
+    """A checkpoint or an export that could not be written or read. ``findings`` says why, and on which ranks.
 
-    def __init__(self, findings: tuple[Finding, ...]) -> None:
-        self.findings = findings
-        super().__init__("\n".join(map(str, findings)))
+    Files may have been begun, and after a failed read some of the model may have changed: the findings say so.
+    """
 
 
 def failed(rule: str, where: Path | str, what: str, fix: str = "") -> CheckpointFailed:
@@ -33,9 +32,9 @@ def failed(rule: str, where: Path | str, what: str, fix: str = "") -> Checkpoint
 def on_every_rank(act: Callable[[], T], rule: str, where: Path | str, group: dist.ProcessGroup | None = None) -> T:
     """Runs ``act`` on every rank, and returns what it gave on this one. Collective; one exchange.
 
-    Where it fails on some rank all ranks raise the same: ``RunRefused`` if rules have refused it and nothing else went
-    wrong, else ``CheckpointFailed``. An error without findings gets one of ``rule`` at ``where``. ``act`` holds no
-    collective of its own.
+    Where it fails on some rank all ranks raise the same: ``RunRefused`` itself if rules have refused it and nothing
+    else went wrong, else ``CheckpointFailed``. An error without findings gets one of ``rule`` at ``where``. ``act``
+    holds no collective of its own.
     """
     done: list[T] = []
     error: Exception | None = None
@@ -44,7 +43,8 @@ def on_every_rank(act: Callable[[], T], rule: str, where: Path | str, group: dis
     except Exception as raised:  # the others have to hear of any
         error = raised
     mine = () if error is None else _findings(error, rule, where)
-    everyone = ranks_of(group).gather((mine, isinstance(error, RunRefused)))
+    refused = isinstance(error, RunRefused) and not isinstance(error, CheckpointFailed)
+    everyone = ranks_of(group).gather((mine, refused))
     if all(not findings for findings, _ in everyone):
         return done[0]
     at: dict[Finding, list[int]] = {}
@@ -75,7 +75,7 @@ def torch_failure(rule: str, where: Path | str) -> Iterator[None]:
 
 
 def _findings(error: Exception, rule: str, where: Path | str) -> tuple[Finding, ...]:
-    if isinstance(error, CheckpointFailed | RunRefused):
+    if isinstance(error, RunRefused):
         return error.findings
     return (found(rule, str(where), _text(error)),)
 

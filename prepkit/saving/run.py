@@ -35,6 +35,8 @@ class RunParts:
     steps: int = 0
     """Optimizer steps that were taken."""
     epoch: int = 0
+    batches: tuple[tuple[int, int, int], ...] = ()
+    """What the loop knows of the micro-batches that its batches make; see ``facts.loop.Batches.seen``."""
     set_epoch: Callable[[int], None]
     """Called by a resume before the positions of the loaders are put back."""
 

@@ -33,6 +33,8 @@ class Resumed:
 
     steps: int | None = None
     """Optimizer steps that had been taken; None: weights alone were read, or the checkpoint does not know."""
+    batches: tuple[tuple[int, int, int], ...] = ()
+    """What the loop knew of the micro-batches of its batches."""
 
 
 @define
@@ -132,7 +134,8 @@ class Checkpoints:
             replaced=saved_facts.replaced(built, saved_facts.settings(members, run.scheduler)),
         )
         court.ask(Moment.RESUME, after)
-        return Resumed(steps=None if source.saved is None else source.saved.steps)
+        batches = tuple(map(tuple, source.shared.get("batches", ())))
+        return Resumed(steps=None if source.saved is None else source.saved.steps, batches=batches)
 
     def _facts(self, run: RunParts, held: Contents, optimizer: Any) -> SavedFacts:
         return saved_facts.saved_facts(
@@ -172,6 +175,7 @@ def _small(run: RunParts, held: Contents) -> tuple[bytes, bytes]:
         "scaler": None if run.scaler is None else run.scaler.state_dict(),
         "engine": state.engine_state(run.model),
         "loaders": state.on_any_ranks(run.loaders),
+        "batches": run.batches,
     }
     own = plain_bytes(state.of_this_rank(run.loaders), "the state of the loaders")
     try:

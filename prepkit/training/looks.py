@@ -15,7 +15,7 @@ from prepkit.court import Court
 from prepkit.facts.run import LoopFacts, RunFacts
 from prepkit.loading.passes import Passes
 from prepkit.objects.local_part import local
-from prepkit.observe.prepared.gradients import Watched, gradients
+from prepkit.observe.prepared.gradients import Watched
 from prepkit.observe.prepared.step import StepLook
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Asked
@@ -97,7 +97,7 @@ class Looks:
         often = _over_ranks(Moment.DUE) if due(self._together) else ()
         once = _over_ranks(Moment.FIRST_STEP) * first
         watched = self._watched
-        seen = () if not first else tuple(gradients(self.look.model) if watched is None else watched.end())
+        seen = () if not first else tuple(self.look.gradients() if watched is None else watched.end())
         facts = self.look.over_ranks(
             {need for rule in (*often, *once) for need in rule.needs},
             self._loop(loss, passes),
@@ -159,7 +159,7 @@ def _finite(loss: Loss | None) -> bool:
 
 def _local(moment: Moment) -> tuple[Rule, ...]:
     """Rules that one rank answers by itself, from an earlier look."""
-    return tuple(rule for rule in rules_due(moment) if rule.needs == (Need.BEFORE,))
+    return tuple(rule for rule in rules_due(moment) if Need.BEFORE in rule.needs)
 
 
 def _over_ranks(moment: Moment) -> tuple[Rule, ...]:

@@ -372,11 +372,11 @@ class Loop:
         """A forward has run that the wrapper is to average a backward of."""
         self.do(events.ForwardRan())
 
-    def resumed(self, steps: int) -> None:
+    def resumed(self, steps: int, batches: tuple[tuple[int, int, int], ...]) -> None:
         """A checkpoint was read: the scheduler is elsewhere, and no window is open."""
         self.steps, self._ticked = steps, None
         self._marks.forget()
-        self.happens(events.Resumed(steps))
+        self.happens(events.Resumed(steps, batches))
 
     def close(self, model: Module, engine: Driver) -> None:
         """Let the optimizers alone; ``model`` is the one that was given, out of its wrappers."""

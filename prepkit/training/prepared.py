@@ -26,6 +26,7 @@ from prepkit.facts import loop as events
 from prepkit.facts.loop import LoopPlan
 from prepkit.loading.arguments import check_count, check_folder, check_names
 from prepkit.loading.passes import Passes
+from prepkit.loop import learned
 from prepkit.objects import joint_optimizer
 from prepkit.objects.bare_tree import guard_save
 from prepkit.objects.deepspeed import give_back_linear
@@ -280,7 +281,7 @@ class Prepared:
         if resumed is None:
             return False
         self._looks.look.settle()
-        self.loop.resumed(self.steps if resumed.steps is None else resumed.steps)
+        self.loop.resumed(self.steps if resumed.steps is None else resumed.steps, resumed.batches)
         return True
 
     def _parts(self) -> saving.RunParts:
@@ -295,6 +296,7 @@ class Prepared:
             attestation=self.attestation,
             steps=self.steps,
             epoch=self.epoch,
+            batches=learned(self.loop.state),
             set_epoch=self.loop.passes.set_epoch,
         )
 

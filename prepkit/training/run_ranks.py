@@ -30,7 +30,7 @@ class RunRanks:
     @property
     def is_main(self) -> bool:
         """True on rank 0, which prints and writes what is there once."""
-        return launcher.rank() == 0
+        return launcher.is_main()
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
         """``print`` on the main process alone, above a bar of ``progress`` that is open."""

@@ -53,8 +53,8 @@ ERRORS: tuple[PlantedError, ...] = (
     # --- the model itself ---
     PlantedError(by_hand.still_in_eval, "run.eval-mode", "torch", 1, "evaluation mode in training"),
     PlantedError(by_hand.part_still_in_eval, "run.part-in-eval", "torch", 1, "a part of it in evaluation mode"),
-    PlantedError(by_hand.float16_weights, "run.float16-weights", "torch", 1, "float16 weights without masters"),
-    PlantedError(by_hand.bfloat16_weights, "run.bfloat16-weights", "torch", 1, "bfloat16 weights without masters"),
+    PlantedError(by_hand.float16_weights, "run.no-master-weights", "torch", 1, "float16 weights without masters"),
+    PlantedError(by_hand.bfloat16_weights, "run.no-master-weights", "torch", 1, "bfloat16 weights without masters"),
     PlantedError(by_hand.one_block_in_another_dtype, "run.unlike-dtypes", "torch", 1, "one block of another dtype"),
     PlantedError(by_hand.buffer_never_filled, "run.nan", "torch", 1, "a buffer of NaN"),
     PlantedError(by_hand.half_on_meta, "run.left-on-meta", "torch", 1, "a layer without data among others"),

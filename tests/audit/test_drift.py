@@ -83,9 +83,9 @@ PLANTED: dict[str, tuple[Callable[[Case], None], str, str]] = {
     "cast": (cast, "run.cast", "cast to fewer bits, without master weights: `head.weight (was float32, is float16)`"),
     "added": (layer_added, "run.drift-params", "The model has 2 parameters more than at the audit"),
     "frozen": (unfrozen, "run.drift-trained", "2 parameters frozen since the audit: `enter.weight`, `enter.bias`"),
-    "untied": (untied, "run.drift-ties", "`blocks.1.inner.weight` are no longer one parameter"),
-    "replaced": (replaced, "run.drift-slots", "no longer steps `head.weight`, `head.bias`, and steps 2 tensors"),
-    "forgotten": (forgotten, "run.drift-state", "The state of 9 parameters is gone"),
+    "untied": (untied, "run.tie-broken", "`blocks.1.inner.weight` are no longer one parameter"),
+    "replaced": (replaced, "run.orphans", "no longer steps `head.weight`, `head.bias`, and steps 2 tensors"),
+    "forgotten": (forgotten, "run.state-lost", "The state of 9 parameters is gone"),
     "unhooked": (unhooked, "run.drift-hooks", "1 hook of the audit is gone, such as forward_hooks: "),
     "rate": (rate_written, "run.drift-rate", "The learning rate is 0.5, and the scheduler has set 0.00025"),
 }
@@ -154,7 +154,7 @@ def ticked_on(case: Case) -> None:
 
 COURSE: dict[str, tuple[Callable[[Case], None], str, str]] = {
     "evaluating": (evaluating, "run.drift-mode", "3 modules with dropout or batch norm went into evaluation mode"),
-    "spoiled": (spoiled, "run.drift-not-finite", "since the last look: `blocks.2.inner.weight`"),
+    "spoiled": (spoiled, "run.nan", "since the last look: `blocks.2.inner.weight`"),
     "zeroed": (zeroed, "run.drift-zeroed", "The moments of 10 parameters are zero, and were not"),
     "begun anew": (begun_anew, "run.drift-counts", "has counted 0 steps, and 2 at the last look"),
     "decay": (
@@ -185,7 +185,7 @@ def test_where_a_run_goes_wrong_is_found_at_the_next_look(name: str) -> None:
     looks = [audit.drift() for _ in range(1 + (rule == "run.drift-options"))]  # which might be a schedule's at first
     told = [str(one).replace("\n     ", "") for one in looks[-1] if one.rule == rule]
     assert any(text in one for one in told), looks
-    assert rule in {"run.drift-not-finite"} or rule not in {one.rule for one in audit.drift()}  # told once
+    assert rule in {"run.nan"} or rule not in {one.rule for one in audit.drift()}  # told once
 
 
 def test_an_option_that_a_schedule_moves_at_each_step_is_no_drift() -> None:
@@ -332,12 +332,12 @@ def test_ranks_that_part_are_told_on_all_of_them(gang2: Gang) -> None:
     for seen in (first, second):
         assert seen["nothing"] == seen["back"] == []
         assert "Ranks that hold the same of 1 parameter differ: `blocks.1.inner.weight`" in seen["bit"][0]
-        assert seen["no sync"] == ["run.drift-averaging"]
+        assert seen["no sync"] == ["run.averaging-off"]
         assert "Ranks step with different options: lr of group 0 is 0.001 on rank 0, 1.001 on rank 1" in seen["rate"][0]
-        assert set(seen["averaged by nobody"]) == {"run.drift-ranks"}
-    apart = {"run.drift-ranks", "run.ranks-optimizers"}  # the rates still differ
+        assert set(seen["averaged by nobody"]) == {"run.ranks-values"}
+    apart = {"run.ranks-values", "run.ranks-optimizers"}  # the rates still differ
     assert set(first["gone"]) == apart  # nobody hangs where a rank has lost a parameter
-    assert set(second["gone"]) == {"run.drift-params", "run.drift-slots", "run.drift-state", *apart}
+    assert set(second["gone"]) == {"run.drift-params", "run.orphans", "run.state-lost", *apart}
 
 
 def flipped(rank: int, world: int) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from prepkit.auditing.outcome import Audit
 from prepkit.auditing.script import _is_of_a_loop, _loaders, audit_step
 from prepkit.observe.prepared.loaders import prepared_loader
 from tests.audit.case import ROOT, WIDTH, adam, net, rows
+from tests.support.fork_server import ForkServers
 from tests.support.launch import torchrun
 from tests.support.patience import MOST
+from tests.support.script import ran
 
 MODEL = """
 import sys, torch
@@ -86,39 +88,45 @@ for x, y in loader:
 """
 
 
-def run(folder: Path, text: str, *words: str, launcher: tuple[str, ...] = (sys.executable,)) -> tuple[int, str, str]:
-    (folder / "train.py").write_text(text)
-    command = [*launcher, "-m", "prepkit", "audit", *words]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=folder, timeout=120 * MOST, env=environment()
-    )
-    return done.returncode, done.stdout, done.stderr
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def environment() -> dict[str, str]:
-    import os
+class Auditor:
+    """``prepkit audit`` in processes that are forked, as torchrun would start it."""
 
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    def __init__(self, servers: ForkServers, folder: Path) -> None:
+        self.servers, self.folder = servers, folder
+
+    def __call__(self, text: str, *words: str, world: int = 1) -> tuple[int, str, str]:
+        """The largest exit code, and what all have written."""
+        (self.folder / "train.py").write_text(text)
+        each = ran(self.servers, world, ["-m", "prepkit", "audit", *words], ENVIRONMENT, 120, self.folder)
+        return max(one.code for one in each), "".join(one.out for one in each), "".join(one.err for one in each)
 
 
-def test_a_script_with_an_error_ends_with_1_before_it_steps(tmp_path: Path) -> None:
-    code, out, err = run(tmp_path, ORPHANS, "train.py", "0.001")
+@pytest.fixture
+def run(fork_servers: ForkServers, tmp_path: Path) -> Auditor:
+    return Auditor(fork_servers, tmp_path)
+
+
+def test_a_script_with_an_error_ends_with_1_before_it_steps(run: Auditor) -> None:
+    code, out, err = run(ORPHANS, "train.py", "0.001")
     assert code == 1, err
     assert "went on" not in out
     assert "error run.orphans at optimizer" in out
     assert "warning run.scheduler-early at scheduler: `OneCycleLR` is made for 3 ticks, and a pass has 8 steps" in out
 
 
-def test_a_script_with_nothing_wrong_ends_with_0(tmp_path: Path) -> None:
-    code, out, err = run(tmp_path, FINE, "--json", "train.py")
+def test_a_script_with_nothing_wrong_ends_with_0(run: Auditor) -> None:
+    code, out, err = run(FINE, "--json", "train.py")
     assert (code, json.loads(out)["findings"]) == (0, []), err
 
 
-def test_a_script_that_never_steps_or_fails_by_itself_says_so(tmp_path: Path) -> None:
-    code, _, err = run(tmp_path, "import sys; sys.exit(0)", "train.py")
+def test_a_script_that_never_steps_or_fails_by_itself_says_so(run: Auditor) -> None:
+    code, _, err = run("import sys; sys.exit(0)", "train.py")
     assert code == 2
     assert "train.py ended without an optimizer step" in err
-    code, _, err = run(tmp_path, "def load():\n    raise KeyError('mine')\nload()\n", "train.py")
+    code, _, err = run("def load():\n    raise KeyError('mine')\nload()\n", "train.py")
     assert code == 3
     assert err.splitlines()[-6:-1] == [
         *('  File "train.py", line 3, in <module>', "    load()"),
@@ -126,34 +134,45 @@ def test_a_script_that_never_steps_or_fails_by_itself_says_so(tmp_path: Path) ->
     ]
     assert "train.py raised before its first optimizer step" in err
     assert "runpy" not in err
-    code, _, err = run(tmp_path, "import sys; sys.exit('no data')", "train.py")
+    code, _, err = run("import sys; sys.exit('no data')", "train.py")
     assert code == 3
     assert "train.py left with exit code no data before its first optimizer step" in err
-    code, _, err = run(tmp_path, "def load(:\n", "train.py")
+    code, _, err = run("def load(:\n", "train.py")
     assert code == 3
     assert "SyntaxError" in err
 
 
 def test_ranks_of_torchrun_are_audited_together(tmp_path: Path) -> None:
-    code, out, err = run(tmp_path, RANKS, "train.py", launcher=tuple(torchrun(2)))
+    (tmp_path / "train.py").write_text(RANKS)
+    command = [*torchrun(2), "-m", "prepkit", "audit", "train.py"]
+    done = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120 * MOST,
+        env={**os.environ, **ENVIRONMENT},
+    )
+    code, out, err = done.returncode, done.stdout, done.stderr
     assert code == 1, err
     assert out.count("audit of Sequential, 58 parameters, 58 trained; ddp over 2 ranks") == 1
     assert "error run.same-samples at loaders[0]: 2 ranks read all of its samples, in one order" in out
 
 
-def test_a_trainer_is_audited_at_its_first_step(tmp_path: Path) -> None:
+def test_a_trainer_is_audited_at_its_first_step(run: Auditor) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    code, out, err = run(tmp_path, TRAINER, "train.py")
+    code, out, err = run(TRAINER, "train.py")
     assert code == 1, err
     assert "audit of LlamaForCausalLM" in out
     assert "error run.orphans at optimizer" in out
     assert "`lm_head.weight`" in out
 
 
-def test_wrappers_of_accelerate_are_found_around_what_steps(tmp_path: Path) -> None:
+def test_wrappers_of_accelerate_are_found_around_what_steps(run: Auditor) -> None:
     pytest.importorskip("accelerate")
-    code, out, err = run(tmp_path, ACCELERATE, "train.py", launcher=tuple(torchrun(2)))
+    code, out, err = run(ACCELERATE, "train.py", world=2)
     assert code == 0, err
     assert "; AdamW; CosineAnnealingLR; 1 loader" in out
     assert "warning run.scheduler-early at scheduler" in out

@@ -91,6 +91,24 @@ def test_the_search_finds_ids_of_every_kind_so_that_it_can_miss_none() -> None:
     assert met >= {refusal.id for refusal in REFUSALS}
 
 
+MAKERS = {
+    "rules/rule.py": "a row makes it of a hit",
+    "interpreter/__init__.py": "it knows no rules, and tells one id",
+    "formats/policy.py": "a team's own threshold has an id of the team's",
+}
+"""Files that may write ``Finding(...)``, and why; every other takes the row of an id."""
+
+
+def test_findings_are_made_by_rows_of_the_law_book_alone() -> None:
+    made = {
+        str(path.relative_to(ROOT / "prepkit"))
+        for path in sorted((ROOT / "prepkit").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "Finding"
+    }
+    assert made == set(MAKERS), "write prepkit.rules.found(id, where, what) for what is not here"
+
+
 def test_no_two_rows_of_the_law_book_have_one_id() -> None:
     ids = [entry.id for entry in LAW]
     assert len(ids) == len(set(ids))

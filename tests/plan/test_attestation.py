@@ -30,9 +30,9 @@ FOUND = Attestation(
 )
 
 TORN = Asked(
-    rule="run.drift-ties",
+    rule="run.tie-broken",
     moment="after apply",
-    found=(Finding(rule="run.drift-ties", severity=Severity.ERROR, where="model", what="two", fix="tie"),),
+    found=(Finding(rule="run.tie-broken", severity=Severity.ERROR, where="model", what="two", fix="tie"),),
 )
 
 
@@ -56,8 +56,8 @@ def test_a_saved_attestation_is_loaded_as_it_was(tmp_path: Path) -> None:
 def test_it_says_what_held_what_did_not_and_what_drifted() -> None:
     assert str(FOUND).splitlines()[:2] == ["1 rules hold", "drift since the plan was made:"]
     bad = evolve(FOUND, asked=(*FOUND.asked, TORN), drift=())
-    assert str(bad) == "1 of 2 rules do not hold:\n  run.drift-ties at model: two"
-    assert evolve(bad, overridden=("run.drift-ties",)).failed == ()
+    assert str(bad) == "1 of 2 rules do not hold:\n  run.tie-broken at model: two"
+    assert evolve(bad, overridden=("run.tie-broken",)).failed == ()
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ from tests.support.gang import Gang
 from tests.support.measured_bytes import Row, measure
 from tests.support.patience import MOST
 
-SEEDS = 12
-ZERO_WORLDS = (3, 64)
-"""``python -m tests.tools.predict_table`` measures 7, 8 and 512 ranks too, and optimizers that DeepSpeed compiles."""
+SEEDS = 8
+ZERO_WORLDS = (3,)
+"""``python -m tests.tools.predict_table`` measures 7, 8, 64 and 512 ranks, and optimizers that DeepSpeed compiles."""
 
 
 def wrong(rows: list[Row]) -> list[str]:
@@ -140,7 +140,7 @@ def test_cut_layers_send_what_is_predicted_from_the_tokens(gang2: Gang) -> None:
 
 @pytest.mark.slow
 def test_cut_layers_hold_and_send_what_was_predicted_at_other_worlds() -> None:
-    rows = list(staged("TensorParallel", 5))
+    rows = list(staged("TensorParallel", 3))
     assert wrong(rows) == []
     assert {row.world for row in rows} == {2, 4, 6, 8, 512}
     assert {row.rank for row in rows} >= {0, 1, 2, 3, 4, 5, 7, 256, 511}

@@ -76,7 +76,6 @@ NEEDED = _ids(
         "weights": "not-filled state-not-sent not-seen unreadable rename shape parts dtype no-initialiser",
         "overrides": "unknown",
         "checkpoint": "folders-differ no-folder no-optimizer other-groups other-model other-state",
-        "resume": "accepts-unknown",
         "run": "gradients-waited-for gradients-misplaced whole-state whole-weights",
     }
 )

@@ -42,7 +42,7 @@ def test_a_warning_stands_though_it_is_overridden() -> None:
 
 def test_errors_of_every_moment_can_be_overridden_and_an_id_that_nobody_has_is_refused() -> None:
     late = tuple(rule.id for rule in LAW if Moment.PLAN not in rule.at and rule.overridable)
-    assert {"memory.exceeds-device", "forward.used-elsewhere", "run.gradients-not-finite", "run.put-in"} <= set(late)
+    assert {"memory.exceeds-device", "forward.used-elsewhere", "run.gradients-not-finite", "run.missed"} <= set(late)
     assert rule_ids(Config(overrides=late)) == []
     assert rule_ids(Config(overrides=("run.gradients-waited-for",))) == ["overrides.unknown"]
     assert rule_ids(Config(overrides=("run.no-such-rule",))) == ["overrides.unknown"]

@@ -224,7 +224,7 @@ FAULTS: tuple[Planted, ...] = (
         (
             "a tie is lost",
             afterwards(untie),
-            "run.drift-ties at model.embed.weight: `embed.weight` and",
+            "run.tie-broken at model.embed.weight: `embed.weight` and",
         ),
         ("a buffer is cast", afterwards(cast_buffer), "model.kept: planned bfloat16[3], found float16[3]"),
     ),
@@ -330,9 +330,9 @@ FAULTS: tuple[Planted, ...] = (
         (
             "a slot is dropped",
             afterwards(drop_slot),
-            "run.drift-slots at optimizer.param_groups[0]: It no longer",
+            "run.orphans at optimizer.param_groups[0]: It no longer",
         ),
-        ("optimizer state is lost", afterwards(lose_state), "run.drift-state at optimizer: The state of 13 parameters"),
+        ("optimizer state is lost", afterwards(lose_state), "run.state-lost at optimizer: The state of 13 parameters"),
         ("optimizer state stays whole", afterwards(whole_state), "state lies as its parameter does"),
         (
             "the scheduler drives another optimizer",

@@ -9,11 +9,23 @@ import os
 import runpy
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from attrs import frozen
+
 from tests.support.fork_server import ForkServers
 from tests.support.gang import Gang
+
+
+@frozen
+class Ran:
+    """How a command has ended on one rank."""
+
+    code: int
+    out: str
+    err: str
 
 
 def run_script(
@@ -24,35 +36,68 @@ def run_script(
     timeout: float,
     folder: Path | None = None,
 ) -> str:
-    """Run a script, ``command[0]``, as torchrun would on so many processes; return what they wrote, rank by rank.
+    """Run a script as torchrun would on so many processes; return what they wrote, rank by rank.
 
-    ``folder``: where it is run; None: where the test runs.
+    Raises ``AssertionError`` where it fails on a rank, and what ``ran`` raises.
+    """
+    each = ran(servers, world, command, environment, timeout, folder)
+    said = "".join(f"{one.out}{one.err}" for one in each)
+    assert all(one.code == 0 for one in each), f"exit status {[one.code for one in each]}:\n{said}"
+    return said
 
-    Raises ``GangError`` where it raises on a rank, or is there after ``timeout`` seconds of an idle machine.
+
+def ran(
+    servers: ForkServers,
+    world: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    timeout: float,
+    folder: Path | None = None,
+) -> list[Ran]:
+    """How a script, or ``-m`` and a module, has ended on each of so many processes.
+
+    ``folder``: where it is run; None: where the test runs. Raises ``GangError`` where it is there after ``timeout``
+    seconds of an idle machine.
     """
     gang = Gang(world, servers)
     try:
         where = str(folder or Path.cwd())
-        return "".join(gang.run_fresh(_as_script, tuple(command), dict(environment), where, timeout=timeout))
+        return gang.run_fresh(_as_script, tuple(command), dict(environment), where, timeout=timeout)
     finally:
         gang.close()
 
 
-def _as_script(rank: int, world: int, command: tuple[str, ...], environment: dict[str, str], folder: str) -> str:
+def _as_script(rank: int, world: int, command: tuple[str, ...], environment: dict[str, str], folder: str) -> Ran:
     os.chdir(folder)
     os.environ.update(environment)
-    sys.path[:0] = [str(Path(command[0]).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
-    sys.argv = list(command)
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-        try:
-            runpy.run_path(command[0], run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise RuntimeError(f"{command[0]} ended with {end.code}") from end
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        log.seek(0)
-        return log.read()
+    module = command[0] == "-m"
+    first = "" if module else str(Path(command[0]).parent)
+    sys.path[:0] = [first, *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    sys.argv = [*command[module:]]
+    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        code = _code(command[1] if module else "", command[0])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        out.seek(0)
+        err.seek(0)
+        return Ran(code, out.read(), err.read())
+
+
+def _code(module: str, script: str) -> int:
+    """The exit status that an interpreter would end with."""
+    try:
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0

@@ -86,7 +86,7 @@ def first(
 
 
 MISSING = "2 parameters of 4 that are about to be stepped have no gradient: `unused.weight`, `unused.bias`."
-RULES = 8
+RULES = 9
 """Asked at the first step."""
 
 
@@ -119,6 +119,72 @@ def test_ddp_that_waits_for_a_gradient_refuses_on_every_rank_and_cannot_be_overr
 def test_ddp_that_finds_what_is_unused_trains(gang2: Gang) -> None:
     for text, told, same, checks in gang2.run(first, "DDP, unused", timeout=60):
         assert (text, told, same, checks) == ("", "", False, RULES)
+
+
+class Experts(nn.Module):
+    """A batch uses one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[0](x)  # type: ignore[no-any-return]
+
+
+def left_out(ready: Any) -> tuple[list[str], list[str], list[str]]:
+    """What the audit and the first step say of a batch that leaves something out, and what is warned of."""
+    ready.backward(ready.model(torch.ones(2, 4)).square().sum())
+    seen = audit(ready.model, list(ready.loop.optimizers), at_step=True)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        assert ready.step()
+    noted = [one for asked in ready.attestation.asked if asked.moment == "before the first step" for one in asked.found]
+    told = [str(one.message) for one in heard if isinstance(one.message, FindingWarning)]
+    return [str(one) for one in seen.findings], list(map(str, noted)), told
+
+
+def test_a_batch_that_chooses_an_expert_is_noted_by_step_and_audit_alike_and_not_warned_of() -> None:
+    judged, noted, told = left_out(prepared("Single", Experts))
+    assert judged == noted
+    assert "note run.left-out at model.experts.1.weight: This batch gives 2 parameters no gradient" in noted[0]
+    assert told == []
+
+
+def of_two_optimizers() -> Any:
+    torch.manual_seed(0)
+    model = Partly()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.used, model.unused)]
+    return pk.apply(pk.build_plan(pk.Config(), model, optimizer=optimizers))
+
+
+def test_a_turn_of_one_of_two_optimizers_is_noted_by_step_and_audit_alike_and_not_warned_of() -> None:
+    judged, noted, told = left_out(of_two_optimizers())
+    assert judged == noted
+    assert "note run.left-out at model.unused.weight" in noted[0]
+    assert told == []
+
+
+def waits_for_what_nobody_steps(rank: int, world: int) -> tuple[str, str]:
+    """What the audit says of DDP over a layer that is trained, in no optimizer and not in the loss; and torch."""
+    del rank, world
+    model = nn.parallel.DistributedDataParallel(Partly())
+    optimizer = torch.optim.SGD(model.module.used.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    seen = audit(model, optimizer, at_step=True)
+    found = "".join(str(one) for one in seen.findings if one.rule == "run.gradients-waited-for")
+    optimizer.step()
+    try:
+        model(torch.ones(2, 4))
+    except RuntimeError as error:
+        return found, str(error)
+    return found, ""
+
+
+def test_ddp_waits_for_what_trains_also_where_nobody_steps_it(gang2: Gang) -> None:
+    for found, raised in gang2.run(waits_for_what_nobody_steps, timeout=60):
+        assert "DDP waits for 2 gradients that never came: `unused.weight`, `unused.bias`" in found
+        assert "Expected to have finished reduction" in raised
 
 
 class Nothing(Partly):
@@ -183,6 +249,32 @@ def test_gradients_that_differ_over_the_replicas_are_seen_by_step_and_audit_alik
         assert ("error run.gradients-part at model.used.weight" in judged) is bool(fix)
         assert fix in text
         assert fix in judged
+
+
+def apart_in_one_group(rank: int, world: int) -> str:
+    """What the first step of replicated shards says where a gradient of one rank is its own."""
+    del world
+    torch.manual_seed(0)
+    cfg = pk.Config(
+        engine=pk.FSDP2(wrap=pk.wrap.WrapClasses(("Linear",))),
+        mesh=pk.Mesh(replicate=2, shard=2),
+        optimizer=pk.optim.SGD(lr=0.1),
+    )
+    ready = pk.apply(pk.build_plan(cfg, Whole()))
+    ready.backward(ready.model(torch.full((2, 4), rank + 1.0)).square().sum())
+    if rank == 2:
+        ready.model.used.weight.grad._local_tensor.mul_(2)
+    try:
+        ready.step()
+    except RunRefused as error:
+        return str(error)
+    return ""
+
+
+def test_what_some_replicas_find_apart_is_refused_on_all_ranks(gang4: Gang) -> None:
+    """Ranks 0 and 2 compare what they hold; ranks 1 and 3, which hold other shards, would go on alone."""
+    for text in gang4.run(apart_in_one_group, timeout=90):
+        assert "error run.gradients-part at model.used.weight" in text
 
 
 class Zero(Whole):

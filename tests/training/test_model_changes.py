@@ -73,7 +73,7 @@ def cast(model: Any) -> None:
     [
         (
             break_tie,
-            "run.put-in at model.head.weight: The model has 1 trained parameter that nothing trains",
+            "run.missed at model.head.weight: The model has 1 trained parameter that nothing trains",
         ),
         (replace_layer, "The model has 2 trained parameters that nothing trains: `inside.weight`, `inside.bias`"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +70,21 @@ def test_what_is_made_of_a_batch_is_remembered_from_pass_to_pass() -> None:
     assert [trained(ready, iter((4, 4)))[0] for _ in range(2)] == ["...|...|"] * 2
     whole = prepared(pk.Single(), accumulation=4, samples=4)
     assert trained(whole, iter((2,)))[0] == "||", "nothing tells how many the only batch will make"
+
+
+def test_a_run_that_is_resumed_before_the_last_batch_of_a_pass_knows_what_batches_make(tmp_path: Path) -> None:
+    """Else the first micro-batch of the last batch would end its window, and the second begin one of its own."""
+    ready = prepared(pk.Single(), accumulation=4, samples=20)
+    for at, batch in enumerate(ready.loaders[0]):
+        for part in batch.chunk(2):
+            ready.backward(ready.model(part).square().mean())
+            ready.step()
+        if at == 3:
+            ready.save(str(tmp_path))
+    again = prepared(pk.Single(), accumulation=4, samples=20)
+    assert again.resume(str(tmp_path))
+    assert trained(again, iter((2,)))[0] == ".|"
+    assert torch.equal(again.model.weight, ready.model.weight)
 
 
 @pytest.mark.parametrize("left", [0, 1], ids=["left out", "fewer"])

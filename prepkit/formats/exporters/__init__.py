@@ -7,11 +7,12 @@ from pathlib import Path
 from attrs import evolve
 
 from prepkit.config import Config
-from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings import PlanRejected, Severity
 from prepkit.formats.exporters.accelerate import accelerate_file
 from prepkit.formats.exporters.deepspeed import deepspeed_file
 from prepkit.formats.exporters.exported import WRITERS, Exported, Exporter, exported, refused
 from prepkit.formats.exporters.training_arguments import training_arguments_file
+from prepkit.rules import found
 
 EXPORTERS: dict[str, tuple[Exporter, tuple[str, ...]]] = {
     "accelerate": (accelerate_file, (".yaml", ".yml", ".json")),
@@ -38,11 +39,13 @@ def export_config(
     in all and on one machine, where the file has a place for them. DeepSpeed's JSON is written beside accelerate's.
     """
     if to not in EXPORTERS:
-        raise PlanRejected((_unknown(to),))
+        what, fix = f"there is no exporter {to!r}", f"Write one of {', '.join(EXPORTERS)}."
+        raise PlanRejected((found("export.unknown-library", "to", what, fix),))
     write, suffixes = EXPORTERS[to]
     suffix = Path(path).suffix.lower() if str(path) else suffixes[0]
     if suffix not in suffixes or suffix not in WRITERS:
-        raise PlanRejected((_extension(to, str(path), suffixes),))
+        what, fix = f"{to} reads no file with that extension", f"Name it with one of {', '.join(suffixes)}."
+        raise PlanRejected((found("export.unknown-extension", str(path), what, fix),))
     made = exported(to, write(config, world_size, per_node), suffix)
     if made.left_out and not partial:
         raise refused(made)
@@ -51,23 +54,3 @@ def export_config(
         for name, text in ((Path(path).name, made.text), *made.beside):
             Path(path).with_name(name).write_text(text)
     return made
-
-
-def _unknown(to: str) -> Finding:
-    return Finding(
-        rule="export.unknown-library",
-        severity=Severity.ERROR,
-        where="to",
-        what=f"there is no exporter {to!r}",
-        fix=f"Write one of {', '.join(EXPORTERS)}.",
-    )
-
-
-def _extension(to: str, path: str, suffixes: tuple[str, ...]) -> Finding:
-    return Finding(
-        rule="export.unknown-extension",
-        severity=Severity.ERROR,
-        where=path,
-        what=f"{to} reads no file with that extension",
-        fix=f"Name it with one of {', '.join(suffixes)}.",
-    )

@@ -17,8 +17,9 @@ from ruamel.yaml import YAML
 from prepkit import codec
 from prepkit.codec.text import shown
 from prepkit.config import Config, Origin
-from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings import Finding, PlanRejected
 from prepkit.formats.importers import import_config
+from prepkit.rules import found
 
 
 @frozen(kw_only=True)
@@ -59,7 +60,7 @@ def exported(kind: str, draft: LeftOut, suffix: str) -> Exported:
         except PlanRejected as refused_back:
             places = (evolve(said, where=said.where.replace(f"{folder}/", "")) for said in refused_back.findings)
             raise PlanRejected(tuple(places)) from None
-    left_out = tuple(_finding(kind, *found) for found in differences(plain(draft.means), plain(read.config), "config"))
+    left_out = tuple(_finding(kind, *one) for one in differences(plain(draft.means), plain(read.config), "config"))
     return Exported(kind=kind, text=text, beside=beside, left_out=left_out)
 
 
@@ -79,13 +80,8 @@ def differences(asked: Any, said: Any, where: str) -> Iterator[tuple[str, Any, A
 
 
 def _finding(kind: str, where: str, asked: object, said: object) -> Finding:
-    return Finding(
-        rule="export.not-expressible",
-        severity=Severity.ERROR,
-        where=where,
-        what=f"a file of {kind} cannot say {shown(asked)}: read back, it says {shown(said)}",
-        fix="Write what it can say, or leave it out with partial=True (--partial) and see to it in your script.",
-    )
+    what = f"a file of {kind} cannot say {shown(asked)}: read back, it says {shown(said)}"
+    return found("export.not-expressible", where, what)
 
 
 def refused(exported: Exported) -> PlanRejected:
@@ -106,7 +102,7 @@ def config_text(config: Config, path: str) -> str:
     suffix = Path(path).suffix.lower()
     if suffix not in WRITERS:
         what, fix = f"the extension is {suffix!r}", f"Name the file with one of {', '.join(WRITERS)}."
-        raise PlanRejected((_refusal("unknown-extension", path, what, fix),))
+        raise PlanRejected((found("config.unknown-extension", path, what, fix),))
     data = settings_of(attrs.evolve(config, origins=()))
     return _comments(config.origins, suffix) + WRITERS[suffix](data)
 
@@ -153,7 +149,3 @@ def _comments(origins: tuple[Origin, ...], suffix: str) -> str:
     if suffix == ".json" or not origins:
         return ""
     return "".join(f"# {origin.setting.removeprefix('config.')} from {origin}\n" for origin in origins) + "\n"
-
-
-def _refusal(rule: str, where: str, what: str, fix: str) -> Finding:
-    return Finding(rule=f"config.{rule}", severity=Severity.ERROR, where=where, what=what, fix=fix)

@@ -15,6 +15,7 @@ from prepkit.config import Config, Origin
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.importers.positions import LineColumn, plain_json, positions
 from prepkit.formats.importers.source import Imported, Source
+from prepkit.rules import found
 
 TRUE, FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
 """What launchers take for switches, in small letters (accelerate ``str_to_bool``)."""
@@ -166,15 +167,15 @@ class Foreign:
         self.asked.setdefault(name, ("raw",))
         if self.has(name):
             self.covered(name)
-            self._say("no-effect", Severity.WARNING, name, why, fix)
+            self.error("no-effect", name, why, fix)
 
     def error(self, rule: str, name: str, what: str, fix: str) -> None:
-        """Says what is wrong with a key."""
-        self._say(rule, Severity.ERROR, name, what, fix)
+        """Says what is wrong with a key, in the severity of its row."""
+        self._say(rule, name, what, fix)
 
     def warn(self, rule: str, name: str, what: str, fix: str) -> None:
         """Says what should be known of a key."""
-        self._say(rule, Severity.WARNING, name, what, fix)
+        self._say(rule, name, what, fix, milder=True)
 
     # --- the account ----------------------------------------------------------------------------------------------
 
@@ -267,11 +268,9 @@ class Foreign:
         line, column = self.places.get(name, (None, None))
         return Origin(setting=setting, key=self.shown_as.get(name, name), source=self.source, line=line, column=column)
 
-    def _say(self, rule: str, severity: Severity, name: str, what: str, fix: str) -> None:
+    def _say(self, rule: str, name: str, what: str, fix: str, *, milder: bool = False) -> None:
         self._read.add(name)
-        self.findings.append(
-            Finding(rule=f"import.{rule}", severity=severity, where=self.where(name), what=what, fix=fix)
-        )
+        self.findings.append(found(f"import.{rule}", self.where(name), what, fix, milder=milder))
 
     def _wrong_type(self, name: str, value: object, kind: type) -> None:
         self.error("wrong-type", name, f"{shown(value)} is not {_NAMES[kind]}", f"Write {_NAMES[kind]}.")

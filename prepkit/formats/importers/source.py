@@ -24,7 +24,8 @@ from prepkit.codec.languages import Language
 from prepkit.codec.text import read_bytes
 from prepkit.config import Config, Origin
 from prepkit.facts import Env
-from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings import Finding, PlanRejected
+from prepkit.rules import found
 
 VALUES = 100_000
 """Values of the largest config, with every alias written out."""
@@ -232,7 +233,7 @@ def _refuse(rule: str, where: str, what: str, fix: str) -> NoReturn:
 
 
 def _finding(rule: str, where: str, what: str, fix: str) -> Finding:
-    return Finding(rule=f"config.{rule}", severity=Severity.ERROR, where=where, what=what, fix=fix)
+    return found(f"config.{rule}", where, what, fix)
 
 
 READERS: dict[str, Callable[[str, str], object]] = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml, ".json": _json}

@@ -20,7 +20,7 @@ from prepkit.observe.given import said
 from prepkit.observe.model import model_facts
 from prepkit.observe.preparation import preparation
 from prepkit.observe.prepared import averaging, fabric, modules
-from prepkit.observe.prepared.gradients import about_to_step, gradients
+from prepkit.observe.prepared.gradients import gradients
 from prepkit.observe.prepared.inside import with_inside
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.optimizers import (
@@ -70,7 +70,7 @@ def look(
         if scheduler is not None and Need.OPTIMIZERS in needs:
             facts = evolve(facts, scheduler=prepared_scheduler(scheduler, optimizers))
         seen = Need.GRADIENTS in needs and facts.engine is None  # DeepSpeed keeps gradients where nobody sees them
-        stepped = [*gradients(model, about_to_step(optimizers))] if seen else None
+        stepped = [*gradients(model, optimizers)] if seen else None
         if seen or Need.RANKS in needs:
             facts = compared(facts, places, optimizers, stepped, asks=Need.RANKS in needs)
     return facts if env is None else evolve(facts, world_size=env.world_size)

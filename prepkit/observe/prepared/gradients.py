@@ -7,7 +7,7 @@ largest over the ranks with its one exchange, the audit those of every rank with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn import Module, Parameter
+from torch.nn import Module, ModuleDict, ModuleList, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.facts.run import GradientFacts
@@ -55,39 +55,40 @@ class Gradient:
     """The sum of this rank's part, divided by the root of its number of elements; None: it was not seen."""
     misplaced: bool = False
     """True if placements or dtype are not the parameter's."""
+    optimizer: int | None = 0
+    """Number of the optimizer that steps the parameter; None: nobody does."""
 
 
-def gradients(model: Module, held: Iterable[Any] | None = None) -> Iterator[Gradient]:
-    """The gradients of the trained parameters, in the order of the model. ``held``: only of these; None: of all.
+def gradients(model: Module, optimizers: Iterable[Any]) -> Iterator[Gradient]:
+    """The gradients of all trained parameters, in the order of the model.
 
     Under FSDP1 a rank holds a shard of each flat parameter, in which a named one may have no element.
     """
-    known = None if held is None else {id(param) for param in held}
+    steps: dict[int, int] = {}
+    for at, one in enumerate(map(inner, optimizers)):
+        for param in (param for group in one.param_groups for param in group["params"]):
+            steps.setdefault(id(param), at)
     sharded = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     shards = fsdp1_flat.flat_shards(model) if sharded else {}
     for name, param in names.named_parameters(model).items():
         shard = shards.pop(name, None)
         holder = param if shard is None or shard.original else shard.flat
-        if "_flat_param" not in name and _steps(holder, known):
-            yield _of(name, holder, here=shard is None or shard.last > shard.first)
+        if "_flat_param" not in name and holder.requires_grad:
+            yield _of(name, holder, steps.get(id(holder)), here=shard is None or shard.last > shard.first)
     for name, shard in shards.items():  # of which nothing but the flat parameter is left
-        if _steps(shard.flat, known):
-            yield _of(name, shard.flat, here=shard.last > shard.first)
+        if shard.flat.requires_grad:
+            yield _of(name, shard.flat, steps.get(id(shard.flat)), here=shard.last > shard.first)
 
 
-def _steps(param: Parameter, held: set[int] | None) -> bool:
-    return param.requires_grad and (held is None or id(param) in held)
-
-
-def _of(name: str, param: Parameter, *, here: bool) -> Gradient:
+def _of(name: str, param: Parameter, optimizer: int | None, *, here: bool) -> Gradient:
     grad = param.grad
     if grad is None:
-        return Gradient(name=name, missing=here and local(param).numel() > 0, largest=None)
+        return Gradient(name=name, missing=here and local(param).numel() > 0, largest=None, optimizer=optimizer)
     part = _values(local(grad).detach())
     placed = grad.placements == param.placements if isinstance(grad, DTensor) and isinstance(param, DTensor) else True
     misplaced = not placed or grad.dtype != param.dtype
     if not part.numel() or part.is_meta:
-        return Gradient(name=name, missing=False, largest=None, misplaced=misplaced)
+        return Gradient(name=name, missing=False, largest=None, misplaced=misplaced, optimizer=optimizer)
     real = torch.view_as_real(part) if part.is_complex() else part
     return Gradient(
         name=name,
@@ -95,6 +96,7 @@ def _of(name: str, param: Parameter, *, here: bool) -> Gradient:
         largest=part.abs().max().float(),
         tilt=real.sum(dtype=torch.float32) / math.sqrt(part.numel()),
         misplaced=misplaced,
+        optimizer=optimizer,
     )
 
 
@@ -127,7 +129,7 @@ def told(looked: Sequence[Gradient]) -> dict[str, list[float]]:
 def judged_alike(
     looked: Sequence[Gradient], model: Module, everyone: Sequence[dict[str, list[float]]], *, scaled: bool
 ) -> GradientFacts:
-    """As ``judged``, from what every rank has told. What one of them does not step is compared with nothing."""
+    """As ``judged``, from what every rank has told. What one of them does not train is compared with nothing."""
     absent = [0.0] * NUMBERS
     table = torch.tensor([[own.get(one.name, absent) for one in looked] for own in everyone])
     table = table.reshape(len(everyone), len(looked), NUMBERS).transpose(1, 2)
@@ -140,24 +142,23 @@ def judged_alike(
 
     found = [*replicas(model), (None, _bare(model))]  # which somebody may have averaged by hand
     groups = [(group, alike & common) for group, alike in found] if len(everyone) > 1 else []
-    return judged(looked, rows(looked), groups, spread, scaled=scaled)
-
-
-def about_to_step(optimizers: Iterable[Any]) -> Iterator[Any]:
-    """Parameters of the first, and of the others with gradients: a GAN has two turns."""
-    for at, one in enumerate(map(inner, optimizers)):
-        held = [param for group in one.param_groups for param in group["params"]]
-        if not at or any(param.grad is not None for param in held):
-            yield from held
+    return judged(looked, rows(looked), model, groups, spread, scaled=scaled)
 
 
 def judged(
-    looked: Sequence[Gradient], own: Tensor, groups: Replicas, spread: Spread, *, reduced: bool = True, scaled: bool
+    looked: Sequence[Gradient],
+    own: Tensor,
+    model: Module,
+    groups: Replicas,
+    spread: Spread,
+    *,
+    reduced: bool = True,
+    scaled: bool,
 ) -> GradientFacts:
-    """What the rows of all ranks say of the gradients; ``own`` are this rank's.
+    """What the rows of all ranks say of the gradients; ``own`` are this rank's. The same on every rank.
 
     ``reduced``: replicas hold what is averaged already, and so the same. ``scaled``: an overflow of float16 is
-    expected, and the scaler's affair.
+    expected, and the scaler's affair. Collective where replicas are some of the ranks, which tell the others.
     """
     _, most = spread(None, own)
     missing, there, spoiled, misplaced, largest, _ = most.reshape(NUMBERS, -1)
@@ -169,17 +170,43 @@ def judged(
         if chosen.any():
             compared |= {one.name for one in looked if one.name in alike}
             far |= chosen & _far(*spread(group, own))
-    far &= ~some.bool()
+    stepped = torch.tensor([one.optimizer is not None for one in looked], dtype=torch.bool)
+    far &= ~some.bool() & stepped
+    parted = _named(looked, far)
+    if reduced and any(ranks_of(group).size < world().size for group, _ in groups):
+        parted = tuple(dict.fromkeys(name for told in world().gather(parted) for name in told))
+    missed = {one.name: one for one, yes in zip(looked, missing.tolist(), strict=True) if yes}
     return GradientFacts(
-        stepped=len(looked),
-        missing=_named(looked, missing),
+        stepped=int(stepped.sum()),
+        missing=_named(looked, missing * stepped),
+        awaited=tuple(missed),
         spoiled=() if scaled else _named(looked, spoiled),
-        zero=bool(there.any()) and not bool((largest + spoiled).any()),
-        misplaced=_named(looked, misplaced),
+        zero=bool(there[stepped].any()) and not bool((largest + spoiled)[stepped].any()),
+        misplaced=_named(looked, misplaced * stepped),
         on_some_ranks=_named(looked, some),
         compared=tuple(one.name for one in looked if one.name in compared),
-        parted=_named(looked, far),
+        parted=parted,
+        not_chosen=_not_chosen(model, [one for one in looked if one.name not in missed], missed) if missed else (),
     )
+
+
+def _not_chosen(model: Module, given: Sequence[Gradient], missing: Mapping[str, Gradient]) -> tuple[str, ...]:
+    """Of what has no gradient, what a batch may leave out, as others beside it have one.
+
+    Members of a ModuleList or ModuleDict, such as experts; and all that an optimizer steps, as in the turns of a GAN.
+    """
+    acting = {one.optimizer for one in given}
+    found = {name for name, one in missing.items() if acting - {None} and one.optimizer not in acting}
+    for path, module in names.named_modules(model).items():
+        if isinstance(module, ModuleList | ModuleDict):
+            beneath = f"{path}." if path else ""
+
+            def member(name: str, beneath: str = beneath) -> str:
+                return name[len(beneath) :].partition(".")[0]
+
+            used = {member(one.name) for one in given if one.name.startswith(beneath)}
+            found |= {name for name in missing if name.startswith(beneath) and used and member(name) not in used}
+    return tuple(name for name in missing if name in found)
 
 
 def _far(least: Tensor, most: Tensor) -> Tensor:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from attrs import evolve
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,6 +17,7 @@ from prepkit.observe.fingerprints.parts import Part, as_computed
 from prepkit.observe.fingerprints.tensor import fingerprint
 from prepkit.observe.prepared import optimizer_state
 from prepkit.observe.prepared.gradients import Gradient, judged_alike, told
+from prepkit.observe.prepared.modules import generator
 from prepkit.observe.prepared.optimizers import inner, options, unlike
 from prepkit.ranks.world import ranks_of, world
 
@@ -73,7 +72,7 @@ def _told(facts: RunFacts, places: list[Site], optimizers: list[Any], values: di
         names=_digest(names),
         model=_digest((_params(facts), facts.model.ties, tuple(buffer.name for buffer in facts.model.buffers))),
         values=_digest(values),
-        generator=_generator(facts),
+        generator=str(generator("cuda" if any(one.device == "cuda" for one in facts.params) else "cpu")),
         tensor_ranks=tensor_ranks(places),
         loaders=tuple((one.replicas, one.part, one.division, one.data) for one in facts.loaders),
         passes=tuple((one.batches, one.seen.batch_size, one.order) for one in facts.loaders),
@@ -102,14 +101,6 @@ def _params(facts: RunFacts) -> list[object]:
 
 def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-def _generator(facts: RunFacts) -> str:
-    kinds = {param.device for param in facts.params}
-    states = [torch.get_rng_state()]
-    if "cuda" in kinds:
-        states = [torch.cuda.get_rng_state()]  # dropout draws where the activations are
-    return _digest((tuple(fingerprint(state) for state in states), _digest(random.getstate()) if not kinds else ""))
 
 
 def tensor_ranks(places: list[Site]) -> tuple[int, ...]:

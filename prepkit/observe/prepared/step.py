@@ -1,7 +1,8 @@
 """What is about to be stepped, as all ranks see it: gradients, options, draws, and what has become of the model.
 
 One exchange, whatever is looked at: an all-reduce of a few numbers, and of six per parameter where gradients are.
-Ranks that replicate a parameter without being all ranks, as under hybrid sharding, compare it in one more each.
+Ranks that replicate a parameter without being all ranks, as under hybrid sharding, compare it in one more each, and
+tell the others in a last one what differs, so that all ranks refuse the step or none does.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from prepkit.objects import names
 from prepkit.objects.deepspeed import keeps_masters
 from prepkit.observe.model import dtype_name
 from prepkit.observe.prepared.averaging import ddp_state
-from prepkit.observe.prepared.gradients import Gradient, judged, replicas, rows
-from prepkit.observe.prepared.modules import drops
+from prepkit.observe.prepared.gradients import Gradient, gradients, judged, replicas, rows
+from prepkit.observe.prepared.modules import drops, generator
 from prepkit.observe.prepared.optimizers import options, short_digest, unlike
 from prepkit.plan import Plan
 from prepkit.ranks.world import ranks_of, world
@@ -106,11 +107,17 @@ class StepLook:
         )
         return evolve(self.overwritten(), running=((before, now),), ddp=self._ddp())
 
+    def gradients(self) -> tuple[Gradient, ...]:
+        """The gradients of all that trains, on this rank; stepped, where an optimizer holds tensors of its own."""
+        found = tuple(gradients(self.model, self.optimizers))
+        masters = all(one.optimizer is None for one in found)
+        return tuple(evolve(one, optimizer=0) for one in found) if masters else found
+
     def over_ranks(
         self,
         needs: Collection[Need],
         loop: LoopFacts,
-        gradients: Sequence[Gradient] = (),
+        seen: Sequence[Gradient] = (),
         *,
         own_pass: int = 0,
         reduced: bool = True,
@@ -122,8 +129,8 @@ class StepLook:
         ``reduced``: replicas hold what is averaged already. ``scaled``: an overflow of float16 is expected, and the
         scaler's affair.
         """
-        looked = gradients if Need.GRADIENTS in needs else ()
-        held, draws = options(self.optimizers), _generator(self.plan.facts.env.device)
+        looked = seen if Need.GRADIENTS in needs else ()
+        held, draws = options(self.optimizers), generator(self.plan.facts.env.device)
         alone = [float(own_pass), float(loop.own_loss_finite), draws, float(loop.own_order), short_digest(held)]
         own = rows(looked)
         least, most = world().spread(torch.cat((torch.tensor(alone, dtype=torch.float32), own.reshape(-1))))
@@ -151,7 +158,7 @@ class StepLook:
             return (least[first:], most[first:]) if ranks.size == world().size else ranks.spread(values)
 
         same = replicas(self.model) if reduced else []
-        return evolve(facts, gradients=judged(looked, own, same, spread, reduced=reduced, scaled=scaled))
+        return evolve(facts, gradients=judged(looked, own, self.model, same, spread, reduced=reduced, scaled=scaled))
 
     def _ddp(self) -> tuple[DDPFacts, ...]:
         return (ddp_state("", self.model),) if isinstance(self.model, DistributedDataParallel) else ()
@@ -159,21 +166,3 @@ class StepLook:
     def _writes(self) -> int:
         trained = (one.param for one in self._stood.values() if one.trained) if self._masters else ()
         return sum(param._version for param in trained if isinstance(param, Tensor))  # MS-AMP's weights are none
-
-
-def _generator(kind: str) -> float:
-    """The state of the generator that dropout draws from, as a number below 2**24, which float32 holds; 0: not known.
-
-    5 to 20 microseconds, and nothing waits for the device (torch ``get_rng_state``).
-    """
-    if kind == "cpu":
-        state: Tensor = torch.get_rng_state()
-    else:
-        try:
-            module = torch.get_device_module(kind)
-        except RuntimeError:
-            return 0.0
-        if not (hasattr(module, "get_rng_state") and module.is_available()):
-            return 0.0
-        state = module.get_rng_state()
-    return short_digest(state.cpu().numpy().tobytes())

@@ -27,11 +27,6 @@ def _layout(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(at(those[0]), what + (f"; likewise {some(those[1:])}" if those[1:] else ""))
 
 
-def _masters(facts: RunFacts) -> Iterator[Hit]:
-    if low := (facts.applied or NOTHING).masters:
-        yield Hit("model", f"Master weights are not float32 where the plan says who keeps them: {'; '.join(low[:5])}.")
-
-
 def _values(facts: RunFacts) -> Iterator[Hit]:
     if changed := (facts.applied or NOTHING).changed:
         what = f"{count(len(changed), 'tensor')} with other values than before the first step: {some(changed)}."
@@ -46,14 +41,6 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.APPLY,),
         fix=REPORT,
         source=("pain 1",),
-    ),
-    Rule(
-        id="run.no-master-weights",
-        summary="Float32 master weights are kept by whom the plan says.",
-        check=_masters,
-        at=(Moment.APPLY,),
-        fix=REPORT,
-        source=("pain 2",),
     ),
     Rule(
         id="run.values-changed",

@@ -118,13 +118,17 @@ def _backend(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _switched_off(facts: RunFacts) -> Iterator[Hit]:
-    """Not of what prepkit has prepared, which switches it for each micro-batch."""
+    """While a loop runs, or before it; not of what prepkit has prepared, which switches it for each micro-batch."""
+    for before, now in facts.running:
+        if new := [name for name in now.course.unaveraged if name not in before.course.unaveraged]:
+            what = "An optimizer steps, and backward averages nothing here since the last look."
+            yield Hit(at(new[0]), what, "Leave no_sync() before the last micro-batch of each window.")
     if facts.world_size < 2 or facts.model.prepared:
         return
     off = [ddp.path for ddp in facts.ddp if not ddp.averages] or list(facts.unaveraged)
     if off:
         what = "The next backward averages nothing: no_sync() or set_requires_gradient_sync(False) stands at "
-        yield Hit(at(off[0]), f"{what}{some(off) if off[0] else 'the root'}.")
+        yield Hit(at(off[0]), f"{what}{some(off) if off[0] else 'the root'}.", milder=True)
 
 
 RULES: tuple[Rule, ...] = (
@@ -152,9 +156,10 @@ RULES: tuple[Rule, ...] = (
         id="run.averaging-off",
         summary="The backward of a step averages gradients.",
         check=_switched_off,
-        at=(Moment.AUDIT,),
+        at=(Moment.AUDIT, Moment.DRIFT),
+        needs=(Need.BEFORE,),
         fix="Leave `with model.no_sync():` before the last micro-batch; model.set_requires_gradient_sync(True).",
-        severity=Severity.WARNING,
+        milder="before the loop, which may switch it on again",
         source=("torch DistributedDataParallel.no_sync",),
     ),
     Rule(

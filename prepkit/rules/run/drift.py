@@ -15,22 +15,7 @@ from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.plan.layout import itemsize
 from prepkit.rules.rule import Hit, Moment, Need, Rule
-
-AGAIN = (
-    "Change the model before build_plan. In the middle of a run: ready.save(folder), ready.close(), change the model, "
-    "then build_plan, apply and ready.resume(folder, only_model=True)."
-)
-"""How a model that prepkit has prepared is changed."""
-
-
-def _put_in(facts: RunFacts) -> Iterator[Hit]:
-    """As of a layer that was replaced, or a tie that was broken."""
-    for _, now in facts.running:
-        new = [one.name for one in now.params if one.requires_grad and not one.known and not one.served]
-        if new:
-            yield Hit(
-                at(new[0]), f"The model has {count(len(new), 'trained parameter')} that nothing trains: {some(new)}."
-            )
+from prepkit.rules.run.who_steps import AGAIN
 
 
 def _switched(before: RunningFacts, now: RunningFacts) -> Iterator[RunningParam]:
@@ -123,38 +108,6 @@ def _trained(facts: RunFacts) -> Iterator[Hit]:
                 yield Hit(at(names[0]), f"{count(len(names), 'parameter')} {word} since the audit: {some(names)}.")
 
 
-def _ties(facts: RunFacts) -> Iterator[Hit]:
-    for before, now in facts.running:
-        held = [set(group) for group in now.ties]
-        for group in before.ties:
-            if not any(set(group) <= one for one in held):
-                yield Hit(at(group[0]), f"{' and '.join(f'`{name}`' for name in group)} are no longer one parameter.")
-
-
-def _slots(facts: RunFacts) -> Iterator[Hit]:
-    for before, now in facts.running:
-        for index, (old, new) in enumerate(zip(before.held, now.held, strict=False)):
-            frozen = {one.name for one in now.params if not one.requires_grad} if facts.applied is None else set()
-            gone = [name for name in old if name and name not in new and name not in frozen]
-            orphans = now.orphans[index] - before.orphans[index]
-            moved = facts.applied is not None and old != new  # then what is compared is each group, slot by slot
-            where = "optimizer" if len(now.held) == 1 else f"optimizer{'.param_groups' * moved}[{index}]"
-            if gone or orphans > 0 or moved:
-                still = "It steps all that it did" + ", in other slots or more of them" * moved
-                what = f"It no longer steps {some(gone)}" if gone else still
-                strangers = f", and steps {count(orphans, 'tensor')} that the model does not have" * (orphans > 0)
-                yield Hit(where, f"{what}{strangers}.")
-
-
-def _state(facts: RunFacts) -> Iterator[Hit]:
-    for before, now in facts.running:
-        for index, (old, new) in enumerate(zip(before.stateful, now.stateful, strict=False)):
-            if lost := [name for name in old if name not in new]:
-                where = "optimizer" if len(now.stateful) == 1 else f"optimizer[{index}]"
-                what = f"The state of {count(len(lost), 'parameter')} is gone: {some(lost)}."
-                yield Hit(where, what, milder=facts.applied is None)
-
-
 def _hooks(facts: RunFacts) -> Iterator[Hit]:
     for before, now in facts.running:
         gone = Counter(before.hooks) - Counter(now.hooks)
@@ -174,13 +127,6 @@ def _rate(facts: RunFacts) -> Iterator[Hit]:
                 break
 
 
-def _ranks(facts: RunFacts) -> Iterator[Hit]:
-    for _, now in facts.running:
-        if now.parted:
-            what = f"Ranks that hold the same of {count(len(now.parted), 'parameter')} differ: {some(now.parted)}."
-            yield Hit(at(now.parted[0]), what)
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.overwritten",
@@ -192,14 +138,6 @@ RULES: tuple[Rule, ...] = (
             "Load weights before build_plan, or by ready.resume(folder, only_model=True) from what ready.save(folder) "
             "has written, which fills both."
         ),
-    ),
-    Rule(
-        id="run.put-in",
-        summary="Every parameter that trains was there when the model was prepared, or is stepped all the same.",
-        check=_put_in,
-        at=(Moment.DUE, Moment.DRIFT),
-        needs=(Need.BEFORE,),
-        fix=AGAIN,
     ),
     Rule(
         id="run.unfrozen",
@@ -246,35 +184,6 @@ RULES: tuple[Rule, ...] = (
         source=("pain 26",),
     ),
     Rule(
-        id="run.drift-ties",
-        summary="Tied parameters stay one parameter.",
-        check=_ties,
-        at=(Moment.APPLY, Moment.DRIFT),
-        needs=(Need.BEFORE,),
-        fix="Call model.tie_weights() after what replaced one of them, and make the optimizer again.",
-    ),
-    Rule(
-        id="run.drift-slots",
-        summary="An optimizer goes on with the parameters that it had.",
-        check=_slots,
-        at=(Moment.APPLY, Moment.DRIFT),
-        needs=(Need.BEFORE,),
-        fix="Make the optimizer again where parameters are replaced, and give the scheduler that one.",
-        source=("pain 1",),
-    ),
-    Rule(
-        id="run.drift-state",
-        summary="An optimizer keeps the state that it had.",
-        check=_state,
-        at=(Moment.APPLY, Moment.DRIFT),
-        needs=(Need.BEFORE,),
-        fix=(
-            "Load a state dict with the state of every parameter; clear optimizer.state in the loop only to restart, "
-            "as SGDR and ReLoRA do."
-        ),
-        milder="while a loop runs, where state is cleared on purpose for a restart",
-    ),
-    Rule(
         id="run.drift-hooks",
         summary="Hooks that hung at the audit hang on.",
         check=_hooks,
@@ -295,14 +204,5 @@ RULES: tuple[Rule, ...] = (
         ),
         severity=Severity.WARNING,
     ),
-    Rule(
-        id="run.drift-ranks",
-        summary="Ranks that hold the same weights stay equal, bit by bit.",
-        check=_ranks,
-        at=(Moment.DRIFT,),
-        needs=(Need.BEFORE,),
-        fix="Train through the wrapper: its forward, no step of one rank alone; broadcast the weights to go on.",
-        source=("pain 22",),
-    ),
 )
-"""Reporting order: the model, its optimizer, its hooks, the rate, the ranks."""
+"""Reporting order: the model, its hooks, the rate."""

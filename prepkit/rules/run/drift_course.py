@@ -1,4 +1,4 @@
-"""Where a run has gone wrong since an earlier look: modes, averaging, options, counts, values."""
+"""Where a run has gone wrong since an earlier look: modes, options, counts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,11 @@ def _pairs(facts: RunFacts) -> Iterator[tuple[CourseFacts, CourseFacts]]:
     return ((before.course, now.course) for before, now in facts.running)
 
 
-def _not_finite(facts: RunFacts) -> Iterator[Hit]:
-    for before, now in _pairs(facts):
-        if new := [name for name in now.not_finite if name not in before.not_finite]:
-            yield Hit(at(new[0]), f"NaN or infinite since the last look: {some(new)}, of the weights that were read.")
-
-
 def _mode(facts: RunFacts) -> Iterator[Hit]:
     for before, now in _pairs(facts):
         if new := [name for name in now.resting if name not in before.resting]:
             what = f"{count(len(new), 'module')} with dropout or batch norm went into evaluation mode: {some(new)}."
             yield Hit(at(new[0]), what)
-
-
-def _averaging(facts: RunFacts) -> Iterator[Hit]:
-    for before, now in _pairs(facts):
-        if new := [name for name in now.unaveraged if name not in before.unaveraged]:
-            yield Hit(at(new[0]), "An optimizer steps, and backward averages nothing here since the last look.")
 
 
 def _zeroed(facts: RunFacts) -> Iterator[Hit]:
@@ -95,21 +83,6 @@ def _rule(name: str, summary: str, check: object, fix: str, severity: Severity, 
 
 
 RULES: tuple[Rule, ...] = (
-    _rule(
-        "not-finite",
-        "Weights stay numbers.",
-        _not_finite,
-        "Go back to a checkpoint before it; clip gradients, and leave out steps whose loss is not finite.",
-        Severity.ERROR,
-    ),
-    _rule(
-        "averaging",
-        "Gradients that are stepped are averaged as long as a run lasts.",
-        _averaging,
-        "Leave no_sync() before the last micro-batch of each window.",
-        Severity.ERROR,
-        "pain 22",
-    ),
     _rule(
         "zeroed",
         "Moments that have become other than zero stay so.",

@@ -23,7 +23,7 @@ def _nothing(facts: RunFacts) -> Iterator[Hit]:
 
 def _without(facts: RunFacts) -> Iterator[Hit]:
     found = facts.gradients
-    if any(ddp.waits for ddp in facts.ddp):
+    if _waits(facts):
         return  # an error there
     if found is not None and 0 < len(found.missing) < found.stepped:
         chosen = _chosen(facts)
@@ -33,24 +33,15 @@ def _without(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _chosen(facts: RunFacts) -> set[str]:
-    """Those in a member of a ModuleList or ModuleDict of which another has gradients; all where DDP expects unused."""
-    missing = facts.gradients.missing if facts.gradients is not None else ()
-    if facts.ddp:
-        return set(missing)
-    held = {name for optimizer in facts.optimizers for name in optimizer.held} - set(missing)
-    classes = facts.model.classes
-    lists = [one.path for one in facts.model.modules if classes[one.cls].name in ("ModuleList", "ModuleDict")]
-    found: set[str] = set()
-    for path in lists:
-        inside = [name for name in missing if name.startswith(f"{path}.")]
-        used = {name[len(path) + 1 :].partition(".")[0] for name in held if name.startswith(f"{path}.")}
-        found |= {name for name in inside if used and name[len(path) + 1 :].partition(".")[0] not in used}
-    return found
+    """Those that a batch has not chosen among others beside them; all where DDP expects unused ones."""
+    if facts.gradients is None:
+        return set()
+    return set(facts.gradients.missing if facts.ddp else facts.gradients.not_chosen)
 
 
 def _left_out(facts: RunFacts) -> Iterator[Hit]:
     found = facts.gradients
-    if found is None or len(found.missing) >= found.stepped or any(ddp.waits for ddp in facts.ddp):
+    if found is None or len(found.missing) >= found.stepped or _waits(facts):
         return
     chosen = _chosen(facts)
     if left := [name for name in found.missing if name in chosen]:
@@ -67,7 +58,7 @@ def _spoiled(facts: RunFacts) -> Iterator[Hit]:
 
 def _parted(facts: RunFacts) -> Iterator[Hit]:
     found = facts.gradients
-    if found is None or (found.missing and any(ddp.waits for ddp in facts.ddp)):
+    if found is None or _waits(facts):
         return  # DDP has averaged nothing that shares a bucket with what is missing
     alone = {param.name for param in facts.params if not param.averaged_by}
     own = [name for name in found.parted if name not in alone]
@@ -89,9 +80,14 @@ def _cause(facts: RunFacts) -> str:
 def _waited_for(facts: RunFacts) -> Iterator[Hit]:
     """DDP averages no bucket of which one gradient never comes, so that ranks step gradients of their own."""
     found = facts.gradients
-    if found is not None and 0 < len(found.missing) < found.stepped and any(ddp.waits for ddp in facts.ddp):
-        what = f"DDP waits for {count(len(found.missing), 'gradient')} that never came: {some(found.missing)}"
-        yield Hit(at(found.missing[0]), f"{what}. It has averaged nothing that shares a bucket with them.")
+    if found is not None and len(found.missing) < found.stepped and _waits(facts):
+        what = f"DDP waits for {count(len(found.awaited), 'gradient')} that never came: {some(found.awaited)}"
+        yield Hit(at(found.awaited[0]), f"{what}. It has averaged nothing that shares a bucket with them.")
+
+
+def _waits(facts: RunFacts) -> bool:
+    """Whether DDP goes on waiting for a gradient."""
+    return facts.gradients is not None and bool(facts.gradients.awaited) and any(ddp.waits for ddp in facts.ddp)
 
 
 def _on_some_ranks(facts: RunFacts) -> Iterator[Hit]:
@@ -175,11 +171,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.left-out",
-        summary="A batch uses every member of a list of modules.",
+        summary="A batch uses every member of a list of modules, and gives every optimizer gradients.",
         check=_left_out,
-        at=(Moment.AUDIT,),
-        needs=(Need.GRADIENTS, Need.OPTIMIZERS),
-        fix="Nothing, where a batch chooses, as among experts or tasks.",
+        at=_BOTH,
+        needs=(Need.GRADIENTS,),
+        fix="Nothing, where a batch chooses, as among experts or tasks, or a loss is one optimizer's alone.",
         severity=Severity.NOTE,
     ),
     Rule(
@@ -187,7 +183,7 @@ RULES: tuple[Rule, ...] = (
         summary="Every parameter that is stepped has a gradient.",
         check=_without,
         at=_BOTH,
-        needs=(Need.GRADIENTS, Need.OPTIMIZERS),
+        needs=(Need.GRADIENTS,),
         fix=(
             "Nothing, where a batch may leave layers out, as experts and mask tokens. Else freeze what takes no part "
             "in the loss; look for a .detach(), .item() or no_grad() on the way to it."

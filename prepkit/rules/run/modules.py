@@ -25,7 +25,21 @@ def _part_in_eval(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(at(facts.evaluating[0]), what)
 
 
+_AGAIN = "Call model.tie_weights() after what replaced one of them, and make the optimizer again."
+
+
+def _untied(facts: RunFacts) -> Iterator[Hit]:
+    """Since an earlier look, or since before apply."""
+    for before, now in facts.running:
+        held = [set(group) for group in now.ties]
+        for group in before.ties:
+            if not any(set(group) <= one for one in held):
+                what = f"{' and '.join(f'`{name}`' for name in group)} are no longer one parameter."
+                yield Hit(at(group[0]), what, _AGAIN)
+
+
 def _tie(facts: RunFacts) -> Iterator[Hit]:
+    yield from _untied(facts)
     model = facts.model
     ends = (model.input_embedding, model.output_embedding)
     flat = any("fsdp1" in param.averaged_by for param in facts.params)
@@ -56,7 +70,14 @@ def _unlike(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(at(odd[0].split(" ")[0]), f"Their like in other blocks are {usual}: {some(odd)}.")
 
 
+_BACK = "Go back to a checkpoint before it; clip gradients, and leave out steps whose loss is not finite."
+
+
 def _nan(facts: RunFacts) -> Iterator[Hit]:
+    for before, now in facts.running:
+        if new := [name for name in now.course.not_finite if name not in before.course.not_finite]:
+            what = f"NaN or infinite since the last look: {some(new)}, of the weights that were read."
+            yield Hit(at(new[0]), what, _BACK)
     if facts.nan:
         yield Hit(
             at(facts.nan[0]), f"NaN before the first step, in {count(len(facts.nan), 'tensor')}: {some(facts.nan)}."
@@ -89,19 +110,20 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.nan",
-        summary="No parameter and no buffer holds NaN.",
+        summary="No parameter and no buffer holds NaN, and none comes to.",
         check=_nan,
-        at=(Moment.AUDIT,),
-        needs=(Need.VALUES,),
+        at=(Moment.AUDIT, Moment.DRIFT),
+        needs=(Need.VALUES, Need.BEFORE),
         cost="a pass over all weights",
         fix="Initialise them again; to_empty() leaves buffers as the memory was.",
         source=("pain 17",),
     ),
     Rule(
         id="run.tie-broken",
-        summary="What the config says is tied is one parameter.",
+        summary="What the config says is tied is one parameter, and what was tied stays so.",
         check=_tie,
-        at=(Moment.AUDIT,),
+        at=(Moment.APPLY, Moment.AUDIT, Moment.DRIFT),
+        needs=(Need.BEFORE,),
         fix="Call model.tie_weights() before the model is wrapped, or write tie_word_embeddings=False.",
         source=("pain 10",),
     ),

@@ -30,7 +30,14 @@ def _optimizers(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("optimizer", f"Ranks step with different options: {one.name} is {one.held}.")
 
 
+_TOGETHER = "Train through the wrapper: its forward, no step of one rank alone; broadcast the weights to go on."
+
+
 def _values(facts: RunFacts) -> Iterator[Hit]:
+    for _, now in facts.running:
+        if now.parted:
+            what = f"Ranks that hold the same of {count(len(now.parted), 'parameter')} differ: {some(now.parted)}."
+            yield Hit(at(now.parted[0]), what, _TOGETHER)
     own = {name for ddp in facts.ddp for name in ddp.ignored}  # experts, which each rank has for itself
     if parted := [name for name in facts.parted if name not in own]:
         odd = facts.applied.odd_ranks if facts.applied is not None else ()
@@ -153,16 +160,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.ranks-values",
-        summary="What every rank holds whole has one value.",
+        summary="What several ranks hold the same of has one value, bit by bit.",
         check=_values,
-        at=(Moment.ACT, Moment.APPLY, Moment.AUDIT),
-        needs=(Need.RANKS,),
+        at=(Moment.ACT, Moment.APPLY, Moment.AUDIT, Moment.DRIFT),
+        needs=(Need.RANKS, Need.BEFORE),
         cost="a share of the one exchange over the ranks that the moment makes",
         fix=(
             "Write torch.manual_seed(0) before the model is built, load one checkpoint on every rank, or send rank 0's "
             "values: dist.broadcast(tensor, src=0), or weights=BroadcastWeights() in the config."
         ),
-        source=("pain 11", "pain 17"),
+        source=("pain 11", "pain 17", "pain 22"),
     ),
     Rule(
         id="run.ranks-modes",

@@ -337,7 +337,7 @@ RULES: tuple[Rule, ...] = (
         _accepts_unknown,
         "Write one or more of checkpoint.other-config, checkpoint.other-dtype, checkpoint.other-optimizer and "
         "checkpoint.other-scheduler.",
-        stops="it accepts nothing",
+        **_WARNS,
     ),
     _row(
         "checkpoint.other-model",

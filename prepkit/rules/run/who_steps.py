@@ -7,8 +7,15 @@ from collections.abc import Iterator
 
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Severity
-from prepkit.findings.text import count, some
+from prepkit.findings.text import at, count, some
 from prepkit.rules.rule import Hit, Moment, Need, Rule
+from prepkit.rules.run.applied import REPORT
+
+AGAIN = (
+    "Change the model before build_plan. In the middle of a run: ready.save(folder), ready.close(), change the model, "
+    "then build_plan, apply and ready.resume(folder, only_model=True)."
+)
+"""How a model that prepkit has prepared is changed."""
 
 
 def _trained(facts: RunFacts) -> tuple[str, ...]:
@@ -25,6 +32,7 @@ def _where(facts: RunFacts, index: int) -> str:
 
 
 def _orphans(facts: RunFacts) -> Iterator[Hit]:
+    yield from _other_slots(facts)
     missed = _missed(facts)
     for index, optimizer in enumerate(facts.optimizers):
         if not optimizer.orphans or not missed:
@@ -38,12 +46,41 @@ def _orphans(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(_where(facts, index), what)
 
 
+_MAKE_AGAIN = "Make the optimizer again where parameters are replaced, and give the scheduler that one."
+
+
+def _other_slots(facts: RunFacts) -> Iterator[Hit]:
+    """Since an earlier look, or since before apply."""
+    for before, now in facts.running:
+        for index, (old, new) in enumerate(zip(before.held, now.held, strict=False)):
+            frozen = {one.name for one in now.params if not one.requires_grad} if facts.applied is None else set()
+            gone = [name for name in old if name and name not in new and name not in frozen]
+            orphans = now.orphans[index] - before.orphans[index]
+            moved = facts.applied is not None and old != new  # then what is compared is each group, slot by slot
+            where = "optimizer" if len(now.held) == 1 else f"optimizer{'.param_groups' * moved}[{index}]"
+            if gone or orphans > 0 or moved:
+                still = "It steps all that it did" + ", in other slots or more of them" * moved
+                what = f"It no longer steps {some(gone)}" if gone else still
+                strangers = f", and steps {count(orphans, 'tensor')} that the model does not have" * (orphans > 0)
+                yield Hit(where, f"{what}{strangers}.", _MAKE_AGAIN)
+
+
 def _misses(facts: RunFacts) -> Iterator[Hit]:
+    yield from _put_in(facts)
     missed = _missed(facts)
     if not facts.optimizers or not missed or any(one.orphans for one in facts.optimizers):
         return
     what = f"Nobody steps {count(len(missed), 'trained parameter')}: {some(missed)}."
     yield Hit("optimizer", what)
+
+
+def _put_in(facts: RunFacts) -> Iterator[Hit]:
+    """Since it was prepared, as by a layer that was replaced, or a tie that was broken."""
+    for _, now in facts.running:
+        new = [one.name for one in now.params if one.requires_grad and not one.known and not one.served]
+        if new:
+            what = f"The model has {count(len(new), 'trained parameter')} that nothing trains: {some(new)}."
+            yield Hit(at(new[0]), what, AGAIN)
 
 
 def _nothing_trains(facts: RunFacts) -> Iterator[Hit]:
@@ -57,7 +94,24 @@ def _nothing_trains(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("model", f"None of {count(len(facts.params), 'parameter')} requires a gradient.", fix)
 
 
+_RESTART = (
+    "Load a state dict with the state of every parameter; clear optimizer.state in the loop only to restart, as SGDR "
+    "and ReLoRA do."
+)
+
+
+def _cleared(facts: RunFacts) -> Iterator[Hit]:
+    """Since an earlier look, or since before apply."""
+    for before, now in facts.running:
+        for index, (old, new) in enumerate(zip(before.stateful, now.stateful, strict=False)):
+            if lost := [name for name in old if name not in new]:
+                where = "optimizer" if len(now.stateful) == 1 else f"optimizer[{index}]"
+                what = f"The state of {count(len(lost), 'parameter')} is gone: {some(lost)}."
+                yield Hit(where, what, _RESTART, milder=facts.applied is None)
+
+
 def _lost(facts: RunFacts) -> Iterator[Hit]:
+    yield from _cleared(facts)
     for index, optimizer in enumerate(facts.optimizers):
         if optimizer.lost:
             what = f"`{optimizer.name}` has state of {count(optimizer.lost, 'tensor')} outside its groups."
@@ -88,19 +142,17 @@ def _stored(facts: RunFacts, dtype: str) -> tuple[str, ...]:
     )
 
 
-def _float16(facts: RunFacts) -> Iterator[Hit]:
-    if low := _stored(facts, "float16"):
-        what = f"Stored in float16, without master weights: {count(len(low), 'trained parameter')}, {some(low)}."
-        yield Hit("model", what)
-
-
-def _bfloat16(facts: RunFacts) -> Iterator[Hit]:
-    if low := _stored(facts, "bfloat16"):
-        what = (
-            f"Stored in bfloat16, without master weights: {count(len(low), 'trained parameter')}, {some(low)}. An "
-            "update below 1/256 of a weight is rounded away."
-        )
-        yield Hit("model", what)
+def _masters(facts: RunFacts) -> Iterator[Hit]:
+    if facts.applied is not None:
+        if low := facts.applied.masters:
+            what = f"Master weights are not float32 where the plan says who keeps them: {'; '.join(low[:5])}."
+            yield Hit("model", what, REPORT)
+        return
+    for dtype in ("float16", "bfloat16"):
+        if low := _stored(facts, dtype):
+            what = f"Stored in {dtype}, without master weights: {count(len(low), 'trained parameter')}, {some(low)}."
+            rounds = " An update below 1/256 of a weight is rounded away." * (dtype == "bfloat16")
+            yield Hit("model", f"{what}{rounds}", milder=dtype == "bfloat16")
 
 
 RULES: tuple[Rule, ...] = (
@@ -115,30 +167,31 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.orphans",
-        summary="The optimizer steps the parameters that the model has.",
+        summary="The optimizer steps the parameters that the model has, and goes on with them.",
         check=_orphans,
-        at=(Moment.AUDIT,),
-        needs=(Need.OPTIMIZERS,),
+        at=(Moment.APPLY, Moment.AUDIT, Moment.DRIFT),
+        needs=(Need.OPTIMIZERS, Need.BEFORE),
         fix="Make the optimizer after the model is wrapped, sharded, copied or changed: AdamW(model.parameters()).",
         source=("pain 1",),
     ),
     Rule(
         id="run.missed",
-        summary="Every parameter that gets a gradient is stepped by an optimizer.",
+        summary="Every parameter that trains is stepped by an optimizer, also one that was put in later.",
         check=_misses,
-        at=(Moment.AUDIT,),
-        needs=(Need.OPTIMIZERS,),
+        at=(Moment.DUE, Moment.AUDIT, Moment.DRIFT),
+        needs=(Need.OPTIMIZERS, Need.BEFORE),
         fix="Add them with optimizer.add_param_group({'params': [...]}), or freeze them with requires_grad_(False).",
         source=("pain 1",),
     ),
     Rule(
         id="run.state-lost",
-        summary="The optimizer's state belongs to the parameters that it steps.",
+        summary="The optimizer's state belongs to the parameters that it steps, and is kept.",
         check=_lost,
-        at=(Moment.AUDIT,),
-        needs=(Need.OPTIMIZERS, Need.STATE),
+        at=(Moment.APPLY, Moment.AUDIT, Moment.DRIFT),
+        needs=(Need.OPTIMIZERS, Need.STATE, Need.BEFORE),
         cost="a pass over the optimizers' state",
         fix="Move the state along when parameters are replaced: optimizer.state[new] = optimizer.state.pop(old).",
+        milder="while a loop runs, where state is cleared on purpose for a restart",
         source=("pain 13",),
     ),
     Rule(
@@ -159,23 +212,17 @@ RULES: tuple[Rule, ...] = (
         severity=Severity.WARNING,
     ),
     Rule(
-        id="run.float16-weights",
-        summary="Trained parameters are not stored in float16 alone.",
-        check=_float16,
-        at=(Moment.AUDIT,),
+        id="run.no-master-weights",
+        summary="Trained parameters of 16 bits have master weights, or updates that are rounded stochastically.",
+        check=_masters,
+        at=(Moment.APPLY, Moment.AUDIT),
         needs=(Need.OPTIMIZERS,),
-        fix="Load the model in float32 and compute under torch.autocast('cuda', torch.float16) with a GradScaler.",
+        fix=(
+            "Load the model in float32 and compute in 16 bits: torch.autocast, with a GradScaler for float16, or "
+            "param_dtype of FSDP's policy."
+        ),
+        milder="in bfloat16, which keeps the range and rounds small updates away",
         source=("pain 29", "pain 2"),
-    ),
-    Rule(
-        id="run.bfloat16-weights",
-        summary="Trained parameters in bfloat16 have master weights, or updates that are rounded stochastically.",
-        check=_bfloat16,
-        at=(Moment.AUDIT,),
-        needs=(Need.OPTIMIZERS,),
-        fix="Load the model in float32 and compute in bfloat16: torch.autocast, or param_dtype of FSDP's policy.",
-        severity=Severity.WARNING,
-        source=("pain 2",),
     ),
 )
 """Reporting order: what trains nothing, then what trains a part, then what trains badly."""

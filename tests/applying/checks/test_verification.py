@@ -90,7 +90,7 @@ def test_a_created_optimizer_is_attested_and_its_loss_is_not() -> None:
     assert target.optimizer is not None
     target.optimizer.param_groups[0]["params"][0] = Parameter(torch.empty(11, 6))
     assert told(plan, target) == [
-        "drift-slots at optimizer: It no longer steps `embed.weight`, and steps 1 tensor that the model does not have.",
+        "orphans at optimizer: It no longer steps `embed.weight`, and steps 1 tensor that the model does not have.",
         "step-undone at CreateOptimizer: every slot holds the model's parameter: embed.weight",
     ]
     target.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -164,16 +164,16 @@ def lose_optimizer(target: Target) -> None:
     [
         (narrow, "other-layout at model.embed.weight: dtype planned float32, found bfloat16"),
         (freeze, "other-layout at model.embed.weight: requires_grad planned True, found False"),
-        (untie, "drift-ties at model.embed.weight: `embed.weight` and `head.weight` are no longer one parameter"),
+        (untie, "tie-broken at model.embed.weight: `embed.weight` and `head.weight` are no longer one parameter"),
         (add, "other-layout at model.extra: the plan has no such parameter"),
         (drop, "other-layout at model.layers.0.inner.bias: the model has no such parameter"),
         (forget, "left-on-meta at model.passing: No data for 1 tensor: `passing`"),
         (uncompile, "step-undone at CompileModules: compiled code is bound: layers.1"),
         (uncheckpoint, "step-undone at CheckpointModules: wrapped: layers.2"),
         (unmark, "step-undone at AutocastForward: autocast forward: Tiny has its own forward"),
-        (swap_slots, "drift-slots at optimizer.param_groups[1]: It steps all that it did, in other slots"),
-        (drop_slot, "drift-slots at optimizer.param_groups[1]: It no longer steps `layers.2."),
-        (lose_optimizer, "drift-slots at optimizer.param_groups[0]: It no longer steps `embed.weight`"),
+        (swap_slots, "orphans at optimizer.param_groups[1]: It steps all that it did, in other slots"),
+        (drop_slot, "orphans at optimizer.param_groups[1]: It no longer steps `layers.2."),
+        (lose_optimizer, "orphans at optimizer.param_groups[0]: It no longer steps `embed.weight`"),
     ],
 )
 def test_what_differs_is_the_first_thing_told(vandal: Callable[[Target], None], text: str) -> None:

@@ -211,7 +211,7 @@ def test_a_tie_that_two_units_tear_apart_is_a_difference() -> None:
     cfg = Config(engine=FSDP2(wrap=WrapPaths(("embed", "head"))))
     unchecked = plan(cfg, observe(model, env=Env(world_size=4)).facts, rules=()).unwrap()
     seen = rehearse_here(unchecked, model)
-    assert [one.rule for one in seen.differences] == ["run.drift-ties"]
+    assert [one.rule for one in seen.differences] == ["run.tie-broken"]
 
 
 def test_a_step_that_is_refused_halts_the_rehearsal() -> None:

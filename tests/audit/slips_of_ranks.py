@@ -1,0 +1,171 @@
+"""What errors of two ranks do to numbers, in loops of plain torch; see ``harms_in_torch``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy, dropout
+
+from tests.audit.case import WIDTH, net
+from tests.audit.harms import STEPS, Seen
+from tests.audit.harms_in_torch import sgd, size
+
+DDP = nn.parallel.DistributedDataParallel
+
+
+@frozen
+class SlipOfRanks:
+    """An error, what it does, and what each rank comes to with it and without it."""
+
+    rule: str
+    what: str
+    wrong: Callable[[int], Seen]
+    """Takes the rank."""
+    right: Callable[[int], Seen]
+
+
+def batch(rank: int, at: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(20 + 10 * rank + at)
+    return torch.randn(8, WIDTH, generator=generator), torch.randint(4, (8,), generator=generator)
+
+
+def trained(rank: int, model: nn.Module, ticks: bool = False) -> float:
+    optimizer = sgd(model)
+    rate = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    for at in range(STEPS):
+        inputs, classes = batch(rank, at)
+        torch.manual_seed(40 + at)
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), classes).backward()
+        optimizer.step()
+        if ticks:
+            rate.step()
+    return size(model)
+
+
+def modes(*, alike: bool) -> Callable[[int], float]:
+    return lambda rank: trained(rank, DDP(net(dropout=0.5)).train(alike or rank == 0))
+
+
+def ticks(*, alike: bool) -> Callable[[int], float]:
+    return lambda rank: trained(rank, DDP(net()), ticks=alike or rank == 0)
+
+
+def summed(part: Tensor) -> Tensor:
+    """Over the ranks, each of which has computed with its part of a layer."""
+    whole = part.detach().clone()
+    dist.all_reduce(whole)
+    return whole
+
+
+def halves(rank: int, x: Tensor) -> Tensor:
+    """A layer that is cut over two ranks."""
+    weight = net().enter.weight.detach()
+    cut = slice(rank * WIDTH // 2, (rank + 1) * WIDTH // 2)
+    return summed(x[:, cut] @ weight[:, cut].T)
+
+
+def drops(*, alike: bool) -> Callable[[int], float]:
+    """Two layers with dropout between them, of which each rank has one half."""
+
+    def answer(rank: int) -> float:
+        inputs, _ = batch(0, 0)
+        torch.manual_seed(5 if alike else 5 + rank)
+        return float(halves(rank, dropout(halves(rank, inputs), 0.5)).square().sum())
+
+    return answer
+
+
+def reads(*, alike: bool) -> Callable[[int], float]:
+    return lambda rank: float(halves(rank, batch(0 if alike else rank, 0)[0]).square().sum())
+
+
+def orders(*, alike: bool) -> Callable[[int], float]:
+    """Different samples that both ranks read, each its half of an order of 32."""
+
+    def different(rank: int) -> float:
+        generator = torch.Generator().manual_seed(3 if alike else 3 + rank)
+        read = torch.zeros(32)
+        read[torch.randperm(32, generator=generator)[rank::2]] = 1
+        return float((summed(read) > 0).sum())
+
+    return different
+
+
+def twice(rank: int) -> float:
+    return trained(rank, DDP(DDP(net())))
+
+
+def once(rank: int) -> float:
+    return trained(rank, DDP(net()))
+
+
+def state_of_the_optimizer(*, sharded: bool) -> Callable[[int], Seen]:
+    """A step with state that was loaded whole, or as it was saved."""
+
+    def stepped(rank: int) -> Seen:
+        model = fully_shard(net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        inputs, classes = batch(rank, 0)
+        cross_entropy(model(inputs), classes).backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        if not sharded:
+            state["state"] = {
+                at: {key: whole(value) for key, value in one.items()} for at, one in state["state"].items()
+            }
+        optimizer.load_state_dict(state)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return type(error).__name__
+        return float(sum(param.to_local().detach().sum() for param in model.parameters()))  # type: ignore[attr-defined]
+
+    return stepped
+
+
+def weights_loaded(*, sharded: bool) -> Callable[[int], Seen]:
+    def loaded(rank: int) -> Seen:
+        del rank
+        model = fully_shard(net())
+        state = model.state_dict()
+        try:
+            model.load_state_dict(state if sharded else {name: whole(value) for name, value in state.items()})
+        except (RuntimeError, AttributeError, TypeError) as error:
+            return type(error).__name__
+        return float(sum(param.to_local().detach().sum() for param in model.parameters()))  # type: ignore[attr-defined]
+
+    return loaded
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+SLIPS_OF_RANKS: tuple[SlipOfRanks, ...] = (
+    SlipOfRanks("run.ranks-modes", "one rank drops nothing", modes(alike=False), modes(alike=True)),
+    SlipOfRanks("run.ranks-schedulers", "the ranks' weights part", ticks(alike=False), ticks(alike=True)),
+    SlipOfRanks("run.dropout-unlike", "halves of other layers are added", drops(alike=False), drops(alike=True)),
+    SlipOfRanks("run.tensor-samples", "halves of other samples are added", reads(alike=False), reads(alike=True)),
+    SlipOfRanks("run.orders-apart", "samples are never read", orders(alike=False), orders(alike=True)),
+    SlipOfRanks("run.wrapped-twice", "", twice, once),
+    SlipOfRanks(
+        "run.whole-state",
+        "the next step raises",
+        state_of_the_optimizer(sharded=False),
+        state_of_the_optimizer(sharded=True),
+    ),
+    SlipOfRanks("run.whole-weights", "torch raises", weights_loaded(sharded=False), weights_loaded(sharded=True)),
+)
+
+
+def both_ways(rank: int, world: int, at: int) -> tuple[Seen, Seen]:
+    """What a rank comes to with the error and without it."""
+    slip = SLIPS_OF_RANKS[at]
+    return slip.wrong(rank), slip.right(rank)
