@@ -39,7 +39,7 @@ WARNINGS = _ids(
         "settings-replaced steps-joined",
         "save": "beside-another-run",
         "prove": "unproven same-samples tokens decay",
-        "run": "bfloat16-weights part-in-eval unlike-dtypes checkpointed-twice checkpointed-whole checkpoint-outside "
+        "run": "part-in-eval unlike-dtypes checkpointed-twice checkpointed-whole checkpoint-outside "
         "compile-off one-unit backend without-gradient ranks-passes order-lost loss-not-finite "
         "dropout-alike not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks "
         "unsaved-optimizer unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms "
