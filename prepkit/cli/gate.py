@@ -13,11 +13,12 @@ from xml.sax.saxutils import quoteattr
 
 import click
 
+from prepkit import codec
 from prepkit.cli import plan_files as cli_files
 from prepkit.cli.check import examined, line_of
 from prepkit.cli.options import Cluster, cluster_options, kind_option, policy_option
 from prepkit.cli.terminal import say, say_json
-from prepkit.findings import Finding, Severity
+from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.findings.text import shorter
 from prepkit.formats import exceptions
 from prepkit.formats.found import found
@@ -135,16 +136,14 @@ def _known(baseline: str | None) -> frozenset[str]:
     if baseline is None or not Path(baseline).exists():
         return frozenset()
     try:
-        data = json.loads(Path(baseline).read_text())
+        data = json.loads(codec.read_text(baseline))
         return frozenset(map(str, data["known"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (PlanRejected, ValueError, KeyError, TypeError, RecursionError):
         what = f"{baseline} is no baseline: write it anew with --write-baseline"
         raise click.UsageError(what) from None
 
 
 def _data(place: FilePlace, finding: Finding) -> dict[str, Any]:
-    from prepkit import codec
-
     return {**codec.to_data(finding), "file": place.file, "line": place.line, "column": place.column}
 
 

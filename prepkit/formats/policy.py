@@ -164,7 +164,7 @@ def asked(policy: Policy, plan: Plan) -> Iterator[Finding]:
     for rule in policy.rules:
         try:
             yield from [rule.found(hit) for hit in rule.check(resolved)]
-        except Exception as error:  # a team's code: whatever it raises, the plan has not passed
+        except (Exception, SystemExit) as error:  # a team's code: whatever it raises, the plan has not passed
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}:{frame.lineno}"
             what = f"the rule {rule.id} raises {type(error).__name__}: {error}"
@@ -322,7 +322,7 @@ def _of_python(file: str) -> Policy:
 
     try:
         rules = runpy.run_path(file).get("RULES")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         line = getattr(error, "lineno", None) or (frames[-1].lineno if frames else 1)
         what = f"it raises {type(error).__name__}: {error}"

@@ -158,6 +158,12 @@ def manual_optimization(rank: int, world: int) -> Case:
     return case(model, [LightningAdam(one), LightningAdam(other), one])
 
 
+def input_that_is_trained(rank: int, world: int) -> Case:
+    """As for an adversarial example, or a prompt."""
+    model = net().requires_grad_(requires_grad=False)
+    return case(model, torch.optim.Adam([torch.zeros(4, WIDTH, requires_grad=True)]))
+
+
 def sharpness_aware(rank: int, world: int) -> Case:
     model = net()
     return case(model, Sam(model.parameters(), torch.optim.SGD, lr=0.1))
@@ -436,7 +442,7 @@ ODD_ONE = (
     *(warm_up_then_cosine, warm_up_alone, chained_rates, rate_by_plateau, rate_by_epoch, restarts, cyclic),
     *(other_optimizers, sparse_embedding, frozen_norms, eval_without_anything_that_cares, actor_critic, resumed),
     *(resumed_without_state, accumulated_by_hand, stepped_in_backward, endless_stream, batches_of_its_own, in_time),
-    *(parameters_in_lists, complex_weights),
+    *(parameters_in_lists, complex_weights, input_that_is_trained),
 )
 ODD_LIBRARIES = (
     *((make, "transformers") for make in (preferred, labels_as_the_model_takes_them)),

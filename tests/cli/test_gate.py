@@ -108,6 +108,7 @@ def test_a_baseline_forgives_what_it_knows_and_nothing_else(folder: Path) -> Non
     assert run(*words).exit_code == 1
     (folder / "known.json").write_text("[]")
     assert run(*words).exit_code == 2
+    assert run("gate", "a,b.yaml", "--strict", "--baseline", "/dev/zero").exit_code == 2
     assert run("gate", "--write-baseline").exit_code == 2
 
 

@@ -138,6 +138,7 @@ def test_a_broken_policy_passes_nothing_and_names_its_line(folder: Path) -> None
     assert places(folder, "RULES = (1,)", "rules.py") == ["rules.py:1:1"]
     assert places(folder, "\nx = 1 / 0\n", "rules.py") == ["rules.py:2:1"]
     assert places(folder, "\n\nx = (\n", "rules.py") == ["rules.py:3:1"]
+    assert places(folder, "RULES = ()\nraise SystemExit(0)\n", "rules.py") == ["rules.py:2:1"]
     assert places(folder, "package p", "p.rego") == ["p.rego"]
     (folder / "policy.toml").write_text("[[deny]")
     assert run("gate", "one.json", "--policy", "policy.toml").exit_code == 1
@@ -151,6 +152,8 @@ def test_a_rule_that_raises_passes_nothing(folder: Path) -> None:
     assert (gate.exit_code, found["rule"]) == (1, "policy.broken")
     assert found["where"].endswith("rules.py:5")
     assert run("plan", "single.json", *MAKE, "--policy", "rules.py").exit_code == 1
+    policy(folder, RULES.replace("> 1", "> exit(0)"), "rules.py")
+    assert run("gate", "one.json", "--strict", "--policy", "rules.py").exit_code == 1
 
 
 def test_hostile_policies_are_bounded_and_name_no_code(folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from attrs import evolve, field, fields, frozen, has
 from ruamel.yaml import YAML
 from ruamel.yaml.error import ReusedAnchorWarning, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from prepkit.codec import LARGEST
@@ -32,6 +33,9 @@ VALUES = 100_000
 
 MOST = 100
 """Findings of one file: a hostile one has no say over how many there are."""
+
+DEEPEST = 100
+"""Collections inside each other."""
 
 DOTS = 500
 """Dots in one line of TOML: a key of thousands of parts takes the reader a time that grows with their square."""
@@ -146,9 +150,15 @@ def _yaml(text: str, where: str) -> object:
 def composed(text: str) -> Node | None:
     """The nodes of a YAML text; None where it holds comments only. An anchor may be given anew, as YAML 1.2 has it.
 
-    Kept, as a file is composed for its values and for its places, and that is what reading it takes.
+    Kept, as a file is composed for its values and for its places, and that is what reading it takes. Raises
+    ``RecursionError`` above ``DEEPEST``, before ruamel.yaml spends time that grows with the square of the depth.
     """
+    depth = 0
     with warnings.catch_warnings(action="ignore", category=ReusedAnchorWarning):
+        for event in YAML(typ="safe", pure=True).parse(text):
+            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+            if depth > DEEPEST:
+                raise RecursionError(f"more than {DEEPEST} collections inside each other")
         node: Node | None = YAML(typ="safe", pure=True).compose(text)
     return node
 

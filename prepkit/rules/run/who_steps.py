@@ -88,7 +88,8 @@ def _put_in(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _nothing_trains(facts: RunFacts) -> Iterator[Hit]:
-    if facts.optimizers and facts.params and not _trained(facts):
+    beside = any(one.orphans for one in facts.optimizers)  # an input is trained, as for an adversarial example
+    if facts.optimizers and facts.params and not _trained(facts) and not beside:
         lora = [param.name for param in facts.params if "lora_" in param.name]
         fix = (
             "Load the adapter with PeftModel.from_pretrained(..., is_trainable=True), or inference_mode=False."

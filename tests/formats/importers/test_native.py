@@ -240,6 +240,7 @@ def test_what_was_meant_is_proposed(text: str, where: str, fix: str, tmp_path: P
         ("c.yaml", "a: !!python/name:os.system x\n", "config.damaged", "not YAML at line 1, column 4: could not"),
         ("c.yaml", "a: 2024-13-45\n", "config.damaged", "a value cannot be read: month must be in 1..12"),
         ("c.yaml", "a: " + "[" * 1500, "config.damaged", "the values are nested too deeply to be read"),
+        ("c.yaml", "[" * 20_000 + "]" * 20_000, "config.damaged", "the values are nested too deeply to be read"),
         ("c.yaml", "# nothing\n", "config.empty", "the file holds comments only"),
         ("c.json", '{"a": 1,\n "b" 2}', "codec.damaged", "not JSON at line 2, column 6: "),
         ("c.json", "[1]", "config.not-a-mapping", "the top level is a list, not a mapping of config fields"),
