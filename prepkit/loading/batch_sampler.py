@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from hashlib import sha256
 from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
 from attrs import define, field
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, Sampler
 
-from prepkit.loading.draws import drawn, set_epoch, with_own_generators
+from prepkit.loading.draws import Drawing, drawn, set_epoch, with_own_generators
 from prepkit.loading.rounds import Share, Tail, length, rounds
 
 
@@ -34,7 +35,7 @@ class RankBatches:
     part: int = 0
     tail: Tail = "repeat"
     seed: int | None = None
-    """The draws follow from it and the epoch. None: they come from the generators of the process."""
+    """The draws follow from it and the epoch. None: they come from the order's own generators or else the process's."""
     single: bool = False
     """True if indices are yielded one by one, and not as batches."""
     epoch: int = 0
@@ -44,6 +45,10 @@ class RankBatches:
     """Of the newest pass: what was yielded and has not been taken out by the loader."""
     began: int = 0
     """A digest of what all ranks together read first in the newest pass, of 24 bits; 0: nothing was read yet."""
+    drawing: Drawing | None = None
+    """Where no seed says it: from what the newest pass was drawn."""
+    resumed: Drawing | None = None
+    """Likewise, from what the next pass is drawn; None: as the generators are then."""
 
     def __iter__(self) -> Iterator[Any]:
         self.shares, self.began = deque(), 0
@@ -64,7 +69,14 @@ class RankBatches:
     @property
     def repeats(self) -> bool:
         """Whether the pass under way would begin again as it began, so that a resume goes on in the same order."""
-        return self.seed is None or not self.began or self._first(iter(self._drawn()))[1] == self.began
+        if not self.began:
+            return True
+        if self.seed is not None:
+            return self._first(iter(self._drawn()))[1] == self.began
+        if self.drawing is None or not isinstance(self.order, Sampler):
+            return True
+        with self.drawing.again(self.order, kept=True):
+            return self._first(iter(self.order))[1] == self.began
 
     def _noted(self, order: Iterator[Any]) -> Iterator[Any]:
         """The order, drawn when it is asked for: torch's loader draws a seed in between."""
@@ -84,10 +96,20 @@ class RankBatches:
     def _drawn(self) -> Iterable[Any]:
         if self.seed is None:
             set_epoch(self.order, self.epoch)
-            return self.order  # type: ignore[no-any-return]  # any iterable
+            return self._as_it_draws()
         order = with_own_generators(self.order, self.seed, self.epoch)
         set_epoch(order, self.epoch)
         return drawn(order, self.seed, self.epoch)
+
+    def _as_it_draws(self) -> Iterator[Any]:
+        """Drawn when it is asked for, as torch's loader draws a seed in between; of a resumed pass as it was then."""
+        again, self.resumed = self.resumed, None
+        self.drawing = again or Drawing.of(self.order)
+        with nullcontext() if again is None else again.again(self.order):
+            order = iter(self.order)
+            first = list(islice(order, 1))
+        yield from first
+        yield from order
 
     def _of_part(self, order: Iterator[Any], start: int) -> Iterator[Share]:
         order = self._noted(order)

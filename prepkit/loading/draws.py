@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, frozen
 from torch.utils.data import IterableDataset, Sampler
 
 
@@ -19,6 +19,34 @@ class RandomState:
     """The states of torch's, Python's and numpy's common generators, apart from those of the process."""
 
     states: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """Those of the process."""
+        return cls(_states())
+
+    @classmethod
+    def of_data(cls, data: dict[str, Any]) -> RandomState:
+        """What ``data`` gave."""
+        version, words, gauss = data["python"]
+        numpy = None
+        if "numpy" in data:
+            name, keys, position, has_gauss, cached = data["numpy"]
+            numpy = (name, keys.numpy().astype("uint32"), int(position), int(has_gauss), cached)
+        return cls((data["torch"], (version, tuple(words), gauss), numpy))
+
+    def data(self) -> dict[str, Any]:
+        """As plain data; numpy's only where it was loaded."""
+        drawn, (version, words, gauss), numpy = self.states
+        states: dict[str, Any] = {"python": [version, list(words), gauss], "torch": drawn}
+        if numpy is not None:
+            name, keys, *rest = numpy
+            states["numpy"] = [str(name), torch.from_numpy(keys.astype("int64")), *(float(one) for one in rest)]
+        return states
+
+    def put_back(self) -> None:
+        """Makes them those of the process again."""
+        _set(self.states)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -42,8 +70,47 @@ def as_they_were(*, resumed: bool) -> Iterator[None]:
     if not resumed:
         yield
         return
-    with RandomState(_states()).inside():
+    with RandomState.now().inside():
         yield
+
+
+@frozen
+class Drawing:
+    """The states of all generators when a sampler began to draw, so that it can draw the same again."""
+
+    common: dict[str, Any]
+    own: list[Any]
+    """Of the generators that the sampler holds, and the samplers in it."""
+
+    @classmethod
+    def of(cls, sampler: Any) -> Drawing:
+        """That which begins now."""
+        return cls(RandomState.now().data(), [_state(one) for one in _held(sampler)])
+
+    @contextmanager
+    def again(self, sampler: Any, *, kept: bool = False) -> Iterator[None]:
+        """Inside, the sampler draws as then. Its own generators go on from there, unless they are to be ``kept``."""
+        before = Drawing.of(sampler).own
+        self._set(sampler, self.own)
+        try:
+            with RandomState.of_data(self.common).inside():
+                yield
+        finally:
+            if kept:
+                self._set(sampler, before)
+
+    @staticmethod
+    def _set(sampler: Any, states: list[Any]) -> None:
+        for one, state in zip(_held(sampler), states, strict=False):
+            _put_back(one, state)
+
+
+def _held(sampler: Any) -> Iterator[Any]:
+    for name, value in getattr(sampler, "__dict__", {}).items():
+        if _is_generator(value):
+            yield value
+        elif name in ("sampler", "batch_sampler") or isinstance(value, Sampler):
+            yield from _held(value)
 
 
 def drawn(source: Iterable[Any], *seeds: int) -> Iterator[Any]:
@@ -76,6 +143,36 @@ def with_own_generators(source: Any, *seeds: int) -> Any:
         elif name in ("sampler", "batch_sampler") or isinstance(value, Sampler):
             setattr(mine, name, with_own_generators(value, *seeds))
     return mine
+
+
+def _state(generator: Any) -> Any:
+    """As plain data."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        version, words, gauss = generator.getstate()
+        return [version, list(words), gauss]
+    own = getattr(generator, "bit_generator", None)
+    if own is None:  # a RandomState of numpy's
+        own = generator._bit_generator
+    return _mapped(own.state, lambda one: torch.from_numpy(one.astype("int64")) if hasattr(one, "astype") else one)
+
+
+def _put_back(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+    else:
+        own = getattr(generator, "bit_generator", None) or generator._bit_generator
+        own.state = _mapped(state, lambda one: one.numpy().astype("uint64") if torch.is_tensor(one) else one)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(inner, change) for key, inner in value.items()}
+    return change(value)
 
 
 def _is_generator(value: Any) -> bool:
@@ -127,5 +224,5 @@ def _states() -> tuple[Any, ...]:
 def _set(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(states[0])
     random.setstate(states[1])
-    if states[2] is not None:
+    if states[2] is not None and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(states[2])

@@ -11,6 +11,8 @@ from attrs import define, field
 from attrs import fields as attributes
 from torch.utils import _pytree as pytree  # public under this name before torch 2.9 has another
 
+from prepkit.loading.batch_sampler import RankBatches
+from prepkit.loading.draws import Drawing
 from prepkit.loading.joint_sources import BatchSource
 from prepkit.loading.streams import BatchRead
 
@@ -125,18 +127,26 @@ class Loader:
         """
         if not isinstance(batches, int) or isinstance(batches, bool) or batches < 0:
             raise ValueError(f"loader.skip({batches!r}): give the number of batches to leave out, 0 or more")
-        epoch = self.epoch + self._begun
-        self.load_state_dict({"epoch": epoch, "consumed": self.source.consumed(batches), "loader": None})
+        state = {"epoch": self.epoch + self._begun, "consumed": self.source.consumed(batches), "loader": None}
+        resumed = None if self._order is None else self._order.resumed
+        self.load_state_dict(state)
+        if self._order is not None and state["consumed"]:
+            self._order.resumed = resumed
         return self
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass stands after the batch in use, for ``load_state_dict`` on any number of ranks.
 
-        ``loader`` is the loader's own state, of this rank, where it has one (torchdata's ``StatefulDataLoader``).
+        ``loader`` is the loader's own state, of this rank, where it has one (torchdata's ``StatefulDataLoader``), or
+        what a batch was drawn from that is read already; ``drawing`` what the order was drawn from, if by no seed.
         """
         if self.open_epoch > self.epoch:
             return {"epoch": self.open_epoch, "consumed": 0, "loader": None}
-        return {"epoch": self.epoch, "consumed": self._consumed, "loader": self.source.state()}
+        state = {"epoch": self.epoch, "consumed": self._consumed, "loader": self.source.state()}
+        if self._consumed and self._order is not None and self._order.seed is None:
+            drawing = self._order.resumed or self._order.drawing
+            state["drawing"] = None if drawing is None else {"common": drawing.common, "own": drawing.own}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next loop goes on after the batch that was in use; ``len`` stays that of a whole pass.
@@ -146,6 +156,15 @@ class Loader:
         """
         self.epoch, self._consumed, self._begun = state["epoch"], state["consumed"], False
         self.source.restore(state["loader"])
+        if self._order is not None:
+            drawing = state.get("drawing")
+            self._order.resumed = None if drawing is None else Drawing(**drawing)
+
+    @property
+    def _order(self) -> RankBatches | None:
+        """What draws the order here, or on rank 0 for all; None for a stream."""
+        found = getattr(getattr(self.source, "inner", self.source), "batches", None)
+        return found if isinstance(found, RankBatches) else None
 
     def _tell(self, read: BatchRead | None) -> None:
         self.present = read

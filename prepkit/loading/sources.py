@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from attrs import define
 from torch.utils.data import DataLoader
 
 from prepkit.loading.batch_sampler import RankBatches
-from prepkit.loading.draws import as_they_were, set_epoch
-from prepkit.loading.rounds import Tail
+from prepkit.loading.draws import RandomState, as_they_were, set_epoch
+from prepkit.loading.rounds import Share, Tail
 from prepkit.loading.streams import BatchRead, CollateShare, StreamPart
 
 
@@ -34,6 +35,13 @@ class IndexedSource:
 
     loader: Any
     batches: RankBatches
+    ahead: bool = False
+    """True if each batch is read before the one in use is given, as accelerate does it: what samples draw at random
+    comes before what the step draws."""
+    drew: RandomState | None = None
+    """Where that is so: the generators as they were before the batch was read that is not given yet."""
+    resumed: RandomState | None = None
+    """Likewise, those from which the first batch of the next pass is read."""
 
     @classmethod
     def of(cls, loader: Any, batches: RankBatches) -> IndexedSource:
@@ -47,10 +55,19 @@ class IndexedSource:
         set_epoch(self.loader.dataset, epoch)
         with as_they_were(resumed=bool(consumed)):
             source = iter(self.loader)
-        shares = self.batches.shares
-        for batch in source:
-            share = shares.popleft()
-            yield BatchRead(batch, len(share.items), share.counted, share.consumed, share.last)
+        reads = map(_told, source, iter(self.batches.shares.popleft, None))
+        yield from self._held(reads) if self.ahead else reads
+
+    def _held(self, reads: Iterator[BatchRead]) -> Iterator[BatchRead]:
+        """Each when the next has been read."""
+        again, self.resumed = self.resumed, None
+        with nullcontext() if again is None else again.inside():
+            following = next(reads, None)
+        while (read := following) is not None:
+            self.drew = RandomState.now()
+            following = next(reads, None)
+            yield read
+        self.drew = None
 
     def length(self) -> int:
         """Batches of a whole pass. Raises ``TypeError`` where nobody knows."""
@@ -60,11 +77,17 @@ class IndexedSource:
         """What all ranks together have read when each has read so many whole batches."""
         return batches * self.batches.parts * (self.batches.size or 1)
 
-    def state(self) -> None:
-        """Seed, epoch and what was read say all."""
+    def state(self) -> Any:
+        """What a batch was drawn from that was read ahead; seed, epoch and what was read say the rest."""
+        return None if self.drew is None else self.drew.data()
 
     def restore(self, state: Any) -> None:
-        """There is nothing to restore."""
+        """The batch is read again as it was."""
+        self.resumed = None if state is None else RandomState.of_data(state)
+
+
+def _told(batch: Any, share: Share) -> BatchRead:
+    return BatchRead(batch, len(share.items), share.counted, share.consumed, share.last)
 
 
 @define(eq=False)

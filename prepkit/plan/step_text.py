@@ -277,13 +277,15 @@ def _shard_loader(step: ShardLoader) -> str:
 
 
 def _order(step: ShardLoader) -> str:
+    seeded = "as it draws" if step.seed is None else f"with seed {step.seed}"
     match step.split:
         case "samples":
-            return f"shuffled with seed {step.seed}" if step.shuffle else "in order"
+            by = "by its own sampler" if step.seed is None else "shuffled"
+            return f"{by} {seeded}" if step.shuffle else "in order"
         case "sampler":
-            return f"by its own sampler with seed {step.seed}"
+            return f"by its own sampler {seeded}"
         case "batches":
-            return f"in batches of its own sampler with seed {step.seed}"
+            return f"in batches of its own sampler {seeded}"
         case "stream":
             return f"a stream that every rank reads, with seed {step.seed}"
         case "shards":

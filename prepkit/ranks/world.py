@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 """The type of a value that is gathered."""
+
+_ALONE = ContextVar("_ALONE", default=False)
 
 
 @frozen(kw_only=True)
@@ -157,9 +161,19 @@ def world() -> Ranks:
     return ranks_of(None)
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, ``world()`` is this process on its own, so that nothing waits for ranks that do not come."""
+    token = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
+
+
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     """The ranks of a group; None: of the default group, or this process on its own where there is none."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized()) or (group is None and _ALONE.get()):
         return Ranks()
     return Ranks(
         rank=dist.get_rank(group),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from prepkit.loading.draws import RandomState
 from prepkit.loading.loader import Loader
 from prepkit.objects import zero_masters
 from prepkit.objects.names import known_bases
@@ -70,11 +69,7 @@ def positioned(loader: Any) -> bool:
 
 def random_states() -> dict[str, Any]:
     """The states of all generators as plain data; numpy's only where it is loaded."""
-    version, words, gauss = random.getstate()
-    states: dict[str, Any] = {"python": [version, list(words), gauss], "torch": torch.get_rng_state()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, *rest = numpy.random.get_state()
-        states["numpy"] = [str(name), torch.from_numpy(keys.astype("int64")), *(float(one) for one in rest)]
+    states = RandomState.now().data()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types
         states["cuda"] = torch.cuda.get_rng_state()
     return states
@@ -82,14 +77,7 @@ def random_states() -> dict[str, Any]:
 
 def set_random_states(states: dict[str, Any]) -> None:
     """Put back what ``random_states`` gave. Changes the generators of the whole process."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        import numpy
-
-        name, keys, position, has_gauss, cached = states["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), int(position), int(has_gauss), cached))
+    RandomState.of_data(states).put_back()
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 

@@ -94,7 +94,8 @@ class ShardLoader:
     index: int
     """Position among the loaders."""
     shuffle: bool
-    seed: int
+    seed: int | None
+    """None: samplers draw as they do alone."""
     drop_last: bool
     axes: tuple[str, ...] | None = None
     """Axes of the mesh over which the data is divided; on the others ranks read the same. None: over all ranks."""

@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from prepkit.config import Clip, ClipNorm
+from prepkit.config import Clip
 from prepkit.court import Court
 from prepkit.facts import loop as events
 from prepkit.facts.loop import Event, Gradients, LoopPlan, LoopState
@@ -303,7 +303,7 @@ class Loop:
         with token_loss.multiplied_by_engine(self.model, factor), self.allowed():
             done = self.engine.step(self.model, order.last)
         if order.last:
-            self.grad_norm = done.norm if isinstance(self.clip, ClipNorm) else None
+            self.grad_norm = done.norm  # which the engine counts whether it clips or not
         return done.applied
 
     def _step_optimizer(self, each: Sequence[Order], closure: Closure | None) -> bool:

@@ -171,7 +171,10 @@ class Prepared:
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """Norm of all gradients at the last optimizer step, before clipping; None unless the plan clips by norm."""
+        """Norm of all gradients at the last optimizer step, before clipping.
+
+        None where nothing counts it: no plan that clips by norm, and no engine that steps.
+        """
         return self.loop.grad_norm
 
     @names_lost_rank

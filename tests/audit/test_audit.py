@@ -22,9 +22,10 @@ from tests.audit import by_hand, clean
 from tests.audit.case import WIDTH, Case, adam, divided, net
 from tests.audit.clean import CLEAN
 from tests.audit.errors import ERRORS
-from tests.audit.programs import audited, launched
+from tests.audit.programs import audited
 from tests.audit.wrong_loops import WRONG
 from tests.support.gang import Gang
+from tests.support.launch import launched
 
 
 def of(programs: Any, ranks: int) -> list[str]:

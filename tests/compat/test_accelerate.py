@@ -182,7 +182,7 @@ def test_what_is_not_offered_says_what_to_write_and_names_the_page(accelerator: 
     [
         (
             {"dynamo_backend": "inductor"},
-            "Accelerator(dynamo_backend=...)\n  fix: give Accelerator(config=pk.Config(...))",
+            "Accelerator(dynamo_backend=...)\n  fix: give Accelerator(config=pk.Config(engine=pk.DDP(), compile=",
         ),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8'"),
         ({"kwargs_handlers": [SimpleNamespace()]}, "SimpleNamespace"),
@@ -239,7 +239,9 @@ def test_accelerates_own_objects_are_read() -> None:
     config = Accelerator(
         config=Config(engine=DDP()),
         mixed_precision="fp16",
-        dataloader_config=utils.DataLoaderConfiguration(split_batches=True, dispatch_batches=True, data_seed=3),
+        dataloader_config=utils.DataLoaderConfiguration(
+            split_batches=True, dispatch_batches=True, use_seedable_sampler=True, data_seed=3
+        ),
         gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False),
         kwargs_handlers=[
             utils.DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True),
@@ -250,4 +252,5 @@ def test_accelerates_own_objects_are_read() -> None:
     assert config.engine == DDP(find_unused_parameters=True)
     assert config.precision == FP16(init_scale=1024.0)
     assert (config.accumulation, config.timeout_s) == (4, 60.0)
-    assert config.loaders == ShardLoaders(split_batches=True, dispatch=True, seed=3, ends_window=False)
+    asked = ShardLoaders(split_batches=True, dispatch=True, seed=3, ends_window=False, whole_batches=True)
+    assert config.loaders == asked

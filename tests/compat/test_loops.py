@@ -8,6 +8,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.local_sgd import LocalSGD
+from accelerate.state import AcceleratorState
 from torch.nn import Linear, Module
 from torch.utils.data import DataLoader
 
@@ -215,11 +217,17 @@ def test_on_two_ranks_they_train_as_torch_alone_on_all_rows(gang2: Gang) -> None
         assert torch.allclose(one, alone, atol=1e-6), loop.__name__
 
 
-def alone_for_two_steps(rank: int, world: int) -> list[torch.Tensor]:
+KEPT: list[Any] = []
+"""Wrappers of accelerate's, each of which may wait for a thread of gloo if it goes before its process."""
+
+
+def alone_for_two_steps(rank: int, world: int, library: str) -> list[torch.Tensor]:
     """Weights behind each step of LocalSGD, in which ranks meet at every second."""
-    accelerator = Accelerator(cpu=True, config=Config(engine=DDP()))
+    AcceleratorState._reset_state(reset_partial_state=True)  # of whoever was here before
+    accelerator = import_module(library).Accelerator(cpu=True)
     model = net()
     model, optimizer = accelerator.prepare(model, sgd(model))
+    KEPT.append(model)
     seen = []
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local:
         for row in ROWS.split(6):
@@ -233,7 +241,9 @@ def alone_for_two_steps(rank: int, world: int) -> list[torch.Tensor]:
 
 
 def test_ranks_of_local_sgd_train_alone_and_meet_where_they_say(gang2: Gang) -> None:
-    told = gang2.run_fresh(alone_for_two_steps)
+    told, theirs = (
+        gang2.run_fresh(alone_for_two_steps, library) for library in ("prepkit.compat.accelerate", "accelerate")
+    )
     models = [net(), net()]
     optimizers = [sgd(model) for model in models]
     for at, row in enumerate(ROWS.split(6)):
@@ -248,7 +258,8 @@ def test_ranks_of_local_sgd_train_alone_and_meet_where_they_say(gang2: Gang) -> 
                     other.copy_(one)
         for rank, model in enumerate(models):
             assert torch.allclose(told[rank][at], weights([model]), atol=1e-6), (rank, at)
-    assert not torch.equal(told[0][0], told[1][0])
+            assert torch.equal(told[rank][at], theirs[rank][at]), "as accelerate's own, to the bit"
+    assert not torch.equal(told[0][0], told[1][0]), "and not as ranks that meet in each step"
 
 
 def test_outside_of_accumulate_each_step_is_one_and_losses_are_divided_all_the_same() -> None:

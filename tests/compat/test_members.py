@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from prepkit.compat.accelerate import (
@@ -187,7 +188,9 @@ def test_loaders_of_a_config_are_kept_where_nothing_else_is_said_of_them() -> No
     assert Accelerator(config=config).config.loaders == config.loaders
     choices = SimpleNamespace(split_batches=True, dispatch_batches=None, even_batches=False, data_seed=None)
     said = Accelerator(config=config, dataloader_config=choices, device_placement=False).config.loaders
-    assert said == ShardLoaders(purpose="evaluation", split_batches=True, to_device=False)
+    assert said == ShardLoaders(
+        purpose="evaluation", split_batches=True, to_device=False, whole_batches=True, seed=None
+    )
 
 
 def test_a_model_that_was_given_back_makes_room_for_another(accelerator: Accelerator) -> None:
@@ -205,6 +208,33 @@ def test_an_accelerator_goes_to_another_process_without_what_it_has_prepared(acc
     assert (other.config, vars(other.state)) == (accelerator.config, vars(accelerator.state))
     with pytest.raises(NotOffered, match="before prepare"):
         other.plan  # noqa: B018  # it raises
+
+
+def alone_under(rank: int, world: int) -> list[list[int]]:
+    """What a rank reads of a loader that is prepared by itself, under each engine."""
+    del rank, world
+    told = []
+    for engine in (DDP(), FSDP1(), FSDP2(), DeepSpeed(stage=2, micro_batch=2)):
+        accelerator = Accelerator(cpu=True, config=Config(engine=engine))
+        loader = accelerator.prepare(DataLoader(range(8), batch_size=2))  # type: ignore[arg-type]
+        assert loader.total_batch_size == 4
+        told.append([int(at) for batch in loader for at in batch])
+        accelerator.free_memory()
+    accelerator.end_training()
+    return told
+
+
+def test_loaders_alone_are_read_under_every_engine_that_divides_by_rank(gang2: Gang) -> None:
+    first, second = gang2.run_fresh(alone_under)
+    assert first == [[0, 1, 4, 5]] * 4
+    assert second == [[2, 3, 6, 7]] * 4
+
+
+def test_the_state_is_shown_as_accelerate_shows_it(accelerator: Accelerator) -> None:
+    state = pytest.importorskip("accelerate.state")
+    assert repr(accelerator.state) == repr(state.AcceleratorState())
+    assert accelerator.state.deepspeed_plugin is None
+    assert accelerator.scaler is None
 
 
 def test_loaders_alone_are_refused_where_the_model_says_what_data_is_divided_over() -> None:
@@ -289,6 +319,7 @@ def test_batches_that_a_load_has_skipped_are_not_skipped_again(accelerator: Acce
 
 
 def test_batches_are_skipped_in_the_order_of_the_pass_that_comes_next(accelerator: Accelerator) -> None:
+    accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True)
     loader = accelerator.prepare(DataLoader(torch.arange(16), batch_size=2, shuffle=True))  # type: ignore[arg-type]
     next(iter(loader))  # a pass that is left
     behind = torch.stack(list(accelerator.skip_first_batches(loader, 3)))

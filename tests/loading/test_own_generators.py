@@ -145,3 +145,26 @@ def test_a_pass_goes_on_in_its_order_after_a_resume_or_the_save_says_that_it_can
     again.resume(tmp_path)
     rest = [row for batch in again.loaders[0] for row in train(again, batch)]
     assert kind == "hidden" or before + rest == whole
+
+
+@pytest.mark.parametrize("how", [pk.data.KeepLoaders(), pk.data.ShardLoaders(seed=None)])
+def test_a_shuffle_that_the_process_draws_goes_on_in_its_order_after_a_resume(how: Any, tmp_path: Path) -> None:
+    def begun(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = nn.Linear(1, 1)
+        data: Any = [torch.full((1,), float(row)) for row in range(ROWS)]
+        loader = DataLoader(data, batch_size=2, shuffle=True)
+        cfg = pk.Config(engine=pk.Single(), device="cpu", loaders=how)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, loaders=[loader]))
+
+    ready, whole = begun(1), []
+    for at, batch in enumerate(ready.loaders[0]):
+        whole.append(train(ready, batch))
+        if at == 4:
+            ready.save(tmp_path)
+    drawn = torch.rand(1)
+    again = begun(2)
+    again.resume(tmp_path)
+    assert [train(again, batch) for batch in again.loaders[0]] == whole[5:]
+    assert torch.equal(torch.rand(1), drawn)

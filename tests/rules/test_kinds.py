@@ -38,7 +38,7 @@ WARNINGS = _ids(
         "resume": "accepts-unknown latest-torn nothing-saved other-batch other-clipping other-total-steps "
         "settings-replaced steps-joined",
         "save": "beside-another-run",
-        "prove": "unproven same-samples",
+        "prove": "unproven same-samples tokens decay",
         "run": "part-in-eval unlike-dtypes checkpointed-twice checkpointed-whole checkpoint-outside "
         "compile-off one-unit backend without-gradient ranks-passes order-lost loss-not-finite "
         "dropout-alike not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks "

@@ -208,7 +208,7 @@ def library(name: str) -> Any:
 
 
 def stand_in(heard: Callable[[float], None]) -> None:
-    """Put all of it where scripts look for it; and no loader shuffles, as each library draws an order of its own."""
+    """Put all of it where scripts look for it."""
     import datasets
     import transformers
 
@@ -224,14 +224,6 @@ def stand_in(heard: Callable[[float], None]) -> None:
         kind.from_pretrained = unless_folder(kind.from_pretrained, made_here)
     nltk = library("nltk")
     nltk.data, nltk.sent_tokenize = SimpleNamespace(find=lambda _: ""), lambda text: text.split(". ")
-    made = torch.utils.data.DataLoader.__init__
-
-    def unshuffled(
-        self: Any, dataset: Any, batch_size: Any = 1, shuffle: Any = None, *given: Any, **named: Any
-    ) -> None:
-        made(self, dataset, batch_size, None, *given, **named)
-
-    torch.utils.data.DataLoader.__init__ = unshuffled  # type: ignore[method-assign]
     library("timm").create_model = create_model
 
 

@@ -3,7 +3,7 @@
 ``python -m tests.tools.public_scripts FOLDER...`` reads the scripts from checkouts of accelerate, peft, diffusers or
 transformers, runs each as it is published but for the one import of ``Accelerator``, on one and on two gloo processes,
 and prints a row for each. Nothing is downloaded: small data and models of our own stand in (``public_script_stands``,
-``public_script_models``), and no loader shuffles. ``--only WORD,WORD`` chooses scripts by parts of their paths. It ends
+``public_script_models``). ``--only WORD,WORD`` chooses scripts by parts of their paths. It ends
 with 1 where a script that works under accelerate gives other losses, or none, without one of the face's own refusals.
 """
 
@@ -22,6 +22,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,12 @@ from attrs import frozen
 
 LIBRARIES = ("accelerate", "prepkit.compat.accelerate")
 IMPORT = re.compile(r"^(\s*)from accelerate import (?=.*\bAccelerator\b)", re.MULTILINE)
+IMPORTED = (
+    *("accelerate.tracking", "datasets", "evaluate", "peft", "timm", "torchvision.transforms"),
+    *("transformers.trainer", "transformers.models.auto.modeling_auto", "diffusers.pipelines.stable_diffusion"),
+    *("torch.utils.tensorboard", "prepkit.compat.accelerate"),
+)
+"""Once, before processes are forked."""
 LIMIT_S = int(os.environ.get("PUBLIC_SCRIPT_LIMIT_S", "240"))
 """Seconds for each run."""
 
@@ -252,25 +260,26 @@ def compared(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> tuple[
     if refused := next((one["error"] for one in ours if one["error"]), ""):
         own = refused.startswith(("NotOffered", "PlanRejected"))
         return ("refused" if own else "FAILED"), refused
-    count = 0
+    count, bits = 0, True
     for rank, (one, other) in enumerate(zip(theirs, ours, strict=True)):
         if len(one["heard"]) != len(other["heard"]):
             return "OTHER", f"rank {rank}: {len(other['heard'])} losses and metrics for {len(one['heard'])}"
         for at, (expected, found) in enumerate(zip(one["heard"], other["heard"], strict=True)):
             if not math.isclose(expected, found, rel_tol=1e-5, abs_tol=1e-7):
                 return "OTHER", f"rank {rank}, number {at}: {found:.7g} for {expected:.7g}"
+            bits = bits and expected == found
         count += len(one["heard"])
-    return ("equal", f"{count} losses and metrics") if count else ("not run", "trains nothing under accelerate")
+    if not count:
+        return "not run", "trains nothing under accelerate"
+    return "equal", f"{count} losses and metrics, {'bit for bit' if bits else 'within 1e-5'}"
 
 
 def rows(folders: Sequence[str], words: str, kept: Path) -> Counter[str]:
     """Prints a row for each script in the folders; returns how many came out how."""
     named_operators()
-    import accelerate  # noqa: F401  # before processes are forked
-    import datasets  # noqa: F401
-    import transformers  # noqa: F401
-
-    import prepkit.compat.accelerate  # noqa: F401
+    for name in IMPORTED:
+        if find_spec(name.partition(".")[0]):
+            import_module(name)
     from tests.tools.public_script_models import FOLDERS, folder_of
     from tests.tools.public_script_stands import picture_folder, text_files
 

@@ -57,7 +57,8 @@ _KINDS = {
 
 
 def _order(step: ShardLoader) -> tuple[Any, ...]:
-    return ("prepkit", step.shuffle, step.seed) if step.split == "samples" else ("own", None, step.seed)
+    given = step.split != "samples" or step.seed is None
+    return ("own", None, step.seed) if given else ("prepkit", step.shuffle, step.seed)
 
 
 def _order_of(order: Any, seed: int | None) -> tuple[Any, ...]:

@@ -89,7 +89,7 @@ def _read_here(step: ShardLoader, loader: DataLoader[Any], parts: int, part: int
     how: dict[str, Any] = {"parts": parts, "part": part, "tail": tail_of(step, loader)}
     if step.split in ("stream", "shards"):
         size = step.batch_size or loader.batch_size
-        return StreamSource.of(loader, seed=step.seed, size=size, drop_last=loader.drop_last, **how)
+        return StreamSource.of(loader, seed=step.seed or 0, size=size, drop_last=loader.drop_last, **how)
     single = loader.batch_sampler is None
     batches_given = _given_batches(loader)
     if step.split == "batches" or batches_given is not None:
@@ -97,9 +97,9 @@ def _read_here(step: ShardLoader, loader: DataLoader[Any], parts: int, part: int
         return IndexedSource.of(loader, RankBatches(order=order, size=None, drop_last=False, seed=step.seed, **how))
     given = _batching(loader)
     order = given.sampler
-    seed: int | None = step.seed
-    if step.split == "samples":
-        order = DistributedSampler(loader.dataset, 1, 0, shuffle=step.shuffle, seed=step.seed)
+    seed = step.seed
+    if step.split == "samples" and seed is not None:
+        order = DistributedSampler(loader.dataset, 1, 0, shuffle=step.shuffle, seed=seed)
         seed = None  # its draws follow from seed and epoch by themselves
     size, drop_last = (1, False) if single else (step.batch_size or given.batch_size, given.drop_last)
     batches = RankBatches(order=order, size=size, drop_last=drop_last, seed=seed, single=single, **how)

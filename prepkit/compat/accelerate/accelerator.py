@@ -283,8 +283,9 @@ class Accelerator:
 
     # --- files ---
 
-    def save_state(self, output_dir: Any = None, **options: Any) -> str:
-        """``ready.save``: all that another run needs to go on. Collective; returns the folder."""
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> str:
+        """All that another run needs to go on, in prepkit's format whatever ``safe_serialization`` says; the folder."""
+        del safe_serialization
         no_options("save_state", options)
         return self._saved_state.save(self._saved_models, output_dir)
 
@@ -314,9 +315,12 @@ class Accelerator:
         """``hook(models, folder)`` is called before ``load_state``."""
         return self._saved.hook(self._saved.before_load, hook)
 
-    def save_model(self, model: Any, save_directory: Any, **options: Any) -> None:
-        """``ready.export``: the whole model as safetensors. Collective."""
-        no_options("save_model", options)
+    def save_model(
+        self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
+    ) -> None:
+        """``ready.export``: the whole model as safetensors, in files of its own size. Collective."""
+        del max_shard_size
+        no_options("save_model", {} if safe_serialization else {"safe_serialization": False})
         (self._prepared.of(model) or self.ready).export(str(save_directory))
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:

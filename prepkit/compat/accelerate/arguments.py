@@ -60,7 +60,7 @@ def _precision(word: str, config: Config) -> Precision:
             return BF16(reduce_dtype="bfloat16" if sharded else "float32")
         case "fp16":
             return FP16(reduce_dtype="float16" if sharded else "float32")
-    raise NotOffered(f"mixed_precision={word!r}", "give Accelerator(config=pk.Config(precision=pk.FP8(...)))")
+    raise NotOffered(f"mixed_precision={word!r}", "give Accelerator(config=pk.Config(precision=pk.FP8()))")
 
 
 def _accumulating(config: Config, arguments: Mapping[str, Any]) -> Config:
@@ -80,10 +80,12 @@ def says_loaders(arguments: Mapping[str, Any]) -> bool:
 def loaders_of(given: Any, arguments: Mapping[str, Any]) -> ShardLoaders:
     """What a ``DataLoaderConfiguration`` says of loaders; uneven batches become every sample once, on equal terms."""
     plugin = arguments["gradient_accumulation_plugin"]
-    said: dict[str, Any] = {"to_device": arguments["device_placement"], "whole_batches": True}
+    said: dict[str, Any] = {"to_device": arguments["device_placement"], "whole_batches": True, "seed": None}
     if given is not None:
         said |= {"split_batches": bool(given.split_batches), "dispatch": bool(given.dispatch_batches)}
-        said |= {"seed": given.data_seed or 0, "purpose": "training" if given.even_batches else "evaluation"}
+        if getattr(given, "use_seedable_sampler", False):
+            said["seed"] = given.data_seed or 0
+        said |= {"purpose": "training" if given.even_batches else "evaluation"}
     if arguments["split_batches"]:
         said["split_batches"] = True
     if plugin is not None:
@@ -105,7 +107,7 @@ def _handled(config: Config, handlers: Iterable[Any]) -> Config:
             waited = handler.timeout
             config = evolve(config, timeout_s=waited.total_seconds() if waited else config.timeout_s)
         elif name not in HELD:
-            raise NotOffered(name, "leave it out of kwargs_handlers; for FP8 give Accelerator(config=pk.Config(...))")
+            raise NotOffered(name, "leave it out; for FP8 give Accelerator(config=pk.Config(precision=pk.FP8()))")
     return config
 
 
@@ -121,7 +123,8 @@ def _hook(handler: Any) -> CommHook:
         said = {_POWER_SGD[name]: value for name, value in options.items()}
         return PowerSGDHook(wrapper=_DTYPES.get(wrapper, "none"), **said)
     what = f"comm_hook={hook!r}, comm_wrapper={wrapper!r}, comm_state_option={options!r}"
-    raise NotOffered(what, "write fp16, bf16 or power_sgd, or pk.DDP(hook=pk.ddp.PowerSGDHook(...)) into config=")
+    otherwise = "Accelerator(config=pk.Config(engine=pk.DDP(hook=pk.ddp.PowerSGDHook(rank=2))))"
+    raise NotOffered(what, f"write fp16, bf16 or power_sgd, or give {otherwise}")
 
 
 def _word(value: Any) -> str:

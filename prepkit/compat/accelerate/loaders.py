@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from attrs import evolve
+from torch.utils.data import BatchSampler, IterableDataset
 
 from prepkit.api import apply, build_plan
 from prepkit.compat.accelerate import group
 from prepkit.compat.accelerate.arguments import launched_config
 from prepkit.compat.accelerate.not_offered import BEFORE, NotOffered
-from prepkit.config import DDP, FSDP1, FSDP2, Config, Intent, Mesh, ShardLoaders, Single
+from prepkit.compat.accelerate.random_states import synchronize_rng_states
+from prepkit.config import DDP, FSDP1, FSDP2, Config, DeepSpeed, Intent, Mesh, ShardLoaders, Single
 from prepkit.loading.loader import Loader
+from prepkit.loading.sources import IndexedSource
 from prepkit.ranks import launcher
+from prepkit.resolve.deepspeed.data import tensor_parallel
+from prepkit.resolve.engines import engine_of, traits
 from prepkit.training.prepared import Prepared
 
-_BY_RANK = Single | DDP | FSDP1 | FSDP2
-"""Engines under which every rank reads its own part, whatever the model is."""
+_BY_RANK = Single | DDP | FSDP1 | FSDP2 | DeepSpeed
+"""Engines under which every rank reads its own part, unless some of them hold parts of one tensor."""
 
 
 def prepared_alone(config: Config, loaders: list[Any]) -> Prepared:
@@ -26,9 +32,12 @@ def prepared_alone(config: Config, loaders: list[Any]) -> Prepared:
     Raises ``PlanRejected``; and ``NotOffered`` for engines that divide the data by what the model is cut into.
     """
     tensor = config.mesh.tensor if isinstance(config.mesh, Mesh) else 1
+    if traits(config).own_layout:
+        tensor = tensor_parallel(engine_of(config, DeepSpeed))
     if not isinstance(config.engine, _BY_RANK) or tensor != 1:
         what = f"prepare of loaders alone under {type(config.engine).__name__}"
         raise NotOffered(what, "give them to one prepare with the model, which says what data is divided over", BEFORE)
+    share_generators(config, loaders)
     engine = Single() if group.is_alone() else DDP()
     alone = Config(engine=engine, device=config.device, timeout_s=config.timeout_s, loaders=config.loaders)
     with torch.random.fork_rng(devices=[]):  # what the script draws next is what it would have drawn
@@ -37,7 +46,34 @@ def prepared_alone(config: Config, loaders: list[Any]) -> Prepared:
     how = config.loaders
     for loader in ready.loaders:  # a plan that trains nothing has no windows; the model that comes may
         loader.ends_window = isinstance(how, ShardLoaders) and how.ends_window and how.purpose == "training"
+    read_ahead(ready.loaders)
     return ready
+
+
+def share_generators(config: Config, loaders: Iterable[Any]) -> None:
+    """Where several ranks draw by no seed, each sampler gets a generator, and that of rank 0 its state. Collective.
+
+    So does accelerate, at the same place among the numbers that a script draws.
+    """
+    how = config.loaders
+    if group.is_alone() or not isinstance(how, ShardLoaders) or how.seed is not None or how.dispatch:
+        return
+    for loader in loaders:
+        batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+        sampler = getattr(batches, "sampler", None)
+        if sampler is None or not hasattr(sampler, "generator") or isinstance(loader.dataset, IterableDataset):
+            continue
+        if sampler.generator is None:
+            sampler.generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        synchronize_rng_states(["generator"], sampler.generator)
+
+
+def read_ahead(loaders: Iterable[Any]) -> None:
+    """Lets them read a batch before the one in use is given, so that random numbers are drawn as under accelerate."""
+    for source in (loader.source for loader in loaders if isinstance(loader, Loader)):
+        inner = getattr(source, "inner", source)  # what rank 0 reads for all
+        if isinstance(inner, IndexedSource):  # others do so anyway
+            inner.ahead = True
 
 
 def prepare_data_loader(
@@ -53,8 +89,7 @@ def prepare_data_loader(
     data_seed: int | None = None,
     **others: Any,
 ) -> Any:
-    """The loader, divided over the ranks; ``use_seedable_sampler`` always holds. Raises ``NotOffered`` for the rest."""
-    del use_seedable_sampler
+    """The loader, divided over the ranks. Raises ``NotOffered`` for the rest."""
     for name in (name for name, value in others.items() if value):
         raise NotOffered(f"prepare_data_loader({name}=...)", "write pk.build_plan(..., loaders=[loader])")
     here = (launcher.from_launcher(launcher.WORLD_SIZE, 1) or 1, launcher.from_launcher(launcher.RANK, 0) or 0)
@@ -68,7 +103,7 @@ def prepare_data_loader(
         purpose="training" if even_batches else "evaluation",
         whole_batches=True,
         to_device=put_on_device,
-        seed=data_seed or 0,
+        seed=data_seed or 0 if use_seedable_sampler else None,
     )
     config = evolve(config, loaders=loaders, device=config.device if device is None else device.type)
     return prepared_alone(config, [dataloader]).loaders[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -128,9 +129,12 @@ class AcceleratedLoop:
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
         """Inside, gradients of the model stay each rank's own; of all where none is named."""
+        if self._by_engine and self.inside:  # the engine counts micro-batches, and averages at the end of a window
+            yield
+            return
         if self._by_engine:
             what = "write gradient_accumulation_steps and `with accelerator.accumulate(model):`"
-            raise NotOffered("no_sync under DeepSpeed", what, "accelerate.outside-accumulate")
+            raise NotOffered("no_sync under DeepSpeed outside of accumulate", what, "accelerate.outside-accumulate")
         with ExitStack() as stack:
             for ready in [one for one in self.models if model is one.model] or self.models:
                 stack.enter_context(not_averaged(ready))
@@ -248,16 +252,19 @@ class AcceleratedLoop:
     def _clipped_by_engine(self, clip: ClipNorm) -> torch.Tensor:
         """The norm at DeepSpeed's last step, as accelerate gives it: DeepSpeed clips by what its config says.
 
-        Raises ``NotOffered`` where that says nothing, or another number, which accelerate passes over.
+        Raises ``NotOffered`` where that says another number, or none though one is wanted: accelerate passes over it.
         """
+        norm = self.ready.grad_norm
+        told = torch.tensor(float("nan")) if norm is None else norm
+        if self.planned is None and clip.max_norm == math.inf:  # the script wants the norm alone
+            return told
         if not isinstance(self.planned, ClipNorm):
             said = f'write "gradient_clipping": {clip.max_norm} into its config'
             raise NotOffered("clipping under DeepSpeed", said, "accelerate.clips-otherwise")
         if clip != self.planned:
             said = f"its config says gradient_clipping {self.planned.max_norm}, by the 2-norm; write the same number"
             raise NotOffered(f"clipping by {clip.max_norm} under DeepSpeed", said, "accelerate.clips-otherwise")
-        norm = self.ready.grad_norm
-        return torch.tensor(float("nan")) if norm is None else norm
+        return told
 
     def clip_value(self, parameters: Any, clip: ClipValue) -> None:
         """Lets ``step`` clip so (``_choose``)."""

@@ -23,18 +23,19 @@ OTHERWISE = {
 """Members that scripts use, and what to write in their place."""
 
 
-_AS_FIELDS = "give Accelerator(config=pk.Config(...)), which says it as a field"
+_DEEPSPEED = "give Accelerator(config=pk.Config(engine=pk.DeepSpeed(stage=2, micro_batch=4)))"
+_COMPILE = "give Accelerator(config=pk.Config(engine=pk.DDP(), compile=pk.CompileModel()))"
 ARGUMENTS = {
     "rng_types": "leave it out: every rank draws the order of the data alike",
     "megatron_lm_plugin": "leave it out: Megatron-LM has a loop of its own",
-    **dict.fromkeys(
-        (
-            "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "torch_tp_plugin", "dynamo_backend",
-            "dynamo_plugin", "parallelism_config",
-        ),
-        _AS_FIELDS,
-    ),
-}  # fmt: skip
+    "deepspeed_plugin": _DEEPSPEED,
+    "deepspeed_plugins": _DEEPSPEED,
+    "fsdp_plugin": "give Accelerator(config=pk.Config(engine=pk.FSDP2()))",
+    "torch_tp_plugin": "give Accelerator(config=pk.Config(engine=pk.TensorParallel(), tp_plan=plan)), a pk.tp.TPPlan",
+    "dynamo_backend": _COMPILE,
+    "dynamo_plugin": _COMPILE,
+    "parallelism_config": "give Accelerator(config=pk.Config(engine=pk.FSDP2(), mesh=pk.Mesh(shard=2)))",
+}
 """Arguments of accelerate's ``Accelerator`` that have no place here, and what to write."""
 
 
@@ -52,7 +53,7 @@ class NotOffered(RunRefused):
 def no_options(call: str, options: dict[str, Any]) -> None:
     """Raises ``NotOffered`` for the first of the options that ``call`` was given beside its own."""
     for name in options:
-        raise NotOffered(f"{call}({name}=...)", f"call accelerator.ready, or leave {name} out")
+        raise NotOffered(f"{call}({name}=...)", f"leave {name} out")
 
 
 def refuse_arguments(given: Mapping[str, Any], taken: Sequence[str]) -> None:
@@ -76,6 +77,10 @@ _WORDS = {
     "loop.gradients-gone": (
         "clearing the model between accelerator.backward(loss) and optimizer.step()",
         "move model.zero_grad() behind optimizer.step(), or above the forward",
+    ),
+    "run.steps-nothing": (
+        "optimizer.step() where nothing that it steps has a gradient",
+        "move zero_grad() behind optimizer.step(), or above the forward",
     ),
     "loop.gradients-lost": (
         "clearing the model inside an accumulation window",

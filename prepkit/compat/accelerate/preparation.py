@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from prepkit.api import apply, build_plan
 from prepkit.compat.accelerate import operations
-from prepkit.compat.accelerate.loaders import prepared_alone
+from prepkit.compat.accelerate.loaders import prepared_alone, read_ahead, share_generators
 from prepkit.compat.accelerate.loop import AcceleratedLoop
 from prepkit.compat.accelerate.not_offered import BEFORE, NotOffered
 from prepkit.compat.accelerate.objects import belong, is_prepared, place_of
@@ -119,6 +119,7 @@ class Preparation:
         optimizers, schedulers = given["optimizer"], given["scheduler"]
         driven = self.started_loop is None and belong(given["model"], optimizers)
         loaders = tuple(given["loader"])
+        share_generators(config, loaders)
         prepared: tuple[Any, ...] = ()
         for model in given["model"]:
             trained = any(param.requires_grad for param in model.parameters())
@@ -152,6 +153,7 @@ class Preparation:
             self.started_loop = AcceleratedLoop(ready, config.accumulation or 1, at_last, driven)
             if self.only_loaders is not None:
                 _adopt(ready, self.only_loaders.loaders)
+        read_ahead(ready.loaders)
         self.passes.add(ready.loaders)
 
     def _alone(self, config: Config, loaders: list[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from prepkit.compat.accelerate.operations import broadcast
 def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
     """The states of ``torch``, ``cuda`` or the ``generator`` that is given become those of rank 0. Collective.
 
-    Prepared loaders need none of it: their order follows from seed and epoch (behaviour DL-10).
+    Prepared loaders need none of it: ``prepare`` has put their generators into one state (behaviour DL-10).
     """
     for kind in (str(getattr(one, "value", one)) for one in rng_types):
         if kind == "torch":

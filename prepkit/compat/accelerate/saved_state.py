@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from prepkit.compat.accelerate.not_offered import NotOffered, in_their_words
 from prepkit.compat.accelerate.state import State
+from prepkit.facts.loop import Saved
+from prepkit.ranks.world import alone
+from prepkit.saving.state import of_this_rank, set_positions, set_random_states
 from prepkit.training.prepared import Prepared
 
 _NAME = "checkpoint_"
@@ -60,21 +64,33 @@ class SavedState:
         return handle
 
     def save(self, models: tuple[Prepared, ...], output_dir: Any) -> str:
-        """The folder that was written. Collective. Hooks hear of it before; they get models, weights and the folder."""
+        """The folder that was written. Hooks hear of it before; they get models, weights and the folder.
+
+        Collective where models are sharded or folders are named. Elsewhere the main process writes by itself, as under
+        accelerate, since many scripts let nobody else come here; each rank that does writes what it draws by.
+        """
         folder = Path(output_dir) if not self._named else self._next()
         folder.mkdir(parents=True, exist_ok=True)
         bare = [ready.unwrap() for ready in models]
         weights = [_weights(ready) for ready in models]
         for hook in self.before_save.values():
             hook(bare, weights, str(folder))
+        whole = all(map(_is_whole, models))
         for at, ready in enumerate(models):
-            with in_their_words():
-                ready.save(str(_of_model(folder, at)))
+            with in_their_words(), alone() if whole else nullcontext():
+                if not whole or self.state.is_main_process:
+                    ready.save(str(_of_model(folder, at)))
+                else:
+                    ready.loop.do(Saved())  # which refuses what it refuses on the main process
         if self.state.is_main_process:
             for name, one in self._beside():
                 torch.save(one.state_dict(), folder / name)
             self._forget(folder)
-        self.state.wait_for_everyone()
+        if whole:
+            own = {"steps": models[0].steps} | of_this_rank(models[0].loaders)
+            torch.save(own, folder / _of_rank(self.state.process_index))
+        if self._named or not whole:
+            self.state.wait_for_everyone()
         if self._named:
             self.project.iteration += 1
         return str(folder)
@@ -92,6 +108,11 @@ class SavedState:
                 ready.resume(str(_of_model(Path(input_dir), at)))
         for name, one in self._beside():
             one.load_state_dict(torch.load(Path(input_dir) / name, map_location="cpu"))
+        if (file := Path(input_dir) / _of_rank(self.state.process_index)).is_file():
+            own = torch.load(file, map_location="cpu")
+            if own["steps"] == models[0].steps:  # else this rank was not there when the folder was written again
+                set_positions(models[0].loaders, own["loaders"], (), same_ranks=True)
+                set_random_states(own["random"])
 
     def _beside(self) -> Iterator[tuple[str, Any]]:
         """Files of what no plan holds, by their names."""
@@ -128,7 +149,15 @@ def _of_model(folder: Path, at: int) -> Path:
     return folder / f"model_{at}" if at else folder
 
 
+def _of_rank(rank: int) -> str:
+    return f"random_states_{rank}.pkl"
+
+
+def _is_whole(ready: Prepared) -> bool:
+    """Whether every rank holds all of it."""
+    return ready.plan.run.engine in ("Single", "DDP")
+
+
 def _weights(ready: Prepared) -> Any:
     """The weights that every rank holds whole, as a hook may write them."""
-    whole = ready.plan.run.engine in ("Single", "DDP")
-    return ready.unwrap().state_dict() if whole else NotGathered()
+    return ready.unwrap().state_dict() if _is_whole(ready) else NotGathered()

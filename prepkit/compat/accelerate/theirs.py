@@ -18,7 +18,8 @@ NAMES = frozenset({
     "GradientAccumulationPlugin", "InitProcessGroupKwargs", "ProfileKwargs", "ProjectConfiguration",
     "cpu_offload", "cpu_offload_with_hook", "debug_launcher", "disk_offload", "dispatch_model",
     "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_rich_available",
-    "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "notebook_launcher",
+    "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "notebook_launcher", "ParallelismConfig",
+    "prepare_pippy",
 })  # fmt: skip
 """Values to be read, launchers, and helpers for big models: none of them asks what ``Accelerator`` has prepared."""
 

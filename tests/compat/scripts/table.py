@@ -37,16 +37,6 @@ def _datasets(_: Any) -> tuple[Any, ...]:
     return (Dataset,)
 
 
-def _in_order(module: Any) -> None:
-    """Loaders without a shuffle, which both libraries read in one order."""
-
-    def loader(train_set: Any, generator: Any, batch_size: int, use_seedable_sampler: bool = False) -> Any:
-        del generator, use_seedable_sampler
-        return torch.utils.data.DataLoader(train_set, batch_size=batch_size)
-
-    module.generate_baseline_dataloader = loader
-
-
 def _any_loader(module: Any) -> None:
     module.DataLoaderDispatcher = object
 
@@ -85,11 +75,6 @@ def _on_cpu(module: Any) -> None:
 
 def _without_float16(module: Any) -> None:
     module.is_fp16_available = lambda: False
-
-
-def _in_order_without_float16(module: Any) -> None:
-    _in_order(module)
-    _without_float16(module)
 
 
 NO_FLOAT16 = Deviation(
@@ -161,13 +146,7 @@ CHECKS: tuple[Check, ...] = (
         script="test_script",
         name="training_check",
         options=(("use_seedable_sampler", False),),
-        deviations=(
-            Deviation(
-                raises="Relative difference",
-                why="the baseline shuffles with a generator of its own; prepkit shuffles by seed and epoch, the same "
-                "on any number of ranks (DL-10). Losses are equal where the order is: two rows below",
-            ),
-        ),
+        deviations=(NO_FLOAT16,),
     ),
     Check(
         script="test_script",
@@ -186,8 +165,8 @@ CHECKS: tuple[Check, ...] = (
         script="test_script",
         name="training_check",
         options=(("use_seedable_sampler", False),),
-        before=_in_order_without_float16,
-        note="loaders without shuffle, float32 and bfloat16",
+        before=_without_float16,
+        note="float32 and bfloat16",
     ),
     Check(script="test_script", name="test_trigger"),
     Check(

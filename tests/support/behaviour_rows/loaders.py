@@ -24,12 +24,14 @@ LOADERS: dict[str, Answers] = {
         "test test_the_order_follows_seed_and_epoch_and_is_that_of_one_process",
         "test test_loaders_are_sharded_unless_they_are_kept",
         "test test_a_pass_that_was_left_early_is_not_taken_up_by_the_next_loop",
+        "test test_ranks_read_and_draw_what_they_do_under_accelerate",
         REACHED,
     ),
     "DL-11": ("rule xla.loaders", "deviation under XLA loaders stay as they are given, their generators too"),
     "DL-12": (
         "deviation one process draws by seed and epoch too, so that the engine does not change the order",
         "test test_the_order_follows_seed_and_epoch_and_is_that_of_one_process",
+        "test test_one_process_reads_and_draws_as_torch_alone_that_reads_a_batch_ahead",
     ),
     "DL-13": ("rule loaders.already-distributed", DIVIDED, "test test_a_loader_is_divided_as_it_draws"),
     "DL-14": (DIVIDED, "test test_a_stream_that_draws_at_random_is_divided_as_one"),
@@ -39,9 +41,11 @@ LOADERS: dict[str, Answers] = {
         "rule run.order-lost",
         "test test_an_own_sampler_draws_alike_on_all_ranks_and_anew_in_every_epoch",
         "test test_everything_else_is_kept_and_the_given_loader_is_untouched",
+        "test test_ranks_read_and_draw_what_they_do_under_accelerate",
     ),
     "DL-16": (
-        "deviation no random state travels: what is drawn follows from seed and epoch on every rank",
+        "deviation no random state travels: what is drawn follows from seed and epoch; in the face the state of rank 0",
+        "test test_ranks_read_and_draw_what_they_do_under_accelerate",
         "test test_an_own_sampler_draws_alike_on_all_ranks_and_anew_in_every_epoch",
     ),
     "DL-17": (

@@ -17,12 +17,16 @@ PREPARE: dict[str, Answers] = {
         "deviation a warning for training, and nothing for inference: the intent is given",
     ),
     "PR-8": (ON_ONE_MODULE, "test test_one_config_prepares_two_models_of_other_classes"),
-    "PR-9": ("deviation a plan has a model: a loader alone needs none",),
+    "PR-9": (
+        "deviation a plan has a model: a loader alone needs none; the face of accelerate takes loaders by themselves",
+        "test test_loaders_alone_are_read_under_every_engine_that_divides_by_rank",
+    ),
     "PR-21": (
         "deviation apply takes one model; the face of accelerate takes several, on one process and under DDP",
         "rule optimizer.misses-parameters",
         "rule optimizer.foreign-parameters",
         "test test_a_loop_of_public_scripts_trains_as_torch_alone",
+        "test test_each_advice_across_ranks_works_as_it_is_written",
     ),
     "PR-10": (
         "rule optimizer.misses-parameters",

@@ -73,7 +73,10 @@ ENGINE: dict[str, Answers] = {
         "test test_a_window_that_ends_early_loses_no_micro_batch",
         "test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler",
     ),
-    "W-24": ("test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler",),
+    "W-24": (
+        "test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler",
+        "test test_each_advice_across_ranks_works_as_it_is_written",
+    ),
     "W-25": (LOOP, "test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler"),
 }
 
@@ -91,6 +94,7 @@ ACCUMULATION: dict[str, Answers] = {
     "W-32": (
         "test test_gradients_are_averaged_at_the_end_of_a_window_only",
         "test test_a_window_that_no_sync_left_unaveraged_is_not_stepped",
+        "test test_each_advice_across_ranks_works_as_it_is_written",
     ),
     "W-33": (NO_SINGLETON, "test test_each_counts_its_own_micro_batches_whatever_a_variable_says"),
 }
