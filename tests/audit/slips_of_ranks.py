@@ -112,6 +112,27 @@ def shards(*, inside_ddp: bool) -> Callable[[int], Seen]:
     return held
 
 
+def forward_between(*, slip: bool) -> Callable[[int], Seen]:
+    """What a rank holds after two steps of FSDP1, with an evaluation between backward and step, or without one."""
+
+    def held(rank: int) -> Seen:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs = torch.linspace(-1, 1, 8).view(2, 4) * (1 + rank)
+        for _ in range(2):
+            model(inputs).square().mean().backward()
+            if slip:
+                with torch.no_grad():
+                    model(inputs)
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(sum(param.detach().double().sum() for param in model.parameters()))
+
+    return held
+
+
 def state_of_the_optimizer(*, sharded: bool) -> Callable[[int], Seen]:
     """A step with state that was loaded whole, or as it was saved."""
 
@@ -155,6 +176,10 @@ def whole(value: Any) -> Any:
 
 
 SLIPS_OF_RANKS: tuple[SlipOfRanks, ...] = (
+    *(
+        SlipOfRanks(rule, "gradients are lost", forward_between(slip=True), forward_between(slip=False))
+        for rule in ("loop.forward-loses-gradients", "loop.evaluated-before-step")
+    ),
     SlipOfRanks("run.ranks-modes", "one rank drops nothing", modes(alike=False), modes(alike=True)),
     SlipOfRanks("run.ranks-schedulers", "the ranks' weights part", ticks(alike=False), ticks(alike=True)),
     SlipOfRanks("run.dropout-unlike", "halves of other layers are added", drops(alike=False), drops(alike=True)),

@@ -13,8 +13,7 @@ import prepkit as pk
 from prepkit.findings import RunRefused
 from tests.audit.harms import Seen
 from tests.support.deepspeed_cpu import lean
-from tests.training.loop_harms import batch, ended, layers, loss_of, size, train, without
-from tests.training.test_model_changes import IDS
+from tests.training.loop_harms import ended, layers, loss_of, size, train, without
 from tests.training.test_model_changes import prepared as tied
 from tests.training.test_model_changes import train as train_tied
 
@@ -69,40 +68,11 @@ def after_close(rank: int, *, slip: bool) -> float:
     return size(ready.model)
 
 
-def forward_between(rank: int, *, slip: bool) -> float:
-    ready = prepared(pk.FSDP1(), accumulation=2)
-    train(ready, rank, rank, rank)
-    ready.backward(loss_of(ready.model, rank))
-    if slip:
-        with torch.no_grad():
-            ready.model(batch(9))
-    ready.step()
-    return size(ready.model)
-
-
-def evaluated_between(rank: int, *, slip: bool) -> float:
-    ready = prepared(pk.FSDP1(), accumulation=2)
-    train(ready, rank, rank, rank)
-    ready.backward(loss_of(ready.model, rank))
-    if slip:
-        with ready.evaluating():
-            ready.model(batch(9))
-    ready.step()
-    return size(ready.model)
-
-
 LOOP_HARMS_OF_RANKS: tuple[LoopHarmOfRanks, ...] = (
     LoopHarmOfRanks("loop.past-the-wrapper", "the ranks' weights part", past_ddp),
     LoopHarmOfRanks("loop.never-averaged", "the ranks' weights part", ended_late),
     LoopHarmOfRanks("loop.own-loop-unaveraged", "the ranks' weights part", stepped_by_hand),
     LoopHarmOfRanks("loop.closed", "the ranks' weights part", after_close, also=("loop.past-the-wrapper",)),
-    LoopHarmOfRanks("loop.forward-loses-gradients", "the step is lost", forward_between, also=("loop.gradients-gone",)),
-    LoopHarmOfRanks(
-        "loop.evaluated-before-step",
-        "the step is lost",
-        evaluated_between,
-        also=("loop.forward-loses-gradients", "loop.gradients-gone"),
-    ),
 )
 
 
@@ -147,17 +117,16 @@ def stepped_inside(*, slip: bool) -> float:
 
 def counted_twice(*, slip: bool) -> float:
     """The weights after a window of two micro-batches of two losses, in a backward each or in one."""
-    ready, model, _ = zero(accumulation=2)
+    ready = prepared(pk.DeepSpeed(stage=1, micro_batch=2), accumulation=2)
     with without("loop.engine-counts-backwards"):
-        for _ in range(2):
-            loss = ready.model(IDS).float().square().mean()
+        for at in range(2):
             if slip:
-                ready.backward(loss, more=True)
-                ready.backward(ready.model(IDS).float().mean())
+                ready.backward(loss_of(ready.model, at), more=True)
+                ready.backward(loss_of(ready.model, at + 2))
             else:
-                ready.backward(loss + ready.model(IDS).float().mean())
+                ready.backward(loss_of(ready.model, at) + loss_of(ready.model, at + 2))
             ready.step()
-    return size(model)
+    return size(ready.unwrap())
 
 
 def loaded_in_the_loop(*, slip: bool) -> float:
