@@ -447,10 +447,10 @@ class Recorder:
         """What an optimizer has of one parameter from earlier steps, where it is a number or as large as that."""
         for key, value in state.items() if not is_fresh(state) else ():
             row = local(value).reshape(-1) if isinstance(value, Tensor) else torch.tensor([value])
-            if row.numel() == whole > 1:
-                self._keep(f"state.{key}/{name}", row[at : at + self._parts[name].values.numel()])
-            elif row.numel() == 1:
+            if not isinstance(value, Tensor) or value.dim() == 0:
                 self._keep(f"number.{key}/{name}", row)
+            elif row.numel() == whole:
+                self._keep(f"state.{key}/{name}", row[at : at + self._parts[name].values.numel()])
             else:
                 self._odd[key] = None
 
