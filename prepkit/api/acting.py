@@ -173,7 +173,7 @@ def prove(
         batches=enough(batches, processes, steps),
         loss=loss,
         accumulation=steps,
-        clip=ClipProof(most=cfg.clip.max_norm) if isinstance(cfg.clip, ClipNorm) else None,
+        clip=ClipProof(most=cfg.clip.max_norm, power=cfg.clip.norm_type) if isinstance(cfg.clip, ClipNorm) else None,
         apply=apply,
     )
     return prove_in_processes(trial, processes)

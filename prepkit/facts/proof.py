@@ -115,6 +115,10 @@ class ProofFacts:
     """Parameters that still had their gradient when the next window went backward."""
     twice: bool = False
     """Whether the optimizer has stepped once more over the same gradients."""
+    value: float | None = None
+    """To which each element of a gradient is clipped; None: to nothing."""
+    over: tuple[str, ...] = ()
+    """Parameters whose gradient has a larger element than that."""
     outside: tuple[str, ...] = ()
     """Parameters that the loss uses itself, beside the model's outputs."""
     scales_apart: bool = False

@@ -80,14 +80,18 @@ class Clipping:
     """How the gradients of a model are clipped while a window is recorded."""
 
     clip: ClipProof | None
-    """As a plan has it, until one is seen."""
-    value: float | None = field(default=None, init=False)
-    """To which each element is clipped."""
+    """As a plan has it, or the last one that was seen; the norm that a plan allows stays."""
+    value: float | None
+    """To which each element is clipped, likewise."""
     at: list[int] = field(factory=list, init=False)
     """Micro-batches before each clipping that has shrunk something."""
+    _asked: ClipProof | None = field(init=False)
     _power: float = field(default=2.0, init=False)
     _mine: Callable[[], set[int] | None] = field(init=False)
     _micros: Sized = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._asked = self.clip
 
     def places(
         self, mine: Callable[[], set[int] | None], micros: Sized
@@ -125,7 +129,8 @@ class Clipping:
 
     def clamped(self, plain: Callable[..., Any], params: Any, clip_value: float, *args: Any, **kw: Any) -> Any:
         """Each element by itself."""
-        self.value = float(clip_value) if self._mine() is not None else self.value
+        if self.value is None and self._mine() is not None:
+            self.value = float(clip_value)
         return plain(params, clip_value, *args, **kw)
 
     def clipped_fsdp1(self, plain: Callable[..., Any], unit: Any, most: float, norm_type: float = 2.0) -> Any:
@@ -139,7 +144,8 @@ class Clipping:
         if not isfinite(most):  # as the Trainer of transformers measures a norm
             return
         seen = norm if norm is None or isfinite(norm) else None
-        self.clip = ClipProof(most=float(most), seen=seen, power=self._power, beyond=beyond)
+        allowed = float(most) if self._asked is None else self._asked.most
+        self.clip = ClipProof(most=allowed, seen=seen, power=self._power, beyond=beyond)
         if seen is not None and seen > most:
             self.at.append(len(self._micros))
 

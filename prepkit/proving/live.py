@@ -12,7 +12,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
 
-from prepkit.config import ClipNorm
+from prepkit.config import ClipNorm, ClipValue
 from prepkit.config.precision import PRECISIONS
 from prepkit.facts.proof import ClipProof, ProofFacts
 from prepkit.findings.text import spans
@@ -102,7 +102,8 @@ class Proving:
         self.recorder = Recorder(
             root=self.ready.model,
             accumulation=plan.owners.accumulation_steps,
-            clip=ClipProof(most=clip.max_norm) if isinstance(clip, ClipNorm) else None,
+            clip=ClipProof(most=clip.max_norm, power=clip.norm_type) if isinstance(clip, ClipNorm) else None,
+            value=clip.max_value if isinstance(clip, ClipValue) else None,
             computes_in=lowest if plan.config.compile is not None and lowest in HALF else None,
             raises=False,
         )

@@ -42,13 +42,11 @@ def factor_of(loss: Tensor) -> Factor:
     while node is not None:
         inputs = [one for one in node.next_functions if one[0] is not None]
         sink = node.name() == "_DDPSinkBackward"  # hands each output on as it is
-        if sink:
-            inputs = [node.next_functions[place]]
         by = 1.0 if sink else _scaled(node) if len(inputs) == 1 else None
         if by is None:
             return Factor(value, _sums(node), _count(node))
         value *= by
-        node, place = inputs[0]
+        node, place = node.next_functions[place] if sink else inputs[0]
     return Factor(value)
 
 

@@ -86,7 +86,9 @@ class Recorder:
     computes_in: str | None = None
     """The lowest floating dtype, as a plan has it; None: as the graph of the outputs shows."""
     clip: ClipProof | None = None
-    """As a plan or an engine has it; a clipping that is seen says more."""
+    """As a plan or an engine has it; a clipping that is seen says which norm there was."""
+    value: float | None = None
+    """To which a plan clips each element."""
     largest: int = LARGEST
     raises: bool = True
     """Whether a larger record ends the program; else nothing more is recorded, and ``too_large`` says so."""
@@ -131,7 +133,7 @@ class Recorder:
 
     def __attrs_post_init__(self) -> None:
         self.family = [self]
-        self._clips = Clipping(self.clip)
+        self._clips = Clipping(self.clip, self.value)
 
     @contextmanager
     def on(self) -> Iterator[Recorder]:
@@ -445,10 +447,10 @@ class Recorder:
         """What an optimizer has of one parameter from earlier steps, where it is a number or as large as that."""
         for key, value in state.items() if not is_fresh(state) else ():
             row = local(value).reshape(-1) if isinstance(value, Tensor) else torch.tensor([value])
-            if row.numel() == whole > 1:
-                self._keep(f"state.{key}/{name}", row[at : at + self._parts[name].values.numel()])
-            elif row.numel() == 1:
+            if not isinstance(value, Tensor) or value.dim() == 0:
                 self._keep(f"number.{key}/{name}", row)
+            elif row.numel() == whole:
+                self._keep(f"state.{key}/{name}", row[at : at + self._parts[name].values.numel()])
             else:
                 self._odd[key] = None
 

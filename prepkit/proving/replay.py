@@ -24,6 +24,10 @@ COUNTED = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers that a batch norm changes in each forward."""
 
 
+CLAMPED = 2.0**-8
+"""By which part an element that was clipped by value may be off it: rounding in bfloat16."""
+
+
 class CannotReplay(RuntimeError):
     """The window cannot be done again plainly; the text says why."""
 
@@ -125,6 +129,8 @@ def replayed(window: Replay) -> ProofFacts:
         moved=disturbed.moved,
         left=disturbed.left,
         outside=disturbed.outside,
+        over=tuple(name for name in judged if _is_over(window, name)),
+        value=first.value,
         kept=disturbed.kept,
         twice=disturbed.twice,
         first_apart=tuple((name, ranks) for name, ranks, _ in apart if ranks),
@@ -334,8 +340,16 @@ def _not_clamped(window: Replay, shares: Tensor, got: list[Tensor]) -> Tensor:
     most = window.records[0].head.value or 0.0
     weights = torch.tensor([share.weight for share in _shares(window.records)], dtype=shares.dtype)
     mean = weights @ shares / len(shares)
-    reached = torch.stack([(one.abs() >= (1 - 1e-6) * most) & (one.sign() == mean.sign()) for one in got]).any(0)
+    near = [(one.abs() - most).abs() <= CLAMPED * most for one in got]
+    reached = torch.stack([at & (one.sign() == mean.sign()) for at, one in zip(near, got, strict=True)]).any(0)
     return (~(reached & (mean.abs() >= 0.99 * most))).to(shares.dtype)
+
+
+def _is_over(window: Replay, name: str) -> bool:
+    """Whether an element of its gradient is larger than the run allows."""
+    most = window.records[0].head.value
+    found = replicas(window.records, "grad", name) if most is not None else ()
+    return any(bool((one.values.abs() > (1 + CLAMPED) * (most or 0.0)).any()) for one in found)
 
 
 def _decay(window: Replay, name: str) -> float:

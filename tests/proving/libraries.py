@@ -257,10 +257,11 @@ def _trainer(of: OfLibrary, rank: int, world: int) -> Window:
             of.touches(model, world, last=self.accelerator.sync_gradients)
             return found
 
+    even = of.fault == "never divided"  # else its mean of means is told too
     draw = torch.Generator().manual_seed(7)
     tokens = torch.randint(64, (2 * world * MICROS, 8), generator=draw)
     data = [
-        {"input_ids": row, "labels": torch.where(torch.arange(8) < 4 + at % 4, row, -100)}
+        {"input_ids": row, "labels": torch.where(torch.arange(8) < (8 if even else 4 + at % 4), row, -100)}
         for at, row in enumerate(tokens)
     ]
     model = llama()

@@ -164,6 +164,7 @@ print("went on")
     ("divided", "says"), [("", ""), ("/ 4", "0.250 x what they should be: the loss is divided twice")]
 )
 def test_a_script_with_accelerate_is_proven_in_one_line(tmp_path: Path, divided: str, says: str) -> None:
+    pytest.importorskip("accelerate")
     (tmp_path / "train.py").write_text(SCRIPT.replace("DIVIDED", divided))
     root = str(Path(pk.__file__).parents[1])
     command = [sys.executable, "-m", "prepkit", "audit", "--prove", "--torchrun", "2", "train.py"]

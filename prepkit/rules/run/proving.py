@@ -65,6 +65,13 @@ def _clipped(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("gradients", f"Gradients were clipped by a norm of {clip.seen:.4g}, and their norm is {length:.4g}.")
 
 
+def _not_clipped(facts: ProofFacts) -> Iterator[Hit]:
+    yield from _gradients("prove.not-clipped", facts)
+    if facts.over:
+        said = f"The gradients of {count(len(facts.over), 'parameter')} have larger elements than {facts.value:g}"
+        yield Hit(at(facts.over[0]), f"{said}, to which the run clips them: {some(facts.over)}.")
+
+
 # --- before and after -------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +305,7 @@ RULES: tuple[Rule, ...] = (
         "prove.not-clipped",
         "Gradients are clipped where the run says so.",
         "Call the clipping of the library that prepared the model, after the last backward and before the step.",
+        _not_clipped,
     ),
     _row(
         "prove.not-averaged",
