@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +155,21 @@ def _append(file: str, number: int) -> None:
         append(file, sample_plan(), HELD, f"{number}")
 
 
-def test_processes_that_append_at_once_leave_one_chain(tmp_path: Path) -> None:
+def test_processes_that_append_at_once_wait_for_each_other_and_leave_one_chain(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    file = str(tmp_path / "runs.log")
-    workers = [context.Process(target=_append, args=(file, number)) for number in range(4)]
-    for worker in workers:
-        worker.start()
+    file = tmp_path / "runs.log"
+    workers = [context.Process(target=_append, args=(str(file), number)) for number in range(4)]
+    with file.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for worker in workers:
+            worker.start()
+        time.sleep(1)
+        assert all(worker.is_alive() for worker in workers)
+        assert file.stat().st_size == 0
+        fcntl.flock(held, fcntl.LOCK_UN)  # closing would not do: the workers have this file open as well
     for worker in workers:
         worker.join(60)
-    assert torn(Path(file)) == (40, "")
+    assert torn(file) == (40, "")
 
 
 def test_the_command_shows_what_holds_and_ends_with_1_where_it_is_torn(file: Path) -> None:
