@@ -89,5 +89,8 @@ def unasked(rules: Iterable[Rule], facts: RunFacts, *, at_step: bool) -> Iterato
     if facts.window is None:
         absent[Need.BEFORE] = "what stood there before: pk.watch, or prepkit audit SCRIPT"
     for rule in rules:
-        if (why := next((absent[need] for need in rule.needs if need in absent), None)) is not None:
+        now = [
+            need for need in rule.needs if need is not Need.BEFORE or Moment.DRIFT not in rule.at
+        ]  # a watch asks again
+        if (why := next((absent[need] for need in now if need in absent), None)) is not None:
             yield rule.id, why

@@ -100,7 +100,8 @@ def _in_processes(count: int, words: tuple[str, ...]) -> NoReturn:
 
     with tempfile.TemporaryDirectory() as folder:
         launched = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
-        env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **os.environ, CODES: folder}
+        here = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}  # else it is alone
+        env = {**here, **os.environ, CODES: folder}
         done = subprocess.run((*launched, "-m", "prepkit", "audit", *words), env=env, check=False)
         codes = [int(file.read_text()) for file in Path(folder).iterdir()]
     sys.exit(max((code for code in codes if code), default=0 if codes else done.returncode))

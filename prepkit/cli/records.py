@@ -53,7 +53,8 @@ def log(file: str, has: str | None, as_json: bool) -> None:
     the last entry elsewhere finds by --has that entries were cut off at the end.
     """
     listed: list[dict[str, Any]] = []
-    last, known, refused = "", False, None
+    last, known = "", False
+    refused: PlanRejected | None = None
     try:
         for one in read(file):
             listed.append({"line": one.line, "at": one.at, "plan": one.plan, "holds": one.holds})
@@ -77,7 +78,8 @@ def log(file: str, has: str | None, as_json: bool) -> None:
 def _line(one: Entry) -> str:
     engine, size = one.said.get("engine"), one.said["env"].get("world_size")
     kind = engine.get("kind") if isinstance(engine, dict) else engine
-    return f"{one.line}  {one.at}  {_short(one.plan)}  {kind} over {size}  {'holds' if one.holds else 'does not hold'}"
+    verdict = "holds" if one.holds else "does not hold"
+    return f"{one.line}  {one.at:.40}  {_short(one.plan)}  {kind!s:.40} over {size!s:.40}  {verdict}"
 
 
 @click.command(short_help="Say which plan first had the value of a setting.")
@@ -102,7 +104,7 @@ def blame(file: str, field: str, as_json: bool) -> None:
         return
     for index, (one, value) in enumerate(reversed(changes)):
         text = "not there" if value is _ABSENT else canonical(value)
-        say(f"{'' if index else f'{field} = '}{text}  since {one.at}, plan {_short(one.plan)} ({file}:{one.line})")
+        say(f"{'' if index else f'{field} = '}{text}  since {one.at:.40}, plan {_short(one.plan)} ({file}:{one.line})")
 
 
 _ABSENT = object()

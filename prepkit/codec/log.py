@@ -17,9 +17,10 @@ from attrs import evolve, frozen
 
 from prepkit.codec import digest, plan_digest, to_data
 from prepkit.codec.text import canonical, digest_text, parse, shown
-from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings import PlanRejected
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
+from prepkit.rules import found
 
 FORMAT = 1
 """Format number of a line."""
@@ -183,12 +184,10 @@ def _entry(raw: bytes, path: str | os.PathLike[str], number: int) -> tuple[Entry
 
 
 def _torn(path: str | os.PathLike[str], number: int, what: str) -> PlanRejected:
-    fix = "restore the file from a copy, or begin another log: nothing is written behind what is torn"
     where = f"{path}:{number}" if number else f"{path}: the last line"
-    return PlanRejected((Finding(rule="log.torn", severity=Severity.ERROR, where=where, what=what, fix=fix),))
+    return PlanRejected((found("log.torn", where, what),))
 
 
 def _unreadable(path: str | os.PathLike[str], error: Exception) -> PlanRejected:
     what = f"it cannot be read and written: {getattr(error, 'strerror', None) or error}"
-    fix = "give the path of a file in a folder that is there"
-    return PlanRejected((Finding(rule="log.unreadable", severity=Severity.ERROR, where=str(path), what=what, fix=fix),))
+    return PlanRejected((found("log.unreadable", str(path), what),))

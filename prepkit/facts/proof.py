@@ -19,6 +19,9 @@ class LossShare:
     weight: float = 1.0
     """The factor in the loss that was given to backward, times the micro-batches of the window, without the loss scale:
     1 where each is divided by their number."""
+    each: float | None = None
+    """The part that one sample, or one token that counts, has in the loss, where its graph says so and the run does not
+    weigh it."""
 
 
 @frozen(kw_only=True)
@@ -37,6 +40,13 @@ class GradientProof:
     """Per replica: the first rank that holds it, or a part of it."""
     noise: float = 0.0
     """Norm of the difference of two replays, in the run's dtypes and in float64: what rounding does."""
+    weight: tuple[float, ...] = ()
+    """Of the weight itself with each share."""
+    weight_square: float = 0.0
+    along: tuple[float, ...] = ()
+    """Per replica: of what was recorded with the weight."""
+    decay: float = 0.0
+    """The weight decay that the optimizer's options have for it."""
 
 
 @frozen(kw_only=True)
@@ -64,6 +74,12 @@ class ClipProof:
     """The norm that is allowed."""
     seen: float | None = None
     """The norm that was found; None: who clipped did not show it."""
+    power: float = 2.0
+    """Of the norm."""
+    beyond: bool = False
+    """Whether it was taken over parameters of other models too."""
+    early: bool = False
+    """Whether it has shrunk gradients before the last micro-batch of the step."""
 
 
 @frozen(kw_only=True)
@@ -89,8 +105,22 @@ class ProofFacts:
     """Parameters whose replicas differ before the step, with the ranks that part from the first one."""
     after_apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Likewise after it."""
+    buffers_apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Buffers that differ when the first window begins, with the ranks that part from the first one."""
+    moved: tuple[str, ...] = ()
+    """Parameters that something has changed between the first forward and the step."""
+    left: tuple[str, ...] = ()
+    """Parameters that had a gradient before the first backward of the window."""
+    kept: tuple[str, ...] = ()
+    """Parameters that still had their gradient when the next window went backward."""
+    twice: bool = False
+    """Whether the optimizer has stepped once more over the same gradients."""
+    outside: tuple[str, ...] = ()
+    """Parameters that the loss uses itself, beside the model's outputs."""
+    scales_apart: bool = False
+    """Whether ranks have scaled their losses by different numbers against underflow."""
     options_apart: tuple[str, ...] = ()
-    """Options of the optimizer that ranks should have alike and have not, with who has what."""
+    """Options of the optimizer, and of the run, that ranks should have alike and have not, with who has what."""
     same_samples: bool = False
     """Whether every rank has read the same, although each holds all of the model."""
     lines: tuple[str, ...] = ()

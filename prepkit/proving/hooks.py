@@ -1,29 +1,195 @@
-"""What a recorder hangs into a program: gradients of outputs, torch's clipping, the line that has led here."""
+"""What a recorder hangs into a program and reads off it: gradients of outputs, clipping, lines, options, digests."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sized
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from attrs import define, evolve, field
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
+from prepkit.facts.proof import ClipProof
+from prepkit.objects import names
+from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
+from prepkit.observe.fingerprints.parts import Part, parts
+from prepkit.proving.loss_graph import used_outside
+from prepkit.proving.record_file import Disturbed
 
 HOME = str(Path(__file__).parents[1])
 """The folder of prepkit's own frames."""
 LIBRARIES = frozenset({"site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}"})
 """Folders of what a program has not written itself."""
-CLIPS = "clip_grads_with_norm_"
-"""The public name of torch's function, under which modules have imported it."""
 
 
-def that_clip() -> list[Any]:
-    """Modules that hold torch's function by its public name."""
-    plain = clip_grad._clip_grads_with_norm_
-    return [one for one in list(sys.modules.values()) if getattr(one, "__dict__", {}).get(CLIPS) is plain]
+def parameters(root: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter, or the flat one of FSDP1 that trains in its place."""
+    return list(holders(root).items()) if root is not None else []
+
+
+def shapes(root: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of every parameter as a whole."""
+    whole = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in parameters(root)}
+    return whole | {name: tuple(shard.shape) for name, shard in flat_shards(root).items()}
+
+
+Size = tuple[int, float, float]
+"""Number, sum and norm of the elements that a rank holds, which tell whether anything has changed them meanwhile."""
+
+
+def sizes(root: nn.Module | None) -> dict[str, Size]:
+    """Of every parameter."""
+    found: dict[str, Size] = {}
+    for name, part in (parts(root, masters=True) if root is not None else {}).items():
+        row = part.values.detach().reshape(-1)
+        norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
+        found[name] = (row.numel(), float(row.sum(dtype=torch.float64)), norm)
+    return found
+
+
+def same_size(one: Size, other: Size) -> bool:
+    """Whether two of them may be those of the same values, in whatever order they were added.
+
+    Where the numbers of elements differ nobody can tell: FSDP2 leaves weights whole between two micro-batches.
+    """
+    return one[0] != other[0] or max(abs(a - b) for a, b in zip(one[1:], other[1:], strict=True)) <= 1e-9 * one[2]
+
+
+def with_gradients(root: nn.Module | None) -> tuple[str, ...]:
+    """Parameters that have a gradient, and not of zeros alone."""
+    grads = {name: param.grad for name, param in parameters(root) if param.requires_grad}
+    return tuple(name for name, one in grads.items() if one is not None and bool(local(one).to_dense().any()))
+
+
+CLIPS = {"_clip_grads_with_norm_": "clipped", "_get_total_norm": "measured", "clip_grad_value_": "clamped"}
+"""Functions of torch's that clip, and what takes note of each."""
+
+
+@define(eq=False)
+class Clipping:
+    """How the gradients of a model are clipped while a window is recorded."""
+
+    clip: ClipProof | None
+    """As a plan has it, until one is seen."""
+    value: float | None = field(default=None, init=False)
+    """To which each element is clipped."""
+    at: list[int] = field(factory=list, init=False)
+    """Micro-batches before each clipping that has shrunk something."""
+    _power: float = field(default=2.0, init=False)
+    _mine: Callable[[], set[int] | None] = field(init=False)
+    _micros: Sized = field(init=False)
+
+    def places(
+        self, mine: Callable[[], set[int] | None], micros: Sized
+    ) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Home and name of each function, and what is to be called in its place.
+
+        ``mine``: identities of the parameters that are meant; None: nothing is noted now.
+        """
+        self._mine, self._micros = mine, micros
+        yield FullyShardedDataParallel, "clip_grad_norm_", self.clipped_fsdp1
+        for name, how in CLIPS.items():
+            plain = vars(clip_grad)[name]
+            for home in list(sys.modules.values()):
+                for known in {name, name.removeprefix("_")}:  # also where it was imported by its public name
+                    if getattr(home, "__dict__", {}).get(known) is plain:
+                        yield home, known, getattr(self, how)
+
+    def seen(self, micros: int) -> ClipProof | None:
+        """The last clipping of a window with so many micro-batches."""
+        return evolve(self.clip, early=any(at < micros for at in self.at)) if self.clip else None
+
+    def clipped(self, plain: Callable[..., Any], params: Any, most: float, norm: Any, *args: Any, **kw: Any) -> Any:
+        """Of gradients whose norm is known."""
+        given = [params] if isinstance(params, Tensor) else list(params)
+        mine = self._mine()
+        others = [] if mine is None else [param for param in given if id(param) not in mine]
+        if mine is not None and len(others) < len(given):  # else another model is clipped
+            self._note(most, None if isinstance(norm, DTensor) else float(norm), beyond=bool(others))
+        return plain(given, most, norm, *args, **kw)
+
+    def measured(self, plain: Callable[..., Any], grads: Any, norm_type: float = 2.0, *args: Any, **kw: Any) -> Any:
+        """A norm of gradients."""
+        self._power = float(norm_type)
+        return plain(grads, norm_type, *args, **kw)
+
+    def clamped(self, plain: Callable[..., Any], params: Any, clip_value: float, *args: Any, **kw: Any) -> Any:
+        """Each element by itself."""
+        self.value = float(clip_value) if self._mine() is not None else self.value
+        return plain(params, clip_value, *args, **kw)
+
+    def clipped_fsdp1(self, plain: Callable[..., Any], unit: Any, most: float, norm_type: float = 2.0) -> Any:
+        """By FSDP1's own method, which knows the norm of all shards."""
+        norm, self._power = plain(unit, most, norm_type), float(norm_type)
+        if self._mine() is not None:
+            self._note(most, float(norm), beyond=False)
+        return norm
+
+    def _note(self, most: float, norm: float | None, *, beyond: bool) -> None:
+        if not isfinite(most):  # as the Trainer of transformers measures a norm
+            return
+        seen = norm if norm is None or isfinite(norm) else None
+        self.clip = ClipProof(most=float(most), seen=seen, power=self._power, beyond=beyond)
+        if seen is not None and seen > most:
+            self.at.append(len(self._micros))
+
+
+COPIES = "an optimizer has stepped copies of the weights, which were put into the model behind it"
+
+
+@define(eq=False)
+class Around:
+    """Listens to what a program does to a model beside forward, backward and step."""
+
+    unproven: str = field(default="", init=False)
+    moved: tuple[str, ...] = field(default=(), init=False)
+    swung: bool = field(default=False, init=False)
+    outside: dict[str, None] = field(factory=dict, init=False)
+    kept: tuple[str, ...] = field(default=(), init=False)
+    twice: bool = field(default=False, init=False)
+    _left: tuple[str, ...] = field(default=(), init=False)
+    _began: dict[str, Size] = field(factory=dict, init=False)
+
+    def forward(self, root: nn.Module, *, first: bool) -> None:
+        """Before a forward of the window."""
+        if first:
+            self._began = sizes(root)
+        elif self.changed(root):
+            self.swung = True
+
+    def backward(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
+        """Before a backward; ``ends``: identities of nodes at which the model's own outputs begin."""
+        self._left = with_gradients(root) if first else self._left
+        known = {id(param): name for name, param in parameters(root)}
+        self.outside |= {known[id(leaf)]: None for leaf in used_outside(loss, ends) if id(leaf) in known}
+
+    def changed(self, root: nn.Module | None) -> tuple[str, ...]:
+        """Parameters that are not as they were at the first forward."""
+        now = sizes(root)
+        return tuple(name for name, one in self._began.items() if name in now and not same_size(one, now[name]))
+
+    def told(self, root: nn.Module, *, steps_copies: bool) -> Disturbed:
+        """All of it; ``steps_copies``: whether it has to be asked if weights came from somewhere else."""
+        why = COPIES if steps_copies and self.changed(root) else self.unproven
+        return Disturbed(
+            unproven=why,
+            moved=self.moved,
+            swung=self.swung,
+            left=self._left,
+            outside=tuple(self.outside),
+            kept=self.kept,
+            twice=self.twice,
+        )
 
 
 def adding(arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
@@ -47,3 +213,90 @@ def line_of(what: str) -> Iterator[str]:
             yield f"{what} at {Path(file).name}:{frame.f_lineno}"
             return
         frame = frame.f_back  # type: ignore[assignment]  # the last one has none
+
+
+def plain_options(optimizer: Any, group: dict[str, Any]) -> str:
+    """Class and plain options of one of its groups, as JSON."""
+    kept: dict[str, Any] = {
+        key: list(map(_number, value)) if isinstance(value, tuple | list) else _number(value)
+        for key, value in group.items()
+        if key not in ("params", "initial_lr", "param_names")
+        and (_is_number(value) or (isinstance(value, tuple | list) and all(map(_is_number, value))))
+    }
+    return json.dumps({"class": type(optimizer).__name__, **kept}, sort_keys=True)
+
+
+def is_fresh(state: Any) -> bool:
+    """Whether it is as the optimizer has made it: Adagrad has some before its first step."""
+    return not state or ("step" in state and float(state["step"]) == 0)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value
+
+
+def given_to(optimizer: Any) -> Iterator[Any]:
+    """Every parameter that an optimizer holds."""
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def places(known: Mapping[str, Part], optimizer: Any) -> dict[str, tuple[int, Any, int]]:
+    """Of each parameter that it holds: the group, the tensor that is stepped, and where in it the part begins."""
+    found: dict[str, tuple[int, Any, int]] = {}
+    rows = [
+        (local(param).data_ptr(), local(param).numel() * local(param).element_size(), group, param)
+        for group, options in enumerate(optimizer.param_groups)
+        for param in options["params"]
+    ]
+    for name, part in known.items():
+        values = part.values
+        for begin, nbytes, group, param in rows:
+            if values.numel() and begin <= values.data_ptr() < begin + nbytes:
+                found[name] = (group, param, (values.data_ptr() - begin) // values.element_size())
+                break
+    return found
+
+
+def engine_of(root: nn.Module | None) -> Any:
+    """DeepSpeed's engine, at the root or in it."""
+    found = (
+        one for one in (root.modules() if root is not None else ()) if "DeepSpeedEngine" in names.known_bases(type(one))
+    )
+    return next(found, None)
+
+
+def clip_of(engine: Any) -> ClipProof:
+    """How DeepSpeed clips, which it does by itself."""
+    norm = getattr(engine.optimizer, "_global_grad_norm", None)
+    return ClipProof(most=float(engine.gradient_clipping()), seen=float(norm) if norm and isfinite(norm) else None)
+
+
+def entry_of(root: nn.Module) -> str:
+    """The method that a call of the wrapper leads to: Lightning puts ``training_step`` in the place of ``forward``."""
+    inner = names.unwrap_root(root)[-1]
+    instead = vars(inner).get("forward")
+    closure = inspect.getclosurevars(instead).nonlocals if inspect.isfunction(instead) else {}
+    said = [one for one in closure.values() if isinstance(one, str) and callable(getattr(inner, one, None))]
+    return said[0] if said else "forward"
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """Of keys, kinds and bytes of everything that a call was given; of a generator nothing."""
+    found = hashlib.sha256()
+    for key, one in sorted(tensors.items()):
+        if key != "rng":
+            found.update(repr((key, one.dtype, tuple(one.shape))).encode())
+            found.update(one.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def said_accumulation() -> int | None:
+    """Micro-batches of a step as accelerate was told; None: it was not, or is not there."""
+    state = sys.modules.get("accelerate.state")
+    shared = getattr(getattr(state, "GradientState", None), "_shared_state", {})
+    steps = shared.get("plugin_kwargs", {}).get("num_steps")
+    return steps if isinstance(steps, int) and steps > 1 else None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from prepkit.config import ClipNorm
@@ -128,8 +128,7 @@ class Proving:
     def _proof(self) -> Proof:
         ranks, recorder = world(), self.recorder
         norm = self.ready.grad_norm
-        if recorder.clip is not None and recorder.clip.seen is None and norm is not None:
-            recorder.clip = evolve(recorder.clip, seen=float(norm))
+        recorder.clipped_at(norm)
         said = recorder.too_large or ("" if recorder.stepped else "no optimizer has stepped what the model trains")
         every = ranks.gather(said)
         if not any(every):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -29,21 +29,26 @@ class Factor:
     value: float
     total: bool = False
     """Whether what was scaled is a sum over samples."""
+    count: float | None = None
+    """Over how many samples or tokens it is a mean, or a sum; None: nobody knows."""
 
 
-def factor_of(loss: Tensor, ends: Collection[int]) -> Factor:
+def factor_of(loss: Tensor) -> Factor:
     """The product of all numbers that the loss was multiplied with, back to what a loss function has returned.
 
-    ``ends``: identities of nodes at which the model's own outputs begin, which are not looked behind.
+    Also inside of a model that returns its loss, as a LightningModule does.
     """
-    value, node = 1.0, loss.grad_fn
-    while node is not None and id(node) not in ends:
-        inputs = [one for one, _ in node.next_functions if one is not None]
-        by = _scaled(node) if len(inputs) == 1 else None
+    value, node, place = 1.0, loss.grad_fn, loss.output_nr
+    while node is not None:
+        inputs = [one for one in node.next_functions if one[0] is not None]
+        sink = node.name() == "_DDPSinkBackward"  # hands each output on as it is
+        if sink:
+            inputs = [node.next_functions[place]]
+        by = 1.0 if sink else _scaled(node) if len(inputs) == 1 else None
         if by is None:
-            return Factor(value, _sums(node))
+            return Factor(value, _sums(node), _count(node))
         value *= by
-        node = inputs[0]
+        node, place = inputs[0]
     return Factor(value)
 
 
@@ -66,6 +71,28 @@ def _scaled(node: Any) -> float | None:
 def _sums(node: Any) -> bool:
     """Whether it is a sum, or a loss function that was told to sum."""
     return node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", None) == 2
+
+
+def _count(node: Any) -> float | None:
+    """Over how many elements a mean or a sum was taken, those with an ignored label left out."""
+    name = "" if node is None else node.name()
+    if name.startswith("NllLoss") and getattr(node, "_saved_reduction", 0):
+        return float(node._saved_total_weight)
+    return float(node._saved_self_sym_numel) if name == "MeanBackward0" else None
+
+
+def used_outside(loss: Tensor, ends: Collection[int]) -> Iterator[Tensor]:
+    """Leaves that the loss reaches past the model's outputs, as far as one walks."""
+    seen: set[int] = set()
+    left = [loss.grad_fn]
+    while left and len(seen) < MOST:
+        node = left.pop()
+        if node is None or id(node) in seen or id(node) in ends:
+            continue
+        seen.add(id(node))
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        left.extend(following for following, _ in node.next_functions)
 
 
 def lowest_dtype(ends: Collection[Any], known: torch.dtype) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from attrs import evolve, field, frozen
@@ -30,10 +31,16 @@ class Proof:
     held: int = field(default=0, eq=False)
     """The most bytes of weights, and of what backward keeps, that the replay held at once."""
 
+    name: str = ""
+    """The class of the model, where several were trained."""
+    beside: tuple[Proof, ...] = ()
+    """Proofs of the other models; their findings are among these."""
+
     @property
     def fine(self) -> bool:
         """Whether the window was replayed, and nothing above a note was found."""
-        return not self.facts.unproven and all(one.severity is Severity.NOTE for one in self.findings)
+        unproven = any(one.facts.unproven for one in (self, *self.beside))
+        return not unproven and all(one.severity is Severity.NOTE for one in self.findings)
 
     @property
     def failed(self) -> tuple[Finding, ...]:
@@ -41,16 +48,17 @@ class Proof:
         return errors(self.findings)
 
     def __str__(self) -> str:
-        return "\n".join((self._head(), *map(str, self.findings)))
+        return "\n".join((*(one._head() for one in (self, *self.beside)), *map(str, self.findings)))
 
     def _head(self) -> str:
-        facts = self.facts
+        facts, of = self.facts, f"{self.name}: " if self.name else ""
         if facts.unproven:
-            return "nothing was proven"
+            return f"{of}nothing was proven"
         micros = len(facts.shares) // max(facts.world, 1)
         seen = f"{facts.world} x {micros} micro-batches in {facts.dtype}, {len(facts.gradients)} gradients"
-        said = "as plain torch trains it" if not self.failed else "not as plain torch trains it"
-        return f"proof of {seen}, {len(facts.steps)} steps: trained {said}"
+        failed = [one for one in self.failed if not self.beside or one.where.startswith(f"{self.name}: ")]
+        said = "as plain torch trains it" if not failed else "not as plain torch trains it"
+        return f"{of}proof of {seen}, {len(facts.steps)} steps: trained {said}"
 
 
 def prove_records(model: nn.Module, folder: Path) -> Proof:
@@ -75,3 +83,16 @@ def prove_record(model: nn.Module, records: tuple[Record, ...], limit: int = MEM
 def found_in(facts: ProofFacts) -> Proof:
     """What the rules say of these facts. Pure."""
     return Proof(facts=facts, findings=findings_of(due(Moment.PROVE), facts))
+
+
+def joined(names: Sequence[str], proofs: Sequence[Proof]) -> Proof:
+    """One proof of all models of a window; each finding says whose it is."""
+    if len(proofs) == 1:
+        return proofs[0]
+    named = [f"{name} {at}" if names.count(name) > 1 else name for at, name in enumerate(names)]
+    each = [
+        evolve(one, name=name, findings=tuple(evolve(f, where=f"{name}: {f.where}") for f in one.findings))
+        for name, one in zip(named, proofs, strict=True)
+    ]
+    every = tuple(finding for one in each for finding in one.findings)
+    return evolve(each[0], findings=every, beside=tuple(each[1:]), seconds=sum(one.seconds for one in each))

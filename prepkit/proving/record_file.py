@@ -51,6 +51,8 @@ class RecordedCall:
     """The backward that it belongs to, counted from 0."""
     outputs: tuple[int, ...]
     """Places of the outputs at which a gradient arrived."""
+    entry: str = "forward"
+    """The method of the bare module that was run."""
     digest: str = ""
     """Of all tensors that it was given."""
 
@@ -66,6 +68,8 @@ class Micro:
     """Whether that was a sum over samples, so that the factor is a part of the mean."""
     tokens: float | None = None
     """Over how many tokens it is a mean, where the run weighs it by them."""
+    count: float | None = None
+    """Over how many elements it is a mean or a sum, as its graph says."""
 
 
 @frozen(kw_only=True)
@@ -80,6 +84,26 @@ class Traced:
     operator: str = ""
     shape: tuple[int, ...]
     dtype: str
+
+
+@frozen(kw_only=True)
+class Disturbed:
+    """What a program has done to a model in the window beside forward, backward and step."""
+
+    unproven: str = ""
+    """Why nothing can be compared; empty: it can."""
+    moved: tuple[str, ...] = ()
+    """Parameters that something has changed between the first forward and the step."""
+    swung: bool = False
+    """Whether something has changed them between two forwards, and put them back before the step."""
+    left: tuple[str, ...] = ()
+    """Parameters that had a gradient before the first backward."""
+    outside: tuple[str, ...] = ()
+    """Parameters that the loss uses itself, beside the model's outputs."""
+    kept: tuple[str, ...] = ()
+    """Parameters that still had their gradient when the next window went backward."""
+    twice: bool = False
+    """Whether the optimizer has stepped once more before anything went backward."""
 
 
 @frozen(kw_only=True)
@@ -100,15 +124,22 @@ class Head:
     """Options of each of its groups as JSON, those alone that are numbers, switches or pairs of numbers."""
     fresh: bool
     """Whether it had no state yet."""
+    odd: tuple[str, ...] = ()
+    """Entries of its state that are neither numbers nor as large as a parameter, and are not recorded."""
     dtype: str
     """The lowest floating dtype that it has computed in."""
     sent: str = "float32"
     """The lowest in which gradients may have gone to other ranks."""
     scale: float = 1.0
     clip: ClipProof | None = None
+    value: float | None = None
+    """To which each element of a gradient was clipped; None: none was."""
     accumulation: int | None = None
+    cut: bool = False
+    """Whether it has layers that compute with a part of their weights: ranks that share them read the same samples."""
     device: str = "cpu"
     """Type of the device on which it was computed."""
+    disturbed: Disturbed = Disturbed()
     lines: tuple[str, ...] = ()
     """Where the program went backward and stepped, as ``train.py:31``."""
     limits: tuple[str, ...] = ()
@@ -187,6 +218,8 @@ def _wrong(head: Head, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     for text in head.groups:
         if not isinstance(group := _json(text), dict) or not isinstance(group.get("class"), str):
             yield f"{text:.60} is no group of an optimizer"
+    if odd := [key for key, one in tensors.items() if key.startswith("number.") and one.numel() != 1]:
+        yield f"{odd[0]:.60} is no number"
     for one in head.params:
         yield from _wrong_part(one, head, tensors)
     if any(f"trace/{at}" not in tensors for at in range(len(head.trace))):
@@ -196,7 +229,8 @@ def _wrong(head: Head, tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _wrong_part(one: HeldPart, head: Head, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    for kind in ("weight", "grad", "after"):
+    states = {key.partition("/")[0] for key in tensors if key.startswith("state.")}
+    for kind in ("weight", "grad", "after", *sorted(states)):
         held = tensors.get(f"{kind}/{one.name}")
         if held is None and kind == "weight":
             yield f"its header names {kind}/{one.name}, which it does not hold"
@@ -223,6 +257,8 @@ def _wrong_call(at: int, head: Head, tensors: Mapping[str, Tensor]) -> Iterator[
         yield f"the inputs of call {at} cannot be read"
     lacking = [] if "rng" in given else ["its generator"]
     lacking += [f"the gradient of output {place}" for place in call.outputs if f"output/{at}/{place}" not in tensors]
+    if not call.entry.isidentifier() or call.entry.startswith("_"):
+        yield f"call {at} is of {call.entry!r:.40}, which is no method of a model"
     if lacking:
         yield f"call {at} lacks {lacking[0]}"
 

@@ -6,28 +6,42 @@ recorded, nothing hangs anywhere.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from math import isfinite
+from typing import Any, cast
 
 import torch
 from attrs import define, evolve, field
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from prepkit.auditing.window import around_calls, called_first
 from prepkit.facts.proof import ClipProof
 from prepkit.objects import names
-from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
+from prepkit.observe.preparation.tensor_parallel import tensor_parallel
 from prepkit.proving import bare, tree
-from prepkit.proving.hooks import CLIPS, adding, line_of, that_clip
+from prepkit.proving.hooks import (
+    Around,
+    Clipping,
+    adding,
+    clip_of,
+    digest,
+    engine_of,
+    entry_of,
+    given_to,
+    is_fresh,
+    line_of,
+    parameters,
+    places,
+    plain_options,
+    said_accumulation,
+    shapes,
+    with_gradients,
+)
 from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype
 from prepkit.proving.record_file import Head, HeldPart, Micro, Record, RecordedCall
 from prepkit.proving.trace import Tracer
@@ -52,8 +66,14 @@ class _Called:
     """Nodes of the graph at which its outputs begin."""
     arrived: dict[int, Tensor] = field(factory=dict)
     micro: int = -1
+    entry: str = "forward"
     own_total: bool = False
     """Whether the model was told to divide a sum by a number that the window gives it."""
+
+    def recorded(self) -> RecordedCall:
+        """As the file has it."""
+        ends, kept = tuple(sorted(self.arrived)), digest(self.tensors)
+        return RecordedCall(inputs=self.inputs, micro=self.micro, entry=self.entry, outputs=ends, digest=kept)
 
 
 @define(kw_only=True)
@@ -75,7 +95,14 @@ class Recorder:
     """Whether outputs of all modules and operators are noted too, for ``proving.bisect``."""
     when_done: Callable[[], None] = lambda: None  # the default of a field
     """Called once the window is complete: everything that trains was stepped, or the next window begins."""
+    lingers: bool = False
+    """Whether ``when_done`` waits until gradients are cleared, or the next window goes backward or steps."""
+    family: list[Recorder] = field(init=False)
+    """It, and one for each other model that is called beside this one and trains, where the root was not given."""
     done: bool = field(default=False, init=False)
+    _again: bool = field(default=False, init=False)
+    """Whether the root was called since its window is complete."""
+    _evaluating: tuple[str, ...] = field(default=(), init=False)
     _stepping: bool = field(default=False, init=False)
     _calls: list[_Called] = field(factory=list, init=False)
     _micros: list[Micro] = field(factory=list, init=False)
@@ -94,7 +121,17 @@ class Recorder:
     _fresh: bool = field(default=True, init=False)
     _lines: dict[str, None] = field(factory=dict, init=False)
     _limits: dict[str, None] = field(factory=dict, init=False)
+    _clips: Clipping = field(init=False)
+    _around: Around = field(factory=Around, init=False)
+    _odd: dict[str, None] = field(factory=dict, init=False)
+    """Entries of an optimizer's state that a record cannot hold."""
+    _strange: bool = field(default=False, init=False)
+    """Whether an optimizer has stepped that holds nothing of any model that was called."""
     _stack: ExitStack = field(factory=ExitStack, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.family = [self]
+        self._clips = Clipping(self.clip)
 
     @contextmanager
     def on(self) -> Iterator[Recorder]:
@@ -105,19 +142,25 @@ class Recorder:
                 stack.enter_context(called_first(self._root))
             else:
                 self._attach(self.root, stack)
-            for home, name, instead in (
+            around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
                 (torch.autograd, "backward", self._backward),
                 (torch.optim.Optimizer, "zero_grad", self._cleared),
+                (nn.Module, "zero_grad", self._cleared),
                 (torch.amp.GradScaler, "scale", self._scaled),
-                (clip_grad, "_clip_grads_with_norm_", self._clipped),
-                *((home, CLIPS, self._clipped) for home in that_clip()),
-                (FullyShardedDataParallel, "clip_grad_norm_", self._clipped_fsdp1),
+                *self._clips.places(self._clippable, self._micros),
                 (TokenWindow, "weighed", self._weighed),
-            ):
+            )
+            for home, name, instead in around:
                 stack.enter_context(around_calls(home, name, instead))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             yield self
+
+    def clipped_at(self, norm: Any) -> None:
+        """Takes the norm at which a run has clipped, where nothing has shown one."""
+        clip = self._clips.clip
+        if clip is not None and clip.seen is None and norm is not None:
+            self._clips.clip = evolve(clip, seen=float(norm))
 
     def tell(self, limit: str) -> None:
         """Notes what the proof cannot see."""
@@ -125,57 +168,44 @@ class Recorder:
 
     @property
     def stepped(self) -> bool:
-        """Whether an optimizer has stepped what the root trains."""
-        return bool(self._optimizers)
+        """Whether a window of the root was stepped, be it by an optimizer that holds nothing of it."""
+        return bool(self._optimizers or self._strange)
 
     def record(self) -> Record:
         """What was recorded. Raises ``ValueError`` where no optimizer has stepped what the root trains."""
-        if self.root is None or not self._optimizers:
+        if self.root is None or not self.stepped:
             raise ValueError("no optimizer has stepped parameters of a model that was called")
         for call_at, call in enumerate(self._calls):
             self._tensors |= {f"input/{call_at}/{key}": tensor for key, tensor in call.tensors.items()}
             self._tensors |= {f"output/{call_at}/{place}": grad for place, grad in call.arrived.items()}
-        engine = _engine(self.root)
+        for other in self.family[1:] if self.family[0] is self else ():
+            if not other.stepped:
+                self.tell(f"`{type(other.root).__name__}` trains too, and nothing has stepped it: it was not replayed")
+        engine = engine_of(self.root)
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self._scale
-        clip = self.clip
+        clip = self._clips.seen(len(self._micros))
         if engine is not None and clip is None and engine.gradient_clipping():
-            clip = ClipProof(most=float(engine.gradient_clipping()))
-        trained = {name for name, param in _parameters(self.root) if param.requires_grad}
+            clip = clip_of(engine)
         head = Head(
             rank=world().rank,
             world=world().size,
-            calls=tuple(
-                RecordedCall(
-                    inputs=call.inputs,
-                    micro=call.micro,
-                    outputs=tuple(sorted(call.arrived)),
-                    digest=_digest(call.tensors),
-                )
-                for call in self._calls
-            ),
+            calls=tuple(call.recorded() for call in self._calls),
             micros=tuple(self._micros),
-            params=tuple(
-                HeldPart(
-                    name=name,
-                    shape=self._shapes[name],
-                    start=part.start,
-                    dims=part.dims,
-                    here=part.values.numel(),
-                    trained=name in trained,
-                    group=self._groups.get(name),
-                )
-                for name, part in self._parts.items()
-            ),
-            evaluating=tuple(path for path, one in names.named_modules(self.root).items() if not one.training),
+            params=tuple(self._held()),
+            evaluating=self._evaluating,
             optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in self._optimizers)),
             groups=self._options,
             fresh=self._fresh,
+            odd=tuple(self._odd),
             dtype=str(self._dtype).removeprefix("torch.") if self.computes_in is None else self.computes_in,
             sent="bfloat16" if any(getattr(one, "_comm_hooks", None) for one in self.root.modules()) else "float32",
             scale=scale,
             clip=clip,
-            accumulation=self.accumulation,
+            value=self._clips.value,
+            accumulation=said_accumulation() if self.accumulation is None else self.accumulation,
+            cut=bool(tensor_parallel(names.sites(self.root))),
             device=next((param.device.type for param in self.root.parameters()), "cpu"),
+            disturbed=self._around.told(self.root, steps_copies=self._strange and not self._optimizers),
             lines=tuple(self._lines),
             limits=tuple(self._limits),
             trace=tuple(self._tracer.entries),
@@ -183,18 +213,42 @@ class Recorder:
         self._tensors |= {f"trace/{at}": values for at, values in enumerate(self._tracer.values)}
         return Record(head, self._tensors)
 
+    def _held(self) -> Iterator[HeldPart]:
+        trained = {name for name, param in parameters(self.root) if param.requires_grad}
+        for name, part in self._parts.items():
+            yield HeldPart(
+                name=name,
+                shape=self._shapes[name],
+                start=part.start,
+                dims=part.dims,
+                here=part.values.numel(),
+                trained=name in trained,
+                group=self._groups.get(name),
+            )
+
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def _root(self, module: nn.Module) -> None:
-        """Takes the first module that trains for the root, and any other that trains for a limit."""
-        if module is self.root or self.done or not any(param.requires_grad for param in module.parameters()):
+        """Takes the first module that trains for the root, and gives any other a recorder of its own."""
+        if not torch.is_grad_enabled() or not any(param.requires_grad for param in module.parameters()):
             return
         if self.root is None:
             self._attach(module, self._stack)
-        elif module not in set(self.root.modules()):
-            self._limits[
-                f"`{type(module).__name__}` trains too, and is called beside the model: it was not replayed"
-            ] = None
+            return
+        mine = {id(param) for param in module.parameters()}
+        for one in self.family:
+            assert one.root is not None
+            if module in set(one.root.modules()):
+                return
+            if not mine.isdisjoint(map(id, one.root.parameters())):
+                one.tell(f"`{type(module).__name__}` trains some of the same weights, and is called beside it")
+                one._around.swung = True
+                return
+        options: dict[str, Any] = {"largest": self.largest, "raises": self.raises, "lingers": self.lingers}
+        other = Recorder(root=module, when_done=self._ended, **options)
+        other.family = self.family
+        self.family.append(other)
+        self._stack.enter_context(other.on())
 
     def _attach(self, root: nn.Module, stack: ExitStack) -> None:
         self.root = root
@@ -216,12 +270,13 @@ class Recorder:
         stack.callback(root.register_forward_hook(self._leaves).remove)
 
     def _enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._optimizers and not self.done and torch.is_grad_enabled():
+        if self.stepped and not self.done and torch.is_grad_enabled():
             self._complete()
-        if self.done or not torch.is_grad_enabled():
+        if self.done or self.root is None or not torch.is_grad_enabled():
+            self._again = self._again or (torch.is_grad_enabled() and all(one.done for one in self.family))
             return
+        self._around.forward(self.root, first=not self._calls)
         if not self._calls:
-            assert self.root is not None
             for path, buffer in bare.named_buffers(self.root):
                 self._keep(f"buffer/{path}", local(buffer))
         if torch.is_autocast_enabled("cpu"):
@@ -243,7 +298,7 @@ class Recorder:
             self._operators.close()
             self._operators.enter_context(self._tracer.operators())
         own = "num_items_in_batch" in kwargs
-        self._calls.append(_Called(inputs, tensors, own_total=own))
+        self._calls.append(_Called(inputs, tensors, own_total=own, entry=entry_of(self.root)))
         held = sum(one.nbytes for call in self._calls for one in call.tensors.values())
         if held > self.largest:
             self._give_up(
@@ -254,8 +309,7 @@ class Recorder:
         self._operators.close()
         if self.done or not torch.is_grad_enabled() or not self._calls:
             return
-        call = self._calls[-1]
-        found = list(tree.tensors_of(output))
+        call, found = self._calls[-1], list(tree.tensors_of(output))
         call.ends = tuple(tensor.grad_fn for tensor in found if tensor.grad_fn is not None)
         self._dtype = lowest_dtype(call.ends, self._dtype)
         for place, tensor in enumerate(found):
@@ -266,20 +320,28 @@ class Recorder:
 
     def _backward(self, plain: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         losses = tensors if isinstance(tensors, tuple | list) else (tensors,)
+        if self.done and self._again and not self._stepping:
+            self._around.kept = with_gradients(self.root)
+            self._over()
         open_calls = [call for call in self._calls if call.micro < 0]
         if self._stepping or self.done or not open_calls or losses[0].numel() != 1:
             return plain(tensors, *args, **kwargs)  # as in checkpointing, which goes backward inside a backward
+        factor: Factor = factor_of(losses[0])
         ends = {id(end) for call in open_calls for end in call.ends}
-        factor: Factor = factor_of(losses[0], ends)
         micro = len(self._micros)
+        self._around.backward(self.root, losses[0], ends, first=not self._micros)
         total = factor.total or any(call.own_total for call in open_calls)
         loss = float(losses[0].detach())
+        if not isfinite(loss):
+            self._around.unproven = f"the loss of micro-batch {micro} is {loss} on rank {world().rank}"
+            loss = 0.0
         self._micros.append(
             Micro(
                 loss=loss / factor.value if factor.value else loss,
                 factor=factor.value,
                 total=total and self._tokens is None,
                 tokens=self._tokens,
+                count=factor.count,
             )
         )
         self._tokens = None
@@ -295,19 +357,24 @@ class Recorder:
                 call.micro = -1  # its own may follow
         return result
 
-    def _cleared(self, plain: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """What was not stepped is no part of this window."""
-        if not self.done and not self._optimizers and self._holds(optimizer):
+    def _cleared(self, plain: Callable[..., Any], which: Any, *args: Any, **kwargs: Any) -> Any:
+        """What was not stepped is no part of this window. ``which``: an optimizer, or a module."""
+        result = plain(which, *args, **kwargs)
+        if self.done and self._holds(which):
+            self._over()
+        elif not (self.done or self.stepped or isinstance(which, nn.Module)) and self._holds(which):
             self._calls = [call for call in self._calls if call.micro < 0]
-            self._micros.clear()
+            for what in (self._micros, self._clips.at, self._around.outside):
+                what.clear()
             self._tracer.forget()
-        return plain(optimizer, *args, **kwargs)
+        return result
 
-    def _holds(self, optimizer: Any) -> bool:
+    def _holds(self, which: Any) -> bool:
         if self.root is None:
             return False
         mine = {id(param) for param in self.root.parameters()}
-        return any(id(param) in mine for group in optimizer.param_groups for param in group["params"])
+        held = which.parameters() if isinstance(which, nn.Module) else given_to(which)
+        return any(id(param) in mine for param in held)
 
     def _scaled(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
         result = plain(scaler, *args, **kwargs)
@@ -316,21 +383,12 @@ class Recorder:
 
     def _weighed(self, plain: Callable[..., Any], window: Any, loss: Tensor, mean_over: Any) -> Any:
         """The run says over how many tokens a loss is a mean."""
-        if not self.done and mean_over is not None:
-            self._tokens = float(mean_over)
+        self._tokens = self._tokens if self.done or mean_over is None else float(mean_over)
         return plain(window, loss, mean_over)
 
-    def _clipped(self, plain: Callable[..., Any], params: Any, most: float, norm: Any, *args: Any, **kw: Any) -> Any:
-        if not self.done and not isinstance(norm, DTensor):
-            self.clip = ClipProof(most=float(most), seen=float(norm))
-        elif not self.done:
-            self.clip = ClipProof(most=float(most))
-        return plain(params, most, norm, *args, **kw)
-
-    def _clipped_fsdp1(self, plain: Callable[..., Any], unit: Any, most: float, *args: Any, **kwargs: Any) -> Any:
-        norm = plain(unit, most, *args, **kwargs)
-        self.clip = evolve(self.clip, seen=float(norm)) if self.clip else ClipProof(most=float(most), seen=float(norm))
-        return norm
+    def _clippable(self) -> set[int] | None:
+        """Identities of what may be clipped here; None: nothing is listened to."""
+        return None if self.done or self.root is None else {id(param) for param in self.root.parameters()}
 
     # --- step -------------------------------------------------------------------------------------------------------
 
@@ -338,8 +396,10 @@ class Recorder:
         """Records what is about to be stepped; what a closure makes first, behind the closure."""
         given = [*args, *(kwargs or {}).values()]
         closures = [one for one in given if callable(one) and not isinstance(one, torch.optim.Optimizer)]
+        if self.done and closures and optimizer in self._optimizers:
+            self.family[0].when_done()  # the next window
         if not closures or self.done:
-            self._gradients(optimizer)
+            self._gradients(optimizer if not closures else None)
             return None
 
         def closure() -> Any:
@@ -352,65 +412,78 @@ class Recorder:
         }
 
     def _gradients(self, optimizer: Any) -> None:
+        if self.done and optimizer in self._optimizers and not self._stepping:
+            self._around.twice = not self._again
+            self.family[0].when_done()  # what has not stepped by now does not step in this window
         if self.done or self._stepping or self.root is None or not self._micros:
             return
         if not self._parts:
             self._parts = parts(self.root, masters=True)
-            self._shapes = _shapes(self.root)
+            self._shapes = shapes(self.root)
             for name, part in self._parts.items():
                 self._keep(f"weight/{name}", part.values)
-        if not (held := self._places(optimizer)):
+            self._around.moved = self._around.changed(self.root)
+        if not (held := places(self._parts, optimizer)):
+            self._strange = self._strange or not any(one._holds(optimizer) for one in self.family)
             return
         self._stepping = True
         self._lines |= dict.fromkeys(line_of("step"))
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
-            self._fresh = self._fresh and all(map(_is_fresh, optimizer.state.values()))
+            self._fresh = self._fresh and all(map(is_fresh, optimizer.state.values()))
             self._first[id(optimizer)] = len(self._options)
-            self._options += tuple(_plain_options(optimizer, group) for group in optimizer.param_groups)
+            self._options += tuple(plain_options(optimizer, group) for group in optimizer.param_groups)
         for name, (group, holder, at) in held.items():
             self._groups[name] = self._first[id(optimizer)] + group
+            self._keep_state(name, optimizer.state.get(holder, {}), local(holder).numel(), at)
             if holder.grad is not None:
                 numel = self._parts[name].values.numel()
                 grad = holder.grad.to_dense() if holder.grad.is_sparse else holder.grad
                 self._keep(f"grad/{name}", local(grad).reshape(-1)[at : at + numel])
 
+    def _keep_state(self, name: str, state: dict[str, Any], whole: int, at: int) -> None:
+        """What an optimizer has of one parameter from earlier steps, where it is a number or as large as that."""
+        for key, value in state.items() if not is_fresh(state) else ():
+            row = local(value).reshape(-1) if isinstance(value, Tensor) else torch.tensor([value])
+            if row.numel() == whole > 1:
+                self._keep(f"state.{key}/{name}", row[at : at + self._parts[name].values.numel()])
+            elif row.numel() == 1:
+                self._keep(f"number.{key}/{name}", row)
+            else:
+                self._odd[key] = None
+
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer not in self._optimizers or not self._stepping:
             return
         self._stepping = False
-        for name in self._places(optimizer):
+        for name in places(self._parts, optimizer):
             self._keep(f"after/{name}", self._parts[name].values)
-        trained = {name for name, param in _parameters(self.root) if param.requires_grad} & self._parts.keys()
+        trained = {name for name, param in parameters(self.root) if param.requires_grad} & self._parts.keys()
         if all(name in self._groups or not self._parts[name].values.numel() for name in trained):
             self._complete()
 
     def _complete(self) -> None:
+        if not self.done:
+            self._evaluating = tuple(
+                path for path, one in names.named_modules(cast("nn.Module", self.root)).items() if not one.training
+            )
         self.done = True
-        self.when_done()
+        if not self.lingers:
+            self._over()
 
-    def _places(self, optimizer: Any) -> dict[str, tuple[int, Any, int]]:
-        """Of each parameter that it holds: the group, the tensor that is stepped, and where in it the part begins."""
-        found: dict[str, tuple[int, Any, int]] = {}
-        rows = [
-            (local(param).data_ptr(), local(param).numel() * local(param).element_size(), group, param)
-            for group, options in enumerate(optimizer.param_groups)
-            for param in options["params"]
-        ]
-        for name, part in self._parts.items():
-            values = part.values
-            for begin, size, group, param in rows:
-                if values.numel() and begin <= values.data_ptr() < begin + size:
-                    found[name] = (group, param, (values.data_ptr() - begin) // values.element_size())
-                    break
-        return found
+    def _over(self) -> None:
+        """Nothing more of this model is to be seen: the window is over, where all are done."""
+        self._ended() if self.family[0] is self else self.when_done()
+
+    def _ended(self) -> None:
+        if all(one.done for one in self.family):
+            self.when_done()
 
     def _keep(self, key: str, tensor: Tensor) -> None:
         if self.too_large:
             return
-        self._tensors[key] = (
-            tensor.detach().reshape(-1).cpu().clone() if "buffer/" not in key else tensor.detach().cpu()
-        )
+        values = tensor.detach() if key.startswith("buffer/") else tensor.detach().reshape(-1)
+        self._tensors[key] = values.cpu().clone()
         held = sum(one.nbytes for one in self._tensors.values())
         if held > self.largest:
             self._give_up(f"weights and gradients take more than {self.largest:,} bytes on a rank")
@@ -421,54 +494,3 @@ class Recorder:
         self.too_large, self.done = why, True
         self._tensors.clear()
         self._calls.clear()
-
-
-def _plain_options(optimizer: Any, group: dict[str, Any]) -> str:
-    kept: dict[str, Any] = {
-        key: [float(one) for one in value] if isinstance(value, tuple | list) else _number(value)
-        for key, value in group.items()
-        if key not in ("params", "initial_lr", "param_names")
-        and (_is_number(value) or (isinstance(value, tuple | list) and all(map(_is_number, value))))
-    }
-    return json.dumps({"class": type(optimizer).__name__, **kept}, sort_keys=True)
-
-
-def _is_fresh(state: Any) -> bool:
-    """Whether it is as the optimizer has made it: Adagrad has some before its first step."""
-    return not state or ("step" in state and float(state["step"]) == 0)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) else value
-
-
-def _engine(root: nn.Module | None) -> Any:
-    found = (
-        one for one in (root.modules() if root is not None else ()) if "DeepSpeedEngine" in names.known_bases(type(one))
-    )
-    return next(found, None)
-
-
-def _parameters(root: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter, or the flat one of FSDP1 that trains in its place."""
-    return list(holders(root).items()) if root is not None else []
-
-
-def _digest(tensors: dict[str, Tensor]) -> str:
-    """Of keys, kinds and bytes of everything that a call was given; of a generator nothing."""
-    found = hashlib.sha256()
-    for key, one in sorted(tensors.items()):
-        if key != "rng":
-            found.update(repr((key, one.dtype, tuple(one.shape))).encode())
-            found.update(one.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def _shapes(root: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of every parameter as a whole."""
-    whole = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in _parameters(root)}
-    return whole | {name: tuple(shard.shape) for name, shard in flat_shards(root).items()}

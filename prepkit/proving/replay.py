@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -12,18 +11,17 @@ import torch
 from attrs import define, frozen
 from torch import Tensor, nn
 
-from prepkit.facts.proof import GradientProof, LossShare, ProofFacts, StepProof
+from prepkit.facts.proof import GradientProof, LossShare, ProofFacts
 from prepkit.objects import names
 from prepkit.proving import bare, tree
 from prepkit.proving.parts_of import Replica, replicas
-from prepkit.proving.record_file import Micro, Record
+from prepkit.proving.record_file import Disturbed, Record
+from prepkit.proving.stepped import steps_of
 from prepkit.proving.streamed import Streamed, stub
 
 HALF = ("bfloat16", "float16")
-OTHER_NAMES = {"FusedAdam": "AdamW", "DeepSpeedCPUAdam": "AdamW"}
-"""Optimizers of DeepSpeed's to those of torch that do the same with the options that they are given."""
-HOW = ("foreach", "fused", "capturable", "differentiable")
-"""Options that change how a step is computed, and not what comes of it."""
+COUNTED = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers that a batch norm changes in each forward."""
 
 
 class CannotReplay(RuntimeError):
@@ -100,38 +98,66 @@ def replayed(window: Replay) -> ProofFacts:
     records = window.records
     first = records[0].head
     limits = list(dict.fromkeys(limit for one in records for limit in one.head.limits))
-    if any(not call.inputs for record in records for call in record.head.calls):
-        raise CannotReplay(limits[0])
+    disturbed = _disturbed(records)
+    given = all(call.inputs for record in records for call in record.head.calls)
+    if why := disturbed.unproven or ("" if given else limits[0]):
+        raise CannotReplay(why)
     apart = tuple(_apart(window))
+    spoiled = disturbed.moved or disturbed.left or disturbed.swung  # what is recorded does not explain it
     reference, rounded, more = _twice(window)
     unlike = _unlike(window.streamed(torch.float32)[0], records)
     held = {one.name for record in records for one in record.head.params if one.trained and one.group is not None}
-    judged = [one.name for one in first.params if one.name in held] if not unlike else []
+    judged = [one.name for one in first.params if one.name in held] if not unlike and not spoiled else []
     if judged and any(_size(one.shape) > window.most for one in first.params):
         more += (f"of each gradient {window.most:,} elements were compared, as many as memory holds",)
-    why = _no_step(records)
+    steps, no_step = steps_of(window)
     return ProofFacts(
         world=first.world,
         shares=_shares(records),
         gradients=tuple(_compared(name, window, reference, rounded) for name in judged),
-        steps=tuple(_steps(window)) if not why else (),
-        dtype=first.dtype,
-        eps=max(torch.finfo(getattr(torch, dtype)).eps for dtype in (first.dtype, first.sent)),
+        steps=steps,
+        dtype=_lowest(records, "dtype"),
+        eps=max(torch.finfo(getattr(torch, _lowest(records, kind))).eps for kind in ("dtype", "sent")),
         scale=first.scale,
         accumulation=first.accumulation,
         clip=first.clip,
+        buffers_apart=tuple(_buffers_apart(records)) if first.fresh else (),
+        moved=disturbed.moved,
+        left=disturbed.left,
+        outside=disturbed.outside,
+        kept=disturbed.kept,
+        twice=disturbed.twice,
         first_apart=tuple((name, ranks) for name, ranks, _ in apart if ranks),
         after_apart=tuple((name, ranks) for name, _, ranks in apart if ranks),
+        scales_apart=any(one.head.scale != first.scale for one in records),
         options_apart=_options_apart(records),
         same_samples=_same_samples(records),
         lines=first.lines,
-        limits=(*limits, *more, *unlike, *_meant(records), *((why,) if why else ())),
+        limits=(*limits, *more, *unlike, *_meant(records), *((no_step,) if no_step else ())),
+    )
+
+
+def _disturbed(records: tuple[Record, ...]) -> Disturbed:
+    """Of any rank."""
+    every = [record.head.disturbed for record in records]
+
+    def names_of(kind: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for one in every for name in getattr(one, kind)))
+
+    return Disturbed(
+        unproven=next((one.unproven for one in every if one.unproven), ""),
+        moved=names_of("moved"),
+        swung=any(one.swung for one in every),
+        left=names_of("left"),
+        kept=names_of("kept"),
+        twice=any(one.twice for one in every),
+        outside=names_of("outside"),
     )
 
 
 def _twice(window: Replay) -> tuple[Shares, Shares, tuple[str, ...]]:
     """The shares in float64, and again in the run's dtype; and what has to be told of that."""
-    dtype = window.records[0].head.dtype
+    dtype = _lowest(window.records, "dtype")
     told: tuple[str, ...] = ()
     try:
         try:
@@ -146,21 +172,39 @@ def _twice(window: Replay) -> tuple[Shares, Shares, tuple[str, ...]]:
         raise CannotReplay(f"the model does not run plainly: {type(error).__name__}: {error!s:.200}") from error
 
 
+def _lowest(records: tuple[Record, ...], kind: str) -> str:
+    """The coarsest floating dtype of any rank."""
+    every: list[str] = [getattr(record.head, kind) for record in records]
+    return max(every, key=lambda name: torch.finfo(getattr(torch, name)).eps)
+
+
 def _shares(records: tuple[Record, ...]) -> tuple[LossShare, ...]:
-    every = [micro for record in records for micro in record.head.micros]
-    tokens = sum(micro.tokens or 0.0 for micro in every)
-    each = len(every) / tokens if tokens else 0.0
     return tuple(
-        LossShare(rank=head.rank, micro=at, weight=_weight(one, len(head.micros), head.scale, each))
-        for head in (record.head for record in records)
-        for at, one in enumerate(head.micros)
+        LossShare(rank=record.head.rank, micro=at, weight=_weight(records, record, at), each=_each(record, at))
+        for record in records
+        for at in range(len(record.head.micros))
     )
 
 
-def _weight(micro: Micro, count: int, scale: float, each: float) -> float:
+def _weight(records: tuple[Record, ...], record: Record, at: int) -> float:
+    """The factor of a loss, without the loss scale, over that by which an average of all would carry it."""
+    every = [micro for one in records for micro in one.head.micros]
+    micro, scale, count = record.head.micros[at], record.head.scale, len(record.head.micros)
     if micro.tokens is not None:
-        return micro.tokens * each
-    return 1.0 if micro.total else micro.factor * count / scale
+        return micro.tokens * len(every) / sum(one.tokens or 0.0 for one in every)
+    if not micro.total:
+        return micro.factor * count / scale
+    samples = [one.count for one in every if one.total and one.count]
+    return micro.factor / scale * sum(samples) / len(records) if len(samples) == len(every) else 1.0
+
+
+def _each(record: Record, at: int) -> float | None:
+    """The part of one sample in the loss, by what it is a mean over, or by what its sum was divided by."""
+    micro = record.head.micros[at]
+    if micro.tokens is not None:
+        return None
+    factor = micro.factor / record.head.scale
+    return factor if micro.total else factor / micro.count if micro.count else None
 
 
 def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Shares:
@@ -169,6 +213,7 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
     buffers = dict(bare.named_buffers(model))
     found = []
     for record in window.records:
+        bare.evaluate(model, record.head.evaluating)
         for name, buffer in buffers.items():
             if (key := f"buffer/{name}") in record.tensors:
                 buffer.data.copy_(record.tensors[key])
@@ -176,7 +221,8 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
             share: dict[str, Tensor] = {}
             for number, call in enumerate(record.head.calls):
                 if call.micro == at and call.outputs:
-                    divisor = record.head.scale / len(record.head.micros) if micro.total else micro.factor
+                    weight = _weight(window.records, record, at)
+                    divisor = record.head.scale / len(record.head.micros) * weight if micro.total else micro.factor
                     _again(model, streamed, share, window, _Call(record, number, divisor or 1.0, low))
             zero = [name for name, param in streamed.params.items() if param.requires_grad and name not in share]
             window.held = max(window.held, streamed.most)
@@ -209,11 +255,12 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
         mine = window.sampled(grad.to_dense() if grad.is_sparse else grad)
         share[name] = share[name] + mine if name in share else mine
 
+    entered: Callable[..., Any] = model if call.entry == "forward" else getattr(model, call.entry)
     with ExitStack() as stack:
         for context in streamed.on(arrived):
             stack.enter_context(context)
         with torch.autocast("cpu", dtype=getattr(torch, made.low)) if made.low else nullcontext():
-            outputs = list(tree.tensors_of(model(*args, **kwargs)))
+            outputs = list(tree.tensors_of(entered(*args, **kwargs)))
         ends: list[Tensor] = []
         grads: list[Tensor] = []
         for place in call.outputs:
@@ -258,11 +305,15 @@ def _reaches(end: Tensor, other: Tensor) -> bool:
 def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> GradientProof:
     """Inner products, of all elements, or as those of a part of them tell."""
     shares = torch.stack([share[name] for share in reference])
+    apart = torch.stack([share[name] for share in rounded]).mean(0) - shares.mean(0)
     found = replicas(window.records, "grad", name)
     numel = _size(next(one.shape for one in window.records[0].head.params if one.name == name))
     more = numel / shares.shape[1] if shares.shape[1] else 1.0
     got = [window.sampled(one.values) for one in found]
-    apart = torch.stack([share[name] for share in rounded]).mean(0) - shares.mean(0)
+    if window.records[0].head.value is not None:
+        kept = _not_clamped(window, shares, got)
+        shares, got = shares * kept, [one * kept for one in got]
+    weight = window.sampled(window.weight(name))
     return GradientProof(
         name=name,
         numel=numel,
@@ -271,65 +322,27 @@ def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> 
         squares=tuple(more * float(one @ one) for one in got),
         holders=tuple(one.holder for one in found),
         noise=more**0.5 * float(apart.norm()),
+        weight=tuple((more * (shares @ weight)).tolist()),
+        weight_square=more * float(weight @ weight),
+        along=tuple(more * float(one @ weight) for one in got),
+        decay=_decay(window, name),
     )
 
 
-# --- the step --------------------------------------------------------------------------------------------------------
+def _not_clamped(window: Replay, shares: Tensor, got: list[Tensor]) -> Tensor:
+    """1 for each element that is to be compared, 0 where a clipping by value explains what it is."""
+    most = window.records[0].head.value or 0.0
+    weights = torch.tensor([share.weight for share in _shares(window.records)], dtype=shares.dtype)
+    mean = weights @ shares / len(shares)
+    reached = torch.stack([(one.abs() >= (1 - 1e-6) * most) & (one.sign() == mean.sign()) for one in got]).any(0)
+    return (~(reached & (mean.abs() >= 0.99 * most))).to(shares.dtype)
 
 
-def _class_of(name: str) -> Any:
-    """Torch's optimizer of that name; None: it has none."""
-    return getattr(torch.optim, OTHER_NAMES.get(name, name), None)
-
-
-def _no_step(records: tuple[Record, ...]) -> str:
-    """Why the step is not taken again; empty where it is."""
-    head = records[0].head
-    if not head.fresh:
-        return f"{head.optimizer} had state from earlier steps, which a record does not hold: its step was not replayed"
-    if "LBFGS" in head.optimizer:
-        return f"{head.optimizer} asks for several gradients in a step: the first was compared, and no step"
-    if any(_class_of(json.loads(group)["class"]) is None for group in head.groups):
-        return f"{head.optimizer} is no optimizer of torch's: its step was not replayed"
-    return ""
-
-
-def _steps(window: Replay) -> Iterator[StepProof]:
-    """Every trained parameter: the step that was taken, and the same class taken plainly over the recorded gradient."""
-    records, head = window.records, window.records[0].head
-    groups = {one.name: one.group for record in records for one in record.head.params if one.group is not None}
-    for one in head.params:
-        if not one.trained:
-            continue
-        grads, after = replicas(records, "grad", one.name), replicas(records, "after", one.name)
-        if one.name not in groups:
-            yield StepProof(name=one.name, held=False)
-        elif grads and after:
-            before = window.weight(one.name)
-            options = json.loads(head.groups[groups[one.name]])
-            exact, coarse = (
-                _update(options, before, grads[0].values, dtype) for dtype in (torch.float64, before.dtype)
-            )
-            moved = after[0].values.double().reshape(-1) - before.double().reshape(-1)
-            yield StepProof(
-                name=one.name,
-                along=float(moved @ exact),
-                expected=float(exact @ exact),
-                moved=float(moved @ moved),
-                noise=float((exact - coarse).norm()),
-            )
-
-
-def _update(options: dict[str, Any], weight: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """What one step adds to a weight, in float64."""
-    make: Callable[..., Any] = _class_of(options["class"])
-    known = inspect.signature(make).parameters
-    given = {key: value for key, value in options.items() if key in known and key not in HOW}
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    param = nn.Parameter(weight.to(dtype, copy=True))
-    param.grad = grad.to(dtype, copy=True)
-    make([param], **given).step()
-    return (param.detach().double() - weight.double()).reshape(-1)
+def _decay(window: Replay, name: str) -> float:
+    """What the options of its group say."""
+    head = window.records[0].head
+    group = next((one.group for record in window.records for one in record.head.params if one.name == name), None)
+    return float(json.loads(head.groups[group]).get("weight_decay") or 0.0) if group is not None else 0.0
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
@@ -357,8 +370,38 @@ def _others(found: tuple[Replica, ...], allowed: float) -> tuple[int, ...]:
     )
 
 
+def _buffers_apart(records: tuple[Record, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Buffers that ranks begin with; what a batch norm has counted is each rank's own."""
+    for key, mine in records[0].tensors.items():
+        if key.startswith("buffer/") and not key.endswith(COUNTED):
+            others = [record for record in records[1:] if key in record.tensors]
+            ranks = tuple(one.head.rank for one in others if not _alike(mine, one.tensors[key]))
+            if ranks:
+                yield key.removeprefix("buffer/"), ranks
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _run_apart(records: tuple[Record, ...]) -> Iterator[str]:
+    """How ranks run, where they should run alike."""
+    for what, told in (
+        ("computed in", lambda head: head.dtype),
+        ("loss scale", lambda head: f"{head.scale:g}"),
+        ("modules in evaluation", lambda head: str(len(head.evaluating))),
+        ("optimizer", lambda head: head.optimizer),
+    ):
+        mine = told(records[0].head)
+        yield from (
+            f"{what}: {mine} on rank 0, {told(record.head)} on rank {record.head.rank}"
+            for record in records[1:]
+            if told(record.head) != mine
+        )
+
+
 def _options_apart(records: tuple[Record, ...]) -> tuple[str, ...]:
-    said = []
+    said = list(_run_apart(records))
     for number, text in enumerate(records[0].head.groups):
         mine = json.loads(text)
         for record in records[1:]:
@@ -372,8 +415,8 @@ def _options_apart(records: tuple[Record, ...]) -> tuple[str, ...]:
 
 
 def _same_samples(records: tuple[Record, ...]) -> bool:
-    """Whether each rank holds all of the model, and has read what the first one has."""
-    whole = all(held.here == _size(held.shape) for one in records for held in one.head.params)
+    """Whether each rank computes with all of the model, and has read what the first one has."""
+    whole = not any(record.head.cut for record in records)
     return len(records) > 1 and whole and all(_read(one) == _read(records[0]) for one in records[1:])
 
 
@@ -386,7 +429,8 @@ def _read(record: Record) -> list[str]:
 
 
 def _meant(records: tuple[Record, ...]) -> Iterator[str]:
-    if any(micro.total and micro.tokens is None for record in records for micro in record.head.micros):
+    every = [micro for record in records for micro in record.head.micros]
+    if any(micro.total and micro.tokens is None and not micro.count for micro in every):
         yield "the loss is a sum that the program divides: by what, is taken as meant"
 
 
@@ -403,6 +447,8 @@ def _unlike(model: nn.Module, records: tuple[Record, ...]) -> tuple[str, ...]:
             record.head.device != "cpu" for record in records
         )
         and bare.drops(model),
+        "weights were changed between two forwards and put back, as by an optimizer that perturbs them: gradients were "
+        "not compared": _disturbed(records).swung and not _disturbed(records).moved,
         "no gradient arrived at an output of the model: gradients were not compared": not any(
             call.outputs for record in records for call in record.head.calls
         ),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prepkit.auditing.script import ScriptEnded, as_main, told
 from prepkit.facts.proof import ProofFacts
-from prepkit.proving.proof import Proof, found_in, prove_records
+from prepkit.proving.proof import Proof, found_in, joined, prove_records
 from prepkit.proving.record_file import write
 from prepkit.proving.recorder import Recorder, TooLarge
 from prepkit.ranks.world import world
@@ -31,7 +31,7 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
     def end() -> None:
         raise WindowDone
 
-    recorder = Recorder(when_done=end, traces=keep is not None)
+    recorder = Recorder(when_done=end, traces=keep is not None, lingers=True)
     with recorder.on():
         try:
             with as_main(script, arguments):
@@ -45,26 +45,31 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
                 raise ScriptEnded(f"{script} left with exit code {left.code} before its first step") from left
         except Exception as error:
             raise ScriptEnded(told(script, error)) from error
-    stepped = recorder.root is not None and bool(recorder.stepped)
-    return _together(recorder, stepped, keep)
+    return proven_window(recorder, keep)
 
 
-def _together(recorder: Recorder, stepped: bool, keep: str | None) -> Proof | None:
-    """Rank 0's proof on every rank. Collective where there are several."""
-    every = world().gather(stepped)
+def proven_window(recorder: Recorder, keep: str | None) -> Proof | None:
+    """Rank 0's proof on every rank, of each model that was stepped; None where none was. Collective.
+
+    ``keep``: a folder that the records are left in.
+    """
+    mine = [one for one in recorder.family if one.root is not None and one.stepped]
+    every = world().gather([type(one.root).__name__ for one in mine])
     if not any(every):
         return None
-    if not all(every):
-        ranks = ", ".join(str(rank) for rank, one in enumerate(every) if not one)
-        return _unproven(f"rank {ranks} had stepped nothing when the others were done")
+    if any(one != every[0] for one in every):
+        said = "; ".join(f"{', '.join(one) or 'nothing'} on rank {rank}" for rank, one in enumerate(every))
+        return _unproven(f"the ranks had stepped different models when the first of them was done: {said}")
     made = keep or (tempfile.mkdtemp(prefix="prepkit-proof-") if world().is_first else "")
     folder = Path(world().from_first(made))
     try:
-        write(recorder.record(), folder)
+        homes = [folder, *(folder / f"beside-{at}" for at in range(1, len(mine)))]
+        for one, home in zip(mine, homes, strict=True):
+            write(one.record(), home)
         world().meet()
-        assert recorder.root is not None
-        proof = prove_records(recorder.root, folder) if world().is_first else None
-        return world().from_first(proof)
+        roots = [one.root for one in mine if one.root is not None and world().is_first]
+        proofs = [prove_records(root, home) for root, home in zip(roots, homes, strict=False)]
+        return world().from_first(joined(every[0], proofs) if world().is_first else None)
     finally:
         if world().is_first and keep is None:
             shutil.rmtree(folder, ignore_errors=True)

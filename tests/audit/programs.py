@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import torch
+from collections.abc import Callable
 
 import prepkit as pk
 from prepkit.auditing.audit import audit as look
@@ -15,27 +10,10 @@ from prepkit.auditing.outcome import Audit
 from tests.audit.case import Case
 from tests.audit.clean import CLEAN
 from tests.audit.errors import ERRORS
+from tests.support.launch import launched
 
 Outcome = tuple[float, tuple[tuple[str, str, str], ...]]
 """Seconds that the audit took, and rule, severity and text of each finding."""
-
-
-@contextmanager
-def launched(rank: int, world: int) -> Iterator[None]:
-    """The variables that a launcher sets, for accelerate and DeepSpeed; afterwards all is as before."""
-    before, off = dict(os.environ), torch._dynamo.config.disable
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29511}
-    if torch.distributed.is_initialized():
-        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    try:
-        yield
-    finally:
-        torch._dynamo.config.disable = off
-        os.environ.clear()
-        os.environ.update(before)
-        state = sys.modules.get("accelerate.state")
-        for kind in ("AcceleratorState", "GradientState", "PartialState") if state is not None else ():
-            getattr(state, kind)._reset_state()
 
 
 def program(name: str) -> Callable[[int, int], Case]:

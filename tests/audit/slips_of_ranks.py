@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.functional import cross_entropy, dropout
 
 from tests.audit.case import WIDTH, net
@@ -72,12 +72,13 @@ def halves(rank: int, x: Tensor) -> Tensor:
 
 
 def drops(*, alike: bool) -> Callable[[int], float]:
-    """Two layers with dropout between them, of which each rank has one half."""
+    """A layer of which each rank has one half, beside what it reads, of which dropout has left something."""
 
     def answer(rank: int) -> float:
         inputs, _ = batch(0, 0)
         torch.manual_seed(5 if alike else 5 + rank)
-        return float(halves(rank, dropout(halves(rank, inputs), 0.5)).square().sum())
+        hidden = dropout(inputs, 0.5)
+        return float((hidden + halves(rank, hidden)).square().sum())
 
     return answer
 
@@ -98,12 +99,17 @@ def orders(*, alike: bool) -> Callable[[int], float]:
     return different
 
 
-def twice(rank: int) -> float:
-    return trained(rank, DDP(DDP(net())))
+def shards(*, inside_ddp: bool) -> Callable[[int], Seen]:
+    """What a rank holds of a model whose shards DDP takes for copies, and sends from rank 0 to all."""
 
+    def held(rank: int) -> Seen:
+        del rank
+        model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+        if inside_ddp:
+            DDP(model)
+        return float(sum(param.detach().double().sum() for param in model.parameters()))
 
-def once(rank: int) -> float:
-    return trained(rank, DDP(net()))
+    return held
 
 
 def state_of_the_optimizer(*, sharded: bool) -> Callable[[int], Seen]:
@@ -154,7 +160,9 @@ SLIPS_OF_RANKS: tuple[SlipOfRanks, ...] = (
     SlipOfRanks("run.dropout-unlike", "halves of other layers are added", drops(alike=False), drops(alike=True)),
     SlipOfRanks("run.tensor-samples", "halves of other samples are added", reads(alike=False), reads(alike=True)),
     SlipOfRanks("run.orders-apart", "samples are never read", orders(alike=False), orders(alike=True)),
-    SlipOfRanks("run.wrapped-twice", "", twice, once),
+    SlipOfRanks(
+        "run.wrapped-twice", "rank 1 gets the shards of rank 0", shards(inside_ddp=True), shards(inside_ddp=False)
+    ),
     SlipOfRanks(
         "run.whole-state",
         "the next step raises",

@@ -23,9 +23,9 @@ from prepkit.findings import FindingWarning
 from tests.audit import clean
 from tests.audit.by_libraries import llama
 from tests.audit.case import WIDTH, Case, adam, net, rows
-from tests.audit.programs import launched
 from tests.support.deepspeed_cpu import lean
 from tests.support.gang import Gang
+from tests.support.launch import launched
 
 
 def stepped(case: Case, rank: int = 0, count: int = 1) -> None:

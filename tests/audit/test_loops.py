@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.audit.loops import RIGHT, Loop, heard
-from tests.audit.programs import launched
 from tests.audit.wrong_loops import LOOPS, WRONG
 from tests.support.fork_server import ForkServers
 from tests.support.gang import Gang
+from tests.support.launch import launched
 
 Heard = dict[str, list[tuple[str, str, str]]]
 

@@ -20,9 +20,9 @@ from prepkit.testing import tiny_model
 from tests.audit import by_sharding, clean
 from tests.audit.case import Case, adam, divided, net
 from tests.audit.fabric_double import set_up
-from tests.audit.programs import launched
 from tests.support.deepspeed_cpu import lean
 from tests.support.gang import Gang
+from tests.support.launch import launched
 from tests.support.reconstructed import differences
 
 ADAM = c.AdamW(lr=0.05, groups=(c.Group(names=("*.bias",), weight_decay=0.0),))

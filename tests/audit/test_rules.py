@@ -253,6 +253,7 @@ OTHERWISE: dict[str, RunFacts] = {
     "run.state-lost": later(stateful=((),)),
     "run.ranks-values": later(parted=NAMES[:1]),
     "run.nan": later(course=CourseFacts(not_finite=NAMES[:1])),
+    "run.wrapped-twice": evolve(FINE, wrapped=(WrappedModule(path="", wrappers=("ddp", "fsdp1")),)),
 }
 """Another way to break what a rule is about."""
 

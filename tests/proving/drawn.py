@@ -198,8 +198,13 @@ class OfPrepkit:
         more = [name for name in ("clip", "checkpointing", "compile") if getattr(self.extra, name) is not None]
         return "_".join((parts, *more)) + (f"_divided_by_{self.by:g}" if self.by != 1 else "")
 
+    @property
+    def needs(self) -> str:
+        """The package that has to be there."""
+        return "deepspeed" if self.engine.startswith("DeepSpeed") else ""
+
     def __call__(self, rank: int, world: int) -> Window:
-        if self.engine.startswith("DeepSpeed"):
+        if self.needs:
             lean()
         cfg = evolve(
             self.extra,
@@ -221,15 +226,20 @@ class OfPrepkit:
 
 CLIPPED = c.Config(clip=c.ClipNorm(0.05))
 CHECKPOINTED = c.Config(checkpointing=c.CheckpointBlocks())
+COMPILED = c.Config(compile=c.CompileModel(backend="aot_eager"))
 DRAWN_RIGHT: tuple[Any, ...] = (
     *(OfTorch(model, wrap) for model in MODELS for wrap in ("ddp", "fsdp1", "fsdp2")),
     *(OfTorch("blocks", wrap, optimizer) for optimizer in list(OPTIMIZERS)[1:] for wrap in ("ddp", "fsdp2")),
     *(OfPrepkit(engine, steps, low) for engine in ENGINES for steps in (1, 3) for low in (False, True)),
     *(OfPrepkit(engine, 2, tokens=True) for engine in ENGINES),
     *(OfPrepkit(engine, 2, extra=CLIPPED) for engine in ENGINES),
-    *(OfPrepkit(engine, 2, extra=CHECKPOINTED) for engine in ("DDP", "FSDP1", "FSDP2")),
+    *(OfPrepkit(engine, 2, extra=extra) for engine in ("DDP", "FSDP1", "FSDP2") for extra in (CHECKPOINTED, COMPILED)),
 )
-"""A hundred with those that are written by hand."""
+RIGHT_OF_FOUR: tuple[Any, ...] = (
+    *(OfTorch("experts", wrap) for wrap in ("ddp", "fsdp1", "fsdp2")),
+    *(OfPrepkit(engine, 3) for engine in ENGINES),
+)
+"""On four ranks."""
 FAULTS: dict[str, str] = {
     "divided twice": "prove.accumulation",
     "never divided": "prove.accumulation",

@@ -391,6 +391,71 @@ def _prepared(cfg: pk.Config, dropout: float = 0.0) -> Window:
     return Window(ready.model, train)
 
 
+def ddp_gan(rank: int, world: int) -> Window:
+    """A generator and a critic, each with its optimizer; the critic's loss is given what the generator has made."""
+    torch.manual_seed(0)
+    maker, critic = DDP(nn.Linear(WIDTH, WIDTH)), DDP(nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)))
+    first, second = adam(critic), adam(maker)
+
+    def train() -> None:
+        for x, _ in micros(1):
+            fake = maker(x)
+            (critic(fake.detach()).mean() - critic(x).mean()).backward()
+            first.step()
+            first.zero_grad()
+            (-critic(fake).mean()).backward()
+            second.step()
+
+    return Window(None, train)
+
+
+def ddp_compiled(rank: int, world: int) -> Window:
+    model = DDP(net())
+    model.compile(backend="aot_eager")
+    return _looped(model)
+
+
+def fsdp2_compiled(rank: int, world: int) -> Window:
+    model = net()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return _looped(fully_shard(model))
+
+
+def ddp_peft(rank: int, world: int) -> Window:
+    from peft import LoraConfig, get_peft_model
+
+    return _looped(DDP(get_peft_model(net(), LoraConfig(r=2, target_modules=["inner", "outer"]))))  # type: ignore[arg-type]  # it takes any module
+
+
+def ddp_averaged_weights(rank: int, world: int) -> Window:
+    """A moving average beside the model, which nothing trains."""
+    model = DDP(net())
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = adam(model)
+
+    def train() -> None:
+        loop(model, optimizer)
+        mean.update_parameters(model)
+
+    return Window(None, train)
+
+
+def ddp_ragged_and_weighed_by_hand(rank: int, world: int) -> Window:
+    """A sum over the tokens that count, divided by the tokens of all ranks and micro-batches."""
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, y in micros(2):
+            kept = torch.where(torch.arange(6) < (5 if rank == 0 else 2), y, -100)
+            loss = nn.functional.cross_entropy(model(x), kept, reduction="sum")
+            (loss * world / (2 * (5 + 2 * (world - 1)))).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
 ADAM = pk.optim.AdamW(lr=1e-2)
 
 
@@ -440,6 +505,12 @@ RIGHT: tuple[Right, ...] = (
             ddp_tied_that_returns_its_loss,
             ddp_checkpointed,
             ddp_batch_norm,
+            ddp_gan,
+            ddp_compiled,
+            ddp_peft,
+            ddp_averaged_weights,
+            ddp_ragged_and_weighed_by_hand,
+            fsdp2_compiled,
             fsdp2,
             fsdp2_low_rank,
             fsdp2_tied,

@@ -17,31 +17,23 @@ from prepkit.proving.recorder import Recorder
 from tests.proving.window import loss_of, micros, net
 from tests.support.deepspeed_cpu import lean
 
-CUT = c.TPPlan((c.TPLayer("blocks.*.inner", "colwise"), c.TPLayer("blocks.*.outer", "rowwise")))
 CFG = c.Config(optimizer=c.AdamW(lr=1e-2), accumulation=2, clip=c.ClipNorm(0.05))
 
 
 @frozen
 class Run:
-    """A config, and how many ranks next to each other read the same."""
-
     cfg: c.Config
     ranks: int = 2
-    same: int = 1
 
 
 RUNS = {
-    "DDP": Run(evolve(CFG, engine=c.DDP())),
-    "FSDP1": Run(evolve(CFG, engine=c.FSDP1())),
     "FSDP2": Run(evolve(CFG, engine=c.FSDP2())),
     "FSDP2 in bfloat16": Run(evolve(CFG, engine=c.FSDP2(), precision=c.BF16())),
-    "tensor parallel": Run(evolve(CFG, engine=c.TensorParallel(), tp_plan=CUT), 2, 2),
     "HSDP": Run(evolve(CFG, engine=c.FSDP2(), mesh=c.Mesh(replicate=2, shard=2)), 4),
-    **{
-        f"DeepSpeed, stage {stage}": Run(evolve(CFG, engine=c.DeepSpeed(stage=stage, micro_batch=6)))
-        for stage in range(4)
-    },
+    "DeepSpeed, stage 0": Run(evolve(CFG, engine=c.DeepSpeed(stage=0, micro_batch=6))),
+    "DeepSpeed, stage 2": Run(evolve(CFG, engine=c.DeepSpeed(stage=2, micro_batch=6))),
 }
+"""What ``tests/test_engines.py`` does not prove already."""
 
 
 def trained(rank: int, world: int, run: Run, wrong: float = 1.0, *, tokens: bool = False) -> tuple[Any, ...]:
@@ -51,7 +43,7 @@ def trained(rank: int, world: int, run: Run, wrong: float = 1.0, *, tokens: bool
     ready = pk.apply(pk.build_plan(run.cfg, net()), prove=1)
     refused = ""
     try:
-        for at, batch in enumerate(micros(run.cfg.accumulation, rank=rank // run.same)):
+        for at, batch in enumerate(micros(run.cfg.accumulation)):
             loss = loss_of(ready.model, batch) / wrong
             ready.backward(loss, mean_over=3.0 + rank + 5 * at if tokens else None)
             ready.step()
@@ -68,7 +60,7 @@ def by_tokens(rank: int, world: int, run: Run) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_first_window_of_every_engine_is_proven_where_it_ran(request: Any, name: str) -> None:
+def test_the_first_window_is_proven_where_it_ran(request: Any, name: str) -> None:
     run = RUNS[name]
     if name.startswith("DeepSpeed"):
         pytest.importorskip("deepspeed")

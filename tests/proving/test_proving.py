@@ -16,18 +16,26 @@ import prepkit as pk
 from prepkit.findings import PlanRejected, Severity
 from prepkit.proving.record_file import path_of, read
 from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
+from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES
 from tests.proving.right import RIGHT, Right
+from tests.proving.unseen import UNSEEN
 from tests.proving.window import proved, recorded
 from tests.proving.wrong import ERRORS, Planted, hook_that_sums
-from tests.support.launch import torchrun
 from tests.support.patience import MOST
 
-MORE_ERRORS = tuple(Planted(program, rule) for program, rule in DRAWN_ERRORS[::9])
+MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *DRAWN_ERRORS[::9], *BY_LIBRARIES[::11]))
 """A share of them; ``python -m tests.tools.proofs`` tries all."""
+
+
+def needed(program: Planted | Right) -> None:
+    """Skips where the library that makes it is not there."""
+    if name := getattr(program.make, "needs", ""):
+        pytest.importorskip(name)
 
 
 @pytest.mark.parametrize("planted", [*ERRORS, *MORE_ERRORS], ids=lambda planted: planted.id)
 def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, tmp_path: Path) -> None:
+    needed(planted)
     gang = request.getfixturevalue(f"gang{planted.ranks}")
     proof = gang.run(proved, planted.make, str(tmp_path))[0]
     told = [finding for finding in proof.findings if finding.severity is not Severity.NOTE]
@@ -35,8 +43,13 @@ def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, 
     assert any(planted.says in finding.what for finding in told), str(proof)
 
 
-@pytest.mark.parametrize("right", [*RIGHT[::2], *map(Right, DRAWN_RIGHT[::13])], ids=lambda right: right.id)
+@pytest.mark.parametrize(
+    "right",
+    [*RIGHT[::2], *map(Right, DRAWN_RIGHT[::13]), *(Right(*one) for one in RIGHT_BY_LIBRARIES[::6])],
+    ids=lambda right: right.id,
+)
 def test_a_right_program_is_not_accused(right: Right, request: Any, tmp_path: Path) -> None:
+    needed(right)
     gang = request.getfixturevalue(f"gang{right.ranks}")
     proof = gang.run(proved, right.make, str(tmp_path))[0]
     assert proof.fine, str(proof)
@@ -131,7 +144,7 @@ SCRIPT = """
 import torch, torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
-ours = Accelerator(cpu=True, gradient_accumulation_steps=4)
+ours = Accelerator(gradient_accumulation_steps=4)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 model, optimizer = ours.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -153,7 +166,7 @@ print("went on")
 def test_a_script_with_accelerate_is_proven_in_one_line(tmp_path: Path, divided: str, says: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("DIVIDED", divided))
     root = str(Path(pk.__file__).parents[1])
-    command = [*torchrun(2), "-m", "prepkit", "audit", "--prove", "train.py"]
+    command = [sys.executable, "-m", "prepkit", "audit", "--prove", "--torchrun", "2", "train.py"]
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=120 * MOST, env=environment

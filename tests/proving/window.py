@@ -11,9 +11,11 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from prepkit.proving.proof import Proof, prove_records
+from prepkit.proving.proof import Proof
 from prepkit.proving.record_file import write
 from prepkit.proving.recorder import Recorder
+from prepkit.proving.script import proven_window
+from tests.support.launch import launched
 
 WIDTH = 12
 DDP = nn.parallel.DistributedDataParallel
@@ -23,7 +25,8 @@ DDP = nn.parallel.DistributedDataParallel
 class Window:
     """What trains, and the code of one step."""
 
-    model: nn.Module
+    model: nn.Module | None
+    """None: whatever module is called first, as for a script."""
     train: Callable[[], Any]
 
 
@@ -88,21 +91,21 @@ def loop(model: nn.Module, optimizer: Any, number: int = 2, by: float | None = N
 
 def recorded(program: Callable[[int, int], Window], rank: int, world: int, folder: str) -> tuple[Recorder, Window]:
     """Runs a program's window, and leaves this rank's record in the folder."""
-    window = program(rank, world)
-    recorder = Recorder(root=window.model)
-    with recorder.on():
-        window.train()
-    write(recorder.record(), Path(folder))
+    with launched(rank, world):
+        window = program(rank, world)
+        recorder = Recorder(root=window.model)
+        with recorder.on():
+            window.train()
+    if recorder.stepped:
+        write(recorder.record(), Path(folder))
     dist.barrier()
     return recorder, window
 
 
 def proved(rank: int, world: int, program: Callable[[int, int], Window], folder: str) -> Proof | None:
     """The proof of one program, from rank 0."""
-    _, window = recorded(program, rank, world, folder)
-    proof = prove_records(window.model, Path(folder)) if rank == 0 else None
-    dist.barrier()
-    return proof
+    recorder, _ = recorded(program, rank, world, folder)
+    return proven_window(recorder, folder)
 
 
 __all__ = ["DDP", "Window", "adam", "loop", "loss_of", "micros", "net", "proved", "recorded"]

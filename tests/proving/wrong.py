@@ -435,7 +435,7 @@ ERRORS: tuple[Planted, ...] = (
     Planted(group_of_two_under_ddp, "prove.part-of-ranks", "2 of 4", 4),
     Planted(clipped_while_scaled, "prove.clipped-scaled", "scaled by 1024"),
     Planted(stepped_while_scaled, "prove.scaled", "1024.000 x"),
-    Planted(clipped_before_the_last_micro_batch, "prove.direction"),
+    Planted(clipped_before_the_last_micro_batch, "prove.clipped-scaled", "before the last micro-batch"),
     Planted(rate_of_one_group_changed_behind, "prove.step-size", "0.100 x"),
     Planted(rate_by_rank, "prove.options", "lr of group 0: 0.01 on rank 0, 0.02 on rank 1"),
     Planted(layer_that_nobody_steps, "prove.not-stepped", "enter.weight"),

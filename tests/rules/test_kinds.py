@@ -35,12 +35,12 @@ WARNINGS = _ids(
         "loaders": "last-round fewer-than-ranks out-of-order same-data",
         "weights": "tied-twice buffer-not-computed",
         "memory": "may-exceed-device",
-        "resume": "latest-torn nothing-saved other-batch other-clipping other-total-steps settings-replaced "
-        "steps-joined",
+        "resume": "accepts-unknown latest-torn nothing-saved other-batch other-clipping other-total-steps "
+        "settings-replaced steps-joined",
         "save": "beside-another-run",
-        "prove": "unproven same-samples",
-        "run": "bfloat16-weights part-in-eval unlike-dtypes checkpointed-twice checkpointed-whole checkpoint-outside "
-        "compile-off one-unit averaging-off backend without-gradient ranks-passes order-lost loss-not-finite "
+        "prove": "unproven same-samples tokens decay",
+        "run": "part-in-eval unlike-dtypes checkpointed-twice checkpointed-whole checkpoint-outside "
+        "compile-off one-unit backend without-gradient ranks-passes order-lost loss-not-finite "
         "dropout-alike not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks "
         "unsaved-optimizer unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms "
         "ticked-early eval-mode drops-all rate-zero drift-params drift-rate drift-zeroed drift-counts drift-mode "

@@ -114,7 +114,7 @@ def without_the_optimizer() -> float:
 
 def with_another_optimizer() -> float:
     model = layers()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = torch.optim.RAdam(model.parameters(), lr=0.1)
     return gone_on(Run(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.8)), saved())
 
 
@@ -161,7 +161,7 @@ RESUME_HARMS: tuple[ResumeHarm, ...] = (
     ResumeHarm("checkpoint.other-dtype", "weights are rounded", in_half_the_bits),
     ResumeHarm("checkpoint.other-config", "the model computes otherwise", with_another_activation),
     ResumeHarm("checkpoint.no-optimizer", "moments begin from zero", without_the_optimizer),
-    ResumeHarm("checkpoint.other-optimizer", "what decays decays otherwise", with_another_optimizer),
+    ResumeHarm("checkpoint.other-optimizer", "the moments are used otherwise", with_another_optimizer),
     ResumeHarm("checkpoint.other-state", "the next step raises", with_another_state),
     ResumeHarm(
         "checkpoint.other-groups",

@@ -181,15 +181,33 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def trained(rank: int, world: int, case: Case) -> list[float]:
     """The losses of all micro-batches on this rank."""
-    del world
+    return _trained(rank, case)[1]
+
+
+def proven(rank: int, world: int, case: Case) -> list[str]:
+    """What the proof of the first two windows of a case finds."""
+    return found_by_proof(_trained(rank, case, prove=2)[0])
+
+
+def found_by_proof(ready: Any) -> list[str]:
+    """All that proofs of a run's windows have told, what they could not compare among it.
+
+    Raises ``AssertionError`` where nothing was asked.
+    """
+    asked = [one for one in ready.attestation.asked if one.rule.startswith("prove.")]
+    assert len(asked) > 30, asked
+    return [one.what for each in asked for one in each.found]
+
+
+def _trained(rank: int, case: Case, prove: int = 0) -> tuple[Any, list[float]]:
     cfg = case.cfg
     model = _model(case.sizes)
     if isinstance(cfg.weights, c.InitWeights) or (isinstance(cfg.weights, c.BroadcastWeights) and rank):
         with torch.device("meta"):
             model = Drawn(case.sizes)
         model.positions = torch.arange(case.sizes.vocab)
-    ready: Any = pk.apply(pk.build_plan(cfg, model, optimizer=_usual(model) if case.given else None))
-    losses = []
+    ready: Any = pk.apply(pk.build_plan(cfg, model, optimizer=_usual(model) if case.given else None), prove=prove)
+    losses: list[float] = []
     for step in range(STEPS):
         for micro in range(cfg.accumulation or 1):
             tokens = _batch(rank // case.parts, step, micro, case.sizes.vocab)
@@ -199,7 +217,7 @@ def trained(rank: int, world: int, case: Case) -> list[float]:
                 ready.backward(loss)
                 ready.step()
     ready.close()
-    return losses
+    return ready, losses
 
 
 def by_hand(case: Case, readers: int) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Scripts under torchrun, as tests and benchmarks start them."""
+"""Scripts under torchrun, as tests and benchmarks start them, and a launcher's variables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -26,6 +26,26 @@ def torchrun(processes: int) -> list[str]:
     """
     local = ("--standalone", "--local-addr", "127.0.0.1")
     return [sys.executable, "-m", "torch.distributed.run", *local, "--nproc-per-node", str(processes)]
+
+
+@contextmanager
+def launched(rank: int, world: int) -> Iterator[None]:
+    """The variables that a launcher sets, for accelerate and DeepSpeed; afterwards all is as before."""
+    import torch
+
+    before, off = dict(os.environ), torch._dynamo.config.disable
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29511}
+    if torch.distributed.is_initialized():
+        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    try:
+        yield
+    finally:
+        torch._dynamo.config.disable = off
+        os.environ.clear()
+        os.environ.update(before)
+        state = sys.modules.get("accelerate.state")
+        for kind in ("AcceleratorState", "GradientState", "PartialState") if state is not None else ():
+            getattr(state, kind)._reset_state()
 
 
 def launch(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> str:

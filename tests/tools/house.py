@@ -165,8 +165,8 @@ def counts() -> tuple[Count, ...]:
     texts = golden()
     members = [name for name in dir(Prepared) if not name.startswith("_")]
     return (
-        Count(what="files of the package", now=len(lines), before=526, ceiling=460),
-        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=71_500),
+        Count(what="files of the package", now=len(lines), before=526, ceiling=462),
+        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=73_500),
         Count(what="functions", now=functions, before=3_650),
         Count(what="lines of the longest file", now=max(lines), before=513),
         Count(
@@ -188,7 +188,7 @@ def counts() -> tuple[Count, ...]:
             before=None,
             ceiling=37,
         ),
-        Count(what="errors of arguments there", now=raised(ARGUMENTS.__contains__), before=None, ceiling=103),
+        Count(what="errors of arguments there", now=raised(ARGUMENTS.__contains__), before=None, ceiling=105),
         Count(what="warnings without an id there", now=calls("warnings.warn", REFUSING), before=10, ceiling=0),
         Count(what="warnings of a logger there", now=logged(), before=None, ceiling=2),
         Count(what="is_initialized()", now=calls("is_initialized"), before=83, ceiling=2),

@@ -1,13 +1,14 @@
 """Both tables of the proof by replay: planted errors and what is told of them, right programs and what is not.
 
-``python -m tests.tools.proofs [drawn] [NAME ...]``; ``drawn``: the products of engines alone, ``cost``:
-what recording costs. Exit code 1 where an error is missed or a right program is accused.
+``python -m tests.tools.proofs [planted | right] [NAME | LIBRARY | RANKS ...]``: all, or those that a word names;
+``cost``: what recording costs. Exit code 1 where an error is missed or a right program is accused.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 
 import torch
@@ -16,11 +17,17 @@ from torch import nn
 from prepkit.findings import Finding, Severity
 from prepkit.proving.proof import Proof, prove_record
 from prepkit.proving.recorder import Recorder
-from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
+from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT, RIGHT_OF_FOUR, OfPrepkit
+from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES, OfLibrary
 from tests.proving.right import RIGHT, Right
+from tests.proving.unseen import UNSEEN
 from tests.proving.window import proved
 from tests.proving.wrong import ERRORS, Planted
-from tests.support.gang import GangError, gang_of
+from tests.support.gang import Gang, GangError, gang_of
+
+ALL_ERRORS = (*ERRORS, *(Planted(*one) for one in (*UNSEEN, *DRAWN_ERRORS, *BY_LIBRARIES)))
+MORE_RIGHT = (*((one, 2) for one in DRAWN_RIGHT), *((one, 4) for one in RIGHT_OF_FOUR), *RIGHT_BY_LIBRARIES)
+ALL_RIGHT = (*RIGHT, *(Right(*one) for one in MORE_RIGHT))
 
 
 def told(proof: Proof) -> list[Finding]:
@@ -67,29 +74,57 @@ def _window(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> f
     return time.perf_counter() - begun
 
 
+def library(program: Planted | Right) -> str:
+    """Who has prepared the model."""
+    made = program.make
+    if isinstance(made, OfPrepkit | OfLibrary):
+        return "prepkit" if isinstance(made, OfPrepkit) else made.library
+    return "prepkit" if program.id.startswith("prepkit") else "torch"
+
+
+def tried(program: Planted | Right, gang: Gang, folder: str) -> tuple[bool, str]:
+    """Whether what is told is right, and what it is."""
+    try:
+        found = told(gang.run(proved, program.make, folder, timeout=180.0)[0])
+    except GangError as error:
+        lines = [line for line in str(error).splitlines() if "Error" in line or "prepkit/" in line]
+        return False, " ".join(" ".join(lines[-6:]).split())
+    return holds(program, found), "; ".join(f"{f.rule}: {f.what}" for f in found)
+
+
+def counted(title: str, done: list[tuple[Planted | Right, bool]]) -> str:
+    """How many of each library and number of ranks were as they should be."""
+    rows = [f"| {title} by | ranks | programs | as it should be |", "|---|--:|--:|--:|"]
+    kinds = sorted({(library(one), one.ranks) for one, _ in done})
+    for kind in kinds:
+        good = [good for one, good in done if (library(one), one.ranks) == kind]
+        rows.append(f"| {kind[0]} | {kind[1]} | {len(good)} | {sum(good)} |")
+    return "\n".join((*rows, f"| all | | {len(done)} | {sum(good for _, good in done)} |"))
+
+
 def main(names: list[str]) -> int:
-    """Prints a line for each program."""
+    """Prints a line for each program, and how many there were."""
     if names == ["cost"]:
         return cost()
     bad = 0
-    drawn = tuple(Planted(program, rule) for program, rule in DRAWN_ERRORS), tuple(map(Right, DRAWN_RIGHT))
-    for title, programs, more in (("planted errors", ERRORS, drawn[0]), ("right programs", RIGHT, drawn[1])):
-        every = more if "drawn" in names else (*programs, *more)
-        kept = [name for name in names if name != "drawn"]
-        chosen = [one for one in every if not kept or one.id in kept or title.split()[0] in kept]
+    for title, every in (("planted errors", ALL_ERRORS), ("right programs", ALL_RIGHT)):
+        words = set(names) - {"planted", "right"}
+        if title.split()[0] not in names and set(names) & {"planted", "right"}:
+            continue
+        there = [one for one in every if find_spec(getattr(one.make, "needs", "") or "torch") is not None]
+        chosen = [one for one in there if not words or {one.id, library(one), str(one.ranks)} & words]
         print(f"| {title} | ranks | as it should be | told |\n|---|--:|---|---|", flush=True)
+        done: list[tuple[Planted | Right, bool]] = []
         for ranks in sorted({one.ranks for one in chosen}):
             with gang_of(ranks) as gang, TemporaryDirectory() as folder:
-                for one in (one for one in chosen if one.ranks == ranks):
-                    try:
-                        found = told(gang.run(proved, one.make, f"{folder}/{one.id}")[0])
-                        said, good = "; ".join(f"{f.rule}: {f.what}" for f in found), holds(one, found)
-                    except GangError as error:
-                        lines = [line for line in str(error).splitlines() if "Error" in line or "prepkit/" in line]
-                        said, good = " ".join(" ".join(lines[-6:]).split()), False
-                    bad += not good
+                for at, one in enumerate(one for one in chosen if one.ranks == ranks):
+                    good, said = tried(one, gang, f"{folder}/{at}")
+                    done.append((one, good))
                     print(f"| {one.id} | {ranks} | {'yes' if good else 'NO'} | {said[:700]} |", flush=True)
-        print(f"{len(chosen)} {title}\n", flush=True)
+        bad += sum(not good for _, good in done)
+        print(f"\n{counted(title, done)}\n", flush=True)
+        if len(there) < len(every):
+            print(f"{len(every) - len(there)} {title} left out: their libraries are not here\n", flush=True)
     return bad > 0
 
 

@@ -12,7 +12,11 @@ from attrs import frozen
 import prepkit as pk
 from prepkit.findings import RunRefused
 from tests.audit.harms import Seen
+from tests.support.deepspeed_cpu import lean
 from tests.training.loop_harms import batch, ended, layers, loss_of, size, train, without
+from tests.training.test_model_changes import IDS
+from tests.training.test_model_changes import prepared as tied
+from tests.training.test_model_changes import train as train_tied
 
 
 @frozen
@@ -66,8 +70,8 @@ def after_close(rank: int, *, slip: bool) -> float:
 
 
 def forward_between(rank: int, *, slip: bool) -> float:
-    ready = prepared(pk.FSDP1())
-    train(ready, rank)
+    ready = prepared(pk.FSDP1(), accumulation=2)
+    train(ready, rank, rank, rank)
     ready.backward(loss_of(ready.model, rank))
     if slip:
         with torch.no_grad():
@@ -77,8 +81,8 @@ def forward_between(rank: int, *, slip: bool) -> float:
 
 
 def evaluated_between(rank: int, *, slip: bool) -> float:
-    ready = prepared(pk.FSDP1())
-    train(ready, rank)
+    ready = prepared(pk.FSDP1(), accumulation=2)
+    train(ready, rank, rank, rank)
     ready.backward(loss_of(ready.model, rank))
     if slip:
         with ready.evaluating():
@@ -91,7 +95,7 @@ LOOP_HARMS_OF_RANKS: tuple[LoopHarmOfRanks, ...] = (
     LoopHarmOfRanks("loop.past-the-wrapper", "the ranks' weights part", past_ddp),
     LoopHarmOfRanks("loop.never-averaged", "the ranks' weights part", ended_late),
     LoopHarmOfRanks("loop.own-loop-unaveraged", "the ranks' weights part", stepped_by_hand),
-    LoopHarmOfRanks("loop.closed", "the ranks' weights part", after_close),
+    LoopHarmOfRanks("loop.closed", "the ranks' weights part", after_close, also=("loop.past-the-wrapper",)),
     LoopHarmOfRanks("loop.forward-loses-gradients", "the step is lost", forward_between, also=("loop.gradients-gone",)),
     LoopHarmOfRanks(
         "loop.evaluated-before-step",
@@ -114,3 +118,78 @@ def seen_on_rank(rank: int, world: int, at: int) -> tuple[str, Seen, Seen]:
     except RunRefused as refused:
         return str(refused), wrong, right
     return "", wrong, right
+
+
+# --- what DeepSpeed throws away ---
+
+
+def zero(engine: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    """Prepared for ZeRO, or for plain torch: the model out of its wrappers and the optimizer that was given too."""
+    return tied(pk.DeepSpeed(stage=1, micro_batch=4) if engine is None else engine, precision=pk.BF16(), **options)
+
+
+def far(weight: torch.Tensor, before: torch.Tensor) -> float:
+    return float((weight.detach().float() - before.float()).abs().sum())
+
+
+def stepped_inside(*, slip: bool) -> float:
+    """How far a layer moves when the optimizer is stepped that was given to DeepSpeed, or by the loop."""
+    ready, model, given = zero()
+    train_tied(ready)
+    before = model.inside.weight.detach().clone()
+    if slip:
+        with without("loop.inner-optimizer-stepped"):
+            given.step()
+    else:
+        train_tied(ready)
+    return far(model.inside.weight, before)
+
+
+def counted_twice(*, slip: bool) -> float:
+    """The weights after a window of two micro-batches of two losses, in a backward each or in one."""
+    ready, model, _ = zero(accumulation=2)
+    with without("loop.engine-counts-backwards"):
+        for _ in range(2):
+            loss = ready.model(IDS).float().square().mean()
+            if slip:
+                ready.backward(loss, more=True)
+                ready.backward(ready.model(IDS).float().mean())
+            else:
+                ready.backward(loss + ready.model(IDS).float().mean())
+            ready.step()
+    return size(model)
+
+
+def loaded_in_the_loop(*, slip: bool) -> float:
+    """How far a layer is from the zeros that were loaded, after a step."""
+    ready, model, _ = zero(None if slip else pk.DDP(), overrides=("run.overwritten",))
+    train_tied(ready)
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    train_tied(ready)
+    return far(model.inside.weight, torch.zeros(4, 4))
+
+
+def frozen_in_the_loop(*, slip: bool) -> float:
+    """How far a layer moves that was frozen."""
+    ready, model, _ = zero(None if slip else pk.FSDP2(), overrides=("run.frozen",))
+    train_tied(ready)
+    model.inside.weight.requires_grad = False
+    held = getattr(model.inside.weight, "_local_tensor", model.inside.weight)
+    before = held.detach().clone()
+    train_tied(ready)
+    return far(getattr(model.inside.weight, "_local_tensor", model.inside.weight), before)
+
+
+DEEPSPEED_HARMS: dict[str, Callable[..., float]] = {
+    "loop.inner-optimizer-stepped": stepped_inside,
+    "loop.engine-counts-backwards": counted_twice,
+    "run.overwritten": loaded_in_the_loop,
+    "run.frozen": frozen_in_the_loop,
+}
+"""Rule to what shows its harm, with the slip and without it."""
+
+
+def thrown_away(rank: int, world: int, rule: str) -> tuple[Seen, Seen]:
+    del rank, world
+    lean()
+    return ended(lambda: DEEPSPEED_HARMS[rule](slip=True)), DEEPSPEED_HARMS[rule](slip=False)

@@ -10,7 +10,12 @@ from prepkit.findings import RunRefused
 from tests.audit.test_harms import alike
 from tests.support.gang import Gang
 from tests.training.loop_harms import LOOP_HARMS, LoopHarm, prepared, seen, size, torch_after, train
-from tests.training.loop_harms_of_ranks import LOOP_HARMS_OF_RANKS, seen_on_rank
+from tests.training.loop_harms_of_ranks import (
+    DEEPSPEED_HARMS,
+    LOOP_HARMS_OF_RANKS,
+    seen_on_rank,
+    thrown_away,
+)
 
 
 def label(harm: LoopHarm) -> str:
@@ -41,3 +46,11 @@ def test_a_slip_of_two_ranks_is_refused_and_does_harm_where_it_is_not(gang2: Gan
     rule = LOOP_HARMS_OF_RANKS[at].rule
     assert all(f"error {rule} at " in said for said, _, _ in found), found
     assert any(not alike(wrong, right) for _, wrong, right in found), f"{rule} does no harm here: {found}"
+
+
+@pytest.mark.parametrize("rule", DEEPSPEED_HARMS)
+def test_what_deepspeed_throws_away_on_two_ranks_is_shown_where_it_is_not_refused(gang2: Gang, rule: str) -> None:
+    pytest.importorskip("deepspeed")
+    for wrong, right in gang2.run(thrown_away, rule, timeout=120):
+        assert math.isfinite(float(right))
+        assert not alike(wrong, right), f"{rule} does no harm here: {wrong} both ways"

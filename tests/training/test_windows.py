@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import prepkit as pk
+from prepkit.findings import FindingWarning
 from tests.support.deepspeed_cpu import lean
 from tests.support.gang import Gang
 
@@ -85,6 +86,22 @@ def test_a_run_that_is_resumed_before_the_last_batch_of_a_pass_knows_what_batche
     assert again.resume(str(tmp_path))
     assert trained(again, iter((2,)))[0] == ".|"
     assert torch.equal(again.model.weight, ready.model.weight)
+
+
+def test_a_checkpoint_in_the_middle_of_a_batch_is_warned_of(tmp_path: Path) -> None:
+    """Windows of two micro-batches and batches of three: the second window ends with the first of a batch."""
+    ready, told = prepared(pk.Single(), accumulation=2, samples=18, batch=6), []
+    for batch in ready.loaders[0]:
+        for part in batch.chunk(3):
+            ready.backward(ready.model(part).square().mean())
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                if ready.step():
+                    ready.save(str(tmp_path))
+            found = [one.message.finding for one in heard if isinstance(one.message, FindingWarning)]
+            told.append([one.what for one in found if one.rule == "loop.saved-inside-batch"])
+    assert [len(one) for one in told] == [0, 0, 0, 1, 0, 0, 0, 0, 0]
+    assert told[3][0].startswith("the batch in use has made 1 of 3 micro-batches, and a resume goes on with the next")
 
 
 @pytest.mark.parametrize("left", [0, 1], ids=["left out", "fewer"])

@@ -190,13 +190,17 @@ class Foreign:
 
     def keys(self) -> Iterator[str]:
         """Dotted paths of all keys, sections included."""
-        rest: list[tuple[str, Any]] = [("", self.data)]
+        yield from (path for path, _ in self._walk())
+
+    def _walk(self) -> Iterator[tuple[str, str]]:
+        """Each of them with the path of its section, which a key with dots in it does not tell; empty at the top."""
+        rest: list[tuple[str, str, Any]] = [("", "", self.data)]
         while rest:
-            path, value = rest.pop()
+            path, section, value = rest.pop()
             if path:
-                yield path
+                yield path, section
             if isinstance(value, dict):
-                rest += [(f"{path}.{key}" if path else str(key), inner) for key, inner in value.items()]
+                rest += [(f"{path}.{key}" if path else str(key), path, inner) for key, inner in value.items()]
 
     def imported(self, config: Config, known: Sequence[str] = (), **declared: Any) -> Imported:
         """The outcome. Raises ``PlanRejected`` with every finding where one is an error, unknown keys among them."""
@@ -246,9 +250,8 @@ class Foreign:
         candidates = sorted({*known, *self._read})
         read = frozenset(self._read)  # as it is now: what is said below counts as read
         said = 0
-        for key in self.keys():
-            parents = [key[:place] for place, letter in enumerate(key) if letter == "."]
-            if key in read or any(parent not in read for parent in parents):
+        for key, section in self._walk():
+            if key in read or (section and section not in read):
                 continue  # below an unknown one, which is said once
             if (said := said + 1) > MOST:
                 self.error("unknown-key", key, f"{MOST} unknown keys are reported, and there are more", "Remove them.")

@@ -123,6 +123,8 @@ def _switched_off(facts: RunFacts) -> Iterator[Hit]:
         if new := [name for name in now.course.unaveraged if name not in before.course.unaveraged]:
             what = "An optimizer steps, and backward averages nothing here since the last look."
             yield Hit(at(new[0]), what, "Leave no_sync() before the last micro-batch of each window.")
+    if facts.running:
+        return
     if facts.world_size < 2 or facts.model.prepared:
         return
     off = [ddp.path for ddp in facts.ddp if not ddp.averages] or list(facts.unaveraged)

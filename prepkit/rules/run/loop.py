@@ -80,6 +80,13 @@ _UNFINISHED = _rule(
     checks.unfinished,
     "Save after a ready.step() that returned True, when ready.loop.pending is 0.",
 )
+_INSIDE_BATCH = _rule(
+    "saved-inside-batch",
+    "Checkpoints are written when all micro-batches of a batch are over.",
+    checks.inside_batch,
+    "Save where a batch ends: let Config(accumulation=...) and the micro-batches of a batch divide each other.",
+    severity=Severity.WARNING,
+)
 _WRITTEN = _rule(
     "gradients-written",
     "Nobody but the loop writes gradients.",
@@ -360,7 +367,7 @@ ASKED: Mapping[type, tuple[Rule, ...]] = {
     events.SteppedByHand: _BEFORE_HAND,
     events.LeftOut: _BEFORE_SKIP,
     events.EvaluationEntered: _BEFORE_EVALUATION,
-    events.Saved: (_CLOSED, _AVERAGES, _SAVED_EVALUATING, _FAILED, _UNFINISHED, _NOT_COUNTED),
+    events.Saved: (_CLOSED, _AVERAGES, _SAVED_EVALUATING, _FAILED, _UNFINISHED, _INSIDE_BATCH, _NOT_COUNTED),
     events.Resuming: (_CLOSED, _AVERAGES, _SAVED_EVALUATING, _FAILED, _UNFINISHED),
     events.AccumulateEntered: (_CLOSED,),
     events.Called: (_CLOSED, _NOT_COUNTED),

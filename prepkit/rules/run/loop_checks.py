@@ -92,6 +92,14 @@ def unfinished(turn: Turn) -> tuple[Hit, ...]:
     )
 
 
+def inside_batch(turn: Turn) -> tuple[Hit, ...]:
+    batches = turn.state.batches
+    if batches.loader is None or batches.last or not 0 < batches.trained < batches.expected:
+        return _NONE
+    made = f"the batch in use has made {batches.trained} of {count(batches.expected, 'micro-batch')}"
+    return _hit(turn, f"{made}, and a resume goes on with the next batch: nobody would train the rest of this one.")
+
+
 # --- backward ---
 
 

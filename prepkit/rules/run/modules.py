@@ -39,7 +39,9 @@ def _untied(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _tie(facts: RunFacts) -> Iterator[Hit]:
-    yield from _untied(facts)
+    if facts.running:
+        yield from _untied(facts)
+        return
     model = facts.model
     ends = (model.input_embedding, model.output_embedding)
     flat = any("fsdp1" in param.averaged_by for param in facts.params)
@@ -78,6 +80,8 @@ def _nan(facts: RunFacts) -> Iterator[Hit]:
         if new := [name for name in now.course.not_finite if name not in before.course.not_finite]:
             what = f"NaN or infinite since the last look: {some(new)}, of the weights that were read."
             yield Hit(at(new[0]), what, _BACK)
+    if facts.running:
+        return
     if facts.nan:
         yield Hit(
             at(facts.nan[0]), f"NaN before the first step, in {count(len(facts.nan), 'tensor')}: {some(facts.nan)}."

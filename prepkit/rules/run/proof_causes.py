@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import isclose, sqrt
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from prepkit.facts.proof import GradientProof, ProofFacts
 from prepkit.findings.text import count, spans
@@ -33,6 +33,8 @@ class Cause:
     ratio: float = 1.0
     rank: int | None = None
     """Whose alone it is; None: not one rank's."""
+    cosine: float = 1.0
+    """Of the angle to what it should be."""
 
 
 # --- what the shares should add up to ---------------------------------------------------------------------------------
@@ -90,7 +92,8 @@ def _clipping(facts: ProofFacts, aim: Vector) -> float:
     clip = facts.clip
     if clip is None:
         return 1.0
-    length = clip.seen if clip.seen is not None else norm(facts, aim)
+    weighed = _weighed(facts)
+    length = clip.seen if clip.seen is not None else norm(facts, aim) * (weighed.ratio if weighed else 1.0)
     return min(1.0, clip.most / (length + 1e-6))
 
 
@@ -159,9 +162,22 @@ class _Aim:
                 length * relative, allowed
             ):
                 return Cause(cause.rule, cause.why, 1.0 if near(ratio, 1.0) else ratio, cause.rank)
+        if (by := self.decayed(one, copy, allowed)) is not None:
+            return Cause("prove.decay", f"{by:.2g} x the weights")
+        if one.name in self.facts.outside:
+            return None  # which is told as a limit
         square = one.squares[copy] * _square(one.gram, self.sums)
         cosine = sum(a * d for a, d in zip(self.sums, one.dots[copy], strict=True)) / sqrt(square) if square else 0.0
-        return Cause("prove.direction", f"no sum of the micro-batches' gradients (cosine {cosine:.2f})")
+        return Cause("prove.direction", "no sum of the micro-batches' gradients", cosine=cosine)
+
+    def decayed(self, one: GradientProof, copy: int, allowed: float) -> float | None:
+        """By what the weight itself was added to its gradient, if that is all that is wrong with it."""
+        if not one.weight_square or not one.along:
+            return None
+        along = one.along[copy] - sum(a * dot for a, dot in zip(self.sums, one.weight, strict=True))
+        by, off = along / one.weight_square, _distance(one, copy, self.sums)
+        rest = sqrt(max(off**2 - by**2 * one.weight_square, 0.0))
+        return by if by > 0 and rest <= max(allowed, 1e-3 * off) else None
 
 
 def _of_ratio(facts: ProofFacts, ratio: float, clipping: float, copy: int) -> Cause:
@@ -258,21 +274,36 @@ def aim_of(facts: ProofFacts) -> _Aim:
 @lru_cache(maxsize=8)
 def causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
     """Every cause with the parameters that it explains, in the order of the parameters. Pure."""
-    if facts.first_apart or not facts.shares or len(set(counts(facts).values())) > 1:
+    if facts.first_apart or facts.scales_apart or not facts.shares or len(set(counts(facts).values())) > 1:
         return ()  # what stands before explains it
-    aim, found = aim_of(facts), dict[tuple[str, str], tuple[list[float], list[str]]]()
+    aim, found = aim_of(facts), dict[tuple[str, str], list[tuple[Cause, str]]]()
+    right = False
     for one in facts.gradients:
         each = [aim.cause(one, copy) for copy in range(len(one.dots))]
-        if not one.dots and sqrt(_square(one.gram, aim.sums)) > 3 * aim.allowed(one):
+        there = sqrt(_square(one.gram, aim.sums)) > 3 * aim.allowed(one)
+        right = right or (there and bool(one.dots) and not any(each))
+        if not one.dots and there:
             each = [Cause("prove.no-gradient", "")]
         for cause in dict.fromkeys(_merged(one, each)):
-            ratios, names = found.setdefault((cause.rule, cause.why), ([], []))
-            ratios.append(cause.ratio)
-            names.append(one.name)
+            found.setdefault((cause.rule, cause.why), []).append((cause, one.name))
     return tuple(
-        (Cause(rule, why, sorted(ratios)[len(ratios) // 2]), tuple(dict.fromkeys(names)))
-        for (rule, why), (ratios, names) in found.items()
+        (_of_some(_typical([cause for cause, _ in every]), right), tuple(dict.fromkeys(name for _, name in every)))
+        for every in found.values()
+        if not (every[0][0].rule == "prove.direction" and facts.clip is not None and facts.clip.early)
     )
+
+
+def _typical(every: list[Cause]) -> Cause:
+    """One cause for several gradients."""
+    by = sorted(every, key=lambda cause: cause.ratio)
+    return evolve(by[len(by) // 2], cosine=min(cause.cosine for cause in every))
+
+
+def _of_some(cause: Cause, right: bool) -> Cause:
+    """What divides a loss changes all of its gradients: where some are right, the number is one by chance."""
+    if right and cause.rule == "prove.accumulation":
+        return evolve(cause, rule="prove.ratio", why="and others are right: no factor of the loss explains it")
+    return cause
 
 
 def _merged(one: GradientProof, each: list[Cause | None]) -> list[Cause]:

@@ -18,7 +18,8 @@ def _gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
         if cause.rule == rule:
             who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
             ratio = "" if near(cause.ratio, 1.0) else f"{cause.ratio:.3f} x what they should be"
-            said = ": ".join(part for part in (ratio, cause.why) if part)
+            why = cause.why + (f" (cosine {cause.cosine:.2f})" if rule == "prove.direction" else "")
+            said = ": ".join(part for part in (ratio, why) if part)
             line = f" ({', '.join(facts.lines)})" if facts.lines else ""
             yield Hit("gradients" if who.startswith("All") else at(names[0]), f"{who} {said}{line}.")
 
@@ -44,7 +45,13 @@ def _no_gradient(facts: ProofFacts) -> Iterator[Hit]:
 
 def _clipped(facts: ProofFacts) -> Iterator[Hit]:
     clip = facts.clip
-    if clip is None or clip.seen is None or facts.first_apart or not facts.gradients or not facts.shares:
+    if clip is not None and clip.early:
+        what = (
+            f"Gradients were clipped to {clip.most:g} before the last micro-batch of the step, which then adds to them."
+        )
+        yield Hit("gradients", what)
+        return
+    if clip is None or clip.seen is None or clip.beyond or clip.power != 2 or facts.first_apart or not facts.gradients:
         return
     length = norm(facts, tuple(a / aim_of(facts).clipping for a in aim_of(facts).sums))
     off = clip.seen / length if length else 1.0
@@ -63,6 +70,54 @@ def _clipped(facts: ProofFacts) -> Iterator[Hit]:
 
 def _first(facts: ProofFacts) -> Iterator[Hit]:
     yield from _ranks_apart(facts.first_apart, "has other first weights than rank 0")
+    yield from _ranks_apart(facts.buffers_apart, "begins with other buffers than rank 0", "buffer")
+
+
+def _moved(facts: ProofFacts) -> Iterator[Hit]:
+    if facts.moved:
+        said = f"Between the forward and the step something has changed {count(len(facts.moved), 'weight')}"
+        yield Hit(at(facts.moved[0]), f"{said}: {some(facts.moved)}. The gradients are those of other weights.")
+
+
+def _left_over(facts: ProofFacts) -> Iterator[Hit]:
+    if facts.left:
+        said = f"{count(len(facts.left), 'parameter')} had a gradient before the first backward of the step"
+        yield Hit(at(facts.left[0]), f"{said}, to which the window has added: {some(facts.left)}.")
+    if facts.kept:
+        said = f"{count(len(facts.kept), 'parameter')} still had the gradient of this step when the next went backward"
+        yield Hit(at(facts.kept[0]), f"{said}, and adds to it: {some(facts.kept)}.")
+
+
+def _twice(facts: ProofFacts) -> Iterator[Hit]:
+    if facts.twice:
+        yield Hit(
+            "optimizer", "The optimizer stepped once more over the same gradients: nothing went backward between."
+        )
+
+
+def _decay(facts: ProofFacts) -> Iterator[Hit]:
+    for why, names, decay in _decayed(facts):
+        if decay:
+            what = f"To the gradients of {count(len(names), 'parameter')} {why} were added, and the optimizer decays"
+            yield Hit(at(names[0]), f"{what} by {decay:g} too: {some(names)}.")
+
+
+def _decayed(facts: ProofFacts) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """What was added, to which gradients, and the optimizer's own decay of them."""
+    decays = {one.name: one.decay for one in facts.gradients}
+    for cause, names in causes(facts):
+        for decay in dict.fromkeys(decays[name] for name in names) if cause.rule == "prove.decay" else ():
+            yield cause.why, tuple(name for name in names if decays[name] == decay), decay
+
+
+def _tokens(facts: ProofFacts) -> Iterator[Hit]:
+    each = [abs(share.each) for share in facts.shares if share.each is not None]
+    if len(each) < len(facts.shares) or not each or max(each) <= 1.01 * min(each):
+        return
+    most, least = each.index(max(each)), each.index(min(each))
+    places = [f"micro-batch {one.micro} of rank {one.rank}" for one in (facts.shares[most], facts.shares[least])]
+    ratio = max(each) / min(each) if min(each) > 0 else float("inf")
+    yield Hit("loss", f"A sample, or token that counts, in {places[0]} weighs {ratio:.2f} x one in {places[1]}.")
 
 
 def _after(facts: ProofFacts) -> Iterator[Hit]:
@@ -72,11 +127,11 @@ def _after(facts: ProofFacts) -> Iterator[Hit]:
         )
 
 
-def _ranks_apart(apart: tuple[tuple[str, tuple[int, ...]], ...], what: str) -> Iterator[Hit]:
+def _ranks_apart(apart: tuple[tuple[str, tuple[int, ...]], ...], what: str, kind: str = "parameter") -> Iterator[Hit]:
     ranks = sorted({rank for _, found in apart for rank in found})
     for rank in ranks:
         names = [name for name, found in apart if rank in found]
-        yield Hit(at(names[0]), f"Rank {rank} {what}: {count(len(names), 'parameter')}, {some(names)}.")
+        yield Hit(at(names[0]), f"Rank {rank} {what}: {count(len(names), kind)}, {some(names)}.")
 
 
 def _uneven(facts: ProofFacts) -> Iterator[Hit]:
@@ -88,7 +143,7 @@ def _uneven(facts: ProofFacts) -> Iterator[Hit]:
 
 def _options(facts: ProofFacts) -> Iterator[Hit]:
     if facts.options_apart:
-        yield Hit("optimizer", f"Ranks step with different options: {'; '.join(facts.options_apart[:3])}.")
+        yield Hit("optimizer", f"Ranks run with different options: {'; '.join(facts.options_apart[:3])}.")
 
 
 def _samples(facts: ProofFacts) -> Iterator[Hit]:
@@ -117,7 +172,7 @@ def _step_allowed(one: StepProof) -> float:
 
 def _step_size(facts: ProofFacts) -> Iterator[Hit]:
     found: dict[str, list[str]] = {}
-    for one in facts.steps:
+    for one in facts.steps if not facts.options_apart else ():
         off = sqrt(max(one.moved - 2 * one.along + one.expected, 0.0))
         if one.held and one.moved and off > _step_allowed(one):
             ratio = one.along / one.expected if one.expected else float("inf")
@@ -134,6 +189,11 @@ def _step_size(facts: ProofFacts) -> Iterator[Hit]:
 def _limits(facts: ProofFacts) -> Iterator[Hit]:
     for limit in facts.limits:
         yield Hit("proof", f"{limit}.")
+    added = [(why, names) for why, names, decay in _decayed(facts) if not decay]
+    for why, names in added:
+        yield Hit("proof", f"To {count(len(names), 'gradient')} {why} were added: taken for a decay that is meant.")
+    if left := set(facts.outside).difference(*(names for _, names, _ in _decayed(facts))):
+        yield Hit("proof", f"The loss uses {some(sorted(left))} beside the outputs: that part was not replayed.")
     noise = sqrt(sum(one.noise**2 for one in facts.gradients))
     if facts.gradients and facts.shares and noise > 0.1 * norm(facts, mean(facts)):
         yield Hit(
@@ -176,6 +236,18 @@ RULES: tuple[Rule, ...] = (
         _first,
     ),
     _row(
+        "prove.left-over",
+        "No gradient is left from before when a window begins.",
+        "Call optimizer.zero_grad() after every step, and after every backward that is not to be stepped.",
+        _left_over,
+    ),
+    _row(
+        "prove.moved",
+        "Weights stay as they are from the first forward of a window to its step.",
+        "Change weights behind the step alone: swap averages back before training, decay in the optimizer.",
+        _moved,
+    ),
+    _row(
         "prove.uneven",
         "Every rank goes backward over as many micro-batches before a step.",
         "Let no rank skip a batch that others train on; give all loaders the same length, with drop_last.",
@@ -186,6 +258,14 @@ RULES: tuple[Rule, ...] = (
         "Ranks that hold the whole model read different samples.",
         "Give each loader a DistributedSampler, or let the library that prepares the model prepare it too.",
         _samples,
+        severity=Severity.WARNING,
+    ),
+    _row(
+        "prove.tokens",
+        "Each sample, or token that counts, weighs as much as any other of the step.",
+        "Divide the sum of the losses by the tokens of all ranks and micro-batches: mean_over= in ready.backward, "
+        "num_items_in_batch in transformers; else override, where a mean of means is meant.",
+        _tokens,
         severity=Severity.WARNING,
     ),
     _row(
@@ -240,6 +320,13 @@ RULES: tuple[Rule, ...] = (
         "Look for a factor at the loss, in a hook, or in what averages; the ratio is the factor.",
     ),
     _row(
+        "prove.decay",
+        "Weights decay once: by the optimizer, or by what is added to the loss or to the gradients.",
+        "Set weight_decay=0 in the optimizer, or add nothing of the weights yourself.",
+        _decay,
+        severity=Severity.WARNING,
+    ),
+    _row(
         "prove.direction",
         "Gradients are a sum of those of the micro-batches.",
         "Look at what changes weights, buffers or gradients between forward and step, and at layers that ranks share.",
@@ -251,9 +338,15 @@ RULES: tuple[Rule, ...] = (
         _no_gradient,
     ),
     _row(
+        "prove.stepped-twice",
+        "An optimizer steps once over the gradients of a window.",
+        "Call step() once: a trainer, an engine or a scaler calls it by itself.",
+        _twice,
+    ),
+    _row(
         "prove.options",
-        "Ranks step with the same options.",
-        "Make the optimizer and its scheduler alike on every rank; set no learning rate by rank.",
+        "Ranks step with the same options, in the same precision and modes.",
+        "Make the optimizer, its scheduler, autocast and train() alike on every rank; set no learning rate by rank.",
         _options,
     ),
     _row(

@@ -38,6 +38,8 @@ def _values(facts: RunFacts) -> Iterator[Hit]:
         if now.parted:
             what = f"Ranks that hold the same of {count(len(now.parted), 'parameter')} differ: {some(now.parted)}."
             yield Hit(at(now.parted[0]), what, _TOGETHER)
+    if facts.running and facts.applied is None:
+        return  # what differed at an audit was told then
     own = {name for ddp in facts.ddp for name in ddp.ignored}  # experts, which each rank has for itself
     if parted := [name for name in facts.parted if name not in own]:
         odd = facts.applied.odd_ranks if facts.applied is not None else ()

@@ -32,7 +32,9 @@ def _where(facts: RunFacts, index: int) -> str:
 
 
 def _orphans(facts: RunFacts) -> Iterator[Hit]:
-    yield from _other_slots(facts)
+    if facts.running:
+        yield from _other_slots(facts)
+        return  # what stood there before was told then
     missed = _missed(facts)
     for index, optimizer in enumerate(facts.optimizers):
         if not optimizer.orphans or not missed:
@@ -66,7 +68,9 @@ def _other_slots(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _misses(facts: RunFacts) -> Iterator[Hit]:
-    yield from _put_in(facts)
+    if facts.running:
+        yield from _put_in(facts)
+        return
     missed = _missed(facts)
     if not facts.optimizers or not missed or any(one.orphans for one in facts.optimizers):
         return
@@ -111,7 +115,9 @@ def _cleared(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _lost(facts: RunFacts) -> Iterator[Hit]:
-    yield from _cleared(facts)
+    if facts.running:
+        yield from _cleared(facts)
+        return
     for index, optimizer in enumerate(facts.optimizers):
         if optimizer.lost:
             what = f"`{optimizer.name}` has state of {count(optimizer.lost, 'tensor')} outside its groups."

@@ -23,17 +23,20 @@ def _twice(facts: RunFacts) -> Iterator[Hit]:
     for place in facts.wrapped:
         for word, number in Counter(place.wrappers).items():
             if number > 1 and word in WORDS:
-                yield Hit(at(place.path), f"{number} times {WORDS[word]}, one around the other.")
+                what = f"{number} times {WORDS[word]}, one around the other."
+                yield Hit(at(place.path), what, milder=word != "deepspeed")
         if {"ddp", "fsdp1"} <= set(place.wrappers) or {"ddp", "deepspeed"} <= set(place.wrappers):
             names = " around ".join(WORDS[word] for word in place.wrappers if word in WORDS)
             yield Hit(at(place.path), f"{names}: two average the same gradients.")
 
 
 def _nested(facts: RunFacts) -> Iterator[Hit]:
-    around = {place.path for place in facts.wrapped if {"ddp", "deepspeed"} & set(place.wrappers)}
+    around = {place.path: place for place in facts.wrapped if {"ddp", "deepspeed"} & set(place.wrappers)}
     for place in facts.wrapped:
-        if "ddp" in place.wrappers and place.path and ({*_above(place.path), ""} & around):
-            yield Hit(at(place.path), "DistributedDataParallel inside another: two average the same gradients.")
+        above = {*_above(place.path), ""} & around.keys()
+        if "ddp" in place.wrappers and place.path and above:
+            what = "DistributedDataParallel inside another: two average the same gradients."
+            yield Hit(at(place.path), what, milder=not any("deepspeed" in around[path].wrappers for path in above))
 
 
 def _either(facts: RunFacts) -> Iterator[Hit]:
@@ -120,6 +123,7 @@ RULES: tuple[Rule, ...] = (
         check=_either,
         at=(Moment.AUDIT,),
         fix="Give the model to one of them, once.",
+        milder="for a wrapper of torch in another of its kind, which do the work twice and come to the same",
         source=("pain 19",),
     ),
     Rule(

@@ -474,3 +474,13 @@ def test_a_setting_that_no_key_says_has_a_row_of_its_own(tmp_path: Path) -> None
     path.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_sync_module_states: true}\n")
     assert "config.weights" in str(import_config(path))
     assert re.search(r"BroadcastWeights\(\) +from what accelerate does by itself", str(import_config(path)))
+
+
+@pytest.mark.parametrize("where", ["", "fsdp_config"])
+def test_an_unknown_key_with_dots_in_it_is_said(tmp_path: Path, where: str) -> None:
+    line = f"{where}:\n  'no.such.key': 1\n" if where else "'no.such.key': 1\n"
+    (tmp_path / "a.yaml").write_text(f"distributed_type: FSDP\n{line}")
+    with pytest.raises(PlanRejected) as caught:
+        import_config(str(tmp_path / "a.yaml"))
+    said = [finding for finding in caught.value.findings if finding.rule == "import.unknown-key"]
+    assert [one.where.rpartition(" ")[2] for one in said] == [f"{where}.no.such.key".strip(".")]

@@ -1,0 +1,119 @@
+"""The step of a recorded window, taken once more by the optimizer's class over the recorded gradients."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from prepkit.facts.proof import StepProof
+from prepkit.proving.parts_of import replicas
+from prepkit.proving.record_file import Record
+
+if TYPE_CHECKING:
+    from prepkit.proving.replay import Replay
+
+OTHER_NAMES = {"FusedAdam": "AdamW", "DeepSpeedCPUAdam": "AdamW"}
+"""Optimizers of DeepSpeed's to those of torch that do the same with the options that they are given."""
+HOW = ("foreach", "fused", "capturable", "differentiable")
+"""Options that change how a step is computed, and not what comes of it."""
+KEPT = ("state.", "number.")
+"""How keys of an optimizer's state begin."""
+
+
+def _class_of(name: str) -> Any:
+    """Torch's optimizer of that name; None: it has none."""
+    return getattr(torch.optim, OTHER_NAMES.get(name, name), None)
+
+
+def _no_step(records: tuple[Record, ...]) -> str:
+    """Why the step is not taken again; empty where it is."""
+    head = records[0].head
+    if head.odd:
+        return f"{head.optimizer} keeps {', '.join(head.odd)}, which a record does not hold: its step was not replayed"
+    if "LBFGS" in head.optimizer:
+        return f"{head.optimizer} asks for several gradients in a step: the first was compared, and no step"
+    if any(_class_of(json.loads(group)["class"]) is None for group in head.groups):
+        return f"{head.optimizer} is no optimizer of torch's: its step was not replayed"
+    return ""
+
+
+def steps_of(window: Replay) -> tuple[tuple[StepProof, ...], str]:
+    """Every trained parameter: the step that was taken, and the same class taken plainly over the recorded gradient.
+
+    And why nothing is compared, where that is so.
+    """
+    if why := _no_step(window.records):
+        return (), why
+    try:
+        return tuple(_steps(window)), ""
+    except Exception as error:  # options and state are what a file says
+        head = window.records[0].head
+        return (), f"{head.optimizer} cannot take its step again: {type(error).__name__}: {error!s:.200}"
+
+
+def _steps(window: Replay) -> Iterator[StepProof]:
+    records, head = window.records, window.records[0].head
+    groups = {one.name: one.group for record in records for one in record.head.params if one.group is not None}
+    kinds = sorted({key.partition("/")[0] for record in records for key in record.tensors if key.startswith(KEPT)})
+    for one in head.params:
+        if not one.trained:
+            continue
+        grads, after = replicas(records, "grad", one.name), replicas(records, "after", one.name)
+        if one.name not in groups:
+            yield StepProof(name=one.name, held=False)
+        elif grads and after:
+            before = window.weight(one.name)
+            options = json.loads(head.groups[groups[one.name]])
+            state = dict(_state(records, kinds, one.name))
+            exact, coarse = (
+                _update(options, before, grads[0].values, state, dtype) for dtype in (torch.float64, before.dtype)
+            )
+            moved = after[0].values.double().reshape(-1) - before.double().reshape(-1)
+            yield StepProof(
+                name=one.name,
+                along=float(moved @ exact),
+                expected=float(exact @ exact),
+                moved=float(moved @ moved),
+                noise=float((exact - coarse).norm()),
+            )
+
+
+def _state(records: tuple[Record, ...], kinds: list[str], name: str) -> Iterator[tuple[str, Tensor]]:
+    """What the optimizer had of one parameter, whole."""
+    for kind in kinds:
+        key = kind.partition(".")[2]
+        if kind.startswith("number."):
+            kept = next((one.tensors[f"{kind}/{name}"] for one in records if f"{kind}/{name}" in one.tensors), None)
+            if kept is not None:
+                yield key, kept[0]
+        elif whole := replicas(records, kind, name):
+            yield key, whole[0].values
+
+
+def _update(
+    options: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor], dtype: torch.dtype
+) -> Tensor:
+    """What one step adds to a weight, in float64."""
+    make: Callable[..., Any] = _class_of(options["class"])
+    known = inspect.signature(make).parameters
+    given = {key: value for key, value in options.items() if key in known and key not in HOW}
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    param = nn.Parameter(weight.to(dtype, copy=True))
+    param.grad = grad.to(dtype, copy=True)
+    optimizer = make([param], **given)
+    if state:
+        optimizer.state[param] = {key: _as_it_was(key, value, dtype) for key, value in state.items()}
+    optimizer.step()
+    return (param.detach().double() - weight.double()).reshape(-1)
+
+
+def _as_it_was(key: str, value: Tensor, dtype: torch.dtype) -> Any:
+    """One entry of an optimizer's state: torch keeps the number of steps in float32, and numbers as they are."""
+    if value.dim():
+        return value.to(dtype, copy=True)
+    return value.float() if key == "step" else value.item() if not value.is_floating_point() else value.to(dtype)

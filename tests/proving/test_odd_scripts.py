@@ -1,0 +1,265 @@
+"""Scripts of unusual shape are proven, or told why they are not; a hostile record is a finding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, safe_open, save_file
+from torch import nn
+
+from prepkit.cli import main
+from prepkit.findings import PlanRejected, Severity
+from prepkit.proving.proof import Proof, prove_records
+from prepkit.proving.record_file import KEY, path_of, write
+from prepkit.proving.recorder import Recorder
+from prepkit.proving.script import prove_script
+
+BEGIN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(5, 6)
+"""
+
+
+def proved(tmp_path: Path, text: str) -> Proof | None:
+    (tmp_path / "train.py").write_text(BEGIN + text)
+    return prove_script(str(tmp_path / "train.py"))
+
+
+def told(proof: Proof | None) -> list[str]:
+    assert proof is not None
+    return [f"{one.rule}: {one.what}" for one in proof.findings if one.severity is not Severity.NOTE]
+
+
+RIGHT: dict[str, str] = {
+    "two models": """
+other = nn.Linear(6, 3)
+second = torch.optim.Adam(other.parameters())
+for _ in range(3):
+    for one, steps in ((model, optimizer), (other, second)):
+        steps.zero_grad()
+        one(x).square().mean().backward()
+        steps.step()
+""",
+    "a generator and its critic": """
+critic = nn.Linear(3, 1)
+second = torch.optim.Adam(critic.parameters())
+for _ in range(3):
+    fake, real = model(x), torch.randn(5, 3)
+    second.zero_grad()
+    (critic(fake.detach()).mean() - critic(real).mean()).backward()
+    second.step()
+    optimizer.zero_grad()
+    (-critic(fake).mean()).backward()
+    optimizer.step()
+""",
+    "an encoder and a head that one optimizer steps": """
+head = nn.Linear(3, 2)
+optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    head(model(x)).square().mean().backward()
+    nn.utils.clip_grad_norm_([*model.parameters(), *head.parameters()], 0.01)
+    optimizer.step()
+""",
+    "a closure": """
+def closure():
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+for _ in range(3):
+    optimizer.step(closure)
+""",
+    "a function of its own": """
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return 2 * values
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+    def forward(self, values):
+        return Doubled.apply(self.inner(values))
+model = Own()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+""",
+    "clipping by value": """
+for _ in range(3):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    optimizer.step()
+""",
+    "clipping by another norm": """
+for _ in range(3):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=1.0)
+    optimizer.step()
+""",
+    "weights in the loss": """
+for _ in range(3):
+    optimizer.zero_grad()
+    (model(x).square().mean() + 0.1 * sum(one.square().sum() for one in model.parameters())).backward()
+    optimizer.step()
+""",
+    "options that hold None": """
+optimizer = torch.optim.Adafactor(model.parameters())
+model(x).square().mean().backward()
+optimizer.step()
+""",
+    "a norm that is only measured": """
+model(x).square().mean().backward()
+nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+optimizer.step()
+""",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_script_of_unusual_shape_is_proven(tmp_path: Path, name: str) -> None:
+    proof = proved(tmp_path, RIGHT[name])
+    assert told(proof) == []
+    assert proof is not None
+    assert [one.facts.unproven for one in (proof, *proof.beside)] == [""] * (1 + len(proof.beside))
+    assert sum(len(one.facts.gradients) for one in (proof, *proof.beside)) >= 2 or "by value" in str(proof)
+
+
+def test_each_of_two_models_has_a_proof_of_its_own(tmp_path: Path) -> None:
+    step = "    optimizer.step()"
+    wrong = RIGHT["a generator and its critic"].replace(step, f"    model[0].weight.grad *= 3\n{step}")
+    proof = proved(tmp_path, wrong)
+    assert ["3.000 x what they should be" in one for one in told(proof)] == [True]
+    assert proof is not None
+    assert {one.name for one in (proof, *proof.beside)} == {"Sequential", "Linear"}
+    assert all(one.where.startswith("Sequential: ") for one in proof.failed)
+
+
+COPIES = """
+copies = [nn.Parameter(one.detach().clone()) for one in model.parameters()]
+model(x).square().mean().backward()
+for one, other in zip(copies, model.parameters()):
+    one.grad = other.grad
+torch.optim.SGD(copies, lr=0.1).step()
+with torch.no_grad():
+    for one, other in zip(copies, model.parameters()):
+        other.copy_(one)
+"""
+GIVEN = """
+class Given:
+    pass
+class Takes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = model
+    def forward(self, values, more):
+        return self.inner(values)
+Takes()(x, Given()).square().mean().backward()
+optimizer.step()
+"""
+BACKWARD = "model(x).square().mean().backward()\n"
+TOLD: dict[str, tuple[str, str]] = {
+    "steps another model": (
+        f"{BACKWARD}torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()\n",
+        "prove.not-stepped",
+    ),
+    "steps copies": (COPIES, "prove.unproven: an optimizer has stepped copies"),
+    "loses its numbers": (
+        "(model(x).square().mean() / 0).backward()\noptimizer.step()\n",
+        "prove.unproven: the loss of micro-batch 0 is inf on rank 0",
+    ),
+    "gives what is no tensor": (GIVEN, "prove.unproven: the forward was given an object of class Given"),
+    "calls a part beside the whole": (
+        "(model(x).square().mean() + nn.Sequential(model[0], nn.ReLU())(x).mean()).backward()\noptimizer.step()\n",
+        "",
+    ),
+    "clears nothing": (f"for _ in range(2):\n    {BACKWARD}    optimizer.step()\n", "prove.left-over"),
+    "steps twice": (f"{BACKWARD}optimizer.step()\noptimizer.step()\n", "prove.stepped-twice"),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_is_not_as_it_should_be_or_cannot_be_proven_is_told(tmp_path: Path, name: str) -> None:
+    text, says = TOLD[name]
+    proof = proved(tmp_path, text)
+    if says:
+        assert [one[: len(says)] for one in told(proof)] == [says], str(proof)
+    else:
+        assert told(proof) == []
+        assert "gradients were not compared" in str(proof)
+
+
+def test_a_script_that_never_steps_over_a_gradient_says_so(tmp_path: Path) -> None:
+    for text in ("model(x)\n", "optimizer.step()\n", "model(x).mean().backward()\n"):
+        assert proved(tmp_path, text) is None
+    done = CliRunner().invoke(main, ["audit", "--prove", str(tmp_path / "train.py")])
+    assert done.exit_code == 2
+    assert "ended without an optimizer step" in done.output
+
+
+def one_record(folder: Path) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):  # the second one has state
+        optimizer.zero_grad()
+        with (recorder := Recorder(root=model)).on():
+            model(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+    write(recorder.record(), folder)
+    return model
+
+
+def other_rate(head: Any, _: Any) -> None:
+    head["groups"] = [json.dumps({**json.loads(head["groups"][0]), "lr": -1.0})]
+
+
+HOSTILE: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
+    "an entry that is no method": (lambda head, _: head["calls"][0].update(entry="__reduce__"), True),
+    "an entry that the model lacks": (lambda head, _: head["calls"][0].update(entry="launch"), False),
+    "an optimizer with a wrong option": (other_rate, False),
+    "a number of steps that is none": (
+        lambda _, tensors: tensors.update({"number.step/0.weight": torch.zeros(2)}),
+        True,
+    ),
+    "state of another size": (lambda _, tensors: tensors.update({"state.exp_avg/0.weight": torch.zeros(3)}), True),
+    "no weight": (lambda _, tensors: tensors.pop("weight/0.weight"), True),
+}
+"""What is changed in header or tensors, and whether it is seen when the file is read."""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_record_is_a_finding(tmp_path: Path, name: str) -> None:
+    change, refuses = HOSTILE[name]
+    model = one_record(tmp_path)
+    assert prove_records(model, tmp_path).fine
+    with safe_open(path_of(tmp_path, 0), framework="pt") as file:
+        head = json.loads(file.metadata()[KEY])
+    tensors = load_file(path_of(tmp_path, 0))
+    change(head, tensors)
+    save_file(tensors, path_of(tmp_path, 0), metadata={KEY: json.dumps(head)})
+    if refuses:
+        with pytest.raises(PlanRejected) as refused:
+            prove_records(model, tmp_path)
+        assert [one.rule for one in refused.value.findings] == ["prove.record"]
+    else:
+        proof = prove_records(model, tmp_path)
+        assert proof.facts.unproven or any("cannot take its step again" in one for one in proof.facts.limits), proof

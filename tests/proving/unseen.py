@@ -1,0 +1,294 @@
+"""Errors that were written after the proof was, to see what it makes of those that nobody had in mind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from tests.proving.window import DDP, WIDTH, Net, Window, adam, loop, loss_of, micros, net
+
+
+def optimizer_made_before_fsdp2(rank: int, world: int) -> Window:
+    model = net()
+    before = adam(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))))
+    fully_shard(model)
+    return Window(model, lambda: loop(model, before))
+
+
+def optimizer_made_before_fsdp1(rank: int, world: int) -> Window:
+    whole = net()
+    optimizer = adam(whole)
+    model = FullyShardedDataParallel(whole, device_id=torch.device("cpu"))
+    return Window(model, lambda: loop(model, optimizer))
+
+
+def decayed_by_hand_before_the_step(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            (loss_of(model, batch) / 2).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1 - 1e-2 * 0.01)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def decayed_in_the_gradient_and_by_adamw(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            (loss_of(model, batch) / 2).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.add_(param.detach(), alpha=0.05)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def decayed_in_the_loss_and_by_adamw(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            decay = sum((param.square().sum() for param in model.parameters()), torch.zeros(()))
+            ((loss_of(model, batch) + 0.02 * decay) / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def _ragged(number: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for x, y in micros(number):
+        keep = torch.arange(6) < (5 if rank == 0 else 2)
+        yield x, torch.where(keep, y, -100)
+
+
+def mean_over_ragged_tokens(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in _ragged(2, rank):
+            (loss_of(model, batch) / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def averaged_weights_put_in_before_the_step(rank: int, world: int) -> Window:
+    """A moving average that is swapped in for an evaluation, and never swapped out."""
+    model = net()
+    fully_shard(model)
+    optimizer = adam(model)
+    average = [param.detach() * 0.9 for param in model.parameters()]
+
+    def train() -> None:
+        for batch in micros(2):
+            (loss_of(model, batch) / 2).backward()
+        with torch.no_grad():
+            for param, mean in zip(model.parameters(), average, strict=True):
+                param.copy_(mean)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def rank_1_in_bfloat16(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=rank == 1):
+                loss = loss_of(model, batch) / 2
+            loss.backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def rank_1_evaluates(rank: int, world: int) -> Window:
+    model = DDP(net(0.3))
+    optimizer = adam(model)
+    if rank == 1:
+        model.eval()
+    return Window(model, lambda: loop(model, optimizer))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.register_buffer("mask", (torch.rand(WIDTH) > 0.5).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.enter(x)) * self.mask)
+
+
+def masks_that_differ(rank: int, world: int) -> Window:
+    torch.manual_seed(0)
+    whole = Masked()
+    torch.manual_seed(rank)
+    whole.mask = (torch.rand(WIDTH) > 0.5).float()
+    model = DDP(whole, broadcast_buffers=False, init_sync=False)
+    optimizer = adam(model)
+    return Window(model, lambda: loop(model, optimizer))
+
+
+class Forgets(Net):
+    """Computes its blocks again in the backward, with other masks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+        return self.head(x)
+
+
+def recomputed_with_other_masks(rank: int, world: int) -> Window:
+    torch.manual_seed(0)
+    model = DDP(Forgets(0.3))
+    torch.manual_seed(rank)
+    optimizer = adam(model)
+    return Window(model, lambda: loop(model, optimizer))
+
+
+def head_called_beside(rank: int, world: int) -> Window:
+    """Two modules that the loop calls one after the other, and one of them is wrapped."""
+    whole = net()
+    head, whole.head = whole.head, nn.Identity()
+    body = DDP(whole)
+    optimizer = torch.optim.AdamW([*body.parameters(), *head.parameters()], lr=1e-2)
+
+    def train() -> None:
+        for x, y in micros(2):
+            (nn.functional.cross_entropy(head(body(x)), y) / 2).backward()
+        optimizer.step()
+
+    return Window(None, train)
+
+
+def critic_divided_twice(rank: int, world: int) -> Window:
+    """Two models with their own optimizers; the second one's loss is divided twice."""
+    actor, critic = DDP(net()), DDP(net())
+    first, second = adam(actor), adam(critic)
+
+    def train() -> None:
+        for batch in micros(3):
+            (loss_of(actor, batch) / 3).backward()
+            (loss_of(critic, batch) / 9).backward()
+        first.step()
+        second.step()
+
+    return Window(None, train)
+
+
+def each_rank_scales_its_loss(rank: int, world: int) -> Window:
+    """By its own samples' share, which another line has averaged out already."""
+    model = DDP(net())
+    optimizer = adam(model)
+    return Window(model, lambda: loop(model, optimizer, 2, 2 * (1 + rank)))
+
+
+def hook_of_the_wrapper_halves_large_ones(rank: int, world: int) -> Window:
+    model = DDP(net())
+
+    def shrink(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad *= 0.3
+
+    for param in model.module.blocks.parameters():
+        param.register_post_accumulate_grad_hook(shrink)
+    optimizer = adam(model)
+    return Window(model, lambda: loop(model, optimizer, 1))
+
+
+def gradients_left_from_before(rank: int, world: int) -> Window:
+    """A warm-up whose gradients nobody clears."""
+    model = DDP(net())
+    optimizer = adam(model)
+    x, y = next(micros(1, rank=50 + rank))
+    nn.functional.cross_entropy(model(x), y).backward()
+    return Window(model, lambda: loop(model, optimizer))
+
+
+def noise_on_the_gradients_of_each_rank(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            (loss_of(model, batch) / 2).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.add_(torch.randn_like(param), alpha=0.01)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def scaled_by_each_rank_itself(rank: int, world: int) -> Window:
+    """Loss scales that part: an overflow on one rank alone."""
+    model = DDP(net())
+    optimizer = adam(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0 * (1 + rank))
+
+    def train() -> None:
+        for batch in micros(1):
+            scaler.scale(loss_of(model, batch)).backward()
+        scaler.step(optimizer)
+
+    return Window(model, train)
+
+
+def sent_in_two_groups_of_layers(rank: int, world: int) -> Window:
+    """Blocks that are averaged by hand, and all else forgotten."""
+    model = net()
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            (loss_of(model, batch) / 2).backward()
+        for param in model.blocks.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= world
+        optimizer.step()
+
+    return Window(model, train)
+
+
+UNSEEN: tuple[tuple[Any, ...], ...] = (
+    (optimizer_made_before_fsdp2, "prove.not-stepped"),
+    (optimizer_made_before_fsdp1, "prove.not-stepped"),
+    (decayed_by_hand_before_the_step, "prove.moved"),
+    (decayed_in_the_gradient_and_by_adamw, "prove.decay"),
+    (decayed_in_the_loss_and_by_adamw, "prove.decay"),
+    (mean_over_ragged_tokens, "prove.tokens"),
+    (averaged_weights_put_in_before_the_step, "prove.moved"),
+    (rank_1_in_bfloat16, "prove.options"),
+    (rank_1_evaluates, "prove.options"),
+    (masks_that_differ, "prove.first-weights"),
+    (recomputed_with_other_masks, "prove.direction"),
+    (head_called_beside, "prove.not-averaged"),
+    (critic_divided_twice, "prove.accumulation"),
+    (each_rank_scales_its_loss, "prove.tokens"),
+    (hook_of_the_wrapper_halves_large_ones, "prove.ratio"),
+    (gradients_left_from_before, "prove.left-over"),
+    (noise_on_the_gradients_of_each_rank, "prove.direction"),
+    (scaled_by_each_rank_itself, "prove.options"),
+    (sent_in_two_groups_of_layers, "prove.not-averaged"),
+)
