@@ -100,11 +100,19 @@ FROM_PICTURES = {
     "vqgan/train_vqgan": f"{DATASET} --model_config_name_or_path {{vq}} --max_train_steps 4 --seed 3",
     f"{RESEARCH}autoencoderkl/train_autoencoderkl": f"{DATASET} --pretrained_model_name_or_path {{vae}} "
     "--max_train_steps 4 --seed 3 --disc_start 100",
-    f"{RESEARCH}consistency_training/train_cm_ct_unconditional": "--train_data_dir {images}/labelled --num_epochs 1",
+    f"{RESEARCH}consistency_training/train_cm_ct_unconditional": "--train_data_dir {images}/labelled "
+    "--max_train_steps 4",
 }
 TRAINER = "--output_dir {out} --per_device_train_batch_size 4 --num_train_epochs 2 --seed 3"
 TEXT = "--model_name_or_path {bert} --per_device_eval_batch_size 4"
 READ = "--train_file {data}/%s.json --validation_file {data}/%s_test.json"
+
+
+def _logged(path: str) -> str:
+    """What each is given, with the logger by the name that the script has for it."""
+    return PICTURES.replace("--report_to", "--logger") if path.endswith("train_unconditional") else PICTURES
+
+
 NO_TRAINER = {
     "text-classification/run_glue": f"{TEXT} {READ % (('pairs',) * 2)} --checkpointing_steps epoch",
     "language-modeling/run_clm": f"--model_name_or_path {{gpt2}} {READ % (('texts',) * 2)} --block_size 16 "
@@ -158,7 +166,7 @@ SCRIPTS = (
     ),
     Script("examples/conditional_generation/peft_lora_seq2seq_accelerate_fsdp.py"),
     *(Script(f"examples/{path}.py", f"{PICTURES} {SD} {others}") for path, others in DIFFUSION.items()),
-    *(Script(f"examples/{path}.py", f"{PICTURES} {others}") for path, others in FROM_PICTURES.items()),
+    *(Script(f"examples/{path}.py", f"{_logged(path)} {others}") for path, others in FROM_PICTURES.items()),
     *(Script(f"examples/pytorch/{path}_no_trainer.py", f"{TRAINER} {given}") for path, given in NO_TRAINER.items()),
 )
 
