@@ -5,17 +5,21 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import prepkit as pk
 from prepkit import config, errors, processes
 
 PACKAGE = Path(pk.__file__).parent
+ROOT = PACKAGE.parent
 LAZY = (pk, errors, processes)
 SPACES = ("data", "ddp", "errors", "fp8", "optim", "processes", "rules", "tp", "track", "wrap")
 INNER = {
@@ -136,3 +140,14 @@ def test_no_public_module_is_forgotten_by_the_top() -> None:
     assert rooms - inner == set(SPACES) - {"rules"}
     for space in SPACES:
         assert getattr(pk, space) is importlib.import_module(f"prepkit.{space}")
+
+
+def test_the_page_of_a_prepared_run_has_its_members_and_no_others() -> None:
+    """Checked on an instance, as the page is read by people who type what stands there."""
+    ready = pk.apply(pk.build_plan(pk.Config(intent=pk.Intent.INFERENCE), torch.nn.Linear(2, 2)))
+    text = (ROOT / "docs" / "reference" / "api.md").read_text().partition("## Prepared")[2]
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = {name for cell in cells for name in re.findall(r"`([\w.]+)", cell)}
+    for name in named:
+        attrgetter(name)(ready)
+    assert {name.partition(".")[0] for name in named} == {name for name in dir(ready) if not name.startswith("_")}

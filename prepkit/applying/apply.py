@@ -173,7 +173,7 @@ def run(plan: Plan, target: Target, drifts: tuple[Drift, ...] = ()) -> IOResult[
 
 
 def guarded(plan: Plan) -> AbstractContextManager[RankGuard | None]:
-    """What one rank raises inside ends the others' apply within seconds; None where this rank is alone."""
+    """Return what one rank raises inside ends the others' apply within seconds; None where this rank is alone."""
     return nullcontext() if plan.world_size == 1 else together(plan.run.timeout_s)
 
 
@@ -263,7 +263,7 @@ def _interpreted(
 
 
 def _carried(plan: Plan) -> str:
-    """What the model carries from now on, for whoever wants to prepare it again."""
+    """Return what the model carries from now on, for whoever wants to prepare it again."""
     config = plan.provenance.config.rpartition(":")[2][:12]
     return f"{plan.run.engine}, precision {plan.run.precision}, config {config}"
 
@@ -298,7 +298,7 @@ def _weightless(local: LocalFacts) -> Iterator[Finding]:
 
 
 def _inferring(plan: Plan, model: Any) -> Iterator[Finding]:
-    """What is made under ``torch.inference_mode()`` takes no part in any backward, afterwards either."""
+    """Yield what is made under ``torch.inference_mode()`` takes no part in any backward, afterwards either."""
     if plan.run.intent is not Intent.TRAINING:
         return
     made = next((name for name, param in model.named_parameters() if param.is_inference()), None)

@@ -94,7 +94,7 @@ def fake_group(step: StartProcessGroup) -> Substitute:
 
 
 def not_moved(step: MoveModel) -> Substitute:
-    """What is on meta stays there."""
+    """Return what is on meta stays there."""
     return None, f"a meta copy has no data to move to {step.device.type}"
 
 

@@ -136,7 +136,7 @@ def to_agree_on(plan: Plan, model: Module) -> tuple[tuple[str, str], ...]:
 
 
 def shards_own_copies(plan: Plan) -> bool:
-    """Whether each rank's values come from the model that it has built itself: nobody sends or reads them."""
+    """Return whether each rank's values come from the model that it has built itself: nobody sends or reads them."""
     steps = [planned.step for planned in plan.steps]
     if any(isinstance(step, ReadTensors | SendTensors | InitializeTensors) for step in steps):
         return False

@@ -32,7 +32,7 @@ def audit(
     at_step: bool = False,
     window: WindowFacts | None = None,
 ) -> Audit:
-    """What is wrong with objects that are ready to be trained, whoever has prepared them; see ``pk.audit``.
+    """Return what is wrong with objects that are ready to be trained, whoever has prepared them; see ``pk.audit``.
 
     ``at_step``: the optimizers are about to step, so that their gradients are looked at too.
     ``window``: what a script did until then.

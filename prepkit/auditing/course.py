@@ -25,7 +25,7 @@ Pair = tuple[str, str]
 
 
 def course(places: list[Site], optimizers: Iterable[Any], scheduler: Any) -> CourseFacts:
-    """What can be told without reading a weight."""
+    """Return what can be told without reading a weight."""
     known = [inner(one) for one in optimizers]
     driver = None if scheduler is None else inner(scheduler)
     ticked = getattr(driver, "last_epoch", None)
@@ -79,7 +79,7 @@ def not_finite(held: Mapping[str, Part], names: Iterable[str]) -> tuple[str, ...
 
 
 def at_zero(optimizers: Iterable[Any], first: Mapping[int, str], names: set[str]) -> dict[str, bool]:
-    """Whether the moments of a parameter are zero, of those of the named ones that have moments."""
+    """Return whether the moments of a parameter are zero, of those of the named ones that have moments."""
     chosen, sums = [], []
     for optimizer in map(inner, optimizers):
         for param, state in getattr(optimizer, "state", {}).items():

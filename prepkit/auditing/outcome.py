@@ -29,7 +29,7 @@ class Audit:
     """What ``drift`` calls; None where nothing live was looked at."""
 
     def drift(self) -> tuple[Finding, ...]:
-        """What has changed since the audit, or since the last call: for any step of the loop, on every rank.
+        """Return what has changed since the audit, or since the last call: for any step of the loop, on every rank.
 
         Parameters, ties, slots and state of optimizers, hooks, learning rates, and ranks that part: one all-reduce of
         24 bytes per parameter. Raises ``ValueError`` for an audit of facts alone.
@@ -65,21 +65,24 @@ class Audit:
         return plan_of(self.facts)
 
     def explain(self) -> str:
-        """What this rank holds now, and structure, memory and traffic as on a plan's page (``pk.show``)."""
+        """Return what this rank holds now, and structure, memory and traffic as on a plan's page (``pk.show``)."""
         from prepkit.auditing.account import explained
 
         return explained(self.facts)
 
     def __str__(self) -> str:
         said = [str(finding) for finding in self.findings]
-        fine = ["nothing is wrong that can be told before the first step"]
+        fine = (
+            "nothing is wrong that can be told before the first step",
+            "not asked: how gradients are averaged and scaled (prepkit audit --prove), and later steps (pk.watch)",
+        )
         counts = Counter(why for _, why in self.unasked)
         unknown = [f"  {count(rules, 'rule')}: {why}" for why, rules in counts.items()]
         return "\n".join((_head(self.facts), *(said or fine), *(["cannot know here:"] if unknown else ()), *unknown))
 
 
 def _head(facts: RunFacts) -> str:
-    """What stands there, in one line."""
+    """Return what stands there, in one line."""
     root = facts.model.classes[facts.model.modules[0].cls].name
     elements = sum(param.numel for param in facts.model.params)
     trained = sum(param.numel for param in facts.model.params if param.requires_grad)

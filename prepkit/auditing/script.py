@@ -48,7 +48,7 @@ class _Seen:
 
 
 def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
-    """What is wrong in a script at its first optimizer step, which is not taken; None where it takes none.
+    """Return what is wrong in a script at its first optimizer step, which is not taken; None where it takes none.
 
     The script runs as ``python script arguments`` would run it, on every rank that a launcher has started. Models,
     scheduler and loaders are found among the live objects: the model whose parameters the optimizer holds or that has

@@ -174,12 +174,12 @@ class Window:
 
 
 def _alike(key: str, name: str) -> bool:
-    """Whether one is the other behind a prefix."""
+    """Return whether one is the other behind a prefix."""
     return key.endswith(f".{name}") or name.endswith(f".{key}")
 
 
 def _before(values: Any) -> str:
-    """What has made these values, past what changes none: ``Softmax`` of ``SoftmaxBackward0``."""
+    """Return what has made these values, past what changes none: ``Softmax`` of ``SoftmaxBackward0``."""
     node: Any = getattr(values, "grad_fn", None)
     for _ in range(6):
         name = type(node).__name__.partition("Backward")[0]

@@ -67,7 +67,7 @@ def _digest(state: Any) -> str:
 
 
 def alike(readings: list[Any]) -> Iterator[WorkersAlike]:
-    """What is alike in workers of loaders that are being read; of a stream, its next batches are read."""
+    """Yield what is alike in workers of loaders that are being read; of a stream, its next batches are read."""
     for reading in readings:
         data, count = reading._dataset, reading._num_workers
         if count < 2:
@@ -81,7 +81,7 @@ def alike(readings: list[Any]) -> Iterator[WorkersAlike]:
 
 
 def _told(folder: Path, count: int) -> list[dict[str, str]]:
-    """What each worker has written; empty where one has not within the time."""
+    """Return what each worker has written; empty where one has not within the time."""
     until = time.monotonic() + LONGEST
     while len(done := [one for one in folder.glob("*") if not one.suffix]) < count and time.monotonic() < until:
         time.sleep(0.02)
@@ -115,7 +115,7 @@ def _drawn_from(data: Any) -> set[str]:
 
 
 def _draws(data: Any) -> bool | None:
-    """Whether its first sample depends on the process's generators; None: nobody can tell."""
+    """Return whether its first sample depends on the process's generators; None: nobody can tell."""
     try:
         seen = []
         for seed in (0, 1, 2):
@@ -127,7 +127,7 @@ def _draws(data: Any) -> bool | None:
 
 
 def _gives_alike(reading: Any, count: int) -> bool:
-    """Whether workers give the same batch in one round, and others in the next."""
+    """Return whether workers give the same batch in one round, and others in the next."""
     before, reading._timeout = reading._timeout, LONGEST
     try:
         for _ in range(-reading._rcvd_idx % count):

@@ -235,7 +235,7 @@ def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: st
 
 
 def _read(config: str, kind: str | None) -> tuple[PlanRejected | None, Imported | None]:
-    """What is wrong with the file, if anything, and what can be read of it, if anything."""
+    """Return what is wrong with the file, if anything, and what can be read of it, if anything."""
     imported = cli_import.read(config, kind)
     if not isinstance(imported, PlanRejected):
         return None, imported
@@ -255,7 +255,7 @@ def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
 
 
 def _is_plan(file: str) -> bool:
-    """Whether a file that is no config says that it is a plan. Only of one that can be read again: no pipe."""
+    """Return whether a file that is no config says that it is a plan. Only of one that can be read again: no pipe."""
     from prepkit import codec
 
     if not Path(file).is_file():

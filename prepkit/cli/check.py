@@ -52,7 +52,7 @@ _ELSEWHERE = "run prepkit audit SCRIPT, where it trains"
 
 
 def tells(what: str) -> str:
-    """What would tell what is not known here."""
+    """Return what would tell what is not known here."""
     return _TELLS.get(what, _ELSEWHERE)
 
 
@@ -239,7 +239,7 @@ class _Asked:
 
 
 def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: tuple[int, ...]) -> _Asked:
-    """What every rule says that can be asked: with the model that the file names, or without one."""
+    """Return what every rule says that can be asked: with the model that the file names, or without one."""
     from prepkit.rules.without_model import ask
 
     envs = _environments(cluster, imported, sizes)
@@ -278,7 +278,7 @@ def _named_model(one: Found, imported: Imported) -> tuple[ModelFacts | None, str
 
 
 def _sorted(checked: Checked, placed: tuple[tuple[FilePlace, Finding], ...]) -> Checked:
-    """What is wrong, and what is right for the library whose file it is."""
+    """Return what is wrong, and what is right for the library whose file it is."""
     from prepkit.rules import LAW
 
     if checked.found.kind == "prepkit":
@@ -408,13 +408,13 @@ def _not_known(checked: list[Checked]) -> Iterator[str]:
 
 
 def unknown_lines(unknown: Mapping[str, int]) -> Iterator[str]:
-    """What is not known, the number of rules that ask for it, and what tells it; what most ask for first."""
+    """Yield what is not known, the number of rules that ask for it, and what tells it; what most ask for first."""
     for what, count in sorted(unknown.items(), key=lambda pair: -pair[1]):
         yield f"  {what}: {count} {'rule asks' if count == 1 else 'rules ask'} for it; {tells(what)}"
 
 
 def unknown_in(plan: Plan) -> Mapping[str, int]:
-    """What rules would have to know beside the model and the cluster of a plan, and how many would."""
+    """Return what rules would have to know beside the model and the cluster of a plan, and how many would."""
     from prepkit.rules.without_model import ask
 
     facts = plan.facts

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def load(files: tuple[str, ...]) -> tuple[Plan | Attestation | PlanRejected, ...]:
-    """What each file holds, or every reason why it cannot be read."""
+    """Return what each file holds, or every reason why it cannot be read."""
     return tuple(given_plan(file, functools.partial(codec_files.load, file)) for file in files)
 
 
@@ -54,7 +54,7 @@ def is_config(file: str, refused: PlanRejected) -> bool:
 
 
 def given_plan(file: str, load: Callable[[], T]) -> T | PlanRejected:
-    """What ``load`` makes of the file, or why it is refused; of a config, what makes a plan of it."""
+    """Return what ``load`` makes of the file, or why it is refused; of a config, what makes a plan of it."""
     try:
         return load()
     except PlanRejected as refused:

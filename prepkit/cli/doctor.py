@@ -111,7 +111,7 @@ def _version(library: str) -> str | None:
 
 
 def _requirements() -> Iterable[str]:
-    """What the installed prepkit asks for; nothing where it runs from a folder."""
+    """Return what the installed prepkit asks for; nothing where it runs from a folder."""
     try:
         return metadata.requires("prepkit") or ()
     except metadata.PackageNotFoundError:

@@ -126,7 +126,7 @@ def _tell(form: str, new: tuple[_Placed, ...], known: int, excepted: tuple[_Plac
 
 
 def print_of(place: FilePlace, finding: Finding) -> str:
-    """What stays of a finding when lines are added above it: file, rule, key and what is wrong."""
+    """Return what stays of a finding when lines are added above it: file, rule, key and what is wrong."""
     where = re.sub(r":\d+:\d+", "", finding.where)
     text = "\0".join((Path(place.file).as_posix(), finding.rule, where, finding.what))
     return sha256(text.encode()).hexdigest()[:32]

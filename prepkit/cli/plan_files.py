@@ -175,7 +175,7 @@ def _writing(write_file: Callable[[], object], file: str) -> None:
 
 
 def attempt(call: Callable[[], T]) -> T | PlanRejected:
-    """What the call returns, or the ``PlanRejected`` that it raises, as a value."""
+    """Return what the call returns, or the ``PlanRejected`` that it raises, as a value."""
     try:
         return call()
     except PlanRejected as refused:

@@ -107,7 +107,7 @@ class Changed:
 
 
 def is_range(words: tuple[str, ...]) -> bool:
-    """Whether the first word is two revisions, and no file."""
+    """Return whether the first word is two revisions, and no file."""
     return bool(words) and ".." in words[0] and not Path(words[0]).exists()
 
 
@@ -163,7 +163,7 @@ def _checked_out(revision: str, folder: Path) -> Path:
 
 
 def _side(path: Path, name: str, plans: Plans) -> Side | None:
-    """What the file is there; None where there is none, or nothing tells it to be of any concern."""
+    """Return what the file is there; None where there is none, or nothing tells it to be of any concern."""
     one = found(str(path)) if path.is_file() else None
     if one is None or one.sort == "script":
         return None

@@ -208,7 +208,7 @@ def _checked_header(data: Json, where: str) -> dict[str, Any]:
 
 
 def _writer(data: dict[str, Any]) -> str:
-    """Which prepkit wrote the file, where it says so."""
+    """Return which prepkit wrote the file, where it says so."""
     match data.get("plan"):
         case {"provenance": {"prepkit": str(version)}}:
             return f", written by prepkit {shown(version)}"
@@ -227,7 +227,7 @@ def _seals(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _broken_seals(data: dict[str, Any], where: str) -> Iterator[Finding]:
-    """What differs from the digests in the same file: this finds edits and damage, not forgery."""
+    """Yield what differs from the digests in the same file: this finds edits and damage, not forgery."""
     seals = _seals(data["plan"])
     written = data["digests"] if isinstance(data["digests"], dict) else {}
     located = False
@@ -259,7 +259,7 @@ _LARGEST_BUCKET = 2.0**42
 
 
 def inconsistencies(plan: Plan, where: str) -> tuple[Finding, ...]:
-    """What does not fit, at most ``MOST`` places. Linear in the plan."""
+    """Return what does not fit, at most ``MOST`` places. Linear in the plan."""
     facts = inside(where, "facts")
     return tuple(islice((*_facts(plan.facts, facts), *_outcome(plan, where), *_steps(plan, where)), MOST))
 

@@ -94,7 +94,7 @@ def place(path: KeyPath) -> str:
 
 
 def diff(a: T, b: T) -> tuple[Change, ...]:
-    """What turns ``a`` into ``b``; nothing if the plans are equal. ``patch`` takes it back to ``b``.
+    """Return what turns ``a`` into ``b``; nothing if the plans are equal. ``patch`` takes it back to ``b``.
 
     Types count: True and 1 differ. Takes ``n log n`` time for lists of ``n`` items.
     """
@@ -166,7 +166,7 @@ def _replaced(path: KeyPath, index: int, removed: list[Any], added: list[Any]) -
 
 
 def _name(item: Any) -> str:
-    """What stays when an item changes; items of one name pair up in their order."""
+    """Return what stays when an item changes; items of one name pair up in their order."""
     match item:
         case {"step": dict(step)}:
             return _name(step)

@@ -1,4 +1,4 @@
-"""A log of what was applied: a line of JSON for each plan, sealed behind the line before it. Lines are only appended.
+"""A log of what was applied: a line of JSON for each plan, sealed after the line before it. Lines are only appended.
 
 The chain finds lines that were changed, left out, moved or cut in half. Lines that were cut off at the end are found by
 who has kept the digest of the last one: ``prepkit log FILE --has DIGEST``.

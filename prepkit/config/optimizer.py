@@ -200,7 +200,7 @@ OPTIMIZERS: dict[type, OptimizerTraits] = {
 
 
 def specs(asked: OptimizerSpec | tuple[OptimizerSpec, ...] | None) -> tuple[OptimizerSpec, ...]:
-    """What ``Config.optimizer`` asks for, as a tuple: none, one or several."""
+    """Return what ``Config.optimizer`` asks for, as a tuple: none, one or several."""
     if asked is None:
         return ()
     return asked if isinstance(asked, tuple) else (asked,)

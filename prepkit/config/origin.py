@@ -26,7 +26,7 @@ class Origin:
 
 
 def origin_of(origins: tuple[Origin, ...], where: str, what: str = "") -> Origin | None:
-    """Where the setting was written that a path such as ``config.engine.wrap`` names, or one that it is part of.
+    """Return where the setting was written that a path such as ``config.engine.wrap`` names, or one that it is part of.
 
     Of several keys inside the setting, such as those of DeepSpeed's JSON, the one that the text ``what`` quotes.
     """

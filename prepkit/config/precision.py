@@ -92,7 +92,7 @@ class BF16:
     reduce_dtype: DType = "float32"
     """Dtype of the gradient reduction under FSDP2. DDP reduces in the dtype of the parameters."""
     output_dtype: DType = "float32"
-    """Dtype of the model's floating outputs, cast behind the forward. What the forward computes with them, as a loss of
+    """Dtype of the model's floating outputs, cast after the forward. What the forward computes with them, as a loss of
     its own, is in bfloat16 under FSDP2 and DeepSpeed, and as autocast has it (losses in float32) under all others."""
     master_weights: bool = True
     """Store trainable parameters in float32, so that small updates are not rounded away. Frozen ones are untouched."""

@@ -199,7 +199,7 @@ class Step(NamedTuple):
     moved: tuple[int, int] | None = None
     """Where the last window left the scheduler, and where it is now, if somebody else has stepped it."""
     at_end: bool = False
-    """The ticks of this step are more than the scheduler has left: behind its last one it would raise."""
+    """The ticks of this step are more than the scheduler has left: after its last one it would raise."""
 
 
 class Stepped(NamedTuple):

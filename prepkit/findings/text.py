@@ -28,7 +28,7 @@ def shorter(text: str, most: int = 4000) -> str:
 
 
 def at(path: str) -> str:
-    """Where a module or parameter is, for ``Hit.where``.
+    """Return where a module or parameter is, for ``Hit.where``.
 
     >>> at("layers.0.weight"), at("")
     ('model.layers.0.weight', 'model')

@@ -71,7 +71,7 @@ def _at(data: Any, parts: list[str]) -> Any:
 
 
 def _offset(source: Source, path: str) -> int | None:
-    """Where the key begins in the text."""
+    """Return where the key begins in the text."""
     place = positions(source.text, source.suffix).get(path)
     if place is None:
         return None
@@ -95,7 +95,7 @@ def _cuts(source: Source, path: str) -> Iterator[str]:
 
 
 def _ends(source: Source, path: str, start: int) -> Iterator[int]:
-    """Where its value may end."""
+    """Yield where its value may end."""
     if source.suffix == ".toml":
         for end in islice(re.finditer(r"\n|\Z|\s*[,}]", source.text[start:]), _MOST):
             yield start + end.start()
@@ -167,7 +167,7 @@ def _said(finding: Finding) -> tuple[str, str]:
 
 
 def _read(source: Source, kind: str) -> tuple[Imported | None, tuple[Finding, ...]]:
-    """What is read of the file but for places, and what is said of it."""
+    """Return what is read of the file but for places, and what is said of it."""
     try:
         imported = IMPORTERS[kind].read(source)
     except PlanRejected as refused:

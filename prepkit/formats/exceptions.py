@@ -37,7 +37,7 @@ class Exempt:
     """Where the exception itself stands."""
 
     def covers(self, place: FilePlace, finding: Finding) -> bool:
-        """Whether the exception is about this finding, whatever the day."""
+        """Return whether the exception is about this finding, whatever the day."""
         return finding.rule == self.rule and self.file in ("", place.file) and self.line in (0, place.line)
 
     def __str__(self) -> str:

@@ -89,7 +89,7 @@ _LAUNCH = re.compile(
 
 
 def found(path: str) -> Found | None:
-    """What a file is taken for; None where nothing tells it to be of any concern here. Reads the file only."""
+    """Return what a file is taken for; None where nothing tells it to be of any concern here. Reads the file only."""
     suffix = Path(path).suffix.lower()
     if suffix not in (*_CONFIGS, *SCRIPTS):
         return None

@@ -183,7 +183,7 @@ def _sizes(launcher: str, options: Mapping[str, str]) -> tuple[int | None, int |
 
 
 def script_findings(script: Script) -> tuple[Finding, ...]:
-    """What contradicts in the lines of a script."""
+    """Return what contradicts in the lines of a script."""
     return tuple(finding for launch in script.launches for finding in _flaws(script, launch))
 
 

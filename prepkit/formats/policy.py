@@ -129,7 +129,7 @@ def read_policies(files: Iterable[str]) -> Policy:
 
 
 def judge(policy: Policy, plan: Plan, today: date, file: str = "") -> Judged:
-    """What the policy says of the plan. ``file`` is what exceptions about a file are held against.
+    """Return what the policy says of the plan. ``file`` is what exceptions about a file are held against.
 
     Raises ``PlanRejected`` where a rule in Python raises.
     """

@@ -54,7 +54,7 @@ def attestation() -> dict[str, Any]:
 
 
 def findings() -> dict[str, Any]:
-    """What commands print with ``--json``: a list of findings, each with where it was found."""
+    """Return what commands print with ``--json``: a list of findings, each with where it was found."""
     schema = schema_of(Finding, "prepkit findings")
     one = {key: schema.pop(key) for key in ("type", "properties", "required", "description")}
     schema.pop("additionalProperties")
@@ -248,12 +248,12 @@ def _asked(name: str, way: tuple[str, ...], *, free: bool) -> dict[str, Any]:
 
 
 def _is(key: str, way: tuple[str, ...], *words: str) -> dict[str, Any]:
-    """What tells that a key says one of these words."""
+    """Return what tells that a key says one of these words."""
     return {"properties": {key: _word(way[1:], words)}, "required": [key]}
 
 
 def _inside(section: str, key: str, value: dict[str, Any]) -> dict[str, Any]:
-    """What tells that a key of a section has such a value."""
+    """Return what tells that a key of a section has such a value."""
     below = {"type": "object", "properties": {key: value}, "required": [key]}
     return {"properties": {section: below}, "required": [section]}
 

@@ -123,7 +123,7 @@ def _sizes(file: StoredFile, tensors: tuple[StoredTensor, ...], end: int) -> Ite
 
 
 def _misplaced(index: dict[str, str], files: list[StoredFile], tensors: list[StoredTensor]) -> Iterator[StoredProblem]:
-    """Where index and headers differ, and tensors that are there twice."""
+    """Yield where index and headers differ, and tensors that are there twice."""
     there: dict[str, str] = {}
     for tensor in tensors:
         name = files[tensor.file].name

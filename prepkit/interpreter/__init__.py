@@ -303,7 +303,7 @@ class Halted:
 
 
 def _story(halted: Halted) -> Iterator[str]:
-    """What happened, line by line, ending with what to do."""
+    """Yield what happened, line by line, ending with what to do."""
 
     def named(index: int) -> str:
         return f"  {index + 1}. {type(halted.steps[index]).__name__}"

@@ -27,7 +27,7 @@ class RandomState:
 
     @classmethod
     def of_data(cls, data: dict[str, Any]) -> RandomState:
-        """What ``data`` gave."""
+        """Return what ``data`` gave."""
         version, words, gauss = data["python"]
         numpy = None
         if "numpy" in data:
@@ -64,7 +64,7 @@ class RandomState:
 def as_they_were(*, resumed: bool) -> Iterator[None]:
     """Where a pass is resumed, what is drawn inside leaves no trace in the common generators.
 
-    They were put back to where the pass stood, behind what its beginning had drawn: torch's ``DataLoader`` draws a seed
+    They were put back to where the pass stood, after what its beginning had drawn: torch's ``DataLoader`` draws a seed
     for its workers whenever it is iterated anew.
     """
     if not resumed:

@@ -64,7 +64,7 @@ class ShardsSource:
         raise TypeError("a stream that splits itself has no length")
 
     def consumed(self, batches: int) -> int:
-        """What all ranks together have read when each has read so many batches."""
+        """Return what all ranks together have read when each has read so many batches."""
         return self.stream.consumed(batches) * self.parts
 
     def state(self) -> Any:
@@ -136,7 +136,7 @@ class DispatchedSource:
         return length(self.inner.length(), 0, self.parts, self.tail, size=None)
 
     def consumed(self, batches: int) -> int:
-        """What rank 0 has read when each rank has got so many batches."""
+        """Return what rank 0 has read when each rank has got so many batches."""
         return self.inner.consumed(batches * self.parts)
 
     def state(self) -> Any:

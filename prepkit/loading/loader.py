@@ -71,7 +71,7 @@ class Loader:
         return self.source.length()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What it reads, and where it stands. A copy is in no pass, and no run hears of its batches."""
+        """Return what it reads, and where it stands. A copy is in no pass, and no run hears of its batches."""
         run = ("present", "watchers", "before_batch")
         return {one.name: getattr(self, one.name) for one in attributes(type(self)) if one.name not in run}
 
@@ -135,7 +135,7 @@ class Loader:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass stands after the batch in use, for ``load_state_dict`` on any number of ranks.
+        """Return where the pass stands after the batch in use, for ``load_state_dict`` on any number of ranks.
 
         ``loader`` is the loader's own state, of this rank, where it has one (torchdata's ``StatefulDataLoader``), or
         what a batch was drawn from that is read already; ``drawing`` what the order was drawn from, if by no seed.

@@ -65,7 +65,7 @@ class Passes:
         )
 
     def _divided(self) -> Iterator[RankBatches]:
-        """What divides the loaders of training data over the ranks by index."""
+        """Yield what divides the loaders of training data over the ranks by index."""
         for one in self.loaders:
             if isinstance(one, Loader) and not one.evaluation and isinstance(one.source, IndexedSource):
                 yield one.source.batches
@@ -85,7 +85,7 @@ class Passes:
         return bool(training)
 
     def gather(self, value: Any) -> Any:
-        """What all ranks have made of the batches in use; see ``gather_for_metrics``."""
+        """Return what all ranks have made of the batches in use; see ``gather_for_metrics``."""
         if not self.under_way:
             raise refused("loop.gathered-outside-pass", "gather_for_metrics", "no batch of ready.loaders is in use")
         loader = self.under_way[-1]

@@ -167,7 +167,7 @@ class Told:
     """Shape and dtype of each tensor; None: the value is no structure of tensors."""
 
     def kept(self, length: int) -> int:
-        """How many of so many rows are no repeats."""
+        """Return how many of so many rows are no repeats."""
         return length if self.counted is None else min(length, self.counted)
 
 

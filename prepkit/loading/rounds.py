@@ -69,7 +69,7 @@ def length(batches: int, samples: int, parts: int, tail: Tail, *, size: int | No
 
 
 def _units(batches: list[list[Any]], size: int | None) -> list[Any]:
-    """What is counted and repeated: samples, or batches where these stay whole."""
+    """Return what is counted and repeated: samples, or batches where these stay whole."""
     return batches if size is None else list(chain.from_iterable(batches))
 
 

@@ -74,11 +74,11 @@ class IndexedSource:
         return len(self.batches)
 
     def consumed(self, batches: int) -> int:
-        """What all ranks together have read when each has read so many whole batches."""
+        """Return what all ranks together have read when each has read so many whole batches."""
         return batches * self.batches.parts * (self.batches.size or 1)
 
     def state(self) -> Any:
-        """What a batch was drawn from that was read ahead; seed, epoch and what was read say the rest."""
+        """Return what a batch was drawn from that was read ahead; seed, epoch and what was read say the rest."""
         return None if self.drew is None else self.drew.data()
 
     def restore(self, state: Any) -> None:
@@ -143,7 +143,7 @@ class StreamSource:
         return len(self.loader)
 
     def consumed(self, batches: int) -> int:
-        """What all ranks together have read when each has read so many batches."""
+        """Return what all ranks together have read when each has read so many batches."""
         return batches * self.size * (1 if self.divided is None else self.divided.parts)
 
     def state(self) -> Any:

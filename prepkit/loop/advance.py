@@ -40,7 +40,7 @@ class Junction(NamedTuple):
 
     @classmethod
     def of(cls, plan: LoopPlan, state: LoopState) -> Junction:
-        """Where nothing is known yet."""
+        """Return where nothing is known yet."""
         return cls(state, ends_window(plan, state), {})
 
 
@@ -51,7 +51,7 @@ class Refused(NamedTuple):
 
 
 def advance(plan: LoopPlan, state: LoopState, event: Event) -> Advanced | Refused:
-    """Where the loop is after the event, and the orders that follow; or every error that refuses it.
+    """Return where the loop is after the event, and the orders that follow; or every error that refuses it.
 
     Pure. Warnings and accepted errors are reported once: the state remembers their rules.
     """
@@ -131,7 +131,7 @@ def _pass_ended(plan: LoopPlan, state: LoopState, event: events.PassEnded) -> Ou
 
 
 def _learned(batches: Batches) -> tuple[tuple[int, int, int], ...]:
-    """What is known of other batches when another one comes: the last of a pass says nothing of others.
+    """Return what is known of other batches when another one comes: the last of a pass says nothing of others.
 
     A number of micro-batches that was seen often enough takes away from the others where it is seen again, so that a
     loop that goes on as before comes to a state that stays.
@@ -148,7 +148,7 @@ def _learned(batches: Batches) -> tuple[tuple[int, int, int], ...]:
 
 
 def learned(state: LoopState) -> tuple[tuple[int, int, int], ...]:
-    """What a checkpoint holds of a loop between windows: how many micro-batches its batches usually make.
+    """Return what a checkpoint holds of a loop between windows: how many micro-batches its batches usually make.
 
     A batch of which micro-batches are still to come counts nothing.
     """
@@ -211,7 +211,7 @@ def _orders_of_step(plan: LoopPlan, state: LoopState, event: events.Step) -> tup
 
 
 def _stepped(plan: LoopPlan, state: LoopState, event: events.Stepped) -> Outcome:
-    """The scheduler comes last: it may raise, as behind its last step, and the window is over all the same."""
+    """The scheduler comes last: it may raise, as after its last step, and the window is over all the same."""
     tick = (orders.Tick(plan.ticks),) if plan.ticks and event.applied else ()
     clear = (orders.Clear(),) if plan.clears and not plan.engine_steps else ()
     after, told = _told(plan, _with_window_over(state))

@@ -148,7 +148,7 @@ class DataRanks:
     """The default process group that it speaks of."""
 
     def get_data_parallel_world_size(self) -> int:
-        """What ``DeepSpeedConfig`` multiplies the batch with."""
+        """Return what ``DeepSpeedConfig`` multiplies the batch with."""
         return self.count
 
 

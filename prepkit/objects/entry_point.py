@@ -52,7 +52,7 @@ class ThroughWrapper:
         return self.method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the method returns. Without a tensor that requires a gradient, DDP expects no backward."""
+        """Return what the method returns. Without a tensor that requires a gradient, DDP expects no backward."""
         own = vars(self.inner)
         taken = {name: own.pop(name) for name in _TAKEN if name in own}
         outer: Any = self.outer

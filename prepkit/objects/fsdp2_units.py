@@ -41,7 +41,7 @@ def _is_unit(module: object, known: dict[type, bool]) -> bool:
 
 
 def unit_fact(path: str, module: Any) -> UnitFact:
-    """What ``fully_shard`` was asked for, of a module that it was called on."""
+    """Return what ``fully_shard`` was asked for, of a module that it was called on."""
     state = module._get_fsdp_state()
     policy = state._mp_policy
     groups = getattr(state, "_fsdp_param_groups", None) or (getattr(state, "_fsdp_param_group", None),)

@@ -155,7 +155,7 @@ def scheduler_members(scheduler: Any) -> tuple[Any, ...]:
 
 
 def ticks_left(scheduler: Any) -> int | None:
-    """Ticks until the next one would raise, as behind ``OneCycleLR(total_steps=...)``; None: no end is known.
+    """Ticks until the next one would raise, as after ``OneCycleLR(total_steps=...)``; None: no end is known.
 
     One inside a ``SequentialLR`` ends it only as the last, which is the one that goes on.
     """

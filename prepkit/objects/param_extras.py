@@ -25,7 +25,7 @@ HOOKS: tuple[tuple[str, ParamHook], ...] = (
 
 
 def attributes(param: Tensor) -> dict[str, Any]:
-    """What somebody has set on a parameter, by name; of classes with attributes of their own nothing."""
+    """Return what somebody has set on a parameter, by name; of classes with attributes of their own nothing."""
     if not (type(param) is Parameter or isinstance(param, DTensor)) or hasattr(param, "ds_shape"):
         return {}
     own = vars(param)

@@ -35,7 +35,7 @@ class LiveModel:
     """Paths of the modules that ``fully_shard`` was called on, in module order; of a shared one the first."""
 
     def at(self, path: str) -> tuple[Module, ...]:
-        """What stands at a path; nothing where the path leads nowhere."""
+        """Return what stands at a path; nothing where the path leads nowhere."""
         return self.modules.get(path, ())
 
 
@@ -52,7 +52,7 @@ class TensorLayout:
     requires_grad: bool
 
     def against(self, other: TensorLayout) -> tuple[str, ...]:
-        """What differs, each with the value here and the value there; empty when nothing does."""
+        """Return what differs, each with the value here and the value there; empty when nothing does."""
         if self == other:
             return ()
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in TensorLayout.__annotations__)
@@ -76,7 +76,7 @@ def _join(path: str, name: str) -> str:
 
 
 def planned_layout(layout: ParamLayout, axes: tuple[Axis, ...], rank: int) -> TensorLayout:
-    """How a parameter of this layout lies on ``rank``."""
+    """Return how a parameter of this layout lies on ``rank``."""
     return TensorLayout(
         cls=layout.cls,
         placements=tuple(word for word in layout.placements if word != "off-mesh"),  # not on the tensor's own mesh
@@ -100,7 +100,7 @@ def actual_layout(tensor: Tensor) -> TensorLayout:
 
 
 def placements(tensor: Tensor) -> tuple[str, ...]:
-    """How a DTensor lies on its own mesh, one word per axis; empty for a plain tensor."""
+    """Return how a DTensor lies on its own mesh, one word per axis; empty for a plain tensor."""
     return tuple(map(_placement, tensor.placements)) if isinstance(tensor, DTensor) else ()
 
 

@@ -72,7 +72,7 @@ Left out on purpose: ``CUDA_VISIBLE_DEVICES`` and its kin, which launchers set p
 
 
 def observe_env() -> Env:
-    """What is here. The same on every rank of a cluster whose nodes are alike.
+    """Return what is here. The same on every rank of a cluster whose nodes are alike.
 
     The world size is that of the running process group, else of the processes that torch_xla started, else what the
     launcher says, else 1. Initialises the driver of

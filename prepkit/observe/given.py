@@ -36,7 +36,7 @@ def one_scheduler(given: Any) -> Any:
 
 
 def said(given: object) -> str:
-    """What was given, as a person would say it."""
+    """Return what was given, as a person would say it."""
     if isinstance(given, type):
         return f"the class {given.__name__} itself, not an instance of it"
     return f"{' '.join(repr(given).split()):.60} ({type(given).__name__})"

@@ -66,7 +66,7 @@ class Plan:
         return prod(axis.size for axis in self.mesh if axis.name not in SAME_DATA)
 
     def __str__(self) -> str:
-        """What it is for, its steps with their reasons, and what to mind; ``pk.show`` has the whole page."""
+        """Return what it is for, its steps with their reasons, and what to mind; ``pk.show`` has the whole page."""
         provenance = self.provenance
         sections = (
             (

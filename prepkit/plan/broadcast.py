@@ -76,7 +76,7 @@ class Grid:
 
 
 def grid(transfer: Transfer, axes: tuple[Axis, ...]) -> Grid:
-    """How a tensor lies on the mesh. Along an axis without a placement it is replicated."""
+    """Return how a tensor lies on the mesh. Along an axis without a placement it is replicated."""
     strides = tuple(prod(axis.size for axis in axes[index + 1 :]) for index in range(len(axes)))
     placements = (*transfer.placements, *("off-mesh",) * (len(axes) - len(transfer.placements)))[: len(axes)]
     sharded: list[tuple[int, int]] = []
@@ -87,7 +87,7 @@ def grid(transfer: Transfer, axes: tuple[Axis, ...]) -> Grid:
 
 
 def sent_whole(transfer: Transfer, axes: tuple[Axis, ...]) -> bool:
-    """Whether every rank gets all of the tensor, and takes its shard from that."""
+    """Return whether every rank gets all of the tensor, and takes its shard from that."""
     shards = grid(transfer, axes).shards
     return shards == 1 or prod(transfer.shape) * itemsize(transfer.dtype) <= shards * TINY
 
@@ -138,12 +138,12 @@ def _sends(transfer: Transfer, axes: tuple[Axis, ...], rank: int, tiny: int) -> 
 
 
 def kept_slices(transfer: Transfer, axes: tuple[Axis, ...], rank: int) -> tuple[Slice, ...]:
-    """What of the tensor ``rank`` keeps, a slice per dim; of a scalar as of a tensor of one element."""
+    """Return what of the tensor ``rank`` keeps, a slice per dim; of a scalar as of a tensor of one element."""
     return local_slices(transfer, axes, rank) if transfer.shape else (Slice(start=0, size=1),)
 
 
 def bytes_sent(transfer: Transfer, axes: tuple[Axis, ...]) -> int:
-    """What rank 0 sends of one tensor, in bytes.
+    """Return what rank 0 sends of one tensor, in bytes.
 
     >>> weight = Transfer(name="w", dtype="float32", shape=(4096, 3), placements=("shard(0)",))
     >>> bytes_sent(weight, (Axis(name="shard", size=4),)) / (4096 * 3 * 4)
@@ -173,7 +173,7 @@ def _first_keepers(lies: Grid) -> tuple[int, ...]:
 
 
 def _replica(rank: int, lies: Grid) -> int:
-    """Which of the ranks that keep its shard this one is."""
+    """Return which of the ranks that keep its shard this one is."""
     replica = 0
     for size, stride in lies.replicated:
         replica = replica * size + rank // stride % size
@@ -181,7 +181,7 @@ def _replica(rank: int, lies: Grid) -> int:
 
 
 def _rank_offset(replica: int, lies: Grid) -> int:
-    """How far in rank a replica is from the first one that keeps the shard."""
+    """Return how far in rank a replica is from the first one that keeps the shard."""
     axes = tuple(Axis(name="", size=size) for size, _ in lies.replicated)
     return sum(index * stride for index, (_, stride) in zip(coordinate(replica, axes), lies.replicated, strict=True))
 

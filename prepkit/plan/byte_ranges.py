@@ -32,7 +32,7 @@ class Range:
 
 
 def local_slices(tensor: FileSlice | Transfer, axes: tuple[Axis, ...], rank: int) -> tuple[Slice, ...]:
-    """What of the whole tensor ``rank`` keeps, a slice per dim. Placements are those of ``ParamLayout``.
+    """Return what of the whole tensor ``rank`` keeps, a slice per dim. Placements are those of ``ParamLayout``.
 
     Of what lies in a flat parameter a slice of its elements in a row.
     What is strided is divided last, whatever its axis: ``fully_shard`` divides what another axis has divided already.
@@ -88,7 +88,7 @@ class BoxRead:
 
 
 def reads(source: FileSlice, axes: tuple[Axis, ...], rank: int) -> tuple[BoxRead, ...]:
-    """What ``rank`` reads, box by box: a shard of dims is one, a run of elements a few (``boxes``).
+    """Return what ``rank`` reads, box by box: a shard of dims is one, a run of elements a few (``boxes``).
 
     >>> from prepkit.steps import FlatPlace
     >>> place = FlatPlace(start=4, shard=6, axis="shard")
@@ -153,7 +153,7 @@ def filled_slices(source: FileSlice, axes: tuple[Axis, ...], rank: int) -> tuple
 
 
 def _inside(source: FileSlice, shard: tuple[Slice, ...]) -> tuple[Slice, ...]:
-    """What of a box of the tensor the source's chunk fills."""
+    """Return what of a box of the tensor the source's chunk fills."""
     return tuple(
         Slice(start=common.start - kept.start if common.size else 0, size=common.size)
         for kept, common in zip(shard, _overlap(source, shard), strict=True)
@@ -161,7 +161,7 @@ def _inside(source: FileSlice, shard: tuple[Slice, ...]) -> tuple[Slice, ...]:
 
 
 def _overlap(source: FileSlice, shard: tuple[Slice, ...]) -> tuple[Slice, ...]:
-    """What a shard and the source's chunk have in common, as slices of the whole tensor."""
+    """Return what a shard and the source's chunk have in common, as slices of the whole tensor."""
     if source.chunk is None:
         return shard
     overlap = []

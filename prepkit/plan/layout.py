@@ -44,7 +44,7 @@ class FlatPart:
 
 
 def frees_after_forward(sharding: str) -> bool:
-    """Whether a unit below the root is freed between its forward and its backward under an FSDP1 strategy.
+    """Return whether a unit below the root is freed between its forward and its backward under an FSDP1 strategy.
 
     Under the others it stays gathered until its gradients are averaged, and the root does under every one (torch
     ``_post_forward_reshard``, ``_should_free_in_backward``).

@@ -60,7 +60,7 @@ from prepkit.steps import (
 
 
 def effect(step: Step) -> str:  # noqa: C901  # one case per kind, and mypy counts that none is missing
-    """What the step does to what, in one line without its kind."""
+    """Return what the step does to what, in one line without its kind."""
     match step:
         case StartProcessGroup():
             return _start_process_group(step)
@@ -236,7 +236,7 @@ def _initialise(step: InitializeTensors) -> str:
 
 
 def _read(step: ReadTensors) -> str:
-    """What rank 0 reads is the most that any rank does."""
+    """Return what rank 0 reads is the most that any rank does."""
     most = in_bytes(bytes_read(step.sources, step.axes, 0))
     parts = Counter(source.name for source in step.sources if source.chunk is not None)
     assembled = f", {len(parts)} of them from {count(parts.total(), 'part')}," if parts else ""
@@ -305,7 +305,7 @@ def _wrap_loader(step: WrapLoader) -> str:
 
 
 def parallelized(step: ParallelizeModules) -> str:
-    """Which modules are cut, how, and over how many ranks."""
+    """Return which modules are cut, how, and over how many ranks."""
     parts = (f"{listed(cut.paths)} {cut.style} ({cut.input_layout} to {cut.output_layout})" for cut in step.styles)
     total = sum(len(cut.paths) for cut in step.styles)
     return f"{count(total, 'module')} over {step.axis}: {'; '.join(parts)}"
@@ -391,7 +391,7 @@ def entry_points(step: RegisterEntryPoints) -> str:
 
 
 def copied(step: WrapDDP) -> str:
-    """Where the copies lie, and how their gradients are averaged."""
+    """Return where the copies lie, and how their gradients are averaged."""
     where = f" on {local_device(step.device.type)}" if step.device else ""
     parts = (
         ("buffers broadcast", step.broadcast_buffers),

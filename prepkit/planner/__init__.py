@@ -61,7 +61,7 @@ def plan(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> Result[P
 
 
 def fits(plan: Plan, memory: int, activations: int | None = None) -> budget.Fit:
-    """Whether what a rank of the plan holds fits into a device's memory, and which changes would make it fit."""
+    """Return whether what a rank of the plan holds fits into a device's memory, and which changes would make it fit."""
     return budget.fits(plan, memory, lambda cfg: _drafted(cfg, plan.facts, RULES), activations)
 
 
@@ -71,7 +71,7 @@ def costs(plan: Plan) -> budget.Costs | None:
 
 
 def over_budget(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
-    """What the rules about memory say, also where the config accepts it; nothing where there is no plan."""
+    """Return what the rules about memory say, also where the config accepts it; nothing where there is no plan."""
     again = partial(_drafted, facts=facts, rules=rules)
     return again(cfg).map(lambda drafted: budget.findings(drafted, again)).value_or(())
 
@@ -160,7 +160,7 @@ def _memory(plan: Plan, today: Facts, again: budget.Again) -> tuple[Finding, ...
 
 
 def _shrank(planned: int | None, now: int | None) -> bool:
-    """Whether there are fewer bytes than planned, or bytes are known only now."""
+    """Return whether there are fewer bytes than planned, or bytes are known only now."""
     return now is not None and (planned is None or now < planned)
 
 
@@ -229,7 +229,7 @@ def _masters_in_place(resolved: Resolved) -> bool:
 
 
 def _master_weights(resolved: Resolved) -> str:
-    """Where the float32 values are that small updates are added to, or why there are none."""
+    """Return where the float32 values are that small updates are added to, or why there are none."""
     precision, dtypes = resolved.cfg.precision, resolved.compute_dtypes
     if not resolved.trains:
         return "none: nothing is trained"

@@ -137,7 +137,7 @@ def bounds(prediction: Prediction) -> tuple[int, int]:
 
 
 def fits(plan: Plan, memory: int, again: Again, activations: int | None = None) -> Fit:
-    """Whether the plan fits; where it may not, also what would. Candidates are planned and predicted in full.
+    """Return whether the plan fits; where it may not, also what would. Candidates are planned and predicted in full.
 
     ``activations`` is taken to be the same for all of them.
     """

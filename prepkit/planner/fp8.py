@@ -101,6 +101,6 @@ def precompute(resolved: Resolved) -> Piece:
 
 
 def follows(resolved: Resolved) -> bool:
-    """Whether the optimizer holds parameters that the conversion replaces while no sharding does (X-3)."""
+    """Return whether the optimizer holds parameters that the conversion replaces while no sharding does (X-3)."""
     backend = resolved.cfg.precision.backend if isinstance(resolved.cfg.precision, FP8) else None
     return isinstance(backend, TransformerEngine) and not has_engine_layers(resolved.facts.model)

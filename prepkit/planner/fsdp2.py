@@ -88,7 +88,7 @@ def shard_units(resolved: Resolved) -> Piece:
 
 
 def _exceptions(resolved: Resolved, step: ShardUnits) -> str:
-    """What is not cast or not cut as everything else, in words."""
+    """Return what is not cast or not cut as everything else, in words."""
     packed, numbers = set(resolved.packed_params), set(scalars(resolved.facts.model))
     rest = set(step.ignored) - packed - numbers
     whole = (("packed weights", packed), ("single numbers", numbers), ("what is ignored", rest))

@@ -58,7 +58,7 @@ COLLECTIVES = {
 
 
 def is_spread(resolved: Resolved) -> bool:
-    """Whether a device map has spread the model already, so that it must not be moved (PL-3)."""
+    """Return whether a device map has spread the model already, so that it must not be moved (PL-3)."""
     return len(resolved.facts.model.device_map) > 1
 
 
@@ -95,7 +95,7 @@ def upcast(resolved: Resolved) -> Piece:
 
 
 def contiguous(resolved: Resolved) -> Piece:
-    """What torch and DeepSpeed shard and send lies in the order of its indices; a transposed weight does not."""
+    """Return what torch and DeepSpeed shard and send lies in the order of its indices; a transposed weight does not."""
     whole = set(resolved.unsharded_params)
     names = tuple(name for name in resolved.facts.model.strided if name not in whole)
     if not names:
@@ -290,5 +290,5 @@ def entry_points(resolved: Resolved) -> Piece:
 
 
 def _gathers_in_step(resolved: Resolved) -> bool:
-    """Whether ranks gather parameters together in every forward, so that all have to call it equally often."""
+    """Return whether ranks gather parameters together in every forward, so that all have to call it equally often."""
     return resolved.engine_traits.has_units or resolved.zero_stage == 3

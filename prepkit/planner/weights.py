@@ -34,7 +34,7 @@ from prepkit.steps import (
 
 
 def gives_values(resolved: Resolved) -> bool:
-    """Whether the plan gives the model its values, so that it may be on meta."""
+    """Return whether the plan gives the model its values, so that it may be on meta."""
     return resolved.cfg.weights is not None
 
 

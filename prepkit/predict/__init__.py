@@ -37,7 +37,7 @@ PREDICTORS: dict[type, Callable[[Inputs], Prediction]] = {
 
 
 def predict(plan: Plan, activations: int | None = None) -> Prediction:
-    """What every rank holds and sends; linear in the number of parameters, whatever the number of ranks.
+    """Return what every rank holds and sends; linear in the number of parameters, whatever the number of ranks.
 
     ``activations`` is the bytes of one micro-batch as ``prepkit.activations`` estimates them; None: not counted.
     """
@@ -67,7 +67,7 @@ def predict_inputs(engine: type, inputs: Inputs) -> Prediction:
 
 
 def unit_sizes(inputs: Inputs) -> tuple[UnitSizes, ...]:
-    """What one unit of each of ``Inputs.contents`` keeps and gathers."""
+    """Return what one unit of each of ``Inputs.contents`` keeps and gathers."""
     if inputs.engine == FSDP1.__name__:
         return tuple(FlatSizes(content, inputs) for content in inputs.contents)
     return tuple(ShardSizes(content, inputs, inputs.axis("shard")) for content in inputs.contents)

@@ -132,7 +132,7 @@ class Inputs:
 
 
 def inputs_of(plan: Plan) -> Inputs:
-    """What the formulas need of this plan. Linear in the number of parameters."""
+    """Return what the formulas need of this plan. Linear in the number of parameters."""
     steps = {type(planned.step): planned.step for planned in plan.steps}
     shard, wrap, cast = (steps.get(kind) for kind in (ShardUnits, WrapDDP, AutocastForward))
     flat = steps.get(WrapFSDP1)

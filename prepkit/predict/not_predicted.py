@@ -51,7 +51,7 @@ def _by_msamp(step: Step) -> bool:
 
 
 def left_out(plan: Plan) -> tuple[str, ...]:
-    """What takes bytes and is in no number, one phrase each, in the order of the steps.
+    """Return what takes bytes and is in no number, one phrase each, in the order of the steps.
 
     Raises ``LookupError`` for a step kind that is in no table here.
     """

@@ -213,6 +213,6 @@ def state_formula(optimizer: OptimizerInputs) -> GroupFormula | None:
 
 
 def steps_on_device(optimizer: OptimizerInputs) -> bool:
-    """Whether the step counters are beside the parameters, not on the host."""
+    """Return whether the step counters are beside the parameters, not on the host."""
     options = [dict(group) for group in optimizer.groups]
     return bool(options) and all(group.get("fused") or group.get("capturable") for group in options)

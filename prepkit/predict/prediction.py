@@ -125,7 +125,7 @@ class Traffic:
     """Distance of neighbouring ranks: 1 where a group is consecutive ranks."""
 
     def crosses(self, per_node: int) -> bool:
-        """Whether one call has ranks on two nodes, where each node has ``per_node`` consecutive ranks.
+        """Return whether one call has ranks on two nodes, where each node has ``per_node`` consecutive ranks.
 
         A group spans ``(ranks - 1) * stride + 1`` consecutive ranks. A copy with the host stays on its node.
         """

@@ -83,7 +83,7 @@ def optimizer_state(inputs: Inputs, state: StateBytes | None) -> tuple[Term, ...
 
 
 def at_rest(inputs: Inputs) -> Place:
-    """Where shards, gradients and optimizer state are between uses: offloading keeps them on the host."""
+    """Return where shards, gradients and optimizer state are between uses: offloading keeps them on the host."""
     return "host" if inputs.offload and inputs.device != "cpu" else "device"
 
 

@@ -68,7 +68,7 @@ class UnitContent:
         return sum(param.numel * param.size * count for param, count in self.params if param.trains or not trained)
 
     def trains(self) -> bool:
-        """Whether any parameter gets a gradient."""
+        """Return whether any parameter gets a gradient."""
         return any(param.trains for param, _ in self.params)
 
 
@@ -119,7 +119,7 @@ def units_of(plan: Plan, step: ShardingStep | None) -> tuple[tuple[UnitContent, 
 
 
 def whole_of(plan: Plan, step: ShardingStep | None) -> tuple[tuple[ParamKind, int], ...]:
-    """What FSDP2 leaves whole on every rank: each kind of parameter with how many there are of it."""
+    """Return what FSDP2 leaves whole on every rank: each kind of parameter with how many there are of it."""
     names = set(step.ignored) if isinstance(step, ShardUnits) else set()
     groups = _groups(plan) if names else {}
     kinds = Counter(_kind(layout, groups, plan.mesh, set()) for layout in plan.layout if layout.name in names)
@@ -199,7 +199,7 @@ def created_groups(step: CreateOptimizer) -> tuple[tuple[tuple[str, ...], tuple[
 
 
 def splits(step: object, units: tuple[UnitInstance, ...]) -> bool:
-    """Whether a checkpointed module has a unit inside it: recomputing the module gathers that unit once more.
+    """Return whether a checkpointed module has a unit inside it: recomputing the module gathers that unit once more.
 
     ``step`` is the plan's ``CheckpointModules``; anything else: nothing is checkpointed.
     """
@@ -208,7 +208,7 @@ def splits(step: object, units: tuple[UnitInstance, ...]) -> bool:
 
 
 def below(path: str, paths: set[str]) -> bool:
-    """Whether one of ``paths`` is that of a module around the one at ``path``."""
+    """Return whether one of ``paths`` is that of a module around the one at ``path``."""
     return any(outer in paths for outer in above(path))
 
 

@@ -104,7 +104,7 @@ class Through(nn.Module):
     """Stands where a wrapper stood inside of a model, so that names stay."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module inside returns."""
+        """Return what the module inside returns."""
         return next(iter(self._modules.values()))(*args, **kwargs)  # type: ignore[misc]  # a wrapper has one
 
 
@@ -175,10 +175,10 @@ def evaluate(model: nn.Module, paths: tuple[str, ...]) -> None:
 
 
 def drops(model: nn.Module) -> bool:
-    """Whether a forward of it draws random numbers, as far as its classes tell."""
+    """Return whether a forward of it draws random numbers, as far as its classes tell."""
     return any(isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 and one.training for one in model.modules())
 
 
 def normalises_over_ranks(model: nn.Module) -> bool:
-    """Whether it has layers whose output depends on what other ranks read."""
+    """Return whether it has layers whose output depends on what other ranks read."""
     return any(isinstance(one, nn.SyncBatchNorm) and one.training for one in model.modules())

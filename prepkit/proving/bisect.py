@@ -58,7 +58,7 @@ Key = tuple[str, str, str, tuple[int, ...], int]
 
 
 def parting(first: Path, second: Path) -> Parting:
-    """Where the records in two folders part. Raises ``PlanRejected`` where one cannot be read."""
+    """Return where the records in two folders part. Raises ``PlanRejected`` where one cannot be read."""
     return between(read(first), read(second))
 
 
@@ -133,7 +133,7 @@ def _keyed(record: Record, micro: int, kind: str) -> dict[Key, int]:
 
 
 def _walked(a: Record, b: Record, micros: tuple[int, int], kind: str) -> Iterator[tuple[Traced, float, float]]:
-    """What both have, with how far it is apart and how far anything before it was at most."""
+    """Yield what both have, with how far it is apart and how far anything before it was at most."""
     mine, other = _keyed(a, micros[0], kind), _keyed(b, micros[1], kind)
     worst = _noise(a, b)
     for key, at in mine.items():

@@ -58,7 +58,7 @@ def sizes(root: nn.Module | None) -> dict[str, Size]:
 
 
 def same_size(one: Size, other: Size) -> bool:
-    """Whether two of them may be those of the same values, in whatever order they were added.
+    """Return whether two of them may be those of the same values, in whatever order they were added.
 
     Where the numbers of elements differ nobody can tell: FSDP2 leaves weights whole between two micro-batches.
     """
@@ -233,7 +233,7 @@ def plain_options(optimizer: Any, group: dict[str, Any]) -> str:
 
 
 def is_fresh(state: Any) -> bool:
-    """Whether it is as the optimizer has made it: Adagrad has some before its first step."""
+    """Return whether it is as the optimizer has made it: Adagrad has some before its first step."""
     return not state or ("step" in state and float(state["step"]) == 0)
 
 
@@ -276,7 +276,7 @@ def engine_of(root: nn.Module | None) -> Any:
 
 
 def clip_of(engine: Any) -> ClipProof:
-    """How DeepSpeed clips, which it does by itself."""
+    """Return how DeepSpeed clips, which it does by itself."""
     norm = getattr(engine.optimizer, "_global_grad_norm", None)
     return ClipProof(most=float(engine.gradient_clipping()), seen=float(norm) if norm and isfinite(norm) else None)
 

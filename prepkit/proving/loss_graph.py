@@ -67,7 +67,7 @@ def _scaled(node: Any) -> float | None:
 
 
 def _sums(node: Any) -> bool:
-    """Whether it is a sum, or a loss function that was told to sum."""
+    """Return whether it is a sum, or a loss function that was told to sum."""
     return node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", None) == 2
 
 

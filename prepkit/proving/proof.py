@@ -81,7 +81,7 @@ def prove_record(model: nn.Module, records: tuple[Record, ...], limit: int = MEM
 
 
 def found_in(facts: ProofFacts) -> Proof:
-    """What the rules say of these facts. Pure."""
+    """Return what the rules say of these facts. Pure."""
     return Proof(facts=facts, findings=findings_of(due(Moment.PROVE), facts))
 
 

@@ -156,7 +156,7 @@ class Record:
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """Where a rank's record lies in the folder of a window."""
+    """Return where a rank's record lies in the folder of a window."""
     return folder / f"rank-{rank}.record"
 
 
@@ -212,7 +212,7 @@ def _json(text: str) -> Any:
 
 
 def _wrong(head: Head, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """What the header says of tensors that is not so."""
+    """Yield what the header says of tensors that is not so."""
     if head.dtype not in FLOATING or head.sent not in FLOATING:
         yield f"it has computed in {head.dtype:.40}, which is no floating dtype"
     for text in head.groups:

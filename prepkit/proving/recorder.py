@@ -174,7 +174,7 @@ class Recorder:
         return bool(self._optimizers or self._strange)
 
     def record(self) -> Record:
-        """What was recorded. Raises ``ValueError`` where no optimizer has stepped what the root trains."""
+        """Return what was recorded. Raises ``ValueError`` where no optimizer has stepped what the root trains."""
         if self.root is None or not self.stepped:
             raise ValueError("no optimizer has stepped parameters of a model that was called")
         for call_at, call in enumerate(self._calls):
@@ -360,7 +360,7 @@ class Recorder:
         return result
 
     def _cleared(self, plain: Callable[..., Any], which: Any, *args: Any, **kwargs: Any) -> Any:
-        """What was not stepped is no part of this window. ``which``: an optimizer, or a module."""
+        """Return what was not stepped is no part of this window. ``which``: an optimizer, or a module."""
         result = plain(which, *args, **kwargs)
         if self.done and self._holds(which):
             self._over()
@@ -395,7 +395,7 @@ class Recorder:
     # --- step -------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Records what is about to be stepped; what a closure makes first, behind the closure."""
+        """Records what is about to be stepped; what a closure makes first, after the closure."""
         given = [*args, *(kwargs or {}).values()]
         closures = [one for one in given if callable(one) and not isinstance(one, torch.optim.Optimizer)]
         if self.done and closures and optimizer in self._optimizers:

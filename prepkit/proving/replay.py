@@ -303,7 +303,7 @@ def _from_outside(ends: list[Tensor], arrived: list[Tensor]) -> list[Tensor]:
 
 
 def _reaches(end: Tensor, other: Tensor) -> bool:
-    """Whether an output was computed from another."""
+    """Return whether an output was computed from another."""
     (found,) = torch.autograd.grad(end.sum(), other, retain_graph=True, allow_unused=True)
     return found is not None
 
@@ -346,14 +346,14 @@ def _not_clamped(window: Replay, shares: Tensor, got: list[Tensor]) -> Tensor:
 
 
 def _is_over(window: Replay, name: str) -> bool:
-    """Whether an element of its gradient is larger than the run allows."""
+    """Return whether an element of its gradient is larger than the run allows."""
     most = window.records[0].head.value
     found = replicas(window.records, "grad", name) if most is not None else ()
     return any(bool((one.values.abs() > (1 + CLAMPED) * (most or 0.0)).any()) for one in found)
 
 
 def _decay(window: Replay, name: str) -> float:
-    """What the options of its group say."""
+    """Return what the options of its group say."""
     head = window.records[0].head
     group = next((one.group for record in window.records for one in record.head.params if one.name == name), None)
     return float(json.loads(head.groups[group]).get("weight_decay") or 0.0) if group is not None else 0.0
@@ -399,7 +399,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _run_apart(records: tuple[Record, ...]) -> Iterator[str]:
-    """How ranks run, where they should run alike."""
+    """Yield how ranks run, where they should run alike."""
     for what, told in (
         ("computed in", lambda head: head.dtype),
         ("loss scale", lambda head: f"{head.scale:g}"),
@@ -429,7 +429,7 @@ def _options_apart(records: tuple[Record, ...]) -> tuple[str, ...]:
 
 
 def _same_samples(records: tuple[Record, ...]) -> bool:
-    """Whether each rank computes with all of the model, and has read what the first one has."""
+    """Return whether each rank computes with all of the model, and has read what the first one has."""
     whole = not any(record.head.cut for record in records)
     return len(records) > 1 and whole and all(_read(one) == _read(records[0]) for one in records[1:])
 

@@ -16,7 +16,7 @@ from prepkit.ranks.world import world
 
 
 class WindowDone(BaseException):
-    """Ends the script behind its first window; no ``except Exception`` of the script holds it up."""
+    """Ends the script after its first window; no ``except Exception`` of the script holds it up."""
 
 
 def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None = None) -> Proof | None:

@@ -84,7 +84,7 @@ def _steps(window: Replay) -> Iterator[StepProof]:
 
 
 def _state(records: tuple[Record, ...], kinds: list[str], name: str) -> Iterator[tuple[str, Tensor]]:
-    """What the optimizer had of one parameter, whole."""
+    """Yield what the optimizer had of one parameter, whole."""
     for kind in kinds:
         key = kind.partition(".")[2]
         if kind.startswith("number."):
@@ -98,7 +98,7 @@ def _state(records: tuple[Record, ...], kinds: list[str], name: str) -> Iterator
 def _update(
     options: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """What one step adds to a weight, in float64."""
+    """Return what one step adds to a weight, in float64."""
     make: Callable[..., Any] = _class_of(options["class"])
     known = inspect.signature(make).parameters
     given = {key: value for key, value in options.items() if key in known and key not in HOW}

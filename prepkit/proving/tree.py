@@ -35,7 +35,7 @@ def read(text: str, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def readable(text: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether ``read`` takes it for arguments and keywords."""
+    """Return whether ``read`` takes it for arguments and keywords."""
     try:
         found = read(text, tensors)
     except (ValueError, RecursionError):

@@ -109,7 +109,7 @@ def _others(peers: Peers, store: Store) -> Iterable[tuple[int, Doing]]:
 
 
 def in_words(elsewhere: Iterable[tuple[int, Doing]]) -> str:
-    """Which ranks are where.
+    """Return which ranks are where.
 
     >>> save, step = Doing(call="ready.save()", inside=True), Doing(call="ready.step()", inside=False)
     >>> in_words([(1, save), (2, step), (3, step)])

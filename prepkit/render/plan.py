@@ -358,7 +358,7 @@ def memory_lines(plan: Plan) -> Iterator[str]:
 
 
 def _between(plan: Plan, prediction: Prediction) -> str:
-    """How much of it goes from node to node; empty where all ranks are on one node, or nodes are not known."""
+    """Return how much of it goes from node to node; empty where all ranks are on one node, or nodes are not known."""
     per_node = plan.facts.env.per_node
     if per_node is None or plan.world_size <= per_node:
         return ""
@@ -411,7 +411,7 @@ def _name(category: Category, place: Place) -> str:
 
 
 def label(ranks: RankClass, category: Category, place: Place) -> str:
-    """How sure the sum of a category is: the weakest label among its terms."""
+    """Return how sure the sum of a category is: the weakest label among its terms."""
     labels = [t.label for t in ranks.terms if t.category == category and t.place == place and t.bytes]
     return max(labels, key=tuple(Label).index).value if labels else ""
 

@@ -266,7 +266,7 @@ def mesh(plan: Plan) -> str:
 
 
 def _coordinates(plan: Plan, rank: int) -> tuple[int, ...]:
-    """Where a rank stands along each axis; the last one counts fastest."""
+    """Return where a rank stands along each axis; the last one counts fastest."""
     at: list[int] = []
     for axis in reversed(plan.mesh):
         rank, index = divmod(rank, axis.size)

@@ -161,7 +161,7 @@ def _uneven(stack: Stack) -> str:
 
 
 def _unjoined(stacks: tuple[Stack, ...], recipe: WeightConverter) -> str:
-    """What keeps the stacks from being joined."""
+    """Return what keeps the stacks from being joined."""
     shapes = [_stacked(stack, recipe) for stack in stacks]
     dims = len(shapes[0])
     if not all(0 <= dim < dims for dim in (recipe.stack, recipe.join) if dim is not None):
@@ -189,7 +189,7 @@ def _unlike(stacks: tuple[Stack, ...]) -> tuple[str, ...]:
 
 
 def _segment(stack: Stack) -> int | None:
-    """Which segment of the keys numbers them: the last in which they differ, of a single key its last number."""
+    """Return which segment of the keys numbers them: the last in which they differ, of a single key its last number."""
     keys = [tensor.key.split(".") for tensor in stack]
     if len({len(key) for key in keys}) > 1:
         return None
@@ -355,7 +355,7 @@ def _converter(tensor: StoredTensor, converters: tuple[WeightConverter, ...]) ->
 
 
 def _is_ambiguous(tensors: list[StoredTensor]) -> bool:
-    """Whether the tensors are more than the parts of one."""
+    """Return whether the tensors are more than the parts of one."""
     indices = {None if tensor.place is None else tensor.place.recipe for tensor in tensors}
     return len(tensors) > 1 and (len(indices) > 1 or None in indices)
 

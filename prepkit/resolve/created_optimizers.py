@@ -69,7 +69,7 @@ def takes(spec: OptimizerSpec, params: tuple[ParamFact, ...]) -> Iterator[str]:
 
 
 def named(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    """Whether a parameter's name matches one of the patterns; ``*`` and ``?`` stand for dots too.
+    """Return whether a parameter's name matches one of the patterns; ``*`` and ``?`` stand for dots too.
 
     >>> means = named(("*.bias", "*norm*"))
     >>> means("layers.0.mlp.bias"), means("layers.0.norm.weight"), means("head.weight")

@@ -17,7 +17,7 @@ def named(cfg: Config, model: ModelFacts) -> tuple[str, ...]:
 
 
 def through(cfg: Config) -> Literal["units", "wrapper", "forward"] | None:
-    """What a method has to pass through to run as the forward does; None: nothing stands in its way.
+    """Return what a method has to pass through to run as the forward does; None: nothing stands in its way.
 
     ``units`` are gathered around it (torch ``register_fsdp_forward_method``); a ``wrapper`` runs it in its own forward;
     the model's ``forward`` has a patch around it that the method needs as well, such as autocast.

@@ -127,7 +127,7 @@ def all_gather(cfg: Config) -> bool:
 
 
 def has_engine_layers(model: ModelFacts) -> bool:
-    """Whether the model was built with TransformerEngine's layers, which then only need their autocast."""
+    """Return whether the model was built with TransformerEngine's layers, which then only need their autocast."""
     return any(cls.module.partition(".")[0] == "transformer_engine" for cls in model.classes)
 
 

@@ -37,7 +37,7 @@ def unsharded_params(engine: FSDP2, model: ModelFacts, gathered_as: str | None) 
 
 
 def shards_packed(param: ParamFact, gathered_as: str | None) -> bool:
-    """Whether a packed weight can be cut into rows and gathered again bit by bit (M2-7).
+    """Return whether a packed weight can be cut into rows and gathered again bit by bit (M2-7).
 
     What is stored in a floating dtype is gathered like any parameter, and bitsandbytes' layer, which keeps what unpacks
     it, takes the gathered bytes as its weight (``fix_4bit_weight_quant_state_from_module``). A cast would change the

@@ -14,7 +14,7 @@ from prepkit.steps.optimizer import Split
 
 
 def choice(cfg: Config, index: int) -> ShardLoaders | KeepLoaders:
-    """What the config says of the loader at this position. One that a list forgets has a rule against it."""
+    """Return what the config says of the loader at this position. One that a list forgets has a rule against it."""
     how = cfg.loaders
     if not isinstance(how, EachLoader):
         return how
@@ -29,7 +29,7 @@ def batch_size(how: ShardLoaders | KeepLoaders, loader: LoaderFacts, parts: int)
 
 
 def split(loader: LoaderFacts, parts: int) -> Split:
-    """How a loader is divided over so many ranks."""
+    """Return how a loader is divided over so many ranks."""
     if loader.iterable:
         return "shards" if loader.shards and parts > 1 and loader.shards % parts == 0 else "stream"
     if loader.custom_batches:

@@ -100,7 +100,7 @@ def select(wrap: Wrap, model: ModelFacts) -> tuple[str, ...]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a dotted path matches a shell pattern in which ``*`` and ``?`` stay inside one segment.
+    """Return whether a dotted path matches a shell pattern in which ``*`` and ``?`` stay inside one segment.
 
     >>> matches("model.layers.*", "model.layers.3"), matches("model.layers.*", "model.layers.3.mlp")
     (True, False)

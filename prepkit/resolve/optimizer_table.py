@@ -42,7 +42,7 @@ FAILS: dict[str, dict[str, str]] = {
 
 
 def places(cfg: Config) -> tuple[str, ...]:
-    """What the table calls the config's engine; two where layers are cut under FSDP2."""
+    """Return what the table calls the config's engine; two where layers are cut under FSDP2."""
     engine = cfg.engine
     match engine:
         case FSDP1():

@@ -47,7 +47,7 @@ def low_precision_params(facts: Facts) -> tuple[ParamFact, ...]:
 
 
 def makes_master_weights(cfg: Config) -> bool:
-    """Whether what is trained in 16 bits is stored in float32; inference keeps what is stored."""
+    """Return whether what is trained in 16 bits is stored in float32; inference keeps what is stored."""
     return isinstance(cfg.precision, Mixed) and cfg.precision.master_weights and cfg.intent is Intent.TRAINING
 
 

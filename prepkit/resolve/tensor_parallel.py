@@ -54,7 +54,7 @@ def tensor_parallel_size(cfg: Config, env: Env, mesh: tuple[Axis, ...]) -> int:
 
 
 def is_parallel(model: ModelFacts) -> bool:
-    """Whether the model arrives parallel already: it has a DTensor parameter (H-2)."""
+    """Return whether the model arrives parallel already: it has a DTensor parameter (H-2)."""
     return any(param.cls == "DTensor" for param in model.params)
 
 
@@ -80,7 +80,7 @@ def tp_layers(cfg: Config, model: ModelFacts) -> tuple[TPLayer, ...]:
 
 
 def kind_of(path: str, cls: ClassFact, parents: frozenset[str]) -> Kind:
-    """What torch's styles can do with a module: they know linear layers and embeddings, by class."""
+    """Return what torch's styles can do with a module: they know linear layers and embeddings, by class."""
     bases = {cls.name, *cls.mro}
     if "Linear" in bases:
         return "linear"
@@ -112,7 +112,7 @@ def tp_modules(layers: tuple[TPLayer, ...], model: ModelFacts) -> tuple[TPModule
 
 
 def placement_of(module: TPModule, param: str) -> TPPlacement:
-    """How a parameter of the module lies, by its bare name (torch ``ColwiseParallel``, ``RowwiseParallel``)."""
+    """Return how a parameter of the module lies, by its bare name (torch ``ColwiseParallel``, ``RowwiseParallel``)."""
     match module.layer.style:
         case "colwise":
             return "shard(1)" if module.kind == "embedding" else "shard(0)"

@@ -21,7 +21,7 @@ from prepkit.rules.rule import Check, Hit, Rule
 
 
 def _all(*checks: Check) -> Check:
-    """What the checks find, one after the other, where the model arrives sharded."""
+    """Return what the checks find, one after the other, where the model arrives sharded."""
 
     def check(resolved: Resolved) -> Iterator[Hit]:
         if resolved.arrives_sharded:

@@ -30,7 +30,7 @@ def flaws(name: str) -> Check:
 
 
 def _adopt_clip(cfg: Config, _: Facts) -> Config:
-    """What the JSON clips to, if it says so; else nothing is clipped."""
+    """Return what the JSON clips to, if it says so; else nothing is clipped."""
     asked = look(said(cfg.engine), "gradient_clipping") if isinstance(cfg.engine, DeepSpeed) else None
     if isinstance(asked, int | float) and not isinstance(asked, bool) and asked > 0:
         return evolve(cfg, clip=ClipNorm(float(asked)))

@@ -54,7 +54,7 @@ def _other_device(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _serves(backend: str, device: str) -> bool:
-    """Whether a process-group backend, such as ``nccl`` or ``cpu:gloo,cuda:nccl``, serves a device type."""
+    """Return whether a process-group backend, such as ``nccl`` or ``cpu:gloo,cuda:nccl``, serves a device type."""
     parts = dict(part.strip().partition(":")[::2] for part in backend.split(","))
     if all(parts.values()):
         return device in parts

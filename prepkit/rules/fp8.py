@@ -61,7 +61,7 @@ def library(backend: FP8Backend) -> str:
 
 
 def knows_libraries(facts: Facts) -> bool:
-    """Whether the facts say what is installed; those of a declared cluster may not."""
+    """Return whether the facts say what is installed; those of a declared cluster may not."""
     return bool(facts.env.libraries) or not facts.env.assumed
 
 
@@ -257,7 +257,7 @@ def _adam(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _makes_its_own(resolved: Resolved) -> bool:
-    """Whether DeepSpeed will make the optimizer, over the parameters as they then are."""
+    """Return whether DeepSpeed will make the optimizer, over the parameters as they then are."""
     return resolved.engine_traits.engine_steps and resolved.deepspeed.optimizer == "section"
 
 

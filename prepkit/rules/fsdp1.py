@@ -15,7 +15,7 @@ from prepkit.rules.rule import Hit, Moment, Rule, options, with_engine
 
 
 def _on_cpu(resolved: Resolved) -> bool:
-    """Whether the CPU computes, or a device that ranks cannot talk through."""
+    """Return whether the CPU computes, or a device that ranks cannot talk through."""
     return "cpu" in (resolved.cfg.device, resolved.facts.env.device) or resolved.facts.env.device not in BACKENDS
 
 

@@ -123,7 +123,7 @@ def _handled(resolved: Resolved) -> set[str]:
 
 
 def _not_left_packed(resolved: Resolved) -> Iterator[Hit]:
-    """What keeps FSDP2 from leaving packed weights as they are."""
+    """Yield what keeps FSDP2 from leaving packed weights as they are."""
     facts = resolved.facts
     names = resolved.packed_params
     packed = f"{count(len(names), 'packed parameter')} ({some(names)})"

@@ -169,7 +169,7 @@ def _asked(resolved: Resolved) -> int | None:
 
 
 def _derived(resolved: Resolved) -> bool:
-    """Whether the accumulation is to follow from the global batch, whatever the ranks are."""
+    """Return whether the accumulation is to follow from the global batch, whatever the ranks are."""
     asked = resolved.cfg.global_batch
     return asked is not None and asked >= 1 and resolved.cfg.accumulation is None
 

@@ -20,7 +20,7 @@ from prepkit.rules.rule import Hit, Rule, under
 
 
 def is_hybrid(engine: FSDP1) -> bool:
-    """Whether the strategy shards inside copies of the model."""
+    """Return whether the strategy shards inside copies of the model."""
     return engine.sharding.startswith("HYBRID")
 
 
@@ -145,7 +145,7 @@ def _nearest(cfg: Config, facts: Facts) -> Config:
 
 
 def _proper(mesh: Mesh) -> bool:
-    """Whether the two rules about single sizes hold, so that it makes sense to multiply."""
+    """Return whether the two rules about single sizes hold, so that it makes sense to multiply."""
     return all(size >= 1 or size == -1 for _, size in _sizes(mesh)) and len(_rests(mesh)) < 2
 
 

@@ -245,7 +245,7 @@ def _embeddings(model: ModelFacts) -> tuple[str, str, bool] | None:
 
 
 def _left_untied(embeddings: tuple[str, ...], model: ModelFacts) -> bool:
-    """Whether the model's class ties one of the two, and nothing is tied to it.
+    """Return whether the model's class ties one of the two, and nothing is tied to it.
 
     Classes may tie other things, such as two embeddings, and a config that says yes leaves the output as it is.
     """

@@ -237,7 +237,7 @@ def _asked(cfg: Config) -> str:
 
 
 def _section(cfg: Config) -> bool:
-    """Whether DeepSpeed makes an optimizer from a section of its config."""
+    """Return whether DeepSpeed makes an optimizer from a section of its config."""
     return isinstance(cfg.engine, DeepSpeed) and look(said(cfg.engine), "optimizer") is not None
 
 

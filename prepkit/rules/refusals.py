@@ -124,8 +124,8 @@ _ACCELERATE: tuple[Rule, ...] = (
     ),
     _face(
         id="accelerate.cleared-nothing",
-        summary="optimizer.zero_grad() is called behind the step that ends a window.",
-        fix=f"Write it behind optimizer.step(). See {_PAGE}.",
+        summary="optimizer.zero_grad() is called after the step that ends a window.",
+        fix=f"Write it after optimizer.step(). See {_PAGE}.",
         severity=Severity.WARNING,
     ),
     _face(

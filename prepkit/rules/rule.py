@@ -139,7 +139,7 @@ def options(engine: type, **changes: Any) -> Repair:
 
 
 def answers(rules: Iterable[Rule], moment: Moment, subject: Any) -> tuple[Asked, ...]:
-    """What each of these rules finds about one subject, for an attestation. Pure."""
+    """Return what each of these rules finds about one subject, for an attestation. Pure."""
     return tuple(Asked(rule=rule.id, moment=moment.value, found=findings_of((rule,), subject)) for rule in rules)
 
 

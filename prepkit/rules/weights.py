@@ -172,7 +172,7 @@ def _more(keys: tuple[object, ...]) -> str:
 
 
 def _prefix(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> tuple[str, str] | None:
-    """How the names differ, where all of them do alike, and the renaming that mends it."""
+    """Return how the names differ, where all of them do alike, and the renaming that mends it."""
     keys = set(unexpected)
     for key in unexpected:
         if key.endswith(f".{missing[0]}"):

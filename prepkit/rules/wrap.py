@@ -78,7 +78,7 @@ def known_blocks(model: ModelFacts) -> str:
 
 
 def instead(model: ModelFacts) -> str:
-    """What to type in the place of a selection that does not fit the model."""
+    """Return what to type in the place of a selection that does not fit the model."""
     repeated = repeated_blocks(model)
     return f'WrapClasses(("{repeated[0].cls}",)) or WrapBlocks()' if repeated else "WrapRoot()"
 
@@ -282,7 +282,7 @@ def _at_least_one(wrap: Wrap, model: ModelFacts) -> Wrap | None:
 
 
 def _explained_by_none(wrap: Wrap) -> bool:
-    """Whether no other rule explains an empty selection."""
+    """Return whether no other rule explains an empty selection."""
     return not isinstance(wrap, WrapClasses | WrapPaths) and not (isinstance(wrap, WrapSize) and wrap.min_params < 1)
 
 

@@ -16,7 +16,7 @@ class SavePlanner(DefaultSavePlanner):
     """Looks up what torch does not know (``find_state_dict_object``)."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is written for an index."""
+        """Return what is written for an index."""
         found = self.state_dict.get(index.fqn)
         return found.__get_tensor_shard__(index) if isinstance(found, FlatRange) else super().lookup_object(index)
 
@@ -31,6 +31,6 @@ class LoadPlanner(DefaultLoadPlanner):
         self.state_dict.update(ranges)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """What is filled for an index."""
+        """Return what is filled for an index."""
         found = self.state_dict.get(index.fqn)
         return found.__get_tensor_shard__(index) if isinstance(found, FlatRange) else super().lookup_tensor(index)

@@ -23,7 +23,7 @@ def sync(units: Iterable[FullyShardedDataParallel], on: bool) -> None:
 
 
 def hold_gradients(units: Iterable[FullyShardedDataParallel]) -> bool:
-    """Whether a flat parameter has a gradient of a backward that no step has followed."""
+    """Return whether a flat parameter has a gradient of a backward that no step has followed."""
     flats: Iterable[Any] = (unit._handle.flat_param for unit in units if unit._handle is not None)
     return any(flat.grad is not None or getattr(flat, "_saved_grad_shard", None) is not None for flat in flats)
 

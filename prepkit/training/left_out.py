@@ -119,7 +119,7 @@ def forget_gradients(engine: Any) -> None:
 
 
 def holds_gradients(engine: Any) -> bool:
-    """Whether ZeRO has gradients of a backward that no step has followed."""
+    """Return whether ZeRO has gradients of a backward that no step has followed."""
     optimizer = engine.optimizer
     if not hasattr(optimizer, "ipg_buckets"):
         return False

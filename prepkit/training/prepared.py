@@ -52,14 +52,19 @@ from prepkit.training.run_ranks import RunRanks
 from prepkit.training.token_loss import Count
 
 MOVED = {
+    "barrier": "ready.ranks.barrier(name)",
     "check_saving": "ready.checkpoints.check(folder)",
     "ema": "pk.Ema(ready, decay)",
     "finish_saving": "ready.checkpoints.finish()",
     "gather": "ready.ranks.gather(value)",
     "gather_for_metrics": "ready.ranks.gather_for_metrics(value)",
     "history": "ready.loop.history",
+    "is_main_process": "ready.ranks.is_main",
     "log_to": "ready.log.to(tracker)",
     "optimizers": "ready.loop.optimizers",
+    "pending": "ready.loop.pending",
+    "print": "ready.ranks.print(...)",
+    "progress": "ready.ranks.progress(iterable)",
     "reduce": "ready.ranks.reduce(value)",
     "set_epoch": "ready.loop.passes.set_epoch(epoch)",
 }

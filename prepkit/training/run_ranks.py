@@ -50,13 +50,13 @@ class RunRanks:
             return reduce_over_ranks(value, how, self._same_data)
 
     def gather(self, value: Any) -> list[Any]:
-        """What each data rank gives, as a list with an item per rank; for what is small. Collective."""
+        """Return what each data rank gives, as a list with an item per rank; for what is small. Collective."""
         with named(self._peers, "ready.ranks.gather()"):
             self._asked("ready.ranks.gather()")
             return gather_over_ranks(value, self._same_data)
 
     def gather_for_metrics(self, value: Any) -> Any:
-        """What all ranks have made of the batches in use, each sample once (``loading.gather``). Collective."""
+        """Return what all ranks have made of the batches in use, each sample once (``loading.gather``). Collective."""
         with named(self._peers, "ready.ranks.gather_for_metrics()"):
             self._asked("ready.ranks.gather_for_metrics()")
             return self._passes.gather(value)

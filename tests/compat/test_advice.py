@@ -341,7 +341,7 @@ def moved(clear: Callable[[Any, Any], None], accumulation: int = 1) -> None:
 
 @refused(
     "as_the_loop loop.cleared-before-step",
-    "move it behind optimizer.step(), or above the forward",
+    "move it after optimizer.step(), or above the forward",
     cleared(lambda _, o: o.zero_grad()),
 )
 def cleared_before_the_step(_: Path) -> None:
@@ -350,7 +350,7 @@ def cleared_before_the_step(_: Path) -> None:
 
 @refused(
     "as_the_loop loop.gradients-gone",
-    "move model.zero_grad() behind optimizer.step(), or above the forward",
+    "move model.zero_grad() after optimizer.step(), or above the forward",
     cleared(lambda m, _: m.zero_grad()),
 )
 def model_cleared(_: Path) -> None:
@@ -359,7 +359,7 @@ def model_cleared(_: Path) -> None:
 
 @refused(
     "as_the_loop run.steps-nothing",
-    "move zero_grad() behind optimizer.step(), or above the forward",
+    "move zero_grad() after optimizer.step(), or above the forward",
     cleared(lambda m, _: m.zero_grad(), step=0),
 )
 def cleared_from_the_first_step_on(_: Path) -> None:
@@ -368,7 +368,7 @@ def cleared_from_the_first_step_on(_: Path) -> None:
 
 @refused(
     "as_the_loop loop.unfinished-window",
-    "write `if accelerator.sync_gradients:` above it, behind optimizer.step()",
+    "write `if accelerator.sync_gradients:` above it, after optimizer.step()",
     cleared(nothing, 2),
 )
 def saved_inside(folder: Path) -> None:

@@ -78,7 +78,7 @@ def _options(step: CompileModules, live: LiveModel, path: str) -> Iterator[str]:
 
 
 def _runs_compiled(module: Module) -> bool:
-    """Whether a call of the module runs what was compiled from this very module, and not from a twin."""
+    """Return whether a call of the module runs what was compiled from this very module, and not from a twin."""
     if "DeepSpeedEngine" in known_bases(type(module)):
         return bool(getattr(module, "is_compiled", False))  # it compiles the module inside
     compiled = module._compiled_call_impl

@@ -101,14 +101,14 @@ def checks(step: ShardUnits, live: LiveModel) -> Iterator[Departure]:
 
 
 def _gathers(module: Any) -> bool:
-    """Whether the unit's own state hears the module's forward begin and end: there it gathers and frees."""
+    """Return whether the unit's own state hears the module's forward begin and end: there it gathers and frees."""
     state = module._get_fsdp_state()
     tables = (module._forward_pre_hooks, module._forward_hooks)
     return all(any(_of(state, hook) for hook in hooks.values()) for hooks in tables)
 
 
 def _of(state: Any, hook: Any) -> bool:
-    """Whether a hook is a method of this state, also below the wrappers that torch puts around it."""
+    """Return whether a hook is a method of this state, also below the wrappers that torch puts around it."""
     for _ in range(4):
         if getattr(hook, "__self__", None) is state:
             return True

@@ -68,7 +68,7 @@ def _order_of(order: Any, seed: int | None) -> tuple[Any, ...]:
 
 
 def wrapped(step: WrapLoader, live: LiveModel) -> Iterator[Departure]:
-    """What is handed out moves batches to the planned device, and may end windows as planned."""
+    """Yield what is handed out moves batches to the planned device, and may end windows as planned."""
     loader = live.target.loaders[step.index]
     name = f"loader {step.index}"
     yield from same("WrapLoader", name, "Loader", type(loader).__name__)

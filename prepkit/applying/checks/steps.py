@@ -83,7 +83,7 @@ def upcast(step: UpcastParameters, live: LiveModel) -> Iterator[Departure]:
 
 
 def contiguous(step: MakeContiguous, live: LiveModel) -> Iterator[Departure]:
-    """What this rank holds of every such parameter lies in order."""
+    """Yield what this rank holds of every such parameter lies in order."""
     bad = [name for name in step.names if name in live.params and not local(live.params[name]).is_contiguous()]
     yield from each("MakeContiguous", "elements lie in the order of their indices", bad)
 
@@ -160,13 +160,13 @@ def ddp(step: WrapDDP, live: LiveModel) -> Iterator[Departure]:
 
 
 def allocated(step: AllocateTensors, live: LiveModel) -> Iterator[Departure]:
-    """What got storage got values too: memory that nobody wrote looks like any other (pain 17)."""
+    """Yield what got storage got values too: memory that nobody wrote looks like any other (pain 17)."""
     del step
     yield from each("AllocateTensors", "everything that was on meta has values", sorted(live.target.unfilled))
 
 
 def sent(step: SendTensors, live: LiveModel) -> Iterator[Departure]:
-    """What waits to be sent is a model that rank 0 holds twice, and somebody else has no values of."""
+    """Yield what waits to be sent is a model that rank 0 holds twice, and somebody else has no values of."""
     del step
     yield from each("SendTensors", "all that was set aside is sent", sorted(live.target.stashed))
 
@@ -234,7 +234,7 @@ def converted(step: ConvertOptimizer, live: LiveModel) -> Iterator[Departure]:
 
 
 def partitioned(step: PartitionParameters, live: LiveModel) -> Iterator[Departure]:
-    """What got a part got values too; that each is in parts, and how large they are, is the layout's to say."""
+    """Yield what got a part got values too; that each is in parts, and how large they are, is the layout's to say."""
     del step
     yield from each("PartitionParameters", "everything that was on meta has values", sorted(live.target.unfilled))
 

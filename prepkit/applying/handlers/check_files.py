@@ -54,7 +54,7 @@ def check_undo(step: CheckFiles, target: Target, memo: None) -> None:
 
 
 def _differences(file: File) -> Iterator[Finding]:
-    """How a file is not the one that was planned with."""
+    """Yield how a file is not the one that was planned with."""
     try:
         size = Path(file.path).stat().st_size
         if size != file.size:

@@ -61,7 +61,7 @@ def _misfits(step: CompileModules) -> problems.Problems:
 
 
 def _reason(name: str, error: RuntimeError) -> str:
-    """What torch says; where it would list all of its 600 options, the nearest."""
+    """Return what torch says; where it would list all of its 600 options, the nearest."""
     from torch import _inductor as inductor  # half a second, and only a refusal asks
 
     known = inductor.list_options()

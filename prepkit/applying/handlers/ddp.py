@@ -93,7 +93,7 @@ def communication(asked: DDPCommHook) -> tuple[Any, Any]:
 
 
 def _left() -> str:
-    """What neither a failed wrapping nor the way back can restore: the wrapper sends rank 0's values to all."""
+    """Return what neither a failed wrapping nor the way back can restore: the wrapper sends rank 0's values to all."""
     if world().is_first:
         return ""
     return "parameters and buffers of this rank may hold the values of rank 0, which the wrapper has sent to all"

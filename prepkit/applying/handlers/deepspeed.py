@@ -242,7 +242,7 @@ def device_problems(device: str, *, compiles: bool) -> problems.Problems:
 
 
 def _kernels(step: InitializeDeepSpeed) -> tuple[str, ...]:
-    """What DeepSpeed compiles, or loads compiled, while it initializes."""
+    """Return what DeepSpeed compiles, or loads compiled, while it initializes."""
     if step.optimizer != "section":
         return ()
     config = config_of(step.settings)

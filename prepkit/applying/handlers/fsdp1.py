@@ -262,7 +262,7 @@ def _concatenated(
 
 
 def _index(piece: fsdp1_flat.FlatShard) -> int:
-    """Which shard of its flat parameter this rank holds."""
+    """Return which shard of its flat parameter this rank holds."""
     return (piece.start + piece.first) // piece.shard
 
 

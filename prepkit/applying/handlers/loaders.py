@@ -112,12 +112,12 @@ def _given_batches(loader: Any) -> Any:
 
 
 def _batching(loader: Any) -> Any:
-    """What says how samples are batched: the loader, or the batch sampler where that was given."""
+    """Return what says how samples are batched: the loader, or the batch sampler where that was given."""
     return loader if loader.batch_size is not None or loader.batch_sampler is None else loader.batch_sampler
 
 
 def tail_of(step: ShardLoader, loader: Any) -> Tail:
-    """What becomes of a last round that is incomplete."""
+    """Return what becomes of a last round that is incomplete."""
     if step.spread:
         return "spread"
     if getattr(_batching(loader), "drop_last", False):

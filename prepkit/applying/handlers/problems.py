@@ -84,7 +84,7 @@ def with_gradient(wanted: Iterable[str], params: Mapping[str, Parameter]) -> Pro
 
 
 def overwritten(names: Sequence[str]) -> str | None:
-    """What remains after values were written over others; None when there were none."""
+    """Return what remains after values were written over others; None when there were none."""
     return f"{listed(names)}: the values from before are overwritten" if names else None
 
 

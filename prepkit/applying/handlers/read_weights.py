@@ -129,7 +129,7 @@ def _check_size(part: Tensor, boxes: Sequence[BoxRead]) -> None:
 
 
 def _filled_part(part: Tensor, read: BoxRead) -> Tensor:
-    """What of the rank's part is read: a view."""
+    """Return what of the rank's part is read: a view."""
     if read.offset is not None:
         part = part[read.offset : read.offset + prod(read.box)].view(read.box)
     for dim, filled in enumerate(read.filled):

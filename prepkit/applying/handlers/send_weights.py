@@ -79,7 +79,7 @@ def send_do(step: SendTensors, target: Target) -> tuple[str, ...]:
 
 
 def send_undo(step: SendTensors, target: Target, memo: tuple[str, ...]) -> str | None:
-    """What had no values before has none again: its storage goes with ``AllocateTensors``."""
+    """Return what had no values before has none again: its storage goes with ``AllocateTensors``."""
     if world().rank != ROOT:
         target.unfilled |= {transfer.name for transfer in step.tensors} - set(memo)
     return problems.overwritten(memo)
@@ -128,7 +128,7 @@ def _send_all(step: SendTensors, parts: dict[str, Tensor], target: Target, chann
 
 
 def _wire_bytes(transfer: Transfer, axes: tuple[Axis, ...], channel: P2PChannel) -> int:
-    """What leaves rank 0; what the backend broadcasts counts once."""
+    """Return what leaves rank 0; what the backend broadcasts counts once."""
     if _broadcast_by_backend(transfer, axes, channel):
         return prod(transfer.shape) * itemsize(transfer.dtype)
     return bytes_sent(transfer, axes)

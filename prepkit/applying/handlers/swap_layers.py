@@ -39,7 +39,7 @@ def library_problems(module: str, package: str, rule: str = "fp8.library-missing
 
 
 def layer_problems(paths: Iterable[str], cls: type[Module], model: Module) -> problems.Problems:
-    """What keeps these modules from being replaced: not there, another class, or hooks that would be lost."""
+    """Return what keeps these modules from being replaced: not there, another class, or hooks that would be lost."""
     paths, modules = tuple(paths), names.named_modules(model)
     layers = {path: modules[path] for path in paths if path in modules}
     other = [path for path, module in layers.items() if type(module) is not cls]

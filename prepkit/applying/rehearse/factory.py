@@ -41,7 +41,7 @@ def build(factory: str, device: str = "meta") -> nn.Module:
 
 
 def named(path: str) -> Any:
-    """What ``pkg.mod:name`` names. Raises ``ValueError`` as ``build`` does."""
+    """Return what ``pkg.mod:name`` names. Raises ``ValueError`` as ``build`` does."""
     return _attribute(*_parts(path))
 
 

@@ -72,7 +72,7 @@ def _of_dtypes(
 
 
 def of_engine(precision: Precision, how: HowPrepared) -> Precision:
-    """What a DeepSpeed JSON says, with the dtype in which the model returns."""
+    """Return what a DeepSpeed JSON says, with the dtype in which the model returns."""
     if not isinstance(precision, BF16 | FP16):
         return precision
     own = "bfloat16" if isinstance(precision, BF16) else "float16"

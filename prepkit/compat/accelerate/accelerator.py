@@ -100,7 +100,7 @@ class Accelerator:
         return evolve(self._config, loaders=loaders_of(self.dataloader_config, self._arguments))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What the script has asked for; nothing that is prepared goes to another process."""
+        """Return what the script has asked for; nothing that is prepared goes to another process."""
         asked = ("_arguments", "dataloader_config", "_config", "project_configuration", "state", "project_dir")
         return {name: vars(self)[name] for name in (*asked, "log_with")}
 
@@ -248,7 +248,7 @@ class Accelerator:
             self._loop.accumulate_over(int(steps))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The loader, whose next pass begins behind so many batches of the epoch."""
+        """The loader, whose next pass begins after so many batches of the epoch."""
         return loaders.skip_first_batches(dataloader, num_batches)
 
     # --- all ranks ---
@@ -258,7 +258,7 @@ class Accelerator:
         return operations.gather(value)
 
     def gather_for_metrics(self, value: Any, use_gather_object: bool = False) -> Any:
-        """What all ranks have made of the batch in use, each sample once; outside a loop all of it.
+        """Return what all ranks have made of the batch in use, each sample once; outside a loop all of it.
 
         One row for a batch of several samples, such as ``loss[None]``, is one row per rank.
         """
@@ -277,7 +277,7 @@ class Accelerator:
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank has set the trigger since the last look. Collective."""
+        """Return whether any rank has set the trigger since the last look. Collective."""
         here, self._trigger = self._trigger, False
         return bool(operations.reduce(torch.tensor(int(here)), "max"))
 

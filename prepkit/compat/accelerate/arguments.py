@@ -33,7 +33,7 @@ HELD = ("DistributedDataParallelKwargs", "GradScalerKwargs", "AutocastKwargs", "
 
 
 def launched_config() -> Config:
-    """What the launcher's variables ask for. Raises ``PlanRejected`` where they contradict each other."""
+    """Return what the launcher's variables ask for. Raises ``PlanRejected`` where they contradict each other."""
     return read_variables(os.environ).config
 
 
@@ -71,7 +71,7 @@ def _accumulating(config: Config, arguments: Mapping[str, Any]) -> Config:
 
 
 def says_loaders(arguments: Mapping[str, Any]) -> bool:
-    """Whether ``config`` alone says what becomes of loaders."""
+    """Return whether ``config`` alone says what becomes of loaders."""
     beside = arguments["gradient_accumulation_plugin"] is not None or not arguments["device_placement"]
     beside = beside or arguments["split_batches"]
     return arguments["config"] is not None and not beside
@@ -112,7 +112,7 @@ def _handled(config: Config, handlers: Iterable[Any]) -> Config:
 
 
 def _hook(handler: Any) -> CommHook:
-    """What DDP does to gradients on their way."""
+    """Return what DDP does to gradients on their way."""
     hook, wrapper = (_word(getattr(handler, name, "no")) for name in ("comm_hook", "comm_wrapper"))
     options = dict(getattr(handler, "comm_state_option", None) or {})
     if hook == "no" and wrapper == "no":

@@ -18,7 +18,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def is_alone() -> bool:
-    """Whether there is one process."""
+    """Return whether there is one process."""
     return world().size == 1 if world().running else launcher.processes() == 1
 
 

@@ -110,9 +110,9 @@ def prepare_data_loader(
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """The loader, whose next pass begins behind so many batches of the epoch; the passes after it are whole.
+    """The loader, whose next pass begins after so many batches of the epoch; the passes after it are whole.
 
-    Where ``load_state`` has put it behind so many already, nothing is left out twice. Raises ``NotOffered`` for a
+    Where ``load_state`` has put it after so many already, nothing is left out twice. Raises ``NotOffered`` for a
     loader that was not prepared.
     """
     if not isinstance(dataloader, Loader):

@@ -96,7 +96,7 @@ class AcceleratedLoop:
     # --- windows ---
 
     def ends_window(self) -> bool:
-        """Whether the micro-batch that runs now is the last of its window."""
+        """Return whether the micro-batch that runs now is the last of its window."""
         if self.driven:
             return self.ready.loop.ends_window
         return self.at_last_batch() or self.counted + 1 >= self.accumulation

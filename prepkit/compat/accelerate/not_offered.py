@@ -72,15 +72,15 @@ _ONE_EACH = "add the losses up for one accelerator.backward(loss)"
 _WORDS = {
     "loop.cleared-before-step": (
         "optimizer.zero_grad() between accelerator.backward(loss) and optimizer.step()",
-        "move it behind optimizer.step(), or above the forward",
+        "move it after optimizer.step(), or above the forward",
     ),
     "loop.gradients-gone": (
         "clearing the model between accelerator.backward(loss) and optimizer.step()",
-        "move model.zero_grad() behind optimizer.step(), or above the forward",
+        "move model.zero_grad() after optimizer.step(), or above the forward",
     ),
     "run.steps-nothing": (
         "optimizer.step() where nothing that it steps has a gradient",
-        "move zero_grad() behind optimizer.step(), or above the forward",
+        "move zero_grad() after optimizer.step(), or above the forward",
     ),
     "loop.gradients-lost": (
         "clearing the model inside an accumulation window",
@@ -94,7 +94,7 @@ _WORDS = {
     "loop.backward-twice": ("several backwards of a micro-batch under DeepSpeed", _ONE_EACH),
     "loop.unfinished-window": (
         "save_state and load_state inside an accumulation window, whose gradients are in no checkpoint",
-        "write `if accelerator.sync_gradients:` above it, behind optimizer.step()",
+        "write `if accelerator.sync_gradients:` above it, after optimizer.step()",
     ),
     "loop.closure-wanted": ("an optimizer that takes a closure", "write accelerator.ready.step(closure)"),
     "loop.step-without-backward": (
@@ -106,7 +106,7 @@ _WORDS = {
 
 
 def as_the_loop(rule: str) -> NotOffered:
-    """What a rule of the loop refuses, in accelerate's words."""
+    """Return what a rule of the loop refuses, in accelerate's words."""
     return NotOffered(*_WORDS[rule], rule)
 
 

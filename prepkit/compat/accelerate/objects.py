@@ -34,12 +34,12 @@ def place_of(given: Any) -> str:
 
 
 def is_prepared(given: Any) -> bool:
-    """Whether it comes from a ``prepare``; a model says nothing of that."""
+    """Return whether it comes from a ``prepare``; a model says nothing of that."""
     return isinstance(given, Loader | SteppedOptimizer | SteppedScheduler)
 
 
 def belong(models: Sequence[Any], optimizers: Sequence[Any]) -> bool:
-    """Whether there is one model, and one optimizer that holds parameters of it alone."""
+    """Return whether there is one model, and one optimizer that holds parameters of it alone."""
     if len(models) != 1 or len(optimizers) != 1:
         return False
     own = {id(param) for param in models[0].parameters()}

@@ -92,12 +92,12 @@ def broadcast_object_list(value: list[Any], from_process: int = 0) -> list[Any]:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it can be gathered as it is."""
+    """Return whether it can be gathered as it is."""
     return isinstance(value, Tensor)
 
 
 def everywhere(holds: bool) -> bool:
-    """Whether it holds on every rank. Collective."""
+    """Return whether it holds on every rank. Collective."""
     return all(_everyone(bool(holds)))
 
 
@@ -139,6 +139,6 @@ def _travelling(tensor: Tensor) -> Tensor:
 
 
 def _device() -> torch.device:
-    """Where a rank computes that has said nothing."""
+    """Return where a rank computes that has said nothing."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, launcher.local_rank())

@@ -169,7 +169,7 @@ class Preparation:
 
 
 def _of(schedulers: list[Any], optimizer: Optimizer) -> bool:
-    """Whether there is one scheduler, and it is made from this optimizer."""
+    """Return whether there is one scheduler, and it is made from this optimizer."""
     return len(schedulers) == 1 and getattr(schedulers[0], "optimizer", None) is optimizer
 
 

@@ -154,7 +154,7 @@ def _of_rank(rank: int) -> str:
 
 
 def _is_whole(ready: Prepared) -> bool:
-    """Whether every rank holds all of it."""
+    """Return whether every rank holds all of it."""
     return ready.plan.run.engine in ("Single", "DDP")
 
 

@@ -85,7 +85,7 @@ def _finding(kind: str, where: str, asked: object, said: object) -> Finding:
 
 
 def refused(exported: Exported) -> PlanRejected:
-    """What is raised for a file that would not say everything."""
+    """Return what is raised for a file that would not say everything."""
     return PlanRejected(exported.left_out)
 
 
@@ -145,7 +145,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {".toml": _toml, ".yaml": 
 
 
 def _comments(origins: tuple[Origin, ...], suffix: str) -> str:
-    """Where each setting was written, where the format has comments."""
+    """Return where each setting was written, where the format has comments."""
     if suffix == ".json" or not origins:
         return ""
     return "".join(f"# {origin.setting.removeprefix('config.')} from {origin}\n" for origin in origins) + "\n"

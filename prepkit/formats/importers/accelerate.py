@@ -329,7 +329,7 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | None:
 
 
 def processes(file: Foreign, kind: str) -> tuple[int | None, int]:
-    """How many processes are started in all, None where the file does not say, and on how many machines."""
+    """Return how many processes are started in all, None where the file does not say, and on how many machines."""
     world, machines = file.whole("num_processes"), file.whole("num_machines")
     file.declared |= {"num_processes", "num_machines"}
     if world is not None and world < 1 and world != -1:  # which is how accelerate's class says that it is not said

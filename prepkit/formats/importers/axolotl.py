@@ -67,7 +67,7 @@ def read_axolotl(source: Source) -> Imported:
 
 
 def _offloaded(file: Foreign) -> bool:
-    """Whether blocks are recomputed from inputs that wait in host memory; both names become a plain switch."""
+    """Return whether blocks are recomputed from inputs that wait in host memory; both names become a plain switch."""
     name, data = "gradient_checkpointing", file.data
     word = data.get(name)
     if word in _OFFLOADED:

@@ -180,7 +180,7 @@ class Foreign:
     # --- the account ----------------------------------------------------------------------------------------------
 
     def has(self, name: str) -> bool:
-        """Whether the file has the key, be it null or an empty section."""
+        """Return whether the file has the key, be it null or an empty section."""
         value: Any = self.data
         for part in name.split("."):
             if not isinstance(value, dict) or part not in value:

@@ -60,7 +60,7 @@ def _precise(config: Config, float8: FP8Backend | None, *, pure: bool) -> Config
 
 
 def _checkpointed(file: Foreign) -> bool:
-    """Whether blocks are recomputed, which is so unless it is switched off (``prepare_model_for_training``)."""
+    """Return whether blocks are recomputed, which is so unless it is switched off (``prepare_model_for_training``)."""
     off = file.flag("disable_gradient_checkpointing", "checkpointing")
     if off and file.flag("gradient_checkpointing"):
         what = "disable_gradient_checkpointing is true as well"

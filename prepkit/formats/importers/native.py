@@ -47,7 +47,7 @@ def read_prepkit(source: Source) -> Imported:
 
 
 def _written(source: Source) -> tuple[Origin, ...]:
-    """Where each key is in the file."""
+    """Return where each key is in the file."""
     return tuple(
         Origin(setting=f"config.{key}", key=key, source=source.path, line=line, column=column)
         for key, (line, column) in positions(source.text, source.suffix).items()
@@ -61,7 +61,7 @@ def _origin(written: tuple[Origin, ...], finding: Finding, where: str) -> str:
 
 
 def _spelt(data: dict[str, object]) -> dict[str, object]:
-    """What Python takes as a mapping a file may write as one.
+    """Return what Python takes as a mapping a file may write as one.
 
     DeepSpeed's own config is nested in ours as it is, and a ``Config`` keeps its text; options of ``torch.compile`` are
     names with values, and a ``Config`` keeps them one by one.

@@ -174,7 +174,7 @@ def _told(flaws: tuple[Finding, ...], where: str) -> tuple[Finding, ...]:
 
 
 def _values(node: Node, known: dict[int, int]) -> int:
-    """How many values the node stands for, with every alias written out; each node is gone through once."""
+    """Return how many values the node stands for, with every alias written out; each node is gone through once."""
     if id(node) not in known:
         match node:
             case MappingNode(value=pairs):
@@ -321,7 +321,7 @@ class Imported:
 
 
 def _value(config: Config, setting: str) -> str:
-    """What the config says at a path, on one short line."""
+    """Return what the config says at a path, on one short line."""
     value: object = config
     names = setting.split(".")[1:]
     for at, name in enumerate(names):

@@ -168,7 +168,7 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | None:
 
 
 def _every(file: Foreign) -> int | None:
-    """Which blocks are recomputed: every second where nothing is said; None: it says operations."""
+    """Return which blocks are recomputed: every second where nothing is said; None: it says operations."""
     name = "activation_checkpoint.selective_ac_option"
     option = file.raw(name)
     if option == "op":

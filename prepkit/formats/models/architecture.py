@@ -40,7 +40,7 @@ def architecture(fields: Mapping[str, Any]) -> ArchitectureFacts:
 
 
 def said_by(sources: tuple[object, ...], tp_size: int | None) -> ArchitectureFacts:
-    """What the first of the sources says that says something."""
+    """Return what the first of the sources says that says something."""
     return ArchitectureFacts(
         tie_word_embeddings=said(sources, bool, "tie_word_embeddings"),
         hidden_sizes=_hidden_sizes(sources),

@@ -40,7 +40,7 @@ def fields(table: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given(table: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file says, else the default: before anything is worked out."""
+    """Return what the file says, else the default: before anything is worked out."""
     other = {name: alias for alias, name in table["aliases"].items()}
     found: dict[str, Any] = {}
     for name, default in table["fields"].items():

@@ -35,7 +35,7 @@ def preparation(
     env: Env,
     around: AutocastOptions | None = None,
 ) -> HowPrepared:
-    """How ``model`` was prepared. ``seen`` are its facts, ``first`` each parameter's name by ``id``.
+    """Return how ``model`` was prepared. ``seen`` are its facts, ``first`` each parameter's name by ``id``.
 
     ``around``: an autocast of a wrapper that was taken off before, as Fabric's.
     """

@@ -44,7 +44,7 @@ REPLACED = ("DTensor", "ZeroParameter")
 
 
 def _is_flat(name: str) -> bool:
-    """Whether it is the name that FSDP1 gives a unit's flat parameter (torch ``_flat_param.FLAT_PARAM``)."""
+    """Return whether it is the name that FSDP1 gives a unit's flat parameter (torch ``_flat_param.FLAT_PARAM``)."""
     return name.rpartition(".")[2] == "_flat_param"
 
 

@@ -33,7 +33,7 @@ def inside(call: Any, depth: int = DEEP) -> Iterator[Any]:
 
 
 def contents(function: FunctionType) -> Iterator[Any]:
-    """What its closure holds."""
+    """Yield what its closure holds."""
     cells: tuple[CellType, ...] = function.__closure__ or ()
     for cell in cells:
         try:

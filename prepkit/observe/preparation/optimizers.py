@@ -19,7 +19,7 @@ Names = dict[int, tuple[str, ...]]
 
 
 def optimizer_options(model: nn.Module, given: list[Any], first: dict[int, str]) -> tuple[OptimizerOptions, ...]:
-    """What each optimizer steps, and how; of DeepSpeed's own that which it steps with."""
+    """Return what each optimizer steps, and how; of DeepSpeed's own that which it steps with."""
     flat: Names = {}
     for name, part in fsdp1_flat.flat_shards(model).items():
         if not part.original:

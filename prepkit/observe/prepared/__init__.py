@@ -79,7 +79,7 @@ def look(
 def _alone(
     model: nn.Module, optimizers: list[Any], loaders: Sequence[Any], needs: Collection[Need]
 ) -> tuple[RunFacts, list[Any]]:
-    """What one rank sees by itself."""
+    """Return what one rank sees by itself."""
     places = sites(model)
     named = parameters_at(places)
     first = first_names(named)

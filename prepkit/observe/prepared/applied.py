@@ -41,7 +41,7 @@ OWNERS = "plan.owners"
 
 
 def after_apply(plan: Plan, live: LiveModel, rank: int, *, rehearsed: bool = False) -> RunFacts:
-    """What the rules of ``Moment.APPLY`` read, but for steps and values. ``rehearsed``: there is no data."""
+    """Return what the rules of ``Moment.APPLY`` read, but for steps and values. ``rehearsed``: there is no data."""
     optimizer, scheduler = live.target.optimizer, plan.facts.scheduler
     engine = live.target.model if "DeepSpeedEngine" in known_bases(type(live.target.model)) else None
     missing = () if rehearsed or engine is None else tuple(copies(plan, engine))
@@ -117,7 +117,7 @@ def _places(
 
 
 def _lost_attributes(plan: Plan, live: LiveModel) -> Iterator[Departure]:
-    """What somebody has set on parameters, and those that took their place have not."""
+    """Yield what somebody has set on parameters, and those that took their place have not."""
     for name, key in plan.facts.model.param_attributes:
         if name in live.params and not hasattr(live.params[name], key):
             yield Departure(name, f"its attribute {key} is gone")
@@ -212,7 +212,7 @@ def _state(live: LiveModel, optimizer: Optimizer, names: tuple[str, ...]) -> Ite
 
 
 def _drives(live: LiveModel) -> bool:
-    """Whether the scheduler ticks for the optimizer that is here."""
+    """Return whether the scheduler ticks for the optimizer that is here."""
     optimizer = live.target.optimizer
     groups = getattr(optimizer, "param_groups", None)  # DeepSpeed shows those of the one inside
     here = (optimizer, *(members(optimizer) if optimizer is not None else ()))
@@ -241,7 +241,7 @@ def _owners(owners: Owners, live: LiveModel, engine: Any) -> Iterator[Departure]
 
 
 def copies(plan: Plan, engine: Any) -> Iterator[str]:
-    """What is missing of the float32 copies that DeepSpeed was to make."""
+    """Yield what is missing of the float32 copies that DeepSpeed was to make."""
     if not plan.owners.master_weights.startswith("DeepSpeed's float32 copies"):
         return
     kept = (

@@ -123,7 +123,7 @@ def _ddp(path: str, module: DistributedDataParallel, first: dict[int, str]) -> D
 
 
 def ddp_state(path: str, module: DistributedDataParallel) -> DDPFacts:
-    """What a wrapper is set to: a few attributes, as a look before a step has time for."""
+    """Return what a wrapper is set to: a few attributes, as a look before a step has time for."""
     return DDPFacts(
         path=path,
         reduced=None,

@@ -23,7 +23,7 @@ def _is(thing: object, name: str) -> bool:
 
 
 def module_of(model: nn.Module) -> nn.Module:
-    """What Fabric's wrapper calls, the strategy's own wrapper included; any other module itself."""
+    """Return what Fabric's wrapper calls, the strategy's own wrapper included; any other module itself."""
     while _is(model, "_FabricModule"):
         model = model._modules["_forward_module"] or model
     return model

@@ -155,7 +155,7 @@ def judged(
     reduced: bool = True,
     scaled: bool,
 ) -> GradientFacts:
-    """What the rows of all ranks say of the gradients; ``own`` are this rank's. The same on every rank.
+    """Return what the rows of all ranks say of the gradients; ``own`` are this rank's. The same on every rank.
 
     ``reduced``: replicas hold what is averaged already, and so the same. ``scaled``: an overflow of float16 is
     expected, and the scaler's affair. Collective where replicas are some of the ranks, which tell the others.

@@ -49,7 +49,7 @@ def _order(loader: Any) -> tuple[int, ...]:
 
 
 def _division(loader: Any) -> tuple[Division, int, int]:
-    """What divides the samples, into how many parts, and which of them is read here."""
+    """Return what divides the samples, into how many parts, and which of them is read here."""
     chain = _chain(loader)
     for one in chain:
         if isinstance(one, DistributedSampler):
@@ -80,7 +80,7 @@ def _parts(loader: Any) -> int:
 
 
 def _content(data: Any) -> str:
-    """Which samples it has, where its kind tells; else how many."""
+    """Return which samples it has, where its kind tells; else how many."""
 
     def told(one: Any, depth: int) -> Any:
         match one:
@@ -101,7 +101,7 @@ def _content(data: Any) -> str:
 
 
 def first_sample(data: Any, config: Any) -> Literal["", "shifted", "unmasked"]:
-    """What is wrong in the first sample that a causal language model of transformers is given.
+    """Return what is wrong in the first sample that a causal language model of transformers is given.
 
     Pads after the text whose labels count nothing do no harm: no token attends to what follows it.
     """

@@ -69,7 +69,7 @@ def dropping(places: list[Site]) -> tuple[str, ...]:
 
 
 def drops(model: nn.Module) -> int:
-    """How many of them are in training mode, so that their next forward drops."""
+    """Return how many of them are in training mode, so that their next forward drops."""
     return sum(module.training and rate(module) > 0 for module in model.modules())
 
 
@@ -164,7 +164,7 @@ def with_nan(tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 
 def _readable(part: Tensor) -> bool:
-    """Whether it holds numbers that may be broken."""
+    """Return whether it holds numbers that may be broken."""
     if is_lazy(part):  # without a shape yet
         return False
     data = part.device.type != "meta" and not isinstance(part, FakeTensor) and part.numel() > 0

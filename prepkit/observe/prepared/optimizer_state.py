@@ -56,7 +56,7 @@ def _is_spoiled(value: Any) -> bool:
 
 
 def alike(optimizer: Any, names: dict[int, str]) -> list[tuple[str, list[tuple[str, Any]]]]:
-    """What it keeps for the parameters that are named, in numbers that are equal where the state is."""
+    """Return what it keeps for the parameters that are named, in numbers that are equal where the state is."""
     return [
         (names[id(param)], [(key, _number(value)) for key, value in sorted(held.items())])
         for param, held in _states(optimizer)

@@ -45,7 +45,7 @@ def engines(model: nn.Module) -> list[Any]:
 
 
 def optimizer_of(engine: Any, optimizer: Any) -> bool:
-    """Whether the optimizer is the engine's own, or the one inside it."""
+    """Return whether the optimizer is the engine's own, or the one inside it."""
     own = getattr(engine, "optimizer", None)
     chain = (own, getattr(own, "optimizer", None), getattr(engine, "basic_optimizer", None))
     return any(one is not None and one is optimizer for one in chain)
@@ -86,7 +86,7 @@ def _rates(optimizer: Any) -> dict[str, Any]:
 
 
 def options(optimizers: Iterable[Any]) -> dict[str, object]:
-    """What every rank should step with alike: classes, and the options of all groups that are words or numbers.
+    """Return what every rank should step with alike: classes, and the options of all groups that are words or numbers.
 
     Numbers to seven digits, as float32 holds them; a rate that is a tensor is read, which waits for its device.
     """
@@ -166,7 +166,7 @@ def _ticks(given: Any) -> int:
 
 
 def engine_facts(model: nn.Module) -> EngineFacts | None:
-    """What the first DeepSpeed engine was told; None without one."""
+    """Return what the first DeepSpeed engine was told; None without one."""
     for engine in engines(model):
         scheduler = engine.lr_scheduler
         return EngineFacts(

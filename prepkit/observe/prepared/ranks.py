@@ -60,7 +60,7 @@ def _judged(
 
 
 def _shards(facts: RunFacts, places: list[Site], whole: dict[str, int]) -> Iterator[tuple[str, Part]]:
-    """What is divided over ranks, of which others may hold the same part: copies of shards."""
+    """Yield what is divided over ranks, of which others may hold the same part: copies of shards."""
     if facts.engine is None and any({"fsdp1", "fsdp2"} & set(param.averaged_by) for param in facts.params):
         yield from (one for one in as_computed(places[0].slot) if one[0] not in whole)
 

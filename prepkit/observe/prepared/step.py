@@ -79,7 +79,7 @@ class StepLook:
         return RunFacts(overwritten=self.written)
 
     def changes(self) -> RunFacts:
-        """What has become of the model since it was prepared, by identity of its parameters. Local."""
+        """Return what has become of the model since it was prepared, by identity of its parameters. Local."""
         held = {id(param) for one in self.optimizers for group in one.param_groups for param in group["params"]}
         found = names.named_parameters(self.model)
         known = {id(one.param) for one in self._stood.values()}

@@ -49,7 +49,7 @@ def working(size: int, what: str, label: Label = Label.BOUNDED, lifetime: Lifeti
 
 
 def host(inputs: Inputs, *, away: bool) -> Place:
-    """Where offloaded tensors are; on a CPU there is one memory."""
+    """Return where offloaded tensors are; on a CPU there is one memory."""
     return "host" if away and inputs.device != "cpu" else "device"
 
 
@@ -241,7 +241,7 @@ def _transient(inputs: Inputs, zero: Zero, *, doubles: bool) -> tuple[Term, ...]
 
 
 def _offloaded(inputs: Inputs, zero: Zero, mine: int) -> tuple[Term, ...]:
-    """What the offload of optimizer state allocates when it is built, and keeps."""
+    """Return what the offload of optimizer state allocates when it is built, and keeps."""
     pins = zero.pins_state
     return (
         locked(inputs, "gradients", mine * MASTER, "float32, of a part, from the start", pins=pins),

@@ -109,7 +109,7 @@ Settings = dict[tuple[str, ...], Any]
 
 
 def zero_of(plan: Plan) -> Zero | None:
-    """What the plan's call of ``deepspeed.initialize`` says; None where there is none."""
+    """Return what the plan's call of ``deepspeed.initialize`` says; None where there is none."""
     step = next((p.step for p in plan.steps if isinstance(p.step, InitializeDeepSpeed)), None)
     if step is None:
         return None
@@ -151,12 +151,12 @@ def _option(settings: Settings, path: str, default: Any) -> Any:
 
 
 def _offload_device(settings: Settings, kind: str) -> str:
-    """Where ``offload_optimizer`` or ``offload_param`` puts its tensors: ``none``, ``cpu``, ``nvme``."""
+    """Return where ``offload_optimizer`` or ``offload_param`` puts its tensors: ``none``, ``cpu``, ``nvme``."""
     return str(_option(settings, f"offload_{kind}.device", "none"))
 
 
 def _unknown(plan: Plan, step: InitializeDeepSpeed, settings: Settings) -> tuple[str, ...]:
-    """What this call asks for and no formula knows, a few words each."""
+    """Return what this call asks for and no formula knows, a few words each."""
     words = [name for name in OTHERWISE if _option(settings, name, None) not in (None, False, 0, 1, 1.0, -1)]
     words += [f"{name}=false" for name in USUALLY if _option(settings, name, default=True) is False]
     words += [name for name in LOW if settings.get(tuple(name.split(".")), False)]

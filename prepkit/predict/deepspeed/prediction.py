@@ -41,7 +41,7 @@ def predict_zero(inputs: Inputs) -> Prediction:
 
 
 def _notes(inputs: Inputs, zero: Zero) -> tuple[str, ...]:
-    """What DeepSpeed's defaults cost, in words."""
+    """Return what DeepSpeed's defaults cost, in words."""
     if not inputs.trains:
         return ()
     model = in_bytes(sum(numel for numel, _ in zero.numels) * zero.size)

@@ -184,7 +184,7 @@ def restaged(engine: DeepSpeed, stage: int) -> DeepSpeed:
 
 
 def offloads(engine: DeepSpeed, kind: str) -> bool:
-    """Whether ``optimizer`` or ``param`` leaves the device."""
+    """Return whether ``optimizer`` or ``param`` leaves the device."""
     own = engine.offload_optimizer if kind == "optimizer" else engine.offload_param
     named = own or look(_data(engine), f"{ZERO}.offload_{kind}.device", "none")
     return named not in ("none", "auto", None)

@@ -51,11 +51,11 @@ class Draft:
         return default if value is MISSING or value == AUTO else value
 
     def is_auto(self, path: str) -> bool:
-        """Whether the value is left to others (DP-22)."""
+        """Return whether the value is left to others (DP-22)."""
         return bool(look(self.data, path) == AUTO)
 
     def says(self, path: str) -> bool:
-        """Whether there is a value of the user's own."""
+        """Return whether there is a value of the user's own."""
         return look(self.data, path, MISSING) not in (MISSING, AUTO)
 
     def fill(self, path: str, value: Any, why: str) -> None:

@@ -11,7 +11,7 @@ from prepkit.rules.rule import Hit, Moment, Need, Rule
 
 
 def _one_model(facts: RunFacts) -> bool:
-    """Whether ranks train one model, and not the stages of a pipeline."""
+    """Return whether ranks train one model, and not the stages of a pipeline."""
     return facts.world_size > 1 and len({rank.names for rank in facts.ranks}) <= 1
 
 
@@ -41,12 +41,12 @@ def kept_apart(facts: RunFacts) -> set[str]:
 
 
 def _out_of_sight(facts: RunFacts) -> bool:
-    """Whether the program may average by itself, and has no gradients yet that would show it."""
+    """Return whether the program may average by itself, and has no gradients yet that would show it."""
     return bool(facts.averages_by_hand) and (facts.gradients is None or not facts.gradients.compared)
 
 
 def _by_hand(facts: RunFacts, name: str) -> bool:
-    """Whether somebody has averaged its gradient: ranks are about to step with the same."""
+    """Return whether somebody has averaged its gradient: ranks are about to step with the same."""
     found = facts.gradients
     return found is not None and name in found.compared and name not in found.parted
 

@@ -101,7 +101,7 @@ RULES: tuple[Rule, ...] = (
         "mode",
         "What trains at one look trains at the next.",
         _mode,
-        "Call model.train() behind each evaluation.",
+        "Call model.train() after each evaluation.",
         Severity.WARNING,
     ),
     _rule(

@@ -68,7 +68,7 @@ def _parted(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _cause(facts: RunFacts) -> str:
-    """What to mend where it shows what keeps gradients apart; empty: nothing does."""
+    """Return what to mend where it shows what keeps gradients apart; empty: nothing does."""
     hooks = ", ".join(f"`{ddp.hook}`" for ddp in facts.ddp if ddp.hook)
     if hooks:
         return f"Look at DDP's communication hook {hooks}: it has to return the average over all ranks."
@@ -86,7 +86,7 @@ def _waited_for(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _waits(facts: RunFacts) -> bool:
-    """Whether DDP goes on waiting for a gradient."""
+    """Return whether DDP goes on waiting for a gradient."""
     return facts.gradients is not None and bool(facts.gradients.awaited) and any(ddp.waits for ddp in facts.ddp)
 
 

@@ -133,7 +133,7 @@ RULES: tuple[Rule, ...] = (
         check=_drops,
         at=(Moment.AUDIT,),
         needs=(Need.OPTIMIZERS,),
-        fix="Call .eval() on it behind each model.train().",
+        fix="Call .eval() on it after each model.train().",
         severity=Severity.WARNING,
     ),
     Rule(
@@ -142,7 +142,7 @@ RULES: tuple[Rule, ...] = (
         check=_norms,
         at=(Moment.AUDIT,),
         needs=(Need.OPTIMIZERS,),
-        fix="Call .eval() on it behind each model.train().",
+        fix="Call .eval() on it after each model.train().",
         severity=Severity.WARNING,
     ),
     Rule(

@@ -22,7 +22,7 @@ _PLAIN = ("sequential", "random")
 
 
 def _reads(facts: RunFacts, index: int) -> list[tuple[str, str]]:
-    """What each group of ranks is about to read: digests of indices and of samples."""
+    """Return what each group of ranks is about to read: digests of indices and of samples."""
     firsts = {rank.tensor_ranks: rank.reads[index] for rank in facts.ranks if index < len(rank.reads)}
     return [*firsts.values()]
 
@@ -53,7 +53,7 @@ def _asked(facts: RunFacts, index: int) -> bool:
 
 
 def _split_by_hand(facts: RunFacts, index: int) -> bool:
-    """Whether the data sets of ranks are told to be different ones."""
+    """Return whether the data sets of ranks are told to be different ones."""
     data = {rank.loaders[index][3] for rank in facts.ranks if index < len(rank.loaders)}
     return len(data) > 1
 

@@ -32,7 +32,7 @@ def _negative(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _dead(facts: RunFacts) -> Iterator[Hit]:
-    """Where both factors are zero, each one's gradient is: neither ever moves."""
+    """Yield where both factors are zero, each one's gradient is: neither ever moves."""
     zeros = set(facts.zeros)
     pairs = [name for name in facts.zeros if _LORA[0] in name and name.replace(*_LORA) in zeros]
     if pairs:

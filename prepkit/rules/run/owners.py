@@ -102,7 +102,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.ticked-early",
-        summary="A scheduler is ticked behind the steps of its optimizer.",
+        summary="A scheduler is ticked after the steps of its optimizer.",
         check=_ticked,
         at=(Moment.AUDIT,),
         needs=(Need.OPTIMIZERS,),

@@ -65,7 +65,7 @@ def _common_weight(facts: ProofFacts) -> float | None:
 
 
 def _weighed(facts: ProofFacts) -> Cause | None:
-    """What is wrong with the factor of the losses, if it is one of this run's own numbers; else it is meant."""
+    """Return what is wrong with the factor of the losses, if it is one of this run's own numbers; else it is meant."""
     weight, micros, world = _common_weight(facts), _micros(facts), facts.world
     if weight is None or near(weight, 1.0):
         return None
@@ -124,7 +124,7 @@ def _fitted(one: GradientProof, copy: int, sums: Vector) -> float:
 
 
 def near(value: float, other: float) -> bool:
-    """Whether a number explains a ratio."""
+    """Return whether a number explains a ratio."""
     return abs(value - other) <= NEAR * abs(other)
 
 
@@ -139,7 +139,7 @@ class _Aim:
     """Norm of a typical element, in the root of the square."""
 
     def allowed(self, one: GradientProof) -> float:
-        """How far from the sum a right gradient may lie."""
+        """Return how far from the sum a right gradient may lie."""
         typical = self.scale * sqrt(one.numel)
         rounding = self.facts.eps * (sqrt(_square(one.gram, self.sums)) + 0.25 * self.clipping * typical)
         return MARGIN * (self.clipping * one.noise + rounding)
@@ -261,7 +261,7 @@ def _of_micros(facts: ProofFacts, sums: Vector, kept: set[int]) -> Vector:
 
 
 def aim_of(facts: ProofFacts) -> _Aim:
-    """What every gradient of these facts should be."""
+    """Return what every gradient of these facts should be."""
     average = mean(facts)
     if _weighed(facts) is None:  # what is no number of this run is the loss's own
         average = tuple(a * share.weight for a, share in zip(average, facts.shares, strict=True))
@@ -300,7 +300,7 @@ def _typical(every: list[Cause]) -> Cause:
 
 
 def _of_some(cause: Cause, right: bool) -> Cause:
-    """What divides a loss changes all of its gradients: where some are right, the number is one by chance."""
+    """Return what divides a loss changes all of its gradients: where some are right, the number is one by chance."""
     if right and cause.rule == "prove.accumulation":
         return evolve(cause, rule="prove.ratio", why="and others are right: no factor of the loss explains it")
     return cause

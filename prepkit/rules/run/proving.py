@@ -110,7 +110,7 @@ def _decay(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _decayed(facts: ProofFacts) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """What was added, to which gradients, and the optimizer's own decay of them."""
+    """Yield what was added, to which gradients, and the optimizer's own decay of them."""
     decays = {one.name: one.decay for one in facts.gradients}
     for cause, names in causes(facts):
         for decay in dict.fromkeys(decays[name] for name in names) if cause.rule == "prove.decay" else ():
@@ -378,7 +378,7 @@ RULES: tuple[Rule, ...] = (
     _row(
         "prove.limit",
         "Everything that was recorded could be replayed.",
-        "Nothing: the rest was compared.",
+        "Look at that yourself; the rest was compared.",
         _limits,
         severity=Severity.NOTE,
     ),

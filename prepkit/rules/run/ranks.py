@@ -11,7 +11,7 @@ from prepkit.rules.rule import Hit, Moment, Need, Rule
 
 
 def _odd(ranks: tuple[RankFacts, ...], digest: Callable[[RankFacts], str]) -> str:
-    """Which ranks hold something else than the first, as text; empty where none does."""
+    """Return which ranks hold something else than the first, as text; empty where none does."""
     others = [str(rank.rank) for rank in ranks if digest(rank) != digest(ranks[0])] if ranks else []
     return f"rank{'s' * (len(others) > 1)} {', '.join(others[:5])}{', …' * (len(others) > 5)}" if others else ""
 
@@ -49,7 +49,7 @@ def _values(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _pipeline(facts: RunFacts) -> bool:
-    """Whether each rank has modules of its own."""
+    """Return whether each rank has modules of its own."""
     return len({rank.names for rank in facts.ranks}) > 1
 
 

@@ -279,7 +279,7 @@ def configs() -> SearchStrategy[Config]:
 
 
 def origins() -> SearchStrategy[tuple[c.Origin, ...]]:
-    """Where settings were read from: nowhere, or keys of a file or variables."""
+    """Return where settings were read from: nowhere, or keys of a file or variables."""
     return st.just(()) | st.lists(_origins(), max_size=3).map(tuple)
 
 

@@ -18,12 +18,12 @@ _RULES = (*fsdp1.RULES, *ignored.RULES, *mesh.RULES, *model.RULES, *fsdp_units.R
 
 
 def can_use_fsdp1(cfg: Config, facts: Facts) -> bool:
-    """Whether the root alone as a unit, with its parameters kept, is legal: then something is."""
+    """Return whether the root alone as a unit, with its parameters kept, is legal: then something is."""
     return not errors(check(evolve(cfg, engine=FSDP1(wrap=c.WrapRoot())), facts, _RULES))
 
 
 def replaces_parameters(engine: c.Engine) -> bool:
-    """Whether the model's own parameters give way to flat ones, so that nothing can be compiled."""
+    """Return whether the model's own parameters give way to flat ones, so that nothing can be compiled."""
     return isinstance(engine, FSDP1) and not engine.use_orig_params
 
 

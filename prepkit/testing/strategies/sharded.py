@@ -31,7 +31,7 @@ def sharded_models(model: ModelFacts) -> SearchStrategy[ModelFacts]:
 
 
 def can_arrive(cfg: Config, facts: Facts) -> bool:
-    """Whether a model that was sharded as this legal config says can be prepared with it."""
+    """Return whether a model that was sharded as this legal config says can be prepared with it."""
     resolved = Resolved(cfg=cfg, facts=facts)
     return (
         isinstance(cfg.engine, FSDP2)

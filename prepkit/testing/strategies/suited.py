@@ -28,7 +28,7 @@ _FILLED = c.Single | c.DDP | c.FSDP1 | c.FSDP2 | c.TensorParallel | c.DeepSpeed
 
 
 def _checkpoint_fits(facts: Facts, weights: c.LoadWeights) -> bool:
-    """Whether the checkpoint is of this model still: float8 and ZeRO may have given it other layers since."""
+    """Return whether the checkpoint is of this model still: float8 and ZeRO may have given it other layers since."""
     checks = (rule.check for rule in WEIGHTS if rule.severity is Severity.ERROR)
     return not any(hit for check in checks for hit in check(Resolved(cfg=Config(weights=weights), facts=facts)))
 
@@ -165,7 +165,7 @@ def backends_for(engine: c.Engine, device: str) -> SearchStrategy[str | None]:
 
 
 def loaders_for(facts: Facts, *, zero: bool) -> SearchStrategy[c.Loaders]:
-    """What may be done with these loaders; ``zero``: with DeepSpeed, which counts those for training."""
+    """Return what may be done with these loaders; ``zero``: with DeepSpeed, which counts those for training."""
     world = facts.env.world_size
     split = world == 1 or all(
         not (loader.foreign or loader.own_iteration or loader.divided or loader.sampler == "distributed")
