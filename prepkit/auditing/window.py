@@ -22,7 +22,7 @@ from prepkit.facts.window import Loaded, WindowFacts
 
 SQUASHED = {
     "cross_entropy": ("Softmax",),
-    "nll_loss": ("Softmax",),
+    "nll_loss": ("Softmax", "Addmm", "Mm", "Bmm"),
     "binary_cross_entropy_with_logits": ("Sigmoid", "Softmax"),
 }
 """Losses of ``torch.nn.functional``, and what they must not be given."""
@@ -43,6 +43,9 @@ class Window:
     scaled: bool = False
     stepping: bool = False
     clipped_scaled: bool = False
+    clipped_none: bool = False
+    """Whether gradients were clipped before anything went backward."""
+    went_backward: bool = False
     undivided: bool = False
     squashed: dict[tuple[str, str], None] = field(factory=dict)
     folder: str = ""
@@ -81,6 +84,7 @@ class Window:
             scaled=self.scaled,
             scaler_steps=self.stepping,
             clipped_scaled=self.clipped_scaled,
+            clipped_none=self.clipped_none,
             squashed=tuple(self.squashed),
             loaded=tuple(one for module, one in self._loads.values() if one is not None and module() is not None),
             idle=tuple(self._idle()),
@@ -120,6 +124,7 @@ class Window:
         params = [params] if isinstance(params, Tensor) else [*params]
         held = {id(param) for param in params if param.grad is not None}
         self.clipped_scaled = self.clipped_scaled or (self.scaled and not held <= self._unscaled)
+        self.clipped_none = self.clipped_none or not (held or self.went_backward)
         return plain(params, *given, **named)
 
     def _loss(self, name: str) -> Callable[..., Any]:
@@ -132,6 +137,7 @@ class Window:
         return around
 
     def _backward(self, plain: Any, tensors: Any, *given: Any, **named: Any) -> Any:
+        self.went_backward = True
         loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
         node = getattr(loss, "grad_fn", None)
         if not _by_a_library() and getattr(loss, "numel", int)() == 1 and type(node).__name__ not in DIVIDES:

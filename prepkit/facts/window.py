@@ -44,8 +44,10 @@ class WindowFacts:
     """Whether an enabled ``GradScaler`` steps."""
     clipped_scaled: bool = False
     """Whether gradients were clipped that were scaled still."""
+    clipped_none: bool = False
+    """Whether gradients were clipped before there were any."""
     squashed: tuple[tuple[str, str], ...] = ()
-    """Losses that were given what has gone through a softmax or sigmoid already: function, and what went before."""
+    """Losses that were not given what they take: function, and what was computed before it, such as a softmax."""
     loaded: tuple[Loaded, ...] = ()
     idle: tuple[str, ...] = ()
     """Classes of modules that were compiled, and called as they were before."""

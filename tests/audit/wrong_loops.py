@@ -79,6 +79,18 @@ def softmax_under_nll(rank: int, world: int) -> None:
     taken(model, adam(model), fn.nll_loss(model(X), Y))
 
 
+def logits_under_nll(rank: int, world: int) -> None:
+    model = net()
+    taken(model, adam(model), nn.NLLLoss()(model(X), Y))
+
+
+def clipped_before_backward(rank: int, world: int) -> None:
+    model = net()
+    optimizer, loss = adam(model), loss_of(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    taken(model, optimizer, loss)
+
+
 def loaded_under_other_names(rank: int, world: int) -> None:
     model = net()
     model.load_state_dict({f"module.{key}": value for key, value in net().state_dict().items()}, strict=False)
@@ -196,6 +208,8 @@ WRONG: tuple[Loop, ...] = (
     Loop(clipped_by_value_while_scaled, rule="run.clipped-scaled"),
     *(Loop(run, rule="run.softmax-twice") for run in (softmax_under_cross_entropy, softmax_in_the_loop)),
     *(Loop(run, rule="run.softmax-twice") for run in (sigmoid_under_logits, softmax_under_nll)),
+    Loop(logits_under_nll, rule="run.softmax-twice"),
+    Loop(clipped_before_backward, rule="run.clipped-scaled"),
     *(Loop(run, rule="run.loaded-nothing") for run in (loaded_under_other_names, teacher_loaded_without_its_prefix)),
     Loop(compiled_and_called_uncompiled, rule="run.compiled-idle"),
     Loop(compiled_again_and_again, rule="run.recompiled"),

@@ -45,7 +45,11 @@ def _softmax(facts: RunFacts) -> Iterator[Hit]:
     if facts.softmax:
         yield Hit(at(facts.softmax), "The model ends with a softmax, and its CrossEntropyLoss takes another one.")
     for loss, before in facts.window.squashed if facts.window is not None else ():
-        yield Hit("loss", f"{loss} was given what has gone through a {before} already.", LOGITS[loss])
+        if before.endswith("mm"):
+            what = f"{loss} was given what a linear layer computes, and takes logarithms of probabilities."
+            yield Hit("loss", what, "Write cross_entropy in its place, or log_softmax before it.")
+        else:
+            yield Hit("loss", f"{loss} was given what has gone through a {before} already.", LOGITS[loss])
 
 
 def _off(facts: RunFacts) -> Iterator[Hit]:

@@ -29,6 +29,9 @@ def _scales(facts: RunFacts) -> Iterator[Hit]:
 def _clipped(facts: RunFacts) -> Iterator[Hit]:
     if facts.window is not None and facts.window.clipped_scaled:
         yield Hit("gradients", "They were clipped while they were scaled, so that nearly nothing is left of them.")
+    if facts.window is not None and facts.window.clipped_none:
+        what = "They were clipped before there were any: no backward had run."
+        yield Hit("gradients", what, "Call clip_grad_norm_ between backward and step.")
 
 
 def _loaded(facts: RunFacts) -> Iterator[Hit]:
