@@ -58,11 +58,7 @@ class Passes:
 
     def unrepeatable(self) -> tuple[int, ...]:
         """Numbers of the loaders whose pass under way would begin in another order if it was begun again."""
-        return tuple(
-            number
-            for number, one in enumerate(self.loaders)
-            if isinstance(one, Loader) and isinstance(one.source, IndexedSource) and not one.source.batches.repeats
-        )
+        return tuple(number for number, one in enumerate(self.loaders) if isinstance(one, Loader) and not one.repeats)
 
     def _divided(self) -> Iterator[RankBatches]:
         """What divides the loaders of training data over the ranks by index."""

@@ -168,3 +168,52 @@ def test_a_shuffle_that_the_process_draws_goes_on_in_its_order_after_a_resume(ho
     again.resume(tmp_path)
     assert [train(again, batch) for batch in again.loaders[0]] == whole[5:]
     assert torch.equal(torch.rand(1), drawn)
+
+
+class Drawn(IterableDataset[torch.Tensor]):
+    """Rows in an order that torch's common generator draws: all at once, or in shares as it goes."""
+
+    def __init__(self, share: int) -> None:
+        self.share = share
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for start in range(0, ROWS, self.share):
+            for row in torch.randperm(self.share).tolist():
+                yield torch.tensor([float(start + row)])
+
+
+def of_process(share: int, how: Any, dropout: float, workers: int = 0) -> Any:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(dropout))
+    cfg = pk.Config(engine=pk.Single(), device="cpu", loaders=how)
+    stream = DataLoader(Drawn(share), batch_size=2, num_workers=workers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, loaders=[stream]))
+
+
+@pytest.mark.parametrize("how", [pk.data.ShardLoaders(), pk.data.ShardLoaders(seed=None), pk.data.KeepLoaders()])
+@pytest.mark.parametrize(("share", "dropout", "workers"), [(ROWS, 0.5, 0), (4, 0.0, 0), (4, 0.5, 0), (4, 0.5, 1)])
+def test_a_stream_that_draws_from_the_process_goes_on_in_its_order_or_the_save_says_that_it_cannot(
+    how: Any, share: int, dropout: float, workers: int, tmp_path: Path
+) -> None:
+    ready, whole = of_process(share, how, dropout, workers), []
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for at, batch in enumerate(ready.loaders[0]):
+            whole += train(ready, batch)
+            if at == 4:
+                ready.save(tmp_path)
+                position = ready.loaders[0].state_dict()
+    lost = share < ROWS and dropout > 0 and not workers  # what it draws stands between draws of the model
+    assert any("run.order-lost" in str(one.message) for one in heard) == lost
+    assert sorted(whole) == list(range(ROWS))
+    after = torch.rand(1)
+    again = of_process(share, how, dropout, workers)
+    again.resume(tmp_path)
+    rest = [row for batch in again.loaders[0] for row in train(again, batch)]
+    if not lost:
+        assert rest == whole[10:]
+        assert torch.equal(torch.rand(1), after)
+    if share == ROWS:  # the generators of the process are not put back by a position alone
+        ready.loaders[0].load_state_dict(position)
+        assert [row for batch in ready.loaders[0] for row in batch.flatten().int().tolist()] == whole[10:]
