@@ -60,7 +60,7 @@ class Loader:
                     self.before_batch()
                 if (read := next(reads, None)) is None:
                     break
-                batch, size, counted, self._consumed, last = read
+                batch, size, counted, self._consumed, last, _ = read
                 self._tell(BatchRead(None, size, counted, self._consumed, last))
                 yield batch if move is None else move(batch)
             self.epoch, self._consumed, self._begun = self.epoch + 1, 0, False

@@ -107,6 +107,8 @@ class StreamSource:
     """From what the newest pass was drawn. None: no pass was begun, or seed and epoch say it."""
     resumed: Drawing | None = None
     """Likewise, from what the next pass is drawn; None: as the generators are then."""
+    began: int = 0
+    """A digest of what the newest pass was divided from, as ``BatchRead.began`` has it."""
     repeats: bool = True
     """Whether the pass under way would give the same again, if it was begun again and what was read left out."""
 
@@ -132,10 +134,11 @@ class StreamSource:
         count = consumed // each
         with self._as_it_drew(resumed=bool(count)):
             source = iter(self.loader)
+            self.began = 0
             for _ in range(0 if self.restored else count):
-                next(source, None)
+                self._note(next(source, END))
             self.restored = False
-            ahead = next(source, END)
+            ahead = self._note(next(source, END))
         drawn, alone = RandomState.now(), True
         while ahead is not END:
             state = self._own_state()
@@ -180,6 +183,12 @@ class StreamSource:
         if state is not None:
             self.loader.load_state_dict(state)
             self.restored = True
+
+    def _note(self, read: Any) -> Any:
+        """The same; what the ranks began with comes with the first of a pass."""
+        if isinstance(read, BatchRead):
+            self.began = self.began or read.began
+        return read
 
     def _own_state(self) -> Any:
         return self.loader.state_dict() if hasattr(self.loader, "state_dict") else None

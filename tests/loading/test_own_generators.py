@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
@@ -217,3 +218,62 @@ def test_a_stream_that_draws_from_the_process_goes_on_in_its_order_or_the_save_s
     if share == ROWS:  # the generators of the process are not put back by a position alone
         ready.loaders[0].load_state_dict(position)
         assert [row for batch in ready.loaders[0] for row in batch.flatten().int().tolist()] == whole[10:]
+
+
+class Split(IterableDataset[Any]):
+    """Rows that are divided over the ranks already, or all of them on every rank."""
+
+    def __init__(self, split: str, kind: str) -> None:
+        self.split, self.kind = split, kind
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, world = (dist.get_rank(), dist.get_world_size()) if self.split == "by rank" else (0, 1)
+        for row in range(rank, ROWS, world):
+            yield {"tensor": torch.tensor([float(row)]), "numpy": np.array([float(row)]), "opaque": Opaque(row)}[
+                self.kind
+            ]
+
+
+class Opaque:
+    """A sample that nobody can compare."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+
+def rows_of(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(getattr(one, "row", one), dtype=torch.float32).reshape(1) for one in samples])
+
+
+def read_split(rank: int, world: int, split: str, kind: str, how: Any, workers: int) -> tuple[list[int], str]:
+    del rank, world
+    torch.manual_seed(0)
+    cfg = pk.Config(engine=pk.DDP(), optimizer=pk.optim.SGD(lr=0.0), loaders=how)
+    loader = DataLoader(Split(split, kind), batch_size=2, num_workers=workers, collate_fn=rows_of)
+    ready = pk.apply(pk.build_plan(cfg, nn.Linear(1, 1), loaders=[loader]))
+    try:
+        return [row for batch in ready.loaders[0] for row in train(ready, batch)], ""
+    except pk.errors.RunRefused as refused:
+        return [], str(refused)
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("tensor", 0), ("numpy", 0), ("tensor", 1)])
+def test_a_stream_that_is_divided_already_is_refused_in_the_first_window(gang2: Gang, kind: str, workers: int) -> None:
+    for rows, told in gang2.run(read_split, "by rank", kind, pk.data.ShardLoaders(), workers, timeout=90):
+        assert not rows
+        assert "run.orders-apart" in told
+        assert "KeepLoaders" in told
+
+
+@pytest.mark.parametrize(
+    ("split", "kind", "how"),
+    [
+        ("whole", "tensor", pk.data.ShardLoaders()),
+        ("whole", "numpy", pk.data.ShardLoaders()),
+        ("whole", "opaque", pk.data.ShardLoaders()),
+        ("by rank", "tensor", pk.data.KeepLoaders()),
+    ],
+)
+def test_a_stream_that_is_divided_once_is_read_whole(gang2: Gang, split: str, kind: str, how: Any) -> None:
+    parts = gang2.run(read_split, split, kind, how, 0, timeout=90)
+    assert sorted(row for rows, _ in parts for row in rows) == list(range(ROWS)), parts
