@@ -277,3 +277,41 @@ def test_a_stream_that_is_divided_already_is_refused_in_the_first_window(gang2: 
 def test_a_stream_that_is_divided_once_is_read_whole(gang2: Gang, split: str, kind: str, how: Any) -> None:
     parts = gang2.run(read_split, split, kind, how, 0, timeout=90)
     assert sorted(row for rows, _ in parts for row in rows) == list(range(ROWS)), parts
+
+
+class DrawnBatches(Sampler[Any]):
+    """Batches of neighbours, in an order of torch's common generator: drawn at once, or in shares as it goes."""
+
+    def __init__(self, share: int) -> None:
+        self.share = share
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, ROWS, self.share):
+            order = torch.randperm(self.share).tolist()
+            yield from ([start + row for row in order[at : at + 2]] for at in range(0, self.share, 2))
+
+    def __len__(self) -> int:
+        return ROWS // 2
+
+
+@pytest.mark.parametrize("share", [ROWS, 4])
+def test_own_batches_go_on_in_their_order_or_the_save_says_that_they_cannot(share: int, tmp_path: Path) -> None:
+    def begun() -> Any:
+        torch.manual_seed(3)
+        cfg = pk.Config(engine=pk.Single(), device="cpu", optimizer=pk.optim.SGD(lr=0.0))
+        rows: Any = torch.arange(float(ROWS))[:, None]
+        loader = DataLoader(rows, batch_sampler=DrawnBatches(share))  # type: ignore[arg-type]  # a Sampler of lists
+        return pk.apply(pk.build_plan(cfg, nn.Linear(1, 1), loaders=[loader]))
+
+    ready, whole = begun(), []
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for at, batch in enumerate(ready.loaders[0]):
+            whole += train(ready, batch)
+            if at == 4:
+                ready.save(tmp_path)
+    assert any("run.order-lost" in str(one.message) for one in heard) == (share < ROWS)
+    again = begun()
+    again.resume(tmp_path)
+    rest = [row for batch in again.loaders[0] for row in train(again, batch)]
+    assert share < ROWS or rest == whole[10:]

@@ -143,7 +143,8 @@ def _unlike(facts: RunFacts) -> Iterator[Hit]:
 
 _DRAWN = (
     "Let the sampler or stream draw from a generator that it holds (self.generator = torch.Generator(), "
-    "random.Random() or one of numpy), which is seeded anew for each pass, or from (seed, epoch), with a set_epoch(epoch)."
+    "random.Random() or one of numpy), which is seeded anew for each pass, or from (seed, epoch), with a "
+    "set_epoch(epoch)."
 )
 
 RULES: tuple[Rule, ...] = (
