@@ -13,7 +13,7 @@ from typing import Any
 from attrs import define, field
 from torch.utils.data import BatchSampler, Sampler
 
-from prepkit.loading.draws import Drawing, drawn, set_epoch, with_own_generators
+from prepkit.loading.draws import Drawing, RandomState, drawn, set_epoch, with_own_generators
 from prepkit.loading.rounds import Share, Tail, length, rounds
 
 
@@ -47,6 +47,8 @@ class RankBatches:
     """A digest of what all ranks together read first in the newest pass, of 24 bits; 0: nothing was read yet."""
     drawing: Drawing | None = None
     """Where no seed says it: from what the newest pass was drawn."""
+    drew: bool = False
+    """True if the newest pass drew from the process's generators after its first batch, between draws of others."""
     resumed: Drawing | None = None
     """Likewise, from what the next pass is drawn; None: as the generators are then."""
 
@@ -69,8 +71,8 @@ class RankBatches:
     @property
     def repeats(self) -> bool:
         """Whether the pass under way would begin again as it began, so that a resume goes on in the same order."""
-        if not self.began:
-            return True
+        if not self.began or self.drew:
+            return not self.drew
         if self.seed is not None:
             return self._first(iter(self._drawn()))[1] == self.began
         if self.drawing is None or not isinstance(self.order, Sampler):
@@ -104,11 +106,18 @@ class RankBatches:
     def _as_it_draws(self) -> Iterator[Any]:
         """Drawn when it is asked for, as torch's loader draws a seed in between; of a resumed pass as it was then."""
         again, self.resumed = self.resumed, None
-        self.drawing = again or Drawing.of(self.order)
+        self.drawing, self.drew = again or Drawing.of(self.order), False
         with nullcontext() if again is None else again.again(self.order):
             order = iter(self.order)
             first = list(islice(order, 1))
         yield from first
+        while self.size is None:  # batches of the user's own, few enough to look at each
+            before = RandomState.now()
+            batch = list(islice(order, 1))
+            self.drew = self.drew or not RandomState.now().same(before)
+            if not batch:
+                return
+            yield from batch
         yield from order
 
     def _of_part(self, order: Iterator[Any], start: int) -> Iterator[Share]:

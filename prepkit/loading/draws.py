@@ -44,6 +44,13 @@ class RandomState:
             states["numpy"] = [str(name), torch.from_numpy(keys.astype("int64")), *(float(one) for one in rest)]
         return states
 
+    def same(self, other: RandomState) -> bool:
+        """Whether nobody has drawn between the two."""
+        (torch_, python, numpy), (its_torch, its_python, its_numpy) = self.states, other.states
+        if not torch.equal(torch_, its_torch) or python != its_python or (numpy is None) != (its_numpy is None):
+            return False
+        return numpy is None or (numpy[2:] == its_numpy[2:] and bool((numpy[1] == its_numpy[1]).all()))
+
     def put_back(self) -> None:
         """Makes them those of the process again."""
         _set(self.states)
@@ -80,7 +87,7 @@ class Drawing:
 
     common: dict[str, Any]
     own: list[Any]
-    """Of the generators that the sampler holds, and the samplers in it."""
+    """Of the generators that the sampler holds, and the samplers in it; of a loader's, and of its stream."""
 
     @classmethod
     def of(cls, sampler: Any) -> Drawing:
@@ -109,7 +116,7 @@ def _held(sampler: Any) -> Iterator[Any]:
     for name, value in getattr(sampler, "__dict__", {}).items():
         if _is_generator(value):
             yield value
-        elif name in ("sampler", "batch_sampler") or isinstance(value, Sampler):
+        elif name in ("sampler", "batch_sampler") or isinstance(value, Sampler | IterableDataset):
             yield from _held(value)
 
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree  # public under this name before torch
 from prepkit.loading.batch_sampler import RankBatches
 from prepkit.loading.draws import Drawing
 from prepkit.loading.joint_sources import BatchSource
+from prepkit.loading.sources import StreamSource
 from prepkit.loading.streams import BatchRead
 
 
@@ -59,7 +60,7 @@ class Loader:
                     self.before_batch()
                 if (read := next(reads, None)) is None:
                     break
-                batch, size, counted, self._consumed, last = read
+                batch, size, counted, self._consumed, last, _ = read
                 self._tell(BatchRead(None, size, counted, self._consumed, last))
                 yield batch if move is None else move(batch)
             self.epoch, self._consumed, self._begun = self.epoch + 1, 0, False
@@ -88,6 +89,11 @@ class Loader:
     def exhausted(self) -> bool:
         """True if its last pass went to its end, and none has been begun since."""
         return self.present is None and not self._begun
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the pass under way would go on in its order after a resume."""
+        return self._order is None or self._order.repeats
 
     @property
     def at_window_end(self) -> bool:
@@ -143,7 +149,7 @@ class Loader:
         if self.open_epoch > self.epoch:
             return {"epoch": self.open_epoch, "consumed": 0, "loader": None}
         state = {"epoch": self.epoch, "consumed": self._consumed, "loader": self.source.state()}
-        if self._consumed and self._order is not None and self._order.seed is None:
+        if self._consumed and self._order is not None and getattr(self._order, "seed", None) is None:
             drawing = self._order.resumed or self._order.drawing
             state["drawing"] = None if drawing is None else {"common": drawing.common, "own": drawing.own}
         return state
@@ -161,10 +167,11 @@ class Loader:
             self._order.resumed = None if drawing is None else Drawing(**drawing)
 
     @property
-    def _order(self) -> RankBatches | None:
-        """What draws the order here, or on rank 0 for all; None for a stream."""
-        found = getattr(getattr(self.source, "inner", self.source), "batches", None)
-        return found if isinstance(found, RankBatches) else None
+    def _order(self) -> RankBatches | StreamSource | None:
+        """What draws the order here, or on rank 0 for all; None for what reads no loader of this process."""
+        source = getattr(self.source, "stream", None) or getattr(self.source, "inner", self.source)
+        found = getattr(source, "batches", source)
+        return found if isinstance(found, RankBatches | StreamSource) else None
 
     def _tell(self, read: BatchRead | None) -> None:
         self.present = read

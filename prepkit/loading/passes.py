@@ -14,7 +14,7 @@ from prepkit.loading.arguments import check_count
 from prepkit.loading.batch_sampler import RankBatches
 from prepkit.loading.loader import Loader
 from prepkit.loading.reduce import gather_for_metrics
-from prepkit.loading.sources import IndexedSource
+from prepkit.loading.sources import IndexedSource, StreamSource
 
 
 @define(eq=False)
@@ -56,13 +56,15 @@ class Passes:
         """A digest of what the ranks together read first in the pass under way; 0: nobody can tell."""
         return next((batches.began for batches in self._divided() if batches.began), 0)
 
+    @property
+    def streams(self) -> int:
+        """Likewise of what streams gave before they were divided."""
+        sources = (one.source for one in self.loaders if isinstance(one, Loader) and not one.evaluation)
+        return next((one.began for one in sources if isinstance(one, StreamSource) and one.began), 0)
+
     def unrepeatable(self) -> tuple[int, ...]:
         """Numbers of the loaders whose pass under way would begin in another order if it was begun again."""
-        return tuple(
-            number
-            for number, one in enumerate(self.loaders)
-            if isinstance(one, Loader) and isinstance(one.source, IndexedSource) and not one.source.batches.repeats
-        )
+        return tuple(number for number, one in enumerate(self.loaders) if isinstance(one, Loader) and not one.repeats)
 
     def _divided(self) -> Iterator[RankBatches]:
         """Yield what divides the loaders of training data over the ranks by index."""

@@ -28,6 +28,8 @@ class Share(NamedTuple):
     """What all ranks together have read when this round is over: samples, or batches where these stay whole."""
     last: bool
     """True if no round follows."""
+    began: int = 0
+    """In the first round of a stream, a digest of what is divided in it; 0: not known."""
 
 
 def rounds(

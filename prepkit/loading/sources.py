@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from attrs import define
 from torch.utils.data import DataLoader
 
 from prepkit.loading.batch_sampler import RankBatches
-from prepkit.loading.draws import RandomState, as_they_were, set_epoch
+from prepkit.loading.draws import Drawing, RandomState, as_they_were, set_epoch
 from prepkit.loading.rounds import Share, Tail
 from prepkit.loading.streams import BatchRead, CollateShare, StreamPart
 
@@ -103,6 +103,14 @@ class StreamSource:
     """True if the loader has been put to its position by itself, so that nothing is skipped."""
     now: Any = None
     """The loader's own state after the batch that is in use; None outside a pass, or where it has none."""
+    drawing: Drawing | None = None
+    """From what the newest pass was drawn. None: no pass was begun, or seed and epoch say it."""
+    resumed: Drawing | None = None
+    """Likewise, from what the next pass is drawn; None: as the generators are then."""
+    began: int = 0
+    """A digest of what the newest pass was divided from, as ``BatchRead.began`` has it."""
+    repeats: bool = True
+    """Whether the pass under way would give the same again, if it was begun again and what was read left out."""
 
     @classmethod
     def of(
@@ -124,19 +132,39 @@ class StreamSource:
             set_epoch(getattr(self.loader, "dataset", None), epoch)
         each = self.consumed(1)
         count = consumed // each
-        with as_they_were(resumed=bool(count)):
+        with self._as_it_drew(resumed=bool(count)):
             source = iter(self.loader)
+            self.began = 0
             for _ in range(0 if self.restored else count):
-                next(source, None)
+                self._note(next(source, END))
             self.restored = False
-            ahead = next(source, END)
+            ahead = self._note(next(source, END))
+        drawn, alone = RandomState.now(), True
         while ahead is not END:
             state = self._own_state()
+            before = RandomState.now()
+            alone = alone and before.same(drawn)
             read, ahead = ahead, next(source, END)
+            drawn = RandomState.now()
+            self.repeats = self.repeats and (alone or drawn.same(before))
             count, self.now = count + 1, state
             known = read if isinstance(read, BatchRead) else BatchRead(read)
             yield known._replace(consumed=count * each, last=ahead is END)
         self.now = None
+
+    @contextmanager
+    def _as_it_drew(self, *, resumed: bool) -> Iterator[None]:
+        """Inside, a resumed pass draws as it did from its beginning up to the batch that is read ahead."""
+        again, self.resumed = self.resumed, None
+        restored, self.repeats = self.restored, True
+        if self.divided is not None or restored or not resumed or again is None:
+            self.drawing = None if self.divided is not None else Drawing.of(self.loader)
+            with as_they_were(resumed=resumed):
+                yield
+            return
+        self.drawing = again
+        with again.again(self.loader):
+            yield
 
     def length(self) -> int:
         """Batches of a whole pass. Raises ``TypeError`` where nobody knows."""
@@ -155,6 +183,12 @@ class StreamSource:
         if state is not None:
             self.loader.load_state_dict(state)
             self.restored = True
+
+    def _note(self, read: Any) -> Any:
+        """The same; what the ranks began with comes with the first of a pass."""
+        if isinstance(read, BatchRead):
+            self.began = self.began or read.began
+        return read
 
     def _own_state(self) -> Any:
         return self.loader.state_dict() if hasattr(self.loader, "state_dict") else None

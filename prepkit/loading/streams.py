@@ -5,7 +5,8 @@ The part is chosen where the stream is read, in the loader's workers, so that no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ class BatchRead(NamedTuple):
     """What all ranks have read in this pass once this batch is used: samples, or batches."""
     last: bool = False
     """True if it is the last of its pass."""
+    began: int = 0
+    """In the first batch of a stream that is divided, a digest of what all ranks began with; 0: not known."""
 
 
 class StreamPart(IterableDataset[Share]):
@@ -51,8 +54,13 @@ class StreamPart(IterableDataset[Share]):
         set_epoch(self.stream, epoch)
         seeds = self.seed, epoch, 0 if worker is None else worker.id
         batches = drawn(self._batches(with_own_generators(self.stream, *seeds)), *seeds)
+        began = None
         for shares in rounds(batches, self.parts, self.tail, size=self.size):
-            yield shares[self.part]
+            if began is None:
+                began = _digest([share.items[0] for share in shares])
+                yield shares[self.part]._replace(began=began)
+            else:
+                yield shares[self.part]
 
     def __len__(self) -> int:
         """As torch's loader asks; raises ``TypeError`` where the stream has no length."""
@@ -78,5 +86,35 @@ class CollateShare:
     def __call__(self, share: Share) -> BatchRead:
         """One batch."""
         if self.single:
-            return BatchRead(self.collate(share.items[0]), None, None if share.counted else 0)
-        return BatchRead(self.collate(share.items), len(share.items), share.counted)
+            return BatchRead(self.collate(share.items[0]), None, None if share.counted else 0, began=share.began)
+        return BatchRead(self.collate(share.items), len(share.items), share.counted, began=share.began)
+
+
+def _digest(samples: list[Any]) -> int:
+    """Of 24 bits, never 0 but where there is nothing in the samples that can be compared over processes."""
+    told = list(filter(None, map(_told, samples)))
+    return zlib.crc32(repr(told).encode()) & 0xFFFFFF or 1 if told else 0
+
+
+def _told(value: Any, depth: int = 4) -> Any:
+    """What is the same in every process that reads the same; None of what nobody can tell."""
+    if isinstance(value, bool | int | float | str | bytes):
+        return repr(value)
+    if type(value) is torch.Tensor:
+        plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
+        return (tuple(value.shape), _sum(value.detach().reshape(-1).view(torch.uint8).numpy())) if plain else None
+    if isinstance(value, Mapping) and depth:
+        value = list(value.values())
+    if isinstance(value, list | tuple) and depth:
+        return list(filter(None, (_told(one, depth - 1) for one in value))) or None
+    if getattr(getattr(value, "dtype", None), "hasobject", True):
+        return None
+    return _sum(value.tobytes())  # numpy's arrays
+
+
+def _sum(data: Any) -> int:
+    return zlib.crc32(data[:LOOKED_AT])
+
+
+LOOKED_AT = 2**16
+"""Bytes of each tensor that tell streams apart."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
@@ -168,3 +169,149 @@ def test_a_shuffle_that_the_process_draws_goes_on_in_its_order_after_a_resume(ho
     again.resume(tmp_path)
     assert [train(again, batch) for batch in again.loaders[0]] == whole[5:]
     assert torch.equal(torch.rand(1), drawn)
+
+
+class Drawn(IterableDataset[torch.Tensor]):
+    """Rows in an order that torch's common generator draws: all at once, or in shares as it goes."""
+
+    def __init__(self, share: int) -> None:
+        self.share = share
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for start in range(0, ROWS, self.share):
+            for row in torch.randperm(self.share).tolist():
+                yield torch.tensor([float(start + row)])
+
+
+def of_process(share: int, how: Any, dropout: float, workers: int = 0) -> Any:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(dropout))
+    cfg = pk.Config(engine=pk.Single(), device="cpu", loaders=how)
+    stream = DataLoader(Drawn(share), batch_size=2, num_workers=workers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, loaders=[stream]))
+
+
+@pytest.mark.parametrize("how", [pk.data.ShardLoaders(), pk.data.ShardLoaders(seed=None), pk.data.KeepLoaders()])
+@pytest.mark.parametrize(("share", "dropout", "workers"), [(ROWS, 0.5, 0), (4, 0.0, 0), (4, 0.5, 0), (4, 0.5, 1)])
+def test_a_stream_that_draws_from_the_process_goes_on_in_its_order_or_the_save_says_that_it_cannot(
+    how: Any, share: int, dropout: float, workers: int, tmp_path: Path
+) -> None:
+    ready, whole = of_process(share, how, dropout, workers), []
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for at, batch in enumerate(ready.loaders[0]):
+            whole += train(ready, batch)
+            if at == 4:
+                ready.save(tmp_path)
+                position = ready.loaders[0].state_dict()
+    lost = share < ROWS and dropout > 0 and not workers  # what it draws stands between draws of the model
+    assert any("run.order-lost" in str(one.message) for one in heard) == lost
+    assert sorted(whole) == list(range(ROWS))
+    after = torch.rand(1)
+    again = of_process(share, how, dropout, workers)
+    again.resume(tmp_path)
+    rest = [row for batch in again.loaders[0] for row in train(again, batch)]
+    if not lost:
+        assert rest == whole[10:]
+        assert torch.equal(torch.rand(1), after)
+    if share == ROWS:  # the generators of the process are not put back by a position alone
+        ready.loaders[0].load_state_dict(position)
+        assert [row for batch in ready.loaders[0] for row in batch.flatten().int().tolist()] == whole[10:]
+
+
+class Split(IterableDataset[Any]):
+    """Rows that are divided over the ranks already, or all of them on every rank."""
+
+    def __init__(self, split: str, kind: str) -> None:
+        self.split, self.kind = split, kind
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, world = (dist.get_rank(), dist.get_world_size()) if self.split == "by rank" else (0, 1)
+        for row in range(rank, ROWS, world):
+            yield {"tensor": torch.tensor([float(row)]), "numpy": np.array([float(row)]), "opaque": Opaque(row)}[
+                self.kind
+            ]
+
+
+class Opaque:
+    """A sample that nobody can compare."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+
+def rows_of(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(getattr(one, "row", one), dtype=torch.float32).reshape(1) for one in samples])
+
+
+def read_split(rank: int, world: int, split: str, kind: str, how: Any, workers: int) -> tuple[list[int], str]:
+    del rank, world
+    torch.manual_seed(0)
+    cfg = pk.Config(engine=pk.DDP(), optimizer=pk.optim.SGD(lr=0.0), loaders=how)
+    loader = DataLoader(Split(split, kind), batch_size=2, num_workers=workers, collate_fn=rows_of)
+    ready = pk.apply(pk.build_plan(cfg, nn.Linear(1, 1), loaders=[loader]))
+    try:
+        return [row for batch in ready.loaders[0] for row in train(ready, batch)], ""
+    except pk.errors.RunRefused as refused:
+        return [], str(refused)
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("tensor", 0), ("numpy", 0), ("tensor", 1)])
+def test_a_stream_that_is_divided_already_is_refused_in_the_first_window(gang2: Gang, kind: str, workers: int) -> None:
+    for rows, told in gang2.run(read_split, "by rank", kind, pk.data.ShardLoaders(), workers, timeout=90):
+        assert not rows
+        assert "run.orders-apart" in told
+        assert "KeepLoaders" in told
+
+
+@pytest.mark.parametrize(
+    ("split", "kind", "how"),
+    [
+        ("whole", "tensor", pk.data.ShardLoaders()),
+        ("whole", "numpy", pk.data.ShardLoaders()),
+        ("whole", "opaque", pk.data.ShardLoaders()),
+        ("by rank", "tensor", pk.data.KeepLoaders()),
+    ],
+)
+def test_a_stream_that_is_divided_once_is_read_whole(gang2: Gang, split: str, kind: str, how: Any) -> None:
+    parts = gang2.run(read_split, split, kind, how, 0, timeout=90)
+    assert sorted(row for rows, _ in parts for row in rows) == list(range(ROWS)), parts
+
+
+class DrawnBatches(Sampler[Any]):
+    """Batches of neighbours, in an order of torch's common generator: drawn at once, or in shares as it goes."""
+
+    def __init__(self, share: int) -> None:
+        self.share = share
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, ROWS, self.share):
+            order = torch.randperm(self.share).tolist()
+            yield from ([start + row for row in order[at : at + 2]] for at in range(0, self.share, 2))
+
+    def __len__(self) -> int:
+        return ROWS // 2
+
+
+@pytest.mark.parametrize("share", [ROWS, 4])
+def test_own_batches_go_on_in_their_order_or_the_save_says_that_they_cannot(share: int, tmp_path: Path) -> None:
+    def begun() -> Any:
+        torch.manual_seed(3)
+        cfg = pk.Config(engine=pk.Single(), device="cpu", optimizer=pk.optim.SGD(lr=0.0))
+        rows: Any = torch.arange(float(ROWS))[:, None]
+        loader = DataLoader(rows, batch_sampler=DrawnBatches(share))  # type: ignore[arg-type]  # a Sampler of lists
+        return pk.apply(pk.build_plan(cfg, nn.Linear(1, 1), loaders=[loader]))
+
+    ready, whole = begun(), []
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for at, batch in enumerate(ready.loaders[0]):
+            whole += train(ready, batch)
+            if at == 4:
+                ready.save(tmp_path)
+    assert any("run.order-lost" in str(one.message) for one in heard) == (share < ROWS)
+    again = begun()
+    again.resume(tmp_path)
+    rest = [row for batch in again.loaders[0] for row in train(again, batch)]
+    assert share < ROWS or rest == whole[10:]

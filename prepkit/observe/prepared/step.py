@@ -132,6 +132,7 @@ class StepLook:
         looked = seen if Need.GRADIENTS in needs else ()
         held, draws = options(self.optimizers), generator(self.plan.facts.env.device)
         alone = [float(own_pass), float(loop.own_loss_finite), draws, float(loop.own_order), short_digest(held)]
+        alone.append(float(loop.own_stream))
         own = rows(looked)
         least, most = world().spread(torch.cat((torch.tensor(alone, dtype=torch.float32), own.reshape(-1))))
         first = len(alone)
@@ -147,6 +148,7 @@ class StepLook:
                 loop,
                 passes=(int(least[0]), int(most[0])),
                 orders=(int(least[3]), int(most[3])),
+                streams=(int(least[5]), int(most[5])),
                 loss_finite=bool(least[1]),
             ),
         )

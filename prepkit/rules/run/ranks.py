@@ -81,6 +81,16 @@ def _orders(facts: RunFacts) -> Iterator[Hit]:
             "other samples twice."
         )
         yield Hit("loaders", what)
+    if facts.loop is not None and all(facts.loop.streams) and facts.loop.streams[0] != facts.loop.streams[1]:
+        what = (
+            "The stream gives each rank other samples, and each rank keeps only its part of them: what it leaves to "
+            "the others is read by nobody."
+        )
+        fix = (
+            "Write loaders=pk.data.KeepLoaders() where the stream splits itself by rank, or let it give "
+            "all samples on every rank, in one order."
+        )
+        yield Hit("loaders", what, fix)
 
 
 def _unrepeatable(facts: RunFacts) -> Iterator[Hit]:
@@ -132,8 +142,9 @@ def _unlike(facts: RunFacts) -> Iterator[Hit]:
 
 
 _DRAWN = (
-    "Let the sampler draw from a generator that it holds (self.generator = torch.Generator(), random.Random() or one "
-    "of numpy), which is seeded anew for each pass, or from (seed, epoch), with a set_epoch(epoch)."
+    "Let the sampler or stream draw from a generator that it holds (self.generator = torch.Generator(), "
+    "random.Random() or one of numpy), which is seeded anew for each pass, or from (seed, epoch), with a "
+    "set_epoch(epoch)."
 )
 
 RULES: tuple[Rule, ...] = (
