@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from prepkit.config import ClipNorm
 from prepkit.config.precision import PRECISIONS
+from prepkit.facts.loop import LoopState
 from prepkit.facts.proof import ClipProof, ProofFacts
 from prepkit.findings.text import spans
 from prepkit.proving.proof import Proof, found_in, prove_record
@@ -109,9 +110,16 @@ class Proving:
         self._stack.enter_context(self.recorder.on())
         self.ready.loop.proven = self.window
 
-    def window(self) -> None:
-        """A window has ended. Collective: proves what was recorded, and reports it as any other rule."""
+    def window(self, ended: LoopState) -> None:
+        """A window has ended. Collective: proves what was recorded, and reports it as any other rule.
+
+        One that is full, or was cut short by ``accumulate(last=True)`` or by the end of a pass, is divided by the full
+        number, and a micro-batch of several backwards (``more=True``) is their sum.
+        """
         self._stack.close()
+        full = self.ready.plan.owners.accumulation_steps
+        if ended.micro_batches + 1 == full or ended.cut_short or ended.at_last_batch:
+            self.recorder.divides = full
         ready = self.ready
         ready.loop.proven = None
         if ready.skipped:  # nothing was stepped

@@ -83,6 +83,8 @@ class Recorder:
     root: nn.Module | None = None
     """What the loop calls. None: the first module with trained parameters that is called from outside of any other."""
     accumulation: int | None = None
+    divides: int | None = None
+    """As ``Head.divides``."""
     computes_in: str | None = None
     """The lowest floating dtype, as a plan has it; None: as the graph of the outputs shows."""
     clip: ClipProof | None = None
@@ -203,6 +205,7 @@ class Recorder:
             clip=clip,
             value=self._clips.value,
             accumulation=said_accumulation() if self.accumulation is None else self.accumulation,
+            divides=self.divides,
             cut=bool(tensor_parallel(names.sites(self.root))),
             device=next((param.device.type for param in self.root.parameters()), "cpu"),
             disturbed=self._around.told(self.root, steps_copies=self._strange and not self._optimizers),

@@ -120,6 +120,7 @@ def replayed(window: Replay) -> ProofFacts:
         eps=max(torch.finfo(getattr(torch, _lowest(records, kind))).eps for kind in ("dtype", "sent")),
         scale=first.scale,
         accumulation=first.accumulation,
+        divides=first.divides,
         clip=first.clip,
         buffers_apart=tuple(_buffers_apart(records)) if first.fresh else (),
         moved=disturbed.moved,
@@ -189,13 +190,19 @@ def _shares(records: tuple[Record, ...]) -> tuple[LossShare, ...]:
 def _weight(records: tuple[Record, ...], record: Record, at: int) -> float:
     """The factor of a loss, without the loss scale, over that by which an average of all would carry it."""
     every = [micro for one in records for micro in one.head.micros]
-    micro, scale, count = record.head.micros[at], record.head.scale, len(record.head.micros)
+    micro, scale, number = record.head.micros[at], record.head.scale, _number(record)
     if micro.tokens is not None:
-        return micro.tokens * len(every) / sum(one.tokens or 0.0 for one in every)
+        return micro.tokens * sum(map(_number, records)) / sum(one.tokens or 0.0 for one in every)
     if not micro.total:
-        return micro.factor * count / scale
+        return micro.factor * number / scale
     samples = [one.count for one in every if one.total and one.count]
-    return micro.factor / scale * sum(samples) / len(records) if len(samples) == len(every) else 1.0
+    more = number / len(record.head.micros)
+    return more * micro.factor / scale * sum(samples) / len(records) if len(samples) == len(every) else 1.0
+
+
+def _number(record: Record) -> int:
+    """Micro-batches over which gradients are averaged on a rank."""
+    return record.head.divides or len(record.head.micros)
 
 
 def _each(record: Record, at: int) -> float | None:
@@ -222,7 +229,7 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
             for number, call in enumerate(record.head.calls):
                 if call.micro == at and call.outputs:
                     weight = _weight(window.records, record, at)
-                    divisor = record.head.scale / len(record.head.micros) * weight if micro.total else micro.factor
+                    divisor = record.head.scale / _number(record) * weight if micro.total else micro.factor
                     _again(model, streamed, share, window, _Call(record, number, divisor or 1.0, low))
             zero = [name for name, param in streamed.params.items() if param.requires_grad and name not in share]
             window.held = max(window.held, streamed.most)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import prepkit as pk
 from prepkit import config as c
@@ -97,6 +99,58 @@ def test_one_process_is_proven_too() -> None:
     assert [one for asked in found for one in asked.found if one.severity is not Severity.NOTE] == []
     with pytest.raises(ValueError, match="prove=True is no number of windows"):
         pk.apply(ready.plan, model=nn.Linear(12, 4), prove=True)
+
+
+def two_losses(ready: pk.Prepared, by: float) -> None:
+    for x in ready.loaders[0]:
+        ready.backward(ready.model(x).square().mean() / by, more=True)
+        ready.backward(ready.model(x + 1).abs().mean() / by)
+        ready.step()
+
+
+def one_loss(ready: pk.Prepared, by: float) -> None:
+    for x in ready.loaders[0]:
+        ready.backward(ready.model(x).square().mean() / by)
+        ready.step()
+
+
+def ended_at_once(ready: pk.Prepared, by: float) -> None:
+    with ready.accumulate(last=True):
+        ready.backward(ready.model(torch.ones(4, 4)).square().mean() / by)
+        assert ready.step()
+
+
+WINDOWS: dict[str, tuple[Callable[[pk.Prepared, float], None], int]] = {
+    "two losses of one micro-batch": (two_losses, 1),
+    "two losses of each micro-batch": (two_losses, 2),
+    "the end of a pass": (one_loss, 4),
+    "the last of accumulate": (ended_at_once, 3),
+}
+"""What trains two batches, and the micro-batches of a full window."""
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_each_loss_is_divided_by_the_micro_batches_of_a_full_window(name: str) -> None:
+    """Whatever the number of backwards; a second division is told all the same."""
+    train, accumulation = WINDOWS[name]
+    for by in {1, accumulation}:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(torch.randn(8, 4), 4)  # type: ignore[arg-type]  # a tensor is a data set too
+        cfg = c.Config(accumulation=accumulation)
+        ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, loaders=[loader]), prove=1)
+        if by == 1:
+            train(ready, by)
+        else:
+            with pytest.raises(RunRefused, match=rf"divided twice by the accumulation \({accumulation}\)"):
+                train(ready, by)
+        found = [one for asked in ready.attestation.asked for one in asked.found if one.rule.startswith("prove.")]
+        assert {one.rule for one in found if one.severity is not Severity.NOTE} == (
+            set() if by == 1 else {"prove.accumulation"}
+        )
+        assert ready.loop.proven is None
+        ready.close()
 
 
 class Deep(nn.Module):
