@@ -130,5 +130,7 @@ class ProofFacts:
     """Where the program went backward, and where it stepped: ``train.py:31``; empty: nobody knows."""
     unproven: str = ""
     """Why nothing could be replayed; empty: it could."""
+    unrepeated: str = ""
+    """Which output of a forward the replay does not give again, so that gradients were not compared; empty: none."""
     limits: tuple[str, ...] = ()
     """What this proof cannot see, a sentence each."""
