@@ -11,14 +11,14 @@ from attrs import frozen
 
 @frozen(kw_only=True)
 class LossShare:
-    """One micro-batch of one rank."""
+    """One backward of one rank."""
 
     rank: int
     micro: int
     """Counted from 0."""
     weight: float = 1.0
-    """The factor in the loss that was given to backward, times the micro-batches of the window, without the loss scale:
-    1 where each is divided by their number."""
+    """The factor in the loss that was given to backward, times the micro-batches that are averaged, without the loss
+    scale: 1 where each is divided by their number."""
     each: float | None = None
     """The part that one sample, or one token that counts, has in the loss, where its graph says so and the run does not
     weigh it."""
@@ -100,6 +100,9 @@ class ProofFacts:
     """What the loss was multiplied with against underflow."""
     accumulation: int | None = None
     """Micro-batches per step as a config or accelerate says; None: nobody says."""
+    divides: int | None = None
+    """Micro-batches over which a rank averages, where plan and loop say it: of a full window, even if this one was cut
+    short or some had several backwards; None: as many as there were backwards."""
     clip: ClipProof | None = None
     first_apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Parameters whose replicas differ before the step, with the ranks that part from the first one."""
@@ -131,5 +134,7 @@ class ProofFacts:
     """Where the program went backward, and where it stepped: ``train.py:31``; empty: nobody knows."""
     unproven: str = ""
     """Why nothing could be replayed; empty: it could."""
+    unrepeated: str = ""
+    """Which output of a forward the replay does not give again, so that gradients were not compared; empty: none."""
     limits: tuple[str, ...] = ()
     """What this proof cannot see, a sentence each."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 
@@ -145,6 +146,8 @@ def _attributes(module: nn.Module, shell: nn.Module, absent: Mapping[str, str], 
 
 def _copied(value: Any, copied: dict[int, Any]) -> Any:
     """A deep copy in which modules and tensors of the model are those of its copy; what has no copy is shared."""
+    if isinstance(value, torch.Generator):  # which knows no deepcopy, and must not draw for the replay
+        return value.clone_state()
     try:
         return copy.deepcopy(value, dict(copied))
     except (TypeError, RuntimeError, NotImplementedError):  # a lock, a file, a graph, a process group

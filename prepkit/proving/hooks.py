@@ -24,7 +24,7 @@ from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
 from prepkit.proving.loss_graph import used_outside
-from prepkit.proving.record_file import Disturbed
+from prepkit.proving.record_file import Disturbed, RecordedCall
 
 HOME = str(Path(__file__).parents[1])
 """The folder of prepkit's own frames."""
@@ -69,6 +69,30 @@ def with_gradients(root: nn.Module | None) -> tuple[str, ...]:
     """Parameters that have a gradient, and not of zeros alone."""
     grads = {name: param.grad for name, param in parameters(root) if param.requires_grad}
     return tuple(name for name, one in grads.items() if one is not None and bool(local(one).to_dense().any()))
+
+
+@define(eq=False)
+class Called:
+    """One call of the root, and what came back to it."""
+
+    inputs: str
+    tensors: dict[str, Tensor]
+    ends: tuple[Any, ...] = ()
+    """Nodes of the graph at which its outputs begin."""
+    arrived: dict[int, Tensor] = field(factory=dict)
+    seen: dict[int, Tensor] = field(factory=dict)
+    """A sketch of each of them."""
+    buffers: dict[str, Tensor] = field(factory=dict)
+    """Those that are not as they were at the first call of the window."""
+    micro: int = -1
+    entry: str = "forward"
+    own_total: bool = False
+    """Whether the model was told to divide a sum by a number that the window gives it."""
+
+    def recorded(self) -> RecordedCall:
+        """As the file has it."""
+        ends, kept = tuple(sorted(self.arrived)), digest(self.tensors)
+        return RecordedCall(inputs=self.inputs, micro=self.micro, entry=self.entry, outputs=ends, digest=kept)
 
 
 CLIPS = {"_clip_grads_with_norm_": "clipped", "_get_total_norm": "measured", "clip_grad_value_": "clamped"}
@@ -196,6 +220,11 @@ class Around:
             kept=self.kept,
             twice=self.twice,
         )
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values."""
+    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def adding(arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from prepkit.config import ClipNorm, ClipValue
 from prepkit.config.precision import PRECISIONS
+from prepkit.facts.loop import LoopState
 from prepkit.facts.proof import ClipProof, ProofFacts
 from prepkit.findings.text import spans
 from prepkit.proving.proof import Proof, found_in, prove_record
@@ -60,13 +61,16 @@ def _sent(rank: int, tensor: Tensor) -> Tensor:
     return sent.cpu().view(tensor.dtype).view(tensor.shape)
 
 
-def proven_together(root: nn.Module, mine: Record) -> Proof:
-    """The proof of the window of which each rank gives its record. Collective; the same on every rank."""
+def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = ()) -> Proof:
+    """The proof of the window of which each rank gives its record. Collective; the same on every rank.
+
+    ``hooked``: as in ``replay.Replay``.
+    """
     ranks = world()
     kinds = {key: (tuple(one.shape), one.dtype) for key, one in mine.tensors.items()}
     told: list[tuple[Head, Kinds]] = ranks.gather((mine.head, kinds))
     if not ranks.carries_data:
-        return prove_record(root, (mine,))
+        return prove_record(root, (mine,), hooked=hooked)
     if not ranks.is_first:
         while isinstance(asked := ranks.from_first(None), tuple):
             rank, key = asked
@@ -78,7 +82,7 @@ def proven_together(root: nn.Module, mine: Record) -> Proof:
         return asked
     try:
         records = (mine, *(Record(head, Elsewhere(at + 1, there)) for at, (head, there) in enumerate(told[1:])))
-        proof = prove_record(root, records)
+        proof = prove_record(root, records, hooked=hooked)
     except BaseException as error:  # the others wait to be told
         ranks.from_first(f"{type(error).__name__}: {error}")
         raise
@@ -110,9 +114,16 @@ class Proving:
         self._stack.enter_context(self.recorder.on())
         self.ready.loop.proven = self.window
 
-    def window(self) -> None:
-        """A window has ended. Collective: proves what was recorded, and reports it as any other rule."""
+    def window(self, ended: LoopState) -> None:
+        """A window has ended. Collective: proves what was recorded, and reports it as any other rule.
+
+        One that is full, or was cut short by ``accumulate(last=True)`` or by the end of a pass, is divided by the full
+        number, and a micro-batch of several backwards (``more=True``) is their sum.
+        """
         self._stack.close()
+        full = self.ready.plan.owners.accumulation_steps
+        if ended.micro_batches + 1 == full or ended.cut_short or ended.at_last_batch:
+            self.recorder.divides = full
         ready = self.ready
         ready.loop.proven = None
         if ready.skipped:  # nothing was stepped
@@ -133,7 +144,8 @@ class Proving:
         said = recorder.too_large or ("" if recorder.stepped else "no optimizer has stepped what the model trains")
         every = ranks.gather(said)
         if not any(every):
-            return proven_together(self.ready.model, recorder.record())
+            hooked = dict.fromkeys(name for name, _ in self.ready.plan.facts.model.param_hooks)
+            return proven_together(self.ready.model, recorder.record(), tuple(hooked))
         which = spans(tuple(rank for rank, one in enumerate(every) if one))
         why = f"rank {which}: {next(filter(None, every))}"
         return found_in(ProofFacts(world=ranks.size, shares=(), unproven=why))

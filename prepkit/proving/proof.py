@@ -69,10 +69,12 @@ def prove_records(model: nn.Module, folder: Path) -> Proof:
     return prove_record(model, read(folder))
 
 
-def prove_record(model: nn.Module, records: tuple[Record, ...], limit: int = MEMORY) -> Proof:
-    """The same of records of all ranks, whose tensors may lie anywhere; ``limit`` as in ``replay.Replay``."""
+def prove_record(
+    model: nn.Module, records: tuple[Record, ...], limit: int = MEMORY, hooked: tuple[str, ...] = ()
+) -> Proof:
+    """The same of records of all ranks, whose tensors may lie anywhere; the rest as in ``replay.Replay``."""
     begun = time.perf_counter()
-    window = Replay(model=model, records=records, limit=limit)
+    window = Replay(model=model, records=records, limit=limit, hooked=hooked)
     try:
         facts = replayed(window)
     except CannotReplay as why:

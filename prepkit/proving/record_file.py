@@ -135,6 +135,9 @@ class Head:
     value: float | None = None
     """To which each element of a gradient was clipped; None: none was."""
     accumulation: int | None = None
+    divides: int | None = None
+    """Micro-batches of a full window, by which each loss is to be divided however many backwards this one has, as plan
+    and loop say; None: nobody says, and each backward is taken for a micro-batch."""
     cut: bool = False
     """Whether it has layers that compute with a part of their weights: ranks that share them read the same samples."""
     device: str = "cpu"

@@ -26,10 +26,11 @@ from prepkit.observe.preparation.tensor_parallel import tensor_parallel
 from prepkit.proving import bare, tree
 from prepkit.proving.hooks import (
     Around,
+    Called,
     Clipping,
     adding,
+    alike,
     clip_of,
-    digest,
     engine_of,
     entry_of,
     given_to,
@@ -43,8 +44,8 @@ from prepkit.proving.hooks import (
     with_gradients,
 )
 from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype
-from prepkit.proving.record_file import Head, HeldPart, Micro, Record, RecordedCall
-from prepkit.proving.trace import Tracer
+from prepkit.proving.record_file import Head, HeldPart, Micro, Record
+from prepkit.proving.trace import Tracer, sketch
 from prepkit.ranks.world import world
 from prepkit.training.token_loss import TokenWindow
 
@@ -56,26 +57,6 @@ class TooLarge(ValueError):
     """A record would take more memory than it may."""
 
 
-@define(eq=False)
-class _Called:
-    """One call of the root, and what came back to it."""
-
-    inputs: str
-    tensors: dict[str, Tensor]
-    ends: tuple[Any, ...] = ()
-    """Nodes of the graph at which its outputs begin."""
-    arrived: dict[int, Tensor] = field(factory=dict)
-    micro: int = -1
-    entry: str = "forward"
-    own_total: bool = False
-    """Whether the model was told to divide a sum by a number that the window gives it."""
-
-    def recorded(self) -> RecordedCall:
-        """As the file has it."""
-        ends, kept = tuple(sorted(self.arrived)), digest(self.tensors)
-        return RecordedCall(inputs=self.inputs, micro=self.micro, entry=self.entry, outputs=ends, digest=kept)
-
-
 @define(kw_only=True)
 class Recorder:
     """What one window leaves on this rank. ``with recorder.on():`` around it; ``done`` once it is complete."""
@@ -83,6 +64,8 @@ class Recorder:
     root: nn.Module | None = None
     """What the loop calls. None: the first module with trained parameters that is called from outside of any other."""
     accumulation: int | None = None
+    divides: int | None = None
+    """As ``Head.divides``."""
     computes_in: str | None = None
     """The lowest floating dtype, as a plan has it; None: as the graph of the outputs shows."""
     clip: ClipProof | None = None
@@ -106,7 +89,7 @@ class Recorder:
     """Whether the root was called since its window is complete."""
     _evaluating: tuple[str, ...] = field(default=(), init=False)
     _stepping: bool = field(default=False, init=False)
-    _calls: list[_Called] = field(factory=list, init=False)
+    _calls: list[Called] = field(factory=list, init=False)
     _micros: list[Micro] = field(factory=list, init=False)
     _tracer: Tracer = field(factory=Tracer, init=False)
     _operators: ExitStack = field(factory=ExitStack, init=False)
@@ -180,6 +163,8 @@ class Recorder:
         for call_at, call in enumerate(self._calls):
             self._tensors |= {f"input/{call_at}/{key}": tensor for key, tensor in call.tensors.items()}
             self._tensors |= {f"output/{call_at}/{place}": grad for place, grad in call.arrived.items()}
+            self._tensors |= {f"seen/{call_at}/{place}": numbers for place, numbers in call.seen.items()}
+            self._tensors |= {f"before/{call_at}/{path}": buffer for path, buffer in call.buffers.items()}
         for other in self.family[1:] if self.family[0] is self else ():
             if not other.stepped:
                 self.tell(f"`{type(other.root).__name__}` trains too, and nothing has stepped it: it was not replayed")
@@ -205,6 +190,7 @@ class Recorder:
             clip=clip,
             value=self._clips.value,
             accumulation=said_accumulation() if self.accumulation is None else self.accumulation,
+            divides=self.divides,
             cut=bool(tensor_parallel(names.sites(self.root))),
             device=next((param.device.type for param in self.root.parameters()), "cpu"),
             disturbed=self._around.told(self.root, steps_copies=self._strange and not self._optimizers),
@@ -278,9 +264,13 @@ class Recorder:
             self._again = self._again or (torch.is_grad_enabled() and all(one.done for one in self.family))
             return
         self._around.forward(self.root, first=not self._calls)
-        if not self._calls:
-            for path, buffer in bare.named_buffers(self.root):
-                self._keep(f"buffer/{path}", local(buffer))
+        buffers: dict[str, Tensor] = {}
+        for path, buffer in bare.named_buffers(self.root):
+            now = local(buffer).detach().cpu()
+            if not self._calls:
+                self._keep(f"buffer/{path}", now)
+            elif (first := self._tensors.get(f"buffer/{path}")) is None or not alike(now, first):
+                buffers[path] = now.clone()
         if torch.is_autocast_enabled("cpu"):
             self._dtype = torch.get_autocast_dtype("cpu")
         tensors: dict[str, Tensor] = {"rng": torch.get_rng_state()}
@@ -300,8 +290,8 @@ class Recorder:
             self._operators.close()
             self._operators.enter_context(self._tracer.operators())
         own = "num_items_in_batch" in kwargs
-        self._calls.append(_Called(inputs, tensors, own_total=own, entry=entry_of(self.root)))
-        held = sum(one.nbytes for call in self._calls for one in call.tensors.values())
+        self._calls.append(Called(inputs, tensors, buffers=buffers, own_total=own, entry=entry_of(self.root)))
+        held = sum(one.nbytes for call in self._calls for one in (*call.tensors.values(), *call.buffers.values()))
         if held > self.largest:
             self._give_up(
                 f"the inputs of {len(self._calls)} calls take {held:,} bytes, and {self.largest:,} may be kept"
@@ -316,6 +306,8 @@ class Recorder:
         self._dtype = lowest_dtype(call.ends, self._dtype)
         for place, tensor in enumerate(found):
             if tensor.requires_grad:
+                if tensor.is_floating_point() and tensor.layout is torch.strided:
+                    call.seen[place] = sketch(local(tensor).detach().reshape(-1))
                 tensor.register_hook(adding(call.arrived, place))  # type: ignore[no-untyped-call]
 
     # --- backward ---------------------------------------------------------------------------------------------------

@@ -8,16 +8,19 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
-from attrs import define, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 
 from prepkit.facts.proof import GradientProof, LossShare, ProofFacts
+from prepkit.findings.text import some
 from prepkit.objects import names
 from prepkit.proving import bare, tree
+from prepkit.proving.hooks import alike
 from prepkit.proving.parts_of import Replica, replicas
 from prepkit.proving.record_file import Disturbed, Record
 from prepkit.proving.stepped import steps_of
 from prepkit.proving.streamed import Streamed, stub
+from prepkit.proving.trace import sketch, unrepeated_of
 
 HALF = ("bfloat16", "float16")
 COUNTED = ("running_mean", "running_var", "num_batches_tracked")
@@ -50,8 +53,12 @@ class Replay:
     limit: int
     """Bytes of weights and of what backward keeps that are held at once, and again of gradients. What is larger is
     fetched when it is needed, lies in a file, or is compared in some elements."""
+    hooked: tuple[str, ...] = ()
+    """Parameters that came with hooks of the program's own on their gradients, as a plan knows them."""
     held: int = 0
     """The most of the former that was held."""
+    outputs: list[dict[str, Tensor]] = field(factory=list)
+    """Sketches of the outputs of each replay, by their keys in a record."""
 
     @property
     def most(self) -> int:
@@ -111,7 +118,15 @@ def replayed(window: Replay) -> ProofFacts:
     reference, rounded, more = _twice(window)
     unlike = _unlike(window.streamed(torch.float32)[0], records)
     held = {one.name for record in records for one in record.head.params if one.trained and one.group is not None}
-    judged = [one.name for one in first.params if one.name in held] if not unlike and not spoiled else []
+    eps = torch.finfo(getattr(torch, _lowest(records, "dtype"))).eps
+    buffers_apart = tuple(_buffers_apart(records)) if first.fresh else ()
+    begun_apart = buffers_apart or any(ranks for _, ranks, _ in apart)  # which explains other outputs
+    unrepeated = "" if unlike or spoiled or begun_apart else unrepeated_of(records, window.outputs[-2:], eps)
+    hooked = tuple(name for name in window.hooked if name in held)
+    compares = not (unlike or spoiled or unrepeated)
+    judged = [one.name for one in first.params if one.name in held and one.name not in hooked] if compares else []
+    if hooked:
+        more += (f"hooks of the program's own change the gradients of {some(hooked)}, which were not compared",)
     if judged and any(_size(one.shape) > window.most for one in first.params):
         more += (f"of each gradient {window.most:,} elements were compared, as many as memory holds",)
     steps, no_step = steps_of(window)
@@ -124,8 +139,9 @@ def replayed(window: Replay) -> ProofFacts:
         eps=max(torch.finfo(getattr(torch, _lowest(records, kind))).eps for kind in ("dtype", "sent")),
         scale=first.scale,
         accumulation=first.accumulation,
-        clip=first.clip,
-        buffers_apart=tuple(_buffers_apart(records)) if first.fresh else (),
+        divides=first.divides,
+        clip=evolve(first.clip, beyond=True) if first.clip is not None and hooked else first.clip,
+        buffers_apart=buffers_apart,
         moved=disturbed.moved,
         left=disturbed.left,
         outside=disturbed.outside,
@@ -139,6 +155,7 @@ def replayed(window: Replay) -> ProofFacts:
         options_apart=_options_apart(records),
         same_samples=_same_samples(records),
         lines=first.lines,
+        unrepeated=unrepeated,
         limits=(*limits, *more, *unlike, *_meant(records), *((no_step,) if no_step else ())),
     )
 
@@ -195,13 +212,19 @@ def _shares(records: tuple[Record, ...]) -> tuple[LossShare, ...]:
 def _weight(records: tuple[Record, ...], record: Record, at: int) -> float:
     """The factor of a loss, without the loss scale, over that by which an average of all would carry it."""
     every = [micro for one in records for micro in one.head.micros]
-    micro, scale, count = record.head.micros[at], record.head.scale, len(record.head.micros)
+    micro, scale, number = record.head.micros[at], record.head.scale, _number(record)
     if micro.tokens is not None:
-        return micro.tokens * len(every) / sum(one.tokens or 0.0 for one in every)
+        return micro.tokens * sum(map(_number, records)) / sum(one.tokens or 0.0 for one in every)
     if not micro.total:
-        return micro.factor * count / scale
+        return micro.factor * number / scale
     samples = [one.count for one in every if one.total and one.count]
-    return micro.factor / scale * sum(samples) / len(records) if len(samples) == len(every) else 1.0
+    more = number / len(record.head.micros)
+    return more * micro.factor / scale * sum(samples) / len(records) if len(samples) == len(every) else 1.0
+
+
+def _number(record: Record) -> int:
+    """Micro-batches over which gradients are averaged on a rank."""
+    return record.head.divides or len(record.head.micros)
 
 
 def _each(record: Record, at: int) -> float | None:
@@ -218,22 +241,30 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
     model, streamed = window.streamed(dtype)
     buffers = dict(bare.named_buffers(model))
     found = []
+    window.outputs.append({})
     for record in window.records:
         bare.evaluate(model, record.head.evaluating)
-        for name, buffer in buffers.items():
-            if (key := f"buffer/{name}") in record.tensors:
-                buffer.data.copy_(record.tensors[key])
         for at, micro in enumerate(record.head.micros):
             share: dict[str, Tensor] = {}
             for number, call in enumerate(record.head.calls):
                 if call.micro == at and call.outputs:
                     weight = _weight(window.records, record, at)
-                    divisor = record.head.scale / len(record.head.micros) * weight if micro.total else micro.factor
+                    _put_back(buffers, record, number)
+                    divisor = record.head.scale / _number(record) * weight if micro.total else micro.factor
                     _again(model, streamed, share, window, _Call(record, number, divisor or 1.0, low))
             zero = [name for name, param in streamed.params.items() if param.requires_grad and name not in share]
             window.held = max(window.held, streamed.most)
             found.append(share | {name: window.sampled(torch.zeros(streamed.params[name].shape)) for name in zero})
     return tuple(found)
+
+
+def _put_back(buffers: dict[str, Tensor], record: Record, number: int) -> None:
+    """Gives buffers the values that they had when a call began: others may have changed them since the last one."""
+    for name, buffer in buffers.items():
+        for key in (f"before/{number}/{name}", f"buffer/{name}"):
+            if key in record.tensors:
+                buffer.data.copy_(record.tensors[key])
+                break
 
 
 @frozen(eq=False)
@@ -273,6 +304,7 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
             grad = record.tensors[f"output/{number}/{place}"]
             if place >= len(outputs) or outputs[place].shape != grad.shape:
                 raise CannotReplay("plainly the model returns other outputs than it did: parts of a whole, or others")
+            window.outputs[-1][f"{record.head.rank}/{number}/{place}"] = sketch(outputs[place].detach().reshape(-1))
             ends.append(outputs[place])
             grads.append((grad.to(torch.float64) / made.divisor).to(outputs[place].dtype))
         if ends:
@@ -389,13 +421,9 @@ def _buffers_apart(records: tuple[Record, ...]) -> Iterator[tuple[str, tuple[int
     for key, mine in records[0].tensors.items():
         if key.startswith("buffer/") and not key.endswith(COUNTED):
             others = [record for record in records[1:] if key in record.tensors]
-            ranks = tuple(one.head.rank for one in others if not _alike(mine, one.tensors[key]))
+            ranks = tuple(one.head.rank for one in others if not alike(mine, one.tensors[key]))
             if ranks:
                 yield key.removeprefix("buffer/"), ranks
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _run_apart(records: tuple[Record, ...]) -> Iterator[str]:

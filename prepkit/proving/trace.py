@@ -14,12 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.proving import tree
-from prepkit.proving.record_file import Traced
+from prepkit.proving.record_file import Record, Traced
+from prepkit.rules.run.proof_causes import MARGIN
 
 ELEMENTS = 64
 """Of each output, beside its norm."""
 MOST = 20_000
 """Outputs that are kept of a window."""
+FURTHEST = 0.25
+"""Of an output's size: beyond it nothing is rounding, even where two replays are as far apart."""
 
 
 @define(eq=False)
@@ -71,7 +74,7 @@ class Tracer:
                     dtype=str(tensor.dtype).removeprefix("torch."),
                 )
             )
-            self.values.append(_sketch(row))
+            self.values.append(sketch(row))
         finally:
             self._busy = False
 
@@ -114,11 +117,33 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-def _sketch(row: Tensor) -> Tensor:
+def sketch(row: Tensor) -> Tensor:
     """Norm and some elements, the same ones of every output of its size."""
     if row.numel() > ELEMENTS:
         generator = torch.Generator().manual_seed(row.numel())
         picked = row[torch.randint(row.numel(), (ELEMENTS,), generator=generator).to(row.device)]
     else:
         picked = row
-    return torch.cat((torch.linalg.vector_norm(row.double()).view(1), picked.double())).cpu()
+    return torch.cat((torch.linalg.vector_norm(row, dtype=torch.float64).view(1), picked.double())).cpu()
+
+
+def unrepeated_of(records: tuple[Record, ...], replays: list[dict[str, Tensor]], eps: float) -> str:
+    """Which recorded output is further from its replay than rounding explains; empty: none is.
+
+    ``replays``: sketches of the exact and the rounded one, by rank, call and place; ``eps``: the rounding unit.
+    """
+    exact, rounded = replays
+    for record in records:
+        for number, call in enumerate(record.head.calls):
+            for place in call.outputs:
+                key, kept = f"{record.head.rank}/{number}/{place}", f"seen/{number}/{place}"
+                if kept not in record.tensors or key not in exact or record.tensors[kept].shape != exact[key].shape:
+                    continue
+                size, off = float(exact[key].norm()), float((record.tensors[kept] - exact[key]).norm())
+                noise = float((rounded[key] - exact[key]).norm())
+                if off > min(MARGIN * (noise + eps * size), FURTHEST * size):
+                    told = f"output {place} of call {number} on rank {record.head.rank} is {off / (size or 1):.2g} x"
+                    return (
+                        f"{told} its size off what the same inputs, weights, buffers and torch's generator give again"
+                    )
+    return ""

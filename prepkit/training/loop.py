@@ -71,8 +71,8 @@ class Loop:
     """Asked before the model takes weights."""
     at_window: Callable[[], None] | None = field(default=None, init=False)
     """Called on every rank when a window has ended; see ``training.preemption``."""
-    proven: Callable[[], None] | None = field(default=None, init=False)
-    """Likewise, and before; see ``proving.live``."""
+    proven: Callable[[LoopState], None] | None = field(default=None, init=False)
+    """Likewise, and before, with the state in which the window was ended; see ``proving.live``."""
     state: LoopState = field(factory=LoopState, init=False)
     history: History = field(factory=History, init=False)
     steps: int = field(default=0, init=False)
@@ -250,6 +250,7 @@ class Loop:
             seen = self._marks.before_step()
             moved = self._moved()
             last = (left := ticks_left(self.scheduler)) is not None and left < self.plan.ticks
+        window = self.state
         todo = self.happens(events.Step(closure is not None, seen, moved, last))
         if not ended:
             self._after_micro_batch(todo)
@@ -263,7 +264,7 @@ class Loop:
         self.steps += not self.skipped
         self.do(events.Stepped(not self.skipped))
         if self.proven is not None:
-            self.proven()
+            self.proven(window)
         if self.at_window is not None:
             self.at_window()
         return not self.skipped

@@ -456,6 +456,23 @@ def ddp_ragged_and_weighed_by_hand(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
+def ddp_spectral_norm_called_between(rank: int, world: int) -> Window:
+    """Each forward changes buffers that the next one uses, also one that nothing goes backward from."""
+    torch.manual_seed(0)
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    model = DDP(nn.Sequential(normed, nn.SiLU(), nn.Linear(WIDTH, 4)))
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(3):
+            with torch.no_grad():
+                model(batch[0])
+            (loss_of(model, batch) / 3).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
 ADAM = pk.optim.AdamW(lr=1e-2)
 
 
@@ -505,6 +522,7 @@ RIGHT: tuple[Right, ...] = (
             ddp_tied_that_returns_its_loss,
             ddp_checkpointed,
             ddp_batch_norm,
+            ddp_spectral_norm_called_between,
             ddp_gan,
             ddp_compiled,
             ddp_peft,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import prepkit as pk
 from prepkit import config as c
-from prepkit.findings import RunRefused, Severity
+from prepkit.findings import Finding, RunRefused, Severity
 from prepkit.proving.proof import prove_record
 from prepkit.proving.recorder import Recorder
 from tests.proving.window import loss_of, micros, net
@@ -97,6 +100,116 @@ def test_one_process_is_proven_too() -> None:
     assert [one for asked in found for one in asked.found if one.severity is not Severity.NOTE] == []
     with pytest.raises(ValueError, match="prove=True is no number of windows"):
         pk.apply(ready.plan, model=nn.Linear(12, 4), prove=True)
+
+
+def two_losses(ready: pk.Prepared, by: float) -> None:
+    for x in ready.loaders[0]:
+        ready.backward(ready.model(x).square().mean() / by, more=True)
+        ready.backward(ready.model(x + 1).abs().mean() / by)
+        ready.step()
+
+
+def one_loss(ready: pk.Prepared, by: float) -> None:
+    for x in ready.loaders[0]:
+        ready.backward(ready.model(x).square().mean() / by)
+        ready.step()
+
+
+def ended_at_once(ready: pk.Prepared, by: float) -> None:
+    with ready.accumulate(last=True):
+        ready.backward(ready.model(torch.ones(4, 4)).square().mean() / by)
+        assert ready.step()
+
+
+WINDOWS: dict[str, tuple[Callable[[pk.Prepared, float], None], int]] = {
+    "two losses of one micro-batch": (two_losses, 1),
+    "two losses of each micro-batch": (two_losses, 2),
+    "the end of a pass": (one_loss, 4),
+    "the last of accumulate": (ended_at_once, 3),
+}
+"""What trains two batches, and the micro-batches of a full window."""
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_each_loss_is_divided_by_the_micro_batches_of_a_full_window(name: str) -> None:
+    """Whatever the number of backwards; a second division is told all the same."""
+    train, accumulation = WINDOWS[name]
+    for by in {1, accumulation}:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(torch.randn(8, 4), 4)  # type: ignore[arg-type]  # a tensor is a data set too
+        cfg = c.Config(accumulation=accumulation)
+        ready = pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, loaders=[loader]), prove=1)
+        if by == 1:
+            train(ready, by)
+        else:
+            with pytest.raises(RunRefused, match=rf"divided twice by the accumulation \({accumulation}\)"):
+                train(ready, by)
+        found = [one for asked in ready.attestation.asked for one in asked.found if one.rule.startswith("prove.")]
+        assert {one.rule for one in found if one.severity is not Severity.NOTE} == (
+            set() if by == 1 else {"prove.accumulation"}
+        )
+        assert ready.loop.proven is None
+        ready.close()
+
+
+class Unrepeated(nn.Module):
+    """Its forward depends on more than its weights, its buffers and torch's generator."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind, self.calls = nn.Linear(4, 4), kind, 0
+        self.own = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        by = {"a counter": float(self.calls), "python's generator": random.random() + 0.1, "nothing": 1.0}
+        if self.kind == "a generator of its own":
+            return self.layer(x) * torch.rand(x.shape, generator=self.own)
+        return self.layer(x) * by[self.kind]
+
+
+def proven_alone(model: nn.Module, tripled: str = "") -> list[Finding]:
+    """What the proof of a window has found; ``tripled``: the parameter of which a hook triples the gradient."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ready = pk.apply(pk.build_plan(c.Config(accumulation=2), model, optimizer=optimizer), prove=1)
+    if tripled:
+        model.get_parameter(tripled).register_hook(lambda grad: 3 * grad)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        ready.backward(ready.model(torch.randn(3, 4, generator=generator)).square().mean())
+        ready.step()
+    found = [one for asked in ready.attestation.asked for one in asked.found if one.rule.startswith("prove.")]
+    ready.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["a counter", "python's generator", "a generator of its own", "nothing"])
+@pytest.mark.filterwarnings("ignore:warning prove.unproven")
+def test_a_forward_that_does_not_repeat_is_the_limit_of_the_proof(kind: str) -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    model = Unrepeated(kind)
+    found = proven_alone(model)
+    told = [one for one in found if one.severity is not Severity.NOTE]
+    assert [one.rule for one in told] == [] if kind == "nothing" else ["prove.unproven"]
+    assert all("The forward does not repeat: output 0 of call " in one.what for one in told)
+    if kind == "a generator of its own":  # the replay has drawn from a copy
+        twin = torch.Generator().manual_seed(3)
+        torch.rand(2, 3, 4, generator=twin)
+        assert torch.equal(model.own.get_state(), twin.get_state())
+
+
+def test_a_parameter_that_came_with_a_hook_is_named_and_the_others_are_compared() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model[0].weight.register_hook(lambda grad: grad * 0.5)
+    found = proven_alone(model)
+    assert {one.rule for one in found} == {"prove.limit"}
+    assert any("hooks of the program's own change the gradients of `0.weight`" in one.what for one in found)
+    with pytest.raises(RunRefused, match=r"`1\.weight`\) are 3\.000 x"):  # put on behind the plan
+        proven_alone(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), tripled="1.weight")
 
 
 class Deep(nn.Module):

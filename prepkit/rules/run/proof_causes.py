@@ -51,11 +51,16 @@ def counts(facts: ProofFacts) -> dict[int, int]:
 def mean(facts: ProofFacts) -> Vector:
     """The average by definition: over the micro-batches of a rank, and over the ranks."""
     number = counts(facts)
-    return tuple(1 / (facts.world * number[share.rank]) for share in facts.shares)
+    return tuple(1 / (facts.world * (facts.divides or number[share.rank])) for share in facts.shares)
 
 
 def _micros(facts: ProofFacts) -> int:
     return max(counts(facts).values(), default=1)
+
+
+def _divided(facts: ProofFacts) -> int:
+    """By how many micro-batches each loss is to be divided."""
+    return facts.divides or _micros(facts)
 
 
 def _common_weight(facts: ProofFacts) -> float | None:
@@ -65,8 +70,8 @@ def _common_weight(facts: ProofFacts) -> float | None:
 
 
 def _weighed(facts: ProofFacts) -> Cause | None:
-    """Return what is wrong with the factor of the losses, if it is one of this run's own numbers; else it is meant."""
-    weight, micros, world = _common_weight(facts), _micros(facts), facts.world
+    """What is wrong with the factor of the losses, if it is one of this run's own numbers; else it is meant."""
+    weight, micros, world = _common_weight(facts), _divided(facts), facts.world
     if weight is None or near(weight, 1.0):
         return None
     known = facts.accumulation is not None
@@ -188,7 +193,7 @@ def _of_ratio(facts: ProofFacts, ratio: float, clipping: float, copy: int) -> Ca
     if weighed is not None and near(rest, 1.0):
         return Cause(weighed.rule, weighed.why, ratio)
     also = f", and {weighed.why}" if weighed is not None else ""
-    world, micros, scale = facts.world, _micros(facts), facts.scale
+    world, micros, scale = facts.world, _divided(facts), facts.scale
     or_micros = f" (or multiplied by the {micros} micro-batches)" if micros == world else ""
     table: tuple[tuple[bool, float, str, str], ...] = (
         (clipping < 1, 1 / clipping, "prove.not-clipped", "never clipped"),

@@ -212,6 +212,13 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
 def _unproven(facts: ProofFacts) -> Iterator[Hit]:
     if facts.unproven:
         yield Hit("proof", f"{facts.unproven}.")
+    if facts.unrepeated:
+        what = f"The forward does not repeat: {facts.unrepeated}. Gradients were not compared."
+        fix = (
+            "While you prove, keep what a forward changes (a counter) in buffers, and draw from torch's own generator; "
+            "where it has neither, look at what computes the forward, as an engine that changes outputs."
+        )
+        yield Hit("proof", what, fix)
 
 
 def _row(
