@@ -157,6 +157,18 @@ def test_what_another_library_may_do_is_wrong_in_a_file_of_prepkits_own(folder: 
     }
 
 
+@pytest.mark.parametrize("optimizer", ["", 'optimizer = "AdamW"\n'])
+def test_memory_without_an_optimizer_is_told_to_be_without_its_state(folder: Path, optimizer: str) -> None:
+    """Twice the parameters in AdamW's moments are most of what a rank holds: nobody may take the rest for all."""
+    Path("ddp.toml").write_text(f'engine = "DDP"\n{optimizer}')
+    cluster = (*MAKE, "--world-size", "8", "--device", "cuda", "--memory", "80GiB")
+    told = [run(word, "ddp.toml", *cluster).stdout for word in ("check", "plan")]
+    told.append(run("sweep", "ddp.toml", *MAKE, "--world-size", "8", "--device", "cuda", "--memory", "80GiB").stdout)
+    for text in told:
+        assert "activations" in text
+        assert ("optimizer state NOT counted (no optimizer is given)" in text) is (not optimizer)
+
+
 AUTO = """{
   "zero_optimization": {
     "stage": 3,
