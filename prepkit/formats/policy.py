@@ -211,9 +211,22 @@ def _of_toml(file: str) -> Policy:
         raise PlanRejected((_broken(file, "a policy is a file in TOML or Python", "Name it policy.toml."),))
     if Path(file).stat().st_size > LARGEST:
         raise PlanRejected((_broken(file, f"it has more than {LARGEST:,} bytes", "Give the path of a policy."),))
-    source = read(file)
-    reader = _Reader(file, positions(source.text, ".toml"))
-    return reader.policy(source.data())
+    try:
+        source = read(file)
+    except PlanRejected as refused:
+        if refused.findings[0].rule != "config.empty":
+            raise
+        raise PlanRejected((_nothing(file),)) from None
+    if not (data := source.data()):
+        raise PlanRejected((_nothing(file),))
+    return _Reader(file, positions(source.text, ".toml")).policy(data)
+
+
+def _nothing(file: str) -> Finding:
+    what = "it asks nothing: there is no deny, warn or exception in it"
+    return _broken(
+        f"{file}:1:1", what, "Write [[deny]], and below it id, what, one test such as above = 8, and because."
+    )
 
 
 @frozen

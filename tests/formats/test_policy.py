@@ -136,6 +136,16 @@ def test_a_policy_about_what_no_plan_says_is_told_so_at_its_line(folder: Path, w
     assert found.fix == f'Write "{near}".' if near else found.fix.startswith("Write one of engine, ")
 
 
+@pytest.mark.parametrize("text", ["", "\n \n", "# later\n"])
+def test_a_policy_that_asks_nothing_passes_nothing_and_is_told_how_to_ask(folder: Path, text: str) -> None:
+    with pytest.raises(PlanRejected) as refused:
+        policy(folder, text)
+    (found,) = refused.value.findings
+    assert (found.rule, found.where) == ("policy.broken", "policy.toml:1:1")
+    assert found.what.startswith("it asks nothing")
+    assert found.fix.startswith("Write [[deny]]")
+
+
 def test_the_paths_that_policies_may_name_are_those_that_a_plan_says() -> None:
     values = said(ddp_plan())
     assert len(set(WHATS)) == len(WHATS)
