@@ -144,7 +144,7 @@ def check_command(
 
     paths = paths or (".",)
     if fix or as_diff:
-        mend_files(paths, kind, as_diff)
+        mend_files(paths, cluster, kind, as_diff)
     if model:
         _check_against(paths, model, cluster, kind, as_json)
     only = paths[0]

@@ -96,11 +96,14 @@ def check_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_j
     sys.exit(1 if any(one.wrong for one in checked) else 0)
 
 
-def mend_files(paths: tuple[str, ...], kind: str | None, as_diff: bool) -> None:
-    """Mend what is safe in every config; or show it, and end the command, with 1 where there is something to mend."""
-    from prepkit.formats.edits import mended
+def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_diff: bool) -> None:
+    """Mend what is safe in every config; or show it, and end the command, with 1 where there is something to mend.
 
-    changed = 0
+    What is found and not mended is told beside it: a file that stays as it is need not be fine.
+    """
+    from prepkit.formats.edits import mended, said_of
+
+    changed, ended = 0, set()
     for one in _found(paths, kind):
         if one.sort != "config" or one.kind not in IMPORTERS:
             continue
@@ -109,12 +112,23 @@ def mend_files(paths: tuple[str, ...], kind: str | None, as_diff: bool) -> None:
             continue
         after, gone = mended(source, one.kind)
         changed += bool(gone)
+        ended |= {(one.path, *said_of(finding)) for finding in gone}
         if gone and as_diff:
             before, now = (text.splitlines(keepends=True) for text in (source.text, after.text))
             say("".join(difflib.unified_diff(before, now, one.path, one.path)).rstrip())
         elif gone:
             cli_refusal.write(after.text, one.path)
             say(f"mended {one.path}: {', '.join(finding.where.rpartition(' ')[2] for finding in gone)}", err=True)
+    left = [
+        f"{place} {finding.rule}"
+        for one in examined(paths, cluster, kind)
+        for place, finding in one.findings
+        if (one.found.path, *said_of(finding)) not in ended
+    ]
+    if left:
+        are = "finding is" if len(left) == 1 else "findings are"
+        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        say(f"{len(left)} {are} not mended: {', '.join(left[:_SHOWN])}{more}", err=True)
     if as_diff:
         sys.exit(1 if changed else 0)
 

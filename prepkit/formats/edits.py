@@ -158,11 +158,12 @@ def _steps(source: Source, kind: str) -> Iterator[tuple[Source, Finding]]:
             continue
         after, left = _read(Source(source.path, text, source.suffix), kind)
         same = finding.rule == "import.unknown-key" or (read is not None and after == read)
-        if same and {_said(one) for one in left} < {_said(one) for one in findings}:
+        if same and {said_of(one) for one in left} < {said_of(one) for one in findings}:
             yield Source(source.path, text, source.suffix), finding
 
 
-def _said(finding: Finding) -> tuple[str, str]:
+def said_of(finding: Finding) -> tuple[str, str]:
+    """What a finding says, and of which key, wherever that stands: places move when the text is mended."""
     return finding.rule, f"{finding.where.rpartition(' ')[2]}: {finding.what}"
 
 

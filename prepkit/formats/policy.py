@@ -21,7 +21,7 @@ from prepkit.formats.importers.positions import positions
 from prepkit.formats.importers.source import read
 from prepkit.formats.places import FilePlace
 from prepkit.plan import Plan
-from prepkit.predict.said import BYTES, at, said
+from prepkit.predict.said import BYTES, WHATS, at, said
 from prepkit.rules import found
 from prepkit.rules.rule import Moment, Rule
 
@@ -40,6 +40,16 @@ _TESTS: dict[str, Callable[[Any, Any], bool]] = {
     "has": lambda value, wanted: isinstance(value, list) and wanted in value,
 }
 """What a threshold asks: it is broken where the answer is yes."""
+_PASSES = {
+    "above": "is at most {}",
+    "below": "is at least {}",
+    "is": "is not {}",
+    "is_not": "is {}",
+    "in": "is none of {}",
+    "not_in": "is one of {}",
+    "has": "does not have {}",
+}
+"""What passes each test, as a clause: the contrary of what breaks it."""
 _NUMBERS = ("above", "below")
 _LISTS = ("in", "not_in")
 _KEYS = ("id", "what", *_TESTS, "because", "fix", "owner")
@@ -68,11 +78,10 @@ class Threshold:
         except KeyError:
             value = None
         if value is None and self.test in (*_NUMBERS, "has"):
-            what = f"the plan says no {self.what}, so that nobody knows whether it is {self.test} {shown(self.limit)}"
+            what = f"the plan says no {self.what}, so that nobody knows whether it {self._passing()}"
             yield self._found(f"plan.{self.what}", what, f"declare more of the cluster; {self.fix}")
         elif _TESTS[self.test](value, self.limit):
-            words = self.test.replace("_", " ")
-            what = f"{self.what} is {self._text(value)}, {words} {self._text(self.limit)}: {self.because}"
+            what = f"{self.what} is {_text(self.what, value)}; it passes where it {self._passing()}: {self.because}"
             yield self._found(f"plan.{self.what}", what, self.fix)
 
     def _found(self, where: str, what: str, fix: str) -> Finding:
@@ -80,8 +89,16 @@ class Threshold:
             rule=self.id, severity=self.severity, where=where, what=what, fix=fix, origin=f"{self.id} in {self.written}"
         )
 
-    def _text(self, value: object) -> str:
-        return in_bytes(value) if self.what in BYTES and isinstance(value, int) else shown(value)
+    def _passing(self) -> str:
+        return _passing(self.what, self.test, self.limit)
+
+
+def _passing(what: str, test: str, limit: object) -> str:
+    return _PASSES[test].format(_text(what, limit))
+
+
+def _text(what: str, value: object) -> str:
+    return in_bytes(value) if what in BYTES and isinstance(value, int) else shown(value)
 
 
 @frozen(kw_only=True)
@@ -194,9 +211,22 @@ def _of_toml(file: str) -> Policy:
         raise PlanRejected((_broken(file, "a policy is a file in TOML or Python", "Name it policy.toml."),))
     if Path(file).stat().st_size > LARGEST:
         raise PlanRejected((_broken(file, f"it has more than {LARGEST:,} bytes", "Give the path of a policy."),))
-    source = read(file)
-    reader = _Reader(file, positions(source.text, ".toml"))
-    return reader.policy(source.data())
+    try:
+        source = read(file)
+    except PlanRejected as refused:
+        if refused.findings[0].rule != "config.empty":
+            raise
+        raise PlanRejected((_nothing(file),)) from None
+    if not (data := source.data()):
+        raise PlanRejected((_nothing(file),))
+    return _Reader(file, positions(source.text, ".toml")).policy(data)
+
+
+def _nothing(file: str) -> Finding:
+    what = "it asks nothing: there is no deny, warn or exception in it"
+    return _broken(
+        f"{file}:1:1", what, "Write [[deny]], and below it id, what, one test such as above = 8, and because."
+    )
 
 
 @frozen
@@ -242,6 +272,8 @@ class _Reader:
             )
         if len(self.wrong) > before:
             return None
+        if not self.says(f"{at_}.what", entry["what"]):
+            return None
         test = tests[0]
         limit = self.limit(f"{at_}.{test}", entry["what"], test, entry[test])
         if len(self.wrong) > before:
@@ -253,9 +285,19 @@ class _Reader:
             limit=limit,
             severity=severity,
             because=entry["because"],
-            fix=entry.get("fix", f"Change the config so that {entry['what']} is not {test} {shown(entry[test])}."),
+            fix=entry.get("fix", f"Change the config so that {entry['what']} {_passing(entry['what'], test, limit)}."),
             written=self.where(at_),
         )
+
+    def says(self, at_: str, what: str) -> bool:
+        """Whether plans say that; of a config every path is taken, as engines differ in their settings."""
+        known = {*WHATS, *(path.partition(".")[0] for path in WHATS)}
+        if what in known or what.partition(".")[0] == "config":
+            return True
+        near = get_close_matches(what, WHATS, n=1) or [path for path in WHATS if path.rpartition(".")[2] == what]
+        fix = f'Write "{near[0]}".' if near else f"Write one of {', '.join(WHATS)}, or config. with a setting."
+        self.say(at_, f"a plan says no {shown(what)}", fix)
+        return False
 
     def limit(self, at_: str, what: str, test: str, value: Any) -> Any:
         if what in BYTES and isinstance(value, str):

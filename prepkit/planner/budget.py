@@ -79,6 +79,9 @@ class Option:
         return f"{', '.join(self.diff)}: {memory}, sends {in_bytes(self.sent)} a step{between}{copied}{also}"
 
 
+_STATE = "optimizer state, as no optimizer is given"
+
+
 @frozen(kw_only=True)
 class Fit:
     """Whether a plan fits into the memory of a device, how surely, and what else would. True where it fits."""
@@ -155,7 +158,7 @@ def fits(plan: Plan, memory: int, again: Again, activations: int | None = None) 
         ceiling=ceiling,
         verdict=verdict,
         options=options,
-        left_out=prediction.not_predicted,
+        left_out=(*prediction.not_predicted, *([_STATE] if prediction.without_state else ())),
         activations=activations,
     )
 
@@ -276,12 +279,14 @@ class Costs:
     """Bytes that it holds at most."""
     sent: int
     """Bytes that a rank sends per step."""
+    about: str = ""
+    """What is not in the bytes, in words."""
     dearest: tuple[Option, ...] = ()
     """The change of each of these settings that gives back most, the dearest first."""
 
     def __str__(self) -> str:
         need = f"{in_bytes(self.floor)} for certain and {in_bytes(self.ceiling)} at most on the fullest rank"
-        lines = [f"memory: {need}, activations not counted; each rank sends {in_decimals(self.sent)} a step"]
+        lines = [f"memory: {need}, {self.about}; each rank sends {in_decimals(self.sent)} a step"]
         lines += ["dearest settings:"] if self.dearest else []
         for option in self.dearest:
             more = option.sent - self.sent
@@ -298,7 +303,8 @@ class Costs:
             {"change": list(one.diff), "less": self.ceiling - one.ceiling, "sent": one.sent, "copied": one.copied}
             for one in self.dearest
         ]
-        return {"floor": self.floor, "ceiling": self.ceiling, "sent": self.sent, "dearest": dearest}
+        held = {"floor": self.floor, "ceiling": self.ceiling, "about": self.about}
+        return held | {"sent": self.sent, "dearest": dearest}
 
 
 def costs(plan: Plan, again: Again) -> Costs | None:
@@ -314,7 +320,7 @@ def costs(plan: Plan, again: Again) -> Costs | None:
         if option is not None and (move.about not in best or option.ceiling < best[move.about].ceiling):
             best[move.about] = option
     dearest = sorted(best.values(), key=lambda option: (option.ceiling, option.sent))[:DEAREST]
-    return Costs(floor=floor, ceiling=ceiling, sent=prediction.sent, dearest=tuple(dearest))
+    return Costs(floor=floor, ceiling=ceiling, sent=prediction.sent, about=prediction.about, dearest=tuple(dearest))
 
 
 # --- moves -----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from prepkit.findings import errors
 from prepkit.findings.text import aligned, count, in_bytes
 from prepkit.predict import predict_inputs
 from prepkit.predict.inputs import Inputs, inputs_of
-from prepkit.predict.prediction import Prediction, Traffic
+from prepkit.predict.prediction import NO_STATE, Prediction, Traffic
 from prepkit.predict.tensor_parallel import cut_traffic
 from prepkit.resolve.deepspeed.batch import MICRO, WHOLE
 from prepkit.resolve.deepspeed.data import offloaded, offloads, restaged, said
@@ -84,6 +84,8 @@ class Row:
     """``sent`` is all of it. False where layers are cut and nobody says of how many tokens, or how is not counted."""
     accumulation: int = 1
     """Micro-batches per optimizer step: as asked, or what the global batch gives at this size."""
+    without_state: bool = False
+    """Whether it trains with no optimizer that is given: the state of none is in the bytes."""
 
 
 @frozen(kw_only=True)
@@ -235,6 +237,7 @@ def _row(name: str, prediction: Prediction, mesh_axes: tuple[Axis, ...], memory:
         sent_in_full=sizes.get("tensor", 1) == 1,
         copied=prediction.copied,
         empty_ranks=prediction.empty_ranks,
+        without_state=prediction.without_state,
         accumulation=steps,
     )
 
@@ -288,7 +291,8 @@ def sweep_text(rows: tuple[Row, ...], refused: tuple[Unplanned, ...], limit: int
     if not all(row.sent_in_full for row in rows[:limit]):
         lines.append("and more: what cut layers send follows the tokens of a micro-batch, which --tokens says")
         lines.append("rows that send more come after those that are predicted in full")
-    return "\n".join((*lines, "bytes are of the fullest rank; activations are not counted"))
+    state = f", {NO_STATE}" if any(row.without_state for row in rows[:limit]) else ""
+    return "\n".join((*lines, f"bytes are of the fullest rank; activations are not counted{state}"))
 
 
 def sweep_data(rows: tuple[Row, ...], refused: tuple[Unplanned, ...]) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def predict_inputs(engine: type, inputs: Inputs) -> Prediction:
         missing = f"everything: there are no formulas for {engine.__name__} here"
         return Prediction(engine=engine.__name__, world_size=inputs.world_size, not_predicted=(missing,))
     prediction = judged(formulas(inputs), {"torch": inputs.torch, "deepspeed": inputs.deepspeed})
+    prediction = evolve(prediction, without_state=inputs.trains and inputs.optimizer is None)
     return bounded(prediction) if inputs.uneven else prediction
 
 

@@ -24,6 +24,8 @@ Category = Literal[
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 """In the order in which they are shown."""
 
+NO_STATE = "optimizer state NOT counted (no optimizer is given)"
+
 
 class Label(StrEnum):
     """How sure a number of bytes is."""
@@ -160,6 +162,8 @@ class Prediction:
     """What the numbers mean and what the choices cost, one sentence each."""
     not_predicted: tuple[str, ...] = ()
     """What is left out of the numbers although it is there, one phrase each."""
+    without_state: bool = False
+    """Whether it trains and nobody says with which optimizer, so that the state of none is in the numbers."""
 
     def at(self, rank: int) -> RankClass:
         """The class of a rank. Raises ``ValueError`` for a rank that the plan does not have."""
@@ -170,9 +174,10 @@ class Prediction:
 
     @property
     def about(self) -> str:
-        """In words, whether activations are in the numbers."""
+        """In words, whether activations and optimizer state are in the numbers."""
         counted = any(term.category == "activations" for ranks in self.classes for term in ranks.terms)
-        return "activations as estimated" if counted else "activations not counted"
+        activations = "activations as estimated" if counted else "activations not counted"
+        return f"{activations}, {NO_STATE}" if self.without_state else activations
 
     @property
     def fullest(self) -> RankClass:

@@ -10,6 +10,11 @@ from prepkit.predict import predict
 
 BYTES = ("memory.for_certain", "memory.at_most", "memory.host", "traffic.sent", "traffic.between_nodes")
 """Paths whose values are bytes."""
+WHATS = (
+    *("engine", "world_size", "per_node", "device", "mesh.replicate", "mesh.shard", "mesh.tensor", "global_batch"),
+    *("accumulation", "optimizer", "parameters", *BYTES, "warnings", "overridden"),
+)
+"""Every path that a plan says, but for those of its config."""
 
 
 def said(plan: Plan) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from prepkit.facts import Facts, ParamFact
 from prepkit.plan.layout import FlatPart, ParamLayout, Placement
 from prepkit.resolve import entry_points, fp8, fsdp1, fsdp2, loaders, mesh, modules, placements, precision, units
 from prepkit.resolve.created_optimizers import CreatedOptimizer, created_optimizers
-from prepkit.resolve.deepspeed.working import WorkingConfig, working_config
+from prepkit.resolve.deepspeed.flaws import Flaw
+from prepkit.resolve.deepspeed.working import WorkingConfig, as_written, working_config
 from prepkit.resolve.engines import EngineTraits, traits, wrap_of
 from prepkit.resolve.tensor_parallel import ShardedLayers
 from prepkit.resolve.weight_sources import WeightSources
@@ -124,6 +125,11 @@ class Resolved:
         names = tuple(axis.name for axis in self.mesh or ())
         different = tuple(name for name in names if name not in SAME_DATA)
         return different if len(different) < len(names) else None
+
+    @cached_property
+    def deepspeed_text(self) -> tuple[Flaw, ...]:
+        """What the text of the DeepSpeed config shows to be wrong, whatever the model and the cluster are."""
+        return tuple(as_written(self.cfg, self.facts)[0].flaws)
 
     @cached_property
     def deepspeed(self) -> WorkingConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from attrs import evolve
 
@@ -11,22 +11,31 @@ from prepkit.facts import Facts, ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, did_you_mean, some
 from prepkit.resolve.deepspeed.data import look, said, stage
+from prepkit.resolve.deepspeed.flaws import Flaw
 from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.modules import PACKED
 from prepkit.resolve.placements import CAST
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Check, Hit, Rule, options, under, with_engine
 
+TEXT = ("not-json", "removed-key", "unknown-key", "wrong-type", "wrong-value", "no-stage", "stage")
+"""Rules about the user's JSON as it is written: no fact is read for them, so that none can be missing."""
+
 
 def flaws(name: str) -> Check:
-    """A check that reports what working out the config found under this id."""
+    """A check that reports what was found under this id: in the text alone first, then in working it out."""
 
     def check(resolved: Resolved) -> Iterator[Hit]:
-        for flaw in resolved.deepspeed.flaws:
-            if flaw.rule == f"deepspeed.{name}":
-                yield Hit(flaw.where, flaw.what, flaw.fix)
+        written = resolved.deepspeed_text
+        yield from _hits(name, written)
+        if name not in TEXT:
+            yield from _hits(name, (flaw for flaw in resolved.deepspeed.flaws if flaw not in written))
 
     return under(DeepSpeed, check)
+
+
+def _hits(name: str, flaws: Iterable[Flaw]) -> Iterator[Hit]:
+    return (Hit(flaw.where, flaw.what, flaw.fix) for flaw in flaws if flaw.rule == f"deepspeed.{name}")
 
 
 def _adopt_clip(cfg: Config, _: Facts) -> Config:

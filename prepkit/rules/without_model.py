@@ -31,22 +31,47 @@ def _optimizer(name: str, module: str) -> OptimizerFacts:
 
 
 _LOADER = LoaderFacts(batch_size=4, length=4096, sampler="random")
+
+
+@frozen
+class _Architecture:
+    """A model, and its config, of which a width is supposed, and nothing else: bucket sizes are worked out from it."""
+
+    hidden_sizes: tuple[int, ...] = ()
+
+    @property
+    def architecture(self) -> _Architecture:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Unknown("the model")
+
+
 _SUPPOSED: tuple[dict[str, Any], ...] = (
-    {"world_size": 1, "device": "cpu", "optimizer": None, "loaders": (), "scheduler": None},
+    {"world_size": 1, "device": "cpu", "optimizer": None, "loaders": (), "scheduler": None, "model": _Architecture()},
     {
         "world_size": 2,
         "device": "cuda",
         "optimizer": _optimizer("AdamW", "torch.optim.adamw"),
         "loaders": (_LOADER,),
         "scheduler": SchedulerFacts(name="LambdaLR", drives_optimizer=True),
+        "model": _Architecture((64,)),
     },
-    {"world_size": 8, "device": "cuda", "optimizer": None, "loaders": (_LOADER,), "scheduler": None},
+    {
+        "world_size": 8,
+        "device": "cuda",
+        "optimizer": None,
+        "loaders": (_LOADER,),
+        "scheduler": None,
+        "model": _Architecture((4096,)),
+    },
     {
         "world_size": 48,
         "device": "cuda",
         "optimizer": _optimizer("SGD", "torch.optim.sgd"),
         "loaders": (),
         "scheduler": None,
+        "model": _Architecture((8192, 1024)),
     },
 )
 """Runs that are far apart: what is wrong in the same words in all of them, and of no other, is wrong in any."""

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from attrs import evolve
+from hypothesis import given, settings
 
+from prepkit.config import Config, DeepSpeed
+from prepkit.facts import Env
+from prepkit.resolve.deepspeed.data import said
+from prepkit.rules import deepspeed
+from prepkit.rules.without_model import ask
+from prepkit.testing.strategies.deepspeed import deepspeeds
 from tests.support.command_line import MAKE, run, workplace
 
 DEEPSPEED = """{
@@ -147,6 +155,61 @@ def test_what_another_library_may_do_is_wrong_in_a_file_of_prepkits_own(folder: 
     assert {(one["rule"], one["file"]) for one in data["findings"] if one["rule"] == "deepspeed.precision"} == {
         ("deepspeed.precision", "own.json")
     }
+
+
+@pytest.mark.parametrize("optimizer", ["", 'optimizer = "AdamW"\n'])
+def test_memory_without_an_optimizer_is_told_to_be_without_its_state(folder: Path, optimizer: str) -> None:
+    """Twice the parameters in AdamW's moments are most of what a rank holds: nobody may take the rest for all."""
+    Path("ddp.toml").write_text(f'engine = "DDP"\n{optimizer}')
+    cluster = (*MAKE, "--world-size", "8", "--device", "cuda", "--memory", "80GiB")
+    told = [run(word, "ddp.toml", *cluster).stdout for word in ("check", "plan")]
+    told.append(run("sweep", "ddp.toml", *MAKE, "--world-size", "8", "--device", "cuda", "--memory", "80GiB").stdout)
+    for text in told:
+        assert "activations" in text
+        assert ("optimizer state NOT counted (no optimizer is given)" in text) is (not optimizer)
+
+
+AUTO = """{
+  "zero_optimization": {
+    "stage": 3,
+    "reduce_bucket_size": "auto",
+    "overlap_com": true
+  },
+  "fp16": {"enabled": true},
+  "bf16": {"enabled": true},
+  "gradient_clippping": 1.0,
+  "train_micro_batch_size_per_gpu": 4
+}
+"""
+
+
+def test_an_auto_that_only_the_model_tells_hides_no_finding(folder: Path) -> None:
+    """The bucket size is worked out from the hidden size, which nobody knows here: what else is wrong is told."""
+    Path("auto.json").write_text(AUTO)
+    Path("number.json").write_text(AUTO.replace('"auto"', "1000000"))
+    told = []
+    for name in ("auto.json", "number.json"):
+        data = json.loads(run("check", name, "--json").stdout)
+        told.append([(one["rule"], one["line"]) for key in ("findings", "cannot_know") for one in data[key]])
+    assert told[0] == told[1]
+    expected = [("deepspeed.unknown-key", 5), ("deepspeed.unknown-key", 9), ("deepspeed.precision", 7)]
+    assert told[0] == expected
+    assert run("gate", "auto.json", "--strict").exit_code == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(deepspeeds())
+def test_no_rule_of_the_text_waits_for_facts_and_no_typo_is_hidden(engine: DeepSpeed) -> None:
+    """Of a file without a model: what is said of its keys is said whatever else stands in it, and is no guess."""
+    env = Env.declare(world_size=1)
+    answers = ask(Config(engine=engine), env, frozenset(), rules=deepspeed.RULES)
+    assert not {f"deepspeed.{name}" for name in deepspeed.TEXT} & {rule for rule, _ in answers.unasked}
+    data = said(engine)
+    if not data:
+        return
+    misspelt = evolve(engine, config=json.dumps(data | {"gradient_clippping": 1.0}))
+    found = ask(Config(engine=misspelt), env, frozenset(), rules=deepspeed.RULES).findings
+    assert [one for one in found if "`gradient_clippping`" in one.what]
 
 
 def test_findings_of_a_kind_are_told_once(folder: Path) -> None:

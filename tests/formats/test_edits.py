@@ -96,3 +96,18 @@ def test_the_command_shows_and_makes_the_same_change(folder: Path) -> None:
     assert Path("acc.yaml").read_bytes().count(b"\r\n") == 8
     assert run("check", "--diff").exit_code == 0
     assert "import.unknown-key" not in done.stderr
+
+
+def test_the_command_says_what_it_does_not_mend(folder: Path) -> None:
+    """A typo below the top is passed by in silence by its library: mending it would change the run."""
+    Path("ds.json").write_text('{"train_micro_batch_size_per_gpu": 4,\n "zero_optimization": {"overlap_com": true}}\n')
+    for word in ("--diff", "--fix"):
+        done = run("check", "ds.json", word)
+        assert "1 finding is not mended: ds.json:2:24 deepspeed.unknown-key" in done.stderr
+        assert "overlap_com" in Path("ds.json").read_text()
+    Path("acc.yaml").write_text(ACCELERATE)
+    for word in ("--diff", "--fix"):
+        done = run("check", "ds.json", "acc.yaml", word)
+        (line,) = (line for line in done.stderr.splitlines() if "not mended" in line)
+        assert "mixed_precison" not in line
+        assert "import.unknown-key" not in line

@@ -12,7 +12,7 @@ import pytest
 from prepkit import codec
 from prepkit.findings import PlanRejected
 from prepkit.formats.policy import Policy, judge, read_policies, recorded
-from prepkit.predict.said import said
+from prepkit.predict.said import WHATS, said
 from tests.support.command_line import MAKE, run, workplace
 from tests.support.plans import ddp_plan, fsdp2_plan
 
@@ -76,7 +76,7 @@ def test_a_threshold_denies_and_warns_and_names_its_line(folder: Path) -> None:
         "plan.memory.at_most",
         "ours.memory in policy.toml:2:1",
     )
-    assert "above 1.00 KiB: the nodes are small" in denied.what
+    assert "; it passes where it is at most 1.00 KiB: the nodes are small" in denied.what
     assert (warned.rule, warned.fix) == ("ours.engine", "Write engine = FSDP2.")
     assert judge(policy(folder, WARN), fsdp2_plan(), TODAY).warned == ()
 
@@ -93,12 +93,65 @@ def test_a_threshold_denies_and_warns_and_names_its_line(folder: Path) -> None:
         ('what = "config.engine.kind"\nis = "DDP"', True),
         ('what = "overridden"\nhas = "mesh.not-world-size"', False),
         ('what = "config.clip.max_norm"\nis_not = 1.0', True),  # it does not clip at all
-        ('what = "no.such.path"\nabove = 1', True),  # nobody knows: that is no pass
+        ('what = "config.no.such"\nabove = 1', True),  # nobody knows: that is no pass
     ],
 )
 def test_each_test_of_a_threshold_asks_what_it_says(folder: Path, line: str, breaks: bool) -> None:
     judged = judge(policy(folder, f'[[deny]]\nid = "ours.x"\nbecause = "y"\n{line}\n'), ddp_plan(), TODAY)
     assert bool(judged.denied) is breaks
+
+
+@pytest.mark.parametrize(
+    ("line", "passes"),
+    [
+        ('what = "world_size"\nabove = 1', "world_size is at most 1"),
+        ('what = "world_size"\nbelow = 64', "world_size is at least 64"),
+        ('what = "memory.at_most"\nabove = "1KiB"', "memory.at_most is at most 1.00 KiB"),
+        ('what = "engine"\nis = "DDP"', "engine is not 'DDP'"),
+        ('what = "engine"\nis_not = "FSDP2"', "engine is 'FSDP2'"),
+        ('what = "engine"\nin = ["DDP"]', "engine is none of ['DDP']"),
+        ('what = "engine"\nnot_in = ["FSDP2"]', "engine is one of ['FSDP2']"),
+    ],
+)
+def test_a_threshold_that_is_broken_says_what_would_pass(folder: Path, line: str, passes: str) -> None:
+    judged = judge(policy(folder, f'[[deny]]\nid = "ours.x"\nbecause = "y"\n{line}\n'), ddp_plan(), TODAY)
+    (denied,) = judged.denied
+    assert denied.fix == f"Change the config so that {passes}."
+    assert denied.what.endswith(f"; it passes where it {passes.partition(' ')[2]}: y")
+
+
+def test_a_list_that_has_what_it_may_not_have_says_so(folder: Path) -> None:
+    text = '[[deny]]\nid = "ours.x"\nbecause = "y"\nwhat = "warnings"\nhas = "optimizer.none"\n'
+    (threshold,) = policy(folder, text).thresholds
+    ((found),) = threshold.ask({"warnings": ["optimizer.none"]})
+    assert found.fix == "Change the config so that warnings does not have 'optimizer.none'."
+
+
+@pytest.mark.parametrize(("what", "near"), [("memory.atmost", "memory.at_most"), ("shard", "mesh.shard"), ("zzz", "")])
+def test_a_policy_about_what_no_plan_says_is_told_so_at_its_line(folder: Path, what: str, near: str) -> None:
+    with pytest.raises(PlanRejected) as refused:
+        policy(folder, DENY.replace("memory.at_most", what))
+    (found,) = refused.value.findings
+    assert (found.where, found.what) == ("policy.toml:4:1", f"a plan says no '{what}'")
+    assert found.fix == f'Write "{near}".' if near else found.fix.startswith("Write one of engine, ")
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", "# later\n"])
+def test_a_policy_that_asks_nothing_passes_nothing_and_is_told_how_to_ask(folder: Path, text: str) -> None:
+    with pytest.raises(PlanRejected) as refused:
+        policy(folder, text)
+    (found,) = refused.value.findings
+    assert (found.rule, found.where) == ("policy.broken", "policy.toml:1:1")
+    assert found.what.startswith("it asks nothing")
+    assert found.fix.startswith("Write [[deny]]")
+
+
+def test_the_paths_that_policies_may_name_are_those_that_a_plan_says() -> None:
+    values = said(ddp_plan())
+    assert len(set(WHATS)) == len(WHATS)
+    assert {path.partition(".")[0] for path in WHATS} | {"config"} == set(values)
+    for table in ("mesh", "memory", "traffic"):
+        assert {path for path in WHATS if path.startswith(f"{table}.")} == {f"{table}.{name}" for name in values[table]}
 
 
 def test_what_is_denied_warned_of_and_excepted_is_recorded_in_the_plan(folder: Path) -> None:

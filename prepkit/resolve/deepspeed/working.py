@@ -65,14 +65,8 @@ def working_config(cfg: Config, facts: Facts) -> WorkingConfig:
 
     Of the model it reads the hidden sizes alone: no fact that grows with it.
     """
-    draft = Draft(cfg=cfg, facts=facts, data={})
-    try:
-        draft.data = parse(draft.engine.config)
-    except NotJsonError as error:
-        draft.flaw("not-json", f"The text is {error}.")
-    tidy(draft)
-    within_limits(draft)
-    stage = _stage(draft)
+    draft, stage = as_written(cfg, facts)
+    _needs_optimizer(draft, stage)
     device = _offload(draft, stage)
     precision(draft, stage)
     _clip(draft)
@@ -99,6 +93,18 @@ def working_config(cfg: Config, facts: Facts) -> WorkingConfig:
     )
 
 
+def as_written(cfg: Config, facts: Facts) -> tuple[Draft, int]:
+    """The user's JSON with its keys, values and stage judged, and that stage. No fact is read: the text says it all."""
+    draft = Draft(cfg=cfg, facts=facts, data={})
+    try:
+        draft.data = parse(draft.engine.config)
+    except NotJsonError as error:
+        draft.flaw("not-json", f"The text is {error}.")
+    tidy(draft)
+    within_limits(draft)
+    return draft, _stage(draft)
+
+
 def _stage(draft: Draft) -> int:
     path, asked = "zero_optimization.stage", draft.engine.stage
     if asked is not None:
@@ -114,11 +120,14 @@ def _stage(draft: Draft) -> int:
         where = WHERE if asked is None else "config.engine.stage"
         draft.flaw("stage", f"There is no ZeRO stage {stage}.", "Write 0, 1, 2 or 3.", where)
         stage = DEFAULT_STAGE
+    return int(stage)
+
+
+def _needs_optimizer(draft: Draft, stage: int) -> None:
     if stage in (1, 2) and draft.facts.optimizer is None and not draft.cfg.optimizer and "optimizer" not in draft.data:
         what = f"ZeRO stage {stage} shards the state of an optimizer, and there is none."
         better = "stage=0 or 3" if draft.cfg.intent is Intent.INFERENCE else "optimizer=AdamW(...)"
         draft.flaw("needs-optimizer", what, f"Write {better}.", "config.engine.stage")
-    return int(stage)
 
 
 def _offload(draft: Draft, stage: int) -> str:
