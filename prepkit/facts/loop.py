@@ -298,6 +298,9 @@ class Called(NamedTuple):
 class Closed(NamedTuple):
     """``ready.close()`` was called."""
 
+    failing: bool = False
+    """While an exception is under way, so that what is unfinished is no surprise."""
+
 
 Event = (
     BatchRead

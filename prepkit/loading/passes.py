@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,6 +96,8 @@ class Passes:
         return gather_for_metrics(value, loader.present, loader.part)
 
     def _changed(self, loader: Loader) -> None:
+        if sys.is_finalizing():
+            return  # a pass that was left open goes with the interpreter, whose modules have gone before
         self.read = self.read or not loader.evaluation
         if loader.present is None:
             self.under_way = [other for other in self.under_way if other is not loader]

@@ -97,6 +97,8 @@ class Loop:
     """The optimizer has begun to act on the gradients of the window that ends."""
     _compared: bool = field(default=False, init=False)
     """The ranks have compared whether they weigh losses: once, at the first loss of all."""
+    left_out: int = field(default=0, init=False)
+    """Micro-batches that ``skip`` has left out."""
     _ticked: int | None = field(default=None, init=False)
     """Where the last window left the scheduler; None: it may be anywhere."""
 
@@ -344,6 +346,7 @@ class Loop:
     def skip(self) -> None:
         """Leave a micro-batch out; see ``Prepared.skip``."""
         self.do(events.LeftOut())
+        self.left_out += 1
         self._marks.forget()
 
     @contextmanager
@@ -379,10 +382,10 @@ class Loop:
         self._marks.forget()
         self.happens(events.Resumed(steps, batches))
 
-    def close(self, model: Module, engine: Driver) -> None:
+    def close(self, model: Module, engine: Driver, *, failing: bool = False) -> None:
         """Let the optimizers alone; ``model`` is the one that was given, out of its wrappers."""
         self.release()
-        self.happens(events.Closed())
+        self.happens(events.Closed(failing))
         self.model = self._marks.model = model
         self.engine, self.whole_gradients = engine, None
 

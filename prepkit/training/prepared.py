@@ -212,7 +212,8 @@ class Prepared:
 
         For a loss that is not finite, or a batch that has failed in the forward; its gradients are thrown away. Raises
         ``RunRefused`` after a ``backward`` that has added them to those of earlier micro-batches of the window. Call it
-        on every rank.
+        on every rank, or on none: ranks that have left out other numbers of them are refused in the next window that is
+        due, the first, second, fourth ... and each 64th.
         """
         self.loop.skip()
 
@@ -340,7 +341,7 @@ class Prepared:
             give_back_linear()
         owned_optimizers.release(self, joint_optimizer.members(self.optimizer), self._watch)
         self.model = unwrap(self.model)
-        self.loop.close(self.model, driver(self.model))
+        self.loop.close(self.model, driver(self.model), failing=failing)
         self._looks.look.let_go(self.model)
         if self._whole_gradients is not None:
             self._whole_gradients.unwatch()
@@ -376,7 +377,7 @@ def _asking(ready: Prepared) -> Callable[[], None]:
 
     def ask() -> None:
         if (own := weak()) is not None:
-            own._attest(own._looks.before_step(own.loop.loss, own.epoch, own.loop.passes))
+            own._attest(own._looks.before_step(own.loop.loss, own.epoch, own.loop.passes, own.loop.left_out))
 
     return ask
 

@@ -160,3 +160,35 @@ def test_inside_a_window_a_backward_cannot_be_taken_back() -> None:
     with pytest.raises(RunRefused, match=r"loop\.skipped-inside-window"):
         ready.skip()
     assert ready.step()
+
+
+def on_one_rank(rank: int, world: int) -> str:
+    """Rank 1 alone leaves out its fifth micro-batch, and has one more; what is said."""
+    del world
+    cfg = pk.Config(engine=pk.DDP(), optimizer=pk.optim.SGD(lr=0.05), accumulation=2)
+    ready = pk.apply(pk.build_plan(cfg, model()))
+    try:
+        for step in range(8 + rank):
+            output = ready.model(batch(step, rank))
+            if rank == 1 and step == 4:
+                ready.skip()
+            else:
+                ready.backward(loss_of(output), mean_over=1 + step)
+                ready.step()
+    except RunRefused as refused:
+        return str(refused)
+    return "trained"
+
+
+def test_ranks_that_leave_out_other_batches_are_refused(gang2: Gang) -> None:
+    for said in gang2.run(on_one_rank):
+        assert "error run.ranks-skips at loop: Up to window 4 some ranks have left out 0" in said
+
+
+def test_what_waits_at_the_close_is_warned_of() -> None:
+    ready = pk.apply(pk.build_plan(pk.Config(accumulation=2, optimizer=pk.optim.AdamW()), model()))
+    ready.backward(loss_of(ready.model(batch(0, 0))))
+    ready.step()
+    ready.skip()
+    with pytest.warns(FindingWarning, match=r"loop\.closed-inside-window.*1 micro-batch of 2"):
+        ready.close()

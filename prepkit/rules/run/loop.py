@@ -56,6 +56,14 @@ _CLOSED = _rule(
     "Call it before ready.close(); to go on, prepare the model again, with build_plan and apply.",
     stops="the wrapper and its process group are gone",
 )
+_CLOSED_INSIDE = _rule(
+    "closed-inside-window",
+    "A run is closed between windows.",
+    checks.closed_inside_window,
+    "End the last window before: by `with ready.accumulate(last=True):` around the last micro-batch that is trained, "
+    "or leave out none that is the last of a pass.",
+    severity=Severity.WARNING,
+)
 _EVALUATING = _rule(
     "evaluating",
     "Nothing is trained inside ready.evaluating().",
@@ -371,6 +379,7 @@ ASKED: Mapping[type, tuple[Rule, ...]] = {
     events.Resuming: (_CLOSED, _AVERAGES, _SAVED_EVALUATING, _FAILED, _UNFINISHED),
     events.AccumulateEntered: (_CLOSED,),
     events.Called: (_CLOSED, _NOT_COUNTED),
+    events.Closed: (_CLOSED_INSIDE,),
 }
 """The rules that are asked before an event counts, in reporting order; events that are not here always count."""
 

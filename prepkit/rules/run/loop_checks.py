@@ -354,6 +354,14 @@ def left_out_inside_window(turn: Turn) -> tuple[Hit, ...]:
     )
 
 
+def closed_inside_window(turn: Turn) -> tuple[Hit, ...]:
+    state, plan = turn.state, turn.plan
+    if not state.pending or turn.event.failing or state.closed or not plan.clears:
+        return _NONE
+    what = f"{count(state.pending, 'micro-batch')} of {plan.accumulation} waited for the end of their window"
+    return _hit(turn, f"{what}, and their gradients are stepped by nobody.")
+
+
 def stepped_by_hand(turn: Turn) -> tuple[Hit, ...]:
     if not turn.state.used or turn.event.inner:
         return _NONE
