@@ -16,10 +16,11 @@ class ShardLoaders:
     Each rank keeps the batch size that the loader has, and all ranks have the same number of batches.
     """
 
-    seed: int | None = 0
-    """Seed of what is drawn at random. The order is the same on any number of ranks, and another in every epoch. None:
-    samplers draw as they do alone, from their own generator or else from the process's, which have to be in one state
-    on all ranks; streams are drawn as with 0."""
+    seed: int = 0
+    """Seed of what is drawn at random. The order is the same on any number of ranks, and another in every epoch."""
+    draws: Literal["seed", "sampler"] = "seed"
+    """What orders follow from. ``sampler``: samplers draw as they do alone, from their own generator or else from the
+    process's, which have to be in one state on all ranks; streams follow from the seed all the same."""
     drop_last: bool = False
     """Drop the tail that does not divide by the ranks. False repeats samples from the start instead."""
     purpose: Purpose = "training"

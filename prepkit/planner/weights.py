@@ -185,7 +185,7 @@ def _shard(resolved: Resolved, index: int, loader: LoaderFacts, how: ShardLoader
     step = ShardLoader(
         index=index,
         shuffle=loader.sampler == "random",
-        seed=how.seed or 0 if loader.iterable else how.seed,
+        seed=how.seed if loader.iterable or how.draws == "seed" else None,
         drop_last=how.drop_last,
         axes=axes,
         same_data=same,

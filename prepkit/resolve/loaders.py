@@ -42,7 +42,7 @@ def is_divided(how: ShardLoaders | KeepLoaders, loader: LoaderFacts, world: int)
     if not isinstance(how, ShardLoaders):
         return False
     reorders = not (loader.foreign or loader.iterable or loader.own_iteration or loader.stateful)
-    return world > 1 or (reorders and how.seed is not None and loader.sampler in ("random", "custom"))
+    return world > 1 or (reorders and how.draws == "seed" and loader.sampler in ("random", "custom"))
 
 
 def repeats(how: ShardLoaders, loader: LoaderFacts, parts: int) -> int | None:

@@ -490,7 +490,7 @@ def test_clearing_before_the_step_is_refused_in_accelerates_words_and_its_advice
     model, optimizer = accelerator.prepare(model, sgd(model))
     accelerator.backward(model(ROWS).sum())
     optimizer.zero_grad()
-    with pytest.raises(NotOffered, match=r"move it behind optimizer\.step\(\)"):
+    with pytest.raises(NotOffered, match=r"move it after optimizer\.step\(\)"):
         optimizer.step()
     before = model.weight.detach().clone()
     accelerator.backward(model(ROWS).sum())

@@ -189,7 +189,7 @@ def test_loaders_of_a_config_are_kept_where_nothing_else_is_said_of_them() -> No
     choices = SimpleNamespace(split_batches=True, dispatch_batches=None, even_batches=False, data_seed=None)
     said = Accelerator(config=config, dataloader_config=choices, device_placement=False).config.loaders
     assert said == ShardLoaders(
-        purpose="evaluation", split_batches=True, to_device=False, whole_batches=True, seed=None
+        purpose="evaluation", split_batches=True, to_device=False, whole_batches=True, draws="sampler"
     )
 
 

@@ -148,7 +148,7 @@ def test_a_pass_goes_on_in_its_order_after_a_resume_or_the_save_says_that_it_can
     assert kind == "hidden" or before + rest == whole
 
 
-@pytest.mark.parametrize("how", [pk.data.KeepLoaders(), pk.data.ShardLoaders(seed=None)])
+@pytest.mark.parametrize("how", [pk.data.KeepLoaders(), pk.data.ShardLoaders(draws="sampler")])
 def test_a_shuffle_that_the_process_draws_goes_on_in_its_order_after_a_resume(how: Any, tmp_path: Path) -> None:
     def begun(seed: int) -> Any:
         torch.manual_seed(seed)
@@ -192,7 +192,7 @@ def of_process(share: int, how: Any, dropout: float, workers: int = 0) -> Any:
     return pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, loaders=[stream]))
 
 
-@pytest.mark.parametrize("how", [pk.data.ShardLoaders(), pk.data.ShardLoaders(seed=None), pk.data.KeepLoaders()])
+@pytest.mark.parametrize("how", [pk.data.ShardLoaders(), pk.data.ShardLoaders(draws="sampler"), pk.data.KeepLoaders()])
 @pytest.mark.parametrize(("share", "dropout", "workers"), [(ROWS, 0.5, 0), (4, 0.0, 0), (4, 0.5, 0), (4, 0.5, 1)])
 def test_a_stream_that_draws_from_the_process_goes_on_in_its_order_or_the_save_says_that_it_cannot(
     how: Any, share: int, dropout: float, workers: int, tmp_path: Path

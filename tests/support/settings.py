@@ -504,6 +504,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("Config.loaders", loaders(ShardLoaders(seed=7)), PAIR, "ShardLoader.seed", 7),
     *alike(ShardLoaders, loaders, PAIR, "ShardLoader", seed=7, drop_last=True, dispatch=True),
     Setting("ShardLoaders.whole_batches", loaders(ShardLoaders(whole_batches=True)), PAIR, "ShardLoader.fill", True),
+    Setting("ShardLoaders.draws", loaders(ShardLoaders(draws="sampler")), PAIR, "ShardLoader.seed", None),
     Setting("ShardLoaders.split_batches", loaders(ShardLoaders(split_batches=True)), PAIR, "ShardLoader.batch_size", 2),
     *(
         Setting(f"{kind.__name__}.{name}", loaders(kind(**{name: value})), PAIR, f"WrapLoader.{at}", seen)

@@ -283,10 +283,11 @@ class Zero(Whole):
 
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP1", "FSDP2", "ZeRO 2"])
-def test_gradients_that_are_all_zero_are_refused_before_they_are_stepped(gang2: Gang, engine: str) -> None:
-    for text, _, same, _ in gang2.run(first, engine, Zero, timeout=90):
-        assert "error run.steps-nothing at optimizer: Every gradient of 4 parameters" in text
-        assert same
+def test_gradients_that_are_all_zero_are_warned_of_on_rank_0(gang2: Gang, engine: str) -> None:
+    """As of a window without a label that counts, which is right."""
+    for rank, (text, told, _, _) in enumerate(gang2.run(first, engine, Zero, timeout=90)):
+        assert text == ""
+        assert ("warning run.steps-nothing at optimizer: Every gradient of 4 parameters" in told) == (rank == 0)
 
 
 def infinite(rank: int, world: int, engine: str) -> str:

@@ -80,11 +80,11 @@ def says_loaders(arguments: Mapping[str, Any]) -> bool:
 def loaders_of(given: Any, arguments: Mapping[str, Any]) -> ShardLoaders:
     """What a ``DataLoaderConfiguration`` says of loaders; uneven batches become every sample once, on equal terms."""
     plugin = arguments["gradient_accumulation_plugin"]
-    said: dict[str, Any] = {"to_device": arguments["device_placement"], "whole_batches": True, "seed": None}
+    said: dict[str, Any] = {"to_device": arguments["device_placement"], "whole_batches": True, "draws": "sampler"}
     if given is not None:
         said |= {"split_batches": bool(given.split_batches), "dispatch": bool(given.dispatch_batches)}
         if getattr(given, "use_seedable_sampler", False):
-            said["seed"] = given.data_seed or 0
+            said |= {"seed": given.data_seed or 0, "draws": "seed"}
         said |= {"purpose": "training" if given.even_batches else "evaluation"}
     if arguments["split_batches"]:
         said["split_batches"] = True

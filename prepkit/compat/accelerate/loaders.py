@@ -56,7 +56,7 @@ def share_generators(config: Config, loaders: Iterable[Any]) -> None:
     So does accelerate, at the same place among the numbers that a script draws.
     """
     how = config.loaders
-    if group.is_alone() or not isinstance(how, ShardLoaders) or how.seed is not None or how.dispatch:
+    if group.is_alone() or not isinstance(how, ShardLoaders) or how.draws == "seed" or how.dispatch:
         return
     for loader in loaders:
         batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
@@ -103,7 +103,8 @@ def prepare_data_loader(
         purpose="training" if even_batches else "evaluation",
         whole_batches=True,
         to_device=put_on_device,
-        seed=data_seed or 0 if use_seedable_sampler else None,
+        seed=data_seed or 0,
+        draws="seed" if use_seedable_sampler else "sampler",
     )
     config = evolve(config, loaders=loaders, device=config.device if device is None else device.type)
     return prepared_alone(config, [dataloader]).loaders[0]

@@ -213,7 +213,8 @@ def loader_choices(count: int | None = None, *, split: bool = True) -> SearchStr
     common = {"purpose": purposes, "to_device": st.booleans(), "ends_window": st.booleans()}
     sharded = st.builds(
         c.ShardLoaders,
-        seed=st.none() | st.integers(0, 3),
+        seed=st.integers(0, 3),
+        draws=st.sampled_from(["seed", "sampler"]),
         drop_last=st.booleans(),
         split_batches=st.booleans() if split else st.none().map(bool),
         dispatch=st.booleans(),
