@@ -98,27 +98,30 @@ class RankBatches:
     def _drawn(self) -> Iterable[Any]:
         if self.seed is None:
             set_epoch(self.order, self.epoch)
-            return self._as_it_draws()
+            return chain.from_iterable(self._as_it_draws())  # an index costs nothing more
         order = with_own_generators(self.order, self.seed, self.epoch)
         set_epoch(order, self.epoch)
         return drawn(order, self.seed, self.epoch)
 
-    def _as_it_draws(self) -> Iterator[Any]:
-        """Drawn when it is asked for, as torch's loader draws a seed in between; of a resumed pass as it was then."""
+    def _as_it_draws(self) -> Iterator[Iterable[Any]]:
+        """Yield the parts of the order, drawn when it is asked for, as torch's loader draws a seed in between.
+
+        That of a resumed pass is drawn as it was then.
+        """
         again, self.resumed = self.resumed, None
         self.drawing, self.drew = again or Drawing.of(self.order), False
         with nullcontext() if again is None else again.again(self.order):
             order = iter(self.order)
             first = list(islice(order, 1))
-        yield from first
+        yield first
         while self.size is None:  # batches of the user's own, few enough to look at each
             before = RandomState.now()
             batch = list(islice(order, 1))
             self.drew = self.drew or not RandomState.now().same(before)
             if not batch:
                 return
-            yield from batch
-        yield from order
+            yield batch
+        yield order
 
     def _of_part(self, order: Iterator[Any], start: int) -> Iterator[Share]:
         order = self._noted(order)

@@ -125,6 +125,7 @@ def engine_of(model: nn.Module, stage: int, **given: Any) -> Any:
 
     for name in [name for name in vars(groups) if name.startswith("_") and name.endswith("_GROUP")]:
         setattr(groups, name, None)  # of a default group that has ended
+    groups.mpu = None  # as AutoTP leaves it
     deepspeed.comm.comm.cdb = None
     section = given.pop("config", {})
     config = {
