@@ -387,7 +387,7 @@ class Loop:
         self.release()
         self.happens(events.Closed(failing))
         self.model = self._marks.model = model
-        self.engine, self.whole_gradients = engine, None
+        self.engine, self._marks.holds, self.whole_gradients = engine, engine.holds, None
 
     # --- hooks ---
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import gang
 from tests.support.fork_server import ROOT, ForkServers
 from tests.support.gang import MOST_THREADS, Gang, GangError
-from tests.support.gang_worker import Died, Hung, Raised, Returned
+from tests.support.gang_worker import COLLECTIVE_S, Died, Hung, Raised, Returned
 from tests.support.patience import MOST, Patience
 
 
@@ -133,13 +134,14 @@ def hurt(gang2: Gang) -> Iterator[Gang]:
     assert gang2.run(add_up, 1.0)[1][2] == 3.0
 
 
-def test_one_rank_s_exception_stops_the_others_within_seconds(hurt: Gang) -> None:
+def test_one_rank_s_exception_stops_the_others_within_seconds(hurt: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
     hurt.run(add_up, 1.0)
-    patience = Patience(20)
+    monkeypatch.setattr(gang, "GRACE_S", 2.0)  # a moment of load may multiply it, up to eight times
+    began = time.monotonic()
     told = r"(?s)rank 0 did not return.*barrier.*rank 1 raised.*ValueError: only here"
     with pytest.raises(GangError, match=told) as e:
         hurt.run(fail_on_one, timeout=60)
-    assert patience.left() > 0
+    assert time.monotonic() - began < COLLECTIVE_S  # the other's own time-out
     assert [type(outcome) for outcome in e.value.outcomes] in ([Hung, Raised], [Raised, Raised])
 
 
@@ -167,11 +169,11 @@ def test_workers_that_a_task_leaves_full_of_threads_are_forked_anew(hurt: Gang) 
 
 def test_a_hang_shows_the_stacks_and_the_gang_starts_afresh(hurt: Gang) -> None:
     hurt.run(add_up, 1.0)
-    before, patience = hurt.starts, Patience(10)
+    before, began = hurt.starts, time.monotonic()
     told = r"(?s)rank 0 did not return within \d+ s.*in all_reduce.*in hang_in_collective"
     with pytest.raises(GangError, match=told) as e:
         hurt.run(hang_in_collective, timeout=2)
-    assert patience.left() > 0
+    assert time.monotonic() - began < COLLECTIVE_S
     assert e.value.outcomes[1] == Returned("away")
     hurt.run(add_up, 1.0)
     assert hurt.starts == before + 1

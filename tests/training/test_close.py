@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepkit as pk
-from prepkit.config import DDP, FSDP2, AdamW, Config, Engine, Single
+from prepkit.config import DDP, FSDP1, FSDP2, AdamW, Config, Engine, Single
 from prepkit.facts import Env
 from prepkit.findings import FindingWarning
 from prepkit.ranks import end_groups
@@ -48,12 +48,12 @@ def closes(rank: int, world: int, engine: Engine) -> tuple[bool, bool, bool, boo
     return ran, gone, not dist.is_initialized(), isinstance(ready.model, Tiny)
 
 
-@pytest.mark.parametrize("engine", [DDP(), FSDP2()], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", [DDP(), FSDP1(), FSDP2()], ids=["ddp", "fsdp1", "fsdp2"])
 def test_closing_lets_go_of_the_wrapper_and_ends_the_group_that_apply_started(gang2: Gang, engine: Engine) -> None:
     assert gang2.run_fresh(closes, engine) == [(True, True, True, True)] * 2
 
 
-@pytest.mark.parametrize("engine", [DDP(), FSDP2()], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", [DDP(), FSDP1(), FSDP2()], ids=["ddp", "fsdp1", "fsdp2"])
 def test_a_group_that_was_there_before_goes_on(gang2: Gang, engine: Engine) -> None:
     assert gang2.run(closes, engine) == [(True, True, False, True)] * 2
 
