@@ -41,7 +41,6 @@ UNSHOWN = {
     "prove.moved": _PROOF,
     "loop.weighed-on-some-ranks": "a hang: ranks that weigh wait for the tokens of those that do not",
     "run.gradients-misplaced": "torch takes no such gradient from Python",
-    "run.ranks-skips": "a hang: at the end of its data one rank has a window more, and waits for the other",
     "run.other-layout": _APPLY,
     "run.values-changed": _APPLY,
     "run.other-owners": _APPLY,
@@ -60,7 +59,7 @@ def test_every_error_of_a_running_program_is_shown_to_do_harm_or_says_why_not() 
     shown = ({harm.rule for table in TABLES for harm in table} | DEEPSPEED_HARMS.keys()) & errors()
     assert shown | set(ELSEWHERE) | set(UNSHOWN) == errors()
     assert not shown & (set(ELSEWHERE) | set(UNSHOWN))
-    assert len(UNSHOWN) <= 10, "an error without harm is a warning"
+    assert len(UNSHOWN) <= 9, "an error without harm is a warning"
 
 
 def test_what_is_shown_elsewhere_is_there() -> None:

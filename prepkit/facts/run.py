@@ -265,10 +265,6 @@ class LoopFacts:
     """Likewise, of the first samples of a stream before it is divided."""
     own_stream: int = 0
     """The digest of this rank."""
-    left_out: tuple[int, int] = (0, 0)
-    """The least and the greatest number of micro-batches that a rank has left out by ``ready.skip()``."""
-    own_left_out: int = 0
-    """The number of this rank."""
     loss_finite: bool = True
     """Whether the last loss is a number on every rank."""
     own_loss_finite: bool = True

@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 from attrs import asdict, define, field, frozen
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not exported for checkers
 
-from prepkit.ranks.within import PatientStore, own_connection
+from prepkit.ranks.within import PatientStore, own_connection, pause
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -117,6 +117,8 @@ class Peers:
     """The last of the run's calls that this rank made, such as ``ready.step()``."""
     calls: int = field(default=0, init=False)
     """How often it has come into one of them, also out of one inside."""
+    meetings: int = field(default=0, init=False)
+    """How often it has come to ``meet``."""
     entered: float | None = field(default=None, init=False)
     """When it came into the call that it is in, by ``time.monotonic``; None: it is in none."""
     at_exit: Callable[[], None] | None = field(default=None, init=False, eq=False, repr=False)
@@ -178,6 +180,28 @@ class Peers:
         if self._heard.get(rank, ("", now))[0] != beat:
             self._heard[rank] = (beat, now)
         return now - self._heard[rank][1]
+
+    def meet(self, most_s: float) -> tuple[int, ...]:
+        """Wait until every rank has made this call as often as this one; those that have not after so many seconds.
+
+        Raises ``RankFailed`` where one will not come.
+        """
+        self.meetings += 1
+        place = f"meeting/{self.meetings}"
+        self.store.set(f"{place}/{self.rank}", "here")
+        if self.store.add(f"{place}/count", 1) == self.world:
+            self.store.set(f"{place}/met", "all")
+        began = look_again = time.monotonic()
+        while not self.store.check([f"{place}/met"]):
+            now = time.monotonic()
+            if now > look_again:
+                look_again = now + LOOK_S
+                if gone := self._known_to_have_ended():
+                    raise self._tell(gone)
+            if now > began + most_s:
+                return tuple(rank for rank in range(self.world) if not self.store.check([f"{place}/{rank}"]))
+            time.sleep(pause(now - began))
+        return ()
 
     def lost(self, error: BaseException) -> RankFailed | None:
         """What to raise in the place of torch's error where the connection to another rank is lost; None: other errors.

@@ -235,6 +235,15 @@ REFUSALS: tuple[Rule, ...] = (
         told_by="ready.ranks.reduce, gather_for_metrics",
     ),
     refusal(
+        id="run.ranks-skips",
+        summary="A micro-batch is left out on every rank, or on none.",
+        fix=(
+            "Let the ranks decide together: bad = ready.ranks.reduce(float(not torch.isfinite(loss)), 'max'), and then "
+            "`if bad: ready.skip()`."
+        ),
+        told_by="ready.skip",
+    ),
+    refusal(
         id="run.group-in-use",
         summary="Nobody uses the process group any more when ready.close() ends it; else it ends with the process.",
         fix="Delete the other model's wrapper before ready.close().",

@@ -85,11 +85,10 @@ class Looks:
         lost = () if passes is None else passes.unrepeatable()
         self.court.ask(Moment.SAVE, evolve(self.look.overwritten(), unrepeatable=lost))
 
-    def before_step(self, loss: Loss | None, epoch: int, passes: Passes, left_out: int) -> tuple[Asked, ...]:
+    def before_step(self, loss: Loss | None, epoch: int, passes: Passes) -> tuple[Asked, ...]:
         """Raises ``RunRefused`` on every rank, or on none; gives what was asked of the first step, nothing after that.
 
-        ``loss`` is that of the last micro-batch, ``left_out`` how many were skipped so far. Collective in the windows
-        that are due, which wait for the device.
+        ``loss`` is that of the last micro-batch. Collective in the windows that are due, which wait for the device.
         """
         self._together += 1
         first = not self._done
@@ -101,7 +100,7 @@ class Looks:
         seen = () if not first else tuple(self.look.gradients() if watched is None else watched.end())
         facts = self.look.over_ranks(
             {need for rule in (*often, *once) for need in rule.needs},
-            self._loop(loss, passes, left_out),
+            self._loop(loss, passes),
             seen,
             own_pass=epoch,
             reduced=watched is None,
@@ -132,7 +131,7 @@ class Looks:
         if whole:
             self.court.ask(Moment.LOAD, RunFacts(whole_weights=tuple(whole)))
 
-    def _loop(self, loss: Loss | None, passes: Passes, left_out: int) -> LoopFacts:
+    def _loop(self, loss: Loss | None, passes: Passes) -> LoopFacts:
         fine = _finite(loss)
         given = any(isinstance(planned.step, ShardLoader) for planned in self.plan.steps)
         return LoopFacts(
@@ -141,7 +140,6 @@ class Looks:
             own_loss_finite=fine,
             own_order=passes.began,
             own_stream=passes.streams,
-            own_left_out=left_out,
             loaders=len(passes.loaders),
             read=passes.read,
             divides="given" if given else "nobody" if self.plan.run.divides_loaders else "",

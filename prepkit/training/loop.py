@@ -97,8 +97,6 @@ class Loop:
     """The optimizer has begun to act on the gradients of the window that ends."""
     _compared: bool = field(default=False, init=False)
     """The ranks have compared whether they weigh losses: once, at the first loss of all."""
-    left_out: int = field(default=0, init=False)
-    """Micro-batches that ``skip`` has left out."""
     _ticked: int | None = field(default=None, init=False)
     """Where the last window left the scheduler; None: it may be anywhere."""
 
@@ -346,7 +344,6 @@ class Loop:
     def skip(self) -> None:
         """Leave a micro-batch out; see ``Prepared.skip``."""
         self.do(events.LeftOut())
-        self.left_out += 1
         self._marks.forget()
 
     @contextmanager

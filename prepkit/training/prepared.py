@@ -21,9 +21,10 @@ from torch.utils.hooks import RemovableHandle
 
 from prepkit.applying.apply import Applied
 from prepkit.config.engines import SAME_DATA
-from prepkit.court import Court, report
+from prepkit.court import Court, refused, report
 from prepkit.facts import loop as events
 from prepkit.facts.loop import LoopPlan
+from prepkit.findings.text import spans
 from prepkit.loading.arguments import check_count, check_folder, check_names
 from prepkit.loading.passes import Passes
 from prepkit.loop import learned
@@ -211,10 +212,14 @@ class Prepared:
         """Leave the micro-batch under way out: the next one begins as if it had not been, and no ``step`` is called.
 
         For a loss that is not finite, or a batch that has failed in the forward; its gradients are thrown away. Raises
-        ``RunRefused`` after a ``backward`` that has added them to those of earlier micro-batches of the window. Call it
-        on every rank, or on none: ranks that have left out other numbers of them are refused in the next window that is
-        due, the first, second, fourth ... and each 64th.
+        ``RunRefused`` after a ``backward`` that has added them to those of earlier micro-batches of the window.
+        Every rank calls it, or none: it waits for the others, and raises ``RunRefused`` with nothing left out where one
+        does not come within half of what ``apply`` waits for a rank (``Config.timeout_s``).
         """
+        if self._peers is not None and (elsewhere := self._peers.meet(self.plan.run.timeout_s / 2)):
+            who = f"rank{'s' * (len(elsewhere) > 1)} {spans(elsewhere)}"
+            what = f"This rank leaves a micro-batch out, and {who} did not: all ranks average the same micro-batches."
+            raise refused("run.ranks-skips", "ready.skip()", what)
         self.loop.skip()
 
     def accumulate(self, *, last: bool = False) -> AbstractContextManager[None]:
@@ -377,7 +382,7 @@ def _asking(ready: Prepared) -> Callable[[], None]:
 
     def ask() -> None:
         if (own := weak()) is not None:
-            own._attest(own._looks.before_step(own.loop.loss, own.epoch, own.loop.passes, own.loop.left_out))
+            own._attest(own._looks.before_step(own.loop.loss, own.epoch, own.loop.passes))
 
     return ask
 

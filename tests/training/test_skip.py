@@ -5,6 +5,7 @@ Also one whose forward or backward has raised, and was caught: what it has left 
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 import prepkit as pk
 from prepkit.config import Engine
 from prepkit.findings import FindingWarning, RunRefused
+from prepkit.ranks.peers import RankFailed
 from tests.support.deepspeed_cpu import lean
-from tests.support.gang import Gang
+from tests.support.gang import Gang, GangError
+from tests.support.gang_worker import Returned
 
 READERS = 2
 STEPS = 9
@@ -162,27 +165,54 @@ def test_inside_a_window_a_backward_cannot_be_taken_back() -> None:
     assert ready.step()
 
 
-def on_one_rank(rank: int, world: int) -> str:
-    """Rank 1 alone leaves out its fifth micro-batch, and has one more; what is said."""
+def on_one_rank(rank: int, world: int, engine: Engine, accumulation: int) -> tuple[str, str]:
+    """What a rank is told that alone leaves out its fifth micro-batch, or waits for one that does; and at its next."""
     del world
-    cfg = pk.Config(engine=pk.DDP(), optimizer=pk.optim.SGD(lr=0.05), accumulation=2)
+    cfg = pk.Config(engine=engine, optimizer=pk.optim.SGD(lr=0.05), accumulation=accumulation, timeout_s=4.0)
     ready = pk.apply(pk.build_plan(cfg, model()))
-    try:
-        for step in range(8 + rank):
-            output = ready.model(batch(step, rank))
-            if rank == 1 and step == 4:
+    told = ""
+    for step in range(8):
+        output = ready.model(batch(step, rank))
+        if rank == 1 and step == 4:
+            with pytest.raises(RunRefused) as refused:
                 ready.skip()
-            else:
-                ready.backward(loss_of(output), mean_over=1 + step)
-                ready.step()
-    except RunRefused as refused:
-        return str(refused)
-    return "trained"
+            told = str(refused.value)
+        ready.backward(loss_of(output))
+        ready.step()
+    return told, f"{ready.steps} steps"
 
 
-def test_ranks_that_leave_out_other_batches_are_refused(gang2: Gang) -> None:
-    for said in gang2.run(on_one_rank):
-        assert "error run.ranks-skips at loop: Up to window 4 some ranks have left out 0" in said
+@pytest.mark.parametrize(
+    ("name", "accumulation"), [("DDP", 2), ("DDP", 1), ("FSDP1", 1), ("FSDP2", 1), ("FSDP2", 2), ("ZeRO 2", 1)]
+)
+def test_a_rank_that_leaves_a_batch_out_alone_is_refused_and_may_go_on(
+    gang2: Gang, name: str, accumulation: int
+) -> None:
+    steps = f"{8 // accumulation} steps"
+    (of_zero, zero_steps), (of_one, one_steps) = gang2.run(on_one_rank, ENGINES[name], accumulation)
+    assert (of_zero, zero_steps, one_steps) == ("", steps, steps)
+    assert "error run.ranks-skips at ready.skip(): This rank leaves a micro-batch out, and rank 0 did not" in of_one
+
+
+def ends_instead(rank: int, world: int) -> str:
+    """What rank 0 is told where rank 1 has ended before it leaves a batch out."""
+    del world
+    ready = pk.apply(pk.build_plan(pk.Config(engine=pk.DDP(), optimizer=pk.optim.SGD(lr=0.05)), model()))
+    loss = ready.model(batch(0, rank))
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(RankFailed) as lost:
+        ready.skip()
+    del loss
+    return str(lost.value)
+
+
+def test_a_rank_that_ends_instead_of_leaving_a_batch_out_is_named(gang2: Gang) -> None:
+    with pytest.raises(GangError) as error:
+        gang2.run_fresh(ends_instead, timeout=30)
+    of_zero, _ = error.value.outcomes
+    assert isinstance(of_zero, Returned)
+    assert "rank 1 of 2 was lost: its process" in of_zero.value
 
 
 def test_what_waits_at_the_close_is_warned_of() -> None:

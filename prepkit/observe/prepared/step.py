@@ -132,7 +132,7 @@ class StepLook:
         looked = seen if Need.GRADIENTS in needs else ()
         held, draws = options(self.optimizers), generator(self.plan.facts.env.device)
         alone = [float(own_pass), float(loop.own_loss_finite), draws, float(loop.own_order), short_digest(held)]
-        alone += [float(loop.own_stream), float(loop.own_left_out)]
+        alone.append(float(loop.own_stream))
         own = rows(looked)
         least, most = world().spread(torch.cat((torch.tensor(alone, dtype=torch.float32), own.reshape(-1))))
         first = len(alone)
@@ -149,7 +149,6 @@ class StepLook:
                 passes=(int(least[0]), int(most[0])),
                 orders=(int(least[3]), int(most[3])),
                 streams=(int(least[5]), int(most[5])),
-                left_out=(int(least[6]), int(most[6])),
                 loss_finite=bool(least[1]),
             ),
         )

@@ -80,7 +80,7 @@ INVARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Ranks hold one model with the same weights, in the same modes.",
         ("run.ranks-models", "run.ranks-values", "run.ranks-modes"),
     ),
-    ("Ranks step alike.", ("run.ranks-optimizers", "run.ranks-schedulers", "run.ranks-state", "run.ranks-skips")),
+    ("Ranks step alike.", ("run.ranks-optimizers", "run.ranks-schedulers", "run.ranks-state")),
     (
         "Ranks draw alike where they hold parts of one layer, and only there.",
         ("run.dropout-alike", "run.dropout-unlike"),

@@ -74,16 +74,6 @@ def _passes(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("loop", what)
 
 
-def _left_out(facts: RunFacts) -> Iterator[Hit]:
-    if facts.loop is not None and facts.loop.left_out[0] != facts.loop.left_out[1]:
-        least, most = facts.loop.left_out
-        what = (
-            f"Up to window {facts.loop.window} some ranks have left out {least} of their micro-batches by "
-            f"ready.skip(), and others {most}: each window since then has averaged what does not belong together."
-        )
-        yield Hit("loop", what)
-
-
 def _orders(facts: RunFacts) -> Iterator[Hit]:
     if facts.loop is not None and all(facts.loop.orders) and facts.loop.orders[0] != facts.loop.orders[1]:
         what = (
@@ -212,18 +202,6 @@ RULES: tuple[Rule, ...] = (
         cost="a share of the one exchange over the ranks that the moment makes",
         fix="End passes on all ranks together, as by `if ready.ranks.reduce(float(done), 'max'):`.",
         severity=Severity.WARNING,
-    ),
-    Rule(
-        id="run.ranks-skips",
-        summary="A micro-batch is left out on every rank, or on none.",
-        check=_left_out,
-        at=(Moment.DUE,),
-        needs=(Need.LOOP, Need.RANKS),
-        cost="a share of the one exchange over the ranks that the moment makes",
-        fix=(
-            "Let the ranks decide together: bad = ready.ranks.reduce(float(not torch.isfinite(loss)), 'max'), and then "
-            "`if bad: ready.skip()`. Go back to a checkpoint."
-        ),
     ),
     Rule(
         id="run.orders-apart",
