@@ -221,17 +221,17 @@ def _varied(source: str) -> list[tuple[type, str]]:
     return [(cls, name) for cls, name in FIELDS if source == "configs" or f"{cls.__name__}.{name}" not in OF_THE_MODEL]
 
 
-ROUNDS = 12  # most sources vary every field in the first
+ROUNDS = 60  # every field varies after a few
 
 
 def _met(source: str) -> dict[tuple[type, str], set[str]]:
     """What many drawn configs hold in each field: rounds of draws until every field has varied, or none are left."""
     pairs = testing.legal() | testing.legal(float8=True)  # few facts suit all of float8
-    drawn, often = (testing.configs(), 1600) if source == "configs" else (pairs.map(lambda pair: pair[0]), 1000)
+    drawn, often = (testing.configs(), 400) if source == "configs" else (pairs.map(lambda pair: pair[0]), 100)
     met: dict[tuple[type, str], set[str]] = defaultdict(set)
     if source == "legal":  # few engines take every optimizer, and few pairs ask for one
         asked = optimizers_for(testing.tiny_facts(optimizer=False), Config())
-        _look(asked.map(lambda optimizer: Config(optimizer=optimizer)), often, 0, met)
+        _look(asked.map(lambda optimizer: Config(optimizer=optimizer)), 2 * often, 0, met)
     for number in range(ROUNDS):
         _look(drawn, often, number, met)
         if all(len(met[field]) > 1 for field in _varied(source)):
