@@ -221,27 +221,29 @@ def _varied(source: str) -> list[tuple[type, str]]:
     return [(cls, name) for cls, name in FIELDS if source == "configs" or f"{cls.__name__}.{name}" not in OF_THE_MODEL]
 
 
-ROUNDS = 60  # every field varies after a few
+ROUNDS = 60
+DRAWS = 100
+"""Drawn configs of one round. Most fields vary in the first."""
 
 
 def _met(source: str) -> dict[tuple[type, str], set[str]]:
     """What many drawn configs hold in each field: rounds of draws until every field has varied, or none are left."""
     pairs = testing.legal() | testing.legal(float8=True)  # few facts suit all of float8
-    drawn, often = (testing.configs(), 400) if source == "configs" else (pairs.map(lambda pair: pair[0]), 100)
+    drawn = testing.configs() if source == "configs" else pairs.map(lambda pair: pair[0])
     met: dict[tuple[type, str], set[str]] = defaultdict(set)
-    if source == "legal":  # few engines take every optimizer, and few pairs ask for one
-        asked = optimizers_for(testing.tiny_facts(optimizer=False), Config())
-        _look(asked.map(lambda optimizer: Config(optimizer=optimizer)), 2 * often, 0, met)
+    asked = optimizers_for(testing.tiny_facts(optimizer=False), Config())
     for number in range(ROUNDS):
-        _look(drawn, often, number, met)
+        if source == "legal":  # few engines take every optimizer, and few pairs ask for one
+            _look(asked.map(lambda optimizer: Config(optimizer=optimizer)), number, met)
+        _look(drawn, number, met)
         if all(len(met[field]) > 1 for field in _varied(source)):
             break
     return met
 
 
-def _look(drawn: st.SearchStrategy[Config], often: int, number: int, met: dict[tuple[type, str], set[str]]) -> None:
+def _look(drawn: st.SearchStrategy[Config], number: int, met: dict[tuple[type, str], set[str]]) -> None:
     @seed(number)
-    @settings(max_examples=often, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=DRAWS, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
     @given(drawn)
     def look(cfg: Config) -> None:
         for field, value in _seen(cfg):

@@ -13,8 +13,7 @@ import pytest
 import prepkit as pk
 from tests.support.deepspeed_cpu import kernel_built
 from tests.support.fork_server import ForkServers
-from tests.support.launch import launch, torchrun
-from tests.support.script import run_script
+from tests.support.script import ran, run_script
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CONFIGS = sorted([*(EXAMPLES / "configs").iterdir(), *(EXAMPLES / "engines").iterdir()])
@@ -42,10 +41,7 @@ def test_one_script_trains_under_every_engine(
     path = saved_plan(tmp_path, fork_servers, engine, world)
     out = tmp_path / "result.json"
     script = [str(EXAMPLES / "train.py"), str(path), "--steps", "3", "--out", str(out)]
-    if engine == "fsdp2":
-        launch([*torchrun(world), *script], ENVIRONMENT, timeout=150)
-    else:
-        run_script(fork_servers, world, script, ENVIRONMENT, timeout=150)
+    run_script(fork_servers, world, script, ENVIRONMENT, timeout=150)
     losses = json.loads(out.read_text())["losses"]
     assert len(losses) == 3
     assert losses == pytest.approx([5.4831, 5.3, 5.2], abs=0.3)
@@ -69,11 +65,12 @@ def test_every_example_config_can_be_read(config: Path) -> None:
     assert isinstance(pk.read_config(str(config)), pk.Config)
 
 
-def test_the_question_whether_it_fits_is_answered_with_a_change(tmp_path: Path) -> None:
-    code = "import fits, llama; fits.ask(llama.eight(), '24GB')"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True,
-                          env=ENVIRONMENT, timeout=300)  # fmt: skip
-    said = done.stdout.splitlines()
+def test_the_question_whether_it_fits_is_answered_with_a_change(tmp_path: Path, fork_servers: ForkServers) -> None:
+    script = tmp_path / "ask.py"
+    script.write_text("import fits, llama; fits.ask(llama.eight(), '24GB')", encoding="utf-8")
+    (done,) = ran(fork_servers, 1, [str(script)], ENVIRONMENT, timeout=300)
+    assert done.code == 0, done.err
+    said = done.out.splitlines()
     assert said[0].startswith("may not fit: of 22.35 GiB the fullest rank needs ")
     assert "of activations" in said[0]
     assert said[1].startswith("changes that fit, least traffic")

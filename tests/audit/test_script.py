@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ from prepkit.auditing.script import _is_of_a_loop, _loaders, audit_step
 from prepkit.observe.prepared.loaders import prepared_loader
 from tests.audit.case import ROOT, WIDTH, adam, net, rows
 from tests.support.fork_server import ForkServers
-from tests.support.launch import torchrun
-from tests.support.patience import MOST
 from tests.support.script import ran
 
 MODEL = """
@@ -142,19 +138,9 @@ def test_a_script_that_never_steps_or_fails_by_itself_says_so(run: Auditor) -> N
     assert "SyntaxError" in err
 
 
-def test_ranks_of_torchrun_are_audited_together(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(RANKS)
-    command = [*torchrun(2), "-m", "prepkit", "audit", "train.py"]
-    done = subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=120 * MOST,
-        env={**os.environ, **ENVIRONMENT},
-    )
-    code, out, err = done.returncode, done.stdout, done.stderr
+def test_ranks_of_torchrun_are_audited_together(run: Auditor) -> None:
+    """As torchrun starts them: torchrun itself is in ``tests/cli/test_audit_processes.py``."""
+    code, out, err = run(RANKS, "train.py", world=2)
     assert code == 1, err
     assert out.count("audit of Sequential, 58 parameters, 58 trained; ddp over 2 ranks") == 1
     assert "error run.same-samples at loaders[0]: 2 ranks read all of its samples, in one order" in out

@@ -31,6 +31,7 @@ from prepkit.resolve.deepspeed.schema import LIMITS, tidy, within_limits
 from prepkit.testing.strategies.configs import configs
 from prepkit.testing.tiny import tiny_facts
 from tests.support.command_line import run
+from tests.support.drawn_part import THOROUGH
 from tests.support.plans import PLANS
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -227,9 +228,12 @@ def disagreements(name: str, count: int) -> tuple[list[dict[str, Any]], Counter[
     return other, judged
 
 
+FILES = 5000 if THOROUGH else 500
+
+
 @pytest.mark.parametrize("name", sorted(READERS))
 def test_schema_and_reader_agree_on_drawn_and_bent_files(name: str) -> None:
-    other, judged = disagreements(name, 1000)
+    other, judged = disagreements(name, FILES)
     assert other == []
     assert min(judged[True], judged[False]) > 100
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -23,12 +19,14 @@ from prepkit.predict.ddp import DEFAULT_CAP, FIRST_BUCKET, bucket_sizes
 from prepkit.predict.optimizers import OptimizerInputs, state_formula
 from prepkit.predict.tensor_parallel import cut_traffic
 from tests.support.drawn_models import Case, case, cut
-from tests.support.fork_server import ROOT
+from tests.support.drawn_part import THOROUGH
+from tests.support.fork_server import ROOT, ForkServers
 from tests.support.gang import Gang
 from tests.support.measured_bytes import Row, measure
-from tests.support.patience import MOST
+from tests.support.script import run_script
 
-SEEDS = 8
+SEEDS = 8 if THOROUGH else 4
+CUT_SEEDS = 3 if THOROUGH else 2
 ZERO_WORLDS = (3,)
 """``python -m tests.tools.predict_table`` measures 7, 8, 64 and 512 ranks, and optimizers that DeepSpeed compiles."""
 
@@ -139,8 +137,8 @@ def test_cut_layers_send_what_is_predicted_from_the_tokens(gang2: Gang) -> None:
 
 
 @pytest.mark.slow
-def test_cut_layers_hold_and_send_what_was_predicted_at_other_worlds() -> None:
-    rows = list(staged("TensorParallel", 3))
+def test_cut_layers_hold_and_send_what_was_predicted_at_other_worlds(fork_servers: ForkServers) -> None:
+    rows = staged(fork_servers, "measure_under_fake_group", "TensorParallel", CUT_SEEDS)
     assert wrong(rows) == []
     assert {row.world for row in rows} == {2, 4, 6, 8, 512}
     assert {row.rank for row in rows} >= {0, 1, 2, 3, 4, 5, 7, 256, 511}
@@ -156,21 +154,19 @@ def test_buckets_close_where_torch_closes_them(cap: int) -> None:
     assert bucket_sizes(sizes, cap) == [sum(sizes[index] for index in bucket) for bucket in torch_s]
 
 
-@cache
-def staged(engine: str, seeds: int = SEEDS) -> tuple[Row, ...]:
+def staged(servers: ForkServers, module: str, *words: object, **environment: str) -> list[Row]:
     """The rows of many cases under a fake process group, from one process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.measure_under_fake_group", engine, str(seeds)],
-        check=True, capture_output=True, text=True, timeout=280 * MOST, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    return tuple(Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{"))
+    command = ["-m", f"tests.support.{module}", *map(str, words)]
+    said = run_script(servers, 1, command, {"PYTHONPATH": str(ROOT), **environment}, 280, ROOT)
+    return [Row(**json.loads(line)) for line in said.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["DDP", "FSDP1", "FSDP2"])
-def test_ranks_hold_and_send_what_was_predicted_on_first_middle_and_last_ranks_of_any_world(engine: str) -> None:
-    rows = list(staged(engine))
+def test_ranks_hold_and_send_what_was_predicted_on_first_middle_and_last_ranks_of_any_world(
+    engine: str, fork_servers: ForkServers
+) -> None:
+    rows = staged(fork_servers, "measure_under_fake_group", engine, SEEDS)
     assert wrong(rows) == []
     assert {row.world for row in rows} == {3, 7, 8, 64, 512, 4096}
     assert {row.rank for row in rows} >= {0, 1, 2, 3, 6, 7, 256, 511, 2048, 4095}
@@ -233,14 +229,11 @@ def test_adafactor_keeps_a_row_and_a_column(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_holds_and_sends_what_was_predicted_on_first_middle_and_last_ranks_of_any_world(stage: int) -> None:
+def test_zero_holds_and_sends_what_was_predicted_on_first_middle_and_last_ranks_of_any_world(
+    stage: int, fork_servers: ForkServers
+) -> None:
     pytest.importorskip("deepspeed")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.measure_zero", str(stage), *map(str, ZERO_WORLDS)],
-        check=True, capture_output=True, text=True, timeout=280 * MOST, cwd=ROOT, env=environment,
-    )  # fmt: skip
-    rows = [Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = staged(fork_servers, "measure_zero", stage, *ZERO_WORLDS, DS_ACCELERATOR="cpu")
     assert wrong(rows) == []
     assert {(row.world, row.rank) for row in rows} == {(n, rank) for n in ZERO_WORLDS for rank in (0, n // 2, n - 1)}
     seen = {row.what for row in rows if row.exact and row.measured}

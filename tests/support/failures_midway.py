@@ -9,7 +9,6 @@ A new engine is a row in ``ENGINES``.
 from __future__ import annotations
 
 import linecache
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -68,6 +67,7 @@ from prepkit.steps import (
     WrapDDP,
 )
 from tests.support import fp8_model, library_doubles
+from tests.support.drawn_part import THOROUGH
 from tests.support.fragile_model import STORED, Tiny, planned, stepped, tiny_on_meta
 from tests.support.planted_faults import CUT, LAID, NORMED, STRIDED, ZERO, WithNorm, bare, eight_bits, transposed
 from tests.support.snapshot import differences, snapshot
@@ -126,15 +126,13 @@ ENGINES: dict[str, Case] = {
 }
 """What fails, by name. A new engine or step kind is a row."""
 
-THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-
 SOME = 2 if THOROUGH else 0
 """Of the times that a handler passes a line so many are made to fail: the first ones, and always the last."""
 
 CALLS = 24 if THOROUGH else 4
 """Of the calls into torch that one handler makes so many are made to fail, spread evenly."""
 
-CASES = len(ENGINES) if THOROUGH else 4
+CASES = len(ENGINES) if THOROUGH else 2
 """Each kind of step is made to fail inside in so many cases: the first that have it; at its boundaries in all."""
 
 OF_A_REAL_GROUP = (

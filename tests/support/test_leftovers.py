@@ -16,6 +16,9 @@ from tests.support.patience import MOST
 PASSING = "def test_it() -> None:\n    pass\n"
 LEAVING = """
 import subprocess, sys, tempfile
+from tests.support import leftovers
+
+leftovers.EXIT_S = 0.5
 
 def test_it() -> None:
     tempfile.mkdtemp(prefix="forgotten-")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from tests.applying.handlers.test_read_weights import Counting
 from tests.benchmarks.worker import memory, reset_peak
 from tests.support.deepspeed_cpu import lean
 from tests.support.filled_models import FROM, filled, values
+from tests.support.fork_server import ForkServers
 from tests.support.fragile_model import applied, planned
-from tests.support.gang import Gang, gang_of
+from tests.support.gang import Gang
 from tests.support.meta_models import held, on_meta, saved
 from tests.support.transformers_models import build
 
@@ -259,11 +261,13 @@ def peak(rank: int, world: int, engine: pk.Engine, weights: pk.Weights) -> float
     return memory("VmHWM") - before
 
 
-def test_a_rank_of_zero_3_holds_its_parts_and_one_block_and_never_the_whole(tmp_path: Path) -> None:
+def test_a_rank_of_zero_3_holds_its_parts_and_one_block_and_never_the_whole(
+    tmp_path: Path, fork_servers: ForkServers
+) -> None:
     """So does one of FSDP1 that initialises."""
     save_file(Deep().state_dict(), tmp_path / "model.safetensors")
     files, new, whole, block = pk.LoadWeights(str(tmp_path)), pk.InitWeights(), 128, 4
-    with gang_of(2) as fresh:  # which no test before has left anything in
+    with closing(Gang(2, fork_servers)) as fresh:  # which no test before has left anything in
         assert min(fresh.run(peak, ZERO_1, files, timeout=60)) > 0.95 * whole, "the measure sees a whole model"
         for engine, weights, blocks in ((ZERO_3, files, 1), (ZERO_3, new, 3), (pk.FSDP1(), new, 3)):
             for most in fresh.run(peak, engine, weights, timeout=60):
