@@ -154,6 +154,19 @@ def data_of(settings: tuple[Setting, ...]) -> Data:
     return data
 
 
+def keys_of(engine: DeepSpeed) -> dict[str, Any]:
+    """Dotted keys of the engine's JSON to their values, with its stage and its offloads as that JSON has them.
+
+    >>> keys_of(DeepSpeed(stage=3, config={"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
+    {'zero_optimization.stage': 3, 'bf16.enabled': True}
+    """
+    data = _data(engine)
+    for key in ("stage", "offload_optimizer", "offload_param"):
+        if (value := getattr(engine, key)) is not None:
+            put(data, f"{ZERO}.{key}" if key == "stage" else f"{ZERO}.{key}.device", value)
+    return {".".join(path): value for path, value in leaves(data)}
+
+
 def stage(engine: DeepSpeed) -> int:
     """The ZeRO stage that the engine or its JSON asks for."""
     if engine.stage is not None:
