@@ -231,7 +231,7 @@ def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: st
     if isinstance(facts, PlanRejected):
         cli_refusal.refuse((refused, facts), as_json)
     verdicts = (judge(cfg, evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders)) for env in envs)
-    return tuple(placed(verdict, imported.written, refused) for verdict in verdicts)
+    return tuple(placed(verdict, imported, refused) for verdict in verdicts)
 
 
 def _read(config: str, kind: str | None) -> tuple[PlanRejected | None, Imported | None]:

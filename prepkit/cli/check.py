@@ -250,7 +250,8 @@ def _config(one: Found, cluster: Cluster, sizes: tuple[int, ...], kind: str | No
     unread = tuple(f"config{where}" for where in wheres if where)
     asked = _asked(one, cluster, imported, sizes)
     found = [f for f in asked.said if not f"{f.where}.".startswith(unread or ("\n",))]
-    every = tuple(_with_origin(finding, imported.written) for finding in dict.fromkeys((*said, *found)))
+    written = (_with_origin(finding, imported.written) for finding in dict.fromkeys((*said, *found)))
+    every = tuple(map(imported.worded, written))
     return _sorted(evolve(asked.checked, found=one), _placed(one, every))
 
 
@@ -375,7 +376,7 @@ def line_of(place: FilePlace, finding: Finding) -> str:
     """A finding in two lines, the place first, as editors and terminals follow it."""
     what = f"{finding.severity.value} {finding.rule}: {finding.what}"
     elsewhere = [finding.where] if str(place) not in finding.where else []
-    elsewhere += [f"from {finding.origin}"] if finding.origin and str(place) not in finding.origin else []
+    elsewhere += [f"from {finding.origin}"] if finding.origin and f"{place.file}:" not in finding.origin else []
     also = f" ({', '.join(elsewhere)})" if elsewhere else ""
     return f"{place}: {what}{also}\n  fix: {finding.fix}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from typing import Any, Literal, assert_never
@@ -32,7 +31,7 @@ from prepkit.predict import predict
 from prepkit.predict.deepspeed.inputs import REDUCE_BUCKET, zero_of
 from prepkit.predict.inputs import stored_bytes
 from prepkit.predict.prediction import Prediction
-from prepkit.resolve.deepspeed.data import keys_of, offloaded, offloads, restaged, with_zero
+from prepkit.resolve.deepspeed.data import changed_keys, offloaded, offloads, restaged, with_zero
 from prepkit.resolve.deepspeed.data import stage as stage_of
 from prepkit.resolve.engines import traits
 from prepkit.resolve.mesh import size_of
@@ -247,18 +246,8 @@ def _diff(old: Config, new: Config) -> tuple[str, ...]:
     match old.engine, new.engine:
         case DeepSpeed(config=text), DeepSpeed() if text != DeepSpeed().config:
             pairs = [pair for pair in pairs if pair[0] != "engine"]
-            keys = tuple(_of_keys(keys_of(old.engine), keys_of(new.engine)))
+            keys = changed_keys(old.engine, new.engine)
     return (*keys, *(f"{name}={typed(b)} instead of {typed(a)}" for name, a, b in pairs if a != b))
-
-
-def _of_keys(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    for key in dict.fromkeys((*old, *new)):
-        if key not in new:
-            yield f"no {key} instead of {json.dumps(old[key])}"
-        elif key not in old:
-            yield f"{key}={json.dumps(new[key])}"
-        elif old[key] != new[key]:
-            yield f"{key}={json.dumps(new[key])} instead of {json.dumps(old[key])}"
 
 
 def typed(value: Any) -> str:

@@ -161,6 +161,34 @@ def test_the_dearest_settings_of_a_deepspeed_file_are_its_keys_and_not_the_file(
     assert "{" not in changes
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "keys"),
+    [
+        (
+            "ds.json",
+            '{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}',
+            "Here clip is gradient_clipping.",
+        ),
+        (
+            "acc.yaml",
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: NO_WRAP}\n",
+            "Here wrap is fsdp_config.fsdp_auto_wrap_policy",
+        ),
+        ("own.toml", '[engine]\nkind = "FSDP2"\nwrap = "WrapRoot"\n', ""),
+    ],
+)
+def test_a_fix_names_the_key_of_the_file_that_says_it(name: str, text: str, keys: str, folder: Path) -> None:
+    """Nobody can write ``clip=ClipNorm(1.0)`` into DeepSpeed's JSON."""
+    Path(name).write_text(text)
+    words = ("--world-size", "2", "--device", "cuda", "--batch-size", "2")
+    alone = json.loads(run("check", name, "--json", *words).stdout)["findings"]
+    beside = json.loads(run("check", name, "--json", *words, *MAKE).stdout)["findings"]
+    fixes = [one["fix"] for one in (*alone, *beside)]
+    assert fixes
+    assert [fix for fix in fixes if keys in fix]
+    assert keys or not [fix for fix in fixes if " Here " in fix]
+
+
 @pytest.mark.parametrize("word", ["check", "plan", "sweep"])
 def test_an_optimizer_that_is_named_is_counted_where_the_config_names_none(word: str, folder: Path) -> None:
     """AdamW holds two moments of each weight, SGD without momentum none: both are told, and no state is left out."""
