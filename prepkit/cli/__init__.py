@@ -225,13 +225,13 @@ def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: st
         raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
     if imported is None:
         cli_refusal.refuse((refused,), as_json)
-    envs, cfg = cluster.envs(imported), imported.config
+    envs, cfg = cluster.envs(imported), cluster.with_optimizer(imported.config)
     how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
     if isinstance(facts, PlanRejected):
         cli_refusal.refuse((refused, facts), as_json)
     verdicts = (judge(cfg, evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders)) for env in envs)
-    return tuple(placed(verdict, imported.written, refused) for verdict in verdicts)
+    return tuple(placed(verdict, imported, refused) for verdict in verdicts)
 
 
 def _read(config: str, kind: str | None) -> tuple[PlanRejected | None, Imported | None]:
@@ -249,7 +249,7 @@ def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
     loaded = cli_refusal.attempt(lambda: codec.load_plan(file))
     if isinstance(loaded, PlanRejected):
         cli_refusal.refuse((loaded,), as_json)
-    if cluster.envs() != (None,) or cluster.declared_loaders:
+    if cluster.envs() != (None,) or cluster.declared_loaders or cluster.optimizer is not None:
         raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
     return judge(loaded.config, loaded.facts)
 

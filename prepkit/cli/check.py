@@ -227,7 +227,15 @@ def _plan(one: Found) -> Checked:
 
     loaded = cli_refusal.attempt(lambda: codec.load_plan(one.path))
     findings = loaded.findings if isinstance(loaded, PlanRejected) else judge(loaded.config, loaded.facts).findings
-    return Checked(found=one, findings=_placed(one, findings))
+    inside = {finding: evolve(finding, where=_in_plan(one.path, finding.where), origin="") for finding in findings}
+    placed = zip(_placed(one, tuple(inside.values())), inside, strict=True)  # what it was imported from lies elsewhere
+    return Checked(found=one, findings=tuple((place, finding) for (place, _), finding in placed))
+
+
+def _in_plan(file: str, where: str) -> str:
+    """The path in a plan file of what a rule names in the config, or in the environment, of the plan."""
+    above = {"config": "plan", "env": "plan.facts"}.get(where.partition(".")[0])
+    return where if above is None else f"{file}:$.{above}.{where}"
 
 
 def _config(one: Found, cluster: Cluster, sizes: tuple[int, ...], kind: str | None) -> Checked:
@@ -242,7 +250,8 @@ def _config(one: Found, cluster: Cluster, sizes: tuple[int, ...], kind: str | No
     unread = tuple(f"config{where}" for where in wheres if where)
     asked = _asked(one, cluster, imported, sizes)
     found = [f for f in asked.said if not f"{f.where}.".startswith(unread or ("\n",))]
-    every = tuple(_with_origin(finding, imported.written) for finding in dict.fromkeys((*said, *found)))
+    written = (_with_origin(finding, imported.written) for finding in dict.fromkeys((*said, *found)))
+    every = tuple(map(imported.worded, written))
     return _sorted(evolve(asked.checked, found=one), _placed(one, every))
 
 
@@ -259,7 +268,8 @@ def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: tuple[int, .
     envs = _environments(cluster, imported, sizes)
     model, absent = _named_model(one, imported)
     checked = Checked(found=one, model=imported.model or "", absent=absent)
-    every = tuple(ask(imported.config, *known, model) for known in envs)
+    asked = cluster.with_optimizer(imported.config)
+    every = tuple(ask(asked, *known, model) for known in envs)
     said = tuple(finding for answers in every for finding in answers.findings)
     fine = every[0].asked - len({finding.rule for finding in every[0].findings})
     unknown = Counter(what for _, what in every[0].unasked)
@@ -268,10 +278,9 @@ def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: tuple[int, .
         from prepkit import planner
 
         facts = Facts(model=model, env=envs[0][0], loaders=cluster.declared_loaders)
-        cfg = imported.config
-        cfg = cfg if cfg.optimizer is not None else evolve(cfg, optimizer=AdamW(lr=_RATE))
-        checked = evolve(checked, supposed="" if cfg == imported.config else ", and supposing AdamW")
-        costs = planner.plan(cfg, facts).map(planner.costs).value_or(None)
+        supposed = asked if asked.optimizer is not None else evolve(asked, optimizer=AdamW(lr=_RATE))
+        checked = evolve(checked, supposed="" if supposed == asked else ", and supposing AdamW")
+        costs = planner.plan(supposed, facts).map(planner.costs).value_or(None)
     return _Asked(evolve(checked, fine=fine, unknown=unknown, costs=costs), said)
 
 
@@ -366,8 +375,10 @@ class _Told:
 def line_of(place: FilePlace, finding: Finding) -> str:
     """A finding in two lines, the place first, as editors and terminals follow it."""
     what = f"{finding.severity.value} {finding.rule}: {finding.what}"
-    where = "" if str(place) in finding.where else f" ({finding.where})"
-    return f"{place}: {what}{where}\n  fix: {finding.fix}"
+    elsewhere = [finding.where] if str(place) not in finding.where else []
+    elsewhere += [f"from {finding.origin}"] if finding.origin and f"{place.file}:" not in finding.origin else []
+    also = f" ({', '.join(elsewhere)})" if elsewhere else ""
+    return f"{place}: {what}{also}\n  fix: {finding.fix}"
 
 
 def _summary(checked: list[Checked], told: _Told, paths: tuple[str, ...]) -> Iterator[str]:

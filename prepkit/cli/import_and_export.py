@@ -53,7 +53,7 @@ def import_command(config: str | None, kind: str | None, env: bool, output: str 
     if output:
         text = cli_refusal.attempt(lambda: config_text(imported.config, output))
         if isinstance(text, PlanRejected):
-            cli_refusal.refuse((text,), as_json)
+            cli_refusal.refuse((PlanRejected((*imported.notes, *text.findings)),), as_json)
         cli_refusal.write(text, output)
     if as_json:
         say_json(

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
-from attrs import frozen
+from attrs import evolve, frozen
 
+from prepkit.config import Config, DeepSpeed
+from prepkit.config.optimizer import OPTIMIZERS, OptimizerSpec
 from prepkit.facts import Env, LoaderFacts, parse_bytes
 
 if TYPE_CHECKING:
@@ -77,6 +79,16 @@ class Cluster:
     torch: str | None = None
     batch_size: int | None = None
     """Samples that a rank reads at once."""
+    optimizer: OptimizerSpec | None = None
+    """What a config that names no optimizer is taken to ask for."""
+
+    def with_optimizer(self, cfg: Config) -> Config:
+        """The config as if it asked for the optimizer of the command line, where it names none of its own."""
+        from prepkit.resolve.deepspeed.data import said
+
+        own = isinstance(cfg.engine, DeepSpeed) and "optimizer" in said(cfg.engine)
+        named = own or cfg.optimizer is not None
+        return cfg if named or self.optimizer is None else evolve(cfg, optimizer=self.optimizer)
 
     @property
     def declared_loaders(self) -> tuple[LoaderFacts, ...]:
@@ -110,6 +122,11 @@ def _bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | Non
         raise click.BadParameter(str(error)) from None
 
 
+def _optimizer(_: click.Context, __: click.Parameter, name: str | None) -> OptimizerSpec | None:
+    made: OptimizerSpec | None = next((spec() for spec in OPTIMIZERS if spec.__name__ == name), None)
+    return made
+
+
 memory_option = click.option("--memory", callback=_bytes, metavar="SIZE", help="Memory of one device, such as 80GiB.")
 
 
@@ -124,11 +141,18 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(world_size: tuple[int, ...], **rest: Any) -> None:
         declared = {
-            name: rest.pop(name) for name in ("device", "per_node", "memory", "host_memory", "torch", "batch_size")
+            name: rest.pop(name)
+            for name in ("device", "per_node", "memory", "host_memory", "torch", "batch_size", "optimizer")
         }
         command(cluster=Cluster(sizes=world_size, **declared), **rest)
 
     for option in (
+        click.option(
+            "--optimizer",
+            type=click.Choice([spec.__name__ for spec in OPTIMIZERS], case_sensitive=False),
+            callback=_optimizer,
+            help="As if CONFIG asked for it, with its defaults, where CONFIG names none: memory then counts its state.",
+        ),
         click.option(
             "--batch-size", type=click.IntRange(1, MOST), help="Samples that a rank reads at once, for global_batch."
         ),

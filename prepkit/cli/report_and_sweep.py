@@ -68,7 +68,7 @@ def sweep(
     imported = cli_import.read(config, kind)
     if isinstance(imported, PlanRejected):  # before the model is imported, which may take a minute
         cli_refusal.refuse((imported,), as_json)
-    cfg, env = imported.config, cluster.envs(imported)[0]
+    cfg, env = cluster.with_optimizer(imported.config), cluster.envs(imported)[0]
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, env))
     if isinstance(facts, PlanRejected):
         cli_refusal.refuse((facts,), as_json)

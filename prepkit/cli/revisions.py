@@ -236,7 +236,8 @@ def planner(model: str | None, cluster: Any) -> Plans:
         facts = seen[0]
         if isinstance(facts, PlanRejected):
             cli_files.refuse((facts,), as_json=False)
-        verdict = judge(config, evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders))
+        facts = evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders)
+        verdict = judge(cluster.with_optimizer(config), facts)
         return verdict.plan if verdict.plan is not None else PlanRejected(verdict.findings)
 
     return plan

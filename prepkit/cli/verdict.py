@@ -13,6 +13,7 @@ from prepkit.config import Config, Origin
 from prepkit.config.origin import origin_of
 from prepkit.facts import Facts
 from prepkit.findings import Finding, PlanRejected
+from prepkit.formats.importers.source import Imported
 from prepkit.formats.policy import Policy, recorded
 from prepkit.plan import Plan
 from prepkit.render.text import findings_text
@@ -52,8 +53,8 @@ def recorded_in(policy: Policy, file: str, verdict: Verdict) -> Verdict:
     return evolve(verdict, plan=plan, findings=plan.warnings, accepted=plan.overridden)
 
 
-def placed(verdict: Verdict, written: tuple[Origin, ...], refused: PlanRejected | None) -> Verdict:
-    """The verdict with the line of each finding, and without a plan where the file itself was refused.
+def placed(verdict: Verdict, imported: Imported, refused: PlanRejected | None) -> Verdict:
+    """The verdict with line and keys of the file in each finding, and without a plan where the file itself was refused.
 
     What the rules say of a place that could not be read is left out: they saw something else there.
     """
@@ -65,11 +66,12 @@ def placed(verdict: Verdict, written: tuple[Origin, ...], refused: PlanRejected 
         return not any(f"{finding.where}.".startswith((f"{place}.", f"{place}[")) for place in places)
 
     def line(finding: Finding) -> Finding:
-        return finding if finding.origin else evolve(finding, origin=_line(written, finding))
+        placed = finding if finding.origin else evolve(finding, origin=_line(imported.written, finding))
+        return imported.worded(placed)
 
     found = tuple(map(line, filter(asked, verdict.findings)))
     if refused is not None:
-        return evolve(verdict, plan=None, findings=(*wrong, *found))
+        return evolve(verdict, plan=None, findings=(*map(imported.worded, wrong), *found))
     return evolve(verdict, findings=found, accepted=tuple(map(line, verdict.accepted)))
 
 

@@ -31,7 +31,7 @@ from prepkit.predict import predict
 from prepkit.predict.deepspeed.inputs import REDUCE_BUCKET, zero_of
 from prepkit.predict.inputs import stored_bytes
 from prepkit.predict.prediction import Prediction
-from prepkit.resolve.deepspeed.data import offloaded, offloads, restaged, with_zero
+from prepkit.resolve.deepspeed.data import changed_keys, offloaded, offloads, restaged, with_zero
 from prepkit.resolve.deepspeed.data import stage as stage_of
 from prepkit.resolve.engines import traits
 from prepkit.resolve.mesh import size_of
@@ -240,9 +240,14 @@ def _option(plan: Plan, cfg: Config, moves: tuple[Move, ...], memory: int, again
 
 
 def _diff(old: Config, new: Config) -> tuple[str, ...]:
-    """``name=new instead of old`` for each field that differs, as one would type it."""
-    pairs = ((field.name, getattr(old, field.name), getattr(new, field.name)) for field in fields(Config))
-    return tuple(f"{name}={typed(b)} instead of {typed(a)}" for name, a, b in pairs if a != b)
+    """``name=new instead of old`` for each field that differs, as one would type it; in DeepSpeed's JSON each key."""
+    pairs = [(field.name, getattr(old, field.name), getattr(new, field.name)) for field in fields(Config)]
+    keys: tuple[str, ...] = ()
+    match old.engine, new.engine:
+        case DeepSpeed(config=text), DeepSpeed() if text != DeepSpeed().config:
+            pairs = [pair for pair in pairs if pair[0] != "engine"]
+            keys = changed_keys(old.engine, new.engine)
+    return (*keys, *(f"{name}={typed(b)} instead of {typed(a)}" for name, a, b in pairs if a != b))
 
 
 def typed(value: Any) -> str:

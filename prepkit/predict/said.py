@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from prepkit import codec
+from prepkit.config import DeepSpeed
+from prepkit.config.optimizer import specs
 from prepkit.plan import Plan
 from prepkit.predict import predict
+from prepkit.resolve.deepspeed.data import look
+from prepkit.resolve.deepspeed.data import said as written
 
 BYTES = ("memory.for_certain", "memory.at_most", "memory.host", "traffic.sent", "traffic.between_nodes")
 """Paths whose values are bytes."""
@@ -28,7 +32,6 @@ def said(plan: Plan) -> dict[str, Any]:
     between = prediction.crossing(env.per_node) if known and env.per_node else None
     if plan.world_size == 1:
         between = 0
-    optimizer = plan.facts.optimizer
     return {
         "engine": type(plan.config.engine).__name__,
         "world_size": plan.world_size,
@@ -37,7 +40,7 @@ def said(plan: Plan) -> dict[str, Any]:
         "mesh": {name: sizes.get(name, 1) for name in ("replicate", "shard", "tensor")},
         "global_batch": plan.owners.global_batch,
         "accumulation": plan.owners.accumulation_steps,
-        "optimizer": optimizer.name if optimizer else None,
+        "optimizer": _optimizer(plan),
         "parameters": sum(param.numel for param in plan.facts.model.params),
         "memory": {
             "for_certain": max(ranks.floor() for ranks in known) if known else None,
@@ -49,6 +52,17 @@ def said(plan: Plan) -> dict[str, Any]:
         "overridden": [finding.rule for finding in plan.overridden],
         "config": codec.to_data(plan.config),
     }
+
+
+def _optimizer(plan: Plan) -> str | None:
+    """Who steps: the class that was given, those that the config asks for, or the type that DeepSpeed's JSON names."""
+    if plan.facts.optimizer is not None:
+        return plan.facts.optimizer.name
+    if asked := specs(plan.config.optimizer):
+        return " + ".join(type(spec).__name__ for spec in asked)
+    engine = plan.config.engine
+    named = look(written(engine), "optimizer.type") if isinstance(engine, DeepSpeed) else None
+    return named if isinstance(named, str) else None
 
 
 def at(values: Any, path: str) -> Any:

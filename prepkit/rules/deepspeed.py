@@ -18,7 +18,7 @@ from prepkit.resolve.placements import CAST
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Check, Hit, Rule, options, under, with_engine
 
-TEXT = ("not-json", "removed-key", "unknown-key", "wrong-type", "wrong-value", "no-stage", "stage")
+TEXT = ("not-json", "removed-key", "unknown-key", "wrong-type", "wrong-value", "no-stage", "stage", "turned-off")
 """Rules about the user's JSON as it is written: no fact is read for them, so that none can be missing."""
 
 
@@ -308,6 +308,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write a value.",
         overridable=False,
         source=("DS-23", "DP-20", "pain 14"),
+    ),
+    Rule(
+        id="deepspeed.turned-off",
+        summary="What a DeepSpeed config leaves to its caller, and nobody fills in, is off on purpose.",
+        lawful="its caller may fill it in",
+        check=flaws("turned-off"),
+        fix='Write precision=BF16() and clip=ClipNorm(1.0), or false and 0.0 in the place of "auto".',
+        severity=Severity.WARNING,
+        source=("DS-12", "DP-20"),
     ),
     Rule(
         id="deepspeed.offload",

@@ -16,7 +16,7 @@ from prepkit.resolve.deepspeed.data import said
 from prepkit.rules import deepspeed
 from prepkit.rules.without_model import ask
 from prepkit.testing.strategies.deepspeed import deepspeeds
-from tests.support.command_line import MAKE, run, workplace
+from tests.support.command_line import MAKE, fresh, run, workplace
 
 DEEPSPEED = """{
   "train_micro_batch_size_per_gpu": 4,
@@ -145,6 +145,66 @@ def test_a_model_beside_the_file_gives_memory_and_the_dearest_settings(folder: P
     assert "ax.yml, with org/small, and supposing AdamW:" in said
     assert "GiB for certain and " in said
     assert "dearest settings:\n    engine=FSDP2() instead of DDP(): " in said
+
+
+def test_the_dearest_settings_of_a_deepspeed_file_are_its_keys_and_not_the_file(folder: Path) -> None:
+    both = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000000}}
+    Path("ds.json").write_text(json.dumps(both | {"gradient_clipping": 0.0}))
+    Path("small").mkdir()
+    Path("small/config.json").write_text(json.dumps(LLAMA))
+    words = ("--model", "small", "--world-size", "8", "--device", "cuda", "--optimizer", "AdamW")
+    said = run("check", "ds.json", *words)
+    assert "dearest settings:\n" in said.stdout, said.stderr
+    changes = said.stdout.partition("dearest settings:\n")[2].partition("cannot know")[0]
+    assert "zero_optimization.stage=3 instead of 2: " in changes
+    assert 'zero_optimization.offload_optimizer.device="cpu": ' in changes
+    assert "{" not in changes
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "keys"),
+    [
+        (
+            "ds.json",
+            '{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}',
+            "Here clip is gradient_clipping.",
+        ),
+        (
+            "acc.yaml",
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: NO_WRAP}\n",
+            "Here wrap is fsdp_config.fsdp_auto_wrap_policy",
+        ),
+        ("own.toml", '[engine]\nkind = "FSDP2"\nwrap = "WrapRoot"\n', ""),
+    ],
+)
+def test_a_fix_names_the_key_of_the_file_that_says_it(name: str, text: str, keys: str, folder: Path) -> None:
+    """Nobody can write ``clip=ClipNorm(1.0)`` into DeepSpeed's JSON."""
+    Path(name).write_text(text)
+    words = ("--world-size", "2", "--device", "cuda", "--batch-size", "2")
+    alone = json.loads(run("check", name, "--json", *words).stdout)["findings"]
+    beside = json.loads(run("check", name, "--json", *words, *MAKE).stdout)["findings"]
+    fixes = [one["fix"] for one in (*alone, *beside)]
+    assert fixes
+    assert [fix for fix in fixes if keys in fix]
+    assert keys or not [fix for fix in fixes if " Here " in fix]
+
+
+@pytest.mark.parametrize("word", ["check", "plan", "sweep"])
+def test_an_optimizer_that_is_named_is_counted_where_the_config_names_none(word: str, folder: Path) -> None:
+    """AdamW holds two moments of each weight, SGD without momentum none: both are told, and no state is left out."""
+    Path("ddp.toml").write_text('engine = "DDP"\n')
+    words = (word, "ddp.toml", *MAKE, "--world-size", "8", "--device", "cuda", "--memory", "80GiB", "--optimizer")
+    adamw, sgd = (run(*words, name).stdout for name in ("adamw", "SGD"))
+    assert "optimizer state NOT counted" not in adamw + sgd
+    assert adamw != sgd
+    assert run(*words, "lion").exit_code == 2
+    Path("ddp.toml").write_text('engine = "DDP"\noptimizer = "SGD"\n')  # what the config says stands
+    assert run(*words, "adamw").stdout == run(*words[:-1]).stdout
+
+
+def test_the_names_of_optimizers_complete_in_a_shell(folder: Path) -> None:
+    said = fresh(_PREPKIT_COMPLETE="bash_complete", COMP_WORDS="prepkit check --optimizer A", COMP_CWORD="3").stdout
+    assert [line.partition(",")[2] for line in said.splitlines()] == ["adamw", "adam", "adagrad", "adafactor"]
 
 
 def test_what_another_library_may_do_is_wrong_in_a_file_of_prepkits_own(folder: Path) -> None:

@@ -26,7 +26,10 @@ def test_a_file_of_another_library_is_printed_or_written_with_what_lies_beside_i
     written = run(*words, "-o", "back.yaml")
     assert (written.exit_code, written.stdout) == (0, "")
     assert written.stderr.split() == ["wrote", "back.yaml", "wrote", "deepspeed.json"]
-    assert json.loads(Path("deepspeed.json").read_text()) == {"zero_optimization": {"stage": 1}}
+    assert json.loads(Path("deepspeed.json").read_text()) == {
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 1.0,  # as DeepSpeed means it
+    }
     assert import_config("back.yaml").world_size == 4
 
 
@@ -55,3 +58,12 @@ def test_wrong_use_ends_with_2(folder: Path, words: tuple[str, ...], said: str) 
     done = run("export", *words)
     assert done.exit_code == 2
     assert said in done.stderr
+
+
+def test_an_import_that_cannot_be_written_says_all_that_was_found(folder: Path) -> None:
+    text = "distributed_type: FSDP\nnum_processes: 2\ndowncast_bf16: true\nfsdp_config:\n  fsdp_version: 2\n"
+    Path("acc.yaml").write_text(text)
+    done = run("import", "acc.yaml", "-o", "out.ini")
+    assert done.exit_code == 1
+    assert "import.no-effect" in done.stderr
+    assert "config.unknown-extension" in done.stderr

@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from prepkit.cli.gate import MOST_RESULTS, junit, sarif, workflow_commands
 from prepkit.findings import Finding, Severity
 from prepkit.formats.places import FilePlace
-from tests.support.command_line import ROOT, run, workplace
+from tests.support.command_line import MAKE, ROOT, run, workplace
 
 BAD = "distributed_type: MULTI_GPU\nmixed_precison: bf16\n"
 
@@ -203,3 +203,21 @@ def test_sarif_is_what_the_schema_of_oasis_takes(folder: Path) -> None:
     jsonschema.Draft7Validator(schema, format_checker=jsonschema.FormatChecker()).validate(data)
     data["runs"][0]["results"][0]["level"] = "bad"
     assert not jsonschema.Draft7Validator(schema).is_valid(data)
+
+
+def test_a_finding_about_an_imported_plan_is_in_the_plan_that_is_gated(folder: Path) -> None:
+    """Annotations about a file that is not in the pull request are shown nowhere."""
+    (folder / "acc.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
+    )
+    assert run("plan", "acc.yaml", *MAKE, "--device", "cuda", "-o", "plan.json").exit_code == 0
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["plan"]["config"]["origins"]
+    found = json.loads(run("gate", "plan.json", "--format", "json").stdout)["findings"]
+    assert [one["rule"] for one in found if one["origin"]]
+    assert {one["file"] for one in found} == {"plan.json"}
+    for one in found:
+        if one["where"].startswith("config."):
+            line = (folder / "plan.json").read_text().splitlines()[one["line"] - 1]
+            assert f'"{one["where"].rpartition(".")[2]}"' in line
+    assert "acc.yaml:" in run("gate", "plan.json").stdout

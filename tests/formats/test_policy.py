@@ -226,3 +226,18 @@ def test_a_plan_says_every_value_that_policies_are_promised() -> None:
         *("parameters", "memory", "traffic", "warnings", "overridden", "config"),
     }
     assert 0 < values["memory"]["for_certain"] <= values["memory"]["at_most"]
+
+
+def test_a_policy_knows_the_optimizer_that_the_config_asks_for(folder: Path) -> None:
+    """As well as one that was given; ``prepkit plan`` and ``prepkit gate`` see none but that of the config."""
+    json_of = '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "optimizer": {"type": "Lion"}}'
+    ours = '[[deny]]\nid = "ours.o"\nwhat = "optimizer"\nis_not = "AdamW"\nbecause = "x"\n'
+    (folder / "p.toml").write_text(ours)
+    for text, named in (
+        ('engine = "DDP"\noptimizer = "AdamW"\n', ""),
+        ('engine = "DDP"\noptimizer = "SGD"\n', "optimizer is 'SGD'"),
+        (f"[engine]\nkind = 'DeepSpeed'\nconfig = '{json_of}'\n", "optimizer is 'Lion'"),
+    ):
+        (folder / "c.toml").write_text(text)
+        done = run("plan", "c.toml", *MAKE, "--world-size", "2", "--device", "cuda", "--policy", "p.toml")
+        assert (named in done.stderr, "ours.o" in done.stderr) == (True, bool(named)), done.stderr

@@ -55,6 +55,7 @@ def folded(config: Config) -> dict[str, Any]:
         data["train_batch_size"] = config.global_batch  # alone DeepSpeed would make the micro batch of it
     if isinstance(config.clip, ClipNorm):
         data["gradient_clipping"] = config.clip.max_norm
+    data.setdefault("gradient_clipping", 0.0)  # or DeepSpeed would clip to a norm of its own
     return data
 
 

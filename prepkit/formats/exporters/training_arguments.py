@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from attrs import evolve
@@ -45,6 +46,8 @@ def training_arguments_file(config: Config, world_size: int | None, per_node: in
             data |= _fsdp(config)
         case DeepSpeed() as zero:
             data["deepspeed"] = folded(evolve(config, accumulation=1, clip=None))
+            if "gradient_clipping" not in json.loads(zero.config):
+                data["deepspeed"]["gradient_clipping"] = "auto"  # the Trainer fills in its max_grad_norm
             means = evolve(config, engine=with_json(zero, data["deepspeed"]))
     return LeftOut(data=data, means=means)
 

@@ -32,6 +32,7 @@ from prepkit.findings import PlanRejected
 from prepkit.formats.importers.deepspeed import read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside
 from prepkit.formats.importers.source import JSON, read
+from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP, filled, keys_of
 from prepkit.resolve.deepspeed.keys import SECTIONS
 
 _IN_FSDP = "fsdp_config."
@@ -224,8 +225,11 @@ def _engine(file: Foreign, config: Config, path: Path) -> Config:
     )
     steps = file.whole(f"{_IN_DEEPSPEED}gradient_accumulation_steps", "accumulation")
     clip = file.number(f"{_IN_DEEPSPEED}gradient_clipping", "clip")
-    config = evolve(config, engine=engine, accumulation=steps)
-    return evolve(config, clip=ClipNorm(clip)) if clip else config
+    if clip == 0:
+        what = f"accelerate hands no 0 on, and DeepSpeed clips to {OWN_CLIP} where nothing is said"
+        fix = f'Write {OWN_CLIP}, or a deepspeed_config_file with "gradient_clipping": 0.0.'
+        file.warn("no-effect", f"{_IN_DEEPSPEED}gradient_clipping", what, fix)
+    return evolve(config, engine=engine, accumulation=steps, clip=ClipNorm(clip or OWN_CLIP))
 
 
 def _device(file: Foreign, what: str) -> Device | None:
@@ -268,6 +272,7 @@ def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tu
         file.findings += refused.findings
         return config
     file.origins += inner.config.origins
+    file.taken(inner)
     file.findings += inner.notes
     assert isinstance(inner.config.engine, DeepSpeed)
     engine = evolve(inner.config.engine, leaf_modules=experts)
@@ -276,6 +281,10 @@ def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tu
         if type(inner.config.precision) is not type(config.precision):
             file.error("contradiction", "mixed_precision", what, "Remove it, or write the same in both.")
     precision = inner.config.precision if not file.has("mixed_precision") else config.precision
+    if precision is None:  # as accelerate fills in what is left to it
+        engine = filled(engine, {"fp16.enabled": False, "bf16.enabled": False})
+    if keys_of(engine).get("gradient_clipping") == AUTO:
+        inner = evolve(inner, config=evolve(inner.config, clip=ClipNorm(OWN_CLIP)))
     return evolve(
         config,
         engine=engine,

@@ -10,8 +10,8 @@ from attrs import evolve
 from prepkit.config import BF16, FP16, ClipNorm, Config, DeepSpeed, Precision
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.source import Imported, Source
+from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP
 
-AUTO = "auto"
 _KNOWN_BY = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16")
 _LAUNCHING = (
     *("steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"),
@@ -44,16 +44,34 @@ def from_json(file: Foreign, asked: Precision | None = None) -> Config:
         what = "DeepSpeed does it in models that call deepspeed.checkpointing.checkpoint by themselves, and in no other"
         fix = "Write checkpointing=CheckpointBlocks(offload=True) beside the engine, or leave it to such a model."
         file.warn("not-supported", "activation_checkpointing.cpu_checkpointing", what, fix)
+    for setting, key in _KEYS.items():
+        file.means(key, setting)
     clip = _number(file, "gradient_clipping", "clip")
     steps = _number(file, "gradient_accumulation_steps", "accumulation")
     config = Config(
         engine=DeepSpeed(config=json.dumps(file.data)),
         precision=_precision(file, asked),
-        clip=ClipNorm(float(clip)) if clip else None,
+        clip=ClipNorm(float(clip)) if clip else None if file.has("gradient_clipping") else ClipNorm(OWN_CLIP),
     )
     if steps and float(steps).is_integer():
         return evolve(config, accumulation=int(steps))
     return config if steps is not None else evolve(config, global_batch=_global_batch(file))
+
+
+_KEYS = {
+    "engine.stage": "zero_optimization.stage",
+    "engine.offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "engine.offload_param": "zero_optimization.offload_param.device",
+    "engine.micro_batch": "train_micro_batch_size_per_gpu",
+    "precision": "bf16.enabled",
+    "precision.init_scale": "fp16.initial_scale_power",
+    "precision.reduce_dtype": "communication_data_type",
+    "accumulation": "gradient_accumulation_steps",
+    "clip": "gradient_clipping",
+    "optimizer": "optimizer",
+    "global_batch": "train_batch_size",
+}
+"""Setting to the key that says it, be it there or not."""
 
 
 def _global_batch(file: Foreign) -> int | None:

@@ -36,6 +36,8 @@ class Foreign:
     origins: list[Origin] = field(factory=list)
     not_preparation: list[Origin] = field(factory=list)
     findings: list[Finding] = field(factory=list)
+    meant: dict[str, tuple[str, ...]] = field(factory=dict, repr=False)
+    """Setting to the keys that it would be read from, be they there or not."""
     declared: set[str] = field(factory=set)
     """Keys that say something of the cluster."""
     asked: dict[str, tuple[str, ...]] = field(factory=dict, repr=False)
@@ -51,9 +53,21 @@ class Foreign:
         value = self._value(name)
         self._read.add(name)
         self.asked.setdefault(name, ("raw",))
+        self.means(name, *settings)
         if value is not None:
             self.origins += [self._origin(name, f"config.{setting}") for setting in settings]
         return value
+
+    def means(self, name: str, *settings: str) -> None:
+        """Notes that these settings can be said by this key."""
+        for setting in settings:
+            keys = (*self.meant.get(f"config.{setting}", ()), self.shown_as.get(name, name))
+            self.meant[f"config.{setting}"] = tuple(dict.fromkeys(keys))
+
+    def taken(self, other: Imported) -> None:
+        """Notes what the keys of a file mean that this one names."""
+        for setting, keys in other.meant.items():
+            self.meant.setdefault(setting, keys)
 
     def _value(self, name: str) -> Any:
         value: Any = self.data
@@ -210,6 +224,7 @@ class Foreign:
             kind=self.kind,
             not_preparation=tuple(self.not_preparation),
             unchanged=tuple(self._origin(key, "") for key in self.unchanged()),
+            meant=dict(self.meant),
             notes=tuple(self.findings),
             **declared,
         )

@@ -6,7 +6,7 @@ import json
 import re
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from functools import lru_cache
 from itertools import islice
@@ -67,6 +67,9 @@ class Source:
             _refuse("not-a-mapping", where, what, "write fields such as 'engine' at the top level")
         return data
 
+
+_ASSIGNED = re.compile(r"(?<![\w.-])([a-z][a-z0-9_]*)=(?!=)")
+"""Name of a field that a fix gives a value, as in a call of Python."""
 
 JSON = ".json"
 
@@ -279,6 +282,8 @@ class Imported:
     """What it says beside that: read, and off, empty or as it is without it, so that no setting came of it."""
     written: tuple[Origin, ...] = ()
     """Where each key of a file of prepkit's own is; empty for other files, whose ``config.origins`` say it."""
+    meant: Mapping[str, tuple[str, ...]] = field(factory=dict, repr=False, eq=False)
+    """Setting to the keys that say it in a file of this library, be they there or not; empty for prepkit's own."""
     notes: tuple[Finding, ...] = ()
     """Warnings: settings that do nothing there either, or that prepkit answers in another way."""
 
@@ -289,6 +294,14 @@ class Imported:
             return None
         said: dict[str, Any] = {"per_node": self.per_node, "device": self.device}
         return Env.declare(world_size=self.world_size, **{name: value for name, value in said.items() if value})
+
+    def worded(self, finding: Finding) -> Finding:
+        """The finding with the keys of this file that say what its fix asks for in Python, where there are any."""
+        named = dict.fromkeys(_ASSIGNED.findall(finding.fix))
+        known = {setting.rpartition(".")[2]: keys for setting, keys in reversed(tuple(self.meant.items()))}
+        said = [f"{name} is {' or '.join(known[name])}" for name in named if name in known]
+        same = all(name in known[name] for name in named if name in known)
+        return finding if not said or same else evolve(finding, fix=f"{finding.fix} Here {', '.join(said)}.")
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -30,9 +30,10 @@ from prepkit.config import (
 )
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers.accelerate_engines import fsdp
-from prepkit.formats.importers.deepspeed import AUTO, from_json, read_deepspeed
+from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
 from prepkit.formats.importers.source import JSON, Imported, Source, read
+from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP, filled
 
 _MAX_NORM = 1.0
 """The Trainer clips to this norm where nothing is said (``max_grad_norm``)."""
@@ -154,6 +155,7 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
     assert isinstance(imported.config.engine, DeepSpeed)
     file.origins += [origin for origin in imported.config.origins if origin.setting.startswith("config.engine")]
     file.findings += imported.notes
+    file.taken(imported)
     return _with_json(config, imported.config, file, micro_batch)
 
 
@@ -169,7 +171,15 @@ def _with_json(config: Config, inner: Config, file: Foreign, micro_batch: str) -
     left = AUTO if data.get("train_batch_size", AUTO) == AUTO else None
     if data.get("train_micro_batch_size_per_gpu", left) == AUTO:
         engine = evolve(engine, micro_batch=file.whole(micro_batch, "engine.micro_batch"))
-    return evolve(config, engine=engine, precision=inner.precision if same else config.precision)
+    clip = config.clip
+    if "gradient_clipping" not in data and clip != inner.clip:
+        what = f"the JSON has no gradient_clipping, and DeepSpeed clips to {OWN_CLIP} then, whatever stands here"
+        file.warn("no-effect", "max_grad_norm", what, 'Write "gradient_clipping": "auto" into the JSON.')
+        clip = inner.clip
+    if config.precision is None:  # as the Trainer fills in what is left to it
+        engine = filled(engine, {"fp16.enabled": False, "bf16.enabled": False})
+    engine = engine if clip else filled(engine, {"gradient_clipping": 0.0})
+    return evolve(config, engine=engine, precision=inner.precision if same else config.precision, clip=clip)
 
 
 def _rest(file: Foreign) -> None:
@@ -309,4 +319,8 @@ def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
         what = f"there is no file {name:.120}, neither from here nor beside {path.name}"
         file.error("missing-file", key, what, "Give the path of the JSON file.")
         return {}
-    return read(str(found), JSON).data()
+    try:
+        return read(str(found), JSON).data()
+    except PlanRejected as refused:  # what else is wrong is told beside it
+        file.findings += refused.findings
+        return {}

@@ -18,6 +18,8 @@ from prepkit.steps import Setting
 Data = dict[str, Any]
 Path = tuple[str, ...]
 
+OWN_CLIP = 1.0
+"""The norm that DeepSpeed clips to where its JSON does not say one (``GRADIENT_CLIPPING_DEFAULT``)."""
 AUTO = "auto"
 """A value that somebody else is to fill in."""
 DEFAULT_STAGE = 2
@@ -154,6 +156,30 @@ def data_of(settings: tuple[Setting, ...]) -> Data:
     return data
 
 
+def keys_of(engine: DeepSpeed) -> dict[str, Any]:
+    """Dotted keys of the engine's JSON to their values, with its stage and its offloads as that JSON has them.
+
+    >>> keys_of(DeepSpeed(stage=3, config={"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
+    {'zero_optimization.stage': 3, 'bf16.enabled': True}
+    """
+    data = _data(engine)
+    for key in ("stage", "offload_optimizer", "offload_param"):
+        if (value := getattr(engine, key)) is not None:
+            put(data, f"{ZERO}.{key}" if key == "stage" else f"{ZERO}.{key}.device", value)
+    return {".".join(path): value for path, value in leaves(data)}
+
+
+def changed_keys(old: DeepSpeed, new: DeepSpeed) -> tuple[str, ...]:
+    """``key=new instead of old`` for each key of their JSON that differs, as JSON has the values."""
+    before, after = keys_of(old), keys_of(new)
+    every = {key: (before.get(key), after.get(key)) for key in (*before, *after)}
+    return tuple(
+        f"{key}={json.dumps(there)}" + (f" instead of {json.dumps(here)}" if key in before else "")
+        for key, (here, there) in every.items()
+        if here != there
+    )
+
+
 def stage(engine: DeepSpeed) -> int:
     """The ZeRO stage that the engine or its JSON asks for."""
     if engine.stage is not None:
@@ -196,6 +222,15 @@ def offloaded(engine: DeepSpeed, kind: str, *, away: bool = True) -> DeepSpeed:
     changed = evolve(engine, offload_optimizer=place) if kind == "optimizer" else evolve(engine, offload_param=place)
     path = f"{ZERO}.offload_{kind}"
     return _without(changed, f"{path}.device") if away else _without(changed, path)
+
+
+def filled(engine: DeepSpeed, values: dict[str, Any]) -> DeepSpeed:
+    """The engine with these values where its JSON leaves them to a caller (``auto``), whose file has said them."""
+    data = _data(engine)
+    left = {path: value for path, value in values.items() if look(data, path) == AUTO}
+    for path, value in left.items():
+        put(data, path, value)
+    return evolve(engine, config=json.dumps(data)) if left else engine
 
 
 def with_zero(engine: DeepSpeed, key: str, value: int) -> DeepSpeed:

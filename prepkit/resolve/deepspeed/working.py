@@ -102,7 +102,24 @@ def as_written(cfg: Config, facts: Facts) -> tuple[Draft, int]:
         draft.flaw("not-json", f"The text is {error}.")
     tidy(draft)
     within_limits(draft)
+    _turned_off(draft)
     return draft, _stage(draft)
+
+
+def _turned_off(draft: Draft) -> None:
+    """Says what is off because the JSON leaves it to a caller that is not here, and config says nothing of it."""
+    low = [f"{name}.enabled" for name in ("bf16", "fp16") if draft.is_auto(f"{name}.enabled")]
+    parts, fixes = [], []
+    if low and draft.cfg.precision is None:
+        named = " and ".join(f"`{path}`" for path in low)
+        parts.append(f'{named} {"are" if len(low) > 1 else "is"} "auto", so that all is computed in float32')
+        fixes.append("precision=BF16()")
+    if draft.is_auto("gradient_clipping") and draft.cfg.clip is None and draft.cfg.intent is Intent.TRAINING:
+        parts.append('`gradient_clipping` is "auto", so that gradients are not clipped')
+        fixes.append("clip=ClipNorm(1.0)")
+    if parts:
+        what = f"Nothing fills in what the JSON leaves to its caller: {'; '.join(parts)}."
+        draft.flaw("turned-off", what, f'Write {" and ".join(fixes)}, or what you mean in the place of "auto".')
 
 
 def _stage(draft: Draft) -> int:

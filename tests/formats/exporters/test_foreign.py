@@ -162,6 +162,14 @@ def test_what_a_file_cannot_say_is_named_and_nothing_is_written(
     assert [finding.where for finding in partial.left_out] == [finding.where for finding in caught.value.findings]
 
 
+@pytest.mark.parametrize("to", ["deepspeed", "accelerate"])
+def test_a_deepspeed_file_of_a_config_that_does_not_clip_says_so(tmp_path: Path, to: str) -> None:
+    """DeepSpeed would clip to 1.0 where nothing is said."""
+    place, _ = written(tmp_path, to, Config(engine=DeepSpeed(stage=2), clip=None))
+    file = place if to == "deepspeed" else tmp_path / "deepspeed.json"
+    assert json.loads(file.read_text())["gradient_clipping"] == 0.0
+
+
 def test_nothing_said_of_micro_batches_is_one_and_a_global_batch_is_named() -> None:
     assert (
         "gradient_accumulation_steps: 1\n" in export_config(Config(engine=DDP(), timeout_s=60.0), "transformers").text

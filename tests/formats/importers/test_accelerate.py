@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from prepkit.api import check
 from prepkit.config import (
     BF16,
     DDP,
@@ -37,6 +38,7 @@ from prepkit.config import (
 )
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers import Imported, import_config
+from prepkit.testing.tiny import tiny_facts
 
 
 def read(tmp_path: Path, text: str, name: str = "accelerate.yaml") -> Imported:
@@ -247,6 +249,20 @@ def test_the_switch_for_saving_16_bit_weights_is_read_and_changes_nothing(tmp_pa
         assert evolve(imported.config, origins=()) == without
         assert {"deepspeed_config.zero3_save_16bit_model"} == {one.key for one in imported.not_preparation}
         assert imported.notes == ()
+
+
+@pytest.mark.parametrize("given", ["", "  gradient_clipping: 0.0\n", "  deepspeed_config_file: auto.json\n"])
+def test_what_is_left_to_accelerate_is_clipped_to_its_norm_and_not_said_to_be_off(tmp_path: Path, given: str) -> None:
+    """``auto`` becomes 1.0 in ``Accelerator._prepare_deepspeed``; it leaves 0 out, and DeepSpeed's own norm is 1.0."""
+    (tmp_path / "auto.json").write_text(
+        '{"zero_optimization": {"stage": 2}, "gradient_clipping": "auto", "fp16": {"enabled": "auto"}}'
+    )
+    stage = "" if "file" in given else "  zero_stage: 2\n"
+    imported = read(tmp_path, f"distributed_type: DEEPSPEED\ndeepspeed_config:\n{stage}{given}")
+    assert imported.config.clip == ClipNorm(1.0)
+    assert bool(imported.notes) is ("0.0" in given)
+    rules = [one.rule for one in check(imported.config, tiny_facts(world=2))]
+    assert "deepspeed.turned-off" not in rules
 
 
 def test_a_deepspeed_file_is_read_where_it_lies_beside_the_yaml(tmp_path: Path) -> None:

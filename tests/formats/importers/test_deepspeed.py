@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
-from prepkit.config import BF16, FP16, ClipNorm, DeepSpeed
+from prepkit import api
+from prepkit.config import BF16, FP16, ClipNorm, Config, DeepSpeed
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers import import_config
 from prepkit.testing.tiny import tiny_facts
@@ -65,8 +67,6 @@ def test_the_section_that_is_on_says_the_precision(tmp_path: Path, section: dict
 
 
 def test_the_loss_scale_of_the_file_stands_in_one_place(tmp_path: Path) -> None:
-    from prepkit import api
-
     section = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2}
     text = json.dumps({"zero_optimization": {"stage": 1}, "fp16": section})
     rules = [finding.rule for finding in api.check(read(tmp_path, text).config, tiny_facts(world=2))]
@@ -91,8 +91,6 @@ def test_a_global_batch_beside_a_micro_batch_gives_the_accumulation_of_any_numbe
     tmp_path: Path, numbers: dict[str, object], wanted: tuple[int | None, int | None]
 ) -> None:
     """As DeepSpeed works it out; of the global batch alone it works out the micro batch."""
-    from prepkit import api
-
     config = read(tmp_path, json.dumps({"zero_optimization": {"stage": 1}, **numbers})).config
     assert (config.accumulation, config.global_batch) == wanted
     if wanted == (None, 64):
@@ -106,8 +104,36 @@ def test_what_is_auto_is_left_to_the_plan(tmp_path: Path) -> None:
     assert (config.clip, config.accumulation, config.global_batch) == (None, None, None)
 
 
+@pytest.mark.parametrize(("said", "clip"), [("", ClipNorm(1.0)), (', "gradient_clipping": 0.0', None)])
+def test_where_nothing_is_said_of_clipping_it_is_as_deepspeed_does_by_itself(
+    tmp_path: Path, said: str, clip: ClipNorm | None
+) -> None:
+    from deepspeed.runtime.config import get_gradient_clipping
+
+    data = json.loads(f'{{"zero_optimization": {{"stage": 1}}{said}}}')
+    assert get_gradient_clipping(data) == (clip.max_norm if clip else 0.0)
+    assert read(tmp_path, json.dumps(data)).config.clip == clip
+
+
+def test_what_is_left_to_a_caller_that_is_not_here_is_said_once_to_be_off(tmp_path: Path) -> None:
+    left = {"zero_optimization": {"stage": 1}, "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": 1}
+    left |= {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
+
+    def said(config: Config) -> list[str]:
+        found = api.check(config, tiny_facts(world=2))
+        return [finding.what for finding in found if finding.rule == "deepspeed.turned-off"]
+
+    config = read(tmp_path, json.dumps(left)).config
+    (told,) = said(config)
+    assert "`bf16.enabled` and `fp16.enabled`" in told
+    assert "computed in float32" in told
+    assert "not clipped" in told
+    assert said(evolve(config, precision=BF16(reduce_dtype="float32"), clip=ClipNorm(1.0))) == []
+    off = left | {"gradient_clipping": 0.0, "fp16": {"enabled": False}, "bf16": {"enabled": False}}
+    assert said(read(tmp_path, json.dumps(off)).config) == []
+
+
 def test_findings_of_rules_name_the_key_and_its_line(tmp_path: Path) -> None:
-    from prepkit import api
 
     text = '{\n "zero_optimization": {"stage": 9},\n "gradient_cliping": 1.0\n}'
     findings = {finding.rule: finding for finding in api.check(read(tmp_path, text).config, tiny_facts(world=2))}

@@ -250,3 +250,21 @@ def test_what_is_wrong_in_a_json_of_deepspeed_is_said_with_what_is_wrong_here(tm
     with pytest.raises(PlanRejected) as refused:
         read(tmp_path, "bf16: maybe\ndeepspeed: zero.json\n")
     assert {found.rule for found in refused.value.findings} == {"import.wrong-type", "config.not-a-mapping"}
+
+
+def test_a_json_without_clipping_clips_as_deepspeed_does_and_the_arguments_say_nothing_of_it(tmp_path: Path) -> None:
+    """``HfTrainerDeepSpeedConfig.fill_match`` fills in what is ``auto``, and adds no key that is not there."""
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    text = "max_grad_norm: 0.5\ndeepspeed: zero.json\n"
+    imported = read(tmp_path, text)
+    assert imported.config.clip == ClipNorm(1.0)
+    assert [note.where.rpartition(" ")[2] for note in imported.notes] == ["max_grad_norm"]
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}')
+    assert (read(tmp_path, text).config.clip, read(tmp_path, text).notes) == (ClipNorm(0.5), ())
+
+
+def test_a_damaged_file_that_is_named_hides_nothing_else_that_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.json").write_text("{")
+    with pytest.raises(PlanRejected) as refused:
+        read(tmp_path, "fsdp: full_shard\nfsdp_config: fsdp.json\nmax_grad_norm: many\n")
+    assert {finding.rule for finding in refused.value.findings} >= {"codec.damaged", "import.wrong-type"}
