@@ -93,8 +93,14 @@ class Called:
     def recorded(self) -> RecordedCall:
         """As the file has it."""
         ends, kept = tuple(sorted(self.arrived)), digest(self.tensors)
-        more = {"digest": kept, "returned": tuple(self.returned)}
-        return RecordedCall(inputs=self.inputs, micro=self.micro, entry=self.entry, outputs=ends, **more)
+        return RecordedCall(
+            inputs=self.inputs,
+            micro=self.micro,
+            entry=self.entry,
+            outputs=ends,
+            digest=kept,
+            returned=tuple(self.returned),
+        )
 
 
 CLIPS = {"_clip_grads_with_norm_": "clipped", "_get_total_norm": "measured", "clip_grad_value_": "clamped"}
