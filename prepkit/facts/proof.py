@@ -134,6 +134,8 @@ class ProofFacts:
     """Where the program went backward, and where it stepped: ``train.py:31``; empty: nobody knows."""
     unproven: str = ""
     """Why nothing could be replayed; empty: it could."""
+    outputs: tuple[str, ...] = ()
+    """Outputs of the model to which something behind it has done what can be named, a sentence each."""
     unrepeated: str = ""
     """Which output of a forward the replay does not give again, so that gradients were not compared; empty: none."""
     limits: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
 from prepkit.proving.loss_graph import used_outside
-from prepkit.proving.record_file import Disturbed, RecordedCall
+from prepkit.proving.record_file import Disturbed, RecordedCall, Returned
 
 HOME = str(Path(__file__).parents[1])
 """The folder of prepkit's own frames."""
@@ -81,7 +81,8 @@ class Called:
     """Nodes of the graph at which its outputs begin."""
     arrived: dict[int, Tensor] = field(factory=dict)
     seen: dict[int, Tensor] = field(factory=dict)
-    """A sketch of each of them."""
+    """A sketch of each output that is kept."""
+    returned: list[Returned] = field(factory=list)
     buffers: dict[str, Tensor] = field(factory=dict)
     """Those that are not as they were at the first call of the window."""
     micro: int = -1
@@ -92,7 +93,14 @@ class Called:
     def recorded(self) -> RecordedCall:
         """As the file has it."""
         ends, kept = tuple(sorted(self.arrived)), digest(self.tensors)
-        return RecordedCall(inputs=self.inputs, micro=self.micro, entry=self.entry, outputs=ends, digest=kept)
+        return RecordedCall(
+            inputs=self.inputs,
+            micro=self.micro,
+            entry=self.entry,
+            outputs=ends,
+            digest=kept,
+            returned=tuple(self.returned),
+        )
 
 
 CLIPS = {"_clip_grads_with_norm_": "clipped", "_get_total_norm": "measured", "clip_grad_value_": "clamped"}

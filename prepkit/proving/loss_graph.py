@@ -93,6 +93,14 @@ def used_outside(loss: Tensor, ends: Collection[int]) -> Iterator[Tensor]:
         left.extend(following for following, _ in node.next_functions)
 
 
+def dtype_inside(output: Tensor) -> torch.dtype:
+    """The lowest floating dtype that an output was computed in, before it was cast last."""
+    node = output.grad_fn
+    while node is not None and node.name().startswith(THROUGH):
+        node = node.next_functions[0][0]
+    return output.dtype if node is None else lowest_dtype((node,), torch.float64)
+
+
 def lowest_dtype(ends: Collection[Any], known: torch.dtype) -> torch.dtype:
     """The lowest floating dtype of the nodes behind these, as far as one walks."""
     seen: set[int] = set()

@@ -42,6 +42,17 @@ class HeldPart:
 
 
 @frozen(kw_only=True)
+class Returned:
+    """One floating output of a call: norm and some elements of it lie under ``seen/``."""
+
+    place: int
+    shape: tuple[int, ...]
+    dtype: str
+    inside: str
+    """The lowest floating dtype of what it was computed from, before it was cast last."""
+
+
+@frozen(kw_only=True)
 class RecordedCall:
     """One call of the root's forward."""
 
@@ -55,6 +66,8 @@ class RecordedCall:
     """The method of the bare module that was run."""
     digest: str = ""
     """Of all tensors that it was given."""
+    returned: tuple[Returned, ...] = ()
+    """Its first outputs, as the loop got them."""
 
 
 @frozen(kw_only=True)
@@ -260,6 +273,8 @@ def _wrong_call(at: int, head: Head, tensors: Mapping[str, Tensor]) -> Iterator[
         yield f"the inputs of call {at} cannot be read"
     lacking = [] if "rng" in given else ["its generator"]
     lacking += [f"the gradient of output {place}" for place in call.outputs if f"output/{at}/{place}" not in tensors]
+    if odd := [one for one in call.returned if one.dtype not in FLOATING or one.inside not in FLOATING]:
+        yield f"output {odd[0].place} of call {at} is in {odd[0].dtype:.40}, which is no floating dtype"
     if not call.entry.isidentifier() or call.entry.startswith("_"):
         yield f"call {at} is of {call.entry!r:.40}, which is no method of a model"
     if lacking:

@@ -44,6 +44,7 @@ from prepkit.proving.hooks import (
     with_gradients,
 )
 from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype
+from prepkit.proving.outputs import RETURNED, returned
 from prepkit.proving.record_file import Head, HeldPart, Micro, Record
 from prepkit.proving.trace import Tracer, sketch
 from prepkit.ranks.world import world
@@ -305,9 +306,10 @@ class Recorder:
         call.ends = tuple(tensor.grad_fn for tensor in found if tensor.grad_fn is not None)
         self._dtype = lowest_dtype(call.ends, self._dtype)
         for place, tensor in enumerate(found):
+            if place < RETURNED and tensor.is_floating_point() and tensor.layout is torch.strided:
+                call.seen[place] = sketch(local(tensor).detach().reshape(-1))
+                call.returned.append(returned(place, tensor))
             if tensor.requires_grad:
-                if tensor.is_floating_point() and tensor.layout is torch.strided:
-                    call.seen[place] = sketch(local(tensor).detach().reshape(-1))
                 tensor.register_hook(adding(call.arrived, place))  # type: ignore[no-untyped-call]
 
     # --- backward ---------------------------------------------------------------------------------------------------

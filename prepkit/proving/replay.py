@@ -16,11 +16,11 @@ from prepkit.findings.text import some
 from prepkit.objects import names
 from prepkit.proving import bare, tree
 from prepkit.proving.hooks import alike
+from prepkit.proving.outputs import Compared, Outputs, compared
 from prepkit.proving.parts_of import Replica, replicas
 from prepkit.proving.record_file import Disturbed, Record
 from prepkit.proving.stepped import steps_of
 from prepkit.proving.streamed import Streamed, stub
-from prepkit.proving.trace import sketch, unrepeated_of
 
 HALF = ("bfloat16", "float16")
 COUNTED = ("running_mean", "running_var", "num_batches_tracked")
@@ -57,8 +57,8 @@ class Replay:
     """Parameters that came with hooks of the program's own on their gradients, as a plan knows them."""
     held: int = 0
     """The most of the former that was held."""
-    outputs: list[dict[str, Tensor]] = field(factory=list)
-    """Sketches of the outputs of each replay, by their keys in a record."""
+    outputs: list[Outputs] = field(factory=list)
+    """Those of each replay."""
 
     @property
     def most(self) -> int:
@@ -121,10 +121,13 @@ def replayed(window: Replay) -> ProofFacts:
     eps = torch.finfo(getattr(torch, _lowest(records, "dtype"))).eps
     buffers_apart = tuple(_buffers_apart(records)) if first.fresh else ()
     begun_apart = buffers_apart or any(ranks for _, ranks, _ in apart)  # which explains other outputs
-    unrepeated = "" if unlike or spoiled or begun_apart else unrepeated_of(records, window.outputs[-2:], eps)
+    exact, again = window.outputs[-2:]
+    outputs = Compared() if unlike or spoiled or begun_apart else compared(records, (exact, again), eps)
     hooked = tuple(name for name in window.hooked if name in held)
-    compares = not (unlike or spoiled or unrepeated)
+    compares = not (unlike or spoiled or outputs.unrepeated)
     judged = [one.name for one in first.params if one.name in held and one.name not in hooked] if compares else []
+    if outputs.aside:
+        more += (f"{outputs.aside}, and no gradient comes back to it: the others were compared",)
     if hooked:
         more += (f"hooks of the program's own change the gradients of {some(hooked)}, which were not compared",)
     if judged and any(_size(one.shape) > window.most for one in first.params):
@@ -155,7 +158,8 @@ def replayed(window: Replay) -> ProofFacts:
         options_apart=_options_apart(records),
         same_samples=_same_samples(records),
         lines=first.lines,
-        unrepeated=unrepeated,
+        outputs=outputs.changed,
+        unrepeated=outputs.unrepeated,
         limits=(*limits, *more, *unlike, *_meant(records), *((no_step,) if no_step else ())),
     )
 
@@ -241,7 +245,7 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
     model, streamed = window.streamed(dtype)
     buffers = dict(bare.named_buffers(model))
     found = []
-    window.outputs.append({})
+    window.outputs.append(Outputs(str(dtype).removeprefix("torch.")))
     for record in window.records:
         bare.evaluate(model, record.head.evaluating)
         for at, micro in enumerate(record.head.micros):
@@ -298,13 +302,15 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
             stack.enter_context(context)
         with torch.autocast("cpu", dtype=getattr(torch, made.low)) if made.low else nullcontext():
             outputs = list(tree.tensors_of(entered(*args, **kwargs)))
+        window.outputs[-1].take(record.head.rank, number, outputs)
         ends: list[Tensor] = []
         grads: list[Tensor] = []
         for place in call.outputs:
             grad = record.tensors[f"output/{number}/{place}"]
             if place >= len(outputs) or outputs[place].shape != grad.shape:
-                raise CannotReplay("plainly the model returns other outputs than it did: parts of a whole, or others")
-            window.outputs[-1][f"{record.head.rank}/{number}/{place}"] = sketch(outputs[place].detach().reshape(-1))
+                plain = f"of shape {tuple(outputs[place].shape)}" if place < len(outputs) else "none"
+                said = f"output {place} of call {number} on rank {record.head.rank} was of shape {tuple(grad.shape)}"
+                raise CannotReplay(f"{said}, and plainly the model returns {plain}: a part of the whole, or others")
             ends.append(outputs[place])
             grads.append((grad.to(torch.float64) / made.divisor).to(outputs[place].dtype))
         if ends:

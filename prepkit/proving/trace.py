@@ -14,15 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.proving import tree
-from prepkit.proving.record_file import Record, Traced
-from prepkit.rules.run.proof_causes import MARGIN
+from prepkit.proving.record_file import Traced
 
 ELEMENTS = 64
 """Of each output, beside its norm."""
 MOST = 20_000
 """Outputs that are kept of a window."""
-FURTHEST = 0.25
-"""Of an output's size: beyond it nothing is rounding, even where two replays are as far apart."""
 
 
 @define(eq=False)
@@ -125,25 +122,3 @@ def sketch(row: Tensor) -> Tensor:
     else:
         picked = row
     return torch.cat((torch.linalg.vector_norm(row, dtype=torch.float64).view(1), picked.double())).cpu()
-
-
-def unrepeated_of(records: tuple[Record, ...], replays: list[dict[str, Tensor]], eps: float) -> str:
-    """Which recorded output is further from its replay than rounding explains; empty: none is.
-
-    ``replays``: sketches of the exact and the rounded one, by rank, call and place; ``eps``: the rounding unit.
-    """
-    exact, rounded = replays
-    for record in records:
-        for number, call in enumerate(record.head.calls):
-            for place in call.outputs:
-                key, kept = f"{record.head.rank}/{number}/{place}", f"seen/{number}/{place}"
-                if kept not in record.tensors or key not in exact or record.tensors[kept].shape != exact[key].shape:
-                    continue
-                size, off = float(exact[key].norm()), float((record.tensors[kept] - exact[key]).norm())
-                noise = float((rounded[key] - exact[key]).norm())
-                if off > min(MARGIN * (noise + eps * size), FURTHEST * size):
-                    told = f"output {place} of call {number} on rank {record.head.rank} is {off / (size or 1):.2g} x"
-                    return (
-                        f"{told} its size off what the same inputs, weights, buffers and torch's generator give again"
-                    )
-    return ""

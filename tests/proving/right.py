@@ -502,6 +502,40 @@ class Right:
         return self.make.__name__
 
 
+class Returns(nn.Module):
+    """A model that casts what it returns, and returns more than the loss needs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.dtype = net(), dtype
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        out = self.inner(x)
+        return out.to(self.dtype), {"mean": out.detach().mean(), "first": x[:2], "best": out.argmax(1)}
+
+
+def _returning(model: nn.Module) -> Window:
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, y in micros(3):
+            (nn.functional.cross_entropy(model(x)[0].float(), y) / 3).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def ddp_of_a_model_that_casts_its_outputs(rank: int, world: int) -> Window:
+    return _returning(DDP(Returns(torch.bfloat16)))
+
+
+def fsdp2_in_bfloat16_of_a_model_that_returns_float32(rank: int, world: int) -> Window:
+    model = Returns(torch.float32)
+    low = torch.bfloat16
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32))
+    return _returning(model)
+
+
 RIGHT: tuple[Right, ...] = (
     *map(
         Right,
@@ -510,6 +544,8 @@ RIGHT: tuple[Right, ...] = (
             ddp_with_no_sync,
             ddp_with_dropout,
             ddp_with_fp16_hook,
+            ddp_of_a_model_that_casts_its_outputs,
+            fsdp2_in_bfloat16_of_a_model_that_returns_float32,
             ddp_clipped,
             ddp_float16_clipped,
             ddp_bfloat16,

@@ -48,6 +48,7 @@ class ProofHarm:
 
 
 PROOF_HARMS: tuple[ProofHarm, ...] = (
+    ProofHarm("prove.outputs", wrong.outputs_in_another_order),
     ProofHarm("prove.first-weights", wrong.one_layer_of_rank_1_other),
     ProofHarm("prove.uneven", wrong.batch_skipped_on_rank_1, 4),
     ProofHarm("prove.summed", wrong.hook_that_sums, 1),

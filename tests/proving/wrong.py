@@ -10,7 +10,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 
 from tests.proving.window import DDP, WIDTH, Window, adam, loop, loss_of, micros, net
 
@@ -407,7 +407,59 @@ class Planted:
         return self.make.__name__
 
 
+class InFloat32(nn.Module):
+    """A model that makes its outputs float32, whatever it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).float()
+
+
+def _behind_ddp(change: Callable[[Tensor], Tensor]) -> Window:
+    model = DDP(net())
+    model.register_forward_hook(lambda module, given, output: change(output))
+    optimizer = adam(model)
+    return Window(model, lambda: loop(model, optimizer))
+
+
+def outputs_in_another_order(rank: int, world: int) -> Window:
+    """Each sample learns the label of another."""
+    return _behind_ddp(lambda output: output.roll(1, 0))
+
+
+def outputs_halved(rank: int, world: int) -> Window:
+    return _behind_ddp(lambda output: output / 2)
+
+
+def outputs_sliced(rank: int, world: int) -> Window:
+    """Two of the classes are those of the two others."""
+    return _behind_ddp(lambda output: torch.cat((output[:, :2], output[:, :2]), 1))
+
+
+def outputs_cast_by_the_wrapper(rank: int, world: int) -> Window:
+    model = net()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    optimizer = adam(model)
+    return Window(model, lambda: loop(model, optimizer))
+
+
+def outputs_of_float32_cast_away(rank: int, world: int) -> Window:
+    model = InFloat32()
+    low = torch.bfloat16
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=low))
+    optimizer = adam(model)
+    return Window(model, lambda: loop(model, optimizer))
+
+
 ERRORS: tuple[Planted, ...] = (
+    Planted(outputs_in_another_order, "prove.outputs", "has the values that the model returns in another order"),
+    Planted(outputs_halved, "prove.outputs", "is 0.500 x what the model returns"),
+    Planted(outputs_sliced, "prove.unproven", "The forward does not repeat: output 0"),
+    Planted(outputs_cast_by_the_wrapper, "prove.outputs", "was cast to bfloat16 behind the model"),
+    Planted(outputs_of_float32_cast_away, "prove.outputs", "is in bfloat16, and the model itself makes it float32"),
     Planted(hook_that_sums, "prove.summed", "All gradients are 2.000 x what they should be: summed over the 2 ranks"),
     Planted(hook_that_sums_at_each_micro_batch, "prove.summed", "what was reduced before among it"),
     Planted(summed_by_hand, "prove.summed", "2.000 x"),

@@ -212,13 +212,20 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
 def _unproven(facts: ProofFacts) -> Iterator[Hit]:
     if facts.unproven:
         yield Hit("proof", f"{facts.unproven}.")
-    if facts.unrepeated:
+    if facts.unrepeated and not facts.outputs:
         what = f"The forward does not repeat: {facts.unrepeated}. Gradients were not compared."
         fix = (
             "While you prove, keep what a forward changes (a counter) in buffers, and draw from torch's own generator; "
             "where it has neither, look at what computes the forward, as an engine that changes outputs."
         )
         yield Hit("proof", what, fix)
+
+
+def _outputs(facts: ProofFacts) -> Iterator[Hit]:
+    if facts.outputs:
+        others = f" (and {count(len(facts.outputs) - 1, 'other')})" if len(facts.outputs) > 1 else ""
+        untold = ". Gradients were not compared" if facts.unrepeated else ""
+        yield Hit("outputs", f"What the loop gets is not what the model returns: {facts.outputs[0]}{others}{untold}.")
 
 
 def _row(
@@ -241,6 +248,14 @@ RULES: tuple[Rule, ...] = (
         "A window could be recorded, and replayed plainly.",
         "Give tensors and plain data to the model, and whole outputs; else compare by hand what the text names.",
         _unproven,
+        severity=Severity.WARNING,
+    ),
+    _row(
+        "prove.outputs",
+        "The loop gets what the model returns.",
+        "Look for what stands around the model: hooks of a wrapper, an output dtype, a gather or a slice of outputs; "
+        "what is meant belongs into the model or the loss.",
+        _outputs,
         severity=Severity.WARNING,
     ),
     _row(
