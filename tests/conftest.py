@@ -10,6 +10,7 @@ import pytest
 from tests.support.deepspeed_cpu import own_extensions
 from tests.support.fork_server import ForkServers
 from tests.support.gang import Gang
+from tests.support.script import Ran, fork_torchrun
 
 
 def pytest_configure() -> None:
@@ -34,6 +35,12 @@ def fork_servers() -> Iterator[ForkServers]:
     servers = ForkServers()
     yield servers
     servers.close()
+
+
+@pytest.fixture
+def forked_torchrun(fork_servers: ForkServers, monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
+    """``prepkit audit --torchrun 2`` in this process forks what torchrun would start; how each of them has ended."""
+    return fork_torchrun(fork_servers, monkeypatch)
 
 
 @pytest.fixture(scope="session")

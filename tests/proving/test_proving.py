@@ -21,7 +21,9 @@ from tests.proving.right import RIGHT, Right
 from tests.proving.unseen import UNSEEN
 from tests.proving.window import proved, recorded
 from tests.proving.wrong import ERRORS, Planted, hook_that_sums
+from tests.support.command_line import run
 from tests.support.patience import MOST
+from tests.support.script import Ran
 
 MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *DRAWN_ERRORS[::9], *BY_LIBRARIES[::11]))
 """A share of them; ``python -m tests.tools.proofs`` tries all."""
@@ -163,20 +165,19 @@ print("went on")
 @pytest.mark.parametrize(
     ("divided", "says"), [("", ""), ("/ 4", "0.250 x what they should be: the loss is divided twice")]
 )
-def test_a_script_with_accelerate_is_proven_in_one_line(tmp_path: Path, divided: str, says: str) -> None:
+def test_a_script_with_accelerate_is_proven_in_one_line(
+    tmp_path: Path, forked_torchrun: list[Ran], monkeypatch: pytest.MonkeyPatch, divided: str, says: str
+) -> None:
     pytest.importorskip("accelerate")
     (tmp_path / "train.py").write_text(SCRIPT.replace("DIVIDED", divided))
-    root = str(Path(pk.__file__).parents[1])
-    command = [sys.executable, "-m", "prepkit", "audit", "--prove", "--torchrun", "2", "train.py"]
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=120 * MOST, env=environment
-    )
-    assert "went on" not in done.stdout
-    assert "proof of 2 x 4 micro-batches" in done.stdout, done.stderr[-3000:]
-    assert (("prove.accumulation" in done.stdout) and (says in done.stdout)) == bool(says), done.stdout
-    assert ("backward at train.py:14, step at train.py:15" in done.stdout) == bool(says)
-    assert (done.returncode == 0) == (not says)
+    monkeypatch.chdir(tmp_path)
+    code = run("audit", "--prove", "--torchrun", "2", "train.py").exit_code
+    out = "".join(one.out for one in forked_torchrun)
+    assert "went on" not in out
+    assert "proof of 2 x 4 micro-batches" in out, "".join(one.err[-3000:] for one in forked_torchrun)
+    assert (("prove.accumulation" in out) and (says in out)) == bool(says), out
+    assert ("backward at train.py:14, step at train.py:15" in out) == bool(says)
+    assert (code == 0) == (not says)
 
 
 def test_a_plan_is_proven_from_the_command_line(tmp_path: Path) -> None:

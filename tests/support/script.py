@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
 from attrs import frozen
 
-from tests.support.fork_server import ForkServers
+from tests.support.fork_server import ROOT, ForkServers
 from tests.support.gang import Gang
 
 
@@ -65,6 +67,25 @@ def ran(
         return gang.run_fresh(_as_script, tuple(command), dict(environment), where, timeout=timeout)
     finally:
         gang.close()
+
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a process that is launched gets from its launcher, and not from what launches."""
+
+
+def fork_torchrun(servers: ForkServers, patches: pytest.MonkeyPatch) -> list[Ran]:
+    """From now on ``subprocess.run`` of torchrun with two processes forks them; how each has ended, once it has."""
+    ended: list[Ran] = []
+
+    def start(command: tuple[str, ...], env: Mapping[str, str], *, check: bool) -> subprocess.CompletedProcess[str]:
+        assert command[1:5] == ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        assert not check
+        ours = {name: value for name, value in env.items() if name not in LAUNCHER} | {"PYTHONPATH": str(ROOT)}
+        ended.extend(ran(servers, 2, command[5:], ours, 120))
+        return subprocess.CompletedProcess(command, int(any(one.code for one in ended)))
+
+    patches.setattr(subprocess, "run", start)
+    return ended
 
 
 def _as_script(rank: int, world: int, command: tuple[str, ...], environment: dict[str, str], folder: str) -> Ran:
