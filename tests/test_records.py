@@ -111,6 +111,7 @@ def test_a_command_gets_the_statement_as_input_or_as_a_file_and_fails_closed(mon
     pk.apply(_planned()[1], model=_planned()[0], require=(sys.executable, "-c", looks, "{statement}"))
     assert "could not decide" in _refused(plan, model, ("no-such-command-here",))
     assert "ended with 3: no key" in _refused(plan, model, ("sh", "-c", "echo no key >&2; exit 3"))
+    assert "ended with -9: it said nothing" in _refused(plan, model, ("sh", "-c", "kill -9 $$"))
     monkeypatch.setattr("prepkit.api.acting.SECONDS", 0.2)
     assert "timed out" in _refused(plan, model, ("sleep", "60"))
     for require in ("ssh-keygen -Y verify", (), (1,), b"true"):

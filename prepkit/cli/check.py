@@ -409,7 +409,7 @@ def _taken(checked: list[Checked]) -> Iterator[str]:
         return
     for kind, count in Counter(one.found.kind for one in checked).most_common():
         first = next(one.found for one in checked if one.found.kind == kind)
-        yield f"took {count} files for {kind}, such as {first.path} ({first.why})"
+        yield f"took {count} {'file' if count == 1 else 'files'} for {kind}, such as {first.path} ({first.why})"
 
 
 def _not_known(checked: list[Checked]) -> Iterator[str]:

@@ -44,6 +44,7 @@ def test_every_rule_that_waits_for_objects_is_named_with_what_it_waits_for() -> 
     ranks = {rule.id for rule in LAW if rule.id in later and Need.RANKS in rule.needs}
     assert code == 0
     assert later <= set(waits)
+    assert not {rule.id for rule in LAW if rule.told_by and Moment.PLAN not in rule.at} & set(waits)
     assert {rule for rule, what in waits.items() if what == "what the other ranks have seen"} == ranks
     assert all(one["tells"] for one in data["cannot_know"])
 
@@ -56,6 +57,16 @@ def test_without_torch_whatever_needs_it_is_not_known_and_nothing_is_wrong(monke
     assert "torch" in data["not_installed"]
     assert unknown["tells"] == "type: pip install 'prepkit[torch]'"
     assert len(unknown["rules"]) > 150
+
+
+def test_a_rule_that_finds_something_here_is_not_counted_as_one_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
+    fine = _said()[1]["rules_that_hold"]
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    data = _said()[1]
+    (one,) = data["wrong"]
+    assert "SLURM started 7 tasks" in one["what"]
+    assert data["rules_that_hold"] == fine - 1
 
 
 def test_a_library_that_is_too_old_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

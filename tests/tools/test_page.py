@@ -52,6 +52,11 @@ def test_a_config_and_a_model_have_findings_memory_and_a_page_with_the_mesh(answ
     assert 'class="mesh"' in said["page"]
     assert "rank 7: shard 7" in said["page"]
     assert Path.cwd() == here
+    small = answer(config=GOOD, model=LLAMA, per_node="4", memory="1MiB")
+    assert "memory.exceeds-device" in small["found"]
+    assert "node 1" not in said["page"]
+    assert "node 1" in answer(config=GOOD, model=LLAMA, per_node="4")["page"]
+    assert "a plan exists for world size 2" in answer(config=GOOD, model=LLAMA, processes="2")["found"]
     wrong = answer(config=GOOD.replace("precision", "precison"), model=LLAMA)
     assert (wrong["wrong"], wrong["page"]) == (True, "")
     assert "import.unknown-key" in wrong["found"]
