@@ -150,17 +150,18 @@ def prove(
     then the window is done again on one process with nothing around the model, and both are compared. A plan for
     another cluster is made again for these processes, from its config. ``batches``: one per micro-batch, those of rank
     0 first; a mapping's entries are keywords of the model, a tuple's its arguments. ``loss`` is called with the outputs
-    and the batch; without it a model returns its loss. Both it and the model are pickled. ``model`` stays as it is.
+    and the batch; without it a model returns its loss. Both it and the model are pickled, and hooks of its parameters,
+    whose gradients are named and not compared. ``model`` stays as it is.
 
-    Raises ``ValueError`` for too few batches, ``PlanRejected`` where there is no such plan for these processes, and
-    what a process raises, as torch's ``ProcessRaisedException``.
+    Raises ``ValueError`` for too few batches and for a hook that cannot be pickled, ``PlanRejected`` where there is no
+    such plan for these processes, and what a process raises, as torch's ``ProcessRaisedException``.
     """
     a_plan(plan)
     needs_torch("pk.prove")
     from prepkit.api.planning import build_plan
     from prepkit.config import ClipNorm
     from prepkit.facts.proof import ClipProof
-    from prepkit.proving.spawned import Trial, enough, prove_in_processes
+    from prepkit.proving.spawned import Trial, enough, hooks_of, prove_in_processes
 
     cfg, there = plan.config, plan.facts.env
     if (there.world_size, there.device) != (processes, "cpu"):
@@ -175,6 +176,7 @@ def prove(
         accumulation=steps,
         clip=ClipProof(most=cfg.clip.max_norm, power=cfg.clip.norm_type) if isinstance(cfg.clip, ClipNorm) else None,
         apply=apply,
+        hooks=tuple(hooks_of(model)),
     )
     return prove_in_processes(trial, processes)
 

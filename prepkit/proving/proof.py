@@ -61,12 +61,14 @@ class Proof:
         return f"{of}proof of {seen}, {len(facts.steps)} steps: trained {said}"
 
 
-def prove_records(model: nn.Module, folder: Path) -> Proof:
+def prove_records(model: nn.Module, folder: Path, hooked: tuple[str, ...] = ()) -> Proof:
     """The proof of the records in a folder; ``model`` is the root that ran, as it is now or as it was before.
+
+    ``hooked``: as in ``replay.Replay``.
 
     Raises ``PlanRejected`` where a record cannot be read.
     """
-    return prove_record(model, read(folder))
+    return prove_record(model, read(folder), hooked=hooked)
 
 
 def prove_record(

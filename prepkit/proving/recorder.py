@@ -103,7 +103,8 @@ class Recorder:
     _optimizers: list[Any] = field(factory=list, init=False)
     _options: tuple[str, ...] = field(default=(), init=False)
     _tokens: float | None = field(default=None, init=False)
-    _first: dict[int, int] = field(factory=dict, init=False)
+    _numbers: dict[int, int] = field(factory=dict, init=False)
+    """Identities of groups to their places among the options."""
     _fresh: bool = field(default=True, init=False)
     _lines: dict[str, None] = field(factory=dict, init=False)
     _limits: dict[str, None] = field(factory=dict, init=False)
@@ -328,6 +329,8 @@ class Recorder:
         self._around.backward(self.root, losses[0], ends, first=not self._micros)
         total = factor.total or any(call.own_total for call in open_calls)
         loss = float(losses[0].detach())
+        if not isfinite(loss) and self._tokens == 0:  # a mean over nothing, which counts as nothing
+            loss = 0.0
         if not isfinite(loss):
             self._around.unproven = f"the loss of micro-batch {micro} is {loss} on rank {world().rank}"
             loss = 0.0
@@ -427,10 +430,12 @@ class Recorder:
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
             self._fresh = self._fresh and all(map(is_fresh, optimizer.state.values()))
-            self._first[id(optimizer)] = len(self._options)
-            self._options += tuple(plain_options(optimizer, group) for group in optimizer.param_groups)
-        for name, (group, holder, at) in held.items():
-            self._groups[name] = self._first[id(optimizer)] + group
+        for group in optimizer.param_groups:  # DeepSpeed's ZeRO 1 and 2 step one after the other
+            if id(group) not in self._numbers:
+                self._numbers[id(group)] = len(self._options)
+                self._options += (plain_options(optimizer, group),)
+        for name, (place, holder, at) in held.items():
+            self._groups[name] = self._numbers[id(optimizer.param_groups[place])]
             self._keep_state(name, optimizer.state.get(holder, {}), local(holder).numel(), at)
             if holder.grad is not None:
                 numel = self._parts[name].values.numel()

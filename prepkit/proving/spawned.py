@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from prepkit.codec import files
+from prepkit.facts.model import ParamHook
 from prepkit.facts.proof import ClipProof
+from prepkit.objects import names, param_extras
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 from prepkit.proving.proof import Proof, prove_records
@@ -44,14 +48,18 @@ class Trial:
     clip: ClipProof | None
     apply: Callable[..., Any]
     """``pk.apply``."""
+    hooks: tuple[tuple[str, ParamHook, Callable[..., Any]], ...] = ()
+    """What hangs on parameters, which torch does not pickle with them."""
 
 
 def prove_in_processes(trial: Trial, processes: int) -> Proof:
     """The proof of one window. Raises what a process raises, as ``torch.multiprocessing.ProcessRaisedException``."""
     with TemporaryDirectory(prefix="prepkit-proof-") as folder:
         spawn: Any = start_processes  # which has no types
-        spawn(_run, (processes, _free_port(), trial, folder), nprocs=processes, start_method="spawn")
-        proof = prove_records(trial.model, Path(folder))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "backward hook .* will not be serialized")  # they go beside it
+            spawn(_run, (processes, _free_port(), trial, folder), nprocs=processes, start_method="spawn")
+        proof = prove_records(trial.model, Path(folder), tuple(dict.fromkeys(name for name, _, _ in trial.hooks)))
         attestation = files.load(str(Path(folder) / ATTESTATION))
     assert isinstance(attestation, Attestation)
     asked = answers(due(Moment.PROVE), Moment.PROVE, proof.facts)
@@ -71,6 +79,9 @@ def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> Non
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.set_num_threads(1)
     model, optimizer = copy.deepcopy((trial.model, trial.optimizer))  # theirs lie in memory that processes share
+    params = names.named_parameters(model)
+    for name, kind, hook in trial.hooks:
+        getattr(params[name], kind)(hook)
     torch.manual_seed(rank)  # as ranks that read other samples draw
     ready = trial.apply(trial.plan, model=model, optimizer=optimizer)
     recorder = Recorder(root=ready.model, accumulation=trial.accumulation, clip=trial.clip)
@@ -107,6 +118,24 @@ def _own_loss(outputs: Any) -> Tensor | None:
     """The loss that a model returns: alone, as ``loss``, or under that key."""
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
     return found if isinstance(found, Tensor) and found.numel() == 1 else None
+
+
+def hooks_of(model: nn.Module) -> Iterator[tuple[str, ParamHook, Callable[..., Any]]]:
+    """Yield parameter, kind and function of every hook on a parameter.
+
+    Raises ``ValueError`` for one that cannot be pickled, as whatever the processes are given.
+    """
+    for name, param in names.named_parameters(model).items():
+        for kept, kind in param_extras.HOOKS:
+            for hook in (getattr(param, kept, None) or {}).values():
+                try:
+                    pickle.dumps(hook)
+                except Exception as error:  # whatever the objects in it raise
+                    which = f"{name}.{kind}({getattr(hook, '__qualname__', hook)!s:.80})"
+                    what = f"{which}: processes get hooks by pickle, which does not take this one ({error!s:.120})"
+                    do = "make it a function of a module's top level, or prove the real run: pk.apply(plan, prove=1)"
+                    raise ValueError(f"{what}; {do}") from error
+                yield name, kind, hook
 
 
 def enough(batches: Sequence[Any], processes: int, accumulation: int) -> tuple[Any, ...]:

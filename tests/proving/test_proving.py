@@ -116,7 +116,7 @@ def test_a_plan_for_a_cluster_is_proven_here_and_the_attestation_says_so() -> No
     """In a process of its own: multiprocessing leaves a tracker of its resources behind."""
     root = str(Path(pk.__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-c", "from tests.proving.test_proving import prove_a_plan; prove_a_plan()"],
+        [sys.executable, "-c", "from tests.proving import test_proving as t; t.prove_a_plan(); t.prove_hooks()"],
         check=False,
         capture_output=True,
         text=True,
@@ -125,6 +125,24 @@ def test_a_plan_for_a_cluster_is_proven_here_and_the_attestation_says_so() -> No
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def halved(grad: Tensor) -> Tensor:
+    return grad / 2
+
+
+def prove_hooks() -> None:
+    """A hook that pickle takes goes with the model; the gradients behind it are named, and not accused."""
+    model = make()
+    model.get_parameter("inner.weight").register_hook(halved)
+    plan = pk.build_plan(pk.Config(optimizer=pk.optim.SGD(lr=0.1)), model, env=pk.Env.declare(world_size=1))
+    proof = pk.prove(plan, model, batches()[:1], loss=loss, processes=1)
+    assert proof.fine, str(proof)
+    assert "hooks of the program's own change the gradients of `inner.weight`" in str(proof)
+    assert {one.name for one in proof.facts.gradients} == {"inner.bias", "outer.weight", "outer.bias"}
+    model.get_parameter("outer.weight").register_hook(lambda grad: grad)
+    with pytest.raises(ValueError, match=r"outer\.weight\.register_hook\(.*a function of a module's top level"):
+        pk.prove(plan, model, batches()[:1], loss=loss, processes=1)
 
 
 def prove_a_plan() -> None:

@@ -5,7 +5,7 @@ A plan that no rule refuses has to run, and to train what plain torch does: ``ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from prepkit import config as c
 from prepkit import testing
 from prepkit.findings import errors
 from prepkit.observe import observe, observe_env
+from prepkit.proving.live import proven_together
+from prepkit.proving.recorder import Recorder
 from prepkit.resolve.deepspeed.data import look, said
 from prepkit.resolve.mesh import axes, size_of
 from prepkit.rules import check
@@ -197,6 +199,20 @@ def found_by_proof(ready: Any) -> list[str]:
     asked = [one for one in ready.attestation.asked if one.rule.startswith("prove.")]
     assert len(asked) > 30, asked
     return [one.what for each in asked for one in each.found]
+
+
+def found_in_windows(root: nn.Module, *windows: Callable[[], Any]) -> list[str]:
+    """All that proofs of windows trained by hand find, notes of what was not compared among it. Collective."""
+    found: list[str] = []
+    for window in windows:
+        recorder = Recorder(root=root)
+        with recorder.on():
+            window()
+        proof = proven_together(root, recorder.record())
+        assert proof.facts.gradients, str(proof)
+        assert proof.facts.steps, str(proof)
+        found += [one.what for one in proof.findings]
+    return found
 
 
 def _trained(rank: int, case: Case, prove: int = 0) -> tuple[Any, list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from prepkit.interpreter import Halted, interpret
 from prepkit.objects import names
 from prepkit.objects.target import Target
 from prepkit.steps import AutocastForward, CheckpointModules, CompileModules, ShardUnits, Unit, WrapFSDP1
+from tests.support.drawn_training import found_by_proof, found_in_windows
 from tests.support.fragile_model import TOKENS, Tiny, applied, planned
 from tests.support.gang import Gang
 from tests.support.single_step import do, fake_group, gloo_alone, problems, shard_mesh
@@ -226,26 +228,24 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-def two_steps(model: nn.Module, parts: list[Tensor]) -> dict[str, Tensor]:
+def proven_steps(model: nn.Module, parts: list[Tensor]) -> list[str]:
+    """What a proof of each window finds: it is one micro-batch of every rank."""
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    for tokens in parts:
+
+    def window(tokens: Tensor) -> None:
         loss_of(model, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {
-        name: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
-        for name, p in names.named_parameters(model).items()
-    }
+
+    return found_in_windows(model, *(partial(window, tokens) for tokens in parts))
 
 
-def seeded() -> nn.Module:
+def seeded() -> Tiny:
     torch.manual_seed(3)
     return Tiny()
 
 
-def combined(
-    rank: int, world: int, sizes: tuple[int, ...], compiled: bool = False, offload: bool = False
-) -> dict[str, Tensor]:
+def combined(rank: int, world: int, sizes: tuple[int, ...], compiled: bool = False, offload: bool = False) -> list[str]:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     target = Target(model=seeded(), mesh=mesh)
     do(CheckpointModules(paths=BLOCKS, preserve_rng_state=True), target)
@@ -253,31 +253,26 @@ def combined(
         how = CompileModules(paths=BLOCKS, backend="eager", mode="default", fullgraph=False, dynamic=None)
         do(how, target)
     do(sharding(*BLOCKS, offload=offload), target)
-    return two_steps(target.model, [part.chunk(world)[rank] for part in (TOKENS, TOKENS.flip(1))])
+    return proven_steps(target.model, [part.chunk(world)[rank] for part in (TOKENS, TOKENS.flip(1))])
 
 
 @pytest.mark.parametrize(("compiled", "offload"), [(False, False), (True, False), (False, True)])
 def test_checkpointed_compiled_offloaded_shards_learn_what_one_process_learns(
     gang2: Gang, compiled: bool, offload: bool
 ) -> None:
-    expected = two_steps(seeded(), [TOKENS, TOKENS.flip(1)])
-    for found in gang2.run(combined, (2,), compiled, offload, timeout=120):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert gang2.run(combined, (2,), compiled, offload, timeout=120) == [[], []]
 
 
 def test_copies_of_shards_learn_what_one_process_learns(gang2: Gang) -> None:
-    expected = two_steps(seeded(), [TOKENS, TOKENS.flip(1)])
-    for found in gang2.run(combined, (2, 1)):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert gang2.run(combined, (2, 1)) == [[], []]
 
 
 def test_autocast_and_compile_of_the_whole_model_work_together() -> None:
     target = Target(model=seeded())
-    expected = two_steps(seeded(), [TOKENS])
     do(AutocastForward(device="cpu", dtype="bfloat16", output_dtype="float32"), target)
     do(CheckpointModules(paths=BLOCKS, preserve_rng_state=True), target)
     do(CompileModules(paths=("",), backend="eager", mode="default", fullgraph=False, dynamic=None), target)
-    torch.testing.assert_close(two_steps(target.model, [TOKENS]), expected, rtol=0.05, atol=0.02)
+    assert proven_steps(target.model, [TOKENS]) == []
 
 
 class Chosen(nn.Module):
@@ -292,21 +287,19 @@ class Chosen(nn.Module):
         return self.head(self.experts[chosen](inputs))  # type: ignore[no-any-return]
 
 
-def with_experts(rank: int, world: int, engine: pk.config.Engine) -> dict[str, Tensor]:
+def with_experts(rank: int, world: int) -> list[str]:
+    """What proofs of three windows find."""
     torch.manual_seed(3)
+    engine = pk.FSDP2(wrap=pk.wrap.WrapRoot(), reduce_unused=True)
     plan = pk.build_plan(pk.Config(engine=engine, optimizer=pk.optim.SGD(lr=0.1)), Chosen())
-    ready = pk.apply(plan)
+    ready = pk.apply(plan, prove=3)
     for at in range(3):
         inputs = torch.full((2, 4), 1.0 + at + rank)
         ready.backward(ready.model(inputs, (rank + at) % 2).square().mean())
         ready.step()
-    found = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in ready.model.named_parameters()}
-    return {name.removeprefix("module."): value.detach().clone() for name, value in found.items()}
+    return found_by_proof(ready)
 
 
-def test_ranks_that_choose_other_experts_learn_what_they_learn_under_ddp(gang2: Gang) -> None:
+def test_ranks_that_choose_other_experts_learn_what_one_process_learns(gang2: Gang) -> None:
     """The third expert is chosen by nobody: its gradient is zeros in the place of none."""
-    sharded = gang2.run(with_experts, pk.FSDP2(wrap=pk.wrap.WrapRoot(), reduce_unused=True))
-    copies = gang2.run(with_experts, pk.DDP(find_unused_parameters=True))
-    for one, other in zip(sharded, copies, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert gang2.run(with_experts) == [[], []]
