@@ -140,7 +140,7 @@ class Looks:
             loss_finite=fine,
             own_loss_finite=fine,
             own_order=passes.began,
-            own_stream=passes.streams,
+            own_streams=passes.streams,
             own_left_out=left_out,
             loaders=len(passes.loaders),
             read=passes.read,
