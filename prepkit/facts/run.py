@@ -261,10 +261,10 @@ class LoopFacts:
     """The least and the greatest digest of what ranks take their part from, first of all; 0: nobody can tell."""
     own_order: int = 0
     """The digest of this rank."""
-    streams: tuple[int, int] = (0, 0)
-    """Likewise, of the first samples of a stream before it is divided."""
-    own_stream: int = 0
-    """The digest of this rank."""
+    streams: tuple[tuple[int, int], ...] = ()
+    """Likewise for each loader, of the first samples of its stream before it is divided."""
+    own_streams: tuple[int, ...] = ()
+    """The digests of this rank; as many on each."""
     loss_finite: bool = True
     """Whether the last loss is a number on every rank."""
     own_loss_finite: bool = True

@@ -58,10 +58,9 @@ class Passes:
         return next((batches.began for batches in self._divided() if batches.began), 0)
 
     @property
-    def streams(self) -> int:
-        """Likewise of what streams gave before they were divided."""
-        sources = (one.source for one in self.loaders if isinstance(one, Loader) and not one.evaluation)
-        return next((one.began for one in sources if isinstance(one, StreamSource) and one.began), 0)
+    def streams(self) -> tuple[int, ...]:
+        """Likewise of what each loader's stream gave before it was divided, those of evaluation as well."""
+        return (*map(_began, self.loaders[:STREAMS]), *(0,) * (STREAMS - len(self.loaders)))
 
     def unrepeatable(self) -> tuple[int, ...]:
         """Numbers of the loaders whose pass under way would begin in another order if it was begun again."""
@@ -93,7 +92,7 @@ class Passes:
             raise refused("loop.gathered-outside-pass", "gather_for_metrics", "no batch of ready.loaders is in use")
         loader = self.under_way[-1]
         assert loader.present is not None, "one that is outside a pass is not in the list"
-        return gather_for_metrics(value, loader.present, loader.part)
+        return gather_for_metrics(value, loader.present, loader.part, began=_began(loader))
 
     def _changed(self, loader: Loader) -> None:
         if sys.is_finalizing():
@@ -110,3 +109,12 @@ class Passes:
                 self.on_batch(PassEnded(number, loader.exhausted, loader.ends_window, at_end))
             else:
                 self.on_batch(BatchRead(number, loader.present.last, loader.ends_window, at_end))
+
+
+def _began(loader: Any) -> int:
+    source = loader.source if isinstance(loader, Loader) else None
+    return source.began if isinstance(source, StreamSource) else 0
+
+
+STREAMS = 8
+"""Loaders of which streams are compared: as many numbers in the exchange, on every rank."""

@@ -163,6 +163,8 @@ class Told:
     part: int
     size: int | None
     counted: int | None
+    began: int
+    """A digest of what the stream gave before it was divided; 0: not known."""
     leaves: tuple[tuple[Any, ...], ...] | None
     """Shape and dtype of each tensor; None: the value is no structure of tensors."""
 
@@ -171,18 +173,19 @@ class Told:
         return length if self.counted is None else min(length, self.counted)
 
 
-def gather_for_metrics(value: Any, read: BatchRead, part: int) -> Any:
+def gather_for_metrics(value: Any, read: BatchRead, part: int, began: int = 0) -> Any:
     """The value with the rows of all data-parallel ranks, in the order of the data, and without repeats. Collective.
 
     ``value``: a tensor with a row for each sample of the batch, a structure of such tensors, or a list with an item for
     each sample. A tensor without dimensions counts as one row per rank. Tensor-parallel ranks give the same, which is
-    taken once. Raises ``ValueError`` on every rank where rows are not samples, or differ in shape beyond the first dim.
+    taken once. Raises ``ValueError`` on every rank where rows are not samples, or differ in shape beyond the first dim,
+    and ``RunRefused`` where ranks have taken their parts of different streams, which ``began`` is a digest of.
     """
     flat, form = pytree.tree_flatten(value)
     flat = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in flat]
     tensors = bool(flat) and all(isinstance(leaf, Tensor) for leaf in flat)
     described = tuple((tuple(leaf.shape), leaf.dtype) for leaf in flat) if tensors else None
-    told = world().gather(Told(part, read.size, read.counted, described))
+    told = world().gather(Told(part, read.size, read.counted, began, described))
     readers = {one.part: rank for rank, one in reversed(list(enumerate(told)))}  # the first rank of each part
     order = [readers[at] for at in sorted(readers)]
     _refuse(told, value, tensors=tensors)
@@ -195,6 +198,10 @@ def gather_for_metrics(value: Any, read: BatchRead, part: int) -> Any:
 
 def _refuse(told: list[Told], value: Any, *, tensors: bool) -> None:
     """The same on every rank, as all of it follows from what the ranks have told."""
+    if all(one.began for one in told) and len({one.began for one in told}) > 1:
+        what = "the stream gives each rank other samples, and each keeps its part of them: the rest is read by nobody"
+        fix = "Write loaders=pk.data.KeepLoaders() where it splits itself by rank, or let it give all on every rank."
+        raise refused("run.orders-apart", "gather_for_metrics", what, fix)
     if any((one.leaves is None) == tensors or len(one.leaves or ()) != len(told[0].leaves or ()) for one in told):
         raise refused("run.ranks-give", "gather_for_metrics", "ranks give values of different structure")
     if not tensors and (not isinstance(value, Sequence) or isinstance(value, str)):

@@ -139,7 +139,7 @@ class Looks:
             loss_finite=fine,
             own_loss_finite=fine,
             own_order=passes.began,
-            own_stream=passes.streams,
+            own_streams=passes.streams,
             loaders=len(passes.loaders),
             read=passes.read,
             divides="given" if given else "nobody" if self.plan.run.divides_loaders else "",

@@ -315,3 +315,36 @@ def test_own_batches_go_on_in_their_order_or_the_save_says_that_they_cannot(shar
     again.resume(tmp_path)
     rest = [row for batch in again.loaders[0] for row in train(again, batch)]
     assert share < ROWS or rest == whole[10:]
+
+
+def read_late(rank: int, world: int, split: str, doing: str) -> str:
+    """A stream that is read after the first step, to train on or to evaluate."""
+    del rank, world
+    torch.manual_seed(0)
+    cfg = pk.Config(engine=pk.DDP(), optimizer=pk.optim.SGD(lr=0.0))
+    given = [DataLoader(Split(how, "tensor"), batch_size=2) for how in ("whole", split)]
+    ready = pk.apply(pk.build_plan(cfg, nn.Linear(1, 1), loaders=given))
+    first, second = ready.loaders
+    train(ready, next(iter(first)))
+    rows = []
+    try:
+        for batch in second:
+            rows += ready.ranks.gather_for_metrics(batch).flatten().int().tolist() if doing == "metrics" else []
+            _ = train(ready, batch) if doing == "train" else []
+        for batch in first if doing == "step" else ():
+            train(ready, batch)
+    except pk.errors.RunRefused as refused:
+        return str(refused)
+    return f"read {sorted(rows)}"
+
+
+@pytest.mark.parametrize("doing", ["metrics", "train", "step"])
+def test_a_later_stream_that_is_divided_already_is_refused_at_its_metrics_or_the_next_look(
+    gang2: Gang, doing: str
+) -> None:
+    told = gang2.run(read_late, "by rank", doing, timeout=90)
+    assert all("run.orders-apart" in one and "KeepLoaders" in one for one in told), told
+    where = "gather_for_metrics" if doing == "metrics" else "loaders[1]"
+    assert all(where in one for one in told), told
+    rows = list(range(ROWS)) if doing == "metrics" else []
+    assert gang2.run(read_late, "whole", doing, timeout=90) == [f"read {rows}"] * 2

@@ -88,6 +88,13 @@ def stable_diffusion_xl(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
+def picture_guide(folder: Path) -> None:
+    """A control net for the model of noise above: pictures come in at the width of latents."""
+    from diffusers import ControlNetModel
+
+    ControlNetModel.from_unet(unet(), conditioning_embedding_out_channels=(8, 16)).save_pretrained(folder)
+
+
 def pixel_unet(folder: Path) -> None:
     """The config of a small model of noise in pixels."""
     from diffusers import UNet2DModel
@@ -178,6 +185,7 @@ def picture_data(folder: Path) -> None:
 FOLDERS: dict[str, Callable[[Path], None]] = {
     "sd": stable_diffusion,
     "sdxl": stable_diffusion_xl,
+    "controlnet": picture_guide,
     "unet": pixel_unet,
     "vae": latent_autoencoder,
     "vq": quantised_autoencoder,

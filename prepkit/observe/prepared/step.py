@@ -132,10 +132,11 @@ class StepLook:
         looked = seen if Need.GRADIENTS in needs else ()
         held, draws = options(self.optimizers), generator(self.plan.facts.env.device)
         alone = [float(own_pass), float(loop.own_loss_finite), draws, float(loop.own_order), short_digest(held)]
-        alone.append(float(loop.own_stream))
+        alone += map(float, loop.own_streams)
         own = rows(looked)
         least, most = world().spread(torch.cat((torch.tensor(alone, dtype=torch.float32), own.reshape(-1))))
         first = len(alone)
+        streams = zip(least[5:first].tolist(), most[5:first].tolist(), strict=True)
         apart = self.plan.data_parallel_size > 1 and world().carries_data
         facts = RunFacts(
             world_size=self.plan.world_size,
@@ -148,7 +149,7 @@ class StepLook:
                 loop,
                 passes=(int(least[0]), int(most[0])),
                 orders=(int(least[3]), int(most[3])),
-                streams=(int(least[5]), int(most[5])),
+                streams=tuple((int(low), int(high)) for low, high in streams),
                 loss_finite=bool(least[1]),
             ),
         )

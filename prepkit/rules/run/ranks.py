@@ -81,7 +81,9 @@ def _orders(facts: RunFacts) -> Iterator[Hit]:
             "other samples twice."
         )
         yield Hit("loaders", what)
-    if facts.loop is not None and all(facts.loop.streams) and facts.loop.streams[0] != facts.loop.streams[1]:
+    for number, (least, most) in enumerate(facts.loop.streams if facts.loop is not None else ()):
+        if not least or least == most:
+            continue
         what = (
             "The stream gives each rank other samples, and each rank keeps only its part of them: what it leaves to "
             "the others is read by nobody."
@@ -90,7 +92,7 @@ def _orders(facts: RunFacts) -> Iterator[Hit]:
             "Write loaders=pk.data.KeepLoaders() where the stream splits itself by rank, or let it give "
             "all samples on every rank, in one order."
         )
-        yield Hit("loaders", what, fix)
+        yield Hit(f"loaders[{number}]", what, fix)
 
 
 def _unrepeatable(facts: RunFacts) -> Iterator[Hit]:
