@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import evolve, frozen
 
-from prepkit.config import Config, DeepSpeed
+from prepkit.config import Config
 from prepkit.config.optimizer import OPTIMIZERS, OptimizerSpec
 from prepkit.facts import Env, LoaderFacts, parse_bytes
 
@@ -86,8 +86,7 @@ class Cluster:
         """The config as if it asked for the optimizer of the command line, where it names none of its own."""
         from prepkit.resolve.deepspeed.data import said
 
-        own = isinstance(cfg.engine, DeepSpeed) and "optimizer" in said(cfg.engine)
-        named = own or cfg.optimizer is not None
+        named = cfg.optimizer is not None or "optimizer" in said(cfg.engine)
         return cfg if named or self.optimizer is None else evolve(cfg, optimizer=self.optimizer)
 
     @property

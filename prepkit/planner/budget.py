@@ -242,12 +242,9 @@ def _option(plan: Plan, cfg: Config, moves: tuple[Move, ...], memory: int, again
 def _diff(old: Config, new: Config) -> tuple[str, ...]:
     """``name=new instead of old`` for each field that differs, as one would type it; in DeepSpeed's JSON each key."""
     pairs = [(field.name, getattr(old, field.name), getattr(new, field.name)) for field in fields(Config)]
-    keys: tuple[str, ...] = ()
-    match old.engine, new.engine:
-        case DeepSpeed(config=text), DeepSpeed() if text != DeepSpeed().config:
-            pairs = [pair for pair in pairs if pair[0] != "engine"]
-            keys = changed_keys(old.engine, new.engine)
-    return (*keys, *(f"{name}={typed(b)} instead of {typed(a)}" for name, a, b in pairs if a != b))
+    keys = changed_keys(old.engine, new.engine)
+    rest = [(name, a, b) for name, a, b in pairs if a != b and not (keys and name == "engine")]
+    return (*keys, *(f"{name}={typed(b)} instead of {typed(a)}" for name, a, b in rest))
 
 
 def typed(value: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from prepkit import codec
-from prepkit.config import DeepSpeed
 from prepkit.config.optimizer import specs
 from prepkit.plan import Plan
 from prepkit.predict import predict
@@ -60,8 +59,7 @@ def _optimizer(plan: Plan) -> str | None:
         return plan.facts.optimizer.name
     if asked := specs(plan.config.optimizer):
         return " + ".join(type(spec).__name__ for spec in asked)
-    engine = plan.config.engine
-    named = look(written(engine), "optimizer.type") if isinstance(engine, DeepSpeed) else None
+    named = look(written(plan.config.engine), "optimizer.type")
     return named if isinstance(named, str) else None
 
 

@@ -40,7 +40,7 @@ def _hits(name: str, flaws: Iterable[Flaw]) -> Iterator[Hit]:
 
 def _adopt_clip(cfg: Config, _: Facts) -> Config:
     """Return what the JSON clips to, if it says so; else nothing is clipped."""
-    asked = look(said(cfg.engine), "gradient_clipping") if isinstance(cfg.engine, DeepSpeed) else None
+    asked = look(said(cfg.engine), "gradient_clipping")
     if isinstance(asked, int | float) and not isinstance(asked, bool) and asked > 0:
         return evolve(cfg, clip=ClipNorm(float(asked)))
     return evolve(cfg, clip=None)

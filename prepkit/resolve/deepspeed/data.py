@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import evolve
 
-from prepkit.config import DeepSpeed
+from prepkit.config import DeepSpeed, Engine
 from prepkit.steps import Setting
 
 Data = dict[str, Any]
@@ -92,10 +92,10 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number that JSON has")
 
 
-def said(engine: DeepSpeed) -> Data:
-    """The data of the engine's JSON; none where it cannot be read, which is a finding of its own."""
+def said(engine: Engine) -> Data:
+    """The data of the engine's JSON; none where it has none, or one that cannot be read, which is a finding."""
     try:
-        return parse(engine.config)
+        return parse(getattr(engine, "config", "{}"))
     except NotJsonError:
         return {}
 
@@ -156,7 +156,7 @@ def data_of(settings: tuple[Setting, ...]) -> Data:
     return data
 
 
-def keys_of(engine: DeepSpeed) -> dict[str, Any]:
+def keys_of(engine: Engine) -> dict[str, Any]:
     """Dotted keys of the engine's JSON to their values, with its stage and its offloads as that JSON has them.
 
     >>> keys_of(DeepSpeed(stage=3, config={"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
@@ -164,13 +164,15 @@ def keys_of(engine: DeepSpeed) -> dict[str, Any]:
     """
     data = _data(engine)
     for key in ("stage", "offload_optimizer", "offload_param"):
-        if (value := getattr(engine, key)) is not None:
+        if (value := getattr(engine, key, None)) is not None:
             put(data, f"{ZERO}.{key}" if key == "stage" else f"{ZERO}.{key}.device", value)
     return {".".join(path): value for path, value in leaves(data)}
 
 
-def changed_keys(old: DeepSpeed, new: DeepSpeed) -> tuple[str, ...]:
-    """``key=new instead of old`` for each key of their JSON that differs, as JSON has the values."""
+def changed_keys(old: Engine, new: Engine) -> tuple[str, ...]:
+    """``key=new instead of old`` for each key of their JSON that differs, as it has the values; none without one."""
+    if not said(old):
+        return ()
     before, after = keys_of(old), keys_of(new)
     every = {key: (before.get(key), after.get(key)) for key in (*before, *after)}
     return tuple(
@@ -240,12 +242,9 @@ def with_zero(engine: DeepSpeed, key: str, value: int) -> DeepSpeed:
     return evolve(engine, config=json.dumps(data))
 
 
-def _data(engine: DeepSpeed) -> dict[str, Any]:
+def _data(engine: Engine) -> dict[str, Any]:
     """The JSON; the oldest form of its section, a bare ``true``, as the section that it means."""
-    try:
-        data = parse(engine.config)
-    except NotJsonError:
-        return {}
+    data = said(engine)
     if isinstance(data.get(ZERO), bool):
         data[ZERO] = {"stage": int(data[ZERO])}
     return data
