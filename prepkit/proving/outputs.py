@@ -175,3 +175,28 @@ class _Pair:
 
 def _eps(dtype: str) -> float:
     return torch.finfo(getattr(torch, dtype)).eps
+
+
+def from_outside(ends: list[Tensor], arrived: list[Tensor]) -> list[Tensor]:
+    """What arrived at outputs less what came from other outputs: logits get a gradient of the loss beside them too."""
+    if len(ends) == 1:
+        return arrived
+    behind = [
+        [at for at, other in enumerate(ends) if other is not end and _reaches(end, other)] for end in ends
+    ]  # outputs from which each was computed
+    outside: dict[int, Tensor] = {}
+    for at in sorted(range(len(ends)), key=lambda at: -len(behind[at])):
+        later = [number for number in outside if at in behind[number]]
+        grad = arrived[at]
+        if later:
+            seeds = [outside[number] for number in later]
+            (through,) = torch.autograd.grad([ends[number] for number in later], ends[at], seeds, retain_graph=True)
+            grad = grad - through
+        outside[at] = grad
+    return [outside[at] for at in range(len(ends))]
+
+
+def _reaches(end: Tensor, other: Tensor) -> bool:
+    """Return whether an output was computed from another."""
+    (found,) = torch.autograd.grad(end.sum(), other, retain_graph=True, allow_unused=True)
+    return found is not None

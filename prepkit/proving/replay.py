@@ -16,7 +16,7 @@ from prepkit.findings.text import some
 from prepkit.objects import names
 from prepkit.proving import bare, tree
 from prepkit.proving.hooks import alike
-from prepkit.proving.outputs import Compared, Outputs, compared
+from prepkit.proving.outputs import Compared, Outputs, compared, from_outside
 from prepkit.proving.parts_of import Replica, replicas
 from prepkit.proving.record_file import Disturbed, Record
 from prepkit.proving.stepped import steps_of
@@ -314,36 +314,11 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
             ends.append(outputs[place])
             grads.append((grad.to(torch.float64) / made.divisor).to(outputs[place].dtype))
         if ends:
-            torch.autograd.backward(ends, _from_outside(ends, grads))
+            torch.autograd.backward(ends, from_outside(ends, grads))
     for name, param in streamed.params.items():  # what an operator of the model's own has given to the stub itself
         if param.grad is not None:
             arrived(name, param.grad)
             param.grad = None
-
-
-def _from_outside(ends: list[Tensor], arrived: list[Tensor]) -> list[Tensor]:
-    """What arrived at outputs less what came from other outputs: logits get a gradient of the loss beside them too."""
-    if len(ends) == 1:
-        return arrived
-    behind = [
-        [at for at, other in enumerate(ends) if other is not end and _reaches(end, other)] for end in ends
-    ]  # outputs from which each was computed
-    outside: dict[int, Tensor] = {}
-    for at in sorted(range(len(ends)), key=lambda at: -len(behind[at])):
-        later = [number for number in outside if at in behind[number]]
-        grad = arrived[at]
-        if later:
-            seeds = [outside[number] for number in later]
-            (through,) = torch.autograd.grad([ends[number] for number in later], ends[at], seeds, retain_graph=True)
-            grad = grad - through
-        outside[at] = grad
-    return [outside[at] for at in range(len(ends))]
-
-
-def _reaches(end: Tensor, other: Tensor) -> bool:
-    """Return whether an output was computed from another."""
-    (found,) = torch.autograd.grad(end.sum(), other, retain_graph=True, allow_unused=True)
-    return found is not None
 
 
 def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> GradientProof:
