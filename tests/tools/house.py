@@ -193,7 +193,7 @@ def counts() -> tuple[Count, ...]:
         Count(what="warnings of a logger there", now=logged(), before=None, ceiling=2),
         Count(what="is_initialized()", now=calls("is_initialized"), before=83, ceiling=2),
         Count(what="collectives outside of ranks", now=raw_collectives(), before=None, ceiling=0),
-        Count(what="tests of an engine's class", now=engine_tests(), before=242, ceiling=145),
+        Count(what="tests of an engine's class", now=engine_tests(), before=242, ceiling=141),
         Count(what="reads of plan.config there", now=config_reads(), before=19, ceiling=0),
         Count(what="files with one importer", now=single_callers(), before=229, ceiling=150),
         Count(what="golden files", now=len(texts), before=528, ceiling=121),
