@@ -199,7 +199,12 @@ class Peers:
                 if gone := self._known_to_have_ended():
                     raise self._tell(gone)
             if now > began + most_s:
-                return tuple(rank for rank in range(self.world) if not self.store.check([f"{place}/{rank}"]))
+                if self.store.add(f"{place}/count", -1) == self.world - 1:
+                    break  # the last has come at this moment
+                self.store.delete(f"{place}/{self.rank}")
+                self.meetings -= 1
+                others = (rank for rank in range(self.world) if rank != self.rank)
+                return tuple(rank for rank in others if not self.store.check([f"{place}/{rank}"]))
             time.sleep(pause(now - began))
         return ()
 

@@ -166,7 +166,7 @@ def test_inside_a_window_a_backward_cannot_be_taken_back() -> None:
 
 
 def on_one_rank(rank: int, world: int, engine: Engine, accumulation: int) -> tuple[str, str]:
-    """What a rank is told that alone leaves out its fifth micro-batch, or waits for one that does; and at its next."""
+    """What rank 1 is told, which leaves its fifth micro-batch out alone; the seventh both leave out."""
     del world
     cfg = pk.Config(engine=engine, optimizer=pk.optim.SGD(lr=0.05), accumulation=accumulation, timeout_s=4.0)
     ready = pk.apply(pk.build_plan(cfg, model()))
@@ -177,18 +177,19 @@ def on_one_rank(rank: int, world: int, engine: Engine, accumulation: int) -> tup
             with pytest.raises(RunRefused) as refused:
                 ready.skip()
             told = str(refused.value)
-        ready.backward(loss_of(output))
-        ready.step()
+        if step == 6:
+            ready.skip()
+        else:
+            ready.backward(loss_of(output))
+            ready.step()
     return told, f"{ready.steps} steps"
 
 
-@pytest.mark.parametrize(
-    ("name", "accumulation"), [("DDP", 2), ("DDP", 1), ("FSDP1", 1), ("FSDP2", 1), ("FSDP2", 2), ("ZeRO 2", 1)]
-)
+@pytest.mark.parametrize(("name", "accumulation"), [("DDP", 2), ("FSDP1", 1), ("FSDP2", 1), ("ZeRO 2", 1)])
 def test_a_rank_that_leaves_a_batch_out_alone_is_refused_and_may_go_on(
     gang2: Gang, name: str, accumulation: int
 ) -> None:
-    steps = f"{8 // accumulation} steps"
+    steps = f"{7 // accumulation} steps"
     (of_zero, zero_steps), (of_one, one_steps) = gang2.run(on_one_rank, ENGINES[name], accumulation)
     assert (of_zero, zero_steps, one_steps) == ("", steps, steps)
     assert "error run.ranks-skips at ready.skip(): This rank leaves a micro-batch out, and rank 0 did not" in of_one
