@@ -28,7 +28,7 @@ WARNINGS = _ids(
         "fp8": "idle-in-eval launcher-flag msamp-deprecated",
         "ddp": "unused-in-static-graph no-batchnorm",
         "fsdp1": "buffer-dtype-ignored frozen-gradients no-shard",
-        "deepspeed": "stage-0-16-bit experts",
+        "deepspeed": "stage-0-16-bit experts turned-off",
         "compile": "dynamic-cut",
         "checkpoint": "cache kept-on-device offload-on-cpu",
         "entry-points": "left-out",
@@ -38,7 +38,7 @@ WARNINGS = _ids(
         "resume": "accepts-unknown latest-torn nothing-saved other-batch other-clipping other-total-steps "
         "settings-replaced steps-joined",
         "save": "beside-another-run",
-        "prove": "unproven same-samples tokens decay",
+        "prove": "unproven same-samples tokens decay outputs",
         "run": "part-in-eval unlike-dtypes checkpointed-twice checkpointed-whole checkpoint-outside "
         "compile-off one-unit backend without-gradient ranks-passes order-lost loss-not-finite "
         "dropout-alike not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks "
