@@ -343,8 +343,7 @@ def test_precision_has_one_owner_in_every_row_of_the_table(
 ) -> None:
     more = {"cfg_precision": precision} if precision else {}
     found = worked(said, **more)
-    assert (rules(found) <= {"turned-off"}) is fine  # a warning
-    assert rules(found) <= {"precision"}
+    assert rules(found) - {"turned-off"} == (set() if fine else {"precision"})
     if fine:
         got = data(found)
         assert look(got, "bf16.enabled", default=False) is isinstance(precision, BF16)
