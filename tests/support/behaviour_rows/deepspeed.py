@@ -6,7 +6,7 @@ from tests.support.behaviour_rows.answers import REACHED, Answers
 
 COMBINATION = "test test_a_combination_is_planned_with_its_owner_or_refused_with_every_reason"
 LITERAL = "test test_sections_with_literal_values_need_no_objects"
-REAL = "test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler"
+REAL = "test test_every_stage_learns_what_torch_learns_with_accumulation_clipping_and_a_scheduler"
 TWO_PLACES = "rule deepspeed.two-places"
 PRECISION = "test test_precision_has_one_owner_in_every_row_of_the_table"
 NO_PLUGIN = "deviation the engine is a frozen value of one config: no plugin is selected, and no state is published"
@@ -115,7 +115,7 @@ INITIALISE: dict[str, Answers] = {
         "deviation a second engine is driven by its own Prepared, not by the first",
     ),
     "DS-38": ("deviation there is no registry of prepared objects",),
-    "DS-39": ("test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler",),
+    "DS-39": ("test test_every_stage_learns_what_torch_learns_with_accumulation_clipping_and_a_scheduler",),
 }
 
 TRUTH_TABLE: dict[str, Answers] = {

@@ -83,7 +83,7 @@ GAPS: dict[str, Answers] = {
         "test test_transformer_engines_layers_train_under_zero",
     ),
     "G-33": ("test test_shards_of_cut_layers_on_four_processes_learn_what_one_process_learns",),
-    "G-37": ("test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler",),
+    "G-37": ("test test_every_stage_learns_what_torch_learns_with_accumulation_clipping_and_a_scheduler",),
     "G-38": ("test test_a_function_makes_the_scheduler_which_deepspeed_then_steps",),
     "G-39": ("rule scheduler.without-optimizer",),
     "G-40": ("test test_the_hidden_size_is_found_in_every_part_of_a_composite_config",),

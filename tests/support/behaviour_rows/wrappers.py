@@ -61,7 +61,7 @@ SCHEDULER: dict[str, Answers] = {
 
 ENGINE: dict[str, Answers] = {
     "W-20": (
-        "test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler",
+        "test test_every_stage_learns_what_torch_learns_with_accumulation_clipping_and_a_scheduler",
         "test test_a_window_whose_step_the_engine_skips_is_told_as_skipped",
     ),
     "W-22": (
@@ -71,13 +71,13 @@ ENGINE: dict[str, Answers] = {
     ),
     "W-23": (
         "test test_a_window_that_ends_early_loses_no_micro_batch",
-        "test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler",
+        "test test_every_stage_learns_what_torch_learns_with_accumulation_clipping_and_a_scheduler",
     ),
     "W-24": (
-        "test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler",
+        "test test_every_stage_learns_what_torch_learns_with_accumulation_clipping_and_a_scheduler",
         "test test_each_advice_across_ranks_works_as_it_is_written",
     ),
-    "W-25": (LOOP, "test test_every_stage_learns_what_ddp_learns_with_accumulation_clipping_and_a_scheduler"),
+    "W-25": (LOOP, "test test_every_stage_learns_what_torch_learns_with_accumulation_clipping_and_a_scheduler"),
 }
 
 ACCUMULATION: dict[str, Answers] = {
