@@ -34,7 +34,7 @@ def _word(dtype: torch.dtype) -> str:
 
 
 @frozen(eq=False)
-class Again:
+class Replayed:
     """An output of a replay."""
 
     values: Tensor
@@ -49,18 +49,18 @@ class Outputs:
 
     dtype: str
     """In which it was given weights and inputs."""
-    seen: dict[tuple[int, int, int], Again] = field(factory=dict)
+    seen: dict[tuple[int, int, int], Replayed] = field(factory=dict)
 
     def take(self, rank: int, number: int, outputs: list[Tensor]) -> None:
         """The outputs of one call."""
         for place, one in enumerate(outputs[:RETURNED]):
             if one.is_floating_point() and one.layout is torch.strided:
                 row = one.detach()
-                self.seen[rank, number, place] = Again(sketch(row.reshape(-1)), tuple(row.shape), _word(row.dtype))
+                self.seen[rank, number, place] = Replayed(sketch(row.reshape(-1)), tuple(row.shape), _word(row.dtype))
 
 
 @frozen(kw_only=True)
-class Compared:
+class OutputsTold:
     """What is to be told of all outputs."""
 
     changed: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class Compared:
     """The first to which no gradient has come back, and that is other than in the replay; empty: none."""
 
 
-def compared(records: tuple[Record, ...], replays: tuple[Outputs, Outputs], eps: float) -> Compared:
+def compared(records: tuple[Record, ...], replays: tuple[Outputs, Outputs], eps: float) -> OutputsTold:
     """Recorded outputs beside those of the exact and of the rounded replay. ``eps``: the rounding unit."""
     changed: dict[str, None] = {}
     off: dict[int, list[_Pair]] = {}
@@ -87,7 +87,7 @@ def compared(records: tuple[Record, ...], replays: tuple[Outputs, Outputs], eps:
             changed |= dict.fromkeys(f"{one.name} {how}" for one in pairs)
         if first.counts or not how:
             told.setdefault(first.counts, f"{first.name} is {first.off / (first.size or 1):.2g} x its size off {AGAIN}")
-    return Compared(changed=tuple(changed), unrepeated=told.get(True, ""), aside=told.get(False, ""))
+    return OutputsTold(changed=tuple(changed), unrepeated=told.get(True, ""), aside=told.get(False, ""))
 
 
 def _each(records: tuple[Record, ...], replays: tuple[Outputs, Outputs], eps: float) -> Iterator[_Pair]:
@@ -110,8 +110,8 @@ class _Pair:
     number: int
     mine: Returned
     values: Tensor
-    exact: Again
-    rounded: Again
+    exact: Replayed
+    rounded: Replayed
     given: str
     """The dtype in which the exact replay was given everything."""
     eps: float

@@ -16,7 +16,7 @@ from prepkit.findings.text import some
 from prepkit.objects import names
 from prepkit.proving import bare, tree
 from prepkit.proving.hooks import alike
-from prepkit.proving.outputs import Compared, Outputs, compared, from_outside
+from prepkit.proving.outputs import Outputs, OutputsTold, compared, from_outside
 from prepkit.proving.parts_of import Replica, replicas
 from prepkit.proving.record_file import Disturbed, Record
 from prepkit.proving.stepped import steps_of
@@ -122,7 +122,7 @@ def replayed(window: Replay) -> ProofFacts:
     buffers_apart = tuple(_buffers_apart(records)) if first.fresh else ()
     begun_apart = buffers_apart or any(ranks for _, ranks, _ in apart)  # which explains other outputs
     exact, again = window.outputs[-2:]
-    outputs = Compared() if unlike or spoiled or begun_apart else compared(records, (exact, again), eps)
+    outputs = OutputsTold() if unlike or spoiled or begun_apart else compared(records, (exact, again), eps)
     hooked = tuple(name for name in window.hooked if name in held)
     compares = not (unlike or spoiled or outputs.unrepeated)
     judged = [one.name for one in first.params if one.name in held and one.name not in hooked] if compares else []
