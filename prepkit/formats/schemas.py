@@ -235,7 +235,8 @@ def _asked(name: str, way: tuple[str, ...], *, free: bool) -> dict[str, Any]:
             return {"anyOf": [{"type": "null"}, number, {"type": "string", "pattern": _TEXTS["positive"]}]}
         case "whole" | "number", _:
             kind = {"whole": "integer", "number": "number"}[way[0]]
-            return {"anyOf": [{"type": ["null", kind]}, {"type": "string", "pattern": _TEXTS[way[0]]}]}
+            words = [{"const": word} for word in way[1:]]
+            return {"anyOf": [{"type": ["null", kind]}, {"type": "string", "pattern": _TEXTS[way[0]]}, *words]}
         case "text", _:
             return {"type": ["null", "string"]}
         case "names", _:

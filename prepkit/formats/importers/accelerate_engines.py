@@ -224,7 +224,7 @@ def _engine(file: Foreign, config: Config, path: Path) -> Config:
         config=_rest(file),
     )
     steps = file.whole(f"{_IN_DEEPSPEED}gradient_accumulation_steps", "accumulation")
-    clip = file.number(f"{_IN_DEEPSPEED}gradient_clipping", "clip")
+    clip = file.number_or_auto(f"{_IN_DEEPSPEED}gradient_clipping", "clip")
     if clip == 0:
         what = f"accelerate hands no 0 on, and DeepSpeed clips to {OWN_CLIP} where nothing is said"
         fix = f'Write {OWN_CLIP}, or a deepspeed_config_file with "gradient_clipping": 0.0.'

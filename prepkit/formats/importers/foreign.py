@@ -96,6 +96,17 @@ class Foreign:
         self._wrong_type(name, number, int)
         return None
 
+    def number_or_auto(self, name: str, *settings: str) -> float | None:
+        """A finite number; None also where ``"auto"`` leaves it to the library."""
+        if self._value(name) != "auto":
+            number = self.number(name, *settings)
+        else:
+            self._read.add(name)
+            self.means(name, *settings)
+            number = None
+        self.asked[name] = ("number", "auto")
+        return number
+
     def number(self, name: str, *settings: str) -> float | None:
         """A finite number, also as text."""
         value = self.raw(name, *settings)

@@ -251,7 +251,9 @@ def test_the_switch_for_saving_16_bit_weights_is_read_and_changes_nothing(tmp_pa
         assert imported.notes == ()
 
 
-@pytest.mark.parametrize("given", ["", "  gradient_clipping: 0.0\n", "  deepspeed_config_file: auto.json\n"])
+@pytest.mark.parametrize(
+    "given", ["", "  gradient_clipping: auto\n", "  gradient_clipping: 0.0\n", "  deepspeed_config_file: auto.json\n"]
+)
 def test_what_is_left_to_accelerate_is_clipped_to_its_norm_and_not_said_to_be_off(tmp_path: Path, given: str) -> None:
     """``auto`` becomes 1.0 in ``Accelerator._prepare_deepspeed``; it leaves 0 out, and DeepSpeed's own norm is 1.0."""
     (tmp_path / "auto.json").write_text(
