@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from prepkit.facts.proof import ClipProof
+from prepkit.findings.text import count
 from prepkit.objects import names
 from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
@@ -228,6 +229,13 @@ class Around:
             kept=self.kept,
             twice=self.twice,
         )
+
+
+def thrown_away(micros: int) -> Iterator[str]:
+    """Yield what a record says of micro-batches that were cleared before a step: nothing where there are none."""
+    if micros:
+        were = f"gradients of {count(micros, 'micro-batch')} were cleared by optimizer.zero_grad() before any step"
+        yield f"{were}: they train nothing, and what was proven are those after them"
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

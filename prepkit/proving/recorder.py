@@ -41,6 +41,7 @@ from prepkit.proving.hooks import (
     plain_options,
     said_accumulation,
     shapes,
+    thrown_away,
     with_gradients,
 )
 from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype
@@ -108,6 +109,7 @@ class Recorder:
     _fresh: bool = field(default=True, init=False)
     _lines: dict[str, None] = field(factory=dict, init=False)
     _limits: dict[str, None] = field(factory=dict, init=False)
+    _thrown: int = field(default=0, init=False)
     _clips: Clipping = field(init=False)
     _around: Around = field(factory=Around, init=False)
     _odd: dict[str, None] = field(factory=dict, init=False)
@@ -197,7 +199,7 @@ class Recorder:
             device=next((param.device.type for param in self.root.parameters()), "cpu"),
             disturbed=self._around.told(self.root, steps_copies=self._strange and not self._optimizers),
             lines=tuple(self._lines),
-            limits=tuple(self._limits),
+            limits=(*self._limits, *thrown_away(self._thrown)),
             trace=tuple(self._tracer.entries),
         )
         self._tensors |= {f"trace/{at}": values for at, values in enumerate(self._tracer.values)}
@@ -362,6 +364,7 @@ class Recorder:
         if self.done and self._holds(which):
             self._over()
         elif not (self.done or self.stepped or isinstance(which, nn.Module)) and self._holds(which):
+            self._thrown += len(self._micros)
             self._calls = [call for call in self._calls if call.micro < 0]
             for what in (self._micros, self._clips.at, self._around.outside):
                 what.clear()

@@ -263,3 +263,18 @@ def test_a_hostile_record_is_a_finding(tmp_path: Path, name: str) -> None:
     else:
         proof = prove_records(model, tmp_path)
         assert proof.facts.unproven or any("cannot take its step again" in one for one in proof.facts.limits), proof
+
+
+def test_gradients_that_are_cleared_before_a_step_are_told(tmp_path: Path) -> None:
+    """A loop that clears at the top of each micro-batch trains on the last of four alone."""
+    proof = proved(
+        tmp_path,
+        """
+for number in range(4):
+    optimizer.zero_grad()
+    (model(x).square().mean() / 4).backward()
+optimizer.step()
+""",
+    )
+    assert proof is not None
+    assert "gradients of 3 micro-batches were cleared by optimizer.zero_grad() before any step" in str(proof.findings)
