@@ -303,9 +303,9 @@ class Foreign:
 
 
 def beside(name: str, file: Path) -> Path | None:
-    """The file of that name, from here or beside the one that names it; None: there is none, as for pages of text."""
+    """The file of that name, beside the one that names it or from here; None: there is none, as for pages of text."""
     try:
-        return next((place for place in (Path(name), file.parent / name) if place.is_file()), None)
+        return next((place for place in (file.parent / name, Path(name)) if place.is_file()), None)
     except (OSError, ValueError):  # longer than a name may be; a NUL in it
         return None
 

@@ -171,6 +171,10 @@ def _with_json(config: Config, inner: Config, file: Foreign, micro_batch: str) -
     left = AUTO if data.get("train_batch_size", AUTO) == AUTO else None
     if data.get("train_micro_batch_size_per_gpu", left) == AUTO:
         engine = evolve(engine, micro_batch=file.whole(micro_batch, "engine.micro_batch"))
+    if "optimizer" in data:
+        engine = filled(engine, _optimizer(file))
+    if "scheduler" in data and (warmup := file.whole("warmup_steps", "engine.config")):
+        engine = filled(engine, {"scheduler.params.warmup_num_steps": warmup})
     clip = config.clip
     if "gradient_clipping" not in data and clip != inner.clip:
         what = f"the JSON has no gradient_clipping, and DeepSpeed clips to {OWN_CLIP} then, whatever stands here"
@@ -180,6 +184,21 @@ def _with_json(config: Config, inner: Config, file: Foreign, micro_batch: str) -
         engine = filled(engine, {"fp16.enabled": False, "bf16.enabled": False})
     engine = engine if clip else filled(engine, {"gradient_clipping": 0.0})
     return evolve(config, engine=engine, precision=inner.precision if same else config.precision, clip=clip)
+
+
+def _optimizer(file: Foreign) -> dict[str, Any]:
+    """What the Trainer fills into an optimizer of the JSON (``HfTrainerDeepSpeedConfig.trainer_config_process``)."""
+
+    def number(name: str, default: float) -> float:
+        given = file.number(name, "engine.config")
+        return default if given is None else given
+
+    return {
+        "optimizer.params.lr": number("learning_rate", 5e-5),
+        "optimizer.params.betas": [number("adam_beta1", 0.9), number("adam_beta2", 0.999)],
+        "optimizer.params.eps": number("adam_epsilon", 1e-8),
+        "optimizer.params.weight_decay": number("weight_decay", 0.0),
+    }
 
 
 def _rest(file: Foreign) -> None:

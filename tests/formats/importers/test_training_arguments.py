@@ -268,3 +268,30 @@ def test_a_damaged_file_that_is_named_hides_nothing_else_that_is_wrong(tmp_path:
     with pytest.raises(PlanRejected) as refused:
         read(tmp_path, "fsdp: full_shard\nfsdp_config: fsdp.json\nmax_grad_norm: many\n")
     assert {finding.rule for finding in refused.value.findings} >= {"codec.damaged", "import.wrong-type"}
+
+
+def test_an_optimizer_of_a_json_takes_its_numbers_from_the_arguments(tmp_path: Path) -> None:
+    """``HfTrainerDeepSpeedConfig.trainer_config_process``; what neither says is the Trainer's default."""
+    params = {"lr": "auto", "betas": "auto", "eps": 1e-6, "weight_decay": "auto"}
+    steps = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    data = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": params}, "scheduler": steps}
+    (tmp_path / "zero.json").write_text(json.dumps(data))
+    text = "learning_rate: 3.0e-4\nadam_beta2: 0.95\nwarmup_steps: 10\ndeepspeed: zero.json\n"
+    imported = read(tmp_path, text)
+    assert isinstance(imported.config.engine, DeepSpeed)
+    made = json.loads(imported.config.engine.config)["optimizer"]["params"]
+    assert made == {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.0}
+    assert json.loads(imported.config.engine.config)["scheduler"]["params"] == {"warmup_num_steps": 10}
+    assert "learning_rate" not in {one.key for one in imported.not_preparation}
+
+
+def test_the_json_beside_the_arguments_is_read_before_one_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "zero.json").write_text('{"zero_optimization": {"stage": 1}}')
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}}')
+    monkeypatch.chdir(tmp_path / "here")
+    engine = read(tmp_path, "deepspeed: zero.json\n").config.engine
+    assert isinstance(engine, DeepSpeed)
+    assert json.loads(engine.config)["zero_optimization"]["stage"] == 3
