@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 LOOKS: frozenset[Any] = frozenset(
     {
@@ -30,6 +30,8 @@ LOOKS: frozenset[Any] = frozenset(
     }
 )
 """Functions that look at a parameter, and not at its values."""
+AS_THEY_ARE = frozenset({"to", "type_as", "__set__", "__setitem__"})
+"""Functions that take tensors of two dtypes by themselves, and casts, which are the model's own."""
 
 
 def stub(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -58,6 +60,11 @@ class Streamed:
 
     def __attrs_post_init__(self) -> None:
         self._names = {id(param): name for name, param in self.params.items()}
+
+    @property
+    def exact(self) -> bool:
+        """Whether the weights are in float64."""
+        return any(one.dtype == torch.float64 for one in self.params.values())
 
     def on(self, arrived: Callable[[str, Tensor], None]) -> tuple[AbstractContextManager[Any], ...]:
         """The contexts of one forward and its backward."""
@@ -141,8 +148,28 @@ class _Mode(TorchFunctionMode):
         del types
         if func in LOOKS:
             return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(Tensor, self.streamed.real, (args, kwargs or {}))
+        given = tree_map_only(Tensor, self.streamed.real, (args, kwargs or {}))
+        args, kwargs = _widened(given) if self.streamed.exact and not _writes(func, given[1]) else given
         return func(*args, **kwargs)
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a function changes a tensor that it is given, or takes two dtypes by itself."""
+    name = getattr(func, "__name__", "")
+    special = name.startswith("__")
+    return name in AS_THEY_ARE or "out" in kwargs or (name.startswith("__i") if special else name.endswith("_"))
+
+
+def _widened(given: Any) -> Any:
+    """Arguments among which float32 stands beside float64, all in float64.
+
+    A model makes some of its tensors itself, such as a mask: in its run they are of its parameters' dtype. Not every
+    operator of torch promotes them. Attention on a CPU takes a mask of float32 for one of float64, and is wrong.
+    """
+    kinds = {one.dtype for one in tree_leaves(given) if isinstance(one, Tensor) and one.dim()}
+    if not {torch.float32, torch.float64} <= kinds:
+        return given
+    return tree_map_only(Tensor, lambda one: one.double() if one.dtype == torch.float32 else one, given)
 
 
 class _Fetched(torch.autograd.Function):
