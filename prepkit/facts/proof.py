@@ -118,6 +118,13 @@ class ProofFacts:
     """Parameters that still had their gradient when the next window went backward."""
     twice: bool = False
     """Whether the optimizer has stepped once more over the same gradients."""
+    cleared: int = 0
+    """Micro-batches of a rank whose gradients were cleared before the step."""
+    wasted: int = 0
+    """Those of them that are certainly of the same step: one accumulation, whose losses are divided by their number."""
+    idle: bool = False
+    """Whether the optimizer has stepped twice over gradients that were cleared after the backward; nothing else is
+    known then."""
     value: float | None = None
     """To which each element of a gradient is clipped; None: to nothing."""
     over: tuple[str, ...] = ()

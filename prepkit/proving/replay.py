@@ -110,6 +110,8 @@ def replayed(window: Replay) -> ProofFacts:
     first = records[0].head
     limits = list(dict.fromkeys(limit for one in records for limit in one.head.limits))
     disturbed = _disturbed(records)
+    if disturbed.idle:
+        return ProofFacts(world=first.world, shares=(), idle=True, lines=first.lines)
     given = all(call.inputs for record in records for call in record.head.calls)
     if why := disturbed.unproven or ("" if given else limits[0]):
         raise CannotReplay(why)
@@ -152,6 +154,8 @@ def replayed(window: Replay) -> ProofFacts:
         value=first.value,
         kept=disturbed.kept,
         twice=disturbed.twice,
+        cleared=disturbed.cleared,
+        wasted=disturbed.wasted,
         first_apart=tuple((name, ranks) for name, ranks, _ in apart if ranks),
         after_apart=tuple((name, ranks) for name, _, ranks in apart if ranks),
         scales_apart=any(one.head.scale != first.scale for one in records),
@@ -179,6 +183,9 @@ def _disturbed(records: tuple[Record, ...]) -> Disturbed:
         kept=names_of("kept"),
         twice=any(one.twice for one in every),
         outside=names_of("outside"),
+        cleared=max(one.cleared for one in every),
+        wasted=min(one.wasted for one in every),
+        idle=any(one.idle for one in every),
     )
 
 

@@ -72,7 +72,7 @@ def _common_weight(facts: ProofFacts) -> float | None:
 def _weighed(facts: ProofFacts) -> Cause | None:
     """What is wrong with the factor of the losses, if it is one of this run's own numbers; else it is meant."""
     weight, micros, world = _common_weight(facts), _divided(facts), facts.world
-    if weight is None or near(weight, 1.0):
+    if weight is None or near(weight, 1.0) or facts.wasted:  # where some were cleared, that explains the number
         return None
     known = facts.accumulation is not None
     if micros > 1 and near(weight, micros):
@@ -296,6 +296,15 @@ def causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         for every in found.values()
         if not (every[0][0].rule == "prove.direction" and facts.clip is not None and facts.clip.early)
     )
+
+
+def by_hand(facts: ProofFacts) -> bool:
+    """Return whether micro-batches were cleared, and no gradient is a sum of those after them.
+
+    A program that clips or projects each micro-batch's gradients puts them together itself, and clears between.
+    """
+    told = [names for cause, names in causes(facts) if cause.rule == "prove.direction"]
+    return facts.cleared > 0 and [len(names) for names in told] == [len(facts.gradients)]
 
 
 def _typical(every: list[Cause]) -> Cause:
