@@ -20,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from prepkit.auditing.window import around_calls
+
 LOOKS: frozenset[Any] = frozenset(
     {
         *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "grad_fn")),
@@ -69,7 +71,14 @@ class Streamed:
     def on(self, arrived: Callable[[str, Tensor], None]) -> tuple[AbstractContextManager[Any], ...]:
         """The contexts of one forward and its backward."""
         self.arrived, self._saved = arrived, 0
-        return _Mode(self), saved_tensors_hooks(self._pack, self._unpack)
+        mode = _Mode(self)
+
+        def goes(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with mode:  # which torch leaves for a backward, where checkpoints run their forward again
+                return plain(*args, **kwargs)
+
+        engine = around_calls(torch.autograd, "_engine_run_backward", goes)
+        return mode, engine, saved_tensors_hooks(self._pack, self._unpack)
 
     def real(self, tensor: Tensor) -> Tensor:
         """The weight that a stub stands for; any other tensor as it is."""
