@@ -78,6 +78,8 @@ class ClipProof:
     """Of the norm."""
     beyond: bool = False
     """Whether it was taken over parameters of other models too."""
+    empty: bool = False
+    """Whether it was given no parameter."""
     early: bool = False
     """Whether it has shrunk gradients before the last micro-batch of the step."""
 
@@ -104,6 +106,8 @@ class ProofFacts:
     """Micro-batches over which a rank averages, where plan and loop say it: of a full window, even if this one was cut
     short or some had several backwards; None: as many as there were backwards."""
     clip: ClipProof | None = None
+    shrunk: tuple[float, ...] = ()
+    """By which factor each rank has clipped, by the norm that it saw; empty: not every one has shown it."""
     first_apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Parameters whose replicas differ before the step, with the ranks that part from the first one."""
     after_apart: tuple[tuple[str, tuple[int, ...]], ...] = ()

@@ -168,6 +168,8 @@ class Clipping:
         given = [params] if isinstance(params, Tensor) else list(params)
         mine = self._mine()
         others = [] if mine is None else [param for param in given if id(param) not in mine]
+        if mine is not None and not given and self.clip is None and isfinite(most):
+            self.clip = ClipProof(most=float(most), empty=True)
         if mine is not None and len(others) < len(given):  # else another model is clipped
             self._note(most, None if isinstance(norm, DTensor) else float(norm), beyond=bool(others))
         return plain(given, most, norm, *args, **kw)
@@ -219,6 +221,8 @@ class Around:
     _thrown: list[Micro] = field(factory=list, init=False)
     """Micro-batches that were cleared since anything has stepped, or has tried to."""
     _tried: bool = field(default=False, init=False)
+    _going: int = field(default=0, init=False)
+    """Backwards that run now, one inside the other."""
     _left: tuple[str, ...] = field(default=(), init=False)
     _began: dict[str, Size] = field(factory=dict, init=False)
 
@@ -239,6 +243,25 @@ class Around:
         """Parameters that are not as they were at the first forward."""
         now = sizes(root)
         return tuple(name for name, one in self._began.items() if name in now and not same_size(one, now[name]))
+
+    def goes(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A backward, which ``torch.autograd.grad`` is none of: what that asks for is not what trains."""
+        self._going += 1
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            self._going -= 1
+
+    def adding(self, arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
+        """A hook that keeps the gradient of an output; one that arrives again adds up."""
+
+        def hook(grad: Tensor | None) -> None:
+            if grad is None or not self._going:  # DDP gives none to outputs that no loss has used
+                return
+            kept = local(grad).detach().cpu().clone()
+            arrived[place] = arrived[place] + kept if place in arrived else kept
+
+        return hook
 
     def cleared(self, micros: list[Micro]) -> None:
         """The gradients of these micro-batches were cleared."""
@@ -288,18 +311,6 @@ class Around:
 def alike(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same values."""
     return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def adding(arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
-    """A hook that keeps the gradient of an output; one that arrives again adds up."""
-
-    def hook(grad: Tensor | None) -> None:
-        if grad is None:  # as DDP gives to outputs that no loss has used
-            return
-        kept = local(grad).detach().cpu().clone()
-        arrived[place] = arrived[place] + kept if place in arrived else kept
-
-    return hook
 
 
 def line_of(what: str) -> Iterator[str]:

@@ -28,7 +28,6 @@ from prepkit.proving.hooks import (
     Around,
     Called,
     Clipping,
-    adding,
     alike,
     clip_of,
     engine_of,
@@ -132,6 +131,7 @@ class Recorder:
                 self._attach(self.root, stack)
             around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
                 (torch.autograd, "backward", self._backward),
+                (torch.autograd, "backward", self._around.goes),
                 (torch.optim.Optimizer, "zero_grad", self._cleared),
                 (nn.Module, "zero_grad", self._cleared),
                 (torch.amp.GradScaler, "scale", self._scaled),
@@ -300,7 +300,7 @@ class Recorder:
                 call.seen[place] = sketch(local(tensor).detach().reshape(-1))
                 call.returned.append(returned(place, tensor))
             if tensor.requires_grad:
-                tensor.register_hook(adding(call.arrived, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._around.adding(call.arrived, place))  # type: ignore[no-untyped-call]
 
     # --- backward ---------------------------------------------------------------------------------------------------
 

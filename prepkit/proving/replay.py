@@ -146,6 +146,7 @@ def replayed(window: Replay) -> ProofFacts:
         accumulation=first.accumulation,
         divides=first.divides,
         clip=evolve(first.clip, beyond=True) if first.clip is not None and hooked else first.clip,
+        shrunk=_shrunk(records),
         buffers_apart=buffers_apart,
         moved=disturbed.moved,
         left=disturbed.left,
@@ -236,6 +237,12 @@ def _weight(records: tuple[Record, ...], record: Record, at: int) -> float:
 def _number(record: Record) -> int:
     """Micro-batches over which gradients are averaged on a rank."""
     return record.head.divides or len(record.head.micros)
+
+
+def _shrunk(records: tuple[Record, ...]) -> tuple[float, ...]:
+    clips = [record.head.clip for record in records]
+    found = [min(1.0, one.most / (one.seen + 1e-6)) for one in clips if one is not None and one.seen is not None]
+    return tuple(found) if len(found) == len(clips) else ()
 
 
 def _each(record: Record, at: int) -> float | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from prepkit.auditing.window import around_calls
@@ -74,11 +75,11 @@ class Streamed:
         mode = _Mode(self)
 
         def goes(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with mode:  # which torch leaves for a backward, where checkpoints run their forward again
+            with mode:  # which torch leaves for a backward, where a function of the model's own may run its forward
                 return plain(*args, **kwargs)
 
         engine = around_calls(torch.autograd, "_engine_run_backward", goes)
-        return mode, engine, saved_tensors_hooks(self._pack, self._unpack)
+        return mode, engine, _nothing_again(), saved_tensors_hooks(self._pack, self._unpack)
 
     def real(self, tensor: Tensor) -> Tensor:
         """The weight that a stub stands for; any other tensor as it is."""
@@ -125,6 +126,33 @@ class Streamed:
                 return torch.frombuffer(read, dtype=packed.dtype).view(packed.shape).to(packed.device)
             case _:
                 return cast("Tensor", packed)
+
+
+@contextmanager
+def _nothing_again() -> Iterator[None]:
+    """Inside, torch's checkpoints keep what they would compute again: what a forward draws, it draws once."""
+
+    def kept(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        del plain, args, kwargs
+        return iter((None,))  # before the forward; it ends behind it
+
+    reentrant = checkpoint.CheckpointFunction
+    with around_calls(checkpoint, "_checkpoint_without_reentrant_generator", kept):
+        vars(checkpoint)["CheckpointFunction"] = _Kept
+        try:
+            yield
+        finally:
+            vars(checkpoint)["CheckpointFunction"] = reentrant
+
+
+class _Kept:
+    """Stands for ``torch.utils.checkpoint.CheckpointFunction``."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+        """Call the function, and compute nothing again."""
+        del preserves
+        return function(*args)
 
 
 @frozen

@@ -59,6 +59,7 @@ def _no_gradient(facts: ProofFacts) -> Iterator[Hit]:
 
 def _clipped(facts: ProofFacts) -> Iterator[Hit]:
     clip = facts.clip
+    yield from _gradients("prove.clipped-scaled", facts)
     if clip is not None and clip.early:
         what = (
             f"Gradients were clipped to {clip.most:g} before the last micro-batch of the step, which then adds to them."
@@ -81,6 +82,12 @@ def _clipped(facts: ProofFacts) -> Iterator[Hit]:
 
 def _not_clipped(facts: ProofFacts) -> Iterator[Hit]:
     yield from _gradients("prove.not-clipped", facts)
+    if facts.clip is not None and facts.clip.empty:
+        said = f"The run clips to {facts.clip.most:g}, and gives no parameter to what clips"
+        how = (
+            "Give model.parameters(), or a list: a generator is empty once an optimizer, or another call, has read it."
+        )
+        yield Hit("gradients", f"{said}: nothing is clipped.", how)
     if facts.over:
         said = f"The gradients of {count(len(facts.over), 'parameter')} have larger elements than {facts.value:g}"
         yield Hit(at(facts.over[0]), f"{said}, to which the run clips them: {some(facts.over)}.")
