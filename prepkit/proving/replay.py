@@ -128,12 +128,7 @@ def replayed(window: Replay) -> ProofFacts:
     hooked = tuple(name for name in window.hooked if name in held)
     compares = not (unlike or spoiled or outputs.unrepeated)
     judged = [one.name for one in first.params if one.name in held and one.name not in hooked] if compares else []
-    if outputs.aside:
-        more += (f"{outputs.aside}, and no gradient comes back to it: the others were compared",)
-    if hooked:
-        more += (f"hooks of the program's own change the gradients of {some(hooked)}, which were not compared",)
-    if judged and any(_size(one.shape) > window.most for one in first.params):
-        more += (f"of each gradient {window.most:,} elements were compared, as many as memory holds",)
+    more += tuple(_left_out(window, outputs.aside, hooked, some_elements=bool(judged)))
     steps, no_step = steps_of(window)
     return ProofFacts(
         world=first.world,
@@ -167,6 +162,16 @@ def replayed(window: Replay) -> ProofFacts:
         unrepeated=outputs.unrepeated,
         limits=(*limits, *more, *unlike, *_meant(records), *((no_step,) if no_step else ())),
     )
+
+
+def _left_out(window: Replay, aside: str, hooked: tuple[str, ...], *, some_elements: bool) -> Iterator[str]:
+    """Yield what was not compared."""
+    if aside:
+        yield f"{aside}, and no gradient comes back to it: the others were compared"
+    if hooked:
+        yield f"hooks of the program's own change the gradients of {some(hooked)}, which were not compared"
+    if some_elements and any(_size(one.shape) > window.most for one in window.records[0].head.params):
+        yield f"of each gradient {window.most:,} elements were compared, as many as memory holds"
 
 
 def _disturbed(records: tuple[Record, ...]) -> Disturbed:

@@ -21,13 +21,14 @@ from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
 from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES
 from tests.proving.right import RIGHT, Right
 from tests.proving.unseen import UNSEEN
+from tests.proving.unusual import ERRORS_UNUSUAL, RIGHT_UNUSUAL
 from tests.proving.window import proved, recorded
 from tests.proving.wrong import ERRORS, Planted, hook_that_sums
 from tests.support.command_line import run
 from tests.support.patience import MOST
 from tests.support.script import Ran
 
-MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *DRAWN_ERRORS[::9], *BY_LIBRARIES[::11]))
+MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *ERRORS_UNUSUAL, *DRAWN_ERRORS[::9], *BY_LIBRARIES[::11]))
 """A share of them; ``python -m tests.tools.proofs`` tries all."""
 
 
@@ -49,7 +50,12 @@ def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, 
 
 @pytest.mark.parametrize(
     "right",
-    [*RIGHT[::2], *map(Right, DRAWN_RIGHT[::13]), *(Right(*one) for one in RIGHT_BY_LIBRARIES[::6])],
+    [
+        *RIGHT[::2],
+        *map(Right, RIGHT_UNUSUAL),
+        *map(Right, DRAWN_RIGHT[::13]),
+        *(Right(*one) for one in RIGHT_BY_LIBRARIES[::6]),
+    ],
     ids=lambda right: right.id,
 )
 def test_a_right_program_is_not_accused(right: Right, request: Any, tmp_path: Path) -> None:

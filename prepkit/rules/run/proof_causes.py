@@ -355,11 +355,12 @@ def _merged(one: GradientProof, each: list[Cause | None]) -> list[Cause]:
     ]
     if not alone:
         return there
-    owners = {cause.rank for cause, _ in alone}
-    if len(one.dots) > 1 and all(cause.rank == holder for cause, holder in alone):
+    owners, everywhere = {cause.rank for cause, _ in alone}, len(alone) == len(one.dots)
+    if everywhere and len(alone) > 1 and all(cause.rank == holder for cause, holder in alone):
         why = "each rank's own: nobody averages them"
     else:
         why = f"those of rank {' and '.join(str(owner) for owner in sorted(o for o in owners if o is not None))} alone"
+        why += "" if everywhere else f", on rank {spans(tuple(holder for _, holder in alone))}"
     ratio = alone[0][0].ratio
     rest = [cause for cause in there if cause.rank is None]
     return [Cause("prove.not-averaged", why, ratio), *rest]
