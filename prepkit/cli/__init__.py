@@ -138,7 +138,8 @@ def check_command(
     Finds configs of prepkit, accelerate, DeepSpeed, transformers, axolotl, LLaMA-Factory and torchtitan, plan files,
     and the scripts that start them. Without --model every rule is asked that can be asked without one, and what cannot
     be known here is said. Warnings are shown; only errors that are not overridden give exit code 1. --fix removes keys
-    without effect, where all that is read stays as it is, and mends the spelling of keys that their library refuses.
+    without effect, where all that is read stays as it is, mends the spelling of keys that their library refuses, and
+    gives values of prepkit's own files the type that they should have, where they can mean one thing only.
     """
     from prepkit.cli.check import check_files, mend_files
 
