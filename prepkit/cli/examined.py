@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,8 @@ from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.found import SCRIPTS, Found, below, found
 from prepkit.formats.importers.foreign import shortest
 from prepkit.formats.importers.source import READERS, Imported
-from prepkit.formats.launches import NamedFile, Script, read_script, script_findings
+from prepkit.formats.importers.training_arguments import read_options
+from prepkit.formats.launches import LaunchLine, NamedFile, Script, read_script, script_findings
 from prepkit.formats.places import FilePlace, place_of
 
 if TYPE_CHECKING:
@@ -75,7 +77,8 @@ def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) 
     named = _Named.of(one for one in founds if one.kind == "deepspeed")
     for one in sorted(founds, key=lambda one: one.kind == "deepspeed"):
         if one.path in scripts:
-            yield _script(one, scripts[one.path], missing.get(one.path, ()))
+            script = _script(one, scripts[one.path], missing.get(one.path, ()))
+            yield named.held(_with_arguments(script, scripts[one.path], cluster))
         elif one.sort == "plan":
             yield _plan(one)
         elif one.kind == "deepspeed":
@@ -170,7 +173,7 @@ def _started(
                     missing[script.path] = (*missing.get(script.path, ()), named)
                     continue
                 there[place] = None
-                if launch.processes:
+                if launch.processes and not (place.endswith(".json") and _trained(launch, Path(script.path).parent)):
                     sizes[_real(place)] = tuple(dict.fromkeys((*sizes.get(_real(place), ()), launch.processes)))
     return sizes, missing, tuple(there)
 
@@ -201,6 +204,44 @@ def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Check
     return Checked(found=one, findings=findings, fine=_SCRIPT_RULES, beyond=beyond)
 
 
+_TRAINERS = ("output_dir", "per_device_train_batch_size")
+"""Options by which a script is told to take ``TrainingArguments``, beside one that asks for DeepSpeed or FSDP."""
+
+
+def _trained(launch: LaunchLine, folder: Path) -> dict[str, tuple[str | bool, tuple[int, int]]]:
+    """Options of a line as ``TrainingArguments``; empty where they are none, or not known before it runs."""
+    known = {one.name: (one.value, (one.line, one.column)) for one in launch.arguments if "$" not in str(one.value)}
+    if not all(name in known for name in _TRAINERS) or not {"deepspeed", "fsdp"} & {
+        one.name for one in launch.arguments
+    }:
+        return {}
+    if "deepspeed" in {one.name for one in launch.arguments}:
+        said, place = known.get("deepspeed", ("$", (1, 1)))
+        file = _resolved(str(said), folder)
+        if file is None or not file.endswith(".json"):
+            return {}
+        known["deepspeed"] = str(Path(file).resolve()), place
+    return known
+
+
+def _with_arguments(checked: Checked, script: Script, cluster: Cluster) -> Checked:
+    """The script with what is wrong with the ``TrainingArguments`` that its lines give."""
+    one = checked.found
+    for launch in script.launches:
+        if options := _trained(launch, Path(one.path).parent):
+            read = cli_refusal.attempt(functools.partial(read_options, one.path, options))
+            found = _judged(one, cluster, read, (launch.processes,) if launch.processes else ())
+            checked = evolve(
+                checked,
+                findings=_once((*checked.findings, *found.findings)),
+                beyond=_once((*checked.beyond, *found.beyond)),
+                fine=max(checked.fine, _SCRIPT_RULES + found.fine),
+                unknown=dict(found.unknown) | dict(checked.unknown),
+                named=(*checked.named, *found.named),
+            )
+    return checked
+
+
 def _not_here(where: str, named: str) -> Finding:
     what = f"{named} is known when it runs" if "$" in named else f"{named} is not here"
     return rules.found(MISSING, where, what, f"Check it where it is: prepkit check {named}")
@@ -228,12 +269,15 @@ def _in_plan(file: str, where: str) -> str:
 
 def _config(one: Found, cluster: Cluster, sizes: tuple[int, ...], kind: str | None) -> Checked:
     read = cli_import.read(one.path, kind or one.kind or None)
+    kind = read.kind if isinstance(read, Imported) else read.rest.kind if isinstance(read.rest, Imported) else one.kind
+    return _judged(evolve(one, kind=kind or "nothing known"), cluster, read, sizes)
+
+
+def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: tuple[int, ...]) -> Checked:
     said = read.findings if isinstance(read, PlanRejected) else read.notes
     imported = read.rest if isinstance(read, PlanRejected) else read
     if not isinstance(imported, Imported):
-        one = one if one.kind else evolve(one, kind="nothing known")
         return _sorted(Checked(found=one), _placed(one, said))
-    one = evolve(one, kind=imported.kind)
     wheres = [finding.where.partition(":$")[2] for finding in said]
     unread = tuple(f"config{where}" for where in wheres if where)
     asked = _asked(one, cluster, imported, sizes)

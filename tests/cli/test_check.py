@@ -148,6 +148,43 @@ def test_a_json_that_is_named_by_what_cannot_be_read_is_checked_alone(folder: Pa
     }
 
 
+TRAINED = """deepspeed --num_gpus 8 run_clm.py --model_name_or_path m --do_train \\
+    --output_dir out --per_device_train_batch_size {batch} --gradient_accumulation_step 2 \\
+    --learning_rate {rate} --max_steps -1 --bf16 --deepspeed conf/ds.json
+"""
+"""As people write it: an option that is cut short, a switch without a value, and a number below 0."""
+
+
+def test_the_arguments_of_a_line_are_checked_with_the_json_that_it_names(folder: Path) -> None:
+    Path("conf").mkdir()
+    data = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "zero_optimization": {"stage": 3}}
+    params = {"lr": 2e-5, "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    batches = {"train_batch_size": "auto", "gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": 4}
+    Path("conf/ds.json").write_text(json.dumps({**data, "optimizer": {"type": "AdamW", "params": params}, **batches}))
+    for rate, batch, wrong in (("2e-5", 4, []), ("$LR", 4, []), ("1e-5", 4, [(3, 5)]), ("2e-5", 8, [(2, 22)])):
+        Path("run.sh").write_text(TRAINED.format(rate=rate, batch=batch))
+        data = json.loads(run("check", "conf", "run.sh", "--json").stdout)
+        assert [(one["line"], one["column"]) for one in data["findings"] if one["file"] == "run.sh"] == wrong
+        assert all(one["rule"] == "import.contradiction" for one in data["findings"])
+        assert bool(wrong) == any('"auto"' in one["what"] for one in data["cannot_know"]), rate
+    assert [one["file"] for one in data["files"]] == ["run.sh", "conf/ds.json"]
+
+
+def test_the_arguments_of_other_scripts_are_theirs(folder: Path) -> None:
+    """They have the names of ``TrainingArguments``, and say neither DeepSpeed nor FSDP."""
+    line = "--output_dir o --per_device_train_batch_size 4 --lr_warmup_steps 10 --logging_dir logs"
+    Path("run.sh").write_text(f"accelerate launch --num_processes 2 train_lora.py {line}\n")
+    assert json.loads(run("check", "run.sh", "--json").stdout)["findings"] == []
+
+
+def test_a_file_of_prepkits_own_is_told_where_its_engine_is_misspelt(folder: Path) -> None:
+    Path("ours.toml").write_text('accumulation = 4\n[engine]\nkind = "FSDP"\n')
+    Path("theirs.yaml").write_text("kind: Database\nengine: postgres\n")
+    data = json.loads(run("check", "ours.toml", "theirs.yaml", "--json").stdout)
+    assert [one["file"] for one in data["files"]] == ["ours.toml"]
+    assert [(one["rule"], one["line"]) for one in data["findings"]] == [("codec.unknown-kind", 3)]
+
+
 def test_a_script_says_for_how_many_processes_its_config_is_checked(project: Path) -> None:
     """48 = 4 x 12 samples cannot be had on the 32 processes that the script starts."""
     text = DEEPSPEED.replace("overlap_com", "overlap_comm").replace("{\n", '{\n  "train_batch_size": 48,\n', 1)

@@ -6,6 +6,7 @@ A YAML or JSON of them, as ``HfArgumentParser`` reads it, and as TRL's files hol
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from difflib import get_close_matches
 from math import ceil
 from pathlib import Path
@@ -34,6 +35,7 @@ from prepkit.formats.importers.accelerate_engines import fsdp
 from prepkit.formats.importers.argument_keys import GONE, NOW
 from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
+from prepkit.formats.importers.positions import LineColumn
 from prepkit.formats.importers.source import JSON, Imported, Source, read
 from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP, filled, look
 
@@ -47,12 +49,32 @@ def read_training_arguments(source: Source) -> Imported:
     Raises ``PlanRejected`` with every finding.
     """
     file = foreign("transformers", source)
+    _say_gone(file)
+    return training_arguments(file, Path(source.path))
+
+
+def read_options(path: str, options: Mapping[str, tuple[str | bool, LineColumn]]) -> Imported:
+    """The same of options that a line of a launch script gives; as argparse takes them, a beginning is enough.
+
+    Raises ``PlanRejected`` with every finding.
+    """
+    given, places = {}, {}
+    for name, (value, place) in options.items():
+        near = [key for key in NOW if key.startswith(name)] if name not in NOW else []
+        key = near[0] if len(near) == 1 and near[0] not in options else name
+        given[key], places[key] = value, place
+    file = Foreign(kind="transformers", source=path, data=given, places=places)
+    _say_gone(file)
+    return training_arguments(file, Path(path))
+
+
+def _say_gone(file: Foreign) -> None:
+    """Says which keys later releases of transformers refuse."""
     for key in GONE:
         if file.has(key):
             gone = GONE[key]
             what = f"transformers {gone.until} and later have no such key, and refuse it"
             file.warn("unknown-key", key, what, f"Write {gone.instead}." if gone.instead else "Remove it.")
-    return training_arguments(file, Path(source.path))
 
 
 def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device_train_batch_size") -> Imported:
@@ -113,6 +135,10 @@ def _engine(file: Foreign, config: Config, path: Path, micro_batch: str) -> Conf
     if file.raw("deepspeed") and asked:
         file.error("contradiction", "fsdp", "deepspeed is given as well, and one of them shards", "Keep one of them.")
     if file.raw("deepspeed"):
+        if file.raw("fsdp_config"):
+            what = "deepspeed is given as well, and one of them shards"
+            file.error("contradiction", "fsdp_config", what, "Keep one of them.")
+            file.covered("fsdp_config")
         return _deepspeed(file, config, path, micro_batch)
     if asked not in (None, False, "", []):
         return sharded(file, config, asked, path)

@@ -341,6 +341,14 @@ def test_what_the_arguments_and_the_json_say_otherwise_is_refused_as_the_trainer
             theirs.trainer_config_finalize(arguments, None, 1000)
 
 
+def test_options_of_fsdp_beside_deepspeed_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    with pytest.raises(PlanRejected) as refused:
+        read(tmp_path, "deepspeed: zero.json\nfsdp_config: {min_num_params: 3}\n")
+    (finding,) = refused.value.findings
+    assert (finding.rule, finding.where.rpartition(" ")[2]) == ("import.contradiction", "fsdp_config")
+
+
 def test_the_keys_of_the_table_are_those_of_the_installed_transformers() -> None:
     assert {field.name for field in fields(TrainingArguments)} - {"distributed_state"} == NOW
     assert not NOW & set(GONE)
