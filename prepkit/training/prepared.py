@@ -46,6 +46,7 @@ from prepkit.saving import run as saving
 from prepkit.training import owned_optimizers, token_loss
 from prepkit.training.drivers import driver
 from prepkit.training.evaluation import in_eval_mode, swaps_weights
+from prepkit.training.failed_forward import explain
 from prepkit.training.looks import Looks
 from prepkit.training.loop import Closure, Loop
 from prepkit.training.run_log import RunLog
@@ -106,6 +107,8 @@ class Prepared:
     """Asks the rules about what is about to be stepped."""
     _watch: RemovableHandle | None = field(default=None, init=False, repr=False)
     """Hears of optimizers that the plan does not know, until ``close``."""
+    _explained: RemovableHandle | None = field(default=None, init=False, repr=False)
+    """Says more of a forward that fails, until ``close``."""
     checkpoints: saving.RunCheckpoints = field(init=False, repr=False)
     """What there is to checkpoints beside ``save`` and ``resume``, such as ``ready.checkpoints.finish()``."""
     log: RunLog = field(init=False, repr=False)
@@ -135,6 +138,7 @@ class Prepared:
             passes=Passes(self.loaders),
         )
         guard_save(self.model)
+        self._explained = explain(self.model, plan)
         self.checkpoints = saving.of(self.model, self._court, _parting(self), self._peers)
         if engine.step is not None and self.optimizer is not None:
             self._looks.watch(self.model)
@@ -342,6 +346,8 @@ class Prepared:
         failing = sys.exc_info()[1] is not None
         self.checkpoints.close(failing=failing)
         self.log.finish()
+        if self._explained is not None:
+            self._explained.remove()
         if self.loop.plan.engine_steps:
             give_back_linear()
         owned_optimizers.release(self, joint_optimizer.members(self.optimizer), self._watch)
