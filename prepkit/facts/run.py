@@ -336,6 +336,8 @@ class AppliedFacts:
     """Weights and buffers with other values than before the first step, although no step writes them."""
     odd_ranks: tuple[int, ...] = ()
     """Ranks on which tensors of ``RunFacts.parted`` differ from rank 0's, where that is known."""
+    overwritten: tuple[int, ...] = ()
+    """Ranks whose weights were not rank 0's, and that have rank 0's now, since the engine sends them."""
     owners: tuple[Departure, ...] = ()
     """Duties that somebody else has than the plan says."""
     steps: tuple[Departure, ...] = ()

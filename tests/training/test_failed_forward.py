@@ -135,12 +135,12 @@ def while_handling(rank: int, world: int) -> list[str]:
     ready = pk.apply(pk.build_plan(cfg, Block()))
     (hook,) = (one for one in ready.model._forward_hooks.values() if isinstance(one, Explains))
     try:
-        raise RuntimeError("expected dtype BFloat16")  # noqa: TRY301  # somebody else's
+        raise RuntimeError("expected dtype BFloat16")  # somebody else's
     except RuntimeError as error:
         ready.model(torch.ones(2, 8))
         found = list(getattr(error, "__notes__", ()))
     assert copy.deepcopy(hook) is hook
-    assert pickle.loads(pickle.dumps(hook))(ready.model, (), None) is None  # noqa: S301  # ours
+    assert pickle.loads(pickle.dumps(hook))(ready.model, (), None) is None  # ours
     ready.close(keep_group=True)
     assert hook not in ready.model._forward_hooks.values()
     return found
