@@ -339,11 +339,14 @@ class Prepared:
         for the others, so that none loses its last collective. A group that a wrapper of another model still uses is
         left to the process, with a warning. While an exception is under way, as in a ``finally:``,
         it waits for nobody: the others are told by their next collective. A checkpoint that is being written has a
-        minute then. ``keep_group`` leaves it for another run.
+        minute then. Raises ``RunRefused`` in the end where a stream was read last of which each rank has other samples.
+        ``keep_group`` leaves it for another run.
         Returns what ended groups leave, to be kept until the process ends where it ends at once: a thread of gloo may
         still use it.
         """
         failing = sys.exc_info()[1] is not None
+        meets = self._started and not keep_group and not failing and world().running
+        late = self._looks.before_close(self.loop.passes) if meets else ()
         self.checkpoints.close(failing=failing)
         self.log.finish()
         if self._explained is not None:
@@ -367,6 +370,7 @@ class Prepared:
             self._peers.retract()
         if self._waits is not None:
             self._waits.stop()
+        self._court.hear(late)
         return self._ended
 
     if not TYPE_CHECKING:  # a checker knows the members, and would take any name for one of them
