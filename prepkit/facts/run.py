@@ -416,6 +416,8 @@ class RunFacts:
     """None where peft has put none into the model."""
     averages_by_hand: str = ""
     """The function of the program that seems to average over ranks by itself; empty: none was seen."""
+    saves_shards: tuple[str, ...] = ()
+    """Places in the program that call ``save_pretrained`` of the sharded model without its ``state_dict``."""
     accumulation: int | None = None
     """Micro-batches per step that accelerate counts; None: it is not in use."""
     world_size: int = 1

@@ -280,7 +280,10 @@ REFUSALS: tuple[Rule, ...] = (
     refusal(
         id="save.shards",
         summary="model.save_pretrained is called where parameters are whole.",
-        fix="Call ready.export(folder) on every rank: it gathers them, and calls save_pretrained on rank 0.",
+        fix=(
+            "Call ready.export(folder) on every rank: it gathers them, and calls save_pretrained on rank 0. Under "
+            "accelerate's face give it state_dict=accelerator.get_state_dict(model), which every rank calls."
+        ),
         told_by="model.save_pretrained",
     ),
     refusal(
