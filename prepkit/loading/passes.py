@@ -78,6 +78,12 @@ class Passes:
             if isinstance(one, Loader) and not one.evaluation and isinstance(one.source, IndexedSource):
                 yield one.source.batches
 
+    def rest(self) -> None:
+        """Let the workers of all loaders go."""
+        for one in self.loaders:
+            if isinstance(one, Loader):
+                one.rest()
+
     def set_epoch(self, epoch: int) -> None:
         """The next pass over each loader has this number, which gives its order. They advance by themselves too."""
         check_count("epoch", epoch, least=0)

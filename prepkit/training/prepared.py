@@ -349,6 +349,7 @@ class Prepared:
         late = self._looks.before_close(self.loop.passes) if meets else ()
         self.checkpoints.close(failing=failing)
         self.log.finish()
+        self.loop.passes.rest()
         if self._explained is not None:
             self._explained.remove()
         if self.loop.plan.engine_steps:
