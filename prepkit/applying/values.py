@@ -85,9 +85,7 @@ def compared(
     now = _digests(live.buffers)
     changed = [] if sent else _changed(steps, live, now, earlier.buffers)
     own = any(isinstance(step, WrapDDP) and not step.broadcast_buffers for step in steps)  # each rank keeps its own
-    parted, odd, other = (), (), ()
-    if world().carries_data:
-        parted, odd, other = _unlike({} if own else now, earlier.sample)
+    parted, odd, other = _unlike({} if own else now, earlier.sample) if world().carries_data else ALIKE
     if earlier.weights is None:
         prints: dict[str, int] = {}
     else:
@@ -119,10 +117,14 @@ def _digest(buffer: Tensor) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _unlike(mine: dict[str, str], sample: str) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
+Unlike = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
+ALIKE: Unlike = ((), (), ())
+
+
+def _unlike(mine: dict[str, str], sample: str) -> Unlike:
     """Buffers that are not the same everywhere, the ranks that differ from the first, and those whose sample does."""
     if world().same((sorted(mine.items()), sample)):
-        return (), (), ()
+        return ALIKE
     by_rank, samples = zip(*world().gather((mine, sample)), strict=True)
     every = dict.fromkeys(name for held in by_rank for name in held)
     parted = tuple(name for name in every if len({held.get(name) for held in by_rank}) > 1)
