@@ -148,7 +148,8 @@ def prove(
 
     Each process applies the plan under gloo and trains one window, whose inputs, gradients and weights are recorded;
     then the window is done again on one process with nothing around the model, and both are compared. A plan for
-    another cluster is made again for these processes, from its config. ``batches``: one per micro-batch, those of rank
+    another cluster, or one that has a scheduler or loaders, is made again for these processes, from its config; its
+    warnings, and those of the run, are told here. ``batches``: one per micro-batch, those of rank
     0 first; a mapping's entries are keywords of the model, a tuple's its arguments. ``loss`` is called with the outputs
     and the batch; without it a model returns its loss. Both it and the model are pickled, and hooks of its parameters,
     whose gradients are named and not compared. ``model`` stays as it is.
@@ -160,12 +161,16 @@ def prove(
     needs_torch("pk.prove")
     from prepkit.api.planning import build_plan
     from prepkit.config import ClipNorm
+    from prepkit.court import report
     from prepkit.facts.proof import ClipProof
+    from prepkit.observe.env import observe_env
     from prepkit.proving.spawned import Trial, enough, hooks_of, prove_in_processes
 
-    cfg, there = plan.config, plan.facts.env
-    if (there.world_size, there.device) != (processes, "cpu"):
-        plan = build_plan(cfg, model, optimizer=optimizer, env=Env.declare(world_size=processes, device="cpu"))
+    cfg, facts = plan.config, plan.facts
+    there, more = (facts.env.world_size, facts.env.device), facts.loaders or facts.scheduler or not facts.env.torch
+    if there != (processes, "cpu") or more:
+        env = Env.declare(world_size=processes, device="cpu", torch=observe_env().torch)
+        plan = build_plan(cfg, model, optimizer=optimizer, env=env)
     steps = plan.owners.accumulation_steps
     trial = Trial(
         plan=evolve(plan, target=None),
@@ -178,7 +183,9 @@ def prove(
         apply=apply,
         hooks=tuple(hooks_of(model)),
     )
-    return prove_in_processes(trial, processes)
+    proof = prove_in_processes(trial, processes)
+    report(proof.attestation.warned if proof.attestation is not None else ())
+    return proof
 
 
 def rehearse(plan: Plan, model: Any, *, rank: int = 0) -> Rehearsal:

@@ -78,6 +78,8 @@ class ClipProof:
     """Of the norm."""
     beyond: bool = False
     """Whether it was taken over parameters of other models too."""
+    empty: bool = False
+    """Whether it was given no parameter."""
     early: bool = False
     """Whether it has shrunk gradients before the last micro-batch of the step."""
 
@@ -104,6 +106,8 @@ class ProofFacts:
     """Micro-batches over which a rank averages, where plan and loop say it: of a full window, even if this one was cut
     short or some had several backwards; None: as many as there were backwards."""
     clip: ClipProof | None = None
+    shrunk: tuple[float, ...] = ()
+    """By which factor each rank has clipped, by the norm that it saw; empty: not every one has shown it."""
     first_apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Parameters whose replicas differ before the step, with the ranks that part from the first one."""
     after_apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -118,6 +122,13 @@ class ProofFacts:
     """Parameters that still had their gradient when the next window went backward."""
     twice: bool = False
     """Whether the optimizer has stepped once more over the same gradients."""
+    cleared: int = 0
+    """Micro-batches of a rank whose gradients were cleared before the step."""
+    wasted: int = 0
+    """Those of them that are certainly of the same step: one accumulation, whose losses are divided by their number."""
+    idle: bool = False
+    """Whether the optimizer has stepped twice over gradients that were cleared after the backward; nothing else is
+    known then."""
     value: float | None = None
     """To which each element of a gradient is clipped; None: to nothing."""
     over: tuple[str, ...] = ()

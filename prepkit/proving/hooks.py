@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from prepkit.facts.proof import ClipProof
-from prepkit.findings.text import count
 from prepkit.objects import names
 from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
 from prepkit.proving.loss_graph import used_outside
-from prepkit.proving.record_file import Disturbed, RecordedCall, Returned
+from prepkit.proving.record_file import Disturbed, HeldPart, Micro, RecordedCall, Returned
+from prepkit.rules.run.proof_causes import near
 
 HOME = str(Path(__file__).parents[1])
 """The folder of prepkit's own frames."""
@@ -42,6 +42,23 @@ def shapes(root: nn.Module) -> dict[str, tuple[int, ...]]:
     """Of every parameter as a whole."""
     whole = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in parameters(root)}
     return whole | {name: tuple(shard.shape) for name, shard in flat_shards(root).items()}
+
+
+def held_parts(
+    root: nn.Module, held: Mapping[str, Part], shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, int]
+) -> Iterator[HeldPart]:
+    """Yield what a record says of each parameter; ``groups``: that of the optimizer that has stepped it."""
+    trained = {name for name, param in parameters(root) if param.requires_grad}
+    for name, part in held.items():
+        yield HeldPart(
+            name=name,
+            shape=shapes[name],
+            start=part.start,
+            dims=part.dims,
+            here=part.values.numel(),
+            trained=name in trained,
+            group=groups.get(name),
+        )
 
 
 Size = tuple[int, float, float]
@@ -151,6 +168,8 @@ class Clipping:
         given = [params] if isinstance(params, Tensor) else list(params)
         mine = self._mine()
         others = [] if mine is None else [param for param in given if id(param) not in mine]
+        if mine is not None and not given and self.clip is None and isfinite(most):
+            self.clip = ClipProof(most=float(most), empty=True)
         if mine is not None and len(others) < len(given):  # else another model is clipped
             self._note(most, None if isinstance(norm, DTensor) else float(norm), beyond=bool(others))
         return plain(given, most, norm, *args, **kw)
@@ -196,6 +215,14 @@ class Around:
     outside: dict[str, None] = field(factory=dict, init=False)
     kept: tuple[str, ...] = field(default=(), init=False)
     twice: bool = field(default=False, init=False)
+    idle: int = field(default=0, init=False)
+    """Steps over gradients that were cleared after the last backward, one after the other."""
+    _cleared: int = field(default=0, init=False)
+    _thrown: list[Micro] = field(factory=list, init=False)
+    """Micro-batches that were cleared since anything has stepped, or has tried to."""
+    _tried: bool = field(default=False, init=False)
+    _going: int = field(default=0, init=False)
+    """Backwards that run now, one inside the other."""
     _left: tuple[str, ...] = field(default=(), init=False)
     _began: dict[str, Size] = field(factory=dict, init=False)
 
@@ -217,9 +244,56 @@ class Around:
         now = sizes(root)
         return tuple(name for name, one in self._began.items() if name in now and not same_size(one, now[name]))
 
-    def told(self, root: nn.Module, *, steps_copies: bool) -> Disturbed:
-        """All of it; ``steps_copies``: whether it has to be asked if weights came from somewhere else."""
-        why = COPIES if steps_copies and self.changed(root) else self.unproven
+    def goes(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A backward, which ``torch.autograd.grad`` is none of: what that asks for is not what trains."""
+        self._going += 1
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            self._going -= 1
+
+    def adding(self, arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
+        """A hook that keeps the gradient of an output; one that arrives again adds up."""
+
+        def hook(grad: Tensor | None) -> None:
+            if grad is None or not self._going:  # DDP gives none to outputs that no loss has used
+                return
+            kept = local(grad).detach().cpu().clone()
+            arrived[place] = arrived[place] + kept if place in arrived else kept
+
+        return hook
+
+    def cleared(self, micros: list[Micro]) -> None:
+        """The gradients of these micro-batches were cleared."""
+        self._thrown += [] if self._tried else micros
+        self._cleared += 0 if self._tried else len(micros)
+        self._tried, self.unproven = False, ""
+
+    def tried(self) -> None:
+        """Something else has stepped, or a scaler has refused to: what is cleared behind it is cleared on purpose."""
+        self._thrown.clear()
+        self._tried = True
+
+    def wasted(self, kept: tuple[Micro, ...], scale: float) -> int:
+        """Return how many of the cleared micro-batches belong to the step over those that are kept.
+
+        A loop that skips a batch, or measures before it trains, clears on purpose. That all went backward in the same
+        line, and that each loss is divided by their number (from three on), is an accumulation that clears too early.
+        """
+        lines = {one.line for one in kept}
+        same = [one for one in self._thrown if {one.line} == lines and one.line]
+        number = len(same) + len(kept)
+        return len(same) if number > 2 and all(near(abs(one.factor) * number, scale) for one in (*same, *kept)) else 0
+
+    def stepped_nothing(self, root: nn.Module) -> bool:
+        """An optimizer steps, and nothing went backward: whether it is the second time that it was cleared before."""
+        self.idle = self.idle + 1 if self._thrown and not with_gradients(root) else 0
+        self._thrown.clear()
+        return self.idle > 1
+
+    def told(self, root: nn.Module, kept: tuple[Micro, ...], scale: float, *, copies: bool) -> Disturbed:
+        """All of it; ``copies``: whether it has to be asked if weights came from somewhere else."""
+        why = COPIES if copies and self.changed(root) else self.unproven
         return Disturbed(
             unproven=why,
             moved=self.moved,
@@ -228,31 +302,15 @@ class Around:
             outside=tuple(self.outside),
             kept=self.kept,
             twice=self.twice,
+            cleared=self._cleared,
+            wasted=self.wasted(kept, scale),
+            idle=self.idle > 1,
         )
-
-
-def thrown_away(micros: int) -> Iterator[str]:
-    """Yield what a record says of micro-batches that were cleared before a step: nothing where there are none."""
-    if micros:
-        were = f"gradients of {count(micros, 'micro-batch')} were cleared by optimizer.zero_grad() before any step"
-        yield f"{were}: they train nothing, and what was proven are those after them"
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same values."""
     return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def adding(arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
-    """A hook that keeps the gradient of an output; one that arrives again adds up."""
-
-    def hook(grad: Tensor | None) -> None:
-        if grad is None:  # as DDP gives to outputs that no loss has used
-            return
-        kept = local(grad).detach().cpu().clone()
-        arrived[place] = arrived[place] + kept if place in arrived else kept
-
-    return hook
 
 
 def line_of(what: str) -> Iterator[str]:
@@ -293,6 +351,13 @@ def _number(value: Any) -> Any:
 def given_to(optimizer: Any) -> Iterator[Any]:
     """Every parameter that an optimizer holds."""
     return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def holds(root: nn.Module | None, which: Any) -> bool:
+    """Return whether an optimizer, or a module, has a parameter of this one."""
+    mine = {id(param) for param in root.parameters()} if root is not None else set()
+    held = which.parameters() if isinstance(which, nn.Module) else given_to(which)
+    return any(id(param) in mine for param in held)
 
 
 def places(known: Mapping[str, Part], optimizer: Any) -> dict[str, tuple[int, Any, int]]:

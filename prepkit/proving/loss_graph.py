@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.distributed import ReduceOp
+
+from prepkit.ranks.world import world
 
 MOST = 20_000
 """Nodes that are looked at."""
@@ -57,6 +60,9 @@ def _scaled(node: Any) -> float | None:
         return 1.0
     if name.startswith("NegBackward"):
         return -1.0
+    if name == "_AllReduceBackward" and node.op in (ReduceOp.SUM, ReduceOp.AVG):
+        number = world().size if node.group is None else node.group.size()
+        return float(number) if node.op == ReduceOp.SUM else 1.0  # it is in the loss of every rank
     if not name.startswith(("MulBackward", "DivBackward")):
         return None
     other = node._saved_other if node._saved_other is not None else getattr(node, "_saved_self", None)

@@ -11,11 +11,13 @@ from torch import nn
 
 from prepkit.facts.proof import ProofFacts
 from prepkit.findings import Finding, Severity, errors
+from prepkit.findings.text import count
 from prepkit.plan.attestation import Attestation
 from prepkit.proving.record_file import Record, read
 from prepkit.proving.replay import MEMORY, CannotReplay, Replay, replayed
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, findings_of
+from prepkit.rules.run.proof_causes import by_hand
 
 
 @frozen(kw_only=True)
@@ -52,13 +54,17 @@ class Proof:
 
     def _head(self) -> str:
         facts, of = self.facts, f"{self.name}: " if self.name else ""
-        if facts.unproven:
-            return f"{of}nothing was proven"
+        if facts.unproven or facts.idle:
+            return f"{of}nothing was {'proven' if facts.unproven else 'trained'}"
         micros = len(facts.shares) // max(facts.world, 1)
         seen = f"{facts.world} x {micros} micro-batches in {facts.dtype}, {len(facts.gradients)} gradients"
         failed = [one for one in self.failed if not self.beside or one.where.startswith(f"{self.name}: ")]
-        said = "as plain torch trains it" if not failed else "not as plain torch trains it"
-        return f"{of}proof of {seen}, {len(facts.steps)} steps: trained {said}"
+        said = "trained as plain torch trains it" if not failed else "trained not as plain torch trains it"
+        if not failed and (not facts.gradients or by_hand(facts)):
+            said = "nothing is known of its gradients"
+        elif facts.cleared and not facts.wasted:
+            said += f"; before it {count(facts.cleared, 'micro-batch')} cleared that train nothing"
+        return f"{of}proof of {seen}, {len(facts.steps)} steps: {said}"
 
 
 def prove_records(model: nn.Module, folder: Path, hooked: tuple[str, ...] = ()) -> Proof:

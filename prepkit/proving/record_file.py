@@ -83,6 +83,8 @@ class Micro:
     """Over how many tokens it is a mean, where the run weighs it by them."""
     count: float | None = None
     """Over how many elements it is a mean or a sum, as its graph says."""
+    line: str = ""
+    """Where the program went backward; empty: nobody knows."""
 
 
 @frozen(kw_only=True)
@@ -117,6 +119,12 @@ class Disturbed:
     """Parameters that still had their gradient when the next window went backward."""
     twice: bool = False
     """Whether the optimizer has stepped once more before anything went backward."""
+    cleared: int = 0
+    """Micro-batches whose gradients were cleared before the step."""
+    wasted: int = 0
+    """Those of them that are certainly of the same step, as ``hooks.Around.wasted``."""
+    idle: bool = False
+    """Whether nothing else was recorded, because each step comes after gradients were cleared."""
 
 
 @frozen(kw_only=True)

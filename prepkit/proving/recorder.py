@@ -28,12 +28,12 @@ from prepkit.proving.hooks import (
     Around,
     Called,
     Clipping,
-    adding,
     alike,
     clip_of,
     engine_of,
     entry_of,
-    given_to,
+    held_parts,
+    holds,
     is_fresh,
     line_of,
     parameters,
@@ -41,12 +41,11 @@ from prepkit.proving.hooks import (
     plain_options,
     said_accumulation,
     shapes,
-    thrown_away,
     with_gradients,
 )
 from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype
 from prepkit.proving.outputs import RETURNED, returned
-from prepkit.proving.record_file import Head, HeldPart, Micro, Record
+from prepkit.proving.record_file import Head, Micro, Record
 from prepkit.proving.trace import Tracer, sketch
 from prepkit.ranks.world import world
 from prepkit.training.token_loss import TokenWindow
@@ -109,7 +108,6 @@ class Recorder:
     _fresh: bool = field(default=True, init=False)
     _lines: dict[str, None] = field(factory=dict, init=False)
     _limits: dict[str, None] = field(factory=dict, init=False)
-    _thrown: int = field(default=0, init=False)
     _clips: Clipping = field(init=False)
     _around: Around = field(factory=Around, init=False)
     _odd: dict[str, None] = field(factory=dict, init=False)
@@ -133,9 +131,11 @@ class Recorder:
                 self._attach(self.root, stack)
             around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
                 (torch.autograd, "backward", self._backward),
+                (torch.autograd, "backward", self._around.goes),
                 (torch.optim.Optimizer, "zero_grad", self._cleared),
                 (nn.Module, "zero_grad", self._cleared),
                 (torch.amp.GradScaler, "scale", self._scaled),
+                (torch.amp.GradScaler, "step", self._tried),
                 *self._clips.places(self._clippable, self._micros),
                 (TokenWindow, "weighed", self._weighed),
             )
@@ -174,7 +174,7 @@ class Recorder:
                 self.tell(f"`{type(other.root).__name__}` trains too, and nothing has stepped it: it was not replayed")
         engine = engine_of(self.root)
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self._scale
-        clip = self._clips.seen(len(self._micros))
+        clip, copies = self._clips.seen(len(self._micros)), self._strange and not self._optimizers
         if engine is not None and clip is None and engine.gradient_clipping():
             clip = clip_of(engine)
         head = Head(
@@ -182,7 +182,7 @@ class Recorder:
             world=world().size,
             calls=tuple(call.recorded() for call in self._calls),
             micros=tuple(self._micros),
-            params=tuple(self._held()),
+            params=tuple(held_parts(self.root, self._parts, self._shapes, self._groups)),
             evaluating=self._evaluating,
             optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in self._optimizers)),
             groups=self._options,
@@ -197,26 +197,13 @@ class Recorder:
             divides=self.divides,
             cut=bool(tensor_parallel(names.sites(self.root))),
             device=next((param.device.type for param in self.root.parameters()), "cpu"),
-            disturbed=self._around.told(self.root, steps_copies=self._strange and not self._optimizers),
+            disturbed=self._around.told(self.root, tuple(self._micros), scale, copies=copies),
             lines=tuple(self._lines),
-            limits=(*self._limits, *thrown_away(self._thrown)),
+            limits=tuple(self._limits),
             trace=tuple(self._tracer.entries),
         )
         self._tensors |= {f"trace/{at}": values for at, values in enumerate(self._tracer.values)}
         return Record(head, self._tensors)
-
-    def _held(self) -> Iterator[HeldPart]:
-        trained = {name for name, param in parameters(self.root) if param.requires_grad}
-        for name, part in self._parts.items():
-            yield HeldPart(
-                name=name,
-                shape=self._shapes[name],
-                start=part.start,
-                dims=part.dims,
-                here=part.values.numel(),
-                trained=name in trained,
-                group=self._groups.get(name),
-            )
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -313,7 +300,7 @@ class Recorder:
                 call.seen[place] = sketch(local(tensor).detach().reshape(-1))
                 call.returned.append(returned(place, tensor))
             if tensor.requires_grad:
-                tensor.register_hook(adding(call.arrived, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._around.adding(call.arrived, place))  # type: ignore[no-untyped-call]
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -343,6 +330,7 @@ class Recorder:
                 total=total and self._tokens is None,
                 tokens=self._tokens,
                 count=factor.count,
+                line=next(line_of("backward"), ""),
             )
         )
         self._tokens = None
@@ -359,28 +347,27 @@ class Recorder:
         return result
 
     def _cleared(self, plain: Callable[..., Any], which: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what was not stepped is no part of this window. ``which``: an optimizer, or a module."""
+        """What was not stepped is no part of this window. ``which``: an optimizer, or a module; of all that trains."""
         result = plain(which, *args, **kwargs)
-        if self.done and self._holds(which):
+        if self.done and holds(self.root, which):
             self._over()
-        elif not (self.done or self.stepped or isinstance(which, nn.Module)) and self._holds(which):
-            self._thrown += len(self._micros)
+        elif not (self.done or self.stepped) and holds(self.root, which) and not with_gradients(self.root):
+            self._around.cleared(self._micros)
             self._calls = [call for call in self._calls if call.micro < 0]
             for what in (self._micros, self._clips.at, self._around.outside):
                 what.clear()
             self._tracer.forget()
         return result
 
-    def _holds(self, which: Any) -> bool:
-        if self.root is None:
-            return False
-        mine = {id(param) for param in self.root.parameters()}
-        held = which.parameters() if isinstance(which, nn.Module) else given_to(which)
-        return any(id(param) in mine for param in held)
-
     def _scaled(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
         result = plain(scaler, *args, **kwargs)
         self._scale = float(scaler.get_scale())
+        return result
+
+    def _tried(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        result = plain(scaler, *args, **kwargs)
+        if not (self.done or self.stepped):
+            self._around.tried()
         return result
 
     def _weighed(self, plain: Callable[..., Any], window: Any, loss: Tensor, mean_over: Any) -> Any:
@@ -417,7 +404,10 @@ class Recorder:
         if self.done and optimizer in self._optimizers and not self._stepping:
             self._around.twice = not self._again
             self.family[0].when_done()  # what has not stepped by now does not step in this window
-        if self.done or self._stepping or self.root is None or not self._micros:
+        if self.done or self._stepping or self.root is None:
+            return
+        if not self._micros:
+            self._idles(self.root, optimizer)
             return
         if not self._parts:
             self._parts = parts(self.root, masters=True)
@@ -426,7 +416,8 @@ class Recorder:
                 self._keep(f"weight/{name}", part.values)
             self._around.moved = self._around.changed(self.root)
         if not (held := places(self._parts, optimizer)):
-            self._strange = self._strange or not any(one._holds(optimizer) for one in self.family)
+            self._strange = self._strange or not any(holds(one.root, optimizer) for one in self.family)
+            self._around.tried()
             return
         self._stepping = True
         self._lines |= dict.fromkeys(line_of("step"))
@@ -444,6 +435,13 @@ class Recorder:
                 numel = self._parts[name].values.numel()
                 grad = holder.grad.to_dense() if holder.grad.is_sparse else holder.grad
                 self._keep(f"grad/{name}", local(grad).reshape(-1)[at : at + numel])
+
+    def _idles(self, root: nn.Module, optimizer: Any) -> None:
+        """A step over nothing: the second one is all that there is to tell."""
+        if not self.stepped and holds(root, optimizer) and self._around.stepped_nothing(root):
+            self._lines |= dict.fromkeys(line_of("step"))
+            self._optimizers.append(optimizer)
+            self._complete()
 
     def _keep_state(self, name: str, state: dict[str, Any], whole: int, at: int) -> None:
         """What an optimizer has of one parameter from earlier steps, where it is a number or as large as that."""

@@ -110,6 +110,8 @@ def replayed(window: Replay) -> ProofFacts:
     first = records[0].head
     limits = list(dict.fromkeys(limit for one in records for limit in one.head.limits))
     disturbed = _disturbed(records)
+    if disturbed.idle:
+        return ProofFacts(world=first.world, shares=(), idle=True, lines=first.lines)
     given = all(call.inputs for record in records for call in record.head.calls)
     if why := disturbed.unproven or ("" if given else limits[0]):
         raise CannotReplay(why)
@@ -126,12 +128,7 @@ def replayed(window: Replay) -> ProofFacts:
     hooked = tuple(name for name in window.hooked if name in held)
     compares = not (unlike or spoiled or outputs.unrepeated)
     judged = [one.name for one in first.params if one.name in held and one.name not in hooked] if compares else []
-    if outputs.aside:
-        more += (f"{outputs.aside}, and no gradient comes back to it: the others were compared",)
-    if hooked:
-        more += (f"hooks of the program's own change the gradients of {some(hooked)}, which were not compared",)
-    if judged and any(_size(one.shape) > window.most for one in first.params):
-        more += (f"of each gradient {window.most:,} elements were compared, as many as memory holds",)
+    more += tuple(_left_out(window, outputs.aside, hooked, some_elements=bool(judged)))
     steps, no_step = steps_of(window)
     return ProofFacts(
         world=first.world,
@@ -144,6 +141,7 @@ def replayed(window: Replay) -> ProofFacts:
         accumulation=first.accumulation,
         divides=first.divides,
         clip=evolve(first.clip, beyond=True) if first.clip is not None and hooked else first.clip,
+        shrunk=_shrunk(records),
         buffers_apart=buffers_apart,
         moved=disturbed.moved,
         left=disturbed.left,
@@ -152,6 +150,8 @@ def replayed(window: Replay) -> ProofFacts:
         value=first.value,
         kept=disturbed.kept,
         twice=disturbed.twice,
+        cleared=disturbed.cleared,
+        wasted=disturbed.wasted,
         first_apart=tuple((name, ranks) for name, ranks, _ in apart if ranks),
         after_apart=tuple((name, ranks) for name, _, ranks in apart if ranks),
         scales_apart=any(one.head.scale != first.scale for one in records),
@@ -162,6 +162,16 @@ def replayed(window: Replay) -> ProofFacts:
         unrepeated=outputs.unrepeated,
         limits=(*limits, *more, *unlike, *_meant(records), *((no_step,) if no_step else ())),
     )
+
+
+def _left_out(window: Replay, aside: str, hooked: tuple[str, ...], *, some_elements: bool) -> Iterator[str]:
+    """Yield what was not compared."""
+    if aside:
+        yield f"{aside}, and no gradient comes back to it: the others were compared"
+    if hooked:
+        yield f"hooks of the program's own change the gradients of {some(hooked)}, which were not compared"
+    if some_elements and any(_size(one.shape) > window.most for one in window.records[0].head.params):
+        yield f"of each gradient {window.most:,} elements were compared, as many as memory holds"
 
 
 def _disturbed(records: tuple[Record, ...]) -> Disturbed:
@@ -179,6 +189,9 @@ def _disturbed(records: tuple[Record, ...]) -> Disturbed:
         kept=names_of("kept"),
         twice=any(one.twice for one in every),
         outside=names_of("outside"),
+        cleared=max(one.cleared for one in every),
+        wasted=min(one.wasted for one in every),
+        idle=any(one.idle for one in every),
     )
 
 
@@ -229,6 +242,12 @@ def _weight(records: tuple[Record, ...], record: Record, at: int) -> float:
 def _number(record: Record) -> int:
     """Micro-batches over which gradients are averaged on a rank."""
     return record.head.divides or len(record.head.micros)
+
+
+def _shrunk(records: tuple[Record, ...]) -> tuple[float, ...]:
+    clips = [record.head.clip for record in records]
+    found = [min(1.0, one.most / (one.seen + 1e-6)) for one in clips if one is not None and one.seen is not None]
+    return tuple(found) if len(found) == len(clips) else ()
 
 
 def _each(record: Record, at: int) -> float | None:

@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 from prepkit.codec import files
 from prepkit.facts.model import ParamHook
 from prepkit.facts.proof import ClipProof
+from prepkit.findings import FindingWarning
 from prepkit.objects import names, param_extras
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
@@ -78,12 +79,14 @@ def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> Non
     }
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FindingWarning)  # the attestation has them, and the caller tells them
     model, optimizer = copy.deepcopy((trial.model, trial.optimizer))  # theirs lie in memory that processes share
     params = names.named_parameters(model)
     for name, kind, hook in trial.hooks:
         getattr(params[name], kind)(hook)
     torch.manual_seed(rank)  # as ranks that read other samples draw
     ready = trial.apply(trial.plan, model=model, optimizer=optimizer)
+    ready._looks.divided = True
     recorder = Recorder(root=ready.model, accumulation=trial.accumulation, clip=trial.clip)
     mine = trial.batches[rank * trial.accumulation : (rank + 1) * trial.accumulation]
     with recorder.on():

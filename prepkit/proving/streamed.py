@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from prepkit.auditing.window import around_calls
 
 LOOKS: frozenset[Any] = frozenset(
     {
@@ -30,6 +33,8 @@ LOOKS: frozenset[Any] = frozenset(
     }
 )
 """Functions that look at a parameter, and not at its values."""
+AS_THEY_ARE = frozenset({"to", "type_as", "__set__", "__setitem__"})
+"""Functions that take tensors of two dtypes by themselves, and casts, which are the model's own."""
 
 
 def stub(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -59,10 +64,22 @@ class Streamed:
     def __attrs_post_init__(self) -> None:
         self._names = {id(param): name for name, param in self.params.items()}
 
+    @property
+    def exact(self) -> bool:
+        """Whether the weights are in float64."""
+        return any(one.dtype == torch.float64 for one in self.params.values())
+
     def on(self, arrived: Callable[[str, Tensor], None]) -> tuple[AbstractContextManager[Any], ...]:
         """The contexts of one forward and its backward."""
         self.arrived, self._saved = arrived, 0
-        return _Mode(self), saved_tensors_hooks(self._pack, self._unpack)
+        mode = _Mode(self)
+
+        def goes(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with mode:  # which torch leaves for a backward, where a function of the model's own may run its forward
+                return plain(*args, **kwargs)
+
+        engine = around_calls(torch.autograd, "_engine_run_backward", goes)
+        return mode, engine, _nothing_again(), saved_tensors_hooks(self._pack, self._unpack)
 
     def real(self, tensor: Tensor) -> Tensor:
         """The weight that a stub stands for; any other tensor as it is."""
@@ -111,6 +128,33 @@ class Streamed:
                 return cast("Tensor", packed)
 
 
+@contextmanager
+def _nothing_again() -> Iterator[None]:
+    """Inside, torch's checkpoints keep what they would compute again: what a forward draws, it draws once."""
+
+    def kept(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        del plain, args, kwargs
+        return iter((None,))  # before the forward; it ends behind it
+
+    reentrant = checkpoint.CheckpointFunction
+    with around_calls(checkpoint, "_checkpoint_without_reentrant_generator", kept):
+        vars(checkpoint)["CheckpointFunction"] = _Kept
+        try:
+            yield
+        finally:
+            vars(checkpoint)["CheckpointFunction"] = reentrant
+
+
+class _Kept:
+    """Stands for ``torch.utils.checkpoint.CheckpointFunction``."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+        """Call the function, and compute nothing again."""
+        del preserves
+        return function(*args)
+
+
 @frozen
 class _View:
     """What backward keeps of a weight."""
@@ -141,8 +185,28 @@ class _Mode(TorchFunctionMode):
         del types
         if func in LOOKS:
             return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(Tensor, self.streamed.real, (args, kwargs or {}))
+        given = tree_map_only(Tensor, self.streamed.real, (args, kwargs or {}))
+        args, kwargs = _widened(given) if self.streamed.exact and not _writes(func, given[1]) else given
         return func(*args, **kwargs)
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a function changes a tensor that it is given, or takes two dtypes by itself."""
+    name = getattr(func, "__name__", "")
+    special = name.startswith("__")
+    return name in AS_THEY_ARE or "out" in kwargs or (name.startswith("__i") if special else name.endswith("_"))
+
+
+def _widened(given: Any) -> Any:
+    """Arguments among which float32 stands beside float64, all in float64.
+
+    A model makes some of its tensors itself, such as a mask: in its run they are of its parameters' dtype. Not every
+    operator of torch promotes them. Attention on a CPU takes a mask of float32 for one of float64, and is wrong.
+    """
+    kinds = {one.dtype for one in tree_leaves(given) if isinstance(one, Tensor) and one.dim()}
+    if not {torch.float32, torch.float64} <= kinds:
+        return given
+    return tree_map_only(Tensor, lambda one: one.double() if one.dtype == torch.float32 else one, given)
 
 
 class _Fetched(torch.autograd.Function):

@@ -53,6 +53,8 @@ class Looks:
     plan: Plan
     court: Court
     look: StepLook
+    divided: bool = field(default=False, init=False)
+    """Whether what the loop reads is known to be divided over the ranks."""
     _watched: Watched | None = field(default=None, init=False)
     """Notes the gradients of the first window where the engine takes them away as they come."""
     _done: bool = field(default=False, init=False)
@@ -159,7 +161,7 @@ class Looks:
             own_streams=passes.streams,
             loaders=len(passes.loaders),
             read=passes.read,
-            divides="given" if given else "nobody" if self.plan.run.divides_loaders else "",
+            divides="given" if given else "nobody" if self.plan.run.divides_loaders and not self.divided else "",
             readers=self.plan.world_size if given else self.plan.data_parallel_size,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import prepkit as pk
-from tests.proving.window import DDP, WIDTH, Block, Window, adam, loop, loss_of, micros, net
+from tests.proving.window import DDP, WIDTH, Attends, Block, Window, adam, loop, loss_of, micros, net
 
 CPU = torch.device("cpu")
 
@@ -409,6 +410,26 @@ def ddp_gan(rank: int, world: int) -> Window:
     return Window(None, train)
 
 
+def ddp_with_a_mask_of_infinity(rank: int, world: int) -> Window:
+    torch.manual_seed(0)
+    return _looped(DDP(Attends(-math.inf)))
+
+
+def ddp_bfloat16_with_a_mask_of_the_lowest_number(rank: int, world: int) -> Window:
+    torch.manual_seed(0)
+    model = DDP(Attends(torch.finfo(torch.float32).min))
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model, batch) / 2
+            loss.backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
 def ddp_compiled(rank: int, world: int) -> Window:
     model = DDP(net())
     model.compile(backend="aot_eager")
@@ -560,6 +581,8 @@ RIGHT: tuple[Right, ...] = (
             ddp_batch_norm,
             ddp_spectral_norm_called_between,
             ddp_gan,
+            ddp_with_a_mask_of_infinity,
+            ddp_bfloat16_with_a_mask_of_the_lowest_number,
             ddp_compiled,
             ddp_peft,
             ddp_averaged_weights,

@@ -265,16 +265,106 @@ def test_a_hostile_record_is_a_finding(tmp_path: Path, name: str) -> None:
         assert proof.facts.unproven or any("cannot take its step again" in one for one in proof.facts.limits), proof
 
 
-def test_gradients_that_are_cleared_before_a_step_are_told(tmp_path: Path) -> None:
-    """A loop that clears at the top of each micro-batch trains on the last of four alone."""
-    proof = proved(
-        tmp_path,
+CLEARED: dict[str, tuple[str, str, str]] = {
+    "an accumulation that clears at the top of each micro-batch": (
         """
 for number in range(4):
     optimizer.zero_grad()
     (model(x).square().mean() / 4).backward()
 optimizer.step()
 """,
+        "prove.micro-batch: Gradients of 3 of the 4 micro-batches of a step were cleared before it",
+        "not as plain torch trains it",
+    ),
+    "steps that come behind the clearing": (
+        """
+for number in range(9):
+    model(x).square().mean().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+assert number == 1, "the second one is told"
+""",
+        "prove.no-gradient: The optimizer has stepped twice over no gradient",
+        "nothing was trained",
+    ),
+    "gradients that a program puts together itself": (
+        """
+sums = [torch.zeros_like(one) for one in model.parameters()]
+for sample in x:
+    optimizer.zero_grad()
+    model(sample[None]).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    for one, param in zip(sums, model.parameters()):
+        one += param.grad
+for one, param in zip(sums, model.parameters()):
+    param.grad = one
+optimizer.step()
+""",
+        "prove.unproven: The gradients of 4 micro-batches were cleared",
+        "nothing is known of its gradients",
+    ),
+    "a loss whose number may be meant": (
+        """
+for number in range(3):
+    optimizer.zero_grad()
+    loss = model(x).square().mean() / 4
+    loss.backward()
+    if number == 2:
+        optimizer.step()
+""",
+        "",
+        "trained as plain torch trains it; before it 2 micro-batches cleared that train nothing",
+    ),
+    "a measurement before the training": (
+        """
+for _ in range(3):
+    model.zero_grad()
+    (model(x).square().mean() / 4).backward()
+optimizer.zero_grad()
+(model(x).square().mean() / 4).backward()
+optimizer.step()
+""",
+        "",
+        "before it 3 micro-batches cleared that train nothing",
+    ),
+    "a critic through which the generator's loss has gone": (
+        """
+critic = nn.Linear(3, 1)
+second = torch.optim.Adam(critic.parameters())
+for _ in range(3):
+    optimizer.zero_grad()
+    fake = model(x)
+    critic(fake).mean().backward()
+    optimizer.step()
+    second.zero_grad()
+    (critic(fake.detach()).mean() - critic(torch.randn(5, 3)).mean()).backward()
+    second.step()
+""",
+        "",
+        "trained as plain torch trains it\nLinear: proof",
+    ),
+    "steps that a scaler refuses": (
+        """
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+for _ in range(40):
+    optimizer.zero_grad()
+    scaler.scale(model(x).square().mean() * 1e5 / 3).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        "",
+        "trained as plain torch trains it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLEARED)
+def test_gradients_that_are_cleared_before_a_step_are_an_error_where_that_is_certain(tmp_path: Path, name: str) -> None:
+    text, says, verdict = CLEARED[name]
+    proof = proved(tmp_path, text)
+    assert [one[: len(says)] for one in told(proof)] == [says] * bool(says), str(proof)
+    assert verdict in str(proof)
+    assert verdict or "cleared that train nothing" not in str(proof)
+    assert ("cleared that train nothing" in str(proof)) == any(
+        "before any step" in one for one in map(str, proof.findings)
     )
-    assert proof is not None
-    assert "gradients of 3 micro-batches were cleared by optimizer.zero_grad() before any step" in str(proof.findings)

@@ -5,27 +5,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import prepkit as pk
-from prepkit.findings import PlanRejected, Severity
+from prepkit.findings import FindingWarning, PlanRejected, Severity
 from prepkit.proving.record_file import path_of, read
 from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
 from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES
 from tests.proving.right import RIGHT, Right
 from tests.proving.unseen import UNSEEN
+from tests.proving.unusual import ERRORS_UNUSUAL, RIGHT_UNUSUAL
 from tests.proving.window import proved, recorded
 from tests.proving.wrong import ERRORS, Planted, hook_that_sums
 from tests.support.command_line import run
 from tests.support.patience import MOST
 from tests.support.script import Ran
 
-MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *DRAWN_ERRORS[::9], *BY_LIBRARIES[::11]))
+MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *ERRORS_UNUSUAL, *DRAWN_ERRORS[::9], *BY_LIBRARIES[::11]))
 """A share of them; ``python -m tests.tools.proofs`` tries all."""
 
 
@@ -47,7 +50,12 @@ def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, 
 
 @pytest.mark.parametrize(
     "right",
-    [*RIGHT[::2], *map(Right, DRAWN_RIGHT[::13]), *(Right(*one) for one in RIGHT_BY_LIBRARIES[::6])],
+    [
+        *RIGHT[::2],
+        *map(Right, RIGHT_UNUSUAL),
+        *map(Right, DRAWN_RIGHT[::13]),
+        *(Right(*one) for one in RIGHT_BY_LIBRARIES[::6]),
+    ],
     ids=lambda right: right.id,
 )
 def test_a_right_program_is_not_accused(right: Right, request: Any, tmp_path: Path) -> None:
@@ -116,7 +124,7 @@ def test_a_plan_for_a_cluster_is_proven_here_and_the_attestation_says_so() -> No
     """In a process of its own: multiprocessing leaves a tracker of its resources behind."""
     root = str(Path(pk.__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-c", "from tests.proving import test_proving as t; t.prove_a_plan(); t.prove_hooks()"],
+        [sys.executable, "-c", "from tests.proving import test_proving as t; t.prove_plans(); t.prove_hooks()"],
         check=False,
         capture_output=True,
         text=True,
@@ -150,7 +158,11 @@ def prove_a_plan() -> None:
     model = make()
     plan = pk.build_plan(cfg, model, env=pk.Env.declare(world_size=16, device="cuda"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    proof = pk.prove(plan, model, batches(), loss=loss)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        proof = pk.prove(plan, model, batches(), loss=loss)
+    ours = [one for one in told if issubclass(one.category, FindingWarning)]
+    assert [(one.message.finding.rule, one.filename) for one in ours] == [("blocks.one-unit", __file__)]
     assert proof.fine, str(proof)
     assert len(proof.facts.gradients) == len(proof.facts.steps) == 4
     assert proof.attestation is not None
@@ -158,6 +170,25 @@ def prove_a_plan() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match="2 processes with 2 micro-batches a step read 4 batches, and 3 were given"):
         pk.prove(plan, model, batches()[:3], loss=loss)
+
+
+def prove_plans() -> None:
+    prove_a_plan()
+    prove_a_plan_with_loaders()
+
+
+def prove_a_plan_with_loaders() -> None:
+    """Made for as many processes of this machine, it is made again without what reads other samples."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    more: dict[str, Any] = {
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+        "loaders": [DataLoader(TensorDataset(torch.randn(20, 6)), batch_size=5)],
+    }
+    env = pk.Env.declare(world_size=2, device="cpu")
+    plan = pk.build_plan(pk.Config(engine=pk.DDP()), model, **more, env=env)
+    assert pk.prove(plan, model, batches(), loss=loss, optimizer=optimizer).fine
 
 
 SCRIPT = """

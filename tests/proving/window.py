@@ -58,6 +58,21 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Attends(nn.Module):
+    """Attention under a mask that it makes in its forward, in float32 whatever else is."""
+
+    def __init__(self, masked: float) -> None:
+        super().__init__()
+        self.enter, self.head, self.masked = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 4), masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, None, :] * torch.linspace(0.5, 2.0, 16)[:, None].to(x.dtype)
+        mask = torch.full((16, 16), self.masked, dtype=torch.float32).triu(1)
+        query, key, value = self.enter(rows)[:, None].chunk(3, -1)
+        found = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.head(found[:, 0]).mean(1)
+
+
 def net(dropout: float = 0.0) -> Net:
     """The same weights on every rank; generators part after it."""
     torch.manual_seed(0)
@@ -108,4 +123,4 @@ def proved(rank: int, world: int, program: Callable[[int, int], Window], folder:
     return proven_window(recorder, folder)
 
 
-__all__ = ["DDP", "Window", "adam", "loop", "loss_of", "micros", "net", "proved", "recorded"]
+__all__ = ["DDP", "Attends", "Window", "adam", "loop", "loss_of", "micros", "net", "proved", "recorded"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 
-from tests.proving.window import DDP, WIDTH, Window, adam, loop, loss_of, micros, net
+from tests.proving.window import DDP, WIDTH, Attends, Window, adam, loop, loss_of, micros, net
 
 
 def _future(bucket: Any, by: float, group: Any = None) -> Any:
@@ -191,15 +192,15 @@ def no_sync_left_on(rank: int, world: int) -> Window:
 
 
 def sync_left_off_under_fsdp2(rank: int, world: int) -> Window:
-    """The first micro-batch is never reduced: its gradients are thrown away."""
+    """The first two micro-batches are never reduced: their gradients are thrown away."""
     model = net()
     fully_shard(model)
     optimizer = adam(model)
 
     def train() -> None:
-        for at, batch in enumerate(micros(2)):
-            (loss_of(model, batch) / 2).backward()
-            if at == 0:
+        for at, batch in enumerate(micros(3)):
+            (loss_of(model, batch) / 3).backward()
+            if at < 2:
                 model.zero_grad()
         optimizer.step()
 
@@ -353,6 +354,42 @@ def gradient_of_one_layer_doubled(rank: int, world: int) -> Window:
     return Window(model, lambda: loop(model, optimizer))
 
 
+def gradient_of_one_layer_scaled_behind_a_mask(rank: int, world: int) -> Window:
+    torch.manual_seed(0)
+    model = DDP(Attends(-math.inf))
+    model.module.enter.weight.register_hook(lambda grad: 2.5 * grad)
+    optimizer = adam(model)
+    return Window(model, lambda: loop(model, optimizer))
+
+
+def cleared_by_the_model_in_each_micro_batch(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(3):
+            model.zero_grad()
+            (loss_of(model, batch) / 3).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def one_part_cleared_between_micro_batches(rank: int, world: int) -> Window:
+    model = DDP(net())
+    head = torch.optim.SGD(model.module.head.parameters(), lr=0.1)
+    body = adam(nn.ModuleList((model.module.enter, model.module.blocks)))
+
+    def train() -> None:
+        for batch in micros(2):
+            head.zero_grad()
+            (loss_of(model, batch) / 2).backward()
+        head.step()
+        body.step()
+
+    return Window(model, train)
+
+
 def gradients_of_another_sign(rank: int, world: int) -> Window:
     model = DDP(net())
     model.module.blocks[0].inner.weight.register_hook(torch.sign)
@@ -494,9 +531,12 @@ ERRORS: tuple[Planted, ...] = (
     Planted(layer_put_back_after_the_step, "prove.not-stepped", "head.weight"),
     Planted(batch_skipped_on_rank_1, "prove.uneven", "4 on rank 0, 3 on rank 1"),
     Planted(cleared_between_micro_batches, "prove.micro-batch", "of the last micro-batch alone"),
-    Planted(sync_left_off_under_fsdp2, "prove.micro-batch", "of the last micro-batch alone"),
+    Planted(sync_left_off_under_fsdp2, "prove.micro-batch", "Gradients of 2 of the 3 micro-batches"),
+    Planted(one_part_cleared_between_micro_batches, "prove.micro-batch", "The gradients of `head` are of the last"),
     Planted(same_samples, "prove.same-samples", "All 2 ranks have read the same samples"),
     Planted(gradient_of_one_layer_doubled, "prove.ratio", "3.000 x"),
+    Planted(gradient_of_one_layer_scaled_behind_a_mask, "prove.ratio", "2.500 x"),
+    Planted(cleared_by_the_model_in_each_micro_batch, "prove.micro-batch", "Gradients of 2 of the 3 micro-batches"),
     Planted(gradients_of_another_sign, "prove.direction", "cosine"),
     Planted(gradient_cleared_of_one_layer, "prove.no-gradient", "head.weight"),
 )

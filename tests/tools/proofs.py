@@ -21,13 +21,14 @@ from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT, RIGHT_OF_FOUR, OfPrep
 from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES, OfLibrary
 from tests.proving.right import RIGHT, Right
 from tests.proving.unseen import UNSEEN
+from tests.proving.unusual import ERRORS_UNUSUAL, RIGHT_UNUSUAL
 from tests.proving.window import proved
 from tests.proving.wrong import ERRORS, Planted
 from tests.support.gang import Gang, GangError, gang_of
 
-ALL_ERRORS = (*ERRORS, *(Planted(*one) for one in (*UNSEEN, *DRAWN_ERRORS, *BY_LIBRARIES)))
+ALL_ERRORS = (*ERRORS, *(Planted(*one) for one in (*UNSEEN, *ERRORS_UNUSUAL, *DRAWN_ERRORS, *BY_LIBRARIES)))
 MORE_RIGHT = (*((one, 2) for one in DRAWN_RIGHT), *((one, 4) for one in RIGHT_OF_FOUR), *RIGHT_BY_LIBRARIES)
-ALL_RIGHT = (*RIGHT, *(Right(*one) for one in MORE_RIGHT))
+ALL_RIGHT = (*RIGHT, *map(Right, RIGHT_UNUSUAL), *(Right(*one) for one in MORE_RIGHT))
 
 
 def told(proof: Proof) -> list[Finding]:

@@ -72,7 +72,7 @@ def _common_weight(facts: ProofFacts) -> float | None:
 def _weighed(facts: ProofFacts) -> Cause | None:
     """What is wrong with the factor of the losses, if it is one of this run's own numbers; else it is meant."""
     weight, micros, world = _common_weight(facts), _divided(facts), facts.world
-    if weight is None or near(weight, 1.0):
+    if weight is None or near(weight, 1.0) or facts.wasted:  # where some were cleared, that explains the number
         return None
     known = facts.accumulation is not None
     if micros > 1 and near(weight, micros):
@@ -95,7 +95,7 @@ def _weighed(facts: ProofFacts) -> Cause | None:
 def _clipping(facts: ProofFacts, aim: Vector) -> float:
     """By how much a clipping shrinks the gradients."""
     clip = facts.clip
-    if clip is None:
+    if clip is None or clip.empty:
         return 1.0
     weighed = _weighed(facts)
     length = clip.seen if clip.seen is not None else norm(facts, aim) * (weighed.ratio if weighed else 1.0)
@@ -161,7 +161,11 @@ class _Aim:
         ratio = _fitted(one, copy, self.sums)
         if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in self.sums)) <= ratio * size * relative:
             return _of_ratio(self.facts, ratio, self.clipping, copy)
-        for cause, sums in _parts(self.facts, self.sums, one.holders[copy]):
+        plain = tuple(a / self.clipping for a in self.sums)
+        for cause, sums in (
+            *_clipped_apart(self.facts, plain),
+            *_parts(self.facts, self.sums, one.holders[copy]),
+        ):
             ratio, length = _fitted(one, copy, sums), sqrt(_square(one.gram, sums))
             if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * max(
                 length * relative, allowed
@@ -242,6 +246,21 @@ def _parts(facts: ProofFacts, sums: Vector, holder: int) -> Iterator[tuple[Cause
             )
             why = "averaged over the last micro-batch, and each rank's own over those before"
             yield Cause("prove.not-averaged", why), own
+            late = tuple(
+                a * world * (share.rank == holder) if share.micro == last else a
+                for a, share in zip(sums, facts.shares, strict=True)
+            )
+            why = "averaged before the last micro-batch, and each rank's own in it"
+            yield Cause("prove.not-averaged", why), late
+
+
+def _clipped_apart(facts: ProofFacts, sums: Vector) -> Iterator[tuple[Cause, Vector]]:
+    """Each rank has clipped by a norm of its own, as before an average by hand; ``sums`` are not clipped."""
+    each = facts.shrunk
+    if each and max(each) > 1.001 * min(each):
+        why = "clipped by each rank before they were averaged"
+        shrunk = tuple(a * each[share.rank] for a, share in zip(sums, facts.shares, strict=True))
+        yield Cause("prove.clipped-scaled", why), shrunk
 
 
 def _groups(world: int, holder: int) -> Iterator[tuple[int, ...]]:
@@ -289,6 +308,7 @@ def causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         right = right or (there and bool(one.dots) and not any(each))
         if not one.dots and there:
             each = [Cause("prove.no-gradient", "")]
+        each = [_where(cause, one.holders[copy], each) for copy, cause in enumerate(each)] if one.dots else each
         for cause in dict.fromkeys(_merged(one, each)):
             found.setdefault((cause.rule, cause.why), []).append((cause, one.name))
     return tuple(
@@ -296,6 +316,22 @@ def causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         for every in found.values()
         if not (every[0][0].rule == "prove.direction" and facts.clip is not None and facts.clip.early)
     )
+
+
+def by_hand(facts: ProofFacts) -> bool:
+    """Return whether micro-batches were cleared, and no gradient is a sum of those after them.
+
+    A program that clips or projects each micro-batch's gradients puts them together itself, and clears between.
+    """
+    told = [names for cause, names in causes(facts) if cause.rule == "prove.direction"]
+    return facts.cleared > 0 and [len(names) for names in told] == [len(facts.gradients)]
+
+
+def _where(cause: Cause | None, holder: int, each: list[Cause | None]) -> Cause | None:
+    """The cause with the rank on which it is so, where it is not so on all."""
+    if cause is None or cause.rule != "prove.direction" or None not in each:
+        return cause
+    return evolve(cause, why=f"{cause.why} on rank {holder}")
 
 
 def _typical(every: list[Cause]) -> Cause:
@@ -319,11 +355,12 @@ def _merged(one: GradientProof, each: list[Cause | None]) -> list[Cause]:
     ]
     if not alone:
         return there
-    owners = {cause.rank for cause, _ in alone}
-    if len(one.dots) > 1 and all(cause.rank == holder for cause, holder in alone):
+    owners, everywhere = {cause.rank for cause, _ in alone}, len(alone) == len(one.dots)
+    if everywhere and len(alone) > 1 and all(cause.rank == holder for cause, holder in alone):
         why = "each rank's own: nobody averages them"
     else:
         why = f"those of rank {' and '.join(str(owner) for owner in sorted(o for o in owners if o is not None))} alone"
+        why += "" if everywhere else f", on rank {spans(tuple(holder for _, holder in alone))}"
     ratio = alone[0][0].ratio
     rest = [cause for cause in there if cause.rank is None]
     return [Cause("prove.not-averaged", why, ratio), *rest]

@@ -10,12 +10,14 @@ from prepkit.facts.proof import ProofFacts, StepProof
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.rules.rule import Hit, Moment, Rule
-from prepkit.rules.run.proof_causes import MARGIN, aim_of, causes, counts, mean, near, norm
+from prepkit.rules.run.proof_causes import MARGIN, aim_of, by_hand, causes, counts, mean, near, norm
+
+_BEHIND = "Call zero_grad() behind step(), or before the backward."
 
 
 def _gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
     for cause, names in causes(facts):
-        if cause.rule == rule:
+        if cause.rule == rule and not (rule == "prove.direction" and by_hand(facts)):
             who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
             ratio = "" if near(cause.ratio, 1.0) else f"{cause.ratio:.3f} x what they should be"
             why = cause.why + (f" (cosine {cause.cosine:.2f})" if rule == "prove.direction" else "")
@@ -35,7 +37,19 @@ def _those(names: tuple[str, ...], facts: ProofFacts) -> str:
     return f"The gradients of {len(names)} of {len(every)} parameters ({some(names)})"
 
 
+def _micro_batch(facts: ProofFacts) -> Iterator[Hit]:
+    yield from _gradients("prove.micro-batch", facts)
+    if facts.wasted and not by_hand(facts):
+        number = facts.wasted + max(counts(facts).values())
+        line = f" ({', '.join(facts.lines)})" if facts.lines else ""
+        what = f"Gradients of {facts.wasted} of the {number} micro-batches of a step were cleared before it"
+        yield Hit("loop", f"{what}: it trains on the last alone, whose loss is divided by {number}{line}.")
+
+
 def _no_gradient(facts: ProofFacts) -> Iterator[Hit]:
+    if facts.idle:
+        said = "The optimizer has stepped twice over no gradient: each time they were cleared after the backward"
+        yield Hit("loop", f"{said}, and nothing trains ({', '.join(facts.lines)}).", _BEHIND)
     for cause, names in causes(facts):
         if cause.rule == "prove.no-gradient":
             said = f"{count(len(names), 'parameter')} had no gradient when the optimizer stepped"
@@ -45,6 +59,7 @@ def _no_gradient(facts: ProofFacts) -> Iterator[Hit]:
 
 def _clipped(facts: ProofFacts) -> Iterator[Hit]:
     clip = facts.clip
+    yield from _gradients("prove.clipped-scaled", facts)
     if clip is not None and clip.early:
         what = (
             f"Gradients were clipped to {clip.most:g} before the last micro-batch of the step, which then adds to them."
@@ -67,6 +82,12 @@ def _clipped(facts: ProofFacts) -> Iterator[Hit]:
 
 def _not_clipped(facts: ProofFacts) -> Iterator[Hit]:
     yield from _gradients("prove.not-clipped", facts)
+    if facts.clip is not None and facts.clip.empty:
+        said = f"The run clips to {facts.clip.most:g}, and gives no parameter to what clips"
+        how = (
+            "Give model.parameters(), or a list: a generator is empty once an optimizer, or another call, has read it."
+        )
+        yield Hit("gradients", f"{said}: nothing is clipped.", how)
     if facts.over:
         said = f"The gradients of {count(len(facts.over), 'parameter')} have larger elements than {facts.value:g}"
         yield Hit(at(facts.over[0]), f"{said}, to which the run clips them: {some(facts.over)}.")
@@ -196,6 +217,9 @@ def _step_size(facts: ProofFacts) -> Iterator[Hit]:
 def _limits(facts: ProofFacts) -> Iterator[Hit]:
     for limit in facts.limits:
         yield Hit("proof", f"{limit}.")
+    if facts.cleared and not (facts.wasted or by_hand(facts)):
+        were = f"Gradients of {count(facts.cleared, 'micro-batch')} of a rank were cleared before any step"
+        yield Hit("proof", f"{were}: they train nothing, and what was proven are those after them.")
     added = [(why, names) for why, names, decay in _decayed(facts) if not decay]
     for why, names in added:
         yield Hit("proof", f"To {count(len(names), 'gradient')} {why} were added: taken for a decay that is meant.")
@@ -210,6 +234,9 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _unproven(facts: ProofFacts) -> Iterator[Hit]:
+    if by_hand(facts):
+        what = f"The gradients of {count(facts.cleared, 'micro-batch')} were cleared, and what was stepped is no sum of"
+        yield Hit("proof", f"{what} those after: the program has put them together itself, or they are wrong.")
     if facts.unproven:
         yield Hit("proof", f"{facts.unproven}.")
     if facts.unrepeated and not facts.outputs:
@@ -343,6 +370,7 @@ RULES: tuple[Rule, ...] = (
         "prove.micro-batch",
         "Every micro-batch of a step counts in its gradients.",
         "Clear gradients after the step alone, and step after the last micro-batch.",
+        _micro_batch,
     ),
     _row(
         "prove.ratio",

@@ -1,0 +1,431 @@
+"""Programs of unusual shape, right and wrong, as people write them with torch by hand: what they do to a window."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as through
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.proving.window import DDP, WIDTH, Net, Window, adam, loss_of, micros, net
+
+Loss = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+
+
+def averaged(model: nn.Module, op: Any = dist.ReduceOp.SUM) -> None:
+    """Gradients over the ranks, by hand."""
+    for param in model.parameters():
+        dist.all_reduce(param.grad, op)
+        assert param.grad is not None
+        param.grad /= dist.get_world_size() if op == dist.ReduceOp.SUM else 1
+
+
+def trained(
+    model: nn.Module,
+    number: int = 2,
+    loss: Loss = loss_of,
+    then: Callable[[nn.Module], object] = lambda _: None,
+    optimizer: Any = None,
+) -> Window:
+    """A window of so many micro-batches; ``then`` is done to the model before the step."""
+    stepped = optimizer or adam(model)
+
+    def train() -> None:
+        for batch in micros(number):
+            (loss(model, batch) / number).backward()
+        then(model)
+        stepped.step()
+
+    return Window(model, train)
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    """The same weights on every rank; generators part after it."""
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(10 + dist.get_rank())
+    return model
+
+
+# --- right ------------------------------------------------------------------------------------------------------------
+
+
+class Recomputed(Net):
+    """Computes its blocks again in the backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(0.3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def checkpoints_in_the_forward(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(lambda: Recomputed(reentrant=False))))
+
+
+def reentrant_checkpoints_in_the_forward(rank: int, world: int) -> Window:
+    return trained(seeded(lambda: Recomputed(reentrant=True)), then=averaged)
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint of somebody's own, as libraries have them."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            outputs = ctx.block(x)
+        torch.autograd.backward(outputs, grads[0])
+        return None, x.grad
+
+
+class OfItsOwn(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = Again.apply(block, x)  # type: ignore[no-untyped-call]
+        return self.head(x)
+
+
+def checkpoints_of_its_own(rank: int, world: int) -> Window:
+    return trained(seeded(OfItsOwn), then=averaged)
+
+
+def penalty_of_gradients_by_inputs(rank: int, world: int) -> Window:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        outputs = model(x.requires_grad_())
+        (grad,) = torch.autograd.grad(outputs.logsumexp(1).sum(), x, create_graph=True)
+        return functional.cross_entropy(outputs, y) + 0.1 * grad.square().sum(1).mean()
+
+    return trained(net(), loss=loss, then=averaged)
+
+
+def trained_on_inputs_that_were_made_harder(rank: int, world: int) -> Window:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch[0].clone().requires_grad_(), batch[1]
+        (grad,) = torch.autograd.grad(functional.cross_entropy(model(x), y), x)
+        return functional.cross_entropy(model((x + 0.1 * grad.sign()).detach()), y)
+
+    return trained(net(), loss=loss, then=averaged)
+
+
+def _mean_of_ranks(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    found: Tensor = through.all_reduce(loss_of(model, batch))
+    return found / dist.get_world_size()
+
+
+def loss_averaged_through_a_collective(rank: int, world: int) -> Window:
+    return trained(DDP(net()), loss=_mean_of_ranks)
+
+
+def contrast_with_the_outputs_of_all_ranks(rank: int, world: int) -> Window:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        mine = functional.normalize(model(batch[0]), dim=1)
+        every = torch.cat(through.all_gather(mine))  # type: ignore[no-untyped-call]
+        return functional.cross_entropy(5 * mine @ every.T, torch.arange(6) + 6 * rank)
+
+    return trained(DDP(net()), 1, loss)
+
+
+class Reads(nn.Module):
+    """Sequences that two recurrent layers read both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = nn.LSTM(WIDTH, 8, 2, dropout=0.2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, None] * torch.linspace(0.5, 2.0, 5)[:, None]
+        return self.head(self.reads(rows)[0][:, -1])
+
+
+def recurrent_layers_with_dropout(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(Reads)))
+
+
+class Goes(nn.Module):
+    """One step of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(WIDTH, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.cell(x, state)
+        return self.head(state), state
+
+
+def state_that_goes_on_detached(rank: int, world: int) -> Window:
+    model = DDP(seeded(Goes))
+    optimizer = adam(model)
+
+    def train() -> None:
+        state = torch.zeros(6, 8)
+        for x, y in micros(3):
+            outputs, state = model(x, state.detach())
+            (functional.cross_entropy(outputs, y) / 3).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+class Encodes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 24, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, None] * torch.linspace(0.5, 2.0, 10)[:, None]
+        mask = nn.Transformer.generate_square_subsequent_mask(10)
+        return self.head(self.layer(rows, src_mask=mask, is_causal=True).mean(1))
+
+
+def encoder_of_torch_with_its_own_mask(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(Encodes)))
+
+
+class Looks(nn.Module):
+    """An embedding whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Embedding(30, WIDTH, sparse=True, padding_idx=0), nn.Linear(WIDTH, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.enter(ids).mean(1))
+
+
+def _looked_up(rank: int, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(number):
+        yield torch.randint(30, (6, 5), generator=generator), torch.randint(4, (6,), generator=generator)
+
+
+def sparse_gradients(rank: int, world: int) -> Window:
+    model = DDP(seeded(Looks))
+    first = torch.optim.SparseAdam([model.module.enter.weight], lr=0.1)
+    second = torch.optim.SGD(model.module.head.parameters(), lr=0.1)
+
+    def train() -> None:
+        for batch in _looked_up(rank, 2):
+            (loss_of(model, batch) / 2).backward()
+        first.step()
+        second.step()
+
+    return Window(model, train)
+
+
+def stepped_in_the_backward_under_fsdp2(rank: int, world: int) -> Window:
+    """Each parameter has an optimizer, which steps as soon as its gradient is there."""
+    model = net()
+    fully_shard(model)
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+
+    def steps(param: Tensor) -> None:
+        optimizers[param].step()  # type: ignore[index]  # hooks are given parameters
+        optimizers[param].zero_grad()  # type: ignore[index]
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(steps)
+    return Window(model, lambda: loss_of(model, next(micros(1))).backward())
+
+
+class Shares(Net):
+    """Runs one block three times."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in (self.blocks[0], self.blocks[0], self.blocks[0], self.blocks[1]):
+            x = block(x)
+        return self.head(x)
+
+
+def one_block_three_times(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(Shares)), 3)
+
+
+# --- wrong ------------------------------------------------------------------------------------------------------------
+
+
+def clipped_by_each_rank_before_the_average(rank: int, world: int) -> Window:
+    def then(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        averaged(model)
+
+    return trained(net(), then=then)
+
+
+def no_sync_on_the_last_micro_batch(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        first, last = micros(2)
+        (loss_of(model, first) / 2).backward()
+        with model.no_sync():
+            (loss_of(model, last) / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def clipping_that_is_given_a_spent_generator(rank: int, world: int) -> Window:
+    model = DDP(net())
+    params = model.parameters()
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    return trained(model, then=lambda _: nn.utils.clip_grad_norm_(params, 0.01), optimizer=optimizer)
+
+
+def loss_averaged_through_a_collective_alone(rank: int, world: int) -> Window:
+    """The loss is that of all ranks, and its gradients each rank's own."""
+    return trained(net(), loss=_mean_of_ranks)
+
+
+def largest_of_the_ranks(rank: int, world: int) -> Window:
+    return trained(net(), then=lambda model: averaged(model, dist.ReduceOp.MAX))
+
+
+class Twin(nn.Module):
+    """Two layers with one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.inner = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.inner.weight, self.head = self.enter.weight, nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(torch.tanh(self.enter(x))))
+
+
+def tied_weights_divided_twice(rank: int, world: int) -> Window:
+    def then(model: nn.Module) -> None:
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+        for _, param in model.named_parameters(remove_duplicate=False):
+            assert param.grad is not None
+            param.grad /= world
+
+    return trained(seeded(Twin), 3, then=then)
+
+
+def unscaled_by_hand_and_by_the_scaler(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def train() -> None:
+        for batch in micros(2):
+            scaler.scale(loss_of(model, batch) / 2).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad /= scaler.get_scale()
+        scaler.step(optimizer)
+
+    return Window(model, train)
+
+
+def other_weights_until_the_step(rank: int, world: int) -> Window:
+    """Goes forward and backward with averaged weights, and steps its own."""
+    model = DDP(net())
+    own = [param.detach().clone() for param in model.parameters()]
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.no_grad():
+            for param, before in zip(model.parameters(), own, strict=True):
+                param.copy_(0.9 * before)
+        return loss_of(model, batch)
+
+    def then(model: nn.Module) -> None:
+        with torch.no_grad():
+            for param, before in zip(model.parameters(), own, strict=True):
+                param.copy_(before)
+
+    return trained(model, 1, loss, then)
+
+
+def optimizer_of_a_model_that_was_copied(rank: int, world: int) -> Window:
+    before = net()
+    return trained(DDP(copy.deepcopy(before)), optimizer=adam(before))
+
+
+def sparse_part_summed(rank: int, world: int) -> Window:
+    model = seeded(Looks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for batch in _looked_up(rank, 1):
+            loss_of(model, batch).backward()
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            param.grad = param.grad.to_dense()
+            dist.all_reduce(param.grad)
+            param.grad /= 1 if name == "enter.weight" else world
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def reduced_to_rank_0(rank: int, world: int) -> Window:
+    """``reduce`` in the place of ``all_reduce``; the others leave their own, whatever it became on the way."""
+
+    def then(model: nn.Module) -> None:
+        for param in model.parameters():
+            own = param.grad
+            assert own is not None
+            whole = own.clone()
+            dist.reduce(whole, 0)
+            param.grad = whole / world if rank == 0 else own
+
+    return trained(net(), then=then)
+
+
+RIGHT_UNUSUAL = (
+    checkpoints_in_the_forward,
+    reentrant_checkpoints_in_the_forward,
+    checkpoints_of_its_own,
+    penalty_of_gradients_by_inputs,
+    trained_on_inputs_that_were_made_harder,
+    loss_averaged_through_a_collective,
+    contrast_with_the_outputs_of_all_ranks,
+    recurrent_layers_with_dropout,
+    state_that_goes_on_detached,
+    encoder_of_torch_with_its_own_mask,
+    sparse_gradients,
+    stepped_in_the_backward_under_fsdp2,
+    one_block_three_times,
+)
+ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
+    (clipped_by_each_rank_before_the_average, "prove.clipped-scaled", "clipped by each rank before they were averaged"),
+    (no_sync_on_the_last_micro_batch, "prove.not-averaged", "averaged before the last micro-batch"),
+    (clipping_that_is_given_a_spent_generator, "prove.not-clipped", "gives no parameter to what clips"),
+    (loss_averaged_through_a_collective_alone, "prove.not-averaged", "All gradients are each rank's own"),
+    (largest_of_the_ranks, "prove.direction", "cosine"),
+    (tied_weights_divided_twice, "prove.averaged-twice", "The gradients of `enter` are 0.500 x"),
+    (unscaled_by_hand_and_by_the_scaler, "prove.scaled", "unscaled twice, by 1024"),
+    (other_weights_until_the_step, "prove.moved"),
+    (optimizer_of_a_model_that_was_copied, "prove.not-stepped"),
+    (sparse_part_summed, "prove.summed", "The gradients of `enter` are 2.000 x"),
+    (reduced_to_rank_0, "prove.not-averaged", "those of rank 1 alone, on rank 1"),
+)
+"""Each with its rule and a word of its text."""
