@@ -85,7 +85,7 @@ def compared(
     now = _digests(live.buffers)
     changed = [] if sent else _changed(steps, live, now, earlier.buffers)
     own = any(isinstance(step, WrapDDP) and not step.broadcast_buffers for step in steps)  # each rank keeps its own
-    parted, odd, other = _unlike({} if own else now, earlier.sample) if world().carries_data else ALIKE
+    parted, odd, other = _unlike({} if own else now, earlier.sample)
     if earlier.weights is None:
         prints: dict[str, int] = {}
     else:
@@ -117,14 +117,10 @@ def _digest(buffer: Tensor) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-Unlike = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
-ALIKE: Unlike = ((), (), ())
-
-
-def _unlike(mine: dict[str, str], sample: str) -> Unlike:
+def _unlike(mine: dict[str, str], sample: str) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
     """Buffers that are not the same everywhere, the ranks that differ from the first, and those whose sample does."""
-    if world().same((sorted(mine.items()), sample)):
-        return ALIKE
+    if world().same((sorted(mine.items()), sample)):  # without asking where nothing carries data
+        return (), (), ()
     by_rank, samples = zip(*world().gather((mine, sample)), strict=True)
     every = dict.fromkeys(name for held in by_rank for name in held)
     parted = tuple(name for name in every if len({held.get(name) for held in by_rank}) > 1)
