@@ -204,18 +204,16 @@ def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Check
     return Checked(found=one, findings=findings, fine=_SCRIPT_RULES, beyond=beyond)
 
 
-_TRAINERS = ("output_dir", "per_device_train_batch_size")
-"""Options by which a script is told to take ``TrainingArguments``, beside one that asks for DeepSpeed or FSDP."""
-
-
 def _trained(launch: LaunchLine, folder: Path) -> dict[str, tuple[str | bool, tuple[int, int]]]:
-    """Options of a line as ``TrainingArguments``; empty where they are none, or not known before it runs."""
+    """Options of a line as ``TrainingArguments``; empty where they are none, or not known before it runs.
+
+    They are told by two of the names, beside one that asks for DeepSpeed or FSDP: other scripts have some of them too.
+    """
+    named = {one.name for one in launch.arguments}
     known = {one.name: (one.value, (one.line, one.column)) for one in launch.arguments if "$" not in str(one.value)}
-    if not all(name in known for name in _TRAINERS) or not {"deepspeed", "fsdp"} & {
-        one.name for one in launch.arguments
-    }:
+    if "output_dir" not in named or "per_device_train_batch_size" not in known or not {"deepspeed", "fsdp"} & named:
         return {}
-    if "deepspeed" in {one.name for one in launch.arguments}:
+    if "deepspeed" in named:
         said, place = known.get("deepspeed", ("$", (1, 1)))
         file = _resolved(str(said), folder)
         if file is None or not file.endswith(".json"):
