@@ -19,6 +19,8 @@ class LossShare:
     weight: float = 1.0
     """The factor in the loss that was given to backward, times the micro-batches that are averaged, without the loss
     scale: 1 where each is divided by their number."""
+    meant: tuple[float, ...] = ()
+    """Parts of the weight that may be the loss's own: multiplications by less than one, a mean of several losses."""
     each: float | None = None
     """The part that one sample, or one token that counts, has in the loss, where its graph says so and the run does not
     weigh it."""

@@ -274,16 +274,18 @@ class Around:
         self._thrown.clear()
         self._tried = True
 
-    def wasted(self, kept: tuple[Micro, ...], scale: float) -> int:
+    def wasted(self, kept: tuple[Micro, ...], scale: float, known: int | None) -> int:
         """Return how many of the cleared micro-batches belong to the step over those that are kept.
 
-        A loop that skips a batch, or measures before it trains, clears on purpose. That all went backward in the same
-        line, and that each loss is divided by their number (from three on), is an accumulation that clears too early.
+        A loop that skips a batch, or measures before it trains, clears on purpose. An accumulation clears too early
+        where all went backward in the same line, and a plan or accelerate knows of so many (``known``), or each loss
+        is divided by their number, from three on.
         """
         lines = {one.line for one in kept}
         same = [one for one in self._thrown if {one.line} == lines and one.line]
         number = len(same) + len(kept)
-        return len(same) if number > 2 and all(near(abs(one.factor) * number, scale) for one in (*same, *kept)) else 0
+        divided = number > 2 and all(near(abs(one.factor) * number, scale) for one in (*same, *kept))
+        return len(same) if divided or number == known else 0
 
     def stepped_nothing(self, root: nn.Module) -> bool:
         """An optimizer steps, and nothing went backward: whether it is the second time that it was cleared before."""
@@ -291,8 +293,10 @@ class Around:
         self._thrown.clear()
         return self.idle > 1
 
-    def told(self, root: nn.Module, kept: tuple[Micro, ...], scale: float, *, copies: bool) -> Disturbed:
-        """All of it; ``copies``: whether it has to be asked if weights came from somewhere else."""
+    def told(
+        self, root: nn.Module, kept: tuple[Micro, ...], scale: float, known: int | None, *, copies: bool
+    ) -> Disturbed:
+        """All of it. ``copies``: whether it has to be asked if weights came from somewhere else."""
         why = COPIES if copies and self.changed(root) else self.unproven
         return Disturbed(
             unproven=why,
@@ -303,7 +307,7 @@ class Around:
             kept=self.kept,
             twice=self.twice,
             cleared=self._cleared,
-            wasted=self.wasted(kept, scale),
+            wasted=self.wasted(kept, scale, known),
             idle=self.idle > 1,
         )
 
@@ -332,7 +336,15 @@ def plain_options(optimizer: Any, group: dict[str, Any]) -> str:
         if key not in ("params", "initial_lr", "param_names")
         and (_is_number(value) or (isinstance(value, tuple | list) and all(map(_is_number, value))))
     }
-    return json.dumps({"class": type(optimizer).__name__, **kept}, sort_keys=True)
+    return json.dumps({"class": class_of(optimizer), **kept}, sort_keys=True)
+
+
+def class_of(optimizer: Any) -> str:
+    """Its name, for an optimizer of torch's or DeepSpeed's; else with its module, as others have the same names."""
+    kind = type(optimizer)
+    return (
+        kind.__name__ if kind.__module__.startswith(("torch.", "deepspeed.")) else f"{kind.__module__}.{kind.__name__}"
+    )
 
 
 def is_fresh(state: Any) -> bool:

@@ -146,6 +146,33 @@ def contrast_with_the_outputs_of_all_ranks(rank: int, world: int) -> Window:
     return trained(DDP(net()), 1, loss)
 
 
+def mean_of_two_losses(rank: int, world: int) -> Window:
+    """Divided by two, which is the number of the ranks, and of the micro-batches."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        outputs = model(batch[0])
+        return (functional.cross_entropy(outputs, batch[1]) + outputs.square().mean()) / 2
+
+    return trained(DDP(net()), loss=loss)
+
+
+def half_a_square(rank: int, world: int) -> Window:
+    return trained(DDP(net()), loss=lambda model, batch: 0.5 * model(batch[0]).square().mean())
+
+
+def losses_that_are_added_up(rank: int, world: int) -> Window:
+    """One backward for two micro-batches."""
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        first, last = (loss_of(model, batch) for batch in micros(2))
+        ((first + last) / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
 class Reads(nn.Module):
     """Sequences that two recurrent layers read both ways."""
 
@@ -408,6 +435,9 @@ RIGHT_UNUSUAL = (
     trained_on_inputs_that_were_made_harder,
     loss_averaged_through_a_collective,
     contrast_with_the_outputs_of_all_ranks,
+    mean_of_two_losses,
+    half_a_square,
+    losses_that_are_added_up,
     recurrent_layers_with_dropout,
     state_that_goes_on_detached,
     encoder_of_torch_with_its_own_mask,

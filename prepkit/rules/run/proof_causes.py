@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from math import isclose, sqrt
+from itertools import combinations
+from math import isclose, prod, sqrt
 
 from attrs import evolve, frozen
 
@@ -20,6 +21,8 @@ NEAR = 0.03
 MARGIN = 8.0
 """How much further than two replays from each other a right run may lie: it sums in another order, and may reduce in a
 lower dtype."""
+MOST_MEANT = 8
+"""Factors of a loss's own that are looked at."""
 
 Vector = tuple[float, ...]
 
@@ -69,11 +72,18 @@ def _common_weight(facts: ProofFacts) -> float | None:
     return weights[0] if all(isclose(one, weights[0], rel_tol=1e-3) for one in weights) else None
 
 
+def _own(facts: ProofFacts) -> Iterator[float]:
+    """Weights that are right: 1, and those that the loss's own factors make, as of half a square."""
+    each = {share.meant for share in facts.shares}
+    meant = each.pop()[:MOST_MEANT] if len(each) == 1 else ()
+    yield from (prod(some) for number in range(len(meant) + 1) for some in combinations(meant, number))
+
+
 def _weighed(facts: ProofFacts) -> Cause | None:
     """What is wrong with the factor of the losses, if it is one of this run's own numbers; else it is meant."""
     weight, micros, world = _common_weight(facts), _divided(facts), facts.world
-    if weight is None or near(weight, 1.0) or facts.wasted:  # where some were cleared, that explains the number
-        return None
+    if weight is None or facts.wasted or any(near(weight, own) for own in _own(facts)):
+        return None  # where some were cleared, that explains the number
     known = facts.accumulation is not None
     if micros > 1 and near(weight, micros):
         why = f"the loss is not divided by the {micros} micro-batches of a step"

@@ -43,7 +43,7 @@ def _micro_batch(facts: ProofFacts) -> Iterator[Hit]:
         number = facts.wasted + max(counts(facts).values())
         line = f" ({', '.join(facts.lines)})" if facts.lines else ""
         what = f"Gradients of {facts.wasted} of the {number} micro-batches of a step were cleared before it"
-        yield Hit("loop", f"{what}: it trains on the last alone, whose loss is divided by {number}{line}.")
+        yield Hit("loop", f"{what}: it trains on the last alone, which counts as one of {number}{line}.")
 
 
 def _no_gradient(facts: ProofFacts) -> Iterator[Hit]:
