@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import string_at
 from typing import Any
 
@@ -57,16 +57,19 @@ class Before:
     """Name to digest."""
     weights: Mapping[str, int] | None
     """Name to fingerprint, in the dtype that each is to have; None: nobody has asked for fingerprints."""
+    sample: str
+    """What ``sampled`` gives where the engine puts rank 0's weights in the place of every rank's own; else empty."""
 
 
 def before(plan: Plan, model: Module, buffers: Mapping[str, Tensor], *, fingerprint: bool) -> Before:
     """Reads every buffer, and every weight where fingerprints are asked for. Asks no other rank."""
+    sample = sampled(model) if overwrites_own_copies(plan) else ""
     if not fingerprint:
-        return Before(buffers=_digests(buffers), weights=None)
+        return Before(buffers=_digests(buffers), weights=None, sample=sample)
     now = {name: dtype_name(param.dtype) for name, param in names.named_parameters(model).items()}
     # A conversion that is no cast, as of packed weights, is none here.
     cast = {one.name: one.dtype for one in plan.layout if now.get(one.name, one.dtype) != one.dtype}
-    return Before(buffers=_digests(buffers), weights=fingerprints.before(model, cast))
+    return Before(buffers=_digests(buffers), weights=fingerprints.before(model, cast), sample=sample)
 
 
 def compared(
@@ -74,15 +77,15 @@ def compared(
 ) -> tuple[RunFacts, dict[str, int]]:
     """The facts with what has changed and what ranks differ in, and the fingerprints that were asked for.
 
-    Collective where a group runs that carries data, for every rank of it alike: 32 bytes for the buffers, or all
-    digests where they differ; and what ``fingerprints`` takes.
+    Collective where a group runs that carries data, for every rank of it alike: 32 bytes for the buffers and for what
+    was overwritten, or all digests where they differ; and what ``fingerprints`` takes.
     """
     steps = [planned.step for planned in plan.steps]
     sent = any(REWRITES[type(step)](step, facts.rank) for step in steps if type(step) in REWRITES)
     now = _digests(live.buffers)
     changed = [] if sent else _changed(steps, live, now, earlier.buffers)
     own = any(isinstance(step, WrapDDP) and not step.broadcast_buffers for step in steps)  # each rank keeps its own
-    parted, odd = _unlike(now) if world().carries_data and not own else ((), ())
+    parted, odd, other = _unlike({} if own else now, earlier.sample) if world().carries_data else ALIKE
     if earlier.weights is None:
         prints: dict[str, int] = {}
     else:
@@ -91,7 +94,8 @@ def compared(
         kept = {} if filled or (sent and facts.rank) else earlier.weights
         changed += [name for name in kept if found.values.get(name, kept[name]) != kept[name]]
         parted, prints = (*parted, *found.parted), found.values
-    return evolve(facts, parted=parted, applied=evolve(applied, changed=tuple(changed), odd_ranks=odd)), prints
+    applied = evolve(applied, changed=tuple(changed), odd_ranks=odd, overwritten=other)
+    return evolve(facts, parted=parted, applied=applied), prints
 
 
 def _changed(steps: list[Step], live: LiveModel, now: Mapping[str, str], earlier: Mapping[str, str]) -> list[str]:
@@ -113,14 +117,22 @@ def _digest(buffer: Tensor) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _unlike(mine: dict[str, str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Buffers that are not the same everywhere, and the ranks that differ from the first."""
-    if world().same(sorted(mine.items())):
-        return (), ()
-    by_rank = world().gather(mine)
-    first, every = by_rank[0], dict.fromkeys(name for held in by_rank for name in held)
+Unlike = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
+ALIKE: Unlike = ((), (), ())
+
+
+def _unlike(mine: dict[str, str], sample: str) -> Unlike:
+    """Buffers that are not the same everywhere, the ranks that differ from the first, and those whose sample does."""
+    if world().same((sorted(mine.items()), sample)):
+        return ALIKE
+    by_rank, samples = zip(*world().gather((mine, sample)), strict=True)
+    every = dict.fromkeys(name for held in by_rank for name in held)
     parted = tuple(name for name in every if len({held.get(name) for held in by_rank}) > 1)
-    return parted, tuple(rank for rank, held in enumerate(by_rank) if held != first)
+    return parted, _others(by_rank), _others(samples)
+
+
+def _others(held: Sequence[object]) -> tuple[int, ...]:
+    return tuple(rank for rank, one in enumerate(held) if one != held[0])
 
 
 # --- before the first step ---
@@ -145,6 +157,13 @@ def shards_own_copies(plan: Plan) -> bool:
         or (isinstance(step, WrapFSDP1) and not step.sync_module_states)
         for step in steps
     )
+
+
+def overwrites_own_copies(plan: Plan) -> bool:
+    """Return whether the engine sends rank 0's weights over those that each rank has built, unasked by the config."""
+    steps = [planned.step for planned in plan.steps]
+    given = any(isinstance(step, ReadTensors | SendTensors | InitializeTensors) for step in steps)
+    return not given and any(isinstance(step, WrapDDP | InitializeDeepSpeed) for step in steps)
 
 
 def sampled(model: Module) -> str:

@@ -138,7 +138,8 @@ def check_command(
     Finds configs of prepkit, accelerate, DeepSpeed, transformers, axolotl, LLaMA-Factory and torchtitan, plan files,
     and the scripts that start them. Without --model every rule is asked that can be asked without one, and what cannot
     be known here is said. Warnings are shown; only errors that are not overridden give exit code 1. --fix removes keys
-    without effect, where all that is read stays as it is, and mends the spelling of keys that their library refuses.
+    without effect, where all that is read stays as it is, mends the spelling of keys that their library refuses, and
+    gives values of prepkit's own files the type that they should have, where they can mean one thing only.
     """
     from prepkit.cli.check import check_files, mend_files
 
@@ -164,13 +165,13 @@ def _check_against(paths: tuple[str, ...], model: str, cluster: Cluster, kind: s
         if path == file or ((one := found(file)) is not None and one.sort == "config")
     )
     if len(files) == 1:
-        _tell(_verdicts(files[0], model, cluster, as_json, kind), as_json)
+        _tell(_verdicts(files[0], model, cluster, as_json, kind, err=False), as_json)
     if not files:
         raise click.UsageError(f"there is no config in {', '.join(paths)}")
     every: list[Verdict] = []
     for file in files:
         refused, imported = _read(file, kind)
-        verdicts = _verdicts(file, model, cluster, as_json, kind) if imported else (_refused(refused),)
+        verdicts = _verdicts(file, model, cluster, as_json, kind, err=False) if imported else (_refused(refused),)
         every += verdicts
         if not as_json:
             say(f"{file}:")
@@ -203,7 +204,7 @@ def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False) -> None:
         not_known = [{"what": what, "rules": count, "tells": tells(what)} for what, count in unknown.items()]
         say_json({"findings": findings_data(verdicts), "cannot_know": not_known})
     elif text := verdicts_text(verdicts):
-        say(text, err=True)
+        say(text)
     if plan is not None and not as_json:
         from prepkit import planner
 
@@ -213,8 +214,10 @@ def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False) -> None:
         say("\n".join(("cannot know here:", *unknown_lines(unknown))) if unknown else "every rule could be asked")
 
 
-def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: str | None) -> tuple[Verdict, ...]:
-    """One per world size. Ends the command if config or model cannot be had.
+def _verdicts(
+    config: str, model: str, cluster: Cluster, as_json: bool, kind: str | None, *, err: bool = True
+) -> tuple[Verdict, ...]:
+    """One per world size. Ends the command if config or model cannot be had, and says why, on stderr if ``err``.
 
     The config first: a slip of the pen is told in a moment, and importing a model may take a minute.
     """
@@ -224,12 +227,12 @@ def _verdicts(config: str, model: str, cluster: Cluster, as_json: bool, kind: st
     if refused is not None and _is_plan(config):
         raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
     if imported is None:
-        cli_refusal.refuse((refused,), as_json)
+        cli_refusal.refuse((refused,), as_json, err=err)
     envs, cfg = cluster.envs(imported), cluster.with_optimizer(imported.config)
     how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
     if isinstance(facts, PlanRejected):
-        cli_refusal.refuse((refused, facts), as_json)
+        cli_refusal.refuse((refused, facts), as_json, err=err)
     verdicts = (judge(cfg, evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders)) for env in envs)
     return tuple(placed(verdict, imported, refused) for verdict in verdicts)
 
@@ -248,7 +251,7 @@ def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
 
     loaded = cli_refusal.attempt(lambda: codec.load_plan(file))
     if isinstance(loaded, PlanRejected):
-        cli_refusal.refuse((loaded,), as_json)
+        cli_refusal.refuse((loaded,), as_json, err=False)
     if cluster.envs() != (None,) or cluster.declared_loaders or cluster.optimizer is not None:
         raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
     return judge(loaded.config, loaded.facts)

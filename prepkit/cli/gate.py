@@ -15,7 +15,8 @@ import click
 
 from prepkit import codec
 from prepkit.cli import plan_files as cli_files
-from prepkit.cli.check import examined, line_of
+from prepkit.cli.check import line_of
+from prepkit.cli.examined import examined
 from prepkit.cli.options import Cluster, cluster_options, kind_option, policy_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import Finding, PlanRejected, Severity

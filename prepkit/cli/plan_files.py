@@ -205,16 +205,17 @@ def readable(loaded: tuple[T | PlanRejected, ...], as_json: bool) -> tuple[T, ..
     return good
 
 
-def refuse(outcomes: tuple[object, ...], as_json: bool) -> NoReturn:
-    """Says every finding of the refused ones, and ends the command."""
+def refuse(outcomes: tuple[object, ...], as_json: bool, *, err: bool = True) -> NoReturn:
+    """Says every finding of the refused ones, and ends the command; findings that were asked for are no ``err``."""
     from prepkit import codec
     from prepkit.render.text import findings_text
 
     findings = tuple(
         finding for refused in outcomes if isinstance(refused, PlanRejected) for finding in refused.findings
     )
+    wrong = any(finding.rule == WRONG for finding in findings)
     if as_json:
         say_json({"findings": codec.to_data(findings)})
     else:
-        say(findings_text(findings), err=True)
-    sys.exit(2 if any(finding.rule == WRONG for finding in findings) else 1)
+        say(findings_text(findings), err=err or wrong)
+    sys.exit(2 if wrong else 1)

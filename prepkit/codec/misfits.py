@@ -38,10 +38,13 @@ def wrong_type(value: object, cls: Any) -> MisfitError:
     """Refuse a value of another JSON type."""
     what = f"{shown(value)} is given where {field_types.describe(cls)} is expected"
     near = samples(value, cls)
+    alone = value[0] if isinstance(value, list) and len(value) == 1 and takes(cls, value[0]) else None
     if isinstance(value, bool):  # a switch: on is the kinds, off is None
         near = tuple(one for one in near if (one is None) is not value) or near
 
     def fix(language: Language) -> str:
+        if alone is not None:
+            return f"take it out of the list: {typed(alone, language)}"
         if near:
             return _one_of(near, language)
         listed = field_types.listed(value, cls)
@@ -110,6 +113,9 @@ def wrong_kind(name: object, cls: Any, kinds: dict[str, type], at: str | None) -
         return MisfitError("unknown-kind", what, lambda to: _one_of((None,), to))
     what = f"{shown(name)} is not one of {', '.join(kinds)}"
     near = (FORMER.get(name, "") or field_types.nearest(name, kinds)) if isinstance(name, str) else ""
+    if at is None and (plain := _unquoted(name)) is not name:
+        told = wrong_type(plain, cls)
+        return MisfitError("unknown-kind", what, told.fix, meant=told.meant)
     given = samples(name, cls) if at is None else ()
     held = tuple(one for one in given if isinstance(one, dict) and len(one) > 1)
 
@@ -119,6 +125,16 @@ def wrong_kind(name: object, cls: Any, kinds: dict[str, type], at: str | None) -
         return f"{_one_of(held, language)}, or one of these names" if held else "write one of these names"
 
     return MisfitError("unknown-kind", what, fix, at, meant=near or None)
+
+
+def _unquoted(value: object) -> object:
+    """A switch or a number that is written as text, as what it says."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value) if value.lower() not in ("true", "false") else value.lower() == "true"
+    except ValueError:
+        return value
 
 
 def unknown_keys(cls: type, data: dict[Any, Any], names: Iterable[str]) -> list[Exception]:

@@ -336,6 +336,8 @@ class AppliedFacts:
     """Weights and buffers with other values than before the first step, although no step writes them."""
     odd_ranks: tuple[int, ...] = ()
     """Ranks on which tensors of ``RunFacts.parted`` differ from rank 0's, where that is known."""
+    overwritten: tuple[int, ...] = ()
+    """Ranks whose weights were not rank 0's, and that have rank 0's now, since the engine sends them."""
     owners: tuple[Departure, ...] = ()
     """Duties that somebody else has than the plan says."""
     steps: tuple[Departure, ...] = ()
@@ -414,6 +416,8 @@ class RunFacts:
     """None where peft has put none into the model."""
     averages_by_hand: str = ""
     """The function of the program that seems to average over ranks by itself; empty: none was seen."""
+    saves_shards: tuple[str, ...] = ()
+    """Places in the program that call ``save_pretrained`` of the sharded model without its ``state_dict``."""
     accumulation: int | None = None
     """Micro-batches per step that accelerate counts; None: it is not in use."""
     world_size: int = 1

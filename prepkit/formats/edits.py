@@ -12,11 +12,12 @@ from typing import Any
 from attrs import evolve
 from ruamel.yaml.nodes import CollectionNode, MappingNode, Node
 
+from prepkit.codec.languages import typed
 from prepkit.findings import Finding, PlanRejected
 from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.foreign import lenient
 from prepkit.formats.importers.positions import plain_json, positions
-from prepkit.formats.importers.source import Imported, Source, composed
+from prepkit.formats.importers.source import LANGUAGES, Imported, Source, composed
 
 
 def without(source: Source, path: str) -> str | None:
@@ -46,6 +47,23 @@ def renamed(source: Source, path: str, new: str) -> str | None:
     spelt = json.dumps(new) if quote == '"' else f"{quote}{new}{quote}"
     end = start + len(name) + 2 * len(quote)
     return _first(source, iter((source.text[:start] + spelt + source.text[end:],)), moved)
+
+
+def revalued(source: Source, path: str, new: object) -> str | None:
+    """The text with another value for the key at a dotted path; None as above."""
+    *parts, name = path.split(".")
+
+    def given(data: dict[str, Any]) -> None:
+        if name not in (place := _at(data, parts)):
+            raise KeyError(name)
+        place[name] = new
+
+    start, spelt = _offset(source, path), typed(new, LANGUAGES[source.suffix])
+    if start is None:
+        return None
+    ends = ((re.match(r"[^=:\n]+[=:]\s*", source.text[start:]), end) for end in _ends(source, path, start))
+    texts = (source.text[: start + key.end()] + spelt + source.text[end:] for key, end in ends if key)
+    return _first(source, texts, given)
 
 
 def _first(source: Source, texts: Iterator[str], change: Any) -> str | None:
@@ -97,7 +115,7 @@ def _cuts(source: Source, path: str) -> Iterator[str]:
 def _ends(source: Source, path: str, start: int) -> Iterator[int]:
     """Yield where its value may end."""
     if source.suffix == ".toml":
-        for end in islice(re.finditer(r"\n|\Z|\s*[,}]", source.text[start:]), _MOST):
+        for end in islice(re.finditer(r"\n|\Z|[ \t]*#|\s*[,}]", source.text[start:]), _MOST):
             yield start + end.start()
         return
     plain = re.sub("\t", " ", plain_json(source.text)) if source.suffix == ".json" else source.text
@@ -122,8 +140,11 @@ def _last(node: Node) -> int:
 STRICT = ("accelerate", "llamafactory", "transformers")
 """Libraries that start nothing with a file that has an unknown key at its top: another name for it changes no run."""
 
-_PLACE = re.compile(r".*:\d+:\d+ (\S+)")
-_NEAR = re.compile(r"Write '([\w.]+)', or remove it\.")
+_PLACE = re.compile(r".*(?::\d+:\d+ |:\$\.)(\S+)")
+_NEAR = re.compile(r"Write '([\w.]+)', or remove it\.|write '(\w+)' instead")
+_TYPED = re.compile(
+    r"write (true|false|-?\d[\d.e+-]*)(?: without quotes)?|(?:put it into a|take it out of the) list: .*"
+)
 _MOST = 50
 
 
@@ -131,7 +152,9 @@ def mended(source: Source, kind: str) -> tuple[Source, tuple[Finding, ...]]:
     """The file with what is safe to mend, and the findings that are gone.
 
     Keys without effect are removed where all that is read of the file stays as it is; a misspelt key at the top of a
-    file that its library would refuse gets the name that is meant. Each edit is read again before it counts.
+    file that its library would refuse gets the name that is meant; so does any of a file of prepkit's own, which takes
+    a value of another type for none, and where a value that can mean one thing only gets the type that it should have.
+    Each edit is read again before it counts.
     """
     gone: list[Finding] = []
     for _ in range(_MOST):
@@ -147,19 +170,41 @@ def _steps(source: Source, kind: str) -> Iterator[tuple[Source, Finding]]:
     """Edits that are safe, each with the finding that it ends."""
     read, findings = _read(source, kind)
     for finding in findings:
-        place = _PLACE.fullmatch(finding.where)
-        near = _NEAR.fullmatch(finding.fix)
-        text = None
+        place, near = _PLACE.fullmatch(finding.where), _NEAR.fullmatch(finding.fix)
+        text, refused = None, kind == "prepkit"
         if place and finding.rule == "import.no-effect" and finding.fix == "Remove it.":
             text = without(source, place[1])
-        elif place and near and kind in STRICT and "." not in place[1] and finding.rule == "import.unknown-key":
-            text = renamed(source, place[1], near[1])
+        elif place and near and finding.rule in ("import.unknown-key", "codec.unknown-key"):
+            refused |= kind in STRICT and "." not in place[1]
+            text = renamed(source, place[1], near[1] or near[2]) if refused else None
+        elif place and refused and _TYPED.fullmatch(finding.fix):
+            text = _retyped(source, place[1], finding.fix)
         if text is None:
             continue
         after, left = _read(Source(source.path, text, source.suffix), kind)
-        same = finding.rule == "import.unknown-key" or (read is not None and after == read)
-        if same and {said_of(one) for one in left} < {said_of(one) for one in findings}:
+        same = refused or (read is not None and after == read)
+        said, before = {said_of(one) for one in left}, {said_of(one) for one in findings}
+        own = refused and said_of(finding) not in said and len(said) <= len(before)  # renamed, it may show another flaw
+        if own or (same and said < before):
             yield Source(source.path, text, source.suffix), finding
+
+
+def _retyped(source: Source, path: str, fix: str) -> str | None:
+    """The text with the value at a path such as ``optimizer.betas[0]`` in the type that the fix gives it."""
+    key, *inside = re.findall(r"[^\[\]]+", path)
+    try:
+        whole = value = _at(lenient(source), key.split("."))
+        for at in inside:
+            value = value[int(at)]
+        if fix.startswith("write"):
+            new = json.loads(_TYPED.fullmatch(fix)[1])  # type: ignore[index]  # asked before
+        else:
+            new = [value] if fix.startswith("put") else value[0]
+    except (PlanRejected, LookupError, TypeError, ValueError):
+        return None
+    for at in reversed(inside):
+        new = [*whole[: int(at)], new, *whole[int(at) + 1 :]]
+    return revalued(source, key, new) if len(inside) < 2 else None  # lists in lists hold no plain values
 
 
 def said_of(finding: Finding) -> tuple[str, str]:

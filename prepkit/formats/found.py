@@ -81,6 +81,9 @@ _TELLS: tuple[tuple[str, tuple[frozenset[str], ...]], ...] = (
 """Kind to groups of keys: a file is the first kind's that has a key of each group at its top."""
 
 _ENGINES = re.compile(r"\b(Single|DDP|FSDP1|FSDP2|TensorParallel|XLA|DeepSpeed)\b")
+_BESIDE_ENGINE = frozenset({"accumulation", "precision", "optimizer", "clip", "mesh", "checkpointing"})
+"""Keys of prepkit's own files that tell one in which the engine is misspelt."""
+_KIND = re.compile(r"\bkind[\"']?\s*[:=]")
 _YAML_KEY = re.compile(r"^[\"']?([A-Za-z_][\w.-]*)[\"']?\s*:", re.MULTILINE)
 _TOML_KEY = re.compile(r"^\s*(?:\[+\s*)?[\"']?([A-Za-z_][\w-]*)[\"']?\s*[.\]=]", re.MULTILINE)
 _LAUNCH = re.compile(
@@ -105,7 +108,8 @@ def found(path: str) -> Found | None:
     keys = top_keys(text, suffix)
     if suffix == ".json" and "kind" in keys and re.search(r'"kind"\s*:\s*"prepkit\.plan"', text[:LARGEST]):
         return Found(path=path, sort="plan", kind="plan", why="its kind says so")
-    if Path(path).name.startswith("prepkit.") or ("engine" in keys and _ENGINES.search(text)):
+    own = "engine" in keys and (_ENGINES.search(text) or (keys & _BESIDE_ENGINE and _KIND.search(text)))
+    if own or Path(path).name.startswith("prepkit."):
         return Found(path=path, sort="config", kind="prepkit", why="engine" if "engine" in keys else "its name")
     for kind, groups in _TELLS:
         seen = tuple(next((key for key in sorted(group) if key in keys), "") for group in groups)

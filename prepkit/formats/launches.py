@@ -33,6 +33,18 @@ class NamedFile:
 
 
 @frozen(kw_only=True)
+class Argument:
+    """An option that a line gives to its script."""
+
+    name: str
+    """With ``_`` between words, without the dashes before it."""
+    value: str | bool
+    """As written, with the variables that the script sets; True where nothing follows."""
+    line: int
+    column: int
+
+
+@frozen(kw_only=True)
 class LaunchLine:
     """One line that starts processes."""
 
@@ -44,6 +56,8 @@ class LaunchLine:
     nodes: int | None = None
     per_node: int | None = None
     configs: tuple[NamedFile, ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    """What stands behind the name of a script; one with a ``$`` left is known when it runs only."""
     by_srun: bool = False
 
 
@@ -151,8 +165,18 @@ def _read(launcher: str, start: _Word, rest: list[_Word], text: str, *, by_srun:
         nodes=nodes,
         per_node=each,
         configs=configs,
+        arguments=tuple(_arguments(rest[script + 1 :], text)),
         by_srun=by_srun,
     )
+
+
+def _arguments(words: list[_Word], text: str) -> Iterator[Argument]:
+    for word, behind in zip(words, [*words[1:], _Word("--", 0)], strict=False):
+        name, sign, value = word.text.partition("=")
+        if re.match(r"--?[A-Za-z]", name):
+            line, column = _line(text, word.at)
+            given = value if sign else True if re.match(r"-(?!\d)", behind.text) else behind.text
+            yield Argument(name=name.lstrip("-").replace("-", "_"), value=given, line=line, column=column)
 
 
 def _line(text: str, at: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 from attrs import define, field
 from attrs import fields as attributes
 from torch.utils import _pytree as pytree  # public under this name before torch 2.9 has another
+from torch.utils.data import DataLoader
 
 from prepkit.loading.batch_sampler import RankBatches
 from prepkit.loading.draws import Drawing
@@ -139,6 +140,15 @@ class Loader:
         if self._order is not None and state["consumed"]:
             self._order.resumed = resumed
         return self
+
+    def rest(self) -> None:
+        """Let workers go that stay up between passes; another pass would start its own.
+
+        Left to the collector of cycles they would be waited for, five seconds each: it closes the queue of their orders
+        before the order to end is put into it (torch ``_MultiProcessingDataLoaderIter._shutdown_workers``).
+        """
+        if isinstance(self.source.loader, DataLoader):
+            self.source.loader._iterator = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the pass stands after the batch in use, for ``load_state_dict`` on any number of ranks.

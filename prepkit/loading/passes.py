@@ -62,6 +62,12 @@ class Passes:
         """Likewise of what each loader's stream gave before it was divided, those of evaluation as well."""
         return (*map(_began, self.loaders[:STREAMS]), *(0,) * (STREAMS - len(self.loaders)))
 
+    @property
+    def divides_streams(self) -> bool:
+        """Whether a loader here divides a stream over the ranks; the same on all of them."""
+        sources = (one.source for one in self.loaders if isinstance(one, Loader))
+        return any(isinstance(source, StreamSource) and source.divided is not None for source in sources)
+
     def unrepeatable(self) -> tuple[int, ...]:
         """Numbers of the loaders whose pass under way would begin in another order if it was begun again."""
         return tuple(number for number, one in enumerate(self.loaders) if isinstance(one, Loader) and not one.repeats)
@@ -71,6 +77,12 @@ class Passes:
         for one in self.loaders:
             if isinstance(one, Loader) and not one.evaluation and isinstance(one.source, IndexedSource):
                 yield one.source.batches
+
+    def rest(self) -> None:
+        """Let the workers of all loaders go."""
+        for one in self.loaders:
+            if isinstance(one, Loader):
+                one.rest()
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass over each loader has this number, which gives its order. They advance by themselves too."""

@@ -69,14 +69,15 @@ class SaveWithoutWrappers:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Saves as the class does. Raises ``RunRefused`` where the parameters are shards, which it would write."""
-        if "state_dict" not in kwargs and _shards(self.model):
+        if "state_dict" not in kwargs and is_sharded(self.model):
             what = "save_pretrained would write this rank's shards"
             raise RunRefused((found("save.shards", "model.save_pretrained", what),))
         with bare_tree(self.model):
             return self.save(*args, **kwargs)
 
 
-def _shards(model: Module) -> bool:
+def is_sharded(model: Module) -> bool:
+    """Return whether a rank holds parts of its parameters, or of what FSDP1 has made of them."""
     sharded = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     return sharded or any(
         isinstance(p, DTensor) or hasattr(p, "ds_tensor") or p.numel() == 0 for p in model.parameters()

@@ -60,6 +60,7 @@ class Attestation:
         lines = (
             f"{broken} of {len(self.asked)} rules do not hold:" if failed else f"{len(self.asked)} rules hold",
             *(f"  {finding.rule} at {finding.where}: {finding.what}" for finding in failed),
+            *(f"  note {one.rule} at {one.where}: {one.what}" for one in self.found if one.severity is Severity.NOTE),
             *(("drift since the plan was made:",) if self.drift else ()),
             *(f"  {entry}" for entry in self.drift),
         )

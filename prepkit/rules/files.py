@@ -195,6 +195,7 @@ FILES: tuple[Rule, ...] = (
         id="import.unknown-key",
         summary="Every key of an imported config is one that its library knows.",
         fix="Write the name that is proposed, or remove the key.",
+        milder="where an older release knows it",
     ),
     _import(
         id="import.wrong-type",

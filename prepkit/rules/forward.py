@@ -22,6 +22,11 @@ class Use:
     """Path of the unit whose forward runs; empty: the root's."""
 
 
+def elsewhere(uses: tuple[tuple[str, str, str], ...]) -> Iterator[Hit]:
+    """Hits of parameters with their unit and user, each once, for who has met them in a forward that failed."""
+    return _used_elsewhere(tuple(dict.fromkeys(Use(*use) for use in uses)))
+
+
 def _used_elsewhere(uses: tuple[Use, ...]) -> Iterator[Hit]:
     for use in uses:
         by = f"`{use.user}`" if use.user else "the root"
@@ -39,7 +44,7 @@ FORWARD_RULES: tuple[Rule, ...] = (
         id="forward.used-elsewhere",
         summary="Every parameter of a unit is used inside the forward of the unit alone.",
         check=_used_elsewhere,
-        at=(Moment.FORWARD,),
+        at=(Moment.FORWARD, Moment.CALL),
         fix="Leave the module out of config.engine.wrap, so that the unit around it gathers its parameters.",
         source=("torch fully_shard", "torch FullyShardedDataParallel"),
     ),

@@ -271,9 +271,19 @@ REFUSALS: tuple[Rule, ...] = (
         severity=Severity.WARNING,
     ),
     refusal(
+        id="forward.unlike-dtypes",
+        summary="What a forward computes with has the dtype of its weights.",
+        fix="Cast it where it meets activations: tensor.to(x.dtype).",
+        told_by="ready.model(...), as a note of the error",
+        source=("torch MixedPrecisionPolicy", "deepspeed bf16"),
+    ),
+    refusal(
         id="save.shards",
         summary="model.save_pretrained is called where parameters are whole.",
-        fix="Call ready.export(folder) on every rank: it gathers them, and calls save_pretrained on rank 0.",
+        fix=(
+            "Call ready.export(folder) on every rank: it gathers them, and calls save_pretrained on rank 0. Under "
+            "accelerate's face give it state_dict=accelerator.get_state_dict(model), which every rank calls."
+        ),
         told_by="model.save_pretrained",
     ),
     refusal(

@@ -11,12 +11,15 @@ from attrs import define, field, frozen
 from prepkit.codec import load_plan, plan_to_text
 from prepkit.codec.files import attestation_to_text
 from prepkit.court import Court
+from prepkit.facts.run import RunFacts
 from prepkit.facts.saved_run import FolderFacts, ResumeFacts, Said, SavedFacts, SavedModule, SavedWindows
 from prepkit.findings import PlanRejected
 from prepkit.objects import joint_optimizer
+from prepkit.observe.prepared.around import saves_shards
 from prepkit.plan import Plan
 from prepkit.ranks.world import world
-from prepkit.rules.rule import Moment
+from prepkit.rules import by_id
+from prepkit.rules.rule import Moment, findings_of
 from prepkit.saving import folder as folders
 from prepkit.saving import reading, saved_facts, state, writing
 from prepkit.saving.contents import Contents
@@ -57,9 +60,13 @@ class Checkpoints:
         self.writer.save(path, self.snapshot(run, path), keep=keep, wait=wait, spared=others)
 
     def check(self, run: RunParts, folder: str) -> None:
-        """Make the folder; raise now for what would keep ``save`` from working. Collective."""
+        """Make the folder; raise now for what would keep ``save`` from working. Collective.
+
+        Warns of a ``save_pretrained`` in the program that will be refused.
+        """
         path = self._folder(folder)
         writing.try_folder(path, self.snapshot(run, path))
+        self.court.hear(findings_of((by_id()["run.saves-shards"],), RunFacts(saves_shards=saves_shards(run.model))))
 
     def _folder(self, folder: str) -> str:
         """Return the folder that all ranks have given. Collective; raises ``RunRefused``."""

@@ -13,12 +13,15 @@ from torch.optim import Optimizer
 
 from prepkit.court import Court
 from prepkit.facts.run import LoopFacts, RunFacts
-from prepkit.loading.passes import Passes
+from prepkit.findings import Finding
+from prepkit.loading.passes import STREAMS, Passes
 from prepkit.objects.local_part import local
+from prepkit.observe.prepared.around import saves_shards
 from prepkit.observe.prepared.gradients import Watched
 from prepkit.observe.prepared.step import StepLook
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Asked
+from prepkit.rules import by_id
 from prepkit.rules import due as rules_due
 from prepkit.rules.rule import Moment, Need, Rule, answers, findings_of
 from prepkit.steps import ShardLoader
@@ -61,6 +64,9 @@ class Looks:
     _together: int = field(default=0, init=False)
     """Windows before whose step all ranks were; a loop of the user's own has none."""
 
+    _compared: tuple[int, ...] = field(default=(0,) * STREAMS, init=False)
+    """What this rank's streams had begun with when ranks were asked last."""
+
     @property
     def _collective(self) -> bool:
         """Whether the ranks can be asked: torch knows no group of XLA's processes."""
@@ -96,6 +102,7 @@ class Looks:
         first = not self._done
         if not self._collective or not (first or due(self._together)):
             return ()
+        self._compared = passes.streams
         often = _over_ranks(Moment.DUE) if due(self._together) else ()
         once = _over_ranks(Moment.FIRST_STEP) * first
         watched = self._watched
@@ -108,12 +115,22 @@ class Looks:
             reduced=watched is None,
             scaled=self.plan.owners.loss_scaling != "nobody",
         )
+        facts = evolve(facts, saves_shards=saves_shards(self.look.model)) if first else facts
         asked = answers(once, Moment.FIRST_STEP, facts)
         self.court.hear((*findings_of(often, facts), *(found for one in asked for found in one.found)))
         if not first:
             return ()
         self._done, self._watched = True, None  # what was noted is kept while it refuses: the story stays the same
         return asked
+
+    def before_close(self, passes: Passes) -> tuple[Finding, ...]:
+        """What there is to say of streams begun since ranks were asked last. Collective where there are any."""
+        if not (self._collective and passes.divides_streams):
+            return ()
+        since = zip(passes.streams, self._compared, strict=True)
+        own = tuple(now if now != before else 0 for now, before in since)
+        loop = evolve(self._loop(None, passes), streams=self.look.streams(own))
+        return findings_of((by_id()["run.orders-apart"],), RunFacts(loop=loop))
 
     def before_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Raises ``RunRefused`` for state that is whole where the parameter is sharded; torch would fail later."""

@@ -46,6 +46,7 @@ from prepkit.saving import run as saving
 from prepkit.training import owned_optimizers, token_loss
 from prepkit.training.drivers import driver
 from prepkit.training.evaluation import in_eval_mode, swaps_weights
+from prepkit.training.failed_forward import explain
 from prepkit.training.looks import Looks
 from prepkit.training.loop import Closure, Loop
 from prepkit.training.run_log import RunLog
@@ -106,6 +107,8 @@ class Prepared:
     """Asks the rules about what is about to be stepped."""
     _watch: RemovableHandle | None = field(default=None, init=False, repr=False)
     """Hears of optimizers that the plan does not know, until ``close``."""
+    _explained: RemovableHandle | None = field(default=None, init=False, repr=False)
+    """Says more of a forward that fails, until ``close``."""
     checkpoints: saving.RunCheckpoints = field(init=False, repr=False)
     """What there is to checkpoints beside ``save`` and ``resume``, such as ``ready.checkpoints.finish()``."""
     log: RunLog = field(init=False, repr=False)
@@ -135,6 +138,7 @@ class Prepared:
             passes=Passes(self.loaders),
         )
         guard_save(self.model)
+        self._explained = explain(self.model, plan)
         self.checkpoints = saving.of(self.model, self._court, _parting(self), self._peers)
         if engine.step is not None and self.optimizer is not None:
             self._looks.watch(self.model)
@@ -335,13 +339,19 @@ class Prepared:
         for the others, so that none loses its last collective. A group that a wrapper of another model still uses is
         left to the process, with a warning. While an exception is under way, as in a ``finally:``,
         it waits for nobody: the others are told by their next collective. A checkpoint that is being written has a
-        minute then. ``keep_group`` leaves it for another run.
+        minute then. Raises ``RunRefused`` in the end where a stream was read last of which each rank has other samples.
+        ``keep_group`` leaves it for another run.
         Returns what ended groups leave, to be kept until the process ends where it ends at once: a thread of gloo may
         still use it.
         """
         failing = sys.exc_info()[1] is not None
+        meets = self._started and not keep_group and not failing and world().running
+        late = self._looks.before_close(self.loop.passes) if meets else ()
         self.checkpoints.close(failing=failing)
         self.log.finish()
+        self.loop.passes.rest()
+        if self._explained is not None:
+            self._explained.remove()
         if self.loop.plan.engine_steps:
             give_back_linear()
         owned_optimizers.release(self, joint_optimizer.members(self.optimizer), self._watch)
@@ -361,6 +371,7 @@ class Prepared:
             self._peers.retract()
         if self._waits is not None:
             self._waits.stop()
+        self._court.hear(late)
         return self._ended
 
     if not TYPE_CHECKING:  # a checker knows the members, and would take any name for one of them

@@ -10,6 +10,7 @@ from torch import nn
 
 import prepkit as pk
 from prepkit.applying.values import SAMPLED, sampled
+from tests.support.deepspeed_cpu import lean
 from tests.support.gang import Gang
 
 SHARDS = {"FSDP2": pk.FSDP2(), "FSDP1": pk.FSDP1(), "HSDP": pk.FSDP2()}
@@ -60,6 +61,32 @@ def ways_out(rank: int, world: int) -> list[str]:
 
 def test_where_somebody_gives_all_ranks_their_values_their_own_do_not_matter(gang2: Gang) -> None:
     assert gang2.run(ways_out, timeout=90) == [[""] * 4] * 2
+
+
+def said_of(engine: Any, seed: int, **options: Any) -> list[str]:
+    """What the attestation has of weights that were overwritten, as it prints it."""
+    if isinstance(engine, pk.DeepSpeed):
+        lean()
+    ready = pk.apply(pk.build_plan(pk.Config(engine=engine, optimizer=pk.optim.SGD(), **options), model_of(seed)))
+    said = [line.strip() for line in str(ready.attestation).splitlines() if "run.overwritten-ranks" in line]
+    ready.close(keep_group=True)
+    return said
+
+
+def overwritten(rank: int, world: int, engine: Any) -> list[list[str]]:
+    odd = int(rank == world - 1)
+    asked = {} if isinstance(engine, pk.DeepSpeed) else {"weights": pk.BroadcastWeights()}
+    return [said_of(engine, odd), said_of(engine, 0), said_of(engine, 0 if asked == {} else odd, **asked)]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [pk.DDP(), pk.DDP(broadcast_buffers=False), *(pk.DeepSpeed(stage=one, micro_batch=1) for one in (2, 3))],
+    ids=["ddp", "ddp without buffers", "zero2", "zero3"],
+)
+def test_what_the_engine_sends_over_other_weights_is_noted_unless_it_is_asked_for(gang2: Gang, engine: Any) -> None:
+    note = "note run.overwritten-ranks at model: Rank 1 had built other weights, and the engine has sent rank 0's."
+    assert gang2.run(overwritten, engine, timeout=90) == [[[note], [], []]] * 2
 
 
 def not_a_number(rank: int, world: int) -> str:

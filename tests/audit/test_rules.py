@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prepkit.codec import from_data, to_data
 from prepkit.facts.run import (
     AdapterFacts,
+    AppliedFacts,
     DDPFacts,
     EngineFacts,
     GradientFacts,
@@ -117,6 +118,8 @@ BROKEN: dict[str, RunFacts] = {
     "run.ranks-models": with_ranks(model="b"),
     "run.ranks-optimizers": evolve(FINE, unlike=(Unlike(name="lr of group 0", held="0.1 on rank 0, 0.2 on rank 1"),)),
     "run.ranks-values": evolve(FINE, parted=NAMES[:2]),
+    "run.overwritten-ranks": evolve(FINE, applied=AppliedFacts(overwritten=(1, 2))),
+    "run.saves-shards": evolve(FINE, saves_shards=("train.py:87: model.save_pretrained(...)",)),
     "run.ranks-passes": evolve(FINE, loop=LoopFacts(window=2, passes=(0, 1))),
     "run.orders-apart": evolve(FINE, loop=LoopFacts(window=1, orders=(1, 2), own_order=1)),
     "run.order-lost": evolve(FINE, unrepeatable=(0,)),

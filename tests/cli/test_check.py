@@ -93,7 +93,96 @@ def test_what_only_another_place_can_tell_is_not_called_wrong(project: Path) -> 
     said = run("check", "project")
     assert "cannot know here:" in said.stdout
     assert "add --model FOLDER, with its config.json, or --model PKG.MOD:FACTORY" in said.stdout
-    assert "project/ax.yml" not in said.stderr
+    assert "\nproject/ax.yml" not in said.stdout
+
+
+JSON_FOR_TRAINER = """{
+  "train_micro_batch_size_per_gpu": "auto",
+  "gradient_clipping": "auto",
+  "optimizer": {
+    "type": "AdamW",
+    "params": {
+      "lr": "auto"
+    }
+  },
+  "zero_optimization": {
+    "stage": "three",
+    "overlap_com": true
+  }
+}
+"""
+
+
+def test_a_json_that_others_name_is_checked_as_a_part_of_them_and_each_mistake_told_once(folder: Path) -> None:
+    """Of its own line and key, under the shortest name of the file, and with what those that name it fill in."""
+    arguments = "output_dir: out\nper_device_train_batch_size: 4\ndeepspeed: ../conf/ds.json\n"
+    for name, text in {
+        "conf/ds.json": JSON_FOR_TRAINER,
+        "jobs/one.yaml": f"learning_rate: 1.0e-5\n{arguments}",
+        "jobs/two.yaml": f"learning_rate: 2.0e-5\n{arguments}",
+        "jobs/alone.json": JSON_FOR_TRAINER,
+    }.items():
+        (folder / "project" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "project" / name).write_text(text)
+    data = json.loads(run("check", "project", "--json").stdout)
+    for file, autos in (("project/conf/ds.json", []), ("project/jobs/alone.json", [3, 7])):
+        found = [(one["rule"], one["line"], one["column"]) for one in data["findings"] if one["file"] == file]
+        assert sorted(found) == [("deepspeed.unknown-key", 12, 5), ("deepspeed.wrong-type", 11, 5)]
+        left = [one for one in data["cannot_know"] if one["file"] == file and one["rule"] != "deepspeed.batch"]
+        assert sorted(one["line"] for one in left if '"auto"' in one["what"]) == autos, left
+    named = next(one for one in data["files"] if one["file"] == "project/conf/ds.json")
+    assert named["why"] == "project/jobs/one.yaml, project/jobs/two.yaml name it"
+    assert len(data["findings"]) == 4
+    text = run("check", "project").stdout
+    assert "2 files wrong, 2 files fine" in text
+
+
+def test_a_json_that_is_named_by_what_cannot_be_read_is_checked_alone(folder: Path) -> None:
+    Path("ds.json").write_text(JSON_FOR_TRAINER)
+    Path("args.yaml").write_text("output_dir: a\nbf16: true\nfp16: true\nlearning_rate: 1.0\ndeepspeed: ds.json\n")
+    data = json.loads(run("check", "ds.json", "args.yaml", "--json").stdout)
+    assert {(one["file"], one["rule"]) for one in data["findings"]} == {
+        ("args.yaml", "import.contradiction"),
+        ("ds.json", "deepspeed.wrong-type"),
+        ("ds.json", "deepspeed.unknown-key"),
+    }
+
+
+TRAINED = """deepspeed --num_gpus 8 run_clm.py --model_name_or_path m --do_train \\
+    --output_dir out --per_device_train_batch_size {batch} --gradient_accumulation_step 2 \\
+    --learning_rate {rate} --max_steps -1 --bf16 --deepspeed conf/ds.json
+"""
+"""As people write it: an option that is cut short, a switch without a value, and a number below 0."""
+
+
+def test_the_arguments_of_a_line_are_checked_with_the_json_that_it_names(folder: Path) -> None:
+    Path("conf").mkdir()
+    data = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "zero_optimization": {"stage": 3}}
+    params = {"lr": 2e-5, "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    batches = {"train_batch_size": "auto", "gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": 4}
+    Path("conf/ds.json").write_text(json.dumps({**data, "optimizer": {"type": "AdamW", "params": params}, **batches}))
+    for rate, batch, wrong in (("2e-5", 4, []), ("$LR", 4, []), ("1e-5", 4, [(3, 5)]), ("2e-5", 8, [(2, 22)])):
+        Path("run.sh").write_text(TRAINED.format(rate=rate, batch=batch))
+        data = json.loads(run("check", "conf", "run.sh", "--json").stdout)
+        assert [(one["line"], one["column"]) for one in data["findings"] if one["file"] == "run.sh"] == wrong
+        assert all(one["rule"] == "import.contradiction" for one in data["findings"])
+        assert bool(wrong) == any('"auto"' in one["what"] for one in data["cannot_know"]), rate
+    assert [one["file"] for one in data["files"]] == ["run.sh", "conf/ds.json"]
+
+
+def test_the_arguments_of_other_scripts_are_theirs(folder: Path) -> None:
+    """They have the names of ``TrainingArguments``, and say neither DeepSpeed nor FSDP."""
+    line = "--output_dir o --per_device_train_batch_size 4 --lr_warmup_steps 10 --logging_dir logs"
+    Path("run.sh").write_text(f"accelerate launch --num_processes 2 train_lora.py {line}\n")
+    assert json.loads(run("check", "run.sh", "--json").stdout)["findings"] == []
+
+
+def test_a_file_of_prepkits_own_is_told_where_its_engine_is_misspelt(folder: Path) -> None:
+    Path("ours.toml").write_text('accumulation = 4\n[engine]\nkind = "FSDP"\n')
+    Path("theirs.yaml").write_text("kind: Database\nengine: postgres\n")
+    data = json.loads(run("check", "ours.toml", "theirs.yaml", "--json").stdout)
+    assert [one["file"] for one in data["files"]] == ["ours.toml"]
+    assert [(one["rule"], one["line"]) for one in data["findings"]] == [("codec.unknown-kind", 3)]
 
 
 def test_a_script_says_for_how_many_processes_its_config_is_checked(project: Path) -> None:
@@ -276,7 +365,7 @@ def test_findings_of_a_kind_are_told_once(folder: Path) -> None:
     for number in range(30):
         (folder / f"{number}.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precison: bf16\n")
     done = run("check")
-    assert done.stderr.count("import.unknown-key") == 1
+    assert done.stdout.count("import.unknown-key") == 1
     assert "29 more findings of the kinds above" in done.stdout
     assert len((done.stdout + done.stderr).splitlines()) < 40
 
@@ -296,7 +385,7 @@ def test_several_files_are_checked_against_one_model(folder: Path) -> None:
     done = run("check", "fsdp2.toml", "single.json", "broken.toml", *MAKE, "--world-size", "1", "--device", "cpu")
     assert done.exit_code == 1
     assert "single.json:\na plan exists for world size 1" in done.stdout
-    assert "codec.unknown-kind" in done.stderr
+    assert "codec.unknown-kind" in done.stdout
 
 
 def test_a_check_against_a_model_says_what_no_declared_cluster_tells(folder: Path) -> None:

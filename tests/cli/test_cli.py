@@ -121,9 +121,11 @@ def test_a_config_without_an_engine_is_told_before_the_model_is_imported(
     Path("c.toml").write_text("engine = 3\naccumulation = 2.0\n")
     done = run(*command, "c.toml", "--model", "model_of_cli_tests:broken", "--world-size", "2")
     assert done.exit_code == 1
-    assert "error codec.wrong-type at c.toml:$.engine (engine in c.toml:1:1):" in done.stderr
-    assert "error codec.wrong-type at c.toml:$.accumulation (accumulation in c.toml:2:1):" in done.stderr
-    assert done.stderr.endswith("2 errors\n")
+    said, silent = (done.stdout, done.stderr) if command == ("check",) else (done.stderr, done.stdout)
+    assert "error codec.wrong-type at c.toml:$.engine (engine in c.toml:1:1):" in said
+    assert "error codec.wrong-type at c.toml:$.accumulation (accumulation in c.toml:2:1):" in said
+    assert said.endswith("2 errors\n")
+    assert silent == ""
 
 
 def test_a_slip_in_the_file_hides_no_finding_of_the_rules(folder: Path) -> None:
@@ -142,8 +144,8 @@ def test_a_slip_in_the_file_hides_no_finding_of_the_rules(folder: Path) -> None:
     }  # and nothing of an optimizer that is missing: lr says that there is one
     Path("a.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\nfsdp_config:\n  zzz: 1\n")
     done = run("check", "a.yaml", *MAKE)
-    assert "import.unknown-key" in done.stderr
-    assert "optimizer.none" in done.stderr
+    assert "import.unknown-key" in done.stdout
+    assert "optimizer.none" in done.stdout
 
 
 def test_a_config_is_checked_by_its_keys_where_no_model_is_given(folder: Path) -> None:
@@ -153,7 +155,8 @@ def test_a_config_is_checked_by_its_keys_where_no_model_is_given(folder: Path) -
     Path("c.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf17\n")
     done = run("check", "c.yaml")
     assert done.exit_code == 1
-    assert done.stderr.startswith("c.yaml:2:1: error import.wrong-value: ")
+    assert done.stdout.startswith("c.yaml:2:1: error import.wrong-value: ")
+    assert done.stderr == "", "check is asked for findings, and they go where a pipe reads them"
     assert json.loads(run("check", "single.json", "--json").stdout)["findings"] == []
 
 
@@ -174,9 +177,9 @@ def test_a_model_that_cannot_be_built_says_what_it_raised(folder: Path) -> None:
     Path("c.toml").write_text('engine = "DDP"\n')
     done = run("check", "c.toml", "--model", "model_of_cli_tests:broken", "--world-size", "2")
     assert done.exit_code == 1
-    assert "error model.not-built at --model model_of_cli_tests:broken: KeyError: 'no weights here'" in done.stderr
-    assert 'python -c "import model_of_cli_tests; model_of_cli_tests.broken()"' in done.stderr
-    assert done.stderr.endswith("1 error\n")
+    assert "error model.not-built at --model model_of_cli_tests:broken: KeyError: 'no weights here'" in done.stdout
+    assert 'python -c "import model_of_cli_tests; model_of_cli_tests.broken()"' in done.stdout
+    assert done.stdout.endswith("1 error\n")
 
 
 @pytest.mark.parametrize(
@@ -197,8 +200,8 @@ def test_a_model_path_that_leads_nowhere_is_wrong_use(reference: str, says: str,
 def test_an_error_of_the_users_own_factory_is_a_finding_and_names_its_line(folder: Path) -> None:
     done = run("check", "single.json", "--model", "model_of_cli_tests:refusing")
     assert done.exit_code == 1
-    assert "ValueError: heads do not divide the width; take 4 (" in done.stderr
-    assert f"model_of_cli_tests.py, line {MODEL.splitlines().index('def refusing():') + 2})" in done.stderr
+    assert "ValueError: heads do not divide the width; take 4 (" in done.stdout
+    assert f"model_of_cli_tests.py, line {MODEL.splitlines().index('def refusing():') + 2})" in done.stdout
 
 
 def test_findings_go_to_stdout_as_json(folder: Path) -> None:
@@ -227,21 +230,21 @@ def test_check_shows_errors_that_the_config_accepts_and_does_not_count_them(fold
     Path("c.json").write_text(text)
     done = run("check", "c.json", *MAKE, "--world-size", "2", "--device", "cpu")
     assert done.exit_code == 0
-    assert done.stderr.startswith("accepted in config.overrides:\nerror mesh.single-many-ranks at ")
+    assert done.stdout.startswith("accepted in config.overrides:\nerror mesh.single-many-ranks at ")
     data = json.loads(run("check", "c.json", *MAKE, "--world-size", "2", "--device", "cpu", "--json").stdout)
     assert [(one["rule"], one["accepted"]) for one in data["findings"]] == [("mesh.single-many-ranks", True)]
 
 
 def test_check_runs_todays_rules_on_the_config_and_facts_in_a_plan_file(folder: Path) -> None:
     assert run("check", "ddp.json").exit_code == 0
-    assert "precision.steps-in-16-bit" in run("check", "one.json").stderr
+    assert "precision.steps-in-16-bit" in run("check", "one.json").stdout
     made = ddp_plan()
     old = evolve(made, config=Config(engine=DDP(bucket_cap_mb=-1.0), mesh=Mesh(replicate=3)))
     save(old, "old.json")
     done = run("check", "old.json")
     assert done.exit_code == 1
-    assert "ddp.bucket-size" in done.stderr
-    assert "mesh.not-world-size" in done.stderr
+    assert "ddp.bucket-size" in done.stdout
+    assert "mesh.not-world-size" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -279,7 +282,7 @@ def test_a_plan_file_that_is_refused_gives_its_findings(words: tuple[str, ...], 
     Path("x.json").write_text(Path("ddp.json").read_text().replace('"replicate"', '"replicat"'))
     done = run(*words)
     assert done.exit_code == 1
-    assert "error codec.edited at x.json:$.plan.mesh" in done.stderr
+    assert "error codec.edited at x.json:$.plan.mesh" in (done.stdout if words[0] == "check" else done.stderr)
     as_json = run(*words, "--json")
     assert as_json.exit_code == 1
     assert json.loads(as_json.stdout)["findings"][0]["rule"] == "codec.edited"

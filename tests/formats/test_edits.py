@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prepkit.formats.edits import mended, renamed, without
+from prepkit.formats.edits import mended, renamed, revalued, without
 from prepkit.formats.importers.foreign import lenient
 from prepkit.formats.importers.source import Source
 from tests.formats.test_places import CONFIGS, spelt
@@ -43,10 +43,18 @@ def paths(data: dict[str, Any], above: str = "") -> Iterator[str]:
 @pytest.mark.parametrize("suffix", [".toml", ".yaml", ".json"])
 @pytest.mark.parametrize(("kind", "data"), CONFIGS, ids=[kind for kind, _ in CONFIGS])
 def test_an_edit_leaves_every_other_value_and_most_of_the_text(kind: str, data: dict[str, Any], suffix: str) -> None:
-    draw, made, tries = random.Random(f"{kind}{suffix}"), 0, 0
+    draw, made, tries, valued = random.Random(f"{kind}{suffix}"), 0, 0, 0
     for path in paths(data):
         source = Source(f"c{suffix}", spelt(data, suffix, draw), suffix)
         *parts, name = path.split(".")
+        if (text := revalued(source, path, 12345)) is not None:
+            valued += 1
+            meant = json.loads(json.dumps(data))
+            place = meant
+            for part in parts:
+                place = place[part]
+            place[name] = 12345
+            assert lenient(Source("c", text, suffix)) == meant
         for text, new in ((without(source, path), None), (renamed(source, path, "zq_new"), "zq_new")):
             tries += 1
             if text is None:
@@ -61,6 +69,7 @@ def test_an_edit_leaves_every_other_value_and_most_of_the_text(kind: str, data: 
                 place[new] = value
                 assert len(text) - len(source.text) == len(new) - len(name)
             assert lenient(Source("c", text, suffix)) == meant
+    assert valued >= 0.35 * tries  # of two tries for each key
     assert made >= (0.7 if suffix == ".toml" else 0.9) * tries  # a table of TOML with a header of its own is left
 
 
@@ -82,6 +91,43 @@ def test_a_misspelt_key_that_its_library_passes_by_is_left_to_people() -> None:
     assert mended(source, "deepspeed") == (source, ())
     below = Source("acc.yaml", "distributed_type: FSDP\nfsdp_config:\n  fsdp_versio: 2\n")
     assert mended(below, "accelerate") == (below, ())
+
+
+OWN = {
+    ".toml": (
+        (
+            'engine = "FSDP2"\naccumulation = "4"  # four\nprecision = ["BF16"]\ntimeout_s = "1e3"\n'
+            '[optimizer]\nkind = "AdamW"\nbetas = ["0.9", 0.95]\nweigth_decay = "0.1"\n'
+        ),
+        (
+            'engine = "FSDP2"\naccumulation = 4  # four\nprecision = "BF16"\ntimeout_s = 1000.0\n'
+            '[optimizer]\nkind = "AdamW"\nbetas = [0.9, 0.95]\nweight_decay = 0.1\n'
+        ),
+    ),
+    ".yaml": (
+        "engine: {kind: FSDP2, wrap: {kind: WrapClasses, names: Block}}\naccumulation: 4.0\n",
+        "engine: {kind: FSDP2, wrap: {kind: WrapClasses, names: [Block]}}\naccumulation: 4\n",
+    ),
+    ".json": (
+        '{"engine": {"kind": "DDP", "static_graph": "True"}, "timeout_s": "60"}',
+        '{"engine": {"kind": "DDP", "static_graph": true}, "timeout_s": 60.0}',
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", OWN)
+def test_a_value_of_prepkits_own_file_that_means_one_thing_gets_its_type(suffix: str) -> None:
+    text, meant = OWN[suffix]
+    after, gone = mended(Source(f"prepkit{suffix}", text), "prepkit")
+    assert after.text == meant
+    assert {finding.rule for finding in gone} <= {"codec.wrong-type", "codec.unknown-key"}
+    assert mended(after, "prepkit") == (after, ())
+
+
+@pytest.mark.parametrize("value", ['"four"', "4.5", "[4, 5]", '["four"]', "{ many = 4 }"])
+def test_a_value_that_can_mean_nothing_else_is_left(value: str) -> None:
+    source = Source("prepkit.toml", f'engine = "DDP"\naccumulation = {value}\n')
+    assert mended(source, "prepkit") == (source, ())
 
 
 def test_the_command_shows_and_makes_the_same_change(folder: Path) -> None:

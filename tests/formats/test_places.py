@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 from ruamel.yaml import YAML
 
-from prepkit.cli.check import examined
+from prepkit.cli.examined import examined
 from prepkit.cli.options import Cluster
 from prepkit.formats.importers.positions import positions
 

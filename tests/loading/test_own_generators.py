@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import prepkit as pk
+from prepkit.facts import Env
 from tests.support.gang import Gang
 
 ROWS = 24
@@ -348,3 +350,35 @@ def test_a_later_stream_that_is_divided_already_is_refused_at_its_metrics_or_the
     assert all(where in one for one in told), told
     rows = list(range(ROWS)) if doing == "metrics" else []
     assert gang2.run(read_late, "whole", doing, timeout=90) == [f"read {rows}"] * 2
+
+
+def evaluated_last(rank: int, world: int, split: str, steps: int) -> tuple[str, bool]:
+    """What ``close`` says after an evaluation that gathers nothing, or steps in between; and if the group is gone."""
+    del rank
+    torch.manual_seed(0)
+    cfg = pk.Config(engine=pk.DDP(), optimizer=pk.optim.SGD(lr=0.0))
+    given = [DataLoader(Split(how, "tensor"), batch_size=2) for how in ("whole", split)]
+    ready = pk.apply(pk.build_plan(cfg, nn.Linear(1, 1), loaders=given, env=Env(world_size=world)))
+    first, second = ready.loaders
+    train(ready, next(iter(first)))
+    with ready.evaluating():
+        sum(float(ready.model(batch).sum()) for batch in second)
+    told = ""
+    try:
+        for batch in islice(first, steps):
+            train(ready, batch)
+    except pk.errors.RunRefused:
+        told = "at a step, and then: "
+    try:
+        ready.close()
+    except pk.errors.RunRefused as refused:
+        told += str(refused)
+    return told, not torch.distributed.is_initialized()
+
+
+def test_a_stream_of_other_samples_that_is_evaluated_last_is_told_when_the_run_is_closed(gang2: Gang) -> None:
+    for told, ended in gang2.run_fresh(evaluated_last, "by rank", 0):
+        assert "run.orders-apart at loaders[1]: The stream gives each rank other samples" in told
+        assert ended
+    assert gang2.run_fresh(evaluated_last, "by rank", 2) == [("at a step, and then: ", True)] * 2
+    assert gang2.run_fresh(evaluated_last, "whole", 0) == [("", True)] * 2

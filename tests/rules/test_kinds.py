@@ -44,7 +44,7 @@ WARNINGS = _ids(
         "dropout-alike not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks "
         "unsaved-optimizer unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms "
         "ticked-early eval-mode drops-all rate-zero drift-params drift-rate drift-zeroed drift-counts drift-mode "
-        "drift-options drift-ticks drift-epoch float16-unscaled compiled-idle recompiled trainer-schedule",
+        "drift-options drift-ticks drift-epoch float16-unscaled compiled-idle recompiled trainer-schedule saves-shards",
     }
 )
 """What is said, and refuses nothing."""
@@ -52,7 +52,7 @@ WARNINGS = _ids(
 TOLD = _ids({"apply": "gradient-lost", "checkpoint": "replaced-linear", "deepspeed": "stale-lock"})
 """What calls tell by themselves, and give way to an override."""
 
-NOTES = _ids({"run": "maybe-averaged samples-unknown left-out in-order", "prove": "limit"})
+NOTES = _ids({"run": "overwritten-ranks maybe-averaged samples-unknown left-out in-order", "prove": "limit"})
 """What may be meant so, or cannot be seen."""
 
 NEEDED = _ids(

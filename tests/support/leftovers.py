@@ -1,8 +1,9 @@
 """A session of tests leaves nothing behind: a pytest plugin that lists what it left, and then the session has failed.
 
-Temporary files of the session and of all its processes go into one folder. Looked for are processes that live longer
-than the session, files in that folder, new files in the working tree that git does not ignore, and new names in the
-home folder. Caches stay: those in ``~/.cache``, among them DeepSpeed's kernels, are compiled once on each machine.
+Temporary files of the session and of all its processes go into one folder, and so does their home, so that nothing of
+the user's is touched and nothing that others write there counts. Looked for are processes that live longer than the
+session, files in the folder, names in that home, and new files in the working tree that git does not ignore. Caches
+stay: ``~/.cache`` is the user's own, since what is in it is compiled or fetched once on each machine.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ KEPT = ("pytest-of-", "inductor-cache", "prepkit-tiny-", "torchelastic_")
 """Names in the folder that are removed with it: pytest's own, torch's compiled code, a stored model's, kept as long as
 its process (``fragile_model.stored``), and torchrun's of workers that failed, as some tests want them to."""
 
+HOME = "home"
+"""Name of the session's home in its folder."""
+TAKEN = (".cache", ".gitconfig")
+"""Names in the user's home that the session sees in its own."""
+LIBRARIES = (".config", ".triton")
+"""Folders that matplotlib and triton make in any home. They go with the session's."""
+
 
 @frozen
 class Surroundings:
@@ -35,14 +43,25 @@ class Surroundings:
 
     folder: Path
     untracked: frozenset[str]
-    home: frozenset[str]
+
+    @property
+    def home(self) -> Path:
+        """The home folder of the session's processes."""
+        return self.folder / HOME
 
 
 def surroundings(folder: Path) -> Surroundings:
     """What is there now."""
-    home = Path.home()
-    names = frozenset(entry.name for entry in home.iterdir()) if home.is_dir() else frozenset[str]()
-    return Surroundings(folder, untracked_files(ROOT), names)
+    return Surroundings(folder, untracked_files(ROOT))
+
+
+def own_home(before: Surroundings) -> Path:
+    """Make the session's home, with what it takes from the user's."""
+    before.home.mkdir()
+    for name in TAKEN:
+        if (own := Path.home() / name).exists():
+            (before.home / name).symlink_to(own)
+    return before.home
 
 
 def untracked_files(root: Path) -> frozenset[str]:
@@ -56,16 +75,16 @@ def untracked_files(root: Path) -> frozenset[str]:
 
 def leftovers(before: Surroundings) -> Iterator[str]:
     """One line for each thing that is there now and was not before."""
-    now = surroundings(before.folder)
     for process in _processes(before.folder):
         yield f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
     for path in sorted(before.folder.iterdir()):
-        if not path.name.startswith(KEPT):
+        if not path.name.startswith(KEPT) and path != before.home:
             yield f"temporary file {path}"
-    for name in sorted(now.untracked - before.untracked):
+    for name in sorted(untracked_files(ROOT) - before.untracked):
         yield f"file in the working tree: {name}"
-    for name in sorted(now.home - before.home):
-        yield f"file in the home folder: {name}"
+    for path in sorted(before.home.iterdir()) if before.home.is_dir() else ():
+        if path.name not in (*TAKEN, *LIBRARIES):
+            yield f"file in the home folder: {path.name}"
 
 
 def _processes(folder: Path) -> list[psutil.Process]:
@@ -92,7 +111,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return
     folder = Path(tempfile.mkdtemp(prefix="pk-"))
-    config.stash[BEFORE] = surroundings(folder)
+    config.stash[BEFORE] = before = surroundings(folder)
+    os.environ["HOME"] = str(own_home(before))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor-cache")
 

@@ -24,15 +24,25 @@ def test_it() -> None:
     tempfile.mkdtemp(prefix="forgotten-")
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 """
+WRITING = """
+import os
+from pathlib import Path
+
+def test_it() -> None:
+    assert (Path.home() / ".cache" / "kernel").exists()
+    (Path.home() / ".new").touch()
+    (Path(os.environ["USERS_HOME"]) / ".by-another-program").touch()
+"""
 
 
-def session(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
+def session(folder: Path, test: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A session of its own over one file, with its temporary files in this folder."""
     (folder / "test_it.py").write_text(test)
     (folder / "tmp").mkdir()
     plugin = ("-p", "tests.support.leftovers", "-p", "no:cacheprovider")
     command = [sys.executable, "-m", "pytest", "-q", *plugin, "--rootdir", str(folder), "-c", os.devnull, "test_it.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
+    homes = {} if home is None else {"HOME": str(home), "USERS_HOME": str(home)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp"), **homes}
     return subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=folder, env=environment, timeout=60 * MOST
     )
@@ -56,13 +66,19 @@ def test_processes_and_files_that_are_left_behind_fail_the_session(tmp_path: Pat
     assert "/forgotten-" in lines[1]
 
 
-def test_new_files_in_the_working_tree_and_in_the_home_folder_are_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("home", "tmp"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+def test_the_home_of_a_session_is_its_own_and_what_it_leaves_there_is_listed(tmp_path: Path) -> None:
+    home = tmp_path / "user"
+    (home / ".cache").mkdir(parents=True)
+    (home / ".cache" / "kernel").touch()
+    done = session(tmp_path, WRITING, home)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("LEFT BEHIND: ")] == [
+        "LEFT BEHIND: file in the home folder: .new"
+    ]
+    assert sorted(path.name for path in home.iterdir()) == [".by-another-program", ".cache"]
+
+
+def test_new_files_in_the_working_tree_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.leftovers.untracked_files", lambda root: frozenset({"old.txt", "new.txt"}))
-    (tmp_path / "home" / ".new").touch()
-    before = Surroundings(tmp_path / "tmp", untracked=frozenset({"old.txt"}), home=frozenset())
-    assert list(leftovers(before)) == ["file in the working tree: new.txt", "file in the home folder: .new"]
+    before = Surroundings(tmp_path, untracked=frozenset({"old.txt"}))
+    assert list(leftovers(before)) == ["file in the working tree: new.txt"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from prepkit.cli.check import examined
+from prepkit.cli.examined import examined
 from prepkit.cli.options import Cluster
 from prepkit.findings import Finding
 from prepkit.formats.places import FilePlace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from tests.tools.public_script_stands import pairs, pictures, sentences, tokeniz
 
 TEXT = 24
 """Hidden size of text encoders."""
-BLOCKS: dict[str, Any] = {
-    "block_out_channels": (8, 8),
-    "down_block_types": ["DownEncoderBlock2D"] * 2,
-    "up_block_types": ["UpDecoderBlock2D"] * 2,
-}
 DOWN, UP = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
+
+
+def blocks(count: int) -> dict[str, Any]:
+    """So many blocks of an autoencoder; all but the last halve the width."""
+    return {
+        "block_out_channels": (8,) * count,
+        "down_block_types": ["DownEncoderBlock2D"] * count,
+        "up_block_types": ["UpDecoderBlock2D"] * count,
+    }
 
 
 def clip_tokenizer() -> Any:
@@ -43,33 +48,33 @@ def clip_text(kind: Any, vocabulary: int) -> Any:
 
 
 def autoencoder() -> Any:
-    """Pictures to latents of half their width, and back."""
+    """Pictures to latents of an eighth of their width, as scripts take for granted, and back."""
     from diffusers import AutoencoderKL
 
-    return AutoencoderKL(norm_num_groups=4, latent_channels=4, sample_size=32, **BLOCKS)
+    return AutoencoderKL(norm_num_groups=4, latent_channels=4, sample_size=32, **blocks(4))
 
 
 def unet(**others: Any) -> Any:
     """Noise of latents, told a text."""
     from diffusers import UNet2DConditionModel
 
-    said: dict[str, Any] = {"cross_attention_dim": TEXT, "sample_size": 16} | others
+    said: dict[str, Any] = {"cross_attention_dim": TEXT, "sample_size": 4} | others
     return UNet2DConditionModel(
         block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, attention_head_dim=4,
         down_block_types=DOWN, up_block_types=UP, **said,
     )  # fmt: skip
 
 
-def stable_diffusion(folder: Path) -> None:
-    """Stable Diffusion, in parts as its folder has them."""
+def stable_diffusion(folder: Path, channels: int = 4) -> None:
+    """Stable Diffusion, in parts as its folder has them, for latents of so many channels with what is beside them."""
     from diffusers import DDPMScheduler, StableDiffusionPipeline
     from transformers import CLIPTextModel
 
     words = clip_tokenizer()
     StableDiffusionPipeline(
-        vae=autoencoder(), text_encoder=clip_text(CLIPTextModel, len(words)), tokenizer=words, unet=unet(),
-        scheduler=DDPMScheduler(num_train_timesteps=100), safety_checker=None, feature_extractor=None,
-        requires_safety_checker=False,
+        vae=autoencoder(), text_encoder=clip_text(CLIPTextModel, len(words)), tokenizer=words,
+        unet=unet(in_channels=channels), scheduler=DDPMScheduler(num_train_timesteps=100), safety_checker=None,
+        feature_extractor=None, requires_safety_checker=False,
     ).save_pretrained(folder)  # fmt: skip
 
 
@@ -92,7 +97,16 @@ def picture_guide(folder: Path) -> None:
     """A control net for the model of noise above: pictures come in at the width of latents."""
     from diffusers import ControlNetModel
 
-    ControlNetModel.from_unet(unet(), conditioning_embedding_out_channels=(8, 16)).save_pretrained(folder)
+    ControlNetModel.from_unet(unet(), conditioning_embedding_out_channels=(8, 8, 16, 16)).save_pretrained(folder)
+
+
+def picture_adapter(folder: Path) -> None:
+    """An adapter for the model of noise of the XL kind."""
+    from diffusers import T2IAdapter
+
+    T2IAdapter(
+        channels=[8, 16, 16, 16], num_res_blocks=1, downscale_factor=16, adapter_type="full_adapter_xl"
+    ).save_pretrained(folder)
 
 
 def pixel_unet(folder: Path) -> None:
@@ -114,7 +128,7 @@ def quantised_autoencoder(folder: Path) -> None:
     """The config of a small VQ model."""
     from diffusers import VQModel
 
-    VQModel(norm_num_groups=4, num_vq_embeddings=16, **BLOCKS).save_config(folder)
+    VQModel(norm_num_groups=4, num_vq_embeddings=16, **blocks(2)).save_config(folder)
 
 
 _SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -185,7 +199,9 @@ def picture_data(folder: Path) -> None:
 FOLDERS: dict[str, Callable[[Path], None]] = {
     "sd": stable_diffusion,
     "sdxl": stable_diffusion_xl,
+    "sd_inpaint": partial(stable_diffusion, channels=9),
     "controlnet": picture_guide,
+    "adapter": picture_adapter,
     "unet": pixel_unet,
     "vae": latent_autoencoder,
     "vq": quantised_autoencoder,

@@ -53,7 +53,8 @@ class Script:
 
 
 BY_FEATURE = "examples/by_feature/"
-PICTURES = "--output_dir {out} --resolution 32 --train_batch_size 2 --report_to tensorboard"
+SMALL_PICTURES = "--output_dir {out} --resolution 32 --train_batch_size 2"
+PICTURES = f"{SMALL_PICTURES} --report_to tensorboard"
 SD = "--pretrained_model_name_or_path {sd} --max_train_steps 4 --seed 3"
 SDXL = "--pretrained_model_name_or_path {sdxl}"
 SUBJECT = "--instance_data_dir {images}/subject --instance_prompt dog"
@@ -65,7 +66,7 @@ HUBER = f"{RESEARCH}scheduled_huber_loss_training/"
 DIFFUSION = {
     "text_to_image/train_text_to_image": f"{DATASET} --use_ema --gradient_accumulation_steps 2 --checkpointing_steps 2",
     "text_to_image/train_text_to_image_lora": f"{DATASET} --rank 2",
-    "text_to_image/train_text_to_image_sdxl": f"{SDXL} {DATASET}",
+    "text_to_image/train_text_to_image_sdxl": f"{SDXL} {DATASET.replace('flowers', 'naruto')}",
     "text_to_image/train_text_to_image_lora_sdxl": f"{SDXL} {DATASET} --rank 2",
     "dreambooth/train_dreambooth": f"{SUBJECT} --train_text_encoder",
     "dreambooth/train_dreambooth_lora": f"{SUBJECT} --rank 2 --gradient_accumulation_steps 2",
@@ -77,12 +78,10 @@ DIFFUSION = {
     "controlnet/train_controlnet": f"{DATASET} --controlnet_model_name_or_path {{controlnet}} "
     "--gradient_accumulation_steps 2",
     "controlnet/train_controlnet_sdxl": f"{SDXL} {DATASET}",
-    "t2i_adapter/train_t2i_adapter_sdxl": f"{SDXL} {DATASET}",
+    "t2i_adapter/train_t2i_adapter_sdxl": f"{SDXL} {DATASET} --adapter_model_name_or_path {{adapter}}",
     "custom_diffusion/train_custom_diffusion": f"{SUBJECT} --modifier_token <new1> --no_safe_serialization",
     f"{RESEARCH}lora/train_text_to_image_lora": DATASET,
     f"{RESEARCH}instructpix2pix_lora/train_instruct_pix2pix_lora": DATASET,
-    f"{RESEARCH}dreambooth_inpaint/train_dreambooth_inpaint": SUBJECT,
-    f"{RESEARCH}dreambooth_inpaint/train_dreambooth_inpaint_lora": SUBJECT,
     f"{RESEARCH}multi_token_textual_inversion/textual_inversion": CONCEPT,
     f"{HUBER}text_to_image/train_text_to_image": DATASET,
     f"{HUBER}text_to_image/train_text_to_image_lora": DATASET,
@@ -93,7 +92,7 @@ DIFFUSION = {
     "deft_dreambooth/train_dreambooth": ADAPTED,
     "hra_dreambooth/train_dreambooth": ADAPTED,
     "boft_dreambooth/train_dreambooth": ADAPTED,
-    "stable_diffusion/train_dreambooth": f"{SUBJECT} --num_dataloader_workers 0 lora",
+    "stable_diffusion/train_dreambooth": f"{SUBJECT} lora",
 }
 """Scripts of diffusers and peft that train on Stable Diffusion, and what is typed beside its folder."""
 FROM_PICTURES = {
@@ -104,7 +103,7 @@ FROM_PICTURES = {
     f"{RESEARCH}autoencoderkl/train_autoencoderkl": f"{DATASET} --pretrained_model_name_or_path {{vae}} "
     "--max_train_steps 4 --seed 3 --disc_start 100",
     f"{RESEARCH}consistency_training/train_cm_ct_unconditional": "--train_data_dir {images}/labelled "
-    "--max_train_steps 4",
+    "--max_train_steps 4 --discretization_s_0 10 --discretization_s_1 20",
 }
 TRAINER = "--output_dir {out} --per_device_train_batch_size 4 --num_train_epochs 2 --seed 3"
 TEXT = "--model_name_or_path {bert} --per_device_eval_batch_size 4"
@@ -164,8 +163,14 @@ SCRIPTS = (
     Script(f"{BY_FEATURE}fsdp_with_peak_mem_tracking.py", "--cpu --model_name_or_path bert --output_dir {out}"),
     Script(
         "examples/sequence_classification/peft_no_lora_accelerate.py",
-        "--model_name_or_path tiny --per_device_train_batch_size 4 --per_device_eval_batch_size 4 "
-        "--output_dir {out} --max_length 16",
+        "--model_name_or_path tiny --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --output_dir {out}",
+    ),
+    *(
+        Script(
+            f"examples/{RESEARCH}dreambooth_inpaint/{name}.py",
+            f"{SMALL_PICTURES} {SD} {SUBJECT}".replace("{sd}", "{sd_inpaint}"),
+        )
+        for name in ("train_dreambooth_inpaint", "train_dreambooth_inpaint_lora")
     ),
     Script("examples/conditional_generation/peft_lora_seq2seq_accelerate_fsdp.py"),
     *(Script(f"examples/{path}.py", f"{PICTURES} {SD} {others}") for path, others in DIFFUSION.items()),

@@ -23,10 +23,10 @@ from prepkit.compat.accelerate.saved_state import SavedState
 from prepkit.compat.accelerate.state import State
 from prepkit.compat.accelerate.synchronization import averaged_in_backward
 from prepkit.compat.accelerate.tracked import Tracked
-from prepkit.compat.accelerate.weights import whole_weights
 from prepkit.config import ClipNorm, ClipValue, Config
 from prepkit.objects.unwrap import unwrap
 from prepkit.plan import Plan
+from prepkit.training import export
 from prepkit.training.prepared import Prepared
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -383,3 +383,19 @@ class Accelerator:
 
     clear = free_memory
     prepare_model = prepare_optimizer = prepare_scheduler = prepare_data_loader = _prepare_one
+
+
+def whole_weights(ready: Prepared | None, model: Any) -> dict[str, Any]:
+    """Name to tensor, tied ones under each name; of a module that was not prepared its own ``state_dict``.
+
+    Where the engine shards it is collective: in host memory on the main process, empty on the others, as accelerate has
+    it under FSDP. Where master weights are kept, as under DeepSpeed, it is these.
+    """
+    if ready is None:
+        own: dict[str, Any] = model.state_dict()
+        return own
+    weights = dict(export.whole(ready.model))
+    for first, *others in ready.plan.facts.model.ties:
+        if first in weights:
+            weights.update(dict.fromkeys(others, weights[first]))
+    return weights

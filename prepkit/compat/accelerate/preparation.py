@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from attrs import define, evolve, field
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 from prepkit.api import apply, build_plan
 from prepkit.compat.accelerate import operations
 from prepkit.compat.accelerate.loaders import prepared_alone, read_ahead, share_generators
 from prepkit.compat.accelerate.loop import AcceleratedLoop
 from prepkit.compat.accelerate.not_offered import BEFORE, NotOffered
-from prepkit.compat.accelerate.objects import belong, is_prepared, place_of
 from prepkit.compat.accelerate.stepped import SteppedOptimizer, SteppedScheduler
 from prepkit.config import Config, Intent
+from prepkit.loading.loader import Loader
 from prepkit.loading.passes import Passes
 from prepkit.training.prepared import Prepared
+
+KINDS = {
+    "model": torch.nn.Module,
+    "optimizer": Optimizer,
+    "scheduler": LRScheduler | ReduceLROnPlateau,
+    "loader": DataLoader,
+}
+"""What a script gives to ``prepare``, told by what it is."""
 
 
 @define(eq=False)
@@ -186,3 +197,27 @@ def _remainder(loader: Any) -> int:
     except TypeError:
         return 0
     return 0 if loader.drop_last else samples % (loader.total_batch_size or 1)
+
+
+def place_of(given: Any) -> str:
+    """``model``, ``optimizer``, ``scheduler`` or ``loader``; empty for anything else, which stays as it is.
+
+    Raises ``NotOffered`` for what only accelerate's ``prepare`` knows.
+    """
+    if type(given).__name__ in ("DummyOptim", "DummyScheduler", "MegatronLMDummyScheduler"):
+        what = "give a torch.optim.AdamW and a scheduler of torch, or Accelerator(config=pk.Config(optimizer=...))"
+        raise NotOffered(f"prepare({type(given).__name__})", what)
+    return next((place for place, kind in KINDS.items() if isinstance(given, kind)), "")
+
+
+def is_prepared(given: Any) -> bool:
+    """Return whether it comes from a ``prepare``; a model says nothing of that."""
+    return isinstance(given, Loader | SteppedOptimizer | SteppedScheduler)
+
+
+def belong(models: Sequence[Any], optimizers: Sequence[Any]) -> bool:
+    """Return whether there is one model, and one optimizer that holds parameters of it alone."""
+    if len(models) != 1 or len(optimizers) != 1:
+        return False
+    own = {id(param) for param in models[0].parameters()}
+    return all(id(param) in own for group in optimizers[0].param_groups for param in group["params"])

@@ -272,7 +272,7 @@ def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tu
         file.findings += refused.findings
         return config
     file.origins += inner.config.origins
-    file.taken(inner)
+    file.taken(inner, found)
     file.findings += inner.notes
     assert isinstance(inner.config.engine, DeepSpeed)
     engine = evolve(inner.config.engine, leaf_modules=experts)

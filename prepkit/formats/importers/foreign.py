@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -38,6 +39,8 @@ class Foreign:
     findings: list[Finding] = field(factory=list)
     meant: dict[str, tuple[str, ...]] = field(factory=dict, repr=False)
     """Setting to the keys that it would be read from, be they there or not."""
+    named: list[str] = field(factory=list)
+    """Files that were read because this one names them."""
     declared: set[str] = field(factory=set)
     """Keys that say something of the cluster."""
     asked: dict[str, tuple[str, ...]] = field(factory=dict, repr=False)
@@ -64,8 +67,9 @@ class Foreign:
             keys = (*self.meant.get(f"config.{setting}", ()), self.shown_as.get(name, name))
             self.meant[f"config.{setting}"] = tuple(dict.fromkeys(keys))
 
-    def taken(self, other: Imported) -> None:
+    def taken(self, other: Imported, path: Path) -> None:
         """Notes what the keys of a file mean that this one names."""
+        self.named.append(str(path))
         for setting, keys in other.meant.items():
             self.meant.setdefault(setting, keys)
 
@@ -236,6 +240,7 @@ class Foreign:
             not_preparation=tuple(self.not_preparation),
             unchanged=tuple(self._origin(key, "") for key in self.unchanged()),
             meant=dict(self.meant),
+            named=tuple(self.named),
             notes=tuple(self.findings),
             **declared,
         )
@@ -296,7 +301,8 @@ class Foreign:
 
     def _say(self, rule: str, name: str, what: str, fix: str, *, milder: bool = False) -> None:
         self._read.add(name)
-        self.findings.append(found(f"import.{rule}", self.where(name), what, fix, milder=milder))
+        finding = found(f"import.{rule}", self.where(name), what, fix, milder=milder)
+        self.findings += [finding] if finding not in self.findings else []
 
     def _wrong_type(self, name: str, value: object, kind: type) -> None:
         self.error("wrong-type", name, f"{shown(value)} is not {_NAMES[kind]}", f"Write {_NAMES[kind]}.")
@@ -305,9 +311,15 @@ class Foreign:
 def beside(name: str, file: Path) -> Path | None:
     """The file of that name, beside the one that names it or from here; None: there is none, as for pages of text."""
     try:
-        return next((place for place in (file.parent / name, Path(name)) if place.is_file()), None)
+        return next((shortest(place) for place in (file.parent / name, Path(name)) if place.is_file()), None)
     except (OSError, ValueError):  # longer than a name may be; a NUL in it
         return None
+
+
+def shortest(file: Path) -> Path:
+    """The path of a file without the folders that it leaves again, unless it leaves one through a link."""
+    short = Path(os.path.normpath(file))
+    return short if short.is_file() and short.samefile(file) else file
 
 
 def foreign(kind: str, source: Source) -> Foreign:

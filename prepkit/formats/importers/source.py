@@ -280,6 +280,8 @@ class Imported:
     """What the file says of launching, logging or the run itself: read, and of no concern to preparation."""
     unchanged: tuple[Origin, ...] = ()
     """What it says beside that: read, and off, empty or as it is without it, so that no setting came of it."""
+    named: tuple[str, ...] = ()
+    """Files that it names, and that were read as a part of it."""
     written: tuple[Origin, ...] = ()
     """Where each key of a file of prepkit's own is; empty for other files, whose ``config.origins`` say it."""
     meant: Mapping[str, tuple[str, ...]] = field(factory=dict, repr=False, eq=False)

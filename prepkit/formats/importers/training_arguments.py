@@ -6,7 +6,9 @@ A YAML or JSON of them, as ``HfArgumentParser`` reads it, and as TRL's files hol
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from difflib import get_close_matches
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,12 @@ from prepkit.config import (
 )
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers.accelerate_engines import fsdp
+from prepkit.formats.importers.argument_keys import GONE, NOW
 from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
+from prepkit.formats.importers.positions import LineColumn
 from prepkit.formats.importers.source import JSON, Imported, Source, read
-from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP, filled
+from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP, filled, look
 
 _MAX_NORM = 1.0
 """The Trainer clips to this norm where nothing is said (``max_grad_norm``)."""
@@ -45,7 +49,32 @@ def read_training_arguments(source: Source) -> Imported:
     Raises ``PlanRejected`` with every finding.
     """
     file = foreign("transformers", source)
+    _say_gone(file)
     return training_arguments(file, Path(source.path))
+
+
+def read_options(path: str, options: Mapping[str, tuple[str | bool, LineColumn]]) -> Imported:
+    """The same of options that a line of a launch script gives; as argparse takes them, a beginning is enough.
+
+    Raises ``PlanRejected`` with every finding.
+    """
+    given, places = {}, {}
+    for name, (value, place) in options.items():
+        near = [key for key in NOW if key.startswith(name)] if name not in NOW else []
+        key = near[0] if len(near) == 1 and near[0] not in options else name
+        given[key], places[key] = value, place
+    file = Foreign(kind="transformers", source=path, data=given, places=places)
+    _say_gone(file)
+    return training_arguments(file, Path(path))
+
+
+def _say_gone(file: Foreign) -> None:
+    """Says which keys later releases of transformers refuse."""
+    for key in GONE:
+        if file.has(key):
+            gone = GONE[key]
+            what = f"transformers {gone.until} and later have no such key, and refuse it"
+            file.warn("unknown-key", key, what, f"Write {gone.instead}." if gone.instead else "Remove it.")
 
 
 def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device_train_batch_size") -> Imported:
@@ -68,7 +97,7 @@ def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device
     )
     config = _engine(file, config, path, micro_batch)
     _rest(file)
-    return file.imported(config)
+    return file.imported(config, known=tuple(NOW) if file.kind == "transformers" else ())
 
 
 def _device(file: Foreign) -> str | None:
@@ -106,6 +135,10 @@ def _engine(file: Foreign, config: Config, path: Path, micro_batch: str) -> Conf
     if file.raw("deepspeed") and asked:
         file.error("contradiction", "fsdp", "deepspeed is given as well, and one of them shards", "Keep one of them.")
     if file.raw("deepspeed"):
+        if file.raw("fsdp_config"):
+            what = "deepspeed is given as well, and one of them shards"
+            file.error("contradiction", "fsdp_config", what, "Keep one of them.")
+            file.covered("fsdp_config")
         return _deepspeed(file, config, path, micro_batch)
     if asked not in (None, False, "", []):
         return sharded(file, config, asked, path)
@@ -155,26 +188,29 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
     assert isinstance(imported.config.engine, DeepSpeed)
     file.origins += [origin for origin in imported.config.origins if origin.setting.startswith("config.engine")]
     file.findings += imported.notes
-    file.taken(imported)
+    file.taken(imported, found)
     return _with_json(config, imported.config, file, micro_batch)
 
 
 def _with_json(config: Config, inner: Config, file: Foreign, micro_batch: str) -> Config:
     """The arguments with DeepSpeed's own config, whose loss scale counts where both ask for one precision.
 
-    A micro-batch that the JSON leaves to the Trainer (``auto``) is the one of the arguments.
+    What the JSON leaves to the Trainer (``auto``) is what the arguments say, and what both say has to be the same
+    (``HfTrainerDeepSpeedConfig``).
     """
     same = type(inner.precision) is type(config.precision)
     engine = inner.engine
     assert isinstance(engine, DeepSpeed)
     data = json.loads(engine.config)
+    given = _given(file, data, micro_batch)
+    _say_mismatches(file, data, given)
     left = AUTO if data.get("train_batch_size", AUTO) == AUTO else None
     if data.get("train_micro_batch_size_per_gpu", left) == AUTO:
         engine = evolve(engine, micro_batch=file.whole(micro_batch, "engine.micro_batch"))
-    if "optimizer" in data:
-        engine = filled(engine, _optimizer(file))
-    if "scheduler" in data and (warmup := file.whole("warmup_steps", "engine.config")):
-        engine = filled(engine, {"scheduler.params.warmup_num_steps": warmup})
+    filling = {f"optimizer.params.{key}": value for key, value in _OPTIMIZER.items()}
+    filling |= {"scheduler.params.warmup_min_lr": 0, "scheduler.params.warmup_max_lr": _OPTIMIZER["lr"]}
+    filling |= {key: value for key, (_, value) in given.items() if key.startswith(("optimizer.", "scheduler."))}
+    engine = filled(engine, filling)
     clip = config.clip
     if "gradient_clipping" not in data and clip != inner.clip:
         what = f"the JSON has no gradient_clipping, and DeepSpeed clips to {OWN_CLIP} then, whatever stands here"
@@ -186,19 +222,66 @@ def _with_json(config: Config, inner: Config, file: Foreign, micro_batch: str) -
     return evolve(config, engine=engine, precision=inner.precision if same else config.precision, clip=clip)
 
 
-def _optimizer(file: Foreign) -> dict[str, Any]:
-    """What the Trainer fills into an optimizer of the JSON (``HfTrainerDeepSpeedConfig.trainer_config_process``)."""
+_OPTIMIZER: dict[str, Any] = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+"""What the Trainer takes where its arguments say nothing."""
 
-    def number(name: str, default: float) -> float:
-        given = file.number(name, "engine.config")
-        return default if given is None else given
 
-    return {
-        "optimizer.params.lr": number("learning_rate", 5e-5),
-        "optimizer.params.betas": [number("adam_beta1", 0.9), number("adam_beta2", 0.999)],
-        "optimizer.params.eps": number("adam_epsilon", 1e-8),
-        "optimizer.params.weight_decay": number("weight_decay", 0.0),
+def _say_mismatches(file: Foreign, data: dict[str, Any], given: dict[str, tuple[str, Any]]) -> None:
+    for key, (name, value) in given.items():
+        there = look(data, key)
+        if there not in (None, AUTO, value):
+            what = f"it is {shown(value)}, and the JSON says {shown(there)} in {key}: the Trainer refuses to start"
+            file.error("contradiction", name, what, f'Write "auto" there, or {shown(there)} here.')
+    for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        if file.flag(name) and file.flag(other) is None and look(data, f"{other}.enabled") is True:
+            what = f"the JSON says true in {other}.enabled, and not here: the Trainer refuses to start"
+            file.error("contradiction", name, what, f'Write "auto" there, or {other}: true in the place of this.')
+
+
+def _given(file: Foreign, data: dict[str, Any], micro_batch: str) -> dict[str, tuple[str, Any]]:
+    """Keys of DeepSpeed's JSON to the argument that says the same, and its value, for arguments that are given."""
+
+    def number(name: str, section: str = "") -> float | None:
+        return file.number(name, *(("engine.config",) if section in data else ()))
+
+    rate, steps = number("learning_rate", "optimizer"), file.whole("max_steps")
+    steps = steps if steps and steps > 0 else None  # -1 asks for epochs
+    said: dict[str, tuple[str, Any]] = {
+        "gradient_accumulation_steps": ("gradient_accumulation_steps", file.whole("gradient_accumulation_steps")),
+        "gradient_clipping": ("max_grad_norm", file.number("max_grad_norm")),
+        "optimizer.params.lr": ("learning_rate", rate),
+        "optimizer.params.betas": _betas(file, data),
+        "optimizer.params.eps": ("adam_epsilon", number("adam_epsilon", "optimizer")),
+        "optimizer.params.weight_decay": ("weight_decay", number("weight_decay", "optimizer")),
+        "scheduler.params.warmup_max_lr": ("learning_rate", rate),
+        "scheduler.params.warmup_num_steps": _warmup(file, steps),
+        "scheduler.params.total_num_steps": ("max_steps", steps),
+        "fp16.enabled": ("fp16", file.flag("fp16")),
+        "bf16.enabled": ("bf16", file.flag("bf16")),
     }
+    if not file.flag("auto_find_batch_size"):
+        said["train_micro_batch_size_per_gpu"] = (micro_batch, file.whole(micro_batch))
+    return {key: (name, value) for key, (name, value) in said.items() if value is not None}
+
+
+def _betas(file: Foreign, data: dict[str, Any]) -> tuple[str, list[float] | None]:
+    names = ("adam_beta1", "adam_beta2")
+    both = [file.number(name, *(("engine.config",) if "optimizer" in data else ())) for name in names]
+    pairs = zip(both, _OPTIMIZER["betas"], strict=True)
+    name = next((name for name, beta in zip(names, both, strict=True) if beta is not None), "")
+    return name, [own if beta is None else beta for beta, own in pairs] if name else None
+
+
+def _warmup(file: Foreign, steps: int | None) -> tuple[str, int | None]:
+    """Steps of the warm-up, at least one; a number below 1 is a part of all, as ``warmup_ratio`` was."""
+    warmup, ratio = file.number("warmup_steps", "engine.config"), file.number("warmup_ratio")
+    name = "warmup_steps" if warmup or ratio is None else "warmup_ratio"
+    part = warmup or ratio
+    if part is None:
+        return name, None if warmup is None else 1
+    if part >= 1:
+        return name, int(part)
+    return name, None if part and not steps else max(1, ceil((steps or 0) * part))
 
 
 def _rest(file: Foreign) -> None:
@@ -206,9 +289,9 @@ def _rest(file: Foreign) -> None:
 
     Keys of the rest are often near to each other (``load_in_4bit``, ``load_in_8bit``), which says nothing of them.
     """
-    looked_for = file.known()
+    known = {*file.known(), *(NOW if file.kind == "transformers" else ())}
     for key in file.unread():
-        if not get_close_matches(key, looked_for, n=1, cutoff=0.88):
+        if key in NOW or not get_close_matches(key, known, n=1, cutoff=0.88):
             file.launching(key)
 
 
@@ -338,6 +421,7 @@ def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
         what = f"there is no file {name:.120}, neither from here nor beside {path.name}"
         file.error("missing-file", key, what, "Give the path of the JSON file.")
         return {}
+    file.named.append(str(found))
     try:
         return read(str(found), JSON).data()
     except PlanRejected as refused:  # what else is wrong is told beside it

@@ -113,6 +113,11 @@ class StepLook:
         masters = all(one.optimizer is None for one in found)
         return tuple(evolve(one, optimizer=0) for one in found) if masters else found
 
+    def streams(self, own: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """The least and the greatest digest of each stream over the ranks. Collective."""
+        least, most = world().spread(torch.tensor(own))
+        return tuple(zip(map(int, least), map(int, most), strict=True))
+
     def over_ranks(
         self,
         needs: Collection[Need],

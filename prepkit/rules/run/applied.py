@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from prepkit.facts.run import AppliedFacts, RunFacts
-from prepkit.findings.text import at, count, some
+from prepkit.findings import Severity
+from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Need, Rule
 
 NOTHING = AppliedFacts()
@@ -31,6 +32,12 @@ def _values(facts: RunFacts) -> Iterator[Hit]:
     if changed := (facts.applied or NOTHING).changed:
         what = f"{count(len(changed), 'tensor')} with other values than before the first step: {some(changed)}."
         yield Hit(at(changed[0]), what)
+
+
+def _overwritten(facts: RunFacts) -> Iterator[Hit]:
+    if ranks := (facts.applied or NOTHING).overwritten:
+        what = f"Rank{'s' * (len(ranks) > 1)} {spans(ranks)} had built other weights, and the engine has sent rank 0's."
+        yield Hit("model", what)
 
 
 RULES: tuple[Rule, ...] = (
@@ -59,6 +66,20 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.APPLY,),
         fix=REPORT,
         source=("pain 16",),
+    ),
+    Rule(
+        id="run.overwritten-ranks",
+        summary="Ranks have built the weights that rank 0 sends them.",
+        check=_overwritten,
+        at=(Moment.APPLY,),
+        needs=(Need.VALUES, Need.RANKS),
+        cost="64 elements of each parameter, and a share of the one exchange over the ranks",
+        fix=(
+            "Nothing, where rank 0's are meant, or weights=BroadcastWeights() to say so; else load the same checkpoint "
+            "on every rank, or write torch.manual_seed(0) before the model is built."
+        ),
+        severity=Severity.NOTE,
+        source=("DDP-3", "torch DistributedDataParallel"),
     ),
 )
 """Reporting order: the model, its values, who does what."""

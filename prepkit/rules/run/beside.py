@@ -44,6 +44,12 @@ def _unsaved(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.name, f"{what} another: what ready.save() writes is the state of that one.")
 
 
+def _saves_shards(facts: RunFacts) -> Iterator[Hit]:
+    if facts.saves_shards:
+        what = f"{'; '.join(facts.saves_shards)} would write this rank's shards: once training is over it is refused."
+        yield Hit("model.save_pretrained", what)
+
+
 def _whole_state(facts: RunFacts) -> Iterator[Hit]:
     if facts.whole_state:
         what = f"This state of {count(facts.whole_state, 'parameter')} is of an optimizer that was not sharded."
@@ -90,6 +96,19 @@ RULES: tuple[Rule, ...] = (
         needs=(Need.OPTIMIZERS,),
         fix="Give it to build_plan with the other: optimizer=[first, second], or give this one alone.",
         severity=Severity.WARNING,
+    ),
+    Rule(
+        id="run.saves-shards",
+        summary="What saves a sharded model after training gives its save_pretrained the whole state_dict.",
+        check=_saves_shards,
+        at=(Moment.FIRST_STEP,),
+        cost="reads the files of the program once",
+        fix=(
+            "Write ready.export(folder) on every rank, or under accelerate's face "
+            "save_pretrained(folder, state_dict=accelerator.get_state_dict(model))."
+        ),
+        severity=Severity.WARNING,
+        source=("transformers PreTrainedModel.save_pretrained",),
     ),
     Rule(
         id="run.whole-state",

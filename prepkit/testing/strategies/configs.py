@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from attrs import evolve
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -33,6 +35,7 @@ _IDS = tuple(rule.id for rule in RULES)
 _FLAGS = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
+@cache
 def _wraps() -> SearchStrategy[c.Wrap]:
     names = st.lists(st.sampled_from(("Block", "Linear", "ModuleList", "Tiny", "blok", "")), max_size=3).map(tuple)
     paths = st.lists(st.sampled_from(("layers.*", "layers.0", "layers", "*.?.mlp", "head", "no.*", "")), max_size=3)
@@ -45,6 +48,7 @@ def _wraps() -> SearchStrategy[c.Wrap]:
     )
 
 
+@cache
 def ddps(*, invalid: bool = True, accelerated: bool = True, synced: bool = True) -> SearchStrategy[DDP]:
     """DDP with all its options; ``invalid`` adds sizes out of range, ``accelerated`` what only accelerators do.
 
@@ -57,6 +61,7 @@ def ddps(*, invalid: bool = True, accelerated: bool = True, synced: bool = True)
     return st.builds(DDP, bucket_cap_mb=size, hook=hooks, sync_batchnorm=syncs, **flags)
 
 
+@cache
 def comm_hooks(*, invalid: bool = True, bfloat16: bool = True) -> SearchStrategy[c.CommHook]:
     """Every hook; ``bfloat16`` allows what only NCCL and XCCL reduce, ``invalid`` adds numbers out of range."""
     low = ("float16", *(("bfloat16",) if bfloat16 else ()))
@@ -126,17 +131,20 @@ def fsdp1s(
     )
 
 
+@cache
 def precisions(*, invalid: bool = True) -> SearchStrategy[c.Precision]:
     """None, BF16 and FP16; ``invalid`` adds float16 beside bfloat16, and loss scales out of range."""
     return st.just(None) | bf16s(invalid=invalid) | fp16s(invalid=invalid)
 
 
+@cache
 def bf16s(*, invalid: bool = True) -> SearchStrategy[BF16]:
     """BF16 with all its options; ``invalid`` adds float16 beside bfloat16."""
     dtype = st.sampled_from(DTYPES if invalid else DTYPES[:2])
     return st.builds(BF16, reduce_dtype=dtype, output_dtype=dtype, master_weights=st.booleans())
 
 
+@cache
 def fp16s(*, invalid: bool = True) -> SearchStrategy[FP16]:
     """FP16 with all its options; ``invalid`` adds loss scales out of range."""
     dtype = st.sampled_from(DTYPES)
@@ -201,12 +209,14 @@ def checkpointings(
     return st.just(None) | wrapped
 
 
+@cache
 def clips(*, invalid: bool = True) -> SearchStrategy[c.Clip]:
     """Every way to clip; ``invalid`` adds limits and norms that are not above 0."""
     number = st.floats(-1.0 if invalid else 0.125, 8.0)
     return st.just(None) | st.builds(c.ClipNorm, number, number) | st.builds(c.ClipValue, number)
 
 
+@cache
 def loader_choices(count: int | None = None, *, split: bool = True) -> SearchStrategy[c.Loaders]:
     """Every way to treat loaders, or so many of them; ``split``: also with batches that are split over the ranks."""
     purposes = st.sampled_from(("training", "evaluation"))
@@ -226,6 +236,7 @@ def loader_choices(count: int | None = None, *, split: bool = True) -> SearchStr
     return one | each.map(tuple).map(c.EachLoader)
 
 
+@cache
 def tp_plans(patterns: tuple[str, ...], styles: tuple[str, ...]) -> SearchStrategy[c.TPPlan]:
     """Plans by hand of one or two layers, each with another pattern and with any input and output layout."""
     layouts = st.none() | st.sampled_from(("replicate", "features", "heads", "sequence"))
@@ -234,6 +245,7 @@ def tp_plans(patterns: tuple[str, ...], styles: tuple[str, ...]) -> SearchStrate
     return st.builds(c.TPPlan, layers.map(tuple))
 
 
+@cache
 def _tp_plans() -> SearchStrategy[c.TensorParallelPlan]:
     patterns = ("layers.*.attn", "layers.?.mlp", "*", "embed", "hed", "layers")
     by_hand = tp_plans(patterns, ("colwise", "rowwise", "sequence", "replicate"))
@@ -279,11 +291,13 @@ def configs() -> SearchStrategy[Config]:
     )
 
 
+@cache
 def origins() -> SearchStrategy[tuple[c.Origin, ...]]:
     """Return where settings were read from: nowhere, or keys of a file or variables."""
     return st.just(()) | st.lists(_origins(), max_size=3).map(tuple)
 
 
+@cache
 def _origins() -> SearchStrategy[c.Origin]:
     number = st.none() | st.integers(1, 40)
     settings = st.sampled_from(("config.engine", "config.engine.wrap", "config.mesh", "config.precision"))
@@ -292,6 +306,7 @@ def _origins() -> SearchStrategy[c.Origin]:
     return st.builds(c.Origin, setting=settings, key=keys, source=sources, line=number, column=number)
 
 
+@cache
 def weights() -> SearchStrategy[c.Weights]:
     """Every source of values, also a checkpoint that nobody saw."""
     loaded = st.builds(

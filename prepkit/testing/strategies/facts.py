@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from attrs import evolve
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -78,6 +80,7 @@ _OWN = (("layers.*.mlp", "colwise"), ("norm", "replicated_with_grad_allreduce"),
 """A model's plan: one row in a style that torch serves, one that is legal with any number of ranks, one in none."""
 
 
+@cache
 def _extras(*, flawed: bool) -> SearchStrategy[ParamFact]:
     unusual = [
         ParamFact(name="norm.scale", shape=(), dtype="float32"),
@@ -95,6 +98,7 @@ def _extras(*, flawed: bool) -> SearchStrategy[ParamFact]:
 _SELDOM = st.integers(0, 7).map(lambda number: number == 7)
 
 
+@cache
 def _samples(*, flawed: bool) -> SearchStrategy[LoaderFacts]:
     return st.builds(
         LoaderFacts,
@@ -169,6 +173,7 @@ def _optimizers(draw: st.DrawFn, model: ModelFacts, *, flawed: bool) -> Optimize
     return evolve(optimizer, module=module, keeps_own_list=own, members=members)
 
 
+@cache
 @st.composite
 def _envs(draw: st.DrawFn, *, flawed: bool) -> Env:
     world = draw(st.sampled_from(_WORLDS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import get_args
 
 from attrs import evolve
@@ -17,10 +18,12 @@ from prepkit.rules.fp8 import ADA, BLACKWELL
 from prepkit.testing.tiny import tiny_optimizer
 
 
+@cache
 def _skips() -> SearchStrategy[tuple[str, ...]]:
     return st.sampled_from(((), ("layers.0.attn",), ("head", "no.*")))
 
 
+@cache
 def fp8_backends() -> SearchStrategy[c.FP8Backend]:
     """Every float8 library with all its options."""
     recipes = st.sampled_from(("tensorwise", "rowwise", "rowwise_with_gw_hp"))

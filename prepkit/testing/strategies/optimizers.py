@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from attrs import evolve, fields, resolve_types
@@ -18,11 +19,13 @@ from prepkit.rules.optimizer import takes_one
 _SEVERAL = st.sampled_from((False, False, True))
 
 
+@cache
 def optimizer_specs() -> SearchStrategy[c.OptimizerSpec]:
     """Every spec with all of its options, with numbers out of range and patterns that match nothing."""
     return st.one_of(*(_spec(kind, invalid=True) for kind in OPTIMIZERS))
 
 
+@cache
 def several_optimizers() -> SearchStrategy[tuple[c.OptimizerSpec, ...]]:
     """Two of any kind, whose patterns know nothing of each other."""
     return st.lists(optimizer_specs(), min_size=2, max_size=2).map(tuple)
@@ -68,6 +71,7 @@ def _grouped(draw: st.DrawFn, kinds: list[type], names: list[str]) -> c.Optimize
     return evolve(spec, groups=(c.Group(names=tuple(some), **own),))
 
 
+@cache
 def _spec(kind: type, *, invalid: bool) -> SearchStrategy[c.OptimizerSpec]:
     drawn = {
         field.name: _option(field.name, field.type, kind, invalid=invalid) for field in fields(resolve_types(kind))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from attrs import evolve
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from prepkit.config import (
     BF16,
@@ -24,8 +29,9 @@ from prepkit.config import (
     WrapBlocks,
     WrapClasses,
 )
-from prepkit.findings import PlanRejected
+from prepkit.findings import PlanRejected, Severity
 from prepkit.formats.importers import Imported, import_config
+from prepkit.formats.importers.argument_keys import GONE, NOW
 
 
 def read(tmp_path: Path, text: str) -> Imported:
@@ -283,6 +289,85 @@ def test_an_optimizer_of_a_json_takes_its_numbers_from_the_arguments(tmp_path: P
     assert made == {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.0}
     assert json.loads(imported.config.engine.config)["scheduler"]["params"] == {"warmup_num_steps": 10}
     assert "learning_rate" not in {one.key for one in imported.not_preparation}
+
+
+def test_a_scheduler_of_a_json_is_filled_in_as_the_trainer_does(tmp_path: Path) -> None:
+    names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    scheduler = {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "scheduler": scheduler}))
+    for text, expected in {
+        "learning_rate: 3.0e-4\nmax_steps: 200\nwarmup_steps: 0.1": (0, 3e-4, 20, 200),
+        "learning_rate: 3.0e-4\nmax_steps: 200\nwarmup_ratio: 0.1": (0, 3e-4, 20, 200),
+        "max_steps: 50\nwarmup_steps: 0": (0, 5e-5, 1, 50),
+        "warmup_steps: 0.1": (0, 5e-5, "auto", "auto"),  # of a number of steps that the data say
+    }.items():
+        engine = read(tmp_path, f"{text}\ndeepspeed: zero.json\n").config.engine
+        assert isinstance(engine, DeepSpeed)
+        params = json.loads(engine.config)["scheduler"]["params"]
+        assert tuple(params[name] for name in names) == expected, text
+
+
+@pytest.mark.parametrize(
+    ("text", "data", "key"),
+    [
+        ("learning_rate: 1.0e-4", {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "learning_rate"),
+        ("adam_beta2: 0.95", {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999]}}}, "adam_beta2"),
+        ("per_device_train_batch_size: 4", {"train_micro_batch_size_per_gpu": 2}, "per_device_train_batch_size"),
+        ("gradient_accumulation_steps: 4", {"gradient_accumulation_steps": 1}, "gradient_accumulation_steps"),
+        ("max_grad_norm: 0.5", {"gradient_clipping": 1.0}, "max_grad_norm"),
+        ("warmup_steps: 10", {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, "warmup_steps"),
+        ("bf16: true", {"fp16": {"enabled": True}}, "bf16"),
+        ("bf16: false", {"bf16": {"enabled": True}}, "bf16"),
+    ],
+)
+def test_what_the_arguments_and_the_json_say_otherwise_is_refused_as_the_trainer_refuses_it(
+    tmp_path: Path, text: str, data: dict[str, object], key: str
+) -> None:
+    """The table of the importer beside the installed transformers: both refuse, or neither."""
+    plain = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
+    for changed in (plain | data, plain):
+        (tmp_path / "zero.json").write_text(json.dumps(changed))
+        said: tuple[str, ...] = ()
+        try:
+            read(tmp_path, f"output_dir: out\n{text}\ndeepspeed: zero.json\n")
+        except PlanRejected as refused:
+            said = tuple(f"{one.rule} {one.where.rpartition(' ')[2]}" for one in refused.findings)
+        assert said == ((f"import.contradiction {key}",) if changed != plain else ())
+        theirs = HfTrainerDeepSpeedConfig(str(tmp_path / "zero.json"))
+        name, _, value = text.partition(": ")
+        arguments = TrainingArguments(output_dir="out", use_cpu=True, **{name: json.loads(value)})
+        theirs.trainer_config_process(arguments)
+        with nullcontext() if changed == plain else pytest.raises(ValueError, match="mismatch"):
+            theirs.trainer_config_finalize(arguments, None, 1000)
+
+
+def test_options_of_fsdp_beside_deepspeed_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    with pytest.raises(PlanRejected) as refused:
+        read(tmp_path, "deepspeed: zero.json\nfsdp_config: {min_num_params: 3}\n")
+    (finding,) = refused.value.findings
+    assert (finding.rule, finding.where.rpartition(" ")[2]) == ("import.contradiction", "fsdp_config")
+
+
+def test_the_keys_of_the_table_are_those_of_the_installed_transformers() -> None:
+    assert {field.name for field in fields(TrainingArguments)} - {"distributed_state"} == NOW
+    assert not NOW & set(GONE)
+    for gone in GONE.values():
+        written = re.match(r"[a-z_]+(?=$|[:,])", gone.instead)
+        assert written is None or written[0] in NOW, gone
+
+
+@pytest.mark.parametrize(("text", "says"), [("evaluation_strategy: steps", "4.51"), ("warmup_ratio: 0.1", "5.15")])
+def test_a_key_that_later_releases_refuse_is_told_with_what_to_write(tmp_path: Path, text: str, says: str) -> None:
+    (finding,) = read(tmp_path, f"output_dir: out\n{text}\n").notes
+    assert (finding.rule, finding.severity) == ("import.unknown-key", Severity.WARNING)
+    assert finding.what == f"transformers {says} and later have no such key, and refuse it"
+    assert finding.fix.startswith(("Write eval_strategy", "Write the same number as warmup_steps"))
+
+
+def test_a_misspelt_key_of_data_and_logging_is_told_too(tmp_path: Path) -> None:
+    with pytest.raises(PlanRejected, match="Write 'learning_rate', or remove it"):
+        read(tmp_path, "output_dir: out\nlearnig_rate: 1.0e-4\n")
 
 
 def test_the_json_beside_the_arguments_is_read_before_one_of_the_working_directory(

@@ -1,0 +1,392 @@
+"""Configs, scripts and plan files that lie somewhere, each with what is wrong with it, fine, or not to be known."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve, field, frozen
+
+from prepkit import rules
+from prepkit.cli import import_and_export as cli_import
+from prepkit.cli import plan_files as cli_refusal
+from prepkit.cli.options import Cluster
+from prepkit.codec import LARGEST
+from prepkit.config import AdamW, Origin
+from prepkit.config.origin import origin_of
+from prepkit.facts import Env, Facts, ModelFacts
+from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.formats.found import SCRIPTS, Found, below, found
+from prepkit.formats.importers.foreign import shortest
+from prepkit.formats.importers.source import READERS, Imported
+from prepkit.formats.importers.training_arguments import read_options
+from prepkit.formats.launches import LaunchLine, NamedFile, Script, read_script, script_findings
+from prepkit.formats.places import FilePlace, place_of
+
+if TYPE_CHECKING:
+    from prepkit.planner.budget import Costs
+
+MISSING = "import.missing-file"
+"""The rule of files that others name, and that are not here."""
+_RATE = 1e-3
+"""A rate of learning, which costs nothing."""
+
+
+@frozen(kw_only=True)
+class Checked:
+    """One file, and the three verdicts about it: what is wrong, how many rules found it fine, what they cannot know."""
+
+    found: Found
+    findings: tuple[tuple[FilePlace, Finding], ...] = ()
+    fine: int = 0
+    """Rules that were asked to the end and said nothing."""
+    unknown: Mapping[str, int] = field(factory=dict)
+    """What is not known here, and how many rules would have to know it."""
+    beyond: tuple[tuple[FilePlace, Finding], ...] = ()
+    """What prepkit does not do or see itself, and is right for the library whose file it is."""
+    named: tuple[str, ...] = ()
+    """Files that it names, and that were checked as a part of it."""
+    model: str = ""
+    """The model that the file names; its facts were read unless ``absent`` says why not."""
+    absent: str = ""
+    supposed: str = ""
+    """What the costs suppose that the file does not say."""
+    costs: Costs | None = None
+    """What a rank of its plan holds and sends, where model and number of processes are known."""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it has an error."""
+        return any(finding.severity is Severity.ERROR for _, finding in self.findings)
+
+
+def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) -> Iterator[Checked]:
+    """Every file that is found, one after the other; a single file that is named is read whatever it is.
+
+    DeepSpeed's JSON comes last, as what another file names is checked as a part of that one, with what it fills in;
+    what is wrong with the JSON itself is told of the JSON, once.
+    """
+    founds = files_found(paths, kind)
+    scripts = {one.path: read_script(one.path) for one in founds if one.sort == "script"}
+    sizes, missing, more = _started(scripts.values())
+    known = {_real(one.path) for one in founds}
+    founds += [one for path in more if _real(path) not in known and (one := found(path)) is not None]
+    named = _Named.of(one for one in founds if one.kind == "deepspeed")
+    for one in sorted(founds, key=lambda one: one.kind == "deepspeed"):
+        if one.path in scripts:
+            script = _script(one, scripts[one.path], missing.get(one.path, ()))
+            yield named.held(_with_arguments(script, scripts[one.path], cluster))
+        elif one.sort == "plan":
+            yield _plan(one)
+        elif one.kind == "deepspeed":
+            real = _real(one.path)
+            alone = real not in named.by or real in sizes
+            yield named.told(_config(one, cluster, sizes.get(real, ()), kind) if alone else Checked(found=one))
+        else:
+            yield named.held(_config(one, cluster, sizes.get(_real(one.path), ()), kind))
+
+
+_Placed = tuple[FilePlace, Finding]
+
+
+@frozen
+class _Named:
+    """Files that others name: what was found in them while those were checked, and which those are."""
+
+    paths: Mapping[str, str]
+    """Where each of them is to its path as it was found."""
+    by: dict[str, list[str]] = field(factory=dict)
+    findings: dict[str, list[_Placed]] = field(factory=dict)
+    beyond: dict[str, list[_Placed]] = field(factory=dict)
+
+    @classmethod
+    def of(cls, founds: Iterable[Found]) -> _Named:
+        """Return that nothing is known yet of these files."""
+        return cls({_real(one.path): one.path for one in founds})
+
+    def held(self, checked: Checked) -> Checked:
+        """Return what is to be told of the file itself, and keep what lies in those that it names."""
+        for name in checked.named:
+            if (real := _real(name)) in self.paths:
+                self.by.setdefault(real, []).append(checked.found.path)
+        own, beyond = self._kept(checked.findings, self.findings), self._kept(checked.beyond, self.beyond)
+        return evolve(checked, findings=own, beyond=beyond)
+
+    def _kept(self, pairs: tuple[_Placed, ...], there: dict[str, list[_Placed]]) -> tuple[_Placed, ...]:
+        own = []
+        for place, finding in pairs:
+            if (real := _real(place.file)) in self.paths:
+                there.setdefault(real, []).append((evolve(place, file=self.paths[real]), finding))
+            else:
+                own.append((place, finding))
+        return tuple(own)
+
+    def told(self, checked: Checked) -> Checked:
+        """Return the file with what was found in it already, every mistake once."""
+        one, real = checked.found, _real(checked.found.path)
+        if by := self.by.get(real):
+            one = evolve(one, why=f"{', '.join(dict.fromkeys(by))} {'names' if len(by) == 1 else 'name'} it")
+        found, beyond = self.findings.get(real, ()), self.beyond.get(real, ())
+        return evolve(
+            checked, found=one, findings=_once((*found, *checked.findings)), beyond=_once((*beyond, *checked.beyond))
+        )
+
+
+def _once(pairs: Iterable[_Placed]) -> tuple[_Placed, ...]:
+    kept: dict[tuple[FilePlace, str, str], _Placed] = {}
+    for place, finding in pairs:
+        kept.setdefault((place, finding.rule, finding.what), (place, finding))
+    return tuple(kept.values())
+
+
+def _real(path: str) -> str:
+    return str(Path(path).resolve())
+
+
+def files_found(paths: tuple[str, ...], kind: str | None) -> list[Found]:
+    """Return what lies there and is of any concern; ``kind``: whose config each of them is."""
+    every = [file for path in paths for file in (below(path) if Path(path).is_dir() else (path,))]
+    founds = [one for path in dict.fromkeys(every) if (one := found(path)) is not None]
+    if len(paths) == 1 and not founds and not Path(paths[0]).is_dir():
+        script = Path(paths[0]).suffix.lower() in SCRIPTS
+        founds = [Found(path=paths[0], sort="script" if script else "config", kind=kind or "", why="it was named")]
+    if kind is not None:
+        founds = [evolve(one, sort="config", kind=kind, why="--from says so") for one in founds]
+    return founds
+
+
+def _started(
+    scripts: Iterable[Script],
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[NamedFile, ...]], tuple[str, ...]]:
+    """World sizes that scripts start a config with; the configs that are not there; and those that are."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    missing: dict[str, tuple[NamedFile, ...]] = {}
+    there: dict[str, None] = {}
+    for script in scripts:
+        for launch in script.launches:
+            for named in launch.configs:
+                place = _resolved(named.path, Path(script.path).parent)
+                if place is None:
+                    missing[script.path] = (*missing.get(script.path, ()), named)
+                    continue
+                there[place] = None
+                if launch.processes and not (place.endswith(".json") and _trained(launch, Path(script.path).parent)):
+                    sizes[_real(place)] = tuple(dict.fromkeys((*sizes.get(_real(place), ()), launch.processes)))
+    return sizes, missing, tuple(there)
+
+
+def _resolved(named: str, folder: Path) -> str | None:
+    """The file from where the script is, from here, or from a folder above the script: nobody knows where it runs."""
+    if "$" in named:
+        return None
+    absolute = folder.resolve()
+    for base in (folder, Path(), *absolute.parents[:6]):
+        try:
+            if (base / named).is_file():
+                return str(shortest(base / named))
+        except (OSError, ValueError):
+            return None
+    return None
+
+
+def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Checked:
+    findings = tuple((place_of(finding, one.path, "", ""), finding) for finding in script_findings(script))
+    beyond = tuple(
+        (
+            FilePlace(one.path, named.line, named.column),
+            evolve(_not_here(f"{one.path}:{named.line}:{named.column}", named.path), severity=Severity.NOTE),
+        )
+        for named in missing
+    )
+    return Checked(found=one, findings=findings, fine=_SCRIPT_RULES, beyond=beyond)
+
+
+_TRAINERS = ("output_dir", "per_device_train_batch_size")
+"""Options by which a script is told to take ``TrainingArguments``, beside one that asks for DeepSpeed or FSDP."""
+
+
+def _trained(launch: LaunchLine, folder: Path) -> dict[str, tuple[str | bool, tuple[int, int]]]:
+    """Options of a line as ``TrainingArguments``; empty where they are none, or not known before it runs."""
+    known = {one.name: (one.value, (one.line, one.column)) for one in launch.arguments if "$" not in str(one.value)}
+    if not all(name in known for name in _TRAINERS) or not {"deepspeed", "fsdp"} & {
+        one.name for one in launch.arguments
+    }:
+        return {}
+    if "deepspeed" in {one.name for one in launch.arguments}:
+        said, place = known.get("deepspeed", ("$", (1, 1)))
+        file = _resolved(str(said), folder)
+        if file is None or not file.endswith(".json"):
+            return {}
+        known["deepspeed"] = str(Path(file).resolve()), place
+    return known
+
+
+def _with_arguments(checked: Checked, script: Script, cluster: Cluster) -> Checked:
+    """The script with what is wrong with the ``TrainingArguments`` that its lines give."""
+    one = checked.found
+    for launch in script.launches:
+        if options := _trained(launch, Path(one.path).parent):
+            read = cli_refusal.attempt(functools.partial(read_options, one.path, options))
+            found = _judged(one, cluster, read, (launch.processes,) if launch.processes else ())
+            checked = evolve(
+                checked,
+                findings=_once((*checked.findings, *found.findings)),
+                beyond=_once((*checked.beyond, *found.beyond)),
+                fine=max(checked.fine, _SCRIPT_RULES + found.fine),
+                unknown=dict(found.unknown) | dict(checked.unknown),
+                named=(*checked.named, *found.named),
+            )
+    return checked
+
+
+def _not_here(where: str, named: str) -> Finding:
+    what = f"{named} is known when it runs" if "$" in named else f"{named} is not here"
+    return rules.found(MISSING, where, what, f"Check it where it is: prepkit check {named}")
+
+
+_SCRIPT_RULES = 4
+
+
+def _plan(one: Found) -> Checked:
+    from prepkit import codec
+    from prepkit.cli.verdict import judge
+
+    loaded = cli_refusal.attempt(lambda: codec.load_plan(one.path))
+    findings = loaded.findings if isinstance(loaded, PlanRejected) else judge(loaded.config, loaded.facts).findings
+    inside = {finding: evolve(finding, where=_in_plan(one.path, finding.where), origin="") for finding in findings}
+    placed = zip(_placed(one, tuple(inside.values())), inside, strict=True)  # what it was imported from lies elsewhere
+    return Checked(found=one, findings=tuple((place, finding) for (place, _), finding in placed))
+
+
+def _in_plan(file: str, where: str) -> str:
+    """The path in a plan file of what a rule names in the config, or in the environment, of the plan."""
+    above = {"config": "plan", "env": "plan.facts"}.get(where.partition(".")[0])
+    return where if above is None else f"{file}:$.{above}.{where}"
+
+
+def _config(one: Found, cluster: Cluster, sizes: tuple[int, ...], kind: str | None) -> Checked:
+    read = cli_import.read(one.path, kind or one.kind or None)
+    kind = read.kind if isinstance(read, Imported) else read.rest.kind if isinstance(read.rest, Imported) else one.kind
+    return _judged(evolve(one, kind=kind or "nothing known"), cluster, read, sizes)
+
+
+def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: tuple[int, ...]) -> Checked:
+    said = read.findings if isinstance(read, PlanRejected) else read.notes
+    imported = read.rest if isinstance(read, PlanRejected) else read
+    if not isinstance(imported, Imported):
+        return _sorted(Checked(found=one), _placed(one, said))
+    wheres = [finding.where.partition(":$")[2] for finding in said]
+    unread = tuple(f"config{where}" for where in wheres if where)
+    asked = _asked(one, cluster, imported, sizes)
+    found = [f for f in asked.said if not f"{f.where}.".startswith(unread or ("\n",))]
+    written = (_with_origin(finding, imported.written) for finding in dict.fromkeys((*said, *found)))
+    every = tuple(map(imported.worded, written))
+    return _sorted(evolve(asked.checked, found=one), _placed(one, every))
+
+
+@frozen
+class _Asked:
+    checked: Checked
+    said: tuple[Finding, ...]
+
+
+def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: tuple[int, ...]) -> _Asked:
+    """Return what every rule says that can be asked: with the model that the file names, or without one."""
+    from prepkit.rules.without_model import ask
+
+    envs = _environments(cluster, imported, sizes)
+    model, absent = _named_model(one, imported)
+    checked = Checked(found=one, named=imported.named, model=imported.model or "", absent=absent)
+    asked = cluster.with_optimizer(imported.config)
+    every = tuple(ask(asked, *known, model) for known in envs)
+    said = tuple(finding for answers in every for finding in answers.findings)
+    fine = every[0].asked - len({finding.rule for finding in every[0].findings})
+    unknown = Counter(what for _, what in every[0].unasked)
+    costs = None
+    if model is not None and "world_size" in envs[0][1]:
+        from prepkit import planner
+
+        facts = Facts(model=model, env=envs[0][0], loaders=cluster.declared_loaders)
+        supposed = asked if asked.optimizer is not None else evolve(asked, optimizer=AdamW(lr=_RATE))
+        checked = evolve(checked, supposed="" if supposed == asked else ", and supposing AdamW")
+        costs = planner.plan(supposed, facts).map(planner.costs).value_or(None)
+    return _Asked(evolve(checked, fine=fine, unknown=unknown, costs=costs), said)
+
+
+def _named_model(one: Found, imported: Imported) -> tuple[ModelFacts | None, str]:
+    """Facts of the model that a file names, from a folder beside it or the hub's cache; or why there are none."""
+    from prepkit.formats.models import folder
+
+    name = imported.model
+    if name is None:
+        return None, ""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        return None, f"it names {name}, which lies elsewhere; add --model {name}"
+    beside = Path(one.path).parent / name
+    try:
+        return folder.read(beside if beside.is_dir() else cli_refusal.place(name)).model, ""
+    except folder.NotKnown as error:
+        return None, f"it names {name}: {error}"
+
+
+def _sorted(checked: Checked, placed: tuple[tuple[FilePlace, Finding], ...]) -> Checked:
+    """Return what is wrong, and what is right for the library whose file it is."""
+    from prepkit.rules import LAW
+
+    if checked.found.kind == "prepkit":
+        return evolve(checked, findings=placed)
+    lawful = {rule.id for rule in LAW if rule.lawful}
+    return evolve(
+        checked,
+        findings=tuple(pair for pair in placed if pair[1].rule not in lawful),
+        beyond=tuple(pair for pair in placed if pair[1].rule in lawful),
+    )
+
+
+def _with_origin(finding: Finding, written: tuple[Origin, ...]) -> Finding:
+    if finding.origin or not finding.where.startswith("config."):
+        return finding
+    return evolve(finding, origin=str(origin_of(written, finding.where, finding.what) or ""))
+
+
+def _environments(
+    cluster: Cluster, imported: Imported, sizes: tuple[int, ...]
+) -> tuple[tuple[Env, frozenset[str]], ...]:
+    """What is declared of the cluster, by the command line, the scripts that start it and the file, in this order."""
+    given: dict[str, Any] = {
+        "device": cluster.device or imported.device,
+        "per_node": cluster.per_node or imported.per_node,
+        "memory": cluster.memory,
+        "host_memory": cluster.host_memory,
+        "torch": cluster.torch,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    every = cluster.sizes or sizes or ((imported.world_size,) if imported.world_size else ())
+    if not every:
+        return ((Env.declare(world_size=1, **given), frozenset(given)),)
+    return tuple((Env.declare(world_size=size, **given), frozenset({"world_size", *given})) for size in every)
+
+
+def _placed(one: Found, findings: tuple[Finding, ...]) -> tuple[tuple[FilePlace, Finding], ...]:
+    if not findings:
+        return ()
+    here = _text(one.path)
+
+    def placed(finding: Finding) -> FilePlace:
+        place = place_of(finding, one.path, *here)
+        return place if place.file == one.path else place_of(finding, place.file, *_text(place.file))
+
+    return tuple((placed(finding), finding) for finding in findings)
+
+
+def _text(path: str) -> tuple[str, str]:
+    """The text of a config, and what it is read as; none where it cannot be read."""
+    suffix = Path(path).suffix.lower()
+    try:
+        readable = suffix in READERS and Path(path).is_file() and Path(path).stat().st_size <= LARGEST
+        return Path(path).read_text(encoding="utf-8-sig") if readable else "", suffix
+    except (OSError, UnicodeDecodeError):
+        return "", suffix
