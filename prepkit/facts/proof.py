@@ -80,6 +80,8 @@ class ClipProof:
     """Of the norm."""
     beyond: bool = False
     """Whether it was taken over parameters of other models too."""
+    parts: bool = False
+    """Whether it was taken over some of the parameters alone, and others perhaps over the rest."""
     empty: bool = False
     """Whether it was given no parameter."""
     early: bool = False

@@ -137,18 +137,18 @@ class Clipping:
     """Micro-batches before each clipping that has shrunk something."""
     _asked: ClipProof | None = field(init=False)
     _power: float = field(default=2.0, init=False)
-    _mine: Callable[[], set[int] | None] = field(init=False)
+    _mine: Callable[[], dict[int, nn.Parameter] | None] = field(init=False)
     _micros: Sized = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._asked = self.clip
 
     def places(
-        self, mine: Callable[[], set[int] | None], micros: Sized
+        self, mine: Callable[[], dict[int, nn.Parameter] | None], micros: Sized
     ) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """Home and name of each function, and what is to be called in its place.
 
-        ``mine``: identities of the parameters that are meant; None: nothing is noted now.
+        ``mine``: the parameters that are meant, by identity; None: nothing is noted now.
         """
         self._mine, self._micros = mine, micros
         yield FullyShardedDataParallel, "clip_grad_norm_", self.clipped_fsdp1
@@ -172,6 +172,10 @@ class Clipping:
             self.clip = ClipProof(most=float(most), empty=True)
         if mine is not None and len(others) < len(given):  # else another model is clipped
             self._note(most, None if isinstance(norm, DTensor) else float(norm), beyond=bool(others))
+            seen = {id(param) for param in given}
+            left = any(one.requires_grad and one.grad is not None for key, one in mine.items() if key not in seen)
+            if self.clip is not None and left:
+                self.clip = evolve(self.clip, parts=True)
         return plain(given, most, norm, *args, **kw)
 
     def measured(self, plain: Callable[..., Any], grads: Any, norm_type: float = 2.0, *args: Any, **kw: Any) -> Any:

@@ -377,9 +377,9 @@ class Recorder:
         self._tokens = self._tokens if self.done or mean_over is None else float(mean_over)
         return plain(window, loss, mean_over)
 
-    def _clippable(self) -> set[int] | None:
-        """Identities of what may be clipped here; None: nothing is listened to."""
-        return None if self.done or self.root is None else {id(param) for param in self.root.parameters()}
+    def _clippable(self) -> dict[int, nn.Parameter] | None:
+        """What may be clipped here, by identity; None: nothing is listened to."""
+        return None if self.done or self.root is None else {id(param): param for param in self.root.parameters()}
 
     # --- step -------------------------------------------------------------------------------------------------------
 

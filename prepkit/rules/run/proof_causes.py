@@ -105,7 +105,7 @@ def _weighed(facts: ProofFacts) -> Cause | None:
 def _clipping(facts: ProofFacts, aim: Vector) -> float:
     """By how much a clipping shrinks the gradients."""
     clip = facts.clip
-    if clip is None or clip.empty:
+    if clip is None or clip.empty or clip.parts:
         return 1.0
     weighed = _weighed(facts)
     length = clip.seen if clip.seen is not None else norm(facts, aim) * (weighed.ratio if weighed else 1.0)
@@ -170,7 +170,8 @@ class _Aim:
         relative = allowed / size if size else 1.0
         ratio = _fitted(one, copy, self.sums)
         if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in self.sums)) <= ratio * size * relative:
-            return _of_ratio(self.facts, ratio, self.clipping, copy)
+            parts = self.facts.clip is not None and self.facts.clip.parts
+            return None if parts and ratio < 1 else _of_ratio(self.facts, ratio, self.clipping, copy)
         plain = tuple(a / self.clipping for a in self.sums)
         for cause, sums in (
             *_clipped_apart(self.facts, plain),
