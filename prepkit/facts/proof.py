@@ -19,6 +19,8 @@ class LossShare:
     weight: float = 1.0
     """The factor in the loss that was given to backward, times the micro-batches that are averaged, without the loss
     scale: 1 where each is divided by their number."""
+    meant: tuple[float, ...] = ()
+    """Parts of the weight that may be the loss's own: multiplications by less than one, a mean of several losses."""
     each: float | None = None
     """The part that one sample, or one token that counts, has in the loss, where its graph says so and the run does not
     weigh it."""
@@ -78,6 +80,8 @@ class ClipProof:
     """Of the norm."""
     beyond: bool = False
     """Whether it was taken over parameters of other models too."""
+    parts: bool = False
+    """Whether it was taken over some of the parameters alone, and others perhaps over the rest."""
     empty: bool = False
     """Whether it was given no parameter."""
     early: bool = False

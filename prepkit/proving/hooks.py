@@ -137,18 +137,18 @@ class Clipping:
     """Micro-batches before each clipping that has shrunk something."""
     _asked: ClipProof | None = field(init=False)
     _power: float = field(default=2.0, init=False)
-    _mine: Callable[[], set[int] | None] = field(init=False)
+    _mine: Callable[[], dict[int, nn.Parameter] | None] = field(init=False)
     _micros: Sized = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._asked = self.clip
 
     def places(
-        self, mine: Callable[[], set[int] | None], micros: Sized
+        self, mine: Callable[[], dict[int, nn.Parameter] | None], micros: Sized
     ) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """Home and name of each function, and what is to be called in its place.
 
-        ``mine``: identities of the parameters that are meant; None: nothing is noted now.
+        ``mine``: the parameters that are meant, by identity; None: nothing is noted now.
         """
         self._mine, self._micros = mine, micros
         yield FullyShardedDataParallel, "clip_grad_norm_", self.clipped_fsdp1
@@ -172,6 +172,10 @@ class Clipping:
             self.clip = ClipProof(most=float(most), empty=True)
         if mine is not None and len(others) < len(given):  # else another model is clipped
             self._note(most, None if isinstance(norm, DTensor) else float(norm), beyond=bool(others))
+            seen = {id(param) for param in given}
+            left = any(one.requires_grad and one.grad is not None for key, one in mine.items() if key not in seen)
+            if self.clip is not None and left:
+                self.clip = evolve(self.clip, parts=True)
         return plain(given, most, norm, *args, **kw)
 
     def measured(self, plain: Callable[..., Any], grads: Any, norm_type: float = 2.0, *args: Any, **kw: Any) -> Any:
@@ -274,16 +278,18 @@ class Around:
         self._thrown.clear()
         self._tried = True
 
-    def wasted(self, kept: tuple[Micro, ...], scale: float) -> int:
+    def wasted(self, kept: tuple[Micro, ...], scale: float, known: int | None) -> int:
         """Return how many of the cleared micro-batches belong to the step over those that are kept.
 
-        A loop that skips a batch, or measures before it trains, clears on purpose. That all went backward in the same
-        line, and that each loss is divided by their number (from three on), is an accumulation that clears too early.
+        A loop that skips a batch, or measures before it trains, clears on purpose. An accumulation clears too early
+        where all went backward in the same line, and a plan or accelerate knows of so many (``known``), or each loss
+        is divided by their number, from three on.
         """
         lines = {one.line for one in kept}
         same = [one for one in self._thrown if {one.line} == lines and one.line]
         number = len(same) + len(kept)
-        return len(same) if number > 2 and all(near(abs(one.factor) * number, scale) for one in (*same, *kept)) else 0
+        divided = number > 2 and all(near(abs(one.factor) * number, scale) for one in (*same, *kept))
+        return len(same) if divided or number == known else 0
 
     def stepped_nothing(self, root: nn.Module) -> bool:
         """An optimizer steps, and nothing went backward: whether it is the second time that it was cleared before."""
@@ -291,8 +297,10 @@ class Around:
         self._thrown.clear()
         return self.idle > 1
 
-    def told(self, root: nn.Module, kept: tuple[Micro, ...], scale: float, *, copies: bool) -> Disturbed:
-        """All of it; ``copies``: whether it has to be asked if weights came from somewhere else."""
+    def told(
+        self, root: nn.Module, kept: tuple[Micro, ...], scale: float, known: int | None, *, copies: bool
+    ) -> Disturbed:
+        """All of it. ``copies``: whether it has to be asked if weights came from somewhere else."""
         why = COPIES if copies and self.changed(root) else self.unproven
         return Disturbed(
             unproven=why,
@@ -303,7 +311,7 @@ class Around:
             kept=self.kept,
             twice=self.twice,
             cleared=self._cleared,
-            wasted=self.wasted(kept, scale),
+            wasted=self.wasted(kept, scale, known),
             idle=self.idle > 1,
         )
 
@@ -332,7 +340,15 @@ def plain_options(optimizer: Any, group: dict[str, Any]) -> str:
         if key not in ("params", "initial_lr", "param_names")
         and (_is_number(value) or (isinstance(value, tuple | list) and all(map(_is_number, value))))
     }
-    return json.dumps({"class": type(optimizer).__name__, **kept}, sort_keys=True)
+    return json.dumps({"class": class_of(optimizer), **kept}, sort_keys=True)
+
+
+def class_of(optimizer: Any) -> str:
+    """Its name, for an optimizer of torch's or DeepSpeed's; else with its module, as others have the same names."""
+    kind = type(optimizer)
+    return (
+        kind.__name__ if kind.__module__.startswith(("torch.", "deepspeed.")) else f"{kind.__module__}.{kind.__name__}"
+    )
 
 
 def is_fresh(state: Any) -> bool:

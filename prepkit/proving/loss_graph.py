@@ -34,6 +34,8 @@ class Factor:
     """Whether what was scaled is a sum over samples."""
     count: float | None = None
     """Over how many samples or tokens it is a mean, or a sum; None: nobody knows."""
+    meant: tuple[float, ...] = ()
+    """Parts of the value that may be the loss's own: multiplications by less than one, and a mean of several losses."""
 
 
 def factor_of(loss: Tensor) -> Factor:
@@ -41,16 +43,29 @@ def factor_of(loss: Tensor) -> Factor:
 
     Also inside of a model that returns its loss, as a LightningModule does.
     """
-    value, node, place = 1.0, loss.grad_fn, loss.output_nr
+    value, last, node, place = 1.0, 1.0, loss.grad_fn, loss.output_nr
+    meant: list[float] = []
     while node is not None:
         inputs = [one for one in node.next_functions if one[0] is not None]
         sink = node.name() == "_DDPSinkBackward"  # hands each output on as it is
         by = 1.0 if sink else _scaled(node) if len(inputs) == 1 else None
         if by is None:
-            return Factor(value, _sums(node), _count(node))
+            if last * _terms(node) == 1 and last < 1:
+                meant.append(last)
+            return Factor(value, _sums(node), _count(node), tuple(meant))
         value *= by
+        last = last if by == 1 else by
+        if node.name().startswith("MulBackward") and abs(by) < 1:
+            meant.append(abs(by))
         node, place = node.next_functions[place] if sink else inputs[0]
-    return Factor(value)
+    return Factor(value, meant=tuple(meant))
+
+
+def _terms(node: Any) -> int:
+    """Of how many losses it is the sum."""
+    if not node.name().startswith("AddBackward"):
+        return 1
+    return sum(_terms(following) for following, _ in node.next_functions if following is not None)
 
 
 def _scaled(node: Any) -> float | None:

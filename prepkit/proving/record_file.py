@@ -83,6 +83,8 @@ class Micro:
     """Over how many tokens it is a mean, where the run weighs it by them."""
     count: float | None = None
     """Over how many elements it is a mean or a sum, as its graph says."""
+    meant: tuple[float, ...] = ()
+    """Parts of the factor that may be the loss's own, and no number of the run."""
     line: str = ""
     """Where the program went backward; empty: nobody knows."""
 

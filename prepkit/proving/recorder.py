@@ -175,6 +175,7 @@ class Recorder:
         engine = engine_of(self.root)
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self._scale
         clip, copies = self._clips.seen(len(self._micros)), self._strange and not self._optimizers
+        known = said_accumulation() if self.accumulation is None else self.accumulation
         if engine is not None and clip is None and engine.gradient_clipping():
             clip = clip_of(engine)
         head = Head(
@@ -193,11 +194,11 @@ class Recorder:
             scale=scale,
             clip=clip,
             value=self._clips.value,
-            accumulation=said_accumulation() if self.accumulation is None else self.accumulation,
+            accumulation=known,
             divides=self.divides,
             cut=bool(tensor_parallel(names.sites(self.root))),
             device=next((param.device.type for param in self.root.parameters()), "cpu"),
-            disturbed=self._around.told(self.root, tuple(self._micros), scale, copies=copies),
+            disturbed=self._around.told(self.root, tuple(self._micros), scale, known, copies=copies),
             lines=tuple(self._lines),
             limits=tuple(self._limits),
             trace=tuple(self._tracer.entries),
@@ -330,6 +331,7 @@ class Recorder:
                 total=total and self._tokens is None,
                 tokens=self._tokens,
                 count=factor.count,
+                meant=factor.meant,
                 line=next(line_of("backward"), ""),
             )
         )
@@ -375,9 +377,9 @@ class Recorder:
         self._tokens = self._tokens if self.done or mean_over is None else float(mean_over)
         return plain(window, loss, mean_over)
 
-    def _clippable(self) -> set[int] | None:
-        """Identities of what may be clipped here; None: nothing is listened to."""
-        return None if self.done or self.root is None else {id(param) for param in self.root.parameters()}
+    def _clippable(self) -> dict[int, nn.Parameter] | None:
+        """What may be clipped here, by identity; None: nothing is listened to."""
+        return None if self.done or self.root is None else {id(param): param for param in self.root.parameters()}
 
     # --- step -------------------------------------------------------------------------------------------------------
 

@@ -220,9 +220,11 @@ def _lowest(records: tuple[Record, ...], kind: str) -> str:
 
 def _shares(records: tuple[Record, ...]) -> tuple[LossShare, ...]:
     return tuple(
-        LossShare(rank=record.head.rank, micro=at, weight=_weight(records, record, at), each=_each(record, at))
+        LossShare(
+            rank=record.head.rank, micro=at, weight=_weight(records, record, at), meant=of.meant, each=_each(record, at)
+        )
         for record in records
-        for at in range(len(record.head.micros))
+        for at, of in enumerate(record.head.micros)
     )
 
 

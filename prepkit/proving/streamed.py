@@ -36,6 +36,9 @@ LOOKS: frozenset[Any] = frozenset(
 AS_THEY_ARE = frozenset({"to", "type_as", "__set__", "__setitem__"})
 """Functions that take tensors of two dtypes by themselves, and casts, which are the model's own."""
 
+DRAWS = frozenset({"randn", "rand", "randn_like", "rand_like", "normal", "normal_", "uniform_", "exponential_"})
+"""Functions that draw."""
+
 
 def stub(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Stands for a weight: of its shape, in the memory of one element."""
@@ -186,6 +189,8 @@ class _Mode(TorchFunctionMode):
         if func in LOOKS:
             return func(*args, **(kwargs or {}))
         given = tree_map_only(Tensor, self.streamed.real, (args, kwargs or {}))
+        if self.streamed.exact and getattr(func, "__name__", "") in DRAWS:
+            return _drawn(func, *given)
         args, kwargs = _widened(given) if self.streamed.exact and not _writes(func, given[1]) else given
         return func(*args, **kwargs)
 
@@ -195,6 +200,23 @@ def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     special = name.startswith("__")
     return name in AS_THEY_ARE or "out" in kwargs or (name.startswith("__i") if special else name.endswith("_"))
+
+
+def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Random numbers as the run has drawn them: in float64 a generator gives others."""
+    if func.__name__.endswith("_"):
+        narrow = torch.empty_like(args[0], dtype=torch.float32)
+        func(narrow, *args[1:], **kwargs)
+        return args[0].copy_(narrow)
+    wide = [one for one in (*tree_leaves(args), *kwargs.values()) if _dtype(one) == torch.float64]
+    args, kwargs = tree_map_only(Tensor, lambda one: one.float() if one.dtype == torch.float64 else one, (args, kwargs))
+    kwargs = {key: torch.float32 if one is torch.float64 else one for key, one in kwargs.items()}
+    found = func(*args, **kwargs)
+    return found.double() if wide else found
+
+
+def _dtype(value: Any) -> Any:
+    return value.dtype if isinstance(value, Tensor) else value
 
 
 def _widened(given: Any) -> Any:

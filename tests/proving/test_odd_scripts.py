@@ -143,6 +143,27 @@ def test_a_right_script_of_unusual_shape_is_proven(tmp_path: Path, name: str) ->
     assert sum(len(one.facts.gradients) for one in (proof, *proof.beside)) >= 2 or "by value" in str(proof)
 
 
+def test_an_optimizer_that_has_the_name_of_one_of_torch_is_not_taken_for_it(tmp_path: Path) -> None:
+    proof = proved(
+        tmp_path,
+        """
+class SGD(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(group["lr"] * param.grad.sign())
+optimizer = SGD(model.parameters(), lr=0.1)
+model(x).square().mean().backward()
+optimizer.step()
+""",
+    )
+    assert told(proof) == []
+    assert "SGD is no optimizer of torch's: its step was not replayed" in str(proof)
+
+
 def test_each_of_two_models_has_a_proof_of_its_own(tmp_path: Path) -> None:
     step = "    optimizer.step()"
     wrong = RIGHT["a generator and its critic"].replace(step, f"    model[0].weight.grad *= 3\n{step}")

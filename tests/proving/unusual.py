@@ -146,6 +146,56 @@ def contrast_with_the_outputs_of_all_ranks(rank: int, world: int) -> Window:
     return trained(DDP(net()), 1, loss)
 
 
+def mean_of_two_losses(rank: int, world: int) -> Window:
+    """Divided by two, which is the number of the ranks, and of the micro-batches."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        outputs = model(batch[0])
+        return (functional.cross_entropy(outputs, batch[1]) + outputs.square().mean()) / 2
+
+    return trained(DDP(net()), loss=loss)
+
+
+def half_a_square(rank: int, world: int) -> Window:
+    return trained(DDP(net()), loss=lambda model, batch: 0.5 * model(batch[0]).square().mean())
+
+
+def losses_that_are_added_up(rank: int, world: int) -> Window:
+    """One backward for two micro-batches."""
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        first, last = (loss_of(model, batch) for batch in micros(2))
+        ((first + last) / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+class Draws(nn.Module):
+    """Noise of three kinds, of whatever dtype its activations are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(WIDTH, 16), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, spread = self.enter(x).chunk(2, 1)
+        drawn = torch.distributions.Normal(mean, spread.exp()).rsample()
+        return self.head(drawn + 0.1 * torch.randn_like(mean) + torch.empty_like(mean).uniform_(-0.1, 0.1))
+
+
+def noise_in_the_forward(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(Draws)))
+
+
+def clipped_in_parts(rank: int, world: int) -> Window:
+    model = DDP(net())
+    parts = (model.module.enter, model.module.blocks, model.module.head)
+    return trained(model, then=lambda _: [nn.utils.clip_grad_norm_(one.parameters(), 0.05) for one in parts])
+
+
 class Reads(nn.Module):
     """Sequences that two recurrent layers read both ways."""
 
@@ -274,6 +324,18 @@ def clipped_by_each_rank_before_the_average(rank: int, world: int) -> Window:
         averaged(model)
 
     return trained(net(), then=then)
+
+
+def clipped_in_parts_and_one_tripled(rank: int, world: int) -> Window:
+    model = DDP(net())
+
+    def then(_: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.module.blocks.parameters(), 0.05)
+        for param in model.module.head.parameters():
+            assert param.grad is not None
+            param.grad *= 3
+
+    return trained(model, then=then)
 
 
 def no_sync_on_the_last_micro_batch(rank: int, world: int) -> Window:
@@ -408,6 +470,11 @@ RIGHT_UNUSUAL = (
     trained_on_inputs_that_were_made_harder,
     loss_averaged_through_a_collective,
     contrast_with_the_outputs_of_all_ranks,
+    mean_of_two_losses,
+    half_a_square,
+    losses_that_are_added_up,
+    noise_in_the_forward,
+    clipped_in_parts,
     recurrent_layers_with_dropout,
     state_that_goes_on_detached,
     encoder_of_torch_with_its_own_mask,
@@ -417,6 +484,7 @@ RIGHT_UNUSUAL = (
 )
 ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (clipped_by_each_rank_before_the_average, "prove.clipped-scaled", "clipped by each rank before they were averaged"),
+    (clipped_in_parts_and_one_tripled, "prove.ratio", "The gradients of `head` are 3.000 x"),
     (no_sync_on_the_last_micro_batch, "prove.not-averaged", "averaged before the last micro-batch"),
     (clipping_that_is_given_a_spent_generator, "prove.not-clipped", "gives no parameter to what clips"),
     (loss_averaged_through_a_collective_alone, "prove.not-averaged", "All gradients are each rank's own"),

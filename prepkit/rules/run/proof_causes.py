@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from math import isclose, sqrt
+from itertools import combinations
+from math import isclose, prod, sqrt
 
 from attrs import evolve, frozen
 
@@ -20,6 +21,8 @@ NEAR = 0.03
 MARGIN = 8.0
 """How much further than two replays from each other a right run may lie: it sums in another order, and may reduce in a
 lower dtype."""
+MOST_MEANT = 8
+"""Factors of a loss's own that are looked at."""
 
 Vector = tuple[float, ...]
 
@@ -69,11 +72,18 @@ def _common_weight(facts: ProofFacts) -> float | None:
     return weights[0] if all(isclose(one, weights[0], rel_tol=1e-3) for one in weights) else None
 
 
+def _own(facts: ProofFacts) -> Iterator[float]:
+    """Weights that are right: 1, and those that the loss's own factors make, as of half a square."""
+    each = {share.meant for share in facts.shares}
+    meant = each.pop()[:MOST_MEANT] if len(each) == 1 else ()
+    yield from (prod(some) for number in range(len(meant) + 1) for some in combinations(meant, number))
+
+
 def _weighed(facts: ProofFacts) -> Cause | None:
     """What is wrong with the factor of the losses, if it is one of this run's own numbers; else it is meant."""
     weight, micros, world = _common_weight(facts), _divided(facts), facts.world
-    if weight is None or near(weight, 1.0) or facts.wasted:  # where some were cleared, that explains the number
-        return None
+    if weight is None or facts.wasted or any(near(weight, own) for own in _own(facts)):
+        return None  # where some were cleared, that explains the number
     known = facts.accumulation is not None
     if micros > 1 and near(weight, micros):
         why = f"the loss is not divided by the {micros} micro-batches of a step"
@@ -95,7 +105,7 @@ def _weighed(facts: ProofFacts) -> Cause | None:
 def _clipping(facts: ProofFacts, aim: Vector) -> float:
     """By how much a clipping shrinks the gradients."""
     clip = facts.clip
-    if clip is None or clip.empty:
+    if clip is None or clip.empty or clip.parts:
         return 1.0
     weighed = _weighed(facts)
     length = clip.seen if clip.seen is not None else norm(facts, aim) * (weighed.ratio if weighed else 1.0)
@@ -160,7 +170,8 @@ class _Aim:
         relative = allowed / size if size else 1.0
         ratio = _fitted(one, copy, self.sums)
         if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in self.sums)) <= ratio * size * relative:
-            return _of_ratio(self.facts, ratio, self.clipping, copy)
+            parts = self.facts.clip is not None and self.facts.clip.parts
+            return None if parts and ratio < 1 else _of_ratio(self.facts, ratio, self.clipping, copy)
         plain = tuple(a / self.clipping for a in self.sums)
         for cause, sums in (
             *_clipped_apart(self.facts, plain),

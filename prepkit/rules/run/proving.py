@@ -43,7 +43,7 @@ def _micro_batch(facts: ProofFacts) -> Iterator[Hit]:
         number = facts.wasted + max(counts(facts).values())
         line = f" ({', '.join(facts.lines)})" if facts.lines else ""
         what = f"Gradients of {facts.wasted} of the {number} micro-batches of a step were cleared before it"
-        yield Hit("loop", f"{what}: it trains on the last alone, whose loss is divided by {number}{line}.")
+        yield Hit("loop", f"{what}: it trains on the last alone, which counts as one of {number}{line}.")
 
 
 def _no_gradient(facts: ProofFacts) -> Iterator[Hit]:
@@ -66,7 +66,15 @@ def _clipped(facts: ProofFacts) -> Iterator[Hit]:
         )
         yield Hit("gradients", what)
         return
-    if clip is None or clip.seen is None or clip.beyond or clip.power != 2 or facts.first_apart or not facts.gradients:
+    if (
+        clip is None
+        or clip.seen is None
+        or clip.beyond
+        or clip.parts
+        or clip.power != 2
+        or facts.first_apart
+        or not facts.gradients
+    ):
         return
     length = norm(facts, tuple(a / aim_of(facts).clipping for a in aim_of(facts).sums))
     off = clip.seen / length if length else 1.0
@@ -215,6 +223,9 @@ def _step_size(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _limits(facts: ProofFacts) -> Iterator[Hit]:
+    if facts.clip is not None and facts.clip.parts:
+        said = "Gradients were clipped in parts, each by a norm of its own"
+        yield Hit("proof", f"{said}: those that are too small were taken for clipped.")
     for limit in facts.limits:
         yield Hit("proof", f"{limit}.")
     if facts.cleared and not (facts.wasted or by_hand(facts)):
