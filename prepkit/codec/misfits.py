@@ -43,10 +43,10 @@ def wrong_type(value: object, cls: Any) -> MisfitError:
         near = tuple(one for one in near if (one is None) is not value) or near
 
     def fix(language: Language) -> str:
-        if alone is not None:
-            return f"take it out of the list: {typed(alone, language)}"
         if near:
             return _one_of(near, language)
+        if alone is not None:
+            return f"take it out of the list: {typed(alone, language)}"
         listed = field_types.listed(value, cls)
         return f"put it into a list: {typed(listed, language)}" if listed else field_types.retyped(value, cls)
 
