@@ -90,6 +90,19 @@ def compared(records: tuple[Record, ...], replays: tuple[Outputs, Outputs], eps:
     return OutputsTold(changed=tuple(changed), unrepeated=told.get(True, ""), aside=told.get(False, ""))
 
 
+def astray(records: tuple[Record, ...], replays: list[Outputs], eps: float) -> str:
+    """The first output that the exact replay gives quite otherwise than the run, and the rounded one as the run did.
+
+    Then it is float64 in which the model computes something else, by a fault of torch's or of its own. Empty: none.
+    """
+    for one in _each(records, (replays[0], replays[1]), eps):
+        if one.rounded.values.shape == one.values.shape and one.off > FURTHEST * one.size:
+            near_run = float((one.rounded.values - one.values).norm()) <= MARGIN * eps * float(one.values.norm())
+            if near_run:
+                return f"{one.name} is {one.off / (one.size or 1):.2g} x its size off what it was"
+    return ""
+
+
 def _each(records: tuple[Record, ...], replays: tuple[Outputs, Outputs], eps: float) -> Iterator[_Pair]:
     exact, rounded = replays
     for record in records:

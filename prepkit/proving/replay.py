@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from prepkit.findings.text import some
 from prepkit.objects import names
 from prepkit.proving import bare, tree
 from prepkit.proving.hooks import alike
-from prepkit.proving.outputs import Outputs, OutputsTold, compared, from_outside
+from prepkit.proving.outputs import Outputs, OutputsTold, astray, compared, from_outside
 from prepkit.proving.parts_of import Replica, replicas
 from prepkit.proving.record_file import Disturbed, Record
 from prepkit.proving.stepped import steps_of
@@ -25,8 +26,6 @@ from prepkit.proving.streamed import Streamed, stub
 HALF = ("bfloat16", "float16")
 COUNTED = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers that a batch norm changes in each forward."""
-
-
 CLAMPED = 2.0**-8
 """By which part an element that was clipped by value may be off it: rounding in bfloat16."""
 
@@ -170,7 +169,7 @@ def _left_out(window: Replay, aside: str, hooked: tuple[str, ...], *, some_eleme
         yield f"{aside}, and no gradient comes back to it: the others were compared"
     if hooked:
         yield f"hooks of the program's own change the gradients of {some(hooked)}, which were not compared"
-    if some_elements and any(_size(one.shape) > window.most for one in window.records[0].head.params):
+    if some_elements and any(prod(one.shape) > window.most for one in window.records[0].head.params):
         yield f"of each gradient {window.most:,} elements were compared, as many as memory holds"
 
 
@@ -205,11 +204,15 @@ def _twice(window: Replay) -> tuple[Shares, Shares, tuple[str, ...]]:
         except RuntimeError as error:
             said = f"the model does not run in float64 ({str(error).splitlines()[0][:80]}): float32 is compared"
             exact, told = _gradients(window, torch.float32), (said,)
-        return exact, _gradients(window, torch.float32, dtype if dtype in HALF else None), told
+        rounded = _gradients(window, torch.float32, dtype if dtype in HALF else None)
     except CannotReplay:
         raise
     except Exception as error:
         raise CannotReplay(f"the model does not run plainly: {type(error).__name__}: {error!s:.200}") from error
+    if far := astray(window.records, window.outputs[-2:], torch.finfo(getattr(torch, dtype)).eps):
+        window.outputs[-2], exact = window.outputs[-1], rounded
+        told = (f"{far} in float64, and in {dtype} as it was: {dtype} is compared",)
+    return exact, rounded, told
 
 
 def _lowest(records: tuple[Record, ...], kind: str) -> str:
@@ -347,7 +350,7 @@ def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> 
     shares = torch.stack([share[name] for share in reference])
     apart = torch.stack([share[name] for share in rounded]).mean(0) - shares.mean(0)
     found = replicas(window.records, "grad", name)
-    numel = _size(next(one.shape for one in window.records[0].head.params if one.name == name))
+    numel = prod(next(one.shape for one in window.records[0].head.params if one.name == name))
     more = numel / shares.shape[1] if shares.shape[1] else 1.0
     got = [window.sampled(one.values) for one in found]
     if window.records[0].head.value is not None:
@@ -462,10 +465,6 @@ def _same_samples(records: tuple[Record, ...]) -> bool:
     """Return whether each rank computes with all of the model, and has read what the first one has."""
     whole = not any(record.head.cut for record in records)
     return len(records) > 1 and whole and all(_read(one) == _read(records[0]) for one in records[1:])
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
 
 
 def _read(record: Record) -> list[str]:

@@ -164,6 +164,27 @@ optimizer.step()
     assert "SGD is no optimizer of torch's: its step was not replayed" in str(proof)
 
 
+def test_a_model_that_computes_something_else_in_float64_is_compared_in_float32(tmp_path: Path) -> None:
+    text = """
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+    def forward(self, values):
+        return self.inner(values) + 5 * (values.dtype == torch.float64)
+model = Odd()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(x).square().mean().backward()
+optimizer.step()
+"""
+    proof = proved(tmp_path, text)
+    assert told(proof) == []
+    assert "output 0 of call 0 on rank 0" in str(proof)
+    assert "in float64, and in float32 as it was: float32 is compared" in str(proof)
+    wrong = proved(tmp_path, text.replace("optimizer.step", "model.inner.weight.grad *= 3; optimizer.step"))
+    assert ["3.000 x what they should be" in one for one in told(wrong)] == [True]
+
+
 def test_each_of_two_models_has_a_proof_of_its_own(tmp_path: Path) -> None:
     step = "    optimizer.step()"
     wrong = RIGHT["a generator and its critic"].replace(step, f"    model[0].weight.grad *= 3\n{step}")
