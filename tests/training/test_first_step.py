@@ -86,7 +86,7 @@ def first(
 
 
 MISSING = "2 parameters of 4 that are about to be stepped have no gradient: `unused.weight`, `unused.bias`."
-RULES = 9
+RULES = 10
 """Asked at the first step."""
 
 
