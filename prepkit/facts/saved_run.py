@@ -90,7 +90,7 @@ class SavedWindows:
     clip: str
     """As written in the config; empty: no clipping."""
     global_batch: int | None = None
-    """Samples per step that were asked for."""
+    """Samples of one step, on all data ranks; None: neither the config nor a loader says it."""
     total_steps: int | None = None
     """Steps of the whole run; None: not known."""
 

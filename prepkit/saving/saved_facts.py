@@ -87,7 +87,7 @@ def windows_of(plan: Plan) -> SavedWindows:
         micro_batches=plan.owners.accumulation_steps,
         ranks=plan.data_parallel_size,
         clip="" if plan.owners.clip is None else str(plan.owners.clip),
-        global_batch=plan.run.global_batch,
+        global_batch=plan.owners.global_batch or plan.run.global_batch,
         total_steps=plan.run.total_steps,
     )
 

@@ -9,17 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 
 def ddp(model: Module, *, drop: bool, failed: bool) -> None:
-    """Its reducer waits no longer for the gradients that did not come (torch ``Reducer::reset_state``)."""
+    """Its reducer waits on every rank for the same: a forward that averages may have run on some of them alone.
+
+    Where nothing has failed every rank waits for the next backward, as it does after a forward: what is averaged one
+    backward early stays so. Else, and where each forward says what it has used, none waits (torch
+    ``Reducer::prepare_for_backward``, ``Reducer::reset_state``).
+    """
     assert isinstance(model, DistributedDataParallel)
     del drop
-    if failed and hasattr(model, "_update_process_group"):
-        model._update_process_group(model.process_group)  # type: ignore[no-untyped-call]  # torch has no types
+    if failed or model.find_unused_parameters:
+        if hasattr(model, "_update_process_group"):  # its buckets are laid out anew, in a forward of all ranks
+            model._update_process_group(model.process_group)  # type: ignore[no-untyped-call]  # torch has no types
+    elif model.require_backward_grad_sync and torch.is_grad_enabled():
+        model.reducer.prepare_for_backward([])
 
 
 def fsdp1(units: Iterable[FullyShardedDataParallel], *, drop: bool, failed: bool) -> None:

@@ -80,6 +80,20 @@ def planned(**settings: Any) -> Any:
     return pk.build_plan(pk.Config(optimizer=pk.optim.AdamW(), **settings), nn.Linear(4, 4))
 
 
+def test_steps_of_as_many_samples_are_the_same_whatever_their_batches(tmp_path: Path) -> None:
+    def reading(batch: int, accumulation: int) -> pk.Prepared:
+        torch.manual_seed(0)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(48, 4)), batch_size=batch)
+        cfg = pk.Config(optimizer=pk.optim.AdamW(), accumulation=accumulation)
+        return pk.apply(pk.build_plan(cfg, nn.Linear(4, 4), loaders=[loader]))
+
+    reading(4, 6).save(str(tmp_path))
+    assert resumed(tmp_path, reading(8, 3)) == []
+    (told,) = resumed(tmp_path, reading(8, 6))
+    assert told.startswith("warning resume.other-batch at config.accumulation: a step takes 48 samples, and took 24")
+    assert told.endswith("To train on as before, write Config(accumulation=3).")
+
+
 def test_windows_and_clipping_that_are_not_the_checkpoint_s_are_reported_with_what_to_type(tmp_path: Path) -> None:
     pk.apply(planned(accumulation=2, clip=pk.ClipNorm(1.0))).save(str(tmp_path))
     assert resumed(tmp_path, pk.apply(planned(accumulation=2, clip=pk.ClipNorm(1.0)))) == []

@@ -195,6 +195,38 @@ def test_a_rank_that_leaves_a_batch_out_alone_is_refused_and_may_go_on(
     assert "error run.ranks-skips at ready.skip(): This rank leaves a micro-batch out, and rank 0 did not" in of_one
 
 
+def before_its_forward(rank: int, world: int, finds_unused: bool) -> list[float]:
+    """Rank 1 has no forward of micro-batch 4, which would be a window of its own, as the last of a pass is."""
+    del world
+    engine = pk.DDP(find_unused_parameters=finds_unused)
+    cfg = pk.Config(engine=engine, optimizer=pk.optim.SGD(lr=0.5), accumulation=2)
+    ready = pk.apply(pk.build_plan(cfg, model()))
+    for step in range(9):
+        with ready.accumulate(last=step == 4):
+            output = None if step == 4 and rank == 1 else ready.model(batch(step, rank))
+            if ready.ranks.reduce(float(output is None), "max"):
+                ready.skip()
+            else:
+                assert output is not None
+                ready.backward(loss_of(output))
+                ready.step()
+    return [round(value, 5) for value in ready.model(PROBE)[0].tolist()]
+
+
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_a_forward_of_one_rank_alone_is_left_out_by_both(gang2: Gang, finds_unused: bool) -> None:
+    alone = model()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
+    for window in ((0, 1), (2, 3), (5, 6), (7, 8)):
+        whole = torch.cat([batch(step, reader) for step in window for reader in range(READERS)])
+        loss_of(alone(whole)).backward()  # type: ignore[no-untyped-call]  # torch has no types
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = [round(value, 5) for value in alone(PROBE)[0].tolist()]
+    for found in gang2.run(before_its_forward, finds_unused):
+        assert found == pytest.approx(wanted, abs=2e-5)
+
+
 def ends_instead(rank: int, world: int) -> str:
     """What rank 0 is told where rank 1 has ended before it leaves a batch out."""
     del world

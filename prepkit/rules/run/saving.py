@@ -244,11 +244,16 @@ def _windows(check: Callable[[SavedWindows, SavedWindows], Iterable[Hit]]) -> Ca
 
 
 def _other_batch(before: SavedWindows, now: SavedWindows) -> Iterator[Hit]:
-    same = before.global_batch is not None and before.global_batch == now.global_batch
-    if before.batch != now.batch and not same:
-        whole, rest = divmod(before.batch, now.ranks)
+    if before.global_batch is not None and now.global_batch is not None:
+        took, takes, each = before.global_batch, now.global_batch, now.global_batch // now.micro_batches
+        said = f"{count(takes, 'sample')}, and took {took:,}"
+    else:
+        took, takes, each = before.batch, now.batch, now.ranks
+        said = f"{_window(now)}, and took {_window(before)}"
+    if took != takes:
+        whole, rest = divmod(took, each)
         fix = "" if rest else f"To train on as before, write Config(accumulation={whole})."
-        yield Hit("config.accumulation", f"a step takes {_window(now)}, and took {_window(before)}", fix)
+        yield Hit("config.accumulation", f"a step takes {said}", fix)
 
 
 def _window(windows: SavedWindows) -> str:
@@ -397,7 +402,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         "resume.other-batch",
-        "A step takes as many micro-batches, on all ranks, as in the run that was saved.",
+        "A step takes as many samples, or micro-batches, on all ranks, as in the run that was saved.",
         _windows(_other_batch),
         "Nothing is to be done where it was changed on purpose: this run's plan counts.",
         **_WARNS,
