@@ -38,15 +38,15 @@ def wrong_type(value: object, cls: Any) -> MisfitError:
     """Refuse a value of another JSON type."""
     what = f"{shown(value)} is given where {field_types.describe(cls)} is expected"
     near = samples(value, cls)
-    alone = value[0] if isinstance(value, list) and len(value) == 1 and takes(cls, value[0]) else None
+    alone = value[0] if isinstance(value, list) and len(value) == 1 and _means_one(cls, value[0]) else None
     if isinstance(value, bool):  # a switch: on is the kinds, off is None
         near = tuple(one for one in near if (one is None) is not value) or near
 
     def fix(language: Language) -> str:
-        if near:
-            return _one_of(near, language)
         if alone is not None:
             return f"take it out of the list: {typed(alone, language)}"
+        if near:
+            return _one_of(near, language)
         listed = field_types.listed(value, cls)
         return f"put it into a list: {typed(listed, language)}" if listed else field_types.retyped(value, cls)
 
@@ -283,6 +283,12 @@ def takes(cls: Any, value: object) -> bool:
         if isinstance(value, str | dict) and field_types.is_union(cls) and attrs.has(option):
             return True
     return False
+
+
+def _means_one(cls: Any, value: object) -> bool:
+    """Check that it may be given, and if it is the name of a kind, that there is one of that name."""
+    kinds = field_types.kinds(cls)
+    return takes(cls, value) and (not kinds or not isinstance(value, str) or value in kinds)
 
 
 def _wider(cls: Any, value: Any) -> Any:

@@ -198,7 +198,7 @@ def _say_whose(file: Foreign) -> None:
             what = "accelerate's launcher reads no such key here; DeepSpeed's own file does"
             home = next((home for home in homes if home.startswith("zero_optimization.")), homes[0])
             fix = f"Write {home} into a DeepSpeed JSON, and that file's path as deepspeed_config_file."
-            file.error("unknown-key", f"{_IN_DEEPSPEED}{key}", what, fix)
+            file.error("unknown-key", f"{_IN_DEEPSPEED}{key}", what, fix, misread=False)
 
 
 def _engine(file: Foreign, config: Config, path: Path) -> Config:

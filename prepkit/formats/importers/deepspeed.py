@@ -89,6 +89,9 @@ def _global_batch(file: Foreign) -> int | None:
 
 def _precision(file: Foreign, asked: Precision | None) -> Precision:
     if _on(file, "bf16") or _on(file, "bfloat16"):
+        if _on(file, "fp16"):
+            what = "bf16 and fp16 are both enabled, which DeepSpeed refuses"
+            file.error("contradiction", "fp16.enabled", what, "Write false here, or in bf16.", misread=False)
         return BF16(reduce_dtype="float32")
     if _on(file, "fp16") or (isinstance(asked, FP16) and file.raw("fp16.enabled") == AUTO):
         power = _number(file, "fp16.initial_scale_power", "precision.init_scale")

@@ -48,6 +48,8 @@ class Foreign:
     free: set[str] = field(factory=set, repr=False)
     """Keys below which everything is taken."""
     _read: set[str] = field(factory=set)
+    _misread: set[str] = field(factory=set)
+    """Keys with an error, without whose value the config is another one than the file means."""
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -150,7 +152,11 @@ class Foreign:
             if given == word.lower():
                 return word
         near = get_close_matches(given, [word.lower() for word in words], n=1)
-        fix = f"Write {near[0]!r}." if near else f"Write one of {', '.join(words)}."
+        fix = (
+            f"Write {next(word for word in words if word.lower() == near[0])!r}."
+            if near
+            else f"Write one of {', '.join(words)}."
+        )
         self.error("wrong-value", name, f"{shown(value)} is none of {', '.join(words)}", fix)
         return None
 
@@ -198,9 +204,13 @@ class Foreign:
             self.covered(name)
             self.error("no-effect", name, why, fix)
 
-    def error(self, rule: str, name: str, what: str, fix: str) -> None:
-        """Says what is wrong with a key, in the severity of its row."""
-        self._say(rule, name, what, fix)
+    def error(self, rule: str, name: str, what: str, fix: str, *, misread: bool = True) -> None:
+        """Says what is wrong with a key, in the severity of its row.
+
+        Not ``misread``: the config is what the file means all the same, so that every rule can be asked of it.
+        """
+        finding = self._say(rule, name, what, fix)
+        self._misread |= {name} if misread and finding.severity is Severity.ERROR else set()
 
     def warn(self, rule: str, name: str, what: str, fix: str) -> None:
         """Says what should be known of a key."""
@@ -244,10 +254,8 @@ class Foreign:
             notes=tuple(self.findings),
             **declared,
         )
-        wrong = [finding for finding in self.findings if finding.severity is Severity.ERROR]
-        if wrong:
-            only_more = all(finding.rule == "import.unknown-key" for finding in wrong)
-            raise PlanRejected(tuple(self.findings), rest=read if only_more else None)
+        if any(finding.severity is Severity.ERROR for finding in self.findings):
+            raise PlanRejected(tuple(self.findings), rest=None if self._misread - self.free else read)
         return read
 
     def unchanged(self) -> Iterator[str]:
@@ -285,11 +293,19 @@ class Foreign:
             if key in read or (section and section not in read):
                 continue  # below an unknown one, which is said once
             if (said := said + 1) > MOST:
-                self.error("unknown-key", key, f"{MOST} unknown keys are reported, and there are more", "Remove them.")
+                self.error(
+                    "unknown-key",
+                    key,
+                    f"{MOST} unknown keys are reported, and there are more",
+                    "Remove them.",
+                    misread=False,
+                )
                 return
             near = get_close_matches(key, candidates, n=1, cutoff=0.75)
             fix = f"Write {near[0]!r}, or remove it." if near else "Remove it."
-            self.error("unknown-key", key, f"{self.kind} knows no such key, and nothing would read it", fix)
+            self.error(
+                "unknown-key", key, f"{self.kind} knows no such key, and nothing would read it", fix, misread=False
+            )
 
     def where(self, name: str) -> str:
         """A place as findings give it."""
@@ -299,10 +315,11 @@ class Foreign:
         line, column = self.places.get(name, (None, None))
         return Origin(setting=setting, key=self.shown_as.get(name, name), source=self.source, line=line, column=column)
 
-    def _say(self, rule: str, name: str, what: str, fix: str, *, milder: bool = False) -> None:
+    def _say(self, rule: str, name: str, what: str, fix: str, *, milder: bool = False) -> Finding:
         self._read.add(name)
         finding = found(f"import.{rule}", self.where(name), what, fix, milder=milder)
         self.findings += [finding] if finding not in self.findings else []
+        return finding
 
     def _wrong_type(self, name: str, value: object, kind: type) -> None:
         self.error("wrong-type", name, f"{shown(value)} is not {_NAMES[kind]}", f"Write {_NAMES[kind]}.")

@@ -279,6 +279,20 @@ def test_a_deepspeed_file_is_read_where_it_lies_beside_the_yaml(tmp_path: Path) 
     assert (Path(clip.source).name, clip.line) == ("zero.json", 4)
 
 
+def test_a_wrong_value_that_changes_no_setting_keeps_no_rule_from_being_asked(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_state_dict_type: SHARDED_STATE_DICTS\n"
+    (tmp_path / "accelerate.yaml").write_text(text)
+    with pytest.raises(PlanRejected) as told:
+        import_config(str(tmp_path / "accelerate.yaml"))
+    (finding,) = (one for one in told.value.findings if one.rule == "import.wrong-value")
+    assert finding.fix == "Write 'SHARDED_STATE_DICT'."
+    assert isinstance(told.value.rest.config.engine, FSDP2)
+    (tmp_path / "accelerate.yaml").write_text(text.replace("fsdp_version: 2", "fsdp_version: 3"))
+    with pytest.raises(PlanRejected) as told:
+        import_config(str(tmp_path / "accelerate.yaml"))
+    assert told.value.rest is None
+
+
 def test_everything_wrong_with_a_file_is_said_at_once_with_its_line(tmp_path: Path) -> None:
     text = """\
 distributed_type: FSPD

@@ -143,6 +143,16 @@ def test_findings_of_rules_name_the_key_and_its_line(tmp_path: Path) -> None:
     assert findings["deepspeed.stage"].origin == f"{tmp_path}/ds.json", "its text quotes no key: the file it is"
 
 
+def test_both_precisions_are_refused_and_the_rest_is_read_all_the_same(tmp_path: Path) -> None:
+    text = '{"bf16": {"enabled": true}, "fp16": {"enabled": true}, "zero_optimization": {"stage": 3}}'
+    with pytest.raises(PlanRejected) as refused:
+        read(tmp_path, text)
+    (finding,) = (one for one in refused.value.findings if one.rule == "import.contradiction")
+    assert "fp16.enabled" in finding.where
+    assert "bf16 and fp16 are both enabled" in finding.what
+    assert refused.value.rest.config.precision == BF16(reduce_dtype="float32")
+
+
 def test_a_file_with_no_key_of_deepspeed_is_not_taken_for_one(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"no_such": 1}')
     with pytest.raises(PlanRejected, match="it has none of train_batch_size"):
