@@ -33,7 +33,7 @@ from prepkit.facts.run import (
 )
 from prepkit.facts.window import CourseFacts, Loaded, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
-from prepkit.rules import due
+from prepkit.rules import by_id, due
 from prepkit.rules.rule import Moment, Need, Rule, findings_of
 from prepkit.rules.run import AUDIT_RULES
 from prepkit.testing.tiny import tiny_loader, tiny_model
@@ -371,3 +371,12 @@ def test_a_look_with_the_needs_of_the_rules_that_are_due_gives_what_a_look_at_ev
     needs = tuple({need for rule in rules for need in rule.needs})
     for facts in (FINE, *BROKEN.values(), *OTHERWISE.values()):
         assert findings_of(rules, seen_with(facts, needs)) == findings_of(rules, facts)
+
+
+def test_orders_of_different_passes_are_not_laid_to_the_sampler() -> None:
+    rule = by_id()["run.orders-apart"]
+    (own,) = findings_of((rule,), evolve(FINE, loop=LoopFacts(window=1, orders=(1, 2))))
+    (passes,) = findings_of((rule,), evolve(FINE, loop=LoopFacts(window=1, orders=(1, 2), passes=(0, 1))))
+    assert "set_epoch(epoch)" in own.fix
+    assert "different passes, 0 to 1" in passes.what
+    assert passes.fix == by_id()["run.ranks-passes"].fix

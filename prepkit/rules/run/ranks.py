@@ -64,6 +64,9 @@ def _state(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("optimizer", what)
 
 
+_END_TOGETHER = "End passes on all ranks together, as by `if ready.ranks.reduce(float(done), 'max'):`."
+
+
 def _passes(facts: RunFacts) -> Iterator[Hit]:
     if facts.loop is not None and facts.loop.passes[0] != facts.loop.passes[1]:
         least, most = facts.loop.passes
@@ -76,11 +79,13 @@ def _passes(facts: RunFacts) -> Iterator[Hit]:
 
 def _orders(facts: RunFacts) -> Iterator[Hit]:
     if facts.loop is not None and all(facts.loop.orders) and facts.loop.orders[0] != facts.loop.orders[1]:
-        what = (
-            "Each rank takes its part of an order of its own: what one rank leaves to another is read by nobody, and "
-            "other samples twice."
-        )
-        yield Hit("loaders", what)
+        least, most = facts.loop.passes
+        lost = "what one rank leaves to another is read by nobody, and other samples twice."
+        if least == most:
+            yield Hit("loaders", f"Each rank takes its part of an order of its own: {lost}")
+        else:
+            what = f"Ranks take their parts of the orders of different passes, {least} to {most}: {lost}"
+            yield Hit("loaders", what, _END_TOGETHER)
     for number, (least, most) in enumerate(facts.loop.streams if facts.loop is not None else ()):
         if not least or least == most:
             continue
@@ -202,7 +207,7 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.DUE,),
         needs=(Need.LOOP, Need.RANKS),
         cost="a share of the one exchange over the ranks that the moment makes",
-        fix="End passes on all ranks together, as by `if ready.ranks.reduce(float(done), 'max'):`.",
+        fix=_END_TOGETHER,
         severity=Severity.WARNING,
     ),
     Rule(
