@@ -227,8 +227,6 @@ def _verdicts(
     if refused is not None and _is_plan(config):
         raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
     if imported is None:
-        if not as_json:
-            say("No rule was asked of the model: what the file means is not known before this is mended.", err=True)
         cli_refusal.refuse((refused,), as_json, err=err)
     envs, cfg = cluster.envs(imported), cluster.with_optimizer(imported.config)
     how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None

@@ -263,8 +263,8 @@ def test_a_global_batch_is_swept_and_checked_with_the_batch_size_that_is_declare
     assert checked.exit_code == 1
     assert "a plan exists for world size 8" in checked.stdout
     untold = run("check", *words)
-    assert "global-batch.unknown" in untold.stderr
-    assert "or --batch-size 4 on the command line" in untold.stderr, "what was typed above"
+    assert "global-batch.unknown" in untold.stdout
+    assert "or --batch-size 4 on the command line" in untold.stdout, "what was typed above"
     assert "no loader and no --batch-size is given" in run("sweep", *words, "--engine", "ddp").stdout
 
 
