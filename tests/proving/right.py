@@ -94,8 +94,7 @@ def ddp_float16_clipped(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
-def ddp_bfloat16(rank: int, world: int) -> Window:
-    model = DDP(net())
+def _in_bfloat16(model: nn.Module) -> Window:
     optimizer = adam(model)
 
     def train() -> None:
@@ -106,6 +105,10 @@ def ddp_bfloat16(rank: int, world: int) -> Window:
         optimizer.step()
 
     return Window(model, train)
+
+
+def ddp_bfloat16(rank: int, world: int) -> Window:
+    return _in_bfloat16(DDP(net()))
 
 
 def ddp_with_a_weighted_loss(rank: int, world: int) -> Window:
@@ -417,17 +420,7 @@ def ddp_with_a_mask_of_infinity(rank: int, world: int) -> Window:
 
 def ddp_bfloat16_with_a_mask_of_the_lowest_number(rank: int, world: int) -> Window:
     torch.manual_seed(0)
-    model = DDP(Attends(torch.finfo(torch.float32).min))
-    optimizer = adam(model)
-
-    def train() -> None:
-        for batch in micros(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = loss_of(model, batch) / 2
-            loss.backward()
-        optimizer.step()
-
-    return Window(model, train)
+    return _in_bfloat16(DDP(Attends(torch.finfo(torch.float32).min)))
 
 
 def ddp_compiled(rank: int, world: int) -> Window:
