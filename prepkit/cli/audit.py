@@ -22,7 +22,27 @@ SCRIPT_FAILED = 3
 """Exit code where the script itself failed: 1 says that the audit has found errors, 2 that there was none."""
 
 
+class OptionsBehind(click.Command):
+    """Takes its own options also right behind SCRIPT; those from the first other word on, or from ``--``, are SCRIPT's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Move them in front of SCRIPT."""
+        parsed, _, _ = self.make_parser(ctx).parse_args(list(args))
+        script, rest = parsed["script"], parsed["arguments"]
+        if not isinstance(script, str) or not isinstance(rest, tuple | list) or script.startswith("-"):
+            return super().parse_args(ctx, args)
+        behind = list(rest)
+        before = list(args)[: len(args) - len(behind) - 1]
+        options = {name: one for one in self.params if isinstance(one, click.Option) for name in one.opts}
+        own: list[str] = []
+        while behind and (option := options.get(behind[0].partition("=")[0])):
+            words = 1 if option.is_flag or "=" in behind[0] else 2
+            own, behind = [*own, *behind[:words]], behind[words:]
+        return super().parse_args(ctx, [*before, *own, script, *behind[behind[:1] == ["--"] :]])
+
+
 @click.command(
+    cls=OptionsBehind,
     short_help="Find what is wrong with a script's objects at its first step.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
@@ -37,9 +57,10 @@ def audit(  # an argument for each option
 ) -> None:
     """Run a training script up to its first optimizer step, and say what is wrong with what stands there.
 
-    SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken. With --torchrun 2 it is
-    started in two processes of this machine, on the CPU and gloo; on several machines: torchrun ... -m prepkit audit
-    SCRIPT. Only errors give exit code 1; a script that fails by itself gives 3. With --prove the first step is taken,
+    SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken. Options of audit may
+    stand right behind SCRIPT too; what follows --, or the first word that audit does not know, is SCRIPT's. With
+    --torchrun 2 it is started in two processes of this machine, on the CPU and gloo; on several machines: torchrun ...
+    -m prepkit audit SCRIPT. Only errors give exit code 1; a script that fails by itself gives 3. With --prove the first step is taken,
     and the whole window is done again on rank 0 in plain torch: weights, gradients and the step are compared.
     """
     plan_files.demand_torch("prepkit audit")
@@ -47,7 +68,7 @@ def audit(  # an argument for each option
         raise click.UsageError("--keep leaves the record of a proof: give --prove too")
     if processes:
         kept = () if keep is None else ("--keep", keep)
-        _in_processes(processes, (*["--prove"] * prove, *kept, *["--json"] * as_json, script, *arguments))
+        _in_processes(processes, (*["--prove"] * prove, *kept, *["--json"] * as_json, script, "--", *arguments))
     code = _audited(script, arguments, prove, keep, as_json)
     if folder := os.environ.get(CODES):
         from prepkit.ranks import launcher

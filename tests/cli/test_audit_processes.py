@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from prepkit.cli.audit import audit
 from tests.support.command_line import python, run
 from tests.support.script import Ran
 
@@ -41,7 +44,7 @@ def test_a_wrong_one_under_torchrun_gives_one_and_says_it_once(tmp_path: Path) -
 
 
 def test_a_right_script_is_fine_in_two_processes(tmp_path: Path, forked_torchrun: list[Ran]) -> None:
-    assert run("audit", "--torchrun", "2", _script(tmp_path)).exit_code == 0, forked_torchrun
+    assert run("audit", _script(tmp_path), "--torchrun", "2").exit_code == 0, forked_torchrun
     assert (
         "".join(one.out for one in forked_torchrun).count(
             "audit of Linear, 20 parameters, 20 trained; ddp over 2 ranks"
@@ -55,3 +58,21 @@ def test_a_script_that_fails_gives_three(tmp_path: Path, forked_torchrun: list[R
         forked_torchrun
     )
     assert "OSError: gone" in "".join(one.err for one in forked_torchrun)
+
+
+@pytest.mark.parametrize(
+    ("behind", "processes", "proves", "as_json", "arguments"),
+    [
+        (["--torchrun", "2", "--prove", "a", "--json"], 2, True, False, ("a", "--json")),
+        (["--torchrun=2", "--lr", "--prove"], 2, False, False, ("--lr", "--prove")),
+        (["--json", "--", "--json", "--torchrun", "2"], None, False, True, ("--json", "--torchrun", "2")),
+        (["-h"], None, False, False, ("-h",)),
+    ],
+)
+def test_options_right_behind_the_script_are_those_of_audit(
+    tmp_path: Path, behind: list[str], processes: int | None, proves: bool, as_json: bool, arguments: tuple[str, ...]
+) -> None:
+    script = _script(tmp_path)
+    found = audit.make_context("audit", [script, *behind]).params
+    asked = {"processes": processes, "prove": proves, "as_json": as_json, "arguments": arguments}
+    assert found == {"script": script, "keep": None, **asked}
