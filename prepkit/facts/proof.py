@@ -139,6 +139,10 @@ class ProofFacts:
     """Parameters whose gradient has a larger element than that."""
     outside: tuple[str, ...] = ()
     """Parameters that the loss uses itself, beside the model's outputs."""
+    beside: tuple[str, ...] = ()
+    """Lines that went backward over weights of the model, and over no output of it: ``train.py:31``."""
+    wrapper: str = ""
+    """The class of what wraps the model there; empty: nothing does, or there are no such lines."""
     scales_apart: bool = False
     """Whether ranks have scaled their losses by different numbers against underflow."""
     options_apart: tuple[str, ...] = ()

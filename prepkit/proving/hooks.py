@@ -210,6 +210,12 @@ class Clipping:
             self.at.append(len(self._micros))
 
 
+def _used(root: nn.Module | None, loss: Tensor, ends: set[int]) -> Iterator[str]:
+    """Yield parameters that a loss uses itself, beside the outputs that begin at ``ends``."""
+    known = {id(param): name for name, param in parameters(root)}
+    yield from (known[id(leaf)] for leaf in used_outside(loss, ends) if id(leaf) in known)
+
+
 COPIES = "an optimizer has stepped copies of the weights, which were put into the model behind it"
 
 
@@ -221,6 +227,10 @@ class Around:
     moved: tuple[str, ...] = field(default=(), init=False)
     swung: bool = field(default=False, init=False)
     outside: dict[str, None] = field(factory=dict, init=False)
+    beside: dict[str, None] = field(factory=dict, init=False)
+    """Lines that went backward over weights of the model, and over no output of it."""
+    wrapper: str = field(default="", init=False)
+    """The class of what wraps the model there."""
     kept: tuple[str, ...] = field(default=(), init=False)
     twice: bool = field(default=False, init=False)
     idle: int = field(default=0, init=False)
@@ -244,8 +254,13 @@ class Around:
     def backward(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
         """Before a backward; ``ends``: identities of nodes at which the model's own outputs begin."""
         self._left = with_gradients(root) if first else self._left
-        known = {id(param): name for name, param in parameters(root)}
-        self.outside |= {known[id(leaf)]: None for leaf in used_outside(loss, ends) if id(leaf) in known}
+        self.outside |= dict.fromkeys(_used(root, loss, ends))
+
+    def past(self, root: nn.Module | None, loss: Tensor, ends: set[int]) -> None:
+        """Before, or behind, a backward that no output of the model takes part in."""
+        if root is not None and next(_used(root, loss, ends), None) is not None:
+            self.beside |= dict.fromkeys(line_of("backward"))
+            self.wrapper = type(root).__name__ if root is not names.unwrap_root(root)[-1] else ""
 
     def changed(self, root: nn.Module | None) -> tuple[str, ...]:
         """Parameters that are not as they were at the first forward."""
@@ -312,6 +327,8 @@ class Around:
             swung=self.swung,
             left=self._left,
             outside=tuple(self.outside),
+            beside=tuple(self.beside),
+            wrapper=self.wrapper,
             kept=self.kept,
             twice=self.twice,
             cleared=self._cleared,

@@ -117,6 +117,10 @@ class Disturbed:
     """Parameters that had a gradient before the first backward."""
     outside: tuple[str, ...] = ()
     """Parameters that the loss uses itself, beside the model's outputs."""
+    beside: tuple[str, ...] = ()
+    """Lines that went backward over weights of the model, and over no output of it."""
+    wrapper: str = ""
+    """The class of what wraps the model there; empty: nothing does, or there are no such lines."""
     kept: tuple[str, ...] = ()
     """Parameters that still had their gradient when the next window went backward."""
     twice: bool = False

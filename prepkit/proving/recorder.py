@@ -311,8 +311,11 @@ class Recorder:
             self._around.kept = with_gradients(self.root)
             self._over()
         open_calls = [call for call in self._calls if call.micro < 0]
-        if self._stepping or self.done or not open_calls or losses[0].numel() != 1:
+        if self._stepping or self.done or losses[0].numel() != 1:
             return plain(tensors, *args, **kwargs)  # as in checkpointing, which goes backward inside a backward
+        if not open_calls:
+            self._around.past(self.root, losses[0], set())
+            return plain(tensors, *args, **kwargs)
         factor: Factor = factor_of(losses[0])
         ends = {id(end) for call in open_calls for end in call.ends}
         micro = len(self._micros)
@@ -344,6 +347,7 @@ class Recorder:
         self._tracer.backward = False
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
             self._micros.pop()
+            self._around.past(self.root, losses[0], ends)
             for call in open_calls:
                 call.micro = -1  # its own may follow
         return result
@@ -356,7 +360,7 @@ class Recorder:
         elif not (self.done or self.stepped) and holds(self.root, which) and not with_gradients(self.root):
             self._around.cleared(self._micros)
             self._calls = [call for call in self._calls if call.micro < 0]
-            for what in (self._micros, self._clips.at, self._around.outside):
+            for what in (self._micros, self._clips.at, self._around.outside, self._around.beside):
                 what.clear()
             self._tracer.forget()
         return result

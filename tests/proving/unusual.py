@@ -462,7 +462,43 @@ def reduced_to_rank_0(rank: int, world: int) -> Window:
     return trained(net(), then=then)
 
 
+def penalty_in_a_backward_of_its_own(rank: int, world: int) -> Window:
+    """Alike on every rank, so that it needs no average."""
+    model = DDP(net())
+
+    def then(_: nn.Module) -> None:
+        (0.1 * sum(param.abs().sum() for param in model.parameters())).backward()
+
+    return trained(model, then=then, optimizer=torch.optim.Adam(model.parameters()))
+
+
+def past_the_wrapper_in_the_last_micro_batch(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        *early, last = micros(3)
+        for batch in early:
+            (loss_of(model, batch) / 3).backward()
+        (loss_of(model.module, last) / 3).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def penalty_of_what_a_rank_has_read(rank: int, world: int) -> Window:
+    """A second loss, of a part of the model that is called by itself."""
+    model = DDP(net())
+
+    def then(_: nn.Module) -> None:
+        for inputs, _labels in micros(1):
+            model.module.enter(inputs).square().mean().backward()
+
+    return trained(model, then=then)
+
+
 RIGHT_UNUSUAL = (
+    penalty_in_a_backward_of_its_own,
     checkpoints_in_the_forward,
     reentrant_checkpoints_in_the_forward,
     checkpoints_of_its_own,
@@ -495,5 +531,7 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (optimizer_of_a_model_that_was_copied, "prove.not-stepped"),
     (sparse_part_summed, "prove.summed", "The gradients of `enter` are 2.000 x"),
     (reduced_to_rank_0, "prove.not-averaged", "those of rank 1 alone, on rank 1"),
+    (past_the_wrapper_in_the_last_micro_batch, "prove.past-wrapper", "what it adds to all gradients is each rank's own"),
+    (penalty_of_what_a_rank_has_read, "prove.past-wrapper", "enter.weight"),
 )
 """Each with its rule and a word of its text."""

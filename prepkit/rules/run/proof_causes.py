@@ -132,6 +132,15 @@ def _distance(one: GradientProof, copy: int, sums: Vector) -> float:
     return sqrt(max(one.squares[copy] - 2 * cross + _square(one.gram, sums), 0.0))
 
 
+def _apart(one: GradientProof) -> bool:
+    """Return whether ranks have stepped other gradients of one parameter than each other."""
+    return any(
+        not isclose(mine, first, rel_tol=1e-5, abs_tol=1e-12)
+        for copy in range(1, len(one.dots))
+        for mine, first in zip((one.squares[copy], *one.dots[copy]), (one.squares[0], *one.dots[0]), strict=True)
+    )
+
+
 def _fitted(one: GradientProof, copy: int, sums: Vector) -> float:
     """The factor with which the sum is nearest to what was recorded."""
     square = _square(one.gram, sums)
@@ -184,7 +193,10 @@ class _Aim:
                 return Cause(cause.rule, cause.why, 1.0 if near(ratio, 1.0) else ratio, cause.rank)
         if (by := self.decayed(one, copy, allowed)) is not None:
             return Cause("prove.decay", f"{by:.2g} x the weights")
-        if one.name in self.facts.outside:
+        if self.facts.beside and _apart(one):
+            rule = "prove.past-wrapper" if self.facts.wrapper else "prove.not-averaged"
+            return Cause(rule, "each rank's own: nobody averages them")
+        if one.name in self.facts.outside or self.facts.beside:
             return None  # which is told as a limit
         square = one.squares[copy] * _square(one.gram, self.sums)
         cosine = sum(a * d for a, d in zip(self.sums, one.dots[copy], strict=True)) / sqrt(square) if square else 0.0

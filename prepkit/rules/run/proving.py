@@ -37,6 +37,14 @@ def _those(names: tuple[str, ...], facts: ProofFacts) -> str:
     return f"The gradients of {len(names)} of {len(every)} parameters ({some(names)})"
 
 
+def _past_wrapper(facts: ProofFacts) -> Iterator[Hit]:
+    for cause, names in causes(facts):
+        if cause.rule == "prove.past-wrapper":
+            said = f"A loss that no output of `{facts.wrapper}` is in went {', '.join(facts.beside)}"
+            which = "all gradients" if len(names) == len(facts.gradients) else some(names)
+            yield Hit("gradients", f"{said}: what it adds to {which} is each rank's own, and nobody averages it.")
+
+
 def _micro_batch(facts: ProofFacts) -> Iterator[Hit]:
     yield from _gradients("prove.micro-batch", facts)
     if facts.wasted and not by_hand(facts):
@@ -236,6 +244,9 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("proof", f"To {count(len(names), 'gradient')} {why} were added: taken for a decay that is meant.")
     if left := set(facts.outside).difference(*(names for _, names, _ in _decayed(facts))):
         yield Hit("proof", f"The loss uses {some(sorted(left))} beside the outputs: that part was not replayed.")
+    if facts.beside and not list(_past_wrapper(facts)):
+        said = f"A loss with weights of the model, and no output of it, went {', '.join(facts.beside)}"
+        yield Hit("proof", f"{said}: that part was not replayed.")
     noise = sqrt(sum(one.noise**2 for one in facts.gradients))
     if facts.gradients and facts.shares and noise > 0.1 * norm(facts, mean(facts)):
         yield Hit(
@@ -371,6 +382,12 @@ RULES: tuple[Rule, ...] = (
         "prove.not-averaged",
         "Every gradient is the average of all ranks.",
         "Put what trains inside the wrapper, and leave no_sync() before the last backward of a step.",
+    ),
+    _row(
+        "prove.past-wrapper",
+        "Every loss is made of what the wrapper returns.",
+        "Call the wrapped model, model(x), and not what it wraps; or average such a gradient yourself.",
+        _past_wrapper,
     ),
     _row(
         "prove.part-of-ranks",
