@@ -23,15 +23,18 @@ from prepkit.ranks.world import world
 from prepkit.rules import found
 
 
-def end_unless_used(own: Module, hear: Callable[[tuple[Finding, ...]], None]) -> list[Any]:
-    """Ends the groups as ``end`` does, unless wrappers of another model still use one on some rank. Collective.
+def end_unless_used(own: Module, hear: Callable[[tuple[Finding, ...]], None], *, others: int) -> list[Any]:
+    """Ends the groups as ``end`` does, unless another model still uses one on some rank. Collective.
 
-    Such a wrapper could neither train on nor be freed safely under a group that has ended. The group is then left to
+    ``others`` that were prepared and are open on this rank may go on, and nothing is told: the last one ends the group.
+
+    Any other wrapper could neither train on nor be freed safely under a group that has ended. The group is then left to
     the process (``end_with_the_process``), which rank 0 tells ``hear``. ``own`` is the model whose run is closed.
     """
     users = _users(own)
-    if world().worst(torch.tensor(len(users))).item():
-        if world().is_first:
+    most = world().worst(torch.tensor([others, len(users)])).tolist()
+    if any(most):
+        if world().is_first and not most[0]:
             who = f"{count(len(users), 'wrapper')} here ({', '.join(sorted(set(users)))})" if users else "another rank"
             hear((found("run.group-in-use", "process group", f"{who} of another model still uses it"),))
         return []

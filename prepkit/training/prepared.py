@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from attrs import Factory, define, evolve, field
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
@@ -71,6 +72,8 @@ MOVED = {
     "set_epoch": "ready.loop.passes.set_epoch(epoch)",
 }
 """Members that are no longer here, to what to write now."""
+_OPEN: weakref.WeakValueDictionary[int, Prepared] = weakref.WeakValueDictionary()
+"""Those that were not closed, by identity."""
 
 
 @define(kw_only=True)
@@ -98,7 +101,9 @@ class Prepared:
     _peers: Peers | None = field(default=None, repr=False)
     """The other ranks: where one is lost while training, what is raised names it. None: alone."""
     _started: bool = False
-    """Apply has started the process group, so that ``close`` ends it."""
+    """Apply has started the process group, so that ``close`` ends it, unless others that are open train in it."""
+    _group: int = field(factory=lambda: id(dist.group.WORLD), init=False, repr=False)
+    """The identity of the process group that was there."""
     _court: Court = field(
         default=Factory(lambda self: Court(accepted=self.plan.run.accepted), takes_self=True), repr=False
     )
@@ -118,6 +123,7 @@ class Prepared:
     """The groups that ``close`` has ended: threads of gloo may still use them."""
 
     def __attrs_post_init__(self) -> None:
+        _OPEN[id(self)] = self
         plan, engine = self.plan, driver(self.model)
         look = StepLook(plan=plan, model=self.model, optimizers=joint_optimizer.members(self.optimizer))
         self._looks = Looks(plan=plan, court=self._court, look=look)
@@ -336,8 +342,8 @@ class Prepared:
 
         Afterwards ``model`` is the module that was given, and what trains, saves, logs or asks other ranks raises
         ``RunRefused``; keep no other reference to the wrapper. Collective where the group is ended: every rank waits
-        for the others, so that none loses its last collective. A group that a wrapper of another model still uses is
-        left to the process, with a warning. While an exception is under way, as in a ``finally:``,
+        for the others, so that none loses its last collective. Of several that were prepared the last one that is closed
+        ends the group. A group that a wrapper of another model still uses is left to the process, with a warning. While an exception is under way, as in a ``finally:``,
         it waits for nobody: the others are told by their next collective. A checkpoint that is being written has a
         minute then. Raises ``RunRefused`` in the end where a stream was read last of which each rank has other samples.
         ``keep_group`` leaves it for another run.
@@ -345,6 +351,7 @@ class Prepared:
         still use it.
         """
         failing = sys.exc_info()[1] is not None
+        _OPEN.pop(id(self), None)
         meets = self._started and not keep_group and not failing and world().running
         late = self._looks.before_close(self.loop.passes) if meets else ()
         self.checkpoints.close(failing=failing)
@@ -366,7 +373,10 @@ class Prepared:
             if failing:
                 end_groups.disconnect(None)
             else:
-                self._ended += end_groups.end_unless_used(self.model, self._court.hear)
+                heirs = [one for one in _OPEN.values() if one._group == id(dist.group.WORLD)]
+                self._ended += end_groups.end_unless_used(self.model, self._court.hear, others=len(heirs))
+                for heir in heirs[:1]:
+                    heir._started = True
         if self._peers is not None and not failing:
             self._peers.retract()
         if self._waits is not None:

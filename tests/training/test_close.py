@@ -124,6 +124,28 @@ def test_a_group_that_another_wrapper_uses_on_one_rank_is_ended_on_none(gang2: G
     assert of_one == (True, 2.0, [], True)
 
 
+def closes_of_two(rank: int, world: int, engine: Engine, first: int) -> tuple[list[bool], list[str]]:
+    """Whether the group runs after each close of two that train beside each other, and what is told."""
+    both = [trained(engine, world), trained(engine, world)]
+    running = []
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always", FindingWarning)
+        both.pop(first).close()
+        running.append(dist.is_initialized())
+        (last,) = both
+        last.backward(last.model(TOKENS).sum())
+        last.step()
+        last.close()
+        running.append(dist.is_initialized())
+    return running, [str(one.message) for one in heard if "group" in str(one.message)]
+
+
+@pytest.mark.parametrize("engine", [DDP(), FSDP2()], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_that_train_the_last_that_is_closed_ends_the_group(gang2: Gang, engine: Engine, first: int) -> None:
+    assert gang2.run_fresh(closes_of_two, engine, first) == [([True, False], [])] * 2
+
+
 GOES_ON = """
 import sys
 
