@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,6 +84,8 @@ def wrap_do(step: WrapDDP, target: Target, *, init_sync: bool = True) -> Wrapped
 
 def communication(asked: DDPCommHook) -> tuple[Any, Any]:
     """State and hook, as ``register_comm_hook`` takes them (H-30). PowerSGD talks over the default group."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # which take 30 ms to import
+
     hook = getattr(powerSGD_hook if asked.hook == "powerSGD_hook" else default_hooks, asked.hook)
     if asked.wrapper is not None:
         hook = getattr(default_hooks, asked.wrapper)(hook)
