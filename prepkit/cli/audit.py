@@ -23,7 +23,7 @@ SCRIPT_FAILED = 3
 
 
 class OptionsBehind(click.Command):
-    """Takes its own options also right behind SCRIPT; those from the first other word on, or from ``--``, are SCRIPT's."""
+    """Takes its own options right behind SCRIPT too; from the first other word or ``--`` on they are SCRIPT's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Move them in front of SCRIPT."""
@@ -60,8 +60,9 @@ def audit(  # an argument for each option
     SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken. Options of audit may
     stand right behind SCRIPT too; what follows --, or the first word that audit does not know, is SCRIPT's. With
     --torchrun 2 it is started in two processes of this machine, on the CPU and gloo; on several machines: torchrun ...
-    -m prepkit audit SCRIPT. Only errors give exit code 1; a script that fails by itself gives 3. With --prove the first step is taken,
-    and the whole window is done again on rank 0 in plain torch: weights, gradients and the step are compared.
+    -m prepkit audit SCRIPT. Only errors give exit code 1; a script that fails by itself gives 3. With --prove the first
+    step is taken, and the whole window is done again on rank 0 in plain torch: weights, gradients and the step are
+    compared.
     """
     plan_files.demand_torch("prepkit audit")
     if keep is not None and not prove:

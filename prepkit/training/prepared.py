@@ -342,11 +342,11 @@ class Prepared:
 
         Afterwards ``model`` is the module that was given, and what trains, saves, logs or asks other ranks raises
         ``RunRefused``; keep no other reference to the wrapper. Collective where the group is ended: every rank waits
-        for the others, so that none loses its last collective. Of several that were prepared the last one that is closed
-        ends the group. A group that a wrapper of another model still uses is left to the process, with a warning. While an exception is under way, as in a ``finally:``,
-        it waits for nobody: the others are told by their next collective. A checkpoint that is being written has a
-        minute then. Raises ``RunRefused`` in the end where a stream was read last of which each rank has other samples.
-        ``keep_group`` leaves it for another run.
+        for the others, so that none loses its last collective. Of several that were prepared the last one that is
+        closed ends the group. A group that a wrapper of another model still uses is left to the process, with a
+        warning. While an exception is under way, as in a ``finally:``, it waits for nobody: the others are told by
+        their next collective. A checkpoint that is being written has a minute then. Raises ``RunRefused`` in the end
+        where a stream was read last of which each rank has other samples. ``keep_group`` leaves it for another run.
         Returns what ended groups leave, to be kept until the process ends where it ends at once: a thread of gloo may
         still use it.
         """

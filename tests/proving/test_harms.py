@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from tests.proving import wrong
+from tests.proving import unseen, unusual, wrong
 from tests.proving.window import DDP, Window, adam, loop, loss_of, micros, net
 from tests.support.gang import Gang
 
@@ -35,6 +35,17 @@ def moved_on_rank_1(rank: int, world: int) -> Window:
     return Window(model, lambda: loop(model, optimizer, 2))
 
 
+def stepped_twice(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        loop(model, optimizer, 2)
+        optimizer.step()
+
+    return Window(model, train)
+
+
 @frozen
 class ProofHarm:
     """An error of a window, and how many micro-batches each rank meant to train."""
@@ -50,6 +61,8 @@ class ProofHarm:
 PROOF_HARMS: tuple[ProofHarm, ...] = (
     ProofHarm("prove.outputs", wrong.outputs_in_another_order),
     ProofHarm("prove.first-weights", wrong.one_layer_of_rank_1_other),
+    ProofHarm("prove.left-over", unseen.gradients_left_from_before),
+    ProofHarm("prove.moved", unusual.other_weights_until_the_step),
     ProofHarm("prove.uneven", wrong.batch_skipped_on_rank_1, 4),
     ProofHarm("prove.summed", wrong.hook_that_sums, 1),
     ProofHarm("prove.averaged-twice", wrong.hook_that_averages_twice, 1),
@@ -58,11 +71,13 @@ PROOF_HARMS: tuple[ProofHarm, ...] = (
     ProofHarm("prove.clipped-scaled", wrong.clipped_while_scaled, 1, clip=0.5),
     ProofHarm("prove.not-clipped", clipped_nowhere, clip=0.05),
     ProofHarm("prove.not-averaged", wrong.head_beside_ddp),
+    ProofHarm("prove.past-wrapper", unusual.past_the_wrapper_in_the_last_micro_batch, 3),
     ProofHarm("prove.part-of-ranks", wrong.group_of_two_under_ddp, ranks=4),
     ProofHarm("prove.micro-batch", wrong.cleared_between_micro_batches, 3),
     ProofHarm("prove.ratio", wrong.gradient_of_one_layer_doubled),
     ProofHarm("prove.direction", wrong.gradients_of_another_sign),
     ProofHarm("prove.no-gradient", wrong.gradient_cleared_of_one_layer),
+    ProofHarm("prove.stepped-twice", stepped_twice),
     ProofHarm("prove.options", wrong.rate_by_rank),
     ProofHarm("prove.not-stepped", wrong.layer_that_nobody_steps),
     ProofHarm("prove.step-size", wrong.rate_of_one_group_changed_behind),

@@ -531,7 +531,11 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (optimizer_of_a_model_that_was_copied, "prove.not-stepped"),
     (sparse_part_summed, "prove.summed", "The gradients of `enter` are 2.000 x"),
     (reduced_to_rank_0, "prove.not-averaged", "those of rank 1 alone, on rank 1"),
-    (past_the_wrapper_in_the_last_micro_batch, "prove.past-wrapper", "what it adds to all gradients is each rank's own"),
+    (
+        past_the_wrapper_in_the_last_micro_batch,
+        "prove.past-wrapper",
+        "what it adds to all gradients is each rank's own",
+    ),
     (penalty_of_what_a_rank_has_read, "prove.past-wrapper", "enter.weight"),
 )
 """Each with its rule and a word of its text."""
