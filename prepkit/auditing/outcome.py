@@ -25,6 +25,8 @@ class Audit:
     """Id of each rule that could not be asked to the end, and what was not there to be seen."""
     seconds: float = field(default=0.0, eq=False)
     """How long it took to look."""
+    proven: bool = False
+    """Whether the window that ends with this step is proven beside it."""
     look_again: Callable[[], tuple[Finding, ...]] | None = field(default=None, eq=False, repr=False)
     """What ``drift`` calls; None where nothing live was looked at."""
 
@@ -72,9 +74,10 @@ class Audit:
 
     def __str__(self) -> str:
         said = [str(finding) for finding in self.findings]
+        gradients = "" if self.proven else "how gradients are averaged and scaled (prepkit audit --prove), and "
         fine = (
             "nothing is wrong that can be told before the first step",
-            "not asked: how gradients are averaged and scaled (prepkit audit --prove), and later steps (pk.watch)",
+            f"not asked: {gradients}later steps (pk.watch)",
         )
         counts = Counter(why for _, why in self.unasked)
         unknown = [f"  {count(rules, 'rule')}: {why}" for why, rules in counts.items()]

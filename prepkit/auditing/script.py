@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import define, evolve
+from attrs import evolve
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -40,13 +40,6 @@ class ScriptEnded(Exception):
     """The script raised before its first optimizer step, or left with an exit code; ``str`` is what Python shows."""
 
 
-@define
-class _Seen:
-    """What the hook leaves for whoever has run the script."""
-
-    audit: Audit | None = None
-
-
 def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
     """Return what is wrong in a script at its first optimizer step, which is not taken; None where it takes none.
 
@@ -68,23 +61,39 @@ def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
 
 def audit_run(run: Callable[[], object]) -> Audit | None:
     """The same of a function that trains. Raises what it raises before its first step."""
-    seen = _Seen()
-    window = Window()
+    seen: list[Audit] = []
+
+    def end(found: Audit) -> None:
+        seen.append(found)
+        raise FirstStep
+
+    try:
+        with audited_at_first_step(end):
+            run()
+    except FirstStep:
+        pass
+    return seen[0] if seen else None
+
+
+@contextmanager
+def audited_at_first_step(heard: Callable[[Audit], None]) -> Iterator[None]:
+    """Hands on the audit of what is alive when the first optimizer inside is about to step. Collective there."""
+    window, stepped = Window(), False
 
     def look(optimizer: Any, arguments: Any, named: Any) -> None:
+        nonlocal stepped
+        if stepped:
+            return
+        stepped = True
         closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
-        seen.audit = _everywhere(audit_step(optimizer, made=not closure, window=window))
-        raise FirstStep
+        heard(_everywhere(audit_step(optimizer, made=not closure, window=window)))
 
     handle = register_optimizer_step_pre_hook(look)
     try:
         with window.on():
-            run()
-    except FirstStep:
-        pass
+            yield
     finally:
         handle.remove()
-    return seen.audit
 
 
 def told(script: str, error: Exception) -> str:

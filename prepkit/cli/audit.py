@@ -101,15 +101,17 @@ def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | N
     if found is None:
         click.echo(f"Error: {script} ended without an optimizer step, so that there was nothing to audit", err=True)
         return 2
+    looked = found if isinstance(found, Audit) else found.audit
+    every = found.findings if looked is found or looked is None else (*found.findings, *looked.findings)
     if launcher.is_main():
         if as_json:
-            unknown = found.unasked if isinstance(found, Audit) else ()
-            said = {"findings": [codec.to_data(finding) for finding in found.findings], "seconds": found.seconds}
+            unknown = () if looked is None else looked.unasked
+            said = {"findings": [codec.to_data(finding) for finding in every], "seconds": found.seconds}
             say_json(said | {"cannot_know": [{"rule": rule, "what": what} for rule, what in unknown]})
         else:
             say(str(found))
     leave()
-    return 1 if errors(found.findings) else 0
+    return 1 if errors(every) else 0
 
 
 def _in_processes(count: int, words: tuple[str, ...]) -> NoReturn:

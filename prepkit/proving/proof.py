@@ -9,6 +9,7 @@ from pathlib import Path
 from attrs import evolve, field, frozen
 from torch import nn
 
+from prepkit.auditing.outcome import Audit
 from prepkit.facts.proof import ProofFacts
 from prepkit.findings import Finding, Severity, errors
 from prepkit.findings.text import count
@@ -37,6 +38,8 @@ class Proof:
     """The class of the model, where several were trained."""
     beside: tuple[Proof, ...] = ()
     """Proofs of the other models; their findings are among these."""
+    audit: Audit | None = field(default=None, eq=False, repr=False)
+    """What stood there at the first step of a script, with findings of its own; None: this is no script's."""
 
     @property
     def fine(self) -> bool:
@@ -50,7 +53,9 @@ class Proof:
         return errors(self.findings)
 
     def __str__(self) -> str:
-        return "\n".join((*(one._head() for one in (self, *self.beside)), *map(str, self.findings)))
+        heads = (one._head() for one in (self, *self.beside))
+        audit = () if self.audit is None else (str(self.audit),)
+        return "\n".join((*heads, *map(str, self.findings), *audit))
 
     def _head(self) -> str:
         facts, of = self.facts, f"{self.name}: " if self.name else ""

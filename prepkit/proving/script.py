@@ -7,7 +7,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from prepkit.auditing.script import ScriptEnded, as_main, told
+from attrs import evolve
+
+from prepkit.auditing.outcome import Audit
+from prepkit.auditing.script import ScriptEnded, as_main, audited_at_first_step, told
 from prepkit.facts.proof import ProofFacts
 from prepkit.proving.proof import Proof, found_in, joined, prove_records
 from prepkit.proving.record_file import write
@@ -22,7 +25,7 @@ class WindowDone(BaseException):
 def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None = None) -> Proof | None:
     """The proof of a script's first window, on every rank; None where no optimizer steps a model that was called.
 
-    The script runs as ``python script arguments`` would run it, on every rank that a launcher has started, until
+    With it the audit of its first step, as ``audit_script`` makes it. The script runs as ``python script arguments`` would run it, on every rank that a launcher has started, until
     all that trains was stepped, or the next window begins. Rank 0 replays while the others wait.
     ``keep``: a folder that the record is left in, with what each module and operator has computed, for ``bisect``.
     Raises ``ScriptEnded`` for what the script itself raises before that.
@@ -31,21 +34,25 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
     def end() -> None:
         raise WindowDone
 
-    recorder = Recorder(when_done=end, traces=keep is not None, lingers=True)
-    with recorder.on():
+    def looked(found: Audit) -> None:
+        seen.append(evolve(found, proven=True))
+
+    recorder, seen = Recorder(when_done=end, traces=keep is not None, lingers=True), list[Audit]()
+    with recorder.on(), audited_at_first_step(looked):
         try:
             with as_main(script, arguments):
                 runpy.run_path(script, run_name="__main__")
         except WindowDone:
             pass
         except TooLarge as error:
-            return _unproven(str(error))
+            return evolve(_unproven(str(error)), audit=seen[0] if seen else None)
         except SystemExit as left:
             if left.code:
                 raise ScriptEnded(f"{script} left with exit code {left.code} before its first step") from left
         except Exception as error:
             raise ScriptEnded(told(script, error)) from error
-    return proven_window(recorder, keep)
+    proof = proven_window(recorder, keep)
+    return evolve(proof, audit=seen[0] if seen else None) if proof is not None else None
 
 
 def proven_window(recorder: Recorder, keep: str | None) -> Proof | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, safe_open, save_file
 from torch import nn
 
+from prepkit.auditing.script import audit_script
 from prepkit.cli import main
 from prepkit.findings import PlanRejected, Severity
 from prepkit.proving.proof import Proof, prove_records
@@ -32,6 +34,7 @@ x = torch.randn(5, 6)
 
 def proved(tmp_path: Path, text: str) -> Proof | None:
     (tmp_path / "train.py").write_text(BEGIN + text)
+    gc.collect()  # objects of the script before, which an audit would find alive
     return prove_script(str(tmp_path / "train.py"))
 
 
@@ -39,6 +42,8 @@ def told(proof: Proof | None) -> list[str]:
     assert proof is not None
     return [f"{one.rule}: {one.what}" for one in proof.findings if one.severity is not Severity.NOTE]
 
+
+STEPS = "optimizer.step()\noptimizer.zero_grad()\n"
 
 RIGHT: dict[str, str] = {
     "two models": """
@@ -141,6 +146,21 @@ def test_a_right_script_of_unusual_shape_is_proven(tmp_path: Path, name: str) ->
     assert proof is not None
     assert [one.facts.unproven for one in (proof, *proof.beside)] == [""] * (1 + len(proof.beside))
     assert sum(len(one.facts.gradients) for one in (proof, *proof.beside)) >= 2 or "by value" in str(proof)
+    gc.collect()
+    alone = audit_script(str(tmp_path / "train.py"))
+    assert proof.audit is not None
+    assert alone is not None
+    assert proof.audit.findings == alone.findings, "a recorder changes nothing that an audit sees"
+
+
+def test_what_an_audit_says_at_the_first_step_stands_beside_the_proof(tmp_path: Path) -> None:
+    """Each sees what the other does not."""
+    drops = "model.append(nn.Dropout(0.1))\nmodel.eval()\n"
+    proof = proved(tmp_path, f"{drops}(model(x).mean()).backward()\n{STEPS}")
+    assert told(proof) == []
+    gc.collect()
+    done = CliRunner().invoke(main, ["audit", str(tmp_path / "train.py"), "--prove", "--json"])
+    assert [one["rule"] for one in json.loads(done.output)["findings"]] == ["run.eval-mode"]
 
 
 def test_an_optimizer_that_has_the_name_of_one_of_torch_is_not_taken_for_it(tmp_path: Path) -> None:

@@ -486,6 +486,22 @@ def past_the_wrapper_in_the_last_micro_batch(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
+def past_the_wrapper_before_the_last_micro_batch(rank: int, world: int) -> Window:
+    """What it adds is averaged with the last one: right, and beyond the replay. On rank 1 alone."""
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        first, last = micros(2)
+        with model.no_sync():
+            (loss_of(model.module if rank else model, first) / 2).backward()
+        (loss_of(model, last) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    return Window(model, train)
+
+
 def penalty_of_what_a_rank_has_read(rank: int, world: int) -> Window:
     """A second loss, of a part of the model that is called by itself."""
     model = DDP(net())
@@ -498,6 +514,7 @@ def penalty_of_what_a_rank_has_read(rank: int, world: int) -> Window:
 
 
 RIGHT_UNUSUAL = (
+    past_the_wrapper_before_the_last_micro_batch,
     penalty_in_a_backward_of_its_own,
     checkpoints_in_the_forward,
     reentrant_checkpoints_in_the_forward,

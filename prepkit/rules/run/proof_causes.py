@@ -193,10 +193,7 @@ class _Aim:
                 return Cause(cause.rule, cause.why, 1.0 if near(ratio, 1.0) else ratio, cause.rank)
         if (by := self.decayed(one, copy, allowed)) is not None:
             return Cause("prove.decay", f"{by:.2g} x the weights")
-        if self.facts.beside and _apart(one):
-            rule = "prove.past-wrapper" if self.facts.wrapper else "prove.not-averaged"
-            return Cause(rule, "each rank's own: nobody averages them")
-        if one.name in self.facts.outside or self.facts.beside:
+        if one.name in self.facts.outside:
             return None  # which is told as a limit
         square = one.squares[copy] * _square(one.gram, self.sums)
         cosine = sum(a * d for a, d in zip(self.sums, one.dots[copy], strict=True)) / sqrt(square) if square else 0.0
@@ -321,6 +318,10 @@ def aim_of(facts: ProofFacts) -> _Aim:
 @lru_cache(maxsize=8)
 def causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
     """Every cause with the parameters that it explains, in the order of the parameters. Pure."""
+    if facts.beside:  # the shares are not all that was added up
+        names = tuple(one.name for one in facts.gradients if _apart(one))
+        rule = "prove.past-wrapper" if facts.wrapper else "prove.not-averaged"
+        return ((Cause(rule, "each rank's own: nobody averages them"), names),) if names else ()
     if facts.first_apart or facts.scales_apart or not facts.shares or len(set(counts(facts).values())) > 1:
         return ()  # what stands before explains it
     aim, found = aim_of(facts), dict[tuple[str, str], list[tuple[Cause, str]]]()

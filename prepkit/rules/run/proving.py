@@ -80,6 +80,7 @@ def _clipped(facts: ProofFacts) -> Iterator[Hit]:
         or clip.beyond
         or clip.parts
         or clip.power != 2
+        or facts.beside
         or facts.first_apart
         or not facts.gradients
     ):
@@ -180,7 +181,7 @@ def _ranks_apart(apart: tuple[tuple[str, tuple[int, ...]], ...], what: str, kind
 
 def _uneven(facts: ProofFacts) -> Iterator[Hit]:
     number = counts(facts)
-    if len(set(number.values())) > 1:
+    if len(set(number.values())) > 1 and not facts.beside:
         said = ", ".join(f"{most} on rank {rank}" for rank, most in number.items())
         yield Hit("loop", f"The ranks went backward over different numbers of micro-batches before the step: {said}.")
 
@@ -246,7 +247,7 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("proof", f"The loss uses {some(sorted(left))} beside the outputs: that part was not replayed.")
     if facts.beside and not list(_past_wrapper(facts)):
         said = f"A loss with weights of the model, and no output of it, went {', '.join(facts.beside)}"
-        yield Hit("proof", f"{said}: that part was not replayed.")
+        yield Hit("proof", f"{said}: that part was not replayed, and gradients were not compared.")
     noise = sqrt(sum(one.noise**2 for one in facts.gradients))
     if facts.gradients and facts.shares and noise > 0.1 * norm(facts, mean(facts)):
         yield Hit(
