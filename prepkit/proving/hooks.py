@@ -253,12 +253,13 @@ class Around:
 
     def backward(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
         """Before a backward; ``ends``: identities of nodes at which the model's own outputs begin."""
-        self._left = with_gradients(root) if first else self._left
+        self._left = with_gradients(root) if first and not self.beside else self._left
         self.outside |= dict.fromkeys(_used(root, loss, ends))
 
-    def past(self, root: nn.Module | None, loss: Tensor, ends: set[int]) -> None:
-        """Before, or behind, a backward that no output of the model takes part in."""
+    def past(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
+        """Before, or behind, a backward that no output of the model takes part in; ``first``: of all."""
         if root is not None and next(_used(root, loss, ends), None) is not None:
+            self._left = with_gradients(root) if first and not self.beside else self._left
             self.beside |= dict.fromkeys(line_of("backward"))
             self.wrapper = type(root).__name__ if root is not names.unwrap_root(root)[-1] else ""
 

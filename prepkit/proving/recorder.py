@@ -314,7 +314,7 @@ class Recorder:
         if self._stepping or self.done or losses[0].numel() != 1:
             return plain(tensors, *args, **kwargs)  # as in checkpointing, which goes backward inside a backward
         if not open_calls:
-            self._around.past(self.root, losses[0], set())
+            self._around.past(self.root, losses[0], set(), first=not self._micros)
             return plain(tensors, *args, **kwargs)
         factor: Factor = factor_of(losses[0])
         ends = {id(end) for call in open_calls for end in call.ends}
@@ -347,7 +347,7 @@ class Recorder:
         self._tracer.backward = False
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
             self._micros.pop()
-            self._around.past(self.root, losses[0], ends)
+            self._around.past(self.root, losses[0], ends, first=False)
             for call in open_calls:
                 call.micro = -1  # its own may follow
         return result

@@ -25,8 +25,9 @@ class WindowDone(BaseException):
 def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None = None) -> Proof | None:
     """The proof of a script's first window, on every rank; None where no optimizer steps a model that was called.
 
-    With it the audit of its first step, as ``audit_script`` makes it. The script runs as ``python script arguments`` would run it, on every rank that a launcher has started, until
-    all that trains was stepped, or the next window begins. Rank 0 replays while the others wait.
+    With it the audit of its first step, as ``audit_script`` makes it. The script runs as ``python script arguments``
+    would run it, on every rank that a launcher has started, until all that trains was stepped, or the next window
+    begins. Rank 0 replays while the others wait.
     ``keep``: a folder that the record is left in, with what each module and operator has computed, for ``bisect``.
     Raises ``ScriptEnded`` for what the script itself raises before that.
     """

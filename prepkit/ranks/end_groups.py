@@ -32,23 +32,37 @@ def end_unless_used(own: Module, hear: Callable[[tuple[Finding, ...]], None], *,
     the process (``end_with_the_process``), which rank 0 tells ``hear``. ``own`` is the model whose run is closed.
     """
     users = _users(own)
+    of_others = [one for one in users if not _wraps(one, own)]
     most = world().worst(torch.tensor([others, len(users)])).tolist()
     if any(most):
         if world().is_first and not most[0]:
-            who = f"{count(len(users), 'wrapper')} here ({', '.join(sorted(set(users)))})" if users else "another rank"
-            hear((found("run.group-in-use", "process group", f"{who} of another model still uses it"),))
+            hear((_in_use(of_others or users, own=not of_others),))
         return []
     return end()
 
 
-def _users(own: Module) -> list[str]:
-    """Class names of living DDP and FSDP1 wrappers outside of ``own`` that use the default group or a subgroup."""
+def _in_use(users: list[Module], *, own: bool) -> Finding:
+    who = f"{count(len(users), 'wrapper')} here ({', '.join(sorted({type(one).__name__ for one in users}))})"
+    if not users:
+        return found("run.group-in-use", "process group", "A wrapper on another rank still uses it")
+    if own:
+        what = f"{who} of the model that is closed still uses it: a variable holds what ready.model was"
+        return found("run.group-in-use", "process group", what, "Delete such variables before ready.close().")
+    return found("run.group-in-use", "process group", f"{who} of another model still uses it")
+
+
+def _wraps(wrapper: Module, own: Module) -> bool:
+    return any(one is own for one in wrapper.modules())
+
+
+def _users(own: Module) -> list[Module]:
+    """Living DDP and FSDP1 wrappers outside of ``own`` that use the default group or a subgroup."""
     groups = set(map(id, dist.distributed_c10d._world.pg_map))  # torch has no public list of them
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is wrapped by it
     kinds = (DistributedDataParallel, *(() if fsdp is None else (fsdp.FullyShardedDataParallel,)))
     inside = set(map(id, own.modules()))
     wrappers = [one for one in gc.get_objects() if issubclass(type(one), kinds) and id(one) not in inside]
-    return [type(one).__name__ for one in wrappers if id(getattr(one, "process_group", None)) in groups]
+    return [one for one in wrappers if id(getattr(one, "process_group", None)) in groups]
 
 
 def end() -> list[Any]:

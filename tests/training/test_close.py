@@ -117,11 +117,27 @@ def closes_beside(rank: int, world: int) -> tuple[bool, float, list[str], bool]:
 def test_a_group_that_another_wrapper_uses_on_one_rank_is_ended_on_none(gang2: Gang) -> None:
     of_zero, of_one = gang2.run_fresh(closes_beside)
     left = (
-        "warning run.group-in-use at process group: another rank of another model still uses it\n"
+        "warning run.group-in-use at process group: A wrapper on another rank still uses it\n"
         "  fix: Delete the other model's wrapper before ready.close()."
     )
     assert of_zero == (True, 2.0, [left], True)
     assert of_one == (True, 2.0, [], True)
+
+
+def closes_while_a_variable_holds_it(rank: int, world: int) -> list[str]:
+    ready = trained(DDP(), world)
+    forward = ready.model
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always", FindingWarning)
+        ready.close()
+    assert isinstance(forward, DistributedDataParallel)
+    return [str(one.message).splitlines()[0] for one in heard if isinstance(one.message, FindingWarning)]
+
+
+def test_a_variable_that_holds_the_own_wrapper_is_told_as_that(gang2: Gang) -> None:
+    told = gang2.run_fresh(closes_while_a_variable_holds_it)
+    what = "1 wrapper here (DistributedDataParallel) of the model that is closed still uses it"
+    assert told == [[f"warning run.group-in-use at process group: {what}: a variable holds what ready.model was"], []]
 
 
 def closes_of_two(rank: int, world: int, engine: Engine, first: int) -> tuple[list[bool], list[str]]:

@@ -353,8 +353,9 @@ class Accelerator:
         return self._tracked.trackers
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
-        """Starts accelerate's own trackers, as ``log_with`` names them."""
-        self._tracked.start(project_name, config, init_kwargs or {})
+        """Starts accelerate's own trackers, as ``log_with`` names them, on the main process alone."""
+        if self.state.is_main_process:
+            self._tracked.start(project_name, config, init_kwargs or {})
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Told to all trackers, on the main process."""

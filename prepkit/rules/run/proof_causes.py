@@ -24,6 +24,8 @@ lower dtype."""
 MOST_MEANT = 8
 """Factors of a loss's own that are looked at."""
 
+BY_EACH_RANK = "clipped by each rank before they were averaged"
+
 Vector = tuple[float, ...]
 
 
@@ -162,6 +164,12 @@ class _Aim:
     scale: float
     """Norm of a typical element, in the root of the square."""
 
+    def _by(self, holder: int) -> Vector:
+        """The sums as this rank has clipped them, by the norm that it has seen itself."""
+        each = self.facts.shrunk
+        by = each[holder] / self.clipping if holder < len(each) and self.clipping else 1.0
+        return tuple(by * a for a in self.sums)
+
     def allowed(self, one: GradientProof) -> float:
         """Return how far from the sum a right gradient may lie."""
         typical = self.scale * sqrt(one.numel)
@@ -170,33 +178,34 @@ class _Aim:
 
     def cause(self, one: GradientProof, copy: int) -> Cause | None:
         """Why one replica of a gradient is not what it should be; None: it is, or nobody can tell."""
-        allowed, size = self.allowed(one), sqrt(_square(one.gram, self.sums))
-        if _distance(one, copy, self.sums) <= allowed:
+        sums = self._by(one.holders[copy]) if len(one.dots) > 1 else self.sums
+        allowed, size = self.allowed(one), sqrt(_square(one.gram, sums))
+        if _distance(one, copy, sums) <= allowed:
             return None
         share = max(sqrt(one.gram[i][i]) for i in range(len(one.gram))) if one.gram else 0.0
         if max(size, share) < 3 * allowed and sqrt(one.squares[copy]) < 10 * allowed:
             return None  # there is nothing but rounding
         relative = allowed / size if size else 1.0
-        ratio = _fitted(one, copy, self.sums)
-        if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in self.sums)) <= ratio * size * relative:
+        ratio = _fitted(one, copy, sums)
+        if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * size * relative:
             parts = self.facts.clip is not None and self.facts.clip.parts
             return None if parts and ratio < 1 else _of_ratio(self.facts, ratio, self.clipping, copy)
-        plain = tuple(a / self.clipping for a in self.sums)
-        for cause, sums in (
+        plain = tuple(a / self.clipping for a in sums)
+        for cause, other in (
             *_clipped_apart(self.facts, plain),
-            *_parts(self.facts, self.sums, one.holders[copy]),
+            *_parts(self.facts, sums, one.holders[copy]),
         ):
-            ratio, length = _fitted(one, copy, sums), sqrt(_square(one.gram, sums))
-            if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * max(
+            ratio, length = _fitted(one, copy, other), sqrt(_square(one.gram, other))
+            if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in other)) <= ratio * max(
                 length * relative, allowed
             ):
                 return Cause(cause.rule, cause.why, 1.0 if near(ratio, 1.0) else ratio, cause.rank)
         if (by := self.decayed(one, copy, allowed)) is not None:
-            return Cause("prove.decay", f"{by:.2g} x the weights")
+            return Cause("prove.decay", f"{by / self.clipping:.2g} x the weights")
         if one.name in self.facts.outside:
             return None  # which is told as a limit
-        square = one.squares[copy] * _square(one.gram, self.sums)
-        cosine = sum(a * d for a, d in zip(self.sums, one.dots[copy], strict=True)) / sqrt(square) if square else 0.0
+        square = one.squares[copy] * _square(one.gram, sums)
+        cosine = sum(a * d for a, d in zip(sums, one.dots[copy], strict=True)) / sqrt(square) if square else 0.0
         return Cause("prove.direction", "no sum of the micro-batches' gradients", cosine=cosine)
 
     def decayed(self, one: GradientProof, copy: int, allowed: float) -> float | None:
@@ -278,9 +287,8 @@ def _clipped_apart(facts: ProofFacts, sums: Vector) -> Iterator[tuple[Cause, Vec
     """Each rank has clipped by a norm of its own, as before an average by hand; ``sums`` are not clipped."""
     each = facts.shrunk
     if each and max(each) > 1.001 * min(each):
-        why = "clipped by each rank before they were averaged"
         shrunk = tuple(a * each[share.rank] for a, share in zip(sums, facts.shares, strict=True))
-        yield Cause("prove.clipped-scaled", why), shrunk
+        yield Cause("prove.clipped-scaled", BY_EACH_RANK), shrunk
 
 
 def _groups(world: int, holder: int) -> Iterator[tuple[int, ...]]:

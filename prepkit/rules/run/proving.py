@@ -10,8 +10,21 @@ from prepkit.facts.proof import ProofFacts, StepProof
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.rules.rule import Hit, Moment, Rule
-from prepkit.rules.run.proof_causes import MARGIN, aim_of, by_hand, causes, counts, mean, near, norm
+from prepkit.rules.run.proof_causes import (
+    BY_EACH_RANK,
+    MARGIN,
+    Cause,
+    aim_of,
+    by_hand,
+    causes,
+    counts,
+    mean,
+    near,
+    norm,
+)
 
+ALMOST = 0.9
+"""The cosine from which on a direction is nearly the right one."""
 _BEHIND = "Call zero_grad() behind step(), or before the backward."
 
 
@@ -19,11 +32,34 @@ def _gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
     for cause, names in causes(facts):
         if cause.rule == rule and not (rule == "prove.direction" and by_hand(facts)):
             who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
-            ratio = "" if near(cause.ratio, 1.0) else f"{cause.ratio:.3f} x what they should be"
-            why = cause.why + (f" (cosine {cause.cosine:.2f})" if rule == "prove.direction" else "")
+            shows = rule == "prove.ratio" or not near(cause.ratio, 1.0)
+            ratio = f"{cause.ratio:.3f} x what they should be" if shows else ""
+            why = cause.why + (
+                f" (cosine {cause.cosine:.{4 if cause.cosine > ALMOST else 2}g})" if rule == "prove.direction" else ""
+            )
             said = ": ".join(part for part in (ratio, why) if part)
             line = f" ({', '.join(facts.lines)})" if facts.lines else ""
-            yield Hit("gradients" if who.startswith("All") else at(names[0]), f"{who} {said}{line}.")
+            where = "gradients" if who.startswith("All") else at(names[0])
+            yield Hit(where, f"{who} {said}{_early(rule, facts)}{line}.", _instead(rule, cause, facts))
+
+
+def _early(rule: str, facts: ProofFacts) -> str:
+    """Words for a step that came before its last micro-batch."""
+    micros, meant = max(counts(facts).values()), facts.accumulation or 0
+    if rule != "prove.not-averaged" or micros >= meant:
+        return ""
+    return f", and stepped after {micros} of the {meant} micro-batches of a step"
+
+
+def _instead(rule: str, cause: Cause, facts: ProofFacts) -> str:
+    """What to do where that is not what the rule says in general."""
+    if rule == "prove.clipped-scaled" and cause.why == BY_EACH_RANK:
+        return "Clip once the gradients are averaged, by one norm of all of them."
+    if _early(rule, facts):
+        return "Step at the last micro-batch alone: give the optimizer to accelerator.prepare() too, or test for it."
+    if rule == "prove.direction" and cause.cosine > ALMOST:
+        return "Look for what scales a part of each gradient, as where every rank clips what it holds by its own norm."
+    return ""
 
 
 def _those(names: tuple[str, ...], facts: ProofFacts) -> str:
@@ -128,9 +164,10 @@ def _left_over(facts: ProofFacts) -> Iterator[Hit]:
     if facts.left:
         said = f"{count(len(facts.left), 'parameter')} had a gradient before the first backward of the step"
         yield Hit(at(facts.left[0]), f"{said}, to which the window has added: {some(facts.left)}.")
-    if facts.kept:
-        said = f"{count(len(facts.kept), 'parameter')} still had the gradient of this step when the next went backward"
-        yield Hit(at(facts.kept[0]), f"{said}, and adds to it: {some(facts.kept)}.")
+    unheld = {one.name for one in facts.steps if not one.held}  # which zero_grad() of the optimizer does not clear
+    if kept := tuple(name for name in facts.kept if name not in unheld):
+        said = f"{count(len(kept), 'parameter')} still had the gradient of this step when the next went backward"
+        yield Hit(at(kept[0]), f"{said}, and adds to it: {some(kept)}.")
 
 
 def _twice(facts: ProofFacts) -> Iterator[Hit]:
@@ -416,7 +453,8 @@ RULES: tuple[Rule, ...] = (
     _row(
         "prove.direction",
         "Gradients are a sum of those of the micro-batches.",
-        "Look at what changes weights, buffers or gradients between forward and step, and at layers that ranks share.",
+        "Look at what changes weights, buffers or gradients between forward and step, at layers that ranks share, and "
+        "at checkpointed layers that draw other numbers when they are recomputed.",
     ),
     _row(
         "prove.no-gradient",
