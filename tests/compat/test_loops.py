@@ -460,6 +460,36 @@ def test_trackers_are_accelerates_own_and_hear_what_is_logged(tmp_path: Path) ->
     assert said == ["start", {"lr": 1}, ({"loss": 2.0}, 3), "finish"]
 
 
+def tracked_by_a_class_without_guards(rank: int, world: int) -> list[str]:
+    """What a tracker hears whose methods do not ask on which process they are."""
+    from accelerate.tracking import GeneralTracker
+
+    said: list[str] = []
+
+    class Told(GeneralTracker):  # type: ignore[misc]
+        name, requires_logging_directory, tracker = "told", False, None
+
+        def store_init_configuration(self, values: Any) -> None:
+            said.append("config")
+
+        def log(self, values: Any, step: Any = None, **_: Any) -> None:
+            said.append("log")
+
+        def finish(self) -> None:
+            said.append("finish")
+
+    accelerator = Accelerator(cpu=True, log_with=Told())
+    accelerator.init_trackers("mine", {"lr": 1})
+    accelerator.log({"loss": 2.0})
+    accelerator.end_training()
+    return said
+
+
+def test_trackers_run_on_the_main_process_alone(gang2: Gang) -> None:
+    pytest.importorskip("accelerate.tracking")
+    assert gang2.run_fresh(tracked_by_a_class_without_guards) == [["config", "log", "finish"], []]
+
+
 def test_a_profile_is_written_where_its_handler_says(tmp_path: Path) -> None:
     utils = pytest.importorskip("accelerate.utils")
     handler = utils.ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path / "traces"))
