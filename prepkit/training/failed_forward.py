@@ -33,15 +33,20 @@ DTYPES = re.compile(r"\b(dtype|scalar type)\b.*\b(BFloat16|Half)\b", re.DOTALL)
 """What torch says of numbers in 16 bits that meet others."""
 
 
-def explain(model: Module, plan: Plan) -> RemovableHandle | None:
-    """Explain from now on what fails in the forward of a model whose weights are sharded or cast; else None.
+def explain(model: Module, plan: Plan) -> Iterator[RemovableHandle]:
+    """Explain from now on what fails in the forward of a model whose weights are sharded or cast.
 
-    None as well where the whole model is compiled: its hooks would be.
+    Not where the whole model is compiled: its hooks would be.
     """
     steps = [planned.step for planned in plan.steps]
     changed = any(isinstance(step, ShardUnits | WrapFSDP1 | InitializeDeepSpeed) for step in steps)
-    whole = any(isinstance(step, CompileModules) and "" in step.paths for step in steps)
-    return model.register_forward_hook(Explains(plan), always_call=True) if changed and not whole else None
+    if changed and not compiled_whole(plan):
+        yield model.register_forward_hook(Explains(plan), always_call=True)
+
+
+def compiled_whole(plan: Plan) -> bool:
+    """Return whether the outermost module is compiled, and hooks of it would be."""
+    return any(isinstance(one.step, CompileModules) and "" in one.step.paths for one in plan.steps)
 
 
 @define(eq=False)

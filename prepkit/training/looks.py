@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, evolve, field
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from prepkit.court import Court
 from prepkit.facts.run import LoopFacts, RunFacts
@@ -25,6 +27,7 @@ from prepkit.rules import by_id
 from prepkit.rules import due as rules_due
 from prepkit.rules.rule import Moment, Need, Rule, answers, findings_of
 from prepkit.steps import ShardLoader
+from prepkit.training.failed_forward import compiled_whole
 
 if TYPE_CHECKING:
     from prepkit.training.token_loss import Count
@@ -57,6 +60,8 @@ class Looks:
     """Whether what the loop reads is known to be divided over the ranks."""
     _watched: Watched | None = field(default=None, init=False)
     """Notes the gradients of the first window where the engine takes them away as they come."""
+    _entered: bool = field(default=False, init=False)
+    """Whether there was a forward."""
     _done: bool = field(default=False, init=False)
     """Whether the first step was looked at, and nothing refused it."""
     _alone: int = field(default=0, init=False)
@@ -76,6 +81,21 @@ class Looks:
         """Notes gradients from now on, as they come."""
         self._watched = Watched(model)
         self._watched.begin()
+
+    def before_forward(self, model: Module) -> Iterator[RemovableHandle]:
+        """Ask before the first forward what FSDP2 undoes in it: it puts its own parameters back into their places.
+
+        Not where the whole model is compiled: its hooks would be. The hook raises ``RunRefused``.
+        """
+        if not isinstance(model, FSDPModule) or compiled_whole(self.plan):
+            return
+
+        def ask(*_: Any) -> None:
+            if not self._entered:
+                self._entered = True
+                self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
+
+        yield model.register_forward_pre_hook(ask, prepend=True)
 
     def before_averaging(self) -> None:
         """Raises ``RunRefused`` where the model is not the one that was prepared. Nothing is asked of other ranks."""

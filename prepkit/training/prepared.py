@@ -112,8 +112,8 @@ class Prepared:
     """Asks the rules about what is about to be stepped."""
     _watch: RemovableHandle | None = field(default=None, init=False, repr=False)
     """Hears of optimizers that the plan does not know, until ``close``."""
-    _explained: RemovableHandle | None = field(default=None, init=False, repr=False)
-    """Says more of a forward that fails, until ``close``."""
+    _around: list[RemovableHandle] = field(factory=list, init=False, repr=False)
+    """Hooks of the forward, until ``close``: what says more where it fails, and what looks before the first one."""
     checkpoints: saving.RunCheckpoints = field(init=False, repr=False)
     """What there is to checkpoints beside ``save`` and ``resume``, such as ``ready.checkpoints.finish()``."""
     log: RunLog = field(init=False, repr=False)
@@ -144,7 +144,7 @@ class Prepared:
             passes=Passes(self.loaders),
         )
         guard_save(self.model)
-        self._explained = explain(self.model, plan)
+        self._around += (*explain(self.model, plan), *self._looks.before_forward(self.model))
         self.checkpoints = saving.of(self.model, self._court, _parting(self), self._peers)
         if engine.step is not None and self.optimizer is not None:
             self._looks.watch(self.model)
@@ -357,8 +357,8 @@ class Prepared:
         self.checkpoints.close(failing=failing)
         self.log.finish()
         self.loop.passes.rest()
-        if self._explained is not None:
-            self._explained.remove()
+        while self._around:
+            self._around.pop().remove()
         if self.loop.plan.engine_steps:
             give_back_linear()
         owned_optimizers.release(self, joint_optimizer.members(self.optimizer), self._watch)

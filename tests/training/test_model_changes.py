@@ -124,6 +124,22 @@ def test_a_loop_of_ones_own_is_told_as_well() -> None:
     assert "`head.weight`" in said(optimizer.step)
 
 
+def replaced_under_shards(rank: int, world: int) -> tuple[str, list[int]]:
+    """What the first forward raises after a tie was broken, and how many hooks a closed model keeps."""
+    del rank, world
+    ready, model, _ = prepared(pk.FSDP2())
+    break_tie(model)
+    what = said(lambda: ready.model(IDS))
+    ready.close()
+    return what, [len(model._forward_pre_hooks), len(model._forward_hooks)]
+
+
+def test_what_fsdp2_would_put_back_is_told_before_its_first_forward(gang2: Gang) -> None:
+    for what, hooks in gang2.run(replaced_under_shards):
+        assert "run.missed at model.head.weight" in what
+        assert hooks == [1, 1], "those of FSDP2 itself"
+
+
 def unfrozen(rank: int, world: int, engine: Any) -> tuple[str, bool]:
     del world
     ready, model, _ = prepared(engine)

@@ -166,8 +166,9 @@ class _Aim:
 
     def _by(self, holder: int) -> Vector:
         """The sums as this rank has clipped them, by the norm that it has seen itself."""
-        each = self.facts.shrunk
-        by = each[holder] / self.clipping if holder < len(each) and self.clipping else 1.0
+        each, clip = self.facts.shrunk, self.facts.clip
+        as_one = clip is not None and not clip.parts and holder < len(each)
+        by = each[holder] / each[0] if as_one and each[0] else 1.0
         return tuple(by * a for a in self.sums)
 
     def allowed(self, one: GradientProof) -> float:
