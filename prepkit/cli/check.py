@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 import sys
 import textwrap
 from collections import Counter
@@ -18,7 +19,7 @@ from prepkit.cli.options import Cluster
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.facts import Env
-from prepkit.findings import Finding, PlanRejected
+from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.places import FilePlace
@@ -110,7 +111,7 @@ class _Told:
     def say(self, one: Checked) -> None:
         """Print what is new in the findings of a file."""
         for place, finding in one.findings:
-            kind = (finding.rule, finding.what)
+            kind = (finding.rule, about(finding))
             self.again[kind] += 1
             if self.again[kind] > 1:
                 continue
@@ -122,11 +123,21 @@ class _Told:
 
 def line_of(place: FilePlace, finding: Finding) -> str:
     """A finding in two lines, the place first, as editors and terminals follow it."""
-    what = f"{finding.severity.value} {finding.rule}: {finding.what}"
+    what = f"{finding.severity.value} {finding.rule}: {about(finding)}"
     elsewhere = [finding.where] if str(place) not in finding.where else []
     elsewhere += [f"from {finding.origin}"] if finding.origin and f"{place.file}:" not in finding.origin else []
     also = f" ({', '.join(elsewhere)})" if elsewhere else ""
     return f"{place}: {what}{also}\n  fix: {finding.fix}"
+
+
+def about(finding: Finding) -> str:
+    """What is wrong, and with which key, where the finding is about one of another library's file."""
+    _, _, key = finding.where.rpartition(" ")
+    named = _PLACED.match(finding.where) and key and key not in finding.what
+    return f"{key}: {finding.what}" if named else finding.what
+
+
+_PLACED = re.compile(r".*:\d+:\d+ ")
 
 
 def _summary(checked: list[Checked], told: _Told, paths: tuple[str, ...]) -> Iterator[str]:
@@ -177,7 +188,8 @@ def _not_known(checked: list[Checked]) -> Iterator[str]:
         kinds.setdefault(finding.what if finding.rule != MISSING else finding.rule, []).append((place, finding))
     for pairs in list(kinds.values())[:_SHOWN]:
         (place, finding), more = pairs[0], len(pairs) - 1
-        yield f"  {place}: {finding.what}{f' (and {more} more)' if more else ''}"
+        tells = f"; {finding.fix[:1].lower()}{finding.fix[1:]}" if finding.severity is Severity.NOTE else ""
+        yield f"  {place}: {finding.what}{f' (and {more} more)' if more else ''}{tells}"
 
 
 def unknown_lines(unknown: Mapping[str, int]) -> Iterator[str]:

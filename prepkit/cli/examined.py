@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MISSING = "import.missing-file"
 """The rule of files that others name, and that are not here."""
+UNASKED = "config.unasked"
+"""The rule of files whose errors hide what they mean."""
 _RATE = 1e-3
 """A rate of learning, which costs nothing."""
 
@@ -253,7 +255,9 @@ def _plan(one: Found) -> Checked:
     from prepkit.cli.verdict import judge
 
     loaded = cli_refusal.attempt(lambda: codec.load_plan(one.path))
-    findings = loaded.findings if isinstance(loaded, PlanRejected) else judge(loaded.config, loaded.facts).findings
+    if isinstance(loaded, PlanRejected):
+        return _unread(one, loaded.findings)
+    findings = judge(loaded.config, loaded.facts).findings
     inside = {finding: evolve(finding, where=_in_plan(one.path, finding.where), origin="") for finding in findings}
     placed = zip(_placed(one, tuple(inside.values())), inside, strict=True)  # what it was imported from lies elsewhere
     return Checked(found=one, findings=tuple((place, finding) for (place, _), finding in placed))
@@ -275,7 +279,7 @@ def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: 
     said = read.findings if isinstance(read, PlanRejected) else read.notes
     imported = read.rest if isinstance(read, PlanRejected) else read
     if not isinstance(imported, Imported):
-        return _sorted(Checked(found=one), _placed(one, said))
+        return _unread(one, said)
     wheres = [finding.where.partition(":$")[2] for finding in said]
     unread = tuple(f"config{where}" for where in wheres if where)
     asked = _asked(one, cluster, imported, sizes)
@@ -283,6 +287,19 @@ def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: 
     written = (_with_origin(finding, imported.written) for finding in dict.fromkeys((*said, *found)))
     every = tuple(map(imported.worded, written))
     return _sorted(evolve(asked.checked, found=one), _placed(one, every))
+
+
+def _unread(one: Found, said: tuple[Finding, ...]) -> Checked:
+    placed = _placed(one, said)
+    first = placed[0][0] if placed else FilePlace(one.path, 1, 1)
+    return _sorted(Checked(found=one, beyond=((first, unasked(one.path)),)), placed)
+
+
+def unasked(path: str, words: str = "") -> Finding:
+    """The verdict about a file whose errors hide what it means; ``words`` are those of the command that asked."""
+    what = "what it means is not known while its errors stand, so that no rule was asked about it"
+    again = " ".join(filter(None, ("prepkit check", path, words)))
+    return rules.found(UNASKED, path, what, f"Correct its errors, then: {again}")
 
 
 @frozen
@@ -340,7 +357,7 @@ def _sorted(checked: Checked, placed: tuple[tuple[FilePlace, Finding], ...]) -> 
     return evolve(
         checked,
         findings=tuple(pair for pair in placed if pair[1].rule not in lawful),
-        beyond=tuple(pair for pair in placed if pair[1].rule in lawful),
+        beyond=(*checked.beyond, *(pair for pair in placed if pair[1].rule in lawful)),
     )
 
 

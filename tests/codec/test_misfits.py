@@ -204,3 +204,10 @@ def test_what_was_meant_is_read_and_a_config_without_an_engine_is_not() -> None:
     with pytest.raises(PlanRejected) as caught:
         codec.from_data({"engine": 4, "timeout_s": 5}, Config)
     assert caught.value.rest is None
+
+
+@pytest.mark.parametrize("kind", [["AdamW"], {"kind": ["AdamW"]}, {"kind": {}}])
+def test_a_key_of_a_section_whose_kind_is_no_text_is_a_finding_and_no_crash(kind: object) -> None:
+    with pytest.raises(PlanRejected) as caught:
+        codec.from_data({"engine": "DDP", "optimizer": kind, "lr": 0.1}, Config)
+    assert "codec.unknown-key" in {found.rule for found in caught.value.findings}

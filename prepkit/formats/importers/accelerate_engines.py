@@ -28,7 +28,6 @@ from prepkit.config import (
     WrapSize,
 )
 from prepkit.config.engines import Sharding
-from prepkit.findings import PlanRejected
 from prepkit.formats.importers.deepspeed import read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside
 from prepkit.formats.importers.source import JSON, read
@@ -266,10 +265,8 @@ def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tu
         what = f"there is no file {name:.120}, neither from here nor beside {path.name}"
         file.error("missing-file", f"{_IN_DEEPSPEED}deepspeed_config_file", what, "Give the path of the JSON file.")
         return config
-    try:
-        inner = read_deepspeed(read(str(found), JSON))
-    except PlanRejected as refused:
-        file.findings += refused.findings
+    inner = file.part(f"{_IN_DEEPSPEED}deepspeed_config_file", lambda: read_deepspeed(read(str(found), JSON)))
+    if inner is None:
         return config
     file.origins += inner.config.origins
     file.taken(inner, found)
