@@ -291,15 +291,23 @@ def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: 
 
 def _unread(one: Found, said: tuple[Finding, ...]) -> Checked:
     placed = _placed(one, said)
-    first = placed[0][0] if placed else FilePlace(one.path, 1, 1)
-    return _sorted(Checked(found=one, beyond=((first, unasked(one.path)),)), placed)
+    checked = _sorted(Checked(found=one), placed)
+    wrong = (place for place, finding in placed if finding.severity is Severity.ERROR and place.file == one.path)
+    note = unasked(one.path, told=checked.wrong)
+    return evolve(checked, beyond=(*checked.beyond, (next(wrong, FilePlace(one.path, 1, 1)), note)))
 
 
-def unasked(path: str, words: str = "") -> Finding:
-    """The verdict about a file whose errors hide what it means; ``words`` are those of the command that asked."""
-    what = "what it means is not known while its errors stand, so that no rule was asked about it"
+def unasked(path: str, words: str = "", *, told: bool = True) -> Finding:
+    """The verdict about a file whose errors hide what it means; ``words`` are those of the command that asked.
+
+    Not ``told``: nothing in it is wrong for its library, and it asks for what prepkit does not do.
+    """
     again = " ".join(filter(None, ("prepkit check", path, words)))
-    return rules.found(UNASKED, path, what, f"Correct its errors, then: {again}")
+    if told:
+        what, fix = "what it means is not known while its errors stand", f"Correct its errors, then: {again}"
+    else:
+        what, fix = "it asks for what prepkit does not do", "Run prepkit audit SCRIPT, where it trains."
+    return rules.found("config.unasked", path, f"{what}, so that no rule was asked about it", fix)
 
 
 @frozen

@@ -88,12 +88,64 @@ def test_what_only_another_place_can_tell_is_not_called_wrong(project: Path) -> 
     assert unknown == {
         ("import.asks-machine", "project/ax.yml", 4),
         ("import.not-supported", "project/ax.yml", 5),
+        ("config.unasked", "project/ax.yml", 5),
         ("import.missing-file", "project/run.slurm", 9),
     }
     said = run("check", "project")
     assert "cannot know here:" in said.stdout
     assert "add --model FOLDER, with its config.json, or --model PKG.MOD:FACTORY" in said.stdout
     assert "\nproject/ax.yml" not in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "tells", "case"),
+    [
+        (
+            "distributed_type: FSDP\nnum_processes: many\n",
+            "correct its errors, then: prepkit check a.yaml",
+            '<skipped message="what it means is not known',
+        ),
+        (
+            "distributed_type: FSDP\nnum_processes: 4\nparallelism_config: {parallelism_config_cp_size: 2}\n",
+            "run prepkit audit SCRIPT, where it trains",
+            '<skipped message="it asks for what prepkit does not do',
+        ),
+    ],
+)
+def test_a_file_that_no_rule_was_asked_about_says_so_and_what_would_tell(
+    text: str, tells: str, case: str, folder: Path
+) -> None:
+    Path("a.yaml").write_text(text)
+    unasked = run("check", "a.yaml").stdout.partition("cannot know here:\n")[2]
+    assert "so that no rule was asked about it" in unasked
+    assert tells in unasked
+    gated = json.loads(run("gate", "a.yaml", "--format", "sarif").stdout)["runs"][0]["results"]
+    assert [one["level"] for one in gated if one["ruleId"] == "config.unasked"] == ["note"]
+    assert case in run("gate", "a.yaml", "--format", "junit").stdout
+    Path("a.yaml").write_text("distributed_type: FSDP\nnum_processes: 4\n")
+    assert "config.unasked" not in run("check", "a.yaml", "--json").stdout
+
+
+@pytest.mark.parametrize("of", ["accelerate", "transformers"])
+def test_a_json_that_cannot_be_read_hides_what_the_file_that_names_it_means(of: str, folder: Path) -> None:
+    """Rules that are asked of the file alone would judge another engine."""
+    Path("ds.json").write_text("{")
+    texts = {
+        "accelerate": "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n",
+        "transformers": "output_dir: x\nper_device_train_batch_size: 1\ndeepspeed: ds.json\n",
+    }
+    Path("a.yaml").write_text(texts[of])
+    data = json.loads(run("check", "a.yaml", "ds.json", "--json").stdout)
+    assert "config.unasked" in {one["rule"] for one in data["cannot_know"] if one["file"] == "a.yaml"}
+    assert {one["rules_that_hold"] for one in data["files"] if one["file"] == "a.yaml"} == {0}
+
+
+def test_two_misspelt_keys_of_a_file_are_two_findings_on_the_screen(folder: Path) -> None:
+    Path("a.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precison: bf16\nnum_proceses: 8\n")
+    said = run("check", "a.yaml").stdout
+    assert "a.yaml:2:1: error import.unknown-key: mixed_precison: " in said
+    assert "a.yaml:3:1: error import.unknown-key: num_proceses: " in said
+    assert "\n  fix: Write 'num_processes', or remove it.\n" in said
 
 
 JSON_FOR_TRAINER = """{

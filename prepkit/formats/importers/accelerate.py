@@ -9,7 +9,6 @@ from typing import Any
 
 from attrs import evolve
 
-from prepkit.codec.misfits import MOST
 from prepkit.config import (
     BF16,
     DDP,
@@ -34,8 +33,7 @@ from prepkit.config import (
     TransformerEngine,
 )
 from prepkit.findings import PlanRejected
-from prepkit.findings.keywords import meant_key
-from prepkit.formats.importers.accelerate_engines import deepspeed, fsdp, weights
+from prepkit.formats.importers.accelerate_engines import deepspeed, fsdp, say_of_other_types, weights
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.source import Imported, Source
 
@@ -151,7 +149,10 @@ def understand(file: Foreign, path: str) -> Imported:
         config = evolve(config, weights=weights(file), checkpointing=_checkpointing(file))
     if kind == "DEEPSPEED":
         config = deepspeed(file, config, Path(path))
-    _say_of_other_types(file, kind)
+    if file.unread():
+        others = {section: readers[0] for section, readers in _ELSEWHERE.items() if kind not in readers}
+        probes = {one: asked_for({"distributed_type": of, one: {"": 1}}).asked for one, of in others.items()}
+        say_of_other_types(file, LAUNCHING, {key: others[one] for one, asked in probes.items() for key in asked})
     return file.imported(
         config,
         known=LAUNCHING,
@@ -159,27 +160,6 @@ def understand(file: Foreign, path: str) -> Imported:
         per_node=world // machines if world and world % machines == 0 else None,
         device=config.device or DEVICES.get(kind) or {"XLA": "xla", "TPU": "xla"}.get(kind),
     )
-
-
-def _say_of_other_types(file: Foreign, kind: str) -> None:
-    """Says of keys at the top which section they are meant for, where accelerate reads it under other types only."""
-    if not file.unread():
-        return
-    for section, readers in _ELSEWHERE.items():
-        there = asked_for({"distributed_type": readers[0], section: {"": 1}}).asked if kind not in readers else ()
-        inside = [name for name in there if name.startswith(f"{section}.") and name != f"{section}."]
-        for key in file.unread()[:MOST]:
-            meant = "".join(meant_key(key, (*file.known(), *LAUNCHING, *inside))[:1])
-            if meant in inside:
-                what = f"accelerate knows no such key here; {meant} is one, under distributed_type: {readers[0]} only"
-                name = meant.rpartition(".")[2]
-                fix = f"Write Accelerator({name}=...) in the script" if name in _ARGUMENTS else f"Write it as {meant}"
-                more = "" if name in _ARGUMENTS else f", with distributed_type: {readers[0]}"
-                file.error("unknown-key", key, what, f"{fix}{more}, and remove it here.", misread=False)
-
-
-_ARGUMENTS = ("gradient_accumulation_steps",)
-"""Keys of a section that are arguments of ``Accelerator`` as well, under every type."""
 
 
 def _device(file: Foreign, kind: str) -> str | None:
