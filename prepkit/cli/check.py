@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import fields_dict
@@ -55,7 +56,7 @@ def check_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_j
         if not as_json:
             told.say(one)
     if as_json:
-        say_json(data_of(checked))
+        say_json({**data_of(checked), "passed_by": _passed_by(checked, paths)})
     else:
         say("\n".join(_summary(checked, told, paths)))
     sys.exit(1 if any(one.wrong for one in checked) else 0)
@@ -149,6 +150,11 @@ def _summary(checked: list[Checked], told: _Told, paths: tuple[str, ...]) -> Ite
         yield f"nothing here that prepkit knows: {', '.join(paths)}"
         return
     yield from _taken(checked)
+    if passed := _passed_by(checked, paths):
+        more = f" and {len(passed) - _SHOWN} more" if len(passed) > _SHOWN else ""
+        one = len(passed) == 1
+        which = "whose config it is; name it" if one else "whose configs they are; name one"
+        yield f"passed by {', '.join(passed[:_SHOWN])}{more}: nothing tells {which} alone, with --from LIBRARY"
     bad = [one for one in checked if one.wrong]
     warned = [one for one in checked if one.findings and not one.wrong]
     counts = (("wrong", len(bad)), ("with warnings", len(warned)), ("fine", len(checked) - len(bad) - len(warned)))
@@ -159,6 +165,12 @@ def _summary(checked: list[Checked], told: _Told, paths: tuple[str, ...]) -> Ite
         yield f"{one.found.path}, with {one.model}{one.supposed}:"
         yield textwrap.indent(str(one.costs), "  ")
     yield from _not_known(checked)
+
+
+def _passed_by(checked: Iterable[Checked], paths: tuple[str, ...]) -> list[str]:
+    """Files that were named, and that nothing tells to be of any concern."""
+    taken = {one.found.path for one in checked}
+    return [path for path in paths if path not in taken and not Path(path).is_dir()]
 
 
 def _taken(checked: list[Checked]) -> Iterator[str]:

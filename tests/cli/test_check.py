@@ -132,12 +132,22 @@ def test_a_json_that_cannot_be_read_hides_what_the_file_that_names_it_means(of: 
     Path("ds.json").write_text("{")
     texts = {
         "accelerate": "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n",
-        "transformers": "output_dir: x\nper_device_train_batch_size: 1\ndeepspeed: ds.json\n",
+        "transformers": "output_dir: x\nmax_steps: 9\ndeepspeed: ds.json\n",
     }
     Path("a.yaml").write_text(texts[of])
     data = json.loads(run("check", "a.yaml", "ds.json", "--json").stdout)
     assert "config.unasked" in {one["rule"] for one in data["cannot_know"] if one["file"] == "a.yaml"}
     assert {one["rules_that_hold"] for one in data["files"] if one["file"] == "a.yaml"} == {0}
+
+
+def test_files_that_are_named_and_taken_for_nothing_are_named_again(folder: Path) -> None:
+    Path("a.yaml").write_text("distributed_type: MULTI_GPU\n")
+    Path("b.yaml").write_text("lr: 0.1\n")
+    done = run("check", "a.yaml", "b.yaml")
+    assert "passed by b.yaml: nothing tells whose config it is; name it alone, with --from LIBRARY\n" in done.stdout
+    assert json.loads(run("check", "a.yaml", "b.yaml", "--json").stdout)["passed_by"] == ["b.yaml"]
+    Path("a.yaml").unlink()
+    assert "passed by" not in run("check", ".").stdout
 
 
 def test_two_misspelt_keys_of_a_file_are_two_findings_on_the_screen(folder: Path) -> None:
