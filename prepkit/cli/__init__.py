@@ -139,7 +139,8 @@ def check_command(
     and the scripts that start them. Without --model every rule is asked that can be asked without one, and what cannot
     be known here is said. Warnings are shown; only errors that are not overridden give exit code 1. --fix removes keys
     without effect, where all that is read stays as it is, mends the spelling of keys that their library refuses, and
-    gives values of prepkit's own files the type that they should have, where they can mean one thing only.
+    gives values of prepkit's own files, and of DeepSpeed's JSON, the type that they should have, where they can mean
+    one thing only.
     """
     from prepkit.cli.check import check_files, mend_files
 

@@ -67,7 +67,7 @@ def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_di
 
     What is found and not mended is told beside it: a file that stays as it is need not be fine.
     """
-    from prepkit.formats.edits import mended, said_of
+    from prepkit.formats.edits import key_of, mended, said_of
 
     changed, ended = 0, set()
     for one in files_found(paths, kind):
@@ -84,7 +84,7 @@ def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_di
             say("".join(difflib.unified_diff(before, now, one.path, one.path)).rstrip())
         elif gone:
             cli_refusal.write(after.text, one.path)
-            say(f"mended {one.path}: {', '.join(finding.where.rpartition(' ')[2] for finding in gone)}", err=True)
+            say(f"mended {one.path}: {', '.join(map(key_of, gone))}", err=True)
     left = [
         f"{place} {finding.rule}"
         for one in examined(paths, cluster, kind)
@@ -134,7 +134,7 @@ def line_of(place: FilePlace, finding: Finding) -> str:
 def about(finding: Finding) -> str:
     """What is wrong, and with which key, where the finding is about one of another library's file."""
     _, _, key = finding.where.rpartition(" ")
-    named = _PLACED.match(finding.where) and key and key not in finding.what
+    named = _PLACED.match(finding.where) and key and not finding.what.startswith(key)
     return f"{key}: {finding.what}" if named else finding.what
 
 

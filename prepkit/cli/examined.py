@@ -75,7 +75,7 @@ def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) 
     scripts = {one.path: read_script(one.path) for one in founds if one.sort == "script"}
     sizes, missing, more = _started(scripts.values())
     known = {_real(one.path) for one in founds}
-    founds += [one for path in more if _real(path) not in known and (one := found(path)) is not None]
+    founds += [found(one.path) or one for one in more if _real(one.path) not in known]
     named = _Named.of(one for one in founds if one.kind == "deepspeed")
     for one in sorted(founds, key=lambda one: one.kind == "deepspeed"):
         if one.path in scripts:
@@ -162,11 +162,11 @@ def files_found(paths: tuple[str, ...], kind: str | None) -> list[Found]:
 
 def _started(
     scripts: Iterable[Script],
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[NamedFile, ...]], tuple[str, ...]]:
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[NamedFile, ...]], tuple[Found, ...]]:
     """World sizes that scripts start a config with; the configs that are not there; and those that are."""
     sizes: dict[str, tuple[int, ...]] = {}
     missing: dict[str, tuple[NamedFile, ...]] = {}
-    there: dict[str, None] = {}
+    there: dict[str, Found] = {}
     for script in scripts:
         for launch in script.launches:
             for named in launch.configs:
@@ -174,10 +174,11 @@ def _started(
                 if place is None:
                     missing[script.path] = (*missing.get(script.path, ()), named)
                     continue
-                there[place] = None
+                why = f"{script.path} starts it"
+                there.setdefault(place, Found(path=place, sort="config", kind=named.kind, why=why))
                 if launch.processes and not (place.endswith(".json") and _trained(launch, Path(script.path).parent)):
                     sizes[_real(place)] = tuple(dict.fromkeys((*sizes.get(_real(place), ()), launch.processes)))
-    return sizes, missing, tuple(there)
+    return sizes, missing, tuple(there.values())
 
 
 def _resolved(named: str, folder: Path) -> str | None:

@@ -227,13 +227,16 @@ _OPTIMIZER: dict[str, Any] = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "w
 def _say_mismatches(file: Foreign, data: dict[str, Any], given: dict[str, tuple[str, Any]]) -> None:
     for key, (name, value) in given.items():
         there = look(data, key)
-        if there not in (None, AUTO, value):
+        if there not in (None, AUTO, value) and isinstance(there, str) <= isinstance(
+            value, str
+        ):  # else DeepSpeed says it
             what = f"it is {shown(value)}, and the JSON says {shown(there)} in {key}: the Trainer refuses to start"
-            file.error("contradiction", name, what, f'Write "auto" there, or {shown(there)} here.')
+            file.error("contradiction", name, what, f'Write "auto" there, or {shown(there)} here.', misread=False)
     for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
         if file.flag(name) and file.flag(other) is None and look(data, f"{other}.enabled") is True:
             what = f"the JSON says true in {other}.enabled, and not here: the Trainer refuses to start"
-            file.error("contradiction", name, what, f'Write "auto" there, or {other}: true in the place of this.')
+            fix = f'Write "auto" there, or {other}: true in the place of this.'
+            file.error("contradiction", name, what, fix, misread=False)
 
 
 def _given(file: Foreign, data: dict[str, Any], micro_batch: str) -> dict[str, tuple[str, Any]]:

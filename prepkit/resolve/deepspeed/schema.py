@@ -125,9 +125,20 @@ def _retyped(value: Any, allowed: list[str]) -> str:
         return f", such as {round(value)}"
     if isinstance(value, str) and value.lower() in ("true", "false") and "bool" in allowed:
         return f" without quotes: {value.lower()}"
-    if isinstance(value, str) and value.isdecimal():
-        return f" without quotes: {value}"
-    return ""
+    number = _number(value) if {"int", "float"}.intersection(allowed) else None
+    whole = number is not None and number.is_integer() and "int" in allowed
+    if number is None or not (whole or "float" in allowed):
+        return ""
+    return f" without quotes: {int(number) if whole else number}"
+
+
+def _number(value: Any) -> float | None:
+    """The finite number that a text is."""
+    try:
+        number = float(value) if isinstance(value, str) else float("nan")
+    except ValueError:
+        return None
+    return number if abs(number) < float("inf") else None
 
 
 def left_over(draft: Draft) -> None:
