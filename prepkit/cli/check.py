@@ -152,8 +152,7 @@ def _summary(checked: list[Checked], told: _Told, paths: tuple[str, ...]) -> Ite
     yield from _taken(checked)
     if passed := _passed_by(checked, paths):
         more = f" and {len(passed) - _SHOWN} more" if len(passed) > _SHOWN else ""
-        one = len(passed) == 1
-        which = "whose config it is; name it" if one else "whose configs they are; name one"
+        which = "whose config it is; name it" if len(passed) == 1 else "whose configs they are; name one"
         yield f"passed by {', '.join(passed[:_SHOWN])}{more}: nothing tells {which} alone, with --from LIBRARY"
     bad = [one for one in checked if one.wrong]
     warned = [one for one in checked if one.findings and not one.wrong]

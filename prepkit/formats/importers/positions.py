@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
-from prepkit.formats.importers.source import composed
+from prepkit.formats.importers.source import DEEPEST, composed
 
 LineColumn = tuple[int, int]
 """Line and column, from 1."""
@@ -73,7 +73,7 @@ _WORDS = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\],]|[^\s{}\[\],":]+', re.DOTALL)
 
 
 def _json(text: str) -> Iterator[_At]:
-    """Keys, and items of lists by their index; without recursion, as nobody has counted how deep it goes."""
+    """Keys, and items of lists by their index. Ends where it goes too deep, and paths would take the memory."""
     above: list[tuple[str, int]] = []
     key: str | None
     path, index, key = "", -1, None  # of what is open: its path, the next item of a list or -1, the key that was read
@@ -88,6 +88,8 @@ def _json(text: str) -> Iterator[_At]:
             yield f"{path}.{key}" if path else key, word.start()
             continue
         match word[0]:
+            case "{" | "[" if len(above) == DEEPEST:
+                return
             case "{" | "[" as opened:
                 above.append((path, index))
                 path, index, key = here, 0 if opened == "[" else -1, None
