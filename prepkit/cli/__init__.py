@@ -139,7 +139,8 @@ def check_command(
     and the scripts that start them. Without --model every rule is asked that can be asked without one, and what cannot
     be known here is said. Warnings are shown; only errors that are not overridden give exit code 1. --fix removes keys
     without effect, where all that is read stays as it is, mends the spelling of keys that their library refuses, and
-    gives values of prepkit's own files the type that they should have, where they can mean one thing only.
+    gives values of prepkit's own files, and of DeepSpeed's JSON, the type that they should have, where they can mean
+    one thing only.
     """
     from prepkit.cli.check import check_files, mend_files
 
@@ -171,7 +172,10 @@ def _check_against(paths: tuple[str, ...], model: str, cluster: Cluster, kind: s
     every: list[Verdict] = []
     for file in files:
         refused, imported = _read(file, kind)
-        verdicts = _verdicts(file, model, cluster, as_json, kind, err=False) if imported else (_refused(refused),)
+        given = f"--model {model}"
+        verdicts = (
+            _verdicts(file, model, cluster, as_json, kind, err=False) if imported else (_refused(file, refused, given),)
+        )
         every += verdicts
         if not as_json:
             say(f"{file}:")
@@ -181,10 +185,12 @@ def _check_against(paths: tuple[str, ...], model: str, cluster: Cluster, kind: s
     sys.exit(0 if all(verdict.plan is not None for verdict in every) else 1)
 
 
-def _refused(refused: PlanRejected | None) -> Verdict:
+def _refused(file: str, refused: PlanRejected | None, given: str) -> Verdict:
+    from prepkit.cli.examined import unasked
     from prepkit.cli.verdict import Verdict
 
-    return Verdict(world_size=1, plan=None, findings=refused.findings if refused else ())
+    said = refused.findings if refused else ()
+    return Verdict(world_size=1, plan=None, findings=(*said, unasked(file, given)))
 
 
 def _tell(verdicts: tuple[Verdict, ...], as_json: bool) -> NoReturn:
@@ -227,7 +233,10 @@ def _verdicts(
     if refused is not None and _is_plan(config):
         raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
     if imported is None:
-        cli_refusal.refuse((refused,), as_json, err=err)
+        from prepkit.cli.examined import unasked
+
+        note = PlanRejected((unasked(config, f"--model {model}"),))
+        cli_refusal.refuse((refused, note), as_json, err=err)
     envs, cfg = cluster.envs(imported), cluster.with_optimizer(imported.config)
     how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
@@ -251,7 +260,9 @@ def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
 
     loaded = cli_refusal.attempt(lambda: codec.load_plan(file))
     if isinstance(loaded, PlanRejected):
-        cli_refusal.refuse((loaded,), as_json, err=False)
+        from prepkit.cli.examined import unasked
+
+        cli_refusal.refuse((loaded, PlanRejected((unasked(file),))), as_json, err=False)
     if cluster.envs() != (None,) or cluster.declared_loaders or cluster.optimizer is not None:
         raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
     return judge(loaded.config, loaded.facts)

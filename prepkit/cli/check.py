@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import fields_dict
@@ -18,7 +20,7 @@ from prepkit.cli.options import Cluster
 from prepkit.cli.terminal import say, say_json
 from prepkit.config import LoadWeights
 from prepkit.facts import Env
-from prepkit.findings import Finding, PlanRejected
+from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.places import FilePlace
@@ -54,7 +56,7 @@ def check_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_j
         if not as_json:
             told.say(one)
     if as_json:
-        say_json(data_of(checked))
+        say_json({**data_of(checked), "passed_by": _passed_by(checked, paths)})
     else:
         say("\n".join(_summary(checked, told, paths)))
     sys.exit(1 if any(one.wrong for one in checked) else 0)
@@ -65,7 +67,7 @@ def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_di
 
     What is found and not mended is told beside it: a file that stays as it is need not be fine.
     """
-    from prepkit.formats.edits import mended, said_of
+    from prepkit.formats.edits import key_of, mended, said_of
 
     changed, ended = 0, set()
     for one in files_found(paths, kind):
@@ -82,7 +84,7 @@ def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_di
             say("".join(difflib.unified_diff(before, now, one.path, one.path)).rstrip())
         elif gone:
             cli_refusal.write(after.text, one.path)
-            say(f"mended {one.path}: {', '.join(finding.where.rpartition(' ')[2] for finding in gone)}", err=True)
+            say(f"mended {one.path}: {', '.join(map(key_of, gone))}", err=True)
     left = [
         f"{place} {finding.rule}"
         for one in examined(paths, cluster, kind)
@@ -110,7 +112,7 @@ class _Told:
     def say(self, one: Checked) -> None:
         """Print what is new in the findings of a file."""
         for place, finding in one.findings:
-            kind = (finding.rule, finding.what)
+            kind = (finding.rule, about(finding))
             self.again[kind] += 1
             if self.again[kind] > 1:
                 continue
@@ -122,11 +124,21 @@ class _Told:
 
 def line_of(place: FilePlace, finding: Finding) -> str:
     """A finding in two lines, the place first, as editors and terminals follow it."""
-    what = f"{finding.severity.value} {finding.rule}: {finding.what}"
+    what = f"{finding.severity.value} {finding.rule}: {about(finding)}"
     elsewhere = [finding.where] if str(place) not in finding.where else []
     elsewhere += [f"from {finding.origin}"] if finding.origin and f"{place.file}:" not in finding.origin else []
     also = f" ({', '.join(elsewhere)})" if elsewhere else ""
     return f"{place}: {what}{also}\n  fix: {finding.fix}"
+
+
+def about(finding: Finding) -> str:
+    """What is wrong, and with which key, where the finding is about one of another library's file."""
+    _, _, key = finding.where.rpartition(" ")
+    named = _PLACED.match(finding.where) and key and not finding.what.startswith(key)
+    return f"{key}: {finding.what}" if named else finding.what
+
+
+_PLACED = re.compile(r".*:\d+:\d+ ")
 
 
 def _summary(checked: list[Checked], told: _Told, paths: tuple[str, ...]) -> Iterator[str]:
@@ -138,6 +150,10 @@ def _summary(checked: list[Checked], told: _Told, paths: tuple[str, ...]) -> Ite
         yield f"nothing here that prepkit knows: {', '.join(paths)}"
         return
     yield from _taken(checked)
+    if passed := _passed_by(checked, paths):
+        more = f" and {len(passed) - _SHOWN} more" if len(passed) > _SHOWN else ""
+        which = "whose config it is; name it" if len(passed) == 1 else "whose configs they are; name one"
+        yield f"passed by {', '.join(passed[:_SHOWN])}{more}: nothing tells {which} alone, with --from LIBRARY"
     bad = [one for one in checked if one.wrong]
     warned = [one for one in checked if one.findings and not one.wrong]
     counts = (("wrong", len(bad)), ("with warnings", len(warned)), ("fine", len(checked) - len(bad) - len(warned)))
@@ -148,6 +164,12 @@ def _summary(checked: list[Checked], told: _Told, paths: tuple[str, ...]) -> Ite
         yield f"{one.found.path}, with {one.model}{one.supposed}:"
         yield textwrap.indent(str(one.costs), "  ")
     yield from _not_known(checked)
+
+
+def _passed_by(checked: Iterable[Checked], paths: tuple[str, ...]) -> list[str]:
+    """Files that were named, and that nothing tells to be of any concern."""
+    taken = {one.found.path for one in checked}
+    return [path for path in paths if path not in taken and not Path(path).is_dir()]
 
 
 def _taken(checked: list[Checked]) -> Iterator[str]:
@@ -177,7 +199,8 @@ def _not_known(checked: list[Checked]) -> Iterator[str]:
         kinds.setdefault(finding.what if finding.rule != MISSING else finding.rule, []).append((place, finding))
     for pairs in list(kinds.values())[:_SHOWN]:
         (place, finding), more = pairs[0], len(pairs) - 1
-        yield f"  {place}: {finding.what}{f' (and {more} more)' if more else ''}"
+        tells = f"; {finding.fix[:1].lower()}{finding.fix[1:]}" if finding.severity is Severity.NOTE else ""
+        yield f"  {place}: {finding.what}{f' (and {more} more)' if more else ''}{tells}"
 
 
 def unknown_lines(unknown: Mapping[str, int]) -> Iterator[str]:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MISSING = "import.missing-file"
 """The rule of files that others name, and that are not here."""
+UNASKED = "config.unasked"
+"""The rule of files whose errors hide what they mean."""
 _RATE = 1e-3
 """A rate of learning, which costs nothing."""
 
@@ -73,7 +75,7 @@ def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) 
     scripts = {one.path: read_script(one.path) for one in founds if one.sort == "script"}
     sizes, missing, more = _started(scripts.values())
     known = {_real(one.path) for one in founds}
-    founds += [one for path in more if _real(path) not in known and (one := found(path)) is not None]
+    founds += [found(one.path) or one for one in more if _real(one.path) not in known]
     named = _Named.of(one for one in founds if one.kind == "deepspeed")
     for one in sorted(founds, key=lambda one: one.kind == "deepspeed"):
         if one.path in scripts:
@@ -160,11 +162,11 @@ def files_found(paths: tuple[str, ...], kind: str | None) -> list[Found]:
 
 def _started(
     scripts: Iterable[Script],
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[NamedFile, ...]], tuple[str, ...]]:
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[NamedFile, ...]], tuple[Found, ...]]:
     """World sizes that scripts start a config with; the configs that are not there; and those that are."""
     sizes: dict[str, tuple[int, ...]] = {}
     missing: dict[str, tuple[NamedFile, ...]] = {}
-    there: dict[str, None] = {}
+    there: dict[str, Found] = {}
     for script in scripts:
         for launch in script.launches:
             for named in launch.configs:
@@ -172,10 +174,11 @@ def _started(
                 if place is None:
                     missing[script.path] = (*missing.get(script.path, ()), named)
                     continue
-                there[place] = None
+                why = f"{script.path} starts it"
+                there.setdefault(place, Found(path=place, sort="config", kind=named.kind, why=why))
                 if launch.processes and not (place.endswith(".json") and _trained(launch, Path(script.path).parent)):
                     sizes[_real(place)] = tuple(dict.fromkeys((*sizes.get(_real(place), ()), launch.processes)))
-    return sizes, missing, tuple(there)
+    return sizes, missing, tuple(there.values())
 
 
 def _resolved(named: str, folder: Path) -> str | None:
@@ -253,7 +256,9 @@ def _plan(one: Found) -> Checked:
     from prepkit.cli.verdict import judge
 
     loaded = cli_refusal.attempt(lambda: codec.load_plan(one.path))
-    findings = loaded.findings if isinstance(loaded, PlanRejected) else judge(loaded.config, loaded.facts).findings
+    if isinstance(loaded, PlanRejected):
+        return _unread(one, loaded.findings)
+    findings = judge(loaded.config, loaded.facts).findings
     inside = {finding: evolve(finding, where=_in_plan(one.path, finding.where), origin="") for finding in findings}
     placed = zip(_placed(one, tuple(inside.values())), inside, strict=True)  # what it was imported from lies elsewhere
     return Checked(found=one, findings=tuple((place, finding) for (place, _), finding in placed))
@@ -275,7 +280,7 @@ def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: 
     said = read.findings if isinstance(read, PlanRejected) else read.notes
     imported = read.rest if isinstance(read, PlanRejected) else read
     if not isinstance(imported, Imported):
-        return _sorted(Checked(found=one), _placed(one, said))
+        return _unread(one, said)
     wheres = [finding.where.partition(":$")[2] for finding in said]
     unread = tuple(f"config{where}" for where in wheres if where)
     asked = _asked(one, cluster, imported, sizes)
@@ -283,6 +288,27 @@ def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: 
     written = (_with_origin(finding, imported.written) for finding in dict.fromkeys((*said, *found)))
     every = tuple(map(imported.worded, written))
     return _sorted(evolve(asked.checked, found=one), _placed(one, every))
+
+
+def _unread(one: Found, said: tuple[Finding, ...]) -> Checked:
+    placed = _placed(one, said)
+    checked = _sorted(Checked(found=one), placed)
+    wrong = (place for place, finding in placed if finding.severity is Severity.ERROR and place.file == one.path)
+    note = unasked(one.path, told=checked.wrong)
+    return evolve(checked, beyond=(*checked.beyond, (next(wrong, FilePlace(one.path, 1, 1)), note)))
+
+
+def unasked(path: str, words: str = "", *, told: bool = True) -> Finding:
+    """The verdict about a file whose errors hide what it means; ``words`` are those of the command that asked.
+
+    Not ``told``: nothing in it is wrong for its library, and it asks for what prepkit does not do.
+    """
+    again = " ".join(filter(None, ("prepkit check", path, words)))
+    if told:
+        what, fix = "what it means is not known while its errors stand", f"Correct its errors, then: {again}"
+    else:
+        what, fix = "it asks for what prepkit does not do", "Run prepkit audit SCRIPT, where it trains."
+    return rules.found("config.unasked", path, f"{what}, so that no rule was asked about it", fix)
 
 
 @frozen
@@ -340,7 +366,7 @@ def _sorted(checked: Checked, placed: tuple[tuple[FilePlace, Finding], ...]) -> 
     return evolve(
         checked,
         findings=tuple(pair for pair in placed if pair[1].rule not in lawful),
-        beyond=tuple(pair for pair in placed if pair[1].rule in lawful),
+        beyond=(*checked.beyond, *(pair for pair in placed if pair[1].rule in lawful)),
     )
 
 

@@ -15,8 +15,8 @@ import click
 
 from prepkit import codec
 from prepkit.cli import plan_files as cli_files
-from prepkit.cli.check import line_of
-from prepkit.cli.examined import examined
+from prepkit.cli.check import about, line_of
+from prepkit.cli.examined import UNASKED, examined
 from prepkit.cli.options import Cluster, cluster_options, kind_option, policy_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import Finding, PlanRejected, Severity
@@ -91,6 +91,7 @@ def _gathered(
     exempt: list[exceptions.Exempt] = []
     for one in examined(asked, cluster, kind) if asked else ():
         every += one.findings
+        every += (pair for pair in one.beyond if pair[1].rule == UNASKED)
         own, wrong = exceptions.comments(one.found.path, _text(one.found.path))
         exempt += own
         every += wrong
@@ -195,7 +196,7 @@ def _result(place: FilePlace, finding: Finding, index: int, accepted: bool) -> d
 
 def _message(finding: Finding) -> str:
     fix = shorter(f" Fix: {finding.fix}", LONGEST_MESSAGE // 2)
-    return shorter(finding.what, LONGEST_MESSAGE - len(fix)) + fix
+    return shorter(about(finding), LONGEST_MESSAGE - len(fix)) + fix
 
 
 def _uri(file: str) -> str:
@@ -212,13 +213,18 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit(findings: tuple[_Placed, ...], excepted: tuple[_Placed, ...] = ()) -> str:
-    """JUnit's XML: a test case per finding, which failed where it is an error and was skipped where it is excepted."""
+    """JUnit's XML: a test case per finding, which failed where it is an error.
+
+    It was skipped where the error is excepted, and where it says that nothing could be asked.
+    """
     failed = sum(finding.severity is Severity.ERROR for _, finding in findings)
+    skipped = len(excepted) + sum(finding.rule == UNASKED for _, finding in findings)
     count = len(findings) + len(excepted)
-    lines = [f'<testsuite name="prepkit" tests="{count}" failures="{failed}" skipped="{len(excepted)}">']
+    lines = [f'<testsuite name="prepkit" tests="{count}" failures="{failed}" skipped="{skipped}">']
     for place, finding in findings:
-        failure = f"<failure message={_quoted(f'{finding.what} Fix: {finding.fix}')}/>"
-        lines.append(_case(place, finding, failure if finding.severity is Severity.ERROR else ""))
+        kind = "failure" if finding.severity is Severity.ERROR else "skipped" if finding.rule == UNASKED else ""
+        message = _quoted(f"{about(finding)} Fix: {finding.fix}")
+        lines.append(_case(place, finding, f"<{kind} message={message}/>" if kind else ""))
     lines += (_case(place, finding, f"<skipped message={_quoted(finding.origin)}/>") for place, finding in excepted)
     return "\n".join(('<?xml version="1.0" encoding="UTF-8"?>', *lines, "</testsuite>"))
 
@@ -253,4 +259,4 @@ def _annotation(place: FilePlace, finding: Finding) -> str:
     file = escaped(place.file).replace(":", "%3A").replace(",", "%2C")
     level = {"note": "notice"}.get(finding.severity.value, finding.severity.value)
     where = f"file={file},line={place.line},col={place.column},title={finding.rule}"
-    return f"::{level} {where}::{escaped(f'{finding.what} Fix: {finding.fix}')}"
+    return f"::{level} {where}::{escaped(f'{about(finding)} Fix: {finding.fix}')}"

@@ -144,6 +144,7 @@ def _union_reader(cls: Any, converter: Converter) -> Read:
     kinds = codec_shapes.kinds(cls)
     hooks = {member: converter.get_structure_hook(member) for member in get_args(cls)}
     members = sorted(hooks, key=lambda member: member is float)  # float last: an int that may be one stays one
+    wide = float in hooks
 
     def read_value(value: Any, _: Any) -> Any:
         if kinds and isinstance(value, dict):
@@ -153,6 +154,8 @@ def _union_reader(cls: Any, converter: Converter) -> Read:
             kind = _kind_named(value, cls, kinds, at=None)
             return hooks[kind]({}, kind)
         for member in members:
+            if wide and member is int and isinstance(value, int) and not -_LARGEST < value < _LARGEST:
+                continue  # as a float, which it may be as well
             if codec_shapes.fits(member, value):
                 return hooks[member](value, member)
         raise misfits.wrong_type(value, cls)

@@ -6,8 +6,6 @@ A type is an attrs class, a scalar, a ``Literal``, an enum, a tuple, or a union 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from difflib import get_close_matches
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
@@ -133,21 +131,6 @@ def describe(cls: Any) -> str:
     return f"an object with the keys of {cls.__name__}"
 
 
-_WORD = 200
-"""Most characters of a word that is compared; a longer one is no misspelling."""
-
-
-def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
-    """Find the option that was probably meant; empty if none is near.
-
-    >>> nearest("fsdp", ("Single", "DDP", "FSDP2"))
-    'FSDP2'
-    """
-    known = {option.lower(): option for option in options}
-    close = get_close_matches(word[:_WORD].lower(), known, n=1, cutoff=cutoff)
-    return known[close[0]] if close else ""
-
-
 def retyped(value: object, cls: Any) -> str:
     """Say what to type instead of a value of the wrong type: the same value in the right type, if there is one."""
     options = get_args(cls) if is_union(cls) else (cls,)
@@ -162,12 +145,16 @@ def retyped(value: object, cls: Any) -> str:
     return f"write {describe(cls)}"
 
 
+_LONG = 200
+"""Letters of a value that a message repeats at most."""
+
+
 def listed(value: object, cls: Any) -> list[object]:
     """Put a short value into a list, if a list of its type is expected; else return an empty list."""
     options = get_args(cls) if is_union(cls) else (cls,)
     endless = (option for option in options if is_tuple(option) and Ellipsis in get_args(option))
     fitting = any(fits(get_args(option)[0], value) for option in endless)
-    return [value] if fitting and len(repr(value)) <= _WORD else []
+    return [value] if fitting and len(repr(value)) <= _LONG else []
 
 
 def _number(text: str, cls: type[int] | type[float]) -> int | float | None:

@@ -10,7 +10,8 @@ import attrs
 from prepkit.codec import field_types
 from prepkit.codec.languages import TAG, Language, Untagged, assigned, typed
 from prepkit.codec.text import shown
-from prepkit.findings.keywords import OTHER_NAMES
+from prepkit.findings.keywords import ELSEWHERE, OTHER_NAMES
+from prepkit.findings.text import near as spelt_like
 
 Fix = Callable[[Language], str]
 """What to type, in the language of the file."""
@@ -73,11 +74,10 @@ def _one_of(near: tuple[Any, ...], language: Language) -> str:
 
 def wrong_choice(value: str, known: tuple[str, ...]) -> MisfitError:
     """Refuse a text that is not among the allowed ones."""
-    near = field_types.nearest(value, known)
+    close = "".join(spelt_like(value, known, 1))
     what = f"{shown(value)} is not one of {', '.join(map(repr, known))}"
-    return MisfitError(
-        "wrong-value", what, lambda to: f"write {typed(near, to)}" if near else "write one of them", meant=near or None
-    )
+    fix = (lambda to: f"write {typed(close, to)}") if close else "write one of them"
+    return MisfitError("wrong-value", what, fix, meant=close or None)
 
 
 def wrong_length(value: list[Any], cls: Any, length: int) -> MisfitError:
@@ -112,7 +112,7 @@ def wrong_kind(name: object, cls: Any, kinds: dict[str, type], at: str | None) -
         what = f"{shown(name)} is not one of {', '.join(kinds)}; what asks for none of them is None"
         return MisfitError("unknown-kind", what, lambda to: _one_of((None,), to))
     what = f"{shown(name)} is not one of {', '.join(kinds)}"
-    near = (FORMER.get(name, "") or field_types.nearest(name, kinds)) if isinstance(name, str) else ""
+    near = FORMER.get(name, "") or "".join(spelt_like(name, kinds, 1)) if isinstance(name, str) else ""
     if at is None and (plain := _unquoted(name)) is not name:
         told = wrong_type(plain, cls)
         return MisfitError("unknown-kind", what, told.fix, meant=told.meant)
@@ -172,10 +172,12 @@ def _deeper(cls: type, key: str, value: object, given: dict[Any, Any]) -> tuple[
     for field in field_types.fields(cls):
         kinds = field_types.kinds(field.type) or _plain(field.type)
         held = given.get(field.name)
-        written = held.get(TAG) if isinstance(held, dict) else held
+        named = held.get(TAG) if isinstance(held, dict) else held
+        written = named if isinstance(named, str) else None
         for name, kind in sorted(kinds.items(), key=lambda one: one[0] != written):
             known = {inner.name: inner for inner in field_types.fields(kind)}
-            option = key if key in known else OTHER_NAMES.get(key.lower(), "")
+            alike = (key,) if key in known else spelt_like(key, known, 1, ELSEWHERE)
+            option = alike[0] if alike else OTHER_NAMES.get(key.lower(), "")
             if option in known and takes(known[option].type, value):
                 rest = {inner: item for inner, item in held.items() if inner != TAG} if isinstance(held, dict) else {}
                 if written in kinds and name != written:
@@ -308,8 +310,8 @@ def meant(key: str, value: object, cls: type, given: dict[Any, Any]) -> str:
     fields = {field.name: field for field in field_types.fields(cls) if field.name not in given}
     if (known := OTHER_NAMES.get(key.lower(), "")) in fields:
         return known
-    near = field_types.nearest(key, fields)
-    if near and (takes(fields[near].type, value) or field_types.nearest(key, (near,), cutoff=0.8)):
-        return near
+    for close in spelt_like(key, fields, 1):
+        if takes(fields[close].type, value) or spelt_like(key, (close,), 1, cutoff=0.8):
+            return close
     missing = [field.name for field in _required(cls) if field.name in fields and takes(field.type, value)]
     return missing[0] if len(missing) == 1 else ""

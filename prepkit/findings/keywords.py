@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -61,3 +61,54 @@ def _said(cls: type, key: str, known: tuple[str, ...]) -> str:
     if meant:
         return f"{what}; write {meant[0]}=..."
     return f"{what}, only {', '.join(known)}" if known else f"{what}, and takes none"
+
+
+def meant_key(path: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The known keys, two at most, that may be meant by a dotted path: of its own section, else of any other.
+
+    >>> known = ("debug", "deepspeed_config.gradient_accumulation_steps", "deepspeed_config.zero_stage")
+    >>> meant_key("deepspeed_config.zero_stag", known)
+    ('deepspeed_config.zero_stage',)
+    >>> meant_key("gradient_accumulation_step", known)
+    ('deepspeed_config.gradient_accumulation_steps',)
+    """
+    section, _, name = path.rpartition(".")
+    homes: dict[str, dict[str, None]] = {}
+    for one in known:
+        home, _, last = one.rpartition(".")
+        homes.setdefault(last, {})[home] = None
+    own = [last for last, places in homes.items() if section in places]
+    others = (OTHER_NAMES.get(name, ""), _EACH_OTHER.get(name, ""))
+    beside = tuple(other for other in others if other in own)[:1] or near(name, own, 1, _BESIDE)
+    elsewhere = [f"{home}.{last}" for last in near(name, homes, 1, ELSEWHERE) for home in homes[last]]
+    return tuple(f"{section}.{last}".strip(".") for last in beside) or tuple(one.strip(".") for one in elsewhere[:2])
+
+
+_EACH_OTHER = {
+    "per_device_batch_size": "per_device_train_batch_size",
+    "per_device_train_batch_size": "micro_batch_size",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "num_train_epochs": "num_epochs",
+    "lr_scheduler_type": "lr_scheduler",
+    "optim": "optimizer",
+}
+"""What a key is called in a file of another library: of transformers in axolotl's."""
+_BESIDE, ELSEWHERE = 0.75, 0.87
+"""How near a name has to be in its own section, and in another, where it may be a word of its own."""
+
+
+def unknown_key_fix(path: str, known: Iterable[str], given: Iterable[str] = ()) -> str:
+    """What to do about a key that nobody knows, in a file that has the keys ``given``.
+
+    >>> unknown_key_fix("zero.stag", ("zero.stage", "steps")), unknown_key_fix("zero.steps", ("steps", "zero.stage"))
+    ("Write 'zero.stage', or remove it.", "Move it to 'steps', or remove it.")
+    >>> unknown_key_fix("zero.stag", ("zero.stage",), ("zero.stag", "zero.stage"))
+    "Remove it: 'zero.stage' is there too."
+    """
+    meant = meant_key(path, known)
+    if not meant:
+        return "Remove it."
+    if there := [one for one in given if one in meant]:
+        return f"Remove it: {there[0]!r} is there too."
+    same = meant[0].rpartition(".")[0] == path.rpartition(".")[0]
+    return f"{'Write' if same else 'Move it to'} {' or '.join(map(repr, meant))}, or remove it."

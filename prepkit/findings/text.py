@@ -58,7 +58,11 @@ def short(number: int) -> str:
     return str(number)
 
 
-def near(word: str, options: Iterable[str], limit: int = 3) -> tuple[str, ...]:
+_WORD = 200
+"""Most characters of a word that is compared; a longer one is no misspelling."""
+
+
+def near(word: str, options: Iterable[str], limit: int = 3, cutoff: float = 0.6) -> tuple[str, ...]:
     """Options that are spelled like the word, nearest first; case does not count.
 
     >>> near("LLaMADecoderLayer", ("LlamaDecoderLayer", "Linear"))
@@ -67,7 +71,7 @@ def near(word: str, options: Iterable[str], limit: int = 3) -> tuple[str, ...]:
     by_lower: dict[str, str] = {}
     for option in options:
         by_lower.setdefault(option.lower(), option)
-    return tuple(by_lower[name] for name in get_close_matches(word.lower(), by_lower, limit))
+    return tuple(by_lower[name] for name in get_close_matches(word[:_WORD].lower(), by_lower, limit, cutoff))
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -13,11 +13,13 @@ from attrs import evolve
 from ruamel.yaml.nodes import CollectionNode, MappingNode, Node
 
 from prepkit.codec.languages import typed
+from prepkit.facts import Env
 from prepkit.findings import Finding, PlanRejected
 from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.foreign import lenient
 from prepkit.formats.importers.positions import plain_json, positions
 from prepkit.formats.importers.source import LANGUAGES, Imported, Source, composed
+from prepkit.rules.without_model import ask
 
 
 def without(source: Source, path: str) -> str | None:
@@ -145,6 +147,8 @@ _NEAR = re.compile(r"Write '([\w.]+)', or remove it\.|write '(\w+)' instead")
 _TYPED = re.compile(
     r"write (true|false|-?\d[\d.e+-]*)(?: without quotes)?|(?:put it into a|take it out of the) list: .*"
 )
+_UNQUOTED = re.compile(r"Write .* without quotes: (true|false|-?\d[\d.e+-]*)\.")
+"""What is said of a text in DeepSpeed's JSON that can mean one value only."""
 _MOST = 50
 
 
@@ -153,7 +157,8 @@ def mended(source: Source, kind: str) -> tuple[Source, tuple[Finding, ...]]:
 
     Keys without effect are removed where all that is read of the file stays as it is; a misspelt key at the top of a
     file that its library would refuse gets the name that is meant; so does any of a file of prepkit's own, which takes
-    a value of another type for none, and where a value that can mean one thing only gets the type that it should have.
+    a value of another type for none, and where a value that can mean one thing only gets the type that it should have,
+    as a number or a switch in quotes does in DeepSpeed's JSON: it is refused, or read as the same.
     Each edit is read again before it counts.
     """
     gone: list[Finding] = []
@@ -179,6 +184,8 @@ def _steps(source: Source, kind: str) -> Iterator[tuple[Source, Finding]]:
             text = renamed(source, place[1], near[1] or near[2]) if refused else None
         elif place and refused and _TYPED.fullmatch(finding.fix):
             text = _retyped(source, place[1], finding.fix)
+        elif finding.rule == _WRONG_TYPE and (plain := _UNQUOTED.fullmatch(finding.fix)):
+            refused, text = True, revalued(source, key_of(finding), json.loads(plain[1]))
         if text is None:
             continue
         after, left = _read(Source(source.path, text, source.suffix), kind)
@@ -207,6 +214,15 @@ def _retyped(source: Source, path: str, fix: str) -> str | None:
     return revalued(source, key, new) if len(inside) < 2 else None  # lists in lists hold no plain values
 
 
+_WRONG_TYPE = "deepspeed.wrong-type"
+
+
+def key_of(finding: Finding) -> str:
+    """The key that a finding is about, as its file has it; a rule about DeepSpeed's JSON begins with it."""
+    named = re.match(r"`([\w.]+)`", finding.what) if finding.rule == _WRONG_TYPE else None
+    return named[1] if named else finding.where.rpartition(" ")[2]
+
+
 def said_of(finding: Finding) -> tuple[str, str]:
     """What a finding says, and of which key, wherever that stands: places move when the text is mended."""
     return finding.rule, f"{finding.where.rpartition(' ')[2]}: {finding.what}"
@@ -216,10 +232,18 @@ def _read(source: Source, kind: str) -> tuple[Imported | None, tuple[Finding, ..
     """Return what is read of the file but for places, and what is said of it."""
     try:
         imported = IMPORTERS[kind].read(source)
+        findings = imported.notes
     except PlanRejected as refused:
-        rest = refused.rest if isinstance(refused.rest, Imported) else None
-        return (None if rest is None else _meant(rest)), refused.findings
-    return _meant(imported), imported.notes
+        if not isinstance(refused.rest, Imported):
+            return None, refused.findings
+        imported, findings = refused.rest, refused.findings
+    return _meant(imported), (*findings, *(_wrong_types(imported) if kind == "deepspeed" else ()))
+
+
+def _wrong_types(imported: Imported) -> tuple[Finding, ...]:
+    """What the rules say of types in DeepSpeed's JSON, which its importer keeps as they are."""
+    said = ask(imported.config, Env.declare(world_size=1), frozenset()).findings
+    return tuple(finding for finding in said if finding.rule == _WRONG_TYPE)
 
 
 def _meant(imported: Imported) -> Imported:

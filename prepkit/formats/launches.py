@@ -28,6 +28,8 @@ class NamedFile:
 
     path: str
     """As written, with the variables that the script sets; one with a ``$`` left is known when it runs only."""
+    kind: str
+    """Whose config it is, as what names it takes no other's."""
     line: int
     column: int
 
@@ -133,6 +135,12 @@ def _launch(words: list[_Word], text: str) -> LaunchLine | None:
     return None
 
 
+_OPTIONS = {"config_file": "accelerate", **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config"), "deepspeed")}
+"""Option that names a file, to whose file that is."""
+_TRAINERS = {"axolotl": "axolotl", "llamafactory-cli": "llamafactory"}
+"""Command that is given a file first, to whose file that is."""
+
+
 def _read(launcher: str, start: _Word, rest: list[_Word], text: str, *, by_srun: bool) -> LaunchLine:
     options: dict[str, _Word] = {}
     script = next((i for i, word in enumerate(rest) if re.search(r"\.py$", word.text)), len(rest))
@@ -147,12 +155,12 @@ def _read(launcher: str, start: _Word, rest: list[_Word], text: str, *, by_srun:
                 options[key] = _Word(value, word.at)
             elif behind is not None and not behind.text.startswith("-"):
                 options[key] = behind
-    named = [options[name] for name in ("config_file", "deepspeed", "deepspeed_config", "ds_config") if name in options]
-    if launcher in ("axolotl", "llamafactory-cli") and rest:
-        named.append(rest[0])
+    named = [(options[name], kind) for name, kind in _OPTIONS.items() if name in options]
+    if launcher in _TRAINERS and rest:
+        named.append((rest[0], _TRAINERS[launcher]))
     configs = tuple(
-        NamedFile(path=word.text, line=_line(text, word.at)[0], column=_line(text, word.at)[1])
-        for word in named
+        NamedFile(path=word.text, kind=kind, line=_line(text, word.at)[0], column=_line(text, word.at)[1])
+        for word, kind in named
         if re.search(r"\.(json|ya?ml|toml)$", word.text)
     )
     line, column = _line(text, start.at)

@@ -285,6 +285,13 @@ FILES: tuple[Rule, ...] = (
         summary="The keys of the config file tell whose it is.",
         fix="Say whose it is: --from on the command line, import_config(path, kind) in Python.",
     ),
+    _check(
+        id="config.unasked",
+        summary="Every rule that can be asked of a config is asked.",
+        fix="Correct the errors of the file, and check it again.",
+        severity=Severity.NOTE,
+        lawful="its errors are told, and what else it means is not known while they stand",
+    ),
     _config_file(
         id="config.unreadable",
         summary="The config file is there and may be read.",

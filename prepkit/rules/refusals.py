@@ -238,8 +238,8 @@ REFUSALS: tuple[Rule, ...] = (
         id="run.ranks-skips",
         summary="A micro-batch is left out on every rank, or on none.",
         fix=(
-            "Let the ranks decide together: bad = ready.ranks.reduce(float(not torch.isfinite(loss)), 'max'), and then "
-            "`if bad: ready.skip()`."
+            "Let the ranks decide together: bad = loss is None or not torch.isfinite(loss), with loss = None where an "
+            "exception was caught; then, on every rank, `if ready.ranks.reduce(float(bad), 'max'): ready.skip()`."
         ),
         told_by="ready.skip",
     ),

@@ -124,7 +124,11 @@ def test_a_config_without_an_engine_is_told_before_the_model_is_imported(
     said, silent = (done.stdout, done.stderr) if command == ("check",) else (done.stderr, done.stdout)
     assert "error codec.wrong-type at c.toml:$.engine (engine in c.toml:1:1):" in said
     assert "error codec.wrong-type at c.toml:$.accumulation (accumulation in c.toml:2:1):" in said
-    assert said.endswith("2 errors\n")
+    assert "note config.unasked at c.toml: " in said
+    assert (
+        f"then: prepkit check c.toml{' --model model_of_cli_tests:broken' if command != ('sweep',) else ''}\n" in said
+    )
+    assert said.endswith("2 errors, 1 note\n")
     assert silent == ""
 
 

@@ -204,3 +204,19 @@ def test_what_was_meant_is_read_and_a_config_without_an_engine_is_not() -> None:
     with pytest.raises(PlanRejected) as caught:
         codec.from_data({"engine": 4, "timeout_s": 5}, Config)
     assert caught.value.rest is None
+
+
+@pytest.mark.parametrize("kind", [["AdamW"], {"kind": ["AdamW"]}, {"kind": {}}])
+def test_a_key_of_a_section_whose_kind_is_no_text_is_a_finding_and_no_crash(kind: object) -> None:
+    with pytest.raises(PlanRejected) as caught:
+        codec.from_data({"engine": "DDP", "optimizer": kind, "lr": 0.1}, Config)
+    assert "codec.unknown-key" in {found.rule for found in caught.value.findings}
+
+
+def test_a_whole_number_beyond_64_bits_is_a_number_where_one_may_be() -> None:
+    """As JSON Schema has it, to which 1e30 and 10**30 are one."""
+    options = [{"name": "x", "value": 2**70}, {"name": "y", "value": 2**60}]
+    data = {"engine": "DDP", "compile": {"kind": "CompileModel", "options": options}}
+    compiled = codec.from_data(data, Config).compile
+    assert compiled is not None
+    assert [(option.value, type(option.value)) for option in compiled.options] == [(2.0**70, float), (2**60, int)]

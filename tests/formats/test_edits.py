@@ -93,6 +93,32 @@ def test_a_misspelt_key_that_its_library_passes_by_is_left_to_people() -> None:
     assert mended(below, "accelerate") == (below, ())
 
 
+QUOTED = """{
+  "train_micro_batch_size_per_gpu": "25", // as a template had it
+  "gradient_clipping": "1.0",
+  "bf16": {"enabled": "True"},
+  "zero_optimization": {
+    "stage": 3, "overlap_comm": "true", "reduce_bucket_size": "5e7", "stage3_max_live_parameters": "many"
+  }
+}
+"""
+
+
+def test_a_number_or_a_switch_in_quotes_gets_its_type_in_the_json_of_deepspeed(folder: Path) -> None:
+    after, gone = mended(Source("ds.json", QUOTED), "deepspeed")
+    plain = QUOTED.replace('"25"', "25").replace('"1.0"', "1.0").replace('"True"', "true").replace('"true"', "true")
+    assert after.text == plain.replace('"5e7"', "50000000")
+    assert len(gone) == 5
+    assert mended(after, "deepspeed") == (after, ())
+    Path("ds.json").write_text(QUOTED)
+    done = run("check", "ds.json", "--fix")
+    assert "mended ds.json: " in done.stderr
+    assert "zero_optimization.reduce_bucket_size" in done.stderr
+    assert Path("ds.json").read_text() == after.text
+    assert done.stdout.count("deepspeed.wrong-type") == 1
+    assert "many" in done.stdout
+
+
 OWN = {
     ".toml": (
         (

@@ -15,7 +15,8 @@ from ruamel.yaml import YAML
 
 from prepkit.cli.examined import examined
 from prepkit.cli.options import Cluster
-from prepkit.formats.importers.positions import positions
+from prepkit.formats.importers.positions import _below, plain_json, positions
+from prepkit.formats.importers.source import DEEPEST, composed
 
 NOWHERE = Cluster()
 CONFIGS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -147,3 +148,35 @@ q = 1'''
         "loaders.1": (7, 1), "loaders.1.name": (8, 1), "loaders.1.name.0": (9, 3), "loaders.1.name.0.k": (9, 5),
         "loaders.1.in": (11, 1), "loaders.1.in.z": (12, 1),
     }  # fmt: skip
+
+
+def test_keys_of_json_stand_where_a_reader_of_yaml_finds_them() -> None:
+    draw = random.Random(3)
+    words = ["a", "b c", "d.e", "é", 'q"r', "", "{,", "0"]
+
+    def value(depth: int) -> object:
+        match draw.randrange(9) if depth < 5 else 0:
+            case 0 | 1 | 2 | 3:
+                return draw.choice([1, None, True, "x", "a,{b", -0.5, "", [], {}, 'q"\\'])
+            case 4 | 5 | 6:
+                return {draw.choice(words): value(depth + 1) for _ in range(draw.randrange(5))}
+        return [value(depth + 1) for _ in range(draw.randrange(4))]
+
+    for _ in range(100):
+        text = json.dumps({"x": value(0), "y": value(0)}, indent=draw.choice([None, 1, 3]))
+        text = text.replace("{", "{ // as it was\n", draw.randrange(2))
+        node = composed(plain_json(text))
+        assert node is not None
+        assert positions(text, ".json") == dict(_below(node, "", set()))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1", '{"a":', "{]}", "}}}{", "[[[[", '{"a" 3, 4, : , }', '{"a":1}}', "", '{"a": "']
+)
+def test_places_of_what_is_no_json_are_had_as_far_as_it_goes(text: str) -> None:
+    assert set(positions(text, ".json")) <= {"a", "0", "0.0", "0.0.0", "0.0.0.0", "4"}
+
+
+def test_a_json_that_goes_deeper_than_any_config_takes_neither_time_nor_memory() -> None:
+    assert len(positions("[" * 1_000_000, ".json")) == DEEPEST
+    assert len(positions('{"a":' * 1_000_000, ".json")) <= DEEPEST + 1

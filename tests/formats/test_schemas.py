@@ -1,6 +1,6 @@
 """The schemas and the readers agree: on files that are drawn, and on the same ones bent.
 
-``python -m tests.formats.test_schemas 100000`` tries so many files.
+``python -m tests.formats.test_schemas 100000 [SEED [NAME ...]]`` tries so many files of each name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import NonInteractiveExampleWarning
 
 from prepkit import codec
@@ -95,10 +95,11 @@ def deepspeed_is_read(data: dict[str, Any]) -> bool:
     return not draft.flaws
 
 
-def drawn_configs(count: int) -> Iterator[dict[str, Any]]:
+def drawn_configs(count: int, start: int) -> Iterator[dict[str, Any]]:
     """Data of drawn configs."""
     found: list[Config] = []
 
+    @seed(start)
     @settings(
         max_examples=count,
         deadline=None,
@@ -124,9 +125,9 @@ _VALUES = {
 }
 
 
-def drawn_deepspeed(count: int) -> Iterator[dict[str, Any]]:
+def drawn_deepspeed(count: int, start: int) -> Iterator[dict[str, Any]]:
     """Configs of DeepSpeed, drawn from the table of keys."""
-    draw = random.Random(0)
+    draw = random.Random(start)
 
     def section(path: str) -> dict[str, Any]:
         known = SECTIONS.get(path, {})
@@ -180,9 +181,9 @@ def _given(draw: random.Random, way: tuple[str, ...]) -> Any:
     return draw.choice((word, word.lower(), word.upper(), f"Kind.{word}", place, str(place)))
 
 
-def drawn_accelerate(count: int) -> Iterator[dict[str, Any]]:
+def drawn_accelerate(count: int, start: int) -> Iterator[dict[str, Any]]:
     """Launch configs, drawn from what the reader asks for: each way of asking has its values."""
-    draw = random.Random(2)
+    draw = random.Random(start)
     probes = [
         {"distributed_type": kind, "mixed_precision": "fp8", "fsdp_config": {"fsdp_version": version}}
         | {section: {"": 1} for section in ("deepspeed_config", "dynamo_config", "fp8_config", "parallelism_config")}
@@ -205,19 +206,19 @@ def drawn_accelerate(count: int) -> Iterator[dict[str, Any]]:
         yield data
 
 
-READERS: dict[str, tuple[Callable[[int], Iterator[dict[str, Any]]], Callable[[dict[str, Any]], bool]]] = {
+READERS: dict[str, tuple[Callable[[int, int], Iterator[dict[str, Any]]], Callable[[dict[str, Any]], bool]]] = {
     "config": (drawn_configs, config_is_read),
     "deepspeed": (drawn_deepspeed, deepspeed_is_read),
     "accelerate": (drawn_accelerate, accelerate_is_read),
 }
 
 
-def disagreements(name: str, count: int) -> tuple[list[dict[str, Any]], Counter[bool]]:
+def disagreements(name: str, count: int, start: int = 0) -> tuple[list[dict[str, Any]], Counter[bool]]:
     """Files that schema and reader judge otherwise, and how many were taken and refused: one drawn, nine bent."""
     validator = jsonschema.Draft202012Validator(SCHEMAS[name]())
     draw_files, is_read = READERS[name]
-    draw, other, judged = random.Random(1), [], Counter[bool]()
-    for data in draw_files(max(1, count // 10)):
+    draw, other, judged = random.Random(start + 1), [], Counter[bool]()
+    for data in draw_files(max(1, count // 10), start):
         for bent in (data, *(bend(data, draw) for _ in range(9))):
             if not isinstance(bent, dict):
                 continue
@@ -261,9 +262,9 @@ def test_editors_see_what_a_field_means() -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", NonInteractiveExampleWarning)
-    wanted = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
-    for each in sorted(READERS):
-        differ, counted = disagreements(each, wanted // len(READERS))
-        print(f"{each}: {counted[True]} taken, {counted[False]} refused, {len(differ)} judged otherwise")
+    wanted, begun = (*map(int, sys.argv[1:3]), *(100_000, 0)[len(sys.argv[1:3]) :])
+    for each in sys.argv[3:] or sorted(READERS):
+        differ, counted = disagreements(each, wanted, begun)
+        print(f"{each}: {counted[True]} taken, {counted[False]} refused, {len(differ)} judged otherwise", flush=True)
         for one_file in differ[:5]:
-            print(json.dumps(one_file)[:600])
+            print(json.dumps(one_file)[:600], flush=True)

@@ -33,7 +33,7 @@ from prepkit.config import (
     TransformerEngine,
 )
 from prepkit.findings import PlanRejected
-from prepkit.formats.importers.accelerate_engines import deepspeed, fsdp, weights
+from prepkit.formats.importers.accelerate_engines import deepspeed, fsdp, say_of_other_types, weights
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.source import Imported, Source
 
@@ -149,6 +149,10 @@ def understand(file: Foreign, path: str) -> Imported:
         config = evolve(config, weights=weights(file), checkpointing=_checkpointing(file))
     if kind == "DEEPSPEED":
         config = deepspeed(file, config, Path(path))
+    if file.unread():
+        others = {section: readers[0] for section, readers in _ELSEWHERE.items() if kind not in readers}
+        probes = {one: asked_for({"distributed_type": of, one: {"": 1}}).asked for one, of in others.items()}
+        say_of_other_types(file, LAUNCHING, {key: others[one] for one, asked in probes.items() for key in asked})
     return file.imported(
         config,
         known=LAUNCHING,

@@ -6,11 +6,13 @@ to (behaviour DP-1 to DP-12).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, cast
 
 from attrs import evolve
 
+from prepkit.codec.misfits import MOST
 from prepkit.config import (
     FSDP1,
     FSDP2,
@@ -28,7 +30,7 @@ from prepkit.config import (
     WrapSize,
 )
 from prepkit.config.engines import Sharding
-from prepkit.findings import PlanRejected
+from prepkit.findings.keywords import meant_key
 from prepkit.formats.importers.deepspeed import read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside
 from prepkit.formats.importers.source import JSON, read
@@ -165,6 +167,31 @@ def _ignored(file: Foreign) -> tuple[str, ...]:
     return (text.replace(".*", "*"),)
 
 
+# --- keys of other types ---------------------------------------------------------------------------------------------
+
+
+def say_of_other_types(file: Foreign, launching: tuple[str, ...], others: Mapping[str, str]) -> None:
+    """Says of keys at the top which key of a section is meant, where the distributed type is one that reads it not.
+
+    ``others``: keys of such sections, each with a type that reads it.
+    """
+    inside = [key for key in others if "." in key.strip(".")]
+    for key in file.unread()[:MOST]:
+        meant = "".join(meant_key(key, (*file.known(), *launching, *inside))[:1])
+        if meant not in inside:
+            continue
+        kind, name = others[meant], meant.rpartition(".")[2]
+        what = f"accelerate knows no such key here; {meant} is one, under distributed_type: {kind} only"
+        fix = f"Write it as {meant}, with distributed_type: {kind}"
+        if name in _ARGUMENTS:
+            fix = f"Write Accelerator({name}=...) in the script"
+        file.error("unknown-key", key, what, f"{fix}, and remove it here.", misread=False)
+
+
+_ARGUMENTS = ("gradient_accumulation_steps",)
+"""Keys of a section that are arguments of ``Accelerator`` as well, under every type."""
+
+
 # --- DeepSpeed -------------------------------------------------------------------------------------------------------
 
 
@@ -266,10 +293,8 @@ def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tu
         what = f"there is no file {name:.120}, neither from here nor beside {path.name}"
         file.error("missing-file", f"{_IN_DEEPSPEED}deepspeed_config_file", what, "Give the path of the JSON file.")
         return config
-    try:
-        inner = read_deepspeed(read(str(found), JSON))
-    except PlanRejected as refused:
-        file.findings += refused.findings
+    inner = file.part(f"{_IN_DEEPSPEED}deepspeed_config_file", lambda: read_deepspeed(read(str(found), JSON)))
+    if inner is None:
         return config
     file.origins += inner.config.origins
     file.taken(inner, found)

@@ -8,6 +8,8 @@ from attrs import evolve
 
 from prepkit.codec.text import shown
 from prepkit.config import BF16, FP8, FSDP1, FSDP2, CheckpointBlocks, DType, Mesh, TorchAO
+from prepkit.findings.keywords import unknown_key_fix
+from prepkit.formats.importers.argument_keys import KEYS, NOW
 from prepkit.formats.importers.foreign import Foreign, foreign, named_model
 from prepkit.formats.importers.source import Imported, Source
 from prepkit.formats.importers.training_arguments import training_arguments
@@ -30,6 +32,7 @@ def read_axolotl(source: Source) -> Imported:
     """The file as prepkit's config. Raises ``PlanRejected`` with every finding."""
     file = foreign("axolotl", source)
     data = file.data
+    _say_others(file)
     for name, on in _AUTO.items():
         if data.get(name) == "auto":
             what = f"auto asks GPU and torch; it is read as {str(on).lower()}"
@@ -64,6 +67,16 @@ def read_axolotl(source: Source) -> Imported:
         config = evolve(config, mesh=Mesh(**{"shard": -1} | sizes))
     parts = any(file.data.get(name) for name in ("adapter", "load_in_4bit", "load_in_8bit", "unfrozen_parameters"))
     return evolve(imported, config=config, model=None if parts else named_model(file, "base_model"))
+
+
+def _say_others(file: Foreign) -> None:
+    """Says which keys of ``TrainingArguments`` axolotl does not have, and leaves them out as it does."""
+    for name in sorted(NOW & file.data.keys() - KEYS["axolotl"]):
+        if file.data[name] is not None:
+            what = "transformers has this key; axolotl does not, and passes it by"
+            fix = unknown_key_fix(name, KEYS["axolotl"], file.data)
+            file.error("unknown-key", name, what, fix, misread=False)
+        del file.data[name]
 
 
 def _offloaded(file: Foreign) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from prepkit.codec.misfits import MOST
 from prepkit.codec.text import shown
 from prepkit.config import Config, Origin
 from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings.keywords import ELSEWHERE, unknown_key_fix
+from prepkit.findings.text import near
 from prepkit.formats.importers.positions import LineColumn, plain_json, positions
 from prepkit.formats.importers.source import Imported, Source
 from prepkit.rules import found
@@ -74,6 +75,17 @@ class Foreign:
         self.named.append(str(path))
         for setting, keys in other.meant.items():
             self.meant.setdefault(setting, keys)
+
+    def part(self, name: str, read: Callable[[], Imported]) -> Imported | None:
+        """Read a file that a key names; None, with its findings, where what it means is not known."""
+        try:
+            return read()
+        except PlanRejected as refused:
+            if isinstance(refused.rest, Imported):
+                return refused.rest  # with the findings as its notes
+            self.findings += refused.findings
+            self._misread.add(name)
+            return None
 
     def _value(self, name: str) -> Any:
         value: Any = self.data
@@ -151,12 +163,8 @@ class Foreign:
         for word in words:
             if given == word.lower():
                 return word
-        near = get_close_matches(given, [word.lower() for word in words], n=1)
-        fix = (
-            f"Write {next(word for word in words if word.lower() == near[0])!r}."
-            if near
-            else f"Write one of {', '.join(words)}."
-        )
+        meant = near(given, words, 1)
+        fix = f"Write {meant[0]!r}." if meant else f"Write one of {', '.join(words)}."
         self.error("wrong-value", name, f"{shown(value)} is none of {', '.join(words)}", fix)
         return None
 
@@ -239,7 +247,8 @@ class Foreign:
             if path:
                 yield path, section
             if isinstance(value, dict):
-                rest += [(f"{path}.{key}" if path else str(key), path, inner) for key, inner in value.items()]
+                below = [(f"{path}.{key}" if path else str(key), path, inner) for key, inner in value.items()]
+                rest += reversed(below)
 
     def imported(self, config: Config, known: Sequence[str] = (), **declared: Any) -> Imported:
         """The outcome. Raises ``PlanRejected`` with every finding where one is an error, unknown keys among them."""
@@ -278,7 +287,7 @@ class Foreign:
         """Keys of sections that nobody has asked for, and that are near to none that somebody has."""
         known = self.known()
         paths = (key for key in self.keys() if key.partition(".")[0] in sections and key not in self._read)
-        return tuple(path for path in paths if not get_close_matches(path, known, n=1, cutoff=0.88))
+        return tuple(path for path in paths if not near(path, known, 1, ELSEWHERE))
 
     def known(self) -> tuple[str, ...]:
         """Keys that were asked for, be they there or not."""
@@ -286,9 +295,9 @@ class Foreign:
 
     def say_unknown(self, known: Sequence[str] = ()) -> None:
         """Says which keys nobody has asked for, with the nearest of those that somebody has."""
-        candidates = sorted({*known, *self._read})
+        known = sorted({*known, *self._read})
         read = frozenset(self._read)  # as it is now: what is said below counts as read
-        said = 0
+        said, given = 0, tuple(self.places or self.keys())  # what a reader has filled in is nowhere
         for key, section in self._walk():
             if key in read or (section and section not in read):
                 continue  # below an unknown one, which is said once
@@ -301,11 +310,8 @@ class Foreign:
                     misread=False,
                 )
                 return
-            near = get_close_matches(key, candidates, n=1, cutoff=0.75)
-            fix = f"Write {near[0]!r}, or remove it." if near else "Remove it."
-            self.error(
-                "unknown-key", key, f"{self.kind} knows no such key, and nothing would read it", fix, misread=False
-            )
+            what = f"{self.kind} knows no such key, and nothing would read it"
+            self.error("unknown-key", key, what, unknown_key_fix(key, known, given), misread=False)
 
     def where(self, name: str) -> str:
         """A place as findings give it."""

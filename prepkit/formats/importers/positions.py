@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
-from prepkit.formats.importers.source import composed
+from prepkit.formats.importers.source import DEEPEST, composed
 
 LineColumn = tuple[int, int]
 """Line and column, from 1."""
@@ -29,16 +30,17 @@ def _blanked(token: re.Match[str]) -> str:
 def positions(text: str, suffix: str) -> dict[str, LineColumn]:
     """Dotted path of every key to where it stands; items of a list by their index.
 
-    JSON is read as the YAML that it also is. Empty where a text is beyond that reader: values are had without places.
+    Empty where a text is beyond its reader: values are had without places.
     """
+    if suffix == ".json":
+        return dict(_places(text, _json(plain_json(text))))
     if suffix == ".toml":
         try:
             return dict(toml_places(text))
         except RecursionError:
             return {}
     try:
-        source = re.sub(r"\t", " ", plain_json(text)) if suffix == ".json" else text
-        node = composed(source)
+        node = composed(text)
     except (YAMLError, ValueError, RecursionError):
         return {}
     return dict(_below(node, "", set())) if node is not None else {}
@@ -61,6 +63,49 @@ def _below(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, LineCol
         yield from _below(value, here, seen)
 
 
+_At = tuple[str, int]
+"""Dotted path, and offset in the text."""
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+_WORDS = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\],]|[^\s{}\[\],":]+', re.DOTALL)
+
+
+def _json(text: str) -> Iterator[_At]:
+    """Keys, and items of lists by their index. Ends where it goes too deep, and paths would take the memory."""
+    above: list[tuple[str, int]] = []
+    key: str | None
+    path, index, key = "", -1, None  # of what is open: its path, the next item of a list or -1, the key that was read
+    for word in _WORDS.finditer(text):
+        name = str(index) if index >= 0 else key or ""
+        here = f"{path}.{name}" if path else name
+        begins = word[0] not in ("}", "]", ",")
+        if begins and index >= 0 and above:
+            yield here, word.start()
+        elif begins and above and key is None:
+            key = _decoded(word[0])
+            yield f"{path}.{key}" if path else key, word.start()
+            continue
+        match word[0]:
+            case "{" | "[" if len(above) == DEEPEST:
+                return
+            case "{" | "[" as opened:
+                above.append((path, index))
+                path, index, key = here, 0 if opened == "[" else -1, None
+            case "}" | "]" if above:
+                path, index = above.pop()
+            case ",":
+                key, index = None, index + 1 if index >= 0 else -1
+
+
+def _decoded(word: str) -> str:
+    try:
+        return str(json.loads(word))
+    except ValueError:
+        return word
+
+
 # --- TOML: tables, arrays of tables, inline tables and dotted keys ----------------------------------------------------
 
 _SPACE = re.compile(r"(?:\s|#[^\n]*)*")
@@ -68,15 +113,17 @@ _PART = re.compile(r"""[ \t]*("(?:\\.|[^"\\\n])*"|'[^'\n]*'|[\w-]+)[ \t]*(\.)?""
 _TEXT = re.compile(r'"""(?:\\.|[^\\])*?"""(?!")|\'\'\'.*?\'\'\'(?!\')|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'', re.DOTALL)
 _BARE = re.compile(r"[^,\n\]}#]+")
 
-_At = tuple[str, int]
-"""Dotted path, and offset in the text."""
 
-
-def toml_places(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
+def toml_places(text: str) -> Iterator[tuple[str, LineColumn]]:
     """Dotted path of every key, and of items of arrays by their index, to line and column. Ends where it is no TOML."""
-    starts = [0, *(found.end() for found in re.finditer("\n", text))]
+    yield from _places(text, sorted(_statements(text), key=lambda pair: pair[1]))
+
+
+def _places(text: str, found: Iterable[_At]) -> Iterator[tuple[str, LineColumn]]:
+    """Line and column of offsets, which never grow smaller."""
+    starts = [0, *(each.end() for each in re.finditer("\n", text))]
     line = 0
-    for path, at in sorted(_statements(text), key=lambda pair: pair[1]):
+    for path, at in found:
         while line + 1 < len(starts) and starts[line + 1] <= at:
             line += 1
         yield path, (line + 1, at - starts[line] + 1)

@@ -243,7 +243,7 @@ def _accumulation(file: Foreign, sizes: Mesh) -> int:
     if at_once < 1 or asked % at_once or asked < at_once:
         ranks = sizes.replicate * sizes.shard
         what = f"{asked} is no multiple of {local} samples on each of {ranks} ranks"
-        file.error("contradiction", name, what, f"Write a multiple of {at_once}.")
+        file.error("contradiction", name, what, f"Write a multiple of {at_once}.", misread=False)
         return 1
     return asked // at_once
 

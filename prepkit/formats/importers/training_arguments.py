@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,10 @@ from prepkit.config import (
     OffloadToCPU,
     Precision,
 )
-from prepkit.findings import PlanRejected
+from prepkit.findings.keywords import ELSEWHERE, meant_key
+from prepkit.findings.text import near
 from prepkit.formats.importers.accelerate_engines import fsdp
-from prepkit.formats.importers.argument_keys import GONE, NOW
+from prepkit.formats.importers.argument_keys import GONE, KEYS, NOW
 from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
 from prepkit.formats.importers.positions import LineColumn
@@ -97,7 +97,7 @@ def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device
     )
     config = _engine(file, config, path, micro_batch)
     _rest(file)
-    return file.imported(config, known=tuple(NOW) if file.kind == "transformers" else ())
+    return file.imported(config, known=tuple(KEYS[file.kind]))
 
 
 def _device(file: Foreign) -> str | None:
@@ -180,10 +180,8 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
         what = f"there is no file {given!s:.120}, neither from here nor beside {path.name}"
         file.error("missing-file", "deepspeed", what, "Give the path of the JSON file.")
         return config
-    try:
-        imported = read_deepspeed(read(str(found), JSON), config.precision)
-    except PlanRejected as refused:
-        file.findings += refused.findings
+    imported = file.part("deepspeed", lambda: read_deepspeed(read(str(found), JSON), config.precision))
+    if imported is None:
         return config
     assert isinstance(imported.config.engine, DeepSpeed)
     file.origins += [origin for origin in imported.config.origins if origin.setting.startswith("config.engine")]
@@ -229,13 +227,16 @@ _OPTIMIZER: dict[str, Any] = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "w
 def _say_mismatches(file: Foreign, data: dict[str, Any], given: dict[str, tuple[str, Any]]) -> None:
     for key, (name, value) in given.items():
         there = look(data, key)
-        if there not in (None, AUTO, value):
+        if there not in (None, AUTO, value) and isinstance(there, str) <= isinstance(
+            value, str
+        ):  # else DeepSpeed says it
             what = f"it is {shown(value)}, and the JSON says {shown(there)} in {key}: the Trainer refuses to start"
-            file.error("contradiction", name, what, f'Write "auto" there, or {shown(there)} here.')
+            file.error("contradiction", name, what, f'Write "auto" there, or {shown(there)} here.', misread=False)
     for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
         if file.flag(name) and file.flag(other) is None and look(data, f"{other}.enabled") is True:
             what = f"the JSON says true in {other}.enabled, and not here: the Trainer refuses to start"
-            file.error("contradiction", name, what, f'Write "auto" there, or {other}: true in the place of this.')
+            fix = f'Write "auto" there, or {other}: true in the place of this.'
+            file.error("contradiction", name, what, fix, misread=False)
 
 
 def _given(file: Foreign, data: dict[str, Any], micro_batch: str) -> dict[str, tuple[str, Any]]:
@@ -289,10 +290,23 @@ def _rest(file: Foreign) -> None:
 
     Keys of the rest are often near to each other (``load_in_4bit``, ``load_in_8bit``), which says nothing of them.
     """
-    known = {*file.known(), *(NOW if file.kind == "transformers" else ())}
+    own = KEYS[file.kind]
+    known = {*file.known(), *own}
+    closed = file.kind in _PASSED and all(str(one).startswith("axolotl.") for one in file.data.get("plugins") or ())
     for key in file.unread():
-        if key in NOW or not get_close_matches(key, known, n=1, cutoff=0.88):
+        if key in own or file.data[key] is None:
             file.launching(key)
+        elif closed and not meant_key(key, known):
+            file.warn("unknown-key", key, _PASSED[file.kind], "Remove it.")
+        elif not closed and not near(key, known, 1, ELSEWHERE):
+            file.launching(key)
+
+
+_PASSED = {
+    "axolotl": "axolotl 0.4 to 0.18 has no such key, and passes it by",
+    "llamafactory": "LLaMA-Factory 0.1 to 0.9.5 has no such key, and refuses it",
+}
+"""Library whose keys are all known, plugins of others aside, to what becomes of any other key."""
 
 
 # --- FSDP ------------------------------------------------------------------------------------------------------------
@@ -422,8 +436,11 @@ def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
         file.error("missing-file", key, what, "Give the path of the JSON file.")
         return {}
     file.named.append(str(found))
-    try:
-        return read(str(found), JSON).data()
-    except PlanRejected as refused:  # what else is wrong is told beside it
-        file.findings += refused.findings
-        return {}
+    held: dict[str, Any] = {}
+
+    def inside() -> Imported:
+        held.update(read(str(found), JSON).data())
+        return Imported(config=Config(), kind=file.kind)
+
+    file.part(key, inside)  # what else is wrong is told beside it
+    return held

@@ -5,10 +5,10 @@ From the fields of its own config (deepspeed/runtime/zero/config.py, offload_con
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
 from prepkit.config import FP8, MSAMP
+from prepkit.findings.keywords import unknown_key_fix
 from prepkit.resolve.deepspeed.data import AUTO, Data, drop, look, put
 from prepkit.resolve.deepspeed.flaws import Draft
 from prepkit.resolve.deepspeed.keys import OPEN, REMOVED, SECTIONS
@@ -55,7 +55,7 @@ def _removed(draft: Draft) -> None:
 
 def _sections(draft: Draft) -> None:
     asked = draft.cfg.precision
-    sections = dict(SECTIONS)
+    sections: dict[str, dict[str, str]] = dict(SECTIONS)
     if isinstance(asked, FP8) and isinstance(asked.backend, MSAMP):
         sections |= {"": SECTIONS[""] | {"msamp": "map"}, "msamp": _MSAMP}
 
@@ -75,7 +75,7 @@ def _sections(draft: Draft) -> None:
                 unknown.append(here)
                 if len(unknown) > MOST:
                     continue
-                _unknown(draft, here, key, known)
+                _unknown(draft, here, sections)
                 continue
             if data[key] is None:
                 del data[key]  # DeepSpeed refuses it where it wants a number, and takes its default elsewhere
@@ -90,11 +90,9 @@ def _sections(draft: Draft) -> None:
         draft.flaw("unknown-key", f"{len(unknown)} keys are unknown to DeepSpeed; {MOST} of them are reported.")
 
 
-def _unknown(draft: Draft, here: str, key: str, known: dict[str, str]) -> None:
-    near = get_close_matches(key, known, n=2)
-    elsewhere = [f"{path}.{key}" if path else key for path, keys in SECTIONS.items() if key in keys]
-    meant = near or elsewhere[:2]
-    fix = f"Write {' or '.join(f'`{one}`' for one in meant)}, or remove it." if meant else "Remove it."
+def _unknown(draft: Draft, here: str, sections: dict[str, dict[str, str]]) -> None:
+    every = [f"{path}.{one}".strip(".") for path, keys in sections.items() for one in keys]
+    fix = unknown_key_fix(here, every, (one for one in every if look(draft.data, one, draft) is not draft))
     if here == "msamp":
         fix = "Remove it, and write precision=FP8(backend=MSAMP()), which adds it."
     draft.flaw("unknown-key", f"DeepSpeed knows no `{here}`, and would ignore or refuse it.", fix)
@@ -127,9 +125,20 @@ def _retyped(value: Any, allowed: list[str]) -> str:
         return f", such as {round(value)}"
     if isinstance(value, str) and value.lower() in ("true", "false") and "bool" in allowed:
         return f" without quotes: {value.lower()}"
-    if isinstance(value, str) and value.isdecimal():
-        return f" without quotes: {value}"
-    return ""
+    number = _number(value) if {"int", "float"}.intersection(allowed) else None
+    whole = number is not None and number.is_integer() and "int" in allowed
+    if number is None or not (whole or "float" in allowed):
+        return ""
+    return f" without quotes: {int(number) if whole else number}"
+
+
+def _number(value: Any) -> float | None:
+    """The finite number that a text is."""
+    try:
+        number = float(value) if isinstance(value, str) else float("nan")
+    except ValueError:
+        return None
+    return number if abs(number) < float("inf") else None
 
 
 def left_over(draft: Draft) -> None:

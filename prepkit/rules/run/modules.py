@@ -119,7 +119,7 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.AUDIT, Moment.DRIFT),
         needs=(Need.VALUES, Need.BEFORE),
         cost="a pass over all weights",
-        fix="Initialise them again; to_empty() leaves buffers as the memory was.",
+        fix="Load or initialise it again, as by module.reset_parameters(): to_empty() leaves what the memory held.",
         source=("pain 17",),
     ),
     Rule(

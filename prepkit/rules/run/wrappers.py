@@ -148,7 +148,10 @@ RULES: tuple[Rule, ...] = (
         summary="Checkpoints divide the model.",
         check=_whole,
         at=(Moment.AUDIT,),
-        fix="Checkpoint each block instead.",
+        fix=(
+            "Checkpoint each block instead: torch.distributed.algorithms._checkpoint.checkpoint_wrapper."
+            "apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))."
+        ),
         severity=Severity.WARNING,
     ),
     Rule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,77 @@ def test_a_key_that_no_importer_knows_is_a_finding_or_is_listed(name: str, tmp_p
     file = tmp_path / "config.json"
     file.write_text('{"no_such_key_anywhere": 1}')
     try:
-        accounted = str(IMPORTERS[name].read(read(str(file))).not_preparation)
+        imported = IMPORTERS[name].read(read(str(file)))
+        accounted = f"{imported.not_preparation} {imported.notes}"
     except PlanRejected as refused:
         accounted = str(refused)
     assert "no_such_key_anywhere" in accounted
+
+
+MISSPELT = [
+    ("accelerate", {"distributed_type": "MULTI_GPU", "mixed_precison": "no"}, "Write 'mixed_precision', or remove it."),
+    (
+        "accelerate",
+        {"distributed_type": "MULTI_GPU", "gradient_accumulation_step": 4},
+        "Write Accelerator(gradient_accumulation_steps=...) in the script, and remove it here.",
+    ),
+    (
+        "accelerate",
+        {"distributed_type": "MULTI_GPU", "sharding_strategy": "FULL_SHARD"},
+        "Write it as fsdp_config.fsdp_sharding_strategy, with distributed_type: FSDP, and remove it here.",
+    ),
+    (
+        "accelerate",
+        {"distributed_type": "DEEPSPEED", "gradient_accumulation_step": 4},
+        "Move it to 'deepspeed_config.gradient_accumulation_steps', or remove it.",
+    ),
+    ("transformers", {"per_device_batch_size": 4}, "Write 'per_device_train_batch_size', or remove it."),
+    (
+        "transformers",
+        {"fsdp": True, "fsdp_config": {"versoin": 2}},
+        "Write 'fsdp_config.fsdp_version', or remove it.",
+    ),
+    ("axolotl", {"adam_eps": 1e-8}, "Write 'adam_epsilon', or remove it."),
+    ("axolotl", {"sample_packin": True}, "Write 'sample_packing', or remove it."),
+    ("axolotl", {"per_device_train_batch_size": 2}, "Write 'micro_batch_size', or remove it."),
+    ("axolotl", {"optim": "adamw", "optimizer": "adamw"}, "Remove it: 'optimizer' is there too."),
+    ("axolotl", {"full_finetune": True}, "Remove it."),
+    ("llamafactory", {"gradient_accumulation_step": 4}, "Write 'gradient_accumulation_steps', or remove it."),
+    ("llamafactory", {"pure_bf": True}, "Write 'pure_bf16', or remove it."),
+    ("llamafactory", {"per_device_train_batchsize": 1}, "Write 'per_device_train_batch_size', or remove it."),
+    ("torchtitan", {"optimizer": {"learning_rate": 1}}, "Write 'optimizer.lr', or remove it."),
+    ("torchtitan", {"training": {"local_batchsize": 1}}, "Write 'training.local_batch_size', or remove it."),
+    ("prepkit", {"engine": "DDP", "acumulation": 4}, "write 'accumulation' instead"),
+    (
+        "prepkit",
+        {"engine": "DDP", "weigth_decay": 0.1},
+        'move it into \'optimizer\': "optimizer": {"kind": "AdamW", "weight_decay": 0.1}',
+    ),
+]
+"""Whose file, what stands in it with one key that nobody reads, and what is proposed for it."""
+
+
+@pytest.mark.parametrize(("name", "data", "fix"), MISSPELT)
+def test_an_unknown_key_is_told_with_the_one_that_is_meant(
+    name: str, data: dict[str, object], fix: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(data))
+    try:
+        findings = IMPORTERS[name].read(read(str(file))).notes
+    except PlanRejected as refused:
+        findings = refused.findings
+    assert [one.fix for one in findings if one.rule.endswith(".unknown-key")] == [fix]
+
+
+@pytest.mark.parametrize("plugins", [["axolotl.integrations.liger.LigerPlugin"], ["mine.Plugin"]])
+def test_a_plugin_of_others_may_read_keys_that_axolotl_does_not(plugins: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"base_model": "m", "plugins": plugins, "of_the_plugin": 1}))
+    imported = IMPORTERS["axolotl"].read(read(str(file)))
+    told = [one.where.rpartition(" ")[2] for one in imported.notes]
+    listed = [origin.key for origin in imported.not_preparation if origin.key == "of_the_plugin"]
+    assert (told, listed) == (([], ["of_the_plugin"]) if plugins == ["mine.Plugin"] else (["of_the_plugin"], []))
 
 
 def test_no_importer_hides_another_by_its_marks() -> None:

@@ -140,7 +140,7 @@ def test_switches_that_are_off_and_weights_in_files(tmp_path: Path) -> None:
         ("[optimizer]\nearly_step_in_backward = true", "job.toml:4:1", "the optimizer steps after backward"),
         ("[parallelism]\ndata_parallel_shard_degree = [8]", "job.toml:4:1", "is not a number"),
         ("[fault_tolerance]\nenable = true", "job.toml:4:1", "no groups of replicas"),
-        ("[activation_checkpointing]\nx = 1", "job.toml:3:1", "Write 'activation_checkpoint'"),
+        ("[activation_checkpointing]\nx = 1", "job.toml:3:1", "Remove it: 'activation_checkpoint' is there too."),
     ],
 )
 def test_what_is_wrong_or_not_offered_is_said_with_its_place(tmp_path: Path, text: str, place: str, said: str) -> None:

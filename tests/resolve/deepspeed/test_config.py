@@ -126,13 +126,19 @@ def test_whole_floats_become_integers_and_fractions_are_refused() -> None:
 @pytest.mark.parametrize(
     ("said", "fix"),
     [
-        ({"gradient_clipp1ng": 1.0}, "Write `gradient_clipping`, or remove it."),
-        ({"zero_optimization": {"reduce_bucket": 1}}, "Write `reduce_bucket_size`"),
-        ({"stage3_max_live_parameters": 1}, "Write `zero_optimization.stage3_max_live_parameters`, or remove it."),
+        ({"gradient_clipp1ng": 1.0}, "Write 'gradient_clipping', or remove it."),
+        ({"zero_optimization": {"reduce_bucket": 1}}, "Write 'zero_optimization.reduce_bucket_size', or"),
+        ({"stage3_max_live_parameters": 1}, "Move it to 'zero_optimization.stage3_max_live_parameters', or remove it."),
         ({"nonsense_of_mine": {}}, "Remove it."),
+        ({"zero_optimization": {"gradient_cliping": 1.0}}, "Move it to 'gradient_clipping', or remove it."),
+        ({"stag": 2, "zero_optimization": {"stage": 2}}, "Remove it: 'zero_optimization.stage' is there too."),
+        ({"zero_optimization": {"stage": 2, "stag": 1}}, "Remove it: 'zero_optimization.stage' is there too."),
         (
             {"pin_memory": True},
-            "Write `zero_optimization.offload_optimizer.pin_memory` or `zero_optimization.offload_param.pin_memory`,",
+            (
+                "Move it to 'zero_optimization.offload_optimizer.pin_memory' or "
+                "'zero_optimization.offload_param.pin_memory', or remove it."
+            ),
         ),
     ],
 )

@@ -35,7 +35,7 @@ WIDTH, TREE = 120, 3
 """Characters of a line of a table, and how deep the lists are of which each item has its own line."""
 
 SECONDS = 120
-"""For one class, at most."""
+"""Of this process' own time for one class, at most: others may be at work on the machine."""
 
 TASKS: tuple[Mapping[str, Any], ...] = (
     modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -91,8 +91,8 @@ def main(kinds: list[str], most: int) -> None:
             if name in held["models"]:
                 continue
             begun = time.monotonic()
-            signal.signal(signal.SIGALRM, _too_long)
-            signal.alarm(SECONDS)
+            signal.signal(signal.SIGPROF, _too_long)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
             try:
                 table = solved(CONFIG_MAPPING[kind], getattr(transformers, name))
                 _add(table["model"].pop("classes"), held, shared["classes"])
@@ -100,7 +100,7 @@ def main(kinds: list[str], most: int) -> None:
                 print(f"- {kind} {name}: {type(error).__name__}: {error!s:.300}", flush=True)
                 continue
             finally:
-                signal.alarm(0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
             held.setdefault("config", table["config"])
             entry = table["model"] | {"fixed": table["fixed"]}
             held["models"][name] = entry if table["config"] == held["config"] else entry | {"config": table["config"]}
