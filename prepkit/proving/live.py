@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import islice
+from itertools import accumulate, islice
 from math import prod
 
 import torch
@@ -72,13 +72,12 @@ def _sent(rank: int, tensor: Tensor) -> Tensor:
 
 
 def _early(tensors: Mapping[str, Tensor], most: int) -> tuple[str, ...]:
-    """Keys of the tensors that travel at once: in their order, what fits into so many bytes."""
-    keys, held = [], 0
-    for key, one in tensors.items():
-        if one.layout is torch.strided and held + one.nbytes <= most:
-            keys.append(key)
-            held += one.nbytes
-    return tuple(keys)
+    """Keys of the tensors that travel at once: of the smallest as many as fit into so many bytes."""
+    keys = sorted(
+        (key for key, one in tensors.items() if one.layout is torch.strided), key=lambda key: tensors[key].nbytes
+    )
+    held = accumulate(tensors[key].nbytes for key in keys)
+    return tuple(key for key, so_far in zip(keys, held, strict=True) if so_far <= most)
 
 
 def _sent_at_once(mine: Record, told: Iterable[Told]) -> Iterator[Elsewhere]:
@@ -86,19 +85,11 @@ def _sent_at_once(mine: Record, told: Iterable[Told]) -> Iterator[Elsewhere]:
     for rank, (_, kinds, early) in islice(enumerate(told), 1, None):
         sizes = [prod(kinds[key][0]) * kinds[key][1].itemsize for key in early]
         row = torch.empty(sum(sizes), dtype=torch.uint8)
-        if rank == mine.head.rank:
-            row = torch.cat([_bytes_of(mine.tensors[key]) for key in early]) if early else row
-        pieces = zip(early, _sent(rank, row).split(sizes), strict=True)
-        here = {key: _of_bytes(piece, *kinds[key]) for key, piece in pieces} if world().is_first else {}
-        yield Elsewhere(rank, kinds, here)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-
-
-def _of_bytes(row: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return row.clone().view(dtype).view(shape)  # a clone begins where its dtype may
+        if rank == mine.head.rank and early:
+            row = torch.cat([mine.tensors[key].detach().cpu().reshape(-1).view(torch.uint8) for key in early])
+        pieces = dict(zip(early, _sent(rank, row).split(sizes), strict=True))
+        here = {key: one.clone().view(kinds[key][1]).view(kinds[key][0]) for key, one in pieces.items()}
+        yield Elsewhere(rank, kinds, here if world().is_first else {})
 
 
 def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = ()) -> Proof:

@@ -226,7 +226,13 @@ def _widened(given: Any) -> Any:
     A model makes some of its tensors itself, such as a mask: in its run they are of its parameters' dtype. Not every
     operator of torch promotes them. Attention on a CPU takes a mask of float32 for one of float64, and is wrong.
     """
-    kinds = {one.dtype for one in _tensors(given) if one.dim()}
+    kinds: set[torch.dtype] = set()
+
+    def noted(one: Tensor) -> Tensor:
+        kinds.update({one.dtype} if one.dim() else ())
+        return one
+
+    _changed(given, noted)
     if not {torch.float32, torch.float64} <= kinds:
         return given
     return _changed(given, lambda one: one.double() if one.dtype == torch.float32 else one)
@@ -242,18 +248,6 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if kind is dict:
         return {key: _changed(one, change) for key, one in value.items()}
     return value if kind in PLAIN else tree_map_only(Tensor, change, value)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield those that ``_changed`` would change."""
-    kind = type(value)
-    if isinstance(value, Tensor):
-        yield value
-    elif kind is tuple or kind is list or kind is dict:
-        for one in value.values() if kind is dict else value:
-            yield from _tensors(one)
-    elif kind not in PLAIN:
-        yield from (one for one in tree_leaves(value) if isinstance(one, Tensor))
 
 
 class _Fetched(torch.autograd.Function):
