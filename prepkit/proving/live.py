@@ -87,7 +87,7 @@ def _sent_at_once(mine: Record, told: Iterable[Told]) -> Iterator[Elsewhere]:
         row = torch.empty(sum(sizes), dtype=torch.uint8)
         if rank == mine.head.rank and early:
             row = torch.cat([mine.tensors[key].detach().cpu().reshape(-1).view(torch.uint8) for key in early])
-        pieces = dict(zip(early, _sent(rank, row).split(sizes), strict=True))
+        pieces = dict(zip(early, _sent(rank, row).split_with_sizes(sizes), strict=True))
         here = {key: one.clone().view(kinds[key][1]).view(kinds[key][0]) for key, one in pieces.items()}
         yield Elsewhere(rank, kinds, here if world().is_first else {})
 

@@ -28,8 +28,17 @@ IMPORTS = (
     "torch._inductor.compile_fx",
     "functorch.compile",
     "transformers.models.llama.modeling_llama",
-    "prepkit.applying.handlers",
+    "rich.progress",
+    "prepkit.api.acting",
+    "prepkit.api.planning",
+    "prepkit.applying.apply",
     "prepkit.applying.checks",
+    "prepkit.applying.handlers",
+    "prepkit.auditing.script",
+    "prepkit.formats.importers.accelerate",
+    "prepkit.proving.live",
+    "prepkit.saving.session",
+    "prepkit.training.prepared",
     "tests.support.gang_worker",
 )
 """What nearly every task of a gang imports."""
