@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
@@ -29,16 +29,15 @@ def _blanked(token: re.Match[str]) -> str:
 def positions(text: str, suffix: str) -> dict[str, LineColumn]:
     """Dotted path of every key to where it stands; items of a list by their index.
 
-    JSON is read as the YAML that it also is. Empty where a text is beyond that reader: values are had without places.
+    Empty where a text is beyond the reader: values are had without places.
     """
-    if suffix == ".toml":
-        try:
-            return dict(toml_places(text))
-        except RecursionError:
-            return {}
     try:
-        source = re.sub(r"\t", " ", plain_json(text)) if suffix == ".json" else text
-        node = composed(source)
+        if suffix == ".toml":
+            return dict(_placed(text, _statements(text)))
+        if suffix == ".json":
+            plain = plain_json(text)
+            return dict(_placed(plain, _value(plain, _space(plain, 0), "")))
+        node = composed(text)
     except (YAMLError, ValueError, RecursionError):
         return {}
     return dict(_below(node, "", set())) if node is not None else {}
@@ -61,7 +60,7 @@ def _below(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, LineCol
         yield from _below(value, here, seen)
 
 
-# --- TOML: tables, arrays of tables, inline tables and dotted keys ----------------------------------------------------
+# --- TOML: tables, arrays of tables, inline tables and dotted keys; JSON: an inline table with colons -----------------
 
 _SPACE = re.compile(r"(?:\s|#[^\n]*)*")
 _PART = re.compile(r"""[ \t]*("(?:\\.|[^"\\\n])*"|'[^'\n]*'|[\w-]+)[ \t]*(\.)?""")
@@ -72,11 +71,11 @@ _At = tuple[str, int]
 """Dotted path, and offset in the text."""
 
 
-def toml_places(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Dotted path of every key, and of items of arrays by their index, to line and column. Ends where it is no TOML."""
-    starts = [0, *(found.end() for found in re.finditer("\n", text))]
+def _placed(text: str, found: Iterable[_At]) -> Iterator[tuple[str, LineColumn]]:
+    """Dotted path of every key, and of items of arrays by their index, to line and column."""
+    starts = [0, *(end.end() for end in re.finditer("\n", text))]
     line = 0
-    for path, at in sorted(_statements(text), key=lambda pair: pair[1]):
+    for path, at in sorted(found, key=lambda pair: pair[1]):
         while line + 1 < len(starts) and starts[line + 1] <= at:
             line += 1
         yield path, (line + 1, at - starts[line] + 1)
@@ -117,13 +116,15 @@ def _path(parts: list[str], counts: dict[str, int]) -> str:
 def _assigned(text: str, at: int, table: str) -> Generator[_At, None, int]:
     begin = at
     parts, at = _key(text, at)
-    if not parts or text[at : at + 1] != "=":
+    at = _space(text, at) if text[at : at + 1] in ("\n", "\r") else at  # as JSON allows
+    if not parts or text[at : at + 1] not in ("=", ":"):
         return begin
     path = table
     for part in parts:
         path = f"{path}.{part}" if path else part
         yield path, begin
-    return (yield from _value(text, _blank(text, at + 1), path))
+    after = _space if text[at] == ":" else _blank
+    return (yield from _value(text, after(text, at + 1), path))
 
 
 def _key(text: str, at: int) -> tuple[list[str], int]:
@@ -157,8 +158,9 @@ def _value(text: str, at: int, path: str) -> Generator[_At, None, int]:
     while at < len(text) and text[at] != closed:
         begin = at
         if opened == "[":
-            yield f"{path}.{index}", at
-            at = yield from _value(text, at, f"{path}.{index}")
+            item = f"{path}.{index}" if path else f"{index}"
+            yield item, at
+            at = yield from _value(text, at, item)
         else:
             at = yield from _assigned(text, at, path)
         at = _space(text, at)
