@@ -112,15 +112,25 @@ def lines_of(function: ast.FunctionDef) -> int:
     return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package, of which no contract is broken."""
+    folder = tmp_path_factory.mktemp("copied")
+    shutil.copytree(ROOT / "prepkit", folder / "prepkit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    assert lint(folder).returncode == 0
+    return folder
+
+
 @pytest.mark.parametrize("contract", VIOLATIONS)
-def test_an_import_contract_breaks_when_it_is_violated(tmp_path: Path, contract: str) -> None:
+def test_an_import_contract_breaks_when_it_is_violated(copied: Path, contract: str) -> None:
     file, line = VIOLATIONS[contract]
-    shutil.copytree(ROOT / "prepkit", tmp_path / "prepkit", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    assert lint(tmp_path).returncode == 0
-    with (tmp_path / file).open("a") as source:
-        source.write(f"\n{line}\n")
-    broken = lint(tmp_path)
+    before = (copied / file).read_text()
+    (copied / file).write_text(f"{before}\n{line}\n")
+    try:
+        broken = lint(copied)
+    finally:
+        (copied / file).write_text(before)
     assert broken.returncode == 1
     assert f"{contract} BROKEN" in " ".join(broken.stdout.split())
 

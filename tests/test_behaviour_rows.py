@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Mapping, Set
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import get_args
@@ -40,17 +42,19 @@ def reference() -> list[str]:
     ]
 
 
-def written() -> dict[str, list[str]]:
+@cache
+def written() -> Mapping[str, list[str]]:
     """Name of every test function, to the files that have one of it."""
-    found: dict[str, list[str]] = defaultdict(list)
+    found: dict[str, list[str]] = {}
     for path in (path for folder in ("tests", "property_tests") for path in sorted((ROOT / folder).rglob("test_*.py"))):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):
-                found[node.name].append(str(path.relative_to(ROOT)))
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     return found
 
 
-def existing() -> dict[str, set[str]]:
+@cache
+def existing() -> Mapping[str, Set[str]]:
     """What an answer of each kind may name."""
     return {
         "rule": {rule.id for rule in LAW},
@@ -108,7 +112,7 @@ def test_a_cited_test_is_one_test_in_one_file() -> None:
     cited = {
         said for answers in ROWS.values() for kind, _, said in (one.partition(" ") for one in answers) if kind == "test"
     }
-    assert {name: files for name in sorted(cited) if len(files := where[name]) != 1} == {}
+    assert {name: files for name in sorted(cited) if len(files := where.get(name, [])) != 1} == {}
 
 
 def test_every_setting_that_a_row_is_about_is_proven_from_the_config() -> None:

@@ -154,12 +154,17 @@ class Clipping:
         """
         self._mine, self._micros = mine, micros
         yield FullyShardedDataParallel, "clip_grad_norm_", self.clipped_fsdp1
-        for name, how in CLIPS.items():
-            plain = vars(clip_grad)[name]
-            for home in list(sys.modules.values()):
-                for known in {name, name.removeprefix("_")}:  # also where it was imported by its public name
-                    if getattr(home, "__dict__", {}).get(known) is plain:
-                        yield home, known, getattr(self, how)
+        clips = {
+            known: (vars(clip_grad)[name], getattr(self, how))
+            for name, how in CLIPS.items()
+            for known in (name, name.removeprefix("_"))  # also where it was imported by its public name
+        }
+        for home in list(sys.modules.values()):
+            there: Mapping[str, Any] = getattr(home, "__dict__", {})
+            for known in clips.keys() & there.keys():
+                plain, instead = clips[known]
+                if there[known] is plain:
+                    yield home, known, instead
 
     def seen(self, micros: int) -> ClipProof | None:
         """The last clipping of a window with so many micro-batches."""

@@ -1,12 +1,15 @@
 """The first windows of a prepared run, proven where they ran: records stay in memory, and travel by collectives alone.
 
-Rank 0 replays, and asks for one tensor after the other; the other ranks answer until it is done.
+Rank 0 replays. It is sent the small tensors of every rank at once, and asks for one after the other of those that are
+left; the other ranks answer until it is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import accumulate, islice
+from math import prod
 
 import torch
 from attrs import define, field, frozen
@@ -28,16 +31,23 @@ from prepkit.training.prepared import Prepared
 
 Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of every tensor of a record."""
+Told = tuple[Head, Kinds, tuple[str, ...]]
+"""What a rank tells of its record: all but the tensors, and the keys of those that travel at once."""
+AT_ONCE = 64 << 20
+"""Bytes of the records of all ranks that travel before the replay begins."""
 
 
 @frozen(eq=False)
 class Elsewhere(Mapping[str, Tensor]):
-    """The tensors of another rank's record: each travels when rank 0 looks at it."""
+    """The tensors of another rank's record: each travels when rank 0 looks at it, but for those that have already."""
 
     rank: int
     kinds: Kinds
+    here: Mapping[str, Tensor]
 
     def __getitem__(self, key: str) -> Tensor:
+        if key in self.here:
+            return self.here[key]
         shape, dtype = self.kinds[key]
         world().from_first((self.rank, key))
         return _sent(self.rank, torch.empty(shape, dtype=dtype))
@@ -61,6 +71,27 @@ def _sent(rank: int, tensor: Tensor) -> Tensor:
     return sent.cpu().view(tensor.dtype).view(tensor.shape)
 
 
+def _early(tensors: Mapping[str, Tensor], most: int) -> tuple[str, ...]:
+    """Keys of the tensors that travel at once: of the smallest as many as fit into so many bytes."""
+    keys = sorted(
+        (key for key, one in tensors.items() if one.layout is torch.strided), key=lambda key: tensors[key].nbytes
+    )
+    held = accumulate(tensors[key].nbytes for key in keys)
+    return tuple(key for key, so_far in zip(keys, held, strict=True) if so_far <= most)
+
+
+def _sent_at_once(mine: Record, told: Iterable[Told]) -> Iterator[Elsewhere]:
+    """Yield, for each rank behind the first, its tensors, of which the small ones have come. Collective."""
+    for rank, (_, kinds, early) in islice(enumerate(told), 1, None):
+        sizes = [prod(kinds[key][0]) * kinds[key][1].itemsize for key in early]
+        row = torch.empty(sum(sizes), dtype=torch.uint8)
+        if rank == mine.head.rank and early:
+            row = torch.cat([mine.tensors[key].detach().cpu().reshape(-1).view(torch.uint8) for key in early])
+        pieces = dict(zip(early, _sent(rank, row).split_with_sizes(sizes), strict=True))
+        here = {key: one.clone().view(kinds[key][1]).view(kinds[key][0]) for key, one in pieces.items()}
+        yield Elsewhere(rank, kinds, here if world().is_first else {})
+
+
 def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = ()) -> Proof:
     """The proof of the window of which each rank gives its record. Collective; the same on every rank.
 
@@ -68,9 +99,10 @@ def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = ())
     """
     ranks = world()
     kinds = {key: (tuple(one.shape), one.dtype) for key, one in mine.tensors.items()}
-    told: list[tuple[Head, Kinds]] = ranks.gather((mine.head, kinds))
     if not ranks.carries_data:
         return prove_record(root, (mine,), hooked=hooked)
+    told: list[Told] = ranks.gather((mine.head, kinds, _early(mine.tensors, AT_ONCE // ranks.size)))
+    elsewhere = list(_sent_at_once(mine, told))
     if not ranks.is_first:
         while isinstance(asked := ranks.from_first(None), tuple):
             rank, key = asked
@@ -81,7 +113,8 @@ def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = ())
         assert isinstance(asked, Proof)
         return asked
     try:
-        records = (mine, *(Record(head, Elsewhere(at + 1, there)) for at, (head, there) in enumerate(told[1:])))
+        others = (Record(head, tensors) for (head, _, _), tensors in zip(told[1:], elsewhere, strict=True))
+        records = (mine, *others)
         proof = prove_record(root, records, hooked=hooked)
     except BaseException as error:  # the others wait to be told
         ranks.from_first(f"{type(error).__name__}: {error}")

@@ -36,6 +36,9 @@ LOOKS: frozenset[Any] = frozenset(
 AS_THEY_ARE = frozenset({"to", "type_as", "__set__", "__setitem__"})
 """Functions that take tensors of two dtypes by themselves, and casts, which are the model's own."""
 
+PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+"""Types of arguments in which no tensor is."""
+
 DRAWS = frozenset({"randn", "rand", "randn_like", "rand_like", "normal", "normal_", "uniform_", "exponential_"})
 """Functions that draw."""
 
@@ -58,6 +61,8 @@ class Streamed:
     """Told each gradient of a weight; one that arrives again adds up."""
     most: int = field(default=0, init=False)
     """The most bytes that were held at once."""
+    exact: bool = field(init=False)
+    """Whether the weights are in float64."""
     _names: dict[int, str] = field(factory=dict, init=False)
     _kept: OrderedDict[str, Tensor] = field(factory=OrderedDict, init=False)
     _storages: dict[int, tuple[Any, str]] = field(factory=dict, init=False)
@@ -66,11 +71,7 @@ class Streamed:
 
     def __attrs_post_init__(self) -> None:
         self._names = {id(param): name for name, param in self.params.items()}
-
-    @property
-    def exact(self) -> bool:
-        """Whether the weights are in float64."""
-        return any(one.dtype == torch.float64 for one in self.params.values())
+        self.exact = any(one.dtype == torch.float64 for one in self.params.values())
 
     def on(self, arrived: Callable[[str, Tensor], None]) -> tuple[AbstractContextManager[Any], ...]:
         """The contexts of one forward and its backward."""
@@ -188,7 +189,7 @@ class _Mode(TorchFunctionMode):
         del types
         if func in LOOKS:
             return func(*args, **(kwargs or {}))
-        given = tree_map_only(Tensor, self.streamed.real, (args, kwargs or {}))
+        given = _changed((args, kwargs or {}), self.streamed.real)
         if self.streamed.exact and getattr(func, "__name__", "") in DRAWS:
             return _drawn(func, *given)
         args, kwargs = _widened(given) if self.streamed.exact and not _writes(func, given[1]) else given
@@ -209,7 +210,7 @@ def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         func(narrow, *args[1:], **kwargs)
         return args[0].copy_(narrow)
     wide = [one for one in (*tree_leaves(args), *kwargs.values()) if _dtype(one) == torch.float64]
-    args, kwargs = tree_map_only(Tensor, lambda one: one.float() if one.dtype == torch.float64 else one, (args, kwargs))
+    args, kwargs = _changed((args, kwargs), lambda one: one.float() if one.dtype == torch.float64 else one)
     kwargs = {key: torch.float32 if one is torch.float64 else one for key, one in kwargs.items()}
     found = func(*args, **kwargs)
     return found.double() if wide else found
@@ -225,10 +226,28 @@ def _widened(given: Any) -> Any:
     A model makes some of its tensors itself, such as a mask: in its run they are of its parameters' dtype. Not every
     operator of torch promotes them. Attention on a CPU takes a mask of float32 for one of float64, and is wrong.
     """
-    kinds = {one.dtype for one in tree_leaves(given) if isinstance(one, Tensor) and one.dim()}
+    kinds: set[torch.dtype] = set()
+
+    def noted(one: Tensor) -> Tensor:
+        kinds.update({one.dtype} if one.dim() else ())
+        return one
+
+    _changed(given, noted)
     if not {torch.float32, torch.float64} <= kinds:
         return given
-    return tree_map_only(Tensor, lambda one: one.double() if one.dtype == torch.float32 else one, given)
+    return _changed(given, lambda one: one.double() if one.dtype == torch.float32 else one)
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """As torch's ``tree_map_only``, which takes many times as long over what functions are mostly given."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return change(value)
+    if kind is tuple or kind is list:
+        return kind([_changed(one, change) for one in value])
+    if kind is dict:
+        return {key: _changed(one, change) for key, one in value.items()}
+    return value if kind in PLAIN else tree_map_only(Tensor, change, value)
 
 
 class _Fetched(torch.autograd.Function):
@@ -242,5 +261,6 @@ class _Fetched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        ctx.streamed.arrived(ctx.name, grads[0])
+        with torch._C.DisableTorchFunction():  # what is done with it is none of the model's functions
+            ctx.streamed.arrived(ctx.name, grads[0])
         return None, None, None

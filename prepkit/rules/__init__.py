@@ -123,8 +123,9 @@ def check(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[F
 
 def findings_of(resolved: Resolved, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
     """The same of a config and facts that the planner goes on with, so that nothing is worked out twice."""
-    known = tuple(overrides.about_overrides((*rules, *LAW)) if rule.id == overrides.ID else rule for rule in rules)
-    return tuple(finding_of(resolved.cfg, rule, hit) for rule in known for hit in rule.check(resolved))
+    if resolved.cfg.overrides:  # the rule about them has to know all the others
+        rules = tuple(overrides.about_overrides((*rules, *LAW)) if rule.id == overrides.ID else rule for rule in rules)
+    return tuple(finding_of(resolved.cfg, rule, hit) for rule in rules for hit in rule.check(resolved))
 
 
 def finding_of(cfg: Config, rule: Rule, hit: Hit) -> Finding:
@@ -140,6 +141,8 @@ def split(
 
     Only errors of rules that can be overridden are accepted; a warning refuses nothing and always stands.
     """
+    if not cfg.overrides:
+        return findings, ()
     able = {rule.id for rule in (*rules, *LAW) if rule.overridable}.intersection(cfg.overrides)
     accepted = tuple(f.severity is Severity.ERROR and f.rule in able for f in findings)
     return (

@@ -18,9 +18,11 @@ from prepkit import codec
 from prepkit.codec.files import save
 from prepkit.config import DDP, Config, Mesh
 from prepkit.plan import Plan
-from tests.support.command_line import FSDP2_CONFIG, MAKE, MODEL, ROOT, fresh, run, workplace
+from tests.support.command_line import FSDP2_CONFIG, MAKE, MODEL, ROOT, run, workplace
+from tests.support.fork_server import ForkServers
 from tests.support.patience import MOST
 from tests.support.plans import ddp_plan
+from tests.support.script import run_typed
 
 
 @pytest.fixture
@@ -358,10 +360,11 @@ def test_rules_also_explains_why_a_file_is_refused() -> None:
     assert (about["severity"], about["overridable"], about["repairs"]) == ("error", False, False)
 
 
-def test_rehearse_runs_the_plan_as_the_rank_asked_for(folder: Path) -> None:
+def test_rehearse_runs_the_plan_as_the_rank_asked_for(folder: Path, fork_servers: ForkServers) -> None:
     run("plan", "fsdp2.toml", *MAKE, "--world-size", "4", "-o", "plan.json")
-    done = fresh("rehearse", "plan.json", *MAKE, "--rank", "3", OMP_NUM_THREADS="1")
-    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "rehearsed as rank 3 of 4: as planned"), done.stderr
+    command = ("-m", "prepkit", "rehearse", "plan.json", *MAKE, "--rank", "3")
+    done = run_typed(fork_servers, command, {"PYTHONPATH": str(ROOT)}, folder)
+    assert (done.code, done.out.splitlines()[0]) == (0, "rehearsed as rank 3 of 4: as planned"), done.err
 
 
 def test_a_rehearsal_that_differs_ends_with_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ from prepkit.formats.policy import read_policies
 from tests.docs.blocks import ROOT, Block
 from tests.support.command_line import run as run_prepkit
 from tests.support.fork_server import ForkServers
-from tests.support.launch import launch
 from tests.support.patience import MOST
-from tests.support.script import run_script
+from tests.support.script import run_script, run_typed
 
 SECONDS = 240.0
 """The longest that one command of a page may take, on a machine that does much else."""
@@ -121,18 +119,22 @@ class PageRun:
         environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(self.folder)}  # torchrun leaves a folder there
         match words:
             case ["prepkit", "rehearse", *_]:  # in a process of its own: what it starts ends with it
-                return 0, launch([sys.executable, "-m", *words], environment, timeout=SECONDS)
+                return self._module(words, environment)
             case ["prepkit", *rest]:
                 done = run_prepkit(*rest)
                 return done.exit_code, done.output
-            case ["python", "-m", *_]:
-                return 0, launch([sys.executable, *words[1:]], environment, timeout=SECONDS)
+            case ["python", "-m", *module]:
+                return self._module(module, environment)
             case ["python", *rest]:
                 return 0, self._script(1, rest, environment)
             case ["torchrun", "--nproc-per-node", count, *rest]:
                 return 0, self._script(int(count), rest, environment)
             case _:
                 raise AssertionError(f"{block}: no test runs `{command}`; say why with <!-- not run: reason -->")
+
+    def _module(self, words: list[str], environment: dict[str, str]) -> tuple[int, str]:
+        done = run_typed(self.servers, ("-m", *words), environment, self.folder, SECONDS / MOST)
+        return done.code, f"{done.out}{done.err}"
 
     def _script(self, processes: int, command: list[str], environment: dict[str, str]) -> str:
         return run_script(self.servers, processes, command, environment, timeout=SECONDS / MOST, folder=self.folder)

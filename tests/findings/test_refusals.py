@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from attrs import frozen
 
 from prepkit.ranks.agree import RULES
 from prepkit.render.text import rule_text
@@ -45,12 +47,32 @@ def _flaw_of_script(path: Path, name: str) -> bool:
     return path.name == "launches.py" and name == "error"
 
 
-def _ids(path: Path) -> Iterator[tuple[str, int]]:
-    """Ids that the file makes findings with, as far as they stand there in letters, and their lines."""
+@frozen(kw_only=True)
+class Seen:
+    """What a file says of findings: ids with their lines."""
+
+    made: tuple[tuple[str, int], ...]
+    """Ids that it makes findings with, as far as they stand there in letters."""
+    named: tuple[tuple[str, int], ...]
+    """Ids in letters that stand in a table or a constant."""
+    writes: bool
+    """Whether it writes ``Finding(...)``."""
+
+
+@cache
+def _seen(path: Path) -> Seen:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    return Seen(
+        made=tuple(_ids(path, calls)),
+        named=tuple(_named(nodes)),
+        writes=any(getattr(node.func, "id", getattr(node.func, "attr", "")) == "Finding" for node in calls),
+    )
+
+
+def _ids(path: Path, calls: list[ast.Call]) -> Iterator[tuple[str, int]]:
     short = path.parent.name in ("codec", "importers", "exporters")
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.Call):
-            continue
+    for node in calls:
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
         keyword = next((_text(word.value) for word in node.keywords if word.arg == "rule"), None)
         first = _text(node.args[0]) if node.args else None
@@ -62,17 +84,15 @@ def _ids(path: Path) -> Iterator[tuple[str, int]]:
             yield PREFIXES[name] + first, node.lineno
 
 
-def _named(path: Path) -> Iterator[tuple[str, int]]:
-    """Ids in letters that stand in a table or a constant: ``subject.what-is-wrong`` with a subject of the refusals."""
-    subjects = {refusal.id.partition(".")[0] for refusal in REFUSALS}
-    for node in ast.walk(ast.parse(path.read_text())):
+def _named(nodes: list[ast.AST]) -> Iterator[tuple[str, int]]:
+    """``subject.what-is-wrong`` with a subject of the refusals."""
+    subjects = {"plan", "cli", "codec", "diff", "checkpoint", "export", "accelerate"}
+    subjects &= {refusal.id.partition(".")[0] for refusal in REFUSALS}
+    for node in nodes:
         text = _text(node) or ""
         subject, _, rest = text.partition(".")
-        if (
-            subject in {"plan", "cli", "codec", "diff", "checkpoint", "export", "accelerate"} & subjects
-            and "-" in rest
-            and rest.replace("-", "").isalpha()
-        ):
+        if subject in subjects and "-" in rest and rest.replace("-", "").isalpha():
+            assert isinstance(node, ast.Constant)
             yield text, node.lineno
 
 
@@ -80,14 +100,14 @@ def test_every_id_that_a_finding_is_made_with_can_be_looked_up() -> None:
     unknown = [
         f"{path.relative_to(ROOT)}:{line}: {rule} is in no table; add its row to prepkit/rules/refusals.py"
         for path in FILES
-        for rule, line in (*_ids(path), *_named(path))
+        for rule, line in (*_seen(path).made, *_seen(path).named)
         if rule not in KNOWN
     ]
     assert not unknown, "\n".join(unknown)
 
 
 def test_the_search_finds_ids_of_every_kind_so_that_it_can_miss_none() -> None:
-    met = {rule for path in FILES for rule, _ in (*_ids(path), *_named(path))}
+    met = {rule for path in FILES for rule, _ in (*_seen(path).made, *_seen(path).named)}
     assert met >= {refusal.id for refusal in REFUSALS}
 
 
@@ -103,8 +123,7 @@ def test_findings_are_made_by_rows_of_the_law_book_alone() -> None:
     made = {
         str(path.relative_to(ROOT / "prepkit"))
         for path in sorted((ROOT / "prepkit").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "Finding"
+        if _seen(path).writes
     }
     assert made == set(MAKERS), "write prepkit.rules.found(id, where, what) for what is not here"
 
@@ -128,7 +147,7 @@ HANDLERS = ROOT / "prepkit/applying/handlers"
 
 def test_what_steps_tell_is_asked_by_steps_and_nothing_else_is() -> None:
     files = (*sorted(HANDLERS.glob("*.py")), ROOT / "prepkit/ranks/launcher.py", ROOT / "prepkit/ranks/agree.py")
-    told = {rule for path in files for rule, _ in _ids(path)} | set(RULES.values())
+    told = {rule for path in files for rule, _ in _seen(path).made} | set(RULES.values())
     told |= {"apply.not-asked", "apply.step-failed", "plan.ranks-differ"}  # by interpreter, apply and ``ranks.agree``
     told |= {"fp8.library-missing", "xla.library-missing"}  # by an argument
     assert told == {rule.id for rule in LAW if Moment.ACT in rule.at}

@@ -128,6 +128,22 @@ def test_a_wrong_value_of_any_key_is_told_at_that_key(tmp_path: Path) -> None:
     assert right >= 0.99 * told
 
 
+def test_json_is_gone_through_as_the_yaml_that_it_also_is() -> None:
+    draw = random.Random("as yaml")
+    texts = [spelt(_planted(data, draw)[0], ".json", draw) for _, data in CONFIGS for _ in range(10)]
+    texts += [
+        '{"a" : 1, "b": [ {"c.d": "x: {y}, [z]"}, 3,\n[4]], "e": {}, "f":\n{"g": null}}',
+        "[1, {}]",
+        "{}",
+        '"a"',
+    ]
+    for text in texts:
+        assert positions(text, ".json") == positions(text.replace("\t", " "), ".yaml"), text
+    assert positions('{// a: 1\n"b": 2, /* "c": */ "d": 3,}', ".json") == {"b": (2, 1), "d": (2, 20)}
+    assert positions('{"a"\n: [1]}', ".json") == {"a": (1, 2), "a.0": (2, 4)}
+    assert positions('{"a": 1, "b" 2, "c": 3}', ".json") == {"a": (1, 2)}, "as far as it is JSON"
+
+
 def test_a_text_of_toml_is_gone_through_as_its_reader_does() -> None:
     text = """a.b = 1 # [c]
 c = \"\"\"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 import prepkit as pk
 from prepkit import config as c
 from prepkit.findings import Finding, RunRefused, Severity
+from prepkit.proving import live
 from prepkit.proving.proof import prove_record
 from prepkit.proving.recorder import Recorder
 from tests.proving.window import loss_of, micros, net
@@ -85,6 +87,19 @@ def test_a_difference_is_refused_on_every_rank_and_the_attestation_has_it(gang2:
         assert "prove.accumulation" in {rule for rule, _, _ in found}
         assert "0.500 x" in refused
         assert proven is None
+
+
+def asked_for(rank: int, world: int, run: Run, at_once: int) -> tuple[Any, ...]:
+    """As ``trained`` with a wrong loss, with so many bytes of each record that travel before they are asked for."""
+    with patch.object(live, "AT_ONCE", world * at_once):
+        return trained(rank, world, run, 2.0)
+
+
+def test_what_travels_at_once_and_what_is_asked_for_prove_the_same(gang2: Any) -> None:
+    for name in ("FSDP2", "FSDP2 in bfloat16"):
+        at_once, asked, both = (gang2.run(asked_for, RUNS[name], size) for size in (1 << 20, 0, 900))
+        assert "0.500 x" in at_once[1][2]
+        assert at_once == asked == both
 
 
 def test_one_process_is_proven_too() -> None:

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import prepkit as pk
 from prepkit.findings import FindingWarning, PlanRejected, Severity
+from prepkit.proving import spawned
 from prepkit.proving.record_file import path_of, read
 from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
 from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES
 from tests.proving.right import RIGHT, Right
+from tests.proving.small import batches, halved, loss, make
 from tests.proving.unseen import UNSEEN
 from tests.proving.unusual import ERRORS_UNUSUAL, RIGHT_UNUSUAL
 from tests.proving.window import proved, recorded
 from tests.proving.wrong import ERRORS, Planted, hook_that_sums
 from tests.support.command_line import run
-from tests.support.patience import MOST
-from tests.support.script import Ran
+from tests.support.fork_server import ForkServers
+from tests.support.gang import Gang
+from tests.support.script import LAUNCHER, Ran, run_typed
 
 MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *ERRORS_UNUSUAL, *DRAWN_ERRORS[::9], *BY_LIBRARIES[::11]))
 """A share of them; ``python -m tests.tools.proofs`` tries all."""
@@ -97,46 +100,37 @@ def test_nothing_is_left_behind_and_a_torn_or_foreign_record_is_a_finding(gang2:
             read(tmp_path)
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.drop, self.outer = nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.drop(torch.relu(self.inner(x))))
-
-
-def make() -> nn.Module:
-    torch.manual_seed(0)
-    return Small()
+def test_a_plan_for_a_cluster_is_proven_here_and_the_attestation_says_so(fork_servers: ForkServers) -> None:
+    """By processes that are forked; those of the last test here start as those of a user do."""
+    gang = Gang(1, fork_servers)
+    try:
+        gang.run_fresh(prove_all, timeout=120)
+    finally:
+        gang.close()
 
 
-def batches() -> list[tuple[Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(5, 6, generator=generator),) for _ in range(4)]
+def prove_all(rank: int, world: int) -> None:
+    del rank, world
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    with patch.object(spawned, "start_processes", forked):
+        prove_a_plan()
+        prove_a_plan_with_loaders()
+        prove_hooks()
 
 
-def loss(outputs: Tensor, batch: tuple[Tensor]) -> Tensor:
-    return outputs.square().mean() + batch[0].mean()
+START: Any = spawned.start_processes  # which has no types
 
 
-def test_a_plan_for_a_cluster_is_proven_here_and_the_attestation_says_so() -> None:
-    """In a process of its own: multiprocessing leaves a tracker of its resources behind."""
-    root = str(Path(pk.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", "from tests.proving import test_proving as t; t.prove_plans(); t.prove_hooks()"],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=root,
-        timeout=120 * MOST,
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def forked(function: Any, args: tuple[Any, ...], nprocs: int, start_method: str) -> None:
+    """Processes that get what pickle makes of their arguments, as those of ``spawn`` do, without the wait for torch."""
+    assert start_method == "spawn"
+    START(unpickled, (pickle.dumps((function, args)),), nprocs=nprocs, start_method="fork")
 
 
-def halved(grad: Tensor) -> Tensor:
-    return grad / 2
+def unpickled(rank: int, given: bytes) -> None:
+    function, args = pickle.loads(given)
+    function(rank, *args)
 
 
 def prove_hooks() -> None:
@@ -170,11 +164,6 @@ def prove_a_plan() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match="2 processes with 2 micro-batches a step read 4 batches, and 3 were given"):
         pk.prove(plan, model, batches()[:3], loss=loss)
-
-
-def prove_plans() -> None:
-    prove_a_plan()
-    prove_a_plan_with_loaders()
 
 
 def prove_a_plan_with_loaders() -> None:
@@ -229,23 +218,15 @@ def test_a_script_with_accelerate_is_proven_in_one_line(
     assert (code == 0) == (not says)
 
 
-def test_a_plan_is_proven_from_the_command_line(tmp_path: Path) -> None:
+def test_a_plan_is_proven_from_the_command_line(tmp_path: Path, fork_servers: ForkServers) -> None:
     plan = pk.build_plan(
         pk.Config(engine=pk.DDP(), optimizer=pk.optim.SGD(lr=0.1)), make(), env=pk.Env.declare(world_size=2)
     )
     pk.save(plan, str(tmp_path / "plan.json"))
-    here = "tests.proving.test_proving"
-    command = [sys.executable, "-m", "prepkit", "prove", str(tmp_path / "plan.json"), "--model", f"{here}:make"]
+    here = "tests.proving.small"
+    command = ["-m", "prepkit", "prove", str(tmp_path / "plan.json"), "--model", f"{here}:make"]
     command += ["--batches", f"{here}:batches", "--loss", f"{here}:loss"]
-    root = str(Path(pk.__file__).parents[1])
-    done = subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=root,
-        timeout=120 * MOST,
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "trained as plain torch trains it" in done.stdout
+    environment = {"PYTHONPATH": str(Path(pk.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = run_typed(fork_servers, command, environment, tmp_path)
+    assert done.code == 0, done.out + done.err[-3000:]
+    assert "trained as plain torch trains it" in done.out

@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import frozen
@@ -67,6 +68,25 @@ def ran(
         return gang.run_fresh(_as_script, tuple(command), dict(environment), where, timeout=timeout)
     finally:
         gang.close()
+
+
+def run_typed(
+    servers: ForkServers, command: Sequence[str], environment: Mapping[str, str], folder: Path, timeout: float = 120.0
+) -> Ran:
+    """How a command has ended that somebody has typed: no launcher has started it."""
+    gang = Gang(1, servers)
+    try:
+        (done,) = gang.run_fresh(_as_typed, tuple(command), dict(environment), str(folder), timeout=timeout)
+        assert isinstance(done, Ran)
+        return done
+    finally:
+        gang.close()
+
+
+def _as_typed(rank: int, world: int, *how: Any) -> Ran:
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    return _as_script(rank, world, *how)
 
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -198,10 +198,10 @@ def test_a_result_that_cannot_travel_is_an_error_of_its_rank(hurt: Gang) -> None
 
 ABANDON = """
 import os, signal
-from tests.support.gang import gang_of
+from tests.support.fork_server import ForkServers
+from tests.support.gang import Gang
 from tests.support.test_gang import add_up, stay
-context = gang_of(2)
-gang = context.__enter__()
+gang = Gang(2, ForkServers(imports=("torch.distributed",)))
 gang.run(add_up, 1.0)
 servers = (server.process for server in gang.servers.servers)
 print(*(process.pid for process in (*servers, *(worker.process for worker in gang.workers))), flush=True)

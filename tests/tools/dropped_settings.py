@@ -45,7 +45,9 @@ def proofs() -> tuple[Proof, ...]:
     """Every setting of every row."""
     where = written()
     return tuple(
-        Proof(row, setting, tuple(dict.fromkeys(f"{path}::{name}" for name in cited(row) for path in where[name])))
+        Proof(
+            row, setting, tuple(dict.fromkeys(f"{path}::{name}" for name in cited(row) for path in where.get(name, ())))
+        )
         for row, settings in SETTINGS_OF.items()
         for setting in settings
     )

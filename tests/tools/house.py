@@ -56,11 +56,27 @@ def modules() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@cache
+def walked(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Every node of a file."""
+    return tuple(ast.walk(tree))
+
+
+@cache
+def said(node: ast.expr) -> str:
+    """As ``ast.unparse``, which takes long over names with dots, of which the package is full."""
+    parts, inner = [], node
+    while isinstance(inner, ast.Attribute):
+        parts.append(inner.attr)
+        inner = inner.value
+    return ".".join((inner.id, *reversed(parts))) if isinstance(inner, ast.Name) else ast.unparse(node)
+
+
 def nodes(kind: type[ast.AST], rooms: tuple[str, ...] = ()) -> Iterator[ast.AST]:
     """All nodes of a kind, in the given rooms, or everywhere."""
     for path, tree in modules().items():
         if not rooms or path.relative_to(PACKAGE).parts[0].removesuffix(".py") in rooms:
-            yield from (node for node in ast.walk(tree) if isinstance(node, kind))
+            yield from (node for node in walked(tree) if isinstance(node, kind))
 
 
 def raised(names: Callable[[str], bool]) -> int:
@@ -69,7 +85,7 @@ def raised(names: Callable[[str], bool]) -> int:
     for node in nodes(ast.Raise, REFUSING):
         assert isinstance(node, ast.Raise)
         if isinstance(node.exc, ast.Call):
-            found += names(ast.unparse(node.exc.func).rpartition(".")[2])
+            found += names(said(node.exc.func).rpartition(".")[2])
     return found
 
 
@@ -77,7 +93,7 @@ def raised(names: Callable[[str], bool]) -> int:
 def untold() -> frozenset[str]:
     """Exceptions of the package that hold no finding."""
     above = {
-        node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        node.name: {said(base).rpartition(".")[2] for base in node.bases}
         for node in nodes(ast.ClassDef)
         if isinstance(node, ast.ClassDef)
     }
@@ -91,14 +107,14 @@ def untold() -> frozenset[str]:
 
 def logged() -> int:
     """Calls of a logger that warn, which nobody can look up."""
-    found = (ast.unparse(node.func) for node in nodes(ast.Call, REFUSING) if isinstance(node, ast.Call))
+    found = (said(node.func) for node in nodes(ast.Call, REFUSING) if isinstance(node, ast.Call))
     loud = (".warning", ".error", ".exception", ".critical")
     return sum(one.endswith(loud) and ("LOG" in one or "getLogger" in one) for one in found)
 
 
 def calls(name: str, rooms: tuple[str, ...] = ()) -> int:
     """Calls of a function, by the last part of its name or all of it."""
-    found = [ast.unparse(node.func) for node in nodes(ast.Call, rooms) if isinstance(node, ast.Call)]
+    found = [said(node.func) for node in nodes(ast.Call, rooms) if isinstance(node, ast.Call)]
     return sum(one == name or one.endswith(f".{name}") for one in found)
 
 
@@ -107,7 +123,7 @@ def raw_collectives() -> int:
     found = 0
     for path, tree in modules().items():
         if path.relative_to(PACKAGE).parts[0] != "ranks":
-            used = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+            used = (said(node) for node in walked(tree) if isinstance(node, ast.Attribute))
             parts = (one.rpartition(".") for one in used)
             found += sum(name in COLLECTIVES and of in ("dist", "torch.distributed", "xm") for of, _, name in parts)
     return found
@@ -117,17 +133,17 @@ def engine_tests() -> int:
     """Engine classes in ``isinstance`` and in patterns of ``match``."""
     found = 0
     for node in nodes(ast.Call):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+        if isinstance(node, ast.Call) and said(node.func) == "isinstance":
             names = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
             found += bool(names & ENGINES)
     for node in nodes(ast.MatchClass):
-        found += isinstance(node, ast.MatchClass) and ast.unparse(node.cls).rpartition(".")[2] in ENGINES
+        found += isinstance(node, ast.MatchClass) and said(node.cls).rpartition(".")[2] in ENGINES
     return found
 
 
 def config_reads() -> int:
     """Places in the running rooms that read ``plan.config``."""
-    reads = (ast.unparse(node) for node in nodes(ast.Attribute, RUNNING))
+    reads = (said(node) for node in nodes(ast.Attribute, RUNNING))
     return sum(one.endswith("plan.config") for one in reads)
 
 
@@ -137,7 +153,7 @@ def single_callers() -> int:
     known = {_name(path) for path in modules()}
     for path, tree in modules().items():
         imported: set[str] = set()
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -155,6 +171,7 @@ def golden() -> tuple[Path, ...]:
     return tuple(path for path in ROOT.glob("tests/**/golden/**/*") if path.is_file())
 
 
+@cache
 def counts() -> tuple[Count, ...]:
     """All of them, in the order in which they are shown."""
     import prepkit

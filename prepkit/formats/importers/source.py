@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 
 from attrs import evolve, field, fields, frozen, has
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import ReusedAnchorWarning, YAMLError
-from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
+from ruamel.yaml.events import CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from prepkit.codec import LARGEST
@@ -156,14 +157,25 @@ def composed(text: str) -> Node | None:
     Kept, as a file is composed for its values and for its places, and that is what reading it takes. Raises
     ``RecursionError`` above ``DEEPEST``, before ruamel.yaml spends time that grows with the square of the depth.
     """
-    depth = 0
+    reader = YAML(typ="safe", pure=True)
+    reader.Composer = _Composer
     with warnings.catch_warnings(action="ignore", category=ReusedAnchorWarning):
-        for event in YAML(typ="safe", pure=True).parse(text):
-            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-            if depth > DEEPEST:
-                raise RecursionError(f"more than {DEEPEST} collections inside each other")
-        node: Node | None = YAML(typ="safe", pure=True).compose(text)
+        node: Node | None = reader.compose(text)
     return node
+
+
+class _Composer(Composer):
+    inside = 0
+    """Collections that the next node is in."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        collection = self.parser.check_event(CollectionStartEvent)
+        self.inside += collection
+        if self.inside > DEEPEST:
+            raise RecursionError(f"more than {DEEPEST} collections inside each other")
+        node = super().compose_node(parent, index)
+        self.inside -= collection
+        return node
 
 
 def _told(flaws: tuple[Finding, ...], where: str) -> tuple[Finding, ...]:

@@ -41,6 +41,7 @@ PARAMS = (
 )
 USUAL = ("precision.steps-in-16-bit",)
 """Rules that warn of every plan here."""
+FACTS = tiny_facts(world=2, loader=tiny_loader())
 ENGINES: tuple[tuple[str, int, Precision], ...] = (
     ("stage 1", 1, None),
     ("stage 3 in bf16", 3, BF16()),
@@ -50,7 +51,7 @@ ENGINES: tuple[tuple[str, int, Precision], ...] = (
 def outcome(stage: int, precision: Precision, path: str, data: dict[str, Any]) -> str:
     """Rules that refuse; else what DeepSpeed is given in that place, and the rules that warn."""
     cfg = Config(engine=DeepSpeed(stage=stage, config=data), precision=precision)
-    made = planner.plan(cfg, tiny_facts(world=2, loader=tiny_loader()))
+    made = planner.plan(cfg, FACTS)
     if not isinstance(made, Success):
         return " ".join(dict.fromkeys(one.rule for one in errors(made.failure())))
     plan = made.unwrap()

@@ -1,0 +1,33 @@
+"""A small model with its batches and loss, in a file that imports little: processes that prove a plan import it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop, self.outer = nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.drop(torch.relu(self.inner(x))))
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return Small()
+
+
+def batches() -> list[tuple[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(5, 6, generator=generator),) for _ in range(4)]
+
+
+def loss(outputs: Tensor, batch: tuple[Tensor]) -> Tensor:
+    return outputs.square().mean() + batch[0].mean()
+
+
+def halved(grad: Tensor) -> Tensor:
+    return grad / 2
