@@ -23,6 +23,7 @@ from prepkit.objects import names
 from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
+from prepkit.proving import bare
 from prepkit.proving.loss_graph import used_outside
 from prepkit.proving.record_file import Disturbed, HeldPart, Micro, RecordedCall, Returned
 from prepkit.rules.run.proof_causes import near
@@ -346,6 +347,14 @@ class Around:
 def alike(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same values."""
     return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def other_buffers(root: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield buffers that are not as the first call of the window found them, by their paths."""
+    for path, buffer in bare.named_buffers(root):
+        now, first = local(buffer).detach().cpu(), tensors.get(f"buffer/{path}")
+        if first is None or not alike(now, first):
+            yield path, now.clone()
 
 
 def line_of(what: str) -> Iterator[str]:

@@ -28,7 +28,6 @@ from prepkit.proving.hooks import (
     Around,
     Called,
     Clipping,
-    alike,
     clip_of,
     engine_of,
     entry_of,
@@ -36,6 +35,7 @@ from prepkit.proving.hooks import (
     holds,
     is_fresh,
     line_of,
+    other_buffers,
     parameters,
     places,
     plain_options,
@@ -256,13 +256,9 @@ class Recorder:
             self._again = self._again or (torch.is_grad_enabled() and all(one.done for one in self.family))
             return
         self._around.forward(self.root, first=not self._calls)
-        buffers: dict[str, Tensor] = {}
-        for path, buffer in bare.named_buffers(self.root):
-            now = local(buffer).detach().cpu()
-            if not self._calls:
-                self._keep(f"buffer/{path}", now)
-            elif (first := self._tensors.get(f"buffer/{path}")) is None or not alike(now, first):
-                buffers[path] = now.clone()
+        for path, buffer in bare.named_buffers(self.root) if not self._calls else ():
+            self._keep(f"buffer/{path}", local(buffer))
+        buffers = dict(other_buffers(self.root, self._tensors)) if self._calls else {}
         if torch.is_autocast_enabled("cpu"):
             self._dtype = torch.get_autocast_dtype("cpu")
         tensors: dict[str, Tensor] = {"rng": torch.get_rng_state()}
@@ -311,10 +307,10 @@ class Recorder:
             self._around.kept = with_gradients(self.root)
             self._over()
         open_calls = [call for call in self._calls if call.micro < 0]
-        if self._stepping or self.done or losses[0].numel() != 1:
-            return plain(tensors, *args, **kwargs)  # as in checkpointing, which goes backward inside a backward
-        if not open_calls:
+        trains = not (self._stepping or self.done) and losses[0].numel() == 1
+        if trains and not open_calls:
             self._around.past(self.root, losses[0], set(), first=not self._micros)
+        if not (trains and open_calls):  # as in checkpointing too, which goes backward inside a backward
             return plain(tensors, *args, **kwargs)
         factor: Factor = factor_of(losses[0])
         ends = {id(end) for call in open_calls for end in call.ends}

@@ -24,6 +24,8 @@ from prepkit.proving.stepped import steps_of
 from prepkit.proving.streamed import Streamed, stub
 
 HALF = ("bfloat16", "float16")
+DISTURBED = ("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted")
+"""What the facts have of ``Disturbed``, by the same names."""
 COUNTED = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers that a batch norm changes in each forward."""
 CLAMPED = 2.0**-8
@@ -142,17 +144,9 @@ def replayed(window: Replay) -> ProofFacts:
         clip=evolve(first.clip, beyond=True) if first.clip is not None and hooked else first.clip,
         shrunk=_shrunk(records),
         buffers_apart=buffers_apart,
-        moved=disturbed.moved,
-        left=disturbed.left,
-        outside=disturbed.outside,
-        beside=disturbed.beside,
-        wrapper=disturbed.wrapper,
+        **{name: getattr(disturbed, name) for name in DISTURBED},
         over=tuple(name for name in judged if _is_over(window, name)),
         value=first.value,
-        kept=disturbed.kept,
-        twice=disturbed.twice,
-        cleared=disturbed.cleared,
-        wasted=disturbed.wasted,
         first_apart=tuple((name, ranks) for name, ranks, _ in apart if ranks),
         after_apart=tuple((name, ranks) for name, _, ranks in apart if ranks),
         scales_apart=any(one.head.scale != first.scale for one in records),

@@ -23,8 +23,7 @@ from prepkit.rules.run.proof_causes import (
     norm,
 )
 
-ALMOST = 0.9
-"""The cosine from which on a direction is nearly the right one."""
+ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
 _BEHIND = "Call zero_grad() behind step(), or before the backward."
 
 
@@ -34,9 +33,8 @@ def _gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
             who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
             shows = rule == "prove.ratio" or not near(cause.ratio, 1.0)
             ratio = f"{cause.ratio:.3f} x what they should be" if shows else ""
-            why = cause.why + (
-                f" (cosine {cause.cosine:.{4 if cause.cosine > ALMOST else 2}g})" if rule == "prove.direction" else ""
-            )
+            angle = f" (cosine {cause.cosine:.{4 if cause.cosine > ALMOST else 2}g})"
+            why = cause.why + (angle if rule == "prove.direction" else "")
             said = ": ".join(part for part in (ratio, why) if part)
             line = f" ({', '.join(facts.lines)})" if facts.lines else ""
             where = "gradients" if who.startswith("All") else at(names[0])
@@ -46,9 +44,8 @@ def _gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
 def _early(rule: str, facts: ProofFacts) -> str:
     """Words for a step that came before its last micro-batch."""
     micros, meant = max(counts(facts).values()), facts.accumulation or 0
-    if rule != "prove.not-averaged" or micros >= meant:
-        return ""
-    return f", and stepped after {micros} of the {meant} micro-batches of a step"
+    stepped = f", and stepped after {micros} of the {meant} micro-batches of a step"
+    return stepped if rule == "prove.not-averaged" and micros < meant else ""
 
 
 def _instead(rule: str, cause: Cause, facts: ProofFacts) -> str:
