@@ -196,7 +196,16 @@ def _result(place: FilePlace, finding: Finding, index: int, accepted: bool) -> d
 
 def _message(finding: Finding) -> str:
     fix = shorter(f" Fix: {finding.fix}", LONGEST_MESSAGE // 2)
-    return shorter(about(finding), LONGEST_MESSAGE - len(fix)) + fix
+    return shorter(_sentence(finding), LONGEST_MESSAGE - len(fix)) + fix
+
+
+def _sentence(finding: Finding) -> str:
+    said = about(finding)
+    return said if said.endswith((".", "!", "?", ":")) else f"{said}."
+
+
+def _with_fix(finding: Finding) -> str:
+    return f"{_sentence(finding)} Fix: {finding.fix}"
 
 
 def _uri(file: str) -> str:
@@ -223,7 +232,7 @@ def junit(findings: tuple[_Placed, ...], excepted: tuple[_Placed, ...] = ()) -> 
     lines = [f'<testsuite name="prepkit" tests="{count}" failures="{failed}" skipped="{skipped}">']
     for place, finding in findings:
         kind = "failure" if finding.severity is Severity.ERROR else "skipped" if finding.rule == UNASKED else ""
-        message = _quoted(f"{about(finding)} Fix: {finding.fix}")
+        message = _quoted(_with_fix(finding))
         lines.append(_case(place, finding, f"<{kind} message={message}/>" if kind else ""))
     lines += (_case(place, finding, f"<skipped message={_quoted(finding.origin)}/>") for place, finding in excepted)
     return "\n".join(('<?xml version="1.0" encoding="UTF-8"?>', *lines, "</testsuite>"))
@@ -259,4 +268,4 @@ def _annotation(place: FilePlace, finding: Finding) -> str:
     file = escaped(place.file).replace(":", "%3A").replace(",", "%2C")
     level = {"note": "notice"}.get(finding.severity.value, finding.severity.value)
     where = f"file={file},line={place.line},col={place.column},title={finding.rule}"
-    return f"::{level} {where}::{escaped(f'{about(finding)} Fix: {finding.fix}')}"
+    return f"::{level} {where}::{escaped(_with_fix(finding))}"
