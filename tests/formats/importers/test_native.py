@@ -31,7 +31,7 @@ from prepkit.config import (
 from prepkit.findings import Finding, PlanRejected
 from prepkit.formats.importers import IMPORTERS, import_config
 from prepkit.formats.importers.native import read_config
-from prepkit.formats.importers.source import READERS, read
+from prepkit.formats.importers.source import DEEPEST, READERS, composed, read
 from prepkit.resolve.engines import ENGINES
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
@@ -373,3 +373,10 @@ def test_a_file_that_is_nobodys_asks_whose_it_is(tmp_path: Path, name: str, text
     assert (found.rule, found.where) == ("config.unrecognised", str(file))
     assert found.what.endswith("'lr', 'epochs'")
     assert "--from" in found.fix
+
+
+def test_so_many_collections_inside_each_other_are_read_and_one_more_is_not() -> None:
+    assert composed("[" * DEEPEST + "]" * DEEPEST) is not None
+    assert composed("- [1, {a: 2}]\n" * (2 * DEEPEST)) is not None, "beside each other"
+    with pytest.raises(RecursionError, match=f"more than {DEEPEST} collections"):
+        composed("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1))
