@@ -31,7 +31,7 @@ from prepkit.training.prepared import Prepared
 
 Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of every tensor of a record."""
-Told = tuple[Head, Kinds, tuple[str, ...]]
+Sent = tuple[Head, Kinds, tuple[str, ...]]
 """What a rank tells of its record: all but the tensors, and the keys of those that travel at once."""
 AT_ONCE = 64 << 20
 """Bytes of the records of all ranks that travel before the replay begins."""
@@ -80,7 +80,7 @@ def _early(tensors: Mapping[str, Tensor], most: int) -> tuple[str, ...]:
     return tuple(key for key, so_far in zip(keys, held, strict=True) if so_far <= most)
 
 
-def _sent_at_once(mine: Record, told: Iterable[Told]) -> Iterator[Elsewhere]:
+def _sent_at_once(mine: Record, told: Iterable[Sent]) -> Iterator[Elsewhere]:
     """Yield, for each rank behind the first, its tensors, of which the small ones have come. Collective."""
     for rank, (_, kinds, early) in islice(enumerate(told), 1, None):
         sizes = [prod(kinds[key][0]) * kinds[key][1].itemsize for key in early]
@@ -101,7 +101,7 @@ def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = ())
     kinds = {key: (tuple(one.shape), one.dtype) for key, one in mine.tensors.items()}
     if not ranks.carries_data:
         return prove_record(root, (mine,), hooked=hooked)
-    told: list[Told] = ranks.gather((mine.head, kinds, _early(mine.tensors, AT_ONCE // ranks.size)))
+    told: list[Sent] = ranks.gather((mine.head, kinds, _early(mine.tensors, AT_ONCE // ranks.size)))
     elsewhere = list(_sent_at_once(mine, told))
     if not ranks.is_first:
         while isinstance(asked := ranks.from_first(None), tuple):

@@ -28,6 +28,7 @@ from prepkit.rules import due as rules_due
 from prepkit.rules.rule import Moment, Need, Rule, answers, findings_of
 from prepkit.steps import ShardLoader
 from prepkit.training.failed_forward import compiled_whole
+from prepkit.training.left_out import groups
 
 if TYPE_CHECKING:
     from prepkit.training.token_loss import Count
@@ -85,14 +86,16 @@ class Looks:
     def before_forward(self, model: Module) -> Iterator[RemovableHandle]:
         """Ask before the first forward what FSDP2 undoes in it: it puts its own parameters back into their places.
 
-        Not where the whole model is compiled: its hooks would be. The hook raises ``RunRefused``.
+        Not where the whole model is compiled: its hooks would be. Nor where something has gathered the parameters
+        already, as an entry point does. The hook raises ``RunRefused``.
         """
         if not isinstance(model, FSDPModule) or compiled_whole(self.plan):
             return
+        units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
 
         def ask(*_: Any) -> None:
-            if not self._entered:
-                self._entered = True
+            first, self._entered = not self._entered, True
+            if first and all(group.is_sharded for unit in units for group in groups(unit)):
                 self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
 
         yield model.register_forward_pre_hook(ask, prepend=True)

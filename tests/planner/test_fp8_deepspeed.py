@@ -64,7 +64,7 @@ def test_a_section_that_says_otherwise_is_a_disagreement() -> None:
 def test_a_misspelt_key_of_the_section_is_named() -> None:
     found = told(asked(AMP, json={"msamp": {"opt_levle": "O1"}}), facts())
     assert "`msamp.opt_levle`" in found["deepspeed.unknown-key"]
-    assert "Write `opt_level`" in found["deepspeed.unknown-key"]
+    assert "Write 'msamp.opt_level'" in found["deepspeed.unknown-key"]
 
 
 def test_ms_amp_shards_no_parameters_and_offloads_nothing() -> None:
