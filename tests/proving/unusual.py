@@ -502,6 +502,19 @@ def past_the_wrapper_before_the_last_micro_batch(rank: int, world: int) -> Windo
     return Window(model, train)
 
 
+def clamped_on_rank_0_and_then_clipped(rank: int, world: int) -> Window:
+    """Rank 0 sees another norm than rank 1, and shrinks all gradients by another factor."""
+
+    def then(model: nn.Module) -> None:
+        head = model.get_parameter("module.head.weight")
+        assert head.grad is not None
+        if rank == 0:
+            head.grad.clamp_(-1e-3, 1e-3)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    return trained(DDP(net()), then=then)
+
+
 def penalty_of_what_a_rank_has_read(rank: int, world: int) -> Window:
     """A second loss, of a part of the model that is called by itself."""
     model = DDP(net())
@@ -552,6 +565,11 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
         past_the_wrapper_in_the_last_micro_batch,
         "prove.past-wrapper",
         "what it adds to all gradients is each rank's own",
+    ),
+    (
+        clamped_on_rank_0_and_then_clipped,
+        "prove.direction",
+        "`head.weight` are no sum of the micro-batches' gradients on rank 0",
     ),
     (penalty_of_what_a_rank_has_read, "prove.past-wrapper", "enter.weight"),
 )

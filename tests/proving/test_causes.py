@@ -1,0 +1,60 @@
+"""What the rules of a proof say of numbers alone, where a real window of that kind would take a library."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from prepkit.facts.proof import GradientProof, LossShare, ProofFacts, StepProof
+from prepkit.proving.proof import found_in
+
+APART = ProofFacts(
+    world=2,
+    shares=(LossShare(rank=0, micro=0), LossShare(rank=1, micro=0)),
+    gradients=(
+        GradientProof(
+            name="weight",
+            numel=100,
+            gram=((1.0, 0.0), (0.0, 1.0)),
+            dots=((1.0, 0.0), (0.0, 1.0)),
+            squares=(1.0, 1.0),
+            holders=(0, 1),
+        ),
+    ),
+)
+"""Each rank is about to step the gradient of its own micro-batch."""
+
+
+def test_a_step_before_its_last_micro_batch_is_named_with_what_to_do() -> None:
+    (alone,) = found_in(APART).findings
+    (early,) = found_in(evolve(APART, accumulation=4)).findings
+    assert alone.rule == early.rule == "prove.not-averaged"
+    assert "stepped after" not in alone.what
+    assert "stepped after 1 of the 4 micro-batches of a step" in early.what
+    assert "accelerator.prepare()" in early.fix
+    assert "accelerator.prepare()" not in alone.fix
+
+
+def test_what_the_optimizer_does_not_hold_is_no_gradient_that_nobody_clears() -> None:
+    steps = (StepProof(name="unheld", held=False), StepProof(name="held", expected=1.0, moved=1.0, along=1.0))
+    facts = ProofFacts(world=1, shares=(LossShare(rank=0, micro=0),), steps=steps, kept=("unheld", "held"))
+    left, unheld = found_in(facts).findings
+    assert (left.rule, unheld.rule) == ("prove.left-over", "prove.not-stepped")
+    assert "1 parameter still had" in left.what
+    assert "`held`" in left.what
+    assert [one.rule for one in found_in(evolve(facts, kept=("unheld",))).findings] == ["prove.not-stepped"]
+
+
+def test_a_direction_that_is_nearly_right_is_laid_to_parts_that_are_scaled() -> None:
+    whole = evolve(APART.gradients[0], dots=((0.48, 0.48),), squares=(0.5,), holders=(0,))
+    (nearly,) = found_in(evolve(APART, gradients=(whole,))).findings
+    (far,) = found_in(evolve(APART, gradients=(evolve(whole, dots=((0.1, -0.3),)),))).findings
+    assert nearly.rule == far.rule == "prove.direction"
+    assert "by its own norm" in nearly.fix
+    assert "by its own norm" not in far.fix
+
+
+def test_ranks_that_clip_before_the_average_are_told_to_clip_behind_it() -> None:
+    averaged = evolve(APART.gradients[0], dots=((0.25, 0.05), (0.25, 0.05)), squares=(0.065, 0.065))
+    (found,) = found_in(evolve(APART, gradients=(averaged,), shrunk=(0.5, 0.1))).findings
+    assert found.rule == "prove.clipped-scaled"
+    assert found.fix == "Clip once the gradients are averaged, by one norm of all of them."
