@@ -569,7 +569,7 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (
         clamped_on_rank_0_and_then_clipped,
         "prove.direction",
-        "`head.weight` are no sum of the micro-batches' gradients on rank 0",
+        "(`head.weight`) are no sum of the micro-batches' gradients on rank 0",
     ),
     (penalty_of_what_a_rank_has_read, "prove.past-wrapper", "enter.weight"),
 )
