@@ -234,9 +234,7 @@ def _samples(facts: ProofFacts) -> Iterator[Hit]:
 
 def _not_held(facts: ProofFacts) -> Iterator[Hit]:
     if names := [one.name for one in facts.steps if not one.held]:
-        yield Hit(
-            at(names[0]), f"The optimizer did not step {count(len(names), 'parameter')} that train: {some(names)}."
-        )
+        yield Hit(at(names[0]), f"The optimizer does not hold {count(len(names), 'trained parameter')}: {some(names)}.")
     still = [one.name for one in facts.steps if one.held and one.moved == 0 and one.expected > _step_allowed(one) ** 2]
     if still:
         what = f"The optimizer holds {count(len(still), 'parameter')} that its step has not changed: {some(still)}."
