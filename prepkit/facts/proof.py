@@ -66,6 +66,12 @@ class StepProof:
     """Square of the update that was made."""
     noise: float = 0.0
     """Norm of the difference of the plain update in the run's dtypes and in float64."""
+    dtype: str = "float32"
+    """Of the weight that was stepped."""
+    meant: int = 0
+    """Elements that the plain step changes in float64."""
+    lost: int = 0
+    """Those of them that have stayed as they were."""
 
 
 @frozen(kw_only=True)
@@ -147,6 +153,8 @@ class ProofFacts:
     """Whether ranks have scaled their losses by different numbers against underflow."""
     options_apart: tuple[str, ...] = ()
     """Options of the optimizer, and of the run, that ranks should have alike and have not, with who has what."""
+    same_draws: tuple[tuple[int, int, int], ...] = ()
+    """Ranks that have computed two micro-batches from the same state of the generator, with both: ``(rank, 0, 1)``."""
     same_samples: bool = False
     """Whether every rank has read the same, although each holds all of the model."""
     lines: tuple[str, ...] = ()

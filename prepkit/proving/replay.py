@@ -60,6 +60,8 @@ class Replay:
     """The most of the former that was held."""
     outputs: list[Outputs] = field(factory=list)
     """Those of each replay."""
+    draws: bool = False
+    """Whether a forward has drawn from torch's generator."""
 
     @property
     def most(self) -> int:
@@ -151,6 +153,7 @@ def replayed(window: Replay) -> ProofFacts:
         after_apart=tuple((name, ranks) for name, _, ranks in apart if ranks),
         scales_apart=any(one.head.scale != first.scale for one in records),
         options_apart=_options_apart(records),
+        same_draws=tuple(_same_draws(records)) if window.draws else (),
         same_samples=_same_samples(records),
         lines=first.lines,
         outputs=outputs.changed,
@@ -324,6 +327,7 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
             stack.enter_context(context)
         with torch.autocast("cpu", dtype=getattr(torch, made.low)) if made.low else nullcontext():
             outputs = list(tree.tensors_of(entered(*args, **kwargs)))
+        window.draws = window.draws or not torch.equal(torch.get_rng_state(), tensors["rng"])
         window.outputs[-1].take(record.head.rank, number, outputs)
         ends: list[Tensor] = []
         grads: list[Tensor] = []
@@ -463,6 +467,20 @@ def _same_samples(records: tuple[Record, ...]) -> bool:
     """Return whether each rank computes with all of the model, and has read what the first one has."""
     whole = not any(record.head.cut for record in records)
     return len(records) > 1 and whole and all(_read(one) == _read(records[0]) for one in records[1:])
+
+
+def _same_draws(records: tuple[Record, ...]) -> Iterator[tuple[int, int, int]]:
+    """Yield ranks whose generator stood in two micro-batches where it had stood before, with both."""
+    for record in records:
+        begun: list[tuple[int, Tensor]] = []
+        for number, call in enumerate(record.head.calls):
+            if call.micro in (micro for micro, _ in begun):
+                continue
+            state = record.tensors[f"input/{number}/rng"]
+            if earlier := [micro for micro, other in begun if torch.equal(state, other)]:
+                yield record.head.rank, earlier[0], call.micro
+                break
+            begun.append((call.micro, state))
 
 
 def _read(record: Record) -> list[str]:

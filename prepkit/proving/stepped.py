@@ -80,6 +80,9 @@ def _steps(window: Replay) -> Iterator[StepProof]:
                 expected=float(exact @ exact),
                 moved=float(moved @ moved),
                 noise=float((exact - coarse).norm()),
+                dtype=str(before.dtype).removeprefix("torch."),
+                meant=int(exact.count_nonzero()),
+                lost=int(((moved == 0) & (exact != 0)).sum()),
             )
 
 

@@ -254,7 +254,7 @@ RULES: tuple[Rule, ...] = (
         summary="Under FSDP2 a unit is trained whole or frozen whole.",
         check=under(FSDP2, _mixed_requires_grad),
         fix='This is fine for adapters; or give the trained modules units of their own: wrap=WrapPaths(("...",)).',
-        severity=Severity.WARNING,
+        severity=Severity.NOTE,
         source=("M2-7", "pain 19"),
     ),
 )

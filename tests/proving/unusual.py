@@ -526,6 +526,24 @@ def penalty_of_what_a_rank_has_read(rank: int, world: int) -> Window:
     return trained(model, then=then)
 
 
+def seeded_in_every_micro_batch(rank: int, world: int) -> Window:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        torch.manual_seed(dist.get_rank())
+        return loss_of(model, batch)
+
+    return trained(DDP(net(dropout=0.3)), loss=loss)
+
+
+def all_in_bfloat16(rank: int, world: int) -> Window:
+    """Weights and optimizer too: steps of 1e-5 are less than half a unit in the last place of most weights."""
+    model = net().bfloat16()
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_of(model, (batch[0].bfloat16(), batch[1]))
+
+    return trained(DDP(model), loss=loss, optimizer=adam(model, lr=1e-5))
+
+
 RIGHT_UNUSUAL = (
     past_the_wrapper_before_the_last_micro_batch,
     penalty_in_a_backward_of_its_own,
@@ -572,5 +590,7 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
         "(`head.weight`) are no sum of the micro-batches' gradients on rank 0",
     ),
     (penalty_of_what_a_rank_has_read, "prove.past-wrapper", "enter.weight"),
+    (seeded_in_every_micro_batch, "prove.same-draws", "Micro-batches 0 and 1 on ranks 0-1"),
+    (all_in_bfloat16, "prove.rounded-away", "have stayed as they were"),
 )
 """Each with its rule and a word of its text."""

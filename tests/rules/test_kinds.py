@@ -20,7 +20,7 @@ WARNINGS = _ids(
         "blocks": "one-unit nested declared-absent",
         "ties": "undeclared",
         "tensor": "not-read",
-        "units": "packed-whole mixed-requires-grad ignored-dtype experts experts-on-old-torch",
+        "units": "packed-whole ignored-dtype experts experts-on-old-torch",
         "scheduler": "never-ends",
         "optimizer": "pattern none misses-parameters frozen-parameters",
         "params": "hooks-local",
@@ -38,7 +38,7 @@ WARNINGS = _ids(
         "resume": "accepts-unknown latest-torn nothing-saved other-batch other-clipping other-total-steps "
         "settings-replaced steps-joined",
         "save": "beside-another-run",
-        "prove": "unproven same-samples tokens decay outputs",
+        "prove": "unproven same-draws same-samples tokens decay outputs rounded-away",
         "run": "part-in-eval unlike-dtypes checkpointed-twice checkpointed-whole checkpoint-outside "
         "compile-off one-unit backend without-gradient ranks-passes order-lost loss-not-finite "
         "dropout-alike not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks "
@@ -52,7 +52,13 @@ WARNINGS = _ids(
 TOLD = _ids({"apply": "gradient-lost", "checkpoint": "replaced-linear", "deepspeed": "stale-lock"})
 """What calls tell by themselves, and give way to an override."""
 
-NOTES = _ids({"run": "overwritten-ranks maybe-averaged samples-unknown left-out in-order", "prove": "limit"})
+NOTES = _ids(
+    {
+        "units": "mixed-requires-grad",
+        "run": "overwritten-ranks maybe-averaged samples-unknown left-out in-order",
+        "prove": "limit",
+    }
+)
 """What may be meant so, or cannot be seen."""
 
 NEEDED = _ids(

@@ -8,7 +8,7 @@ from math import sqrt
 
 from prepkit.facts.proof import ProofFacts, StepProof
 from prepkit.findings import Severity
-from prepkit.findings.text import at, count, some
+from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run.proof_causes import (
     BY_EACH_RANK,
@@ -23,6 +23,7 @@ from prepkit.rules.run.proof_causes import (
     norm,
 )
 
+_IN_16_BIT = ("bfloat16", "float16")
 ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
 _BEHIND = "Call zero_grad() behind step(), or before the backward."
 
@@ -232,6 +233,22 @@ def _samples(facts: ProofFacts) -> Iterator[Hit]:
         )
 
 
+def _same_draws(facts: ProofFacts) -> Iterator[Hit]:
+    for rank, one, other in facts.same_draws[:1]:
+        ranks = "" if facts.world == 1 else f" on {'ranks' if len(facts.same_draws) > 1 else 'rank'} "
+        ranks += spans(tuple(each for each, _, _ in facts.same_draws)) if ranks else ""
+        what = f"Micro-batches {one} and {other}{ranks} were computed from the same state of torch's generator"
+        yield Hit("loop", f"{what}: dropout leaves out the same elements in each of them.")
+
+
+def _rounded_away(facts: ProofFacts) -> Iterator[Hit]:
+    low = [one for one in facts.steps if one.dtype in _IN_16_BIT and one.meant]
+    lost, meant = sum(one.lost for one in low), sum(one.meant for one in low)
+    if lost > meant / 2:
+        said = f"{lost / meant:.0%} of the {meant:,} elements that the step moves in float64 have stayed as they were"
+        yield Hit("optimizer", f"{said}: in {low[0].dtype} the weights round what is added to them away.")
+
+
 def _not_held(facts: ProofFacts) -> Iterator[Hit]:
     if names := [one.name for one in facts.steps if not one.held]:
         yield Hit(at(names[0]), f"The optimizer does not hold {count(len(names), 'trained parameter')}: {some(names)}.")
@@ -372,6 +389,13 @@ RULES: tuple[Rule, ...] = (
         severity=Severity.WARNING,
     ),
     _row(
+        "prove.same-draws",
+        "Each micro-batch draws numbers of its own.",
+        "Seed once, before the loop: torch.manual_seed, or what puts a generator back, belongs to no micro-batch.",
+        _same_draws,
+        severity=Severity.WARNING,
+    ),
+    _row(
         "prove.tokens",
         "Each sample, or token that counts, weighs as much as any other of the step.",
         "Divide the sum of the losses by the tokens of all ranks and micro-batches: mean_over= in ready.backward, "
@@ -480,6 +504,14 @@ RULES: tuple[Rule, ...] = (
         "Weights move as the optimizer's options say.",
         "Look for hooks of the optimizer, weights that are written after the step, and groups that lost their options.",
         _step_size,
+    ),
+    _row(
+        "prove.rounded-away",
+        "A weight moves where its optimizer moves it.",
+        "Keep weights in float32 and compute in bfloat16: torch.autocast, a MixedPrecisionPolicy, or Config(precision="
+        "pk.BF16()).",
+        _rounded_away,
+        severity=Severity.WARNING,
     ),
     _row(
         "prove.after-apart",
