@@ -11,6 +11,10 @@ from torch import Tensor
 from prepkit.proving.record_file import HeldPart, Record
 
 
+class CannotReplay(RuntimeError):
+    """The window cannot be done again plainly; the text says why."""
+
+
 @frozen(eq=False)
 class Replica:
     """One whole tensor."""

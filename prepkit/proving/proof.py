@@ -14,8 +14,9 @@ from prepkit.facts.proof import ProofFacts
 from prepkit.findings import Finding, Severity, errors
 from prepkit.findings.text import count
 from prepkit.plan.attestation import Attestation
+from prepkit.proving.parts_of import CannotReplay
 from prepkit.proving.record_file import Record, read
-from prepkit.proving.replay import MEMORY, CannotReplay, Replay, replayed
+from prepkit.proving.replay import MEMORY, Replay, replayed
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, findings_of
 from prepkit.rules.run.proof_causes import by_hand

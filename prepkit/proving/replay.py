@@ -16,9 +16,9 @@ from prepkit.facts.proof import GradientProof, LossShare, ProofFacts
 from prepkit.findings.text import some
 from prepkit.objects import names
 from prepkit.proving import bare, tree
-from prepkit.proving.hooks import alike
+from prepkit.proving.apart import buffers_apart, options_apart, read, same_draws, same_samples, weights_apart
 from prepkit.proving.outputs import Outputs, OutputsTold, astray, compared, from_outside
-from prepkit.proving.parts_of import Replica, replicas
+from prepkit.proving.parts_of import CannotReplay, replicas
 from prepkit.proving.record_file import Disturbed, Record
 from prepkit.proving.stepped import steps_of
 from prepkit.proving.streamed import Streamed, stub
@@ -26,15 +26,8 @@ from prepkit.proving.streamed import Streamed, stub
 HALF = ("bfloat16", "float16")
 DISTURBED = ("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted")
 """What the facts have of ``Disturbed``, by the same names."""
-COUNTED = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers that a batch norm changes in each forward."""
 CLAMPED = 2.0**-8
 """By which part an element that was clipped by value may be off it: rounding in bfloat16."""
-
-
-class CannotReplay(RuntimeError):
-    """The window cannot be done again plainly; the text says why."""
-
 
 Shares = tuple[dict[str, Tensor], ...]
 """Gradients by name, or some elements of each, of every share of a window."""
@@ -60,8 +53,8 @@ class Replay:
     """The most of the former that was held."""
     outputs: list[Outputs] = field(factory=list)
     """Those of each replay."""
-    draws: bool = False
-    """Whether a forward has drawn from torch's generator."""
+    draw: set[int] = field(factory=set)
+    """Ranks of which a forward has drawn from torch's generator."""
 
     @property
     def most(self) -> int:
@@ -118,14 +111,14 @@ def replayed(window: Replay) -> ProofFacts:
     given = all(call.inputs for record in records for call in record.head.calls)
     if why := disturbed.unproven or ("" if given else limits[0]):
         raise CannotReplay(why)
-    apart = tuple(_apart(window))
+    apart = tuple(weights_apart(records))
     spoiled = disturbed.moved or disturbed.left or disturbed.swung  # what is recorded does not explain it
     reference, rounded, more = _twice(window)
     unlike = _unlike(window.streamed(torch.float32)[0], records)
     held = {one.name for record in records for one in record.head.params if one.trained and one.group is not None}
     eps = torch.finfo(getattr(torch, _lowest(records, "dtype"))).eps
-    buffers_apart = tuple(_buffers_apart(records)) if first.fresh else ()
-    begun_apart = buffers_apart or any(ranks for _, ranks, _ in apart)  # which explains other outputs
+    buffers = tuple(buffers_apart(records)) if first.fresh else ()
+    begun_apart = buffers or any(ranks for _, ranks, _ in apart)  # which explains other outputs
     exact, again = window.outputs[-2:]
     outputs = OutputsTold() if unlike or spoiled or begun_apart else compared(records, (exact, again), eps)
     hooked = tuple(name for name in window.hooked if name in held)
@@ -145,16 +138,16 @@ def replayed(window: Replay) -> ProofFacts:
         divides=first.divides,
         clip=evolve(first.clip, beyond=True) if first.clip is not None and hooked else first.clip,
         shrunk=_shrunk(records),
-        buffers_apart=buffers_apart,
+        buffers_apart=buffers,
         **{name: getattr(disturbed, name) for name in DISTURBED},
         over=tuple(name for name in judged if _is_over(window, name)),
         value=first.value,
         first_apart=tuple((name, ranks) for name, ranks, _ in apart if ranks),
         after_apart=tuple((name, ranks) for name, _, ranks in apart if ranks),
         scales_apart=any(one.head.scale != first.scale for one in records),
-        options_apart=_options_apart(records),
-        same_draws=tuple(_same_draws(records)) if window.draws else (),
-        same_samples=_same_samples(records),
+        options_apart=options_apart(records),
+        same_draws=tuple(same_draws(one for one in records if one.head.rank in window.draw)),
+        same_samples=same_samples(records),
         lines=first.lines,
         outputs=outputs.changed,
         unrepeated=outputs.unrepeated,
@@ -327,7 +320,8 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
             stack.enter_context(context)
         with torch.autocast("cpu", dtype=getattr(torch, made.low)) if made.low else nullcontext():
             outputs = list(tree.tensors_of(entered(*args, **kwargs)))
-        window.draws = window.draws or not torch.equal(torch.get_rng_state(), tensors["rng"])
+        if not torch.equal(torch.get_rng_state(), tensors["rng"]):
+            window.draw.add(record.head.rank)
         window.outputs[-1].take(record.head.rank, number, outputs)
         ends: list[Tensor] = []
         grads: list[Tensor] = []
@@ -398,95 +392,6 @@ def _decay(window: Replay, name: str) -> float:
     return float(json.loads(head.groups[group]).get("weight_decay") or 0.0) if group is not None else 0.0
 
 
-# --- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def _apart(window: Replay) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Every parameter with the holders of replicas that differ before the step, and that differ after it.
-
-    Those after it by more than a trace of what was moved. Raises ``CannotReplay`` where the ranks have not recorded a
-    whole one.
-    """
-    for name in (one.name for one in window.records[0].head.params):
-        before = replicas(window.records, "weight", name)
-        if not before:
-            raise CannotReplay(f"the ranks have not recorded all parts of {name}")
-        after = replicas(window.records, "after", name)
-        moved = float((after[0].values.double() - before[0].values.double()).norm()) if after else 0.0
-        yield name, _others(before, 0.0), _others(after, 1e-3 * moved)
-
-
-def _others(found: tuple[Replica, ...], allowed: float) -> tuple[int, ...]:
-    """Holders of replicas that are further from the first one."""
-    return tuple(
-        one.holder for one in found[1:] if float((one.values.double() - found[0].values.double()).norm()) > allowed
-    )
-
-
-def _buffers_apart(records: tuple[Record, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Buffers that ranks begin with; what a batch norm has counted is each rank's own."""
-    for key, mine in records[0].tensors.items():
-        if key.startswith("buffer/") and not key.endswith(COUNTED):
-            others = [record for record in records[1:] if key in record.tensors]
-            ranks = tuple(one.head.rank for one in others if not alike(mine, one.tensors[key]))
-            if ranks:
-                yield key.removeprefix("buffer/"), ranks
-
-
-def _run_apart(records: tuple[Record, ...]) -> Iterator[str]:
-    """Yield how ranks run, where they should run alike."""
-    for what, told in (
-        ("computed in", lambda head: head.dtype),
-        ("loss scale", lambda head: f"{head.scale:g}"),
-        ("modules in evaluation", lambda head: str(len(head.evaluating))),
-        ("optimizer", lambda head: head.optimizer),
-    ):
-        mine = told(records[0].head)
-        yield from (
-            f"{what}: {mine} on rank 0, {told(record.head)} on rank {record.head.rank}"
-            for record in records[1:]
-            if told(record.head) != mine
-        )
-
-
-def _options_apart(records: tuple[Record, ...]) -> tuple[str, ...]:
-    said = list(_run_apart(records))
-    for number, text in enumerate(records[0].head.groups):
-        mine = json.loads(text)
-        for record in records[1:]:
-            other = json.loads(record.head.groups[number]) if number < len(record.head.groups) else {}
-            said += [
-                f"{key} of group {number}: {value} on rank 0, {other.get(key)} on rank {record.head.rank}"
-                for key, value in mine.items()
-                if other.get(key) != value
-            ]
-    return tuple(said)
-
-
-def _same_samples(records: tuple[Record, ...]) -> bool:
-    """Return whether each rank computes with all of the model, and has read what the first one has."""
-    whole = not any(record.head.cut for record in records)
-    return len(records) > 1 and whole and all(_read(one) == _read(records[0]) for one in records[1:])
-
-
-def _same_draws(records: tuple[Record, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield ranks whose generator stood in two micro-batches where it had stood before, with both."""
-    for record in records:
-        begun: list[tuple[int, Tensor]] = []
-        for number, call in enumerate(record.head.calls):
-            if call.micro in (micro for micro, _ in begun):
-                continue
-            state = record.tensors[f"input/{number}/rng"]
-            if earlier := [micro for micro, other in begun if torch.equal(state, other)]:
-                yield record.head.rank, earlier[0], call.micro
-                break
-            begun.append((call.micro, state))
-
-
-def _read(record: Record) -> list[str]:
-    return [call.digest for call in record.head.calls]
-
-
 def _meant(records: tuple[Record, ...]) -> Iterator[str]:
     every = [micro for record in records for micro in record.head.micros]
     if any(micro.total and micro.tokens is None and not micro.count for micro in every):
@@ -495,8 +400,8 @@ def _meant(records: tuple[Record, ...]) -> Iterator[str]:
 
 def _unlike(model: nn.Module, records: tuple[Record, ...]) -> tuple[str, ...]:
     """Why gradients cannot be compared."""
-    read = [_read(record) for record in records]
-    cut = any(one in read[:at] for at, one in enumerate(read)) and not _same_samples(records)
+    given = [read(record) for record in records]
+    cut = any(one in given[:at] for at, one in enumerate(given)) and not same_samples(records)
     found = {
         "SyncBatchNorm normalises over the samples of all ranks, and each micro-batch is replayed by itself: "
         "gradients were not compared": bare.normalises_over_ranks(model),

@@ -10,139 +10,10 @@ from prepkit.facts.proof import ProofFacts, StepProof
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
-from prepkit.rules.run.proof_causes import (
-    BY_EACH_RANK,
-    MARGIN,
-    Cause,
-    aim_of,
-    by_hand,
-    causes,
-    counts,
-    mean,
-    near,
-    norm,
-)
+from prepkit.rules.run.proof_causes import MARGIN, by_hand, causes, counts, mean, norm
+from prepkit.rules.run.proof_gradients import clipped, gradients, micro_batch, no_gradient, not_clipped, past_wrapper
 
-_IN_16_BIT = ("bfloat16", "float16")
-ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
-_BEHIND = "Call zero_grad() behind step(), or before the backward."
-
-
-def _gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
-    for cause, names in causes(facts):
-        if cause.rule == rule and not (rule == "prove.direction" and by_hand(facts)):
-            who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
-            shows = rule == "prove.ratio" or not near(cause.ratio, 1.0)
-            ratio = f"{cause.ratio:.3f} x what they should be" if shows else ""
-            angle = f" (cosine {cause.cosine:.{4 if cause.cosine > ALMOST else 2}g})"
-            why = cause.why + (angle if rule == "prove.direction" else "")
-            said = ": ".join(part for part in (ratio, why) if part)
-            line = f" ({', '.join(facts.lines)})" if facts.lines else ""
-            where = "gradients" if who.startswith("All") else at(names[0])
-            yield Hit(where, f"{who} {said}{_early(rule, facts)}{line}.", _instead(rule, cause, facts))
-
-
-def _early(rule: str, facts: ProofFacts) -> str:
-    """Words for a step that came before its last micro-batch."""
-    micros, meant = max(counts(facts).values()), facts.accumulation or 0
-    stepped = f", and stepped after {micros} of the {meant} micro-batches of a step"
-    return stepped if rule == "prove.not-averaged" and micros < meant else ""
-
-
-def _instead(rule: str, cause: Cause, facts: ProofFacts) -> str:
-    """What to do where that is not what the rule says in general."""
-    if rule == "prove.clipped-scaled" and cause.why == BY_EACH_RANK:
-        return "Clip once the gradients are averaged, by one norm of all of them."
-    if _early(rule, facts):
-        return "Step at the last micro-batch alone: give the optimizer to accelerator.prepare() too, or test for it."
-    if rule == "prove.direction" and cause.cosine > ALMOST:
-        return "Look for what scales a part of each gradient, as where every rank clips what it holds by its own norm."
-    return ""
-
-
-def _those(names: tuple[str, ...], facts: ProofFacts) -> str:
-    """Gradients by the module that they all lie in, or by some of their names."""
-    every = [one.name for one in facts.gradients]
-    parts = names[0].split(".")[:-1]
-    for depth in range(len(parts), 0, -1):
-        begin = ".".join(parts[:depth]) + "."
-        if [name for name in every if name.startswith(begin)] == list(names):
-            return f"The gradients of `{begin[:-1]}`"
-    return f"The gradients of {len(names)} of {len(every)} parameters ({some(names)})"
-
-
-def _past_wrapper(facts: ProofFacts) -> Iterator[Hit]:
-    for cause, names in causes(facts):
-        if cause.rule == "prove.past-wrapper":
-            said = f"A loss that no output of `{facts.wrapper}` is in went {', '.join(facts.beside)}"
-            which = "all gradients" if len(names) == len(facts.gradients) else some(names)
-            yield Hit("gradients", f"{said}: what it adds to {which} is each rank's own, and nobody averages it.")
-
-
-def _micro_batch(facts: ProofFacts) -> Iterator[Hit]:
-    yield from _gradients("prove.micro-batch", facts)
-    if facts.wasted and not by_hand(facts):
-        number = facts.wasted + max(counts(facts).values())
-        line = f" ({', '.join(facts.lines)})" if facts.lines else ""
-        what = f"Gradients of {facts.wasted} of the {number} micro-batches of a step were cleared before it"
-        yield Hit("loop", f"{what}: it trains on the last alone, which counts as one of {number}{line}.")
-
-
-def _no_gradient(facts: ProofFacts) -> Iterator[Hit]:
-    if facts.idle:
-        said = "The optimizer has stepped twice over no gradient: each time they were cleared after the backward"
-        yield Hit("loop", f"{said}, and nothing trains ({', '.join(facts.lines)}).", _BEHIND)
-    for cause, names in causes(facts):
-        if cause.rule == "prove.no-gradient":
-            said = f"{count(len(names), 'parameter')} had no gradient when the optimizer stepped"
-            what = f"{said}, and should have: {some(names)}."
-            yield Hit(at(names[0]), what)
-
-
-def _clipped(facts: ProofFacts) -> Iterator[Hit]:
-    clip = facts.clip
-    yield from _gradients("prove.clipped-scaled", facts)
-    if clip is not None and clip.early:
-        what = (
-            f"Gradients were clipped to {clip.most:g} before the last micro-batch of the step, which then adds to them."
-        )
-        yield Hit("gradients", what)
-        return
-    if (
-        clip is None
-        or clip.seen is None
-        or clip.beyond
-        or clip.parts
-        or clip.power != 2
-        or facts.beside
-        or facts.first_apart
-        or not facts.gradients
-    ):
-        return
-    length = norm(facts, tuple(a / aim_of(facts).clipping for a in aim_of(facts).sums))
-    off = clip.seen / length if length else 1.0
-    if facts.scale > 1 and near(off, facts.scale):
-        what = (
-            f"Gradients were clipped to {clip.most:g} while they were scaled by {facts.scale:g}: their norm seemed to "
-            f"be {clip.seen:.4g}, and is {length:.4g}."
-        )
-        yield Hit("gradients", what)
-    elif abs(off - 1) > 0.1 and not causes(facts):
-        yield Hit("gradients", f"Gradients were clipped by a norm of {clip.seen:.4g}, and their norm is {length:.4g}.")
-
-
-def _not_clipped(facts: ProofFacts) -> Iterator[Hit]:
-    yield from _gradients("prove.not-clipped", facts)
-    if facts.clip is not None and facts.clip.empty:
-        said = f"The run clips to {facts.clip.most:g}, and gives no parameter to what clips"
-        how = (
-            "Give model.parameters(), or a list: a generator is empty once an optimizer, or another call, has read it."
-        )
-        yield Hit("gradients", f"{said}: nothing is clipped.", how)
-    if facts.over:
-        said = f"The gradients of {count(len(facts.over), 'parameter')} have larger elements than {facts.value:g}"
-        yield Hit(at(facts.over[0]), f"{said}, to which the run clips them: {some(facts.over)}.")
-
+IN_16_BIT = ("bfloat16", "float16")
 
 # --- before and after -------------------------------------------------------------------------------------------------
 
@@ -234,15 +105,16 @@ def _samples(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _same_draws(facts: ProofFacts) -> Iterator[Hit]:
-    for rank, one, other in facts.same_draws[:1]:
-        ranks = "" if facts.world == 1 else f" on {'ranks' if len(facts.same_draws) > 1 else 'rank'} "
-        ranks += spans(tuple(each for each, _, _ in facts.same_draws)) if ranks else ""
-        what = f"Micro-batches {one} and {other}{ranks} were computed from the same state of torch's generator"
+    if facts.same_draws:
+        _, one, other = facts.same_draws[0]
+        ranks = tuple(rank for rank, _, _ in facts.same_draws)
+        on = f" on {'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}" if facts.world > 1 else ""
+        what = f"Micro-batches {one} and {other}{on} were computed from the same state of torch's generator"
         yield Hit("loop", f"{what}: dropout leaves out the same elements in each of them.")
 
 
 def _rounded_away(facts: ProofFacts) -> Iterator[Hit]:
-    low = [one for one in facts.steps if one.dtype in _IN_16_BIT and one.meant]
+    low = [one for one in facts.steps if one.dtype in IN_16_BIT and one.meant]
     lost, meant = sum(one.lost for one in low), sum(one.meant for one in low)
     if lost > meant / 2:
         said = f"{lost / meant:.0%} of the {meant:,} elements that the step moves in float64 have stayed as they were"
@@ -294,7 +166,7 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("proof", f"To {count(len(names), 'gradient')} {why} were added: taken for a decay that is meant.")
     if left := set(facts.outside).difference(*(names for _, names, _ in _decayed(facts))):
         yield Hit("proof", f"The loss uses {some(sorted(left))} beside the outputs: that part was not replayed.")
-    if facts.beside and not list(_past_wrapper(facts)):
+    if facts.beside and not list(past_wrapper(facts)):
         said = f"A loss with weights of the model, and no output of it, went {', '.join(facts.beside)}"
         yield Hit("proof", f"{said}: that part was not replayed, and gradients were not compared.")
     noise = sqrt(sum(one.noise**2 for one in facts.gradients))
@@ -333,7 +205,7 @@ def _row(
     return Rule(
         id=rule,
         summary=summary,
-        check=check or partial(_gradients, rule),
+        check=check or partial(gradients, rule),
         at=(Moment.PROVE,),
         fix=fix,
         severity=more.get("severity", Severity.ERROR),
@@ -427,13 +299,13 @@ RULES: tuple[Rule, ...] = (
         "prove.clipped-scaled",
         "Gradients are clipped by their own norm: unscaled, averaged, and whole.",
         "Call scaler.unscale_(optimizer) before clip_grad_norm_; clip after the last backward, over all parameters.",
-        _clipped,
+        clipped,
     ),
     _row(
         "prove.not-clipped",
         "Gradients are clipped where the run says so.",
         "Call the clipping of the library that prepared the model, after the last backward and before the step.",
-        _not_clipped,
+        not_clipped,
     ),
     _row(
         "prove.not-averaged",
@@ -444,7 +316,7 @@ RULES: tuple[Rule, ...] = (
         "prove.past-wrapper",
         "Every loss is made of what the wrapper returns.",
         "Call the wrapped model, model(x), and not what it wraps; or average such a gradient yourself.",
-        _past_wrapper,
+        past_wrapper,
     ),
     _row(
         "prove.part-of-ranks",
@@ -455,7 +327,7 @@ RULES: tuple[Rule, ...] = (
         "prove.micro-batch",
         "Every micro-batch of a step counts in its gradients.",
         "Clear gradients after the step alone, and step after the last micro-batch.",
-        _micro_batch,
+        micro_batch,
     ),
     _row(
         "prove.ratio",
@@ -479,7 +351,7 @@ RULES: tuple[Rule, ...] = (
         "prove.no-gradient",
         "What takes part in the loss has a gradient.",
         "Look for a .detach() or no_grad() on the way, requires_grad, and zero_grad() after the backward.",
-        _no_gradient,
+        no_gradient,
     ),
     _row(
         "prove.stepped-twice",

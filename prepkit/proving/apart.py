@@ -1,0 +1,104 @@
+"""What the ranks of a recorded window have otherwise than each other, or alike, though it should differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from prepkit.proving.hooks import alike
+from prepkit.proving.parts_of import CannotReplay, Replica, replicas
+from prepkit.proving.record_file import Record
+
+COUNTED = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers that a batch norm changes in each forward."""
+
+
+def weights_apart(records: tuple[Record, ...]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Every parameter with the holders of replicas that differ before the step, and that differ after it.
+
+    Those after it by more than a trace of what was moved. Raises ``CannotReplay`` where the ranks have not recorded a
+    whole one.
+    """
+    for name in (one.name for one in records[0].head.params):
+        before = replicas(records, "weight", name)
+        if not before:
+            raise CannotReplay(f"the ranks have not recorded all parts of {name}")
+        after = replicas(records, "after", name)
+        moved = float((after[0].values.double() - before[0].values.double()).norm()) if after else 0.0
+        yield name, _others(before, 0.0), _others(after, 1e-3 * moved)
+
+
+def _others(found: tuple[Replica, ...], allowed: float) -> tuple[int, ...]:
+    """Holders of replicas that are further from the first one."""
+    return tuple(
+        one.holder for one in found[1:] if float((one.values.double() - found[0].values.double()).norm()) > allowed
+    )
+
+
+def buffers_apart(records: tuple[Record, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Buffers that ranks begin with; what a batch norm has counted is each rank's own."""
+    for key, mine in records[0].tensors.items():
+        if key.startswith("buffer/") and not key.endswith(COUNTED):
+            others = [record for record in records[1:] if key in record.tensors]
+            ranks = tuple(one.head.rank for one in others if not alike(mine, one.tensors[key]))
+            if ranks:
+                yield key.removeprefix("buffer/"), ranks
+
+
+def _run_apart(records: tuple[Record, ...]) -> Iterator[str]:
+    """Yield how ranks run, where they should run alike."""
+    for what, told in (
+        ("computed in", lambda head: head.dtype),
+        ("loss scale", lambda head: f"{head.scale:g}"),
+        ("modules in evaluation", lambda head: str(len(head.evaluating))),
+        ("optimizer", lambda head: head.optimizer),
+    ):
+        mine = told(records[0].head)
+        yield from (
+            f"{what}: {mine} on rank 0, {told(record.head)} on rank {record.head.rank}"
+            for record in records[1:]
+            if told(record.head) != mine
+        )
+
+
+def options_apart(records: tuple[Record, ...]) -> tuple[str, ...]:
+    """Options of the optimizer, and of the run, that are not alike, with who has what."""
+    said = list(_run_apart(records))
+    for number, text in enumerate(records[0].head.groups):
+        mine = json.loads(text)
+        for record in records[1:]:
+            other = json.loads(record.head.groups[number]) if number < len(record.head.groups) else {}
+            said += [
+                f"{key} of group {number}: {value} on rank 0, {other.get(key)} on rank {record.head.rank}"
+                for key, value in mine.items()
+                if other.get(key) != value
+            ]
+    return tuple(said)
+
+
+def same_samples(records: tuple[Record, ...]) -> bool:
+    """Return whether each rank computes with all of the model, and has read what the first one has."""
+    whole = not any(record.head.cut for record in records)
+    return len(records) > 1 and whole and all(read(one) == read(records[0]) for one in records[1:])
+
+
+def same_draws(records: Iterable[Record]) -> Iterator[tuple[int, int, int]]:
+    """Yield ranks whose generator stood in two micro-batches where it had stood before, with both."""
+    for record in records:
+        begun: list[tuple[int, Tensor]] = []
+        for number, call in enumerate(record.head.calls):
+            if call.micro in (micro for micro, _ in begun):
+                continue
+            state = record.tensors[f"input/{number}/rng"]
+            if earlier := [micro for micro, other in begun if torch.equal(state, other)]:
+                yield record.head.rank, earlier[0], call.micro
+                break
+            begun.append((call.micro, state))
+
+
+def read(record: Record) -> list[str]:
+    """Digests of what each call was given."""
+    return [call.digest for call in record.head.calls]

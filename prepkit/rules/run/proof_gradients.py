@@ -1,0 +1,135 @@
+"""What gradients are told to be, in words: by their cause, cleared, missing, or clipped otherwise than the run says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prepkit.facts.proof import ProofFacts
+from prepkit.findings.text import at, count, some
+from prepkit.rules.rule import Hit
+from prepkit.rules.run.proof_causes import BY_EACH_RANK, Cause, aim_of, by_hand, causes, counts, near, norm
+
+ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
+_BEHIND = "Call zero_grad() behind step(), or before the backward."
+
+
+def gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
+    """Each cause of this rule, and the gradients that it explains."""
+    for cause, names in causes(facts):
+        if cause.rule == rule and not (rule == "prove.direction" and by_hand(facts)):
+            who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
+            shows = rule == "prove.ratio" or not near(cause.ratio, 1.0)
+            ratio = f"{cause.ratio:.3f} x what they should be" if shows else ""
+            angle = f" (cosine {cause.cosine:.{4 if cause.cosine > ALMOST else 2}g})"
+            why = cause.why + (angle if rule == "prove.direction" else "")
+            said = ": ".join(part for part in (ratio, why) if part)
+            line = f" ({', '.join(facts.lines)})" if facts.lines else ""
+            where = "gradients" if who.startswith("All") else at(names[0])
+            yield Hit(where, f"{who} {said}{_early(rule, facts)}{line}.", _instead(rule, cause, facts))
+
+
+def _early(rule: str, facts: ProofFacts) -> str:
+    """Words for a step that came before its last micro-batch."""
+    micros, meant = max(counts(facts).values()), facts.accumulation or 0
+    stepped = f", and stepped after {micros} of the {meant} micro-batches of a step"
+    return stepped if rule == "prove.not-averaged" and micros < meant else ""
+
+
+def _instead(rule: str, cause: Cause, facts: ProofFacts) -> str:
+    """What to do where that is not what the rule says in general."""
+    if rule == "prove.clipped-scaled" and cause.why == BY_EACH_RANK:
+        return "Clip once the gradients are averaged, by one norm of all of them."
+    if _early(rule, facts):
+        return "Step at the last micro-batch alone: give the optimizer to accelerator.prepare() too, or test for it."
+    if rule == "prove.direction" and cause.cosine > ALMOST:
+        return "Look for what scales a part of each gradient, as where every rank clips what it holds by its own norm."
+    return ""
+
+
+def _those(names: tuple[str, ...], facts: ProofFacts) -> str:
+    """Gradients by the module that they all lie in, or by some of their names."""
+    every = [one.name for one in facts.gradients]
+    parts = names[0].split(".")[:-1]
+    for depth in range(len(parts), 0, -1):
+        begin = ".".join(parts[:depth]) + "."
+        if [name for name in every if name.startswith(begin)] == list(names):
+            return f"The gradients of `{begin[:-1]}`"
+    return f"The gradients of {len(names)} of {len(every)} parameters ({some(names)})"
+
+
+def past_wrapper(facts: ProofFacts) -> Iterator[Hit]:
+    """Losses that no output of the wrapper is in."""
+    for cause, names in causes(facts):
+        if cause.rule == "prove.past-wrapper":
+            said = f"A loss that no output of `{facts.wrapper}` is in went {', '.join(facts.beside)}"
+            which = "all gradients" if len(names) == len(facts.gradients) else some(names)
+            yield Hit("gradients", f"{said}: what it adds to {which} is each rank's own, and nobody averages it.")
+
+
+def micro_batch(facts: ProofFacts) -> Iterator[Hit]:
+    """Micro-batches that do not count."""
+    yield from gradients("prove.micro-batch", facts)
+    if facts.wasted and not by_hand(facts):
+        number = facts.wasted + max(counts(facts).values())
+        line = f" ({', '.join(facts.lines)})" if facts.lines else ""
+        what = f"Gradients of {facts.wasted} of the {number} micro-batches of a step were cleared before it"
+        yield Hit("loop", f"{what}: it trains on the last alone, which counts as one of {number}{line}.")
+
+
+def no_gradient(facts: ProofFacts) -> Iterator[Hit]:
+    """Parameters that should have a gradient."""
+    if facts.idle:
+        said = "The optimizer has stepped twice over no gradient: each time they were cleared after the backward"
+        yield Hit("loop", f"{said}, and nothing trains ({', '.join(facts.lines)}).", _BEHIND)
+    for cause, names in causes(facts):
+        if cause.rule == "prove.no-gradient":
+            said = f"{count(len(names), 'parameter')} had no gradient when the optimizer stepped"
+            what = f"{said}, and should have: {some(names)}."
+            yield Hit(at(names[0]), what)
+
+
+def clipped(facts: ProofFacts) -> Iterator[Hit]:
+    """Clipping before gradients are whole, averaged and unscaled."""
+    clip = facts.clip
+    yield from gradients("prove.clipped-scaled", facts)
+    if clip is not None and clip.early:
+        what = (
+            f"Gradients were clipped to {clip.most:g} before the last micro-batch of the step, which then adds to them."
+        )
+        yield Hit("gradients", what)
+        return
+    if (
+        clip is None
+        or clip.seen is None
+        or clip.beyond
+        or clip.parts
+        or clip.power != 2
+        or facts.beside
+        or facts.first_apart
+        or not facts.gradients
+    ):
+        return
+    length = norm(facts, tuple(a / aim_of(facts).clipping for a in aim_of(facts).sums))
+    off = clip.seen / length if length else 1.0
+    if facts.scale > 1 and near(off, facts.scale):
+        what = (
+            f"Gradients were clipped to {clip.most:g} while they were scaled by {facts.scale:g}: their norm seemed to "
+            f"be {clip.seen:.4g}, and is {length:.4g}."
+        )
+        yield Hit("gradients", what)
+    elif abs(off - 1) > 0.1 and not causes(facts):
+        yield Hit("gradients", f"Gradients were clipped by a norm of {clip.seen:.4g}, and their norm is {length:.4g}.")
+
+
+def not_clipped(facts: ProofFacts) -> Iterator[Hit]:
+    """Clipping that the run asks for, and that has not happened."""
+    yield from gradients("prove.not-clipped", facts)
+    if facts.clip is not None and facts.clip.empty:
+        said = f"The run clips to {facts.clip.most:g}, and gives no parameter to what clips"
+        how = (
+            "Give model.parameters(), or a list: a generator is empty once an optimizer, or another call, has read it."
+        )
+        yield Hit("gradients", f"{said}: nothing is clipped.", how)
+    if facts.over:
+        said = f"The gradients of {count(len(facts.over), 'parameter')} have larger elements than {facts.value:g}"
+        yield Hit(at(facts.over[0]), f"{said}, to which the run clips them: {some(facts.over)}.")
