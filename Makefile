@@ -4,6 +4,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+# The tests start hundreds of processes: each would compile the package anew where byte code is not kept.
+unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 # Two pytest workers, each with gangs of processes of its own: what two cores can use.
