@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +57,8 @@ class Looks:
     plan: Plan
     court: Court
     look: StepLook
+    beside: Callable[[], bool]
+    """Whether loaders were prepared with another model, which this one's loop may read."""
     divided: bool = field(default=False, init=False)
     """Whether what the loop reads is known to be divided over the ranks."""
     _watched: Watched | None = field(default=None, init=False)
@@ -176,6 +178,7 @@ class Looks:
     def _loop(self, loss: Loss | None, passes: Passes) -> LoopFacts:
         fine = _finite(loss)
         given = any(isinstance(planned.step, ShardLoader) for planned in self.plan.steps)
+        nobody = self.plan.run.divides_loaders and not (self.divided or self.beside())
         return LoopFacts(
             window=self._together,
             loss_finite=fine,
@@ -184,7 +187,7 @@ class Looks:
             own_streams=passes.streams,
             loaders=len(passes.loaders),
             read=passes.read,
-            divides="given" if given else "nobody" if self.plan.run.divides_loaders and not self.divided else "",
+            divides="given" if given else "nobody" if nobody else "",
             readers=self.plan.world_size if given else self.plan.data_parallel_size,
         )
 

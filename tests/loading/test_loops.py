@@ -367,9 +367,10 @@ def unread(rank: int, world: int, which: str) -> list[str]:
     cfg = Config(engine=pk.DDP(), optimizer=pk.optim.SGD(), loaders=how)
     given = [loader] if which in ("given", "prepared") else []
     ready = pk.apply(pk.build_plan(cfg, nn.Linear(4, 2), loaders=given))
+    beside = pk.apply(pk.build_plan(cfg, nn.Linear(4, 2), loaders=[loader])) if which == "beside" else None
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for inputs, _ in ready.loaders[0] if which == "prepared" else loader:
+        for inputs, _ in (beside or ready).loaders[0] if which in ("prepared", "beside") else loader:
             ready.backward(ready.model(inputs).square().mean())
             ready.step()
     return [str(one.message) for one in told if "ready.loaders" in str(one.message)]
@@ -387,3 +388,4 @@ def test_a_loop_over_a_loader_that_nobody_was_given_is_warned_of_once_unless_its
     assert (len(first), second) == (1, [])
     assert "run.not-read at loaders: build_plan was given no loader, and 2 ranks train: " in first[0]
     assert gang2.run(unread, "divided") == [[], []]
+    assert gang2.run(unread, "beside") == [[], []]  # what was prepared with another model, as a GAN's other half
