@@ -291,7 +291,8 @@ def _no_blocks(resolved: Resolved) -> Iterator[Hit]:
     for chosen in blocks(resolved.cfg):
         if _explained_by_none(chosen.wrap) and not resolved.selected[chosen.wrap]:
             what = f"{chosen.wrap} selects no module, so that this would do nothing. {known_blocks(facts.model)}"
-            yield Hit(chosen.where, what)
+            without = "compile=CompileModel()" if "compile" in chosen.where else "checkpointing=None"
+            yield Hit(chosen.where, what, f"Name the blocks with WrapClasses or WrapPaths, or write {without}.")
 
 
 def _one_unit(resolved: Resolved) -> Iterator[Hit]:
