@@ -22,7 +22,9 @@ leftovers.EXIT_S = 0.5
 
 def test_it() -> None:
     tempfile.mkdtemp(prefix="forgotten-")
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+    left = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+    left.stdout.readline()  # it runs, with an environment that others can read
 """
 WRITING = """
 import os
