@@ -296,7 +296,7 @@ RULES: tuple[Rule, ...] = (
         id="optimizer.closure",
         summary="An optimizer that steps with a closure makes all gradients of a step by itself.",
         check=_closure,
-        fix="Write accumulation=1 and a precision without a loss scale, with engine=DDP() or Single(), or use AdamW.",
+        fix="Write accumulation=1 and a precision without a loss scale, under DDP or Single; or use AdamW.",
         overridable=False,
         source=("torch.optim.LBFGS.step",),
     ),

@@ -216,7 +216,7 @@ RULES: tuple[Rule, ...] = (
         id="precision.reduce-dtype-ignored",
         summary="A reduce_dtype is asked for where gradients are reduced in it.",
         check=_reduce_ignored,
-        fix='Leave reduce_dtype at "float32"; or write engine=FSDP2(), or DDP(hook=CompressHook(dtype="bfloat16")).',
+        fix='Leave reduce_dtype="float32", and write hook=CompressHook() to send 16 bits under DDP; or engine=FSDP2().',
         severity=Severity.WARNING,
         source=("pain 24", "DDP-7"),
         repair=_reduce_float32,

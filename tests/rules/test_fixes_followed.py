@@ -118,7 +118,8 @@ def ways_of(rule: str) -> Iterator[tuple[Finding, str, list[Config], Any]]:
     finding = next(one for one in check(cfg, facts) if one.rule == rule)
     for way in _WAYS.split(finding.fix):
         if found := followed(cfg, way, finding.where):
-            yield finding, way, found, facts
+            theirs = facts.optimizer if found[0].optimizer == cfg.optimizer else None  # else the config makes it
+            yield finding, way, found, evolve(facts, optimizer=theirs)
 
 
 def test_each_way_that_a_fix_gives_mends_the_counterexample_of_its_rule() -> None:
