@@ -58,7 +58,7 @@ def _reads(text: str) -> bool:
 class Unsaid(ast.NodeTransformer):
     """``AdamW(...)`` is one with the user's own options: here it has the usual ones."""
 
-    def visit_Call(self, node: ast.Call) -> ast.Call:  # noqa: N802  # the name that ast calls
+    def visit_Call(self, node: ast.Call) -> ast.Call:  # the name that ast calls
         node.args = [one for one in node.args if not (isinstance(one, ast.Constant) and one.value is ...)]
         return node
 
@@ -79,7 +79,7 @@ def written(cfg: Config, name: str, value: Any, where: str) -> list[Config]:
     if not name:
         kinds = {"engine": config.Engine, "mesh": config.Mesh, "precision": config.Precision}
         return [evolve(cfg, **{at: value}) for at, kind in kinds.items() if isinstance(value, kind)]
-    return [one for one in _places(cfg, name, value, where.removeprefix("config."))]
+    return list(_places(cfg, name, value, where.removeprefix("config.")))
 
 
 def _places(holder: Any, name: str, value: Any, where: str) -> Iterator[Any]:
@@ -100,7 +100,7 @@ def _takes(holder: Any, name: str, value: Any) -> bool:
 
 
 def followed(cfg: Config, way: str, where: str) -> list[Config]:
-    """The configs that a way may mean. Empty where it tells nothing of a config, or leaves out what is the user's own."""
+    """The configs that a way may mean. Empty: it tells nothing of a config, or leaves out what is the user's own."""
     ways = [cfg]
     told = False
     for name, text in settings(way):
