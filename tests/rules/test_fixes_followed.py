@@ -77,7 +77,7 @@ def value_of(text: str) -> Any:
 def written(cfg: Config, name: str, value: Any, where: str) -> list[Config]:
     """The config with a setting, in each place where it can stand: below the finding's own first."""
     if not name:
-        kinds = {"engine": config.Engine, "mesh": config.Mesh, "precision": config.Precision}
+        kinds: dict[str, Any] = {"engine": config.Engine, "mesh": config.Mesh, "precision": config.Precision}
         return [evolve(cfg, **{at: value}) for at, kind in kinds.items() if isinstance(value, kind)]
     return list(_places(cfg, name, value, where.removeprefix("config.")))
 
