@@ -21,6 +21,8 @@ class LossShare:
     scale: 1 where each is divided by their number."""
     meant: tuple[float, ...] = ()
     """Parts of the weight that may be the loss's own: multiplications by less than one, a mean of several losses."""
+    count: float | None = None
+    """Elements over which the loss is a mean or a sum, where its graph says so and the run does not weigh it."""
     each: float | None = None
     """The part that one sample, or one token that counts, has in the loss, where its graph says so and the run does not
     weigh it."""
@@ -49,6 +51,8 @@ class GradientProof:
     """Per replica: of what was recorded with the weight."""
     decay: float = 0.0
     """The weight decay that the optimizer's options have for it."""
+    parts: tuple[GradientProof, ...] = ()
+    """The first replica's parts, where ranks hold it in parts: each as a gradient of one replica, held by its rank."""
 
 
 @frozen(kw_only=True)

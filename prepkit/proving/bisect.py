@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 from prepkit.proving.parts_of import replicas
-from prepkit.proving.record_file import Record, Traced, read
+from prepkit.proving.record_file import Record, read
 
 MARGIN = 8.0
 """By how much more than what came before, or than rounding, an output may differ."""
@@ -132,26 +133,45 @@ def _keyed(record: Record, micro: int, kind: str) -> dict[Key, int]:
     return found
 
 
-def _walked(a: Record, b: Record, micros: tuple[int, int], kind: str) -> Iterator[tuple[Traced, float, float]]:
-    """Yield what both have, with how far it is apart and how far anything before it was at most."""
+def _floors(record: Record) -> list[float]:
+    """Rounding at each entry of a trace: that of the coarsest dtype which anything has had by then."""
+    inside = any(one.kind == "operator" for one in record.head.trace)  # else compiled modules hide what they compute in
+    begins = "float32" if inside else record.head.dtype
+    return list(accumulate((_eps(one.dtype) for one in record.head.trace), max, initial=_eps(begins)))[1:]
+
+
+def _eps(dtype: str) -> float:
+    kind = getattr(torch, dtype)
+    return torch.finfo(kind).eps if kind.is_floating_point else 0.0
+
+
+def _walked(a: Record, b: Record, micros: tuple[int, int], kind: str) -> Iterator[tuple[int, float, float]]:
+    """Yield what both have, as its place in the first one's trace, with how far it is apart and how far that may be.
+
+    As far as anything before it was at most, or as the finer of both rounds: a layer that one of them computes in a
+    coarser dtype is a difference.
+    """
     mine, other = _keyed(a, micros[0], kind), _keyed(b, micros[1], kind)
-    worst = _noise(a, b)
+    one_rounds, other_rounds = _floors(a), _floors(b)
+    worst = 0.0
     for key, at in mine.items():
         if key in other:
             apart = _apart(a.tensors[f"trace/{at}"], b.tensors[f"trace/{other[key]}"])
-            yield a.head.trace[at], apart, worst
+            yield at, apart, max(worst, min(one_rounds[at], other_rounds[other[key]]))
             worst = max(worst, apart)
 
 
 def _first(a: Record, b: Record, micros: tuple[int, int], stage: str, kind: str) -> Parting:
     compared = 0
-    for traced, apart, before in _walked(a, b, micros, kind):
+    for at, apart, before in _walked(a, b, micros, kind):
         compared += 1
         if apart > MARGIN * before:
-            operator = _operator(a, b, micros, traced.path) if stage == "forward" else ""
+            where, operator = a.head.trace[at].path, ""
+            if stage == "forward":
+                where, operator = _operator(a, b, micros, at)
             return Parting(
                 stage=stage,
-                where=traced.path,
+                where=where,
                 operator=operator,
                 micro=micros[0],
                 apart=apart,
@@ -161,7 +181,12 @@ def _first(a: Record, b: Record, micros: tuple[int, int], stage: str, kind: str)
     return Parting(stage="", compared=compared)
 
 
-def _operator(a: Record, b: Record, micros: tuple[int, int], path: str) -> str:
-    """The first operator in a module whose output differs."""
-    inside = (one for one in _walked(a, b, micros, "operator") if one[0].path == path)
-    return next((traced.operator for traced, apart, before in inside if apart > MARGIN * before), "")
+def _operator(a: Record, b: Record, micros: tuple[int, int], module: int) -> tuple[str, str]:
+    """The first operator whose output differs in a module, or before it in what encloses it, and whose it is."""
+    trace = a.head.trace
+    path = trace[module].path
+    for at, apart, before in _walked(a, b, micros, "operator"):
+        encloses = path == trace[at].path or path.startswith(f"{trace[at].path}." * bool(trace[at].path))
+        if at < module and encloses and apart > MARGIN * before:
+            return trace[at].path, trace[at].operator
+    return path, ""

@@ -22,6 +22,8 @@ class Replica:
     holder: int
     """The first rank that holds it or a part of it."""
     values: Tensor
+    owners: Tensor | None
+    """Of the first replica the rank that holds each element; None: of any other, or where one rank holds all."""
 
 
 def replicas(records: tuple[Record, ...], kind: str, name: str) -> tuple[Replica, ...]:
@@ -40,10 +42,13 @@ def replicas(records: tuple[Record, ...], kind: str, name: str) -> tuple[Replica
     made = []
     for at in range(min(map(len, found.values()))):
         whole = found_dtype(found).new_empty(prod(shape))
+        owners = torch.empty(prod(shape), dtype=torch.int32) if at == 0 and len(found) > 1 else None
         for ranks in found.values():
-            _, part, held = ranks[at]
+            rank, part, held = ranks[at]
             _put(whole, part.reshape(-1), held)
-        made.append(Replica(min(ranks[at][0] for ranks in found.values()), whole.view(shape)))
+            if owners is not None:
+                _put(owners, torch.full((part.numel(),), rank, dtype=torch.int32), held)
+        made.append(Replica(min(ranks[at][0] for ranks in found.values()), whole.view(shape), owners))
     return tuple(made)
 
 

@@ -218,7 +218,12 @@ def _lowest(records: tuple[Record, ...], kind: str) -> str:
 def _shares(records: tuple[Record, ...]) -> tuple[LossShare, ...]:
     return tuple(
         LossShare(
-            rank=record.head.rank, micro=at, weight=_weight(records, record, at), meant=of.meant, each=_each(record, at)
+            rank=record.head.rank,
+            micro=at,
+            weight=_weight(records, record, at),
+            meant=of.meant,
+            count=of.count if of.tokens is None else None,
+            each=_each(record, at),
         )
         for record in records
         for at, of in enumerate(record.head.micros)
@@ -353,18 +358,34 @@ def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> 
         kept = _not_clamped(window, shares, got)
         shares, got = shares * kept, [one * kept for one in got]
     weight = window.sampled(window.weight(name))
-    return GradientProof(
-        name=name,
-        numel=numel,
-        gram=tuple(map(tuple, (more * (shares @ shares.T)).tolist())),
-        dots=tuple(tuple((more * (shares @ one)).tolist()) for one in got),
-        squares=tuple(more * float(one @ one) for one in got),
-        holders=tuple(one.holder for one in found),
-        noise=more**0.5 * float(apart.norm()),
+    whole = _products(name, shares, got, tuple(one.holder for one in found), apart, more)
+    owners = window.sampled(found[0].owners) if found and found[0].owners is not None else None
+    parts = []
+    for rank in () if owners is None else owners.unique().int().tolist():
+        here = owners == rank
+        parts.append(_products(name, shares[:, here], [got[0][here]], (rank,), apart[here], more))
+    return evolve(
+        whole,
         weight=tuple((more * (shares @ weight)).tolist()),
         weight_square=more * float(weight @ weight),
         along=tuple(more * float(one @ weight) for one in got),
         decay=_decay(window, name),
+        parts=tuple(parts),
+    )
+
+
+def _products(
+    name: str, shares: Tensor, got: list[Tensor], holders: tuple[int, ...], apart: Tensor, more: float
+) -> GradientProof:
+    """Those of some elements, each of which stands for ``more``."""
+    return GradientProof(
+        name=name,
+        numel=round(more * shares.shape[1]),
+        gram=tuple(map(tuple, (more * (shares @ shares.T)).tolist())),
+        dots=tuple(tuple((more * (shares @ one)).tolist()) for one in got),
+        squares=tuple(more * float(one @ one) for one in got),
+        holders=holders,
+        noise=more**0.5 * float(apart.norm()),
     )
 
 

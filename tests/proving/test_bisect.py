@@ -83,6 +83,37 @@ def epsilon_of_a_norm(model: Net) -> None:
     model.blocks[0].norm.eps = 1e-2
 
 
+class Sloped(Block):
+    slope = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = nn.functional.leaky_relu(self.inner(self.norm(x)), self.slope)
+        return x + self.drop(self.outer(inner))
+
+
+class Steep(Sloped):
+    slope = 0.2
+
+
+class Coarse(nn.Linear):
+    """Computes in bfloat16, and nothing around it does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).float()
+
+
+def sloped(model: Net) -> None:
+    model.blocks[1].__class__ = Sloped
+
+
+def steep(model: Net) -> None:
+    model.blocks[1].__class__ = Steep
+
+
+def coarse_layer(model: Net) -> None:
+    model.get_submodule("blocks.1.inner").__class__ = Coarse
+
+
 def other_head(model: Net) -> None:
     with torch.no_grad():
         model.head.weight[0, 0] += 0.5
@@ -107,6 +138,20 @@ def test_windows_part_where_the_fault_is(
     found = between((_recorded(as_it_is),), (_recorded(change, **options),))
     assert (found.stage, found.where) == (stage, where), str(found)
     assert says in str(found)
+
+
+def test_an_operator_between_the_layers_of_a_module_is_named_with_the_module() -> None:
+    found = between((_recorded(sloped),), (_recorded(steep),))
+    assert (found.stage, found.where) == ("forward", "blocks.1"), str(found)
+    assert "in aten.leaky_relu.default" in str(found)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_layer_that_one_of_them_computes_in_a_coarser_dtype_is_a_difference(turned: bool) -> None:
+    records = (_recorded(as_it_is),), (_recorded(coarse_layer),)
+    found = between(*records[::-1] if turned else records)
+    assert (found.stage, found.where) == ("forward", "blocks.1.inner"), str(found)
+    assert not between(records[1], (_recorded(coarse_layer),)).stage
 
 
 def kept(rank: int, world: int, folder: str, engine: str) -> None:
