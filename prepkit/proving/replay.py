@@ -361,7 +361,7 @@ def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> 
     whole = _products(name, shares, got, tuple(one.holder for one in found), apart, more)
     owners = window.sampled(found[0].owners) if found and found[0].owners is not None else None
     parts = []
-    for rank in () if owners is None else owners.unique().int().tolist():
+    for rank in () if owners is None else torch.unique(owners).int().tolist():
         here = owners == rank
         parts.append(_products(name, shares[:, here], [got[0][here]], (rank,), apart[here], more))
     return evolve(

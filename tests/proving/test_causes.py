@@ -44,13 +44,32 @@ def test_what_the_optimizer_does_not_hold_is_no_gradient_that_nobody_clears() ->
     assert [one.rule for one in found_in(evolve(facts, kept=("unheld",))).findings] == ["prove.not-stepped"]
 
 
-def test_a_direction_that_is_nearly_right_is_laid_to_parts_that_are_scaled() -> None:
+def test_a_direction_that_is_nearly_right_is_laid_to_what_changes_a_little_of_each_gradient() -> None:
     whole = evolve(APART.gradients[0], dots=((0.48, 0.48),), squares=(0.5,), holders=(0,))
     (nearly,) = found_in(evolve(APART, gradients=(whole,))).findings
     (far,) = found_in(evolve(APART, gradients=(evolve(whole, dots=((0.1, -0.3),)),))).findings
     assert nearly.rule == far.rule == "prove.direction"
-    assert "by its own norm" in nearly.fix
-    assert "by its own norm" not in far.fix
+    assert "off by 0.28 of it" in nearly.what
+    assert "autocast around the backward" in nearly.fix
+    assert "autocast around the backward" not in far.fix
+
+
+def test_parts_that_ranks_have_scaled_by_numbers_of_their_own_are_told_with_the_numbers() -> None:
+    def part(rank: int, by: float) -> GradientProof:
+        """Half of the gradient, whose shares are alike."""
+        gram = ((1.0, 1.0), (1.0, 1.0))
+        return GradientProof(name="weight", numel=50, gram=gram, dots=((by, by),), squares=(by * by,), holders=(rank,))
+
+    parts = (part(0, 0.5), part(1, 0.8))
+    whole = evolve(parts[0], numel=100, gram=((2.0, 2.0), (2.0, 2.0)), dots=((1.3, 1.3),), squares=(0.89,))
+    (scaled,) = found_in(evolve(APART, gradients=(evolve(whole, parts=parts),))).findings
+    assert scaled.rule == "prove.clipped-scaled"
+    assert "0.5 x on rank 0, 0.8 x on rank 1" in scaled.what
+    assert "clip_grad_norm_ over the model's own parameters" in scaled.fix
+    (other,) = found_in(
+        evolve(APART, gradients=(evolve(whole, parts=(parts[0], evolve(parts[1], squares=(9.0,)))),))
+    ).findings
+    assert other.rule == "prove.direction"
 
 
 def test_ranks_that_clip_before_the_average_are_told_to_clip_behind_it() -> None:

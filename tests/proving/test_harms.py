@@ -69,6 +69,7 @@ PROOF_HARMS: tuple[ProofHarm, ...] = (
     ProofHarm("prove.accumulation", wrong.loss_divided_twice, 4),
     ProofHarm("prove.scaled", wrong.stepped_while_scaled, 1),
     ProofHarm("prove.clipped-scaled", wrong.clipped_while_scaled, 1, clip=0.5),
+    ProofHarm("prove.unlike-losses", unseen.each_rank_scales_its_loss),
     ProofHarm("prove.not-clipped", clipped_nowhere, clip=0.05),
     ProofHarm("prove.not-averaged", wrong.head_beside_ddp),
     ProofHarm("prove.past-wrapper", unusual.past_the_wrapper_in_the_last_micro_batch, 3),

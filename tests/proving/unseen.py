@@ -285,7 +285,7 @@ UNSEEN: tuple[tuple[Any, ...], ...] = (
     (recomputed_with_other_masks, "prove.direction"),
     (head_called_beside, "prove.not-averaged"),
     (critic_divided_twice, "prove.accumulation"),
-    (each_rank_scales_its_loss, "prove.tokens"),
+    (each_rank_scales_its_loss, "prove.unlike-losses"),
     (hook_of_the_wrapper_halves_large_ones, "prove.ratio"),
     (gradients_left_from_before, "prove.left-over"),
     (noise_on_the_gradients_of_each_rank, "prove.direction"),

@@ -544,6 +544,48 @@ def all_in_bfloat16(rank: int, world: int) -> Window:
     return trained(DDP(model), loss=loss, optimizer=adam(model, lr=1e-5))
 
 
+def clipped_by_what_each_rank_holds(rank: int, world: int) -> Window:
+    """Of gradients in shards, by their norm on this rank."""
+
+    def then(model: nn.Module) -> None:
+        held = [param.grad.to_local() for param in model.parameters()]  # type: ignore[union-attr]
+        shrunk = 0.1 / torch.stack([part.norm() for part in held]).norm()
+        for part in held:
+            part.mul_(shrunk.clamp(max=1.0))
+
+    return trained(fully_shard(net()), then=then)
+
+
+def zeroed_to_freeze(rank: int, world: int) -> Window:
+    """The optimizer decays it all the same."""
+
+    def then(model: nn.Module) -> None:
+        head = model.get_parameter("module.enter.weight")
+        assert head.grad is not None
+        head.grad.zero_()
+
+    return trained(DDP(net()), then=then)
+
+
+def divided_by_more_than_it_has(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            (loss_of(model, batch) / 4).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def summed_over_its_samples_on_rank_1(rank: int, world: int) -> Window:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum" if rank else "mean")
+
+    return trained(DDP(net()), loss=loss)
+
+
 RIGHT_UNUSUAL = (
     past_the_wrapper_before_the_last_micro_batch,
     penalty_in_a_backward_of_its_own,
@@ -592,5 +634,9 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (penalty_of_what_a_rank_has_read, "prove.past-wrapper", "enter.weight"),
     (seeded_in_every_micro_batch, "prove.same-draws", "Micro-batches 0 and 1 on ranks 0-1"),
     (all_in_bfloat16, "prove.rounded-away", "have stayed as they were"),
+    (clipped_by_what_each_rank_holds, "prove.clipped-scaled", "scaled by each rank by a number of its own"),
+    (zeroed_to_freeze, "prove.no-gradient", "1 parameter had a gradient of zeros"),
+    (divided_by_more_than_it_has, "prove.accumulation", "or once by 4"),
+    (summed_over_its_samples_on_rank_1, "prove.unlike-losses", "Every loss of rank 1 weighs 6.00 x one of rank 0"),
 )
 """Each with its rule and a word of its text."""

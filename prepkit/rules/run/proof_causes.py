@@ -24,6 +24,11 @@ lower dtype."""
 MOST_MEANT = 8
 """Factors of a loss's own that are looked at."""
 
+NOTHING = 1e-6
+"""Of what a gradient should be, so much is none."""
+LEAST = 8
+"""Elements from which on a difference along the weight is no chance."""
+OF_ITS_PART = "scaled by each rank by a number of its own, as by the norm of the part that it holds"
 BY_EACH_RANK = "clipped by each rank before they were averaged"
 
 Vector = tuple[float, ...]
@@ -40,6 +45,8 @@ class Cause:
     """Whose alone it is; None: not one rank's."""
     cosine: float = 1.0
     """Of the angle to what it should be."""
+    off: float = 0.0
+    """How far from that it is, over its norm."""
 
 
 # --- what the shares should add up to ---------------------------------------------------------------------------------
@@ -91,7 +98,9 @@ def _weighed(facts: ProofFacts) -> Cause | None:
         why = f"the loss is not divided by the {micros} micro-batches of a step"
         return Cause("prove.accumulation", why, weight) if known or micros > 2 else None
     if micros > 1 and near(weight, 1 / micros):
-        return Cause("prove.accumulation", f"the loss is divided twice by the accumulation ({micros})", weight)
+        once = "" if known else f", or once by {micros**2}"
+        why = f"the loss is divided twice by the accumulation ({micros}){once}"
+        return Cause("prove.accumulation", why, weight)
     if known and facts.accumulation != micros and near(weight * (facts.accumulation or 1), micros):
         why = f"the loss is divided by {facts.accumulation}, and a step has {count(micros, 'micro-batch')}"
         return Cause("prove.accumulation", why.replace("batchs", "batches"), weight)
@@ -187,6 +196,8 @@ class _Aim:
         if max(size, share) < 3 * allowed and sqrt(one.squares[copy]) < 10 * allowed:
             return None  # there is nothing but rounding
         relative = allowed / size if size else 1.0
+        if one.squares[copy] <= (NOTHING * size) ** 2:
+            return Cause("prove.no-gradient", "zero")
         ratio = _fitted(one, copy, sums)
         if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * size * relative:
             parts = self.facts.clip is not None and self.facts.clip.parts
@@ -201,17 +212,37 @@ class _Aim:
                 length * relative, allowed
             ):
                 return Cause(cause.rule, cause.why, 1.0 if near(ratio, 1.0) else ratio, cause.rank)
+        if one.parts and copy == 0 and (scaled := self.scaled_apart(one)):
+            return scaled
         if (by := self.decayed(one, copy, allowed)) is not None:
             return Cause("prove.decay", f"{by / self.clipping:.2g} x the weights")
         if one.name in self.facts.outside:
             return None  # which is told as a limit
         square = one.squares[copy] * _square(one.gram, sums)
         cosine = sum(a * d for a, d in zip(sums, one.dots[copy], strict=True)) / sqrt(square) if square else 0.0
-        return Cause("prove.direction", "no sum of the micro-batches' gradients", cosine=cosine)
+        off = _distance(one, copy, sums) / size if size else 0.0
+        return Cause("prove.direction", "no sum of the micro-batches' gradients", cosine=cosine, off=off)
+
+    def scaled_apart(self, one: GradientProof) -> Cause | None:
+        """The cause where each rank has scaled the part that it holds by a number of its own; None: that is not so."""
+        plain = tuple(a / self.clipping for a in self.sums)
+        ratios = {}
+        for part in one.parts:
+            ratio, size = _fitted(part, 0, plain), sqrt(_square(part.gram, plain))
+            off = _distance(part, 0, tuple(ratio * a for a in plain))
+            if size <= 3 * self.allowed(part):
+                continue
+            if off > ratio * self.allowed(part) / self.clipping:
+                return None
+            ratios[part.holders[0]] = ratio
+        if len(ratios) < 2 or max(ratios.values()) <= 1.002 * min(ratios.values()):
+            return None
+        each = ", ".join(f"{ratio:.3g} x on rank {rank}" for rank, ratio in list(ratios.items())[:4])
+        return Cause("prove.clipped-scaled", f"{OF_ITS_PART}: {each}")
 
     def decayed(self, one: GradientProof, copy: int, allowed: float) -> float | None:
         """By what the weight itself was added to its gradient, if that is all that is wrong with it."""
-        if not one.weight_square or not one.along:
+        if not one.weight_square or not one.along or one.numel < LEAST:
             return None
         along = one.along[copy] - sum(a * dot for a, dot in zip(self.sums, one.weight, strict=True))
         by, off = along / one.weight_square, _distance(one, copy, self.sums)
@@ -370,7 +401,8 @@ def _where(cause: Cause | None, holder: int, each: list[Cause | None]) -> Cause 
 def _typical(every: list[Cause]) -> Cause:
     """One cause for several gradients."""
     by = sorted(every, key=lambda cause: cause.ratio)
-    return evolve(by[len(by) // 2], cosine=min(cause.cosine for cause in every))
+    worst, off = min(cause.cosine for cause in every), max(cause.off for cause in every)
+    return evolve(by[len(by) // 2], cosine=worst, off=off)
 
 
 def _of_some(cause: Cause, right: bool) -> Cause:

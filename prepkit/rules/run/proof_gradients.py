@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prepkit.facts.proof import ProofFacts
 from prepkit.findings.text import at, count, some
 from prepkit.rules.rule import Hit
-from prepkit.rules.run.proof_causes import BY_EACH_RANK, Cause, aim_of, by_hand, causes, counts, near, norm
+from prepkit.rules.run.proof_causes import BY_EACH_RANK, OF_ITS_PART, Cause, aim_of, by_hand, causes, counts, near, norm
 
 ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
 _BEHIND = "Call zero_grad() behind step(), or before the backward."
@@ -20,7 +20,7 @@ def gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
             who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
             shows = rule == "prove.ratio" or not near(cause.ratio, 1.0)
             ratio = f"{cause.ratio:.3f} x what they should be" if shows else ""
-            angle = f" (cosine {cause.cosine:.{4 if cause.cosine > ALMOST else 2}g})"
+            angle = f" (cosine {cause.cosine:.{4 if cause.cosine > ALMOST else 2}g}, off by {cause.off:.2g} of it)"
             why = cause.why + (angle if rule == "prove.direction" else "")
             said = ": ".join(part for part in (ratio, why) if part)
             line = f" ({', '.join(facts.lines)})" if facts.lines else ""
@@ -39,10 +39,20 @@ def _instead(rule: str, cause: Cause, facts: ProofFacts) -> str:
     """What to do where that is not what the rule says in general."""
     if rule == "prove.clipped-scaled" and cause.why == BY_EACH_RANK:
         return "Clip once the gradients are averaged, by one norm of all of them."
+    if rule == "prove.clipped-scaled" and cause.why.startswith(OF_ITS_PART):
+        return (
+            "Clip by the norm of all parts: clip_grad_norm_ over the model's own parameters, or ClipNorm in the config."
+        )
+    if rule == "prove.micro-batch" and cause.why.startswith("without the last") and facts.world > 1:
+        return (
+            "Let the last backward reduce: set_requires_gradient_sync(True), no no_sync(); clear after the step alone."
+        )
     if _early(rule, facts):
         return "Step at the last micro-batch alone: give the optimizer to accelerator.prepare() too, or test for it."
     if rule == "prove.direction" and cause.cosine > ALMOST:
-        return "Look for what scales a part of each gradient, as where every rank clips what it holds by its own norm."
+        return (
+            "Look for what rounds or changes a little of each gradient: a hook, a cast, autocast around the backward."
+        )
     return ""
 
 
@@ -83,7 +93,8 @@ def no_gradient(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("loop", f"{said}, and nothing trains ({', '.join(facts.lines)}).", _BEHIND)
     for cause, names in causes(facts):
         if cause.rule == "prove.no-gradient":
-            said = f"{count(len(names), 'parameter')} had no gradient when the optimizer stepped"
+            had = "a gradient of zeros" if cause.why else "no gradient"
+            said = f"{count(len(names), 'parameter')} had {had} when the optimizer stepped"
             what = f"{said}, and should have: {some(names)}."
             yield Hit(at(names[0]), what)
 

@@ -61,14 +61,38 @@ def _decayed(facts: ProofFacts) -> Iterator[tuple[str, tuple[str, ...], float]]:
             yield cause.why, tuple(name for name in names if decays[name] == decay), decay
 
 
+def _unlike_losses(facts: ProofFacts) -> Iterator[Hit]:
+    if (by := _weights_by_rank(facts)) is not None:
+        most, least = max(by, key=by.__getitem__), min(by, key=by.__getitem__)
+        ratio = f"{by[most] / by[least]:.2f} x" if by[least] else "all of"
+        what = f"Every loss of rank {most} weighs {ratio} one of rank {least}, and is made over as many elements"
+        line = f" ({', '.join(facts.lines)})" if facts.lines else ""
+        yield Hit("loss", f"{what}{line}.")
+
+
+def _weights_by_rank(facts: ProofFacts) -> dict[int, float] | None:
+    """The weight of an element in the losses of each rank, where it is each rank's own and nothing counts elements."""
+    counted = {share.count for share in facts.shares}
+    if len(counted) != 1 or None in counted:
+        return None
+    found: dict[int, float] = {}
+    for share in facts.shares:
+        weight = abs(share.each or 0.0)
+        if abs(found.setdefault(share.rank, weight) - weight) > 0.01 * weight:
+            return None
+    return found if found and max(found.values()) > 1.01 * min(found.values()) else None
+
+
 def _tokens(facts: ProofFacts) -> Iterator[Hit]:
     each = [abs(share.each) for share in facts.shares if share.each is not None]
-    if len(each) < len(facts.shares) or not each or max(each) <= 1.01 * min(each):
+    if len(each) < len(facts.shares) or not each or max(each) <= 1.01 * min(each) or _weights_by_rank(facts):
         return
     most, least = each.index(max(each)), each.index(min(each))
     places = [f"micro-batch {one.micro} of rank {one.rank}" for one in (facts.shares[most], facts.shares[least])]
     ratio = max(each) / min(each) if min(each) > 0 else float("inf")
-    yield Hit("loss", f"A sample, or token that counts, in {places[0]} weighs {ratio:.2f} x one in {places[1]}.")
+    alike = len({share.count for share in facts.shares}) == 1
+    fix = "Give every loss of a step the same factor; override, where one is meant to weigh more." if alike else ""
+    yield Hit("loss", f"A sample, or token that counts, in {places[0]} weighs {ratio:.2f} x one in {places[1]}.", fix)
 
 
 def _after(facts: ProofFacts) -> Iterator[Hit]:
@@ -266,6 +290,12 @@ RULES: tuple[Rule, ...] = (
         "Seed once, before the loop: torch.manual_seed, or what puts a generator back, belongs to no micro-batch.",
         _same_draws,
         severity=Severity.WARNING,
+    ),
+    _row(
+        "prove.unlike-losses",
+        "A loss weighs as much on one rank as on another.",
+        "Make the loss alike on every rank: one reduction, one divisor, which depends on no rank.",
+        _unlike_losses,
     ),
     _row(
         "prove.tokens",
