@@ -126,6 +126,10 @@ class ProofFacts:
     """Parameters whose replicas differ before the step, with the ranks that part from the first one."""
     after_apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Likewise after it."""
+    later: tuple[str, ...] = ()
+    """Parameters that something has changed behind the step, before the window was over."""
+    averaged_later: bool = False
+    """Whether that has made those alike on all ranks which were apart after the step."""
     buffers_apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Buffers that differ when the first window begins, with the ranks that part from the first one."""
     moved: tuple[str, ...] = ()
@@ -149,6 +153,8 @@ class ProofFacts:
     """Parameters whose gradient has a larger element than that."""
     outside: tuple[str, ...] = ()
     """Parameters that the loss uses itself, beside the model's outputs."""
+    unreached: tuple[str, ...] = ()
+    """Parameters with a gradient with which a copy of the model does not compute."""
     beside: tuple[str, ...] = ()
     """Lines that went backward over weights of the model, and over no output of it: ``train.py:31``."""
     wrapper: str = ""

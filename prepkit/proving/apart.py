@@ -31,6 +31,23 @@ def weights_apart(records: tuple[Record, ...]) -> Iterator[tuple[str, tuple[int,
         yield name, _others(before, 0.0), _others(after, 1e-3 * moved)
 
 
+def changed_later(records: tuple[Record, ...]) -> tuple[str, ...]:
+    """Parameters that something has changed behind the step."""
+    return tuple(
+        one.name for one in records[0].head.params if any(f"later/{one.name}" in record.tensors for record in records)
+    )
+
+
+def averaged_later(records: tuple[Record, ...], after: tuple[str, ...], later: tuple[str, ...]) -> bool:
+    """Return whether all parameters that were apart after the step are alike behind it."""
+    return bool(after) and set(after) <= set(later) and not any(_later_apart(records, name) for name in after)
+
+
+def _later_apart(records: tuple[Record, ...], name: str) -> bool:
+    found = replicas(records, "later", name)
+    return not found or bool(_others(found, 1e-6 * float(found[0].values.double().norm())))
+
+
 def _others(found: tuple[Replica, ...], allowed: float) -> tuple[int, ...]:
     """Holders of replicas that are further from the first one."""
     return tuple(

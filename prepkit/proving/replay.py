@@ -16,7 +16,16 @@ from prepkit.facts.proof import GradientProof, LossShare, ProofFacts
 from prepkit.findings.text import some
 from prepkit.objects import names
 from prepkit.proving import bare, tree
-from prepkit.proving.apart import buffers_apart, options_apart, read, same_draws, same_samples, weights_apart
+from prepkit.proving.apart import (
+    averaged_later,
+    buffers_apart,
+    changed_later,
+    options_apart,
+    read,
+    same_draws,
+    same_samples,
+    weights_apart,
+)
 from prepkit.proving.outputs import Outputs, OutputsTold, astray, compared, from_outside
 from prepkit.proving.parts_of import CannotReplay, replicas
 from prepkit.proving.record_file import Disturbed, Record
@@ -53,6 +62,8 @@ class Replay:
     """The most of the former that was held."""
     outputs: list[Outputs] = field(factory=list)
     """Those of each replay."""
+    reached: set[str] = field(factory=set)
+    """Parameters to which a gradient has come."""
     draw: set[int] = field(factory=set)
     """Ranks of which a forward has drawn from torch's generator."""
 
@@ -126,6 +137,7 @@ def replayed(window: Replay) -> ProofFacts:
     judged = [one.name for one in first.params if one.name in held and one.name not in hooked] if compares else []
     more += tuple(_left_out(window, outputs.aside, hooked, some_elements=bool(judged)))
     steps, no_step = steps_of(window)
+    after, later = tuple((name, ranks) for name, _, ranks in apart if ranks), changed_later(records)
     return ProofFacts(
         world=first.world,
         shares=_shares(records),
@@ -140,10 +152,13 @@ def replayed(window: Replay) -> ProofFacts:
         shrunk=_shrunk(records),
         buffers_apart=buffers,
         **{name: getattr(disturbed, name) for name in DISTURBED},
+        unreached=tuple(name for name in sorted(held - window.reached) if _had_gradient(records, name)),
         over=tuple(name for name in judged if _is_over(window, name)),
         value=first.value,
         first_apart=tuple((name, ranks) for name, ranks, _ in apart if ranks),
-        after_apart=tuple((name, ranks) for name, _, ranks in apart if ranks),
+        after_apart=after,
+        later=later,
+        averaged_later=averaged_later(records, tuple(name for name, _ in after), later),
         scales_apart=any(one.head.scale != first.scale for one in records),
         options_apart=options_apart(records),
         same_draws=tuple(same_draws(one for one in records if one.head.rank in window.draw)),
@@ -281,6 +296,7 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
                     _again(model, streamed, share, window, _Call(record, number, divisor or 1.0, low))
             zero = [name for name, param in streamed.params.items() if param.requires_grad and name not in share]
             window.held = max(window.held, streamed.most)
+            window.reached |= share.keys()
             found.append(share | {name: window.sampled(torch.zeros(streamed.params[name].shape)) for name in zero})
     return tuple(found)
 
@@ -387,6 +403,11 @@ def _products(
         holders=holders,
         noise=more**0.5 * float(apart.norm()),
     )
+
+
+def _had_gradient(records: tuple[Record, ...], name: str) -> bool:
+    key = f"grad/{name}"
+    return any(bool(record.tensors[key].any()) for record in records if key in record.tensors)
 
 
 def _not_clamped(window: Replay, shares: Tensor, got: list[Tensor]) -> Tensor:

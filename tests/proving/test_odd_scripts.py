@@ -163,6 +163,26 @@ def test_what_an_audit_says_at_the_first_step_stands_beside_the_proof(tmp_path: 
     assert [one["rule"] for one in json.loads(done.output)["findings"]] == ["run.eval-mode"]
 
 
+def test_weights_that_are_written_behind_the_step_are_told(tmp_path: Path) -> None:
+    for behind in ("", "    model[2].bias.data.zero_()\n"):
+        window = f"for _ in range(2):\n    {BACKWARD}    optimizer.step()\n{behind}    optimizer.zero_grad()\n"
+        proof = proved(tmp_path, window)
+        assert told(proof) == []
+        assert ("Behind the step something has changed 1 weight: `2.bias`." in str(proof)) is bool(behind)
+
+
+@pytest.mark.parametrize(("coarse", "rule"), [("", "prove.unproven"), (".bfloat16().float()", "prove.limit")])
+def test_a_forward_that_computes_with_the_layer_as_it_was_is_told_with_what_to_write(
+    tmp_path: Path, coarse: str, rule: str
+) -> None:
+    patched = f"head = model[2]\nhead.forward = lambda x: nn.functional.linear(x, head.weight, head.bias){coarse}\n"
+    rate = "optimizer.param_groups[0]['lr'] = 1e-6\n" if coarse else ""
+    proof = proved(tmp_path, f"{patched}{rate}for _ in range(2):\n    {BACKWARD}    optimizer.step()\n")
+    assert proof is not None
+    (found,) = (one for one in proof.findings if "types.MethodType" in one.fix)
+    assert found.rule == rule
+
+
 def test_an_optimizer_that_has_the_name_of_one_of_torch_is_not_taken_for_it(tmp_path: Path) -> None:
     proof = proved(
         tmp_path,

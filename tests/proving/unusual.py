@@ -586,7 +586,25 @@ def summed_over_its_samples_on_rank_1(rank: int, world: int) -> Window:
     return trained(DDP(net()), loss=loss)
 
 
+def weights_averaged_behind_the_step(rank: int, world: int) -> Window:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for batch in micros(1):
+            loss_of(model, batch).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for param in model.parameters():
+                dist.all_reduce(param)
+                param.div_(world)
+        optimizer.zero_grad()
+
+    return Window(model, train, lingers=True)
+
+
 RIGHT_UNUSUAL = (
+    weights_averaged_behind_the_step,
     past_the_wrapper_before_the_last_micro_batch,
     penalty_in_a_backward_of_its_own,
     checkpoints_in_the_forward,

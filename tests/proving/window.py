@@ -28,6 +28,8 @@ class Window:
     model: nn.Module | None
     """None: whatever module is called first, as for a script."""
     train: Callable[[], Any]
+    lingers: bool = False
+    """As of the recorder."""
 
 
 class Block(nn.Module):
@@ -108,7 +110,7 @@ def recorded(program: Callable[[int, int], Window], rank: int, world: int, folde
     """Runs a program's window, and leaves this rank's record in the folder."""
     with launched(rank, world):
         window = program(rank, world)
-        recorder = Recorder(root=window.model)
+        recorder = Recorder(root=window.model, lingers=window.lingers)
         with recorder.on():
             window.train()
     if recorder.stepped:

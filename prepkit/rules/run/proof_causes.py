@@ -216,7 +216,7 @@ class _Aim:
             return scaled
         if (by := self.decayed(one, copy, allowed)) is not None:
             return Cause("prove.decay", f"{by / self.clipping:.2g} x the weights")
-        if one.name in self.facts.outside:
+        if one.name in (*self.facts.outside, *self.facts.unreached):
             return None  # which is told as a limit
         square = one.squares[copy] * _square(one.gram, sums)
         cosine = sum(a * d for a, d in zip(sums, one.dots[copy], strict=True)) / sqrt(square) if square else 0.0
@@ -362,7 +362,13 @@ def causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         names = tuple(one.name for one in facts.gradients if _apart(one))
         rule = "prove.past-wrapper" if facts.wrapper else "prove.not-averaged"
         return ((Cause(rule, "each rank's own: nobody averages them"), names),) if names else ()
-    if facts.first_apart or facts.scales_apart or not facts.shares or len(set(counts(facts).values())) > 1:
+    if (
+        facts.first_apart
+        or facts.scales_apart
+        or facts.averaged_later
+        or not facts.shares
+        or len(set(counts(facts).values())) > 1
+    ):
         return ()  # what stands before explains it
     aim, found = aim_of(facts), dict[tuple[str, str], list[tuple[Cause, str]]]()
     right = False

@@ -13,6 +13,14 @@ from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run.proof_causes import MARGIN, by_hand, causes, counts, mean, norm
 from prepkit.rules.run.proof_gradients import clipped, gradients, micro_batch, no_gradient, not_clipped, past_wrapper
 
+_REPEATS = (
+    "While you prove, keep what a forward changes (a counter) in buffers, and draw from torch's generator; where it "
+    "has neither, look at what computes the forward, as an engine that changes outputs."
+)
+_PATCHED = (
+    "Write a forward that was put in another's place so that it uses its own module, as types.MethodType(function, "
+    "module) does: a function over the module as it was computes with that also in a copy."
+)
 IN_16_BIT = ("bfloat16", "float16")
 
 # --- before and after -------------------------------------------------------------------------------------------------
@@ -96,7 +104,7 @@ def _tokens(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _after(facts: ProofFacts) -> Iterator[Hit]:
-    if not (facts.first_apart or causes(facts) or facts.options_apart or list(_uneven(facts))):
+    if not (facts.first_apart or facts.averaged_later or causes(facts) or facts.options_apart or list(_uneven(facts))):
         yield from _ranks_apart(
             facts.after_apart, "has other weights than rank 0 after the step, over the same gradients"
         )
@@ -180,6 +188,16 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
     if facts.clip is not None and facts.clip.parts:
         said = "Gradients were clipped in parts, each by a norm of its own"
         yield Hit("proof", f"{said}: those that are too small were taken for clipped.")
+    told = {*facts.outside, *(name for _, names, _ in _decayed(facts) for name in names)}
+    if unreached := [name for name in facts.unreached if name not in told and not facts.unrepeated]:
+        had = f"{count(len(unreached), 'parameter')} had a gradient, and a copy of the model computes without"
+        yield Hit("proof", f"{had}: {some(unreached)}. That was not compared.", _PATCHED)
+    if facts.averaged_later:
+        said = "Each rank has stepped by gradients of its own, and the program has averaged weights behind the step"
+        yield Hit("proof", f"{said}: gradients were not compared over the ranks.")
+    elif facts.later:
+        said = f"Behind the step something has changed {count(len(facts.later), 'weight')}"
+        yield Hit("proof", f"{said}: {some(facts.later)}. What they have become was not compared.")
     for limit in facts.limits:
         yield Hit("proof", f"{limit}.")
     if facts.cleared and not (facts.wasted or by_hand(facts)):
@@ -209,11 +227,7 @@ def _unproven(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("proof", f"{facts.unproven}.")
     if facts.unrepeated and not facts.outputs:
         what = f"The forward does not repeat: {facts.unrepeated}. Gradients were not compared."
-        fix = (
-            "While you prove, keep what a forward changes (a counter) in buffers, and draw from torch's own generator; "
-            "where it has neither, look at what computes the forward, as an engine that changes outputs."
-        )
-        yield Hit("proof", what, fix)
+        yield Hit("proof", what, _PATCHED if facts.unreached else _REPEATS)
 
 
 def _outputs(facts: ProofFacts) -> Iterator[Hit]:
