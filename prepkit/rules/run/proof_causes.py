@@ -26,7 +26,7 @@ MOST_MEANT = 8
 
 NOTHING = 1e-6
 """Of what a gradient should be, so much is none."""
-LEAST = 8
+LEAST = 2
 """Elements from which on a difference along the weight is no chance."""
 OF_ITS_PART = "scaled by each rank by a number of its own, as by the norm of the part that it holds"
 BY_EACH_RANK = "clipped by each rank before they were averaged"
@@ -235,9 +235,9 @@ class _Aim:
             if off > ratio * self.allowed(part) / self.clipping:
                 return None
             ratios[part.holders[0]] = ratio
-        if len(ratios) < 2 or max(ratios.values()) <= 1.002 * min(ratios.values()):
+        if len(ratios) < 2:
             return None
-        each = ", ".join(f"{ratio:.3g} x on rank {rank}" for rank, ratio in list(ratios.items())[:4])
+        each = ", ".join(f"{ratio:.4g} x on rank {rank}" for rank, ratio in list(ratios.items())[:4])
         return Cause("prove.clipped-scaled", f"{OF_ITS_PART}: {each}")
 
     def decayed(self, one: GradientProof, copy: int, allowed: float) -> float | None:

@@ -10,6 +10,7 @@ from prepkit.rules.rule import Hit
 from prepkit.rules.run.proof_causes import BY_EACH_RANK, OF_ITS_PART, Cause, aim_of, by_hand, causes, counts, near, norm
 
 ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
+_FREEZE = "Freeze by requires_grad_(False), since zeros are stepped too; else look for what sets them to zero."
 _BEHIND = "Call zero_grad() behind step(), or before the backward."
 
 
@@ -96,7 +97,7 @@ def no_gradient(facts: ProofFacts) -> Iterator[Hit]:
             had = "a gradient of zeros" if cause.why else "no gradient"
             said = f"{count(len(names), 'parameter')} had {had} when the optimizer stepped"
             what = f"{said}, and should have: {some(names)}."
-            yield Hit(at(names[0]), what)
+            yield Hit(at(names[0]), what, _FREEZE if cause.why else "")
 
 
 def clipped(facts: ProofFacts) -> Iterator[Hit]:
