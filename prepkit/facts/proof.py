@@ -111,7 +111,8 @@ class ProofFacts:
     dtype: str = "float32"
     """The lowest floating dtype that the run has computed in."""
     eps: float = 2.0**-23
-    """Its rounding unit, or that of the dtype in which gradients are sent, where that is coarser."""
+    """The rounding that is allowed beside ``noise``: that of the dtype in which gradients are sent, or a small part of
+    that in which the run has computed."""
     scale: float = 1.0
     """What the loss was multiplied with against underflow."""
     accumulation: int | None = None
