@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.proving.window import DDP, WIDTH, Net, Window, adam, loss_of, micros, net
+from tests.proving.window import DDP, WIDTH, Net, Window, adam, loop, loss_of, micros, net
 
 Loss = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
 
@@ -570,13 +570,7 @@ def zeroed_to_freeze(rank: int, world: int) -> Window:
 def divided_by_more_than_it_has(rank: int, world: int) -> Window:
     model = DDP(net())
     optimizer = adam(model)
-
-    def train() -> None:
-        for batch in micros(2):
-            (loss_of(model, batch) / 4).backward()
-        optimizer.step()
-
-    return Window(model, train)
+    return Window(model, lambda: loop(model, optimizer, by=4))
 
 
 def summed_over_its_samples_on_rank_1(rank: int, world: int) -> Window:
