@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+from collections import Counter
 from datetime import date, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -71,11 +73,11 @@ def gate(
     result = _gathered(asked, cluster, kind, policies, today)
     every, excepted = result.standing, result.excepted
     if write_baseline and baseline is not None:
-        cli_files.write(json.dumps({"known": sorted({print_of(*pair) for pair in every})}, indent=1) + "\n", baseline)
-        say(f"wrote {baseline}", err=True)
+        known = sorted(print_of(*pair, _folder_of(baseline)) for pair in every)
+        cli_files.write(json.dumps({"known": known}, indent=1) + "\n", baseline)
+        say(f"wrote {baseline}, which knows {len(known)} finding{'s' * (len(known) != 1)}", err=True)
         sys.exit(0)
-    known = _known(baseline)
-    new = tuple(pair for pair in every if print_of(*pair) not in known)
+    new = _new(every, baseline)
     _tell(form, new, len(every) - len(new), excepted)
     sys.exit(1 if strict and any(finding.severity is Severity.ERROR for _, finding in new) else 0)
 
@@ -127,26 +129,65 @@ def _tell(form: str, new: tuple[_Placed, ...], known: int, excepted: tuple[_Plac
             say("\n".join((*(line_of(*pair) for pair in new), *accepted, f"{len(new)} new, {known} known{also}")))
 
 
-def print_of(place: FilePlace, finding: Finding) -> str:
-    """Return what stays of a finding when lines are added above it: file, rule, key and what is wrong."""
-    where = re.sub(r":\d+:\d+", "", finding.where)
-    text = "\0".join((Path(place.file).as_posix(), finding.rule, where, finding.what))
-    return sha256(text.encode()).hexdigest()[:32]
-
-
-def _known(baseline: str | None) -> frozenset[str]:
-    if baseline is None or not Path(baseline).exists():
-        return frozenset()
-    try:
-        data = json.loads(codec.read_text(baseline))
-        return frozenset(map(str, data["known"]))
-    except (PlanRejected, ValueError, KeyError, TypeError, RecursionError):
-        what = f"{baseline} is no baseline: write it anew with --write-baseline"
-        raise click.UsageError(what) from None
-
-
 def _data(place: FilePlace, finding: Finding) -> dict[str, Any]:
     return {**codec.to_data(finding), "file": place.file, "line": place.line, "column": place.column}
+
+
+# --- the baseline ----------------------------------------------------------------------------------------------------
+
+
+def print_of(place: FilePlace, finding: Finding, root: Path | None = None) -> str:
+    """Return what stays of a finding when lines are added above it: file, rule, key and what is wrong.
+
+    Below ``root``, however the command line spells the file; without one, as it is spelt.
+    """
+    file = Path(place.file).as_posix() if root is None else _below(place.file, root)
+    where, what = re.sub(r":\d+:\d+", "", finding.where), finding.what
+    if root is not None:
+        named = re.compile(rf"(?<![\w./-]){re.escape(place.file)}(?![\w/-])|{re.escape(str(root))}/")
+        where, what = (named.sub(lambda found: "" if found[0].endswith("/") else file, text) for text in (where, what))
+        what = re.sub(r"\b(lines?|column) \d+", r"\1", what)
+    return sha256("\0".join((file, finding.rule, where, what)).encode()).hexdigest()[:32]
+
+
+def _below(file: str, root: Path) -> str:
+    """The file from the root, by a path that names no folder twice; links of its folders are followed, not its own."""
+    real = Path(file).parent.resolve() / Path(file).name
+    return Path(os.path.relpath(real, root)).as_posix()
+
+
+def _folder_of(baseline: str) -> Path:
+    return Path(baseline).resolve().parent
+
+
+def _new(every: tuple[_Placed, ...], baseline: str | None) -> tuple[_Placed, ...]:
+    """Return the findings that the baseline does not know: of those that are alike it knows as many as it holds."""
+    if baseline is None:
+        return every
+    left = _known(baseline)
+    new: list[_Placed] = []
+    for pair in every:
+        # a baseline that was written before paths began at its folder has them as they were spelt
+        prints = (print_of(*pair, _folder_of(baseline)), print_of(*pair))
+        known = next((one for one in prints if left[one]), None)
+        if known is None:
+            new.append(pair)
+        else:
+            left[known] -= 1
+    return tuple(new)
+
+
+def _known(baseline: str) -> Counter[str]:
+    if not Path(baseline).exists():
+        say(f"there is no {baseline}, so that nothing is known; --write-baseline writes it", err=True)
+        return Counter()
+    try:
+        known = json.loads(codec.read_text(baseline))["known"]
+        if isinstance(known, list):
+            return Counter(map(str, known))
+    except (PlanRejected, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise click.UsageError(f"{baseline} is no baseline: write it anew with --write-baseline")
 
 
 # --- SARIF -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 import random
 from base64 import b85encode
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -111,6 +112,70 @@ def test_a_baseline_forgives_what_it_knows_and_nothing_else(folder: Path) -> Non
     assert run(*words).exit_code == 2
     assert run("gate", "a,b.yaml", "--strict", "--baseline", "/dev/zero").exit_code == 2
     assert run("gate", "--write-baseline").exit_code == 2
+
+
+LAUNCH = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n"
+LINE = "srun torchrun --nproc_per_node 8 train.py\n"
+
+
+def test_a_baseline_knows_as_many_of_a_kind_as_it_holds(folder: Path) -> None:
+    words = ("gate", "run.slurm", "--strict", "--baseline", "known.json")
+    (folder / "run.slurm").write_text(LAUNCH + LINE)
+    assert run(*words, "--write-baseline").exit_code == 0
+    assert "0 new, 1 known" in run(*words).stdout
+    (folder / "run.slurm").write_text(LAUNCH + LINE + LINE)
+    again = run(*words)
+    assert (again.exit_code, "1 new, 1 known" in again.stdout) == (1, True)
+    assert "run.slurm:6:" in again.stdout
+    assert run(*words, "--write-baseline").exit_code == 0
+    (folder / "run.slurm").write_text(LAUNCH + LINE)
+    assert "0 new, 1 known" in run(*words).stdout
+
+
+def test_a_baseline_knows_a_file_however_it_is_spelt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "conf").mkdir()
+    (folder / "conf" / "c.yaml").write_text(f"{BAD}gradient_clipping: [\n")
+    (folder / "conf" / "d.yaml").write_text(BAD)
+    (folder / "a,b.yaml").unlink()
+    assert run("gate", "conf", "--baseline", "known.json", "--write-baseline").exit_code == 0
+    count = len(json.loads((folder / "known.json").read_text())["known"])
+    (folder / "link").symlink_to(folder / "conf")
+    for at, spelt, known in (
+        (".", "conf", "known.json"),
+        (".", "./conf", "known.json"),
+        (".", "conf/../conf/", "./known.json"),
+        (".", str(folder / "conf"), "known.json"),
+        (".", "link", "known.json"),
+        ("conf", ".", "../known.json"),
+        ("conf", "../conf", str(folder / "known.json")),
+    ):
+        monkeypatch.chdir(folder / at)
+        said = run("gate", spelt, "--baseline", known)
+        assert f"0 new, {count} known" in said.stdout, (spelt, said.stdout)
+
+
+def test_a_baseline_of_before_is_read_and_one_that_is_not_there_is_told(folder: Path) -> None:
+    (folder / "conf").mkdir()
+    (folder / "conf" / "c.yaml").write_text(BAD)
+    words = ("gate", "conf/c.yaml", "--strict", "--baseline", "conf/known.json")
+    said = run(*words)
+    assert (said.exit_code, said.stderr) == (
+        1,
+        "there is no conf/known.json, so that nothing is known; --write-baseline writes it\n",
+    )
+    old = sha256(
+        "\0".join(
+            (
+                "conf/c.yaml",
+                "import.unknown-key",
+                "conf/c.yaml mixed_precison",
+                json.loads(run("gate", "conf/c.yaml", "--format", "json").stdout)["findings"][0]["what"],
+            )
+        ).encode()
+    )
+    (folder / "conf" / "known.json").write_text(json.dumps({"known": [old.hexdigest()[:32]]}))
+    assert run(*words).exit_code == 0
+    assert "wrote conf/known.json, which knows 1 finding" in run(*words, "--write-baseline").stderr
 
 
 def test_the_hooks_of_pre_commit_run_and_pass_by_what_is_no_config(folder: Path) -> None:
