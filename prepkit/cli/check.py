@@ -11,7 +11,7 @@ import sys
 import textwrap
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,8 +25,9 @@ from prepkit.config import LoadWeights
 from prepkit.facts import Env
 from prepkit.findings import Finding, PlanRejected, Severity, errors
 from prepkit.formats.importers import IMPORTERS
+from prepkit.formats.importers.source import READERS
 from prepkit.formats.importers.source import read as read_source
-from prepkit.formats.places import FilePlace
+from prepkit.formats.places import FilePlace, place_of
 
 if TYPE_CHECKING:
     from prepkit.plan import Plan
@@ -162,6 +163,14 @@ def line_of(place: FilePlace, finding: Finding) -> str:
     elsewhere += [f"from {finding.origin}"] if finding.origin and f"{place.file}:" not in finding.origin else []
     also = f" ({', '.join(elsewhere)})" if elsewhere else ""
     return f"{place}: {what}{also}\n  fix: {finding.fix}"
+
+
+def lines_in(file: str) -> Callable[[Finding], str]:
+    """Return what writes a finding about a config as ``line_of`` does, at its place in the file."""
+    suffix = Path(file).suffix.lower()
+    readable = suffix in READERS and Path(file).is_file()
+    text = Path(file).read_text(encoding="utf-8-sig", errors="replace") if readable else ""
+    return lambda finding: line_of(place_of(finding, file, text, suffix), finding)
 
 
 def about(finding: Finding) -> str:
