@@ -309,8 +309,8 @@ def diff(what: tuple[str, ...], model: str | None, cluster: Cluster, comment: bo
     """Show what turns one saved plan, or attestation, into another; exit code 1 if they differ.
 
     BASE..HEAD are two revisions of the git repository here, BASE...HEAD begins where the two have parted: of each
-    config and plan file that changed, memory, traffic between nodes and global batch where a plan can be made, and
-    what is trained differently. Plans of configs are made with --model, and for the cluster that is declared.
+    config, script and plan file that changed, memory, traffic between nodes and global batch where a plan can be made,
+    and what is trained differently. Plans of configs are made with --model, and for the cluster that is declared.
     """
     from prepkit import codec
     from prepkit.cli import revisions

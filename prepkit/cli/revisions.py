@@ -1,4 +1,4 @@
-"""What changed between two revisions of a git repository: of each config and plan file, in numbers and in words."""
+"""What changed between two revisions of a git repository: of each config, script and plan, in numbers and words."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import subprocess
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,8 +24,9 @@ from prepkit.config import Config
 from prepkit.facts import Env, Facts
 from prepkit.findings import PlanRejected
 from prepkit.findings.text import in_bytes
-from prepkit.formats.found import found
+from prepkit.formats.found import SCRIPTS, found
 from prepkit.formats.importers.source import Imported
+from prepkit.formats.launches import Script, read_script
 from prepkit.plan import Plan
 from prepkit.predict.said import at, said
 
@@ -32,7 +34,7 @@ MARK = "<!-- prepkit diff -->"
 """First line of the comment, by which the next run finds it and writes it anew."""
 LARGEST = 2**28
 """Bytes of the configs of one revision."""
-_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+_SUFFIXES = (".yaml", ".yml", ".json", ".toml", *SCRIPTS)
 _NUMBERS = (
     ("memory for certain", "memory.for_certain"),
     ("memory at most", "memory.at_most"),
@@ -66,6 +68,8 @@ class Side:
     plan: Plan | None = None
     started: Mapping[str, Any] = field(factory=dict)
     """What a config of another library says of the processes that train, by the names of ``_STARTED``."""
+    script: Mapping[str, Any] | None = None
+    """What the lines of a script that start a training say; None of any other file."""
     refused: tuple[str, ...] = ()
     """Findings against it."""
 
@@ -183,8 +187,10 @@ def _checked_out(revision: str, folder: Path) -> Path:
 def _side(path: Path, name: str, plans: Plans) -> Side | None:
     """Return what the file is there; None where there is none, or nothing tells it to be of any concern."""
     one = found(str(path)) if path.is_file() else None
-    if one is None or one.sort == "script":
+    if one is None:
         return None
+    if one.sort == "script":
+        return Side(script=_lines_of(read_script(str(path))))
     if one.sort == "plan":
         loaded = cli_files.attempt(lambda: codec.load_plan(str(path)))
         if isinstance(loaded, PlanRejected):
@@ -198,6 +204,20 @@ def _side(path: Path, name: str, plans: Plans) -> Side | None:
     if isinstance(made, PlanRejected):
         return Side(config=config, started=starts, refused=_lines(made, path, name))
     return Side(config=config, started=starts, plan=made)
+
+
+def _lines_of(script: Script) -> dict[str, Any]:
+    """What a script asks Slurm for, and what each of its launches says, as single values."""
+    values: dict[str, Any] = {f"#SBATCH {name}": value for name, value in script.slurm.items()}
+    seen: Counter[str] = Counter()
+    for launch in script.launches:
+        seen[launch.launcher] += 1
+        name = launch.launcher if seen[launch.launcher] == 1 else f"{launch.launcher} {seen[launch.launcher]}"
+        asked = {"processes": launch.processes, "nodes": launch.nodes, "processes of a node": launch.per_node}
+        values |= {f"{name}: {what}": value for what, value in asked.items() if value is not None}
+        values |= {f"{name}: config {at}": named.path for at, named in enumerate(launch.configs, start=1)}
+        values |= {f"{name}: --{one.name}": one.value for one in launch.arguments}
+    return values
 
 
 def _started(read: Imported) -> dict[str, Any]:
@@ -221,7 +241,8 @@ def _compared(file: str, before: Side | None, after: Side | None) -> Changed | N
         return Changed(file=file, what="removed")
     old = before or Side()
     refused = tuple(line for line in after.refused if line not in old.refused)
-    changes = tuple(_settings(old, after)) if old.config and after.config else ()
+    both = (old.config and after.config) or (old.script is not None and after.script is not None)
+    changes = tuple(_settings(old, after)) if both else ()
     return Changed(
         file=file,
         what="changed" if before else "added",
@@ -245,7 +266,7 @@ def _rows(before: Side, after: Side) -> Iterator[Number]:
 
 
 def _settings(before: Side, after: Side) -> Iterator[tuple[str, Any, Any]]:
-    old, new = ({**_values(side.config), **_beside(side)} for side in (before, after))
+    old, new = ({**_values(side.config), **_beside(side), **(side.script or {})} for side in (before, after))
     for name in dict.fromkeys((*old, *new)):
         if old.get(name) != new.get(name):
             yield name, old.get(name), new.get(name)
@@ -319,7 +340,10 @@ def data_of(every: tuple[Changed, ...]) -> list[dict[str, Any]]:
 
 def text_of(every: tuple[Changed, ...]) -> str:
     """Everything as plain text."""
-    return "\n".join(line for one in every for line in _text(one)) or "no config or plan says anything else than before"
+    return (
+        "\n".join(line for one in every for line in _text(one))
+        or "no config, script or plan says anything else than before"
+    )
 
 
 def _text(one: Changed) -> Iterator[str]:
@@ -335,7 +359,7 @@ def comment_of(every: tuple[Changed, ...], revisions: str) -> str:
     """Everything as a comment on a pull request, in Markdown; what files say stands in it as code."""
     lines = [MARK, f"**prepkit** {_code(revisions)}"]
     if not every:
-        lines += ["", "No config or plan says anything else than before."]
+        lines += ["", "No config, script or plan says anything else than before."]
     for one in every:
         lines += ["", f"### {_code(one.file)} {one.what}"]
         if one.rows:

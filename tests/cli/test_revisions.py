@@ -63,7 +63,7 @@ def test_nothing_that_matters_is_no_difference(folder: Path) -> None:
     (folder / "workflow.yml").write_text("on: push\n")
     commit()
     result = run("diff", "HEAD~1..HEAD", *MAKE, *CLUSTER)
-    assert (result.exit_code, result.stdout) == (0, "no config or plan says anything else than before\n")
+    assert (result.exit_code, result.stdout) == (0, "no config, script or plan says anything else than before\n")
 
 
 def test_plans_and_configs_are_compared_without_a_model_too(folder: Path) -> None:
@@ -101,6 +101,25 @@ def test_processes_and_machines_that_a_config_starts_are_told(folder: Path) -> N
     assert "| nodes | 1 | 8 | +700 % |" in run("diff", "HEAD~2..HEAD", "--comment").stdout
     with_model = run("diff", "HEAD~2..HEAD", "acc.yaml", *MAKE).stdout
     assert with_model.count("  processes: 8 -> 64") == 1
+
+
+def test_what_a_script_starts_is_told(folder: Path) -> None:
+    text = "#SBATCH --nodes=1\nsrun torchrun --nnodes 1 --nproc_per_node 8 train.py --lr 1e-4\necho 1\n"
+    (folder / "run.slurm").write_text(text)
+    (folder / "build.sh").write_text("make\n")
+    commit()
+    (folder / "run.slurm").write_text(text.replace("echo 1", "echo 2"))
+    (folder / "build.sh").write_text("make all\n")
+    commit()
+    assert run("diff", "HEAD~1..HEAD").exit_code == 0
+    (folder / "run.slurm").write_text(text.replace("nodes=1", "nodes=4").replace("nnodes 1", "nnodes 4"))
+    commit()
+    assert run("diff", "HEAD~1..HEAD").stdout.splitlines() == [
+        "run.slurm: changed",
+        "  settings: #SBATCH --nodes: 1 -> 4",
+        "  settings: torchrun: processes: 8 -> 32",
+        "  settings: torchrun: nodes: 1 -> 4",
+    ]
 
 
 def test_of_the_json_of_deepspeed_what_changed_is_told_alone(folder: Path) -> None:
