@@ -36,6 +36,8 @@ LONGEST_MESSAGE = 1_000
 MOST_ANNOTATIONS = 10
 """Annotations of each level that GitHub shows of one step."""
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
+_NEVER_KNOWN = ("policy.broken", "policy.unasked")
+"""Rules that no baseline takes: what was not asked has not passed."""
 _Placed = tuple[FilePlace, Finding]
 
 
@@ -75,7 +77,7 @@ def gate(
     result, stopped = _gathered(asked, cluster, kind, policies, today)
     every, excepted = result.standing, result.excepted
     if write_baseline and baseline is not None and not stopped:
-        known = sorted(print_of(*pair, _folder_of(baseline)) for pair in every)
+        known = sorted(print_of(*pair, _folder_of(baseline)) for pair in every if pair[1].rule not in _NEVER_KNOWN)
         cli_files.write(json.dumps({"known": known}, indent=1) + "\n", baseline)
         say(f"wrote {baseline}, which knows {len(known)} finding{'s' * (len(known) != 1)}", err=True)
         sys.exit(0)
@@ -208,10 +210,16 @@ def print_of(place: FilePlace, finding: Finding, root: Path | None = None) -> st
     file = Path(place.file).as_posix() if root is None else _below(place.file, root)
     where, what = re.sub(r":\d+:\d+", "", finding.where), finding.what
     if root is not None:
-        named = re.compile(rf"(?<![\w./-]){re.escape(place.file)}(?![\w/-])|{re.escape(str(root))}/")
+        named = _spelt(place.file, root)
         where, what = (named.sub(lambda found: "" if found[0].endswith("/") else file, text) for text in (where, what))
         what = re.sub(r"\b(lines?|column) \d+", r"\1", what)
     return sha256("\0".join((file, finding.rule, where, what)).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _spelt(file: str, root: Path) -> re.Pattern[str]:
+    """The file as it was spelt, and the beginning of paths below the root."""
+    return re.compile(rf"(?<![\w./-]){re.escape(file)}(?![\w/-])|{re.escape(str(root))}/")
 
 
 def _below(file: str, root: Path) -> str:

@@ -83,10 +83,12 @@ def comments(file: str, text: str) -> tuple[tuple[Exempt, ...], tuple[tuple[File
 
 def _marks(file: str, text: str) -> Iterator[tuple[int, int, str]]:
     """Line, column and words of what names prepkit's ignore in the comments of a text, not in its strings."""
+    number = done = 0
     for start, end in _comments(text, Path(file).suffix.lower()) if "prepkit" in text else ():
         if mark := _MARK.search(text, start, end):
             at = mark.start()
-            yield text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at), mark[0]
+            number, done = number + text.count("\n", done, at), at
+            yield number + 1, at - text.rfind("\n", 0, at), mark[0]
 
 
 def _next(lines: list[str], number: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections.abc import Iterator
 
 from attrs import frozen
@@ -74,18 +75,35 @@ _TOKENS = {
     ".yaml": _HASH,
 }
 """Extension to what is no comment there, and what is."""
-_HERE = r"(?<!<)<<-?[ \t]*(?P<quote>[\"']?)(?P<end>[A-Za-z_]\w*)(?P=quote)[^\n]*\n(?:.*?\n)??[\t]*(?P=end)(?=\n|\Z)"
+_HERE = re.compile(r"(?<!<)<<-?[ \t]*([\"']?)([A-Za-z_]\w*)\1")
 _QUOTED = r"""(?<![^\s:,\[{])(?:"(?:\\.|[^"\\\n])*"|'[^'\n]*')"""
 _BLOCKS = ("|", ">")
-_SHELL = rf"\\.|{_HERE}|'[^']*'|{_TEXT}|(?<![^\s;&|()])(?P<comment>#[^\n]*)"
+_SHELL = rf"\\.|'[^']*'|{_TEXT}|(?<![^\s;&|()])(?P<comment>#[^\n]*)"
 
 
 def comments(text: str, suffix: str) -> tuple[tuple[int, int], ...]:
     """Begin and end of every comment, in order; what only looks like one inside a string is none."""
-    yaml = suffix in (".yaml", ".yml")
-    plain = _without_scalars(text) if yaml else text
-    tokens = re.finditer(_TOKENS.get(".yaml" if yaml else suffix, _SHELL), plain, re.DOTALL)
-    return tuple(token.span("comment") for token in tokens if token["comment"])
+    if suffix in (".yaml", ".yml"):
+        plain, tokens = _without_scalars(text), _TOKENS[".yaml"]
+    else:
+        plain, tokens = (text, _TOKENS[suffix]) if suffix in _TOKENS else (_without_documents(text), _SHELL)
+    return tuple(token.span("comment") for token in re.finditer(tokens, plain, re.DOTALL) if token["comment"])
+
+
+def _without_documents(script: str) -> str:
+    """A script with lines in place of what it gives to its commands as documents: ``<<END`` up to ``END``."""
+    lines = script.split("\n")
+    ends: dict[str, list[int]] = {}
+    for at, line in enumerate(lines):
+        ends.setdefault(line.strip("\t\r"), []).append(at)
+    at = 0
+    while at < len(lines):
+        begun = None if lines[at].lstrip().startswith("#") else _HERE.search(lines[at])
+        places = ends.get(begun[2], []) if begun else []
+        end = places[found] if (found := bisect(places, at)) < len(places) else at
+        lines[at + 1 : end + 1] = ["_" * len(line) for line in lines[at + 1 : end + 1]]
+        at = end + 1
+    return "\n".join(lines)
 
 
 def _without_scalars(text: str) -> str:
@@ -97,8 +115,9 @@ def _without_scalars(text: str) -> str:
     parts: list[str] = []
     done = 0
     for start, end in sorted(_scalars(node, text, set())) if node is not None else ():
-        parts += (text[done:start], "_" * (end - start))
-        done = end
+        if start >= done:
+            parts += (text[done:start], "_" * (end - start))
+            done = end
     return "".join((*parts, text[done:]))
 
 

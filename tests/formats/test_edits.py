@@ -264,6 +264,7 @@ def test_every_comment_stays_that_does_not_stand_on_a_removed_line(name: str) ->
         (".toml", 'a = \'x # no\'  # yes\nb = """\n# no\n"""\n', ["# yes"]),
         (".json", '{"a": "// no", // yes\n "b": 1 /* 2 */}', ["// yes", "/* 2 */"]),
         (".sh", "echo \"# no\" '# no' $# ${a#b}  # yes\ncat <<E\ndon't # no\nE\n# it's 2\n", ["# yes", "# it's 2"]),
+        (".sh", "a=$((1 << b))  # yes\ncat <<A  # c\n# no\nA\ncat <<-'B'\n\t# no\n\tB\n# d", ["# yes", "# c", "# d"]),
     ],
 )
 def test_comments_are_told_from_strings(suffix: str, text: str, found: list[str]) -> None:

@@ -257,6 +257,8 @@ def test_a_policy_without_a_plan_is_not_taken_for_passed(folder: Path) -> None:
     make = "prepkit plan fsdp2.toml --model PKG.MOD:FACTORY -o plan.json --policy policy.toml"
     assert f"fix: Make one: {make}, then: prepkit gate plan.json --policy policy.toml" in done.stdout
     assert run(*words, "--strict").exit_code == 1
+    assert run(*words, "--baseline", "known.json", "--write-baseline").exit_code == 0
+    assert run(*words, "--strict", "--baseline", "known.json").exit_code == 1  # what was not asked has not passed
     (folder / "torn.json").write_text((folder / "one.json").read_text()[:-9] + "\n")
     said = run("gate", "torn.json", "--policy", "policy.toml", "--format", "json").stdout
     assert {one["rule"] for one in json.loads(said)["findings"]} >= {"codec.damaged", "policy.unasked"}
