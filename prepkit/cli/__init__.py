@@ -166,7 +166,7 @@ def _check_against(paths: tuple[str, ...], model: str, cluster: Cluster, kind: s
         if path == file or ((one := found(file)) is not None and one.sort == "config")
     )
     if len(files) == 1:
-        _tell(_verdicts(files[0], model, cluster, as_json, kind, err=False), as_json)
+        _tell(_verdicts(files[0], model, cluster, as_json, kind, err=False), as_json, files[0])
     if not files:
         raise click.UsageError(f"there is no config in {', '.join(paths)}")
     every: list[Verdict] = []
@@ -179,7 +179,7 @@ def _check_against(paths: tuple[str, ...], model: str, cluster: Cluster, kind: s
         every += verdicts
         if not as_json:
             say(f"{file}:")
-            _say_verdicts(verdicts)
+            _say_verdicts(verdicts, file=file)
     if as_json:
         _say_verdicts(tuple(every), as_json=True)
     sys.exit(0 if all(verdict.plan is not None for verdict in every) else 1)
@@ -193,14 +193,15 @@ def _refused(file: str, refused: PlanRejected | None, given: str) -> Verdict:
     return Verdict(world_size=1, plan=None, findings=(*said, unasked(file, given)))
 
 
-def _tell(verdicts: tuple[Verdict, ...], as_json: bool) -> NoReturn:
+def _tell(verdicts: tuple[Verdict, ...], as_json: bool, file: str = "") -> NoReturn:
     """Say what the rules say, and end the command."""
-    _say_verdicts(verdicts, as_json)
+    _say_verdicts(verdicts, as_json, file)
     sys.exit(0 if all(verdict.plan is not None for verdict in verdicts) else 1)
 
 
-def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False) -> None:
-    from prepkit.cli.check import tells, unknown_in, unknown_lines
+def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False, file: str = "") -> None:
+    """``file``: the config that they are about, in which each finding has its place."""
+    from prepkit.cli.check import lines_in, tells, unknown_in, unknown_lines
     from prepkit.cli.verdict import findings_data, verdicts_text
 
     legal = tuple(str(verdict.world_size) for verdict in verdicts if verdict.plan is not None)
@@ -209,7 +210,7 @@ def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False) -> None:
     if as_json:
         not_known = [{"what": what, "rules": count, "tells": tells(what)} for what, count in unknown.items()]
         say_json({"findings": findings_data(verdicts), "cannot_know": not_known})
-    elif text := verdicts_text(verdicts):
+    elif text := verdicts_text(verdicts, lines_in(file) if file else str):
         say(text)
     if plan is not None and not as_json:
         from prepkit import planner
@@ -233,10 +234,11 @@ def _verdicts(
     if refused is not None and _is_plan(config):
         raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
     if imported is None:
+        from prepkit.cli.check import lines_in
         from prepkit.cli.examined import unasked
 
         note = PlanRejected((unasked(config, f"--model {model}"),))
-        cli_refusal.refuse((refused, note), as_json, err=err)
+        cli_refusal.refuse((refused, note), as_json, err=err, line=str if err else lines_in(config))
     envs, cfg = cluster.envs(imported), cluster.with_optimizer(imported.config)
     how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
@@ -307,8 +309,8 @@ def diff(what: tuple[str, ...], model: str | None, cluster: Cluster, comment: bo
     """Show what turns one saved plan, or attestation, into another; exit code 1 if they differ.
 
     BASE..HEAD are two revisions of the git repository here, BASE...HEAD begins where the two have parted: of each
-    config and plan file that changed, memory, traffic between nodes and global batch where a plan can be made, and
-    what is trained differently. Plans of configs are made with --model, and for the cluster that is declared.
+    config, script and plan file that changed, memory, traffic between nodes and global batch where a plan can be made,
+    and what is trained differently. Plans of configs are made with --model, and for the cluster that is declared.
     """
     from prepkit import codec
     from prepkit.cli import revisions

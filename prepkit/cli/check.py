@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
+import stat
 import sys
 import textwrap
+from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,13 +20,14 @@ from attrs import fields_dict
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli.examined import MISSING, Checked, examined, files_found
 from prepkit.cli.options import Cluster
-from prepkit.cli.terminal import say, say_json
+from prepkit.cli.terminal import say, say_as_it_is, say_json
 from prepkit.config import LoadWeights
 from prepkit.facts import Env
-from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings import Finding, PlanRejected, Severity, errors
 from prepkit.formats.importers import IMPORTERS
+from prepkit.formats.importers.source import READERS
 from prepkit.formats.importers.source import read as read_source
-from prepkit.formats.places import FilePlace
+from prepkit.formats.places import FilePlace, place_of
 
 if TYPE_CHECKING:
     from prepkit.plan import Plan
@@ -69,6 +73,9 @@ def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_di
     """
     from prepkit.formats.edits import key_of, mended, said_of
 
+    wrong = {
+        one.found.path: errors(tuple(finding for _, finding in one.findings)) for one in examined(paths, cluster, kind)
+    }
     changed, ended = 0, set()
     for one in files_found(paths, kind):
         if one.sort != "config" or one.kind not in IMPORTERS:
@@ -76,15 +83,18 @@ def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_di
         source = cli_refusal.attempt(functools.partial(read_source, one.path))
         if isinstance(source, PlanRejected):
             continue
-        after, gone = mended(source, one.kind)
+        after, gone = mended(source, one.kind, wrong.get(one.path, ()))
         changed += bool(gone)
-        ended |= {(one.path, *said_of(finding)) for finding in gone}
+        mark = "\ufeff" if gone and Path(one.path).read_bytes().startswith(BOM_UTF8) else ""
         if gone and as_diff:
-            before, now = (text.splitlines(keepends=True) for text in (source.text, after.text))
-            say("".join(difflib.unified_diff(before, now, one.path, one.path)).rstrip())
+            say_as_it_is("".join(_patch(one.path, mark + source.text, mark + after.text)))
+        elif gone and not _writable(one.path):
+            say(f"{one.path} may not be written, and is left as it is: {', '.join(map(key_of, gone))}", err=True)
+            continue
         elif gone:
-            cli_refusal.write(after.text, one.path)
+            cli_refusal.write(mark + after.text, one.path)
             say(f"mended {one.path}: {', '.join(map(key_of, gone))}", err=True)
+        ended |= {(one.path, *said_of(finding)) for finding in gone}
     left = [
         f"{place} {finding.rule}"
         for one in examined(paths, cluster, kind)
@@ -97,6 +107,30 @@ def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_di
         say(f"{len(left)} {are} not mended: {', '.join(left[:_SHOWN])}{more}", err=True)
     if as_diff:
         sys.exit(1 if changed else 0)
+
+
+def _writable(path: str) -> bool:
+    """Whether its owner lets the file be written; root could write any."""
+    return bool(Path(path).stat().st_mode & stat.S_IWUSR) and os.access(path, os.W_OK)
+
+
+def _patch(path: str, before: str, after: str) -> Iterator[str]:
+    """Lines that ``patch -p1`` and ``git apply`` take, from the folder in which the command ran."""
+    named = os.path.relpath(path)
+    named = Path(path).resolve().as_posix().lstrip("/") if named.startswith("..") else Path(named).as_posix()
+    one, other = (_header_name(f"{side}/{named}") for side in "ab")
+    was, now = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (before, after))
+    for line in difflib.unified_diff(was, now, one, other):
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+def _header_name(name: str) -> str:
+    """A file's name as git writes it: in quotes where it has odd letters, and ended by a tab where it has spaces."""
+    if re.search(r'[\x00-\x1f\x7f"\\]', name):
+        odd = {"\n": "\\n", "\t": "\\t", '"': '\\"', "\\": "\\\\"}
+        spelt = re.sub(r'[\x00-\x1f\x7f"\\]', lambda one: odd.get(one[0]) or f"\\{ord(one[0]):03o}", name)
+        return f'"{spelt}"'
+    return f"{name}\t" if " " in name else name
 
 
 # --- telling ---------------------------------------------------------------------------------------------------------
@@ -129,6 +163,14 @@ def line_of(place: FilePlace, finding: Finding) -> str:
     elsewhere += [f"from {finding.origin}"] if finding.origin and f"{place.file}:" not in finding.origin else []
     also = f" ({', '.join(elsewhere)})" if elsewhere else ""
     return f"{place}: {what}{also}\n  fix: {finding.fix}"
+
+
+def lines_in(file: str) -> Callable[[Finding], str]:
+    """Return what writes a finding about a config as ``line_of`` does, at its place in the file."""
+    suffix = Path(file).suffix.lower()
+    readable = suffix in READERS and Path(file).is_file()
+    text = Path(file).read_text(encoding="utf-8-sig", errors="replace") if readable else ""
+    return lambda finding: line_of(place_of(finding, file, text, suffix), finding)
 
 
 def about(finding: Finding) -> str:

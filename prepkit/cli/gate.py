@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
 import sys
+import traceback
+from collections import Counter
 from datetime import date, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -13,10 +17,10 @@ from xml.sax.saxutils import quoteattr
 
 import click
 
-from prepkit import codec
+from prepkit import codec, rules
 from prepkit.cli import plan_files as cli_files
 from prepkit.cli.check import about, line_of
-from prepkit.cli.examined import UNASKED, examined
+from prepkit.cli.examined import UNASKED, Checked, examined, files_found
 from prepkit.cli.options import Cluster, cluster_options, kind_option, policy_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import Finding, PlanRejected, Severity
@@ -32,6 +36,8 @@ LONGEST_MESSAGE = 1_000
 MOST_ANNOTATIONS = 10
 """Annotations of each level that GitHub shows of one step."""
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
+_NEVER_KNOWN = ("policy.broken", "policy.unasked")
+"""Rules that no baseline takes: what was not asked has not passed."""
 _Placed = tuple[FilePlace, Finding]
 
 
@@ -60,46 +66,108 @@ def gate(
 
     A finding is excepted until a day by a comment beside it: # prepkit: ignore[RULE] until 2027-01-01 by WHO because
     REASON. Policies are asked of the plan files among the paths. Exit codes: 0 fine, or findings without --strict; 1 an
-    error that neither the baseline nor an exception knows, with --strict, or a policy that cannot be read; 2 used
-    wrongly.
+    error that neither the baseline nor an exception knows, with --strict; a policy that cannot be read, or a file at
+    which prepkit itself fails; 2 used wrongly.
     """
     if write_baseline and baseline is None:
         raise click.UsageError("--write-baseline needs --baseline FILE")
     # a hook is handed every file that has changed: those that nothing tells to be a config are passed by
     asked = tuple(path for path in paths or (".",) if kind or Path(path).is_dir() or found(path) is not None)
     today = day.date() if day else date.today()
-    result = _gathered(asked, cluster, kind, policies, today)
+    result, stopped = _gathered(asked, cluster, kind, policies, today)
     every, excepted = result.standing, result.excepted
-    if write_baseline and baseline is not None:
-        cli_files.write(json.dumps({"known": sorted({print_of(*pair) for pair in every})}, indent=1) + "\n", baseline)
-        say(f"wrote {baseline}", err=True)
+    if write_baseline and baseline is not None and not stopped:
+        known = sorted(print_of(*pair, _folder_of(baseline)) for pair in every if pair[1].rule not in _NEVER_KNOWN)
+        cli_files.write(json.dumps({"known": known}, indent=1) + "\n", baseline)
+        say(f"wrote {baseline}, which knows {len(known)} finding{'s' * (len(known) != 1)}", err=True)
         sys.exit(0)
-    known = _known(baseline)
-    new = tuple(pair for pair in every if print_of(*pair) not in known)
-    _tell(form, new, len(every) - len(new), excepted)
-    sys.exit(1 if strict and any(finding.severity is Severity.ERROR for _, finding in new) else 0)
+    new = (*stopped, *_new(every, baseline))
+    _tell(form, new, len(stopped) + len(every) - len(new), excepted)
+    sys.exit(1 if stopped or (strict and any(finding.severity is Severity.ERROR for _, finding in new)) else 0)
 
 
 def _gathered(
     asked: tuple[str, ...], cluster: Cluster, kind: str | None, policies: tuple[str, ...], today: date
-) -> exceptions.Sorted:
-    """Every finding of the files and, of plan files, of the policies, sorted by the exceptions that there are."""
-    from prepkit.formats.policy import refusals_of
+) -> tuple[exceptions.Sorted, tuple[_Placed, ...]]:
+    """Every finding of the files and, of plan files, of the policies, sorted by the exceptions that there are.
 
-    policy = cli_files.policy(policies, as_json=False)
+    Beside it what nothing excepts and no baseline knows: policies that cannot be read, and files where prepkit fails.
+    """
+    from prepkit.formats.policy import Policy, read_policies, refusals_of
+    from prepkit.rules import by_id
+
+    read = cli_files.attempt(lambda: read_policies(policies))
+    policy = Policy() if isinstance(read, PlanRejected) else read
+    stopped = [(_place_in(finding), finding) for finding in read.findings] if isinstance(read, PlanRejected) else []
     every: list[_Placed] = []
     exempt: list[exceptions.Exempt] = []
-    for one in examined(asked, cluster, kind) if asked else ():
+    judged = 0
+    checked, crashed = _all_examined(asked, cluster, kind)
+    for one in checked:
         every += one.findings
         every += (pair for pair in one.beyond if pair[1].rule == UNASKED)
         own, wrong = exceptions.comments(one.found.path, _text(one.found.path))
         exempt += own
         every += wrong
-        if one.found.sort == "plan" and policies and not one.wrong:
-            every += refusals_of(policy, one.found.path)
+        if one.found.sort == "plan" and policy.asks:
+            said = cli_files.attempt(functools.partial(refusals_of, policy, one.found.path))
+            judged += not isinstance(said, PlanRejected)
+            every += () if isinstance(said, PlanRejected) else said  # why it cannot be read is told already
+    if policy.asks and not judged:
+        every.append(_unjudged(policies, tuple(one.found.path for one in checked if one.found.sort == "config")))
     # those of a policy are about every file of a repository, and not about these alone
-    exempt += (one for one in policy.exempt if any(one.covers(*pair) for pair in every))
-    return exceptions.sort(tuple(dict.fromkeys(every)), tuple(exempt), today)
+    ids = (*by_id(), *policy.asks)
+    exempt += (one for one in policy.exempt if one.rule not in ids or any(one.covers(*pair) for pair in every))
+    return exceptions.sort(tuple(dict.fromkeys(every)), tuple(exempt), today, ids), (*stopped, *crashed)
+
+
+def _place_in(finding: Finding) -> FilePlace:
+    """Where a finding is that names its file, and line and column where they are known."""
+    told = re.fullmatch(r"(.+?):(\d+):(\d+)", finding.where)
+    return FilePlace(told[1], int(told[2]), int(told[3])) if told else FilePlace(finding.where, 1, 1)
+
+
+def _unjudged(policies: tuple[str, ...], configs: tuple[str, ...]) -> _Placed:
+    """That no plan was there to be asked: a policy says nothing of a config."""
+    place = FilePlace(policies[0], 1, 1)
+    words = " ".join(f"--policy {file}" for file in policies)
+    what = "no plan was judged: a policy is asked of plans, and there is no plan file here that can be read"
+    make = f"prepkit plan {configs[0] if configs else 'CONFIG'} --model PKG.MOD:FACTORY -o plan.json {words}"
+    return place, rules.found(
+        "policy.unasked", str(place), what, f"Make one: {make}, then: prepkit gate plan.json {words}"
+    )
+
+
+def _all_examined(
+    asked: tuple[str, ...], cluster: Cluster, kind: str | None
+) -> tuple[tuple[Checked, ...], tuple[_Placed, ...]]:
+    """Return every file, and those at which prepkit itself fails: each for itself, so that the others' are not lost."""
+    if not asked:
+        return (), ()
+    try:
+        return tuple(examined(asked, cluster, kind)), ()
+    except click.ClickException:
+        raise
+    except Exception as error:
+        files = tuple(dict.fromkeys(one.path for one in files_found(asked, kind)))
+        if len(files) < 2:
+            return (), (_crashed(files[0] if files else asked[0], error),)
+        alone = [_all_examined((file,), cluster, kind) for file in files]
+        crashed = tuple(pair for _, pairs in alone for pair in pairs)
+        if not crashed:  # together alone do they fail
+            return tuple(one for each, _ in alone for one in each), (_crashed(asked[0], error),)
+        failed = {place.file for place, _ in crashed}
+        good, more = _all_examined(tuple(file for file in files if file not in failed), cluster, kind)
+        return good, (*crashed, *more)
+
+
+def _crashed(file: str, error: Exception) -> _Placed:
+    say("".join(traceback.format_exception(error)).rstrip(), err=True)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    what = (
+        f"prepkit itself fails here: {type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+    )
+    return FilePlace(file, 1, 1), rules.found("gate.crashed", file, what)
 
 
 def _text(path: str) -> str:
@@ -127,26 +195,71 @@ def _tell(form: str, new: tuple[_Placed, ...], known: int, excepted: tuple[_Plac
             say("\n".join((*(line_of(*pair) for pair in new), *accepted, f"{len(new)} new, {known} known{also}")))
 
 
-def print_of(place: FilePlace, finding: Finding) -> str:
-    """Return what stays of a finding when lines are added above it: file, rule, key and what is wrong."""
-    where = re.sub(r":\d+:\d+", "", finding.where)
-    text = "\0".join((Path(place.file).as_posix(), finding.rule, where, finding.what))
-    return sha256(text.encode()).hexdigest()[:32]
-
-
-def _known(baseline: str | None) -> frozenset[str]:
-    if baseline is None or not Path(baseline).exists():
-        return frozenset()
-    try:
-        data = json.loads(codec.read_text(baseline))
-        return frozenset(map(str, data["known"]))
-    except (PlanRejected, ValueError, KeyError, TypeError, RecursionError):
-        what = f"{baseline} is no baseline: write it anew with --write-baseline"
-        raise click.UsageError(what) from None
-
-
 def _data(place: FilePlace, finding: Finding) -> dict[str, Any]:
     return {**codec.to_data(finding), "file": place.file, "line": place.line, "column": place.column}
+
+
+# --- the baseline ----------------------------------------------------------------------------------------------------
+
+
+def print_of(place: FilePlace, finding: Finding, root: Path | None = None) -> str:
+    """Return what stays of a finding when lines are added above it: file, rule, key and what is wrong.
+
+    Below ``root``, however the command line spells the file; without one, as it is spelt.
+    """
+    file = Path(place.file).as_posix() if root is None else _below(place.file, root)
+    where, what = re.sub(r":\d+:\d+", "", finding.where), finding.what
+    if root is not None:
+        named = _spelt(place.file, root)
+        where, what = (named.sub(lambda found: "" if found[0].endswith("/") else file, text) for text in (where, what))
+        what = re.sub(r"\b(lines?|column) \d+", r"\1", what)
+    return sha256("\0".join((file, finding.rule, where, what)).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _spelt(file: str, root: Path) -> re.Pattern[str]:
+    """The file as it was spelt, and the beginning of paths below the root."""
+    return re.compile(rf"(?<![\w./-]){re.escape(file)}(?![\w/-])|{re.escape(str(root))}/")
+
+
+def _below(file: str, root: Path) -> str:
+    """The file from the root, by a path that names no folder twice; links of its folders are followed, not its own."""
+    real = Path(file).parent.resolve() / Path(file).name
+    return Path(os.path.relpath(real, root)).as_posix()
+
+
+def _folder_of(baseline: str) -> Path:
+    return Path(baseline).resolve().parent
+
+
+def _new(every: tuple[_Placed, ...], baseline: str | None) -> tuple[_Placed, ...]:
+    """Return the findings that the baseline does not know: of those that are alike it knows as many as it holds."""
+    if baseline is None:
+        return every
+    left = _known(baseline)
+    new: list[_Placed] = []
+    for pair in every:
+        # a baseline that was written before paths began at its folder has them as they were spelt
+        prints = (print_of(*pair, _folder_of(baseline)), print_of(*pair))
+        known = next((one for one in prints if left[one]), None)
+        if known is None:
+            new.append(pair)
+        else:
+            left[known] -= 1
+    return tuple(new)
+
+
+def _known(baseline: str) -> Counter[str]:
+    if not Path(baseline).exists():
+        say(f"there is no {baseline}, so that nothing is known; --write-baseline writes it", err=True)
+        return Counter()
+    try:
+        known = json.loads(codec.read_text(baseline))["known"]
+        if isinstance(known, list):
+            return Counter(map(str, known))
+    except (PlanRejected, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise click.UsageError(f"{baseline} is no baseline: write it anew with --write-baseline")
 
 
 # --- SARIF -----------------------------------------------------------------------------------------------------------
@@ -157,9 +270,9 @@ def sarif(findings: tuple[_Placed, ...], excepted: tuple[_Placed, ...] = ()) -> 
     order = [Severity.ERROR, Severity.WARNING, Severity.NOTE]
     first = sorted(findings, key=lambda pair: order.index(pair[1].severity))
     kept = [*((pair, False) for pair in first), *((pair, True) for pair in excepted)][:MOST_RESULTS]
-    rules = sorted({finding.rule for (_, finding), _ in kept})
-    driver = {"name": "prepkit", "rules": [_rule(rule) for rule in rules]}
-    results = [_result(*pair, rules.index(pair[1].rule), accepted) for pair, accepted in kept]
+    ids = sorted({finding.rule for (_, finding), _ in kept})
+    driver = {"name": "prepkit", "rules": [_rule(rule) for rule in ids]}
+    results = [_result(*pair, ids.index(pair[1].rule), accepted) for pair, accepted in kept]
     run: dict[str, Any] = {"tool": {"driver": driver}, "results": results}
     if left_out := len(findings) + len(excepted) - len(kept):
         text = f"{left_out:,} more findings than code scanning shows are left out: prepkit gate --format json has all"

@@ -205,7 +205,9 @@ def readable(loaded: tuple[T | PlanRejected, ...], as_json: bool) -> tuple[T, ..
     return good
 
 
-def refuse(outcomes: tuple[object, ...], as_json: bool, *, err: bool = True) -> NoReturn:
+def refuse(
+    outcomes: tuple[object, ...], as_json: bool, *, err: bool = True, line: Callable[[Finding], str] = str
+) -> NoReturn:
     """Says every finding of the refused ones, and ends the command; findings that were asked for are no ``err``."""
     from prepkit import codec
     from prepkit.render.text import findings_text
@@ -217,5 +219,5 @@ def refuse(outcomes: tuple[object, ...], as_json: bool, *, err: bool = True) -> 
     if as_json:
         say_json({"findings": codec.to_data(findings)})
     else:
-        say(findings_text(findings), err=err or wrong)
+        say(findings_text(findings, line), err=err or wrong)
     sys.exit(2 if wrong else 1)

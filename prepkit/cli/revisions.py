@@ -1,18 +1,21 @@
-"""What changed between two revisions of a git repository: of each config and plan file, in numbers and in words."""
+"""What changed between two revisions of a git repository: of each config, script and plan, in numbers and words."""
 
 from __future__ import annotations
 
 import io
+import json
+import os
 import re
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import click
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from prepkit import codec
 from prepkit.cli import import_and_export as cli_import
@@ -21,8 +24,9 @@ from prepkit.config import Config
 from prepkit.facts import Env, Facts
 from prepkit.findings import PlanRejected
 from prepkit.findings.text import in_bytes
-from prepkit.formats.found import found
+from prepkit.formats.found import SCRIPTS, found
 from prepkit.formats.importers.source import Imported
+from prepkit.formats.launches import Script, read_script
 from prepkit.plan import Plan
 from prepkit.predict.said import at, said
 
@@ -30,7 +34,7 @@ MARK = "<!-- prepkit diff -->"
 """First line of the comment, by which the next run finds it and writes it anew."""
 LARGEST = 2**28
 """Bytes of the configs of one revision."""
-_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+_SUFFIXES = (".yaml", ".yml", ".json", ".toml", *SCRIPTS)
 _NUMBERS = (
     ("memory for certain", "memory.for_certain"),
     ("memory at most", "memory.at_most"),
@@ -41,9 +45,14 @@ _NUMBERS = (
     ("micro-batches per step", "accumulation"),
     ("processes", "world_size"),
 )
+_STARTED = ("processes", "processes of a node", "nodes")
+"""What a config of another library says of the cluster that it starts, with or without a plan."""
 TRAINS = (
     *("precision", "clip", "optimizer", "accumulation", "global_batch", "scheduler_ticks", "total_steps", "weights"),
-    *("loaders", "intent"),
+    *("loaders", "intent", "model"),
+    # as DeepSpeed's JSON has them
+    *("fp16", "bf16", "data_types", "scheduler", "gradient_clipping", "gradient_accumulation_steps"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu"),
 )
 """Settings that change what is computed; others change where and how."""
 
@@ -57,6 +66,10 @@ class Side:
 
     config: Config | None = None
     plan: Plan | None = None
+    started: Mapping[str, Any] = field(factory=dict)
+    """What a config of another library says of the processes that train, by the names of ``_STARTED``."""
+    script: Mapping[str, Any] | None = None
+    """What the lines of a script that start a training say; None of any other file."""
     refused: tuple[str, ...] = ()
     """Findings against it."""
 
@@ -120,6 +133,8 @@ def changed(words: tuple[str, ...], plans: Plans) -> tuple[Changed, ...]:
     base, head = (
         _git("rev-parse", "--verify", "--end-of-options", f"{one}^{{commit}}").decode().strip() for one in (base, head)
     )
+    for path in words[1:]:
+        _demand(path, base, head)
     names = _git("diff", "--name-only", "--relative", "-z", "--no-renames", base, head, "--", *(words[1:] or (".",)))
     files = [
         name for name in names.decode(errors="replace").split("\0") if PurePosixPath(name).suffix.lower() in _SUFFIXES
@@ -130,6 +145,13 @@ def changed(words: tuple[str, ...], plans: Plans) -> tuple[Changed, ...]:
         sides = [_checked_out(revision, Path(folder, name)) for revision, name in ((base, "base"), (head, "head"))]
         every = [_compared(file, *(_side(Path(side, file), file, plans) for side in sides)) for file in files]
     return tuple(one for one in every if one is not None and not one.empty)
+
+
+def _demand(path: str, *revisions: str) -> None:
+    """Ends the command where no revision has anything there: nothing would be compared, and that is no agreement."""
+    nothing = _git("hash-object", "-t", "tree", os.devnull).decode().strip()
+    if not any(_git("diff", "--name-only", "-z", nothing, one, "--", path) for one in revisions):
+        raise click.UsageError(f"neither revision has a file at {path}")
 
 
 def _git(*words: str) -> bytes:
@@ -165,8 +187,10 @@ def _checked_out(revision: str, folder: Path) -> Path:
 def _side(path: Path, name: str, plans: Plans) -> Side | None:
     """Return what the file is there; None where there is none, or nothing tells it to be of any concern."""
     one = found(str(path)) if path.is_file() else None
-    if one is None or one.sort == "script":
+    if one is None:
         return None
+    if one.sort == "script":
+        return Side(script=_lines_of(read_script(str(path))))
     if one.sort == "plan":
         loaded = cli_files.attempt(lambda: codec.load_plan(str(path)))
         if isinstance(loaded, PlanRejected):
@@ -175,11 +199,33 @@ def _side(path: Path, name: str, plans: Plans) -> Side | None:
     read = cli_import.read(str(path), one.kind or None)
     if isinstance(read, PlanRejected):
         return Side(refused=_lines(read, path, name))
-    config = evolve(read.config, origins=())
+    config, starts = evolve(read.config, origins=()), _started(read)
     made = plans(name, config, read)
     if isinstance(made, PlanRejected):
-        return Side(config=config, refused=_lines(made, path, name))
-    return Side(config=config, plan=made)
+        return Side(config=config, started=starts, refused=_lines(made, path, name))
+    return Side(config=config, started=starts, plan=made)
+
+
+def _lines_of(script: Script) -> dict[str, Any]:
+    """What a script asks Slurm for, and what each of its launches says, as single values."""
+    values: dict[str, Any] = {f"#SBATCH {name}": value for name, value in script.slurm.items()}
+    seen: Counter[str] = Counter()
+    for launch in script.launches:
+        seen[launch.launcher] += 1
+        name = launch.launcher if seen[launch.launcher] == 1 else f"{launch.launcher} {seen[launch.launcher]}"
+        asked = {"processes": launch.processes, "nodes": launch.nodes, "processes of a node": launch.per_node}
+        values |= {f"{name}: {what}": value for what, value in asked.items() if value is not None}
+        values |= {f"{name}: config {at}": named.path for at, named in enumerate(launch.configs, start=1)}
+        values |= {f"{name}: --{one.name}": one.value for one in launch.arguments}
+    return values
+
+
+def _started(read: Imported) -> dict[str, Any]:
+    """What the file says of processes and machines, and of the model that it trains."""
+    size, each = read.world_size, read.per_node
+    nodes = -(-size // each) if size and each else None
+    said_ = {"processes": size, "processes of a node": each, "nodes": nodes, "device": read.device, "model": read.model}
+    return {name: value for name, value in said_.items() if value is not None}
 
 
 def _lines(refused: PlanRejected, path: Path, name: str) -> tuple[str, ...]:
@@ -195,30 +241,61 @@ def _compared(file: str, before: Side | None, after: Side | None) -> Changed | N
         return Changed(file=file, what="removed")
     old = before or Side()
     refused = tuple(line for line in after.refused if line not in old.refused)
-    changes = tuple(_settings(old.config, after.config)) if old.config and after.config else ()
+    both = (old.config and after.config) or (old.script is not None and after.script is not None)
+    changes = tuple(_settings(old, after)) if both else ()
     return Changed(
         file=file,
         what="changed" if before else "added",
-        rows=tuple(_rows(old.plan, after.plan)) if after.plan else (),
+        rows=tuple(_rows(old, after)),
         trains=tuple(one for one in changes if one[0].partition(".")[0] in TRAINS),
         settings=tuple(one for one in changes if one[0].partition(".")[0] not in TRAINS),
         refused=refused,
     )
 
 
-def _rows(before: Plan | None, after: Plan) -> Iterator[Number]:
-    old, new = said(before) if before else None, said(after)
-    for name, path in _NUMBERS:
+def _rows(before: Side, after: Side) -> Iterator[Number]:
+    old, new = (said(side.plan) if side.plan else None for side in (before, after))
+    for name, path in _NUMBERS if new else ():
         was, now = at(old, path) if old else None, at(new, path)
         if was != now:
             yield Number(name=name, before=was, after=now, bytes=path.startswith(("memory", "traffic")))
+    for name in _STARTED if before.config and after.config else ():
+        was, now = before.started.get(name), after.started.get(name)
+        if was != now and not (new and name == "processes"):  # the plan's are told
+            yield Number(name=name, before=was, after=now)
 
 
-def _settings(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]]:
-    old, new = (codec.flat(codec.to_data(config)) for config in (before, after))
+def _settings(before: Side, after: Side) -> Iterator[tuple[str, Any, Any]]:
+    old, new = ({**_values(side.config), **_beside(side), **(side.script or {})} for side in (before, after))
     for name in dict.fromkeys((*old, *new)):
         if old.get(name) != new.get(name):
             yield name, old.get(name), new.get(name)
+
+
+def _beside(side: Side) -> dict[str, Any]:
+    return {name: side.started[name] for name in ("device", "model") if name in side.started}
+
+
+def _values(config: Config | None) -> dict[str, Any]:
+    """Single values under the names that a file has for them; DeepSpeed's own JSON is gone into."""
+    own = codec.flat(codec.to_data(config))
+    values: dict[str, Any] = {}
+    for name, value in own.items():
+        inside = _inside(value)
+        more = {} if inside is None else codec.flat(inside)
+        values |= {name: value} if inside is None else {f"{name}.{k}" if k in own else k: v for k, v in more.items()}
+    return values
+
+
+def _inside(value: Any) -> dict[str, Any] | None:
+    """What a value says that is a mapping in JSON; None of any other."""
+    if not isinstance(value, str) or not value.startswith("{"):
+        return None
+    try:
+        data = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
 
 
 def planner(model: str | None, cluster: Any) -> Plans:
@@ -263,7 +340,10 @@ def data_of(every: tuple[Changed, ...]) -> list[dict[str, Any]]:
 
 def text_of(every: tuple[Changed, ...]) -> str:
     """Everything as plain text."""
-    return "\n".join(line for one in every for line in _text(one)) or "no config or plan says anything else than before"
+    return (
+        "\n".join(line for one in every for line in _text(one))
+        or "no config, script or plan says anything else than before"
+    )
 
 
 def _text(one: Changed) -> Iterator[str]:
@@ -279,7 +359,7 @@ def comment_of(every: tuple[Changed, ...], revisions: str) -> str:
     """Everything as a comment on a pull request, in Markdown; what files say stands in it as code."""
     lines = [MARK, f"**prepkit** {_code(revisions)}"]
     if not every:
-        lines += ["", "No config or plan says anything else than before."]
+        lines += ["", "No config, script or plan says anything else than before."]
     for one in every:
         lines += ["", f"### {_code(one.file)} {one.what}"]
         if one.rows:

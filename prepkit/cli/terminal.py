@@ -45,7 +45,13 @@ def say_json(data: Any) -> None:
     _write(readable(data), sys.stdout)
 
 
-def _write(text: str, stream: IO[str] | None) -> None:
+def say_as_it_is(text: str) -> None:
+    """Prints lines for another program, such as a patch, with every character that they have; harmless to terminals."""
+    looked_at = sys.stdout is not None and sys.stdout.isatty()
+    _write(painted(harmless(text), sys.stdout) if looked_at else text, sys.stdout, end=False)
+
+
+def _write(text: str, stream: IO[str] | None, *, end: bool = True) -> None:
     """A pipe whose reader has left swallows the text: ``prepkit show plan.json | head`` is no fault.
 
     Neither is a stream that the caller has closed. One that can hold no more ends the command, in words.
@@ -53,7 +59,7 @@ def _write(text: str, stream: IO[str] | None) -> None:
     if stream is None:
         return
     try:
-        click.echo(text, file=stream)
+        click.echo(text, file=stream, nl=end)
     except OSError as error:
         # What is still buffered would complain again when the interpreter closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

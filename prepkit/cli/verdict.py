@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import date
 from typing import Any
 
@@ -89,8 +90,8 @@ def findings_data(verdicts: tuple[Verdict, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def verdicts_text(verdicts: tuple[Verdict, ...]) -> str:
-    """Every finding once, those of the same world sizes together; empty when there are none."""
+def verdicts_text(verdicts: tuple[Verdict, ...], line: Callable[[Finding], str] = str) -> str:
+    """Every finding once, those of the same world sizes together; empty when there are none. ``line`` writes each."""
     groups: dict[tuple[tuple[int, ...], bool], list[Finding]] = {}
     for (finding, accepted), sizes in _by_size(verdicts).items():
         groups.setdefault((sizes, accepted), []).append(finding)
@@ -99,7 +100,7 @@ def verdicts_text(verdicts: tuple[Verdict, ...]) -> str:
         sizes_text = f"world size {', '.join(map(str, sizes))}" if len(verdicts) > 1 else ""
         title = ", ".join(part for part in (sizes_text, "accepted in config.overrides" if accepted else "") if part)
         parts += [f"{title}:"] if title else []
-        parts.append(findings_text(tuple(findings)))
+        parts.append(findings_text(tuple(findings), line))
     return "\n".join(parts)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from itertools import islice
@@ -148,21 +149,36 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
     """Writes a file whole or not at all. Raises ``OSError`` where the folder cannot be written.
 
-    Also where something stands there that is no file, such as a device: a new file would take its place.
+    Also where something stands there that is no file, such as a device: a new file would take its place. A file that
+    stands there keeps its mode and, as far as whoever writes may give it away, its owner.
     """
     target = Path(os.path.realpath(path))  # a link keeps pointing to the file
     if target.exists() and not target.is_file():
         raise OSError(errno.EINVAL, "it is no regular file")
+    was = target.stat() if target.exists() else None
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        with draft.open("xb") as file:
+        made = os.open(
+            draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600 if was else 0o666
+        )
+        with os.fdopen(made, "wb") as file:
             file.write(text.encode(errors="backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
+        if was is not None:
+            _as_it_was(draft, was)
         draft.replace(target)
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
+
+
+def _as_it_was(draft: Path, was: os.stat_result) -> None:
+    now = draft.stat()
+    if hasattr(os, "chown") and (now.st_uid, now.st_gid) != (was.st_uid, was.st_gid):
+        with contextlib.suppress(PermissionError):  # only root gives files away
+            os.chown(draft, was.st_uid, was.st_gid)
+    draft.chmod(stat.S_IMODE(was.st_mode))
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

@@ -14,11 +14,12 @@ from ruamel.yaml.nodes import CollectionNode, MappingNode, Node
 
 from prepkit.codec.languages import typed
 from prepkit.facts import Env
-from prepkit.findings import Finding, PlanRejected
+from prepkit.findings import Finding, PlanRejected, errors
 from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.foreign import lenient
 from prepkit.formats.importers.positions import plain_json, positions
 from prepkit.formats.importers.source import LANGUAGES, Imported, Source, composed
+from prepkit.formats.places import scalar_end
 from prepkit.rules.without_model import ask
 
 
@@ -77,11 +78,22 @@ def _first(source: Source, texts: Iterator[str], change: Any) -> str | None:
         return None
     for text in texts:
         try:
-            if lenient(Source(source.path, text, source.suffix)) == meant:
+            if lenient(after := Source(source.path, text, source.suffix)) == meant and (
+                _plain(after) or not _plain(source)
+            ):
                 return text
         except PlanRejected:
             continue
     return None
+
+
+def _plain(source: Source) -> bool:
+    """Whether every reader takes it: JSON without comments and without a comma at the end stays so."""
+    try:
+        source.data()
+    except PlanRejected:
+        return False
+    return True
 
 
 def _at(data: Any, parts: list[str]) -> Any:
@@ -126,15 +138,15 @@ def _ends(source: Source, path: str, start: int) -> Iterator[int]:
         pairs = node.value if isinstance(node, MappingNode) else ()
         node = next((value for key, value in pairs if str(key.value) == part), None)
     if node is not None:
-        yield _last(node)
+        yield _last(node, plain)
 
 
-def _last(node: Node) -> int:
+def _last(node: Node, text: str) -> int:
     """The end of a value; a block's ends with its last scalar, before comments that belong to what follows."""
     if not isinstance(node, CollectionNode) or node.flow_style or not node.value:
-        return int(node.end_mark.index)
+        return scalar_end(node, text)
     last = node.value[-1]
-    return _last(last[1] if isinstance(last, tuple) else last)
+    return _last(last[1] if isinstance(last, tuple) else last, text)
 
 
 # --- mending ---------------------------------------------------------------------------------------------------------
@@ -152,18 +164,21 @@ _UNQUOTED = re.compile(r"Write .* without quotes: (true|false|-?\d[\d.e+-]*)\.")
 _MOST = 50
 
 
-def mended(source: Source, kind: str) -> tuple[Source, tuple[Finding, ...]]:
+def mended(source: Source, kind: str, wrong: tuple[Finding, ...] = ()) -> tuple[Source, tuple[Finding, ...]]:
     """The file with what is safe to mend, and the findings that are gone.
 
-    Keys without effect are removed where all that is read of the file stays as it is; a misspelt key at the top of a
+    Keys without effect are removed where all that is read of the file stays as it is, and no error is left in it: what
+    mends the error may well give the key its effect. A misspelt key at the top of a
     file that its library would refuse gets the name that is meant; so does any of a file of prepkit's own, which takes
     a value of another type for none, and where a value that can mean one thing only gets the type that it should have,
     as a number or a switch in quotes does in DeepSpeed's JSON: it is refused, or read as the same.
-    Each edit is read again before it counts.
+    Each edit is read again before it counts. ``wrong``: errors that were found in the file with others beside it.
     """
     gone: list[Finding] = []
     for _ in range(_MOST):
-        step = next(_steps(source, kind), None)
+        ended = {said_of(finding) for finding in gone}
+        safe = all(said_of(finding) in ended for finding in wrong)
+        step = next(_steps(source, kind, safe), None)
         if step is None:
             break
         source, finding = step
@@ -171,29 +186,37 @@ def mended(source: Source, kind: str) -> tuple[Source, tuple[Finding, ...]]:
     return source, tuple(gone)
 
 
-def _steps(source: Source, kind: str) -> Iterator[tuple[Source, Finding]]:
-    """Edits that are safe, each with the finding that it ends."""
-    read, findings = _read(source, kind)
-    for finding in findings:
-        place, near = _PLACE.fullmatch(finding.where), _NEAR.fullmatch(finding.fix)
-        text, refused = None, kind == "prepkit"
-        if place and finding.rule == "import.no-effect" and finding.fix == "Remove it.":
-            text = without(source, place[1])
-        elif place and near and finding.rule in ("import.unknown-key", "codec.unknown-key"):
-            refused |= kind in STRICT and "." not in place[1]
-            text = renamed(source, place[1], near[1] or near[2]) if refused else None
-        elif place and refused and _TYPED.fullmatch(finding.fix):
-            text = _retyped(source, place[1], finding.fix)
-        elif finding.rule == _WRONG_TYPE and (plain := _UNQUOTED.fullmatch(finding.fix)):
-            refused, text = True, revalued(source, key_of(finding), json.loads(plain[1]))
+def _steps(source: Source, kind: str, safe: bool) -> Iterator[tuple[Source, Finding]]:
+    """Edits that are safe, each with the finding that it ends; a key is removed where nothing else is to be done."""
+    read, findings, wrong = _read(source, kind)
+    removed = [finding for finding in findings if finding.rule == _NO_EFFECT]
+    others = [finding for finding in findings if finding.rule != _NO_EFFECT]
+    for finding in (*others, *(removed if safe and not wrong else ())):
+        text, refused = _edited(source, kind, finding)
         if text is None:
             continue
-        after, left = _read(Source(source.path, text, source.suffix), kind)
+        after, left, _ = _read(Source(source.path, text, source.suffix), kind)
         same = refused or (read is not None and after == read)
         said, before = {said_of(one) for one in left}, {said_of(one) for one in findings}
         own = refused and said_of(finding) not in said and len(said) <= len(before)  # renamed, it may show another flaw
         if own or (same and said < before):
             yield Source(source.path, text, source.suffix), finding
+
+
+def _edited(source: Source, kind: str, finding: Finding) -> tuple[str | None, bool]:
+    """The text with what the finding asks for, or None; and whether its library refuses the file, or reads the same."""
+    place, near = _PLACE.fullmatch(finding.where), _NEAR.fullmatch(finding.fix)
+    own = kind == "prepkit"
+    if place and finding.rule == _NO_EFFECT and finding.fix == "Remove it.":
+        return without(source, place[1]), own
+    if place and near and finding.rule in ("import.unknown-key", "codec.unknown-key"):
+        refused = own or (kind in STRICT and "." not in place[1])
+        return renamed(source, place[1], near[1] or near[2]) if refused else None, refused
+    if place and own and _TYPED.fullmatch(finding.fix):
+        return _retyped(source, place[1], finding.fix), own
+    if finding.rule == _WRONG_TYPE and (plain := _UNQUOTED.fullmatch(finding.fix)):
+        return revalued(source, key_of(finding), json.loads(plain[1])), True
+    return None, own
 
 
 def _retyped(source: Source, path: str, fix: str) -> str | None:
@@ -215,6 +238,7 @@ def _retyped(source: Source, path: str, fix: str) -> str | None:
 
 
 _WRONG_TYPE = "deepspeed.wrong-type"
+_NO_EFFECT = "import.no-effect"
 
 
 def key_of(finding: Finding) -> str:
@@ -228,22 +252,19 @@ def said_of(finding: Finding) -> tuple[str, str]:
     return finding.rule, f"{finding.where.rpartition(' ')[2]}: {finding.what}"
 
 
-def _read(source: Source, kind: str) -> tuple[Imported | None, tuple[Finding, ...]]:
-    """Return what is read of the file but for places, and what is said of it."""
+def _read(source: Source, kind: str) -> tuple[Imported | None, tuple[Finding, ...], bool]:
+    """Return what is read of the file but for places, what is said of it, and whether there is an error in it."""
     try:
         imported = IMPORTERS[kind].read(source)
         findings = imported.notes
     except PlanRejected as refused:
         if not isinstance(refused.rest, Imported):
-            return None, refused.findings
+            return None, refused.findings, True
         imported, findings = refused.rest, refused.findings
-    return _meant(imported), (*findings, *(_wrong_types(imported) if kind == "deepspeed" else ()))
-
-
-def _wrong_types(imported: Imported) -> tuple[Finding, ...]:
-    """What the rules say of types in DeepSpeed's JSON, which its importer keeps as they are."""
-    said = ask(imported.config, Env.declare(world_size=1), frozenset()).findings
-    return tuple(finding for finding in said if finding.rule == _WRONG_TYPE)
+    env, known = imported.env, frozenset({"world_size"})
+    said = ask(imported.config, env or Env.declare(world_size=1), known if env else frozenset()).findings
+    types = tuple(finding for finding in said if finding.rule == _WRONG_TYPE) if kind == "deepspeed" else ()
+    return _meant(imported), (*findings, *types), bool(errors((*findings, *said)))
 
 
 def _meant(imported: Imported) -> Imported:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import date
+from difflib import get_close_matches
+from pathlib import Path
 
 from attrs import evolve, field, frozen
 
@@ -12,6 +14,7 @@ from prepkit import rules
 from prepkit.codec.text import shown
 from prepkit.findings import Finding
 from prepkit.formats.places import FilePlace
+from prepkit.formats.places import comments as _comments
 
 _MARK = re.compile(r"(?:#|//)\s*prepkit\s*:\s*(ignore\b.*)")
 _COMMENT = re.compile(
@@ -62,22 +65,30 @@ def comments(file: str, text: str) -> tuple[tuple[Exempt, ...], tuple[tuple[File
     """
     found: list[Exempt] = []
     wrong: list[tuple[FilePlace, Finding]] = []
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
-        if "prepkit" not in line or not (mark := _MARK.search(line)):
-            continue
-        place = FilePlace(file, number, mark.start() + 1)
-        told = _COMMENT.fullmatch(mark[1].strip())
+    lines = text.split("\n")
+    for number, column, written in _marks(file, text):
+        place = FilePlace(file, number, column)
+        told = _COMMENT.fullmatch(written[written.index("ignore") :].strip())
         day = _day(told["until"]) if told else None
         if told is None or day is None or len(found) == MOST:
-            what = f"{shown(mark[0])} is no exception that prepkit reads, and excepts nothing"
+            what = f"{shown(written.strip())} is no exception that prepkit reads, and excepts nothing"
             wrong.append((place, rules.found("gate.exception", str(place), what)))
             continue
-        alone = not line[: mark.start()].strip()
+        alone = not lines[number - 1][: column - 1].strip()
         about = _next(lines, number) if alone else number
         parts = {"rule": told["rule"], "because": told["because"], "owner": told["owner"] or ""}
         found.append(Exempt(**parts, until=day, file=file, line=about, written=place))
     return tuple(found), tuple(wrong)
+
+
+def _marks(file: str, text: str) -> Iterator[tuple[int, int, str]]:
+    """Line, column and words of what names prepkit's ignore in the comments of a text, not in its strings."""
+    number = done = 0
+    for start, end in _comments(text, Path(file).suffix.lower()) if "prepkit" in text else ():
+        if mark := _MARK.search(text, start, end):
+            at = mark.start()
+            number, done = number + text.count("\n", done, at), at
+            yield number + 1, at - text.rfind("\n", 0, at), mark[0]
 
 
 def _next(lines: list[str], number: int) -> int:
@@ -93,8 +104,13 @@ def _day(text: str) -> date | None:
         return None
 
 
-def sort(findings: tuple[tuple[FilePlace, Finding], ...], exempt: tuple[Exempt, ...], today: date) -> Sorted:
-    """Findings that stand and those that are excepted today; one that has ended, or excepts nothing, is told."""
+def sort(
+    findings: tuple[tuple[FilePlace, Finding], ...], exempt: tuple[Exempt, ...], today: date, ids: tuple[str, ...] = ()
+) -> Sorted:
+    """Findings that stand and those that are excepted today; one that has ended, or excepts nothing, is told.
+
+    ``ids``: every rule that there is, so that a misspelt one is told as such.
+    """
     standing: list[tuple[FilePlace, Finding]] = []
     excepted: list[tuple[FilePlace, Finding]] = []
     used: set[FilePlace] = set()
@@ -106,18 +122,28 @@ def sort(findings: tuple[tuple[FilePlace, Finding], ...], exempt: tuple[Exempt, 
             standing.append((place, finding))
         else:
             excepted.append((place, evolve(finding, origin=str(valid))))
-    return Sorted((*standing, *_told(exempt, used, today)), tuple(excepted))
+    return Sorted((*standing, *_told(exempt, used, today, ids)), tuple(excepted))
 
 
-def _told(exempt: tuple[Exempt, ...], used: set[FilePlace], today: date) -> Iterator[tuple[FilePlace, Finding]]:
+def _told(
+    exempt: tuple[Exempt, ...], used: set[FilePlace], today: date, ids: tuple[str, ...]
+) -> Iterator[tuple[FilePlace, Finding]]:
     for one in exempt:
         where = str(one.written)
         if one.written not in used:
-            what = f"nothing here is found by {one.rule}, so that its exception excepts nothing"
-            yield one.written, rules.found("gate.exception-unused", where, what)
+            yield one.written, rules.found("gate.exception-unused", where, *_unused(one.rule, ids))
         elif today > one.until:
             what = f"the exception of {one.rule} has ended on {one.until} ({one.because})"
             yield one.written, rules.found("gate.exception-ended", where, what)
         elif not one.owner:
             what = f"nobody owns the exception of {one.rule}"
             yield one.written, rules.found("gate.exception-owner", where, what)
+
+
+def _unused(rule: str, ids: tuple[str, ...]) -> tuple[str, str]:
+    """What is wrong with an exception that excepts nothing, and what mends it."""
+    if rule in ids or not ids:
+        return f"nothing here is found by {rule}, so that its exception excepts nothing", ""
+    near = get_close_matches(rule, ids, n=1)
+    fix = f"Write {near[0]}." if near else "Write the id of a rule: prepkit rules lists them."
+    return f"there is no rule {rule}, so that its exception excepts nothing", fix

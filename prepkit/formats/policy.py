@@ -19,7 +19,7 @@ from prepkit.findings.text import in_bytes
 from prepkit.formats.exceptions import Exempt, sort
 from prepkit.formats.importers.positions import positions
 from prepkit.formats.importers.source import read
-from prepkit.formats.places import FilePlace
+from prepkit.formats.places import FilePlace, place_of
 from prepkit.plan import Plan
 from prepkit.predict.said import BYTES, WHATS, at, said
 from prepkit.rules import found
@@ -111,6 +111,11 @@ class Policy:
     exempt: tuple[Exempt, ...] = ()
     files: tuple[str, ...] = field(default=())
 
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """Ids of what it asks of plans; empty where it has exceptions alone."""
+        return (*(one.id for one in self.thresholds), *(rule.id for rule in self.rules))
+
 
 @frozen(kw_only=True)
 class Judged:
@@ -191,10 +196,13 @@ def asked(policy: Policy, plan: Plan) -> Iterator[Finding]:
 
 
 def refusals_of(policy: Policy, file: str) -> tuple[tuple[FilePlace, Finding], ...]:
-    """What the policy says of a plan file, exceptions not counted; a rule that raises is a finding like any other."""
-    place = FilePlace(file, 1, 1)
+    """What the policy says of a plan file, exceptions not counted; a rule that raises is a finding like any other.
+
+    Raises ``PlanRejected`` for a file that cannot be read.
+    """
+    place, plan = FilePlace(file, 1, 1), codec.load_plan(file)
     try:
-        return tuple((place, finding) for finding in asked(policy, codec.load_plan(file)))
+        return tuple((place, finding) for finding in asked(policy, plan))
     except PlanRejected as refused:
         return tuple((place, finding) for finding in refused.findings)
 
@@ -211,15 +219,23 @@ def _of_toml(file: str) -> Policy:
         raise PlanRejected((_broken(file, "a policy is a file in TOML or Python", "Name it policy.toml."),))
     if Path(file).stat().st_size > LARGEST:
         raise PlanRejected((_broken(file, f"it has more than {LARGEST:,} bytes", "Give the path of a policy."),))
+    text = ""
     try:
         source = read(file)
+        text, data = source.text, source.data()
     except PlanRejected as refused:
-        if refused.findings[0].rule != "config.empty":
-            raise
-        raise PlanRejected((_nothing(file),)) from None
-    if not (data := source.data()):
+        empty = refused.findings[0].rule == "config.empty"
+        raise PlanRejected((_nothing(file),) if empty else tuple(_damaged(file, text, refused))) from None
+    if not data:
         raise PlanRejected((_nothing(file),))
     return _Reader(file, positions(source.text, ".toml")).policy(data)
+
+
+def _damaged(file: str, text: str, refused: PlanRejected) -> Iterator[Finding]:
+    """What keeps the file from being read, at its line where that is known."""
+    for finding in refused.findings:
+        place = place_of(finding, file, text, ".toml")
+        yield _broken(str(place), finding.what, f"{finding.fix[:1].upper()}{finding.fix[1:]}.")
 
 
 def _nothing(file: str) -> Finding:

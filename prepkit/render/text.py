@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from prepkit.codec.diff import Set, Splice
@@ -17,13 +18,13 @@ from prepkit.rules.rule import Moment, Rule
 # --- findings --------------------------------------------------------------------------------------------------------
 
 
-def findings_text(findings: tuple[Finding, ...]) -> str:
+def findings_text(findings: tuple[Finding, ...], line: Callable[[Finding], str] = str) -> str:
     """List every finding, and their number at the end."""
     if not findings:
         return "no findings"
     counted = Counter(finding.severity for finding in findings)
     summary = ", ".join(count(counted[severity], severity.value) for severity in Severity if counted[severity])
-    return "\n".join((*map(str, findings), summary))
+    return "\n".join((*map(line, findings), summary))
 
 
 NOTHING_GOES_ON = "nothing can go on unless it holds"

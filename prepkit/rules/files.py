@@ -21,6 +21,11 @@ _gate = partial(refusal, told_by="prepkit gate")
 
 _GATE: tuple[Rule, ...] = (
     _gate(
+        id="gate.crashed",
+        summary="prepkit reads a file to its end, whatever is in it.",
+        fix="Report it, with the traceback on stderr and the file: the error is prepkit's own.",
+    ),
+    _gate(
         id="gate.exception",
         summary="A comment that names prepkit's ignore is an exception that prepkit reads.",
         fix="Write # prepkit: ignore[RULE] until 2027-01-01 by WHO because REASON.",
@@ -48,6 +53,12 @@ _GATE: tuple[Rule, ...] = (
         summary="A policy can be read, and its rules can be asked.",
         fix="Mend the line that the finding names: nothing passes until then.",
         told_by="prepkit gate --policy, prepkit plan --policy",
+    ),
+    _gate(
+        id="policy.unasked",
+        summary="A policy that is named is asked of a plan.",
+        fix="Make the plan, and name it beside the policy.",
+        told_by="prepkit gate --policy",
     ),
 )
 

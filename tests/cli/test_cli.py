@@ -124,9 +124,13 @@ def test_a_config_without_an_engine_is_told_before_the_model_is_imported(
     done = run(*command, "c.toml", "--model", "model_of_cli_tests:broken", "--world-size", "2")
     assert done.exit_code == 1
     said, silent = (done.stdout, done.stderr) if command == ("check",) else (done.stderr, done.stdout)
-    assert "error codec.wrong-type at c.toml:$.engine (engine in c.toml:1:1):" in said
-    assert "error codec.wrong-type at c.toml:$.accumulation (accumulation in c.toml:2:1):" in said
-    assert "note config.unasked at c.toml: " in said
+    lines = {
+        "error codec.wrong-type at c.toml:$.engine (engine in c.toml:1:1):": "c.toml:1:1: error codec.wrong-type:",
+        "error codec.wrong-type at c.toml:$.accumulation (accumulation in c.toml:2:1):": "c.toml:2:1: error codec.",
+        "note config.unasked at c.toml: ": "c.toml:1:1: note config.unasked: ",
+    }
+    for text, placed in lines.items():
+        assert (placed if command == ("check",) else text) in said
     assert (
         f"then: prepkit check c.toml{' --model model_of_cli_tests:broken' if command != ('sweep',) else ''}\n" in said
     )
@@ -231,12 +235,23 @@ def test_check_says_for_which_sizes_a_plan_exists(folder: Path) -> None:
     assert "for certain" in done.stdout
 
 
+def test_with_a_model_a_finding_stands_at_its_place_too(folder: Path) -> None:
+    """Editors and terminals follow it; with one path, with several, and where the file is refused before the model."""
+    Path("c.toml").write_text("accumulation = 2\n" + FSDP2_CONFIG.replace("replicate = 2", "replicate = 3"))
+    Path("d.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precison: bf16\n")
+    words = (*MAKE, "--world-size", "4", "--device", "cuda")
+    for paths in (("c.toml",), ("c.toml", "d.yaml")):
+        assert re.search(r"^c\.toml:7:1: error mesh\.", run("check", *paths, *words).stdout, re.MULTILINE)
+    for paths in (("d.yaml",), ("c.toml", "d.yaml")):
+        assert re.search(r"^d\.yaml:2:1: error import\.", run("check", *paths, *words).stdout, re.MULTILINE)
+
+
 def test_check_shows_errors_that_the_config_accepts_and_does_not_count_them(folder: Path) -> None:
     text = '{"engine": "Single", "optimizer": "SGD", "overrides": ["mesh.single-many-ranks"]}'
     Path("c.json").write_text(text)
     done = run("check", "c.json", *MAKE, "--world-size", "2", "--device", "cpu")
     assert done.exit_code == 0
-    assert done.stdout.startswith("accepted in config.overrides:\nerror mesh.single-many-ranks at ")
+    assert done.stdout.startswith("accepted in config.overrides:\nc.json:1:1: error mesh.single-many-ranks: ")
     data = json.loads(run("check", "c.json", *MAKE, "--world-size", "2", "--device", "cpu", "--json").stdout)
     assert [(one["rule"], one["accepted"]) for one in data["findings"]] == [("mesh.single-many-ranks", True)]
 

@@ -6,16 +6,20 @@ import gzip
 import json
 import os
 import random
+import re
 from base64 import b85encode
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from ruamel.yaml import YAML
 
+from prepkit.cli import import_and_export as cli_import
 from prepkit.cli.gate import MOST_RESULTS, junit, sarif, workflow_commands
 from prepkit.findings import Finding, Severity
+from prepkit.formats.found import SCRIPTS
 from prepkit.formats.places import FilePlace
 from tests.support.command_line import MAKE, ROOT, run, workplace
 
@@ -113,14 +117,92 @@ def test_a_baseline_forgives_what_it_knows_and_nothing_else(folder: Path) -> Non
     assert run("gate", "--write-baseline").exit_code == 2
 
 
-def test_the_hooks_of_pre_commit_run_and_pass_by_what_is_no_config(folder: Path) -> None:
-    hooks = {hook["id"]: hook["entry"].split() for hook in YAML(typ="safe").load(ROOT / ".pre-commit-hooks.yaml")}
+LAUNCH = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n"
+LINE = "srun torchrun --nproc_per_node 8 train.py\n"
+
+
+def test_a_baseline_knows_as_many_of_a_kind_as_it_holds(folder: Path) -> None:
+    words = ("gate", "run.slurm", "--strict", "--baseline", "known.json")
+    (folder / "run.slurm").write_text(LAUNCH + LINE)
+    assert run(*words, "--write-baseline").exit_code == 0
+    assert "0 new, 1 known" in run(*words).stdout
+    (folder / "run.slurm").write_text(LAUNCH + LINE + LINE)
+    again = run(*words)
+    assert (again.exit_code, "1 new, 1 known" in again.stdout) == (1, True)
+    assert "run.slurm:6:" in again.stdout
+    assert run(*words, "--write-baseline").exit_code == 0
+    (folder / "run.slurm").write_text(LAUNCH + LINE)
+    assert "0 new, 1 known" in run(*words).stdout
+
+
+def test_a_baseline_knows_a_file_however_it_is_spelt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "conf").mkdir()
+    (folder / "conf" / "c.yaml").write_text(f"{BAD}gradient_clipping: [\n")
+    (folder / "conf" / "d.yaml").write_text(BAD)
+    (folder / "a,b.yaml").unlink()
+    assert run("gate", "conf", "--baseline", "known.json", "--write-baseline").exit_code == 0
+    count = len(json.loads((folder / "known.json").read_text())["known"])
+    (folder / "link").symlink_to(folder / "conf")
+    for at, spelt, known in (
+        (".", "conf", "known.json"),
+        (".", "./conf", "known.json"),
+        (".", "conf/../conf/", "./known.json"),
+        (".", str(folder / "conf"), "known.json"),
+        (".", "link", "known.json"),
+        ("conf", ".", "../known.json"),
+        ("conf", "../conf", str(folder / "known.json")),
+    ):
+        monkeypatch.chdir(folder / at)
+        said = run("gate", spelt, "--baseline", known)
+        assert f"0 new, {count} known" in said.stdout, (spelt, said.stdout)
+
+
+def test_a_baseline_of_before_is_read_and_one_that_is_not_there_is_told(folder: Path) -> None:
+    (folder / "conf").mkdir()
+    (folder / "conf" / "c.yaml").write_text(BAD)
+    words = ("gate", "conf/c.yaml", "--strict", "--baseline", "conf/known.json")
+    said = run(*words)
+    assert (said.exit_code, said.stderr) == (
+        1,
+        "there is no conf/known.json, so that nothing is known; --write-baseline writes it\n",
+    )
+    old = sha256(
+        "\0".join(
+            (
+                "conf/c.yaml",
+                "import.unknown-key",
+                "conf/c.yaml mixed_precison",
+                json.loads(run("gate", "conf/c.yaml", "--format", "json").stdout)["findings"][0]["what"],
+            )
+        ).encode()
+    )
+    (folder / "conf" / "known.json").write_text(json.dumps({"known": [old.hexdigest()[:32]]}))
+    assert run(*words).exit_code == 0
+    assert "wrote conf/known.json, which knows 1 finding" in run(*words, "--write-baseline").stderr
+
+
+def test_the_hooks_of_pre_commit_check_the_repository_whatever_has_changed(folder: Path) -> None:
+    """They are run as pre-commit runs them: in the repository, where a changed file is named as ``files`` says."""
+    hooks = YAML(typ="safe").load(ROOT / ".pre-commit-hooks.yaml")
+    names = [f"conf/x{suffix}" for suffix in (".yaml", ".yml", ".json", ".toml", *SCRIPTS)]
+    (folder / "a,b.yaml").unlink()
     (folder / "workflow.yml").write_text("on: push\n")
-    codes = {}
-    for name, (command, *words) in hooks.items():
-        assert command == "prepkit"
-        codes[name] = [run(*words, file).exit_code for file in ("a,b.yaml", "workflow.yml")]
-    assert codes == {"prepkit-check": [0, 0], "prepkit-gate": [1, 0]}
+    (folder / "conf").mkdir()
+    deepspeed = (
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: conf/ds.json}\n"
+    )
+    (folder / "acc.yaml").write_text(deepspeed)
+    stage = '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}'
+    for text, codes in ((stage, (0, 0)), (stage.replace("3", "4"), (0, 1))):
+        (folder / "conf" / "ds.json").write_text(text)
+        for hook, code in zip(hooks, codes, strict=True):
+            command, *words = hook["entry"].split()
+            assert (command, hook["pass_filenames"], "types_or" in hook) == ("prepkit", False, False)
+            assert all(re.search(hook["files"], name) for name in names)
+            assert not re.search(hook["files"], "train.py")
+            done = run(*words)
+            assert (done.exit_code, "conf/ds.json" in done.stdout) == (code, "4" in text), done.output
+            assert "workflow.yml" not in done.stdout
 
 
 # --- exceptions ------------------------------------------------------------------------------------------------------
@@ -166,6 +248,45 @@ def test_a_comment_that_is_no_exception_excepts_nothing_and_is_an_error(folder: 
         assert _strict("2026-12-31") == (1, ["import.unknown-key", "gate.exception"])
     (folder / "a,b.yaml").write_text(BAD.replace("mixed", f"{EXCEPTED.replace(' by ana', '')}mixed"))
     assert _strict("2026-12-31") == (0, ["gate.exception-owner"])
+
+
+def test_an_exception_stands_in_a_comment_and_not_in_a_string(folder: Path) -> None:
+    for text, rules in (
+        (f'{BAD.replace("bf16", "")[:-1]}"bf16 {EXCEPTED.strip()}"\n', ["import.unknown-key"]),
+        (f'{BAD.replace("bf16", "")[:-1]}"bf16" {EXCEPTED}', []),
+        (f"{BAD.strip()} // {EXCEPTED[2:]}", ["config.damaged", "config.unasked"]),
+        (f"{BAD}# a: [\n{EXCEPTED.replace('unknown-key', 'nknown-key')}main_training_function: main\n", None),
+    ):
+        (folder / "a,b.yaml").write_text(text)
+        assert _strict("2026-12-31")[1] == (["import.unknown-key", "gate.exception-unused"] if rules is None else rules)
+    said = run("gate", "a,b.yaml", "--on", "2026-12-31").stdout
+    assert "there is no rule import.nknown-key" in said
+    assert "fix: Write import.unknown-key." in said
+
+
+def test_a_file_at_which_prepkit_fails_loses_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("boom.yaml", "c.yaml"):
+        (folder / name).write_text(BAD)
+    read = cli_import.read
+
+    def failing(path: str, kind: str | None) -> object:
+        if "boom" in path:
+            raise KeyError("flour")
+        return read(path, kind)
+
+    monkeypatch.setattr(cli_import, "read", failing)
+    done = run("gate", ".", "--format", "json", "--baseline", "known.json")
+    found = [(one["file"], one["rule"]) for one in json.loads(done.stdout)["findings"]]
+    assert [pair for pair in found if pair[1].startswith(("gate", "import"))] == [
+        ("boom.yaml", "gate.crashed"),
+        ("a,b.yaml", "import.unknown-key"),
+        ("c.yaml", "import.unknown-key"),
+    ]
+    assert done.exit_code == 1
+    assert "KeyError: 'flour'" in done.stderr
+    assert "Traceback" in done.stderr
+    assert run("gate", "boom.yaml", "--baseline", "known.json", "--write-baseline").exit_code == 1
+    assert not (folder / "known.json").exists()
 
 
 def test_exceptions_are_suppressions_in_sarif_and_skipped_in_junit(folder: Path) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from prepkit.codec.files import save
 from prepkit.formats.policy import read_policies
 from tests.cli.test_revisions import commit, git
 from tests.support.command_line import ROOT, run
+from tests.support.plans import fsdp2_plan
 
 SAMPLE = ROOT / "examples" / "gate"
 
@@ -27,8 +29,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_sample_passes_its_gate_until_its_exception_ends(folder: Path) -> None:
-    said = run("gate", ".", "--strict", "--policy", "policy.toml", "--on", "2026-12-31")
+    said = run("gate", ".", "--strict", "--on", "2026-12-31")
     assert (said.exit_code, "0 new, 0 known, 1 excepted" in said.stdout) == (0, True), said.output
+    said = run("gate", ".", "--strict", "--policy", "policy.toml", "--on", "2026-12-31")
+    assert (said.exit_code, "policy.unasked: no plan was judged" in said.stdout) == (1, True), said.output
+    save(fsdp2_plan(), "plan.json")
+    said = run("gate", ".", "--strict", "--policy", "policy.toml", "--on", "2026-12-31")
+    assert (said.exit_code, "unasked" in said.stdout) == (0, False), said.output
     assert "has ended on 2027-01-01" in run("gate", ".", "--on", "2027-01-02").stdout
     assert [one.id for one in read_policies(("policy.toml",)).thresholds] == ["ours.memory", "ours.engine"]
 

@@ -63,7 +63,7 @@ def test_nothing_that_matters_is_no_difference(folder: Path) -> None:
     (folder / "workflow.yml").write_text("on: push\n")
     commit()
     result = run("diff", "HEAD~1..HEAD", *MAKE, *CLUSTER)
-    assert (result.exit_code, result.stdout) == (0, "no config or plan says anything else than before\n")
+    assert (result.exit_code, result.stdout) == (0, "no config, script or plan says anything else than before\n")
 
 
 def test_plans_and_configs_are_compared_without_a_model_too(folder: Path) -> None:
@@ -75,6 +75,73 @@ def test_plans_and_configs_are_compared_without_a_model_too(folder: Path) -> Non
     assert "ddp.json: changed\n  memory for certain: " in said
     assert "trains differently: optimizer.kind: SGD -> AdamW" in said
     assert "one.json: removed" in said
+
+
+def test_processes_and_machines_that_a_config_starts_are_told(folder: Path) -> None:
+    text = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_machines: 1\nnum_processes: 8\n"
+    axolotl = "base_model: org/one\ndatasets: [{path: d, type: alpaca}]\nmicro_batch_size: 1\nlearning_rate: 1e-4\n"
+    (folder / "acc.yaml").write_text(text)
+    (folder / "axo.yaml").write_text(axolotl)
+    commit()
+    (folder / "acc.yaml").write_text(text.replace("machines: 1", "machines: 8"))
+    commit()
+    said = run("diff", "HEAD~1..HEAD")
+    assert (said.exit_code, said.stdout.splitlines()) == (
+        1,
+        ["acc.yaml: changed", "  processes of a node: 8 -> 1 (-88 %)", "  nodes: 1 -> 8 (+700 %)"],
+    )
+    (folder / "acc.yaml").write_text(
+        text.replace("machines: 1", "machines: 8").replace("processes: 8", "processes: 64")
+    )
+    (folder / "axo.yaml").write_text(axolotl.replace("org/one", "org/two"))
+    commit()
+    said = run("diff", "HEAD~2..HEAD")
+    assert "  processes: 8 -> 64 (+700 %)\n  nodes: 1 -> 8 (+700 %)\n" in said.stdout
+    assert "  trains differently: model: org/one -> org/two" in said.stdout
+    assert "| nodes | 1 | 8 | +700 % |" in run("diff", "HEAD~2..HEAD", "--comment").stdout
+    with_model = run("diff", "HEAD~2..HEAD", "acc.yaml", *MAKE).stdout
+    assert with_model.count("  processes: 8 -> 64") == 1
+
+
+def test_what_a_script_starts_is_told(folder: Path) -> None:
+    text = "#SBATCH --nodes=1\nsrun torchrun --nnodes 1 --nproc_per_node 8 train.py --lr 1e-4\necho 1\n"
+    (folder / "run.slurm").write_text(text)
+    (folder / "build.sh").write_text("make\n")
+    commit()
+    (folder / "run.slurm").write_text(text.replace("echo 1", "echo 2"))
+    (folder / "build.sh").write_text("make all\n")
+    commit()
+    assert run("diff", "HEAD~1..HEAD").exit_code == 0
+    (folder / "run.slurm").write_text(text.replace("nodes=1", "nodes=4").replace("nnodes 1", "nnodes 4"))
+    commit()
+    assert run("diff", "HEAD~1..HEAD").stdout.splitlines() == [
+        "run.slurm: changed",
+        "  settings: #SBATCH --nodes: 1 -> 4",
+        "  settings: torchrun: processes: 8 -> 32",
+        "  settings: torchrun: nodes: 1 -> 4",
+    ]
+
+
+def test_of_the_json_of_deepspeed_what_changed_is_told_alone(folder: Path) -> None:
+    text = '{"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3}}'
+    (folder / "ds.json").write_text(text)
+    commit()
+    (folder / "ds.json").write_text(text.replace("3", "2").replace("1.0", "0.5"))
+    commit()
+    said = run("diff", "HEAD~1..HEAD").stdout.splitlines()
+    assert said[0] == "ds.json: changed"
+    assert said[-1] == "  settings: zero_optimization.stage: 3 -> 2"
+    assert all("clip" in line for line in said[1:-1])
+    assert "  trains differently: gradient_clipping: 1.0 -> 0.5" in said
+
+
+def test_a_path_that_neither_revision_has_is_used_wrongly(folder: Path) -> None:
+    (folder / "fsdp2.toml").unlink()
+    commit()
+    done = run("diff", "HEAD~1..HEAD", "one.json", "absent.toml")
+    assert (done.exit_code, "neither revision has a file at absent.toml" in done.stderr) == (2, True)
+    assert run("diff", "HEAD~1..HEAD", "fsdp2.toml").stdout == "fsdp2.toml: removed\n"
+    assert run("diff", "HEAD~1..HEAD", "one.json", "*.py").exit_code == 0
 
 
 def test_a_file_that_is_refused_now_says_why(folder: Path) -> None:

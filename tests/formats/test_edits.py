@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prepkit.findings import Finding, Severity
 from prepkit.formats.edits import mended, renamed, revalued, without
 from prepkit.formats.importers.foreign import lenient
 from prepkit.formats.importers.source import Source
+from prepkit.formats.places import comments
 from tests.formats.test_places import CONFIGS, spelt
 from tests.support.command_line import run, workplace
 
@@ -164,10 +168,145 @@ def test_the_command_shows_and_makes_the_same_change(folder: Path) -> None:
     assert "+mixed_precision: bf16  # half" in shown.stdout
     assert Path("acc.yaml").read_bytes().count(b"\r\n") == 9
     done = run("check", "--fix")
-    assert "mended acc.yaml: fsdp_reshard_after_forward, mixed_precison" in done.stderr.replace("fsdp_config.", "")
+    assert "mended acc.yaml: mixed_precison, fsdp_reshard_after_forward" in done.stderr.replace("fsdp_config.", "")
     assert Path("acc.yaml").read_bytes().count(b"\r\n") == 8
     assert run("check", "--diff").exit_code == 0
     assert "import.unknown-key" not in done.stderr
+
+
+STAGE = """distributed_type: DEEPSPEED
+num_processes: 8
+deepspeed_config:
+  offload_param_device: {device}
+  zero3_init_flag: true
+  zero_stage: {stage}
+"""
+
+
+@pytest.mark.parametrize(("stage", "device", "mends"), [(4, "none", False), (2, "cpu", False), (2, "none", True)])
+def test_a_key_that_an_error_leaves_without_effect_stays(folder: Path, stage: int, device: str, mends: bool) -> None:
+    """It has its effect again when the error is corrected: with stage 3 that flag is wanted."""
+    text = STAGE.format(stage=stage, device=device)
+    after, gone = mended(Source("acc.yaml", text), "accelerate")
+    assert bool(gone) is mends
+    assert ("zero3_init_flag" in after.text) is not mends
+    Path("acc.yaml").write_text(text)
+    assert run("check", "acc.yaml", "--diff").exit_code == int(mends)
+
+
+def test_an_error_that_others_beside_the_file_show_keeps_it_too(folder: Path) -> None:
+    text = ACCELERATE.replace("mixed_precison", "mixed_precision")
+    error = Finding(rule="a.b", severity=Severity.ERROR, where="w", what="x", fix="y")
+    assert mended(Source("acc.yaml", text), "accelerate")[1]
+    assert mended(Source("acc.yaml", text), "accelerate", (error,))[1] == ()
+
+
+def test_json_that_every_reader_takes_stays_so() -> None:
+    for text in ('{"a": 1,\n"b": 2\n}\n', '{"a": 1, "b": 2}', '{"b": 2,\n "a": 1}'):
+        after = without(Source("ds.json", text), "b")
+        assert after is not None
+        assert json.loads(after) == {"a": 1}
+    assert without(Source("ds.json", '{"a": 1,\n"b": 2\n} // end'), "b") == '{"a": 1,\n} // end'
+
+
+COMMENTED = {
+    "acc.yaml": """# 0
+distributed_type: FSDP  # 1
+# 2
+fsdp_config:  # 3
+  # 4
+  fsdp_sharding_strategy: >-  # 5 gone
+    FULL_SHARD
+
+  # 6
+  fsdp_auto_wrap_policy: NO_WRAP
+  fsdp_version: 2
+  # 7
+  fsdp_use_orig_params:
+    true
+  # 8
+  fsdp_backward_prefetch: "NO_PREFETCH"
+
+# 9
+num_processes: 2  # it's "10
+# 11
+""",
+    "prepkit.toml": """# 0
+engine = "DDP"  # 1
+# 2
+accumulation = "4"  # 3
+# 4
+timeout_s = '1e3'  # 5 # "6"
+""",
+}
+
+
+@pytest.mark.parametrize("name", COMMENTED)
+def test_every_comment_stays_that_does_not_stand_on_a_removed_line(name: str) -> None:
+    source = Source(name, COMMENTED[name])
+    after, gone = mended(source, "accelerate" if name.endswith("yaml") else "prepkit")
+    assert len(gone) >= 2
+    before, now = (
+        [text[start:end] for start, end in comments(text, source.suffix)] for text in (source.text, after.text)
+    )
+    assert now == [one for one in before if "gone" not in one]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "found"),
+    [
+        (
+            ".yaml",
+            "a: 'x # no'  # yes\nb: x#no\nc: |\n  # no\n# yes too\nd: \"it's # no\" # 3\n",
+            ["# yes", "# yes too", "# 3"],
+        ),
+        (".yaml", "a: 'x # no'  # yes\nb: [\n", ["# yes"]),
+        (".toml", 'a = \'x # no\'  # yes\nb = """\n# no\n"""\n', ["# yes"]),
+        (".json", '{"a": "// no", // yes\n "b": 1 /* 2 */}', ["// yes", "/* 2 */"]),
+        (".sh", "echo \"# no\" '# no' $# ${a#b}  # yes\ncat <<E\ndon't # no\nE\n# it's 2\n", ["# yes", "# it's 2"]),
+        (".sh", "a=$((1 << b))  # yes\ncat <<A  # c\n# no\nA\ncat <<-'B'\n\t# no\n\tB\n# d", ["# yes", "# c", "# d"]),
+    ],
+)
+def test_comments_are_told_from_strings(suffix: str, text: str, found: list[str]) -> None:
+    assert [text[start:end] for start, end in comments(text, suffix)] == found
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o755])
+def test_a_mended_file_keeps_its_mode_its_mark_and_its_ends_of_lines(folder: Path, mode: int) -> None:
+    raw = b"\xef\xbb\xbf" + ACCELERATE.replace("\n", "\r\n").encode()
+    Path("acc.yaml").write_bytes(raw)
+    Path("acc.yaml").chmod(mode)
+    assert "mended acc.yaml" in run("check", "acc.yaml", "--fix").stderr
+    assert Path("acc.yaml").stat().st_mode & 0o7777 == mode
+    now = Path("acc.yaml").read_bytes()
+    assert now == raw.replace(b"  fsdp_reshard_after_forward: true\r\n", b"").replace(b"precison", b"precision")
+
+
+def test_a_file_that_may_not_be_written_is_told_and_left(folder: Path) -> None:
+    Path("acc.yaml").write_text(ACCELERATE)
+    Path("acc.yaml").chmod(0o444)
+    done = run("check", "acc.yaml", "--fix")
+    assert "acc.yaml may not be written, and is left as it is: mixed_precison, " in done.stderr
+    assert "findings are not mended" in done.stderr
+    assert (Path("acc.yaml").read_text(), Path("acc.yaml").stat().st_mode & 0o777) == (ACCELERATE, 0o444)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("name", ["acc.yaml", "con f/a cc.yaml", 'con"f/ä.yaml'])
+def test_what_is_shown_is_a_patch_that_git_applies(folder: Path, name: str, ending: str) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    for mark in ("", "\ufeff"):
+        for end in ("", "\n\n\n"):
+            text = (mark + ACCELERATE.rstrip() + end).replace("\n", ending)
+            Path(name).write_bytes(text.encode())
+            Path("made.patch").write_bytes(run("check", name, "--diff").stdout_bytes)
+            assert run("check", name, "--fix").exit_code == 0
+            meant = Path(name).read_bytes()
+            for words in (("git", "apply"), ("patch", "-p1", "--binary", "-i")):
+                Path(name).write_bytes(text.encode())
+                if shutil.which(words[0]):
+                    subprocess.run((*words, "made.patch"), check=True, capture_output=True)
+                    assert Path(name).read_bytes() == meant
 
 
 def test_the_command_says_what_it_does_not_mend(folder: Path) -> None:

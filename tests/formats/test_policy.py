@@ -193,8 +193,13 @@ def test_a_broken_policy_passes_nothing_and_names_its_line(folder: Path) -> None
     assert places(folder, "\n\nx = (\n", "rules.py") == ["rules.py:3:1"]
     assert places(folder, "RULES = ()\nraise SystemExit(0)\n", "rules.py") == ["rules.py:2:1"]
     assert places(folder, "package p", "p.rego") == ["p.rego"]
-    (folder / "policy.toml").write_text("[[deny]")
-    assert run("gate", "one.json", "--policy", "policy.toml").exit_code == 1
+    (folder / "policy.toml").write_text("# ours\n[[deny]")
+    for form in ("text", "json", "junit", "sarif", "github"):
+        done = run("gate", "one.json", "fsdp2.toml", "--policy", "policy.toml", "--format", form)
+        assert (done.exit_code, "policy.broken" in done.stdout, "policy.toml" in done.stdout) == (1, True, True), form
+    assert places(folder, "# ours\n[[deny]") == ["policy.toml:2:7"]
+    done = run("gate", "one.json", "--policy", "policy.toml", "--baseline", "known.json", "--write-baseline")
+    assert (done.exit_code, (folder / "known.json").exists()) == (1, False)
     assert run("plan", "single.json", *MAKE, "--policy", "policy.toml").exit_code == 1
 
 
@@ -241,3 +246,32 @@ def test_a_policy_knows_the_optimizer_that_the_config_asks_for(folder: Path) -> 
         (folder / "c.toml").write_text(text)
         done = run("plan", "c.toml", *MAKE, "--world-size", "2", "--device", "cuda", "--policy", "p.toml")
         assert (named in done.stderr, "ours.o" in done.stderr) == (True, bool(named)), done.stderr
+
+
+def test_a_policy_without_a_plan_is_not_taken_for_passed(folder: Path) -> None:
+    policy(folder, DENY)
+    words = ("gate", "fsdp2.toml", "--policy", "policy.toml")
+    done = run(*words)
+    assert done.exit_code == 0
+    assert "policy.toml:1:1: error policy.unasked: no plan was judged" in done.stdout
+    make = "prepkit plan fsdp2.toml --model PKG.MOD:FACTORY -o plan.json --policy policy.toml"
+    assert f"fix: Make one: {make}, then: prepkit gate plan.json --policy policy.toml" in done.stdout
+    assert run(*words, "--strict").exit_code == 1
+    assert run(*words, "--baseline", "known.json", "--write-baseline").exit_code == 0
+    assert run(*words, "--strict", "--baseline", "known.json").exit_code == 1  # what was not asked has not passed
+    (folder / "torn.json").write_text((folder / "one.json").read_text()[:-9] + "\n")
+    said = run("gate", "torn.json", "--policy", "policy.toml", "--format", "json").stdout
+    assert {one["rule"] for one in json.loads(said)["findings"]} >= {"codec.damaged", "policy.unasked"}
+    assert "policy.unasked" not in run("gate", "one.json", "fsdp2.toml", "--policy", "policy.toml").stdout
+    policy(folder, EXCEPT)
+    assert "policy.unasked" not in run(*words).stdout  # exceptions are about files too
+
+
+def test_an_exception_of_a_rule_that_there_is_not_is_told(folder: Path) -> None:
+    policy(folder, DENY + EXCEPT.replace("ours.memory", "ours.memry"))
+    said = run("gate", "ddp.json", "--policy", "policy.toml", "--on", "2026-12-30").stdout
+    assert "note gate.exception-unused: there is no rule ours.memry, so that its exception excepts nothing" in said
+    assert "fix: Write ours.memory." in said
+    policy(folder, DENY + EXCEPT.replace("ours.memory", "import.no-effect"))
+    said = run("gate", "ddp.json", "--policy", "policy.toml", "--on", "2026-12-30").stdout
+    assert "exception-unused" not in said  # it may be about other files than these
