@@ -20,11 +20,11 @@ from prepkit.config.origin import origin_of
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.found import SCRIPTS, Found, below, found
-from prepkit.formats.importers.foreign import shortest
 from prepkit.formats.importers.source import READERS, Imported
 from prepkit.formats.importers.training_arguments import read_options
-from prepkit.formats.launches import LaunchLine, NamedFile, Script, read_script, script_findings
+from prepkit.formats.launches import LaunchLine, NamedFile, Script, read_script
 from prepkit.formats.places import FilePlace, place_of
+from prepkit.formats.started import script_findings, started
 
 if TYPE_CHECKING:
     from prepkit.planner.budget import Costs
@@ -169,30 +169,21 @@ def _started(
     there: dict[str, Found] = {}
     for script in scripts:
         for launch in script.launches:
+            processes = started(launch).processes
             for named in launch.configs:
-                place = _resolved(named.path, Path(script.path).parent)
+                place = named.place
                 if place is None:
-                    missing[script.path] = (*missing.get(script.path, ()), named)
+                    if named.kind:  # others may be data, or written later
+                        missing[script.path] = (*missing.get(script.path, ()), named)
                     continue
                 why = f"{script.path} starts it"
-                there.setdefault(place, Found(path=place, sort="config", kind=named.kind, why=why))
-                if launch.processes and not (place.endswith(".json") and _trained(launch, Path(script.path).parent)):
-                    sizes[_real(place)] = tuple(dict.fromkeys((*sizes.get(_real(place), ()), launch.processes)))
+                one = Found(path=place, sort="config", kind=named.kind, why=why) if named.kind else found(place)
+                if one is None or one.sort != "config":
+                    continue
+                there.setdefault(place, evolve(one, why=why))
+                if processes and not (place.endswith(".json") and _trained(launch)):
+                    sizes[_real(place)] = tuple(dict.fromkeys((*sizes.get(_real(place), ()), processes)))
     return sizes, missing, tuple(there.values())
-
-
-def _resolved(named: str, folder: Path) -> str | None:
-    """The file from where the script is, from here, or from a folder above the script: nobody knows where it runs."""
-    if "$" in named:
-        return None
-    absolute = folder.resolve()
-    for base in (folder, Path(), *absolute.parents[:6]):
-        try:
-            if (base / named).is_file():
-                return str(shortest(base / named))
-        except (OSError, ValueError):
-            return None
-    return None
 
 
 def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Checked:
@@ -207,7 +198,7 @@ def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Check
     return Checked(found=one, findings=findings, fine=_SCRIPT_RULES, beyond=beyond)
 
 
-def _trained(launch: LaunchLine, folder: Path) -> dict[str, tuple[str | bool, tuple[int, int]]]:
+def _trained(launch: LaunchLine) -> dict[str, tuple[str | bool, tuple[int, int]]]:
     """Options of a line as ``TrainingArguments``; empty where they are none, or not known before it runs.
 
     They are told by two of the names, beside one that asks for DeepSpeed or FSDP: other scripts have some of them too.
@@ -218,7 +209,7 @@ def _trained(launch: LaunchLine, folder: Path) -> dict[str, tuple[str | bool, tu
         return {}
     if "deepspeed" in named:
         said, place = known.get("deepspeed", ("$", (1, 1)))
-        file = _resolved(str(said), folder)
+        file = next((named.place for named in launch.configs if named.path == said), None)
         if file is None or not file.endswith(".json"):
             return {}
         known["deepspeed"] = str(Path(file).resolve()), place
@@ -229,9 +220,10 @@ def _with_arguments(checked: Checked, script: Script, cluster: Cluster) -> Check
     """The script with what is wrong with the ``TrainingArguments`` that its lines give."""
     one = checked.found
     for launch in script.launches:
-        if options := _trained(launch, Path(one.path).parent):
+        if options := _trained(launch):
             read = cli_refusal.attempt(functools.partial(read_options, one.path, options))
-            found = _judged(one, cluster, read, (launch.processes,) if launch.processes else ())
+            processes = started(launch).processes
+            found = _judged(one, cluster, read, (processes,) if processes else ())
             checked = evolve(
                 checked,
                 findings=_once((*checked.findings, *found.findings)),
@@ -248,7 +240,7 @@ def _not_here(where: str, named: str) -> Finding:
     return rules.found(MISSING, where, what, f"Check it where it is: prepkit check {named}")
 
 
-_SCRIPT_RULES = 4
+_SCRIPT_RULES = 5
 
 
 def _plan(one: Found) -> Checked:
