@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,11 +21,13 @@ from prepkit.config.origin import origin_of
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.found import SCRIPTS, Found, below, found
-from prepkit.formats.importers.source import READERS, Imported
+from prepkit.formats.importers import IMPORTERS
+from prepkit.formats.importers.source import JSON, READERS, Imported, Source
+from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.importers.training_arguments import read_options
-from prepkit.formats.launches import LaunchLine, NamedFile, Script, read_script
+from prepkit.formats.launches import Argument, LaunchLine, NamedFile, Script, read_script
 from prepkit.formats.places import FilePlace, place_of
-from prepkit.formats.started import script_findings, started
+from prepkit.formats.started import script_findings, started, with_options
 
 if TYPE_CHECKING:
     from prepkit.planner.budget import Costs
@@ -80,6 +83,7 @@ def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) 
     for one in sorted(founds, key=lambda one: one.kind == "deepspeed"):
         if one.path in scripts:
             script = _script(one, scripts[one.path], missing.get(one.path, ()))
+            script = _with_options(script, scripts[one.path], cluster)
             yield named.held(_with_arguments(script, scripts[one.path], cluster))
         elif one.sort == "plan":
             yield _plan(one)
@@ -233,6 +237,50 @@ def _with_arguments(checked: Checked, script: Script, cluster: Cluster) -> Check
                 named=(*checked.named, *found.named),
             )
     return checked
+
+
+def _with_options(checked: Checked, script: Script, cluster: Cluster) -> Checked:
+    """The script with what is wrong with a config of accelerate once options of a line have changed it.
+
+    It is told of the option, as the file is right as it is.
+    """
+    for launch in script.launches:
+        data, over = with_options(launch)
+        named, processes = launch.config_file, started(launch).processes
+        if not over or named is None or named.place is None:
+            continue
+        file = Found(path=named.place, sort="config", kind="accelerate", why="")
+        before, after = (
+            _judged(
+                file,
+                cluster,
+                cli_refusal.attempt(functools.partial(_accelerate, source, launch)),
+                (processes,) if processes else (),
+            )
+            for source in (read_source(file.path), Source(file.path, json.dumps(data, default=str), JSON))
+        )
+        known = {(finding.rule, finding.what) for _, finding in (*before.findings, *before.beyond)}
+        new = [finding for _, finding in after.findings if (finding.rule, finding.what) not in known]
+        checked = evolve(checked, findings=_once((*checked.findings, *(_of_option(script, one, over) for one in new))))
+    return checked
+
+
+def _accelerate(source: Source, launch: LaunchLine) -> Imported:
+    """A config of accelerate, with the model that the line gives to its script, where it lies beside."""
+    model = next((str(one.value) for one in launch.arguments if one.name == "model_name_or_path"), None)
+    imported = IMPORTERS["accelerate"].read(source)
+    beside = model is not None and "$" not in model and (Path(source.path).parent / model).is_dir()
+    return evolve(imported, model=model) if beside else imported
+
+
+def _of_option(script: Script, finding: Finding, over: tuple[Argument, ...]) -> _Placed:
+    """A finding as one about the option whose name, or value, it says."""
+    said = f"{finding.where} {finding.what} {finding.fix}"
+    option = next((one for one in over if one.name in said or str(one.value) in finding.what), over[0])
+    where = f"{script.path}:{option.line}:{option.column} {option.typed}"
+    here = "" if finding.rule.startswith("import.") else f" Here {option.typed} says it."
+    placed = evolve(finding, where=where, origin="", fix=finding.fix.partition(" Here ")[0] + here)
+    return FilePlace(script.path, option.line, option.column), placed
 
 
 def _not_here(where: str, named: str) -> Finding:

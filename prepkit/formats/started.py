@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 from attrs import frozen
@@ -12,7 +13,7 @@ from attrs import frozen
 from prepkit import rules
 from prepkit.findings import Finding
 from prepkit.formats.launcher_options import LAUNCHERS
-from prepkit.formats.launches import LaunchLine, Script
+from prepkit.formats.launches import Argument, LaunchLine, Script
 
 
 @frozen(kw_only=True)
@@ -176,6 +177,66 @@ def _reaches(launch: LaunchLine) -> bool:
 def _on_cpu(launch: LaunchLine) -> bool:
     kind = str(launch.file.get("distributed_type", ""))
     return "cpu" in launch.options or bool(launch.file.get("use_cpu")) or kind == "MULTI_CPU"
+
+
+# --- options over the config of accelerate ---------------------------------------------------------------------------
+
+_SWITCHED = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
+"""Option to the distributed type that it chooses."""
+_OF_DEEPSPEED = frozenset(
+    {"zero_stage", "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device", "zero3_init_flag"}
+    | {"offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"}
+)
+
+
+def with_options(launch: LaunchLine) -> tuple[dict[str, Any], tuple[Argument, ...]]:
+    """The config of accelerate with the options of the line over it, as its launcher makes it, and those options.
+
+    Only what differs counts: an option that says the same as the file, or that nothing reads under the distributed
+    type, changes nothing; nor does one that is known when it runs only.
+    """
+    data: dict[str, Any] = deepcopy(dict(launch.file))
+    if launch.launcher != "accelerate" or not data:
+        return data, ()
+    chosen = [kind for name, kind in _SWITCHED.items() if name in launch.options]
+    kind = chosen[0] if chosen else str(data.get("distributed_type"))
+    named = isinstance(data.get("deepspeed_config"), dict) and data["deepspeed_config"].get("deepspeed_config_file")
+    over = []
+    for name, option in launch.options.items():
+        path = _path(name, kind, beside_json=bool(named))
+        if path is None or "$" in str(option.value) or (named and kind == "DEEPSPEED" and option.value == "no"):
+            continue
+        section = data if len(path) == 1 else data.setdefault(path[0], {})
+        value = kind if name in _SWITCHED else option.value
+        key = next((one for one in (path[-1], path[-1].partition("_")[2]) if one in section), path[-1])
+        if isinstance(section, dict) and str(section.get(key)).casefold() != str(value).casefold():
+            section[key] = _typed(value)
+            over.append(option)
+    return data, tuple(over)
+
+
+def _path(name: str, kind: str, *, beside_json: bool) -> tuple[str, ...] | None:
+    """Where the config has what an option says; None: it says nothing of the config, or how many processes start."""
+    if name == "mixed_precision":
+        return (name,)
+    if name in _SWITCHED:
+        return ("distributed_type",)
+    if name.startswith("fsdp_") and kind == "FSDP":
+        return ("fsdp_config", name)
+    if name in _OF_DEEPSPEED and kind == "DEEPSPEED" and not beside_json:
+        return ("deepspeed_config", name)
+    if name.startswith("dynamo_"):
+        return ("dynamo_config", name)
+    return ("parallelism_config", name) if name.startswith("parallelism_config_") and kind == "FSDP" else None
+
+
+def _typed(value: str | bool) -> str | bool | int | float:
+    """As YAML reads it."""
+    if isinstance(value, str) and value.casefold() in ("true", "false"):
+        return value.casefold() == "true"
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,12}(\.\d{1,12})?", value):
+        return float(value) if "." in value else int(value)
+    return value
 
 
 # --- what Slurm gives ------------------------------------------------------------------------------------------------

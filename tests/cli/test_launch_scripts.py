@@ -185,6 +185,55 @@ def test_a_path_is_from_where_the_script_has_gone(below: str, folder: Path) -> N
     assert not [one for one in data["cannot_know"] if one["rule"] == "import.missing-file"]
 
 
+# --- options over a config -------------------------------------------------------------------------------------------
+
+FSDP = YAML.format(kind="FSDP", nodes=1, processes=8) + (
+    "fsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    "  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n"
+)
+JSON = YAML.format(kind="DEEPSPEED", nodes=1, processes=8).replace("mixed_precision: bf16\n", "")
+JSON += "deepspeed_config:\n  deepspeed_config_file: ds.json\n"
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128}
+LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100}
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "found"),
+    [
+        (JSON, "--mixed_precision fp16", [("import.contradiction", "--mixed_precision")]),
+        (JSON, "--mixed_precision bf16", []),
+        (JSON, "--mixed_precision no", []),
+        (JSON, "--mixed_precision $PRECISION", []),
+        (FSDP, "--mixed_precision bf17", [("import.wrong-value", "--mixed_precision")]),
+        (FSDP, "--mixed_precision bf16", []),
+        (FSDP, "--mixed_precision fp16", []),
+        (
+            FSDP,
+            "--num_processes 4 --fsdp_transformer_layer_cls_to_wrap LamaDecoderLayer",
+            [("wrap.class-not-found", "--fsdp_transformer_layer_cls_to_wrap")],
+        ),
+        (FSDP, "--fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer", []),
+        (FSDP, "--fsdp_reshard_after_forward sometimes", [("import.wrong-type", "--fsdp_reshard_after_forward")]),
+        (FSDP, "--fsdp_version 2 --fsdp_reshard_after_forward false", []),
+        (FSDP, "--fsdp_version=3", [("import.wrong-value", "--fsdp_version")]),
+    ],
+)
+def test_options_of_the_launcher_go_before_its_config(
+    file: str, options: str, found: list[tuple[str, str]], folder: Path
+) -> None:
+    """They are judged as a part of it, and what they make wrong is told where they stand."""
+    Path("here/model").mkdir(parents=True)
+    line = f"accelerate launch --config_file acc.yaml {options} t.py --model_name_or_path ./model"
+    Path("here/run.sh").write_text(f"{line}\n")
+    Path("here/acc.yaml").write_text(file)
+    Path("here/ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+    Path("here/model/config.json").write_text(json.dumps(LLAMA))
+    told = json.loads(run("check", "here", "--json").stdout)["findings"]
+    at = [(one["rule"], one["line"], one["column"]) for one in told if one["file"] == "here/run.sh"]
+    assert at == [(rule, 1, line.index(option) + 1) for rule, option in found], told
+    assert not [one for one in told if one["file"] == "here/acc.yaml"]
+
+
 # --- options of the launchers themselves -----------------------------------------------------------------------------
 
 
