@@ -27,7 +27,7 @@ from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.importers.training_arguments import read_options
 from prepkit.formats.launches import Argument, LaunchLine, NamedFile, Script, read_script
 from prepkit.formats.places import FilePlace, place_of
-from prepkit.formats.started import script_findings, started, with_options
+from prepkit.formats.started import file_findings, script_findings, started, with_options
 
 if TYPE_CHECKING:
     from prepkit.planner.budget import Costs
@@ -313,7 +313,11 @@ def _in_plan(file: str, where: str) -> str:
 def _config(one: Found, cluster: Cluster, sizes: tuple[int, ...], kind: str | None) -> Checked:
     read = cli_import.read(one.path, kind or one.kind or None)
     kind = read.kind if isinstance(read, Imported) else read.rest.kind if isinstance(read.rest, Imported) else one.kind
-    return _judged(evolve(one, kind=kind or "nothing known"), cluster, read, sizes)
+    checked = _judged(evolve(one, kind=kind or "nothing known"), cluster, read, sizes)
+    if kind != "accelerate" or sizes or isinstance(read, PlanRejected):
+        return checked
+    alone = file_findings(one.path, read_source(one.path).data())
+    return evolve(checked, findings=(*checked.findings, *_placed(one, alone)))
 
 
 def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: tuple[int, ...]) -> Checked:

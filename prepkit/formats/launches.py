@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from prepkit.codec import LARGEST
 from prepkit.findings import PlanRejected
@@ -18,6 +19,7 @@ from prepkit.formats.shell_words import Command, Word, commands, unquoted
 
 _SBATCH = re.compile(r"^#SBATCH[ \t]+([^#\n]*)", re.MULTILINE)
 _SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus"}
+_LAUNCHER = re.compile(r"accelerate|torchrun|torch\.distributed|deepspeed|axolotl|llamafactory-cli")
 _FILE = re.compile(r".*\.(json|ya?ml|toml)", re.DOTALL)
 
 
@@ -101,8 +103,9 @@ def read_script(path: str) -> Script:
         slurm |= slurm_options(line.split())
     if re.search(r"^#SBATCH[ \t]+(het|pack)job\b", text, re.MULTILINE):
         slurm = {}  # several jobs in one, each with its own numbers
-    every = commands(text, _set_by_slurm(slurm))
-    found = ((command, _launch(command, text, Path(path).parent)) for command in every)
+    every = commands(text, _set_by_slurm(slurm), _LAUNCHER)
+    where = _Where((0, *(found.end() for found in re.finditer("\n", text))), Path(path).parent)
+    found = ((command, _launch(command, where)) for command in every)
     launches = [(command, launch) for command, launch in found if launch is not None]
     spreads = any(_SPREADS & {word.text for word in command.words} for command in every)
     return Script(path=path, launches=tuple(_once(launches)), slurm=slurm, spreads=spreads)
@@ -115,17 +118,14 @@ _SPREADS = frozenset(
 
 def _once(found: list[tuple[Command, LaunchLine]]) -> Iterator[LaunchLine]:
     """Each launch once, though a variable that holds it is set in one line and run in another."""
-    run = [launch for command, launch in found if not command.kept]
+    run = {launch.launcher: set[tuple[str, str]]() for _, launch in found}
     for command, launch in found:
-        if not command.kept or not any(_covers(one, launch) for one in run):
+        if not command.kept:
+            run[launch.launcher] |= {(name, str(option.value)) for name, option in launch.options.items()}
+    for command, launch in found:
+        said = {(name, str(option.value)) for name, option in launch.options.items()}
+        if not command.kept or not said <= run[launch.launcher]:
             yield launch
-
-
-def _covers(one: LaunchLine, other: LaunchLine) -> bool:
-    said = {name: option.value for name, option in one.options.items()}
-    return one.launcher == other.launcher and all(
-        said.get(name) == option.value for name, option in other.options.items()
-    )
 
 
 def slurm_options(words: list[str]) -> dict[str, str]:
@@ -171,7 +171,7 @@ _MODULES = {
 _SUBCOMMANDS = {"accelerate": "launch", "axolotl": "train", "llamafactory-cli": "train"}
 
 
-def _launch(command: Command, text: str, folder: Path) -> LaunchLine | None:
+def _launch(command: Command, where: _Where) -> LaunchLine | None:
     words, texts = command.words, [word.text for word in command.words]
     for at, word in enumerate(texts):
         name, after = word.rpartition("/")[2], texts[at + 1] if at + 1 < len(texts) else ""
@@ -185,19 +185,20 @@ def _launch(command: Command, text: str, folder: Path) -> LaunchLine | None:
         else:
             started, skipped, launcher = name == "torchrun", 1, name
         if started and not _NOT_RUN & {*texts[:at], *(word.text for word in command.before)}:
-            return _read(launcher, command, at, list(words[at + skipped :]), _Where(text, folder, command.folder))
+            return _read(launcher, command, at, list(words[at + skipped :]), evolve(where, gone=command.folder))
     return None
 
 
 @frozen
 class _Where:
-    text: str
+    lines: tuple[int, ...]
+    """Where each line of the script begins."""
     folder: Path
-    gone: str | None
+    gone: str | None = None
 
     def place(self, word: Word) -> dict[str, int]:
-        line = self.text.count("\n", 0, word.at) + 1
-        return {"line": line, "column": word.at - (self.text.rfind("\n", 0, word.at) + 1) + 1}
+        line = bisect_right(self.lines, word.at)
+        return {"line": line, "column": word.at - self.lines[line - 1] + 1}
 
     def file(self, word: Word, kind: str) -> NamedFile:
         return NamedFile(

@@ -30,8 +30,6 @@ _DEEPEST = 5
 """Variables that stand in each other, and shells that are started in each other."""
 _LONGEST = 2_000
 """Letters of one value, and words of one command: a script has no say over how much its variables grow to."""
-_OFTEN = 50
-"""Variables in one value."""
 
 
 @frozen
@@ -61,12 +59,15 @@ class Command:
     """Whether it is the value of a variable, which another line may run."""
 
 
-def commands(text: str, given: Mapping[str, str]) -> list[Command]:
-    """The commands of a script in order; ``given``: variables that are set before it starts."""
+def commands(text: str, given: Mapping[str, str], sought: re.Pattern[str]) -> list[Command]:
+    """The commands of a script in order, and those in values of variables in which something stands that is ``sought``.
+
+    ``given``: variables that are set before it starts.
+    """
     joined = _ON.sub(_blank, _PYTHON.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text))
     joined = _COMMENT.sub(_blank, joined)
     joined = _SUM.sub(lambda found: re.sub(r"\s", _NOTHING, found[0]), joined)
-    shell = _Shell.of(joined, given)
+    shell = _Shell.of(joined, given, sought)
     return list(shell.commands(_ARRAY.sub(_blank, joined), 0))
 
 
@@ -106,9 +107,10 @@ class _Shell:
     values: Mapping[str, str]
     arrays: Mapping[str, tuple[Word, ...]]
     exported: frozenset[str]
+    sought: re.Pattern[str]
 
     @classmethod
-    def of(cls, text: str, given: Mapping[str, str]) -> _Shell:
+    def of(cls, text: str, given: Mapping[str, str], sought: re.Pattern[str]) -> _Shell:
         """What a script sets: a variable that it gives two values, or one that only the run knows, has none here."""
         values: dict[str, set[str]] = {name: {value} for name, value in given.items()}
         arrays: dict[str, list[tuple[Word, ...]]] = {}
@@ -129,7 +131,7 @@ class _Shell:
                     values.setdefault(word.raw, set()).add("\n")
         plain = {name: next(iter(said)) for name, said in values.items() if len(said) == 1 and "\n" not in said}
         known = {name: one[0] for name, one in arrays.items() if len(one) == 1}
-        return cls(_settled(plain), known, frozenset(exported))
+        return cls(_settled(plain), known, frozenset(exported), sought)
 
     def commands(
         self, text: str, start: int, before: tuple[Word, ...] = (), folder: str | None = None
@@ -153,6 +155,8 @@ class _Shell:
             behind = i > 0 and (words[i - 1].text in _STARTS or words[0].text in _ELSEWHERE)
             name, _, value = word.raw.partition("=")
             kept = bool(re.fullmatch(r"\w+", name)) and re.fullmatch(r"([\"'])(.*\s.*)\1", value, re.DOTALL) is not None
+            if kept and not self.sought.search(word.text):
+                continue
             raw, at = (value, word.at + len(name) + 1) if kept else (word.raw, word.at)
             if not kept and not (behind and re.search(r"\s|\$", word.text or "")):
                 continue
@@ -195,23 +199,36 @@ def valued(word: str, values: Mapping[str, str]) -> str:
     if word.startswith("'"):
         return unquoted(word)
     with_sums = _SUM.sub(lambda found: _worked_out(found[1], values) or found[0], word)
-    return unquoted(_NAME.sub(lambda found: values.get(found[1] or found[2], found[0]), with_sums, count=_OFTEN))[
-        :_LONGEST
-    ]
+    return unquoted(_filled(with_sums, values))
 
 
 def _settled(values: Mapping[str, str]) -> dict[str, str]:
-    """Values with those that stand in them."""
+    """Values with those that stand in them; one of several words may have some that only the run knows."""
     settled = {name: value if re.search(r"\s", value) else unquoted(value) for name, value in values.items()}
     for _ in range(_DEEPEST):
         others = {name: re.sub(r"^([\"'])(.*)\1$", r"\2", value, flags=re.DOTALL) for name, value in settled.items()}
         settled = {name: _put(value, others) for name, value in others.items()}
-    return settled
+    return {name: value for name, value in settled.items() if re.search(r"\s", value) or not re.search(r"[$`]", value)}
 
 
 def _put(value: str, others: Mapping[str, str]) -> str:
     with_sums = _SUM.sub(lambda found: _worked_out(found[1], others) or found[0], value)
-    return _NAME.sub(lambda found: others.get(found[1] or found[2], found[0]), with_sums, count=_OFTEN)[:_LONGEST]
+    return _filled(with_sums, others)
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    """The text with the values in it, as far as they are not too long together."""
+    left = _LONGEST
+
+    def value(found: re.Match[str]) -> str:
+        nonlocal left
+        said = values.get(found[1] or found[2])
+        if said is None or len(said) > left:
+            return found[0]
+        left -= len(said)
+        return said
+
+    return _NAME.sub(value, text)
 
 
 def _worked_out(sum_: str, values: Mapping[str, str]) -> str | None:

@@ -306,6 +306,18 @@ def script_findings(script: Script) -> tuple[Finding, ...]:
     return tuple(finding for launch in script.launches for finding in _flaws(script, launch))
 
 
+def file_findings(path: str, data: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """Return what contradicts in a config of accelerate that no line is known to start."""
+    launch = LaunchLine(launcher="accelerate", line=1, column=1, file=data)
+    starts = started(launch)
+    if _on_cpu(launch) or not starts.per_node or starts.visible is None or starts.per_node <= starts.visible:
+        return ()
+    each, gpus = starts.per_node, starts.visible
+    what = f"{each} processes are started on a node, and {starts.visible_by} shows them {_so_many(gpus)}"
+    fix = f"Write num_processes: {gpus * (starts.nodes or 1)}, or name {each} GPUs there."
+    return (rules.found("launch.gpus", f"{path}:$.gpu_ids", what, fix),)
+
+
 def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
     where = f"{script.path}:{launch.line}:{launch.column}"
     starts, given = started(launch), share(script.slurm, launch)

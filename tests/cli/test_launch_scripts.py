@@ -99,6 +99,7 @@ RIGHT = [
     "accelerate launch --cpu --num_processes 8 t.py\n",
     "accelerate launch --config_file acc.yaml t.py --num_processes 3 --num_machines 2\n",
     "GPUS=8\nwhile getopts g: o; do GPUS=$OPTARG; done\nCUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node $GPUS t.py\n",
+    "CONFIG=$1\naccelerate launch --config_file $CONFIG t.py\n",
     "python prep.py <<'X'\nCUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 9 t.py\nX\n",
     'echo "usage: CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 9 t.py"\n',
 ]
@@ -183,6 +184,44 @@ def test_a_path_is_from_where_the_script_has_gone(below: str, folder: Path) -> N
     data = json.loads(run("check", "here", "--json").stdout)
     assert [one["rule"] for one in data["findings"]] == ["deepspeed.batch"]
     assert not [one for one in data["cannot_know"] if one["rule"] == "import.missing-file"]
+
+
+def test_a_config_that_shows_fewer_gpus_than_processes_is_wrong_by_itself(folder: Path) -> None:
+    """Where a line starts it, the line is judged with what it says over it."""
+    Path("here").mkdir()
+    Path("here/acc.yaml").write_text(ONE.replace("machine_rank: 0", 'gpu_ids: "0,1"'))
+    found = json.loads(run("check", "here", "--json").stdout)["findings"]
+    assert [(one["rule"], one["line"], one["fix"]) for one in found] == [
+        ("launch.gpus", 3, "Write num_processes: 2, or name 8 GPUs there.")
+    ]
+    Path("here/run.sh").write_text("accelerate launch --config_file acc.yaml --num_processes 2 t.py\n")
+    assert json.loads(run("check", "here", "--json").stdout)["findings"] == []
+
+
+def test_a_launcher_that_a_variable_holds_is_read_once(folder: Path) -> None:
+    wrong = "CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 2"
+    lines = f'export LAUNCHER="{wrong}"\n', "$LAUNCHER t.py\n", 'srun bash -c "$LAUNCHER t.py"\n', 'start "$LAUNCHER"\n'
+    for number, rest in ((1, lines[1:2]), (1, lines[2:3]), (1, lines[3:])):
+        Path("run.sh").write_text("".join((lines[0], *rest)))
+        found = json.loads(run("check", "run.sh", "--json").stdout)["findings"]
+        assert [one["rule"] for one in found] == ["launch.gpus"] * number, rest
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f'A{n}="$A{n + 1} $A{n + 1}"\n' for n in range(400)) + "torchrun --nproc_per_node $A0 t.py\n",
+        "torchrun --nproc_per_node 8 t.py --a b --c d\n" * 3000,
+        'X="torchrun --nproc_per_node 8 t.py"\n' * 3000,
+        "bash -c 'bash -c \"eval torchrun t.py\"'\n" * 1000,
+        "(" * 5000 + "torchrun" + ")" * 5000,
+        "A=(" * 3000 + "torchrun $((1/0)) t.py\n",
+        "torchrun $((9*9*9*9*9*9*9*9)) ${A[@]} \x01 t.py\n#SBATCH -N\n#SBATCH --gres=gpu:\n",
+    ],
+)
+def test_a_hostile_script_ends_soon(text: str, folder: Path) -> None:
+    Path("run.sh").write_text(text)
+    assert run("check", "run.sh", "--json").exit_code in (0, 1)
 
 
 # --- options over a config -------------------------------------------------------------------------------------------
