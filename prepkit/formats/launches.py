@@ -71,6 +71,8 @@ class LaunchLine:
     """Options of srun or mpirun on the line."""
     environment: Mapping[str, str] = field(factory=dict)
     """What the script puts into the environment of the line."""
+    kept: bool = False
+    """Whether it is the value of a variable, and no line is known that runs it."""
     file: Mapping[str, Any] = field(factory=dict)
     """What stands in the config of accelerate that the line names."""
 
@@ -232,6 +234,7 @@ def _read(launcher: str, command: Command, at: int, rest: list[Word], where: _Wh
         by="" if by is None else "srun" if before[by].text.endswith("srun") else "mpirun",
         step={} if by is None else _step([word.text for word in before[by:]]),
         environment=command.exported,
+        kept=command.kept,
         file=_data(named),
     )
 

@@ -165,6 +165,8 @@ def _reaches(launch: LaunchLine) -> bool:
         return launch.launcher == "deepspeed"
     if "config_file" in launch.options and not launch.file:
         return True  # nobody knows here
+    if "mpirun_hostfile" in launch.options or launch.file.get("mpirun_config"):
+        return True
     inner = launch.file.get("deepspeed_config")
     said = launch.options.get("deepspeed_multinode_launcher")
     way = (
@@ -421,7 +423,7 @@ def _waits(script: Script, launch: LaunchLine, starts: Started, given: Share, wh
         what = f"it waits for {nodes} machines, and srun starts {launchers}"
         fix = f"Write {who} --ntasks-per-node=1 in the place of {name}={value}."
         yield rules.found("launch.nodes", where, what, fix)
-    elif not launch.by and not script.spreads:
+    elif not launch.by and not launch.kept and not script.spreads:
         what = f"it waits for {nodes} machines, and without srun it is started on the first of them alone"
         inside = ", with --machine_rank $SLURM_NODEID between the quotes" if launch.launcher == "accelerate" else ""
         command = "srun --ntasks-per-node=1 bash -c '...' around it" if inside else "srun --ntasks-per-node=1 before it"

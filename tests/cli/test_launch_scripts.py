@@ -93,6 +93,8 @@ RIGHT = [
     + f"srun -N1 -n1 torchrun --nnodes 4 --node_rank $i --nproc_per_node 8 {C10D} t.py &\ndone\n",
     slurm("--nodes=4", "for h in $HOSTS; do ssh $h 'cd x && torchrun --nnodes 4 --nproc_per_node 8 t.py' & done"),
     slurm("--nodes=2", "--gpus-per-node=8", "deepspeed --num_nodes 2 --num_gpus 8 --hostfile hosts t.py"),
+    slurm("--nodes=4", f'export RUN="torchrun --nnodes 4 --nproc_per_node 8 {C10D} t.py"', "./start.sh"),
+    slurm("--nodes=2", "accelerate launch --num_machines 2 --num_processes 2 --mpirun_hostfile hosts t.py"),
     "mpirun -np 2 -H a,b torchrun --nnodes 2 --nproc_per_node 8 t.py\n",
     "mpirun -np 2 -H a,b torchrun --nproc_per_node 8 t.py\n",
     "CUDA_VISIBLE_DEVICES=0,1 deepspeed --num_gpus 4 t.py\n",
