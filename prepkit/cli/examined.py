@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -284,7 +285,7 @@ def _of_option(script: Script, finding: Finding, over: tuple[Argument, ...]) -> 
 
 
 def _not_here(where: str, named: str) -> Finding:
-    what = f"{named} is known when it runs" if "$" in named else f"{named} is not here"
+    what = f"{named} is known when it runs" if re.search(r"[$`]", named) else f"{named} is not here"
     return rules.found(MISSING, where, what, f"Check it where it is: prepkit check {named}")
 
 

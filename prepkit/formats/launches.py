@@ -329,7 +329,7 @@ def _configs(launcher: str, rest: list[Word], script: int, where: _Where) -> Ite
 
 def resolved(named: str, folder: Path, gone: str | None = None) -> str | None:
     """The file from where the script has gone, or is, from here, or from a folder above: nobody knows where it runs."""
-    if "$" in named:
+    if re.search(r"[$`]", named):
         return None
     absolute = folder.resolve()
     bases = (folder, Path(), *absolute.parents[:6])

@@ -16,6 +16,7 @@ _SUM = re.compile(r"\$\(\(([^()]*)\)\)")
 _ARRAY = re.compile(r"(?<![\w$])(\w+)(\+?)=\(([^()]*)\)")
 _ITEMS = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 _NAME = re.compile(r"\$\{(\w+)\}|\$(\w+)")
+_HERE = re.compile(r"`pwd`|\$\(pwd\)|\$\{PWD\}|\$PWD\b")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NOTHING = "\x01"
 """In the place of a space inside of a sum, which is one word."""
@@ -198,7 +199,7 @@ def valued(word: str, values: Mapping[str, str]) -> str:
     """The word as a shell makes it, where the script says all of it; the rest stays as written."""
     if word.startswith("'"):
         return unquoted(word)
-    with_sums = _SUM.sub(lambda found: _worked_out(found[1], values) or found[0], word)
+    with_sums = _SUM.sub(lambda found: _worked_out(found[1], values) or found[0], _HERE.sub(".", word))
     return unquoted(_filled(with_sums, values))
 
 
@@ -212,7 +213,7 @@ def _settled(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _put(value: str, others: Mapping[str, str]) -> str:
-    with_sums = _SUM.sub(lambda found: _worked_out(found[1], others) or found[0], value)
+    with_sums = _SUM.sub(lambda found: _worked_out(found[1], others) or found[0], _HERE.sub(".", value))
     return _filled(with_sums, others)
 
 

@@ -177,11 +177,12 @@ def test_a_json_is_checked_for_the_processes_of_what_names_it(line: str, folder:
     assert any(one["rule"] == "deepspeed.batch" and "4 ranks = 32" in one["what"] for one in found), found
 
 
-@pytest.mark.parametrize("below", ["cd src\n", "pushd src\n", "(cd src && "])
+@pytest.mark.parametrize("below", ["cd src\n", "pushd src\n", "(cd src && ", "D=$PWD/x\n", "D=`pwd`/x\n"])
 def test_a_path_is_from_where_the_script_has_gone(below: str, folder: Path) -> None:
     Path("here/src").mkdir(parents=True)
+    Path("here/x").mkdir()
     Path("here/ds.json").write_text(json.dumps(FIXED))
-    line = "torchrun --nproc_per_node 4 train.py --deepspeed ../ds.json"
+    line = f"torchrun --nproc_per_node 4 train.py --deepspeed {'$D/..' if 'D=' in below else '..'}/ds.json"
     Path("here/run.sh").write_text(f"{below}{line}{')' if '(' in below else ''}\n")
     data = json.loads(run("check", "here", "--json").stdout)
     assert [one["rule"] for one in data["findings"]] == ["deepspeed.batch"]
