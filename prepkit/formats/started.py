@@ -89,6 +89,8 @@ _SEVERAL = frozenset({"num_machines", "machine_rank", "main_process_ip", "config
 
 
 def _accelerate(launch: LaunchLine) -> _Sizes:
+    if launch.file.get("distributed_type") == "NO" and not _SWITCHED.keys() & launch.options.keys():
+        return 1, 1, 1  # whatever numbers are given
     nodes, whole = _given(launch, "num_machines"), _given(launch, "num_processes")
     if nodes is None and (launch.file or not (launch.by or _SEVERAL & launch.options.keys())):
         nodes = 1 if "num_machines" not in {*launch.options, *launch.file} else None
@@ -177,8 +179,12 @@ def _reaches(launch: LaunchLine) -> bool:
 
 
 def _on_cpu(launch: LaunchLine) -> bool:
-    kind = str(launch.file.get("distributed_type", ""))
-    return "cpu" in launch.options or bool(launch.file.get("use_cpu")) or kind == "MULTI_CPU"
+    """Whether no process takes a GPU, or one that CUDA knows nothing of."""
+    kind = str(launch.file.get("distributed_type", "FSDP"))
+    return "cpu" in launch.options or bool(launch.file.get("use_cpu")) or kind not in _ON_GPUS
+
+
+_ON_GPUS = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "TP")
 
 
 # --- options over the config of accelerate ---------------------------------------------------------------------------

@@ -34,10 +34,11 @@ def slurm(*lines: str) -> str:
     return "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" if line.startswith("-") else f"{line}\n" for line in lines)
 
 
-def told(text: str, **files: str) -> list[tuple[str, str, str]]:
+def told(text: str) -> list[tuple[str, str, str]]:
     """Rule, what is wrong and what to type, of the script."""
     Path("here").mkdir()
-    for name, content in {"acc.yaml": ONE, "four.yaml": FOUR, **files, "run.slurm": text}.items():
+    more = {"one.yaml": ONE.replace("MULTI_GPU", "'NO'"), "npu.yaml": ONE.replace("MULTI_GPU", "MULTI_NPU")}
+    for name, content in {"acc.yaml": ONE, "four.yaml": FOUR, **more, "run.slurm": text}.items():
         Path("here", name).write_text(content)
     data = json.loads(run("check", "here", "--json").stdout)
     return [(one["rule"], one["what"], one["fix"]) for one in data["findings"] if one["file"] == "here/run.slurm"]
@@ -97,6 +98,8 @@ RIGHT = [
     slurm("--nodes=2", "accelerate launch --num_machines 2 --num_processes 2 --mpirun_hostfile hosts t.py"),
     "mpirun -np 2 -H a,b torchrun --nnodes 2 --nproc_per_node 8 t.py\n",
     "mpirun -np 2 -H a,b torchrun --nproc_per_node 8 t.py\n",
+    "CUDA_VISIBLE_DEVICES=0 accelerate launch --config_file one.yaml t.py\n",
+    "CUDA_VISIBLE_DEVICES=0 accelerate launch --config_file npu.yaml t.py\n",
     "CUDA_VISIBLE_DEVICES=0,1 deepspeed --num_gpus 4 t.py\n",
     "accelerate launch --cpu --num_processes 8 t.py\n",
     "accelerate launch --config_file acc.yaml t.py --num_processes 3 --num_machines 2\n",
