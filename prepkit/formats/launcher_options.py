@@ -12,7 +12,7 @@ from attrs import frozen
 
 
 @frozen
-class Options:
+class LauncherOptions:
     """What a launcher takes before the name of a script."""
 
     valued: frozenset[str]
@@ -39,8 +39,8 @@ def _set(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-LAUNCHERS: Mapping[str, Options] = {
-    "torchrun": Options(
+LAUNCHERS: Mapping[str, LauncherOptions] = {
+    "torchrun": LauncherOptions(
         valued=_set(
             "duplicate_stderr_filters duplicate_stdout_filters event_log_handler local_addr local_ranks_filter "
             "log_dir logs_specs master_addr master_port max_restarts monitor_interval nnodes node_rank "
@@ -51,7 +51,7 @@ LAUNCHERS: Mapping[str, Options] = {
         shortened=True,
         older=_set("local_rank use_env"),
     ),
-    "accelerate": Options(
+    "accelerate": LauncherOptions(
         valued=_set(
             "aws_access_key_id aws_secret_access_key config_file deepspeed_config_file deepspeed_exclusion_filter "
             "deepspeed_hostfile deepspeed_inclusion_filter deepspeed_moe_layer_cls_names "
@@ -94,7 +94,7 @@ LAUNCHERS: Mapping[str, Options] = {
             "aml fp16 fsdp_backward_prefetch_policy ipex  mps sagemaker tpu_use_cluster use_cpu use_mps_device use_xpu"
         ),
     ),
-    "deepspeed": Options(
+    "deepspeed": LauncherOptions(
         valued=_set(
             "H autotuning bind_core_list e enable_each_rank_log exclude hostfile i include launcher launcher_args "
             "log_level master_addr master_port node_rank num_accelerators num_gpus num_nodes ssh_port venv_script"

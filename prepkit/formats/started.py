@@ -34,7 +34,7 @@ class Started:
 
 
 @frozen(kw_only=True)
-class Share:
+class SlurmShare:
     """What Slurm gives to what starts a launcher."""
 
     nodes: int | None = None
@@ -253,7 +253,7 @@ _NOT_COUNTED = ("--ntasks-per-gpu", "--ntasks-per-socket", "--ntasks-per-core")
 _GPU_OPTIONS = ("--gpus-per-node", "--gres", "--gpus", "--gpus-per-task")
 
 
-def share(slurm: Mapping[str, str], launch: LaunchLine) -> Share:
+def share(slurm: Mapping[str, str], launch: LaunchLine) -> SlurmShare:
     """Return what Slurm gives to a line: what stands on the line of srun goes before what ``#SBATCH`` lines say."""
     own = launch.step if launch.by == "srun" else {}
     said = [(who, name, options[name]) for who, options in (("srun", own), ("#SBATCH", slurm)) for name in options]
@@ -272,7 +272,7 @@ def share(slurm: Mapping[str, str], launch: LaunchLine) -> Share:
         each = count * per_node if count and per_node else None
     else:
         each = count
-    return Share(
+    return SlurmShare(
         nodes=nodes,
         launchers=launchers,
         per_node=per_node,
@@ -353,7 +353,7 @@ def _strange(script: Script, launch: LaunchLine) -> Iterator[Finding]:
             yield rules.found("launch.unknown-option", where, what, f"Write --{typed}.")
 
 
-def _more_than_gpus(launch: LaunchLine, starts: Started, given: Share, where: str) -> Iterator[Finding]:
+def _more_than_gpus(launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
     each, whole = starts.per_node, starts.processes
     if _on_cpu(launch):
         return
@@ -401,7 +401,7 @@ def _fewer(launch: LaunchLine, starts: Started, each: int) -> str:
     return _as_written(launch, "num_processes", each * (starts.nodes or 1))
 
 
-def _more_gpus(given: Share, count: int) -> str:
+def _more_gpus(given: SlurmShare, count: int) -> str:
     """What asks Slurm for so many: on a node, or, as ``--gpus`` does, together."""
     who, name, value = given.gpus_by
     if name == "--gpus-per-task":
@@ -412,7 +412,7 @@ def _more_gpus(given: Share, count: int) -> str:
     return f"{who} {name}={one[1]}{count}{one[2] or ''}" if one else f"{who} --gpus-per-node={count}"
 
 
-def _waits(script: Script, launch: LaunchLine, starts: Started, given: Share, where: str) -> Iterator[Finding]:
+def _waits(script: Script, launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
     nodes, asked = starts.nodes, _whole(script.slurm.get("--nodes", "")) or given.nodes
     who, name, value = given.tasks_by
     if not nodes or nodes == 1 or not asked:
@@ -436,7 +436,7 @@ def _waits(script: Script, launch: LaunchLine, starts: Started, given: Share, wh
         yield rules.found("launch.nodes", where, what, f"Write {command}{inside}.")
 
 
-def _twice(launch: LaunchLine, starts: Started, given: Share, where: str) -> Iterator[Finding]:
+def _twice(launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
     each, tasks = starts.per_node, given.per_node
     if not each or each == 1:
         return
