@@ -415,8 +415,8 @@ def _more_gpus(given: SlurmShare, count: int) -> str:
 def _waits(script: Script, launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
     nodes, asked = starts.nodes, _whole(script.slurm.get("--nodes", "")) or given.nodes
     who, name, value = given.tasks_by
-    if not nodes or nodes == 1 or not asked:
-        return
+    if not nodes or nodes == 1 or not asked or (launch.by == "srun" and nodes == given.launchers):
+        return  # each launcher is a machine to the others, be it on one or not
     if nodes > asked:
         option = {"torchrun": "nnodes", "deepspeed": "num_nodes"}.get(launch.launcher, "num_machines")
         what = f"it waits for {nodes} machines, and Slurm is asked for {asked}"

@@ -72,6 +72,8 @@ WRONG = [
     (slurm("-N2", f"srun --ntasks-per-node=8 torchrun --nnodes 2 --nproc_per_node 8 {C10D} t.py"), "twice", "srun -"),
     (slurm(*TWO[:1], "--ntasks-per-node=8", "srun accelerate launch --config_file acc.yaml t.py"), "twice", "=1"),
     ("mpirun -np 8 torchrun --nproc_per_node 8 t.py\n", "twice", "Remove mpirun"),
+    ("mpirun -np 32 --map-by ppr:8:node torchrun --nnodes 4 --nproc_per_node 8 t.py\n", "twice", "-np 4 --map-by"),
+    ("docker run img bash -c 'cd /x && CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 2 t.py'\n", "gpus", " 1,"),
     ("accelerate launch --config_file four.yaml --num_machines 3 t.py\n", "processes", "num_processes: 96"),
 ]
 
@@ -94,6 +96,8 @@ RIGHT = [
     + f"srun -N1 -n1 torchrun --nnodes 4 --node_rank $i --nproc_per_node 8 {C10D} t.py &\ndone\n",
     slurm("--nodes=4", "for h in $HOSTS; do ssh $h 'cd x && torchrun --nnodes 4 --nproc_per_node 8 t.py' & done"),
     slurm("--nodes=2", "--gpus-per-node=8", "deepspeed --num_nodes 2 --num_gpus 8 --hostfile hosts t.py"),
+    slurm("-N2", "-n16", "--gres=gpu:8", f"srun torchrun --nnodes=16 --nproc_per_node=1 {C10D} t.py"),
+    slurm("-N2", "--ntasks-per-node=2", "--gres=gpu:8", f"srun torchrun --nnodes=4 --nproc_per_node=4 {C10D} t.py"),
     slurm("--nodes=4", f'export RUN="torchrun --nnodes 4 --nproc_per_node 8 {C10D} t.py"', "./start.sh"),
     slurm("--nodes=2", "accelerate launch --num_machines 2 --num_processes 2 --mpirun_hostfile hosts t.py"),
     "mpirun -np 2 -H a,b torchrun --nnodes 2 --nproc_per_node 8 t.py\n",
