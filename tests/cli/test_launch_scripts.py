@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,7 +64,7 @@ WRONG = [
     ('ARGS=(\n  --nproc_per_node 8\n)\nCUDA_VISIBLE_DEVICES=0 torchrun "${ARGS[@]}" t.py\n', "gpus", " 1,"),
     # machines that nobody asks for, or on which nothing starts
     (slurm(*TWO, "srun accelerate launch --config_file four.yaml t.py"), "nodes", "num_machines: 2 in four.yaml"),
-    (slurm(*TWO, f"bash -c 'torchrun --nnodes 4 --nproc_per_node 8 {C10D} t.py'"), "nodes", "--nodes=4"),
+    (slurm(*TWO, f"srun bash -c 'torchrun --nnodes 4 --nproc_per_node 8 {C10D} t.py'"), "nodes", "--nodes=4"),
     (slurm(*TWO, "M=2", f"srun torchrun --nnodes $((M * 2)) --nproc_per_node 8 {C10D} t.py"), "nodes", "--nnodes 2"),
     (slurm("--nodes=4 --ntasks=1", "srun accelerate launch --config_file four.yaml t.py"), "nodes", "of --ntasks=1"),
     (slurm("--nodes=4", "accelerate launch --config_file four.yaml t.py"), "nodes", "$SLURM_NODEID"),
@@ -336,3 +338,25 @@ def test_the_options_of_every_launcher_are_those_of_its_parser() -> None:
         taken = {one.lstrip("-").replace("-", "_") for one in parser._option_string_actions}
         assert not (table.valued | table.switches) - taken, launcher
         assert not table.older & taken, launcher
+
+
+def followed(text: str, fix: str) -> Iterator[str]:
+    """The script after each way of the fix that is typed into it."""
+    for way in re.split(r", or ", fix.removeprefix("Write ").rstrip(".")):
+        typed = re.match(r"(#SBATCH |srun )?(-[-\w]+)[= ]([\w:()-]+)(?: in the place of (\S+?)=\S+)?(?:$|:)", way)
+        if typed is None:
+            continue
+        who, name, value, gone = typed.groups()
+        short = {"--nodes": "-N", "--gpus": "-G", "--ntasks": "-n"}
+        old = rf"(?<![\w-])(?:{gone or name}|{short.get(gone or name, '--none')})[ =]?(?:\$\(\(.*\)\)|[\w:()-]+)"
+        after = re.sub(old, f"{name}={value}" if who else f"{name} {value}", text, count=1)
+        yield after if after != text else text.replace("#!/bin/bash\n", f"#!/bin/bash\n#SBATCH {name}={value}\n")
+
+
+@pytest.mark.parametrize(("text", "rule", "fix"), [case for case in WRONG if "processes" not in case[1]])
+def test_every_way_of_a_fix_mends_what_it_is_told_of(text: str, rule: str, fix: str, folder: Path) -> None:
+    (before,) = told(text)
+    for after in followed(text, before[2]):
+        shutil.rmtree("here")
+        assert after != text
+        assert rule not in [one[0].partition(".")[2] for one in told(after)], after
