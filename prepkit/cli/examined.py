@@ -246,19 +246,22 @@ def _with_options(checked: Checked, script: Script, cluster: Cluster) -> Checked
     It is told of the option, as the file is right as it is.
     """
     for launch in script.launches:
-        data, over = with_options(launch)
+        *configs, over = with_options(launch)
         named, processes = launch.config_file, started(launch).processes
-        if not over or named is None or named.place is None:
+        if not over or (named is not None and named.place is None):
             continue
-        file = Found(path=named.place, sort="config", kind="accelerate", why="")
+        path = script.path if named is None or named.place is None else named.place
+        file = Found(path=path, sort="config", kind="accelerate", why="")
         before, after = (
             _judged(
                 file,
                 cluster,
-                cli_refusal.attempt(functools.partial(_accelerate, source, launch)),
+                cli_refusal.attempt(
+                    functools.partial(_accelerate, Source(path, json.dumps(one, default=str), JSON), launch)
+                ),
                 (processes,) if processes else (),
             )
-            for source in (read_source(file.path), Source(file.path, json.dumps(data, default=str), JSON))
+            for one in configs
         )
         known = {(finding.rule, finding.what) for _, finding in (*before.findings, *before.beyond)}
         new = [finding for _, finding in after.findings if (finding.rule, finding.what) not in known]

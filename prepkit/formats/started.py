@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 from attrs import frozen
@@ -197,30 +198,50 @@ _OF_DEEPSPEED = frozenset(
 )
 
 
-def with_options(launch: LaunchLine) -> tuple[dict[str, Any], tuple[Argument, ...]]:
-    """The config of accelerate with the options of the line over it, as its launcher makes it, and those options.
+def with_options(launch: LaunchLine) -> tuple[dict[str, Any], dict[str, Any], tuple[Argument, ...]]:
+    """The config of accelerate, the same with the options of the line over it as its launcher makes it, and those.
 
     Only what differs counts: an option that says the same as the file, or that nothing reads under the distributed
-    type, changes nothing; nor does one that is known when it runs only.
+    type, changes nothing; nor does one that is known when it runs only. A line that names no config is one itself
+    where it says which distributed type it starts.
     """
-    data: dict[str, Any] = deepcopy(dict(launch.file))
+    before = _before(launch)
+    data = deepcopy(before)
     if launch.launcher != "accelerate" or not data:
-        return data, ()
-    chosen = [kind for name, kind in _SWITCHED.items() if name in launch.options]
-    kind = chosen[0] if chosen else str(data.get("distributed_type"))
-    named = isinstance(data.get("deepspeed_config"), dict) and data["deepspeed_config"].get("deepspeed_config_file")
+        return before, data, ()
+    kind = next((kind for name, kind in _SWITCHED.items() if name in launch.options), str(data.get("distributed_type")))
+    inner = data.get("deepspeed_config")
+    named = bool(isinstance(inner, dict) and inner.get("deepspeed_config_file"))
     over = []
     for name, option in launch.options.items():
-        path = _path(name, kind, beside_json=bool(named))
+        path = _path(name, kind, beside_json=named)
         if path is None or "$" in str(option.value) or (named and kind == "DEEPSPEED" and option.value == "no"):
             continue
-        section = data if len(path) == 1 else data.setdefault(path[0], {})
+        if len(path) > 1 and not isinstance(data.get(path[0]), dict):
+            data[path[0]] = {}
+        section = data if len(path) == 1 else data[path[0]]
         value = kind if name in _SWITCHED else option.value
         key = next((one for one in (path[-1], path[-1].partition("_")[2]) if one in section), path[-1])
-        if isinstance(section, dict) and str(section.get(key)).casefold() != str(value).casefold():
+        if str(section.get(key)).casefold() != str(value).casefold():
             section[key] = _typed(value)
             over.append(option)
-    return data, tuple(over)
+    return before, data, tuple(over)
+
+
+def _before(launch: LaunchLine) -> dict[str, Any]:
+    """What the options of a line stand over: its file; without one the least that a config says."""
+    if launch.file or "config_file" in launch.options:
+        return deepcopy(dict(launch.file))
+    kind = next((kind for name, kind in _SWITCHED.items() if name in launch.options), "")
+    numbers = {name: number for name in ("num_processes", "num_machines") if (number := _given(launch, name))}
+    json = launch.options.get("deepspeed_config_file")
+    if not kind or (json is not None and kind != "DEEPSPEED"):
+        return {}
+    if json is None:
+        return {"distributed_type": kind, **numbers}
+    place = next((one.place for one in launch.configs if one.path == json.value), None)
+    inner = {"deepspeed_config": {"deepspeed_config_file": str(Path(place).resolve())}} if place is not None else None
+    return {} if inner is None else {"distributed_type": kind, **numbers, **inner}
 
 
 def _path(name: str, kind: str, *, beside_json: bool) -> tuple[str, ...] | None:

@@ -315,6 +315,29 @@ def test_a_misspelt_option_of_a_launcher_is_named(line: str, column: int, fix: s
     assert found == ([("launch.unknown-option", 1, column, fix)] if fix else [])
 
 
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ("--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP", ""),
+        ("--use_fsdp --fsdp_version 3", "import.wrong-value"),
+        ("--use_fsdp --mixed_precision bf17", "import.wrong-value"),
+        ("--multi_gpu --num_machines 1 --mixed_precision bf16", ""),
+        ("--use_deepspeed --zero_stage 4", "deepspeed.stage"),
+        ("--use_deepspeed --zero_stage 3 --gradient_clipping 1.0", ""),
+        ("--use_deepspeed --deepspeed_config_file ds.json", ""),
+        ("--use_deepspeed --deepspeed_config_file ds.json --mixed_precision fp16", "import.contradiction"),
+        ("--use_deepspeed --deepspeed_config_file gone.json --mixed_precision fp16", ""),
+        ("--mixed_precision bf17", ""),  # a default config may lie elsewhere
+    ],
+)
+def test_a_line_without_a_config_is_judged_as_one(options: str, rule: str, folder: Path) -> None:
+    Path("here").mkdir()
+    Path("here/run.sh").write_text(f"accelerate launch --num_processes 8 {options} t.py\n")
+    Path("here/ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+    found = json.loads(run("check", "here", "--json").stdout)["findings"]
+    assert [(one["rule"], one["file"]) for one in found] == ([(rule, "here/run.sh")] if rule else []), found
+
+
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "torchrun", pytest.importorskip("torch.distributed.run").get_args_parser()
     yield "accelerate", pytest.importorskip("accelerate.commands.launch").launch_command_parser()
