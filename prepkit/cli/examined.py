@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,11 +22,13 @@ from prepkit.config.origin import origin_of
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.formats.found import SCRIPTS, Found, below, found
-from prepkit.formats.importers.foreign import shortest
-from prepkit.formats.importers.source import READERS, Imported
+from prepkit.formats.importers import IMPORTERS
+from prepkit.formats.importers.source import JSON, READERS, Imported, Source
+from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.importers.training_arguments import read_options
-from prepkit.formats.launches import LaunchLine, NamedFile, Script, read_script, script_findings
+from prepkit.formats.launches import Argument, LaunchLine, NamedFile, Script, read_script
 from prepkit.formats.places import FilePlace, place_of
+from prepkit.formats.started import file_findings, script_findings, started, with_options
 
 if TYPE_CHECKING:
     from prepkit.planner.budget import Costs
@@ -80,6 +84,7 @@ def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) 
     for one in sorted(founds, key=lambda one: one.kind == "deepspeed"):
         if one.path in scripts:
             script = _script(one, scripts[one.path], missing.get(one.path, ()))
+            script = _with_options(script, scripts[one.path], cluster)
             yield named.held(_with_arguments(script, scripts[one.path], cluster))
         elif one.sort == "plan":
             yield _plan(one)
@@ -169,30 +174,21 @@ def _started(
     there: dict[str, Found] = {}
     for script in scripts:
         for launch in script.launches:
+            processes = started(launch).processes
             for named in launch.configs:
-                place = _resolved(named.path, Path(script.path).parent)
+                place = named.place
                 if place is None:
-                    missing[script.path] = (*missing.get(script.path, ()), named)
+                    if named.kind:  # others may be data, or written later
+                        missing[script.path] = (*missing.get(script.path, ()), named)
                     continue
                 why = f"{script.path} starts it"
-                there.setdefault(place, Found(path=place, sort="config", kind=named.kind, why=why))
-                if launch.processes and not (place.endswith(".json") and _trained(launch, Path(script.path).parent)):
-                    sizes[_real(place)] = tuple(dict.fromkeys((*sizes.get(_real(place), ()), launch.processes)))
+                one = Found(path=place, sort="config", kind=named.kind, why=why) if named.kind else found(place)
+                if one is None or one.sort != "config":
+                    continue
+                there.setdefault(place, evolve(one, why=why))
+                if processes and not (place.endswith(".json") and _trained(launch)):
+                    sizes[_real(place)] = tuple(dict.fromkeys((*sizes.get(_real(place), ()), processes)))
     return sizes, missing, tuple(there.values())
-
-
-def _resolved(named: str, folder: Path) -> str | None:
-    """The file from where the script is, from here, or from a folder above the script: nobody knows where it runs."""
-    if "$" in named:
-        return None
-    absolute = folder.resolve()
-    for base in (folder, Path(), *absolute.parents[:6]):
-        try:
-            if (base / named).is_file():
-                return str(shortest(base / named))
-        except (OSError, ValueError):
-            return None
-    return None
 
 
 def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Checked:
@@ -207,7 +203,7 @@ def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Check
     return Checked(found=one, findings=findings, fine=_SCRIPT_RULES, beyond=beyond)
 
 
-def _trained(launch: LaunchLine, folder: Path) -> dict[str, tuple[str | bool, tuple[int, int]]]:
+def _trained(launch: LaunchLine) -> dict[str, tuple[str | bool, tuple[int, int]]]:
     """Options of a line as ``TrainingArguments``; empty where they are none, or not known before it runs.
 
     They are told by two of the names, beside one that asks for DeepSpeed or FSDP: other scripts have some of them too.
@@ -218,7 +214,7 @@ def _trained(launch: LaunchLine, folder: Path) -> dict[str, tuple[str | bool, tu
         return {}
     if "deepspeed" in named:
         said, place = known.get("deepspeed", ("$", (1, 1)))
-        file = _resolved(str(said), folder)
+        file = next((named.place for named in launch.configs if named.path == said), None)
         if file is None or not file.endswith(".json"):
             return {}
         known["deepspeed"] = str(Path(file).resolve()), place
@@ -229,9 +225,10 @@ def _with_arguments(checked: Checked, script: Script, cluster: Cluster) -> Check
     """The script with what is wrong with the ``TrainingArguments`` that its lines give."""
     one = checked.found
     for launch in script.launches:
-        if options := _trained(launch, Path(one.path).parent):
+        if options := _trained(launch):
             read = cli_refusal.attempt(functools.partial(read_options, one.path, options))
-            found = _judged(one, cluster, read, (launch.processes,) if launch.processes else ())
+            processes = started(launch).processes
+            found = _judged(one, cluster, read, (processes,) if processes else ())
             checked = evolve(
                 checked,
                 findings=_once((*checked.findings, *found.findings)),
@@ -243,12 +240,59 @@ def _with_arguments(checked: Checked, script: Script, cluster: Cluster) -> Check
     return checked
 
 
+def _with_options(checked: Checked, script: Script, cluster: Cluster) -> Checked:
+    """The script with what is wrong with a config of accelerate once options of a line have changed it.
+
+    It is told of the option, as the file is right as it is.
+    """
+    for launch in script.launches:
+        *configs, over = with_options(launch)
+        named, processes = launch.config_file, started(launch).processes
+        if not over or (named is not None and named.place is None):
+            continue
+        path = script.path if named is None or named.place is None else named.place
+        file = Found(path=path, sort="config", kind="accelerate", why="")
+        before, after = (
+            _judged(
+                file,
+                cluster,
+                cli_refusal.attempt(
+                    functools.partial(_accelerate, Source(path, json.dumps(one, default=str), JSON), launch)
+                ),
+                (processes,) if processes else (),
+            )
+            for one in configs
+        )
+        known = {(finding.rule, finding.what) for _, finding in (*before.findings, *before.beyond)}
+        new = [finding for _, finding in after.findings if (finding.rule, finding.what) not in known]
+        checked = evolve(checked, findings=_once((*checked.findings, *(_of_option(script, one, over) for one in new))))
+    return checked
+
+
+def _accelerate(source: Source, launch: LaunchLine) -> Imported:
+    """A config of accelerate, with the model that the line gives to its script, where it lies beside."""
+    model = next((str(one.value) for one in launch.arguments if one.name == "model_name_or_path"), None)
+    imported = IMPORTERS["accelerate"].read(source)
+    beside = model is not None and "$" not in model and (Path(source.path).parent / model).is_dir()
+    return evolve(imported, model=model) if beside else imported
+
+
+def _of_option(script: Script, finding: Finding, over: tuple[Argument, ...]) -> _Placed:
+    """A finding as one about the option whose name, or value, it says."""
+    said = f"{finding.where} {finding.what} {finding.fix}"
+    option = next((one for one in over if one.name in said or str(one.value) in finding.what), over[0])
+    where = f"{script.path}:{option.line}:{option.column} {option.typed}"
+    here = "" if finding.rule.startswith("import.") else f" Here {option.typed} says it."
+    placed = evolve(finding, where=where, origin="", fix=finding.fix.partition(" Here ")[0] + here)
+    return FilePlace(script.path, option.line, option.column), placed
+
+
 def _not_here(where: str, named: str) -> Finding:
-    what = f"{named} is known when it runs" if "$" in named else f"{named} is not here"
+    what = f"{named} is known when it runs" if re.search(r"[$`]", named) else f"{named} is not here"
     return rules.found(MISSING, where, what, f"Check it where it is: prepkit check {named}")
 
 
-_SCRIPT_RULES = 4
+_SCRIPT_RULES = 5
 
 
 def _plan(one: Found) -> Checked:
@@ -273,7 +317,11 @@ def _in_plan(file: str, where: str) -> str:
 def _config(one: Found, cluster: Cluster, sizes: tuple[int, ...], kind: str | None) -> Checked:
     read = cli_import.read(one.path, kind or one.kind or None)
     kind = read.kind if isinstance(read, Imported) else read.rest.kind if isinstance(read.rest, Imported) else one.kind
-    return _judged(evolve(one, kind=kind or "nothing known"), cluster, read, sizes)
+    checked = _judged(evolve(one, kind=kind or "nothing known"), cluster, read, sizes)
+    if kind != "accelerate" or sizes or isinstance(read, PlanRejected):
+        return checked
+    alone = file_findings(one.path, read_source(one.path).data())
+    return evolve(checked, findings=(*checked.findings, *_placed(one, alone)))
 
 
 def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: tuple[int, ...]) -> Checked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -9,10 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from attrs import frozen
+from attrs import fields_dict, frozen
 
 from prepkit.codec import LARGEST
+from prepkit.config import Config
+from prepkit.formats.importers.accelerate import LAUNCHING
+from prepkit.formats.importers.argument_keys import GONE, KEYS
 from prepkit.formats.importers.positions import plain_json
+from prepkit.resolve.deepspeed.keys import SECTIONS
 
 MOST = 20_000
 """Files of one folder that are looked at."""
@@ -80,10 +85,41 @@ _TELLS: tuple[tuple[str, tuple[frozenset[str], ...]], ...] = (
 )
 """Kind to groups of keys: a file is the first kind's that has a key of each group at its top."""
 
-_ENGINES = re.compile(r"\b(Single|DDP|FSDP1|FSDP2|TensorParallel|XLA|DeepSpeed)\b")
+_ENGINES = ("Single", "DDP", "FSDP1", "FSDP2", "TensorParallel", "XLA", "DeepSpeed")
 _BESIDE_ENGINE = frozenset({"accumulation", "precision", "optimizer", "clip", "mesh", "checkpointing"})
 """Keys of prepkit's own files that tell one in which the engine is misspelt."""
+_KNOWN: dict[str, frozenset[str]] = {
+    "prepkit": frozenset(fields_dict(Config)),
+    **KEYS,
+    "transformers": KEYS["transformers"] | GONE.keys(),
+    "torchtitan": frozenset(
+        (
+            *("activation_checkpoint", "checkpoint", "comm", "compile", "experimental", "fault_tolerance", "float8"),
+            *("job", "lr_scheduler", "memory_estimation", "metrics", "model", "mx", "optimizer", "parallelism"),
+            *("profiling", "quantize", "training", "validation"),
+        )
+    ),
+    "accelerate": frozenset(
+        (
+            *(*LAUNCHING, "distributed_type", "mixed_precision", "num_processes", "num_machines", "use_cpu"),
+            *("fsdp_config", "deepspeed_config", "megatron_lm_config", "dynamo_config", "parallelism_config"),
+            *("fp8_config", "dynamo_backend", "fp16", "downcast_bf16"),
+        )
+    ),
+    "deepspeed": frozenset(SECTIONS[""]),
+}
+"""Kind to the keys that stand at the top of its files. In a file where a key that would tell it is misspelt, most of
+the others are among them."""
+_MOSTLY = 0.8
+"""Of the keys of a file, the share that has to be known where one that tells is misspelt."""
+_NEAR = 0.8
+"""How near a misspelt key is, as ``difflib`` counts it."""
 _KIND = re.compile(r"\bkind[\"']?\s*[:=]")
+_NAMED = re.compile(r"\b(?:engine|kind)[\"']?\s*[:=]\s*(?:\{\s*[\"']?kind[\"']?\s*[:=]\s*)?[\"']?(\w+)")
+_TRIED = 20
+"""Strange keys of a file that are compared with known ones."""
+_SMALL = 20_000
+"""Letters of a JSON that is read though it has no key that tells."""
 _YAML_KEY = re.compile(r"^[\"']?([A-Za-z_][\w.-]*)[\"']?\s*:", re.MULTILINE)
 _TOML_KEY = re.compile(r"^\s*(?:\[+\s*)?[\"']?([A-Za-z_][\w-]*)[\"']?\s*[.\]=]", re.MULTILINE)
 _LAUNCH = re.compile(
@@ -96,11 +132,8 @@ def found(path: str) -> Found | None:
     suffix = Path(path).suffix.lower()
     if suffix not in (*_CONFIGS, *SCRIPTS):
         return None
-    try:
-        if not Path(path).is_file() or Path(path).stat().st_size > LARGEST:
-            return None
-        text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
-    except OSError:
+    text = _text(path)
+    if text is None:
         return None
     if suffix in SCRIPTS:
         launch = _LAUNCH.search(text)
@@ -108,14 +141,70 @@ def found(path: str) -> Found | None:
     keys = top_keys(text, suffix)
     if suffix == ".json" and "kind" in keys and re.search(r'"kind"\s*:\s*"prepkit\.plan"', text[:LARGEST]):
         return Found(path=path, sort="plan", kind="plan", why="its kind says so")
-    own = "engine" in keys and (_ENGINES.search(text) or (keys & _BESIDE_ENGINE and _KIND.search(text)))
-    if own or Path(path).name.startswith("prepkit."):
-        return Found(path=path, sort="config", kind="prepkit", why="engine" if "engine" in keys else "its name")
-    for kind, groups in _TELLS:
-        seen = tuple(next((key for key in sorted(group) if key in keys), "") for group in groups)
-        if all(seen) and (kind != "torchtitan" or suffix == ".toml"):
-            return Found(path=path, sort="config", kind=kind, why=" and ".join(seen))
+    if (said := _own(text, keys)) or Path(path).name.startswith("prepkit."):
+        return Found(path=path, sort="config", kind="prepkit", why=said or "its name")
+    for misspelt in (False, True):
+        for kind, groups in _TELLS:
+            if (kind != "torchtitan" or suffix == ".toml") and (why := _told(kind, groups, keys, misspelt=misspelt)):
+                return Found(path=path, sort="config", kind=kind, why=why)
     return None
+
+
+def _text(path: str) -> str | None:
+    """The text of a file, also of one that is saved in UTF-16: its reader says that it is to be saved otherwise."""
+    try:
+        if not Path(path).is_file() or Path(path).stat().st_size > LARGEST:
+            return None
+        raw = Path(path).read_bytes()
+    except OSError:
+        return None
+    wide = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
+    return raw.decode("utf-16" if wide else "utf-8-sig", errors="replace").replace("\r\n", "\n")
+
+
+def _own(text: str, keys: frozenset[str]) -> str:
+    """What tells a file of prepkit's own: an engine by its name, or a name near one; else most of the other keys."""
+    beside = keys & _BESIDE_ENGINE
+    if "engine" in keys:
+        exact = re.search(rf"\b({'|'.join(_ENGINES)})\b", text)
+        if exact or (beside and _KIND.search(text)) or (len(beside) > 1 and _mostly("prepkit", keys)):
+            return "engine"
+        known = [name.casefold() for name in _ENGINES]
+        named = any(difflib.get_close_matches(word.casefold(), known, 1, _NEAR) for word in _NAMED.findall(text))
+        return "engine" if named and _mostly("prepkit", keys) else ""
+    if len(beside) < 2 or not _mostly("prepkit", keys):  # as every file of another's is asked
+        return ""
+    near = _near("engine", keys, _KNOWN["prepkit"])
+    return f"{' and '.join(sorted(beside))} beside {near}" if near else ""
+
+
+def _told(kind: str, groups: tuple[frozenset[str], ...], keys: frozenset[str], *, misspelt: bool) -> str:
+    """The keys that tell a kind, one of each group; ``misspelt``: it may be one that is near, in a file of its keys."""
+    if misspelt and not _mostly(kind, keys):
+        return ""
+    seen = []
+    for group in groups:
+        here = next((key for key in sorted(group) if key in keys), "")
+        if not here and misspelt:
+            here = next((near for key in sorted(group) if (near := _near(key, keys, _KNOWN[kind]))), "")
+        seen.append(here)
+    return " and ".join(seen) if all(seen) else ""
+
+
+def _near(key: str, keys: frozenset[str], known: frozenset[str]) -> str:
+    """The key of a file that is near the one that tells, and is none that the library knows."""
+    return next(iter(difflib.get_close_matches(key, sorted(keys - known), 1, _NEAR)), "")
+
+
+def _mostly(kind: str, keys: frozenset[str]) -> bool:
+    """Whether most of the keys of a file are, or are near, those of a kind."""
+    known = _KNOWN[kind]
+    strange = sorted(keys - known)
+    right = len(keys) - len(strange)
+    if 3 * right < len(keys) or len(strange) > _TRIED:
+        return False
+    near = sum(bool(difflib.get_close_matches(key, known, 1, _NEAR)) for key in strange)
+    return right + near >= _MOSTLY * len(keys)
 
 
 def top_keys(text: str, suffix: str) -> frozenset[str]:
@@ -124,7 +213,7 @@ def top_keys(text: str, suffix: str) -> frozenset[str]:
         return frozenset(_TOML_KEY.findall(text))
     if suffix != ".json":
         return frozenset(_YAML_KEY.findall(text))
-    if not any(f'"{key}"' in text for key in _JSON_MARKS):
+    if len(text) > _SMALL and not any(f'"{key}"' in text for key in _JSON_MARKS):
         return frozenset()
     try:
         data = json.loads(plain_json(text))

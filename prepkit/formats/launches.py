@@ -1,25 +1,26 @@
-"""Lines of scripts that start a training: how many processes, and which config files they name. Nothing is run."""
+"""Lines of scripts that start a training: what starts it, with which options, and which config files they name."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
-from prepkit import rules
 from prepkit.codec import LARGEST
-from prepkit.findings import Finding
+from prepkit.findings import PlanRejected
+from prepkit.formats.importers.foreign import shortest
+from prepkit.formats.importers.source import read
+from prepkit.formats.launcher_options import LAUNCHERS
+from prepkit.formats.shell_words import Command, Word, commands, unquoted
 
-_WORD = re.compile(r"""(?:[^\s"'\\;&|]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+|[;&|]+|\n""", re.DOTALL)
-_SET = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s;&|$`(]+)\s*(?:#.*)?$", re.MULTILINE)
-_SBATCH = re.compile(r"^#SBATCH[ \t]+(--[\w-]+|-\w)[= \t][ \t]*(\S+)", re.MULTILINE)
-_SHORT = {"-N": "--nodes", "-G": "--gpus", "-n": "--ntasks"}
-_KEPT = re.compile(
-    r"((?:export\s+)?\w+=[\"'])(\s*(?:accelerate\s+launch|torchrun|python3?\s+-m\s+torch)[^\"']*)[\"']", re.DOTALL
-)
-_ON = re.compile(r"\\\r?\n")
+_SBATCH = re.compile(r"^#SBATCH[ \t]+([^#\n]*)", re.MULTILINE)
+_SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus"}
+_LAUNCHER = re.compile(r"accelerate|torchrun|torch\.distributed|deepspeed|axolotl|llamafactory-cli")
+_FILE = re.compile(r".*\.(json|ya?ml|toml)", re.DOTALL)
 
 
 @frozen(kw_only=True)
@@ -29,14 +30,16 @@ class NamedFile:
     path: str
     """As written, with the variables that the script sets; one with a ``$`` left is known when it runs only."""
     kind: str
-    """Whose config it is, as what names it takes no other's."""
+    """Whose config it is, as what names it takes no other's; empty: what is in it tells."""
     line: int
     column: int
+    place: str | None = None
+    """Where it lies here; None: it does not."""
 
 
 @frozen(kw_only=True)
 class Argument:
-    """An option that a line gives to its script."""
+    """An option that a line gives to its launcher, or to its script."""
 
     name: str
     """With ``_`` between words, without the dashes before it."""
@@ -44,6 +47,8 @@ class Argument:
     """As written, with the variables that the script sets; True where nothing follows."""
     line: int
     column: int
+    typed: str = ""
+    """As it is typed, with its dashes."""
 
 
 @frozen(kw_only=True)
@@ -53,14 +58,28 @@ class LaunchLine:
     launcher: str
     line: int
     column: int
-    processes: int | None = None
-    """All of them together; None: the line does not say."""
-    nodes: int | None = None
-    per_node: int | None = None
+    options: Mapping[str, Argument] = field(factory=dict)
+    """Those of the launcher by their names, and of those that it does not know what was typed."""
+    strange: tuple[Argument, ...] = ()
+    """Options before the script that the launcher does not know."""
     configs: tuple[NamedFile, ...] = ()
     arguments: tuple[Argument, ...] = ()
     """What stands behind the name of a script; one with a ``$`` left is known when it runs only."""
-    by_srun: bool = False
+    by: str = ""
+    """What starts the launcher, and may start several: ``srun`` or ``mpirun``."""
+    step: Mapping[str, str] = field(factory=dict)
+    """Options of srun or mpirun on the line."""
+    environment: Mapping[str, str] = field(factory=dict)
+    """What the script puts into the environment of the line."""
+    kept: bool = False
+    """Whether it is the value of a variable, and no line is known that runs it."""
+    file: Mapping[str, Any] = field(factory=dict)
+    """What stands in the config of accelerate that the line names."""
+
+    @property
+    def config_file(self) -> NamedFile | None:
+        """The config of accelerate that the line names."""
+        return next((one for one in self.configs if one.kind == "accelerate"), None)
 
 
 @frozen(kw_only=True)
@@ -71,6 +90,8 @@ class Script:
     launches: tuple[LaunchLine, ...]
     slurm: Mapping[str, str] = field(factory=dict)
     """Options of ``#SBATCH`` lines by their long names."""
+    spreads: bool = False
+    """Whether it starts something on several nodes: by srun, mpirun, ssh or one of their kind."""
 
 
 def read_script(path: str) -> Script:
@@ -79,174 +100,252 @@ def read_script(path: str) -> Script:
         text = Path(path).read_bytes()[:LARGEST].decode("utf-8-sig", errors="replace")
     except OSError:
         text = ""
-    slurm = {_SHORT.get(name, name): value for name, value in _SBATCH.findall(text)}
-    values: dict[str, set[str]] = {}
-    for name, value in _SET.findall(text):
-        values.setdefault(name, set()).add(value.strip("\"'"))
-    plain = {name: next(iter(given)) for name, given in values.items() if len(given) == 1}
-    return Script(path=path, launches=tuple(_launches(text, plain)), slurm=slurm)
+    slurm: dict[str, str] = {}
+    for line in _SBATCH.findall(text):
+        slurm |= slurm_options(line.split())
+    if re.search(r"^#SBATCH[ \t]+(het|pack)job\b", text, re.MULTILINE):
+        slurm = {}  # several jobs in one, each with its own numbers
+    every = commands(text, _set_by_slurm(slurm), _LAUNCHER)
+    where = _Where((0, *(found.end() for found in re.finditer("\n", text))), Path(path).parent)
+    found = ((command, _launch(command, where)) for command in every)
+    launches = [(command, launch) for command, launch in found if launch is not None]
+    spreads = any(_SPREADS & {word.text for word in command.words} for command in every)
+    return Script(path=path, launches=tuple(_once(launches)), slurm=slurm, spreads=spreads)
 
 
-@frozen
-class _Word:
-    text: str
-    at: int
+_SPREADS = frozenset(
+    {"srun", "ssh", "pdsh", "mpirun", "mpiexec", "orterun", "clush", "parallel", "ray", "ibrun", "jsrun", "blaunch"}
+)
 
 
-def _launches(text: str, values: Mapping[str, str]) -> Iterator[LaunchLine]:
-    joined = _ON.sub(lambda found: " " * len(found[0]), text)
-    joined = re.sub(r"(?m)^\s*#[^\n]*|(?<=\s)#[^\n]*", lambda found: " " * len(found[0]), joined)
-    for kept in _KEPT.finditer(joined):  # LAUNCHER="accelerate launch ...", which a later line runs
-        joined = "".join((joined[: kept.start()], " " * len(kept[1]), kept[2], "\n", joined[kept.end() :]))
-    words: list[_Word] = []
-    for found in _WORD.finditer(f"{joined}\n"):
-        if found[0] != "\n" and not re.fullmatch(r"[;&|]+", found[0]):
-            words.append(_Word(_valued(found[0], values), found.start()))
-            continue
-        launch = _launch(words, text)
-        words = []
-        if launch is not None:
+def _once(found: list[tuple[Command, LaunchLine]]) -> Iterator[LaunchLine]:
+    """Each launch once, though a variable that holds it is set in one line and run in another."""
+    run = {launch.launcher: set[tuple[str, str]]() for _, launch in found}
+    for command, launch in found:
+        if not command.kept:
+            run[launch.launcher] |= {(name, str(option.value)) for name, option in launch.options.items()}
+    for command, launch in found:
+        said = {(name, str(option.value)) for name, option in launch.options.items()}
+        if not command.kept or not said <= run[launch.launcher]:
             yield launch
 
 
-def _valued(word: str, values: Mapping[str, str]) -> str:
-    plain = word if word.startswith("'") else re.sub(r"\$\{?(\w+)\}?", lambda v: values.get(v[1], v[0]), word)
-    return re.sub(r"[\"']", "", plain)
+def slurm_options(words: list[str]) -> dict[str, str]:
+    """Options of Slurm by their long names, as ``#SBATCH`` lines and srun take them; those before another word."""
+    options: dict[str, str] = {}
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        name, sign, value = words[at].partition("=")
+        short = re.fullmatch(r"(-[A-Za-z])=?(\S*)", words[at]) if not name.startswith("--") else None
+        if short:
+            name, value = short[1], short[2]
+            sign = value
+        if not sign and at + 1 < len(words) and not words[at + 1].startswith("-"):
+            at += 1
+            value = words[at]
+        options[_SHORT.get(name, name)] = unquoted(value)
+        at += 1
+    return options
 
 
-def _launch(words: list[_Word], text: str) -> LaunchLine | None:
-    texts = [word.text for word in words]
+def _set_by_slurm(slurm: Mapping[str, str]) -> dict[str, str]:
+    said = {
+        "SLURM_NNODES": slurm.get("--nodes", ""),
+        "SLURM_JOB_NUM_NODES": slurm.get("--nodes", ""),
+        "SLURM_NTASKS": slurm.get("--ntasks", ""),
+        "SLURM_NPROCS": slurm.get("--ntasks", ""),
+        "SLURM_NTASKS_PER_NODE": slurm.get("--ntasks-per-node", ""),
+        "SLURM_GPUS_PER_NODE": slurm.get("--gpus-per-node", ""),
+        "SLURM_GPUS_ON_NODE": slurm.get("--gpus-per-node", ""),
+    }
+    return {name: value for name, value in said.items() if value.isdecimal()}
+
+
+# --- finding the launcher --------------------------------------------------------------------------------------------
+
+_NOT_RUN = frozenset({"pip", "pip3", "echo", "printf", "install", "which", "pkill", "pgrep", "type"})
+_BY = ("srun", "mpirun", "mpiexec", "orterun")
+_MODULES = {
+    "accelerate.commands.launch": "accelerate",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+}
+_SUBCOMMANDS = {"accelerate": "launch", "axolotl": "train", "llamafactory-cli": "train"}
+
+
+def _launch(command: Command, where: _Where) -> LaunchLine | None:
+    words, texts = command.words, [word.text for word in command.words]
     for at, word in enumerate(texts):
         name, after = word.rpartition("/")[2], texts[at + 1] if at + 1 < len(texts) else ""
-        started = {
-            "accelerate": after == "launch",
-            "torchrun": True,
-            "deepspeed": any(one.endswith(".py") or one in ("-m", "--module") for one in texts[at + 1 :]),
-            "axolotl": after == "train",
-            "llamafactory-cli": after == "train",
-            "accelerate.commands.launch": at > 0 and texts[at - 1] == "-m",
-            "torch.distributed.run": at > 0 and texts[at - 1] == "-m",
-            "torch.distributed.launch": at > 0 and texts[at - 1] == "-m",
-        }.get(name, False)
-        if started and not {"pip", "echo", "conda", "install"} & set(texts[:at]):
-            launcher = {"torch": "torchrun"}.get(name.partition(".")[0], name.partition(".")[0])
-            skipped = 2 if name in ("accelerate", "axolotl", "llamafactory-cli") else 1
-            return _read(launcher, words[at], words[at + skipped :], text, by_srun="srun" in texts[:at])
+        if name in _SUBCOMMANDS:
+            started, skipped, launcher = after == _SUBCOMMANDS[name], 2, name
+        elif name in _MODULES:
+            started, skipped, launcher = at > 0 and texts[at - 1] == "-m", 1, _MODULES[name]
+        elif name == "deepspeed":
+            started = any(one.endswith(".py") or one in ("-m", "--module") for one in texts[at + 1 :])
+            skipped, launcher = 1, name
+        else:
+            started, skipped, launcher = name == "torchrun", 1, name
+        if started and not _NOT_RUN & {*texts[:at], *(word.text for word in command.before)}:
+            return _read(launcher, command, at, list(words[at + skipped :]), evolve(where, gone=command.folder))
     return None
 
 
-_OPTIONS = {"config_file": "accelerate", **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config"), "deepspeed")}
-"""Option that names a file, to whose file that is."""
-_TRAINERS = {"axolotl": "axolotl", "llamafactory-cli": "llamafactory"}
-"""Command that is given a file first, to whose file that is."""
+@frozen
+class _Where:
+    lines: tuple[int, ...]
+    """Where each line of the script begins."""
+    folder: Path
+    gone: str | None = None
 
+    def place(self, word: Word) -> dict[str, int]:
+        line = bisect_right(self.lines, word.at)
+        return {"line": line, "column": word.at - self.lines[line - 1] + 1}
 
-def _read(launcher: str, start: _Word, rest: list[_Word], text: str, *, by_srun: bool) -> LaunchLine:
-    options: dict[str, _Word] = {}
-    script = next((i for i, word in enumerate(rest) if re.search(r"\.py$", word.text)), len(rest))
-    for i, word in enumerate(rest):
-        name, sign, value = word.text.partition("=")
-        if name.startswith("-"):
-            key = name.lstrip("-").replace("-", "_")
-            if i > script and key not in ("deepspeed", "deepspeed_config", "ds_config"):
-                continue  # an option of the script, which means what it means there
-            behind = rest[i + 1] if i + 1 < len(rest) else None
-            if sign:
-                options[key] = _Word(value, word.at)
-            elif behind is not None and not behind.text.startswith("-"):
-                options[key] = behind
-    named = [(options[name], kind) for name, kind in _OPTIONS.items() if name in options]
-    if launcher in _TRAINERS and rest:
-        named.append((rest[0], _TRAINERS[launcher]))
-    configs = tuple(
-        NamedFile(path=word.text, kind=kind, line=_line(text, word.at)[0], column=_line(text, word.at)[1])
-        for word, kind in named
-        if re.search(r"\.(json|ya?ml|toml)$", word.text)
-    )
-    line, column = _line(text, start.at)
-    nodes, each, whole = _sizes(launcher, {name: word.text for name, word in options.items()})
-    return LaunchLine(
-        launcher=launcher,
-        line=line,
-        column=column,
-        processes=whole,
-        nodes=nodes,
-        per_node=each,
-        configs=configs,
-        arguments=tuple(_arguments(rest[script + 1 :], text)),
-        by_srun=by_srun,
-    )
-
-
-def _arguments(words: list[_Word], text: str) -> Iterator[Argument]:
-    for word, behind in zip(words, [*words[1:], _Word("--", 0)], strict=False):
-        name, sign, value = word.text.partition("=")
-        if re.match(r"--?[A-Za-z]", name):
-            line, column = _line(text, word.at)
-            given = value if sign else True if re.match(r"-(?!\d)", behind.text) else behind.text
-            yield Argument(name=name.lstrip("-").replace("-", "_"), value=given, line=line, column=column)
-
-
-def _line(text: str, at: int) -> tuple[int, int]:
-    return text.count("\n", 0, at) + 1, at - (text.rfind("\n", 0, at) + 1) + 1
-
-
-def _sizes(launcher: str, options: Mapping[str, str]) -> tuple[int | None, int | None, int | None]:
-    """Machines, processes on one of them, and all processes, as far as the line says."""
-
-    def number(*names: str) -> int | None:
-        texts = [options[name] for name in names if name in options]
-        return int(texts[0]) if texts and re.fullmatch(r"\d{1,9}", texts[0]) else None
-
-    if launcher == "accelerate":
-        nodes, whole = number("num_machines"), number("num_processes")
-        return nodes, whole // nodes if nodes and whole and whole % nodes == 0 else None, whole
-    if launcher == "torchrun":
-        nodes, each = number("nnodes"), number("nproc_per_node")
-        one = "nnodes" not in options
-    else:
-        nodes, each = number("num_nodes"), number("num_gpus")
-        one = "num_nodes" not in options and "hostfile" not in options
-    nodes = nodes or (1 if one else None)
-    return nodes, each, nodes * each if nodes and each else None
-
-
-# --- what is wrong with them -----------------------------------------------------------------------------------------
-
-
-def script_findings(script: Script) -> tuple[Finding, ...]:
-    """Return what contradicts in the lines of a script."""
-    return tuple(finding for launch in script.launches for finding in _flaws(script, launch))
-
-
-def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
-    where = f"{script.path}:{launch.line}:{launch.column}"
-
-    def error(rule: str, what: str, fix: str) -> Finding:
-        return rules.found(rule, where, what, fix)
-
-    nodes, whole = launch.nodes, launch.processes
-    if launch.launcher == "accelerate" and nodes and whole and whole % nodes:
-        what = f"--num_processes {whole} are all processes together, and --num_machines {nodes} does not divide them"
-        yield error("launch.processes", what, f"Write --num_processes {whole * nodes}, or another multiple of {nodes}.")
-    gpus, tasks = _gpus(script.slurm), script.slurm.get("--ntasks-per-node", "")
-    if gpus and launch.per_node and launch.per_node > gpus:
-        what = f"{launch.per_node} processes are started on a node, and Slurm is asked for {gpus} GPUs on it"
-        yield error("launch.gpus", what, f"Start {gpus}, or ask for --gpus-per-node={launch.per_node}.")
-    asked = script.slurm.get("--nodes", "")
-    if asked.isdecimal() and nodes and nodes > int(asked):
-        what = f"it waits for {nodes} machines, and Slurm is asked for {asked}"
-        yield error("launch.nodes", what, f"Write {asked} there, or #SBATCH --nodes={nodes}.")
-    if launch.by_srun and tasks.isdecimal() and int(tasks) > 1 and launch.per_node and launch.per_node > 1:
-        what = f"srun starts {tasks} launchers on a node, and each of them {launch.per_node} processes"
-        yield error(
-            "launch.twice", what, "Write #SBATCH --ntasks-per-node=1: the launcher starts the processes of its node."
+    def file(self, word: Word, kind: str) -> NamedFile:
+        return NamedFile(
+            path=word.text, kind=kind, place=resolved(word.text, self.folder, self.gone), **self.place(word)
         )
 
+    def argument(self, name: str, value: str | bool, word: Word) -> Argument:
+        return Argument(name=_name(name), value=value, typed=name, **self.place(word))
 
-def _gpus(slurm: Mapping[str, str]) -> int | None:
-    for name in ("--gpus-per-node", "--gres"):
-        found = re.search(r"(?:^|gpu:)(?:[A-Za-z][\w.-]*:)?(\d{1,6})(?:\(|$|,)", slurm.get(name, ""))
-        if found:
-            return int(found[1])
+
+def _read(launcher: str, command: Command, at: int, rest: list[Word], where: _Where) -> LaunchLine:
+    options: dict[str, Argument] = {}
+    strange: tuple[Argument, ...] = ()
+    if launcher in LAUNCHERS:
+        options, strange, script = _of_launcher(launcher, rest, where)
+    else:
+        script = 0
+        options = {one.name: one for one in _arguments(rest[1:], where)}
+    started = rest[script].text if script < len(rest) else ""
+    before = [*command.before, *command.words[:at]]
+    by = next((i for i, word in enumerate(before) if word.text.rpartition("/")[2] in _BY), None)
+    configs = tuple(_configs(launcher, rest, script, where))
+    named = next((one for one in configs if one.kind == "accelerate"), None)
+    return LaunchLine(
+        launcher=launcher,
+        **where.place(command.words[at]),
+        options=options,
+        strange=strange,
+        configs=configs,
+        arguments=() if _TRAINERS.keys() & {launcher, started} else tuple(_arguments(rest[script + 1 :], where)),
+        by="" if by is None else "srun" if before[by].text.endswith("srun") else "mpirun",
+        step={} if by is None else _step([word.text for word in before[by:]]),
+        environment=command.exported,
+        kept=command.kept,
+        file=_data(named),
+    )
+
+
+def _step(words: list[str]) -> dict[str, str]:
+    """Options of srun by their long names; of mpirun without dashes, as it takes them with one and with two."""
+    if words[0].endswith("srun"):
+        return slurm_options(words[1:])
+    pairs = zip(words[1:], [*words[2:], ""], strict=True)
+    given = (word.partition("=") if "=" in word else (word, "", behind) for word, behind in pairs if word[:1] == "-")
+    return {name.lstrip("-"): value for name, _, value in given}
+
+
+def _of_launcher(
+    launcher: str, rest: list[Word], where: _Where
+) -> tuple[dict[str, Argument], tuple[Argument, ...], int]:
+    """The options that the launcher knows, those that it does not, and where the name of a script or module is."""
+    table = LAUNCHERS[launcher]
+    options: dict[str, Argument] = {}
+    strange: list[Argument] = []
+    at = 0
+    while at < len(rest):
+        typed, sign, value = rest[at].text.partition("=")
+        if not typed.startswith("-"):
+            if "$" not in typed:
+                break
+            at += 1  # what it stands for is known when it runs
+            continue
+        word, name = rest[at], table.name(_name(typed))
+        follows = at + 1 < len(rest) and not (name is None and rest[at + 1].text.startswith("-"))
+        given: str | bool = value if sign else True
+        if not sign and name not in table.switches and follows and not rest[at + 1].text.endswith(".py"):
+            at += 1
+            given = rest[at].text
+        if name is not None:
+            options[name] = where.argument(typed, given, word)
+        elif "$" not in typed and re.match(r"--\w", typed):
+            strange.append(where.argument(typed, given, word))
+        at += 1
+    return options, tuple(strange), at
+
+
+def _name(typed: str) -> str:
+    return typed.lstrip("-").replace("-", "_")
+
+
+def _arguments(words: list[Word], where: _Where) -> Iterator[Argument]:
+    for word, behind in zip(words, [*words[1:], Word("--", 0)], strict=False):
+        name, sign, value = word.text.partition("=")
+        if re.match(r"--?[A-Za-z]", name):
+            given = value if sign else True if re.match(r"-(?!\d)", behind.text) else behind.text
+            yield where.argument(name, given, word)
+
+
+# --- the files that a line names -------------------------------------------------------------------------------------
+
+_DEEPSPEED = frozenset({"deepspeed", "deepspeed_config", "ds_config", "deepspeed_config_file"})
+"""Options that name a file of DeepSpeed's, of launchers and of scripts."""
+_TRAINERS = {
+    "axolotl": "axolotl",
+    "llamafactory-cli": "llamafactory",
+    "axolotl.cli.train": "axolotl",
+    "llamafactory.launcher": "llamafactory",
+}
+"""Command or module that is given a file first, to whose file that is."""
+
+
+def _configs(launcher: str, rest: list[Word], script: int, where: _Where) -> Iterator[NamedFile]:
+    """Files of options that name one, of trainers that are given one first, and any other that looks like one."""
+    started = rest[script].text if script < len(rest) else ""
+    first = {script: _TRAINERS[launcher]} if launcher in _TRAINERS else {}
+    if started in _TRAINERS:
+        first = {script + 1: _TRAINERS[started]}
+    option = ""
+    for at, word in enumerate(rest):
+        name, sign, value = word.text.partition("=")
+        if name.startswith("-"):
+            option = _name(name)
+        path = Word(value, word.at) if name.startswith("-") and sign else word
+        kind = first.get(at, "")
+        if not kind and option in _DEEPSPEED:
+            kind = "deepspeed"
+        elif not kind and option == "config_file" and at < script:
+            kind = "accelerate"
+        elif not kind and option in ("job.config_file", "config_file") and started.startswith("torchtitan"):
+            kind = "torchtitan"
+        if (sign or not name.startswith("-")) and _FILE.fullmatch(path.text) and (kind or at >= script):
+            yield where.file(path, kind)
+        if sign or not name.startswith("-"):
+            option = ""
+
+
+def resolved(named: str, folder: Path, gone: str | None = None) -> str | None:
+    """The file from where the script has gone, or is, from here, or from a folder above: nobody knows where it runs."""
+    if re.search(r"[$`]", named):
+        return None
+    absolute = folder.resolve()
+    bases = (folder, Path(), *absolute.parents[:6])
+    for base in (*((base / gone for base in bases) if gone else ()), *bases):
+        try:
+            if (base / named).is_file():
+                return str(shortest(base / named))
+        except (OSError, ValueError):
+            return None
     return None
+
+
+def _data(named: NamedFile | None) -> Mapping[str, Any]:
+    if named is None or named.place is None:
+        return {}
+    try:
+        return read(named.place).data()
+    except PlanRejected:
+        return {}  # what is wrong with it is told of the file

@@ -221,12 +221,12 @@ FILES: tuple[Rule, ...] = (
     ),
     _check(
         id="launch.gpus",
-        summary="A script starts no more processes on a node than it asks Slurm for GPUs.",
+        summary="A script starts no more processes on a node than there are GPUs for them.",
         fix="Start fewer, or ask for more.",
     ),
     _check(
         id="launch.nodes",
-        summary="A script waits for no more machines than it asks Slurm for.",
+        summary="A script waits for no more machines than it asks Slurm for, and starts a launcher on each.",
         fix="Write the same number in both places.",
     ),
     _check(
@@ -238,6 +238,11 @@ FILES: tuple[Rule, ...] = (
         id="launch.twice",
         summary="Either srun or the launcher starts the processes of a node.",
         fix="Write #SBATCH --ntasks-per-node=1.",
+    ),
+    _check(
+        id="launch.unknown-option",
+        summary="Every option before the name of a script is one that its launcher has.",
+        fix="Write the name that is proposed.",
     ),
     _export(
         id="export.not-expressible",

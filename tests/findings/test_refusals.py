@@ -43,10 +43,6 @@ def _text(node: ast.AST | None) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
-def _flaw_of_script(path: Path, name: str) -> bool:
-    return path.name == "launches.py" and name == "error"
-
-
 @frozen(kw_only=True)
 class Seen:
     """What a file says of findings: ids with their lines."""
@@ -78,7 +74,7 @@ def _ids(path: Path, calls: list[ast.Call]) -> Iterator[tuple[str, int]]:
         first = _text(node.args[0]) if node.args else None
         if name == "Finding" and keyword:
             yield keyword, node.lineno
-        elif first and (name in TELLERS or _flaw_of_script(path, name)):
+        elif first and name in TELLERS:
             yield first, node.lineno
         elif short and name in PREFIXES and first and "." not in first:
             yield PREFIXES[name] + first, node.lineno

@@ -1,0 +1,249 @@
+"""The commands of a shell script as words, with the variables that the script sets plainly. Nothing is run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from attrs import evolve, field, frozen
+
+_WORD = re.compile(r"""(?:[^\s"'\\;&|]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+|[;&|]+|\n""", re.DOTALL)
+_ON = re.compile(r"\\\r?\n")
+_COMMENT = re.compile(r"(?m)^\s*#[^\n]*|(?<=\s)#[^\n]*")
+_PYTHON = re.compile(r"(?ms)^[^\n]*\bpython[\d.]*\b[^\n]*<<-?[ \t]*([\"']?)(\w+)\1[^\n]*\n.*?^[ \t]*\2[ \t\r]*$")
+"""Lines that are given to Python, and are none of the shell's."""
+_SUM = re.compile(r"\$\(\(([^()]*)\)\)")
+_ARRAY = re.compile(r"(?<![\w$])(\w+)(\+?)=\(([^()]*)\)")
+_ITEMS = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
+_NAME = re.compile(r"\$\{(\w+)\}|\$(\w+)")
+_HERE = re.compile(r"`pwd`|\$\(pwd\)|\$\{PWD\}|\$PWD\b")
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_NOTHING = "\x01"
+"""In the place of a space inside of a sum, which is one word."""
+_BEFORE = frozenset({"then", "else", "do", "{", "time", "exec", "sudo", "nohup", "!"})
+"""Words that a command may begin with, and that are not its own."""
+_SETS = frozenset({"export", "local", "declare", "readonly", "typeset", "-x"})
+_STARTS = ("-c", "-lc", "eval")
+"""What a word is behind that a shell reads."""
+_ELSEWHERE = ("ssh", "pdsh", "clush")
+"""Commands that give their last word to a shell elsewhere."""
+_DEEPEST = 5
+"""Variables that stand in each other, and shells that are started in each other."""
+_LONGEST = 2_000
+"""Letters of one value, and words of one command: a script has no say over how much its variables grow to."""
+
+
+@frozen
+class Word:
+    """A word of a command."""
+
+    text: str
+    """With the variables that the script sets, and without its quotes."""
+    at: int
+    """Where it stands in the script."""
+    raw: str = ""
+    """As written."""
+
+
+@frozen(kw_only=True)
+class Command:
+    """The words of one command."""
+
+    words: tuple[Word, ...]
+    before: tuple[Word, ...] = ()
+    """Those of the command that starts its shell, as ``srun bash -c``."""
+    folder: str | None = None
+    """Where the script has gone before, from where it began; None: it has not, or nobody knows here."""
+    exported: Mapping[str, str] = field(factory=dict)
+    """What the script puts into the environment, and the command itself."""
+    kept: bool = False
+    """Whether it is the value of a variable, which another line may run."""
+
+
+def commands(text: str, given: Mapping[str, str], sought: re.Pattern[str]) -> list[Command]:
+    """The commands of a script in order, and those in values of variables in which something stands that is ``sought``.
+
+    ``given``: variables that are set before it starts.
+    """
+    joined = _ON.sub(_blank, _PYTHON.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text))
+    joined = _COMMENT.sub(_blank, joined)
+    joined = _SUM.sub(lambda found: re.sub(r"\s", _NOTHING, found[0]), joined)
+    shell = _Shell.of(joined, given, sought)
+    return list(shell.commands(_ARRAY.sub(_blank, joined), 0))
+
+
+def unquoted(word: str) -> str:
+    """The word without its quotes."""
+    return re.sub(f"[\"'{_NOTHING}]", "", word)
+
+
+def _blank(found: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", " ", found[0]) if found.re is _ARRAY else " " * len(found[0])
+
+
+def _split(text: str, at: int) -> Iterator[list[Word]]:
+    words: list[Word] = []
+    for found in _WORD.finditer(f"{text}\n"):
+        if found[0] == "\n" or re.fullmatch(r"[;&|]+", found[0]):
+            yield words
+            words = []
+        else:
+            words.append(Word("", at + found.start(), found[0]))
+
+
+def _own(words: list[Word]) -> list[Word]:
+    """The words without what a shell reads itself before them: ``then``, or the parenthesis of a subshell."""
+    while words and words[0].raw in _BEFORE:
+        words = words[1:]
+    if words and words[0].raw.startswith("(") and not words[0].raw.startswith("(("):
+        first = Word("", words[0].at + 1, words[0].raw[1:])
+        words = [first, *words[1:]] if first.raw else words[1:]
+    if words and words[-1].raw.endswith(")") and "(" not in words[-1].raw:
+        words = [*words[:-1], Word("", words[-1].at, words[-1].raw[:-1])]
+    return [word for word in words if word.raw]
+
+
+@frozen
+class _Shell:
+    values: Mapping[str, str]
+    arrays: Mapping[str, tuple[Word, ...]]
+    exported: frozenset[str]
+    sought: re.Pattern[str]
+
+    @classmethod
+    def of(cls, text: str, given: Mapping[str, str], sought: re.Pattern[str]) -> _Shell:
+        """What a script sets: a variable that it gives two values, or one that only the run knows, has none here."""
+        values: dict[str, set[str]] = {name: {value} for name, value in given.items()}
+        arrays: dict[str, list[tuple[Word, ...]]] = {}
+        exported = set(given)
+        for found in _ARRAY.finditer(text):
+            items = tuple(word for words in _split(found[3], found.start(3)) for word in words)
+            arrays.setdefault(found[1], []).append(((*arrays[found[1]].pop(), *items)) if found[2] else items)
+        for words in map(_own, _split(_ARRAY.sub(_blank, text), 0)):
+            sets = [_ASSIGNED.fullmatch(word.raw) for word in words if word.raw not in _SETS]
+            if words and all(sets):
+                for one in filter(None, sets):
+                    values.setdefault(one[1], set()).add("\n" if one[2] else one[3])
+                exported |= {one[1] for one in sets if one is not None and words[0].raw in ("export", "declare")}
+            elif words and words[0].raw == "export":
+                exported |= {word.raw for word in words[1:]}
+            elif words and words[0].raw in ("for", "read", "unset"):
+                for word in words[1:]:
+                    values.setdefault(word.raw, set()).add("\n")
+        plain = {name: next(iter(said)) for name, said in values.items() if len(said) == 1 and "\n" not in said}
+        known = {name: one[0] for name, one in arrays.items() if len(one) == 1}
+        return cls(_settled(plain), known, frozenset(exported), sought)
+
+    def commands(
+        self, text: str, start: int, before: tuple[Word, ...] = (), folder: str | None = None
+    ) -> Iterator[Command]:
+        """The commands in a text that begins at ``start``, and those in the shells that it starts."""
+        for raw in map(_own, _split(text, start)):
+            words = self._expanded(raw)
+            if not words:
+                continue
+            here = {name: value for name in self.exported if (value := self.values.get(name)) is not None}
+            here |= {one[1]: one[3] for word in words if (one := _ASSIGNED.fullmatch(word.text))}
+            yield Command(words=words, before=before, folder=folder, exported=here)
+            yield from self._inside(words, before, folder)
+            folder = _gone(folder, [word.text for word in words])
+
+    def _inside(self, words: tuple[Word, ...], before: tuple[Word, ...], folder: str | None) -> Iterator[Command]:
+        """The commands in the words of a command: those of a shell that it starts, and of values that it sets."""
+        if sum(word.text in _STARTS for word in before) >= _DEEPEST:
+            return
+        for i, word in enumerate(words):
+            behind = i > 0 and (words[i - 1].text in _STARTS or words[0].text in _ELSEWHERE)
+            name, _, value = word.raw.partition("=")
+            kept = bool(re.fullmatch(r"\w+", name)) and re.fullmatch(r"([\"'])(.*\s.*)\1", value, re.DOTALL) is not None
+            if kept and not self.sought.search(word.text):
+                continue
+            raw, at = (value, word.at + len(name) + 1) if kept else (word.raw, word.at)
+            if not kept and not (behind and re.search(r"\s|\$", word.text or "")):
+                continue
+            quoted = raw[:1] in ("'", '"')
+            inner = raw[1:-1].replace("\\", " ") if quoted else word.text
+            for one in self.commands(inner, at + quoted, (*before, *words[:i], Word("-c", at)), folder):
+                yield evolve(one, kept=one.kept or kept)
+
+    def _expanded(self, words: Iterable[Word]) -> tuple[Word, ...]:
+        every: list[Word] = []
+        for word in words:
+            items, alone = _ITEMS.fullmatch(word.raw), _NAME.fullmatch(word.raw)
+            if items and items[1] in self.arrays:
+                every += [evolved(one, valued(one.raw, self.values)) for one in self.arrays[items[1]]]
+            elif alone and (said := self.values.get(alone[1] or alone[2])) is not None:
+                pieces = (piece for line in _split(said, 0) for piece in line)
+                every += [Word(unquoted(piece.raw), word.at, piece.raw) for piece in pieces]
+            else:
+                every.append(evolved(word, valued(word.raw, self.values)))
+        return tuple(every[:_LONGEST])
+
+
+def evolved(word: Word, text: str) -> Word:
+    """The word with what it means."""
+    return Word(text, word.at, word.raw)
+
+
+def _gone(folder: str | None, words: list[str]) -> str | None:
+    """The folder after a command: one that only the run knows is where the script lies, or unknown."""
+    if words[0] not in ("cd", "pushd") or len(words) < 2:
+        return folder
+    return None if "$" in words[1] or words[1] == "-" else f"{folder}/{words[1]}" if folder else words[1]
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def valued(word: str, values: Mapping[str, str]) -> str:
+    """The word as a shell makes it, where the script says all of it; the rest stays as written."""
+    if word.startswith("'"):
+        return unquoted(word)
+    with_sums = _SUM.sub(lambda found: _worked_out(found[1], values) or found[0], _HERE.sub(".", word))
+    return unquoted(_filled(with_sums, values))
+
+
+def _settled(values: Mapping[str, str]) -> dict[str, str]:
+    """Values with those that stand in them; one of several words may have some that only the run knows."""
+    settled = {name: value if re.search(r"\s", value) else unquoted(value) for name, value in values.items()}
+    for _ in range(_DEEPEST):
+        others = {name: re.sub(r"^([\"'])(.*)\1$", r"\2", value, flags=re.DOTALL) for name, value in settled.items()}
+        settled = {name: _put(value, others) for name, value in others.items()}
+    return {name: value for name, value in settled.items() if re.search(r"\s", value) or not re.search(r"[$`]", value)}
+
+
+def _put(value: str, others: Mapping[str, str]) -> str:
+    with_sums = _SUM.sub(lambda found: _worked_out(found[1], others) or found[0], _HERE.sub(".", value))
+    return _filled(with_sums, others)
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    """The text with the values in it, as far as they are not too long together."""
+    left = _LONGEST
+
+    def value(found: re.Match[str]) -> str:
+        nonlocal left
+        said = values.get(found[1] or found[2])
+        if said is None or len(said) > left:
+            return found[0]
+        left -= len(said)
+        return said
+
+    return _NAME.sub(value, text)
+
+
+def _worked_out(sum_: str, values: Mapping[str, str]) -> str | None:
+    """Sums and products of whole numbers, without parentheses."""
+    plain = re.sub(r"\$?\{?([A-Za-z]\w*)\}?", lambda found: values.get(found[1], found[0]), sum_).replace(_NOTHING, "")
+    if not re.fullmatch(r"\d{1,9}([-+*/]\d{1,9})*", plain):
+        return None
+    total = 0
+    for sign, product in re.findall(r"([-+]?)([^-+]+)", plain):
+        first, *others = re.split(r"([*/])", product)
+        worked = int(first)
+        for operator, number in zip(others[::2], map(int, others[1::2]), strict=True):
+            if operator == "/" and number == 0:
+                return None
+            worked = worked * number if operator == "*" else worked // number
+        total += -worked if sign == "-" else worked
+    return str(total)

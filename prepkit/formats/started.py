@@ -1,0 +1,479 @@
+"""Who starts how many processes, on how many nodes, with how many GPUs; and what contradicts in it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from prepkit import rules
+from prepkit.findings import Finding
+from prepkit.formats.launcher_options import LAUNCHERS
+from prepkit.formats.launches import Argument, LaunchLine, Script
+
+
+@frozen(kw_only=True)
+class Started:
+    """What a launcher starts, as far as its line, its config and its environment say."""
+
+    nodes: int | None = None
+    """Machines that it waits for."""
+    per_node: int | None = None
+    processes: int | None = None
+    """All of them together."""
+    visible: int | None = None
+    """GPUs of a node that the processes see."""
+    visible_by: str = ""
+    """What shows them no others."""
+    reaches: bool = False
+    """Whether it starts what is to run on other nodes by itself."""
+
+
+@frozen(kw_only=True)
+class SlurmShare:
+    """What Slurm gives to what starts a launcher."""
+
+    nodes: int | None = None
+    launchers: int | None = None
+    """All of them together."""
+    per_node: int | None = None
+    gpus: int | None = None
+    """Of a node."""
+    all_gpus: int | None = None
+    tasks_by: tuple[str, str, str] = ("", "", "")
+    """Who says how many launchers there are, by which option, with which value."""
+    gpus_by: tuple[str, str, str] = ("", "", "")
+    """The same of the GPUs."""
+
+
+def started(launch: LaunchLine) -> Started:
+    """Return what a line starts."""
+    made = _STARTS[launch.launcher](launch)
+    visible, visible_by = _visible(launch)
+    nodes, each, whole = made
+    if each is None and visible is not None and _every_gpu(launch):
+        each = visible
+    if whole is None and nodes and each:
+        whole = nodes * each
+    return Started(
+        nodes=nodes,
+        per_node=each,
+        processes=whole,
+        visible=visible,
+        visible_by=visible_by,
+        reaches=_reaches(launch),
+    )
+
+
+_Sizes = tuple[int | None, int | None, int | None]
+"""Machines, processes on one of them, and all processes."""
+
+
+def _whole(text: Any) -> int | None:
+    return int(str(text)) if re.fullmatch(r"\d{1,9}", str(text)) else None
+
+
+def _given(launch: LaunchLine, name: str) -> int | None:
+    """What the line says, or its file: the line wins."""
+    if name in launch.options:
+        return _whole(launch.options[name].value)
+    return _whole(launch.file.get(name, ""))
+
+
+_SEVERAL = frozenset({"num_machines", "machine_rank", "main_process_ip", "config_file"})
+"""Options of accelerate that tell of more machines than one, or may."""
+
+
+def _accelerate(launch: LaunchLine) -> _Sizes:
+    if launch.file.get("distributed_type") == "NO" and not _SWITCHED.keys() & launch.options.keys():
+        return 1, 1, 1  # whatever numbers are given
+    nodes, whole = _given(launch, "num_machines"), _given(launch, "num_processes")
+    if nodes is None and (launch.file or not (launch.by or _SEVERAL & launch.options.keys())):
+        nodes = 1 if "num_machines" not in {*launch.options, *launch.file} else None
+    return nodes, whole // nodes if nodes and whole and whole % nodes == 0 else None, whole
+
+
+def _torchrun(launch: LaunchLine) -> _Sizes:
+    one = "nnodes" not in launch.options or "standalone" in launch.options
+    return 1 if one else _given(launch, "nnodes"), _given(launch, "nproc_per_node"), None
+
+
+def _deepspeed(launch: LaunchLine) -> _Sizes:
+    hosts = launch.options.get("include") or launch.options.get("i")
+    if hosts is not None:
+        slots = [host.partition(":")[2] for host in str(hosts.value).split("@")]
+        counts = [len(re.findall(r"\d+", numbers)) for numbers in slots]
+        plain = all(re.fullmatch(r"\d+(,\d+)*", numbers) for numbers in slots)
+        return len(slots), counts[0] if len(set(counts)) == 1 and plain else None, sum(counts) if plain else None
+    one = not {"num_nodes", "hostfile", "H", "exclude", "e"} & launch.options.keys()
+    gpus = "num_gpus" if "num_gpus" in launch.options else "num_accelerators"
+    return _given(launch, "num_nodes") or (1 if one else None), _given(launch, gpus), None
+
+
+def _axolotl(launch: LaunchLine) -> _Sizes:
+    if {"nproc_per_node", "nnodes"} & launch.options.keys():
+        return _torchrun(launch)
+    return _accelerate(launch)
+
+
+def _llama_factory(launch: LaunchLine) -> _Sizes:
+    nodes = _whole(launch.environment.get("NNODES", "1"))
+    return nodes, _whole(launch.environment.get("NPROC_PER_NODE", "")), None
+
+
+_STARTS = {
+    "accelerate": _accelerate,
+    "torchrun": _torchrun,
+    "deepspeed": _deepspeed,
+    "axolotl": _axolotl,
+    "llamafactory-cli": _llama_factory,
+}
+"""Launcher to what it starts."""
+
+
+def _every_gpu(launch: LaunchLine) -> bool:
+    """Whether it starts a process for each GPU that it sees."""
+    if launch.launcher == "torchrun":
+        asked = launch.options.get("nproc_per_node")
+        return asked is not None and asked.value in ("gpu", "auto")
+    narrowed = {"num_gpus", "num_accelerators", "include", "i", "exclude", "e", "hostfile", "H", "num_nodes"}
+    return launch.launcher == "deepspeed" and not narrowed & launch.options.keys()
+
+
+def _visible(launch: LaunchLine) -> tuple[int | None, str]:
+    """GPUs that the processes of a node see, and what says so; DeepSpeed's launcher reads the variable once."""
+    asked: Any = launch.environment.get("CUDA_VISIBLE_DEVICES", "")
+    by = f"CUDA_VISIBLE_DEVICES={asked}"
+    if launch.launcher == "accelerate":
+        option = launch.options.get("gpu_ids")
+        ids = option.value if option is not None else launch.file.get("gpu_ids")
+        if ids not in (None, "all", ""):
+            asked = ids
+            by = f"{option.typed} {ids}" if option is not None else f"gpu_ids: {ids}"
+    if launch.launcher == "deepspeed" and not _every_gpu(launch):
+        return None, ""
+    devices = [one.strip() for one in str(asked).split(",")]
+    if not all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", one) for one in devices):
+        return None, ""
+    return len(devices), by
+
+
+def _reaches(launch: LaunchLine) -> bool:
+    if launch.launcher != "accelerate":
+        return launch.launcher == "deepspeed"
+    if "config_file" in launch.options and not launch.file:
+        return True  # nobody knows here
+    if "mpirun_hostfile" in launch.options or launch.file.get("mpirun_config"):
+        return True
+    inner = launch.file.get("deepspeed_config")
+    said = launch.options.get("deepspeed_multinode_launcher")
+    way = (
+        said.value if said is not None else inner.get("deepspeed_multinode_launcher") if isinstance(inner, dict) else ""
+    )
+    by_deepspeed = "use_deepspeed" in launch.options or launch.file.get("distributed_type") == "DEEPSPEED"
+    return by_deepspeed and way != "standard"
+
+
+def _on_cpu(launch: LaunchLine) -> bool:
+    """Whether no process takes a GPU, or one that CUDA knows nothing of."""
+    kind = str(launch.file.get("distributed_type", "FSDP"))
+    return "cpu" in launch.options or bool(launch.file.get("use_cpu")) or kind not in _ON_GPUS
+
+
+_ON_GPUS = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "TP")
+
+
+# --- options over the config of accelerate ---------------------------------------------------------------------------
+
+_SWITCHED = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
+"""Option to the distributed type that it chooses."""
+_OF_DEEPSPEED = frozenset(
+    {"zero_stage", "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device", "zero3_init_flag"}
+    | {"offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"}
+)
+
+
+def with_options(launch: LaunchLine) -> tuple[dict[str, Any], dict[str, Any], tuple[Argument, ...]]:
+    """The config of accelerate, the same with the options of the line over it as its launcher makes it, and those.
+
+    Only what differs counts: an option that says the same as the file, or that nothing reads under the distributed
+    type, changes nothing; nor does one that is known when it runs only. A line that names no config is one itself
+    where it says which distributed type it starts.
+    """
+    before = _before(launch)
+    data = deepcopy(before)
+    if launch.launcher != "accelerate" or not data:
+        return before, data, ()
+    kind = next((kind for name, kind in _SWITCHED.items() if name in launch.options), str(data.get("distributed_type")))
+    inner = data.get("deepspeed_config")
+    named = bool(isinstance(inner, dict) and inner.get("deepspeed_config_file"))
+    over = []
+    for name, option in launch.options.items():
+        path = _path(name, kind, beside_json=named)
+        if path is None or "$" in str(option.value) or (named and kind == "DEEPSPEED" and option.value == "no"):
+            continue
+        if len(path) > 1 and not isinstance(data.get(path[0]), dict):
+            data[path[0]] = {}
+        section = data if len(path) == 1 else data[path[0]]
+        value = kind if name in _SWITCHED else option.value
+        key = next((one for one in (path[-1], path[-1].partition("_")[2]) if one in section), path[-1])
+        if str(section.get(key)).casefold() != str(value).casefold():
+            section[key] = _typed(value)
+            over.append(option)
+    return before, data, tuple(over)
+
+
+def _before(launch: LaunchLine) -> dict[str, Any]:
+    """What the options of a line stand over: its file; without one the least that a config says."""
+    if launch.file or "config_file" in launch.options:
+        return deepcopy(dict(launch.file))
+    kind = next((kind for name, kind in _SWITCHED.items() if name in launch.options), "")
+    numbers = {name: number for name in ("num_processes", "num_machines") if (number := _given(launch, name))}
+    json = launch.options.get("deepspeed_config_file")
+    if not kind or (json is not None and kind != "DEEPSPEED"):
+        return {}
+    if json is None:
+        return {"distributed_type": kind, **numbers}
+    place = next((one.place for one in launch.configs if one.path == json.value), None)
+    inner = {"deepspeed_config": {"deepspeed_config_file": str(Path(place).resolve())}} if place is not None else None
+    return {} if inner is None else {"distributed_type": kind, **numbers, **inner}
+
+
+def _path(name: str, kind: str, *, beside_json: bool) -> tuple[str, ...] | None:
+    """Where the config has what an option says; None: it says nothing of the config, or how many processes start."""
+    if name == "mixed_precision":
+        return (name,)
+    if name in _SWITCHED:
+        return ("distributed_type",)
+    if name.startswith("fsdp_") and kind == "FSDP":
+        return ("fsdp_config", name)
+    if name in _OF_DEEPSPEED and kind == "DEEPSPEED" and not beside_json:
+        return ("deepspeed_config", name)
+    if name.startswith("dynamo_"):
+        return ("dynamo_config", name)
+    return ("parallelism_config", name) if name.startswith("parallelism_config_") and kind == "FSDP" else None
+
+
+def _typed(value: str | bool) -> str | bool | int | float:
+    """As YAML reads it."""
+    if isinstance(value, str) and value.casefold() in ("true", "false"):
+        return value.casefold() == "true"
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,12}(\.\d{1,12})?", value):
+        return float(value) if "." in value else int(value)
+    return value
+
+
+# --- what Slurm gives ------------------------------------------------------------------------------------------------
+
+_NOT_COUNTED = ("--ntasks-per-gpu", "--ntasks-per-socket", "--ntasks-per-core")
+_GPU_OPTIONS = ("--gpus-per-node", "--gres", "--gpus", "--gpus-per-task")
+
+
+def share(slurm: Mapping[str, str], launch: LaunchLine) -> SlurmShare:
+    """Return what Slurm gives to a line: what stands on the line of srun goes before what ``#SBATCH`` lines say."""
+    own = launch.step if launch.by == "srun" else {}
+    said = [(who, name, options[name]) for who, options in (("srun", own), ("#SBATCH", slurm)) for name in options]
+    nodes = next((_whole(value) for _, name, value in said if name == "--nodes"), None)
+    tasks = next((one for one in said if one[1] in ("--ntasks", "--ntasks-per-node")), ("", "", ""))
+    for who in ("srun", "#SBATCH"):  # of one and the same, all tasks go before those of a node
+        tasks = next((one for one in said if one[:2] == (who, "--ntasks") and tasks[0] == who), tasks)
+    all_nodes = nodes
+    nodes, per_node, launchers = _tasks(nodes, tasks, counted=not any(name in _NOT_COUNTED for _, name, _ in said))
+    gpus_by = next((one for one in said if one[1] in _GPU_OPTIONS and _gpus(one) is not None), ("", "", ""))
+    count = _gpus(gpus_by)
+    each = whole = None
+    if gpus_by[1] == "--gpus":
+        each, whole = count if nodes == 1 else None, count
+    elif gpus_by[1] == "--gpus-per-task":
+        each = count * per_node if count and per_node else None
+    else:
+        each = count
+    return SlurmShare(
+        nodes=nodes,
+        launchers=launchers,
+        per_node=per_node,
+        gpus=each,
+        all_gpus=whole if whole is not None else each * all_nodes if each and all_nodes else None,
+        tasks_by=tasks,
+        gpus_by=gpus_by,
+    )
+
+
+def _tasks(nodes: int | None, said: tuple[str, str, str], *, counted: bool) -> _Sizes:
+    """Nodes, tasks on one of them, and all tasks."""
+    number = _whole(said[2])
+    if not counted or (said[1] and number is None):
+        return nodes, None, None
+    if said[1] == "--ntasks" and number is not None:
+        if number == 1 or (nodes and number <= nodes):
+            return min(nodes or number, number), 1, number
+        return nodes, -(-number // nodes) if nodes else None, number
+    each = number or 1
+    return nodes, each, each * nodes if nodes else None
+
+
+def _gpus(said: tuple[str, str, str]) -> int | None:
+    """GPUs that an option of Slurm's asks for: ``8``, ``a100:8``, ``gpu:a100:8``; the sum over what stands in it."""
+    parts = re.sub(r"\([^)]*\)", "", said[2]).split(",")
+    if said[1] == "--gres":
+        parts = [re.sub(r"^(gres/)?gpu:?", "", part) or "1" for part in parts if re.match(r"(gres/)?gpu(:|$)", part)]
+        parts = [part if re.search(r"\d$", part) and ":" in f":{part}" else f"{part}:1" for part in parts]
+    found = [re.fullmatch(r"(?:[A-Za-z][\w.-]*:)?(\d{1,6})", part) for part in parts]
+    return sum(int(one[1]) for one in found if one) if found and all(found) else None
+
+
+# --- what contradicts ------------------------------------------------------------------------------------------------
+
+
+def script_findings(script: Script) -> tuple[Finding, ...]:
+    """Return what contradicts in the lines of a script."""
+    return tuple(finding for launch in script.launches for finding in _flaws(script, launch))
+
+
+def file_findings(path: str, data: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """Return what contradicts in a config of accelerate that no line is known to start."""
+    launch = LaunchLine(launcher="accelerate", line=1, column=1, file=data)
+    starts = started(launch)
+    if _on_cpu(launch) or not starts.per_node or starts.visible is None or starts.per_node <= starts.visible:
+        return ()
+    each, gpus = starts.per_node, starts.visible
+    what = f"{each} processes are started on a node, and {starts.visible_by} shows them {_so_many(gpus)}"
+    fix = f"Write num_processes: {gpus * (starts.nodes or 1)}, or name {each} GPUs there."
+    return (rules.found("launch.gpus", f"{path}:$.gpu_ids", what, fix),)
+
+
+def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
+    where = f"{script.path}:{launch.line}:{launch.column}"
+    starts, given = started(launch), share(script.slurm, launch)
+    yield from _strange(script, launch)
+    nodes, whole = starts.nodes, starts.processes
+    on_line = {"num_processes", "num_machines"} & launch.options.keys()
+    if launch.launcher == "accelerate" and on_line and nodes and whole and whole % nodes:
+        machines, processes = _as_written(launch, "num_machines", nodes), _as_written(launch, "num_processes", whole)
+        what = f"{processes} are all processes together, and {machines} does not divide them"
+        more = _as_written(launch, "num_processes", whole * nodes)
+        yield rules.found("launch.processes", where, what, f"Write {more}, or another multiple of {nodes}.")
+    yield from _more_than_gpus(launch, starts, given, where)
+    yield from _waits(script, launch, starts, given, where)
+    yield from _twice(launch, starts, given, where)
+
+
+def _strange(script: Script, launch: LaunchLine) -> Iterator[Finding]:
+    for option in launch.strange:
+        table = LAUNCHERS[launch.launcher]
+        near = difflib.get_close_matches(option.name, table.valued | table.switches, 1, 0.85)
+        if near:
+            where = f"{script.path}:{option.line}:{option.column}"
+            what = f"{launch.launcher} has no option {option.typed}, and does not start"
+            typed = near[0].replace("_", "-") if "-" in option.typed[2:] else near[0]
+            yield rules.found("launch.unknown-option", where, what, f"Write --{typed}.")
+
+
+def _more_than_gpus(launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
+    each, whole = starts.per_node, starts.processes
+    if _on_cpu(launch):
+        return
+    if each and starts.visible is not None and each > starts.visible:
+        what = f"{each} processes are started on a node, and {starts.visible_by} shows them {_so_many(starts.visible)}"
+        fix = f"Write {_fewer(launch, starts, starts.visible)}, or name {each} GPUs there."
+        yield rules.found("launch.gpus", where, what, fix)
+    elif each and given.gpus and each > given.gpus:
+        what = f"{each} processes are started on a node, and Slurm is asked for {_so_many(given.gpus)} on it"
+        fix = f"Write {_fewer(launch, starts, given.gpus)}, or {_more_gpus(given, each)}."
+        yield rules.found("launch.gpus", where, what, fix)
+    elif (
+        whole
+        and given.all_gpus
+        and whole > given.all_gpus
+        and (starts.nodes or 1) <= (given.nodes or starts.nodes or 1)
+    ):
+        what = f"{whole} processes are started, and Slurm is asked for {_so_many(given.all_gpus)}"
+        even = given.all_gpus // starts.nodes if starts.nodes else 0
+        fewer = _fewer(launch, starts, even) if even else f"{given.all_gpus} processes"
+        yield rules.found("launch.gpus", where, what, f"Write {fewer}, or {_more_gpus(given, whole)}.")
+
+
+def _so_many(gpus: int) -> str:
+    return f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
+
+
+def _as_written(launch: LaunchLine, name: str, number: int) -> str:
+    """A number under the name that the line, or its config, has for it."""
+    if name in launch.options:
+        return f"{launch.options[name].typed} {number}"
+    file = launch.config_file
+    return f"{name}: {number} in {file.path}" if file is not None and name in launch.file else f"--{name} {number}"
+
+
+def _fewer(launch: LaunchLine, starts: Started, each: int) -> str:
+    """What starts so many processes on a node."""
+    if launch.launcher == "torchrun":
+        return _as_written(launch, "nproc_per_node", each)
+    if launch.launcher == "deepspeed":
+        named = launch.options.get("include") or launch.options.get("i")
+        return f"{_so_many(each)} behind {named.typed}" if named else _as_written(launch, "num_gpus", each)
+    if launch.launcher == "llamafactory-cli":
+        return f"NPROC_PER_NODE={each}"
+    return _as_written(launch, "num_processes", each * (starts.nodes or 1))
+
+
+def _more_gpus(given: SlurmShare, count: int) -> str:
+    """What asks Slurm for so many: on a node, or, as ``--gpus`` does, together."""
+    who, name, value = given.gpus_by
+    if name == "--gpus-per-task":
+        count = -(-count // (given.per_node or 1))
+    elif name != "--gpus" and given.all_gpus and given.gpus and given.nodes and count > given.gpus * given.nodes:
+        count = -(-count // given.nodes)
+    one = re.fullmatch(r"(\D*(?:\w*:)*)\d+(\(.*\))?", value)
+    return f"{who} {name}={one[1]}{count}{one[2] or ''}" if one else f"{who} --gpus-per-node={count}"
+
+
+def _waits(script: Script, launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
+    nodes, asked = starts.nodes, _whole(script.slurm.get("--nodes", "")) or given.nodes
+    who, name, value = given.tasks_by
+    if not nodes or nodes == 1 or not asked or (launch.by == "srun" and nodes == given.launchers):
+        return  # each launcher is a machine to the others, be it on one or not
+    if nodes > asked:
+        option = {"torchrun": "nnodes", "deepspeed": "num_nodes"}.get(launch.launcher, "num_machines")
+        what = f"it waits for {nodes} machines, and Slurm is asked for {asked}"
+        fix = f"Write {_as_written(launch, option, asked)}, or #SBATCH --nodes={nodes}."
+        yield rules.found("launch.nodes", where, what, fix)
+    elif starts.reaches:
+        return
+    elif launch.by == "srun" and who == "#SBATCH" and given.launchers and given.launchers < nodes:
+        launchers = "one launcher" if given.launchers == 1 else f"{given.launchers} launchers"
+        what = f"it waits for {nodes} machines, and srun starts {launchers}"
+        fix = f"Write {who} --ntasks-per-node=1 in the place of {name}={value}."
+        yield rules.found("launch.nodes", where, what, fix)
+    elif not launch.by and not launch.kept and not script.spreads:
+        what = f"it waits for {nodes} machines, and without srun it is started on the first of them alone"
+        inside = ", with --machine_rank $SLURM_NODEID between the quotes" if launch.launcher == "accelerate" else ""
+        command = "srun --ntasks-per-node=1 bash -c '...' around it" if inside else "srun --ntasks-per-node=1 before it"
+        yield rules.found("launch.nodes", where, what, f"Write {command}{inside}.")
+
+
+def _twice(launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
+    each, tasks = starts.per_node, given.per_node
+    if not each or each == 1:
+        return
+    ends = "the launcher starts the processes of its node."
+    if launch.by == "srun" and tasks and tasks > 1:
+        apart = starts.nodes in (1, given.launchers)  # each task is a machine to them, or trains by itself
+        if apart and given.gpus and tasks * each <= given.gpus:
+            return
+        who, name, value = given.tasks_by
+        place = "" if name == "--ntasks-per-node" else f" in the place of {name}={value}"
+        what = f"srun starts {tasks} launchers on a node, and each of them {each} processes"
+        yield rules.found("launch.twice", where, what, f"Write {who} --ntasks-per-node=1{place}: {ends}")
+    copies = _whole(next((launch.step[name] for name in ("np", "n", "c") if name in launch.step), ""))
+    if launch.by == "mpirun" and copies and starts.nodes and copies > starts.nodes:
+        if starts.nodes == 1 and {"H", "host", "hostfile", "machinefile", "f"} & launch.step.keys():
+            return  # on each host one that trains by itself
+        what = f"mpirun starts {copies} launchers, and each of them {each} processes"
+        one = "Remove mpirun" if starts.nodes == 1 else f"Write -np {starts.nodes} --map-by ppr:1:node"
+        yield rules.found("launch.twice", where, what, f"{one}: {ends}")

@@ -1,0 +1,385 @@
+"""What ``prepkit check`` says of scripts that start a training: who starts how many processes, where, on which GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prepkit.formats.launcher_options import LAUNCHERS
+from tests.support.command_line import run, workplace
+
+YAML = """compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: {nodes}
+num_processes: {processes}
+use_cpu: false
+"""
+ONE, FOUR = YAML.format(kind="MULTI_GPU", nodes=1, processes=8), YAML.format(kind="MULTI_GPU", nodes=4, processes=32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from workplace(tmp_path, monkeypatch)
+
+
+def slurm(*lines: str) -> str:
+    """A script for Slurm: options of ``#SBATCH`` lines, then what is run."""
+    return "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" if line.startswith("-") else f"{line}\n" for line in lines)
+
+
+def told(text: str) -> list[tuple[str, str, str]]:
+    """Rule, what is wrong and what to type, of the script."""
+    Path("here").mkdir()
+    more = {"one.yaml": ONE.replace("MULTI_GPU", "'NO'"), "npu.yaml": ONE.replace("MULTI_GPU", "MULTI_NPU")}
+    for name, content in {"acc.yaml": ONE, "four.yaml": FOUR, **more, "run.slurm": text}.items():
+        Path("here", name).write_text(content)
+    data = json.loads(run("check", "here", "--json").stdout)
+    return [(one["rule"], one["what"], one["fix"]) for one in data["findings"] if one["file"] == "here/run.slurm"]
+
+
+TWO = "--nodes=2", "--ntasks-per-node=1"
+C10D = "--rdzv_backend c10d --rdzv_endpoint h:29500"
+WRONG = [
+    # more processes than GPUs, however either is spelt
+    (slurm("--nodes=1", "--gres=gpu:4", "accelerate launch --num_processes 8 t.py"), "gpus", "--num_processes 4"),
+    (slurm("--nodes=1", "--gpus-per-node=4", "accelerate launch --config_file acc.yaml t.py"), "gpus", "acc.yaml"),
+    (slurm(*TWO, "--gpus=8", f"srun torchrun --nnodes 2 --nproc_per_node 8 {C10D} t.py"), "gpus", "--gpus=16"),
+    (slurm(*TWO, "-G a100:8", f"srun torchrun --nnodes 2 --nproc_per_node 8 {C10D} t.py"), "gpus", "--gpus=a100:16"),
+    (slurm(*TWO, "--gpus-per-task=4", f"srun torchrun --nnodes 2 --nproc-per-node 8 {C10D} t.py"), "gpus", "=8"),
+    (slurm("--nodes=1 --gres=gpu:v100:2(S:0-1)", "torchrun --nproc_per_node 4 t.py"), "gpus", "gpu:v100:4(S:0-1)"),
+    (slurm("-N1", "srun -n1 --gpus=2 torchrun --nproc_per_node 4 t.py"), "gpus", "srun --gpus=4"),
+    ("CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 4 t.py\n", "gpus", "--nproc_per_node 2"),
+    ("export CUDA_VISIBLE_DEVICES=0,1\naccelerate launch --config_file acc.yaml t.py\n", "gpus", "num_processes: 2"),
+    ("accelerate launch --config_file acc.yaml --gpu_ids 0,1 t.py\n", "gpus", "num_processes: 2 in acc.yaml"),
+    ('ARGS="--nnodes 1 --nproc_per_node 8"\nCUDA_VISIBLE_DEVICES=0 torchrun $ARGS t.py\n', "gpus", " 1,"),
+    ('ARGS=(\n  --nproc_per_node 8\n)\nCUDA_VISIBLE_DEVICES=0 torchrun "${ARGS[@]}" t.py\n', "gpus", " 1,"),
+    # machines that nobody asks for, or on which nothing starts
+    (slurm(*TWO, "srun accelerate launch --config_file four.yaml t.py"), "nodes", "num_machines: 2 in four.yaml"),
+    (slurm(*TWO, f"srun bash -c 'torchrun --nnodes 4 --nproc_per_node 8 {C10D} t.py'"), "nodes", "--nodes=4"),
+    (slurm(*TWO, "M=2", f"srun torchrun --nnodes $((M * 2)) --nproc_per_node 8 {C10D} t.py"), "nodes", "--nnodes 2"),
+    (slurm("--nodes=4 --ntasks=1", "srun accelerate launch --config_file four.yaml t.py"), "nodes", "of --ntasks=1"),
+    (slurm("--nodes=4", "accelerate launch --config_file four.yaml t.py"), "nodes", "$SLURM_NODEID"),
+    (slurm("--nodes=4", f"torchrun --nnodes 4 --nproc_per_node 8 {C10D} t.py"), "nodes", "srun --ntasks-per-node=1"),
+    # a launcher for each of the processes that it starts
+    (slurm("-N 2", "-n 16", f"srun torchrun --nnodes 2 --nproc_per_node 8 {C10D} t.py"), "twice", "of --ntasks=16"),
+    (slurm("-N2", f"srun --ntasks-per-node=8 torchrun --nnodes 2 --nproc_per_node 8 {C10D} t.py"), "twice", "srun -"),
+    (slurm(*TWO[:1], "--ntasks-per-node=8", "srun accelerate launch --config_file acc.yaml t.py"), "twice", "=1"),
+    ("mpirun -np 8 torchrun --nproc_per_node 8 t.py\n", "twice", "Remove mpirun"),
+    ("mpirun -np 32 --map-by ppr:8:node torchrun --nnodes 4 --nproc_per_node 8 t.py\n", "twice", "-np 4 --map-by"),
+    ("docker run img bash -c 'cd /x && CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 2 t.py'\n", "gpus", " 1,"),
+    ("accelerate launch --config_file four.yaml --num_machines 3 t.py\n", "processes", "num_processes: 96"),
+]
+
+
+@pytest.mark.parametrize(("text", "rule", "fix"), WRONG)
+def test_processes_nodes_and_gpus_are_compared_whatever_says_them(text: str, rule: str, fix: str, folder: Path) -> None:
+    found = told(text)
+    assert [one[0] for one in found] == [f"launch.{rule}"], found
+    assert fix in found[0][2]
+
+
+RIGHT = [
+    slurm("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=8")
+    + 2 * "srun -n1 --gpus=4 --exact torchrun --standalone --nproc_per_node 4 a.py &\n",
+    slurm(*TWO, "--gpus-per-task=8", f"srun torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 {C10D} t.py"),
+    slurm(*TWO, "--gres=gpu:a100:8", f"srun torchrun --nnodes 2 --nproc_per_node gpu {C10D} t.py"),
+    slurm("--nodes=4", "--ntasks-per-node=1", f"srun torchrun --nnodes 1:4 --nproc_per_node 8 {C10D} t.py"),
+    slurm("-N1", "srun --ntasks-per-node=2 --gpus-per-task=4 torchrun --standalone --nproc_per_node 4 t.py"),
+    slurm("--nodes=4", "--gpus-per-node=8", "for i in 0 1 2 3; do")
+    + f"srun -N1 -n1 torchrun --nnodes 4 --node_rank $i --nproc_per_node 8 {C10D} t.py &\ndone\n",
+    slurm("--nodes=4", "for h in $HOSTS; do ssh $h 'cd x && torchrun --nnodes 4 --nproc_per_node 8 t.py' & done"),
+    slurm("--nodes=2", "--gpus-per-node=8", "deepspeed --num_nodes 2 --num_gpus 8 --hostfile hosts t.py"),
+    slurm("-N2", "-n16", "--gres=gpu:8", f"srun torchrun --nnodes=16 --nproc_per_node=1 {C10D} t.py"),
+    slurm("-N2", "--ntasks-per-node=2", "--gres=gpu:8", f"srun torchrun --nnodes=4 --nproc_per_node=4 {C10D} t.py"),
+    slurm("--nodes=4", f'export RUN="torchrun --nnodes 4 --nproc_per_node 8 {C10D} t.py"', "./start.sh"),
+    slurm("--nodes=2", "accelerate launch --num_machines 2 --num_processes 2 --mpirun_hostfile hosts t.py"),
+    "mpirun -np 2 -H a,b torchrun --nnodes 2 --nproc_per_node 8 t.py\n",
+    "mpirun -np 2 -H a,b torchrun --nproc_per_node 8 t.py\n",
+    "CUDA_VISIBLE_DEVICES=0 accelerate launch --config_file one.yaml t.py\n",
+    "CUDA_VISIBLE_DEVICES=0 accelerate launch --config_file npu.yaml t.py\n",
+    "CUDA_VISIBLE_DEVICES=0,1 deepspeed --num_gpus 4 t.py\n",
+    "accelerate launch --cpu --num_processes 8 t.py\n",
+    "accelerate launch --config_file acc.yaml t.py --num_processes 3 --num_machines 2\n",
+    "GPUS=8\nwhile getopts g: o; do GPUS=$OPTARG; done\nCUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node $GPUS t.py\n",
+    "CONFIG=$1\naccelerate launch --config_file $CONFIG t.py\n",
+    "python prep.py <<'X'\nCUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 9 t.py\nX\n",
+    'echo "usage: CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 9 t.py"\n',
+]
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_what_adds_up_is_right(text: str, folder: Path) -> None:
+    assert told(text) == []
+
+
+MESH = 'engine = "FSDP2"\noptimizer = "AdamW"\nmesh = {replicate = 3, shard = 2}\n'
+TITAN = "[job]\n[model]\nname = 'llama3'\n[training]\nlocal_batch_size = 1\n[parallelism]\n"
+TITAN += "data_parallel_replicate_degree = 1\ndata_parallel_shard_degree = 3\n"
+AXOLOTL = "base_model: a/b\ndatasets: []\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\nlearning_rate: 1e-4\n"
+AXOLOTL += (
+    "fsdp_version: 2\nfsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP}\ndp_shard_size: 3\ndp_replicate_size: 2\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "text"),
+    [
+        ("torchrun --nproc_per_node 8 train.py mesh.toml", "mesh.toml", MESH),
+        ("torchrun --nproc_per_node 8 train.py --config=mesh.toml", "mesh.toml", MESH),
+        ("torchrun --nproc_per_node 8 -m torchtitan.train --job.config_file titan.toml", "titan.toml", TITAN),
+        ("torchrun --nproc_per_node 8 -m torchtitan.train --job.config-file=titan.toml", "titan.toml", TITAN),
+        ("accelerate launch --num_processes 8 -m axolotl.cli.train axo.yaml", "axo.yaml", AXOLOTL),
+        ("accelerate launch --config_file acc.yaml -m axolotl.cli.train axo.yaml", "axo.yaml", AXOLOTL),
+        ("axolotl train axo.yaml --num-processes 8", "axo.yaml", AXOLOTL),
+        ("axolotl train axo.yaml --launcher torchrun -- --nproc_per_node=8", "axo.yaml", AXOLOTL),
+        ("cd sub && torchrun --nproc_per_node 8 train.py ../mesh.toml", "mesh.toml", MESH),
+    ],
+)
+def test_every_config_that_the_started_command_names_is_checked_for_its_processes(
+    line: str, name: str, text: str, folder: Path
+) -> None:
+    for place, content in {"acc.yaml": ONE, name: text, "run.sh": f"{line}\n"}.items():
+        Path(place).write_text(content)
+    Path("sub").mkdir()
+    data = json.loads(run("check", ".", "--json").stdout)
+    found = [one for one in data["findings"] if one["file"] == name and "8" in one["what"]]
+    assert {one["rule"] for one in found} == {"mesh.not-world-size"}, data["findings"]
+    assert not [one for one in data["cannot_know"] if one["rule"] == "import.missing-file"]
+
+
+FIXED = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+ARGUMENTS = {
+    "output_dir": "o",
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "deepspeed": "ds.json",
+}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun --nproc_per_node 4 train.py args.json",
+        "deepspeed --include localhost:0,1,2,3 train.py --deepspeed_config ds.json",
+        "CUDA_VISIBLE_DEVICES=0,1,2,3 deepspeed train.py --deepspeed_config ds.json",
+        "FORCE_TORCHRUN=1 NPROC_PER_NODE=4 llamafactory-cli train lf.yaml",
+        "accelerate launch --num_processes 4 train.py --ds_config ds.json",
+    ],
+)
+def test_a_json_is_checked_for_the_processes_of_what_names_it(line: str, folder: Path) -> None:
+    """2 samples x 4 micro-batches x 4 processes are 32, and not 64."""
+    llama_factory = json.dumps(ARGUMENTS | {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "full"})
+    texts = {"ds.json": json.dumps(FIXED), "args.json": json.dumps(ARGUMENTS | {"max_steps": 1})}
+    for name, text in {**texts, "lf.yaml": llama_factory, "run.sh": f"{line}\n"}.items():
+        if name in line or name in ("ds.json", "run.sh"):
+            Path(name).write_text(text)
+    found = json.loads(run("check", ".", "--json").stdout)["findings"]
+    assert any(one["rule"] == "deepspeed.batch" and "4 ranks = 32" in one["what"] for one in found), found
+
+
+@pytest.mark.parametrize("below", ["cd src\n", "pushd src\n", "(cd src && ", "D=$PWD/x\n", "D=`pwd`/x\n"])
+def test_a_path_is_from_where_the_script_has_gone(below: str, folder: Path) -> None:
+    Path("here/src").mkdir(parents=True)
+    Path("here/x").mkdir()
+    Path("here/ds.json").write_text(json.dumps(FIXED))
+    line = f"torchrun --nproc_per_node 4 train.py --deepspeed {'$D/..' if 'D=' in below else '..'}/ds.json"
+    Path("here/run.sh").write_text(f"{below}{line}{')' if '(' in below else ''}\n")
+    data = json.loads(run("check", "here", "--json").stdout)
+    assert [one["rule"] for one in data["findings"]] == ["deepspeed.batch"]
+    assert not [one for one in data["cannot_know"] if one["rule"] == "import.missing-file"]
+
+
+def test_a_config_that_shows_fewer_gpus_than_processes_is_wrong_by_itself(folder: Path) -> None:
+    """Where a line starts it, the line is judged with what it says over it."""
+    Path("here").mkdir()
+    Path("here/acc.yaml").write_text(ONE.replace("machine_rank: 0", 'gpu_ids: "0,1"'))
+    found = json.loads(run("check", "here", "--json").stdout)["findings"]
+    assert [(one["rule"], one["line"], one["fix"]) for one in found] == [
+        ("launch.gpus", 3, "Write num_processes: 2, or name 8 GPUs there.")
+    ]
+    Path("here/run.sh").write_text("accelerate launch --config_file acc.yaml --num_processes 2 t.py\n")
+    assert json.loads(run("check", "here", "--json").stdout)["findings"] == []
+
+
+def test_a_launcher_that_a_variable_holds_is_read_once(folder: Path) -> None:
+    wrong = "CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 2"
+    lines = f'export LAUNCHER="{wrong}"\n', "$LAUNCHER t.py\n", 'srun bash -c "$LAUNCHER t.py"\n', 'start "$LAUNCHER"\n'
+    for number, rest in ((1, lines[1:2]), (1, lines[2:3]), (1, lines[3:])):
+        Path("run.sh").write_text("".join((lines[0], *rest)))
+        found = json.loads(run("check", "run.sh", "--json").stdout)["findings"]
+        assert [one["rule"] for one in found] == ["launch.gpus"] * number, rest
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f'A{n}="$A{n + 1} $A{n + 1}"\n' for n in range(400)) + "torchrun --nproc_per_node $A0 t.py\n",
+        "torchrun --nproc_per_node 8 t.py --a b --c d\n" * 3000,
+        'X="torchrun --nproc_per_node 8 t.py"\n' * 3000,
+        "bash -c 'bash -c \"eval torchrun t.py\"'\n" * 1000,
+        "(" * 5000 + "torchrun" + ")" * 5000,
+        "A=(" * 3000 + "torchrun $((1/0)) t.py\n",
+        "torchrun $((9*9*9*9*9*9*9*9)) ${A[@]} \x01 t.py\n#SBATCH -N\n#SBATCH --gres=gpu:\n",
+    ],
+)
+def test_a_hostile_script_ends_soon(text: str, folder: Path) -> None:
+    Path("run.sh").write_text(text)
+    assert run("check", "run.sh", "--json").exit_code in (0, 1)
+
+
+# --- options over a config -------------------------------------------------------------------------------------------
+
+FSDP = YAML.format(kind="FSDP", nodes=1, processes=8) + (
+    "fsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    "  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n"
+)
+JSON = YAML.format(kind="DEEPSPEED", nodes=1, processes=8).replace("mixed_precision: bf16\n", "")
+JSON += "deepspeed_config:\n  deepspeed_config_file: ds.json\n"
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128}
+LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100}
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "found"),
+    [
+        (JSON, "--mixed_precision fp16", [("import.contradiction", "--mixed_precision")]),
+        (JSON, "--mixed_precision bf16", []),
+        (JSON, "--mixed_precision no", []),
+        (JSON, "--mixed_precision $PRECISION", []),
+        (FSDP, "--mixed_precision bf17", [("import.wrong-value", "--mixed_precision")]),
+        (FSDP, "--mixed_precision bf16", []),
+        (FSDP, "--mixed_precision fp16", []),
+        (
+            FSDP,
+            "--num_processes 4 --fsdp_transformer_layer_cls_to_wrap LamaDecoderLayer",
+            [("wrap.class-not-found", "--fsdp_transformer_layer_cls_to_wrap")],
+        ),
+        (FSDP, "--fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer", []),
+        (FSDP, "--fsdp_reshard_after_forward sometimes", [("import.wrong-type", "--fsdp_reshard_after_forward")]),
+        (FSDP, "--fsdp_version 2 --fsdp_reshard_after_forward false", []),
+        (FSDP, "--fsdp_version=3", [("import.wrong-value", "--fsdp_version")]),
+    ],
+)
+def test_options_of_the_launcher_go_before_its_config(
+    file: str, options: str, found: list[tuple[str, str]], folder: Path
+) -> None:
+    """They are judged as a part of it, and what they make wrong is told where they stand."""
+    Path("here/model").mkdir(parents=True)
+    line = f"accelerate launch --config_file acc.yaml {options} t.py --model_name_or_path ./model"
+    Path("here/run.sh").write_text(f"{line}\n")
+    Path("here/acc.yaml").write_text(file)
+    Path("here/ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+    Path("here/model/config.json").write_text(json.dumps(LLAMA))
+    told = json.loads(run("check", "here", "--json").stdout)["findings"]
+    at = [(one["rule"], one["line"], one["column"]) for one in told if one["file"] == "here/run.sh"]
+    assert at == [(rule, 1, line.index(option) + 1) for rule, option in found], told
+    assert not [one for one in told if one["file"] == "here/acc.yaml"]
+
+
+# --- options of the launchers themselves -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "column", "fix"),
+    [
+        ("accelerate launch --config_file acc.yaml --num_proceses 4 t.py", 42, "Write --num_processes."),
+        ("accelerate launch --num-proceses=4 t.py", 19, "Write --num-processes."),
+        ("torchrun --nproc_per_nodes 8 t.py", 10, "Write --nproc_per_node."),
+        ("deepspeed --num_gpu 8 t.py", 0, ""),  # short for --num_gpus
+        ("torchrun --standalon --nproc_per_node 8 t.py", 0, ""),
+        (
+            "accelerate launch --num_processe 8 t.py",
+            19,
+            "Write --num_processes.",
+        ),  # accelerate takes none that is short
+        ("deepspeed --num_gpsu 8 t.py", 11, "Write --num_gpus."),
+        ("torchrun --nproc_per_node 8 t.py --nproc_per_nodes 8", 0, ""),
+        ("accelerate launch --ipex --fsdp_backward_prefetch_policy X t.py", 0, ""),  # older releases have them
+        ("torchrun --of_our_own_fork 8 t.py", 0, ""),
+        ("torchrun $ARGS --nproc_per_nodes 8 t.py", 16, "Write --nproc_per_node."),
+    ],
+)
+def test_a_misspelt_option_of_a_launcher_is_named(line: str, column: int, fix: str, folder: Path) -> None:
+    Path("run.sh").write_text(f"{line}\n")
+    data = json.loads(run("check", "run.sh", "--json").stdout)
+    found = [(one["rule"], one["line"], one["column"], one["fix"]) for one in data["findings"]]
+    assert found == ([("launch.unknown-option", 1, column, fix)] if fix else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ("--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP", ""),
+        ("--use_fsdp --fsdp_version 3", "import.wrong-value"),
+        ("--use_fsdp --mixed_precision bf17", "import.wrong-value"),
+        ("--multi_gpu --num_machines 1 --mixed_precision bf16", ""),
+        ("--use_deepspeed --zero_stage 4", "deepspeed.stage"),
+        ("--use_deepspeed --zero_stage 3 --gradient_clipping 1.0", ""),
+        ("--use_deepspeed --deepspeed_config_file ds.json", ""),
+        ("--use_deepspeed --deepspeed_config_file ds.json --mixed_precision fp16", "import.contradiction"),
+        ("--use_deepspeed --deepspeed_config_file gone.json --mixed_precision fp16", ""),
+        ("--mixed_precision bf17", ""),  # a default config may lie elsewhere
+    ],
+)
+def test_a_line_without_a_config_is_judged_as_one(options: str, rule: str, folder: Path) -> None:
+    Path("here").mkdir()
+    Path("here/run.sh").write_text(f"accelerate launch --num_processes 8 {options} t.py\n")
+    Path("here/ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+    found = json.loads(run("check", "here", "--json").stdout)["findings"]
+    assert [(one["rule"], one["file"]) for one in found] == ([(rule, "here/run.sh")] if rule else []), found
+
+
+def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    yield "torchrun", pytest.importorskip("torch.distributed.run").get_args_parser()
+    yield "accelerate", pytest.importorskip("accelerate.commands.launch").launch_command_parser()
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    with pytest.MonkeyPatch.context() as patch:
+        made: list[argparse.ArgumentParser] = []
+        patch.setattr(argparse.ArgumentParser, "parse_args", lambda self, **_: made.append(self))
+        runner.parse_args()
+    yield "deepspeed", made[0]
+
+
+def test_the_options_of_every_launcher_are_those_of_its_parser() -> None:
+    """What it takes is listed, with whether a value follows; what an older one took may be listed beside."""
+    for launcher, parser in _parsers():
+        table = LAUNCHERS[launcher]
+        assert table.shortened is parser.allow_abbrev
+        for action in parser._actions:
+            for typed in action.option_strings:
+                name = typed.lstrip("-").replace("-", "_")
+                assert name in (table.switches if action.nargs == 0 else table.valued), f"{launcher} {typed}"
+        taken = {one.lstrip("-").replace("-", "_") for one in parser._option_string_actions}
+        assert not (table.valued | table.switches) - taken, launcher
+        assert not table.older & taken, launcher
+
+
+def followed(text: str, fix: str) -> Iterator[str]:
+    """The script after each way of the fix that is typed into it."""
+    for way in re.split(r", or ", fix.removeprefix("Write ").rstrip(".")):
+        typed = re.match(r"(#SBATCH |srun )?(-[-\w]+)[= ]([\w:()-]+)(?: in the place of (\S+?)=\S+)?(?:$|:)", way)
+        if typed is None:
+            continue
+        who, name, value, gone = typed.groups()
+        short = {"--nodes": "-N", "--gpus": "-G", "--ntasks": "-n"}
+        old = rf"(?<![\w-])(?:{gone or name}|{short.get(gone or name, '--none')})[ =]?(?:\$\(\(.*\)\)|[\w:()-]+)"
+        after = re.sub(old, f"{name}={value}" if who else f"{name} {value}", text, count=1)
+        yield after if after != text else text.replace("#!/bin/bash\n", f"#!/bin/bash\n#SBATCH {name}={value}\n")
+
+
+@pytest.mark.parametrize(("text", "rule", "fix"), [case for case in WRONG if "processes" not in case[1]])
+def test_every_way_of_a_fix_mends_what_it_is_told_of(text: str, rule: str, fix: str, folder: Path) -> None:
+    (before,) = told(text)
+    for after in followed(text, before[2]):
+        shutil.rmtree("here")
+        assert after != text
+        assert rule not in [one[0].partition(".")[2] for one in told(after)], after

@@ -1,0 +1,71 @@
+"""What a file is taken for, whatever one mistake is in it; and which files are nobody's here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prepkit.formats.found import found
+
+MISSPELT = {
+    "engine.toml": ('engine = "fsdp2"\noptimizer = "AdamW"\nprecision = "BF16"\n', "prepkit"),
+    "kind.toml": ('engine = { kind = "fsdp2" }\n', "prepkit"),
+    "other.yaml": ("engine: Horovod\noptimizer: AdamW\nprecision: BF16\n", "prepkit"),
+    "egnine.toml": ('egnine = "FSDP2"\noptimizer = "AdamW"\nprecision = "BF16"\nmesh = {shard = 2}\n', "prepkit"),
+    "acc.yaml": ("distributed_typ: FSDP\nmixed_precision: bf16\nnum_processes: 8\nfsdp_confg: {}\n", "accelerate"),
+    "args.json": (
+        '{"output_dir":"o","per_device_train_batch_size":4,"bf16":true,"gradient_acumulation_steps":8}',
+        "transformers",
+    ),
+    "ds.json": ('{"train_batch_siz": 8, "zero_optimisation": {"stage": 2}, "fp16": {"enabled": true}}', "deepspeed"),
+    "axo.yaml": ("base_modle: a\ndatasets: []\nmicro_batch_size: 1\nlearning_rate: 1e-4\n", "axolotl"),
+    "lf.yaml": ("model_name_or_pth: a\nstage: sft\ndo_train: true\nfinetuning_type: lora\n", "llamafactory"),
+    "titan.toml": ("[job]\n[model]\n[trainning]\nsteps = 1\n[parallelism]\n[optimizer]\n", "torchtitan"),
+}
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_one_mistake_hides_no_file(name: str, tmp_path: Path) -> None:
+    text, kind = MISSPELT[name]
+    (tmp_path / name).write_text(text)
+    one = found(str(tmp_path / name))
+    assert one is not None
+    assert one.kind == kind
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-16-le"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_file_is_told_however_it_is_saved(encoding: str, end: str, tmp_path: Path) -> None:
+    mark = "\ufeff" if encoding in ("utf-16-be", "utf-16-le") else ""
+    text = f"{mark}compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n".replace("\n", end)
+    (tmp_path / "acc.yaml").write_bytes(text.encode(encoding))
+    one = found(str(tmp_path / "acc.yaml"))
+    assert one is not None
+    assert one.kind == "accelerate"
+
+
+FOREIGN = {
+    "package.json": '{"name": "x", "version": "1", "engines": {"node": ">=18"}, "scripts": {}, "dependencies": {}}',
+    "pyproject.toml": '[project]\nname = "x"\n[build-system]\nrequires = []\n[tool.ruff]\nline-length = 120\n',
+    "config.json": '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "use_cache": true}',
+    "generation_config.json": '{"bos_token_id": 1, "eos_token_id": 2, "use_cache": true, "max_length": 9}',
+    "tokenizer_config.json": '{"add_bos_token": true, "model_max_length": 1, "padding_side": "left", "use_fast": true}',
+    "adapter_config.json": '{"base_model_name_or_path": "a", "peft_type": "LORA", "lora_alpha": 16, "r": 8}',
+    "trainer_state.json": '{"best_metric": 1, "epoch": 1, "eval_steps": 5, "global_step": 1, "logging_steps": 5,'
+    ' "max_steps": 9, "num_train_epochs": 1, "save_steps": 5, "log_history": [], "train_batch_size": 8}',
+    "lightning.yaml": "trainer:\n  precision: bf16\nmodel: {}\noptimizer: {}\ndata: {}\n",
+    "ours.yaml": "seed: 1\nlearning_rate: 1e-4\nweight_decay: 0.1\nmax_steps: 10\nwarmup_steps: 1\n",
+    "hydra.yaml": "defaults: []\noptimizer: {lr: 1}\nprecision: bf16\nmesh: [2, 4]\nmodel: {}\n",
+    "compose.yaml": "services: {}\nvolumes: {}\nkind: Deployment\nengine: postgres\n",
+    "single.yaml": "engine: single\nhost: h\nport: 1\n",
+    "recipe.yaml": "optimizer: adamw\nprecision: bf16\nclip: 1.0\naccumulation: 4\n",
+    "data.json": '{"train_batch_size": 8, "optimizer": "adam", "epochs": 3, "lr": 0.1}',
+    "diffusers.yaml": "output_dirs: [a]\nresolution: 512\nlearning_rates: [1]\n",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_of_others_is_taken_for_nothing(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(FOREIGN[name])
+    assert found(str(tmp_path / name)) is None
