@@ -27,6 +27,7 @@ from prepkit.findings.text import in_bytes
 from prepkit.formats.found import SCRIPTS, found
 from prepkit.formats.importers.source import Imported
 from prepkit.formats.launches import Script, read_script
+from prepkit.formats.started import started
 from prepkit.plan import Plan
 from prepkit.predict.said import at, said
 
@@ -213,7 +214,8 @@ def _lines_of(script: Script) -> dict[str, Any]:
     for launch in script.launches:
         seen[launch.launcher] += 1
         name = launch.launcher if seen[launch.launcher] == 1 else f"{launch.launcher} {seen[launch.launcher]}"
-        asked = {"processes": launch.processes, "nodes": launch.nodes, "processes of a node": launch.per_node}
+        starts = started(launch)
+        asked = {"processes": starts.processes, "nodes": starts.nodes, "processes of a node": starts.per_node}
         values |= {f"{name}: {what}": value for what, value in asked.items() if value is not None}
         values |= {f"{name}: config {at}": named.path for at, named in enumerate(launch.configs, start=1)}
         values |= {f"{name}: --{one.name}": one.value for one in launch.arguments}
