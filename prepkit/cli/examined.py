@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import re
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 from attrs import evolve, field, frozen
 
 from prepkit import rules
 from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli.options import Cluster
+from prepkit.cli.terminal import say
 from prepkit.codec import LARGEST
 from prepkit.config import AdamW, Origin
 from prepkit.config.origin import origin_of
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 MISSING = "import.missing-file"
 """The rule of files that others name, and that are not here."""
+CRASHED = "check.crashed"
+"""The rule of files at which prepkit itself fails."""
 UNASKED = "config.unasked"
 """The rule of files whose errors hide what they mean."""
 _RATE = 1e-3
@@ -81,19 +86,34 @@ def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) 
     known = {_real(one.path) for one in founds}
     founds += [found(one.path) or one for one in more if _real(one.path) not in known]
     named = _Named.of(one for one in founds if one.kind == "deepspeed")
-    for one in sorted(founds, key=lambda one: one.kind == "deepspeed"):
+
+    def of(one: Found) -> Checked:
         if one.path in scripts:
             script = _script(one, scripts[one.path], missing.get(one.path, ()))
             script = _with_options(script, scripts[one.path], cluster)
-            yield named.held(_with_arguments(script, scripts[one.path], cluster))
-        elif one.sort == "plan":
-            yield _plan(one)
-        elif one.kind == "deepspeed":
+            return named.held(_with_arguments(script, scripts[one.path], cluster))
+        if one.sort == "plan":
+            return _plan(one)
+        if one.kind == "deepspeed":
             real = _real(one.path)
             alone = real not in named.by or real in sizes
-            yield named.told(_config(one, cluster, sizes.get(real, ()), kind) if alone else Checked(found=one))
-        else:
-            yield named.held(_config(one, cluster, sizes.get(_real(one.path), ()), kind))
+            return named.told(_config(one, cluster, sizes.get(real, ()), kind) if alone else Checked(found=one))
+        return named.held(_config(one, cluster, sizes.get(_real(one.path), ()), kind))
+
+    for one in sorted(founds, key=lambda one: one.kind == "deepspeed"):
+        try:
+            yield of(one)
+        except click.ClickException:
+            raise
+        except Exception as error:  # which loses no other file's findings
+            yield Checked(found=one, findings=(_crashed(one.path, error),))
+
+
+def _crashed(file: str, error: Exception) -> _Placed:
+    say("".join(traceback.format_exception(error)).rstrip(), err=True)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    failed = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+    return FilePlace(file, 1, 1), rules.found(CRASHED, file, f"prepkit itself fails here: {failed}")
 
 
 _Placed = tuple[FilePlace, Finding]

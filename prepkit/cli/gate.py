@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-import traceback
 from collections import Counter
 from datetime import date, datetime
 from hashlib import sha256
@@ -20,7 +19,7 @@ import click
 from prepkit import codec, rules
 from prepkit.cli import plan_files as cli_files
 from prepkit.cli.check import about, line_of
-from prepkit.cli.examined import UNASKED, Checked, examined, files_found
+from prepkit.cli.examined import CRASHED, UNASKED, examined
 from prepkit.cli.options import Cluster, cluster_options, kind_option, policy_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import Finding, PlanRejected, Severity
@@ -102,9 +101,11 @@ def _gathered(
     every: list[_Placed] = []
     exempt: list[exceptions.Exempt] = []
     judged = 0
-    checked, crashed = _all_examined(asked, cluster, kind)
+    checked = tuple(examined(asked, cluster, kind)) if asked else ()
     for one in checked:
-        every += one.findings
+        crashed = [pair for pair in one.findings if pair[1].rule == CRASHED]
+        stopped += crashed
+        every += () if crashed else one.findings
         every += (pair for pair in one.beyond if pair[1].rule == UNASKED)
         own, wrong = exceptions.comments(one.found.path, _text(one.found.path))
         exempt += own
@@ -118,7 +119,7 @@ def _gathered(
     # those of a policy are about every file of a repository, and not about these alone
     ids = (*by_id(), *policy.asks)
     exempt += (one for one in policy.exempt if one.rule not in ids or any(one.covers(*pair) for pair in every))
-    return exceptions.sort(tuple(dict.fromkeys(every)), tuple(exempt), today, ids), (*stopped, *crashed)
+    return exceptions.sort(tuple(dict.fromkeys(every)), tuple(exempt), today, ids), tuple(stopped)
 
 
 def _place_in(finding: Finding) -> FilePlace:
@@ -136,38 +137,6 @@ def _unjudged(policies: tuple[str, ...], configs: tuple[str, ...]) -> _Placed:
     return place, rules.found(
         "policy.unasked", str(place), what, f"Make one: {make}, then: prepkit gate plan.json {words}"
     )
-
-
-def _all_examined(
-    asked: tuple[str, ...], cluster: Cluster, kind: str | None
-) -> tuple[tuple[Checked, ...], tuple[_Placed, ...]]:
-    """Return every file, and those at which prepkit itself fails: each for itself, so that the others' are not lost."""
-    if not asked:
-        return (), ()
-    try:
-        return tuple(examined(asked, cluster, kind)), ()
-    except click.ClickException:
-        raise
-    except Exception as error:
-        files = tuple(dict.fromkeys(one.path for one in files_found(asked, kind)))
-        if len(files) < 2:
-            return (), (_crashed(files[0] if files else asked[0], error),)
-        alone = [_all_examined((file,), cluster, kind) for file in files]
-        crashed = tuple(pair for _, pairs in alone for pair in pairs)
-        if not crashed:  # together alone do they fail
-            return tuple(one for each, _ in alone for one in each), (_crashed(asked[0], error),)
-        failed = {place.file for place, _ in crashed}
-        good, more = _all_examined(tuple(file for file in files if file not in failed), cluster, kind)
-        return good, (*crashed, *more)
-
-
-def _crashed(file: str, error: Exception) -> _Placed:
-    say("".join(traceback.format_exception(error)).rstrip(), err=True)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    what = (
-        f"prepkit itself fails here: {type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
-    )
-    return FilePlace(file, 1, 1), rules.found("gate.crashed", file, what)
 
 
 def _text(path: str) -> str:

@@ -21,11 +21,6 @@ _gate = partial(refusal, told_by="prepkit gate")
 
 _GATE: tuple[Rule, ...] = (
     _gate(
-        id="gate.crashed",
-        summary="prepkit reads a file to its end, whatever is in it.",
-        fix="Report it, with the traceback on stderr and the file: the error is prepkit's own.",
-    ),
-    _gate(
         id="gate.exception",
         summary="A comment that names prepkit's ignore is an exception that prepkit reads.",
         fix="Write # prepkit: ignore[RULE] until 2027-01-01 by WHO because REASON.",
@@ -218,6 +213,11 @@ FILES: tuple[Rule, ...] = (
         summary="Every value of an imported config is one that its library knows.",
         fix="Write one of the values that the finding names.",
         milder="where what it means is clear all the same",
+    ),
+    _check(
+        id="check.crashed",
+        summary="prepkit reads a file to its end, whatever is in it.",
+        fix="Report it, with the traceback on stderr and the file: the error is prepkit's own.",
     ),
     _check(
         id="launch.gpus",

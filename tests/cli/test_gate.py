@@ -277,8 +277,8 @@ def test_a_file_at_which_prepkit_fails_loses_no_other(folder: Path, monkeypatch:
     monkeypatch.setattr(cli_import, "read", failing)
     done = run("gate", ".", "--format", "json", "--baseline", "known.json")
     found = [(one["file"], one["rule"]) for one in json.loads(done.stdout)["findings"]]
-    assert [pair for pair in found if pair[1].startswith(("gate", "import"))] == [
-        ("boom.yaml", "gate.crashed"),
+    assert [pair for pair in found if pair[1].startswith(("check", "import"))] == [
+        ("boom.yaml", "check.crashed"),
         ("a,b.yaml", "import.unknown-key"),
         ("c.yaml", "import.unknown-key"),
     ]
@@ -287,6 +287,10 @@ def test_a_file_at_which_prepkit_fails_loses_no_other(folder: Path, monkeypatch:
     assert "Traceback" in done.stderr
     assert run("gate", "boom.yaml", "--baseline", "known.json", "--write-baseline").exit_code == 1
     assert not (folder / "known.json").exists()
+    checked = run("check", ".")
+    assert checked.exit_code == 1
+    assert "prepkit itself fails here: KeyError: 'flour'" in checked.stdout
+    assert "c.yaml" in checked.stdout
 
 
 def test_exceptions_are_suppressions_in_sarif_and_skipped_in_junit(folder: Path) -> None:
