@@ -290,8 +290,7 @@ def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tu
             file.error("contradiction", f"{_IN_DEEPSPEED}{key}", what, f"Write it into {name}, and remove it here.")
     found = beside(name, path)
     if found is None:
-        what = f"there is no file {name:.120}, neither from here nor beside {path.name}"
-        file.error("missing-file", f"{_IN_DEEPSPEED}deepspeed_config_file", what, "Give the path of the JSON file.")
+        file.missing(f"{_IN_DEEPSPEED}deepspeed_config_file", name, path)
         return config
     inner = file.part(f"{_IN_DEEPSPEED}deepspeed_config_file", lambda: read_deepspeed(read(str(found), JSON)))
     if inner is None:

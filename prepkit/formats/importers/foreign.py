@@ -87,6 +87,15 @@ class Foreign:
             self._misread.add(name)
             return None
 
+    def missing(self, key: str, name: str, path: Path) -> None:
+        """Says that a file which a key names is not there, or lies where nobody can look from here."""
+        if away := _elsewhere(name):
+            fix = "Check it where it runs, or give the path of a copy that is here."
+            self.error("elsewhere", key, f"{name:.120} {away}", fix)
+            return
+        what = f"there is no file {name:.120}, neither from here nor beside {path.name}, nor in a folder above it"
+        self.error("missing-file", key, what, "Give the path of the JSON file.")
+
     def _value(self, name: str) -> Any:
         value: Any = self.data
         for part in name.split(".") if name else ():
@@ -332,11 +341,30 @@ class Foreign:
 
 
 def beside(name: str, file: Path) -> Path | None:
-    """The file of that name, beside the one that names it or from here; None: there is none, as for pages of text."""
+    """The file of that name: beside the one that names it, from here, or from a folder above it.
+
+    Nobody knows which of them it is run from. None: it is in none of them, as for pages of text.
+    """
     try:
-        return next((shortest(place) for place in (file.parent / name, Path(name)) if place.is_file()), None)
+        bases = (file.parent, Path(), *file.parent.resolve().parents[:_ABOVE])
+        return next((shortest(base / name) for base in bases if (base / name).is_file()), None)
     except (OSError, ValueError):  # longer than a name may be; a NUL in it
         return None
+
+
+_ABOVE = 6
+"""Folders above a file from which a path in it may count."""
+
+
+def _elsewhere(name: str) -> str:
+    """Why a path cannot be followed on this machine; empty: it can, and leads to nothing."""
+    if "$" in name:
+        return "is known when it runs"
+    try:
+        known = not Path(name).is_absolute() or Path(name).parent.is_dir()
+    except (OSError, ValueError):
+        known = True
+    return "" if known else "lies in a folder that is not here"
 
 
 def shortest(file: Path) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ def _ddp(file: Foreign) -> Engine:
 
 
 def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> Config:
-    given = file.raw("deepspeed", "engine")
+    given = _typed_out(file.raw("deepspeed", "engine"))
     if isinstance(given, dict):
         places = {key.removeprefix("deepspeed."): place for key, place in file.places.items()}
         nested = Foreign(
@@ -177,8 +178,7 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
         return _with_json(config, inner, file, micro_batch)
     found = beside(str(given), path)
     if found is None:
-        what = f"there is no file {given!s:.120}, neither from here nor beside {path.name}"
-        file.error("missing-file", "deepspeed", what, "Give the path of the JSON file.")
+        file.missing("deepspeed", str(given), path)
         return config
     imported = file.part("deepspeed", lambda: read_deepspeed(read(str(found), JSON), config.precision))
     if imported is None:
@@ -188,6 +188,13 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
     file.findings += imported.notes
     file.taken(imported, found)
     return _with_json(config, imported.config, file, micro_batch)
+
+
+def _typed_out(given: Any) -> Any:
+    """The value; a text that holds JSON as what it holds, which the Trainer takes too."""
+    with suppress(ValueError):
+        return json.loads(given) if isinstance(given, str) and given.startswith("{") else given
+    return given
 
 
 def _with_json(config: Config, inner: Config, file: Foreign, micro_batch: str) -> Config:
@@ -432,8 +439,7 @@ def _reduced(precision: Precision) -> Precision:
 def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
     found = beside(name, path)
     if found is None:
-        what = f"there is no file {name:.120}, neither from here nor beside {path.name}"
-        file.error("missing-file", key, what, "Give the path of the JSON file.")
+        file.missing(key, name, path)
         return {}
     file.named.append(str(found))
     held: dict[str, Any] = {}
