@@ -334,7 +334,7 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | None:
 
 def processes(file: Foreign, kind: str) -> tuple[int | None, int]:
     """Return how many processes are started in all, None where the file does not say, and on how many machines."""
-    world, machines = file.whole("num_processes"), file.whole("num_machines")
+    world, machines = (file.count(name, misread=False) for name in ("num_processes", "num_machines"))
     file.declared |= {"num_processes", "num_machines"}
     if world is not None and world < 1 and world != -1:  # which is how accelerate's class says that it is not said
         file.error("wrong-value", "num_processes", f"{world} processes prepare nothing", "Write 1 or more.")
@@ -378,7 +378,7 @@ def mesh_of(file: Foreign, kind: str) -> Mesh | None:
 
 def _size(file: Foreign, name: str) -> int:
     """Ranks along an axis. accelerate works none of them out (PC-2)."""
-    size = file.whole(name)
+    size = file.count(name)
     if size is not None and size < 1:
         file.error("wrong-value", name, f"accelerate takes 1 or more, and this is {size}", "Write the number of ranks.")
     return 1 if size is None else size

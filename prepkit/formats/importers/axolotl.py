@@ -135,5 +135,5 @@ def _sizes(file: Foreign) -> dict[str, int]:
     for name, why in _ELSEWHERE:
         if (file.whole(name) or 1) > 1:
             file.error("not-supported", name, why, "Write 1, and give its ranks to dp_shard_size.")
-    found = {axis: file.whole(name, f"mesh.{axis}") for name, axis in _SIZES}
+    found = {axis: file.count(name, f"mesh.{axis}") for name, axis in _SIZES}
     return {axis: size for axis, size in found.items() if size is not None}

@@ -12,6 +12,7 @@ from attrs import define, evolve, field
 from prepkit.codec.misfits import MOST
 from prepkit.codec.text import shown
 from prepkit.config import Config, Origin
+from prepkit.facts.env import MOST_RANKS
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.findings.keywords import ELSEWHERE, unknown_key_fix
 from prepkit.findings.text import near
@@ -119,8 +120,18 @@ class Foreign:
         number = self.number(name, *settings)
         self.asked[name] = ("whole",)
         if number is None or float(number).is_integer():
-            return None if number is None else int(number)
+            given = self._value(name)
+            return None if number is None else given if type(given) is int else int(number)
         self._wrong_type(name, number, int)
+        return None
+
+    def count(self, name: str, *settings: str, misread: bool = True) -> int | None:
+        """A whole number of processes or machines; None also where no job has so many. ``misread`` as for ``error``."""
+        number = self.whole(name, *settings)
+        if number is None or number <= MOST_RANKS:
+            return number
+        what, fix = f"{shown(number)} is more than any job has", f"Write a number below {MOST_RANKS + 1}."
+        self.error("wrong-value", name, what, fix, misread=misread)
         return None
 
     def number_or_auto(self, name: str, *settings: str) -> float | None:

@@ -31,6 +31,7 @@ from prepkit.config import (
     TorchAO,
     Weights,
 )
+from prepkit.facts.env import MOST_RANKS
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.source import Imported, Source
 
@@ -90,14 +91,23 @@ def read_torchtitan(source: Source) -> Imported:
     file.launching("fault_tolerance")
     if file.raw("experimental.custom_args_module"):  # which adds keys that only that module knows
         file.launching(*file.unread(), *file.unlike(("training", "model", "optimizer", "parallelism")))
-    places = (sizes.replicate, sizes.shard, sizes.tensor)
-    return file.imported(config, world_size=prod(places) if min(places) > 0 else None)
+    return file.imported(config, world_size=_places(file, sizes))
+
+
+def _places(file: Foreign, sizes: Mesh) -> int | None:
+    """Processes in all; None where the file does not say, or no job has so many."""
+    each = (sizes.replicate, sizes.shard, sizes.tensor)
+    if min(each) < 1 or prod(each) <= MOST_RANKS:
+        return prod(each) if min(each) > 0 else None
+    what = f"{' x '.join(map(str, each))} is more processes than any job has"
+    file.error("wrong-value", f"{_HERE}data_parallel_shard_degree", what, "Write -1 for the rest.", misread=False)
+    return None
 
 
 def _sizes(file: Foreign) -> Mesh:
     names = {"replicate": "data_parallel_replicate_degree", "shard": "data_parallel_shard_degree"}
     names["tensor"] = "tensor_parallel_degree"
-    found = {axis: file.whole(f"{_HERE}{name}", f"mesh.{axis}") for axis, name in names.items()}
+    found = {axis: file.count(f"{_HERE}{name}", f"mesh.{axis}") for axis, name in names.items()}
     for name, what, other in _ELSEWHERE:
         if (file.whole(f"{_HERE}{name}") or 1) > 1:
             file.error("not-supported", f"{_HERE}{name}", what, f"Write 1, and give its ranks to {other}.")
