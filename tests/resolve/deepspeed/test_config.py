@@ -276,6 +276,17 @@ def test_ranks_that_hold_one_model_together_count_once() -> None:
     assert "tensor-parallel" in rules(batch({"tensor_parallel": {"autotp_size": 3}}, world=8, micro_batch=3))
 
 
+@pytest.mark.parametrize(
+    ("stage", "size", "fix"),
+    [(3, 3, "Write 2 or 4, or start other processes."), (3, 4, ""), (3, 16, ""), (3, 0, ""), (2, 3, "")],
+)
+def test_a_group_of_zero_plus_plus_divides_the_ranks(stage: int, size: int, fix: str) -> None:
+    """More ranks than there are is all of them (``_create_zero_param_parallel_group``)."""
+    zero = {"stage": stage, "zero_hpz_partition_size": size}
+    found = batch({"zero_optimization": zero}, world=8, micro_batch=3)
+    assert [flaw.fix for flaw in found.flaws if flaw.rule == "deepspeed.tensor-parallel"] == [fix] * bool(fix)
+
+
 def test_the_micro_batch_is_that_of_the_smallest_loader_unless_the_largest_is_asked_for() -> None:
     loaders = (tiny_loader(batch_size=8), tiny_loader(batch_size=2))
     assert numbers(batch({}, world=2, loaders=loaders))[0] == 2
