@@ -223,7 +223,7 @@ def _fp8(file: Foreign, word: str) -> FP8Backend:
         return TorchAO()
     if not file.section(here):
         what = "accelerate takes the first library that it finds installed; the plan is for torchao"
-        file.warn("no-effect", here, what, "Write fp8_config with backend: TE, AO or MSAMP.")
+        file.warn("asks-machine", here, what, "Write fp8_config with backend: TE, AO or MSAMP.")
         return TorchAO()
     at = "precision.backend"
     backend = file.word(f"{here}.backend", ("TE", "MSAMP", "AO"), at)

@@ -98,7 +98,7 @@ def _offloaded(file: Foreign) -> bool:
             file.error("contradiction", name, what, "Write gradient_checkpointing: true, or remove it.")
     if word in ("offload_disk", "disk"):
         what = "inputs of recomputed blocks are kept in host memory, and not on a disk"
-        file.warn("no-effect", name, what, "Write offload." if word == "offload_disk" else "Write true.")
+        file.warn("not-supported", name, what, "Write offload." if word == "offload_disk" else "Write true.")
     file.raw(name, "checkpointing.offload")
     return True
 

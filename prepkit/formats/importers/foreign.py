@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class Foreign:
     """Key to the way in which it was asked for, be it there or not: the name of a method, and the words of ``word``."""
     free: set[str] = field(factory=set, repr=False)
     """Keys below which everything is taken."""
+    typed: bool = False
+    """Whether its library takes a value as it is typed alone: no number or switch as text, no word in other case."""
     _read: set[str] = field(factory=set)
     _misread: set[str] = field(factory=set)
     """Keys with an error, without whose value the config is another one than the file means."""
@@ -110,7 +113,7 @@ class Foreign:
         if isinstance(value, bool | None):
             return value
         text = str(value).strip().lower()
-        if text in TRUE + FALSE:
+        if text in TRUE + FALSE and not self.typed:
             return text in TRUE
         self._wrong_type(name, value, bool)
         return None
@@ -151,8 +154,9 @@ class Foreign:
         self.asked[name] = ("number",)
         if value is None:
             return None
+        taken = not isinstance(value, bool) and not (self.typed and isinstance(value, str))
         try:
-            number = float(value) if not isinstance(value, bool) else float("nan")
+            number = float(value) if taken else float("nan")
         except (TypeError, ValueError, OverflowError):
             number = float("nan")
         if abs(number) < float("inf"):
@@ -178,10 +182,10 @@ class Foreign:
         if isinstance(value, bool):  # YAML 1.1 reads NO as false
             value = "yes" if value else "no"
         given = "" if isinstance(value, float) else str(value).strip().rpartition(".")[2].lower()  # 0.5 is no 5
-        if given.isdecimal() and 1 <= int(given) <= len(words):
+        if given.isdecimal() and 1 <= int(given) <= len(words) and not self.typed:
             return words[int(given) - 1]
         for word in words:
-            if given == word.lower():
+            if value == word or (given == word.lower() and not self.typed):
                 return word
         meant = near(given, words, 1)
         fix = f"Write {meant[0]!r}." if meant else f"Write one of {', '.join(words)}."
@@ -348,7 +352,7 @@ class Foreign:
         return finding
 
     def _wrong_type(self, name: str, value: object, kind: type) -> None:
-        self.error("wrong-type", name, f"{shown(value)} is not {_NAMES[kind]}", f"Write {_NAMES[kind]}.")
+        self.error("wrong-type", name, f"{shown(value)} is not {_NAMES[kind]}", _retyped(value, kind))
 
 
 def beside(name: str, file: Path) -> Path | None:
@@ -399,6 +403,16 @@ def named_model(file: Foreign, key: str) -> str | None:
 def lenient(source: Source) -> dict[str, Any]:
     """The data of a file, where JSON may have comments and trailing commas."""
     return source.data(plain_json(source.text) if source.suffix == ".json" else None)
+
+
+def _retyped(value: object, kind: type) -> str:
+    """What to write in the place of a value, without its quotes where it is a text that says one."""
+    text = value.strip() if isinstance(value, str) else ""
+    plain = text if kind is bool and text.lower() in ("true", "false") else _NUMBER.fullmatch(text) and text
+    return f"Write {plain.lower()} without quotes." if plain and kind is not str else f"Write {_NAMES[kind]}."
+
+
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def _colons(place: LineColumn | None) -> str:

@@ -68,10 +68,10 @@ def _checkpointed(file: Foreign) -> bool:
     file.flag("use_reentrant_gc")  # the same gradients either way; prepkit's is not reentrant
     if file.flag("use_unsloth_gc"):
         what = "activations are recomputed, and not kept in host memory"
-        file.warn("no-effect", "use_unsloth_gc", what, "Remove it.")
+        file.warn("not-supported", "use_unsloth_gc", what, "Remove it.")
     if file.flag("use_unsloth"):
         what = "unsloth changes the model before it is prepared; that is yours to call"
-        file.warn("no-effect", "use_unsloth", what, "Remove it.")
+        file.warn("not-supported", "use_unsloth", what, "Remove it.")
     return not off
 
 
@@ -85,7 +85,7 @@ def _float8(file: Foreign) -> FP8Backend | None:
         return None
     if backend in (None, "auto"):
         what = "the library that is found installed is taken; the plan is for torchao"
-        file.warn("no-effect", "fp8_backend", what, "Write torchao, te or msamp.")
+        file.warn("asks-machine", "fp8_backend", what, "Write torchao, te or msamp.")
     if backend == "te":
         return TransformerEngine()
     return MSAMP() if backend == "msamp" else TorchAO(float8_all_gather=gathered)

@@ -45,6 +45,14 @@ _LAUNCHING = (
     *("training.warmup_steps", "model.norm_type"),  # of 2024
 )
 """Sections and keys of data, logging, schedules and the run itself."""
+_NUMBERS = (
+    *("training.seq_len", "training.seed", "training.gc_freq", "training.warmup_steps", "lr_scheduler.warmup_steps"),
+    *("lr_scheduler.decay_ratio", "lr_scheduler.lr_min", "lr_scheduler.min_lr_factor", "metrics.log_freq"),
+    *("profiling.profile_freq", "validation.local_batch_size", "validation.seq_len", "validation.freq"),
+    *("validation.steps", "comm.train_timeout_seconds", "comm.trace_buf_size", "checkpoint.interval"),
+    *("checkpoint.keep_latest_k",),
+)
+"""Those of them that are numbers."""
 _ELSEWHERE = (
     ("pipeline_parallel_degree", "prepkit makes no pipelines", "data_parallel_shard_degree"),
     ("context_parallel_degree", "prepkit cuts no sequences over ranks", "data_parallel_shard_degree"),
@@ -64,9 +72,12 @@ _HERE = "parallelism."
 def read_torchtitan(source: Source) -> Imported:
     """The file as prepkit's config. Raises ``PlanRejected`` with every finding."""
     file = foreign("torchtitan", source)
+    file.typed = True
     move_older_keys(file)
     for section in ("training", "parallelism", "optimizer", "activation_checkpoint", "compile", "comm", "model"):
         file.section(section)
+    for name in _NUMBERS:
+        file.number(name)
     file.launching(*_LAUNCHING)
     sizes = _sizes(file)
     norm = file.number("training.max_norm", "clip")
@@ -79,8 +90,8 @@ def read_torchtitan(source: Source) -> Imported:
         compile=_compile(file),
         weights=_weights(file),
         optimizer=_optimizer(file),
-        clip=None if norm is not None and norm <= 0 else ClipNorm(1.0 if norm is None else float(norm)),
-        accumulation=_accumulation(file, sizes),
+        clip=ClipNorm(1.0 if norm is None else float(norm)),
+        **_batches(file, sizes),
         total_steps=steps,
         timeout_s=300.0 if timeout is None else float(timeout),
     )
@@ -119,7 +130,7 @@ def _sizes(file: Foreign) -> Mesh:
         ("enable_compiled_autograd", "backward runs as torch runs it"),
     ):
         if file.flag(f"{_HERE}{name}"):
-            file.warn("no-effect", f"{_HERE}{name}", why, "Write false.")
+            file.warn("not-supported", f"{_HERE}{name}", why, "Write false.")
     return Mesh(**{axis: size for axis, size in found.items() if size is not None})
 
 
@@ -160,7 +171,9 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | None:
     mode = file.word(f"{here}.mode", ("selective", "full", "none", "memory_budget"), "checkpointing") or "selective"
     kept = file.flag(f"{here}.preserve_rng_state")
     if file.flag(f"{here}.early_stop"):
-        file.warn("no-effect", f"{here}.early_stop", "recomputation stops early wherever torch lets it", "Remove it.")
+        file.warn(
+            "not-supported", f"{here}.early_stop", "recomputation stops early wherever torch lets it", "Remove it."
+        )
     for name in ("determinism_check", "debug", "visualize_memory_budget_pareto", "memory_budget"):
         if file.has(f"{here}.{name}"):
             file.launching(f"{here}.{name}")
@@ -173,7 +186,7 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | None:
     every = _every(file) if mode == "selective" else None
     if mode != "full" and every is None:
         what = f"every block is recomputed whole; prepkit picks no operations ({mode})"
-        file.warn("no-effect", f"{here}.mode", what, "Write full or none.")
+        file.warn("not-supported", f"{here}.mode", what, "Write full or none.")
     return CheckpointBlocks(preserve_rng_state=bool(kept), every=every or 1)
 
 
@@ -184,7 +197,10 @@ def _every(file: Foreign) -> int | None:
     if option == "op":
         file.covered(name)
         return None
-    every = 2 if option is None else file.whole(name, "checkpointing.every")
+    if isinstance(option, str) and option.isdecimal():  # a text in torchtitan, whatever it holds
+        every: int | None = int(file.raw(name, "checkpointing.every"))
+    else:
+        every = 2 if option is None else file.whole(name, "checkpointing.every")
     if every is not None and every < 1:
         file.error("wrong-value", name, f"there is no block {every}", "Write a number from 1, or op.")
     return max(every or 1, 1)
@@ -198,7 +214,7 @@ def _compile(file: Foreign) -> CompileBlocks | None:
     if not (older or on) or (parts is not None and "model" not in parts):
         return None
     if parts is not None and "loss" in parts:
-        file.warn("no-effect", "compile.components", "the loss is computed in your loop", "Write ['model'].")
+        file.warn("not-supported", "compile.components", "the loss is computed in your loop", "Write ['model'].")
     return CompileBlocks(backend=backend or "inductor", fullgraph=True)
 
 
@@ -235,27 +251,28 @@ def _number(file: Foreign, name: str, default: float) -> float:
     return default if value is None else float(value)
 
 
-def _accumulation(file: Foreign, sizes: Mesh) -> int:
-    """Micro-batches per step: ``global_batch_size / (local_batch_size * ranks that read other data)``."""
+def _batches(file: Foreign, sizes: Mesh) -> dict[str, int | None]:
+    """Micro-batches per step: ``global_batch_size / (local_batch_size * ranks that read other data)``.
+
+    Where the file leaves the ranks open, the global batch, of which they follow.
+    """
     name = "training.global_batch_size"
     local = file.whole("training.local_batch_size") or file.whole("training.batch_size") or 8
     asked = file.whole(name)
     if asked is None or asked < 0:
         file.launching("training.local_batch_size", "training.batch_size")
-        return 1
+        return {"accumulation": 1}
+    known = sizes.shard > 0 and sizes.replicate > 0
+    setting = "accumulation" if known else "global_batch"
     for key in ("training.local_batch_size", "training.batch_size", name):
-        file.raw(key, "accumulation")
-    if sizes.shard < 1:
-        what = "micro-batches per step follow from it and from how many ranks there are, which the file does not say"
-        file.error("wrong-value", name, what, f"Write {_HERE}data_parallel_shard_degree as a number.")
-        return 1
-    at_once = local * sizes.replicate * sizes.shard
+        file.raw(key, setting)
+    at_once = local * (sizes.replicate * sizes.shard if known else 1)
     if at_once < 1 or asked % at_once or asked < at_once:
-        ranks = sizes.replicate * sizes.shard
-        what = f"{asked} is no multiple of {local} samples on each of {ranks} ranks"
+        ranks = f"each of {sizes.replicate * sizes.shard} ranks" if known else "each rank, however many there are"
+        what = f"{asked} is no multiple of {local} samples on {ranks}"
         file.error("contradiction", name, what, f"Write a multiple of {at_once}.", misread=False)
-        return 1
-    return asked // at_once
+        return {"accumulation": 1}
+    return {setting: asked // at_once if known else asked}
 
 
 # --- older files -----------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | None:
     name = new if file.raw(new) is not None else old
     options = file.raw(f"{name}_kwargs", "checkpointing")
     if isinstance(options, dict) and options.get("every_n_layers") not in (None, 1):
-        file.warn("no-effect", f"{name}_kwargs", "every block is recomputed (every_n_layers)", "Remove it.")
+        file.warn("not-supported", f"{name}_kwargs", "every block is recomputed (every_n_layers)", "Remove it.")
     return CheckpointBlocks() if file.flag(name, "checkpointing") else None
 
 
