@@ -33,7 +33,7 @@ from prepkit.config import (
     TransformerEngine,
 )
 from prepkit.findings import PlanRejected
-from prepkit.formats.importers.accelerate_engines import deepspeed, fsdp, say_of_other_types, weights
+from prepkit.formats.importers.accelerate_engines import deepspeed, fsdp, of_one_machine, say_of_other_types, weights
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.source import Imported, Source
 
@@ -174,7 +174,7 @@ def _engine(file: Foreign, kind: str, world: int | None, mesh: Mesh | None, prec
         case "NO":
             return Single()
         case "FSDP":
-            return fsdp(file, precision)
+            return of_one_machine(file, fsdp(file, precision))
         case "XLA" | "TPU":
             return XLA()
         case "TP":

@@ -63,6 +63,16 @@ def fsdp(file: Foreign, precision: Precision) -> FSDP1 | FSDP2:
     return evolve(_first(file), buffer_dtype=None if precision is None else precision.reduce_dtype)
 
 
+def of_one_machine(file: Foreign, engine: FSDP1 | FSDP2) -> FSDP1 | FSDP2:
+    """A copy per machine, where there is one machine: its ranks shard it, and torch averages over a group of one."""
+    if isinstance(engine, FSDP1) and (file.whole("num_machines") or 1) == 1 and file.whole("num_processes"):
+        return evolve(engine, sharding=_ONE_COPY.get(engine.sharding, engine.sharding))
+    return engine
+
+
+_ONE_COPY: dict[Sharding, Sharding] = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
+
+
 def weights(file: Foreign) -> Weights:
     """Rank 0's values for all, where the file lets the others load nothing (M2-13, F1-47).
 
@@ -250,7 +260,7 @@ def _engine(file: Foreign, config: Config, path: Path) -> Config:
         leaf_modules=experts,
         config=_rest(file),
     )
-    steps = file.whole(f"{_IN_DEEPSPEED}gradient_accumulation_steps", "accumulation")
+    steps = file.whole_or_auto(f"{_IN_DEEPSPEED}gradient_accumulation_steps", "accumulation")
     clip = file.number_or_auto(f"{_IN_DEEPSPEED}gradient_clipping", "clip")
     if clip == 0:
         what = f"accelerate hands no 0 on, and DeepSpeed clips to {OWN_CLIP} where nothing is said"

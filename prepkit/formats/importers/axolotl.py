@@ -27,6 +27,9 @@ _KEPT = ("legacy", "disk", "hidden_states")
 _OFFLOADED = ("unsloth", "offload", "offload_disk")
 """Words of ``gradient_checkpointing`` that recompute from inputs kept off the device."""
 
+_SEEN_TO = ("checkpoint.offload-compiled",)
+"""It keeps what is offloaded by TRL's ``OffloadActivations``, and not by torch's ``save_on_cpu``."""
+
 
 def read_axolotl(source: Source) -> Imported:
     """The file as prepkit's config. Raises ``PlanRejected`` with every finding."""
@@ -57,6 +60,7 @@ def read_axolotl(source: Source) -> Imported:
         config = evolve(config, accumulation=steps)
     if offload and isinstance(config.checkpointing, CheckpointBlocks):
         config = evolve(config, checkpointing=evolve(config.checkpointing, offload=True))
+        imported = evolve(imported, seen_to=(*imported.seen_to, *_SEEN_TO))
     if full and isinstance(config.precision, BF16):
         config = evolve(config, precision=evolve(config.precision, master_weights=False))
     if float8:

@@ -128,6 +128,14 @@ class Foreign:
         self._wrong_type(name, number, int)
         return None
 
+    def whole_or_auto(self, name: str, *settings: str) -> int | None:
+        """A whole number; None also where ``"auto"`` leaves it to the library, or to who calls it."""
+        number = None if self._value(name) == "auto" else self.whole(name, *settings)
+        self._read.add(name)
+        self.means(name, *settings)
+        self.asked[name] = ("whole", "auto")
+        return number
+
     def count(self, name: str, *settings: str, misread: bool = True) -> int | None:
         """A whole number of processes or machines; None also where no job has so many. ``misread`` as for ``error``."""
         number = self.whole(name, *settings)

@@ -298,6 +298,8 @@ class Imported:
     """Where each key of a file of prepkit's own is; empty for other files, whose ``config.origins`` say it."""
     meant: Mapping[str, tuple[str, ...]] = field(factory=dict, repr=False, eq=False)
     """Setting to the keys that say it in a file of this library, be they there or not; empty for prepkit's own."""
+    seen_to: tuple[str, ...] = ()
+    """Rules whose harm its library keeps away by itself: they speak of what prepkit does, and of no run of that one."""
     notes: tuple[Finding, ...] = ()
     """Warnings: settings that do nothing there either, or that prepkit answers in another way."""
 

@@ -83,6 +83,7 @@ def read_torchtitan(source: Source) -> Imported:
     norm = file.number("training.max_norm", "clip")
     steps = file.whole("training.steps", "total_steps")
     timeout = file.number("comm.init_timeout_seconds", "timeout_s")
+    steps_of_batch, whole_batch = _batches(file, sizes)
     config = Config(
         engine=_engine(file, sizes),
         mesh=_mesh(sizes),
@@ -91,7 +92,8 @@ def read_torchtitan(source: Source) -> Imported:
         weights=_weights(file),
         optimizer=_optimizer(file),
         clip=ClipNorm(1.0 if norm is None else float(norm)),
-        **_batches(file, sizes),
+        accumulation=steps_of_batch,
+        global_batch=whole_batch,
         total_steps=steps,
         timeout_s=300.0 if timeout is None else float(timeout),
     )
@@ -251,7 +253,7 @@ def _number(file: Foreign, name: str, default: float) -> float:
     return default if value is None else float(value)
 
 
-def _batches(file: Foreign, sizes: Mesh) -> dict[str, int | None]:
+def _batches(file: Foreign, sizes: Mesh) -> tuple[int | None, int | None]:
     """Micro-batches per step: ``global_batch_size / (local_batch_size * ranks that read other data)``.
 
     Where the file leaves the ranks open, the global batch, of which they follow.
@@ -261,7 +263,7 @@ def _batches(file: Foreign, sizes: Mesh) -> dict[str, int | None]:
     asked = file.whole(name)
     if asked is None or asked < 0:
         file.launching("training.local_batch_size", "training.batch_size")
-        return {"accumulation": 1}
+        return 1, None
     known = sizes.shard > 0 and sizes.replicate > 0
     setting = "accumulation" if known else "global_batch"
     for key in ("training.local_batch_size", "training.batch_size", name):
@@ -271,8 +273,8 @@ def _batches(file: Foreign, sizes: Mesh) -> dict[str, int | None]:
         ranks = f"each of {sizes.replicate * sizes.shard} ranks" if known else "each rank, however many there are"
         what = f"{asked} is no multiple of {local} samples on {ranks}"
         file.error("contradiction", name, what, f"Write a multiple of {at_once}.", misread=False)
-        return {"accumulation": 1}
-    return {setting: asked // at_once if known else asked}
+        return 1, None
+    return (asked // at_once, None) if known else (None, asked)
 
 
 # --- older files -----------------------------------------------------------------------------------------------------

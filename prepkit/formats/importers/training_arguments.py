@@ -98,7 +98,11 @@ def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device
     )
     config = _engine(file, config, path, micro_batch)
     _rest(file)
-    return file.imported(config, known=tuple(KEYS[file.kind]))
+    return file.imported(config, known=tuple(KEYS[file.kind]), seen_to=_SEEN_TO)
+
+
+_SEEN_TO = ("checkpoint.cache",)
+"""The Trainer switches the cache off (``use_cache``), and blocks that are recomputed drop it as they are called."""
 
 
 def _device(file: Foreign) -> str | None:
