@@ -33,7 +33,14 @@ from prepkit.config import (
     TransformerEngine,
 )
 from prepkit.findings import PlanRejected
-from prepkit.formats.importers.accelerate_engines import deepspeed, fsdp, of_one_machine, say_of_other_types, weights
+from prepkit.formats.importers.accelerate_engines import (
+    deepspeed,
+    fsdp,
+    of_one_machine,
+    say_of_other_types,
+    say_places,
+    weights,
+)
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.source import Imported, Source
 
@@ -129,6 +136,7 @@ def understand(file: Foreign, path: str) -> Imported:
         fix = f"Write one of {', '.join(TYPES)}."
         file.error("wrong-value", "distributed_type", "accelerate needs it in every config file", fix)
     kind = file.word("distributed_type", TYPES, "engine") or "NO"
+    say_places(file)
     file.launching(*LAUNCHING)
     for section, readers in _ELSEWHERE.items():
         if kind not in readers and file.section(section):

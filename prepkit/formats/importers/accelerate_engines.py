@@ -177,6 +177,18 @@ def _ignored(file: Foreign) -> tuple[str, ...]:
     return (text.replace(".*", "*"),)
 
 
+# --- machines --------------------------------------------------------------------------------------------------------
+
+
+def say_places(file: Foreign) -> None:
+    """Says which machine or port there is none of; scripts often give other ones, so that one left out is no fault."""
+    file.whole("main_process_port")
+    rank, machines = file.data.get("machine_rank"), file.data.get("num_machines")
+    if type(rank) is int and type(machines) is int and not 0 <= rank < max(machines, 1):
+        what = f"the machines are 0 to {machines - 1}, and this is {rank}" if machines > 1 else "the only machine is 0"
+        file.error("contradiction", "machine_rank", what, "Write the number of this machine, from 0.", misread=False)
+
+
 # --- keys of other types ---------------------------------------------------------------------------------------------
 
 

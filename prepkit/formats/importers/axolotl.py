@@ -10,7 +10,7 @@ from prepkit.codec.text import shown
 from prepkit.config import BF16, FP8, FSDP1, FSDP2, CheckpointBlocks, DType, Mesh, TorchAO
 from prepkit.findings.keywords import unknown_key_fix
 from prepkit.formats.importers.argument_keys import KEYS, NOW
-from prepkit.formats.importers.foreign import Foreign, foreign, named_model
+from prepkit.formats.importers.foreign import TRUE, Foreign, foreign, named_model
 from prepkit.formats.importers.source import Imported, Source
 from prepkit.formats.importers.training_arguments import training_arguments
 
@@ -36,6 +36,7 @@ def read_axolotl(source: Source) -> Imported:
     file = foreign("axolotl", source)
     data = file.data
     _say_others(file)
+    _quantised(file)
     for name, on in _AUTO.items():
         if data.get(name) == "auto":
             what = f"auto asks GPU and torch; it is read as {str(on).lower()}"
@@ -71,6 +72,20 @@ def read_axolotl(source: Source) -> Imported:
         config = evolve(config, mesh=Mesh(**{"shard": -1} | sizes))
     parts = any(file.data.get(name) for name in ("adapter", "load_in_4bit", "load_in_8bit", "unfrozen_parameters"))
     return evolve(imported, config=config, model=None if parts else named_model(file, "base_model"))
+
+
+def _quantised(file: Foreign) -> None:
+    """``qlora`` trains beside weights of 4 bits, which have a switch of their own (``check_qlora``)."""
+    on = {name: str(file.data.get(name)).lower() in TRUE for name in ("load_in_4bit", "load_in_8bit", "merge_lora")}
+    if file.data.get("adapter") != "qlora" or on["merge_lora"]:
+        return
+    if on["load_in_8bit"]:
+        what = "axolotl refuses it with adapter: qlora, whose weights have 4 bits"
+        fix = "Write load_in_4bit: true in its place, or adapter: lora."
+        file.error("contradiction", "load_in_8bit", what, fix, misread=False)
+    elif not on["load_in_4bit"]:
+        what = "axolotl refuses qlora without load_in_4bit: true"
+        file.error("contradiction", "adapter", what, "Write load_in_4bit: true, or adapter: lora.", misread=False)
 
 
 def _say_others(file: Foreign) -> None:

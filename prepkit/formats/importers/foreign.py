@@ -359,8 +359,13 @@ class Foreign:
         self.findings += [finding] if finding not in self.findings else []
         return finding
 
-    def _wrong_type(self, name: str, value: object, kind: type) -> None:
-        self.error("wrong-type", name, f"{shown(value)} is not {_NAMES[kind]}", _retyped(value, kind))
+    def say_no_number(self, name: str, value: object) -> None:
+        """Says so of a key that is no setting."""
+        self._wrong_type(name, value, float, misread=False)
+
+    def _wrong_type(self, name: str, value: object, kind: type, *, misread: bool = True) -> None:
+        what = f"{shown(value)} is not {_NAMES[kind]}"
+        self.error("wrong-type", name, what, _retyped(value, kind), misread=misread)
 
 
 def beside(name: str, file: Path) -> Path | None:

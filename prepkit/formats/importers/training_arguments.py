@@ -34,6 +34,7 @@ from prepkit.findings.keywords import ELSEWHERE, meant_key
 from prepkit.findings.text import near
 from prepkit.formats.importers.accelerate_engines import fsdp
 from prepkit.formats.importers.argument_keys import GONE, KEYS, NOW
+from prepkit.formats.importers.argument_values import judge
 from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
 from prepkit.formats.importers.positions import LineColumn
@@ -97,6 +98,7 @@ def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device
         timeout_s=1800.0 if timeout is None else float(timeout),
     )
     config = _engine(file, config, path, micro_batch)
+    judge(file, micro_batch)
     _rest(file)
     return file.imported(config, known=tuple(KEYS[file.kind]), seen_to=_SEEN_TO)
 
